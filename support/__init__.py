@@ -1,0 +1,1 @@
+"""What the story stands on: none of it is needed to understand GPT-2."""

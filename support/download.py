@@ -1,0 +1,121 @@
+"""Downloads that either end as a whole, checked file or leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+from pathlib import Path
+
+from support.cli import UserError
+
+ATTEMPTS = 4
+TIMEOUT = (10, 30)  # seconds: to connect, and without a byte
+RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
+
+
+def download(url: str, path: str | os.PathLike, *, sha256: str | None = None, git_blob: str | None = None) -> Path:
+    """Fetches `url` into the file `path`, unless it is there already and right.
+
+    The status is checked, silence times out, passing trouble is tried again with growing pauses, and the file gets
+    its name only when it is whole and its checksum is right: `sha256` in hexadecimal, or `git_blob`, the SHA-1 that
+    git gives a file (of `blob {size}\\0` and the content).
+
+    Raises:
+        UserError: the file cannot be had, is not the expected one, or cannot be written.
+    """
+    path = Path(path)
+    if path.exists() and _right(path, sha256, git_blob):
+        return path
+    part, new_folder = path.with_name(f"{path.name}.{os.getpid()}.part"), not path.parent.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _fetch_with_retries(url, part)
+        if not _right(part, sha256, git_blob):
+            raise UserError(f"{url} is not the file we know (wrong checksum). Try again later.", this_rank_only=True)
+        os.replace(part, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}.", this_rank_only=True) from error
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+            if new_folder:
+                path.parent.rmdir()  # only if it is empty, as after a failure
+    return path
+
+
+def _fetch_with_retries(url: str, part: Path) -> None:
+    import requests  # here and not above: most runs download nothing
+
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            time.sleep(2.0**attempt)
+        try:
+            _fetch(url, part)
+            return
+        except requests.RequestException as error:
+            trouble = error
+            response = getattr(error, "response", None)
+            if response is not None and response.status_code not in RETRIED_STATUS:
+                break
+    raise UserError(
+        f"cannot download {url} ({_reason(trouble)}). Check the network and run the same command again.",
+        this_rank_only=True,
+    ) from trouble
+
+
+def _reason(trouble: Exception) -> str:
+    """One of requests' errors in few words; its own are long and name what nobody asked for."""
+    import requests
+
+    response = getattr(trouble, "response", None)
+    if response is not None:
+        return f"the server answered {response.status_code} {response.reason}"
+    if isinstance(trouble, requests.Timeout):
+        return "the server did not answer in time"
+    if isinstance(trouble, requests.exceptions.ChunkedEncodingError):
+        return "the connection broke off"
+    return "no connection to the server"
+
+
+def _fetch(url: str, part: Path) -> None:
+    import requests
+    from tqdm import tqdm
+
+    with requests.get(url, stream=True, timeout=TIMEOUT) as response:
+        response.raise_for_status()
+        length = int(response.headers.get("Content-Length", 0))  # a body shorter than that is an error of requests
+        bar = tqdm(total=length or None, unit="B", unit_scale=True, desc=Path(url).name, disable=None)
+        with open(part, "wb") as file, bar:
+            for chunk in response.iter_content(1 << 20):
+                file.write(chunk)
+                bar.update(len(chunk))
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _right(path: Path, sha256: str | None, git_blob: str | None) -> bool:
+    """Whether a file has the checksum that is known of it, if one is."""
+    if sha256 is not None:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == sha256
+    if git_blob is not None:
+        digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size)
+        digest.update(path.read_bytes())
+        return digest.hexdigest() == git_blob
+    return True
+
+
+def hub_trouble(error: Exception) -> str:
+    """Why the Hugging Face hub, or a library on top of it, did not give something; in words for a user."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "the Hugging Face hub has none of that name that is public"
+    if isinstance(error, errors.HFValidationError):
+        return "the Hugging Face hub has no such names"
+    unreachable = (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError)
+    if isinstance(error, unreachable) or type(error).__module__.startswith("httpx"):
+        return "the Hugging Face hub cannot be reached"
+    return (str(error).strip() or repr(error)).split("\n")[0][:200].rstrip(".")

@@ -1,0 +1,229 @@
+"""Encodings by name, and the same encodings as Hugging Face files.
+
+`gpt2` is OpenAI's 50,257-token vocabulary through tiktoken; `bytes` is the 256 byte values and an end-of-text token,
+and needs no download. In both, the end-of-text token is the last one.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import hashlib
+import itertools
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from support.cli import UserError
+from support.download import download
+
+END_OF_TEXT = "<|endoftext|>"
+VOCAB_SIZES = {"gpt2": 50257, "bytes": 257}
+
+_GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+_GPT2_FILES = {  # SHA-256, the same that tiktoken checks
+    _GPT2_URL + "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    _GPT2_URL + "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+}
+
+
+@functools.cache
+def get_tokenizer(name: str) -> Tokenizer:
+    """The encoding called `name`, "gpt2" or "bytes".
+
+    Raises:
+        UserError: no such encoding, or its vocabulary is not on this machine and cannot be downloaded.
+    """
+    if name not in VOCAB_SIZES:
+        raise UserError(f"unknown tokenizer {name!r}. Choose one of {', '.join(VOCAB_SIZES)}.")
+    return Gpt2Tokenizer() if name == "gpt2" else BytesTokenizer()
+
+
+def name_for_vocab_size(vocab_size: int) -> str:
+    """The encoding that a model of `vocab_size` tokens was trained on.
+
+    Raises:
+        UserError: none of ours has that many tokens.
+    """
+    for name, size in VOCAB_SIZES.items():
+        if size == vocab_size:
+            return name
+    sizes = ", ".join(f"{name}: {size:,}" for name, size in VOCAB_SIZES.items())
+    raise UserError(f"no tokenizer for a vocabulary of {vocab_size:,} tokens. Known are {sizes}.")
+
+
+class Tokenizer(abc.ABC):
+    """Text to token ids and back. `eot` is the id of the end-of-text token, which `encode` never produces."""
+
+    name: str
+
+    @property
+    def vocab_size(self) -> int:
+        return VOCAB_SIZES[self.name]
+
+    @property
+    def eot(self) -> int:
+        return self.vocab_size - 1
+
+    @abc.abstractmethod
+    def encode(self, text: str) -> list[int]: ...
+
+    @abc.abstractmethod
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+    @functools.cached_property
+    @abc.abstractmethod
+    def huggingface_json(self) -> str:
+        """The content of `tokenizer.json`."""
+
+    def encode_document(self, text: str) -> np.ndarray:
+        """uint16 array: the end-of-text token, then the tokens of `text`."""
+        ids = self.encode(text)
+        tokens = np.empty(len(ids) + 1, dtype=np.uint16)
+        tokens[0] = self.eot
+        tokens[1:] = ids
+        return tokens
+
+    def save_pretrained(self, directory: str | os.PathLike, model_max_length: int) -> None:
+        """Writes `tokenizer.json` and `tokenizer_config.json`, which Hugging Face's `AutoTokenizer` opens."""
+        directory = Path(directory)
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": END_OF_TEXT,
+            "eos_token": END_OF_TEXT,
+            "unk_token": END_OF_TEXT,
+            "model_max_length": model_max_length,
+            "clean_up_tokenization_spaces": False,
+        }
+        (directory / "tokenizer.json").write_text(self.huggingface_json, encoding="utf-8")
+        (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+class BytesTokenizer(Tokenizer):
+    """One token per UTF-8 byte, ids 0 to 255, and end-of-text, 256."""
+
+    name = "bytes"
+
+    def encode(self, text: str) -> list[int]:
+        return list(_utf8(text))
+
+    def encode_document(self, text: str) -> np.ndarray:
+        content = np.frombuffer(_utf8(text), dtype=np.uint8).astype(np.uint16)
+        return np.concatenate([np.array([self.eot], dtype=np.uint16), content])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return b"".join(bytes([i]) if i < 256 else END_OF_TEXT.encode() for i in ids).decode("utf-8", "replace")
+
+    @functools.cached_property
+    def huggingface_json(self) -> str:
+        return _huggingface_bpe([bytes([i]) for i in range(256)], merges=[], eot=self.eot, split_words=False)
+
+
+class Gpt2Tokenizer(Tokenizer):
+    """GPT-2's byte-pair encoding. The text of a special token is ordinary text to `encode`."""
+
+    name = "gpt2"
+
+    def __init__(self):
+        self._encoding = _load_gpt2()
+
+    def encode(self, text: str) -> list[int]:
+        return self._encoding.encode_ordinary(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._encoding.decode(list(ids))
+
+    @functools.cached_property
+    def huggingface_json(self) -> str:
+        tokens = [self._encoding.decode_single_token_bytes(i) for i in range(self.eot)]  # in order of rank
+        return _huggingface_bpe(tokens, _merges(tokens), eot=self.eot, split_words=True)
+
+
+@functools.cache
+def _load_gpt2() -> Any:
+    """tiktoken's encoding; its two files are fetched by us, since tiktoken neither times out nor tries again."""
+    default_cache = os.path.join(tempfile.gettempdir(), "data-gym-cache")  # tiktoken's own choice
+    cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR") or default_cache)
+    try:
+        for url, sha256 in _GPT2_FILES.items():
+            download(url, cache / hashlib.sha1(url.encode()).hexdigest(), sha256=sha256)
+    except UserError as error:
+        raise UserError(
+            f"the GPT-2 vocabulary is not in {cache}: {error} Or copy that folder from a machine that has it and name "
+            'it in TIKTOKEN_CACHE_DIR; or make shards with "--tokenizer bytes".',
+            this_rank_only=True,
+        ) from error
+    import tiktoken
+
+    return tiktoken.get_encoding("gpt2")
+
+
+def _utf8(text: str) -> bytes:
+    """UTF-8; lone surrogates, which have none, become U+FFFD as tiktoken makes them."""
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode("utf-8")
+
+
+def _merges(tokens: list[bytes]) -> list[tuple[bytes, bytes]]:
+    """The pair of earlier tokens that each token of two and more bytes was merged from, in order of rank."""
+    rank = {token: i for i, token in enumerate(tokens)}
+    merges = []
+    for token in tokens:
+        if len(token) < 2:
+            continue
+        parts = [bytes([b]) for b in token]
+        while len(parts) > 2:  # what the encoder does to this token's bytes before the token itself is known
+            pairs = [rank.get(a + b, len(tokens)) for a, b in itertools.pairwise(parts)]
+            i = pairs.index(min(pairs))
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        merges.append((parts[0], parts[1]))
+    return merges
+
+
+def _huggingface_bpe(tokens: list[bytes], merges: list[tuple[bytes, bytes]], eot: int, split_words: bool) -> str:
+    """The `tokenizers` library's JSON of a byte-level BPE; each byte is written as one visible character."""
+    letter = _visible_bytes()
+
+    def spell(token: bytes) -> str:
+        return "".join(letter[b] for b in token)
+
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": split_words}
+    end_of_text = {"id": eot, "content": END_OF_TEXT, "special": True}
+    end_of_text |= {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": "",
+        "end_of_word_suffix": "",
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "vocab": {spell(token): i for i, token in enumerate(tokens)} | {END_OF_TEXT: eot},
+        "merges": [[spell(a), spell(b)] for a, b in merges],
+    }
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [end_of_text],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": model,
+    }
+    return json.dumps(tokenizer, ensure_ascii=False)
+
+
+def _visible_bytes() -> list[str]:
+    """GPT-2's printable stand-in for each byte value: itself where Latin-1 prints it, else 256, 257, ... in turn."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return [chr(b) if b in printable else chr(256 + others.index(b)) for b in range(256)]

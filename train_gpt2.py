@@ -1,0 +1,901 @@
+"""Pre-trains GPT-2 from token shards. One file: the model, its data, the loop.
+
+    python train_gpt2.py --demo                                  # everything once, small, without network
+    python train_gpt2.py                                         # GPT-2 124M on one GPU, CPU or Apple GPU
+    torchrun --standalone --nproc_per_node=8 train_gpt2.py       # the same run on a node of 8 GPUs
+    python train_gpt2.py --resume                                # go on where it stopped
+
+The shards come from `python fineweb.py`. `--help` lists all flags; their defaults are the recipe of GPT-2 124M.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+
+import hellaswag
+from support import checkpoint, devices, huggingface, rendezvous, report, shards
+from support.cli import Parser, UserError, add_flags, flag, flag_name, out_of_range, run
+from support.log import RunLog
+from support.tokenizer import Tokenizer, get_tokenizer
+
+# -----------------------------------------------------------------------------
+# The model. B is batch, T is time, C is channels (n_embd), nh is heads, hs is head size (C / nh), V is vocabulary.
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    block_size: int = 1024  # the longest context, in tokens
+    vocab_size: int = 50257  # 50,000 merges, 256 bytes, <|endoftext|>
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding, a multiple of 64: odd sizes are slow on a GPU. 50,257 become 50,304."""
+        return -(-self.vocab_size // 64) * 64
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.n_head = config.n_head
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key and value of all heads in one
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).split(C, dim=2)  # (B, T, C) each
+        q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs), flash: no (T, T) matrix is kept
+        y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side again
+        return self.c_proj(y)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.gelu = nn.GELU(approximate="tanh")  # GPT-2's; today nothing would be lost with the exact one
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c_proj(self.gelu(self.c_fc(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.ln_1(x))  # tokens exchange what they know
+        x = x + self.mlp(self.ln_2(x))  # each thinks about it alone
+        return x
+
+
+class GPT(nn.Module):
+    """GPT-2, with the names of Hugging Face's GPT2LMHeadModel."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.transformer = nn.ModuleDict(
+            dict(
+                wte=nn.Embedding(config.padded_vocab_size, config.n_embd),
+                wpe=nn.Embedding(config.block_size, config.n_embd),
+                h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
+                ln_f=nn.LayerNorm(config.n_embd),
+            )
+        )
+        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight  # one matrix reads tokens and predicts them
+        self._init_weights()
+
+    @torch.no_grad()
+    def _init_weights(self) -> None:
+        for name, parameter in self.named_parameters():
+            if name.endswith(".bias"):
+                parameter.zero_()
+            elif parameter.dim() >= 2:
+                std = 0.02
+                if name.endswith("c_proj.weight"):  # 2 per layer add to the residual stream; keep its variance at 1
+                    std /= math.sqrt(2 * self.config.n_layer)
+                parameter.normal_(0.0, std)
+        self.lm_head.weight[self.config.vocab_size :] = 0.0  # the padding; it never gets a gradient and stays zero
+
+    def forward(
+        self, idx: torch.Tensor, targets: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Next-token logits, or the loss when `targets` are given.
+
+        Args:
+            idx: (B, T) token ids, T at most block_size.
+            targets: (B, T) ids of the tokens that follow.
+
+        Returns:
+            `(logits, None)` with fp32 logits (B, T, V), or `(None, loss)` with the mean cross-entropy in nats.
+
+        Raises:
+            ValueError: the sequence is longer than the block.
+        """
+        T = idx.size(1)
+        if self.config.block_size < T:
+            raise ValueError(f"a sequence of {T} tokens is longer than the block of {self.config.block_size}")
+        positions = torch.arange(T, device=idx.device)
+        x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
+        for block in self.transformer.h:
+            x = block(x)
+        x = self.transformer.ln_f(x)
+
+        V = self.config.vocab_size  # slicing keeps the padding out of the softmax, and its gradient zero
+        if targets is None:
+            # Scores compare logits of -35 and below, which bf16 can only round to multiples of 0.25: fp32 here.
+            with torch.autocast(x.device.type, enabled=False):
+                return self.lm_head(x.float())[..., :V], None
+        logits = self.lm_head(x)[..., :V]  # (B, T, V)
+        return None, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    @classmethod
+    def from_pretrained(cls, name_or_dir: str | os.PathLike) -> GPT:
+        """A model of the Hugging Face hub (`gpt2`, `gpt2-medium`, `gpt2-large`, `gpt2-xl`) or a checkpoint directory.
+
+        Raises:
+            UserError: it cannot be had, or is not a GPT-2 that this class computes; the field or tensor is named.
+        """
+        directory = huggingface.find(name_or_dir)
+        config = GPTConfig(**huggingface.read_config(directory))
+        model = cls(config)
+        weights = huggingface.read_weights(directory)
+        model.load_state_dict(huggingface.to_ours(weights, model.state_dict(), config.vocab_size))
+        return model
+
+    def save_pretrained(self, directory: str | os.PathLike) -> None:
+        """Writes `config.json` and `model.safetensors`, which `from_pretrained` here and in Hugging Face reads."""
+        weights = huggingface.to_theirs(self.state_dict(), self.config.vocab_size)
+        huggingface.write(Path(directory), asdict(self.config), weights)
+
+    def configure_optimizers(
+        self, weight_decay: float, learning_rate: float, betas: tuple[float, float]
+    ) -> torch.optim.AdamW:
+        """AdamW that decays matrices and embeddings, but neither biases nor layer norms; fused, one kernel for all."""
+        decayed = [p for p in self.parameters() if p.dim() >= 2]
+        others = [p for p in self.parameters() if p.dim() < 2]
+        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=1e-8, fused=True)
+
+    def flops_per_token(self) -> int:
+        """FLOPs to train on one token of a full block: 6N + 12*L*H*Q*T (PaLM, arXiv:2204.02311, appendix B).
+
+        N leaves out the position embeddings, which are only looked up.
+        """
+        c = self.config
+        N = sum(p.numel() for p in self.parameters()) - self.transformer.wpe.weight.numel()
+        return 6 * N + 12 * c.n_layer * c.n_embd * c.block_size
+
+    @torch.no_grad()
+    def generate(
+        self,
+        idx: torch.Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        """Continues (B, T) token ids by sampling; returns (B, T + max_new_tokens).
+
+        Only the last block_size tokens are looked at. Temperature 0 takes the likeliest token each time.
+        """
+        for _ in range(max_new_tokens):
+            logits, _ = self(idx[:, -self.config.block_size :])
+            probs = next_token_probs(logits[:, -1], temperature, top_k)  # (B, V)
+            idx = torch.cat((idx, torch.multinomial(probs, 1, generator=generator)), dim=1)
+        return idx
+
+
+def next_token_probs(logits: torch.Tensor, temperature: float = 1.0, top_k: int | None = None) -> torch.Tensor:
+    """(B, V) logits to the probabilities that are sampled from: sharpened by temperature, cut to the best `top_k`."""
+    logits = logits / max(temperature, 1e-5)
+    if top_k is not None:
+        kth = torch.topk(logits, min(top_k, logits.size(-1))).values[:, -1:]  # (B, 1)
+        logits = logits.masked_fill(logits < kth, -math.inf)
+    return F.softmax(logits, dim=-1)
+
+
+# -----------------------------------------------------------------------------
+# The data
+
+
+class DataLoaderLite:
+    """Rows of T+1 tokens from memory-mapped shards, dealt so that a step's data depends on the step alone.
+
+    A shard of n tokens has floor((n-1)/T) rows, at offsets 0, T, 2T, ...; an epoch is the rows of all shards. Rows
+    are consumed in order, B at a time, by rank 0, 1, ... in turn: micro-batch j of rank r is the rows from
+    (j * world + r) * B, modulo the epoch. So `grad_accum` micro-batches of all ranks together are one update's rows,
+    the same rows in the same order for any number of ranks and any B.
+
+    With `shuffle`, each epoch has another order of shards, and of rows within each.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[np.memmap],
+        B: int,
+        T: int,
+        *,
+        vocab_size: int,
+        rank: int = 0,
+        world: int = 1,
+        grad_accum: int = 1,
+        shuffle: bool = False,
+        seed: int = 1337,
+        device: torch.device | str = "cpu",
+    ):
+        self.B, self.T, self.vocab_size = B, T, vocab_size
+        self.rank, self.world, self.grad_accum = rank, world, grad_accum
+        self.shuffle, self.seed, self.device = shuffle, seed, torch.device(device)
+        self.shards = shards
+        self.shard_rows = np.array([max(0, (len(s) - 1) // T) for s in shards])
+        self.rows_per_epoch = int(self.shard_rows.sum())
+        self._epoch = -1  # the epoch that _order and _ends describe
+        self._permuted: tuple[tuple[int, int], np.ndarray] | None = None
+        self.reset()
+
+    def reset(self, step: int = 0) -> None:
+        """Goes to the first micro-batch of an optimizer step."""
+        self.position = step * self.grad_accum
+
+    def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's next micro-batch: (B, T) tokens and the (B, T) tokens that follow them."""
+        first = (self.position * self.world + self.rank) * self.B
+        self.position += 1
+        return self.batch(range(first, first + self.B))
+
+    def batch(self, rows: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of these numbers, counted through all epochs, on the device.
+
+        Raises:
+            UserError: a token id is not in the vocabulary; its shard and offset are named.
+        """
+        tokens = torch.from_numpy(np.stack([self._row(n) for n in rows]).astype(np.int64))  # (B, T+1)
+        if self.device.type == "cuda":
+            tokens = tokens.pin_memory().to(self.device, non_blocking=True)
+        else:
+            tokens = tokens.to(self.device)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    def names(self) -> list[list[Any]]:
+        """File name and tokens of each shard: which data this is."""
+        return [[Path(s.filename).name, len(s)] for s in self.shards]
+
+    def _row(self, n: int) -> np.ndarray:
+        epoch, n = divmod(n, self.rows_per_epoch)
+        if epoch != self._epoch:
+            self._start_epoch(epoch)
+        place = int(np.searchsorted(self._ends, n, side="right"))
+        shard = int(self._order[place])
+        row = n - int(self._ends[place] - self.shard_rows[shard])
+        if self.shuffle:
+            row = int(self._permutation(epoch, shard)[row])
+        tokens = self.shards[shard][row * self.T : row * self.T + self.T + 1]
+        if tokens.max() >= self.vocab_size:
+            where = row * self.T + int(tokens.argmax())
+            raise UserError(
+                f"{self.shards[shard].filename} has the id {tokens.max()} at offset {where}, beyond the vocabulary of "
+                f"{self.vocab_size:,}. Make the shards again, with the tokenizer of the model.",
+                this_rank_only=True,
+            )
+        return tokens
+
+    def _start_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._order = np.arange(len(self.shards))
+        if self.shuffle:
+            self._order = np.random.default_rng((self.seed, epoch)).permutation(self._order)
+        self._ends = np.cumsum(self.shard_rows[self._order])
+
+    def _permutation(self, epoch: int, shard: int) -> np.ndarray:
+        if self._permuted is None or self._permuted[0] != (epoch, shard):
+            generator = np.random.default_rng((self.seed, epoch, shard))
+            self._permuted = (epoch, shard), generator.permutation(self.shard_rows[shard])
+        return self._permuted[1]
+
+
+# -----------------------------------------------------------------------------
+# The recipe
+
+MODELS = {
+    "gpt2": dict(n_layer=12, n_head=12, n_embd=768),  # 124M parameters
+    "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),  # 350M
+    "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280),  # 774M
+    "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),  # 1558M
+}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Every choice of a run, each one a flag. The defaults are those of GPT-2 124M on 10 billion tokens."""
+
+    data: str = flag("edu_fineweb10B", "folder of token shards", "files", metavar="DIR")
+    out: str = flag("log", "folder for the log and the checkpoints", "files", metavar="DIR")
+    resume: str | None = flag(
+        None, "go on from the newest checkpoint in --out; with auto, start anew if there is none", "files",
+        auto="a new run", choices=("newest", "auto"), nargs="?", const="newest", metavar="auto",
+    )  # fmt: skip
+    demo: bool = flag(False, "train a small model on Python's documentation, in demo_data/ and log_demo/", "files")
+
+    model: str = flag("gpt2", "size of the model", "model", choices=tuple(MODELS))
+    n_layer: int | None = flag(None, "layers", "model", auto="that of --model", least=1)
+    n_head: int | None = flag(None, "attention heads", "model", auto="that of --model", least=1)
+    n_embd: int | None = flag(None, "channels", "model", auto="that of --model", least=1)
+    block_size: int | None = flag(None, "context, in tokens", "model", auto="1024, or that of --init-from", least=1)
+    init_from: str | None = flag(None, "weights to start from, a hub name or a checkpoint", "model", auto="random ones")
+
+    batch_size: int | None = flag(
+        None, "rows of a micro-batch on a device", "batch", auto="64 on CUDA, else 4", least=1
+    )
+    total_batch_size: int = flag(524288, "tokens of one update, over all micro-batches and devices", "batch", least=1)
+
+    max_steps: int = flag(19073, "updates in all", "schedule", least=1)
+    warmup_steps: int = flag(715, "updates of linear warm-up", "schedule", least=0)
+    decay_steps: int | None = flag(None, "update at which the cosine ends", "schedule", auto="--max-steps", least=1)
+    max_lr: float = flag(6e-4, "peak learning rate", "schedule", least=0)
+    min_lr: float | None = flag(None, "rate after the cosine", "schedule", auto="a tenth of --max-lr", least=0)
+
+    weight_decay: float = flag(0.1, "AdamW's weight decay, on tensors of 2 and more dimensions", "optimizer", least=0)
+    beta1: float = flag(0.9, "AdamW's first beta", "optimizer", least=0, below=1)
+    beta2: float = flag(0.95, "AdamW's second beta", "optimizer", least=0, below=1)
+    grad_clip: float = flag(1.0, "largest gradient norm; 0 clips nothing", "optimizer", least=0)
+
+    seed: int = flag(1337, "seed of weights, shuffling and samples", "randomness", least=0, below=2**32)
+    shuffle: bool = flag(False, "read shards, and rows within each, in a new random order every epoch", "randomness")
+
+    val_every: int = flag(250, "updates between validations; 0 is never", "evaluation", least=0)
+    val_tokens: int = flag(10485760, "tokens of a validation, or all there are", "evaluation", least=1)
+    hellaswag_every: int | None = flag(
+        None, "updates between HellaSwag scores; 0 is never", "evaluation", auto="250 on CUDA, else 0", least=0
+    )
+    hellaswag_data: str | None = flag(
+        None, "HellaSwag .jsonl file", "evaluation", auto="downloaded once", metavar="FILE"
+    )
+    sample_every: int = flag(250, "updates between samples; 0 is never", "evaluation", least=0)
+    checkpoint_every: int = flag(5000, "updates between checkpoints; 0 is never", "evaluation", least=0)
+
+    device: str = flag("auto", "where to train", "device", choices=("auto", "cuda", "cpu", "mps"))
+    dtype: str = flag("auto", "precision of the matrix products", "device", choices=("auto", "fp32", "bf16", "fp16"))
+    compile: bool | None = flag(None, "torch.compile the model", "device", auto="on CUDA")
+
+    def __post_init__(self) -> None:
+        problems = out_of_range(self)
+        sized = [flag_name(n) for n in ("n_layer", "n_head", "n_embd") if getattr(self, n) is not None]
+        sized += ["--model"] if self.model != "gpt2" else []
+        if self.init_from is not None and sized:
+            problems.append(f"--init-from brings its own sizes. Leave out {', '.join(sized)}.")
+        if not problems and self.architecture["n_embd"] % self.architecture["n_head"]:
+            problems.append(
+                "--n-embd {n_embd} is not a multiple of --n-head {n_head}. Change one.".format(**self.architecture)
+            )
+        if problems:
+            raise UserError(*problems)
+        # Settled here and kept in checkpoints, so that a resumed run with more --max-steps keeps its schedule.
+        object.__setattr__(self, "min_lr", self.max_lr / 10 if self.min_lr is None else self.min_lr)
+        object.__setattr__(self, "decay_steps", self.decay_steps or self.max_steps)
+
+    @property
+    def architecture(self) -> dict[str, int]:
+        own = {name: getattr(self, name) for name in ("n_layer", "n_head", "n_embd")}
+        return MODELS[self.model] | {name: value for name, value in own.items() if value is not None}
+
+
+# What --demo sets, unless a flag says otherwise: about two minutes on two CPU cores.
+DEMO = dict(
+    data="demo_data", out="log_demo", n_layer=3, n_head=4, n_embd=128, block_size=64, batch_size=16,
+    total_batch_size=1024, max_steps=1500, warmup_steps=40, max_lr=4e-3, shuffle=True,
+    val_every=200, val_tokens=65536, hellaswag_every=0, sample_every=0,
+)  # fmt: skip
+
+
+def get_lr(step: int, config: TrainConfig) -> float:
+    """Learning rate of an update: linear warm-up, then a cosine from max_lr to min_lr, then min_lr."""
+    if step < config.warmup_steps:
+        return config.max_lr * (step + 1) / config.warmup_steps
+    if step >= config.decay_steps:
+        return config.min_lr
+    progress = (step - config.warmup_steps) / (config.decay_steps - config.warmup_steps)
+    return config.min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (config.max_lr - config.min_lr)
+
+
+# -----------------------------------------------------------------------------
+# One or many processes
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """This process among those that torchrun started: rank of `world`, local_rank on its node, and its device."""
+
+    rank: int
+    local_rank: int
+    world: int
+    device: torch.device
+
+    @classmethod
+    def from_environment(cls, device: str) -> Distributed:
+        rank, local_rank, world = (
+            int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
+        )
+        device_type = devices.pick_device_type(device)
+        if device_type == "mps" and world > 1:
+            raise UserError("an Apple GPU trains in one process. Run python train_gpt2.py, without torchrun.")
+        if device_type == "cuda":
+            if local_rank >= torch.cuda.device_count():
+                raise UserError(
+                    f"more processes on this node than its {torch.cuda.device_count()} GPUs. Lower --nproc_per_node."
+                )
+            torch.cuda.set_device(local_rank)
+            return cls(rank, local_rank, world, torch.device("cuda", local_rank))
+        return cls(rank, local_rank, world, torch.device(device_type))
+
+    def start(self, prepare: Callable[[], Any]) -> Any:
+        """Calls `prepare` on every rank, the first of each node before its others, and connects the ranks."""
+        if self.world == 1:
+            return prepare()
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        return rendezvous.prepare_and_connect(prepare, self.rank, self.local_rank, self.world, backend)
+
+    def close(self) -> None:
+        if self.world > 1 and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+    def print0(self, *values: Any) -> None:
+        if self.rank == 0:
+            print(*values, flush=True)
+
+    def mean(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The mean over ranks; in place."""
+        if self.world > 1:
+            torch.distributed.all_reduce(tensor)
+            tensor /= self.world  # gloo knows no mean
+        return tensor
+
+    def sum(self, *values: float) -> list[float]:
+        """The sum of each value over ranks, in float64."""
+        if self.world == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(tensor)
+        return tensor.tolist()
+
+
+# -----------------------------------------------------------------------------
+# Evaluation
+
+
+@torch.no_grad()
+def validation_loss(
+    model: nn.Module, loader: DataLoaderLite, tokens: int, dist: Distributed, amp: AbstractContextManager
+) -> float:
+    """Mean loss over the first rows of a loader, `tokens` of them or all; the same for any ranks and micro-batch."""
+    rows = min(tokens // loader.T, loader.rows_per_epoch)
+    total = count = 0.0
+    for first in report.progress(range(dist.rank * loader.B, rows, dist.world * loader.B), "validation", dist.rank):
+        x, y = loader.batch(range(first, min(first + loader.B, rows)))
+        with amp:
+            _, loss = model(x, y)
+        total += loss.item() * len(x)
+        count += len(x)
+    total, count = dist.sum(total, count)
+    return total / count
+
+
+@torch.no_grad()
+def hellaswag_score(
+    model: GPT, examples: Sequence[hellaswag.Example], dist: Distributed, amp: AbstractContextManager
+) -> float:
+    """acc_norm over all examples, dealt to the ranks."""
+    with amp:
+        mine = report.progress(examples[dist.rank :: dist.world], "HellaSwag", dist.rank)
+        counts = hellaswag.score(lambda idx: model(idx)[0], mine, dist.device, model.config.block_size)
+    n, _, correct_norm = dist.sum(*counts)
+    return correct_norm / n
+
+
+def sample(
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt: str,
+    n: int,
+    max_new_tokens: int,
+    generator: torch.Generator,
+    **options: Any,
+) -> list[str]:
+    """`n` continuations of `prompt`, prompt included. `options` are those of `GPT.generate`."""
+    idx = torch.tensor([tokenizer.encode(prompt) or [tokenizer.eot]], device=generator.device).repeat(n, 1)  # (n, T)
+    return [
+        tokenizer.decode(row) for row in model.generate(idx, max_new_tokens, generator=generator, **options).tolist()
+    ]
+
+
+# -----------------------------------------------------------------------------
+# Before the first step
+
+
+def prepare(config: TrainConfig, dist: Distributed, resume_from: Path | None) -> tuple:
+    """Finds, checks and downloads all that the run needs, so that nothing of it can fail hours later.
+
+    Returns:
+        The tokenizer, the model on the CPU, the train shards, the validation shards, and the HellaSwag examples.
+    """
+    if config.demo and not shards.complete(config.data):
+        fineweb = Path(__file__).with_name("fineweb.py")
+        if subprocess.run([sys.executable, fineweb, "--demo", "--output", config.data]).returncode:
+            raise UserError("the demo text could not be made, see above.", this_rank_only=True)
+    train_shards = shards.open_shards(config.data, "train")
+    val_shards = shards.open_shards(config.data, "val") if config.val_every else []
+    tokenizer = get_tokenizer(shards.read_manifest(config.data)["tokenizer"])
+    if dist.rank == 0 and resume_from is None:
+        check_output(config)
+    weights = resume_from or config.init_from
+    if weights is None:
+        torch.manual_seed(config.seed)  # drawn on the CPU, so every device starts from the same weights
+        model = GPT(GPTConfig(config.block_size or 1024, tokenizer.vocab_size, **config.architecture))
+    else:
+        model = GPT.from_pretrained(weights)
+        check_fit(model, config, tokenizer, weights)
+    return tokenizer, model, train_shards, val_shards, hellaswag_examples(config, tokenizer, dist)
+
+
+def check_output(config: TrainConfig) -> None:
+    """Refuses a folder that holds a run or cannot be written. Only the demo, and --resume auto, may start anew in one."""
+    may_start_anew = config.resume == "auto" or (config.demo and config.out == DEMO["out"])
+    if checkpoint.holds_a_run(config.out) and not may_start_anew:
+        raise UserError(f"{config.out} already holds a run. Go on with it with --resume, or name another --out.")
+    there = next(path for path in (Path(config.out).absolute(), *Path(config.out).absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise UserError(f"cannot write to {config.out}. Name another --out.")
+
+
+def check_fit(model: GPT, config: TrainConfig, tokenizer: Tokenizer, weights: str | Path) -> None:
+    """Refuses pretrained weights of another vocabulary or context than the run's."""
+    if model.config.vocab_size != tokenizer.vocab_size:
+        raise UserError(
+            f"{weights} knows {model.config.vocab_size:,} tokens, and the shards in {config.data} are made of "
+            f"{tokenizer.vocab_size:,} ({tokenizer.name}). Name shards made with its tokenizer with --data."
+        )
+    if config.block_size not in (None, model.config.block_size):
+        raise UserError(f"{weights} has a context of {model.config.block_size} tokens. Leave out --block-size.")
+
+
+def hellaswag_examples(config: TrainConfig, tokenizer: Tokenizer, dist: Distributed) -> list[hellaswag.Example]:
+    """The items to score, tokenised. None if that is off, or if they cannot be had: no reason not to train."""
+    every = config.hellaswag_every
+    if every == 0 or (every is None and dist.device.type != "cuda"):
+        return []
+    if tokenizer.name != "gpt2":
+        dist.print0(f"HellaSwag is off: its scores are defined on GPT-2 tokens, and these are {tokenizer.name}.")
+        return []
+    try:
+        items = hellaswag.load(config.hellaswag_data or hellaswag.download())
+    except UserError as error:
+        if config.hellaswag_data is not None:
+            raise
+        dist.print0(f"HellaSwag is off: {error}")
+        return []
+    return [hellaswag.render(item, tokenizer) for item in items]
+
+
+def fit_batch(config: TrainConfig, T: int, dist: Distributed) -> tuple[int, int]:
+    """`(B, grad_accum)`: rows of a micro-batch and micro-batches of each rank that make up total_batch_size exactly."""
+    total, unit = config.total_batch_size, T * dist.world
+    if total % unit:
+        near = " or ".join(str(n * unit) for n in (total // unit, total // unit + 1) if n > 0)
+        raise UserError(
+            f"--total-batch-size {total} is not a multiple of {unit}, the context of {T} times {dist.world} processes. Use {near}."
+        )
+    rows = total // unit
+    divisors = [b for b in range(1, min(rows, 4096) + 1) if rows % b == 0]
+    usual = 64 if dist.device.type == "cuda" else 4
+    B = min(config.batch_size, rows) if config.batch_size else max(b for b in divisors if b <= usual)
+    if rows % B:
+        raise UserError(
+            f"--batch-size {B} does not divide the {rows} rows that each process has of an update. "
+            f"Use one of {', '.join(map(str, divisors))}."
+        )
+    return B, rows // B
+
+
+def check_amount(config: TrainConfig, train: DataLoaderLite, val: DataLoaderLite | None) -> None:
+    """Refuses data that is too short for one update or for one row of validation."""
+    rows = config.total_batch_size // train.T
+    if train.rows_per_epoch < rows:
+        raise UserError(
+            f"{config.data} has {train.rows_per_epoch} train rows of {train.T} tokens, and one update takes {rows}. "
+            "Make more shards, or lower --total-batch-size or --block-size."
+        )
+    if val and (val.rows_per_epoch == 0 or config.val_tokens < val.T):
+        raise UserError(
+            f"no row of {val.T} tokens to validate on in {config.data}. Make more shards, or use --val-every 0."
+        )
+
+
+# -----------------------------------------------------------------------------
+# Training
+
+
+@dataclass
+class Run:
+    """All that the loop works with."""
+
+    config: TrainConfig
+    dist: Distributed
+    tokenizer: Tokenizer
+    raw_model: GPT
+    model: nn.Module  # raw_model compiled, where that is on; the weights are the same
+    ddp_model: nn.Module  # model with gradients averaged over ranks, where there are several
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    amp: AbstractContextManager
+    loader: DataLoaderLite
+    val_loader: DataLoaderLite | None
+    examples: list[hellaswag.Example]
+    log: RunLog
+    first_step: int = 0
+    last_val: float = math.nan
+
+
+def build(config: TrainConfig, dist: Distributed, resume_from: Path | None = None) -> Run:
+    """A run that is ready for its first step, or for the next one after the checkpoint `resume_from`."""
+    prepared = dist.start(lambda: prepare(config, dist, resume_from))
+    tokenizer, raw_model, train_shards, val_shards, examples = prepared
+    device, T = dist.device, raw_model.config.block_size
+    raw_model.to(device)
+    [scoring] = dist.sum(bool(examples))
+    if scoring < dist.world:  # every rank must agree, or the others wait forever in the next all-reduce
+        examples = []
+    B, grad_accum = fit_batch(config, T, dist)
+    placed = dict(vocab_size=raw_model.config.vocab_size, rank=dist.rank, world=dist.world, device=device)
+    loader = DataLoaderLite(
+        train_shards, B, T, grad_accum=grad_accum, shuffle=config.shuffle, seed=config.seed, **placed
+    )
+    val_loader = DataLoaderLite(val_shards, B, T, **placed) if val_shards else None
+    check_amount(config, loader, val_loader)
+
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32 for the products that stay in fp32
+    dtype = devices.pick_dtype(config.dtype, device)
+    lower = dtype != torch.float32
+    amp = torch.autocast(device.type, dtype=dtype if lower else None, enabled=lower)
+    optimizer = raw_model.configure_optimizers(config.weight_decay, config.max_lr, (config.beta1, config.beta2))
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    first_step = restore(resume_from, optimizer, scaler, loader) if resume_from else 0
+    loader.reset(first_step)
+
+    model = devices.compile(raw_model, device, config.compile, notice=dist.print0)
+    ddp_model = model
+    if dist.world > 1:
+        ddp_model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if dist.rank == 0 and not resume_from:
+        checkpoint.start_run(config.out)
+    log = RunLog(Path(config.out) / "log.txt", first_step, enabled=dist.rank == 0)
+    for line in report.header(config, dist.world, raw_model, loader, dtype):
+        dist.print0(line)
+    return Run(
+        config, dist, tokenizer, raw_model, model, ddp_model, optimizer, scaler, amp, loader, val_loader,
+        examples, log, first_step,
+    )  # fmt: skip
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    loader: DataLoaderLite,
+    lr: float,
+    grad_clip: float,
+    dist: Distributed,
+    amp: AbstractContextManager,
+) -> tuple[float, float]:
+    """One update from `loader.grad_accum` micro-batches of each rank; its mean loss and its gradient norm."""
+    optimizer.zero_grad(set_to_none=True)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    loss_sum = torch.zeros((), device=dist.device)
+    for micro_step in range(loader.grad_accum):
+        x, y = loader.next_batch()
+        if dist.world > 1:  # average gradients once per update, in the last backward; DDP decides in the forward
+            model.require_backward_grad_sync = micro_step == loader.grad_accum - 1
+        with amp:
+            _, loss = model(x, y)
+        # Each loss is a mean over its micro-batch, and backward adds gradients up. Without the division the sum would
+        # be grad_accum times the gradient of the one big batch that this stands for.
+        loss = loss / loader.grad_accum
+        loss_sum += loss.detach()
+        scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    # One all-reduce, one wait for the device. Every rank has the same norm, so its mean changes nothing.
+    loss, norm = dist.mean(torch.stack([loss_sum, norm])).tolist()
+    return loss, norm
+
+
+def evaluate(run: Run, step: int) -> None:
+    """Whatever is due before the update of `step`: validation, HellaSwag, samples, a checkpoint."""
+    config, dist = run.config, run.dist
+
+    def due(every: int) -> bool:
+        return every > 0 and (step % every == 0 or step == config.max_steps)
+
+    if run.val_loader and due(config.val_every):
+        run.last_val = validation_loss(run.model, run.val_loader, config.val_tokens, dist, run.amp)
+        run.log.write(step, "val", run.last_val)
+        dist.print0(f"step {step:5d} | val loss: {run.last_val:.4f}")
+    if run.examples and due(config.hellaswag_every or 250):
+        started = time.perf_counter()
+        acc_norm = hellaswag_score(run.raw_model, run.examples, dist, run.amp)
+        run.log.write(step, "hella", acc_norm)
+        dist.print0(f"step {step:5d} | HellaSwag acc_norm: {acc_norm:.4f} | {time.perf_counter() - started:.1f}s")
+    if dist.rank == 0 and step > 0 and due(config.sample_every):
+        generator = devices.seeded_generator(dist.device, config.seed, step, dist.rank)
+        length = 32 if run.tokenizer.name == "gpt2" else 128  # a GPT-2 token is about four bytes
+        with run.amp:
+            texts = sample(run.raw_model, run.tokenizer, "Hello, I'm a language model,", 4, length, generator, top_k=50)
+        for i, text in enumerate(texts):
+            print(f"step {step:5d} | sample {i}: {text}", flush=True)
+    if dist.rank == 0 and step > run.first_step and due(config.checkpoint_every):
+        print(f"step {step:5d} | saved {save(run, step)}", flush=True)
+
+
+def train(config: TrainConfig, dist: Distributed, resume_from: Path | None = None) -> Run:
+    """Trains to `config.max_steps`, from the start or from the checkpoint `resume_from`."""
+    run = build(config, dist, resume_from)
+    synchronize, peak = devices.synchronizer(dist.device), devices.peak_flops(dist.device)
+    for step in range(run.first_step, config.max_steps + 1):
+        evaluate(run, step)
+        if step == config.max_steps:
+            break
+        lr = get_lr(step, config)
+
+        synchronize()  # the clock runs over the update alone; reading the loss waits for its end
+        started = time.perf_counter()
+        loss, norm = train_step(
+            run.ddp_model, run.optimizer, run.scaler, run.loader, lr, config.grad_clip, dist, run.amp
+        )
+        dt = time.perf_counter() - started
+
+        run.log.write(step, "train", loss)
+        speed = config.total_batch_size / dt
+        mfu = f" | mfu: {speed * run.raw_model.flops_per_token() / (peak * dist.world):.1%}" if peak else ""
+        dist.print0(
+            f"step {step:5d} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f}"
+            f" | dt: {dt * 1000:.2f}ms | tok/sec: {speed:.2f}{mfu}"
+        )
+    return run
+
+
+# -----------------------------------------------------------------------------
+# Checkpoints
+
+
+def save(run: Run, step: int) -> Path:
+    """Saves the state before the update of `step`; `--resume` goes on with that update."""
+    state = {
+        "step": step,
+        "config": asdict(run.config),
+        "data": run.loader.names(),
+        "optimizer": run.optimizer.state_dict(),
+        "scaler": run.scaler.state_dict(),
+    }
+
+    def write(directory: Path) -> None:
+        run.raw_model.save_pretrained(directory)
+        run.tokenizer.save_pretrained(directory, model_max_length=run.raw_model.config.block_size)
+        torch.save(state, directory / "trainer.pt")
+
+    run.log.sync()
+    return checkpoint.save(checkpoint.path_of(run.config.out, step), write)
+
+
+def restore(
+    directory: Path, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, loader: DataLoaderLite
+) -> int:
+    """Loads the optimizer's state from a checkpoint and returns its step. The data and the random numbers follow from it."""
+    state = checkpoint.read_state(directory)
+    if state["data"] != loader.names():
+        raise UserError(
+            f"the train shards are not those that {directory} was trained on. Name their folder with --data."
+        )
+    optimizer.load_state_dict(state["optimizer"])
+    if state["scaler"]:
+        scaler.load_state_dict(state["scaler"])
+    return state["step"]
+
+
+def resumed(given: dict[str, Any], out: str, directory: Path) -> TrainConfig:
+    """The configuration of the run that is resumed, with the flags given now where they do not change the recipe."""
+    known = {field.name for field in fields(TrainConfig)}
+    saved = checkpoint.read_state(directory, mmap=True)["config"]
+    stored = {name: value for name, value in saved.items() if name in known}
+    earlier, problems = TrainConfig(**stored), []
+    for field in fields(TrainConfig):
+        name, before = field.name, getattr(earlier, field.name)
+        recipe = (
+            field.metadata["group"] in ("model", "schedule", "optimizer", "randomness") or name == "total_batch_size"
+        )
+        if recipe and name != "max_steps" and given.get(name, before) != before:
+            problems.append(f"{flag_name(name)} is {given[name]}, but the run in {out} has {before}. Leave it out.")
+    if problems:
+        raise UserError(*problems)
+    config = TrainConfig(**(stored | {"out": out, "resume": "newest"} | given))
+    step = checkpoint.step_of(directory)
+    if step > config.max_steps:
+        raise UserError(f"{directory} is past --max-steps {config.max_steps}. Raise it, or leave it out.")
+    return config
+
+
+# -----------------------------------------------------------------------------
+# The command line
+
+
+def configure(argv: Sequence[str] | None = None) -> tuple[TrainConfig, Path | None]:
+    """The configuration that the flags ask for, and the checkpoint to resume from, if any."""
+    parser = Parser(description="Pre-train GPT-2 from token shards.", epilog="Shards are made by fineweb.py.")
+    add_flags(parser, TrainConfig)
+    given = vars(parser.parse_args(argv))
+    preset = DEMO if given.get("demo") else {}
+    if given.keys() & {"model", "init_from"}:  # they bring other sizes than the demo's
+        preset = {
+            name: value for name, value in preset.items() if name not in ("n_layer", "n_head", "n_embd", "block_size")
+        }
+    config = TrainConfig(**(preset | given))
+    if config.resume is None:
+        return config, None
+    directory = checkpoint.newest(config.out)
+    if directory is not None:
+        return resumed(given, config.out, directory), directory
+    if config.resume != "auto":
+        raise UserError(f"no checkpoint in {config.out} to resume from. Leave out --resume, or use --resume auto.")
+    return config, None
+
+
+def show_result(run: Run) -> None:
+    """Ends the demo with what it made: a text, a score, and where the model lies."""
+    config, generator = run.config, devices.seeded_generator(run.dist.device, run.config.seed)
+    with run.amp:
+        [text] = sample(run.raw_model, run.tokenizer, "The ", 1, 500, generator, temperature=0.8, top_k=50)
+    print(f"\n{text}\n")
+    if config.val_every:
+        print(f"validation loss {run.last_val:.4f} nats per token")
+    if config.checkpoint_every:
+        directory = checkpoint.path_of(config.out, config.max_steps)
+        print(f'checkpoint in {directory}; more text: python sample.py --model {directory} --prompt "The "')
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config, resume_from = configure(argv)
+    dist = Distributed.from_environment(config.device)
+    result = train(config, dist, resume_from)
+    if config.demo and dist.rank == 0:
+        show_result(result)
+    dist.close()
+
+
+if __name__ == "__main__":
+    run(main)
