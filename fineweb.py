@@ -491,6 +491,9 @@ def arguments(argv: list[str] | None) -> Any:
     source.add_argument(
         "--demo", action="store_true", help="the documentation in this Python, as bytes; needs no network"
     )
+    source.add_argument(
+        "--check", metavar="DIR", help="make nothing: read the shards in DIR and compare them with their manifest"
+    )
     shape = parser.add_argument_group("shards")
     shape.add_argument(
         "--output", metavar="DIR", help="folder for the shards (default: edu_fineweb10B; with --demo demo_data)"
@@ -517,8 +520,8 @@ def arguments(argv: list[str] | None) -> Any:
     ]
     if args.val_fraction is not None and not 0 < args.val_fraction < 1:
         problems.append("--val-fraction must be more than 0 and less than 1.")
-    if sum((bool(args.input), args.dataset is not None, args.demo)) > 1:
-        problems.append("--input, --dataset and --demo are three sources. Choose one.")
+    if sum((bool(args.input), args.dataset is not None, args.demo, args.check is not None)) > 1:
+        problems.append("--input, --dataset, --demo and --check exclude each other. Choose one.")
     if (args.input or args.dataset not in (None, FINEWEB_EDU)) and args.output is None:
         problems.append("name a folder for the shards with --output.")
     if problems:
@@ -526,8 +529,24 @@ def arguments(argv: list[str] | None) -> Any:
     return args
 
 
+def check(directory: str) -> None:
+    """Reads all shards of a folder and says that they are whole.
+
+    Raises:
+        UserError: some are not; one line for each.
+    """
+    found, manifest = shards.verify(directory), shards.read_manifest(directory)
+    against = (
+        "are as in the manifest" if manifest["shards"] else "are well-formed; there is no manifest to compare with"
+    )
+    print(f"{directory}: {len(found)} shards, {sum(map(len, found)):,} tokens ({manifest['tokenizer']}), {against}")
+
+
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
+    if args.check is not None:
+        check(args.check)
+        return
     tokenizer = args.tokenizer or ("bytes" if args.demo else "gpt2")
     output = args.output or ("demo_data" if args.demo else "edu_fineweb10B")
     if args.demo:

@@ -100,6 +100,25 @@ def render(item: Item, tokenizer: Tokenizer) -> Example:
     return Example(tokenizer.encode(item.ctx) or [tokenizer.eot], completions, item.label)
 
 
+def examples(path: str | None, tokenizer: Tokenizer, notice: Callable[[str], None]) -> list[Example]:
+    """The items of a file, or of the download, for scoring in training. None, and a notice, if they cannot be had.
+
+    Raises:
+        UserError: the file that was asked for is not one of HellaSwag items.
+    """
+    if tokenizer.name != "gpt2":
+        notice(f"HellaSwag is off: its scores are defined on GPT-2 tokens, and these are {tokenizer.name}.")
+        return []
+    try:
+        items = load(path or download())
+    except UserError as error:
+        if path is not None:
+            raise
+        notice(f"HellaSwag is off: {error}")
+        return []
+    return [render(item, tokenizer) for item in items]
+
+
 def completion_losses(
     logits_of: Callable[[torch.Tensor], torch.Tensor], example: Example, device: torch.device, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,7 +213,9 @@ def load_model(directory: Path, device: torch.device) -> tuple[Any, Tokenizer]:
     disable_progress_bar()
 
     try:
-        model, report = GPT2LMHeadModel.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+        model, report = GPT2LMHeadModel.from_pretrained(
+            directory, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
     except Exception as error:  # a missing or damaged file, in the words of two libraries
         raise UserError(f"cannot read the weights in {directory} ({error}). Get them again.") from error
     wrong = sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in report[kind])

@@ -16,10 +16,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, fields
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -27,9 +27,10 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 import hellaswag
-from support import checkpoint, devices, huggingface, rendezvous, report, shards
+from support import checkpoint, devices, fit, huggingface, rendezvous, report, resume, run_folder, shards
 from support.cli import Parser, UserError, add_flags, flag, flag_name, out_of_range, run
 from support.log import RunLog
+from support.stop import Stop, Stopped
 from support.tokenizer import Tokenizer, get_tokenizer
 
 # -----------------------------------------------------------------------------
@@ -258,6 +259,10 @@ class DataLoaderLite:
         self._permuted: tuple[tuple[int, int], np.ndarray] | None = None
         self.reset()
 
+    def resize(self, B: int) -> None:
+        """Goes on with micro-batches of another size, the same rows to an update."""
+        self.B, self.grad_accum = B, self.grad_accum * self.B // B
+
     def reset(self, step: int = 0) -> None:
         """Goes to the first micro-batch of an optimizer step."""
         self.position = step * self.grad_accum
@@ -280,10 +285,6 @@ class DataLoaderLite:
         else:
             tokens = tokens.to(self.device)
         return tokens[:, :-1], tokens[:, 1:]
-
-    def names(self) -> list[list[Any]]:
-        """File name and tokens of each shard: which data this is."""
-        return [[Path(s.filename).name, len(s)] for s in self.shards]
 
     def _row(self, n: int) -> np.ndarray:
         epoch, n = divmod(n, self.rows_per_epoch)
@@ -339,6 +340,7 @@ class TrainConfig:
         None, "go on from the newest checkpoint in --out; with auto, start anew if there is none", "files",
         auto="a new run", choices=("newest", "auto"), nargs="?", const="newest", metavar="auto",
     )  # fmt: skip
+    verify_data: bool = flag(False, "read all shards first and compare them with their checksums", "files")
     demo: bool = flag(False, "train a small model on Python's documentation, in demo_data/ and log_demo/", "files")
 
     model: str = flag("gpt2", "size of the model", "model", choices=tuple(MODELS))
@@ -376,7 +378,12 @@ class TrainConfig:
         None, "HellaSwag .jsonl file", "evaluation", auto="downloaded once", metavar="FILE"
     )
     sample_every: int = flag(250, "updates between samples; 0 is never", "evaluation", least=0)
-    checkpoint_every: int = flag(5000, "updates between checkpoints; 0 is never", "evaluation", least=0)
+
+    checkpoint_every: int = flag(5000, "updates between checkpoints; 0 is never", "safety", least=0)
+    keep: int = flag(0, "checkpoints that stay: the newest N, and the best validated; 0 is all", "safety", least=0)
+    max_bad_steps: int = flag(
+        3, "skipped updates in a row (loss or gradients not finite) that end the run", "safety", least=1
+    )
 
     device: str = flag("auto", "where to train", "device", choices=("auto", "cuda", "cpu", "mps"))
     dtype: str = flag("auto", "precision of the matrix products", "device", choices=("auto", "fp32", "bf16", "fp16"))
@@ -397,6 +404,11 @@ class TrainConfig:
         # Settled here and kept in checkpoints, so that a resumed run with more --max-steps keeps its schedule.
         object.__setattr__(self, "min_lr", self.max_lr / 10 if self.min_lr is None else self.min_lr)
         object.__setattr__(self, "decay_steps", self.decay_steps or self.max_steps)
+
+    @property
+    def may_replace_a_run(self) -> bool:
+        """Whether an earlier run in `out` may go: the demo's own, or one that left nothing to resume from."""
+        return self.resume == "auto" or (self.demo and self.out == DEMO["out"])
 
     @property
     def architecture(self) -> dict[str, int]:
@@ -434,6 +446,7 @@ class Distributed:
     local_rank: int
     world: int
     device: torch.device
+    stop: Stop = field(default_factory=Stop)
 
     @classmethod
     def from_environment(cls, device: str) -> Distributed:
@@ -449,8 +462,8 @@ class Distributed:
                     f"more processes on this node than its {torch.cuda.device_count()} GPUs. Lower --nproc_per_node."
                 )
             torch.cuda.set_device(local_rank)
-            return cls(rank, local_rank, world, torch.device("cuda", local_rank))
-        return cls(rank, local_rank, world, torch.device(device_type))
+        place = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device(device_type)
+        return cls(rank, local_rank, world, place, Stop(alone=world == 1))
 
     def start(self, prepare: Callable[[], Any]) -> Any:
         """Calls `prepare` on every rank, the first of each node before its others, and connects the ranks."""
@@ -463,9 +476,9 @@ class Distributed:
         if self.world > 1 and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
-    def print0(self, *values: Any) -> None:
+    def print0(self, text: str) -> None:
         if self.rank == 0:
-            print(*values, flush=True)
+            print(text + "\n", end="", flush=True)  # in one piece, for checkpoints are announced by another thread
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
         """The mean over ranks; in place."""
@@ -475,12 +488,25 @@ class Distributed:
         return tensor
 
     def sum(self, *values: float) -> list[float]:
-        """The sum of each value over ranks, in float64."""
-        if self.world == 1:
-            return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        torch.distributed.all_reduce(tensor)
-        return tensor.tolist()
+        """The sum of each value over ranks, in float64.
+
+        Raises:
+            Stopped: on all ranks, if one was told to stop. Its values may be of a part of its work only.
+        """
+        if self.world > 1:
+            tensor = torch.tensor([*values, bool(self.stop.told)], dtype=torch.float64, device=self.device)
+            torch.distributed.all_reduce(tensor)
+            *values, told = tensor.tolist()
+            self.stop.agreed |= told > 0
+        self.stop.check()
+        return list(values)
+
+    def least(self, value: int) -> int:
+        """The minimum over ranks."""
+        tensor = torch.tensor(value, device=self.device)
+        if self.world > 1:
+            torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MIN)
+        return int(tensor)
 
 
 # -----------------------------------------------------------------------------
@@ -494,7 +520,8 @@ def validation_loss(
     """Mean loss over the first rows of a loader, `tokens` of them or all; the same for any ranks and micro-batch."""
     rows = min(tokens // loader.T, loader.rows_per_epoch)
     total = count = 0.0
-    for first in report.progress(range(dist.rank * loader.B, rows, dist.world * loader.B), "validation", dist.rank):
+    mine = range(dist.rank * loader.B, rows, dist.world * loader.B)
+    for first in dist.stop.until(report.progress(mine, "validation", dist.rank)):
         x, y = loader.batch(range(first, min(first + loader.B, rows)))
         with amp:
             _, loss = model(x, y)
@@ -511,7 +538,7 @@ def hellaswag_score(
     """acc_norm over all examples, dealt to the ranks."""
     with amp:
         mine = report.progress(examples[dist.rank :: dist.world], "HellaSwag", dist.rank)
-        counts = hellaswag.score(lambda idx: model(idx)[0], mine, dist.device, model.config.block_size)
+        counts = hellaswag.score(lambda idx: model(idx)[0], dist.stop.until(mine), dist.device, model.config.block_size)
     n, _, correct_norm = dist.sum(*counts)
     return correct_norm / n
 
@@ -536,108 +563,6 @@ def sample(
 # Before the first step
 
 
-def prepare(config: TrainConfig, dist: Distributed, resume_from: Path | None) -> tuple:
-    """Finds, checks and downloads all that the run needs, so that nothing of it can fail hours later.
-
-    Returns:
-        The tokenizer, the model on the CPU, the train shards, the validation shards, and the HellaSwag examples.
-    """
-    if config.demo and not shards.complete(config.data):
-        fineweb = Path(__file__).with_name("fineweb.py")
-        if subprocess.run([sys.executable, fineweb, "--demo", "--output", config.data]).returncode:
-            raise UserError("the demo text could not be made, see above.", this_rank_only=True)
-    train_shards = shards.open_shards(config.data, "train")
-    val_shards = shards.open_shards(config.data, "val") if config.val_every else []
-    tokenizer = get_tokenizer(shards.read_manifest(config.data)["tokenizer"])
-    if dist.rank == 0 and resume_from is None:
-        check_output(config)
-    weights = resume_from or config.init_from
-    if weights is None:
-        torch.manual_seed(config.seed)  # drawn on the CPU, so every device starts from the same weights
-        model = GPT(GPTConfig(config.block_size or 1024, tokenizer.vocab_size, **config.architecture))
-    else:
-        model = GPT.from_pretrained(weights)
-        check_fit(model, config, tokenizer, weights)
-    return tokenizer, model, train_shards, val_shards, hellaswag_examples(config, tokenizer, dist)
-
-
-def check_output(config: TrainConfig) -> None:
-    """Refuses a folder that holds a run or cannot be written. Only the demo, and --resume auto, may start anew in one."""
-    may_start_anew = config.resume == "auto" or (config.demo and config.out == DEMO["out"])
-    if checkpoint.holds_a_run(config.out) and not may_start_anew:
-        raise UserError(f"{config.out} already holds a run. Go on with it with --resume, or name another --out.")
-    there = next(path for path in (Path(config.out).absolute(), *Path(config.out).absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise UserError(f"cannot write to {config.out}. Name another --out.")
-
-
-def check_fit(model: GPT, config: TrainConfig, tokenizer: Tokenizer, weights: str | Path) -> None:
-    """Refuses pretrained weights of another vocabulary or context than the run's."""
-    if model.config.vocab_size != tokenizer.vocab_size:
-        raise UserError(
-            f"{weights} knows {model.config.vocab_size:,} tokens, and the shards in {config.data} are made of "
-            f"{tokenizer.vocab_size:,} ({tokenizer.name}). Name shards made with its tokenizer with --data."
-        )
-    if config.block_size not in (None, model.config.block_size):
-        raise UserError(f"{weights} has a context of {model.config.block_size} tokens. Leave out --block-size.")
-
-
-def hellaswag_examples(config: TrainConfig, tokenizer: Tokenizer, dist: Distributed) -> list[hellaswag.Example]:
-    """The items to score, tokenised. None if that is off, or if they cannot be had: no reason not to train."""
-    every = config.hellaswag_every
-    if every == 0 or (every is None and dist.device.type != "cuda"):
-        return []
-    if tokenizer.name != "gpt2":
-        dist.print0(f"HellaSwag is off: its scores are defined on GPT-2 tokens, and these are {tokenizer.name}.")
-        return []
-    try:
-        items = hellaswag.load(config.hellaswag_data or hellaswag.download())
-    except UserError as error:
-        if config.hellaswag_data is not None:
-            raise
-        dist.print0(f"HellaSwag is off: {error}")
-        return []
-    return [hellaswag.render(item, tokenizer) for item in items]
-
-
-def fit_batch(config: TrainConfig, T: int, dist: Distributed) -> tuple[int, int]:
-    """`(B, grad_accum)`: rows of a micro-batch and micro-batches of each rank that make up total_batch_size exactly."""
-    total, unit = config.total_batch_size, T * dist.world
-    if total % unit:
-        near = " or ".join(str(n * unit) for n in (total // unit, total // unit + 1) if n > 0)
-        raise UserError(
-            f"--total-batch-size {total} is not a multiple of {unit}, the context of {T} times {dist.world} processes. Use {near}."
-        )
-    rows = total // unit
-    divisors = [b for b in range(1, min(rows, 4096) + 1) if rows % b == 0]
-    usual = 64 if dist.device.type == "cuda" else 4
-    B = min(config.batch_size, rows) if config.batch_size else max(b for b in divisors if b <= usual)
-    if rows % B:
-        raise UserError(
-            f"--batch-size {B} does not divide the {rows} rows that each process has of an update. "
-            f"Use one of {', '.join(map(str, divisors))}."
-        )
-    return B, rows // B
-
-
-def check_amount(config: TrainConfig, train: DataLoaderLite, val: DataLoaderLite | None) -> None:
-    """Refuses data that is too short for one update or for one row of validation."""
-    rows = config.total_batch_size // train.T
-    if train.rows_per_epoch < rows:
-        raise UserError(
-            f"{config.data} has {train.rows_per_epoch} train rows of {train.T} tokens, and one update takes {rows}. "
-            "Make more shards, or lower --total-batch-size or --block-size."
-        )
-    if val and (val.rows_per_epoch == 0 or config.val_tokens < val.T):
-        raise UserError(
-            f"no row of {val.T} tokens to validate on in {config.data}. Make more shards, or use --val-every 0."
-        )
-
-
-# -----------------------------------------------------------------------------
-# Training
-
-
 @dataclass
 class Run:
     """All that the loop works with."""
@@ -650,77 +575,134 @@ class Run:
     ddp_model: nn.Module  # model with gradients averaged over ranks, where there are several
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
+    dtype: torch.dtype  # of the matrix products
     amp: AbstractContextManager
     loader: DataLoaderLite
     val_loader: DataLoaderLite | None
+    data: dict[str, list]  # what the shards of each split are
     examples: list[hellaswag.Example]
+    first_step: int
+    lock: AbstractContextManager  # on the folder of the run
     log: RunLog
-    first_step: int = 0
+    saver: checkpoint.Saver
     last_val: float = math.nan
+    bad_steps: int = 0  # updates skipped since the last that was applied
 
 
 def build(config: TrainConfig, dist: Distributed, resume_from: Path | None = None) -> Run:
     """A run that is ready for its first step, or for the next one after the checkpoint `resume_from`."""
-    prepared = dist.start(lambda: prepare(config, dist, resume_from))
-    tokenizer, raw_model, train_shards, val_shards, examples = prepared
-    device, T = dist.device, raw_model.config.block_size
-    raw_model.to(device)
-    [scoring] = dist.sum(bool(examples))
-    if scoring < dist.world:  # every rank must agree, or the others wait forever in the next all-reduce
-        examples = []
-    B, grad_accum = fit_batch(config, T, dist)
+    run = dist.start(lambda: prepare(config, dist, resume_from))
+    # On what each rank found for itself every rank must agree, or the others wait forever in the next all-reduce.
+    if dist.least(run.first_step) != -dist.least(-run.first_step):
+        raise UserError(
+            f"the nodes found different checkpoints in {config.out}. It must be one folder that all of them see."
+        )
+    if not dist.least(len(run.examples)):
+        run.examples = []
+    for loader in filter(None, (run.loader, run.val_loader)):
+        loader.resize(dist.least(loader.B))
+    run.loader.reset(run.first_step)
+    if dist.world > 1:
+        run.ddp_model = nn.parallel.DistributedDataParallel(run.model, gradient_as_bucket_view=True)
+    for line in report.header(run):
+        dist.print0(line)
+    return run
+
+
+def prepare(config: TrainConfig, dist: Distributed, resume_from: Path | None) -> Run:
+    """Finds, checks, downloads and allocates what this rank needs, so that nothing of it can fail hours later."""
+    tokenizer, train_shards, val_shards = open_data(config, dist)
+    data = {"train": shards.identity(config.data, train_shards), "val": shards.identity(config.data, val_shards)}
+    folder = dict(new=resume_from is None, may_start_anew=config.may_replace_a_run)
+    if dist.rank == 0:
+        run_folder.check(config.out, **folder)
+    if resume_from:
+        resume.check_data(resume_from, data)
+    raw_model = first_model(config, tokenizer, resume_from).to(dist.device)
+    scores = config.hellaswag_every if config.hellaswag_every is not None else dist.device.type == "cuda"
+    examples = hellaswag.examples(config.hellaswag_data, tokenizer, notice=dist.print0) if scores else []
+
+    T, device = raw_model.config.block_size, dist.device
+    sizes = fit.micro_batches(config.total_batch_size, T, dist.world, config.batch_size, device.type)
+    rows = config.total_batch_size // (T * dist.world)
     placed = dict(vocab_size=raw_model.config.vocab_size, rank=dist.rank, world=dist.world, device=device)
     loader = DataLoaderLite(
-        train_shards, B, T, grad_accum=grad_accum, shuffle=config.shuffle, seed=config.seed, **placed
+        train_shards, sizes[0], T, grad_accum=rows // sizes[0], shuffle=config.shuffle, seed=config.seed, **placed
     )
-    val_loader = DataLoaderLite(val_shards, B, T, **placed) if val_shards else None
-    check_amount(config, loader, val_loader)
+    val_loader = DataLoaderLite(val_shards, sizes[0], T, **placed) if val_shards else None
+    fit.check_amount(config, loader, val_loader)
 
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for the products that stay in fp32
     dtype = devices.pick_dtype(config.dtype, device)
     lower = dtype != torch.float32
     amp = torch.autocast(device.type, dtype=dtype if lower else None, enabled=lower)
+    model = devices.compile(raw_model, device, config.compile, notice=dist.print0)
+    longest = max(examples, key=lambda e: len(e.context) + max(map(len, e.completions)), default=None)
+    score = (lambda: hellaswag.score(lambda idx: raw_model(idx)[0], [longest], device, T)) if longest else None
+    B = fit.largest_micro_batch(sizes, T, model, raw_model, amp, score, notice=dist.print0)
+    for each in filter(None, (loader, val_loader)):
+        each.resize(B)
+
     optimizer = raw_model.configure_optimizers(config.weight_decay, config.max_lr, (config.beta1, config.beta2))
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    first_step = restore(resume_from, optimizer, scaler, loader) if resume_from else 0
-    loader.reset(first_step)
-
-    model = devices.compile(raw_model, device, config.compile, notice=dist.print0)
-    ddp_model = model
-    if dist.world > 1:
-        ddp_model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    if dist.rank == 0 and not resume_from:
-        checkpoint.start_run(config.out)
+    first_step = restore(resume_from, optimizer, scaler) if resume_from else 0
+    lock = run_folder.claim(config.out, **folder) if dist.rank == 0 else nullcontext()
     log = RunLog(Path(config.out) / "log.txt", first_step, enabled=dist.rank == 0)
-    for line in report.header(config, dist.world, raw_model, loader, dtype):
-        dist.print0(line)
+    saver = checkpoint.Saver(config.out, config.keep, dist.stop, newest=first_step)
     return Run(
-        config, dist, tokenizer, raw_model, model, ddp_model, optimizer, scaler, amp, loader, val_loader,
-        examples, log, first_step,
+        config, dist, tokenizer, raw_model, model, model, optimizer, scaler, dtype, amp, loader, val_loader, data,
+        examples, first_step, lock, log, saver,
     )  # fmt: skip
 
 
-def train_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    loader: DataLoaderLite,
-    lr: float,
-    grad_clip: float,
-    dist: Distributed,
-    amp: AbstractContextManager,
-) -> tuple[float, float]:
-    """One update from `loader.grad_accum` micro-batches of each rank; its mean loss and its gradient norm."""
+def open_data(config: TrainConfig, dist: Distributed) -> tuple[Tokenizer, list[np.memmap], list[np.memmap]]:
+    """The tokenizer and the shards of train and, where there is validation, val."""
+    if config.demo and not shards.complete(config.data):
+        fineweb = Path(__file__).with_name("fineweb.py")
+        if subprocess.run([sys.executable, fineweb, "--demo", "--output", config.data]).returncode:
+            raise UserError("the demo text could not be made, see above.", this_rank_only=True)
+    if config.verify_data and dist.local_rank == 0:
+        shards.verify(config.data)
+    train_shards = shards.open_shards(config.data, "train")
+    val_shards = shards.open_shards(config.data, "val") if config.val_every else []
+    return get_tokenizer(shards.read_manifest(config.data)["tokenizer"]), train_shards, val_shards
+
+
+def first_model(config: TrainConfig, tokenizer: Tokenizer, resume_from: Path | None) -> GPT:
+    """The model that the run begins with, on the CPU: random, pretrained, or that of a checkpoint."""
+    weights = resume_from or config.init_from
+    if weights is None:
+        torch.manual_seed(config.seed)  # drawn on the CPU, so every device starts from the same weights
+        return GPT(GPTConfig(config.block_size or 1024, tokenizer.vocab_size, **config.architecture))
+    model = GPT.from_pretrained(weights)
+    fit.check_model(model.config, config, tokenizer, weights)
+    return model
+
+
+# -----------------------------------------------------------------------------
+# Training
+
+
+def train_step(run: Run, lr: float) -> tuple[float, float]:
+    """One update from `loader.grad_accum` micro-batches of each rank; its mean loss and its gradient norm.
+
+    If one of them is not finite, the update is not applied, on no rank.
+
+    Raises:
+        Stopped: a signal came to a process without others; nothing was applied.
+    """
+    model, optimizer, scaler, loader, dist = run.ddp_model, run.optimizer, run.scaler, run.loader, run.dist
     optimizer.zero_grad(set_to_none=True)
     for group in optimizer.param_groups:
         group["lr"] = lr
     loss_sum = torch.zeros((), device=dist.device)
     for micro_step in range(loader.grad_accum):
+        dist.stop.check()
         x, y = loader.next_batch()
         if dist.world > 1:  # average gradients once per update, in the last backward; DDP decides in the forward
             model.require_backward_grad_sync = micro_step == loader.grad_accum - 1
-        with amp:
+        with run.amp:
             _, loss = model(x, y)
         # Each loss is a mean over its micro-batch, and backward adds gradients up. Without the division the sum would
         # be grad_accum times the gradient of the one big batch that this stands for.
@@ -728,11 +710,16 @@ def train_step(
         loss_sum += loss.detach()
         scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), run.config.grad_clip or math.inf)
+    # One all-reduce, and one wait for the device below. Every rank has the same norm, so its mean changes nothing.
+    told = torch.full_like(loss_sum, bool(dist.stop.told))
+    shared = dist.mean(torch.stack([loss_sum, norm, told]))
+    if not scaler.is_enabled():  # the device itself skips what is not finite, as fp16's scaler has it do on overflow
+        optimizer.grad_scale, optimizer.found_inf = None, 1.0 - shared.isfinite().all().float()
     scaler.step(optimizer)
     scaler.update()
-    # One all-reduce, one wait for the device. Every rank has the same norm, so its mean changes nothing.
-    loss, norm = dist.mean(torch.stack([loss_sum, norm])).tolist()
+    loss, norm, told = shared.tolist()
+    dist.stop.agreed = told > 0
     return loss, norm
 
 
@@ -759,95 +746,104 @@ def evaluate(run: Run, step: int) -> None:
             texts = sample(run.raw_model, run.tokenizer, "Hello, I'm a language model,", 4, length, generator, top_k=50)
         for i, text in enumerate(texts):
             print(f"step {step:5d} | sample {i}: {text}", flush=True)
-    if dist.rank == 0 and step > run.first_step and due(config.checkpoint_every):
-        print(f"step {step:5d} | saved {save(run, step)}", flush=True)
+    if dist.rank == 0 and due(config.checkpoint_every):
+        save(run, step)
 
 
 def train(config: TrainConfig, dist: Distributed, resume_from: Path | None = None) -> Run:
-    """Trains to `config.max_steps`, from the start or from the checkpoint `resume_from`."""
+    """Trains to `config.max_steps`, from the start or from the checkpoint `resume_from`.
+
+    Raises:
+        Stopped: SIGTERM or SIGINT came; the state was saved.
+    """
     run = build(config, dist, resume_from)
-    synchronize, peak = devices.synchronizer(dist.device), devices.peak_flops(dist.device)
-    for step in range(run.first_step, config.max_steps + 1):
-        evaluate(run, step)
-        if step == config.max_steps:
-            break
-        lr = get_lr(step, config)
+    synchronize = devices.synchronizer(dist.device)
+    with run.lock, dist.stop, run.saver:
+        try:
+            for step in range(run.first_step, config.max_steps + 1):
+                dist.stop.check()  # all ranks agreed on it in the update before, or none
+                evaluate(run, step)
+                if step == config.max_steps:
+                    break
+                lr = get_lr(step, config)
 
-        synchronize()  # the clock runs over the update alone; reading the loss waits for its end
-        started = time.perf_counter()
-        loss, norm = train_step(
-            run.ddp_model, run.optimizer, run.scaler, run.loader, lr, config.grad_clip, dist, run.amp
-        )
-        dt = time.perf_counter() - started
+                synchronize()  # the clock runs over the update alone; reading the loss waits for its end
+                started = time.perf_counter()
+                loss, norm = train_step(run, lr)
+                dt = time.perf_counter() - started
 
-        run.log.write(step, "train", loss)
-        speed = config.total_batch_size / dt
-        mfu = f" | mfu: {speed * run.raw_model.flops_per_token() / (peak * dist.world):.1%}" if peak else ""
-        dist.print0(
-            f"step {step:5d} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f}"
-            f" | dt: {dt * 1000:.2f}ms | tok/sec: {speed:.2f}{mfu}"
-        )
+                run.log.write(step, "train", loss)
+                dist.print0(report.step_line(run, step, loss, lr, norm, dt))
+                count_bad_steps(run, step, loss, norm)
+        except Stopped:
+            halt(run, step)
+    run.ddp_model = run.model  # DDP's must be gone before dist.close(), or gloo's threads and ours wait for each other
     return run
+
+
+def count_bad_steps(run: Run, step: int, loss: float, norm: float) -> None:
+    """Keeps count of the updates in a row that were skipped, and ends the run when they are too many."""
+    if math.isfinite(loss) and (math.isfinite(norm) or run.scaler.is_enabled()):  # fp16 overflows mend themselves
+        run.bad_steps = 0
+        return
+    run.bad_steps += 1
+    run.dist.print0(f"step {step:5d} | skipped: the loss or the gradient is not finite")
+    if run.bad_steps == run.config.max_bad_steps:
+        raise UserError(
+            f"{run.bad_steps} updates in a row were not finite, the last one at step {step}, and none was applied. "
+            f"{run.saver.newest_checkpoint()} Check the data with --verify-data, or lower --max-lr in a new run."
+        )
+
+
+def halt(run: Run, step: int) -> NoReturn:
+    """Saves the state before the update of `step` and ends all ranks alike."""
+    if run.dist.rank == 0 and run.config.checkpoint_every and not run.dist.stop.failure:
+        save(run, step)
+    run.saver.finish()
+    run.dist.print0(f"step {step:5d} | stopped. {run.saver.newest_checkpoint()}")
+    run.dist.stop.conclude(run.dist.least)
 
 
 # -----------------------------------------------------------------------------
 # Checkpoints
 
 
-def save(run: Run, step: int) -> Path:
-    """Saves the state before the update of `step`; `--resume` goes on with that update."""
+def save(run: Run, step: int) -> None:
+    """Begins to save the state before the update of `step`, on rank 0; `--resume` goes on with that update.
+
+    Training waits for a copy in the memory of the host; a thread writes it.
+    """
+    run.saver.wait()
+    if step == run.saver.newest:  # what the run was resumed from, or what is saved already
+        return
+    if run.bad_steps:
+        print(f"step {step:5d} | no checkpoint while updates are skipped", flush=True)
+        return
+    sizes, weights = asdict(run.raw_model.config), checkpoint.to_host(dict(run.raw_model.named_parameters()))
     state = {
         "step": step,
         "config": asdict(run.config),
-        "data": run.loader.names(),
-        "optimizer": run.optimizer.state_dict(),
+        "data": run.data,
+        "optimizer": checkpoint.to_host(run.optimizer.state_dict()),
         "scaler": run.scaler.state_dict(),
     }
 
     def write(directory: Path) -> None:
-        run.raw_model.save_pretrained(directory)
-        run.tokenizer.save_pretrained(directory, model_max_length=run.raw_model.config.block_size)
+        huggingface.write(directory, sizes, huggingface.to_theirs(weights, sizes["vocab_size"]))
+        run.tokenizer.save_pretrained(directory, model_max_length=sizes["block_size"])
         torch.save(state, directory / "trainer.pt")
+        run.log.sync()
 
-    run.log.sync()
-    return checkpoint.save(checkpoint.path_of(run.config.out, step), write)
+    run.saver.start(step, write, checkpoint.bytes_of([weights, state["optimizer"]]))
 
 
-def restore(
-    directory: Path, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, loader: DataLoaderLite
-) -> int:
+def restore(directory: Path, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> int:
     """Loads the optimizer's state from a checkpoint and returns its step. The data and the random numbers follow from it."""
     state = checkpoint.read_state(directory)
-    if state["data"] != loader.names():
-        raise UserError(
-            f"the train shards are not those that {directory} was trained on. Name their folder with --data."
-        )
     optimizer.load_state_dict(state["optimizer"])
     if state["scaler"]:
         scaler.load_state_dict(state["scaler"])
     return state["step"]
-
-
-def resumed(given: dict[str, Any], out: str, directory: Path) -> TrainConfig:
-    """The configuration of the run that is resumed, with the flags given now where they do not change the recipe."""
-    known = {field.name for field in fields(TrainConfig)}
-    saved = checkpoint.read_state(directory, mmap=True)["config"]
-    stored = {name: value for name, value in saved.items() if name in known}
-    earlier, problems = TrainConfig(**stored), []
-    for field in fields(TrainConfig):
-        name, before = field.name, getattr(earlier, field.name)
-        recipe = (
-            field.metadata["group"] in ("model", "schedule", "optimizer", "randomness") or name == "total_batch_size"
-        )
-        if recipe and name != "max_steps" and given.get(name, before) != before:
-            problems.append(f"{flag_name(name)} is {given[name]}, but the run in {out} has {before}. Leave it out.")
-    if problems:
-        raise UserError(*problems)
-    config = TrainConfig(**(stored | {"out": out, "resume": "newest"} | given))
-    step = checkpoint.step_of(directory)
-    if step > config.max_steps:
-        raise UserError(f"{directory} is past --max-steps {config.max_steps}. Raise it, or leave it out.")
-    return config
 
 
 # -----------------------------------------------------------------------------
@@ -869,7 +865,7 @@ def configure(argv: Sequence[str] | None = None) -> tuple[TrainConfig, Path | No
         return config, None
     directory = checkpoint.newest(config.out)
     if directory is not None:
-        return resumed(given, config.out, directory), directory
+        return resume.configuration(TrainConfig, given, config.out, directory), directory
     if config.resume != "auto":
         raise UserError(f"no checkpoint in {config.out} to resume from. Leave out --resume, or use --resume auto.")
     return config, None
@@ -891,10 +887,17 @@ def show_result(run: Run) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     config, resume_from = configure(argv)
     dist = Distributed.from_environment(config.device)
-    result = train(config, dist, resume_from)
-    if config.demo and dist.rank == 0:
-        show_result(result)
+    try:
+        result, exit_code = train(config, dist, resume_from), 0
+    except Stopped as stopped:
+        result, exit_code = None, stopped.exit_code
+    except torch.OutOfMemoryError as error:
+        reason = str(error).split(". ")[0]
+        raise UserError(f"{reason}. Lower --batch-size: the update stays the same.", this_rank_only=True) from error
     dist.close()
+    if result and config.demo and dist.rank == 0:
+        show_result(result)
+    sys.exit(exit_code)
 
 
 if __name__ == "__main__":

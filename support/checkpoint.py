@@ -6,6 +6,7 @@ A run's folder holds `model_{step:05d}/`. What is in such a directory is listed,
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -13,16 +14,22 @@ import pickle
 import re
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
+from support import log
 from support.cli import UserError
+from support.stop import Stop
 
 _NAME = re.compile(r"model_(\d{5,})")
+_LEFTOVER = re.compile(r"\.model_\d{5,}\.(partial|removed)")
 CONTENTS = "checkpoint.json"
+_AFTER_FAILURE = "Make room, and go on with --resume."
 
 
 def path_of(out: str | os.PathLike, step: int) -> Path:
@@ -36,36 +43,54 @@ def step_of(directory: str | os.PathLike) -> int | None:
     return int(match[1]) if match else None
 
 
-def holds_a_run(out: str | os.PathLike) -> bool:
-    """Whether a log with lines in it, or a checkpoint, is in `out`."""
-    log = Path(out) / "log.txt"
-    return (log.is_file() and log.stat().st_size > 0) or bool(_by_step(out))
+def by_step(out: str | os.PathLike) -> list[Path]:
+    """The checkpoint directories in `out`, lowest step first."""
+    out = Path(out)
+    found = [path for path in out.iterdir() if step_of(path) is not None and path.is_dir()] if out.is_dir() else []
+    return sorted(found, key=step_of)
 
 
 def save(directory: str | os.PathLike, write: Callable[[Path], None]) -> Path:
     """Makes the checkpoint `directory` with the files that `write(folder)` puts into a folder.
 
-    An earlier checkpoint of that name is replaced, but only once the new one is on the disk.
+    An earlier checkpoint of that name is replaced, but only once the new one is on the disk. If it fails, nothing of the
+    new one stays.
     """
     directory = Path(directory)
-    beside = directory.with_name(f".{directory.name}.partial")
-    _remove(beside)
-    beside.mkdir(parents=True)
-    write(beside)
-    files = {path.name: _size_and_sha256(path) for path in sorted(beside.iterdir())}
-    (beside / CONTENTS).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
-    for path in [*beside.iterdir(), beside]:
-        _sync(path)
+    beside, removed = _beside(directory, "partial"), _beside(directory, "removed")
+    for path in (beside, removed):
+        _remove_now(path)
+    try:
+        beside.mkdir(parents=True)
+        write(beside)
+        files = {path.name: _size_and_sha256(path) for path in sorted(beside.iterdir())}
+        (beside / CONTENTS).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
+        for path in [*beside.iterdir(), beside]:
+            _sync(path)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
     if directory.exists():
-        replaced = directory.with_name(f".{directory.name}.replaced")
-        _remove(replaced)
-        os.rename(directory, replaced)  # renaming onto a directory that is not empty fails
-        os.rename(beside, directory)
-        _remove(replaced)
-    else:
-        os.rename(beside, directory)
+        os.rename(directory, removed)  # renaming onto a directory that is not empty fails
+    os.rename(beside, directory)
     _sync(directory.parent)
+    _remove_now(removed)
     return directory
+
+
+def remove(directory: Path) -> None:
+    """Removes a checkpoint. Whoever looks sees the whole of it, or nothing."""
+    removed = _beside(directory, "removed")
+    _remove_now(removed)
+    os.rename(directory, removed)
+    _remove_now(removed)
+
+
+def remove_leftovers(out: str | os.PathLike) -> None:
+    """Removes what a process that was killed has left half-written or half-removed in a run's folder."""
+    for path in Path(out).iterdir():
+        if _LEFTOVER.fullmatch(path.name) and path.is_dir():
+            shutil.rmtree(path)
 
 
 def damage(directory: str | os.PathLike) -> str | None:
@@ -100,7 +125,7 @@ def newest(out: str | os.PathLike) -> Path | None:
         UserError: there are checkpoints, and all of them are damaged.
     """
     damaged = []
-    for directory in reversed(_by_step(out)):
+    for directory in reversed(by_step(out)):
         problem = damage(directory)
         if problem is None:
             return directory
@@ -110,6 +135,100 @@ def newest(out: str | os.PathLike) -> Path | None:
     if damaged:
         raise UserError(f"no checkpoint in {out} is whole. Restore one, or start anew with another --out.")
     return None
+
+
+class Saver:
+    """Saves the checkpoints of a run in a thread, one at a time, and removes those that are not to be kept.
+
+    A save that fails (a full disk, no permission) is told on stderr and leaves the earlier checkpoints as they are. When
+    the next one fails too, `stop` is asked to end the run. `keep` is how many of the newest stay, 0 for all; the one with
+    the best validation loss in the run's log stays as well.
+    """
+
+    def __init__(self, out: str | os.PathLike, keep: int, stop: Stop, newest: int = 0):
+        self.out, self.keep, self.stop = Path(out), keep, stop
+        self.newest = newest  # the step of the last whole checkpoint; 0 is none
+        self._failed = 0  # saves in a row
+        self._thread: threading.Thread | None = None
+
+    def start(self, step: int, write: Callable[[Path], None], size: int) -> None:
+        """Begins to save the checkpoint of `step`: `write(folder)` puts its files there, of about `size` bytes."""
+        self.wait()
+        self._thread = threading.Thread(target=self._save, args=(step, write, size), name=f"checkpoint {step}")
+        self._thread.start()
+
+    def wait(self) -> None:
+        if self._thread:
+            self._thread.join()
+
+    def finish(self) -> None:
+        """Waits for the last save. If that failed, `stop` has the error: nothing comes after it to make up for it."""
+        self.wait()
+        if self._failed and not self.stop.failure:
+            self.stop.fail(
+                UserError(f"the last checkpoint could not be saved in {self.out}, see above. {_AFTER_FAILURE}")
+            )
+
+    def newest_checkpoint(self) -> str:
+        """A sentence on what a resumed run would start from."""
+        if self.newest == 0:
+            return "There is no checkpoint yet."
+        return f"The newest checkpoint is {path_of(self.out, self.newest)}; --resume goes on from it."
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type | None, *_: Any) -> None:
+        self.finish()
+        if kind is None and self.stop.failure:
+            raise self.stop.failure
+
+    def _save(self, step: int, write: Callable[[Path], None], size: int) -> None:
+        try:
+            free = shutil.disk_usage(self.out).free
+            if free < size:
+                raise OSError(errno.ENOSPC, f"it takes {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
+            directory = save(path_of(self.out, step), write)
+        except Exception as error:  # the libraries that write have errors of their own
+            self._failed += 1
+            reason = (getattr(error, "strerror", None) or str(error)).split("\n")[0]
+            trouble = f"the checkpoint of step {step} could not be saved in {self.out}: {reason}"
+            if self._failed == 1:
+                print(
+                    f"warning: {trouble}. Training goes on; make room before the next one.", file=sys.stderr, flush=True
+                )
+            else:
+                self.stop.fail(UserError(f"{trouble}; nor could the one before. {_AFTER_FAILURE}"))
+            return
+        self._failed, self.newest = 0, step
+        print(f"step {step:5d} | saved {directory}\n", end="", flush=True)  # one write: the loop prints too
+        try:
+            self._remove_old(step)
+        except OSError as error:
+            print(
+                f"warning: cannot remove old checkpoints in {self.out}: {error.strerror}.", file=sys.stderr, flush=True
+            )
+
+    def _remove_old(self, step: int) -> None:
+        earlier = [directory for directory in by_step(self.out) if step_of(directory) < step]  # this one is whole
+        if self.keep == 0 or len(earlier) < self.keep:
+            return
+        val = log.read(self.out / "log.txt", "val")
+        scored = [directory for directory in [*earlier, path_of(self.out, step)] if step_of(directory) in val]
+        best = min(scored, key=lambda directory: val[step_of(directory)], default=None)
+        for directory in earlier[: len(earlier) - (self.keep - 1)]:
+            if directory != best:
+                remove(directory)
+
+
+def to_host(state: Any) -> Any:
+    """A copy of a state dict with its tensors on the CPU, which training goes on without changing."""
+    return tree_map(lambda x: x.detach().to("cpu", copy=True) if isinstance(x, torch.Tensor) else x, state)
+
+
+def bytes_of(state: Any) -> int:
+    """Bytes of all tensors in a state dict."""
+    return sum(x.nbytes for x in tree_leaves(state) if isinstance(x, torch.Tensor))
 
 
 def read_state(directory: str | os.PathLike, mmap: bool = False) -> dict[str, Any]:
@@ -125,26 +244,13 @@ def read_state(directory: str | os.PathLike, mmap: bool = False) -> dict[str, An
         raise UserError(f"cannot resume from {directory}: trainer.pt is not readable ({reason}).") from error
 
 
-def start_run(out: str | os.PathLike) -> None:
-    """Makes the folder of a new run. An earlier one's log and checkpoints are removed, and nothing else.
-
-    Raises:
-        UserError: the folder cannot be made or cleared.
-    """
-    try:
-        Path(out).mkdir(parents=True, exist_ok=True)
-        (Path(out) / "log.txt").unlink(missing_ok=True)
-        for directory in _by_step(out):
-            shutil.rmtree(directory)
-    except OSError as error:
-        raise UserError(f"cannot write to {out} ({error.strerror}). Name another --out.") from error
+def _beside(directory: Path, suffix: str) -> Path:
+    return directory.with_name(f".{directory.name}.{suffix}")
 
 
-def _by_step(out: str | os.PathLike) -> list[Path]:
-    """The checkpoint directories in `out`, lowest step first."""
-    out = Path(out)
-    found = [path for path in out.iterdir() if step_of(path) is not None and path.is_dir()] if out.is_dir() else []
-    return sorted(found, key=step_of)
+def _remove_now(directory: Path) -> None:
+    if directory.exists():
+        shutil.rmtree(directory)
 
 
 def _size_and_sha256(path: Path) -> dict[str, int | str]:
@@ -161,8 +267,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _remove(directory: Path) -> None:
-    if directory.exists():
-        shutil.rmtree(directory)

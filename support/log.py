@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 
-LINE = re.compile(r"(\d+) [a-z]+ \S+\n")
+LINE = re.compile(r"(\d+) ([a-z]+) (\S+)\n")
 FORMATS = {"train": ".6f", "val": ".4f", "hella": ".4f"}
+
+
+def read(path: Path, name: str) -> dict[int, float]:
+    """The values of one name in a log, by step; without those that are not finite."""
+    found = {}
+    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
+        for match in filter(None, map(LINE.fullmatch, file)):
+            if match[2] == name and match[3] not in ("nan", "inf", "-inf"):
+                found[int(match[1])] = float(match[3])
+    return found
 
 
 class RunLog:
     """The log of a run, written a line at a time; `first_step` > 0 goes on with a log from that step.
 
     Lines at or past `first_step` are dropped, for the steps will be made again, and so is what is no line of a log:
-    one that was cut short, or what a power failure left.
+    one that was cut short, or what a power failure left. While the disk is full, lines wait in memory.
     With `enabled` false, as on all ranks but one, nothing is read or written.
     """
 
     def __init__(self, path: Path, first_step: int, enabled: bool = True):
-        self._file: TextIO | None = None
+        self._file: BinaryIO | None = None
+        self._waiting, self._warned = b"", False
         if not enabled:
             return
         if first_step > 0 and path.exists():
@@ -32,14 +44,27 @@ class RunLog:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(beside, path)
-        # open as long as the run; each line is written at once
-        self._file = open(path, "a", buffering=1, newline="\n")  # noqa: SIM115
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  open as long as the run
 
     def write(self, step: int, name: str, value: float) -> None:
-        if self._file:
-            self._file.write(f"{step} {name} {value:{FORMATS[name]}}\n")
+        if self._file is None:
+            return
+        self._waiting += f"{step} {name} {value:{FORMATS[name]}}\n".encode()
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            if not self._warned:
+                print(f"warning: cannot write to {self._file.name} ({error.strerror}). Its lines wait in memory.", file=sys.stderr, flush=True)  # fmt: skip
+            self._warned = True
 
     def sync(self) -> None:
-        """Waits until the lines are on the disk: a checkpoint must not outlive the log that led to it."""
+        """Waits until the lines are on the disk: a checkpoint must not outlive the log that led to it.
+
+        Raises:
+            OSError: some could not be written.
+        """
+        if self._waiting:
+            raise OSError("the log of the run could not be written")
         if self._file:
             os.fsync(self._file.fileno())

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
+from support import devices, stop
 
-def header(config: Any, world: int, model: Any, loader: Any, dtype: torch.dtype) -> Iterator[str]:
+
+def header(run: Any) -> Iterator[str]:
     """The lines before the first step: the figures that people compare and ask each other for."""
+    config, world, model, loader = run.config, run.dist.world, run.raw_model, run.loader
     c, device, rows = model.config, loader.device, config.total_batch_size // loader.T
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    yield f"device  {world} x {name}, {str(dtype).removeprefix('torch.')}, torch {torch.__version__}"
+    yield f"device  {world} x {name}, {str(run.dtype).removeprefix('torch.')}, torch {torch.__version__}"
     yield (
         f"model   {sum(p.numel() for p in model.parameters()):,} parameters: {c.n_layer} layers, {c.n_head} heads, "
         f"{c.n_embd} channels, context {c.block_size}, vocabulary {c.vocab_size} padded to {c.padded_vocab_size}"
@@ -28,6 +33,24 @@ def header(config: Any, world: int, model: Any, loader: Any, dtype: torch.dtype)
     )
     if config.warmup_steps >= config.max_steps:
         yield f"note    all updates are in the warm-up, which takes {config.warmup_steps:,}; see --warmup-steps"
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and config.resume != "auto":
+        yield "note    torchrun will restart a run that fails; only with --resume auto does that go on from a checkpoint"
+    size, folder = 3 * sum(p.nbytes for p in model.parameters()), config.out  # weights and AdamW's two moments
+    if run.dist.rank == 0 and config.checkpoint_every and (free := shutil.disk_usage(folder).free) < size:
+        yield f"note    a checkpoint takes {size / 1e9:.1f} GB, and {folder} has {free / 1e9:.1f} GB free"
+
+
+def step_line(run: Any, step: int, loss: float, lr: float, norm: float, dt: float) -> str:
+    """The line of an update that took `dt` seconds; MFU is the share of the GPU's peak, where that is known."""
+    speed, peak = run.config.total_batch_size / dt, devices.peak_flops(run.dist.device)
+    mfu = f" | mfu: {speed * run.raw_model.flops_per_token() / (peak * run.dist.world):.1%}" if peak else ""
+    line = f"step {step:5d} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f} | dt: {dt * 1000:.2f}ms | tok/sec: {speed:.2f}{mfu}"
+    if step == run.first_step + 1 and run.dist.world > 1 and dt > stop.PATIENCE:  # the first one may have compiled
+        line += (
+            f"\nnote    an update takes {dt:.0f}s, and torchrun kills its processes {stop.PATIENCE}s after a signal: "
+            "a run that is stopped will go on from its last checkpoint"
+        )
+    return line
 
 
 def progress(items: Iterable, what: str, rank: int) -> Iterable:

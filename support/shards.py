@@ -93,6 +93,55 @@ def open_shards(directory: str | os.PathLike, split: str) -> list[np.memmap]:
     Raises:
         UserError: there are none, or some are not what they should be; one line for each.
     """
+    found, problems = _open(directory, split)
+    if not found and not problems:
+        problems.append(
+            f'no {split} shards in {directory}. Make them with "python fineweb.py", or try it all with "--demo".'
+        )
+    if problems:
+        raise UserError(*problems)
+    return found
+
+
+def verify(directory: str | os.PathLike) -> list[np.memmap]:
+    """The shards of all splits, each read from end to end: SHA-256 as in the manifest, ids within the vocabulary.
+
+    Raises:
+        UserError: there are no train shards, or some are not what they should be; one line for each.
+    """
+    from tqdm import tqdm  # here and not above: most runs check only what is quickly checked
+
+    manifest = read_manifest(directory)
+    sha256_of = {shard["file"]: shard.get("sha256") for shard in manifest["shards"]}
+    (train, problems), (val, val_problems) = _open(directory, "train"), _open(directory, "val")
+    if not train and not problems:
+        open_shards(directory, "train")  # says so
+    problems += val_problems
+    for tokens in tqdm([*train, *val], desc="checking shards", unit=" shards", leave=False, disable=None):
+        path = Path(tokens.filename)
+        with open(path, "rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        if sha256 != (sha256_of.get(path.name) or sha256):
+            problems.append(f"{path} was altered (wrong checksum). {_MEND}")
+        elif tokens.max() >= manifest["vocab_size"]:
+            problems.append(
+                f"{path} has the id {tokens.max()} at offset {tokens.argmax()}, beyond the vocabulary of "
+                f"{manifest['vocab_size']:,}. {_MEND}"
+            )
+    if problems:
+        raise UserError(*problems)
+    return [*train, *val]
+
+
+def identity(directory: str | os.PathLike, shards: list[np.memmap]) -> list[list[Any]]:
+    """File name, tokens and SHA-256 of each shard: which data this is. The SHA-256 is None without a manifest."""
+    sha256_of = {shard["file"]: shard.get("sha256") for shard in read_manifest(directory)["shards"]}
+    names = [Path(tokens.filename).name for tokens in shards]
+    return [[name, len(tokens), sha256_of.get(name)] for name, tokens in zip(names, shards, strict=True)]
+
+
+def _open(directory: str | os.PathLike, split: str) -> tuple[list[np.memmap], list[str]]:
+    """The shards of a split that are what they should be, and a sentence about each of the others."""
     files = paths(directory, split)
     listed = read_manifest(directory)["shards"]
     tokens_of = {shard["file"]: shard["tokens"] for shard in listed}
@@ -113,10 +162,4 @@ def open_shards(directory: str | os.PathLike, split: str) -> list[np.memmap]:
             problems.append(f"{path} holds {len(tokens):,} tokens, and the manifest says {says}. {_MEND}")
         else:
             shards.append(tokens)
-    if not files and not problems:
-        problems.append(
-            f'no {split} shards in {directory}. Make them with "python fineweb.py", or try it all with "--demo".'
-        )
-    if problems:
-        raise UserError(*problems)
-    return shards
+    return shards, problems

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +65,58 @@ def run_script(*args: str | Path, cwd: Path, torchrun: int = 0, **env: str) -> s
     command = [*launcher, str(ROOT / str(args[0])), *map(str, args[1:])]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | env
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+
+
+# Processes that begin with torch already imported: a hundred of them take seconds, and a kill is as real as any.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["train_gpt2", "torch._dynamo"])
+
+
+def start_run(
+    *flags: str | Path, cwd: Path, world: int = 1, sabotage: Callable | None = None
+) -> list[multiprocessing.Process]:
+    """`train_gpt2.py` with TINY_FLAGS and these, in `world` processes of their own; what rank r prints is in `cwd/r.txt`.
+
+    `sabotage(rank)` is called first in each: a function of a module, to break something there.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(world)}
+    ranks = []
+    for rank in range(world):
+        environment = place | {"RANK": str(rank), "LOCAL_RANK": str(rank), "HF_HUB_OFFLINE": "1"} if world > 1 else {}
+        arguments = ([*TINY_FLAGS, *map(str, flags)], cwd, cwd / f"{rank}.txt", environment, sabotage, rank)
+        ranks.append(FORKS.Process(target=_run_rank, args=arguments))
+        ranks[-1].start()
+    return ranks
+
+
+def _run_rank(
+    flags: list[str], cwd: Path, output: Path, environment: dict[str, str], sabotage: Callable | None, rank: int
+) -> None:
+    import train_gpt2
+    from support.cli import run
+
+    os.chdir(cwd)
+    os.environ.update(environment)
+    sink = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    torch.set_num_threads(1)
+    if sabotage:
+        sabotage(rank)
+    run(lambda: train_gpt2.main(flags))
+
+
+def finish_run(ranks: list[multiprocessing.Process], timeout: float = 120) -> list[int]:
+    """Waits for the processes and returns their exit codes; one that does not end in time is killed, and an error."""
+    for process in ranks:
+        process.join(timeout)
+    late = [process for process in ranks if process.exitcode is None]
+    for process in late:
+        process.kill()
+    assert not late, "a process hangs"
+    return [process.exitcode for process in ranks]
 
 
 def config_of(*flags: str) -> TrainConfig:

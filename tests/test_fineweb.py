@@ -313,7 +313,7 @@ def test_the_demo_text(tmp_path):
         ("--input null.parquet --output out", "null.parquet, row 1 has no text in 'text'"),
         ("--input empty.jsonl --output out", "there is no text in empty.jsonl"),
         ("--input a.txt", "name a folder for the shards with --output"),
-        ("--input a.txt --demo", "--input, --dataset and --demo are three sources"),
+        ("--input a.txt --demo", "exclude each other. Choose one"),
         ("--input a.txt --output out --val-fraction 1.5", "--val-fraction must be more than 0 and less than 1"),
         ("--input a.txt --output out --shard-size 0", "--shard-size must be 2 or more"),
         ("--input a.txt --output a.txt", "cannot write to a.txt"),

@@ -1,0 +1,51 @@
+"""What a resumed run takes from its checkpoint, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from support import checkpoint
+from support.cli import UserError, flag_name
+
+RECIPE = ("model", "schedule", "optimizer", "randomness")  # groups of flags that make the losses what they are
+Config = TypeVar("Config")
+
+
+def configuration(config_class: type[Config], given: dict[str, Any], out: str, directory: Path) -> Config:
+    """The configuration of the run whose checkpoint is `directory`, with the flags given now where they may differ.
+
+    Raises:
+        UserError: they would change the recipe, or ask for fewer steps than were made; one line for each.
+    """
+    saved = checkpoint.read_state(directory, mmap=True)["config"]
+    stored = {field.name: saved[field.name] for field in fields(config_class) if field.name in saved}
+    earlier, problems = config_class(**stored), []
+    for field in fields(config_class):
+        name, before = field.name, getattr(earlier, field.name)
+        recipe = field.metadata["group"] in RECIPE or name == "total_batch_size"
+        if recipe and name != "max_steps" and given.get(name, before) != before:
+            problems.append(f"{flag_name(name)} is {given[name]}, but the run in {out} has {before}. Leave it out.")
+    if problems:
+        raise UserError(*problems)
+    config = config_class(**(stored | {"out": out, "resume": "newest"} | given))
+    if checkpoint.step_of(directory) > config.max_steps:
+        raise UserError(f"{directory} is past --max-steps {config.max_steps}. Raise it, or leave it out.")
+    return config
+
+
+def check_data(directory: Path, data: dict[str, list]) -> None:
+    """Refuses other shards than those of the checkpoint's run. `data` is `shards.identity` of each split now.
+
+    Raises:
+        UserError: a split has other files, or files with other content.
+    """
+    saved = checkpoint.read_state(directory, mmap=True)["data"]
+    for split in ("train", "val"):
+        then, now = saved[split], data[split]
+        same = [a[:2] == b[:2] and (None in (a[2], b[2]) or a[2] == b[2]) for a, b in zip(then, now, strict=False)]
+        if then and now and (len(then) != len(now) or not all(same)):
+            raise UserError(
+                f"the {split} shards are not those that {directory} was trained with. Name their folder with --data."
+            )
