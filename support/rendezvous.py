@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,8 @@ def prepare_and_connect(prepare: Callable[[], Any], rank: int, local_rank: int, 
     prepared, so that no collective times out while another node still downloads.
     """
     store, _, _ = next(torch.distributed.rendezvous("env://", rank, world, timeout=PATIENCE))
+    # After a restart torchrun's store still has what the processes before wrote, addresses of the dead among it.
+    store = torch.distributed.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     if local_rank > 0:
         store.wait([f"prepared/{rank - local_rank}"], PATIENCE)
     result = prepare()

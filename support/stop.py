@@ -29,11 +29,15 @@ class Stop:
 
     def __init__(self, alone: bool = True):
         self.alone = alone  # with no other rank to agree with
+        self._start()
+
+    def _start(self) -> None:
         self.agreed = False
         self.told: int | None = None  # the signal that came to this rank
         self.failure: Exception | None = None
 
     def __enter__(self) -> Stop:
+        self._start()
         self._before = {}
         if threading.current_thread() is threading.main_thread():  # Python takes signals in no other
             self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}

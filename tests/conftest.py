@@ -119,6 +119,12 @@ def finish_run(ranks: list[multiprocessing.Process], timeout: float = 120) -> li
     return [process.exitcode for process in ranks]
 
 
+def run_to_the_end(*flags, cwd, **options):
+    """`start_run`, waited for; it ends well."""
+    codes = finish_run(start_run(*flags, cwd=cwd, **options))
+    assert not any(codes), (cwd / "0.txt").read_text()
+
+
 def config_of(*flags: str) -> TrainConfig:
     from train_gpt2 import configure
 

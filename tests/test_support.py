@@ -221,25 +221,6 @@ def test_damage_is_described(tmp_path, harm):
     assert harm in checkpoint.damage(directory)
 
 
-def test_a_new_run_clears_a_run_and_nothing_else(tmp_path):
-    write_one(tmp_path / "model_00001")
-    for name in ("log.txt", "notes.md", "model_of_mine"):
-        (tmp_path / name).touch()
-    checkpoint.start_run(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == ["model_of_mine", "notes.md"]
-
-
-def test_a_pickle_in_a_checkpoint_is_not_executed(tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return (os.mkdir, (str(tmp_path / "executed"),))
-
-    checkpoint.save(tmp_path / "model_00001", lambda folder: torch.save({"config": Evil()}, folder / "trainer.pt"))
-    with pytest.raises(UserError, match=r"cannot resume from .*trainer\.pt is not readable"):
-        train_gpt2.configure(["--resume", "--out", str(tmp_path)])
-    assert not (tmp_path / "executed").exists()
-
-
 # ---- the log
 
 

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import ONE_PROCESS, TINY, TINY_FLAGS, config_of, losses, run_script
+from conftest import ONE_PROCESS, TINY, TINY_FLAGS, config_of, losses, run_script, run_to_the_end
 from torch.nn import functional as F
 
 import train_gpt2
@@ -20,6 +20,10 @@ from train_gpt2 import GPT, DataLoaderLite, TrainConfig, configure, get_lr, trai
 def losses_of(log, name):
     """The values of one kind in a log, by step."""
     return {int(s): float(v) for s, kind, v in (line.split() for line in log.splitlines()) if kind == name}
+
+
+def checkpoints_of(out):
+    return [checkpoint.step_of(directory) for directory in checkpoint.by_step(out)]
 
 
 def trained(folder, *flags, resume_from=None):
@@ -98,37 +102,26 @@ def test_the_micro_batch_changes_nothing(byte_shards, tmp_path, batch_size):
         np.testing.assert_allclose(a, b, atol=1.01e-4 if name == "val" else 1e-5)
 
 
-def test_two_processes_give_the_run_of_one(byte_shards, tmp_path):
-    flags = [
-        *TINY_FLAGS,
-        "--data",
-        byte_shards,
-        "--max-steps",
-        20,
-        "--shuffle",
-        "--checkpoint-every",
-        15,
-        "--sample-every",
-        10,
-    ]
-    one = run_script("train_gpt2.py", *flags, "--out", "one", cwd=tmp_path)
-    assert one.returncode == 0, one.stderr
-    two = run_script("train_gpt2.py", *flags, "--out", "two", cwd=tmp_path, torchrun=2)
-    assert two.returncode == 0, two.stderr
-    logs = [tmp_path / out / "log.txt" for out in ("one", "two")]
-    assert len(losses(logs[0])) == 20 and len(losses(logs[0], "val")) == 5
-    np.testing.assert_allclose(losses(logs[0]), losses(logs[1]), atol=1e-5)
-    np.testing.assert_allclose(losses(logs[0], "val"), losses(logs[1], "val"), atol=1.01e-4)
-    # every line once, though two processes ran
-    assert [line.split()[:2] for line in logs[1].read_text().splitlines()] == [
-        line.split()[:2] for line in logs[0].read_text().splitlines()
-    ]
-    assert two.stdout.count("| saved") == 2 and two.stdout.count("sample 0:") == 2
-    # what two processes saved, one goes on with
-    shutil.rmtree(tmp_path / "two" / "model_00020")
-    again = run_script("train_gpt2.py", "--resume", "--out", "two", cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    np.testing.assert_allclose(losses(logs[0]), losses(logs[1]), atol=1e-5)
+def test_losses_do_not_depend_on_processes_and_micro_batch(byte_shards, tmp_path):
+    """20 updates on 1, 2 and 4 processes, in micro-batches of 1, 2 and 4 rows, and resumed from one to the other."""
+    flags = ["--data", byte_shards, "--shuffle", "--max-steps", 20, "--decay-steps", 20]
+    layouts = [(1, 4), (1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4)]
+    logs = []
+    for world, B in layouts:
+        out = f"{world}x{B}"
+        run_to_the_end(*flags, "--out", out, "--batch-size", B, "--checkpoint-every", 0, cwd=tmp_path, world=world)
+        logs.append(tmp_path / out / "log.txt")
+    for stop, (world, B) in zip((5, 10, 15, 20), [(4, 1), (1, 4), (2, 2), (4, 4)], strict=True):
+        again = ["--resume", "auto", "--out", "moved", "--max-steps", stop, "--batch-size", B]
+        run_to_the_end(*flags, *again, cwd=tmp_path, world=world)
+    logs.append(tmp_path / "moved" / "log.txt")
+    assert checkpoints_of(tmp_path / "moved") == [5, 10, 15, 20]
+    order = [line.split()[:2] for line in logs[0].read_text().splitlines()]
+    assert len(order) == 25  # 20 updates, 5 validations
+    for path in logs:
+        assert [line.split()[:2] for line in path.read_text().splitlines()] == order  # each once, by rank 0 alone
+        np.testing.assert_allclose(losses(path), losses(logs[0]), rtol=0, atol=1e-5)
+        np.testing.assert_allclose(losses(path, "val"), losses(logs[0], "val"), rtol=0, atol=1.01e-4)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
