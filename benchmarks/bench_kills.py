@@ -90,12 +90,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the moments (default: 0)")
     args = parser.parse_args()
 
+    steps = 8 * args.kills
     folder = Path(tempfile.mkdtemp(prefix="bench_kills_"))
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, ROOT / "fineweb.py", "--demo", "--output", folder / "data"], check=True)
     flags = (
         f"--data {folder / 'data'} --n-layer 2 --n-head 2 --n-embd 32 --block-size 16 --batch-size 4 --warmup-steps 20 "
-        f"--total-batch-size 256 --max-steps {4 * args.kills} --max-lr 3e-3 --shuffle --val-every 10 --val-tokens 512 "
+        f"--total-batch-size 256 --max-steps {steps} --max-lr 3e-3 --shuffle --val-every 10 --val-tokens 512 "
         "--sample-every 0 --hellaswag-every 0 --checkpoint-every 4 --keep 3 --device cpu --dtype fp32"
     ).split()
 
@@ -109,13 +110,16 @@ def main() -> None:
             sys.exit(f"a run ended with {process.returncode}:\n{errors}")
 
     began = time.monotonic()
-    finish(start("straight"))
+    straight = start("straight")
+    wait_for(lambda: steps_done(folder / "straight") > 0, lambda: straight.poll() is None)
+    startup = time.monotonic() - began
+    finish(straight)
     seconds = time.monotonic() - began
     out, rng, killed, halves = folder / "killed", random.Random(args.seed), Counter(), 0
     while killed.total() < args.kills:
         kind = KINDS[killed.total() % len(KINDS)]
         process = start("killed", "--resume", "auto")
-        wait_for_the_moment(kind, out, lambda p=process: p.poll() is None, rng, start=6)
+        wait_for_the_moment(kind, out, lambda p=process: p.poll() is None, rng, startup)
         process.kill()
         if process.wait() != -9:
             sys.exit(f"a run ended before it was killed:\n{process.stderr.read()}")
@@ -124,7 +128,7 @@ def main() -> None:
         print(f"\r{killed.total()} kills, {steps_done(out)} steps logged", end="", flush=True)
     finish(start("killed", "--resume"))
     print(
-        f"\n{4 * args.kills} steps ({seconds:.0f}s without kills), {args.kills} kills: "
+        f"\n{steps} steps ({seconds:.0f}s without kills), {args.kills} kills: "
         + ", ".join(f"{killed[kind]} in a {kind}" for kind in KINDS)
         + f"; {halves} left half a checkpoint. {time.monotonic() - began:.0f}s in all."
     )

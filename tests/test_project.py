@@ -113,6 +113,7 @@ def test_the_readme_is_true():
         "--rdzv-backend",
         "--rdzv-endpoint",
         "--check",
+        "--max-restarts",
     }
     known |= {"--prompt", "--input", "--output", "--help", "--dataset", "--tokenizer", "--val-fraction", "--text-field"}
     assert set(re.findall(r"--[a-z][a-z0-9_-]+", readme)) <= known
