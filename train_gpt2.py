@@ -603,6 +603,7 @@ def build(config: TrainConfig, dist: Distributed, resume_from: Path | None = Non
         loader.resize(dist.least(loader.B))
     run.loader.reset(run.first_step)
     if dist.world > 1:
+        torch.compiler.reset()  # what the trial compiled is one graph; DDP wants it cut, to send while it computes
         run.ddp_model = nn.parallel.DistributedDataParallel(run.model, gradient_as_bucket_view=True)
     for line in report.header(run):
         dist.print0(line)
@@ -714,10 +715,11 @@ def train_step(run: Run, lr: float) -> tuple[float, float]:
     # One all-reduce, and one wait for the device below. Every rank has the same norm, so its mean changes nothing.
     told = torch.full_like(loss_sum, bool(dist.stop.told))
     shared = dist.mean(torch.stack([loss_sum, norm, told]))
-    if not scaler.is_enabled():  # the device itself skips what is not finite, as fp16's scaler has it do on overflow
-        optimizer.grad_scale, optimizer.found_inf = None, 1.0 - shared.isfinite().all().float()
-    scaler.step(optimizer)
-    scaler.update()
+    if scaler.is_enabled():  # fp16: it skips an update whose gradients overflowed, and scales the next ones less
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        devices.step_if(optimizer, shared.isfinite().all())
     loss, norm, told = shared.tolist()
     dist.stop.agreed = told > 0
     return loss, norm
@@ -787,6 +789,7 @@ def count_bad_steps(run: Run, step: int, loss: float, norm: float) -> None:
         run.bad_steps = 0
         return
     run.bad_steps += 1
+    run.saver.wait()
     run.dist.print0(f"step {step:5d} | skipped: the loss or the gradient is not finite")
     if run.bad_steps == run.config.max_bad_steps:
         raise UserError(

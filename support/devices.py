@@ -83,6 +83,20 @@ def synchronizer(device: torch.device) -> Callable[[], None]:
     return lambda: None
 
 
+def step_if(optimizer: torch.optim.Optimizer, wanted: torch.Tensor) -> None:
+    """`optimizer.step()` if the one-element tensor `wanted` is true. Decided on the device: nothing waits for it.
+
+    The fused AdamW of CUDA and of the CPU looks at `found_inf`, which a gradient scaler sets otherwise. That of an Apple
+    GPU does not, so there the host decides.
+    """
+    if wanted.device.type == "mps":
+        if wanted.item():
+            optimizer.step()
+        return
+    optimizer.grad_scale, optimizer.found_inf = None, 1.0 - wanted.float()
+    optimizer.step()
+
+
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 peak of this GPU in FLOP/s, or None where it is not known."""
     return PEAK_FLOPS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

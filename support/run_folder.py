@@ -43,6 +43,9 @@ def claim(out: str | os.PathLike, new: bool, may_start_anew: bool) -> TextIO:
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
         lock = _lock(Path(out))
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
         _check_free(Path(out), new, may_start_anew)
         checkpoint.remove_leftovers(out)
         if new:
@@ -72,9 +75,6 @@ def _lock(out: Path) -> TextIO:
         raise UserError(f"{out} is in use by a live run ({holder}). Wait for its end, or name another --out.") from None
     except OSError as error:  # some network file systems have no locks
         print(f"warning: cannot lock {out} ({error.strerror}). Start no second run in it.", file=sys.stderr, flush=True)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
     return file
 
 
