@@ -54,17 +54,17 @@ def log_changed(out: Path) -> int | None:
 
 
 def wait_for_the_moment(kind: str, out: Path, alive: Callable[[], bool], rng: random.Random, start: float) -> None:
-    """Returns at a random moment of a process that was just started: in its first `start` seconds, in a step, in a save."""
-    if kind == "start":
-        time.sleep(rng.uniform(0, start))
-        return
-    before = log_changed(out)
-    wait_for(lambda: log_changed(out) != before, alive)  # a resumed run puts a new log in the place of the old
+    """Returns at a random moment of a process that was just started.
+
+    That is within its first `start` seconds and before its first step, after some steps, or inside a save.
+    """
+    before = log_changed(out)  # a resumed run puts a new log in the place of the old
+    wait_for(lambda: log_changed(out) != before, alive, rng.uniform(0, start) if kind == "start" else 60)
     if kind == "step":
         goal = steps_done(out) + rng.randint(1, 15)
         wait_for(lambda: steps_done(out) >= goal, alive)
         time.sleep(rng.uniform(0, 0.02))
-    else:
+    elif kind == "save":
         wait_for(lambda: any(out.glob(".model_*.partial")), alive)
         time.sleep(rng.uniform(0, 0.01))
 
