@@ -122,7 +122,7 @@ def test_one_process_stops_within_an_update(byte_shards, tmp_path, number, code)
 
 
 def test_several_processes_stop_at_the_same_step(byte_shards, tmp_path):
-    flags = ["--data", byte_shards, "--shuffle", "--max-steps", 300, "--val-every", 100]
+    flags = ["--data", byte_shards, "--shuffle", "--max-steps", 300, "--val-every", 0]
     ranks, out = start_run(*flags, "--out", "run", cwd=tmp_path, world=2), tmp_path / "run"
     assert wait_for(lambda: steps_done(out) >= 3)
     os.kill(ranks[1].pid, signal.SIGTERM)  # the other one hears of it with the next loss
@@ -255,6 +255,16 @@ def test_a_file_that_cannot_grow_ends_the_run_with_the_old_checkpoint_whole(byte
     assert output.count("error: the checkpoint of step") == 1 and "nor could the one before" in output
     assert "error" not in (tmp_path / "1.txt").read_text()
     assert checkpoint.newest(out) is not None and not any(out.glob(".model*"))
+
+
+def test_no_checkpoint_is_ahead_of_its_log(byte_shards, tmp_path, monkeypatch):
+    def lost(self):
+        raise OSError("the log of the run could not be written")
+
+    monkeypatch.setattr(log.RunLog, "sync", lost)
+    with pytest.raises(UserError, match="could not be saved"):
+        train(flags_for(byte_shards, tmp_path / "run", 20), ONE_PROCESS)
+    assert checkpoints(tmp_path / "run") == []
 
 
 def test_lines_wait_while_the_log_cannot_be_written(tmp_path, capsys):
