@@ -447,12 +447,11 @@ def claim_output(directory: Path, manifest: dict[str, Any]) -> dict[str, Any] | 
                 )
             if same and earlier["complete"]:
                 try:
-                    for split in {shard["split"] for shard in earlier["shards"]}:
-                        shards.open_shards(directory, split)
-                    print("nothing to do: these shards were made before")
+                    shards.verify(directory)
+                    print("nothing to do: these shards were made before, and are whole")
                     return earlier
                 except UserError as error:
-                    print(f"making the shards again, for some were lost: {error.problems[0]}")
+                    print(f"making the shards again: {error.problems[0].rsplit('. ', 1)[0]}")
         elif strangers := [p.name for split in ("train", "val") for p in shards.paths(directory, split)]:
             raise UserError(f"{directory} holds shards of another tool, such as {strangers[0]}. Name another --output.")
         directory.mkdir(parents=True, exist_ok=True)

@@ -273,6 +273,13 @@ class DataLoaderLite:
         self.position += 1
         return self.batch(range(first, first + self.B))
 
+    def check_ahead(self) -> None:
+        """Reads the next update's rows of this rank; raises as `batch`, while there still is a good state to save."""
+        for position in range(self.position, self.position + self.grad_accum):
+            first = (position * self.world + self.rank) * self.B
+            for n in range(first, first + self.B):
+                self._row(n)
+
     def batch(self, rows: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of these numbers, counted through all epochs, on the device.
 
@@ -406,11 +413,6 @@ class TrainConfig:
         object.__setattr__(self, "decay_steps", self.decay_steps or self.max_steps)
 
     @property
-    def may_replace_a_run(self) -> bool:
-        """Whether an earlier run in `out` may go: the demo's own, or one that left nothing to resume from."""
-        return self.resume == "auto" or (self.demo and self.out == DEMO["out"])
-
-    @property
     def architecture(self) -> dict[str, int]:
         own = {name: getattr(self, name) for name in ("n_layer", "n_head", "n_embd")}
         return MODELS[self.model] | {name: value for name, value in own.items() if value is not None}
@@ -501,6 +503,17 @@ class Distributed:
         self.stop.check()
         return list(values)
 
+    def on_first(self, action: Callable[[], Any]) -> Any:
+        """What `action` returns on rank 0, None elsewhere. If it ends in a UserError, it does so on all ranks."""
+        result = failure = None
+        try:
+            result = action() if self.rank == 0 else None
+        except UserError as error:
+            failure = error
+        if not self.least(failure is None):
+            raise failure or UserError("the first process could not go on, see there.")
+        return result
+
     def least(self, value: int) -> int:
         """The minimum over ranks."""
         tensor = torch.tensor(value, device=self.device)
@@ -582,11 +595,11 @@ class Run:
     data: dict[str, list]  # what the shards of each split are
     examples: list[hellaswag.Example]
     first_step: int
-    lock: AbstractContextManager  # on the folder of the run
-    log: RunLog
     saver: checkpoint.Saver
+    bad_steps: int  # updates skipped since the last that was applied
+    lock: AbstractContextManager = nullcontext()  # on the folder of the run, for rank 0
+    log: RunLog | None = None
     last_val: float = math.nan
-    bad_steps: int = 0  # updates skipped since the last that was applied
 
 
 def build(config: TrainConfig, dist: Distributed, resume_from: Path | None = None) -> Run:
@@ -597,10 +610,13 @@ def build(config: TrainConfig, dist: Distributed, resume_from: Path | None = Non
         raise UserError(
             f"the nodes found different checkpoints in {config.out}. It must be one folder that all of them see."
         )
+    run.lock = dist.on_first(lambda: run_folder.claim(config.out, resume_from, replaces(config))) or run.lock
+    run.log = RunLog(Path(config.out) / "log.txt" if dist.rank == 0 else None, run.first_step)
     if not dist.least(len(run.examples)):
         run.examples = []
+    B = dist.least(run.loader.B)
     for loader in filter(None, (run.loader, run.val_loader)):
-        loader.resize(dist.least(loader.B))
+        loader.resize(B)
     run.loader.reset(run.first_step)
     if dist.world > 1:
         torch.compiler.reset()  # what the trial compiled is one graph; DDP wants it cut, to send while it computes
@@ -610,13 +626,19 @@ def build(config: TrainConfig, dist: Distributed, resume_from: Path | None = Non
     return run
 
 
+def replaces(config: TrainConfig) -> str | None:
+    """What a new run may remove from its folder: the demo its own earlier run, --resume auto what left no checkpoint."""
+    if config.demo and config.out == DEMO["out"]:
+        return "all"
+    return "log" if config.resume == "auto" else None
+
+
 def prepare(config: TrainConfig, dist: Distributed, resume_from: Path | None) -> Run:
     """Finds, checks, downloads and allocates what this rank needs, so that nothing of it can fail hours later."""
     tokenizer, train_shards, val_shards = open_data(config, dist)
     data = {"train": shards.identity(config.data, train_shards), "val": shards.identity(config.data, val_shards)}
-    folder = dict(new=resume_from is None, may_start_anew=config.may_replace_a_run)
     if dist.rank == 0:
-        run_folder.check(config.out, **folder)
+        run_folder.check(config.out, resume_from, replaces(config))
     if resume_from:
         resume.check_data(resume_from, data)
     raw_model = first_model(config, tokenizer, resume_from).to(dist.device)
@@ -641,19 +663,17 @@ def prepare(config: TrainConfig, dist: Distributed, resume_from: Path | None) ->
     model = devices.compile(raw_model, device, config.compile, notice=dist.print0)
     longest = max(examples, key=lambda e: len(e.context) + max(map(len, e.completions)), default=None)
     score = (lambda: hellaswag.score(lambda idx: raw_model(idx)[0], [longest], device, T)) if longest else None
-    B = fit.largest_micro_batch(sizes, T, model, raw_model, amp, score, notice=dist.print0)
+    B = fit.largest_micro_batch(sizes, T, model, raw_model, amp, score, dist.world, notice=dist.print0)
     for each in filter(None, (loader, val_loader)):
         each.resize(B)
 
     optimizer = raw_model.configure_optimizers(config.weight_decay, config.max_lr, (config.beta1, config.beta2))
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    first_step = restore(resume_from, optimizer, scaler) if resume_from else 0
-    lock = run_folder.claim(config.out, **folder) if dist.rank == 0 else nullcontext()
-    log = RunLog(Path(config.out) / "log.txt", first_step, enabled=dist.rank == 0)
+    first_step, bad_steps = restore(resume_from, optimizer, scaler) if resume_from else (0, 0)
     saver = checkpoint.Saver(config.out, config.keep, dist.stop, newest=first_step)
     return Run(
         config, dist, tokenizer, raw_model, model, model, optimizer, scaler, dtype, amp, loader, val_loader, data,
-        examples, first_step, lock, log, saver,
+        examples, first_step, saver, bad_steps,
     )  # fmt: skip
 
 
@@ -710,6 +730,11 @@ def train_step(run: Run, lr: float) -> tuple[float, float]:
         loss = loss / loader.grad_accum
         loss_sum += loss.detach()
         scaler.scale(loss).backward()
+    if loader.position < run.config.max_steps * loader.grad_accum:
+        try:
+            loader.check_ahead()  # while the device is at work
+        except UserError as error:
+            dist.stop.fail(error)
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(model.parameters(), run.config.grad_clip or math.inf)
     # One all-reduce, and one wait for the device below. Every rank has the same norm, so its mean changes nothing.
@@ -779,13 +804,15 @@ def train(config: TrainConfig, dist: Distributed, resume_from: Path | None = Non
                 count_bad_steps(run, step, loss, norm)
         except Stopped:
             halt(run, step)
+    run.log.close()
     run.ddp_model = run.model  # DDP's must be gone before dist.close(), or gloo's threads and ours wait for each other
     return run
 
 
 def count_bad_steps(run: Run, step: int, loss: float, norm: float) -> None:
     """Keeps count of the updates in a row that were skipped, and ends the run when they are too many."""
-    if math.isfinite(loss) and (math.isfinite(norm) or run.scaler.is_enabled()):  # fp16 overflows mend themselves
+    # An overflow in fp16 mends itself: the scale is halved. Below 1 it is none; without a scaler, 1 is what we get here.
+    if math.isfinite(loss) and (math.isfinite(norm) or run.scaler.get_scale() > 1):
         run.bad_steps = 0
         return
     run.bad_steps += 1
@@ -794,16 +821,17 @@ def count_bad_steps(run: Run, step: int, loss: float, norm: float) -> None:
     if run.bad_steps == run.config.max_bad_steps:
         raise UserError(
             f"{run.bad_steps} updates in a row were not finite, the last one at step {step}, and none was applied. "
-            f"{run.saver.newest_checkpoint()} Check the data with --verify-data, or lower --max-lr in a new run."
+            f"A resumed run would meet them again: check the data with --verify-data, or lower --max-lr in a new run."
         )
 
 
 def halt(run: Run, step: int) -> NoReturn:
     """Saves the state before the update of `step` and ends all ranks alike."""
-    if run.dist.rank == 0 and run.config.checkpoint_every and not run.dist.stop.failure:
+    if run.dist.rank == 0 and run.config.checkpoint_every:
         save(run, step)
     run.saver.finish()
-    run.dist.print0(f"step {step:5d} | stopped. {run.saver.newest_checkpoint()}")
+    if not run.dist.stop.failure:
+        run.dist.print0(f"step {step:5d} | stopped. {run.saver.newest_checkpoint()}")
     run.dist.stop.conclude(run.dist.least)
 
 
@@ -817,14 +845,15 @@ def save(run: Run, step: int) -> None:
     Training waits for a copy in the memory of the host; a thread writes it.
     """
     run.saver.wait()
-    if step == run.saver.newest:  # what the run was resumed from, or what is saved already
+    if step == run.saver.newest or run.saver.failed > 1:  # it is there already, or the run is ending because of it
         return
-    if run.bad_steps:
+    if run.bad_steps and step < run.config.max_steps and not run.dist.stop.told:
         print(f"step {step:5d} | no checkpoint while updates are skipped", flush=True)
         return
     sizes, weights = asdict(run.raw_model.config), checkpoint.to_host(dict(run.raw_model.named_parameters()))
     state = {
         "step": step,
+        "bad_steps": run.bad_steps,
         "config": asdict(run.config),
         "data": run.data,
         "optimizer": checkpoint.to_host(run.optimizer.state_dict()),
@@ -840,13 +869,13 @@ def save(run: Run, step: int) -> None:
     run.saver.start(step, write, checkpoint.bytes_of([weights, state["optimizer"]]))
 
 
-def restore(directory: Path, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> int:
-    """Loads the optimizer's state from a checkpoint and returns its step. The data and the random numbers follow from it."""
+def restore(directory: Path, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> tuple[int, int]:
+    """Loads the optimizer's state from a checkpoint; returns its step, of which data and random numbers follow, and bad_steps."""
     state = checkpoint.read_state(directory)
     optimizer.load_state_dict(state["optimizer"])
     if state["scaler"]:
         scaler.load_state_dict(state["scaler"])
-    return state["step"]
+    return state["step"], state["bad_steps"]
 
 
 # -----------------------------------------------------------------------------
@@ -870,21 +899,10 @@ def configure(argv: Sequence[str] | None = None) -> tuple[TrainConfig, Path | No
     if directory is not None:
         return resume.configuration(TrainConfig, given, config.out, directory), directory
     if config.resume != "auto":
-        raise UserError(f"no checkpoint in {config.out} to resume from. Leave out --resume, or use --resume auto.")
+        raise UserError(
+            f"no checkpoint in {config.out} to resume from. Name the run's folder with --out, or leave out --resume."
+        )
     return config, None
-
-
-def show_result(run: Run) -> None:
-    """Ends the demo with what it made: a text, a score, and where the model lies."""
-    config, generator = run.config, devices.seeded_generator(run.dist.device, run.config.seed)
-    with run.amp:
-        [text] = sample(run.raw_model, run.tokenizer, "The ", 1, 500, generator, temperature=0.8, top_k=50)
-    print(f"\n{text}\n")
-    if config.val_every:
-        print(f"validation loss {run.last_val:.4f} nats per token")
-    if config.checkpoint_every:
-        directory = checkpoint.path_of(config.out, config.max_steps)
-        print(f'checkpoint in {directory}; more text: python sample.py --model {directory} --prompt "The "')
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -899,7 +917,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"{reason}. Lower --batch-size: the update stays the same.", this_rank_only=True) from error
     dist.close()
     if result and config.demo and dist.rank == 0:
-        show_result(result)
+        generator = devices.seeded_generator(dist.device, config.seed)
+        with result.amp:
+            [text] = sample(result.raw_model, result.tokenizer, "The ", 1, 500, generator, temperature=0.8, top_k=50)
+        report.result(result, text)
     sys.exit(exit_code)
 
 

@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the moments (default: 0)")
     args = parser.parse_args()
 
-    steps = 8 * args.kills
+    steps = 60 + 8 * args.kills
     folder = Path(tempfile.mkdtemp(prefix="bench_kills_"))
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, ROOT / "fineweb.py", "--demo", "--output", folder / "data"], check=True)
@@ -123,9 +123,9 @@ def main() -> None:
         wait_for_the_moment(kind, out, lambda p=process: p.poll() is None, rng, startup)
         process.kill()
         if process.wait() != -9:
-            sys.exit(f"a run ended before it was killed:\n{process.stderr.read()}")
+            sys.exit(f"\na run ended before it was killed:\n{process.stderr.read()}")
         killed[kind] += 1
-        halves += any(out.glob(".model_*.partial"))
+        halves += kind == "save" and any(out.glob(".model_*.partial"))
         print(f"\r{killed.total()} kills, {steps_done(out)} steps logged", end="", flush=True)
     finish(start("killed", "--resume"))
     print(

@@ -6,6 +6,7 @@ A run's folder holds `model_{step:05d}/`. What is in such a directory is listed,
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -73,8 +74,9 @@ def save(directory: str | os.PathLike, write: Callable[[Path], None]) -> Path:
     if directory.exists():
         os.rename(directory, removed)  # renaming onto a directory that is not empty fails
     os.rename(beside, directory)
-    _sync(directory.parent)
-    _remove_now(removed)
+    with contextlib.suppress(OSError):  # it is in place, whatever else happens
+        _sync(directory.parent)
+        _remove_now(removed)
     return directory
 
 
@@ -148,7 +150,7 @@ class Saver:
     def __init__(self, out: str | os.PathLike, keep: int, stop: Stop, newest: int = 0):
         self.out, self.keep, self.stop = Path(out), keep, stop
         self.newest = newest  # the step of the last whole checkpoint; 0 is none
-        self._failed = 0  # saves in a row
+        self.failed = 0  # saves in a row
         self._thread: threading.Thread | None = None
 
     def start(self, step: int, write: Callable[[Path], None], size: int) -> None:
@@ -164,7 +166,7 @@ class Saver:
     def finish(self) -> None:
         """Waits for the last save. If that failed, `stop` has the error: nothing comes after it to make up for it."""
         self.wait()
-        if self._failed and not self.stop.failure:
+        if self.failed and not self.stop.failure:
             self.stop.fail(
                 UserError(f"the last checkpoint could not be saved in {self.out}, see above. {_AFTER_FAILURE}")
             )
@@ -173,7 +175,7 @@ class Saver:
         """A sentence on what a resumed run would start from."""
         if self.newest == 0:
             return "There is no checkpoint yet."
-        return f"The newest checkpoint is {path_of(self.out, self.newest)}; --resume goes on from it."
+        return f"The newest checkpoint is {path_of(self.out, self.newest)}; --resume --out {self.out} goes on from it."
 
     def __enter__(self) -> Saver:
         return self
@@ -187,20 +189,20 @@ class Saver:
         try:
             free = shutil.disk_usage(self.out).free
             if free < size:
-                raise OSError(errno.ENOSPC, f"it takes {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
+                raise OSError(errno.ENOSPC, f"it takes {size / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free")
             directory = save(path_of(self.out, step), write)
         except Exception as error:  # the libraries that write have errors of their own
-            self._failed += 1
+            self.failed += 1
             reason = (getattr(error, "strerror", None) or str(error)).split("\n")[0]
             trouble = f"the checkpoint of step {step} could not be saved in {self.out}: {reason}"
-            if self._failed == 1:
+            if self.failed == 1:
                 print(
                     f"warning: {trouble}. Training goes on; make room before the next one.", file=sys.stderr, flush=True
                 )
             else:
                 self.stop.fail(UserError(f"{trouble}; nor could the one before. {_AFTER_FAILURE}"))
             return
-        self._failed, self.newest = 0, step
+        self.failed, self.newest = 0, step
         print(f"step {step:5d} | saved {directory}\n", end="", flush=True)  # one write: the loop prints too
         try:
             self._remove_old(step)

@@ -20,7 +20,7 @@ class UserError(Exception):
     """Something the user can mend: one or more sentences, "what is wrong. What to do.".
 
     `this_rank_only` marks trouble that other ranks may not have seen (a bad batch, a failed download of this node):
-    such an error is printed by the rank that met it, any other by rank 0 alone.
+    such an error is printed by the rank that met it, any other by the first rank of each node.
     """
 
     def __init__(self, *problems: str, this_rank_only: bool = False):
@@ -122,7 +122,7 @@ def run(main: Callable[[], None]) -> NoReturn:
         main()
         sys.exit(0)
     except UserError as error:
-        if error.this_rank_only or os.environ.get("RANK", "0") == "0":
+        if error.this_rank_only or os.environ.get("LOCAL_RANK", "0") == "0":
             for problem in error.problems:
                 print(f"error: {problem}", file=sys.stderr, flush=True)
         sys.exit(2)

@@ -59,7 +59,7 @@ def compile(
         return model
     reason = _why_not_compile(device)
     if reason is None:
-        return torch.compile(model)
+        return torch.compile(model, dynamic=False)  # a graph for each shape: there are one or two, and it is faster
     notice(f"running eagerly: {reason}.")
     return model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -82,13 +83,14 @@ def largest_micro_batch(
     raw_model: torch.nn.Module,
     amp: AbstractContextManager,
     score: Callable[[], Any] | None,
+    world: int,
     notice: Callable[[str], None],
 ) -> int:
     """The first of `sizes` (rows, largest first) with which a run fits into the memory of the model's device.
 
-    For each, what a run needs at once is tried out: the optimizer's two moments, gradients, micro-batches of (B, T)
-    tokens forward and backward, validation, and `score()`, where there is something to score. Weights and optimizer stay
-    as they are, and no other rank is waited for.
+    For each, what a run needs at once is tried out: the optimizer's two moments, gradients (and their copy where there
+    are other ranks), micro-batches of (B, T) tokens forward and backward, validation, and `score()`, where there is
+    something to score. Weights and optimizer stay as they are, and no other rank is waited for.
 
     Raises:
         UserError: none of them fits.
@@ -99,9 +101,13 @@ def largest_micro_batch(
         return first
     for B in sizes:
         try:
-            _try_out(B, T, model, raw_model, amp, score, device)
+            _try_out(B, T, model, raw_model, amp, score, world, device)
             fits = True
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:  # torch.OutOfMemoryError, and what cuBLAS and Triton say instead
+            if not isinstance(error, torch.OutOfMemoryError) and not re.search(
+                "out of memory|ALLOC_FAILED", str(error)
+            ):
+                raise
             fits = False  # what the failed attempt holds is freed with its traceback, after this block
         raw_model.zero_grad(set_to_none=True)
         gc.collect()
@@ -123,17 +129,20 @@ def _try_out(
     raw_model: torch.nn.Module,
     amp: AbstractContextManager,
     score: Callable[[], Any] | None,
+    world: int,
     device: torch.device,
 ) -> None:
     reserved = [torch.empty(SPARE, dtype=torch.uint8, device=device)] if device.type == "cuda" else []
-    reserved += [torch.empty_like(p) for p in raw_model.parameters() for _ in range(2)]  # as AdamW will have
-    tokens = torch.zeros((B, T), dtype=torch.int64, device=device)
+    copies = 2 if world == 1 else 3  # AdamW's moments, and the buckets that DDP sends gradients in
+    reserved += [torch.empty_like(p) for p in raw_model.parameters() for _ in range(copies)]
+    tokens = torch.zeros((B, T + 1), dtype=torch.int64, device=device)
+    x, y = tokens[:, :-1], tokens[:, 1:]  # as the loader cuts them: other strides would be compiled again
     for _ in range(2):  # from the second on, gradients are there while activations are made
         with amp:
-            _, loss = model(tokens, tokens)
+            _, loss = model(x, y)
         loss.backward()
     with torch.no_grad(), amp:
-        model(tokens, tokens)
+        model(x, y)
         if score:
             score()
     if device.type == "cuda":

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
 from pathlib import Path
 from typing import BinaryIO
+
+from support.cli import UserError
 
 LINE = re.compile(r"(\d+) ([a-z]+) (\S+)\n")
 FORMATS = {"train": ".6f", "val": ".4f", "hella": ".4f"}
@@ -27,13 +30,14 @@ class RunLog:
 
     Lines at or past `first_step` are dropped, for the steps will be made again, and so is what is no line of a log:
     one that was cut short, or what a power failure left. While the disk is full, lines wait in memory.
-    With `enabled` false, as on all ranks but one, nothing is read or written.
+    Without a path, as on all ranks but one, nothing is read or written.
     """
 
-    def __init__(self, path: Path, first_step: int, enabled: bool = True):
+    def __init__(self, path: Path | None = None, first_step: int = 0):
         self._file: BinaryIO | None = None
         self._waiting, self._warned = b"", False
-        if not enabled:
+        self._lock = threading.Lock()  # a checkpoint is written by another thread
+        if path is None:
             return
         if first_step > 0 and path.exists():
             with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
@@ -49,10 +53,10 @@ class RunLog:
     def write(self, step: int, name: str, value: float) -> None:
         if self._file is None:
             return
-        self._waiting += f"{step} {name} {value:{FORMATS[name]}}\n".encode()
         try:
-            while self._waiting:
-                self._waiting = self._waiting[self._file.write(self._waiting) :]
+            with self._lock:
+                self._waiting += f"{step} {name} {value:{FORMATS[name]}}\n".encode()
+                self._write()
         except OSError as error:
             if not self._warned:
                 print(f"warning: cannot write to {self._file.name} ({error.strerror}). Its lines wait in memory.", file=sys.stderr, flush=True)  # fmt: skip
@@ -64,7 +68,28 @@ class RunLog:
         Raises:
             OSError: some could not be written.
         """
-        if self._waiting:
-            raise OSError("the log of the run could not be written")
         if self._file:
+            with self._lock:
+                self._write()
             os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Writes what is left and closes the file.
+
+        Raises:
+            UserError: the last lines could not be written.
+        """
+        if self._file is None:
+            return
+        try:
+            self.sync()
+        except OSError as error:
+            raise UserError(
+                f"the last lines of {self._file.name} could not be written ({error.strerror}). Make room, and go on with --resume."
+            ) from error
+        finally:
+            self._file.close()
+
+    def _write(self) -> None:
+        while self._waiting:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]

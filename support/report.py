@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from support import devices, stop
+from support import checkpoint, devices, stop
 
 
 def header(run: Any) -> Iterator[str]:
@@ -37,7 +37,9 @@ def header(run: Any) -> Iterator[str]:
         yield "note    torchrun will restart a run that fails; only with --resume auto does that go on from a checkpoint"
     size, folder = 3 * sum(p.nbytes for p in model.parameters()), config.out  # weights and AdamW's two moments
     if run.dist.rank == 0 and config.checkpoint_every and (free := shutil.disk_usage(folder).free) < size:
-        yield f"note    a checkpoint takes {size / 1e9:.1f} GB, and {folder} has {free / 1e9:.1f} GB free"
+        yield f"note    a checkpoint takes {size / 1e6:,.1f} MB, and {folder} has {free / 1e6:,.1f} MB free"
+    if run.first_step == config.max_steps:
+        yield f"note    this run has made its {config.max_steps:,} updates; more with a larger --max-steps"
 
 
 def step_line(run: Any, step: int, loss: float, lr: float, norm: float, dt: float) -> str:
@@ -51,6 +53,16 @@ def step_line(run: Any, step: int, loss: float, lr: float, norm: float, dt: floa
             "a run that is stopped will go on from its last checkpoint"
         )
     return line
+
+
+def result(run: Any, text: str) -> None:
+    """Ends the demo with what it made: a text, a score, and where the model lies."""
+    print(f"\n{text}\n")
+    if run.config.val_every:
+        print(f"validation loss {run.last_val:.4f} nats per token")
+    if run.config.checkpoint_every:
+        directory = checkpoint.path_of(run.config.out, run.config.max_steps)
+        print(f'checkpoint in {directory}; more text: python sample.py --model {directory} --prompt "The "')
 
 
 def progress(items: Iterable, what: str, rank: int) -> Iterable:

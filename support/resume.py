@@ -24,9 +24,14 @@ def configuration(config_class: type[Config], given: dict[str, Any], out: str, d
     earlier, problems = config_class(**stored), []
     for field in fields(config_class):
         name, before = field.name, getattr(earlier, field.name)
+        if before is None and earlier.init_from is None:
+            before = earlier.architecture.get(name)  # that of --model
+        if name == "block_size" and before is None:
+            continue  # compared with the weights themselves
         recipe = field.metadata["group"] in RECIPE or name == "total_batch_size"
         if recipe and name != "max_steps" and given.get(name, before) != before:
-            problems.append(f"{flag_name(name)} is {given[name]}, but the run in {out} has {before}. Leave it out.")
+            had = "none" if before is None else before
+            problems.append(f"{flag_name(name)} is {given[name]}, but the run in {out} has {had}. Leave it out.")
     if problems:
         raise UserError(*problems)
     config = config_class(**(stored | {"out": out, "resume": "newest"} | given))
@@ -44,8 +49,9 @@ def check_data(directory: Path, data: dict[str, list]) -> None:
     saved = checkpoint.read_state(directory, mmap=True)["data"]
     for split in ("train", "val"):
         then, now = saved[split], data[split]
-        same = [a[:2] == b[:2] and (None in (a[2], b[2]) or a[2] == b[2]) for a, b in zip(then, now, strict=False)]
-        if then and now and (len(then) != len(now) or not all(same)):
+        differ = [b[0] for a, b in zip(then, now, strict=False) if a[:2] != b[:2] or (a[2] and b[2] and a[2] != b[2])]
+        if then and now and (len(then) != len(now) or differ):
+            what = f"{differ[0]} differs" if differ else f"there are {len(now)}, and were {len(then)}"
             raise UserError(
-                f"the {split} shards are not those that {directory} was trained with. Name their folder with --data."
+                f"the {split} shards are not those that {directory} was trained with ({what}). Name their folder with --data."
             )

@@ -14,10 +14,14 @@ from support.cli import UserError
 LOCK = ".lock"  # in the folder; the system lets go of it when the process ends, however it ends
 
 
-def check(out: str | os.PathLike, new: bool, may_start_anew: bool) -> None:
-    """Refuses a folder that cannot be written, that a live run is in, or where a `new` run would remove an earlier one.
+def check(out: str | os.PathLike, resume_from: Path | None, replaces: str | None) -> None:
+    """Refuses a folder that cannot be written, that a live run is in, or in which this run would remove another one.
 
     Nothing is written.
+
+    Args:
+        resume_from: the checkpoint that the run goes on from; None for a new one.
+        replaces: what a new run may remove: None, "log" for a log without checkpoints, or "all".
 
     Raises:
         UserError: it is refused.
@@ -28,14 +32,14 @@ def check(out: str | os.PathLike, new: bool, may_start_anew: bool) -> None:
         raise UserError(f"cannot write to {out}. Name another --out.")
     if (out / LOCK).is_file():
         _lock(out).close()
-    _check_free(out, new, may_start_anew)
+    _check_contents(out, resume_from, replaces)
 
 
-def claim(out: str | os.PathLike, new: bool, may_start_anew: bool) -> TextIO:
+def claim(out: str | os.PathLike, resume_from: Path | None, replaces: str | None) -> TextIO:
     """Makes the folder and locks it; the lock lasts until the returned file is closed or the process ends.
 
-    Of an earlier run that a `new` one replaces, log and checkpoints are removed, and nothing else. What a killed
-    process has left half-written is removed too.
+    Of an earlier run that a new one replaces, log and checkpoints are removed, and nothing else. What a killed process
+    has left half-written is removed too. The arguments are those of `check`.
 
     Raises:
         UserError: it is refused, as in `check`: another run may have been faster.
@@ -43,12 +47,12 @@ def claim(out: str | os.PathLike, new: bool, may_start_anew: bool) -> TextIO:
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
         lock = _lock(Path(out))
+        _check_contents(Path(out), resume_from, replaces)
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         lock.flush()
-        _check_free(Path(out), new, may_start_anew)
         checkpoint.remove_leftovers(out)
-        if new:
+        if resume_from is None:
             (Path(out) / "log.txt").unlink(missing_ok=True)
             for directory in checkpoint.by_step(out):
                 checkpoint.remove(directory)
@@ -57,10 +61,15 @@ def claim(out: str | os.PathLike, new: bool, may_start_anew: bool) -> TextIO:
     return lock
 
 
-def _check_free(out: Path, new: bool, may_start_anew: bool) -> None:
-    log = out / "log.txt"
-    holds_a_run = (log.is_file() and log.stat().st_size > 0) or bool(checkpoint.by_step(out))
-    if new and holds_a_run and not may_start_anew:
+def _check_contents(out: Path, resume_from: Path | None, replaces: str | None) -> None:
+    log, checkpoints = out / "log.txt", checkpoint.by_step(out)
+    if resume_from is not None:
+        newer = [path for path in checkpoints if checkpoint.step_of(path) > checkpoint.step_of(resume_from)]
+        if any(checkpoint.damage(path) is None for path in newer):
+            raise UserError(f"another run has saved {newer[-1]} while this one was starting. Start it again.")
+    elif replaces == "log" and checkpoints:
+        raise UserError(f"another run has saved {checkpoints[-1]} while this one was starting. Start it again.")
+    elif replaces is None and (checkpoints or (log.is_file() and log.stat().st_size > 0)):
         raise UserError(f"{out} already holds a run. Go on with it with --resume, or name another --out.")
 
 

@@ -15,7 +15,7 @@ from support.cli import UserError
 from support.tokenizer import VOCAB_SIZES
 
 MANIFEST = "manifest.json"
-_MEND = "Run the command that made these shards again, or remove the file."
+_MEND = "Run the command that made these shards again."
 _NAME = re.compile(r"(?P<prefix>.+)_(?P<split>train|val)_(?P<index>\d{6,})\.npy")
 
 
@@ -115,7 +115,7 @@ def verify(directory: str | os.PathLike) -> list[np.memmap]:
     sha256_of = {shard["file"]: shard.get("sha256") for shard in manifest["shards"]}
     (train, problems), (val, val_problems) = _open(directory, "train"), _open(directory, "val")
     if not train and not problems:
-        open_shards(directory, "train")  # says so
+        raise UserError(f"no train shards in {directory}. Name a folder of shards.")
     problems += val_problems
     for tokens in tqdm([*train, *val], desc="checking shards", unit=" shards", leave=False, disable=None):
         path = Path(tokens.filename)
@@ -152,7 +152,8 @@ def _open(directory: str | os.PathLike, split: str) -> tuple[list[np.memmap], li
         try:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         except Exception as error:  # a damaged header can be any of the parser's errors
-            problems.append(f"{path} is not a readable .npy file ({error}). {_MEND}")
+            reason = "it is cut short" if "mmap length" in str(error) else error  # the words of numpy
+            problems.append(f"{path} is not a readable .npy file ({reason}). {_MEND}")
             continue
         if not isinstance(tokens, np.memmap) or tokens.dtype != np.uint16 or tokens.ndim != 1:
             kind = f"{tokens.ndim}-dimensional {tokens.dtype}" if isinstance(tokens, np.ndarray) else "several arrays"

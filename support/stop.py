@@ -1,15 +1,20 @@
-"""Ending a run from outside: a signal is kept until the loop has a whole state to save."""
+"""Ending a run from outside: what asks for it is kept until the loop has a whole state to save."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 PATIENCE = 30  # seconds that torchrun gives its processes to end before it kills them
-_FAILURE, _NOTHING = 1, 99  # told, where it is no signal: less than any signal we take, and more
+SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
+READER_GONE = (errno.EPIPE, errno.EIO)  # of a pipe, of a terminal
+_FAILURE, _PIPE, _NOTHING = -1, 13, 99  # told, where it is none of them; the least of all ranks counts
 
 
 class Stopped(Exception):
@@ -23,29 +28,39 @@ class Stopped(Exception):
 class Stop:
     """Whether the run is to end early. One rank is told, by a signal or a failure, and then all must agree on a place.
 
-    Within `with`, SIGTERM and SIGINT are noted and end nothing by themselves, but a second SIGINT ends the process at
-    once. Elsewhere they act as always.
+    Within `with`, SIGTERM, SIGINT and SIGHUP are noted and end nothing by themselves, but a second SIGINT ends the
+    process at once. It is the same when whoever reads our output is gone. Elsewhere all this acts as always.
     """
 
     def __init__(self, alone: bool = True):
         self.alone = alone  # with no other rank to agree with
         self._start()
+        self._streams, self._handlers = (sys.stdout, sys.stderr), {}
 
     def _start(self) -> None:
         self.agreed = False
         self.told: int | None = None  # the signal that came to this rank
         self.failure: Exception | None = None
+        self._interrupted = False
 
     def __enter__(self) -> Stop:
         self._start()
-        self._before = {}
+        self._streams, self._handlers = (sys.stdout, sys.stderr), {}
+        sys.stdout, sys.stderr = (_Watched(stream, self._lost) for stream in self._streams)
         if threading.current_thread() is threading.main_thread():  # Python takes signals in no other
-            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+            taken = [n for n in SIGNALS if n == signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]  # nohup stays
+            self._handlers = {number: signal.signal(number, self._note) for number in taken}
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream._stream.flush()
+            except OSError:
+                stream.discard()
+        sys.stdout, sys.stderr = self._streams
 
     def fail(self, error: Exception) -> None:
         """Asks for the end because of an error that only this rank has met. May be called in another thread."""
@@ -64,7 +79,7 @@ class Stop:
             yield item
 
     def conclude(self, least: Callable[[int], int]) -> NoReturn:
-        """Ends all ranks alike, with 130, 143, or 2 after a failure. `least` is the minimum over ranks, and waits for them.
+        """Ends all ranks alike: 128 and the signal, or 2 after a failure. `least` is the minimum over ranks, and waits.
 
         Raises:
             Stopped: with the exit code. The rank that failed raises its error instead.
@@ -75,8 +90,43 @@ class Stop:
         raise Stopped(2 if reason == _FAILURE else 128 + reason)
 
     def _note(self, number: int, frame: Any) -> None:
-        if self.told == number == signal.SIGINT:
-            os._exit(128 + number)
+        if number == signal.SIGINT:
+            if self._interrupted:
+                os._exit(128 + number)
+            self._interrupted = True
         self.told = self.told or number
-        # not print, which may be in the middle of a line of its own
-        os.write(2, f"\n{signal.Signals(number).name}: stopping; the state is saved first\n".encode())
+        again = " (once more: at once)" if number == signal.SIGINT else ""
+        with contextlib.suppress(OSError):  # not print, which may be in the middle of a line of its own
+            os.write(2, f"\n{signal.Signals(number).name}: stopping{again}\n".encode())
+
+    def _lost(self) -> None:
+        self.told = self.told or _PIPE
+
+
+class _Watched:
+    """A stream that is printed to. What cannot be written is dropped; if its reader is gone, `lost()` is called."""
+
+    def __init__(self, stream: Any, lost: Callable[[], None]):
+        self._stream, self._lost = stream, lost
+
+    def write(self, text: str) -> int:
+        return self._try(self._stream.write, text) or len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, method: Callable, *args: str) -> Any:
+        try:
+            return method(*args)
+        except OSError as error:
+            if error.errno in READER_GONE:
+                self._lost()
+                self.discard()
+
+    def discard(self) -> None:
+        """Sends what is buffered, and all that follows, nowhere; it would be an error again at the end of the process."""
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -239,7 +239,7 @@ def test_the_log_goes_on_from_a_step(tmp_path):
         file.write(b"\xff\n1")  # cut short: it was to be 10
     RunLog(path, 4).write(4, "val", 2)
     assert path.read_text() == whole.replace("4 val 0.3333\n4 hella 0.2500\n", "4 val 2.0000\n")
-    RunLog(tmp_path / "other.txt", 0, enabled=False).write(0, "train", 1.0)
+    RunLog(None, 0).write(0, "train", 1.0)
     assert not (tmp_path / "other.txt").exists()
 
 
