@@ -211,7 +211,7 @@ def test_the_state_is_saved_when_nobody_reads_the_output_any_more(byte_shards, t
     run_to_the_end(*flags, "--out", "straight", cwd=tmp_path, world=world)
     ranks = start_run(*flags, "--out", "run", cwd=tmp_path, world=world, sabotage=reader_leaves_after_step_3)
     assert finish_run(ranks) == [141] * world
-    assert checkpoint.step_of(checkpoint.newest(tmp_path / "run")) == (5 if world == 1 else 6)
+    assert checkpoint.step_of(checkpoint.newest(tmp_path / "run")) == 5
     run_to_the_end(*flags, "--out", "run", "--resume", cwd=tmp_path, world=world)
     assert_same_run(tmp_path / "run", tmp_path / "straight")
 
