@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -351,14 +350,16 @@ class TrainConfig:
     demo: bool = flag(False, "train a small model on Python's documentation, in demo_data/ and log_demo/", "files")
 
     model: str = flag("gpt2", "size of the model", "model", choices=tuple(MODELS))
-    n_layer: int | None = flag(None, "layers", "model", auto="that of --model", least=1)
-    n_head: int | None = flag(None, "attention heads", "model", auto="that of --model", least=1)
-    n_embd: int | None = flag(None, "channels", "model", auto="that of --model", least=1)
-    block_size: int | None = flag(None, "context, in tokens", "model", auto="1024, or that of --init-from", least=1)
+    n_layer: int | None = flag(None, "layers", "model", auto="that of --model", least=1, below=2**31)
+    n_head: int | None = flag(None, "attention heads", "model", auto="that of --model", least=1, below=2**31)
+    n_embd: int | None = flag(None, "channels", "model", auto="that of --model", least=1, below=2**31)
+    block_size: int | None = flag(
+        None, "context, in tokens", "model", auto="1024, or that of --init-from", least=1, below=2**31
+    )
     init_from: str | None = flag(None, "weights to start from, a hub name or a checkpoint", "model", auto="random ones")
 
     batch_size: int | None = flag(
-        None, "rows of a micro-batch on a device", "batch", auto="64 on CUDA, else 4", least=1
+        None, "rows of a micro-batch on a device", "batch", auto="64 on CUDA, else 4", least=1, below=2**31
     )
     total_batch_size: int = flag(524288, "tokens of one update, over all micro-batches and devices", "batch", least=1)
 
@@ -411,6 +412,11 @@ class TrainConfig:
         # Settled here and kept in checkpoints, so that a resumed run with more --max-steps keeps its schedule.
         object.__setattr__(self, "min_lr", self.max_lr / 10 if self.min_lr is None else self.min_lr)
         object.__setattr__(self, "decay_steps", self.decay_steps or self.max_steps)
+
+    @property
+    def replaces(self) -> str | None:
+        """What a new run may take the place of in `out`: the demo of its last run, --resume auto of a mere log."""
+        return "all" if self.demo and self.out == DEMO["out"] else "log" if self.resume == "auto" else None
 
     @property
     def architecture(self) -> dict[str, int]:
@@ -505,14 +511,7 @@ class Distributed:
 
     def on_first(self, action: Callable[[], Any]) -> Any:
         """What `action` returns on rank 0, None elsewhere. If it ends in a UserError, it does so on all ranks."""
-        result = failure = None
-        try:
-            result = action() if self.rank == 0 else None
-        except UserError as error:
-            failure = error
-        if not self.least(failure is None):
-            raise failure or UserError("the first process could not go on, see there.")
-        return result
+        return rendezvous.on_first(action, self.rank, self.least)
 
     def least(self, value: int) -> int:
         """The minimum over ranks."""
@@ -610,7 +609,7 @@ def build(config: TrainConfig, dist: Distributed, resume_from: Path | None = Non
         raise UserError(
             f"the nodes found different checkpoints in {config.out}. It must be one folder that all of them see."
         )
-    run.lock = dist.on_first(lambda: run_folder.claim(config.out, resume_from, replaces(config))) or run.lock
+    run.lock = dist.on_first(lambda: run_folder.claim(config.out, resume_from, config.replaces)) or run.lock
     run.log = RunLog(Path(config.out) / "log.txt" if dist.rank == 0 else None, run.first_step)
     if not dist.least(len(run.examples)):
         run.examples = []
@@ -626,19 +625,12 @@ def build(config: TrainConfig, dist: Distributed, resume_from: Path | None = Non
     return run
 
 
-def replaces(config: TrainConfig) -> str | None:
-    """What a new run may remove from its folder: the demo its own earlier run, --resume auto what left no checkpoint."""
-    if config.demo and config.out == DEMO["out"]:
-        return "all"
-    return "log" if config.resume == "auto" else None
-
-
 def prepare(config: TrainConfig, dist: Distributed, resume_from: Path | None) -> Run:
     """Finds, checks, downloads and allocates what this rank needs, so that nothing of it can fail hours later."""
     tokenizer, train_shards, val_shards = open_data(config, dist)
     data = {"train": shards.identity(config.data, train_shards), "val": shards.identity(config.data, val_shards)}
     if dist.rank == 0:
-        run_folder.check(config.out, resume_from, replaces(config))
+        run_folder.check(config.out, resume_from, config.replaces)
     if resume_from:
         resume.check_data(resume_from, data)
     raw_model = first_model(config, tokenizer, resume_from).to(dist.device)
@@ -680,9 +672,7 @@ def prepare(config: TrainConfig, dist: Distributed, resume_from: Path | None) ->
 def open_data(config: TrainConfig, dist: Distributed) -> tuple[Tokenizer, list[np.memmap], list[np.memmap]]:
     """The tokenizer and the shards of train and, where there is validation, val."""
     if config.demo and not shards.complete(config.data):
-        fineweb = Path(__file__).with_name("fineweb.py")
-        if subprocess.run([sys.executable, fineweb, "--demo", "--output", config.data]).returncode:
-            raise UserError("the demo text could not be made, see above.", this_rank_only=True)
+        shards.make_demo(config.data)
     if config.verify_data and dist.local_rank == 0:
         shards.verify(config.data)
     train_shards = shards.open_shards(config.data, "train")
@@ -861,6 +851,8 @@ def save(run: Run, step: int) -> None:
     }
 
     def write(directory: Path) -> None:
+        if not all(torch.isfinite(tensor).all() for tensor in weights.values()):
+            raise ValueError("the weights are not finite")
         huggingface.write(directory, sizes, huggingface.to_theirs(weights, sizes["vocab_size"]))
         run.tokenizer.save_pretrained(directory, model_max_length=sizes["block_size"])
         torch.save(state, directory / "trainer.pt")

@@ -30,7 +30,8 @@ from support.stop import Stop
 _NAME = re.compile(r"model_(\d{5,})")
 _LEFTOVER = re.compile(r"\.model_\d{5,}\.(partial|removed)")
 CONTENTS = "checkpoint.json"
-_AFTER_FAILURE = "Make room, and go on with --resume."
+STATE = {"step", "bad_steps", "config", "data", "optimizer", "scaler"}  # of trainer.pt
+_AFTER_FAILURE = "Mend that, and go on with --resume."
 
 
 def path_of(out: str | os.PathLike, step: int) -> Path:
@@ -91,8 +92,8 @@ def remove(directory: Path) -> None:
 def remove_leftovers(out: str | os.PathLike) -> None:
     """Removes what a process that was killed has left half-written or half-removed in a run's folder."""
     for path in Path(out).iterdir():
-        if _LEFTOVER.fullmatch(path.name) and path.is_dir():
-            shutil.rmtree(path)
+        if _LEFTOVER.fullmatch(path.name):
+            _remove_now(path)
 
 
 def damage(directory: str | os.PathLike) -> str | None:
@@ -193,11 +194,15 @@ class Saver:
             directory = save(path_of(self.out, step), write)
         except Exception as error:  # the libraries that write have errors of their own
             self.failed += 1
-            reason = (getattr(error, "strerror", None) or str(error)).split("\n")[0]
+            reason = getattr(error, "strerror", None) or str(error)
+            if isinstance(error, RuntimeError):  # in the words of torch.save
+                reason = "a file could not be written in whole"
             trouble = f"the checkpoint of step {step} could not be saved in {self.out}: {reason}"
             if self.failed == 1:
                 print(
-                    f"warning: {trouble}. Training goes on; make room before the next one.", file=sys.stderr, flush=True
+                    f"warning: {trouble}. Training goes on; should the next one fail too, the run ends.",
+                    file=sys.stderr,
+                    flush=True,
                 )
             else:
                 self.stop.fail(UserError(f"{trouble}; nor could the one before. {_AFTER_FAILURE}"))
@@ -218,8 +223,11 @@ class Saver:
         val = log.read(self.out / "log.txt", "val")
         scored = [directory for directory in [*earlier, path_of(self.out, step)] if step_of(directory) in val]
         best = min(scored, key=lambda directory: val[step_of(directory)], default=None)
-        for directory in earlier[: len(earlier) - (self.keep - 1)]:
-            if directory != best:
+        kept = 1
+        for directory in reversed(earlier):
+            if kept < self.keep and damage(directory) is None:
+                kept += 1
+            elif directory != best:
                 remove(directory)
 
 
@@ -240,10 +248,17 @@ def read_state(directory: str | os.PathLike, mmap: bool = False) -> dict[str, An
         UserError: it is unreadable, or holds more than plain data.
     """
     try:
-        return torch.load(Path(directory) / "trainer.pt", map_location="cpu", weights_only=True, mmap=mmap)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        state = torch.load(Path(directory) / "trainer.pt", map_location="cpu", weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"cannot resume from {directory}: trainer.pt is not readable as plain tensors and containers."
+        ) from error
+    except (OSError, RuntimeError, EOFError) as error:
         reason = str(error).split("\n")[0]
         raise UserError(f"cannot resume from {directory}: trainer.pt is not readable ({reason}).") from error
+    if not isinstance(state, dict) or not state.keys() >= STATE:
+        raise UserError(f"cannot resume from {directory}: trainer.pt is no state of this trainer.")
+    return state
 
 
 def _beside(directory: Path, suffix: str) -> Path:
@@ -251,7 +266,9 @@ def _beside(directory: Path, suffix: str) -> Path:
 
 
 def _remove_now(directory: Path) -> None:
-    if directory.exists():
+    if directory.is_symlink() or directory.is_file():
+        directory.unlink()
+    elif directory.exists():
         shutil.rmtree(directory)
 
 

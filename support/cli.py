@@ -13,7 +13,16 @@ import typing
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+DISK_TROUBLE = (
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+)
 
 
 class UserError(Exception):
@@ -132,10 +141,8 @@ def run(main: Callable[[], None]) -> NoReturn:
     except OSError as error:
         if error.errno not in DISK_TROUBLE:
             raise
-        print(
-            f"error: {error.strerror}: {error.filename or 'a file'}. Check the disk and its permissions.",
-            file=sys.stderr,
-        )
+        where = f": {error.filename}" if error.filename else ""
+        print(f"error: {error.strerror}{where}. Check the disk and its permissions.", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

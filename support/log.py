@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -11,7 +12,7 @@ from typing import BinaryIO
 
 from support.cli import UserError
 
-LINE = re.compile(r"(\d+) ([a-z]+) (\S+)\n")
+LINE = re.compile(r"(\d{1,12}) ([a-z]+) (nan|-?inf|-?\d+\.\d+)\n")
 FORMATS = {"train": ".6f", "val": ".4f", "hella": ".4f"}
 
 
@@ -20,8 +21,8 @@ def read(path: Path, name: str) -> dict[int, float]:
     found = {}
     with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
         for match in filter(None, map(LINE.fullmatch, file)):
-            if match[2] == name and match[3] not in ("nan", "inf", "-inf"):
-                found[int(match[1])] = float(match[3])
+            if match[2] == name and math.isfinite(value := float(match[3])):
+                found[int(match[1])] = value
     return found
 
 
@@ -44,10 +45,13 @@ class RunLog:
                 lines = [(LINE.fullmatch(line), line) for line in file]
             beside = path.with_name(f"{path.name}.partial")
             with open(beside, "w", newline="\n") as file:
-                file.writelines(line for match, line in lines if match and int(match[1]) < first_step)
+                kept = [line for match, line in lines if match and int(match[1]) < first_step]
+                file.writelines(kept)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(beside, path)
+            if not any(line.startswith(f"{first_step - 1} train ") for line in kept):
+                print(f"warning: {path} lacks lines of the steps before {first_step}.", file=sys.stderr, flush=True)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  open as long as the run
 
     def write(self, step: int, name: str, value: float) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from support.cli import UserError
 
+CONNECTING = timedelta(minutes=5)  # to torchrun's store; it may be gone, and then we should be
 PATIENCE = timedelta(hours=24)  # a node may have gigabytes to download; torchrun ends us if another process fails
 SAVING = timedelta(hours=1)  # others wait in a collective while rank 0 writes tens of gigabytes to a slow disk
 
@@ -22,7 +23,8 @@ def prepare_and_connect(prepare: Callable[[], Any], rank: int, local_rank: int, 
     The first rank of each node goes before its others, which find what it downloaded. The group is made when all are
     prepared, so that no collective times out while another node still downloads.
     """
-    store, _, _ = next(torch.distributed.rendezvous("env://", rank, world, timeout=PATIENCE))
+    store, _, _ = next(torch.distributed.rendezvous("env://", rank, world, timeout=CONNECTING))
+    store.set_timeout(PATIENCE)
     store = torch.distributed.PrefixStore(agree_on_attempt(store, rank, world), store)
     if local_rank > 0:
         store.wait([f"prepared/{rank - local_rank}"], PATIENCE)
@@ -59,3 +61,19 @@ def agree_on_attempt(store: Any, rank: int, world: int) -> str:
         missing = {other for other in missing if not store.check([f"confirmed/{own}/{other}"])}
         time.sleep(0.05)
     return own
+
+
+def on_first(action: Callable[[], Any], rank: int, least: Callable[[int], int]) -> Any:
+    """What `action` returns on rank 0, None elsewhere. `least` is the minimum over ranks.
+
+    Raises:
+        UserError: on all ranks, if it did so on rank 0.
+    """
+    result = failure = None
+    try:
+        result = action() if rank == 0 else None
+    except UserError as error:
+        failure = error
+    if not least(failure is None):
+        raise failure or UserError("the first process could not go on, see there.")
+    return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -69,4 +70,4 @@ def progress(items: Iterable, what: str, rank: int) -> Iterable:
     """The items, with a bar that is gone when they are; on rank 0 and a terminal only."""
     from tqdm import tqdm
 
-    return tqdm(items, desc=what, leave=False, disable=True if rank else None)
+    return tqdm(items, desc=what, leave=False, disable=True if rank or sys.stderr is None else None)

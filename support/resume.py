@@ -20,8 +20,13 @@ def configuration(config_class: type[Config], given: dict[str, Any], out: str, d
         UserError: they would change the recipe, or ask for fewer steps than were made; one line for each.
     """
     saved = checkpoint.read_state(directory, mmap=True)["config"]
-    stored = {field.name: saved[field.name] for field in fields(config_class) if field.name in saved}
-    earlier, problems = config_class(**stored), []
+    try:
+        stored = {field.name: saved[field.name] for field in fields(config_class) if field.name in saved}
+        earlier, problems = config_class(**stored), []
+    except (TypeError, UserError) as error:
+        raise UserError(
+            f"cannot resume from {directory}: the configuration in trainer.pt is not valid ({error})."
+        ) from error
     for field in fields(config_class):
         name, before = field.name, getattr(earlier, field.name)
         if before is None and earlier.init_from is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -38,8 +39,8 @@ def check(out: str | os.PathLike, resume_from: Path | None, replaces: str | None
 def claim(out: str | os.PathLike, resume_from: Path | None, replaces: str | None) -> TextIO:
     """Makes the folder and locks it; the lock lasts until the returned file is closed or the process ends.
 
-    Of an earlier run that a new one replaces, log and checkpoints are removed, and nothing else. What a killed process
-    has left half-written is removed too. The arguments are those of `check`.
+    Of an earlier run that a new one replaces, the checkpoints are removed and the log is renamed to `log.earlier.txt`.
+    What a killed process has left half-written is removed too. The arguments are those of `check`.
 
     Raises:
         UserError: it is refused, as in `check`: another run may have been faster.
@@ -53,7 +54,8 @@ def claim(out: str | os.PathLike, resume_from: Path | None, replaces: str | None
         lock.flush()
         checkpoint.remove_leftovers(out)
         if resume_from is None:
-            (Path(out) / "log.txt").unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(Path(out) / "log.txt", Path(out) / "log.earlier.txt")
             for directory in checkpoint.by_step(out):
                 checkpoint.remove(directory)
     except OSError as error:
@@ -69,7 +71,11 @@ def _check_contents(out: Path, resume_from: Path | None, replaces: str | None) -
             raise UserError(f"another run has saved {newer[-1]} while this one was starting. Start it again.")
     elif replaces == "log" and checkpoints:
         raise UserError(f"another run has saved {checkpoints[-1]} while this one was starting. Start it again.")
-    elif replaces is None and (checkpoints or (log.is_file() and log.stat().st_size > 0)):
+    elif replaces is None and not checkpoints and log.is_file() and log.stat().st_size > 0:
+        raise UserError(
+            f"{out} already holds a run that saved no checkpoint. Start anew there with --resume auto, or name another --out."
+        )
+    elif replaces is None and checkpoints:
         raise UserError(f"{out} already holds a run. Go on with it with --resume, or name another --out.")
 
 

@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,8 @@ def paths(directory: str | os.PathLike, split: str) -> list[Path]:
     """The shards of "train" or "val" in a folder, in order of name. The split is that field of it."""
     directory = Path(directory)
     matches = [(_NAME.fullmatch(path.name), path) for path in (directory.iterdir() if directory.is_dir() else [])]
-    return [path for m, path in sorted(matches, key=lambda pair: pair[1].name) if m and m["split"] == split]
+    found = [path for m, path in sorted(matches, key=lambda pair: pair[1].name) if m and m["split"] == split]
+    return [path for path in found if path.is_file()]
 
 
 def read_manifest(directory: str | os.PathLike) -> dict[str, Any]:
@@ -103,6 +106,17 @@ def open_shards(directory: str | os.PathLike, split: str) -> list[np.memmap]:
     return found
 
 
+def make_demo(directory: str | os.PathLike) -> None:
+    """Makes the shards of the demo with fineweb.py.
+
+    Raises:
+        UserError: it failed, and has said why.
+    """
+    fineweb = Path(__file__).parents[1] / "fineweb.py"
+    if subprocess.run([sys.executable, fineweb, "--demo", "--output", directory]).returncode:
+        raise UserError("the demo text could not be made, see above.", this_rank_only=True)
+
+
 def verify(directory: str | os.PathLike) -> list[np.memmap]:
     """The shards of all splits, each read from end to end: SHA-256 as in the manifest, ids within the vocabulary.
 
@@ -158,6 +172,8 @@ def _open(directory: str | os.PathLike, split: str) -> tuple[list[np.memmap], li
         if not isinstance(tokens, np.memmap) or tokens.dtype != np.uint16 or tokens.ndim != 1:
             kind = f"{tokens.ndim}-dimensional {tokens.dtype}" if isinstance(tokens, np.ndarray) else "several arrays"
             problems.append(f"{path} holds {kind}, not 1-dimensional uint16 tokens. {_MEND}")
+        elif len(tokens) == 0:
+            problems.append(f"{path} is empty. {_MEND}")
         elif listed and len(tokens) != tokens_of.get(path.name):
             says = f"{tokens_of[path.name]:,}" if path.name in tokens_of else "nothing of it"
             problems.append(f"{path} holds {len(tokens):,} tokens, and the manifest says {says}. {_MEND}")

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -41,12 +42,12 @@ class Stop:
         self.agreed = False
         self.told: int | None = None  # the signal that came to this rank
         self.failure: Exception | None = None
-        self._interrupted = False
+        self._interrupted: float | None = None
 
     def __enter__(self) -> Stop:
         self._start()
         self._streams, self._handlers = (sys.stdout, sys.stderr), {}
-        sys.stdout, sys.stderr = (_Watched(stream, self._lost) for stream in self._streams)
+        sys.stdout, sys.stderr = (stream and _Watched(stream, self._lost) for stream in self._streams)
         if threading.current_thread() is threading.main_thread():  # Python takes signals in no other
             taken = [n for n in SIGNALS if n == signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]  # nohup stays
             self._handlers = {number: signal.signal(number, self._note) for number in taken}
@@ -55,7 +56,7 @@ class Stop:
     def __exit__(self, *_: Any) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        for stream in (sys.stdout, sys.stderr):
+        for stream in filter(None, (sys.stdout, sys.stderr)):
             try:
                 stream._stream.flush()
             except OSError:
@@ -91,9 +92,11 @@ class Stop:
 
     def _note(self, number: int, frame: Any) -> None:
         if number == signal.SIGINT:
-            if self._interrupted:
+            now = time.monotonic()
+            # who signals torchrun and its processes at once signals these twice, for torchrun passes it on
+            if self._interrupted and (now - self._interrupted > 1 or "TORCHELASTIC_RUN_ID" not in os.environ):
                 os._exit(128 + number)
-            self._interrupted = True
+            self._interrupted = self._interrupted or now
         self.told = self.told or number
         again = " (once more: at once)" if number == signal.SIGINT else ""
         with contextlib.suppress(OSError):  # not print, which may be in the middle of a line of its own

@@ -233,6 +233,28 @@ def test_a_console_that_cannot_be_written_ends_nothing(byte_shards, tmp_path):
     assert steps_done(tmp_path / "run") == 4 and checkpoints(tmp_path / "run") == ["model_00004"]
 
 
+def signalled_with_torchrun(rank):
+    os.environ["TORCHELASTIC_RUN_ID"] = "x"
+    real = checkpoint.save
+
+    def save(*args):
+        time.sleep(1)
+        return real(*args)
+
+    checkpoint.save = save
+
+
+def test_the_copy_that_torchrun_forwards_is_no_second_interrupt(byte_shards, tmp_path):
+    flags = ["--data", byte_shards, "--max-steps", 100000, "--val-every", 0]
+    [process] = start_run(*flags, "--out", "run", cwd=tmp_path, sabotage=signalled_with_torchrun)
+    assert wait_for(lambda: steps_done(tmp_path / "run") >= 2)
+    for _ in range(2):
+        os.kill(process.pid, signal.SIGINT)
+        time.sleep(0.1)
+    assert finish_run([process]) == [130]
+    assert checkpoint.step_of(checkpoint.newest(tmp_path / "run")) == steps_done(tmp_path / "run")
+
+
 # ---- checkpoints that cannot be written, and those that are kept
 
 
@@ -390,6 +412,69 @@ def test_the_newest_and_the_best_are_kept(tmp_path, capsys):
     everything.start(60, lambda folder: (folder / "x").write_text("x"), 1)
     everything.finish()
     assert len(checkpoint.by_step(tmp_path)) == 4
+
+
+def test_damaged_checkpoints_are_not_among_those_that_are_kept(tmp_path, capsys):
+    def save_one(step, keep):
+        saver = checkpoint.Saver(tmp_path, keep, Stop())
+        saver.start(step, lambda folder: (folder / "x").write_text("x"), 1)
+        saver.wait()
+        return checkpoints(tmp_path)
+
+    (tmp_path / "log.txt").touch()
+    for step in (1, 2, 3):
+        save_one(step, 0)
+    (tmp_path / "model_00003" / "x").write_text("y")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "model_00001").rename(tmp_path / "elsewhere" / "1")
+    (tmp_path / "model_00001").symlink_to(tmp_path / "elsewhere" / "1")
+    assert save_one(4, 3) == ["model_00001", "model_00002", "model_00004"]
+    assert save_one(5, 2) == ["model_00004", "model_00005"]  # a link is removed, and not what it leads to
+    assert (tmp_path / "elsewhere" / "1" / "x").exists()
+
+
+def test_weights_that_are_not_finite_are_not_saved(byte_shards, tmp_path, monkeypatch, capsys):
+    real = train_gpt2.train_step
+
+    def step(run, lr):
+        figures = real(run, lr)
+        with torch.no_grad():
+            run.raw_model.transformer.ln_f.bias[0] = torch.inf
+        return figures
+
+    monkeypatch.setattr(train_gpt2, "train_step", step)
+    with pytest.raises(UserError, match="3 updates in a row were not finite"):
+        train(config_of("--data", byte_shards, "--out", tmp_path / "run", "--checkpoint-every", 1, "--max-steps", 9, "--val-every", 0), ONE_PROCESS)  # fmt: skip
+    assert checkpoints(tmp_path / "run") == []
+    assert "warning: the checkpoint of step 1 could not be saved" in (err := capsys.readouterr().err)
+    assert "the weights are not finite" in err
+
+
+def test_a_gap_in_the_log_is_told(tmp_path, capsys):
+    (tmp_path / "log.txt").write_text("0 train 1.000000\n1 train 1.000000\n5 val abc\n")
+    log.RunLog(tmp_path / "log.txt", 2)
+    assert capsys.readouterr().err == "" and log.read(tmp_path / "log.txt", "val") == {}
+    log.RunLog(tmp_path / "log.txt", 4)
+    assert "log.txt lacks lines of the steps before 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("state", [[1], {"step": 1}, "config"])
+def test_a_state_of_another_trainer_is_refused(byte_shards, tmp_path, state):
+    train(config_of("--data", byte_shards, "--out", tmp_path / "run", "--max-steps", 1), ONE_PROCESS)
+    directory = tmp_path / "run" / "model_00001"
+    good = checkpoint.read_state(directory)
+    if state == "config":
+        state = good | {"config": good["config"] | {"max_steps": "many"}}
+    files = {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "checkpoint.json"}
+
+    def write(folder):
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+        torch.save(state, folder / "trainer.pt")
+
+    checkpoint.save(directory, write)
+    with pytest.raises(UserError, match="cannot resume from .*trainer.pt"):
+        configure(["--resume", "--out", str(tmp_path / "run")])
 
 
 def test_a_save_that_fails_removes_nothing(tmp_path, capsys):
@@ -703,7 +788,7 @@ def test_a_second_run_in_the_same_folder_is_refused(byte_shards, tmp_path):
     first.kill()
     first.join()
     run_folder.check(out, checkpoint.newest(out), None)
-    with pytest.raises(UserError, match="already holds a run"):
+    with pytest.raises(UserError, match="already holds a run. Go on with it with --resume"):
         run_folder.check(out, None, None)
 
 
@@ -718,11 +803,11 @@ def test_a_new_run_clears_a_run_and_nothing_else(tmp_path):
         run_folder.claim(tmp_path, None, "log").close()
     assert len(os.listdir(tmp_path)) == 7
     run_folder.claim(tmp_path, None, "all").close()
-    assert sorted(os.listdir(tmp_path)) == [".lock", "model_of_mine", "notes.md"]
+    assert sorted(os.listdir(tmp_path)) == [".lock", "log.earlier.txt", "model_of_mine", "notes.md"]
     (tmp_path / ".model_00002.partial").mkdir()
     (tmp_path / "model_00003").mkdir()
     run_folder.claim(tmp_path, tmp_path / "model_00003", None).close()
-    assert sorted(os.listdir(tmp_path)) == [".lock", "model_00003", "model_of_mine", "notes.md"]
+    assert sorted(os.listdir(tmp_path)) == [".lock", "log.earlier.txt", "model_00003", "model_of_mine", "notes.md"]
     checkpoint.save(tmp_path / "model_00004", lambda folder: (folder / "x").write_text("x"))
     with pytest.raises(UserError, match="another run has saved .*model_00004"):
         run_folder.claim(tmp_path, tmp_path / "model_00003", None).close()

@@ -120,6 +120,8 @@ def broken(path, kind):
     elif kind == "a header of another kind":
         np.save(path, good)
         path.write_bytes(path.read_bytes().replace(b"(100,)", b"(((((("))
+    elif kind == "no tokens":
+        np.save(path, good[:0])
     elif kind == "pickle":
         np.save(path, np.array([{"a": 1}], dtype=object), allow_pickle=True)
     else:
@@ -128,7 +130,17 @@ def broken(path, kind):
 
 @pytest.mark.parametrize(
     "kind",
-    ["cut short", "text", "empty", "pickle", "int64", "2-dimensional", "several arrays", "a header of another kind"],
+    [
+        "cut short",
+        "text",
+        "empty",
+        "pickle",
+        "int64",
+        "2-dimensional",
+        "several arrays",
+        "a header of another kind",
+        "no tokens",
+    ],
 )
 def test_a_broken_shard_is_named_among_good_ones(tmp_path, kind):
     make(tmp_path, (100, 100))

@@ -58,7 +58,13 @@ def test_the_demo_again_replaces_its_own_run_alone(demo):
     shards = {p: p.stat().st_mtime_ns for p in (folder / "demo_data").iterdir()}
     done = run_script("train_gpt2.py", "--demo", "--max-steps", 2, "--val-every", 0, "--device", "cpu", cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert sorted(p.name for p in (folder / "log_demo").iterdir()) == [".lock", "log.txt", "model_00002", "notes.txt"]
+    assert sorted(p.name for p in (folder / "log_demo").iterdir()) == [
+        ".lock",
+        "log.earlier.txt",
+        "log.txt",
+        "model_00002",
+        "notes.txt",
+    ]
     assert shards == {p: p.stat().st_mtime_ns for p in (folder / "demo_data").iterdir()}
     bad = run_script("train_gpt2.py", "--demo", "--batch-size", 3, "--device", "cpu", cwd=folder)
     assert bad.returncode == 2 and (folder / "log_demo" / "model_00002").is_dir()  # a failed start costs nothing
