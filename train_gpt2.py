@@ -515,7 +515,7 @@ class Distributed:
 
     def least(self, value: int) -> int:
         """The minimum over ranks."""
-        tensor = torch.tensor(value, device=self.device)
+        tensor = torch.tensor(int(value), device=self.device)
         if self.world > 1:
             torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MIN)
         return int(tensor)
