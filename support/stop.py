@@ -55,7 +55,7 @@ class Stop:
 
     def __exit__(self, *_: Any) -> None:
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: not from Python
         for stream in filter(None, (sys.stdout, sys.stderr)):
             try:
                 stream._stream.flush()
