@@ -808,7 +808,7 @@ def count_bad_steps(run: Run, step: int, loss: float, norm: float) -> None:
     run.bad_steps += 1
     run.saver.wait()
     run.dist.print0(f"step {step:5d} | skipped: the loss or the gradient is not finite")
-    if run.bad_steps == run.config.max_bad_steps:
+    if run.bad_steps >= run.config.max_bad_steps:
         raise UserError(
             f"{run.bad_steps} updates in a row were not finite, the last one at step {step}, and none was applied. "
             f"A resumed run would meet them again: check the data with --verify-data, or lower --max-lr in a new run."
@@ -837,7 +837,7 @@ def save(run: Run, step: int) -> None:
     run.saver.wait()
     if step == run.saver.newest or run.saver.failed > 1:  # it is there already, or the run is ending because of it
         return
-    if run.bad_steps and step < run.config.max_steps and not run.dist.stop.told:
+    if run.bad_steps and step < run.config.max_steps and not (run.dist.stop.told or run.dist.stop.agreed):
         print(f"step {step:5d} | no checkpoint while updates are skipped", flush=True)
         return
     sizes, weights = asdict(run.raw_model.config), checkpoint.to_host(dict(run.raw_model.named_parameters()))

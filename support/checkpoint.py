@@ -98,7 +98,13 @@ def remove_leftovers(out: str | os.PathLike) -> None:
 
 def damage(directory: str | os.PathLike) -> str | None:
     """What is wrong with a checkpoint, in words: a file that is missing, cut short or altered. None if it is whole."""
-    directory = Path(directory)
+    try:
+        return _damage(Path(directory))
+    except OSError as error:
+        return f"it is not readable ({error.strerror})"
+
+
+def _damage(directory: Path) -> str | None:
     try:
         contents = json.loads((directory / CONTENTS).read_text(encoding="utf-8"))["files"]
         if not contents:
@@ -114,7 +120,7 @@ def damage(directory: str | os.PathLike) -> str | None:
                 return f"{name} was altered (wrong checksum)"
     except FileNotFoundError:
         return f"{CONTENTS} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{CONTENTS} is not readable"
     return None
 
@@ -218,14 +224,14 @@ class Saver:
 
     def _remove_old(self, step: int) -> None:
         earlier = [directory for directory in by_step(self.out) if step_of(directory) < step]  # this one is whole
-        if self.keep == 0 or len(earlier) < self.keep:
+        if self.keep == 0 or len(earlier) < self.keep or self.stop.told:  # whoever stops us does not wait for long
             return
         val = log.read(self.out / "log.txt", "val")
         scored = [directory for directory in [*earlier, path_of(self.out, step)] if step_of(directory) in val]
         best = min(scored, key=lambda directory: val[step_of(directory)], default=None)
         kept = 1
         for directory in reversed(earlier):
-            if kept < self.keep and damage(directory) is None:
+            if kept < self.keep and _damage(directory) is None:  # what cannot be read now may be whole
                 kept += 1
             elif directory != best:
                 remove(directory)

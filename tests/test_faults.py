@@ -613,7 +613,8 @@ def test_a_bad_last_update_does_not_cost_the_others(byte_shards, tmp_path, monke
     assert state["bad_steps"] == 2 and state["optimizer"]["state"][0]["step"] == 4
     monkeypatch.undo()
     bad_losses(monkeypatch, {0})
-    config, directory = configure(["--resume", "--out", str(tmp_path / "run"), "--max-steps", "9"])
+    flags = ["--resume", "--out", str(tmp_path / "run"), "--max-steps", "9", "--max-bad-steps", "2"]
+    config, directory = configure(flags)
     with pytest.raises(UserError, match="3 updates in a row were not finite, the last one at step 6"):
         train(config, ONE_PROCESS, directory)
 
