@@ -118,7 +118,7 @@ def slow_micro_steps(rank):
 def test_one_process_stops_within_an_update(byte_shards, tmp_path, number, code):
     flags = ["--data", byte_shards, "--shuffle", "--max-steps", 8, "--val-every", 4, "--batch-size", 1]
     run_to_the_end(*flags, "--out", "straight", cwd=tmp_path)
-    [process] = start_run(*flags, "--out", "run", cwd=tmp_path, sabotage=slow_micro_steps)  # half a second an update
+    [process] = start_run(*flags, "--out", "run", cwd=tmp_path, sabotage=slow_micro_steps)  # a second an update
     out = tmp_path / "run"
     assert wait_for(lambda: steps_done(out) == 2)
     time.sleep(0.2)
