@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -509,10 +510,6 @@ class Distributed:
         self.stop.check()
         return list(values)
 
-    def on_first(self, action: Callable[[], Any]) -> Any:
-        """What `action` returns on rank 0, None elsewhere. If it ends in a UserError, it does so on all ranks."""
-        return rendezvous.on_first(action, self.rank, self.least)
-
     def least(self, value: int) -> int:
         """The minimum over ranks."""
         tensor = torch.tensor(int(value), device=self.device)
@@ -609,7 +606,8 @@ def build(config: TrainConfig, dist: Distributed, resume_from: Path | None = Non
         raise UserError(
             f"the nodes found different checkpoints in {config.out}. It must be one folder that all of them see."
         )
-    run.lock = dist.on_first(lambda: run_folder.claim(config.out, resume_from, config.replaces)) or run.lock
+    claim = partial(run_folder.claim, config.out, resume_from, config.replaces)
+    run.lock = rendezvous.on_first(claim, dist.rank, dist.least) or run.lock
     run.log = RunLog(Path(config.out) / "log.txt" if dist.rank == 0 else None, run.first_step)
     if not dist.least(len(run.examples)):
         run.examples = []
@@ -801,17 +799,16 @@ def train(config: TrainConfig, dist: Distributed, resume_from: Path | None = Non
 
 def count_bad_steps(run: Run, step: int, loss: float, norm: float) -> None:
     """Keeps count of the updates in a row that were skipped, and ends the run when they are too many."""
-    # An overflow in fp16 mends itself: the scale is halved. Below 1 it is none; without a scaler, 1 is what we get here.
+    # An overflow in fp16 mends itself, for it halves the scale; at 1 it is none. Without a scaler, the scale reads 1.
     if math.isfinite(loss) and (math.isfinite(norm) or run.scaler.get_scale() > 1):
         run.bad_steps = 0
         return
     run.bad_steps += 1
-    run.saver.wait()
     run.dist.print0(f"step {step:5d} | skipped: the loss or the gradient is not finite")
     if run.bad_steps >= run.config.max_bad_steps:
         raise UserError(
             f"{run.bad_steps} updates in a row were not finite, the last one at step {step}, and none was applied. "
-            f"A resumed run would meet them again: check the data with --verify-data, or lower --max-lr in a new run."
+            "A resumed run would meet them again: check the data with --verify-data, or lower --max-lr in a new run."
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def check_amount(config: Any, train: Any, val: Any | None) -> None:
 
 
 def largest_micro_batch(
-    sizes: Iterable[int],
+    sizes: Sequence[int],
     T: int,
     model: torch.nn.Module,
     raw_model: torch.nn.Module,
@@ -96,7 +96,7 @@ def largest_micro_batch(
         UserError: none of them fits.
     """
     device = next(raw_model.parameters()).device
-    first, *_ = sizes = list(sizes)
+    first = sizes[0]
     if device.type not in PROBED:
         return first
     for B in sizes:
@@ -116,7 +116,7 @@ def largest_micro_batch(
             if first != B:
                 notice(f"a micro-batch of {first} rows does not fit into memory; {B} do. The update stays the same.")
             return B
-        torch.compiler.reset()  # a second shape would be compiled for any shape, and be slower
+        torch.compiler.reset()  # the graphs of what did not fit would count towards the limit of compilations
     raise UserError(
         f"not even one row of {T} tokens fits into the memory of {device}. Use a smaller --model or --block-size."
     )

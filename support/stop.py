@@ -36,7 +36,6 @@ class Stop:
     def __init__(self, alone: bool = True):
         self.alone = alone  # with no other rank to agree with
         self._start()
-        self._streams, self._handlers = (sys.stdout, sys.stderr), {}
 
     def _start(self) -> None:
         self.agreed = False
