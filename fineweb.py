@@ -1,67 +1,60 @@
 """Turns text into token shards for train_gpt2.py.
 
     python fineweb.py                                            # FineWeb-Edu, 10 billion tokens, into edu_fineweb10B/
+    python fineweb.py --name sample-100BT                        # 100 billion, into edu_fineweb100B/
     python fineweb.py --input book.txt 'notes/*.jsonl' --output my_data
     python fineweb.py --dataset roneneldan/TinyStories --output tinystories
+    python fineweb.py --shards-from NAME --output their_shards   # somebody's ready-made .npy shards
     python fineweb.py --demo                                     # Python's own documentation, into demo_data/
 
 A shard is a one-dimensional uint16 .npy file. Every document is preceded by <|endoftext|>; shard 0 is for
-validation, the others for training. `manifest.json` beside them says what they are.
+validation, the others for training. `manifest.json` beside them says what they are. Whatever the number of workers,
+the bytes are the same; killed and run again, it goes on behind the last shard.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
+import contextlib
 import errno
 import glob
 import hashlib
-import itertools
 import json
 import os
 import sys
 import sysconfig
-import threading
+import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from support import shards
+from support import hub, shards
 from support.cli import Parser, UserError, run
-from support.download import hub_trouble
+from support.corpus import COMPRESSED, KINDS, Batch, Corpus, Documents, Files, Place, kind_of, slug
+from support.encode import ENGINES, default_engine, encoded
+from support.lock import lock, sign
 from support.tokenizer import VOCAB_SIZES, get_tokenizer
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 SHARD_SIZE = 10**8  # tokens
-BATCH_CHARS = 1 << 20  # text that goes to a worker in one message
 VAL_FRACTION = 0.1  # of a corpus that is smaller than a shard
+SECONDS_BETWEEN_LINES = 10  # of progress, where it is no bar
+CHARS_PER_TOKEN = 5  # of English as gpt2 tokens, rather more than there are: for estimates
 
 # -----------------------------------------------------------------------------
 # Where documents come from
 
 
-@dataclass(frozen=True)
-class Source:
-    """A text corpus that can be read from its start any number of times."""
-
-    name: str  # what the manifest says of it
-    revision: str | None
-    prefix: str  # of the shards' names
-    documents: Callable[[], Iterator[str]]
-    text_field: str | None = None
-
-
-def demo_source() -> Source:
+def demo_source() -> Corpus:
     """The documentation that every CPython carries, about 2 MB of English: the language reference and the docstrings."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return Source("documentation of CPython", version, "pydoc", lambda: iter(_python_documentation()))
+    return Documents("documentation of CPython", _python_documentation, version, "pydoc")
 
 
 def _python_documentation() -> list[str]:
@@ -93,8 +86,12 @@ def _docstrings(path: Path) -> list[str]:
     return [docstring for docstring in found if docstring]
 
 
-def file_source(patterns: list[str], text_field: str) -> Source:
-    """Local files in the order given: a .txt is one document, a line of .jsonl or a row of .parquet is one each."""
+def file_source(patterns: list[str], text_field: str, separator: str | None = None) -> Corpus:
+    """Local files in the order given: a .txt is one document, a line of .jsonl or a row of .parquet is one each.
+
+    Raises:
+        UserError: a pattern matches nothing, or something that is no text.
+    """
     paths = []
     for pattern in patterns:
         matches = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
@@ -102,191 +99,82 @@ def file_source(patterns: list[str], text_field: str) -> Source:
         if not matches:
             raise UserError(f"no file matches {pattern}. Name .txt, .jsonl or .parquet files.")
     paths = list(dict.fromkeys(paths))  # a file that two patterns match is one document
-    readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
-    problems = [
-        f"{path} is neither .txt, .jsonl nor .parquet. Convert it, or leave it out."
-        for path in paths
-        if path.suffix not in readers
-    ]
+    kinds = f"{', '.join(KINDS)} (the first two also with {' or '.join(COMPRESSED)})"
+    problems = [f"{path} is none of {kinds}. Convert it, or leave it out." for path in paths if kind_of(path) is None]
     if problems or not paths:
         raise UserError(
             *problems or [f"{' '.join(patterns)} names no files, only folders. Use a pattern such as 'folder/*.txt'."]
         )
-
-    def documents() -> Iterator[str]:
-        for path in paths:
-            yield from readers[path.suffix](path, text_field)
-
     stamps = [(path.stat().st_size, path.stat().st_mtime_ns) for path in paths]  # an edited file is another source
     revision = hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
-    return Source(" ".join(map(str, paths)), revision, _slug(paths[0].stem), documents, text_field)
+    name = " ".join(map(str, paths if len(paths) <= 9 else [*paths[:3], f"... ({len(paths)} files)"]))
+    return Files(name, paths, text_field, separator=separator, revision=revision)
 
 
-def _read_txt(path: Path, text_field: str) -> Iterator[str]:
-    try:
-        yield path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not UTF-8 text ({error.reason} at byte {error.start}). Convert it first."
-        ) from error
+def dataset_source(name: str, config: str | None, split: str, text_field: str, output: Path, keep: bool) -> Corpus:
+    """A text data set of the Hugging Face hub, or a local folder of its files.
 
-
-def _read_jsonl(path: Path, text_field: str) -> Iterator[str]:
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{path}, line {number} is not JSON ({error}). Mend or remove the line.") from error
-            yield _text_of(record, text_field, f"{path}, line {number}")
-
-
-def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
-    import pyarrow.parquet
-
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not a parquet file ({error}).") from error
-    with file:
-        if text_field not in file.schema_arrow.names:
-            raise UserError(
-                f"{path} has no column {text_field!r}. Choose with --text-field from {', '.join(file.schema_arrow.names)}."
-            )
-        row = -1
-        try:
-            for batch in file.iter_batches(256, columns=[text_field]):
-                for text in batch.column(0).to_pylist():
-                    row += 1
-                    yield _text_of({text_field: text}, text_field, f"{path}, row {row}")
-        except (pyarrow.ArrowException, OSError, ValueError) as error:
-            raise UserError(f"{path} is damaged after row {row} ({error}). Get the file again.") from error
-
-
-def dataset_source(name: str, config: str | None, split: str, text_field: str) -> Source:
-    """A text data set of the Hugging Face hub, streamed; or a local folder of its files."""
-    import datasets
-
-    try:
-        revision = None
-        if not os.path.isdir(name):
-            from huggingface_hub import HfApi
-
-            revision = HfApi().dataset_info(name).sha
-        stream = datasets.load_dataset(name, config, split=split, streaming=True, revision=revision)
-    except Exception as error:  # the hub's, the HTTP library's and the data set's own kinds
-        raise UserError(
-            f"cannot open the data set {name}: {hub_trouble(error)}. Check its name, --name and --split."
-        ) from error
-
-    def documents() -> Iterator[str]:
-        number = -1
-        try:
-            for number, example in enumerate(stream):
-                yield _text_of(example, text_field, f"{name}, example {number}")
-        except UserError:
-            raise
-        except Exception as error:  # as above
-            raise UserError(
-                f"{name} broke off after {number + 1} examples ({error}). Run the same command again."
-            ) from error
-
-    spelled = name if config is None else f"{name}/{config}"
-    prefix = "edufineweb" if name == FINEWEB_EDU else _slug(name)
-    return Source(f"{spelled} [{split}]", revision, prefix, documents, text_field)
-
-
-def _text_of(example: Any, text_field: str, place: str) -> str:
-    """The text of one record.
+    FineWeb's files are fetched one by one, others are streamed. A folder that an earlier run has begun goes on with
+    the revision that it began with.
 
     Raises:
-        UserError: it has no such field, or not a text in it.
+        UserError: there is no such data set, or the hub cannot be reached.
     """
-    text = example.get(text_field) if isinstance(example, dict) else None
-    if not isinstance(text, str):
-        has = f"the fields {', '.join(example)}" if isinstance(example, dict) else "no fields"
-        raise UserError(f"{place} has no text in {text_field!r}, but {has}. Choose one with --text-field.")
-    return text
+    if os.path.isdir(name):
+        return hub.Stream(name, config, split, text_field)
+    if name in hub.FINEWEBS and split == "train":
+        corpus = hub.HubParquet(name, config or "sample-10BT", text_field, output / "downloads", keep)
+    else:
+        corpus = hub.Stream(name, config, split, text_field)
+    corpus.revision = begun(output, corpus.name).get("revision") or hub.revision_of(name)
+    return corpus
 
 
-def _slug(name: str) -> str:
-    """A name that is safe in a file name."""
-    return "".join(c if c.isalnum() or c in "-." else "_" for c in name).strip("._")[:60] or "text"
+def begun(output: Path, name: str) -> dict[str, Any]:
+    """The manifest of a folder that has shards of this source, or is to have them; else nothing."""
+    try:
+        earlier = json.loads((output / shards.MANIFEST).read_text(encoding="utf-8"))
+        return earlier if earlier["source"] == name else {}
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
 
 
 # -----------------------------------------------------------------------------
-# Text to tokens
+# Tokens to shards. A mark is a place in the corpus and a number of tokens from there.
+
+Mark = tuple[Place | None, int]
 
 
-def _encode_batch(tokenizer: str, texts: list[str]) -> list[np.ndarray]:
-    return [get_tokenizer(tokenizer).encode_document(text) for text in texts]
+@dataclass(frozen=True)
+class Chunk:
+    """So many tokens as a shard has, or the rest; `end` is where the next one begins."""
+
+    tokens: np.ndarray
+    end: Mark
+    last: bool
 
 
-def _end_with_parent() -> None:
-    """Makes this worker end when the process that started it is gone, even if that was killed."""
-
-    def watch() -> None:
-        parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def encoded(documents: Iterable[str], tokenizer: str, workers: int) -> Iterator[np.ndarray]:
-    """The tokens of each document, in order, as uint16 arrays that begin with the end-of-text token.
-
-    More than one worker means that many processes. Only a few batches are under way at any time, so memory does not
-    grow with the corpus.
-    """
-    if workers == 1:
-        for text in documents:
-            yield get_tokenizer(tokenizer).encode_document(text)
-        return
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_end_with_parent) as pool:
-        under_way: deque = deque()
-        try:
-            for batch in _batches(documents):
-                under_way.append(pool.submit(_encode_batch, tokenizer, batch))
-                if len(under_way) > 2 * workers:
-                    yield from under_way.popleft().result()
-            while under_way:
-                yield from under_way.popleft().result()
-        except BrokenProcessPool as error:
-            raise UserError(
-                "a worker was killed, for its memory perhaps. Run it again with fewer --workers."
-            ) from error
-        finally:
-            for future in under_way:
-                future.cancel()
-
-
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    batch, chars = [], 0
-    for text in documents:
-        batch.append(text)
-        chars += len(text)
-        if chars >= BATCH_CHARS:
-            yield batch
-            batch, chars = [], 0
-    if batch:
-        yield batch
-
-
-def first_tokens(encoded_documents: Iterable[np.ndarray], max_tokens: int | None) -> Iterator[np.ndarray]:
-    """The documents up to `max_tokens` tokens, the last one cut there."""
-    left = max_tokens
-    for tokens in encoded_documents:
-        yield tokens if left is None else tokens[:left]
-        if left is not None:
-            left -= len(tokens)
-            if left <= 0:
-                return
-
-
-# -----------------------------------------------------------------------------
-# Tokens to shards. A place is a number of tokens from the start of the corpus.
+def chunks(
+    encoded_batches: Iterable[tuple[Batch, np.ndarray]], size: int, skip: int, limit: int | None
+) -> Iterator[Chunk]:
+    """Cuts a stream of tokens, without its first `skip` and up to `limit` of the others, every `size`."""
+    buffer, filled, end = np.empty(size, dtype=np.uint16), 0, (None, 0)
+    for batch, tokens in encoded_batches:
+        at, skip = skip, 0
+        until = len(tokens) if limit is None else min(len(tokens), at + limit)
+        while at < until:
+            if filled == size:  # known not to be the last one only now
+                yield Chunk(buffer, end, last=False)
+                buffer, filled = np.empty(size, dtype=np.uint16), 0
+            part = tokens[at : min(until, at + size - filled)]
+            buffer[filled : filled + len(part)] = part
+            filled, at = filled + len(part), at + len(part)
+            limit = limit and limit - len(part)
+            end = (batch.place, at)
+        if limit == 0:
+            break
+    if filled:
+        yield Chunk(buffer[:filled], end, last=True)
 
 
 @dataclass(frozen=True)
@@ -299,12 +187,6 @@ class Slot:
     end: int
 
 
-def slots_in_order(shard_size: int) -> Iterator[Slot]:
-    """Shard 0 for validation, all that follow for training."""
-    for index in itertools.count():
-        yield Slot("train" if index else "val", index, index * shard_size, (index + 1) * shard_size)
-
-
 def slots_held_out(cut: int, total: int, shard_size: int) -> Iterator[Slot]:
     """Training before the place `cut`, validation from there; numbered from 0, validation first."""
     for index, start in enumerate(range(0, cut, shard_size), start=-(-(total - cut) // shard_size)):
@@ -313,53 +195,111 @@ def slots_held_out(cut: int, total: int, shard_size: int) -> Iterator[Slot]:
         yield Slot("val", index, start, min(start + shard_size, total))
 
 
-def held_out_from(starts: np.ndarray, total: int, fraction: float) -> int:
-    """The place from which the last `fraction` of a corpus is held out: where a document starts, nearest to it.
+def held_out_from(parts: Sequence[np.ndarray], eot: int, fraction: float) -> int:
+    """The token from which the last `fraction` of a corpus is held out: where a document starts, nearest to it.
 
     A corpus of one document is cut inside its text.
     """
+    total = sum(map(len, parts))
     ideal = total - max(1, round(fraction * total))
-    inner = starts[starts > 0]
-    return int(inner[np.abs(inner - ideal).argmin()]) if len(inner) else max(1, ideal)
+    best, before = None, 0
+    for part in parts:
+        starts = before + np.flatnonzero(part == eot)
+        for start in starts[starts > 0][np.abs(starts[starts > 0] - ideal).argsort(kind="stable")[:1]]:
+            if best is None or abs(start - ideal) < abs(best - ideal):
+                best = int(start)
+        before += len(part)
+    return max(1, ideal) if best is None else best
 
 
-def write_shards(
-    directory: Path, prefix: str, tokens_of: Iterable[np.ndarray], slots: Iterator[Slot], record: Callable[[dict], None]
-) -> None:
-    """Cuts the stream of documents at the slots and writes each as a shard; `record` hears of every one written."""
-    from tqdm import tqdm
+class Progress:
+    """Tokens, tokens per second and the time left: a bar on a terminal, else a line now and then."""
 
-    slot = next(slots, None)
-    buffer, filled, documents = np.empty(0, dtype=np.uint16), 0, 0
+    def __init__(self, before: int, most: int | None):
+        from tqdm import tqdm
 
-    def flush() -> None:
-        path = directory / shards.name(prefix, slot.split, slot.index)
-        sha256 = shards.write_shard(path, buffer[:filled])
-        record({"file": path.name, "split": slot.split, "tokens": filled, "documents": documents, "sha256": sha256})
+        self._before, self._tokens, self._most = before, before, most
+        self._begin = self._said = time.monotonic()
+        how = {"unit": " tokens", "unit_scale": True, "desc": "tokenising", "initial": before, "total": most}
+        self.bar = tqdm(disable=None, smoothing=0.05, **how)
 
-    with tqdm(unit=" tokens", unit_scale=True, desc="tokenising", disable=None) as bar:
-        for tokens in tokens_of:
-            bar.update(len(tokens))
-            documents += 1  # counted in the shard where it starts
-            while len(tokens):
-                if len(buffer) != slot.end - slot.start:
-                    buffer = np.empty(slot.end - slot.start, dtype=np.uint16)
-                part = tokens[: len(buffer) - filled]
-                buffer[filled : filled + len(part)] = part
-                filled += len(part)
-                tokens = tokens[len(part) :]
-                if filled == len(buffer):
-                    flush()
-                    slot, filled, documents = next(slots, None), 0, 0
-        if filled:
-            flush()
+    def saw(self, tokens: int, share: float | None) -> None:
+        """Of a batch, which ends that share of the corpus."""
+        self._tokens += tokens
+        if share:
+            self.bar.total = min(self._tokens / share, self._most or float("inf"))
+        self.bar.update(tokens)
+        now = time.monotonic()
+        if self.bar.disable and now - self._said > SECONDS_BETWEEN_LINES:
+            self._said = now
+            how = {"prefix": "tokenising", "unit": " tokens", "unit_scale": True, "initial": self._before}
+            print(self.bar.format_meter(self._tokens, self.bar.total, now - self._begin, **how), flush=True)
+
+
+class Folder:
+    """A folder of shards that is being filled: what its manifest lists is whole, and never written again.
+
+    Shards are written by a thread, while the next one is filled.
+    """
+
+    def __init__(self, directory: Path, manifest: dict[str, Any], corpus: Corpus):
+        self.directory, self.manifest, self.corpus = directory, manifest, corpus
+        self.eot = manifest["vocab_size"] - 1
+        self._pool, self._writing = ThreadPoolExecutor(1), Future()
+        self._writing.set_result(None)
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pool.shutdown()
+
+    def put(self, tokens: np.ndarray, split: str, index: int, end: Mark | None = None) -> None:
+        """Writes a shard; one of the split "counted" is a part of a corpus that is cut in two when all is counted.
+
+        Raises:
+            OSError: the one before could not be written.
+        """
+        self.wait()
+        self._writing = self._pool.submit(self._write, tokens, split, index, end)
+
+    def wait(self) -> None:
+        """Returns when all is written, or raises what went wrong."""
+        self._writing.result()
+
+    def _write(self, tokens: np.ndarray, split: str, index: int, end: Mark | None) -> None:
+        path = self.directory / shards.name(self.corpus.prefix, split, index)
+        entry = {"file": path.name, "split": split, "tokens": len(tokens)}
+        entry |= {"documents": int(np.count_nonzero(tokens == self.eot)), "sha256": shards.write_shard(path, tokens)}
+        if end is not None:
+            entry["end"] = json.dumps(end)
+        self.manifest["counted" if split == "counted" else "shards"].append(entry)
+        shards.write_manifest(self.directory, self.manifest)
+        if end is not None:
+            self.corpus.done_with(end[0])
+
+    def hold_out(self, parts: Sequence[np.ndarray], fraction: float, shard_size: int) -> None:
+        """Writes the shards of a corpus that is there in parts of a shard's size, its last `fraction` as validation."""
+        total = sum(map(len, parts))
+        if total < 2:
+            raise UserError(f"there is no text in {self.corpus.name}. Name other files, or another data set.")
+        cut = held_out_from(parts, self.eot, fraction)
+        print(f"the last {(total - cut) / total:.1%} of the text is held out for validation")
+        for slot in list(slots_held_out(cut, total, shard_size))[len(self.manifest["shards"]) :]:
+            part, at = divmod(slot.start, shard_size)
+            tokens = parts[part][at : at + slot.end - slot.start]
+            if len(tokens) < slot.end - slot.start:  # the rest is in the next one
+                tokens = np.concatenate([tokens, parts[part + 1][: slot.end - slot.start - len(tokens)]])
+            self.put(tokens, slot.split, slot.index)
+        self.wait()
 
 
 def make_shards(
-    source: Source,
+    corpus: Corpus,
     output: str | os.PathLike,
     *,
     tokenizer: str = "gpt2",
+    engine: str | None = None,
     shard_size: int = SHARD_SIZE,
     max_tokens: int | None = None,
     val_fraction: float | None = None,
@@ -368,124 +308,266 @@ def make_shards(
     """Writes the shards of a corpus and their manifest into the folder `output`; returns the manifest.
 
     Shard 0 is validation; with `val_fraction`, or where the corpus is smaller than one shard, the last documents are.
+    What an earlier call with the same arguments has finished is kept. The bytes depend neither on `engine`, "gigatoken"
+    or "tiktoken" (default: the first one that is installed), nor on `workers`.
 
     Raises:
-        UserError: the folder holds other shards, cannot be written, or the corpus has too little text to be split.
+        UserError: the folder holds other shards, cannot be written or is in use, the disk is too small, or the corpus
+            cannot be read or has too little text to be split.
     """
-    directory = Path(output)
-    asked = {"text_field": source.text_field, "shard_size": shard_size, "max_tokens": max_tokens}
-    asked |= {"val_fraction": val_fraction}
-    manifest = {"tokenizer": tokenizer, "vocab_size": VOCAB_SIZES[tokenizer], "source": source.name}
-    manifest |= {"revision": source.revision, "settings": asked, "complete": False, "shards": []}
-    finished = claim_output(directory, manifest)
-    if finished:
-        return finished
+    asked = {"shard_size": shard_size, "max_tokens": max_tokens, "val_fraction": val_fraction, **corpus.settings}
+    directory, manifest = Path(output), describe(corpus.name, corpus.revision, tokenizer, asked)
+    with claimed(directory, manifest) as finished:
+        if finished:
+            return manifest
+        counting = val_fraction is not None
+        done = manifest["counted" if counting else "shards"]
+        made = sum(entry["tokens"] for entry in done)
+        check_room(directory, corpus, tokenizer, max_tokens, made, copies=2 if counting else 1)
+        place, skip = json.loads(done[-1]["end"]) if done else (None, 0)
+        left = None if max_tokens is None else max_tokens - made
+        progress = Progress(made, max_tokens)
 
-    def stream() -> Iterator[np.ndarray]:
-        return first_tokens(encoded(source.documents(), tokenizer, workers), max_tokens)
+        def stream() -> Iterator[tuple[Batch, np.ndarray]]:
+            for batch, tokens in encoded(corpus.batches(place), tokenizer, engine or default_engine(), workers):
+                progress.saw(len(tokens), batch.share)
+                yield batch, tokens
 
-    documents, slots = plan(stream, source.name, shard_size, val_fraction)
-
-    def record(shard: dict) -> None:
-        manifest["shards"].append(shard)
-        shards.write_manifest(directory, manifest)
-
-    for split in ("train", "val"):
-        for path in shards.paths(directory, split):
-            path.unlink()  # of an earlier run of this command that did not finish
-    shards.write_manifest(directory, manifest)
-    write_shards(directory, source.prefix, documents, slots, record)
-    manifest["complete"] = True
-    shards.write_manifest(directory, manifest)
+        with Folder(directory, manifest, corpus) as folder, progress.bar:
+            if left != 0 and not manifest.get("all_counted"):
+                for index, chunk in enumerate(chunks(stream(), shard_size, skip, left), start=len(done)):
+                    if counting:
+                        folder.put(chunk.tokens, "counted", index, chunk.end)
+                    elif index == 0 and chunk.last:
+                        folder.hold_out([chunk.tokens], VAL_FRACTION, shard_size)
+                    else:
+                        folder.put(chunk.tokens, "train" if index else "val", index, chunk.end)
+                folder.wait()
+            if counting:
+                manifest["all_counted"] = True
+                shards.write_manifest(directory, manifest)
+                folder.hold_out([shards.load(directory / part["file"]) for part in done], val_fraction, shard_size)
+            if not manifest["shards"]:
+                raise UserError(f"there is no text in {corpus.name}. Name other files, or another data set.")
+        finish(directory, manifest)
+        corpus.close()
     return manifest
 
 
-def plan(
-    stream: Callable[[], Iterator[np.ndarray]], name: str, shard_size: int, val_fraction: float | None
-) -> tuple[Iterable[np.ndarray], Iterator[Slot]]:
-    """The encoded documents of a corpus and the shards to cut them into; `stream` starts the corpus anew."""
-    documents = stream()
-    if val_fraction is None:
-        # Whether the corpus is more than one shard shows when it ends; that much fits into memory.
-        head = list(until_total(documents, shard_size + 1))
-        documents = itertools.chain(head, documents)
-        lengths = np.array([len(tokens) for tokens in head], dtype=np.int64)
-        if lengths.sum() > shard_size:
-            return documents, slots_in_order(shard_size)
-    else:
-        lengths = np.fromiter((len(tokens) for tokens in documents), dtype=np.int64)
-        documents = stream()
-    total = int(lengths.sum())
-    if total < 2:
-        raise UserError(f"there is no text in {name}. Name other files, or another data set.")
-    cut = held_out_from(np.cumsum(lengths) - lengths, total, val_fraction or VAL_FRACTION)
-    print(f"the last {(total - cut) / total:.1%} of the text is held out for validation")
-    return documents, slots_held_out(cut, total, shard_size)
+def describe(source: str, revision: str | None, tokenizer: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The manifest of a folder in which nothing is made so far."""
+    manifest = {"tokenizer": tokenizer, "vocab_size": VOCAB_SIZES[tokenizer], "source": source, "revision": revision}
+    settings = {key: value for key, value in settings.items() if value is not None}
+    return manifest | {"settings": settings, "complete": False, "shards": [], "counted": []}
 
 
-def until_total(encoded_documents: Iterator[np.ndarray], total: int) -> Iterator[np.ndarray]:
-    """Takes documents until they have `total` tokens together."""
-    while total > 0 and (tokens := next(encoded_documents, None)) is not None:
-        total -= len(tokens)
-        yield tokens
+def finish(directory: Path, manifest: dict[str, Any]) -> None:
+    """Says in the manifest that all shards are there, and removes what only making them needed."""
+    parts = manifest.pop("counted")
+    manifest.pop("all_counted", None)
+    manifest["complete"] = True
+    shards.write_manifest(directory, manifest)
+    for part in parts:
+        (directory / part["file"]).unlink(missing_ok=True)
 
 
-def claim_output(directory: Path, manifest: dict[str, Any]) -> dict[str, Any] | None:
-    """Makes the folder; returns the manifest there if an earlier run of the same command finished.
+def check_room(directory: Path, corpus: Corpus, tokenizer: str, max_tokens: int | None, made: int, copies: int) -> None:
+    """Compares the disk with an estimate of what the shards will need.
 
     Raises:
-        UserError: shards of another source or setting are there, or the folder cannot be written.
+        UserError: there is clearly not enough.
     """
-    path = directory / shards.MANIFEST
+    text = corpus.text_bytes()
+    tokens = float("inf") if text is None else text / (1 if tokenizer == "bytes" else CHARS_PER_TOKEN)
+    tokens = min(tokens, float("inf") if max_tokens is None else max_tokens)
+    if tokens < float("inf"):
+        hub.check_room(directory, 2 * (copies * tokens - made), "make the shards")
+
+
+@contextlib.contextmanager
+def claimed(directory: Path, manifest: dict[str, Any]) -> Iterator[bool]:
+    """Makes the folder, locks it, and takes from the manifest there what an earlier run of the same command made.
+
+    Gives True if that is all of it. What is not listed, and shards that are no longer whole, are made again.
+
+    Raises:
+        UserError: shards of another source or setting are there, or the folder is in use or cannot be written.
+    """
+    with contextlib.ExitStack() as stack:
+        path = directory / shards.MANIFEST
+        try:
+            _refuse_others(directory, manifest)
+            directory.mkdir(parents=True, exist_ok=True)
+            if not os.access(directory, os.W_OK):
+                raise PermissionError(errno.EACCES, "no permission")
+            held = stack.enter_context(lock(directory, "--output"))
+            earlier = _refuse_others(directory, manifest)  # it may be another one's now
+            finished = bool(earlier) and _take_over(directory, manifest, earlier)
+            if not finished:
+                sign(held)
+                listed = {entry["file"] for entry in (*manifest["shards"], *manifest["counted"])}
+                for leftover in (p for p in directory.iterdir() if is_ours(p.name) and p.name not in listed):
+                    leftover.unlink()
+                shards.write_manifest(directory, manifest)
+        except OSError as error:
+            raise UserError(f"cannot write to {directory} ({error.strerror}). Name another --output.") from error
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{path} is not a manifest of shards ({error!r}). Remove it, or name another --output."
+            ) from error
+        yield finished
+
+
+def is_ours(file: str) -> bool:
+    """Whether this is the name of a shard, or of something on its way to be one."""
+    return shards.parse(file.removesuffix(".partial").replace("_counted_", "_train_")) is not None
+
+
+def _refuse_others(directory: Path, manifest: dict[str, Any]) -> dict[str, Any] | None:
+    """The manifest of an earlier run of the same command, if there is one."""
+    path, earlier, same = directory / shards.MANIFEST, None, False
+    if path.exists():
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        settings = {key: value for key, value in earlier["settings"].items() if value is not None}
+        same = settings == manifest["settings"] and all(
+            earlier[key] == manifest[key] for key in ("tokenizer", "source", "revision")
+        )
+        if not same and (earlier["shards"] or earlier.get("counted")):
+            raise UserError(
+                f"{directory} holds shards of another source or setting. Remove it, or name another --output."
+            )
+    strangers = [path.name for split in ("train", "val") for path in shards.paths(directory, split)]
+    if strangers and not same:
+        raise UserError(f"{directory} holds shards of another tool, such as {strangers[0]}. Name another --output.")
+    return earlier if same else None
+
+
+def _take_over(directory: Path, manifest: dict[str, Any], earlier: dict[str, Any]) -> bool:
+    """Lists in `manifest` what an earlier run has made, as far as it is whole; True if that is everything."""
+    if earlier["complete"]:
+        try:
+            shards.verify(directory)
+            print("nothing to do: these shards were made before, and are whole")
+            manifest.update(earlier)
+            return True
+        except UserError as error:
+            print(f"making shards again: {error.problems[0].rsplit('. ', 1)[0]}")
+    counted = earlier.get("counted", [])
+    for entry in counted:
+        if not _is_whole(directory, entry, earlier["complete"]):
+            break
+        manifest["counted"].append(entry)
+    manifest["all_counted"] = bool(earlier.get("all_counted")) and len(manifest["counted"]) == len(counted)
+    for entry in earlier["shards"]:
+        # Shards of a corpus that was cut in two have no end in it: they need all that was counted.
+        if not ("end" in entry or manifest["all_counted"]) or not _is_whole(directory, entry, earlier["complete"]):
+            break
+        manifest["shards"].append(entry)
+    return False
+
+
+def _is_whole(directory: Path, entry: dict[str, Any], thorough: bool) -> bool:
+    path = directory / entry["file"]
     try:
-        if path.exists():
-            earlier = json.loads(path.read_text(encoding="utf-8"))
-            same = all(earlier.get(key) == manifest[key] for key in manifest if key not in ("complete", "shards"))
-            if earlier["shards"] and not same:
-                raise UserError(
-                    f"{directory} holds shards of another source or setting. Remove it, or name another --output."
-                )
-            if same and earlier["complete"]:
-                try:
-                    shards.verify(directory)
-                    print("nothing to do: these shards were made before, and are whole")
-                    return earlier
-                except UserError as error:
-                    print(f"making the shards again: {error.problems[0].rsplit('. ', 1)[0]}")
-        elif strangers := [p.name for split in ("train", "val") for p in shards.paths(directory, split)]:
-            raise UserError(f"{directory} holds shards of another tool, such as {strangers[0]}. Name another --output.")
-        directory.mkdir(parents=True, exist_ok=True)
-        if not os.access(directory, os.W_OK):
-            raise PermissionError(errno.EACCES, "no permission")
-    except OSError as error:
-        raise UserError(f"cannot write to {directory} ({error.strerror}). Name another --output.") from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path} is not a manifest of shards ({error!r}). Remove it, or name another --output."
-        ) from error
-    return None
+        if len(shards.load(path)) != entry["tokens"]:
+            return False
+    except UserError:
+        return False
+    if not thorough:
+        return True
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == entry["sha256"]
+
+
+# -----------------------------------------------------------------------------
+# Ready-made shards
+
+
+def take_shards(
+    repository: str, folder: str | None, output: str | os.PathLike, tokenizer: str | None, max_tokens: int | None
+) -> dict[str, Any]:
+    """Fetches and checks the `.npy` token shards that a data set of the hub has; returns their manifest.
+
+    `tokenizer` is that of shards without a manifest beside them (default: gpt2). With `max_tokens`, only as many shards
+    as have that many tokens together are fetched.
+
+    Raises:
+        UserError: the data set has none, or they are not what they should be, or cannot be had or written.
+    """
+    directory, name = Path(output), f"shards of {repository}" + (f"/{folder}" if folder else "")
+    earlier = begun(directory, name)
+    revision = earlier.get("revision") or hub.revision_of(repository)
+    theirs = {} if earlier else hub.manifest_of_shards(repository, revision, folder)
+    encoding = tokenizer or earlier.get("tokenizer") or theirs.get("tokenizer") or "gpt2"
+    if theirs and theirs["tokenizer"] != encoding:
+        raise UserError(f"{repository} has {theirs['tokenizer']} tokens, its manifest says. Leave out --tokenizer.")
+    manifest = describe(name, revision, encoding, {"max_tokens": max_tokens})
+    with claimed(directory, manifest) as finished:
+        if finished:
+            return manifest
+        there = {entry["file"]: entry["tokens"] for entry in manifest["shards"]}
+        wanted, tokens = [], 0
+        for file in hub.list_shards(repository, revision, folder)[0]:
+            if max_tokens is None or tokens < max_tokens:
+                wanted.append(file)
+                tokens += (file.size - 128) // 2  # 128 bytes of header
+        missing = [file for file in wanted if Path(file.path).name not in there]
+        hub.check_room(directory, sum(file.size for file in missing), "fetch the shards")
+        for file in missing:
+            manifest["shards"].append(_fetched_shard(repository, revision, file, directory, manifest))
+            shards.write_manifest(directory, manifest)
+        finish(directory, manifest)
+    return manifest
+
+
+def _fetched_shard(repository: str, revision: str, file: hub.HubFile, directory: Path, manifest: dict) -> dict:
+    path = hub.fetch(repository, revision, file, directory / Path(file.path).name)
+    try:
+        tokens = shards.load(path)
+        shards.check_ids(tokens, manifest["vocab_size"])
+    except UserError as error:
+        path.unlink()
+        what = error.problems[0].rsplit(". ", 1)[0]
+        raise UserError(f"{what}. That is how {repository} has it: name another data set.") from error
+    with open(path, "rb") as content:
+        sha256 = hashlib.file_digest(content, "sha256").hexdigest()
+    documents = int(np.count_nonzero(tokens == manifest["vocab_size"] - 1))
+    split = shards.parse(path.name)["split"]
+    return {"file": path.name, "split": split, "tokens": len(tokens), "documents": documents, "sha256": sha256}
 
 
 # -----------------------------------------------------------------------------
 # The command line
 
 
-def arguments(argv: list[str] | None) -> Any:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line, parsed and checked."""
     parser = Parser(
-        description="Turn text into token shards for train_gpt2.py. Without flags: FineWeb-Edu, 10 billion tokens."
+        description="Turn text into token shards for train_gpt2.py. Without flags: FineWeb-Edu, 10 billion tokens. "
+        "Interrupted, the same command goes on behind the last shard that it finished."
     )
     source = parser.add_argument_group("source")
     source.add_argument(
-        "--input", nargs="+", metavar="FILE", help=".txt, .jsonl or .parquet files, or patterns such as 'texts/*.txt'"
+        "--input",
+        nargs="+",
+        metavar="FILE",
+        help=".txt, .jsonl (these also .gz or .zst) or .parquet files, or patterns such as 'texts/*.txt'",
     )
     source.add_argument("--dataset", metavar="NAME", help=f"a Hugging Face data set (default: {FINEWEB_EDU})")
     source.add_argument(
-        "--name", metavar="CONFIG", help="configuration of the data set (default for FineWeb-Edu: sample-10BT)"
+        "--name", metavar="CONFIG", help="configuration of the data set (default for FineWeb: sample-10BT)"
     )
     source.add_argument("--split", default="train", help="split of the data set (default: train)")
     source.add_argument(
         "--text-field", default="text", metavar="FIELD", help="field or column that has the text (default: text)"
+    )
+    source.add_argument(
+        "--document-separator",
+        metavar="TEXT",
+        help=r"what parts the documents of a .txt file; \n in it is a line end (default: a file is one document)",
+    )
+    source.add_argument(
+        "--shards-from", metavar="NAME", help="fetch the ready-made .npy shards of this Hugging Face data set instead"
     )
     source.add_argument(
         "--demo", action="store_true", help="the documentation in this Python, as bytes; needs no network"
@@ -503,15 +585,30 @@ def arguments(argv: list[str] | None) -> Any:
     )
     shape.add_argument("--max-tokens", type=int, metavar="N", help="stop after this many tokens (default: all)")
     shape.add_argument("--val-fraction", type=float, metavar="F", help="hold out this share for validation (default: shard 0; a tenth of less than a shard)")  # fmt: skip
-    shape.add_argument(
-        "--workers",
-        type=int,
-        default=os.cpu_count(),
-        metavar="N",
-        help="processes that tokenise (default: one per core)",
+    work = parser.add_argument_group("work; the bytes do not depend on it")
+    work.add_argument(
+        "--workers", type=int, default=cores(), metavar="N", help="processes that tokenise (default: one per core)"
     )
+    work.add_argument(
+        "--engine",
+        choices=ENGINES,
+        help="encoder of gpt2 tokens (default: gigatoken, compared with tiktoken all along)",
+    )
+    work.add_argument("--keep-downloads", action="store_true", help="keep FineWeb's files after they are tokenised")
     args = parser.parse_args(argv)
+    problems = bad_arguments(args)
+    if problems:
+        raise UserError(*problems)
+    return args
 
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def bad_arguments(args: argparse.Namespace) -> list[str]:
+    """A sentence about each flag that cannot be followed."""
     problems = [
         f"--{name} must be {least} or more."
         for name, least in (("shard-size", 2), ("max-tokens", 2), ("workers", 1))
@@ -519,13 +616,28 @@ def arguments(argv: list[str] | None) -> Any:
     ]
     if args.val_fraction is not None and not 0 < args.val_fraction < 1:
         problems.append("--val-fraction must be more than 0 and less than 1.")
-    if sum((bool(args.input), args.dataset is not None, args.demo, args.check is not None)) > 1:
-        problems.append("--input, --dataset, --demo and --check exclude each other. Choose one.")
-    if (args.input or args.dataset not in (None, FINEWEB_EDU)) and args.output is None:
+    sources = {
+        "--input": args.input,
+        "--dataset": args.dataset,
+        "--shards-from": args.shards_from,
+        "--demo": args.demo or None,
+        "--check": args.check,
+    }
+    if sum(value is not None for value in sources.values()) > 1:
+        problems.append(f"{', '.join(sources)} exclude each other. Choose one.")
+    ours = args.dataset in (None, *hub.FINEWEBS)
+    if (args.input or args.shards_from or not ours) and args.output is None:
         problems.append("name a folder for the shards with --output.")
-    if problems:
-        raise UserError(*problems)
-    return args
+    if args.document_separator is not None and not (args.input and args.document_separator):
+        problems.append("--document-separator needs --input, and must not be empty.")
+    return problems
+
+
+def default_output(args: argparse.Namespace) -> str:
+    if args.demo:
+        return "demo_data"
+    size = (args.name or "sample-10BT").removeprefix("sample-").removesuffix("T")
+    return ("fineweb" if args.dataset == "HuggingFaceFW/fineweb" else "edu_fineweb") + slug(size)
 
 
 def check(directory: str) -> None:
@@ -546,30 +658,36 @@ def main(argv: list[str] | None = None) -> None:
     if args.check is not None:
         check(args.check)
         return
-    tokenizer = args.tokenizer or ("bytes" if args.demo else "gpt2")
-    output = args.output or ("demo_data" if args.demo else "edu_fineweb10B")
-    if args.demo:
-        corpus = demo_source()
-    elif args.input:
-        corpus = file_source(args.input, args.text_field)
+    output = Path(args.output or default_output(args))
+    if args.shards_from is not None:
+        manifest = take_shards(args.shards_from, args.name, output, args.tokenizer, args.max_tokens)
     else:
-        dataset = args.dataset or FINEWEB_EDU
-        corpus = dataset_source(
-            dataset, args.name or ("sample-10BT" if dataset == FINEWEB_EDU else None), args.split, args.text_field
+        tokenizer = args.tokenizer or ("bytes" if args.demo else "gpt2")
+        get_tokenizer(tokenizer)  # fetched here, once, and not by every worker
+        manifest = make_shards(
+            corpus_of(args, output),
+            output,
+            tokenizer=tokenizer,
+            engine=args.engine,
+            shard_size=args.shard_size,
+            max_tokens=args.max_tokens,
+            val_fraction=args.val_fraction,
+            workers=1 if tokenizer == "bytes" else args.workers,  # bytes need no work
         )
-    get_tokenizer(tokenizer)  # fetched here, once, and not by every worker
-    manifest = make_shards(
-        corpus,
-        output,
-        tokenizer=tokenizer,
-        shard_size=args.shard_size,
-        max_tokens=args.max_tokens,
-        val_fraction=args.val_fraction,
-        workers=1 if tokenizer == "bytes" else args.workers,  # bytes need no work
-    )
     made = manifest["shards"]
     tokens, documents = (sum(shard[key] for shard in made) for key in ("tokens", "documents"))
-    print(f"{output}: {tokens:,} tokens ({tokenizer}), documents: {documents:,}, shards: {len(made)}")
+    print(f"{output}: {tokens:,} tokens ({manifest['tokenizer']}), documents: {documents:,}, shards: {len(made)}")
+
+
+def corpus_of(args: argparse.Namespace, output: Path) -> Corpus:
+    """The text that the command line names."""
+    if args.demo:
+        return demo_source()
+    if args.input:
+        separator = args.document_separator
+        return file_source(args.input, args.text_field, separator and separator.replace("\\n", "\n"))
+    dataset = args.dataset or FINEWEB_EDU
+    return dataset_source(dataset, args.name, args.split, args.text_field, output, args.keep_downloads)
 
 
 if __name__ == "__main__":

@@ -7,20 +7,32 @@ import hashlib
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from support.cli import UserError
 
 ATTEMPTS = 4
 TIMEOUT = (10, 30)  # seconds: to connect, and without a byte
+LONGEST_PAUSE = 60  # seconds between two attempts
 RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
 
 
-def download(url: str, path: str | os.PathLike, *, sha256: str | None = None, git_blob: str | None = None) -> Path:
+def download(
+    url: str,
+    path: str | os.PathLike,
+    *,
+    sha256: str | None = None,
+    git_blob: str | None = None,
+    headers: dict[str, str] | None = None,
+    resume: bool = False,
+    attempts: int = ATTEMPTS,
+) -> Path:
     """Fetches `url` into the file `path`, unless it is there already and right.
 
     The status is checked, silence times out, passing trouble is tried again with growing pauses, and the file gets
     its name only when it is whole and its checksum is right: `sha256` in hexadecimal, or `git_blob`, the SHA-1 that
-    git gives a file (of `blob {size}\\0` and the content).
+    git gives a file (of `blob {size}\\0` and the content). With `resume`, which is for content that never changes at
+    that address, a part that came is kept as `{path}.part` and only the rest is asked for, now and in later runs.
 
     Raises:
         UserError: the file cannot be had, is not the expected one, or cannot be written.
@@ -28,41 +40,57 @@ def download(url: str, path: str | os.PathLike, *, sha256: str | None = None, gi
     path = Path(path)
     if path.exists() and _right(path, sha256, git_blob):
         return path
-    part, new_folder = path.with_name(f"{path.name}.{os.getpid()}.part"), not path.parent.exists()
+    part = path.with_name(f"{path.name}.part" if resume else f"{path.name}.{os.getpid()}.part")
+    new_folder = not path.parent.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _fetch_with_retries(url, part)
-        if not _right(part, sha256, git_blob):
-            raise UserError(f"{url} is not the file we know (wrong checksum). Try again later.", this_rank_only=True)
+        while True:
+            new = not part.exists()
+            _fetch_with_retries(url, part, headers or {}, attempts)
+            if _right(part, sha256, git_blob):
+                break
+            part.unlink()
+            if new:  # else it was an earlier run's part that was not right
+                raise UserError(
+                    f"{url} is not the file we know (wrong checksum). Try again later.", this_rank_only=True
+                )
         os.replace(part, path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}.", this_rank_only=True) from error
     finally:
         with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
+            if not resume:
+                part.unlink(missing_ok=True)
             if new_folder:
                 path.parent.rmdir()  # only if it is empty, as after a failure
     return path
 
 
-def _fetch_with_retries(url: str, part: Path) -> None:
+def _fetch_with_retries(url: str, part: Path, headers: dict[str, str], attempts: int) -> None:
     import requests  # here and not above: most runs download nothing
 
-    for attempt in range(ATTEMPTS):
-        if attempt:
-            time.sleep(2.0**attempt)
+    failures = 0
+    while True:
+        had = part.stat().st_size if part.exists() else 0
         try:
-            _fetch(url, part)
+            _fetch(url, part, headers)
             return
         except requests.RequestException as error:
             trouble = error
-            response = getattr(error, "response", None)
-            if response is not None and response.status_code not in RETRIED_STATUS:
-                break
-    raise UserError(
-        f"cannot download {url} ({_reason(trouble)}). Check the network and run the same command again.",
-        this_rank_only=True,
-    ) from trouble
+        response = getattr(trouble, "response", None)
+        failures = 1 if part.exists() and part.stat().st_size > had else failures + 1
+        if failures >= attempts or (response is not None and response.status_code not in RETRIED_STATUS):
+            raise UserError(
+                f"cannot download {url} ({_reason(trouble)}). Check the network and run the same command again.",
+                this_rank_only=True,
+            ) from trouble
+        time.sleep(_pause(failures, response))
+
+
+def _pause(failures: int, response: Any) -> float:
+    """Seconds before the next attempt: doubled every time, or what a busy server asks for."""
+    asked = "" if response is None else response.headers.get("Retry-After", "")
+    return min(float(asked) if asked.isdigit() else 2.0**failures, LONGEST_PAUSE)
 
 
 def _reason(trouble: Exception) -> str:
@@ -79,15 +107,25 @@ def _reason(trouble: Exception) -> str:
     return "no connection to the server"
 
 
-def _fetch(url: str, part: Path) -> None:
+def _fetch(url: str, part: Path, headers: dict[str, str]) -> None:
+    """Fetches what is missing of the file `part`; if the server begins at the beginning, so does the file."""
     import requests
     from tqdm import tqdm
 
-    with requests.get(url, stream=True, timeout=TIMEOUT) as response:
+    had = part.stat().st_size if part.exists() else 0
+    asked = headers | {"Accept-Encoding": "identity"} | ({"Range": f"bytes={had}-"} if had else {})
+    with requests.get(url, stream=True, timeout=TIMEOUT, headers=asked) as response:
+        if had and response.status_code == 416:  # there is no rest
+            if response.headers.get("Content-Range", "").endswith(f"/{had}"):
+                return
+            part.unlink()  # longer than the file: not a part of it
+            return _fetch(url, part, headers)
         response.raise_for_status()
+        if response.status_code != 206 or not response.headers.get("Content-Range", "").startswith(f"bytes {had}-"):
+            had = 0
         length = int(response.headers.get("Content-Length", 0))  # a body shorter than that is an error of requests
-        bar = tqdm(total=length or None, unit="B", unit_scale=True, desc=Path(url).name, disable=None)
-        with open(part, "wb") as file, bar:
+        options = {"unit": "B", "unit_scale": True, "desc": Path(url).name, "disable": None, "leave": False}
+        with open(part, "ab" if had else "wb") as file, tqdm(total=length + had or None, initial=had, **options) as bar:
             for chunk in response.iter_content(1 << 20):
                 file.write(chunk)
                 bar.update(len(chunk))

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
-import sys
 from pathlib import Path
 from typing import TextIO
 
 from support import checkpoint
 from support.cli import UserError
-
-LOCK = ".lock"  # in the folder; the system lets go of it when the process ends, however it ends
+from support.lock import LOCK, lock, sign
 
 
 def check(out: str | os.PathLike, resume_from: Path | None, replaces: str | None) -> None:
@@ -32,7 +29,7 @@ def check(out: str | os.PathLike, resume_from: Path | None, replaces: str | None
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise UserError(f"cannot write to {out}. Name another --out.")
     if (out / LOCK).is_file():
-        _lock(out).close()
+        lock(out, "--out").close()
     _check_contents(out, resume_from, replaces)
 
 
@@ -47,11 +44,9 @@ def claim(out: str | os.PathLike, resume_from: Path | None, replaces: str | None
     """
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
-        lock = _lock(Path(out))
+        held = lock(Path(out), "--out")
         _check_contents(Path(out), resume_from, replaces)
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        lock.flush()
+        sign(held)
         checkpoint.remove_leftovers(out)
         if resume_from is None:
             with contextlib.suppress(FileNotFoundError):
@@ -60,7 +55,7 @@ def claim(out: str | os.PathLike, resume_from: Path | None, replaces: str | None
                 checkpoint.remove(directory)
     except OSError as error:
         raise UserError(f"cannot write to {out} ({error.strerror}). Name another --out.") from error
-    return lock
+    return held
 
 
 def _check_contents(out: Path, resume_from: Path | None, replaces: str | None) -> None:
@@ -77,29 +72,3 @@ def _check_contents(out: Path, resume_from: Path | None, replaces: str | None) -
         )
     elif replaces is None and checkpoints:
         raise UserError(f"{out} already holds a run. Go on with it with --resume, or name another --out.")
-
-
-def _lock(out: Path) -> TextIO:
-    file = open(out / LOCK, "a+", encoding="utf-8")  # noqa: SIM115  open as long as the run
-    try:
-        _lock_file(file)
-    except (BlockingIOError, PermissionError):
-        file.seek(0)
-        holder = file.read().strip()
-        file.close()
-        raise UserError(f"{out} is in use by a live run ({holder}). Wait for its end, or name another --out.") from None
-    except OSError as error:  # some network file systems have no locks
-        print(f"warning: cannot lock {out} ({error.strerror}). Start no second run in it.", file=sys.stderr, flush=True)
-    return file
-
-
-def _lock_file(file: TextIO) -> None:
-    if os.name == "nt":
-        import msvcrt
-
-        file.seek(1 << 20)  # a byte beyond the text, which others may then still read
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-    else:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -25,10 +26,15 @@ def name(prefix: str, split: str, index: int) -> str:
     return f"{prefix}_{split}_{index:06d}.npy"
 
 
+def parse(file: str) -> re.Match[str] | None:
+    """The prefix, split and index in the name of a shard; None if it is no such name."""
+    return _NAME.fullmatch(file)
+
+
 def paths(directory: str | os.PathLike, split: str) -> list[Path]:
     """The shards of "train" or "val" in a folder, in order of name. The split is that field of it."""
     directory = Path(directory)
-    matches = [(_NAME.fullmatch(path.name), path) for path in (directory.iterdir() if directory.is_dir() else [])]
+    matches = [(parse(path.name), path) for path in (directory.iterdir() if directory.is_dir() else [])]
     found = [path for m, path in sorted(matches, key=lambda pair: pair[1].name) if m and m["split"] == split]
     return [path for path in found if path.is_file()]
 
@@ -72,22 +78,32 @@ def complete(directory: str | os.PathLike) -> bool:
 
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
-    beside = directory / f"{MANIFEST}.partial"
-    beside.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    os.replace(beside, directory / MANIFEST)
+    content = (json.dumps(manifest, indent=2) + "\n").encode()
+    _write(directory / MANIFEST, content)
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> str:
     """Saves uint16 `tokens` under `path`, whole or not at all; returns the file's SHA-256 in hexadecimal."""
-    beside = path.with_name(f"{path.name}.partial")
-    with open(beside, "wb") as file:
-        np.save(file, tokens, allow_pickle=False)
-        file.flush()
-        os.fsync(file.fileno())
-    with open(beside, "rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(tokens))
+    return _write(path, header.getvalue(), memoryview(np.ascontiguousarray(tokens)).cast("B"))
+
+
+def _write(path: Path, *parts: bytes | memoryview) -> str:
+    """Puts a file in place as a whole; returns its SHA-256."""
+    beside, sha256 = path.with_name(f"{path.name}.partial"), hashlib.sha256()
+    try:
+        with open(beside, "wb") as file:
+            for part in parts:
+                file.write(part)
+                sha256.update(part)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:  # a full disk keeps no half of a shard
+        beside.unlink(missing_ok=True)
+        raise
     os.replace(beside, path)
-    return sha256
+    return sha256.hexdigest()
 
 
 def open_shards(directory: str | os.PathLike, split: str) -> list[np.memmap]:
@@ -135,13 +151,12 @@ def verify(directory: str | os.PathLike) -> list[np.memmap]:
         path = Path(tokens.filename)
         with open(path, "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        if sha256 != (sha256_of.get(path.name) or sha256):
-            problems.append(f"{path} was altered (wrong checksum). {_MEND}")
-        elif tokens.max() >= manifest["vocab_size"]:
-            problems.append(
-                f"{path} has the id {tokens.max()} at offset {tokens.argmax()}, beyond the vocabulary of "
-                f"{manifest['vocab_size']:,}. {_MEND}"
-            )
+        try:
+            if sha256 != (sha256_of.get(path.name) or sha256):
+                raise UserError(f"{path} was altered (wrong checksum). {_MEND}")
+            check_ids(tokens, manifest["vocab_size"])
+        except UserError as error:
+            problems += error.problems
     if problems:
         raise UserError(*problems)
     return [*train, *val]
@@ -164,19 +179,41 @@ def _open(directory: str | os.PathLike, split: str) -> tuple[list[np.memmap], li
     shards = []
     for path in files:
         try:
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        except Exception as error:  # a damaged header can be any of the parser's errors
-            reason = "it is cut short" if "mmap length" in str(error) else error  # the words of numpy
-            problems.append(f"{path} is not a readable .npy file ({reason}). {_MEND}")
+            tokens = load(path)
+        except UserError as error:
+            problems += error.problems
             continue
-        if not isinstance(tokens, np.memmap) or tokens.dtype != np.uint16 or tokens.ndim != 1:
-            kind = f"{tokens.ndim}-dimensional {tokens.dtype}" if isinstance(tokens, np.ndarray) else "several arrays"
-            problems.append(f"{path} holds {kind}, not 1-dimensional uint16 tokens. {_MEND}")
-        elif len(tokens) == 0:
-            problems.append(f"{path} is empty. {_MEND}")
-        elif listed and len(tokens) != tokens_of.get(path.name):
+        if listed and len(tokens) != tokens_of.get(path.name):
             says = f"{tokens_of[path.name]:,}" if path.name in tokens_of else "nothing of it"
             problems.append(f"{path} holds {len(tokens):,} tokens, and the manifest says {says}. {_MEND}")
         else:
             shards.append(tokens)
     return shards, problems
+
+
+def load(path: Path) -> np.memmap:
+    """A shard, memory-mapped: one-dimensional uint16.
+
+    Raises:
+        UserError: the file is something else.
+    """
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # a damaged header can be any of the parser's errors
+        reason = "it is cut short" if "mmap length" in str(error) else error  # the words of numpy
+        raise UserError(f"{path} is not a readable .npy file ({reason}). {_MEND}") from error
+    if not isinstance(tokens, np.memmap) or tokens.dtype != np.uint16 or tokens.ndim != 1:
+        kind = f"{tokens.ndim}-dimensional {tokens.dtype}" if isinstance(tokens, np.ndarray) else "several arrays"
+        raise UserError(f"{path} holds {kind}, not 1-dimensional uint16 tokens. {_MEND}")
+    if len(tokens) == 0:
+        raise UserError(f"{path} is empty. {_MEND}")
+    return tokens
+
+
+def check_ids(tokens: np.memmap, vocab_size: int) -> None:
+    """Raises a UserError if a shard has ids that the vocabulary has not."""
+    if tokens.max() >= vocab_size:
+        raise UserError(
+            f"{tokens.filename} has the id {tokens.max()} at offset {tokens.argmax()}, beyond the vocabulary of "
+            f"{vocab_size:,}. {_MEND}"
+        )

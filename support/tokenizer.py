@@ -81,13 +81,9 @@ class Tokenizer(abc.ABC):
     def huggingface_json(self) -> str:
         """The content of `tokenizer.json`."""
 
-    def encode_document(self, text: str) -> np.ndarray:
-        """uint16 array: the end-of-text token, then the tokens of `text`."""
-        ids = self.encode(text)
-        tokens = np.empty(len(ids) + 1, dtype=np.uint16)
-        tokens[0] = self.eot
-        tokens[1:] = ids
-        return tokens
+    def encode_array(self, text: str) -> np.ndarray:
+        """The ids of `encode` as a one-dimensional array of some unsigned integers."""
+        return np.array(self.encode(text), dtype=np.uint16)
 
     def save_pretrained(self, directory: str | os.PathLike, model_max_length: int) -> None:
         """Writes `tokenizer.json` and `tokenizer_config.json`, which Hugging Face's `AutoTokenizer` opens."""
@@ -110,11 +106,10 @@ class BytesTokenizer(Tokenizer):
     name = "bytes"
 
     def encode(self, text: str) -> list[int]:
-        return list(_utf8(text))
+        return list(utf8(text))
 
-    def encode_document(self, text: str) -> np.ndarray:
-        content = np.frombuffer(_utf8(text), dtype=np.uint8).astype(np.uint16)
-        return np.concatenate([np.array([self.eot], dtype=np.uint16), content])
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.frombuffer(utf8(text), dtype=np.uint8)
 
     def decode(self, ids: Iterable[int]) -> str:
         return b"".join(bytes([i]) if i < 256 else END_OF_TEXT.encode() for i in ids).decode("utf-8", "replace")
@@ -135,12 +130,22 @@ class Gpt2Tokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(text)
 
+    def encode_array(self, text: str) -> np.ndarray:
+        try:  # an array and no list of Python's integers: a fifth of the memory
+            return self._encoding.encode_to_numpy(text, disallowed_special=())
+        except UnicodeEncodeError:
+            return self._encoding.encode_to_numpy(utf8(text).decode(), disallowed_special=())
+
     def decode(self, ids: Iterable[int]) -> str:
         return self._encoding.decode(list(ids))
 
+    def ranks(self) -> list[bytes]:
+        """The bytes of each token but the end-of-text one, in order of id."""
+        return [self._encoding.decode_single_token_bytes(i) for i in range(self.eot)]
+
     @functools.cached_property
     def huggingface_json(self) -> str:
-        tokens = [self._encoding.decode_single_token_bytes(i) for i in range(self.eot)]  # in order of rank
+        tokens = self.ranks()
         return _huggingface_bpe(tokens, _merges(tokens), eot=self.eot, split_words=True)
 
 
@@ -163,7 +168,7 @@ def _load_gpt2() -> Any:
     return tiktoken.get_encoding("gpt2")
 
 
-def _utf8(text: str) -> bytes:
+def utf8(text: str) -> bytes:
     """UTF-8; lone surrogates, which have none, become U+FFFD as tiktoken makes them."""
     try:
         return text.encode("utf-8")

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import fineweb
+from support.corpus import Documents
 from train_gpt2 import GPT, Distributed, GPTConfig, TrainConfig
 
 ROOT = Path(__file__).parents[1]
@@ -51,8 +52,7 @@ def byte_shards(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("shards")
     rng = np.random.default_rng(0)
     texts = [" ".join(f"{a} + {b} = {a + b}." for a, b in rng.integers(0, 50, (20, 2))) for _ in range(60)]
-    source = fineweb.Source("sums", None, "sums", lambda: iter(texts))
-    fineweb.make_shards(source, folder / "data", tokenizer="bytes", shard_size=4000)
+    fineweb.make_shards(Documents("sums", lambda: texts), folder / "data", tokenizer="bytes", shard_size=4000)
     return folder / "data"
 
 
@@ -69,7 +69,7 @@ def run_script(*args: str | Path, cwd: Path, torchrun: int = 0, **env: str) -> s
 
 # Processes that begin with torch already imported: a hundred of them take seconds, and a kill is as real as any.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["train_gpt2", "torch._dynamo"])
+FORKS.set_forkserver_preload(["train_gpt2", "torch._dynamo", "fineweb"])
 
 
 def start_run(

@@ -2,20 +2,26 @@
 
 import gzip
 import json
+import random
+import re
 import signal
 import subprocess
 import sys
 import time
+import types
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from conftest import ROOT, needs_gpt2_vocabulary, run_script
+from conftest import FORKS, ROOT, needs_gpt2_vocabulary, run_script
 
 import fineweb
-from support import shards
+from support import corpus, encode, hub, shards
 from support.cli import UserError
+from support.corpus import Documents, Files
+from support.lock import lock, sign
 from support.tokenizer import get_tokenizer
 
 # empty, longer than several shards, the text of a special token, a lone surrogate, many scripts
@@ -41,6 +47,9 @@ def plain_loop(texts, encode, eot, shard_size):
 
 
 def utf8_or_replaced(text):
+    """Surrogates: a pair is the character that it stands for, a lone one is U+FFFD."""
+    joined = lambda m: chr(0x10000 + (ord(m[0][0]) - 0xD800) * 0x400 + ord(m[0][1]) - 0xDC00)  # noqa: E731
+    text = re.sub("[\ud800-\udbff][\udc00-\udfff]", joined, text)
     return list("".join("\ufffd" if 0xD800 <= ord(c) < 0xE000 else c for c in text).encode())
 
 
@@ -53,7 +62,7 @@ def contents(folder):
 
 
 def source_of(texts):
-    return fineweb.Source("texts", None, "texts", lambda: iter(texts))
+    return Documents("texts", lambda: texts)
 
 
 @pytest.mark.parametrize("shard_size", [2, 3, 100, 255, 256, 700])
@@ -64,22 +73,9 @@ def test_shards_equal_the_plain_loop(tmp_path, shard_size):
     assert all(np.load(p).dtype == np.uint16 for p in tmp_path.glob("*.npy"))
 
 
-@needs_gpt2_vocabulary
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_workers_change_nothing(tmp_path, monkeypatch, workers):
-    import tiktoken
-
-    encoding = tiktoken.get_encoding("gpt2")
-    monkeypatch.setattr(fineweb, "BATCH_CHARS", 50)  # so that these few documents are many messages
-    texts = ADVERSARIAL * 5
-    fineweb.make_shards(source_of(texts), tmp_path, tokenizer="gpt2", shard_size=300, workers=workers)
-    expected = plain_loop(texts, encoding.encode_ordinary, 50256, 300)
-    assert [tokens for _, _, tokens in contents(tmp_path)] == expected
-
-
 def test_the_manifest_says_what_the_shards_are(tmp_path):
     fineweb.make_shards(
-        fineweb.Source("some texts", "abc123", "texts", lambda: iter(ADVERSARIAL)),
+        Documents("some texts", lambda: ADVERSARIAL, "abc123", "texts"),
         tmp_path,
         tokenizer="bytes",
         shard_size=256,
@@ -155,38 +151,6 @@ def test_a_data_set_is_streamed(tmp_path):
     assert [t for _, _, t in contents(tmp_path / "out")] == expected
 
 
-def test_without_arguments_it_is_fineweb_edu(tmp_path, monkeypatch):
-    """The hub is stood in for; what it is asked, and what comes of the answer, is ours."""
-    import types
-
-    asked = {}
-
-    def load_dataset(name, config, **options):
-        asked.update(options, name=name, config=config)
-        return [{"text": f"page {i}", "id": i} for i in range(9)]
-
-    class HfApi:
-        def dataset_info(self, name):
-            return types.SimpleNamespace(sha="87f0914")
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    monkeypatch.setattr("huggingface_hub.HfApi", HfApi)
-    monkeypatch.setattr(fineweb, "get_tokenizer", lambda name: None)
-    monkeypatch.setattr(
-        fineweb, "encoded", lambda documents, name, workers: (np.arange(len(t), dtype=np.uint16) for t in documents)
-    )
-    fineweb.main(["--shard-size", "20"])
-    assert asked == {
-        "name": "HuggingFaceFW/fineweb-edu", "config": "sample-10BT", "split": "train", "streaming": True, "revision": "87f0914",
-    }  # fmt: skip
-    manifest = shards.read_manifest(tmp_path / "edu_fineweb10B")
-    assert (manifest["tokenizer"], manifest["revision"]) == ("gpt2", "87f0914")
-    assert manifest["source"] == "HuggingFaceFW/fineweb-edu/sample-10BT [train]"
-    files = [shard["file"] for shard in manifest["shards"]]
-    assert files == ["edufineweb_val_000000.npy", "edufineweb_train_000001.npy", "edufineweb_train_000002.npy"]
-
-
 def test_the_same_command_again_goes_on_or_is_done(tmp_path):
     class Died(Exception):
         pass
@@ -196,7 +160,7 @@ def test_the_same_command_again_goes_on_or_is_done(tmp_path):
         raise Died
 
     with pytest.raises(Died):
-        fineweb.make_shards(fineweb.Source("texts", None, "texts", dying), tmp_path, tokenizer="bytes", shard_size=100)
+        fineweb.make_shards(Documents("texts", dying), tmp_path, tokenizer="bytes", shard_size=100)
     with pytest.raises(UserError, match='are not complete .* Run the same "python fineweb.py" again'):
         shards.open_shards(tmp_path, "train")
     texts = ["a" * 250, "b" * 30]
@@ -299,7 +263,7 @@ def test_the_demo_text(tmp_path):
     [
         ("--input nothing.txt --output out", "no file matches nothing.txt"),
         ("--input . --output out", ". names no files, only folders"),
-        ("--input book.pdf --output out", "book.pdf is neither .txt, .jsonl nor .parquet"),
+        ("--input book.pdf --output out", "book.pdf is none of .txt, .jsonl, .parquet"),
         ("--input latin.txt --output out", "latin.txt is not UTF-8 text"),
         ("--input bad.jsonl --output out", "bad.jsonl, line 2 is not JSON"),
         ("--input list.jsonl --output out", "list.jsonl, line 1 has no text in 'text', but no fields"),
@@ -319,6 +283,17 @@ def test_the_demo_text(tmp_path):
         ("--input a.txt --output a.txt", "cannot write to a.txt"),
         ("--input a.txt --output out --tokenizer gpt5", "invalid choice: 'gpt5'"),
         ("--dataset no/such --output out", "cannot open the data set no/such"),
+        ("--shards-from no/such --output out", "cannot open the data set no/such"),
+        ("--input cut.jsonl.gz --output out", "cut.jsonl.gz cannot be read"),
+        ("--input fake.txt.zst --output out", "fake.txt.zst cannot be read"),
+        ("--input null.parquet --text-field body --output out", "no column 'body'. Choose with --text-field from text"),
+        (
+            "--input a.txt --document-separator= --output out",
+            "--document-separator needs --input, and must not be empty",
+        ),
+        ("--demo --document-separator x", "--document-separator needs --input"),
+        ("--shards-from a/b", "name a folder for the shards with --output"),
+        ("--dataset missing_folder/x --output out --name y", "cannot open the data set missing_folder/x"),
     ],
 )
 def test_bad_input(tmp_path, monkeypatch, capsys, flags, message):
@@ -334,6 +309,9 @@ def test_bad_input(tmp_path, monkeypatch, capsys, flags, message):
     (tmp_path / "bytes.jsonl").write_bytes(b'{"text": "\xff"}\n')
     (tmp_path / "deep.jsonl").write_text("[" * 100000)
     pa.parquet.write_table(pa.table({"text": ["fine", None]}), tmp_path / "null.parquet")
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 999)[:-20])
+    (tmp_path / "fake.txt.zst").write_bytes(b"no such thing")
+    monkeypatch.setattr(hub.time, "sleep", lambda seconds: None)
     from support.cli import run
 
     with pytest.raises(SystemExit) as exit:
@@ -342,3 +320,369 @@ def test_bad_input(tmp_path, monkeypatch, capsys, flags, message):
     assert exit.value.code == 2
     assert captured.err.startswith("error: ") and message in captured.err
     assert not list(tmp_path.glob("out/*.npy"))
+
+
+# ---- the same bytes, whatever the workers, the engine and the batches
+
+WORDS = [
+    "",
+    "a",
+    "it's",
+    "naïve",
+    "日本語",
+    "🙂",
+    "\ud83d",
+    "\udc4d\ud83d",
+    "<|endoftext|>",
+    "x" * 90,
+    "1234",
+    "!?",
+    "\u00a0",
+    "\x1c",
+]
+BLANKS = [" ", "  ", "\n", "\n\n ", "\t", "\r\n", "\u2003", " " * 70, ""]
+
+
+def adversarial_texts(seed, n=40):
+    """Random documents of the worst words and blanks: empty ones, long ones, ones without blanks."""
+    rng = random.Random(seed)
+    one = lambda: "".join(rng.choice(WORDS) + rng.choice(BLANKS) for _ in range(rng.choice((0, 1, 3, 30, 200))))  # noqa: E731
+    return [one() for _ in range(n)]
+
+
+def encode_with(tokenizer):
+    if tokenizer == "bytes":
+        return utf8_or_replaced, 256
+    import tiktoken
+
+    encoding = tiktoken.get_encoding("gpt2")
+    return encoding.encode_ordinary, encoding.eot_token
+
+
+ENGINES = [
+    ("bytes", "tiktoken"),
+    pytest.param("gpt2", "tiktoken", marks=needs_gpt2_vocabulary),
+    pytest.param("gpt2", "gigatoken", marks=needs_gpt2_vocabulary),
+]
+
+
+@pytest.mark.parametrize("tokenizer, engine", ENGINES)
+@pytest.mark.parametrize("batch_chars", [1, 50, 3000])
+def test_adversarial_documents_equal_the_plain_loop(tmp_path, monkeypatch, tokenizer, engine, batch_chars):
+    monkeypatch.setattr(corpus, "BATCH_CHARS", batch_chars)  # long documents are cut at blanks
+    for seed, (shard_size, n) in enumerate(((2, 9), (77, 9), (1000, 40), (4000, 60))):
+        texts = [*(t for t in adversarial_texts(seed, n) if len(t) < 20 * shard_size), "not too short"]
+        out = tmp_path / str(seed)
+        fineweb.make_shards(
+            Documents("texts", lambda texts=texts: texts),
+            out,
+            tokenizer=tokenizer,
+            engine=engine,
+            shard_size=shard_size,
+        )
+        expected = plain_loop(texts, *encode_with(tokenizer), shard_size)
+        assert [tokens for _, _, tokens in contents(out)] == expected
+        assert [s["documents"] for s in shards.read_manifest(out)["shards"]] == [
+            part.count(shards.read_manifest(out)["vocab_size"] - 1) for part in expected
+        ]
+
+
+@needs_gpt2_vocabulary
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("engine", encode.ENGINES)
+def test_workers_change_nothing(tmp_path, monkeypatch, workers, engine):
+    """Processes that read their own row groups, parse their own lines, or are sent texts."""
+    monkeypatch.setattr(corpus, "BATCH_CHARS", 2000)
+    monkeypatch.setattr(corpus, "ROW_GROUP_BYTES", 4000)
+    texts = [t.encode("utf-8", "replace").decode() for t in adversarial_texts(workers, 90)]
+    pa.parquet.write_table(pa.table({"text": texts[:20]}), tmp_path / "small.parquet", row_group_size=3)
+    pa.parquet.write_table(pa.table({"text": texts[20:40]}), tmp_path / "large.parquet")
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts[40:80]))
+    paths = [tmp_path / name for name in ("small.parquet", "large.parquet", "lines.jsonl")]
+    for i, text in enumerate(texts[80:]):
+        paths.append(tmp_path / f"{i}.txt")
+        paths[-1].write_text(text, encoding="utf-8", newline="")
+    out = tmp_path / "out"
+    fineweb.make_shards(Files("files", paths, "text"), out, engine=engine, shard_size=1500, workers=workers)
+    documents = texts[:80] + [t.replace("\r\n", "\n").replace("\r", "\n") for t in texts[80:]]
+    assert [tokens for _, _, tokens in contents(out)] == plain_loop(documents, *encode_with("gpt2"), 1500)
+
+
+@needs_gpt2_vocabulary
+@pytest.mark.parametrize("seed", range(8))
+def test_a_cut_between_a_word_and_a_blank_changes_no_token(seed):
+    encode_whole, _ = encode_with("gpt2")
+    text = "".join(adversarial_texts(seed, 20))
+    cuts = {corpus.safe_cut(text, 0, limit) for limit in range(1, len(text), 7)} - {0}
+    assert len(cuts) > 50
+    for cut in cuts:
+        assert encode_whole(text[:cut]) + encode_whole(text[cut:]) == encode_whole(text), (
+            text[cut - 9 : cut],
+            text[cut : cut + 9],
+        )
+
+
+@needs_gpt2_vocabulary
+def test_a_difference_between_the_engines_stops_the_run(tmp_path, monkeypatch):
+    right = encode.Gigatoken._encode
+    monkeypatch.setattr(encode.Gigatoken, "_encode", lambda self, texts: [ids[::-1] for ids in right(self, texts)])
+    monkeypatch.setattr(encode, "_encoder", encode._encoder.__wrapped__)  # none from another test
+    with pytest.raises(UserError, match="gigatoken and tiktoken disagree .* with --engine tiktoken"):
+        fineweb.make_shards(source_of(["some words", "and more of them"] * 9), tmp_path, engine="gigatoken")
+    assert not list(tmp_path.glob("*.npy"))
+
+
+@needs_gpt2_vocabulary
+def test_every_batch_is_compared(monkeypatch):
+    compared = []
+    reference = get_tokenizer("gpt2")
+    gigatoken = encode.Gigatoken(reference)
+    monkeypatch.setattr(
+        reference, "encode_array", lambda text: compared.append(text) or type(reference).encode_array(reference, text)
+    )
+    batches = [["a b c"], [], ["one", "two", "three"], ["long words " * 9999] * 30]
+    for texts in batches:
+        gigatoken(texts)
+    assert [len(set(batch).intersection(compared)) for batch in batches[:3]] == [1, 0, 2]
+    assert sum(map(len, compared[3:])) >= 30 * 9999 * 11 / encode.CHECKED_SHARE
+
+
+@needs_gpt2_vocabulary
+def test_gigatoken_starts_anew_before_its_memory_of_words_is_large(monkeypatch):
+    loads = []
+    load = encode.Gigatoken._load
+    monkeypatch.setattr(encode.Gigatoken, "_load", lambda self: loads.append(1) or load(self))
+    monkeypatch.setattr(encode, "CACHE_BYTES", 5 << 20)
+    rng = random.Random(0)
+    gigatoken = encode.Gigatoken(get_tokenizer("gpt2"))
+    begin = encode._private_memory()
+    for _ in range(12):
+        gigatoken([" ".join("".join(rng.choices("abcdefghijklm", k=9)) for _ in range(20_000))])
+    assert len(loads) > 2 and encode._private_memory() - begin < 150 << 20
+
+
+@needs_gpt2_vocabulary
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_tiktoken_cannot_encode_is_named(tmp_path, workers):
+    (tmp_path / "blanks.jsonl").write_text(
+        "".join(json.dumps({"text": t}) + "\n" for t in ["fine " * 10**6, " " * 2_000_000 + "a"])
+    )
+    source = fineweb.file_source([str(tmp_path / "blanks.jsonl")], "text")
+    with pytest.raises(UserError, match=r"tiktoken cannot encode the documents of .*blanks\.jsonl, from line"):
+        fineweb.make_shards(source, tmp_path / "out", engine="tiktoken", workers=workers)
+
+
+# ---- files
+
+
+def packed_bytes(text, codec):
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, codec) as stream:
+        stream.write(text.encode())
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.fixture
+def files_of_every_kind(tmp_path, monkeypatch):
+    """Files, small batches, and the documents that are in them."""
+    monkeypatch.setattr(corpus, "BATCH_CHARS", 300)
+    monkeypatch.setattr(corpus, "ROW_GROUP_BYTES", 1000)
+    texts = [t.encode("utf-8", "replace").decode().replace("\r", "") for t in adversarial_texts(5, 70)]
+    lines = ["".join(json.dumps({"text": t}) + "\n" for t in part) for part in (texts[:10], texts[10:20], texts[20:30])]
+    (tmp_path / "a.jsonl").write_text(lines[0])
+    half = len(lines[1]) // 2  # two members in a file, as appending to one makes them
+    (tmp_path / "b.jsonl.gz").write_bytes(
+        gzip.compress(lines[1][:half].encode()) + gzip.compress(lines[1][half:].encode())
+    )
+    (tmp_path / "c.jsonl.zst").write_bytes(packed_bytes(lines[2], "zstd"))
+    pa.parquet.write_table(pa.table({"text": texts[30:40], "n": range(10)}), tmp_path / "d.parquet", row_group_size=2)
+    pa.parquet.write_table(pa.table({"n": range(10), "text": texts[40:50]}), tmp_path / "e.parquet")
+    (tmp_path / "f.txt").write_bytes(b"\xef\xbb\xbf" + texts[50].encode())
+    (tmp_path / "g.txt.gz").write_bytes(gzip.compress("é 日\r\n".encode() * 500))
+    (tmp_path / "h.txt").write_text("")
+    return sorted(tmp_path.iterdir()), [*texts[:51], "é 日\n" * 500, ""]
+
+
+def documents_of(batches):
+    """The documents of batches, pieces joined; the first is None if it continues one before."""
+    found = []
+    for batch in batches:
+        texts = batch.texts()
+        if batch.continues:
+            found[-1:] = [(found[-1] if found else "") + texts[0]]
+            texts = texts[1:]
+        found += texts
+    return found
+
+
+def test_every_kind_of_file_can_be_read_from_every_place(files_of_every_kind):
+    paths, documents = files_of_every_kind
+    files = Files("files", paths, "text")
+    batches = list(files.batches())
+    assert documents_of(batches) == documents
+    assert len(batches) > 40 and any(batch.continues for batch in batches)
+    assert [b.share for b in batches] == sorted(b.share for b in batches) and batches[-1].share == pytest.approx(1)
+    for i, batch in enumerate(batches):
+        again = list(files.batches(json.loads(json.dumps(batch.place))))
+        assert [(b.place, b.continues, b.texts()) for b in again] == [
+            (b.place, b.continues, b.texts()) for b in batches[i:]
+        ]
+
+
+@pytest.mark.parametrize("separator", ["<|endoftext|>", "\n\n", "\n---\n", "b"])
+@pytest.mark.parametrize("batch_chars", [2, 30, 10**6])
+def test_a_text_file_is_cut_at_its_separator(tmp_path, monkeypatch, separator, batch_chars):
+    monkeypatch.setattr(corpus, "BATCH_CHARS", batch_chars)
+    text = (
+        f"one{separator}two words  \n{separator}{separator} \n {separator}" + "a long one, " * 20 + f"{separator}end\n"
+    )
+    (tmp_path / "a.txt").write_text(text)
+    expected = [part for part in text.split(separator) if part.strip()]
+    assert documents_of(Files("a", [tmp_path / "a.txt"], "text", separator=separator).batches()) == expected
+
+
+def test_a_separator_is_named_on_the_command_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("one\ntwo\n\nthree\n\n\n\nfour")
+    flags = ["--input", "a.txt", "--output", "out", "--tokenizer", "bytes", "--document-separator", r"\n\n"]
+    fineweb.main([*flags, "--shard-size", "9"])
+    expected = plain_loop(["one\ntwo", "three", "four"], utf8_or_replaced, 256, 9)
+    assert [tokens for _, _, tokens in contents(tmp_path / "out")] == expected
+    with pytest.raises(UserError, match="another source or setting"):
+        fineweb.main([*flags[:-2], "--shard-size", "9"])
+
+
+def test_a_streamed_data_set_goes_on_where_it_broke_off(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "BATCH_CHARS", 100)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    texts = ["".join(t.split("\r")).encode("utf-8", "replace").decode() for t in adversarial_texts(3, 60)]
+    (tmp_path / "set").mkdir()
+    for i in range(3):
+        lines = (json.dumps({"text": t}) + "\n" for t in texts[20 * i : 20 * i + 20])
+        (tmp_path / "set" / f"train-{i}.jsonl").write_text("".join(lines))
+    stream = hub.Stream(str(tmp_path / "set"), None, "train", "text")
+    batches = list(stream.batches())
+    assert documents_of(batches) == texts
+    for i in range(0, len(batches), 7):
+        again = list(stream.batches(json.loads(json.dumps(batches[i].place))))
+        assert [b.texts() for b in again] == [b.texts() for b in batches[i:]]
+
+
+# ---- killed, full, in use
+
+
+def tokenise(texts, out, options):
+    fineweb.make_shards(Documents("texts", lambda: texts), out, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"val_fraction": 0.3}, {"max_tokens": 30_000}])
+def test_killed_at_any_moment_the_same_command_ends_with_the_same_bytes(tmp_path, monkeypatch, options):
+    monkeypatch.setattr(corpus, "BATCH_CHARS", 500)
+    rng = random.Random(0)
+    texts = [" ".join(str(rng.random()) for _ in range(rng.randrange(60))) for _ in range(80)]
+    options = options | {"tokenizer": "bytes", "shard_size": 700}
+    tokenise(texts, tmp_path / "whole", options)
+    stamps, kills = {}, 0
+    while True:
+        process = FORKS.Process(target=tokenise_slowly, args=(texts, tmp_path / "out", options))
+        process.start()
+        known = len(list(tmp_path.glob("out/*.npy")))
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("out/*.npy"))) < known + rng.randrange(1, 9) and process.is_alive():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(rng.random() * 0.01)
+        if kills < 12:
+            process.kill()
+            kills += process.is_alive()
+        process.join(60)
+        for path, stamp in stamps.items():
+            assert not path.exists() or path.stat().st_mtime_ns == stamp, f"{path.name} was written again"
+        manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+        listed = [tmp_path / "out" / s["file"] for s in (*manifest["shards"], *manifest.get("counted", []))]
+        stamps = {path: path.stat().st_mtime_ns for path in listed}
+        if process.exitcode == 0:
+            break
+    assert kills >= 3
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {p.name for p in (tmp_path / "whole").iterdir()}
+    whole, out = (json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("whole", "out"))
+    assert whole == out
+
+
+def tokenise_slowly(texts, out, options):
+    """So that a kill can meet every part of it."""
+    corpus.BATCH_CHARS = 500
+    write = shards._write
+    shards._write = lambda *parts: (time.sleep(0.003), write(*parts))[1]
+    tokenise(texts, out, options)
+
+
+@needs_gpt2_vocabulary
+def test_killed_with_its_workers_the_same_command_ends_with_the_same_bytes(tmp_path):
+    texts = [" ".join(adversarial_texts(i)) for i in range(400)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    flags = ["--input", "a.jsonl", "--shard-size", "50000"]
+    run = lambda *more: run_script("fineweb.py", *flags, *more, cwd=tmp_path)  # noqa: E731
+    assert run("--output", "whole", "--workers", "1", "--engine", "tiktoken").returncode == 0
+    command = [sys.executable, str(ROOT / "fineweb.py"), *flags, "--output", "out", "--workers", "2"]
+    for shards_before_the_kill in (3, 9):
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while len(list(tmp_path.glob("out/*.npy"))) < shards_before_the_kill and process.poll() is None:
+            time.sleep(0.001)
+        process.kill()
+        process.wait()
+        with pytest.raises(UserError, match="are not complete"):
+            shards.open_shards(tmp_path / "out", "train")
+    assert run("--output", "out", "--workers", "3").returncode == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole") and len(contents(tmp_path / "out")) > 12
+
+
+def test_only_what_is_lost_is_made_again(tmp_path):
+    texts = [f"{i} " * 50 for i in range(40)]
+    make = lambda: fineweb.make_shards(source_of(texts), tmp_path, tokenizer="bytes", shard_size=500)  # noqa: E731
+    make()
+    before, paths = contents(tmp_path), sorted(tmp_path.glob("*_train_*.npy"))
+    stamps = [path.stat().st_mtime_ns for path in paths]
+    content = bytearray(paths[5].read_bytes())
+    content[-1] ^= 1  # a single bit
+    paths[5].write_bytes(content)
+    make()
+    assert contents(tmp_path) == before
+    assert [path.stat().st_mtime_ns for path in paths[:5]] == stamps[:5]
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    (tmp_path / "out").mkdir()
+    with lock(tmp_path / "out", "--output") as held:
+        sign(held)
+        with pytest.raises(UserError, match=r"out is in use by a live run \(process \d+ .*another --output"):
+            fineweb.make_shards(source_of(["x" * 99]), tmp_path / "out", tokenizer="bytes")
+    fineweb.make_shards(source_of(["x" * 99]), tmp_path / "out", tokenizer="bytes")
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_made(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text " * 1000)
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=5000))
+    source = fineweb.file_source([str(tmp_path / "a.txt")], "text")
+    with pytest.raises(UserError, match=r"out has 0\.0 GB free, and about 0\.0 GB are needed to make the shards"):
+        fineweb.make_shards(source, tmp_path / "out", tokenizer="bytes")
+    fineweb.make_shards(source, tmp_path / "out", tokenizer="bytes", max_tokens=2000)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_ends_the_run_and_the_same_command_goes_on(tmp_path, monkeypatch):
+    texts, write = ["word " * 100] * 9, shards._write
+
+    def full(path, *parts):
+        if "_000003" in path.name:
+            with open("/dev/full", "wb", 0) as disk:
+                disk.write(b"x")
+        return write(path, *parts)
+
+    monkeypatch.setattr(shards, "_write", full)
+    with pytest.raises(OSError, match="No space left"):
+        fineweb.make_shards(source_of(texts), tmp_path, tokenizer="bytes", shard_size=500)
+    monkeypatch.setattr(shards, "_write", write)
+    fineweb.make_shards(source_of(texts), tmp_path, tokenizer="bytes", shard_size=500)
+    assert [tokens for _, _, tokens in contents(tmp_path)] == plain_loop(texts, utf8_or_replaced, 256, 500)
