@@ -385,10 +385,11 @@ def check_room(directory: Path, corpus: Corpus, tokenizer: str, max_tokens: int 
 
 
 @contextlib.contextmanager
-def claimed(directory: Path, manifest: dict[str, Any]) -> Iterator[bool]:
+def claimed(directory: Path, manifest: dict[str, Any], in_order: bool = True) -> Iterator[bool]:
     """Makes the folder, locks it, and takes from the manifest there what an earlier run of the same command made.
 
-    Gives True if that is all of it. What is not listed, and shards that are no longer whole, are made again.
+    Gives True if that is all of it. What is not listed, and shards that are no longer whole, are made again; and if
+    they are made `in_order`, so are those behind the first of them.
 
     Raises:
         UserError: shards of another source or setting are there, or the folder is in use or cannot be written.
@@ -402,7 +403,7 @@ def claimed(directory: Path, manifest: dict[str, Any]) -> Iterator[bool]:
                 raise PermissionError(errno.EACCES, "no permission")
             held = stack.enter_context(lock(directory, "--output"))
             earlier = _refuse_others(directory, manifest)  # it may be another one's now
-            finished = bool(earlier) and _take_over(directory, manifest, earlier)
+            finished = bool(earlier) and _take_over(directory, manifest, earlier, in_order)
             if not finished:
                 sign(held)
                 listed = {entry["file"] for entry in (*manifest["shards"], *manifest["counted"])}
@@ -442,7 +443,7 @@ def _refuse_others(directory: Path, manifest: dict[str, Any]) -> dict[str, Any] 
     return earlier if same else None
 
 
-def _take_over(directory: Path, manifest: dict[str, Any], earlier: dict[str, Any]) -> bool:
+def _take_over(directory: Path, manifest: dict[str, Any], earlier: dict[str, Any], in_order: bool) -> bool:
     """Lists in `manifest` what an earlier run has made, as far as it is whole; True if that is everything."""
     if earlier["complete"]:
         try:
@@ -459,10 +460,12 @@ def _take_over(directory: Path, manifest: dict[str, Any], earlier: dict[str, Any
         manifest["counted"].append(entry)
     manifest["all_counted"] = bool(earlier.get("all_counted")) and len(manifest["counted"]) == len(counted)
     for entry in earlier["shards"]:
-        # Shards of a corpus that was cut in two have no end in it: they need all that was counted.
-        if not ("end" in entry or manifest["all_counted"]) or not _is_whole(directory, entry, earlier["complete"]):
+        # Those of a corpus that was cut in two have no end in it: they need all that was counted.
+        usable = "end" in entry or manifest["all_counted"] or not in_order
+        if usable and _is_whole(directory, entry, earlier["complete"]):
+            manifest["shards"].append(entry)
+        elif in_order:
             break
-        manifest["shards"].append(entry)
     return False
 
 
@@ -502,7 +505,7 @@ def take_shards(
     if theirs and theirs["tokenizer"] != encoding:
         raise UserError(f"{repository} has {theirs['tokenizer']} tokens, its manifest says. Leave out --tokenizer.")
     manifest = describe(name, revision, encoding, {"max_tokens": max_tokens})
-    with claimed(directory, manifest) as finished:
+    with claimed(directory, manifest, in_order=False) as finished:
         if finished:
             return manifest
         there = {entry["file"]: entry["tokens"] for entry in manifest["shards"]}

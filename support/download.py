@@ -13,6 +13,7 @@ from support.cli import UserError
 
 ATTEMPTS = 4
 TIMEOUT = (10, 30)  # seconds: to connect, and without a byte
+CHUNK = 1 << 16  # bytes that are written at a time, and lost at most when a connection breaks off
 LONGEST_PAUSE = 60  # seconds between two attempts
 RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
 
@@ -126,7 +127,7 @@ def _fetch(url: str, part: Path, headers: dict[str, str]) -> None:
         length = int(response.headers.get("Content-Length", 0))  # a body shorter than that is an error of requests
         options = {"unit": "B", "unit_scale": True, "desc": Path(url).name, "disable": None, "leave": False}
         with open(part, "ab" if had else "wb") as file, tqdm(total=length + had or None, initial=had, **options) as bar:
-            for chunk in response.iter_content(1 << 20):
+            for chunk in response.iter_content(CHUNK):
                 file.write(chunk)
                 bar.update(len(chunk))
             file.flush()
