@@ -122,7 +122,7 @@ def _pause(error: Exception, attempt: int, failure: str) -> None:
 
     status = getattr(getattr(error, "response", None), "status_code", None)
     refused = status is not None and 400 <= status < 500 and status not in RETRIED_STATUS
-    wrong = refused or isinstance(error, (errors.HFValidationError, FileNotFoundError, ValueError))
+    wrong = refused or isinstance(error, (errors.HFValidationError, errors.EntryNotFoundError, ValueError))
     if wrong or isinstance(error, errors.OfflineModeIsEnabled) or attempt >= ATTEMPTS:
         advice = "Check its name, --name and --split" if wrong else "Check the network and run the same command again"
         raise UserError(f"{failure}: {hub_trouble(error)}. {advice}.") from error
@@ -254,7 +254,11 @@ class Stream(Corpus):
                 failure = (
                     f"{where} broke off after {number} examples" if number else f"cannot open the data set {where}"
                 )
-                _pause(error, ATTEMPTS if os.path.isdir(where) else attempt, failure)
+                # "Not found" of the data set is what the library makes of a network that fails; of its files, it is true.
+                no_files = isinstance(error, FileNotFoundError) and not isinstance(
+                    error, datasets.exceptions.DatasetNotFoundError
+                )
+                _pause(error, ATTEMPTS if no_files or os.path.isdir(where) else attempt, failure)
 
 
 # -----------------------------------------------------------------------------

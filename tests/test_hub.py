@@ -50,14 +50,37 @@ class Hub:
                 self.end_headers()
                 self.wfile.write(body)
 
+            def do_HEAD(self):
+                path = urllib.parse.unquote(self.path)
+                name, file = path.removeprefix("/datasets/").split(f"/resolve/{COMMIT}/")
+                body = hub.repositories[name].get(file)
+                headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{git_blob(body or b"")}"', "Accept-Ranges": "bytes"}
+                self.send_response(200 if body is not None else 404)
+                for header, value in (headers | ({} if body is None else {"Content-Length": len(body)})).items():
+                    self.send_header(header, str(value))
+                if body is None:
+                    self.send_header("X-Error-Code", "EntryNotFound")
+                self.end_headers()
+
+            def do_POST(self):
+                name = self.path.removeprefix("/api/datasets/").split("/paths-info/")[0]
+                asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
+                wanted = json.loads(asked)["paths"] if asked.startswith("{") else urllib.parse.parse_qs(asked)["paths"]
+                files = hub.repositories[name]
+                self.reply(200, json.dumps([e for e in hub.tree(files, "") if e["path"] in wanted]).encode())
+
             def do_GET(self):
                 path = urllib.parse.unquote(self.path.split("?")[0])
                 for name, files in hub.repositories.items():
                     if path.startswith(f"/api/datasets/{name}/tree/{COMMIT}"):
                         folder = path.removeprefix(f"/api/datasets/{name}/tree/{COMMIT}").strip("/")
-                        return self.reply(200, json.dumps(hub.tree(files, folder)).encode())
-                    if path == f"/api/datasets/{name}":
-                        return self.reply(200, json.dumps({"id": name, "sha": hub.commit}).encode())
+                        return self.reply(
+                            200, json.dumps(hub.tree(files, folder, "recursive=false" not in self.path)).encode()
+                        )
+                    if path in (f"/api/datasets/{name}", f"/api/datasets/{name}/revision/{COMMIT}"):
+                        siblings = [{"rfilename": file} for file in files]
+                        info = {"id": name, "sha": hub.commit, "siblings": siblings}
+                        return self.reply(200, json.dumps(info).encode())
                     if path.startswith(f"/datasets/{name}/resolve/{COMMIT}/"):
                         return self.file(path.split(COMMIT + "/")[1], files)
                 self.reply(404, headers={"X-Error-Code": "RepoNotFound"})
@@ -68,11 +91,12 @@ class Hub:
                 trouble = hub.troubles.pop(0) if hub.troubles else None
                 if isinstance(trouble, int):
                     return self.reply(trouble, headers={"Retry-After": "7"} if trouble == 429 else {})
-                start = int((self.headers["Range"] or "bytes=0-").removeprefix("bytes=").rstrip("-"))
-                rest = body[start:]
-                self.send_response(206 if start else 200)
+                first, last = (self.headers["Range"] or "bytes=0-").removeprefix("bytes=").split("-")
+                start = int(first)
+                rest = body[start : int(last) + 1 if last else None]
+                self.send_response(206 if self.headers["Range"] else 200)
                 self.send_header("Content-Length", str(len(rest)))
-                self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+                self.send_header("Content-Range", f"bytes {start}-{start + len(rest) - 1}/{len(body)}")
                 self.end_headers()
                 if trouble is None:
                     self.wfile.write(rest)
@@ -89,15 +113,20 @@ class Hub:
 
         return Handler
 
-    def tree(self, files, folder):
-        listed = []
+    def tree(self, files, folder, recursive=True):
+        listed, folders = [], set()
         for path, body in files.items():
-            if path.startswith(f"{folder}/" if folder else ""):
-                entry = {"type": "file", "path": path, "size": len(body), "oid": git_blob(body)}
-                if not path.endswith(".json"):
-                    entry["lfs"] = {"oid": hashlib.sha256(body).hexdigest(), "size": len(body), "pointerSize": 130}
-                listed.append(entry)
-        return listed
+            if not path.startswith(f"{folder}/" if folder else ""):
+                continue
+            inner = path.removeprefix(f"{folder}/")
+            if "/" in inner and not recursive:
+                folders.add(path.removesuffix(inner) + inner.split("/")[0])
+                continue
+            entry = {"type": "file", "path": path, "size": len(body), "oid": git_blob(body)}
+            if not path.endswith(".json"):
+                entry["lfs"] = {"oid": hashlib.sha256(body).hexdigest(), "size": len(body), "pointerSize": 130}
+            listed.append(entry)
+        return listed + [{"type": "directory", "path": path, "oid": "0" * 40} for path in sorted(folders)]
 
 
 def git_blob(body):
@@ -222,7 +251,7 @@ def test_finished_shards_need_no_hub(server):
 def test_a_download_that_is_not_the_file_is_not_used(server, monkeypatch):
     path = "sample/10BT/000_00000.parquet"
     tree = server.tree(server.repositories[EDU], "")
-    server.tree = lambda files, folder: [e for e in tree if "10BT" in e["path"]]
+    server.tree = lambda files, folder, recursive: [e for e in tree if "10BT" in e["path"]]
     server.repositories[EDU][path] = server.repositories[EDU][path][:-9] + b"!" * 9
     with pytest.raises(UserError, match="is not the file we know"):
         fineweb.main(FLAGS)
@@ -293,7 +322,7 @@ def test_ready_made_shards_go_on_where_they_broke_off(server, ready_made):
 
 
 def test_shards_that_we_published_keep_their_tokenizer(server, tmp_path):
-    fineweb.main(["--demo", "--output", "demo"])
+    fineweb.make_shards(corpus.Documents("demo", lambda: TEXTS), "demo", tokenizer="bytes", shard_size=9000)
     server.repositories["someone/demo"] = {
         f"deep/er/{p.name}": p.read_bytes() for p in Path("demo").iterdir() if p.suffix
     }
@@ -333,24 +362,35 @@ def test_bad_ready_made_shards(server, files, message):
 # ---- as a user runs it
 
 
+def run_it(server, tmp_path, *flags, **options):
+    environment = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "PATH": "", "NO_PROXY": "127.0.0.1"}
+    environment |= {"HF_HOME": str(tmp_path / "home")}
+    return options.pop("by", subprocess.run)(
+        [sys.executable, str(ROOT / "fineweb.py"), *flags], env=environment, **options
+    )
+
+
+def test_a_data_set_of_the_hub_is_streamed(server, tmp_path):
+    stories = {f"data/train-{i}.jsonl": json.dumps({"story": f"story {i}"}).encode() for i in range(9)}
+    server.repositories["someone/stories"] = {"README.md": b"stories", **stories}
+    server.troubles += [None, 503]
+    flags = ["--dataset", "someone/stories", "--text-field", "story", "--tokenizer", "bytes", "--shard-size", "20"]
+    done = run_it(server, tmp_path, *flags, "--output", "out", capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert tokens_of("out") == expected([f"story {i}" for i in range(9)], 20)
+    assert shards.read_manifest("out")["revision"] == COMMIT and 503 not in server.troubles
+
+
 def test_killed_while_it_downloads_the_same_command_goes_on(server, tmp_path):
-    environment = {
-        "HF_ENDPOINT": server.url,
-        "HF_HUB_OFFLINE": "0",
-        "PATH": "",
-        "NO_PROXY": "127.0.0.1",
-        "HF_HOME": str(tmp_path),
-    }
-    command = [sys.executable, str(ROOT / "fineweb.py"), *FLAGS]
     server.troubles += [None, "stall"]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    process = run_it(server, tmp_path, *FLAGS, by=subprocess.Popen, stdout=subprocess.DEVNULL)
     while len(server.asked) < 2 or not any(p.stat().st_size for p in Path().glob("*/downloads/*.part")):
         assert process.poll() is None
         threading.Event().wait(0.01)
     process.kill()
     process.wait()
     server.troubles.clear()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = run_it(server, tmp_path, *FLAGS, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert tokens_of("edu_fineweb10B") == expected(TEXTS)
     assert any(found for path, found in server.asked if "001_00000" in path)
