@@ -20,6 +20,7 @@ import contextlib
 import errno
 import glob
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -317,7 +318,7 @@ def make_shards(
     """
     asked = {"shard_size": shard_size, "max_tokens": max_tokens, "val_fraction": val_fraction, **corpus.settings}
     directory, manifest = Path(output), describe(corpus.name, corpus.revision, tokenizer, asked)
-    with claimed(directory, manifest) as finished:
+    with claimed(directory, manifest, corpus.prefix) as finished:
         if finished:
             return manifest
         counting = val_fraction is not None
@@ -385,43 +386,44 @@ def check_room(directory: Path, corpus: Corpus, tokenizer: str, max_tokens: int 
 
 
 @contextlib.contextmanager
-def claimed(directory: Path, manifest: dict[str, Any], in_order: bool = True) -> Iterator[bool]:
-    """Makes the folder, locks it, and takes from the manifest there what an earlier run of the same command made.
+def claimed(directory: Path, manifest: dict[str, Any], prefix: str | None) -> Iterator[bool]:
+    """Takes from the manifest of a folder what an earlier run of the same command made; gives True if that is all.
 
-    Gives True if that is all of it. What is not listed, and shards that are no longer whole, are made again; and if
-    they are made `in_order`, so are those behind the first of them.
+    Else the folder is made and locked. Shards that are not listed there, or no longer whole, are to be made again, and
+    those with this prefix are removed. Those behind them too: without a prefix, each shard stands on its own.
 
     Raises:
         UserError: shards of another source or setting are there, or the folder is in use or cannot be written.
     """
     with contextlib.ExitStack() as stack:
-        path = directory / shards.MANIFEST
         try:
-            _refuse_others(directory, manifest)
-            directory.mkdir(parents=True, exist_ok=True)
-            if not os.access(directory, os.W_OK):
-                raise PermissionError(errno.EACCES, "no permission")
-            held = stack.enter_context(lock(directory, "--output"))
-            earlier = _refuse_others(directory, manifest)  # it may be another one's now
-            finished = bool(earlier) and _take_over(directory, manifest, earlier, in_order)
+            finished = _is_finished(directory, manifest, _refuse_others(directory, manifest))
             if not finished:
-                sign(held)
+                directory.mkdir(parents=True, exist_ok=True)
+                if not os.access(directory, os.W_OK):
+                    raise PermissionError(errno.EACCES, "no permission")
+                sign(stack.enter_context(lock(directory, "--output")))
+                earlier = _refuse_others(directory, manifest)  # again: now nobody else can change it
+                if earlier:
+                    _take_over(directory, manifest, earlier, in_order=prefix is not None)
                 listed = {entry["file"] for entry in (*manifest["shards"], *manifest["counted"])}
-                for leftover in (p for p in directory.iterdir() if is_ours(p.name) and p.name not in listed):
-                    leftover.unlink()
+                for path in directory.iterdir() if prefix else ():
+                    if path.name not in listed and _is_ours(path.name, prefix):
+                        path.unlink()
                 shards.write_manifest(directory, manifest)
         except OSError as error:
             raise UserError(f"cannot write to {directory} ({error.strerror}). Name another --output.") from error
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(
-                f"{path} is not a manifest of shards ({error!r}). Remove it, or name another --output."
+                f"{directory / shards.MANIFEST} is not a manifest of shards ({error!r}). Remove it, or name another --output."
             ) from error
         yield finished
 
 
-def is_ours(file: str) -> bool:
-    """Whether this is the name of a shard, or of something on its way to be one."""
-    return shards.parse(file.removesuffix(".partial").replace("_counted_", "_train_")) is not None
+def _is_ours(file: str, prefix: str) -> bool:
+    """Whether this is the name of a shard with this prefix, or of something on its way to be one."""
+    found = shards.parse(file.removesuffix(".partial").replace("_counted_", "_train_"))
+    return found is not None and found["prefix"] == prefix
 
 
 def _refuse_others(directory: Path, manifest: dict[str, Any]) -> dict[str, Any] | None:
@@ -443,36 +445,39 @@ def _refuse_others(directory: Path, manifest: dict[str, Any]) -> dict[str, Any] 
     return earlier if same else None
 
 
-def _take_over(directory: Path, manifest: dict[str, Any], earlier: dict[str, Any], in_order: bool) -> bool:
-    """Lists in `manifest` what an earlier run has made, as far as it is whole; True if that is everything."""
-    if earlier["complete"]:
-        try:
-            shards.verify(directory)
-            print("nothing to do: these shards were made before, and are whole")
-            manifest.update(earlier)
-            return True
-        except UserError as error:
-            print(f"making shards again: {error.problems[0].rsplit('. ', 1)[0]}")
+def _is_finished(directory: Path, manifest: dict[str, Any], earlier: dict[str, Any] | None) -> bool:
+    """Whether an earlier run has made all shards, and they are whole; then its manifest is taken over."""
+    if not earlier or not earlier["complete"]:
+        return False
+    try:
+        shards.verify(directory)
+    except UserError as error:
+        print(f"making shards again: {error.problems[0].rsplit('. ', 1)[0]}")
+        return False
+    print("nothing to do: these shards were made before, and are whole")
+    manifest.update(earlier)
+    return True
+
+
+def _take_over(directory: Path, manifest: dict[str, Any], earlier: dict[str, Any], in_order: bool) -> None:
+    """Lists in `manifest` what an earlier run has made, as far as it is whole."""
+    thorough = earlier["complete"]  # and yet not finished: something is damaged
     counted = earlier.get("counted", [])
-    for entry in counted:
-        if not _is_whole(directory, entry, earlier["complete"]):
-            break
-        manifest["counted"].append(entry)
+    manifest["counted"] = list(itertools.takewhile(lambda entry: _is_whole(directory, entry, thorough), counted))
     manifest["all_counted"] = bool(earlier.get("all_counted")) and len(manifest["counted"]) == len(counted)
     for entry in earlier["shards"]:
-        # Those of a corpus that was cut in two have no end in it: they need all that was counted.
+        # Shards of a corpus that was cut in two have no end in it: they need all that was counted.
         usable = "end" in entry or manifest["all_counted"] or not in_order
-        if usable and _is_whole(directory, entry, earlier["complete"]):
+        if usable and _is_whole(directory, entry, thorough):
             manifest["shards"].append(entry)
         elif in_order:
             break
-    return False
 
 
 def _is_whole(directory: Path, entry: dict[str, Any], thorough: bool) -> bool:
-    path = directory / entry["file"]
+    path = directory / Path(entry["file"]).name
     try:
-        if len(shards.load(path)) != entry["tokens"]:
+        if path.name != entry["file"] or len(shards.load(path)) != entry["tokens"]:
             return False
     except UserError:
         return False
@@ -505,7 +510,7 @@ def take_shards(
     if theirs and theirs["tokenizer"] != encoding:
         raise UserError(f"{repository} has {theirs['tokenizer']} tokens, its manifest says. Leave out --tokenizer.")
     manifest = describe(name, revision, encoding, {"max_tokens": max_tokens})
-    with claimed(directory, manifest, in_order=False) as finished:
+    with claimed(directory, manifest, prefix=None) as finished:
         if finished:
             return manifest
         there = {entry["file"]: entry["tokens"] for entry in manifest["shards"]}

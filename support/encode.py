@@ -63,7 +63,7 @@ class Gigatoken:
             self._encoder = BPETokenizer.from_tiktoken(path, "gpt2")
         finally:
             os.unlink(path)
-        self._chars, self._memory = 0, _private_memory()
+        self._chars, self._memory = 0, _resident_memory()
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
         try:
@@ -73,7 +73,7 @@ class Gigatoken:
             found = self._encode(texts)
         self._compare(texts, found)
         self._chars += sum(map(len, texts))
-        if self._chars > CACHE_CHARS or _private_memory() - self._memory > CACHE_BYTES:
+        if self._chars > CACHE_CHARS or _resident_memory() - self._memory > CACHE_BYTES:
             self._load()
         return found
 
@@ -105,8 +105,8 @@ class Gigatoken:
             budget -= end
 
 
-def _private_memory() -> int:
-    """Bytes of memory of this process, where the system tells it easily; else 0."""
+def _resident_memory() -> int:
+    """Bytes of memory that this process has, where the system tells it easily; else 0."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):

@@ -234,6 +234,12 @@ def test_other_shards_are_never_mixed_or_lost(tmp_path):
         with pytest.raises(UserError, match="holds shards of another source or setting"):
             fineweb.make_shards(source_of(["b" * 250]), tmp_path / "ours", tokenizer="bytes", **settings)
     assert contents(tmp_path / "ours") == before
+    np.save(tmp_path / "ours" / "foreign_train_000007.npy", np.zeros(9, dtype=np.uint16))
+    (tmp_path / "ours" / "manifest.json").write_text(
+        (tmp_path / "ours" / "manifest.json").read_text().replace('"complete": true', '"complete": false')
+    )
+    fineweb.make_shards(source_of(["a" * 250]), tmp_path / "ours", tokenizer="bytes", shard_size=100)
+    assert (tmp_path / "ours" / "foreign_train_000007.npy").exists()
     (tmp_path / "theirs").mkdir()
     np.save(tmp_path / "theirs" / "x_train_000001.npy", np.zeros(9, dtype=np.uint16))
     with pytest.raises(UserError, match=r"shards of another tool, such as x_train_000001\.npy"):
@@ -409,12 +415,12 @@ def test_workers_change_nothing(tmp_path, monkeypatch, workers, engine):
 
 
 @needs_gpt2_vocabulary
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_cut_between_a_word_and_a_blank_changes_no_token(seed):
     encode_whole, _ = encode_with("gpt2")
     text = "".join(adversarial_texts(seed, 20))
-    cuts = {corpus.safe_cut(text, 0, limit) for limit in range(1, len(text), 7)} - {0}
-    assert len(cuts) > 50
+    cuts = {corpus.safe_cut(text, 0, limit) for limit in range(1, len(text), 20)} - {0}
+    assert len(cuts) > 30
     for cut in cuts:
         assert encode_whole(text[:cut]) + encode_whole(text[cut:]) == encode_whole(text), (
             text[cut - 9 : cut],
@@ -455,10 +461,10 @@ def test_gigatoken_starts_anew_before_its_memory_of_words_is_large(monkeypatch):
     monkeypatch.setattr(encode, "CACHE_BYTES", 5 << 20)
     rng = random.Random(0)
     gigatoken = encode.Gigatoken(get_tokenizer("gpt2"))
-    begin = encode._private_memory()
+    begin = encode._resident_memory()
     for _ in range(12):
         gigatoken([" ".join("".join(rng.choices("abcdefghijklm", k=9)) for _ in range(20_000))])
-    assert len(loads) > 2 and encode._private_memory() - begin < 150 << 20
+    assert len(loads) > 2 and encode._resident_memory() - begin < 150 << 20
 
 
 @needs_gpt2_vocabulary
