@@ -23,13 +23,15 @@ import hashlib
 import itertools
 import json
 import os
+import signal
 import sys
 import sysconfig
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from decimal import Decimal, DecimalException
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +41,12 @@ from support import hub, shards
 from support.cli import Parser, UserError, run
 from support.corpus import COMPRESSED, KINDS, Batch, Corpus, Documents, Files, Place, kind_of, slug
 from support.encode import ENGINES, default_engine, encoded
-from support.lock import lock, sign
+from support.lock import LOCK, lock, sign
 from support.tokenizer import VOCAB_SIZES, get_tokenizer
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 SHARD_SIZE = 10**8  # tokens
+MOST_OF_A_SHARD = 10**10
 VAL_FRACTION = 0.1  # of a corpus that is smaller than a shard
 SECONDS_BETWEEN_LINES = 10  # of progress, where it is no bar
 CHARS_PER_TOKEN = 5  # of English as gpt2 tokens, rather more than there are: for estimates
@@ -106,10 +109,9 @@ def file_source(patterns: list[str], text_field: str, separator: str | None = No
         raise UserError(
             *problems or [f"{' '.join(patterns)} names no files, only folders. Use a pattern such as 'folder/*.txt'."]
         )
-    stamps = [(path.stat().st_size, path.stat().st_mtime_ns) for path in paths]  # an edited file is another source
-    revision = hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
-    name = " ".join(map(str, paths if len(paths) <= 9 else [*paths[:3], f"... ({len(paths)} files)"]))
-    return Files(name, paths, text_field, separator=separator, revision=revision)
+    name = " ".join(path.name for path in (paths if len(paths) <= 9 else paths[:3]))
+    name += f" ... ({len(paths)} files)" if len(paths) > 9 else ""
+    return Files(name, paths, text_field, separator=separator)
 
 
 def dataset_source(name: str, config: str | None, split: str, text_field: str, output: Path, keep: bool) -> Corpus:
@@ -121,6 +123,8 @@ def dataset_source(name: str, config: str | None, split: str, text_field: str, o
     Raises:
         UserError: there is no such data set, or the hub cannot be reached.
     """
+    if os.path.isfile(name):
+        raise UserError(f"{name} is a file. Name it with --input.")
     if os.path.isdir(name):
         return hub.Stream(name, config, split, text_field)
     if name in hub.FINEWEBS and split == "train":
@@ -136,7 +140,7 @@ def begun(output: Path, name: str) -> dict[str, Any]:
     try:
         earlier = json.loads((output / shards.MANIFEST).read_text(encoding="utf-8"))
         return earlier if earlier["source"] == name else {}
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return {}
 
 
@@ -161,7 +165,8 @@ def chunks(
     """Cuts a stream of tokens, without its first `skip` and up to `limit` of the others, every `size`."""
     buffer, filled, end = np.empty(size, dtype=np.uint16), 0, (None, 0)
     for batch, tokens in encoded_batches:
-        at, skip = skip, 0
+        at = min(skip, len(tokens))
+        skip -= at
         until = len(tokens) if limit is None else min(len(tokens), at + limit)
         while at < until:
             if filled == size:  # known not to be the last one only now
@@ -203,14 +208,13 @@ def held_out_from(parts: Sequence[np.ndarray], eot: int, fraction: float) -> int
     """
     total = sum(map(len, parts))
     ideal = total - max(1, round(fraction * total))
-    best, before = None, 0
+    nearest, before = [], 0
     for part in parts:
         starts = before + np.flatnonzero(part == eot)
-        for start in starts[starts > 0][np.abs(starts[starts > 0] - ideal).argsort(kind="stable")[:1]]:
-            if best is None or abs(start - ideal) < abs(best - ideal):
-                best = int(start)
+        starts = starts[starts > 0]
+        nearest += [int(starts[np.abs(starts - ideal).argmin()])] if len(starts) else []
         before += len(part)
-    return max(1, ideal) if best is None else best
+    return min(nearest, key=lambda start: abs(start - ideal), default=max(1, ideal))
 
 
 class Progress:
@@ -224,17 +228,25 @@ class Progress:
         how = {"unit": " tokens", "unit_scale": True, "desc": "tokenising", "initial": before, "total": most}
         self.bar = tqdm(disable=None, smoothing=0.05, **how)
 
-    def saw(self, tokens: int, share: float | None) -> None:
-        """Of a batch, which ends that share of the corpus."""
-        self._tokens += tokens
-        if share:
-            self.bar.total = min(self._tokens / share, self._most or float("inf"))
-        self.bar.update(tokens)
-        now = time.monotonic()
-        if self.bar.disable and now - self._said > SECONDS_BETWEEN_LINES:
-            self._said = now
-            how = {"prefix": "tokenising", "unit": " tokens", "unit_scale": True, "initial": self._before}
-            print(self.bar.format_meter(self._tokens, self.bar.total, now - self._begin, **how), flush=True)
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+
+    def watch(self, stream: Iterable[tuple[Batch, np.ndarray]]) -> Iterator[tuple[Batch, np.ndarray]]:
+        """Passes batches and their tokens on."""
+        for batch, tokens in stream:
+            self._tokens += len(tokens)
+            if batch.share:
+                self.bar.total = min(self._tokens / batch.share, self._most or float("inf"))
+            self.bar.update(len(tokens))
+            now = time.monotonic()
+            if self.bar.disable and now - self._said > SECONDS_BETWEEN_LINES:
+                self._said = now
+                how = {"prefix": "tokenising", "unit": " tokens", "unit_scale": True, "initial": self._before}
+                print(self.bar.format_meter(self._tokens, self.bar.total, now - self._begin, **how), flush=True)
+            yield batch, tokens
 
 
 class Folder:
@@ -243,8 +255,8 @@ class Folder:
     Shards are written by a thread, while the next one is filled.
     """
 
-    def __init__(self, directory: Path, manifest: dict[str, Any], corpus: Corpus):
-        self.directory, self.manifest, self.corpus = directory, manifest, corpus
+    def __init__(self, directory: Path, manifest: dict[str, Any], corpus: Corpus, shard_size: int):
+        self.directory, self.manifest, self.corpus, self.shard_size = directory, manifest, corpus, shard_size
         self.eot = manifest["vocab_size"] - 1
         self._pool, self._writing = ThreadPoolExecutor(1), Future()
         self._writing.set_result(None)
@@ -252,47 +264,89 @@ class Folder:
     def __enter__(self) -> Folder:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type | None, *_: object) -> None:
         self._pool.shutdown()
+        if kind is None:
+            self.wait()
 
     def put(self, tokens: np.ndarray, split: str, index: int, end: Mark | None = None) -> None:
         """Writes a shard; one of the split "counted" is a part of a corpus that is cut in two when all is counted.
 
         Raises:
-            OSError: the one before could not be written.
+            UserError: the one before could not be written.
         """
         self.wait()
         self._writing = self._pool.submit(self._write, tokens, split, index, end)
 
     def wait(self) -> None:
-        """Returns when all is written, or raises what went wrong."""
-        self._writing.result()
+        """Returns when all is written.
+
+        Raises:
+            UserError: the disk does not take it.
+        """
+        try:
+            self._writing.result()
+        except OSError as error:
+            whole = len(self.manifest["counted"]) + len(self.manifest["shards"])
+            raise UserError(
+                f"cannot write to {self.directory} ({error.strerror}). {whole} shards are whole: mend that, and run the "
+                "same command again."
+            ) from error
 
     def _write(self, tokens: np.ndarray, split: str, index: int, end: Mark | None) -> None:
         path = self.directory / shards.name(self.corpus.prefix, split, index)
         entry = {"file": path.name, "split": split, "tokens": len(tokens)}
         entry |= {"documents": int(np.count_nonzero(tokens == self.eot)), "sha256": shards.write_shard(path, tokens)}
         if end is not None:
-            entry["end"] = json.dumps(end)
+            entry["end"] = json.dumps(end)  # a line of the manifest, not ten
         self.manifest["counted" if split == "counted" else "shards"].append(entry)
         shards.write_manifest(self.directory, self.manifest)
         if end is not None:
             self.corpus.done_with(end[0])
 
-    def hold_out(self, parts: Sequence[np.ndarray], fraction: float, shard_size: int) -> None:
+    def fill(self, done: list[dict], max_tokens: int | None, counting: bool, tokens_from: Callable) -> None:
+        """Writes the shards that follow those that are `done`.
+
+        `tokens_from` gives batches and their tokens from a place on. A corpus that turns out to be no more than a shard
+        is cut in two; with `counting`, its parts are only laid aside.
+        """
+        made = sum(entry["tokens"] for entry in done)
+        place, skip = json.loads(done[-1]["end"]) if done else (None, 0)
+        left = None if max_tokens is None else max_tokens - made
+        if left == 0:
+            return
+        if done:
+            print(f"going on behind {len(done)} shards, {made:,} tokens")
+        small = None
+        with Progress(made, max_tokens) as progress:
+            stream = progress.watch(tokens_from(place))
+            for index, chunk in enumerate(chunks(stream, self.shard_size, skip, left), start=len(done)):
+                if counting:
+                    self.put(chunk.tokens, "counted", index, chunk.end)
+                elif index == 0 and chunk.last:
+                    small = chunk.tokens
+                else:
+                    self.put(chunk.tokens, "train" if index else "val", index, chunk.end)
+        if small is not None:
+            self.hold_out([small], VAL_FRACTION)
+        self.wait()
+
+    def hold_out(self, parts: Sequence[np.ndarray], fraction: float) -> None:
         """Writes the shards of a corpus that is there in parts of a shard's size, its last `fraction` as validation."""
         total = sum(map(len, parts))
         if total < 2:
-            raise UserError(f"there is no text in {self.corpus.name}. Name other files, or another data set.")
+            raise self.no_text()
         cut = held_out_from(parts, self.eot, fraction)
-        print(f"the last {(total - cut) / total:.1%} of the text is held out for validation")
-        for slot in list(slots_held_out(cut, total, shard_size))[len(self.manifest["shards"]) :]:
-            part, at = divmod(slot.start, shard_size)
+        print(f"the last {(total - cut) / total:.1%} of the text, {total - cut:,} tokens, is held out for validation")
+        for slot in list(slots_held_out(cut, total, self.shard_size))[len(self.manifest["shards"]) :]:
+            part, at = divmod(slot.start, self.shard_size)
             tokens = parts[part][at : at + slot.end - slot.start]
             if len(tokens) < slot.end - slot.start:  # the rest is in the next one
                 tokens = np.concatenate([tokens, parts[part + 1][: slot.end - slot.start - len(tokens)]])
             self.put(tokens, slot.split, slot.index)
-        self.wait()
+
+    def no_text(self) -> UserError:
+        return UserError(f"there is no text in {self.corpus.name}. Name other files, or another data set.")
 
 
 def make_shards(
@@ -308,7 +362,7 @@ def make_shards(
 ) -> dict[str, Any]:
     """Writes the shards of a corpus and their manifest into the folder `output`; returns the manifest.
 
-    Shard 0 is validation; with `val_fraction`, or where the corpus is smaller than one shard, the last documents are.
+    Shard 0 is validation; with `val_fraction`, or where the corpus is no more than one shard, the last documents are.
     What an earlier call with the same arguments has finished is kept. The bytes depend neither on `engine`, "gigatoken"
     or "tiktoken" (default: the first one that is installed), nor on `workers`.
 
@@ -318,71 +372,72 @@ def make_shards(
     """
     asked = {"shard_size": shard_size, "max_tokens": max_tokens, "val_fraction": val_fraction, **corpus.settings}
     directory, manifest = Path(output), describe(corpus.name, corpus.revision, tokenizer, asked)
-    with claimed(directory, manifest, corpus.prefix) as finished:
-        if finished:
-            return manifest
-        counting = val_fraction is not None
-        done = manifest["counted" if counting else "shards"]
-        made = sum(entry["tokens"] for entry in done)
-        check_room(directory, corpus, tokenizer, max_tokens, made, copies=2 if counting else 1)
-        place, skip = json.loads(done[-1]["end"]) if done else (None, 0)
-        left = None if max_tokens is None else max_tokens - made
-        progress = Progress(made, max_tokens)
 
-        def stream() -> Iterator[tuple[Batch, np.ndarray]]:
-            for batch, tokens in encoded(corpus.batches(place), tokenizer, engine or default_engine(), workers):
-                progress.saw(len(tokens), batch.share)
-                yield batch, tokens
+    def tokens_from(place: Place | None) -> Iterator[tuple[Batch, np.ndarray]]:
+        return encoded(corpus.batches(place), tokenizer, engine or default_engine(), workers)
 
-        with Folder(directory, manifest, corpus) as folder, progress.bar:
-            if left != 0 and not manifest.get("all_counted"):
-                for index, chunk in enumerate(chunks(stream(), shard_size, skip, left), start=len(done)):
-                    if counting:
-                        folder.put(chunk.tokens, "counted", index, chunk.end)
-                    elif index == 0 and chunk.last:
-                        folder.hold_out([chunk.tokens], VAL_FRACTION, shard_size)
-                    else:
-                        folder.put(chunk.tokens, "train" if index else "val", index, chunk.end)
+    with claimed(directory, manifest, corpus.prefix) as finished, told(manifest):
+        if not finished:
+            check_room(manifest, directory, corpus, max_tokens, copies=1 if val_fraction is None else 2)
+            with Folder(directory, manifest, corpus, shard_size) as folder:
+                if val_fraction is None:
+                    folder.fill([s for s in manifest["shards"] if "end" in s], max_tokens, False, tokens_from)
+                else:
+                    parts = manifest["counted"]
+                    if not manifest["all_counted"]:
+                        folder.fill(parts, max_tokens, True, tokens_from)
+                        manifest["all_counted"] = bool(parts)
+                    folder.hold_out([shards.load(directory / part["file"]) for part in parts], val_fraction)
                 folder.wait()
-            if counting:
-                manifest["all_counted"] = True
-                shards.write_manifest(directory, manifest)
-                folder.hold_out([shards.load(directory / part["file"]) for part in done], val_fraction, shard_size)
-            if not manifest["shards"]:
-                raise UserError(f"there is no text in {corpus.name}. Name other files, or another data set.")
-        finish(directory, manifest)
+                if not manifest["shards"]:
+                    raise folder.no_text()
+            if corpus.changed():
+                raise UserError(f"{corpus.name} was changed while it was read. Remove {directory} and run it again.")
+            finish(directory, manifest)
         corpus.close()
     return manifest
+
+
+@contextlib.contextmanager
+def told(manifest: dict[str, Any]) -> Iterator[None]:
+    """Says after Ctrl-C what becomes of the work."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        whole = len(manifest["shards"]) + len(manifest.get("counted", []))
+        print(f"\nstopped: the same command goes on behind the {whole} shards that are whole", file=sys.stderr, end="")
+        raise
 
 
 def describe(source: str, revision: str | None, tokenizer: str, settings: dict[str, Any]) -> dict[str, Any]:
     """The manifest of a folder in which nothing is made so far."""
     manifest = {"tokenizer": tokenizer, "vocab_size": VOCAB_SIZES[tokenizer], "source": source, "revision": revision}
     settings = {key: value for key, value in settings.items() if value is not None}
-    return manifest | {"settings": settings, "complete": False, "shards": [], "counted": []}
+    return manifest | {"settings": settings, "complete": False, "shards": [], "counted": [], "all_counted": False}
 
 
 def finish(directory: Path, manifest: dict[str, Any]) -> None:
     """Says in the manifest that all shards are there, and removes what only making them needed."""
     parts = manifest.pop("counted")
-    manifest.pop("all_counted", None)
+    manifest.pop("all_counted")
     manifest["complete"] = True
     shards.write_manifest(directory, manifest)
     for part in parts:
         (directory / part["file"]).unlink(missing_ok=True)
 
 
-def check_room(directory: Path, corpus: Corpus, tokenizer: str, max_tokens: int | None, made: int, copies: int) -> None:
-    """Compares the disk with an estimate of what the shards will need.
+def check_room(manifest: dict[str, Any], directory: Path, corpus: Corpus, max_tokens: int | None, copies: int) -> None:
+    """Compares the disk with an estimate of what the shards still need, where there is one.
 
     Raises:
         UserError: there is clearly not enough.
     """
-    text = corpus.text_bytes()
-    tokens = float("inf") if text is None else text / (1 if tokenizer == "bytes" else CHARS_PER_TOKEN)
-    tokens = min(tokens, float("inf") if max_tokens is None else max_tokens)
-    if tokens < float("inf"):
-        hub.check_room(directory, 2 * (copies * tokens - made), "make the shards")
+    text, most = corpus.text_bytes(), float("inf") if max_tokens is None else max_tokens
+    if text is not None:
+        most = min(most, text / (1 if manifest["tokenizer"] == "bytes" else CHARS_PER_TOKEN))
+    if most < float("inf"):
+        made = sum(entry["tokens"] for entry in (*manifest["counted"], *manifest["shards"]))
+        hub.check_room(directory, 2 * (copies * most - made), "make the shards")
 
 
 @contextlib.contextmanager
@@ -395,54 +450,71 @@ def claimed(directory: Path, manifest: dict[str, Any], prefix: str | None) -> It
     Raises:
         UserError: shards of another source or setting are there, or the folder is in use or cannot be written.
     """
+    path = directory / shards.MANIFEST
     with contextlib.ExitStack() as stack:
         try:
-            finished = _is_finished(directory, manifest, _refuse_others(directory, manifest))
+            earlier = _refuse_others(directory, manifest, prefix)
+            finished = _is_finished(directory, manifest, earlier)
             if not finished:
                 directory.mkdir(parents=True, exist_ok=True)
                 if not os.access(directory, os.W_OK):
                     raise PermissionError(errno.EACCES, "no permission")
                 sign(stack.enter_context(lock(directory, "--output")))
-                earlier = _refuse_others(directory, manifest)  # again: now nobody else can change it
+                earlier = _refuse_others(directory, manifest, prefix)  # again: now nobody else can change it
                 if earlier:
                     _take_over(directory, manifest, earlier, in_order=prefix is not None)
-                listed = {entry["file"] for entry in (*manifest["shards"], *manifest["counted"])}
-                for path in directory.iterdir() if prefix else ():
-                    if path.name not in listed and _is_ours(path.name, prefix):
-                        path.unlink()
+                stack.callback(_leave_nothing, directory, manifest)
                 shards.write_manifest(directory, manifest)
+            if earlier:
+                _remove_leftovers(directory, manifest, prefix)
         except OSError as error:
             raise UserError(f"cannot write to {directory} ({error.strerror}). Name another --output.") from error
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(
-                f"{directory / shards.MANIFEST} is not a manifest of shards ({error!r}). Remove it, or name another --output."
+                f"{path} is not a manifest of shards ({error!r}). Remove it, or name another --output."
             ) from error
         yield finished
 
 
-def _is_ours(file: str, prefix: str) -> bool:
-    """Whether this is the name of a shard with this prefix, or of something on its way to be one."""
-    found = shards.parse(file.removesuffix(".partial").replace("_counted_", "_train_"))
-    return found is not None and found["prefix"] == prefix
+def _remove_leftovers(directory: Path, manifest: dict[str, Any], prefix: str | None) -> None:
+    """Removes shards with this prefix, and what was on its way to be one, that the manifest does not list."""
+    listed = {entry["file"] for entry in (*manifest["shards"], *manifest.get("counted", []))}
+    for path in directory.iterdir() if prefix else ():
+        found = shards.parse(path.name.removesuffix(".partial").replace("_counted_", "_train_"))
+        if found and found["prefix"] == prefix and path.name not in listed:
+            path.unlink()
 
 
-def _refuse_others(directory: Path, manifest: dict[str, Any]) -> dict[str, Any] | None:
+def _leave_nothing(directory: Path, manifest: dict[str, Any]) -> None:
+    """Frees a folder in which nothing was made, after an error."""
+    if not manifest["shards"] and not manifest.get("counted"):
+        with contextlib.suppress(OSError):
+            (directory / shards.MANIFEST).unlink()
+            (directory / LOCK).unlink()
+            directory.rmdir()  # only if nothing else is in it
+
+
+def _refuse_others(directory: Path, manifest: dict[str, Any], prefix: str | None) -> dict[str, Any] | None:
     """The manifest of an earlier run of the same command, if there is one."""
-    path, earlier, same = directory / shards.MANIFEST, None, False
+    path, earlier, differing = directory / shards.MANIFEST, None, ["source"]
     if path.exists():
         earlier = json.loads(path.read_text(encoding="utf-8"))
-        settings = {key: value for key, value in earlier["settings"].items() if value is not None}
-        same = settings == manifest["settings"] and all(
-            earlier[key] == manifest[key] for key in ("tokenizer", "source", "revision")
-        )
-        if not same and (earlier["shards"] or earlier.get("counted")):
+        ours, theirs = ({**m, **m["settings"], "settings": None} for m in (manifest, earlier))
+        same = ("tokenizer", "source", "revision", *manifest["settings"], *earlier["settings"])
+        differing = [
+            f"{key}: {theirs.get(key)}, not {ours.get(key)}" for key in same if theirs.get(key) != ours.get(key)
+        ]
+        if differing and (earlier["shards"] or earlier.get("counted")):
             raise UserError(
-                f"{directory} holds shards of another source or setting. Remove it, or name another --output."
+                f"{directory} holds shards of another source or setting ({'; '.join(dict.fromkeys(differing))}). "
+                "Name another --output, or remove it."
             )
-    strangers = [path.name for split in ("train", "val") for path in shards.paths(directory, split)]
-    if strangers and not same:
-        raise UserError(f"{directory} holds shards of another tool, such as {strangers[0]}. Name another --output.")
-    return earlier if same else None
+    names = [path.name for split in ("train", "val") for path in shards.paths(directory, split)]
+    if strangers := [name for name in names if differing or (prefix and shards.parse(name)["prefix"] != prefix)]:
+        raise UserError(
+            f"{directory} holds shards of another tool, such as {strangers[0]}. Move them away, or name another --output."
+        )
+    return None if differing else earlier
 
 
 def _is_finished(directory: Path, manifest: dict[str, Any], earlier: dict[str, Any] | None) -> bool:
@@ -466,12 +538,16 @@ def _take_over(directory: Path, manifest: dict[str, Any], earlier: dict[str, Any
     manifest["counted"] = list(itertools.takewhile(lambda entry: _is_whole(directory, entry, thorough), counted))
     manifest["all_counted"] = bool(earlier.get("all_counted")) and len(manifest["counted"]) == len(counted)
     for entry in earlier["shards"]:
-        # Shards of a corpus that was cut in two have no end in it: they need all that was counted.
-        usable = "end" in entry or manifest["all_counted"] or not in_order
+        # Shards of what was counted first can only be added to while that is there.
+        usable = manifest["all_counted"] or "val_fraction" not in manifest["settings"]
         if usable and _is_whole(directory, entry, thorough):
             manifest["shards"].append(entry)
         elif in_order:
             break
+    for entry in (*manifest["counted"], *manifest["shards"]):
+        place, skip = json.loads(entry.get("end", "[null, 0]"))
+        if not isinstance(place, list | None) or type(skip) is not int or skip < 0:
+            raise ValueError(f"end of {entry['file']}: {entry['end']}")
 
 
 def _is_whole(directory: Path, entry: dict[str, Any], thorough: bool) -> bool:
@@ -505,8 +581,11 @@ def take_shards(
     directory, name = Path(output), f"shards of {repository}" + (f"/{folder}" if folder else "")
     earlier = begun(directory, name)
     revision = earlier.get("revision") or hub.revision_of(repository)
-    theirs = {} if earlier else hub.manifest_of_shards(repository, revision, folder)
+    listing = None if earlier else hub.list_shards(repository, revision, folder)
+    theirs = hub.manifest_of_shards(repository, revision, listing[1]) if listing and listing[1] else {}
     encoding = tokenizer or earlier.get("tokenizer") or theirs.get("tokenizer") or "gpt2"
+    if encoding not in VOCAB_SIZES:
+        raise UserError(f"{directory / shards.MANIFEST} names an unknown tokenizer, {encoding!r}. Remove {directory}.")
     if theirs and theirs["tokenizer"] != encoding:
         raise UserError(f"{repository} has {theirs['tokenizer']} tokens, its manifest says. Leave out --tokenizer.")
     manifest = describe(name, revision, encoding, {"max_tokens": max_tokens})
@@ -515,7 +594,7 @@ def take_shards(
             return manifest
         there = {entry["file"]: entry["tokens"] for entry in manifest["shards"]}
         wanted, tokens = [], 0
-        for file in hub.list_shards(repository, revision, folder)[0]:
+        for file in (listing or hub.list_shards(repository, revision, folder))[0]:
             if max_tokens is None or tokens < max_tokens:
                 wanted.append(file)
                 tokens += (file.size - 128) // 2  # 128 bytes of header
@@ -529,19 +608,19 @@ def take_shards(
 
 
 def _fetched_shard(repository: str, revision: str, file: hub.HubFile, directory: Path, manifest: dict) -> dict:
-    path = hub.fetch(repository, revision, file, directory / Path(file.path).name)
+    path, problem = hub.fetch(repository, revision, file, directory / Path(file.path).name), None
     try:
         tokens = shards.load(path)
         shards.check_ids(tokens, manifest["vocab_size"])
+        documents = int(np.count_nonzero(tokens == manifest["vocab_size"] - 1))
+        entry = {"file": path.name, "split": shards.parse(path.name)["split"], "tokens": len(tokens)}
     except UserError as error:
+        problem = error.problems[0].rsplit(". ", 1)[0]
+    if problem:
         path.unlink()
-        what = error.problems[0].rsplit(". ", 1)[0]
-        raise UserError(f"{what}. That is how {repository} has it: name another data set.") from error
+        raise UserError(f"{problem}. That is how {repository} has it: name another data set.")
     with open(path, "rb") as content:
-        sha256 = hashlib.file_digest(content, "sha256").hexdigest()
-    documents = int(np.count_nonzero(tokens == manifest["vocab_size"] - 1))
-    split = shards.parse(path.name)["split"]
-    return {"file": path.name, "split": split, "tokens": len(tokens), "documents": documents, "sha256": sha256}
+        return entry | {"documents": documents, "sha256": hashlib.file_digest(content, "sha256").hexdigest()}
 
 
 # -----------------------------------------------------------------------------
@@ -561,7 +640,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help=".txt, .jsonl (these also .gz or .zst) or .parquet files, or patterns such as 'texts/*.txt'",
     )
-    source.add_argument("--dataset", metavar="NAME", help=f"a Hugging Face data set (default: {FINEWEB_EDU})")
+    source.add_argument(
+        "--dataset", metavar="NAME", help=f"a Hugging Face data set, or a folder that is one (default: {FINEWEB_EDU})"
+    )
     source.add_argument(
         "--name", metavar="CONFIG", help="configuration of the data set (default for FineWeb: sample-10BT)"
     )
@@ -585,13 +666,15 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     shape = parser.add_argument_group("shards")
     shape.add_argument(
-        "--output", metavar="DIR", help="folder for the shards (default: edu_fineweb10B; with --demo demo_data)"
+        "--output",
+        metavar="DIR",
+        help="folder for the shards (default: edu_fineweb10B or so for FineWeb, demo_data with --demo)",
     )
     shape.add_argument("--tokenizer", choices=tuple(VOCAB_SIZES), help="encoding (default: gpt2; with --demo bytes)")
+    shape.add_argument("--shard-size", type=count, metavar="N", help=f"tokens of a shard (default: {SHARD_SIZE:,})")
     shape.add_argument(
-        "--shard-size", type=int, default=SHARD_SIZE, metavar="N", help=f"tokens of a shard (default: {SHARD_SIZE})"
+        "--max-tokens", type=count, metavar="N", help="stop after so many tokens, such as 1e9 (default: all)"
     )
-    shape.add_argument("--max-tokens", type=int, metavar="N", help="stop after this many tokens (default: all)")
     shape.add_argument("--val-fraction", type=float, metavar="F", help="hold out this share for validation (default: shard 0; a tenth of less than a shard)")  # fmt: skip
     work = parser.add_argument_group("work; the bytes do not depend on it")
     work.add_argument(
@@ -611,8 +694,20 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Those that this process may use; Windows can wait for no more processes than 61."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(found, 61) if os.name == "nt" else found
+
+
+def count(text: str) -> int:
+    """A whole number, also as 1e9 or 10_000_000."""
+    try:
+        number = Decimal(text)
+        if number == int(number):
+            return int(number)
+    except (DecimalException, OverflowError):
+        pass
+    raise ValueError(text)  # in argparse's words: an invalid count value
 
 
 def bad_arguments(args: argparse.Namespace) -> list[str]:
@@ -622,6 +717,10 @@ def bad_arguments(args: argparse.Namespace) -> list[str]:
         for name, least in (("shard-size", 2), ("max-tokens", 2), ("workers", 1))
         if (value := getattr(args, name.replace("-", "_"))) is not None and value < least
     ]
+    if args.shard_size is not None and args.shard_size > MOST_OF_A_SHARD:
+        problems.append(f"--shard-size must be {MOST_OF_A_SHARD:,} or less: two shards are in memory.")
+    if args.output == "":
+        problems.append("--output must not be empty.")
     if args.val_fraction is not None and not 0 < args.val_fraction < 1:
         problems.append("--val-fraction must be more than 0 and less than 1.")
     sources = {
@@ -636,8 +735,15 @@ def bad_arguments(args: argparse.Namespace) -> list[str]:
     ours = args.dataset in (None, *hub.FINEWEBS)
     if (args.input or args.shards_from or not ours) and args.output is None:
         problems.append("name a folder for the shards with --output.")
-    if args.document_separator is not None and not (args.input and args.document_separator):
-        problems.append("--document-separator needs --input, and must not be empty.")
+    if args.document_separator is not None and not args.input:
+        problems.append("--document-separator is for --input.")
+    if args.document_separator == "":
+        problems.append("--document-separator must not be empty.")
+    if args.name is not None and (args.input or args.demo):
+        problems.append("--name is for data sets.")
+    made = (args.shard_size, args.val_fraction, args.engine)
+    if args.shards_from is not None and made != (None, None, None):
+        problems.append("--shards-from takes shards as they are: leave out --shard-size, --val-fraction and --engine.")
     return problems
 
 
@@ -671,19 +777,21 @@ def main(argv: list[str] | None = None) -> None:
         manifest = take_shards(args.shards_from, args.name, output, args.tokenizer, args.max_tokens)
     else:
         tokenizer = args.tokenizer or ("bytes" if args.demo else "gpt2")
+        if tokenizer == "gpt2" and args.engine is None and default_engine() == "tiktoken":
+            print('gigatoken is not installed: tiktoken encodes, several times slower ("pip install gigatoken")')
         get_tokenizer(tokenizer)  # fetched here, once, and not by every worker
         manifest = make_shards(
             corpus_of(args, output),
             output,
             tokenizer=tokenizer,
             engine=args.engine,
-            shard_size=args.shard_size,
+            shard_size=args.shard_size or SHARD_SIZE,
             max_tokens=args.max_tokens,
             val_fraction=args.val_fraction,
             workers=1 if tokenizer == "bytes" else args.workers,  # bytes need no work
         )
     made = manifest["shards"]
-    tokens, documents = (sum(shard[key] for shard in made) for key in ("tokens", "documents"))
+    tokens, documents = (sum(shard.get(key, 0) for shard in made) for key in ("tokens", "documents"))
     print(f"{output}: {tokens:,} tokens ({manifest['tokenizer']}), documents: {documents:,}, shards: {len(made)}")
 
 
@@ -699,4 +807,5 @@ def corpus_of(args: argparse.Namespace, output: Path) -> Corpus:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: the workers end first
     run(main)

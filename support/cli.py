@@ -125,6 +125,9 @@ def _plain_type(hint: Any) -> type:
 
 def run(main: Callable[[], None]) -> NoReturn:
     """Calls `main` and exits: 0 when it returns, 2 with a line per problem on a `UserError`, 130 on Ctrl-C."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started this; tqdm and print need something to write to
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     for stream in (s for s in (sys.stdout, sys.stderr) if hasattr(s, "reconfigure")):
         stream.reconfigure(errors="backslashreplace")  # a sample that this terminal cannot show must not end a run
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import functools
+import hashlib
 import io
 import itertools
 import json
@@ -70,6 +71,10 @@ class Corpus:
     def close(self) -> None:
         """Told that all shards are there."""
 
+    def changed(self) -> bool:
+        """Whether the files are other ones than at the beginning."""
+        return False
+
     def text_bytes(self) -> float | None:
         """About how many bytes of text these are, rather too few than too many; None if nobody knows."""
         return None
@@ -77,7 +82,14 @@ class Corpus:
 
 def slug(name: str) -> str:
     """A name that is safe in a file name."""
-    return "".join(c if c.isalnum() or c in "-." else "_" for c in name).strip("._")[:60] or "text"
+    safe = "".join(c if c.isalnum() or c in "-." else "_" for c in name).strip("._")
+    return safe.encode()[:60].decode(errors="ignore") or "text"
+
+
+def stamp(paths: Iterable[Path]) -> str:
+    """Names, sizes and times of files: edited ones are another source."""
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
 
 
 def text_of(record: Any, field: str, place: str) -> str:
@@ -87,10 +99,18 @@ def text_of(record: Any, field: str, place: str) -> str:
         UserError: it has no such field, or not a text in it.
     """
     text = record.get(field) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        has = f"the fields {', '.join(record)}" if isinstance(record, dict) else "no fields"
-        raise UserError(f"{place} has no text in {field!r}, but {has}. Choose one with --text-field.")
-    return text
+    if isinstance(text, str):
+        return text
+    if isinstance(record, dict) and field in record:
+        has = "null" if text is None else type(text).__name__
+    else:
+        has = f"the fields {', '.join(record)}" if isinstance(record, dict) and record else "no fields"
+    raise UserError(f"{place} has no text in {field!r}, but {has}. Mend it, or choose another --text-field.")
+
+
+def brief(error: Exception) -> str:
+    """An error of a library, on one line."""
+    return " ".join(str(getattr(error, "strerror", None) or error).split()).rstrip(".")[:300]
 
 
 # -----------------------------------------------------------------------------
@@ -199,12 +219,13 @@ class Files(Corpus):
         text_field: str,
         *,
         separator: str | None = None,
-        revision: str | None = None,
-        prefix: str | None = None,
     ):
-        self.name, self.revision, self.prefix = name, revision, prefix or slug(paths[0].name.split(".")[0])
+        self.name, self.revision, self.prefix = name, stamp(paths), slug(paths[0].name.split(".")[0])
         self.paths, self.text_field, self.separator = paths, text_field, separator
         self.settings = {"text_field": text_field, "document_separator": separator}
+
+    def changed(self) -> bool:
+        return stamp(self.paths) != self.revision
 
     def kind(self, index: int) -> str | None:
         return kind_of(self.paths[index])
@@ -254,8 +275,14 @@ class Files(Corpus):
         return packed(pieces(), self.name, lambda: share)
 
     def text_bytes(self) -> float | None:
-        packing = {".parquet": 1.5, ".gz": 2, ".zst": 2}
-        return sum(size * packing.get(path.suffix, 1) for size, path in zip(self.sizes(), self.paths, strict=True))
+        if any(self.kind(index) == ".jsonl" for index in range(len(self.paths))):
+            return None  # what else is in a line, nobody knows
+        return sum(
+            sum(_text_sizes(_metadata(path), self.text_field))
+            if kind_of(path) == ".parquet"
+            else size * (2 if path.suffix.lower() in COMPRESSED else 1)
+            for size, path in zip(self.sizes(), self.paths, strict=True)
+        )
 
 
 @contextlib.contextmanager
@@ -264,13 +291,15 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}). Get the file again.") from error
+        raise UserError(f"{path} cannot be read ({brief(error)}). Check it, or get it again.") from error
 
 
 def kind_of(path: Path) -> str | None:
     """One of KINDS, without the suffix of a compressed file; None if it is no text that we read."""
-    suffix = Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
-    return suffix if suffix in KINDS and (suffix != ".parquet" or path.suffix == ".parquet") else None
+    *_, inner, suffix = "", *path.name.lower().rsplit(".", 2)
+    if f".{suffix}" in COMPRESSED:
+        return f".{inner}" if inner in ("txt", "jsonl") else None
+    return f".{suffix}" if f".{suffix}" in KINDS else None
 
 
 @contextlib.contextmanager
@@ -278,10 +307,10 @@ def _open_text(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], float]]]:
     """The bytes of a file, decompressed; and a function that tells which share of them was read."""
     with open(path, "rb") as raw:
         size = max(1, os.fstat(raw.fileno()).st_size)
-        if path.suffix in COMPRESSED:
+        if codec := COMPRESSED.get(path.suffix.lower()):
             import pyarrow
 
-            unpacked = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw), COMPRESSED[path.suffix])
+            unpacked = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw), codec)
             yield io.BufferedReader(unpacked, 1 << 20), lambda: min(1.0, raw.tell() / size)
         else:
             yield raw, lambda: raw.tell() / size
@@ -362,7 +391,7 @@ class Lines(Batch):
 def read_jsonl(path: Path, text_field: str, offset: int = 0, line: int = 0) -> Iterator[Lines]:
     """A document per line. A place is an offset in bytes (decompressed) and the number of lines before it."""
     with _open_text(path) as (stream, share):
-        if path.suffix in COMPRESSED:
+        if path.suffix.lower() in COMPRESSED:
             left = offset
             while left and (skipped := stream.read(min(left, 1 << 20))):
                 left -= len(skipped)
@@ -391,22 +420,37 @@ class RowGroups(Batch):
                 table = file.read_row_groups(self.groups, columns=[self.text_field], use_threads=False)
             texts = table.column(0).to_pylist()
         except (pyarrow.ArrowException, OSError, ValueError) as error:
-            raise UserError(f"{self.path} is damaged after row {row - 1} ({error}). Get the file again.") from error
+            raise UserError(
+                f"{self.path} is damaged near row {row} ({brief(error)}). Check it, or get it again."
+            ) from error
         return _rows(texts, self.text_field, self.path, row)
 
     def __str__(self) -> str:
         return f"{self.path}, from row {self.place[-2]}"
 
 
-@functools.lru_cache(maxsize=1)
 def _metadata(path: Path) -> Any:
     """Of a .parquet file: its row groups are many, and every batch would read of all of them."""
+    return _metadata_of(path, path.stat().st_mtime_ns, path.stat().st_size)
+
+
+@functools.lru_cache(maxsize=1)
+def _metadata_of(path: Path, *stamp: int) -> Any:
     import pyarrow.parquet
 
     try:
         return pyarrow.parquet.read_metadata(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not a parquet file ({error}). Get the file again.") from error
+        raise UserError(f"{path} is not a parquet file ({brief(error)}). Check it, or get it again.") from error
+
+
+def _text_sizes(metadata: Any, text_field: str) -> list[int]:
+    """Bytes of a column in each row group, not compressed."""
+    sizes = []
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        columns = map(group.column, range(group.num_columns))
+        sizes.append(sum(c.total_uncompressed_size for c in columns if c.path_in_schema == text_field))
+    return sizes
 
 
 def _rows(texts: list[Any], text_field: str, path: Path, row: int) -> list[str]:
@@ -427,10 +471,7 @@ def read_parquet(path: Path, text_field: str, row: int = 0, at: int = 0) -> Iter
     ends, total = [], 0
     for group in groups:
         ends.append(total := total + group.num_rows)
-    sizes = [
-        sum(c.total_uncompressed_size for c in map(group.column, range(group.num_columns)) if _is_of(c, text_field))
-        for group in groups
-    ]
+    sizes = _text_sizes(metadata, text_field)
     large = [size > ROW_GROUP_BYTES for size in sizes] + [True]
     wanted: list[int] = []
     for g, group in enumerate(groups):
@@ -447,10 +488,6 @@ def read_parquet(path: Path, text_field: str, row: int = 0, at: int = 0) -> Iter
             share = ends[g] / total
             yield RowGroups(place=[begin, 0], share=share, path=path, text_field=text_field, groups=tuple(wanted))
             wanted = []
-
-
-def _is_of(column: Any, text_field: str) -> bool:
-    return column.path_in_schema == text_field or column.path_in_schema.startswith(f"{text_field}.")
 
 
 def _streamed(
@@ -471,6 +508,6 @@ def _streamed(
                         yield from (([number, at], at > 0, p) for at, p in pieces_of(text) if (number, at) >= first)
                     row += len(texts)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
-            raise UserError(f"{path} is damaged after row {row - 1} ({error}). Get the file again.") from error
+            raise UserError(f"{path} is damaged near row {row} ({brief(error)}). Check it, or get it again.") from error
 
     return packed(pieces(), str(path), lambda: row / total)

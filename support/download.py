@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,27 +28,29 @@ def download(
     headers: dict[str, str] | None = None,
     resume: bool = False,
     attempts: int = ATTEMPTS,
+    stop: threading.Event | None = None,
 ) -> Path:
     """Fetches `url` into the file `path`, unless it is there already and right.
 
     The status is checked, silence times out, passing trouble is tried again with growing pauses, and the file gets
     its name only when it is whole and its checksum is right: `sha256` in hexadecimal, or `git_blob`, the SHA-1 that
     git gives a file (of `blob {size}\\0` and the content). With `resume`, which is for content that never changes at
-    that address, a part that came is kept as `{path}.part` and only the rest is asked for, now and in later runs.
+    that address, a part that came is kept as `{path}.part` and only the rest is asked for, now and in later runs. It
+    ends as a failure when another thread sets `stop`.
 
     Raises:
         UserError: the file cannot be had, is not the expected one, or cannot be written.
     """
     path = Path(path)
-    if path.exists() and _right(path, sha256, git_blob):
-        return path
     part = path.with_name(f"{path.name}.part" if resume else f"{path.name}.{os.getpid()}.part")
     new_folder = not path.parent.exists()
     try:
+        if path.exists() and _right(path, sha256, git_blob):
+            return path
         path.parent.mkdir(parents=True, exist_ok=True)
         while True:
             new = not part.exists()
-            _fetch_with_retries(url, part, headers or {}, attempts)
+            _fetch_with_retries(url, part, headers or {}, attempts, stop or threading.Event())
             if _right(part, sha256, git_blob):
                 break
             part.unlink()
@@ -67,23 +70,28 @@ def download(
     return path
 
 
-def _fetch_with_retries(url: str, part: Path, headers: dict[str, str], attempts: int) -> None:
+def _fetch_with_retries(url: str, part: Path, headers: dict[str, str], attempts: int, stop: threading.Event) -> None:
     import requests  # here and not above: most runs download nothing
 
     failures = 0
     while True:
         had = part.stat().st_size if part.exists() else 0
         try:
-            _fetch(url, part, headers)
+            _fetch(url, part, headers, stop)
             return
-        except requests.RequestException as error:
+        except (requests.RequestException, ValueError) as error:  # the latter of an address or a header
             trouble = error
         response = getattr(trouble, "response", None)
         failures = 1 if part.exists() and part.stat().st_size > had else failures + 1
-        if failures >= attempts or (response is not None and response.status_code not in RETRIED_STATUS):
+        if (
+            stop.is_set()
+            or failures >= attempts
+            or (response is not None and response.status_code not in RETRIED_STATUS)
+        ):
+            final = response is not None and response.status_code not in RETRIED_STATUS
+            advice = "the name and your access to it" if final else "the network and run the same command again"
             raise UserError(
-                f"cannot download {url} ({_reason(trouble)}). Check the network and run the same command again.",
-                this_rank_only=True,
+                f"cannot download {url} ({_reason(trouble)}). Check {advice}.", this_rank_only=True
             ) from trouble
         time.sleep(_pause(failures, response))
 
@@ -91,7 +99,7 @@ def _fetch_with_retries(url: str, part: Path, headers: dict[str, str], attempts:
 def _pause(failures: int, response: Any) -> float:
     """Seconds before the next attempt: doubled every time, or what a busy server asks for."""
     asked = "" if response is None else response.headers.get("Retry-After", "")
-    return min(float(asked) if asked.isdigit() else 2.0**failures, LONGEST_PAUSE)
+    return min(float(asked) if asked.isdecimal() else 2.0**failures, LONGEST_PAUSE)
 
 
 def _reason(trouble: Exception) -> str:
@@ -108,7 +116,7 @@ def _reason(trouble: Exception) -> str:
     return "no connection to the server"
 
 
-def _fetch(url: str, part: Path, headers: dict[str, str]) -> None:
+def _fetch(url: str, part: Path, headers: dict[str, str], stop: threading.Event) -> None:
     """Fetches what is missing of the file `part`; if the server begins at the beginning, so does the file."""
     import requests
     from tqdm import tqdm
@@ -120,14 +128,16 @@ def _fetch(url: str, part: Path, headers: dict[str, str]) -> None:
             if response.headers.get("Content-Range", "").endswith(f"/{had}"):
                 return
             part.unlink()  # longer than the file: not a part of it
-            return _fetch(url, part, headers)
+            return _fetch(url, part, headers, stop)
         response.raise_for_status()
         if response.status_code != 206 or not response.headers.get("Content-Range", "").startswith(f"bytes {had}-"):
             had = 0
-        length = int(response.headers.get("Content-Length", 0))  # a body shorter than that is an error of requests
+        length = int(response.headers.get("Content-Length") or 0)  # a body shorter than that is an error of requests
         options = {"unit": "B", "unit_scale": True, "desc": Path(url).name, "disable": None, "leave": False}
         with open(part, "ab" if had else "wb") as file, tqdm(total=length + had or None, initial=had, **options) as bar:
             for chunk in response.iter_content(CHUNK):
+                if stop.is_set():
+                    raise UserError(f"the download of {url} was stopped.")
                 file.write(chunk)
                 bar.update(len(chunk))
             file.flush()

@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 
 from support import shards
 from support.cli import UserError
-from support.corpus import Batch, Corpus, Files, Place, packed, pieces_of, slug, text_of
+from support.corpus import Batch, Corpus, Files, Place, packed, pieces_of, slug, stamp, text_of
 from support.download import RETRIED_STATUS, download, hub_trouble
 
-ATTEMPTS = 6  # without progress in between, before a run gives up on the hub
+FIRST_ATTEMPTS = 4  # to reach the hub at all: seconds, since somebody is waiting
+ATTEMPTS = 7  # without progress in between, before a run that has begun gives up: minutes
 T = TypeVar("T")
 
 
@@ -66,8 +67,8 @@ def list_files(repository: str, revision: str, folder: str | None = None) -> lis
     return sorted(files, key=lambda file: file.path)
 
 
-def fetch(repository: str, revision: str, file: HubFile, path: Path) -> Path:
-    """Downloads one file of a data set, or what is missing of it.
+def fetch(repository: str, revision: str, file: HubFile, path: Path, stop: threading.Event | None = None) -> Path:
+    """Downloads one file of a data set, or what is missing of it; until `stop` is set.
 
     Raises:
         UserError: it cannot be had or written.
@@ -85,6 +86,7 @@ def fetch(repository: str, revision: str, file: HubFile, path: Path) -> Path:
         headers=build_hf_headers(),
         resume=True,
         attempts=ATTEMPTS,
+        stop=stop,
     )
 
 
@@ -98,9 +100,13 @@ def check_room(folder: Path, needed: float, purpose: str) -> None:
     free = shutil.disk_usage(there).free
     if needed > free:
         raise UserError(
-            f"{folder} has {free / 1e9:.1f} GB free, and about {needed / 1e9:.1f} GB are needed to {purpose}. "
+            f"{folder} has {_readable(free)} free, and about {_readable(needed)} are needed to {purpose}. "
             "Free some, or name a folder on a larger disk."
         )
+
+
+def _readable(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def _asked(question: Callable[[], T], failure: str) -> T:
@@ -112,7 +118,7 @@ def _asked(question: Callable[[], T], failure: str) -> T:
             _pause(error, attempt, failure)
 
 
-def _pause(error: Exception, attempt: int, failure: str) -> None:
+def _pause(error: Exception, attempt: int, failure: str, attempts: int = FIRST_ATTEMPTS) -> None:
     """Waits before the next attempt.
 
     Raises:
@@ -123,8 +129,9 @@ def _pause(error: Exception, attempt: int, failure: str) -> None:
     status = getattr(getattr(error, "response", None), "status_code", None)
     refused = status is not None and 400 <= status < 500 and status not in RETRIED_STATUS
     wrong = refused or isinstance(error, (errors.HFValidationError, errors.EntryNotFoundError, ValueError))
-    if wrong or isinstance(error, errors.OfflineModeIsEnabled) or attempt >= ATTEMPTS:
-        advice = "Check its name, --name and --split" if wrong else "Check the network and run the same command again"
+    if wrong or isinstance(error, errors.OfflineModeIsEnabled) or attempt >= attempts:
+        advice = "Check the network and run the same command again, or name files of your own with --input"
+        advice = "Check its name, --name and --split" if wrong else advice
         raise UserError(f"{failure}: {hub_trouble(error)}. {advice}.") from error
     pause = min(2.0**attempt, 60)
     print(f"warning: {hub_trouble(error)}. Trying again in {pause:.0f} s.", file=sys.stderr, flush=True)
@@ -154,6 +161,7 @@ class HubParquet(Files):
         self.text_field, self.separator, self.settings = text_field, None, {"text_field": text_field}
         self._repository, self._source, self._folder, self._keep = repository, fineweb_folder(config), folder, keep
         self._coming: dict[int, Future[Path]] = {}
+        self._closed = threading.Event()
 
     @functools.cached_property
     def _files(self) -> list[HubFile]:
@@ -162,6 +170,9 @@ class HubParquet(Files):
         if not files:
             raise UserError(f"{self._repository} has no .parquet files in {self._source}. Choose another --name.")
         return files
+
+    def changed(self) -> bool:
+        return False  # a revision never does
 
     def kind(self, index: int) -> str | None:
         return ".parquet"
@@ -173,7 +184,7 @@ class HubParquet(Files):
         return 1.5 * sum(self.sizes())
 
     def _path(self, index: int) -> Path:
-        return self._folder / slug(self._files[index].path)
+        return self._folder / self._files[index].path.replace("/", "_")
 
     def open(self, index: int) -> Path:
         path = self._fetched(index).result()
@@ -187,7 +198,8 @@ class HubParquet(Files):
 
             def work() -> None:
                 try:
-                    future.set_result(fetch(self._repository, self.revision, self._files[index], self._path(index)))
+                    file = self._files[index]
+                    future.set_result(fetch(self._repository, self.revision, file, self._path(index), self._closed))
                 except BaseException as error:
                     future.set_exception(error)
 
@@ -203,9 +215,16 @@ class HubParquet(Files):
                 self._path(index).unlink(missing_ok=True)
 
     def close(self) -> None:
-        self.done_with([len(self._files)])
+        self._closed.set()  # --max-tokens: the file that comes is not needed
+        for future in self._coming.values():
+            with contextlib.suppress(UserError, TimeoutError):
+                future.result(timeout=5)
+        if self._keep:
+            return
         with contextlib.suppress(OSError):
-            self._folder.rmdir()
+            for path in self._folder.glob(f"{self._source.replace('/', '_')}_*.parquet*"):
+                path.unlink()
+            self._folder.rmdir()  # only if nothing else is in it
 
 
 # -----------------------------------------------------------------------------
@@ -224,6 +243,14 @@ class Stream(Corpus):
         self._request = {"path": repository, "name": config, "split": split, "streaming": True}
         self._text_field = text_field
         self._read, self._total = 0, None
+        if os.path.isdir(repository):
+            self.revision = self._stamp()
+
+    def _stamp(self) -> str:
+        return stamp(path for path in sorted(Path(self._request["path"]).rglob("*")) if path.is_file())
+
+    def changed(self) -> bool:
+        return os.path.isdir(self._request["path"]) and self._stamp() != self.revision
 
     def batches(self, place: Place | None = None) -> Iterator[Batch]:
         share = lambda: self._read / self._total if self._total else None  # noqa: E731
@@ -235,7 +262,8 @@ class Stream(Corpus):
         attempt, where = 0, self._request["path"]
         while True:
             try:
-                stream = datasets.load_dataset(**self._request, revision=self.revision)
+                revision = None if os.path.isdir(where) else self.revision
+                stream = datasets.load_dataset(**self._request, revision=revision)
                 splits = getattr(stream.info, "splits", None) or {}
                 self._total = getattr(splits.get(self._request["split"]), "num_examples", None)
                 if state is not None:
@@ -258,7 +286,8 @@ class Stream(Corpus):
                 no_files = isinstance(error, FileNotFoundError) and not isinstance(
                     error, datasets.exceptions.DatasetNotFoundError
                 )
-                _pause(error, ATTEMPTS if no_files or os.path.isdir(where) else attempt, failure)
+                last = no_files or os.path.isdir(where)
+                _pause(error, ATTEMPTS if last else attempt, failure, ATTEMPTS if number else FIRST_ATTEMPTS)
 
 
 # -----------------------------------------------------------------------------
@@ -288,14 +317,11 @@ def list_shards(repository: str, revision: str, folder: str | None) -> tuple[lis
     return found, next((file for file in files if file.path == beside), None)
 
 
-def manifest_of_shards(repository: str, revision: str, folder: str | None) -> dict[str, Any]:
-    """The manifest that a data set has beside its shards, or nothing.
+def manifest_of_shards(repository: str, revision: str, file: HubFile) -> dict[str, Any]:
+    """The manifest that a data set has beside its shards.
 
     Raises:
-        UserError: it is not one, or not that of finished shards.
+        UserError: it is none, or not that of finished shards; or it cannot be had.
     """
-    _, beside = list_shards(repository, revision, folder)
-    if beside is None:
-        return {}
     with tempfile.TemporaryDirectory() as place:
-        return shards.read_manifest(fetch(repository, revision, beside, Path(place, shards.MANIFEST)).parent)
+        return shards.read_manifest(fetch(repository, revision, file, Path(place, shards.MANIFEST)).parent)

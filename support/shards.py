@@ -19,7 +19,7 @@ from support.tokenizer import VOCAB_SIZES
 
 MANIFEST = "manifest.json"
 _MEND = "Run the command that made these shards again."
-_NAME = re.compile(r"(?P<prefix>.+)_(?P<split>train|val)_(?P<index>\d{6,})\.npy")
+_NAME = re.compile(r"(?P<prefix>.+)_(?P<split>train|val)_(?P<index>[0-9]{6,12})\.npy")
 
 
 def name(prefix: str, split: str, index: int) -> str:
@@ -61,7 +61,7 @@ def read_manifest(directory: str | os.PathLike) -> dict[str, Any]:
         raise UserError(f"{path} is not a manifest of shards ({error!r}). Make the shards again.") from error
     if not complete:
         made = f"{len(manifest['shards'])} shards so far"
-        raise UserError(f'the shards in {directory} are not complete ({made}). Run the same "python fineweb.py" again.')
+        raise UserError(f"the shards in {directory} are not complete ({made}). Run the same fineweb.py command again.")
     if not known:
         raise UserError(
             f"{path}: {tokenizer!r} with {vocab_size} tokens is not an encoding we know. Make the shards again."
@@ -92,8 +92,9 @@ def write_shard(path: Path, tokens: np.ndarray) -> str:
 def _write(path: Path, *parts: bytes | memoryview) -> str:
     """Puts a file in place as a whole; returns its SHA-256."""
     beside, sha256 = path.with_name(f"{path.name}.partial"), hashlib.sha256()
+    beside.unlink(missing_ok=True)
     try:
-        with open(beside, "wb") as file:
+        with open(beside, "xb") as file:
             for part in parts:
                 file.write(part)
                 sha256.update(part)

@@ -1,7 +1,10 @@
 """fineweb.py: the same bytes as the plain loop, whatever the documents and the workers."""
 
+import contextlib
 import gzip
+import itertools
 import json
+import os
 import random
 import re
 import signal
@@ -151,24 +154,35 @@ def test_a_data_set_is_streamed(tmp_path):
     assert [t for _, _, t in contents(tmp_path / "out")] == expected
 
 
-def test_the_same_command_again_goes_on_or_is_done(tmp_path):
+def test_the_same_command_again_goes_on_or_is_done(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "BATCH_CHARS", 50)
+
     class Died(Exception):
         pass
 
     def dying():
-        yield "a" * 250
+        yield from ["a" * 250] * 5
         raise Died
 
     with pytest.raises(Died):
         fineweb.make_shards(Documents("texts", dying), tmp_path, tokenizer="bytes", shard_size=100)
-    with pytest.raises(UserError, match='are not complete .* Run the same "python fineweb.py" again'):
+    with pytest.raises(UserError, match="are not complete .* Run the same fineweb.py command again"):
         shards.open_shards(tmp_path, "train")
-    texts = ["a" * 250, "b" * 30]
+    texts = [*["a" * 250] * 5, "b" * 30]
     fineweb.make_shards(source_of(texts), tmp_path, tokenizer="bytes", shard_size=100)
     assert [t for _, _, t in contents(tmp_path)] == plain_loop(texts, utf8_or_replaced, 256, 100)
     stamps = {p: p.stat().st_mtime_ns for p in tmp_path.iterdir()}
     fineweb.make_shards(source_of(texts), tmp_path, tokenizer="bytes", shard_size=100)
     assert stamps == {p: p.stat().st_mtime_ns for p in tmp_path.iterdir()}
+
+
+def test_a_bad_line_is_named_in_any_batch(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "BATCH_CHARS", 40)
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' * 30 + "{bad\n" + '{"text": "fine"}\n' * 9)
+    with pytest.raises(UserError, match=r"a\.jsonl, line 31 is not JSON"):
+        fineweb.make_shards(
+            Files("a", [tmp_path / "a.jsonl"], "text"), tmp_path / "out", tokenizer="bytes", shard_size=50
+        )
 
 
 def test_an_edited_file_is_another_source_and_a_failure_leaves_the_folder_free(tmp_path, monkeypatch, capsys):
@@ -184,7 +198,9 @@ def test_an_edited_file_is_another_source_and_a_failure_leaves_the_folder_free(t
     before = contents(tmp_path / "out")
     with pytest.raises(UserError, match="holds shards of another source or setting"):
         fineweb.main([*flags, "a.jsonl", "--text-field", "title"])
-    (tmp_path / "a.jsonl").write_text('{"text": "another one"}\n')
+    stat = (tmp_path / "a.jsonl").stat()
+    (tmp_path / "a.jsonl").write_text('{"text": "LONG ENOUGH", "title": "short"}\n')  # of the same size
+    assert stat.st_size == (tmp_path / "a.jsonl").stat().st_size
     with pytest.raises(UserError, match="holds shards of another source or setting"):
         fineweb.main([*flags, "a.jsonl"])
     assert contents(tmp_path / "out") == before
@@ -238,7 +254,8 @@ def test_other_shards_are_never_mixed_or_lost(tmp_path):
     (tmp_path / "ours" / "manifest.json").write_text(
         (tmp_path / "ours" / "manifest.json").read_text().replace('"complete": true', '"complete": false')
     )
-    fineweb.make_shards(source_of(["a" * 250]), tmp_path / "ours", tokenizer="bytes", shard_size=100)
+    with pytest.raises(UserError, match=r"such as foreign_train_000007\.npy\. Move them away"):
+        fineweb.make_shards(source_of(["a" * 250]), tmp_path / "ours", tokenizer="bytes", shard_size=100)
     assert (tmp_path / "ours" / "foreign_train_000007.npy").exists()
     (tmp_path / "theirs").mkdir()
     np.save(tmp_path / "theirs" / "x_train_000001.npy", np.zeros(9, dtype=np.uint16))
@@ -275,12 +292,12 @@ def test_the_demo_text(tmp_path):
         ("--input list.jsonl --output out", "list.jsonl, line 1 has no text in 'text', but no fields"),
         (
             "--input other.jsonl --output out",
-            "other.jsonl, line 1 has no text in 'text', but the fields body. Choose one with --text-field",
+            "other.jsonl, line 1 has no text in 'text', but the fields body. Mend it, or choose another --text-field",
         ),
         ("--input fake.parquet --output out", "fake.parquet is not a parquet file"),
         ("--input bytes.jsonl --output out", "bytes.jsonl, line 1 is not JSON"),
         ("--input deep.jsonl --output out", "deep.jsonl, line 1 is not JSON"),
-        ("--input null.parquet --output out", "null.parquet, row 1 has no text in 'text'"),
+        ("--input null.parquet --output out", "null.parquet, row 1 has no text in 'text', but null"),
         ("--input empty.jsonl --output out", "there is no text in empty.jsonl"),
         ("--input a.txt", "name a folder for the shards with --output"),
         ("--input a.txt --demo", "exclude each other. Choose one"),
@@ -295,9 +312,15 @@ def test_the_demo_text(tmp_path):
         ("--input null.parquet --text-field body --output out", "no column 'body'. Choose with --text-field from text"),
         (
             "--input a.txt --document-separator= --output out",
-            "--document-separator needs --input, and must not be empty",
+            "--document-separator must not be empty",
         ),
-        ("--demo --document-separator x", "--document-separator needs --input"),
+        ("--demo --document-separator x", "--document-separator is for --input"),
+        ("--input a.txt --output=", "--output must not be empty"),
+        ("--input a.txt --output out --shard-size 1e12", "--shard-size must be 10,000,000,000 or less"),
+        ("--demo --name x", "--name is for data sets"),
+        ("--shards-from a/b --output out --engine tiktoken", "leave out --shard-size, --val-fraction and --engine"),
+        ("--dataset a.txt --output out", "a.txt is a file. Name it with --input"),
+        ("--input a.txt --output out --max-tokens 1.5", "argument --max-tokens: invalid count value: '1.5'"),
         ("--shards-from a/b", "name a folder for the shards with --output"),
         ("--dataset missing_folder/x --output out --name y", "cannot open the data set missing_folder/x"),
     ],
@@ -325,7 +348,7 @@ def test_bad_input(tmp_path, monkeypatch, capsys, flags, message):
     captured = capsys.readouterr()
     assert exit.value.code == 2
     assert captured.err.startswith("error: ") and message in captured.err
-    assert not list(tmp_path.glob("out/*.npy"))
+    assert not (tmp_path / "out").exists()
 
 
 # ---- the same bytes, whatever the workers, the engine and the batches
@@ -429,9 +452,10 @@ def test_a_cut_between_a_word_and_a_blank_changes_no_token(seed):
 
 
 @needs_gpt2_vocabulary
-def test_a_difference_between_the_engines_stops_the_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize("wrong", [lambda ids: ids[::-1], lambda ids: ids[:-1], lambda ids: [*ids, 5]])
+def test_a_difference_between_the_engines_stops_the_run(tmp_path, monkeypatch, wrong):
     right = encode.Gigatoken._encode
-    monkeypatch.setattr(encode.Gigatoken, "_encode", lambda self, texts: [ids[::-1] for ids in right(self, texts)])
+    monkeypatch.setattr(encode.Gigatoken, "_encode", lambda self, texts: [wrong(ids) for ids in right(self, texts)])
     monkeypatch.setattr(encode, "_encoder", encode._encoder.__wrapped__)  # none from another test
     with pytest.raises(UserError, match="gigatoken and tiktoken disagree .* with --engine tiktoken"):
         fineweb.make_shards(source_of(["some words", "and more of them"] * 9), tmp_path, engine="gigatoken")
@@ -449,22 +473,31 @@ def test_every_batch_is_compared(monkeypatch):
     batches = [["a b c"], [], ["one", "two", "three"], ["long words " * 9999] * 30]
     for texts in batches:
         gigatoken(texts)
+    gigatoken(["日" * 99_999])  # without a blank
+    assert compared.pop() == "日" * 99_999
     assert [len(set(batch).intersection(compared)) for batch in batches[:3]] == [1, 0, 2]
     assert sum(map(len, compared[3:])) >= 30 * 9999 * 11 / encode.CHECKED_SHARE
 
 
 @needs_gpt2_vocabulary
-def test_gigatoken_starts_anew_before_its_memory_of_words_is_large(monkeypatch):
-    loads = []
+@pytest.mark.parametrize("limit", [{"CACHE_BYTES": 10 << 20}, {"CACHE_CHARS": 7 * 10**5}])
+def test_gigatoken_starts_anew_before_its_memory_of_words_is_large(monkeypatch, limit):
+    loads, memory = [], itertools.count(0, 3 << 20)
     load = encode.Gigatoken._load
     monkeypatch.setattr(encode.Gigatoken, "_load", lambda self: loads.append(1) or load(self))
-    monkeypatch.setattr(encode, "CACHE_BYTES", 5 << 20)
-    rng = random.Random(0)
+    monkeypatch.setattr(encode, "_resident_memory", lambda: next(memory))  # 3 MB more at every look
+    for name, value in limit.items():
+        monkeypatch.setattr(encode, name, value)
     gigatoken = encode.Gigatoken(get_tokenizer("gpt2"))
-    begin = encode._resident_memory()
-    for _ in range(12):
-        gigatoken([" ".join("".join(rng.choices("abcdefghijklm", k=9)) for _ in range(20_000))])
-    assert len(loads) > 2 and encode._resident_memory() - begin < 150 << 20
+    for i in range(12):
+        gigatoken([f"{i} words " * 25_000])
+    assert len(loads) == 1 + 12 // 4  # after 12 MB, or 800,000 characters
+
+
+def test_the_memory_of_this_process_is_known():
+    before = encode._resident_memory()
+    block = np.ones(200 << 20, dtype=np.uint8)
+    assert not before or len(block) * 0.8 < encode._resident_memory() - before < len(block) * 1.5
 
 
 @needs_gpt2_vocabulary
@@ -474,7 +507,7 @@ def test_what_tiktoken_cannot_encode_is_named(tmp_path, workers):
         "".join(json.dumps({"text": t}) + "\n" for t in ["fine " * 10**6, " " * 2_000_000 + "a"])
     )
     source = fineweb.file_source([str(tmp_path / "blanks.jsonl")], "text")
-    with pytest.raises(UserError, match=r"tiktoken cannot encode the documents of .*blanks\.jsonl, from line"):
+    with pytest.raises(UserError, match=r"tiktoken cannot encode a document of .*blanks\.jsonl, from line 2: .*stack"):
         fineweb.make_shards(source, tmp_path / "out", engine="tiktoken", workers=workers)
 
 
@@ -535,7 +568,7 @@ def test_every_kind_of_file_can_be_read_from_every_place(files_of_every_kind):
         ]
 
 
-@pytest.mark.parametrize("separator", ["<|endoftext|>", "\n\n", "\n---\n", "b"])
+@pytest.mark.parametrize("separator", ["<|endoftext|>", "\n\n", "\n---\n", "b", "END OF DOC", "x\ny"])
 @pytest.mark.parametrize("batch_chars", [2, 30, 10**6])
 def test_a_text_file_is_cut_at_its_separator(tmp_path, monkeypatch, separator, batch_chars):
     monkeypatch.setattr(corpus, "BATCH_CHARS", batch_chars)
@@ -545,6 +578,14 @@ def test_a_text_file_is_cut_at_its_separator(tmp_path, monkeypatch, separator, b
     (tmp_path / "a.txt").write_text(text)
     expected = [part for part in text.split(separator) if part.strip()]
     assert documents_of(Files("a", [tmp_path / "a.txt"], "text", separator=separator).batches()) == expected
+
+
+@pytest.mark.parametrize("before", range((1 << 20) - 12, (1 << 20) + 3))
+def test_a_separator_may_lie_across_two_blocks(tmp_path, monkeypatch, before):
+    monkeypatch.setattr(corpus, "BATCH_CHARS", 1 << 18)
+    (tmp_path / "a.txt").write_text("x" * before + "END OF DOC" + "two\r\n")
+    found = documents_of(Files("a", [tmp_path / "a.txt"], "text", separator="END OF DOC").batches())
+    assert found == ["x" * before, "two\n"]
 
 
 def test_a_separator_is_named_on_the_command_line(tmp_path, monkeypatch):
@@ -658,6 +699,184 @@ def test_only_what_is_lost_is_made_again(tmp_path):
     assert [path.stat().st_mtime_ns for path in paths[:5]] == stamps[:5]
 
 
+def interrupted(texts, out, monkeypatch, after, **options):
+    """Ends a run while it writes shard number `after`."""
+    write, written = shards._write, []
+
+    def broken(path, *parts):
+        written.extend([path] if path.suffix == ".npy" else [])
+        if len(written) > after:
+            raise OSError(5, "broken")
+        return write(path, *parts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "_write", broken)
+        with pytest.raises(UserError, match="broken"):
+            fineweb.make_shards(source_of(texts), out, tokenizer="bytes", **options)
+
+
+LONG = [f"text {i} " * 9 for i in range(60)]
+
+
+def test_a_run_goes_on_whatever_the_batches_were(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "BATCH_CHARS", 3000)
+    interrupted(LONG, tmp_path, monkeypatch, 4, shard_size=500)
+    monkeypatch.setattr(corpus, "BATCH_CHARS", 70)
+    fineweb.make_shards(source_of(LONG), tmp_path, tokenizer="bytes", shard_size=500)
+    assert [tokens for _, _, tokens in contents(tmp_path)] == plain_loop(LONG, utf8_or_replaced, 256, 500)
+
+
+@pytest.mark.parametrize("harm", [lambda p: p.unlink(), lambda p: p.write_bytes(p.read_bytes()[:-50])])
+@pytest.mark.parametrize("options, after", [({}, 5), ({"val_fraction": 0.3}, 5), ({"val_fraction": 0.3}, 14)])
+def test_what_was_lost_of_an_unfinished_run_is_made_again(tmp_path, monkeypatch, options, after, harm):
+    fineweb.make_shards(source_of(LONG), tmp_path / "whole", tokenizer="bytes", shard_size=500, **options)
+    interrupted(LONG, tmp_path / "out", monkeypatch, after, shard_size=500, **options)
+    harm(sorted((tmp_path / "out").glob("*00002.npy"))[0])
+    fineweb.make_shards(source_of(LONG), tmp_path / "out", tokenizer="bytes", shard_size=500, **options)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {p.name for p in (tmp_path / "whole").iterdir()}
+
+
+def test_half_held_out_and_killed_it_goes_on(tmp_path, monkeypatch):
+    interrupted(["a" * 9] * 20, tmp_path, monkeypatch, 1)
+    fineweb.make_shards(source_of(["a" * 9] * 20), tmp_path, tokenizer="bytes")
+    assert [(s, i, len(t)) for s, i, t in contents(tmp_path)] == [("val", 0, 20), ("train", 1, 180)]
+
+
+def test_parts_that_a_killed_run_left_behind_are_removed(tmp_path):
+    make = lambda: fineweb.make_shards(source_of(LONG), tmp_path, tokenizer="bytes", shard_size=500, val_fraction=0.3)  # noqa: E731
+    make()
+    before = {path.name for path in tmp_path.iterdir()}
+    for name in ("texts_counted_000003.npy", "texts_train_000003.npy.partial", "notes.txt", "other_counted_000001.npy"):
+        (tmp_path / name).write_bytes(b"x")
+    make()
+    assert {path.name for path in tmp_path.iterdir()} == before | {"notes.txt", "other_counted_000001.npy"}
+
+
+@pytest.mark.parametrize(
+    "max_tokens, expected", [(500, [("val", 50), ("train", 450)]), (501, [("val", 500), ("train", 1)])]
+)
+def test_no_more_than_a_shard_is_held_out_from(tmp_path, max_tokens, expected):
+    texts = ["a" * 9] * 99
+    fineweb.make_shards(source_of(texts), tmp_path, tokenizer="bytes", shard_size=500, max_tokens=max_tokens)
+    assert [(s, len(t)) for s, _, t in contents(tmp_path)] == expected
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda m: m["shards"][1].update(end="[[0, 0], -5]"), "is not a manifest of shards"),
+        (lambda m: m["shards"][1].update(end="x"), "is not a manifest of shards"),
+        (lambda m: m["shards"][1].pop("tokens"), "is not a manifest of shards"),
+        (lambda m: m.pop("settings"), "is not a manifest of shards"),
+        (lambda m: m.update(shards=5), "is not a manifest of shards"),
+        (lambda m: m["shards"][1].update(file="../precious.npy", tokens=9), None),
+        (lambda m: m["counted"].append({"file": "../precious.npy", "split": "counted", "tokens": 9}), None),
+    ],
+)
+def test_a_manifest_edited_by_hand_loses_nothing(tmp_path, monkeypatch, change, message):
+    np.save(tmp_path / "precious.npy", np.zeros(9, dtype=np.uint16))
+    out = tmp_path / "out"
+    interrupted(LONG, out, monkeypatch, 5, shard_size=500)
+    manifest = json.loads((out / "manifest.json").read_text())
+    change(manifest)
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    if message:
+        with pytest.raises(UserError, match=message):
+            fineweb.make_shards(source_of(LONG), out, tokenizer="bytes", shard_size=500)
+    else:
+        fineweb.make_shards(source_of(LONG), out, tokenizer="bytes", shard_size=500)
+        assert [tokens for _, _, tokens in contents(out)] == plain_loop(LONG, utf8_or_replaced, 256, 500)
+    assert (tmp_path / "precious.npy").exists()
+
+
+def test_a_file_changed_while_it_is_read_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "BATCH_CHARS", 50)
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "fine"}\n' * 99)
+    write = shards._write
+    monkeypatch.setattr(shards, "_write", lambda *parts: (os.utime(path, (0, 0)), write(*parts))[1])
+    with pytest.raises(UserError, match=r"a\.jsonl was changed while it was read\. Remove .*out and run it again"):
+        fineweb.make_shards(Files("a.jsonl", [path], "text"), tmp_path / "out", tokenizer="bytes", shard_size=50)
+    assert not shards.complete(tmp_path / "out")
+
+
+def test_upper_case_names_and_long_ones(tmp_path):
+    (tmp_path / ("\U00020000" * 60 + ".TXT")).write_text("x" * 99)
+    source = fineweb.file_source([str(next(tmp_path.iterdir()))], "text")
+    fineweb.make_shards(source, tmp_path / "out", tokenizer="bytes", shard_size=50)
+    assert [t for _, _, t in contents(tmp_path / "out")] == plain_loop(["x" * 99], utf8_or_replaced, 256, 50)
+
+
+def test_another_run_may_have_been_faster(tmp_path, monkeypatch):
+    """Between the look at the folder and its lock."""
+    from support import lock as lock_module
+
+    def slow_lock(*arguments):
+        monkeypatch.undo()
+        fineweb.make_shards(source_of(["b" * 250]), tmp_path, tokenizer="bytes", shard_size=50)
+        return lock_module.lock(*arguments)
+
+    monkeypatch.setattr(fineweb, "lock", slow_lock)
+    with pytest.raises(UserError, match="another source or setting .shard_size: 50, not 100"):
+        fineweb.make_shards(source_of(["a" * 250]), tmp_path, tokenizer="bytes", shard_size=100)
+    assert contents(tmp_path)[0] == ("val", 0, [256] + [98] * 49) and shards.complete(tmp_path)
+
+
+def test_a_folder_that_is_a_data_set_is_another_source_when_edited(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_text('{"text": "long enough"}\n')
+    flags = ["--dataset", "./set", "--output", "out", "--tokenizer", "bytes"]
+    fineweb.main(flags)
+    os.utime("set/train.jsonl", (0, 0))
+    with pytest.raises(UserError, match=r"another source or setting \(revision: "):
+        fineweb.main(flags)
+
+
+@pytest.mark.parametrize("text, number", [("1e9", 10**9), ("10_000_000", 10**7), ("12", 12), ("2.5e3", 2500)])
+def test_numbers_as_people_write_them(text, number):
+    assert fineweb.arguments(["--max-tokens", text]).max_tokens == number
+
+
+@needs_gpt2_vocabulary
+def test_a_killed_worker_is_named(tmp_path, monkeypatch):
+    batches = [Dying(place=[i], content=["x"], source="dying") for i in range(3)]
+    with pytest.raises(UserError, match="a worker was killed.* fewer --workers"):
+        list(encode.encoded(batches, "gpt2", "tiktoken", 2))
+
+
+class Dying(corpus.Texts):
+    def texts(self):
+        os._exit(9)
+
+
+def test_the_room_that_was_used_already_is_not_asked_for_again(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text " * 4000)
+    source = fineweb.file_source([str(tmp_path / "a.txt")], "text")
+    monkeypatch.setattr(corpus, "BATCH_CHARS", 300)
+    write = shards._write
+    for most, error in ((30, "broken"), (70, "broken"), (999, None)):  # while it is counted, and while it is cut in two
+        written = []
+
+        def broken(path, *parts, written=written, most=most):
+            written.extend([path] if path.suffix == ".npy" else [])
+            if len(written) > most:
+                raise OSError(5, "broken")
+            return write(path, *parts)
+
+        used = sum(2 * len(np.load(path)) for path in (tmp_path / "out").glob("*.npy"))
+        monkeypatch.setattr(hub.shutil, "disk_usage", lambda path, used=used: types.SimpleNamespace(free=80_100 - used))
+        monkeypatch.setattr(shards, "_write", broken)
+        with pytest.raises(UserError, match=error) if error else contextlib.nullcontext():
+            fineweb.make_shards(source, tmp_path / "out", tokenizer="bytes", shard_size=400, val_fraction=0.5)
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=79_000))
+    with pytest.raises(UserError, match="are needed"):
+        fineweb.make_shards(source, tmp_path / "other", tokenizer="bytes", shard_size=400, val_fraction=0.5)
+    fineweb.make_shards(source, tmp_path / "other", tokenizer="bytes", shard_size=400)
+
+
 def test_two_runs_do_not_share_a_folder(tmp_path):
     (tmp_path / "out").mkdir()
     with lock(tmp_path / "out", "--output") as held:
@@ -671,24 +890,26 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_made(tmp_path, m
     (tmp_path / "a.txt").write_text("text " * 1000)
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=5000))
     source = fineweb.file_source([str(tmp_path / "a.txt")], "text")
-    with pytest.raises(UserError, match=r"out has 0\.0 GB free, and about 0\.0 GB are needed to make the shards"):
+    with pytest.raises(UserError, match=r"out has 0\.0 MB free, and about 0\.0 MB are needed to make the shards"):
         fineweb.make_shards(source, tmp_path / "out", tokenizer="bytes")
     fineweb.make_shards(source, tmp_path / "out", tokenizer="bytes", max_tokens=2000)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_ends_the_run_and_the_same_command_goes_on(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [3, 9])  # the last one
+def test_a_full_disk_ends_the_run_and_the_same_command_goes_on(tmp_path, monkeypatch, number):
     texts, write = ["word " * 100] * 9, shards._write
 
     def full(path, *parts):
-        if "_000003" in path.name:
+        if f"_{number:06d}" in path.name:
             with open("/dev/full", "wb", 0) as disk:
                 disk.write(b"x")
         return write(path, *parts)
 
     monkeypatch.setattr(shards, "_write", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UserError, match=rf"cannot write to .* \(No space left on device\)\. {number} shards are whole"):
         fineweb.make_shards(source_of(texts), tmp_path, tokenizer="bytes", shard_size=500)
+    assert not shards.complete(tmp_path)
     monkeypatch.setattr(shards, "_write", write)
     fineweb.make_shards(source_of(texts), tmp_path, tokenizer="bytes", shard_size=500)
     assert [tokens for _, _, tokens in contents(tmp_path)] == plain_loop(texts, utf8_or_replaced, 256, 500)

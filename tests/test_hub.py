@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 import urllib.parse
 from pathlib import Path
 
@@ -32,7 +31,7 @@ class Hub:
         self.repositories = repositories
         self.troubles: list = []  # what goes wrong with the next requests for files: a status, "stall", "cut off"
         self.asked: list[tuple[str, str | None]] = []  # paths of files, and the range of bytes
-        self.commit = COMMIT
+        self.commit, self.ranges = COMMIT, True
         self.httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
         threading.Thread(target=self.httpd.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self.httpd.server_port}"
@@ -91,10 +90,18 @@ class Hub:
                 trouble = hub.troubles.pop(0) if hub.troubles else None
                 if isinstance(trouble, int):
                     return self.reply(trouble, headers={"Retry-After": "7"} if trouble == 429 else {})
-                first, last = (self.headers["Range"] or "bytes=0-").removeprefix("bytes=").split("-")
+                if trouble == "silence":
+                    threading.Event().wait(0.5)
+                    self.close_connection = True
+                    return None
+                first, last = (
+                    (self.headers["Range"] if hub.ranges and self.headers["Range"] else "bytes=0-")
+                    .removeprefix("bytes=")
+                    .split("-")
+                )
                 start = int(first)
                 rest = body[start : int(last) + 1 if last else None]
-                self.send_response(206 if self.headers["Range"] else 200)
+                self.send_response(206 if self.headers["Range"] and hub.ranges else 200)
                 self.send_header("Content-Length", str(len(rest)))
                 self.send_header("Content-Range", f"bytes {start}-{start + len(rest) - 1}/{len(body)}")
                 self.end_headers()
@@ -104,7 +111,7 @@ class Hub:
                 self.wfile.write(rest[: len(rest) // 2])
                 self.wfile.flush()
                 if trouble == "stall":
-                    time.sleep(1.5)
+                    threading.Event().wait(1.5)  # time.sleep is stood in for
                 self.close_connection = True
                 return None
 
@@ -146,6 +153,7 @@ TEXTS = [f"page {i}: " + "words and more of them. " * (i % 9) for i in range(300
 @pytest.fixture
 def server(monkeypatch, tmp_path):
     files = {f"sample/10BT/{i:03d}_00000.parquet": parquet(TEXTS[100 * i : 100 * i + 100]) for i in range(3)}
+    files |= {f"sample/350BT/{i:03d}_00000.parquet": parquet(TEXTS[30 * i : 30 * i + 30]) for i in range(8)}
     files |= {"sample/100BT/000_00000.parquet": parquet(TEXTS[:50]), "README.md": b"about"}
     files |= {"data/CC-MAIN-2024-10/train-00000.parquet": parquet(TEXTS[50:80])}
     found = Hub({EDU: files})
@@ -232,12 +240,50 @@ def test_downloads_are_removed_behind_the_last_shard_or_kept(server, monkeypatch
     monkeypatch.setattr(
         shards, "_write", lambda *p: seen.append(len(list(Path().glob("*/downloads/*.parquet")))) or write(*p)
     )
-    fineweb.main(FLAGS)
-    assert max(seen) <= 3 and seen[-1] <= 2 and not Path("edu_fineweb10B/downloads").exists()
+    fineweb.main(["--name", "sample-350BT", "--tokenizer", "bytes", "--shard-size", "500"])
+    assert max(seen) == 3 and not Path("edu_fineweb350B/downloads").exists()  # read, coming, and not yet in a shard
     fineweb.main([*FLAGS, "--output", "other", "--keep-downloads"])
     assert [p.read_bytes() for p in sorted(Path("other/downloads").iterdir())] == [
         body for path, body in sorted(server.repositories[EDU].items()) if "10BT" in path
     ]
+
+
+def test_the_next_file_comes_while_one_is_read(server, monkeypatch):
+    asked_when_reading = []
+    texts = corpus.RowGroups.texts
+    monkeypatch.setattr(
+        corpus.RowGroups,
+        "texts",
+        lambda self: (threading.Event().wait(0.02), asked_when_reading.append(len(server.asked)), texts(self))[2],
+    )
+    fineweb.main(FLAGS)
+    assert 2 in asked_when_reading[:14]  # the first file has 15 row groups
+
+
+def test_with_enough_tokens_the_file_that_comes_is_given_up(server):
+    server.troubles += [None, "stall", "stall"]
+    fineweb.main([*FLAGS, "--max-tokens", "5000"])
+    assert not Path("edu_fineweb10B/downloads").exists() and shards.complete("edu_fineweb10B")
+    assert sum(map(len, tokens_of("edu_fineweb10B"))) == 5000
+
+
+def test_a_server_that_knows_no_ranges_begins_anew(server):
+    server.ranges = False
+    server.troubles += ["cut off", None, "cut off"]
+    fineweb.main(FLAGS)
+    assert tokens_of("edu_fineweb10B") == expected(TEXTS)
+
+
+def test_a_silent_server_is_left(server, monkeypatch):
+    server.troubles += ["stall"] * 2
+    begin = len(server.pauses)
+    fineweb.main(FLAGS)
+    assert server.pauses[begin:][:1] == [2] and tokens_of("edu_fineweb10B") == expected(TEXTS)
+    monkeypatch.setattr(download, "TIMEOUT", (1, 0.2))
+    server.repositories["a/b"] = {"x_train_000001.npy": npy(range(9999))}
+    server.troubles += ["silence"] * 20
+    with pytest.raises(UserError, match="the server did not answer in time"):
+        fineweb.main(["--shards-from", "a/b", "--output", "out"])
 
 
 def test_finished_shards_need_no_hub(server):
@@ -262,7 +308,7 @@ def test_no_room_for_a_download(server, monkeypatch):
     import types
 
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=100))
-    with pytest.raises(UserError, match="edu_fineweb10B has 0.0 GB free"):
+    with pytest.raises(UserError, match="edu_fineweb10B has 0.0 MB free"):
         fineweb.main(FLAGS)
     assert not server.asked
 
