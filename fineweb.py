@@ -46,7 +46,7 @@ from support.tokenizer import VOCAB_SIZES, get_tokenizer
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 SHARD_SIZE = 10**8  # tokens
-MOST_OF_A_SHARD = 10**10
+MOST_OF_A_SHARD = 10**9
 VAL_FRACTION = 0.1  # of a corpus that is smaller than a shard
 SECONDS_BETWEEN_LINES = 10  # of progress, where it is no bar
 CHARS_PER_TOKEN = 5  # of English as gpt2 tokens, rather more than there are: for estimates
@@ -633,6 +633,16 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         description="Turn text into token shards for train_gpt2.py. Without flags: FineWeb-Edu, 10 billion tokens. "
         "Interrupted, the same command goes on behind the last shard that it finished."
     )
+    add_source_flags(parser)
+    add_shard_flags(parser)
+    args = parser.parse_args(argv)
+    problems = bad_arguments(args)
+    if problems:
+        raise UserError(*problems)
+    return args
+
+
+def add_source_flags(parser: Parser) -> None:
     source = parser.add_argument_group("source")
     source.add_argument(
         "--input",
@@ -664,6 +674,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     source.add_argument(
         "--check", metavar="DIR", help="make nothing: read the shards in DIR and compare them with their manifest"
     )
+
+
+def add_shard_flags(parser: Parser) -> None:
     shape = parser.add_argument_group("shards")
     shape.add_argument(
         "--output",
@@ -686,11 +699,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         help="encoder of gpt2 tokens (default: gigatoken, compared with tiktoken all along)",
     )
     work.add_argument("--keep-downloads", action="store_true", help="keep FineWeb's files after they are tokenised")
-    args = parser.parse_args(argv)
-    problems = bad_arguments(args)
-    if problems:
-        raise UserError(*problems)
-    return args
 
 
 def cores() -> int:

@@ -6,6 +6,7 @@ had: what comes from there is the same as when it started from the beginning.
 
 from __future__ import annotations
 
+import abc
 import codecs
 import contextlib
 import functools
@@ -31,7 +32,7 @@ Place = list[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class Batch(abc.ABC):
     """Some documents in a row; each kind knows how to get their texts.
 
     `share` is the part of the corpus that ends with this batch, None where nobody knows. `continues` says that the
@@ -42,15 +43,15 @@ class Batch:
     share: float | None = None
     continues: bool = False
 
-    def texts(self) -> list[str]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def texts(self) -> list[str]: ...
 
+    @abc.abstractmethod
     def __str__(self) -> str:
         """Where its documents are, for a message."""
-        raise NotImplementedError
 
 
-class Corpus:
+class Corpus(abc.ABC):
     """Documents in order.
 
     `name`, `revision` and `settings` say in the manifest which these are, and `prefix` begins the names of their shards.
@@ -61,14 +62,14 @@ class Corpus:
     prefix: str
     settings: Mapping[str, Any] = {}
 
+    @abc.abstractmethod
     def batches(self, place: Place | None = None) -> Iterator[Batch]:
         """All documents from a place on, or from the beginning."""
-        raise NotImplementedError
 
-    def done_with(self, place: Place) -> None:
+    def done_with(self, place: Place) -> None:  # noqa: B027  most have nothing to do
         """Told that nothing before this place is needed any more, even if the process is killed."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Told that all shards are there."""
 
     def changed(self) -> bool:

@@ -27,7 +27,7 @@ def download(
     git_blob: str | None = None,
     headers: dict[str, str] | None = None,
     resume: bool = False,
-    attempts: int = ATTEMPTS,
+    attempts: int | None = None,
     stop: threading.Event | None = None,
 ) -> Path:
     """Fetches `url` into the file `path`, unless it is there already and right.
@@ -50,7 +50,7 @@ def download(
         path.parent.mkdir(parents=True, exist_ok=True)
         while True:
             new = not part.exists()
-            _fetch_with_retries(url, part, headers or {}, attempts, stop or threading.Event())
+            _fetch_with_retries(url, part, headers or {}, attempts or ATTEMPTS, stop or threading.Event())
             if _right(part, sha256, git_blob):
                 break
             part.unlink()
@@ -83,12 +83,8 @@ def _fetch_with_retries(url: str, part: Path, headers: dict[str, str], attempts:
             trouble = error
         response = getattr(trouble, "response", None)
         failures = 1 if part.exists() and part.stat().st_size > had else failures + 1
-        if (
-            stop.is_set()
-            or failures >= attempts
-            or (response is not None and response.status_code not in RETRIED_STATUS)
-        ):
-            final = response is not None and response.status_code not in RETRIED_STATUS
+        final = response is not None and response.status_code not in RETRIED_STATUS
+        if final or failures >= attempts or stop.is_set():
             advice = "the name and your access to it" if final else "the network and run the same command again"
             raise UserError(
                 f"cannot download {url} ({_reason(trouble)}). Check {advice}.", this_rank_only=True
@@ -113,6 +109,8 @@ def _reason(trouble: Exception) -> str:
         return "the server did not answer in time"
     if isinstance(trouble, requests.exceptions.ChunkedEncodingError):
         return "the connection broke off"
+    if not isinstance(trouble, requests.RequestException):
+        return f"the server answered nonsense: {trouble}"
     return "no connection to the server"
 
 

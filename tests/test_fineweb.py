@@ -316,7 +316,7 @@ def test_the_demo_text(tmp_path):
         ),
         ("--demo --document-separator x", "--document-separator is for --input"),
         ("--input a.txt --output=", "--output must not be empty"),
-        ("--input a.txt --output out --shard-size 1e12", "--shard-size must be 10,000,000,000 or less"),
+        ("--input a.txt --output out --shard-size 1e12", "--shard-size must be 1,000,000,000 or less"),
         ("--demo --name x", "--name is for data sets"),
         ("--shards-from a/b --output out --engine tiktoken", "leave out --shard-size, --val-fraction and --engine"),
         ("--dataset a.txt --output out", "a.txt is a file. Name it with --input"),

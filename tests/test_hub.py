@@ -24,6 +24,86 @@ EDU = fineweb.FINEWEB_EDU
 COMMIT = "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9"
 
 
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def reply(self, status, body=b"", headers=()):
+        self.send_response(status)
+        for name, value in dict(headers, **{"Content-Length": len(body)}).items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_HEAD(self):
+        path = urllib.parse.unquote(self.path)
+        name, file = path.removeprefix("/datasets/").split(f"/resolve/{COMMIT}/")
+        body = self.server.hub.repositories[name].get(file)
+        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{git_blob(body or b"")}"', "Accept-Ranges": "bytes"}
+        self.send_response(200 if body is not None else 404)
+        for header, value in (headers | ({} if body is None else {"Content-Length": len(body)})).items():
+            self.send_header(header, str(value))
+        if body is None:
+            self.send_header("X-Error-Code", "EntryNotFound")
+        self.end_headers()
+
+    def do_POST(self):
+        name = self.path.removeprefix("/api/datasets/").split("/paths-info/")[0]
+        asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        wanted = json.loads(asked)["paths"] if asked.startswith("{") else urllib.parse.parse_qs(asked)["paths"]
+        files = self.server.hub.repositories[name]
+        self.reply(200, json.dumps([e for e in self.server.hub.tree(files, "") if e["path"] in wanted]).encode())
+
+    def do_GET(self):
+        path = urllib.parse.unquote(self.path.split("?")[0])
+        for name, files in self.server.hub.repositories.items():
+            if path.startswith(f"/api/datasets/{name}/tree/{COMMIT}"):
+                folder = path.removeprefix(f"/api/datasets/{name}/tree/{COMMIT}").strip("/")
+                return self.reply(
+                    200, json.dumps(self.server.hub.tree(files, folder, "recursive=false" not in self.path)).encode()
+                )
+            if path in (f"/api/datasets/{name}", f"/api/datasets/{name}/revision/{COMMIT}"):
+                siblings = [{"rfilename": file} for file in files]
+                info = {"id": name, "sha": self.server.hub.commit, "siblings": siblings}
+                return self.reply(200, json.dumps(info).encode())
+            if path.startswith(f"/datasets/{name}/resolve/{COMMIT}/"):
+                return self.file(path.split(COMMIT + "/")[1], files)
+        self.reply(404, headers={"X-Error-Code": "RepoNotFound"})
+
+    def file(self, path, files):
+        self.server.hub.asked.append((path, self.headers["Range"]))
+        body = files[path]
+        trouble = self.server.hub.troubles.pop(0) if self.server.hub.troubles else None
+        if isinstance(trouble, int):
+            return self.reply(trouble, headers={"Retry-After": "7"} if trouble == 429 else {})
+        if trouble == "silence":
+            threading.Event().wait(0.5)
+            self.close_connection = True
+            return None
+        first, last = (
+            (self.headers["Range"] if self.server.hub.ranges and self.headers["Range"] else "bytes=0-")
+            .removeprefix("bytes=")
+            .split("-")
+        )
+        start = int(first)
+        rest = body[start : int(last) + 1 if last else None]
+        self.send_response(206 if self.headers["Range"] and self.server.hub.ranges else 200)
+        self.send_header("Content-Length", str(len(rest)))
+        self.send_header("Content-Range", f"bytes {start}-{start + len(rest) - 1}/{len(body)}")
+        self.end_headers()
+        if trouble is None:
+            self.wfile.write(rest)
+            return None
+        self.wfile.write(rest[: len(rest) // 2])
+        self.wfile.flush()
+        if trouble == "stall":
+            threading.Event().wait(1.5)  # time.sleep is stood in for
+        self.close_connection = True
+        return None
+
+    def log_message(self, *_):
+        pass
+
+
 class Hub:
     """What the hub answers about data sets, in the parts of its interface that are used here."""
 
@@ -32,93 +112,10 @@ class Hub:
         self.troubles: list = []  # what goes wrong with the next requests for files: a status, "stall", "cut off"
         self.asked: list[tuple[str, str | None]] = []  # paths of files, and the range of bytes
         self.commit, self.ranges = COMMIT, True
-        self.httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
+        self.httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.httpd.hub = self
         threading.Thread(target=self.httpd.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self.httpd.server_port}"
-
-    def handler(self):
-        hub = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def reply(self, status, body=b"", headers=()):
-                self.send_response(status)
-                for name, value in dict(headers, **{"Content-Length": len(body)}).items():
-                    self.send_header(name, str(value))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def do_HEAD(self):
-                path = urllib.parse.unquote(self.path)
-                name, file = path.removeprefix("/datasets/").split(f"/resolve/{COMMIT}/")
-                body = hub.repositories[name].get(file)
-                headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{git_blob(body or b"")}"', "Accept-Ranges": "bytes"}
-                self.send_response(200 if body is not None else 404)
-                for header, value in (headers | ({} if body is None else {"Content-Length": len(body)})).items():
-                    self.send_header(header, str(value))
-                if body is None:
-                    self.send_header("X-Error-Code", "EntryNotFound")
-                self.end_headers()
-
-            def do_POST(self):
-                name = self.path.removeprefix("/api/datasets/").split("/paths-info/")[0]
-                asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
-                wanted = json.loads(asked)["paths"] if asked.startswith("{") else urllib.parse.parse_qs(asked)["paths"]
-                files = hub.repositories[name]
-                self.reply(200, json.dumps([e for e in hub.tree(files, "") if e["path"] in wanted]).encode())
-
-            def do_GET(self):
-                path = urllib.parse.unquote(self.path.split("?")[0])
-                for name, files in hub.repositories.items():
-                    if path.startswith(f"/api/datasets/{name}/tree/{COMMIT}"):
-                        folder = path.removeprefix(f"/api/datasets/{name}/tree/{COMMIT}").strip("/")
-                        return self.reply(
-                            200, json.dumps(hub.tree(files, folder, "recursive=false" not in self.path)).encode()
-                        )
-                    if path in (f"/api/datasets/{name}", f"/api/datasets/{name}/revision/{COMMIT}"):
-                        siblings = [{"rfilename": file} for file in files]
-                        info = {"id": name, "sha": hub.commit, "siblings": siblings}
-                        return self.reply(200, json.dumps(info).encode())
-                    if path.startswith(f"/datasets/{name}/resolve/{COMMIT}/"):
-                        return self.file(path.split(COMMIT + "/")[1], files)
-                self.reply(404, headers={"X-Error-Code": "RepoNotFound"})
-
-            def file(self, path, files):
-                hub.asked.append((path, self.headers["Range"]))
-                body = files[path]
-                trouble = hub.troubles.pop(0) if hub.troubles else None
-                if isinstance(trouble, int):
-                    return self.reply(trouble, headers={"Retry-After": "7"} if trouble == 429 else {})
-                if trouble == "silence":
-                    threading.Event().wait(0.5)
-                    self.close_connection = True
-                    return None
-                first, last = (
-                    (self.headers["Range"] if hub.ranges and self.headers["Range"] else "bytes=0-")
-                    .removeprefix("bytes=")
-                    .split("-")
-                )
-                start = int(first)
-                rest = body[start : int(last) + 1 if last else None]
-                self.send_response(206 if self.headers["Range"] and hub.ranges else 200)
-                self.send_header("Content-Length", str(len(rest)))
-                self.send_header("Content-Range", f"bytes {start}-{start + len(rest) - 1}/{len(body)}")
-                self.end_headers()
-                if trouble is None:
-                    self.wfile.write(rest)
-                    return None
-                self.wfile.write(rest[: len(rest) // 2])
-                self.wfile.flush()
-                if trouble == "stall":
-                    threading.Event().wait(1.5)  # time.sleep is stood in for
-                self.close_connection = True
-                return None
-
-            def log_message(self, *_):
-                pass
-
-        return Handler
 
     def tree(self, files, folder, recursive=True):
         listed, folders = [], set()

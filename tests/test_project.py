@@ -122,7 +122,17 @@ def test_the_readme_is_true():
         "--max-restarts",
     }
     known |= {"--prompt", "--input", "--output", "--help", "--dataset", "--tokenizer", "--val-fraction", "--text-field"}
-    known |= {"--name", "--document-separator", "--shards-from", "--keep-downloads", "--engine", "--workers"}
+    known |= {
+        "--megabytes",
+        "--shard-size",
+        "--skip-plain",
+        "--name",
+        "--document-separator",
+        "--shards-from",
+        "--keep-downloads",
+        "--engine",
+        "--workers",
+    }
     assert set(re.findall(r"--[a-z][a-z0-9_-]+", readme)) <= known
     for file in re.findall(r"^\| `([\w./]+)`", readme, re.M):
         if "." in file or file.endswith("/"):
