@@ -29,7 +29,7 @@ ENGINES = ("gigatoken", "tiktoken")
 CHECKED_SHARE = 128  # gigatoken: one character in so many is compared with tiktoken
 CHECKED_CHARS = 1 << 14  # of one document at most
 CACHE_CHARS = 1 << 28  # gigatoken remembers every word it has met; after so much text it starts anew
-CACHE_BYTES = 300 << 20  # or, where the system tells how much memory this is, after so much
+CACHE_BYTES = 100 << 20  # or, where the system tells how much memory this is, after so much
 
 
 def default_engine() -> str:
