@@ -264,10 +264,8 @@ class Folder:
     def __enter__(self) -> Folder:
         return self
 
-    def __exit__(self, kind: type | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown()
-        if kind is None:
-            self.wait()
 
     def put(self, tokens: np.ndarray, split: str, index: int, end: Mark | None = None) -> None:
         """Writes a shard; one of the split "counted" is a part of a corpus that is cut in two when all is counted.
@@ -538,9 +536,7 @@ def _take_over(directory: Path, manifest: dict[str, Any], earlier: dict[str, Any
     manifest["counted"] = list(itertools.takewhile(lambda entry: _is_whole(directory, entry, thorough), counted))
     manifest["all_counted"] = bool(earlier.get("all_counted")) and len(manifest["counted"]) == len(counted)
     for entry in earlier["shards"]:
-        # Shards of what was counted first can only be added to while that is there.
-        usable = manifest["all_counted"] or "val_fraction" not in manifest["settings"]
-        if usable and _is_whole(directory, entry, thorough):
+        if _is_whole(directory, entry, thorough):
             manifest["shards"].append(entry)
         elif in_order:
             break

@@ -685,9 +685,10 @@ def test_killed_with_its_workers_the_same_command_ends_with_the_same_bytes(tmp_p
     assert contents(tmp_path / "out") == contents(tmp_path / "whole") and len(contents(tmp_path / "out")) > 12
 
 
-def test_only_what_is_lost_is_made_again(tmp_path):
+@pytest.mark.parametrize("options", [{}, {"val_fraction": 0.2}])
+def test_only_what_is_lost_is_made_again(tmp_path, options):
     texts = [f"{i} " * 50 for i in range(40)]
-    make = lambda: fineweb.make_shards(source_of(texts), tmp_path, tokenizer="bytes", shard_size=500)  # noqa: E731
+    make = lambda: fineweb.make_shards(source_of(texts), tmp_path, tokenizer="bytes", shard_size=500, **options)  # noqa: E731
     make()
     before, paths = contents(tmp_path), sorted(tmp_path.glob("*_train_*.npy"))
     stamps = [path.stat().st_mtime_ns for path in paths]
