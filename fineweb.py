@@ -497,7 +497,7 @@ def _refuse_others(directory: Path, manifest: dict[str, Any], prefix: str | None
     path, earlier, differing = directory / shards.MANIFEST, None, ["source"]
     if path.exists():
         earlier = json.loads(path.read_text(encoding="utf-8"))
-        ours, theirs = ({**m, **m["settings"], "settings": None} for m in (manifest, earlier))
+        ours, theirs = (m | m["settings"] for m in (manifest, earlier))
         same = ("tokenizer", "source", "revision", *manifest["settings"], *earlier["settings"])
         differing = [
             f"{key}: {theirs.get(key)}, not {ours.get(key)}" for key in same if theirs.get(key) != ours.get(key)
@@ -584,11 +584,12 @@ def take_shards(
         raise UserError(f"{directory / shards.MANIFEST} names an unknown tokenizer, {encoding!r}. Remove {directory}.")
     if theirs and theirs["tokenizer"] != encoding:
         raise UserError(f"{repository} has {theirs['tokenizer']} tokens, its manifest says. Leave out --tokenizer.")
+    _compare_with_theirs(repository, theirs, listing[0] if listing else [])
     manifest = describe(name, revision, encoding, {"max_tokens": max_tokens})
     with claimed(directory, manifest, prefix=None) as finished:
         if finished:
             return manifest
-        there = {entry["file"]: entry["tokens"] for entry in manifest["shards"]}
+        there = {entry["file"] for entry in manifest["shards"]}
         wanted, tokens = [], 0
         for file in (listing or hub.list_shards(repository, revision, folder))[0]:
             if max_tokens is None or tokens < max_tokens:
@@ -601,6 +602,17 @@ def take_shards(
             shards.write_manifest(directory, manifest)
         finish(directory, manifest)
     return manifest
+
+
+def _compare_with_theirs(repository: str, theirs: dict[str, Any], files: Sequence[hub.HubFile]) -> None:
+    """Raises a UserError if a data set does not have all the shards that the manifest beside them lists."""
+    sha256_of = {Path(file.path).name: file.sha256 for file in files}
+    for entry in theirs.get("shards", []):
+        if sha256_of.get(entry["file"], "none") not in (None, entry.get("sha256")):
+            raise UserError(
+                f"{repository} has no {entry['file']} such as its manifest lists: its owner has not uploaded all of it. "
+                "Name another data set."
+            )
 
 
 def _fetched_shard(repository: str, revision: str, file: hub.HubFile, directory: Path, manifest: dict) -> dict:

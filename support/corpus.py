@@ -224,16 +224,20 @@ class Files(Corpus):
         self.name, self.revision, self.prefix = name, stamp(paths), slug(paths[0].name.split(".")[0])
         self.paths, self.text_field, self.separator = paths, text_field, separator
         self.settings = {"text_field": text_field, "document_separator": separator}
+        self._sizes = [path.stat().st_size for path in paths]
 
     def changed(self) -> bool:
-        return stamp(self.paths) != self.revision
+        try:
+            return stamp(self.paths) != self.revision
+        except OSError:  # one is gone
+            return True
 
     def kind(self, index: int) -> str | None:
         return kind_of(self.paths[index])
 
     def sizes(self) -> list[int]:
         """Bytes of each file."""
-        return [path.stat().st_size for path in self.paths]
+        return self._sizes
 
     def open(self, index: int) -> Path:
         """The file, there to be read."""

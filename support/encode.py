@@ -104,8 +104,8 @@ class Gigatoken:
                 continue
             if not np.array_equal(expected, found[i][: len(expected)] if end < len(texts[i]) else found[i]):
                 raise UserError(
-                    f"gigatoken and tiktoken disagree about the tokens of {texts[i][:60]!r}... Make all shards of "
-                    "this folder again with --engine tiktoken, and please report it to gigatoken."
+                    f"gigatoken and tiktoken disagree about the tokens of {texts[i][:60]!r}... Remove the "
+                    "shards and make them with --engine tiktoken, and please report it to gigatoken."
                 )
 
 
@@ -143,9 +143,9 @@ def encode(batch: Batch, tokenizer: str, engine: str) -> np.ndarray:
             f"{engine} cannot encode a document of {batch}: {error}. Mend it (a million blanks in a row?) or leave it out."
         ) from None
     tokens = np.empty(sum(map(len, found)) + len(found), dtype=np.uint16)
-    end = 0
+    end, eot = 0, get_tokenizer(tokenizer).eot
     for ids in found:
-        tokens[end] = get_tokenizer(tokenizer).eot
+        tokens[end] = eot
         tokens[end + 1 : end + 1 + len(ids)] = ids
         end += 1 + len(ids)
     return tokens[1:] if batch.continues else tokens

@@ -791,15 +791,26 @@ def test_a_manifest_edited_by_hand_loses_nothing(tmp_path, monkeypatch, change, 
     assert (tmp_path / "precious.npy").exists()
 
 
-def test_a_file_changed_while_it_is_read_is_noticed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("change", [lambda path: os.utime(path, (0, 0)), lambda path: path.unlink(missing_ok=True)])
+def test_a_file_changed_while_it_is_read_is_noticed(tmp_path, monkeypatch, change):
     monkeypatch.setattr(corpus, "BATCH_CHARS", 50)
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n' * 99)
     write = shards._write
-    monkeypatch.setattr(shards, "_write", lambda *parts: (os.utime(path, (0, 0)), write(*parts))[1])
+    monkeypatch.setattr(
+        shards, "_write", lambda to, *parts: (to.suffix == ".npy" and change(path), write(to, *parts))[1]
+    )
     with pytest.raises(UserError, match=r"a\.jsonl was changed while it was read\. Remove .*out and run it again"):
         fineweb.make_shards(Files("a.jsonl", [path], "text"), tmp_path / "out", tokenizer="bytes", shard_size=50)
     assert not shards.complete(tmp_path / "out")
+
+
+def test_a_file_that_is_gone_before_it_is_read_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    source = fineweb.file_source([str(tmp_path / "a.txt")], "text")
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(UserError, match=r"a\.txt cannot be read \(No such file or directory\)"):
+        fineweb.make_shards(source, tmp_path / "out", tokenizer="bytes")
 
 
 def test_upper_case_names_and_long_ones(tmp_path):

@@ -375,6 +375,14 @@ def test_shards_that_we_published_keep_their_tokenizer(server, tmp_path):
     assert contents(Path("out")) == contents(Path("demo")) and shards.read_manifest("out")["tokenizer"] == "bytes"
     with pytest.raises(UserError, match="has bytes tokens, its manifest says"):
         fineweb.main(["--shards-from", "someone/demo", "--output", "again", "--tokenizer", "gpt2"])
+    files = server.repositories["someone/demo"]
+    half = {path: body for path, body in files.items() if not path.endswith("_000002.npy")}
+    other = {path: body[:-1] + b"!" if path.endswith("_000002.npy") else body for path, body in files.items()}
+    for name, wrong in (("someone/half", half), ("someone/other", other)):
+        server.repositories[name] = wrong
+        with pytest.raises(UserError, match=r"has no demo_train_000002\.npy such as its manifest lists"):
+            fineweb.main(["--shards-from", name, "--output", "wrong"])
+        assert not Path("wrong").exists()
 
 
 @pytest.mark.parametrize(
