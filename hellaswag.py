@@ -2,21 +2,29 @@
 
     python hellaswag.py -m gpt2                          # a model of the Hugging Face hub
     python hellaswag.py -m log/model_19073 -d cuda       # a checkpoint
+    python hellaswag.py -m gpt2 --style harness          # the figures of lm-evaluation-harness
 
-The context and, encoded apart from it, a space and the ending form a row. `acc` takes the ending of the lowest summed
-loss, `acc_norm` that of the lowest mean loss per token. OpenAI's GPT-2 124M has 0.2859 and 0.2955 on the 10,042
-validation items. Data: Zellers et al., arXiv:1905.07830.
+Style "tokens": the context and, encoded apart from it, a space and the ending. `acc` takes the ending of the lowest
+summed loss, `acc_norm` that of the lowest mean loss per token. Style "harness", EleutherAI's task `hellaswag`, 0-shot:
+the texts cleaned, the name of the activity before them, context and ending encoded in one, and `acc_norm` takes the
+lowest loss per character of the ending. Data: Zellers et al., arXiv:1905.07830.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable, Iterable
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -25,18 +33,42 @@ from support.cli import Parser, UserError, add_device_flag, run
 from support.download import download as download_file
 from support.tokenizer import Tokenizer, get_tokenizer, name_for_vocab_size
 
-URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
-GIT_BLOB = "0f5ee25d72216f12317d5d8a7b92deafa423d81e"
+URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_{split}.jsonl"
+GIT_BLOBS = {
+    "val": "0f5ee25d72216f12317d5d8a7b92deafa423d81e",
+    "train": "1997e15fe638ef2aeec6993471159295cd75aab7",
+    "test": "7a4b590ea240595f468bfbc7f2c744e5eef72da5",
+}
 FOLDER = "hellaswag_data"
+STYLES = {"tokens": ("ctx",), "harness": ("activity_label", "ctx_a", "ctx_b")}  # and what each reads of an item
+VAL_ITEMS = 10042
+PUBLISHED = {  # acc and acc_norm on all validation items; None where nobody has told
+    "tokens": {
+        "OpenAI GPT-2 124M": (0.2859, 0.2955),
+        "OpenAI GPT-2 350M": (None, 0.3752),
+        "OpenAI GPT-2 774M": (None, 0.4320),
+        "OpenAI GPT-2 1558M": (0.3842, 0.4893),
+    },
+    "harness": {
+        "OpenAI GPT-2 124M": (0.2892, 0.3114),
+        "OpenAI GPT-2 1558M": (0.4004, 0.5089),
+    },
+}
+
+# -----------------------------------------------------------------------------
+# The items
 
 
 @dataclass(frozen=True)
 class Item:
-    """A context, its four endings, and the index of the right one."""
+    """A context, its four endings, and the index of the right one, which test items keep to themselves."""
 
-    ctx: str
     endings: list[str]
-    label: int
+    label: int | None
+    ctx: str = ""
+    activity_label: str = ""
+    ctx_a: str = ""
+    ctx_b: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,28 +77,32 @@ class Example:
 
     context: list[int]
     completions: list[list[int]]
-    label: int
+    label: int | None
+    lengths: list[int] | None = None  # by which `acc_norm` divides the losses; None: the tokens of each completion
 
 
-def download() -> Path:
-    """The validation items, fetched once and checked."""
-    return download_file(URL, Path(FOLDER) / "hellaswag_val.jsonl", git_blob=GIT_BLOB)
+def download(split: str = "val") -> Path:
+    """The items of a split, fetched once and checked."""
+    path = Path(FOLDER) / f"hellaswag_{split}.jsonl"
+    return download_file(URL.format(split=split), path, git_blob=GIT_BLOBS[split])
 
 
-def load(path: str | os.PathLike, limit: int | None = None) -> list[Item]:
-    """The first `limit` items, or all, of a .jsonl file.
+def load(path: str | os.PathLike, limit: int | None = None, style: str = "tokens") -> list[Item]:
+    """The first `limit` items, or all, of a .jsonl file. All of them have labels, or none.
 
     Raises:
-        UserError: the file cannot be read, has no items, or a line is none; the line is named.
+        UserError: the file cannot be read, has no items, or a line is none that the style can read; the line is named.
     """
-    items = []
+    items: list[Item] = []
     try:
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 if limit is not None and len(items) == limit:
                     break
                 if line.strip():
-                    items.append(_item(line, f"{path}, line {number}"))
+                    items.append(_item(line, f"{path}, line {number}", style))
+                    if (items[-1].label is None) != (items[0].label is None):
+                        raise UserError(f"{path}: line {number} or those before it lack a label. Give all or none.")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"cannot read HellaSwag items from {path} ({getattr(error, 'strerror', None) or error})."
@@ -76,123 +112,340 @@ def load(path: str | os.PathLike, limit: int | None = None) -> list[Item]:
     return items
 
 
-def _item(line: str, place: str) -> Item:
+def _item(line: str, place: str, style: str) -> Item:
     try:
         record = json.loads(line)
-        item = Item(record["ctx"], record["endings"], record["label"])
+        texts, endings, label = {name: record[name] for name in STYLES[style]}, record["endings"], record.get("label")
     except KeyError as error:
         raise UserError(f"{place} is not a HellaSwag item: it lacks {error}. Is this HellaSwag's .jsonl?") from error
-    except TypeError as error:
+    except (TypeError, AttributeError) as error:
         raise UserError(f"{place} is not a HellaSwag item. Is this HellaSwag's .jsonl?") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place} is not JSON ({error}). Is this HellaSwag's .jsonl?") from error
-    texts = (
-        isinstance(item.ctx, str) and isinstance(item.endings, list) and all(isinstance(e, str) for e in item.endings)
-    )
-    if not texts or len(item.endings) != 4 or type(item.label) is not int or not 0 <= item.label < 4:
-        raise UserError(f"{place} is not a HellaSwag item: it needs a text, 4 endings and a label from 0 to 3.")
-    return item
+    if isinstance(label, str):  # as the data set of the Hugging Face hub has it
+        label = int(label) if label in {"0", "1", "2", "3"} else None if label == "" else -1
+    right = isinstance(endings, list) and len(endings) == 4 and all(isinstance(t, str) for t in endings)
+    right = right and all(isinstance(text, str) for text in texts.values())
+    if not right or (label is not None and (type(label) is not int or not 0 <= label < 4)):
+        raise UserError(f"{place} is not a HellaSwag item: it needs texts, 4 endings and a label from 0 to 3.")
+    return Item(endings, label, **texts)
 
 
-def render(item: Item, tokenizer: Tokenizer) -> Example:
-    """The tokens of an item. The endings are encoded by themselves, as words after a space."""
-    completions = [tokenizer.encode(" " + ending) for ending in item.endings]
-    return Example(tokenizer.encode(item.ctx) or [tokenizer.eot], completions, item.label)
+def render(item: Item, tokenizer: Tokenizer, style: str = "tokens") -> Example:
+    """The tokens of an item, see the top of this file."""
+    encode = tokenizer.encode
+    if style == "tokens":
+        completions = [encode(" " + ending) for ending in item.endings]
+        return Example(encode(item.ctx) or [tokenizer.eot], completions, item.label)
+    text = _clean(f"{item.activity_label}: {item.ctx_a} {item.ctx_b.capitalize()}")
+    endings = [_clean(ending) for ending in item.endings]
+    context = encode(text.rstrip())  # blanks at its end go to the endings, where GPT-2's tokens have them
+    completions = [encode(f"{text} {ending}")[len(context) :] for ending in endings]
+    return Example(context or [tokenizer.eot], completions, item.label, [len(ending) for ending in endings])
 
 
-def examples(path: str | None, tokenizer: Tokenizer, notice: Callable[[str], None]) -> list[Example]:
+def _clean(text: str) -> str:
+    """Without the marks of wikiHow, in the harness's order of steps (lm_eval/tasks/hellaswag/utils.py)."""
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+
+def examples(
+    path: str | None, tokenizer: Tokenizer, notice: Callable[[str], None], limit: int | None = None
+) -> list[Example]:
     """The items of a file, or of the download, for scoring in training. None, and a notice, if they cannot be had.
 
     Raises:
-        UserError: the file that was asked for is not one of HellaSwag items.
+        UserError: the file that was asked for is not one of HellaSwag items with labels.
     """
     if tokenizer.name != "gpt2":
         notice(f"HellaSwag is off: its scores are defined on GPT-2 tokens, and these are {tokenizer.name}.")
         return []
     try:
-        items = load(path or download())
+        items = load(path or download(), limit)
     except UserError as error:
         if path is not None:
             raise
         notice(f"HellaSwag is off: {error}")
         return []
+    if items[0].label is None:
+        raise UserError(f"the items in {path} have no labels, so there is nothing to score. Name others.")
     return [render(item, tokenizer) for item in items]
 
 
-def completion_losses(
-    logits_of: Callable[[torch.Tensor], torch.Tensor], example: Example, device: torch.device, block_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed and mean cross-entropy, in nats, of each of the four completions after the context.
+# -----------------------------------------------------------------------------
+# Scoring
 
-    Args:
-        logits_of: (B, T) token ids to next-token logits (B, T, V).
-        block_size: the longest T; of longer rows only the end is looked at.
 
-    Returns:
-        Two fp32 tensors of shape (4,).
+@dataclass(frozen=True)
+class Model:
+    """What scoring asks of a model. B is rows, T tokens, C channels, V the vocabulary."""
+
+    hidden: Callable[..., torch.Tensor]  # (B, T) token ids to (B, T, C); if `masked`, see there
+    head: Callable[[torch.Tensor], torch.Tensor]  # (N, C) to next-token logits (N, V)
+    block_size: int
+    device: torch.device
+    masked: bool = False  # hidden takes positions (B, T) and a mask (B, 1, T, T) of who looks at whom, too
+
+
+@dataclass(frozen=True)
+class Row:
+    """A context, and one or more completions that are scored after it. None of these sees another."""
+
+    context: list[int]
+    completions: list[Sequence[int]]
+    places: list[list[int]]  # where the losses of each go: 4 * example + ending, more than one for equal endings
+
+    @property
+    def length(self) -> int:
+        """Tokens that the model reads: all but the last of each completion, after which nothing comes."""
+        return len(self.context) + sum(len(completion) - 1 for completion in self.completions)
+
+
+TOKENS = {"cuda": 32768, "mps": 8192, "cpu": 768}  # of a batch: a GPU has enough to do, a CPU keeps it in its caches
+LOGITS = 768  # rows of (V,) fp32 logits that exist at a time, 154 MB of GPT-2's
+
+
+def rows_of(example: Example, n: int, block_size: int, shared: bool) -> list[Row]:
+    """Example number n as rows: with the context once, if it is to be `shared` and all fits into a block, else four.
+
+    Of what is longer than a block and the token that follows it, only the end is looked at.
     """
-    rows = [(example.context + completion)[-block_size - 1 :] for completion in example.completions]
-    length = max(map(len, rows))
-    tokens = torch.zeros(len(rows), length, dtype=torch.int64)  # (4, T+1); what is behind a row's end changes nothing
-    scored = torch.zeros(len(rows), length)
-    for i, (row, completion) in enumerate(zip(rows, example.completions, strict=True)):
-        tokens[i, : len(row)] = torch.tensor(row)
-        scored[i, max(1, len(row) - len(completion)) : len(row)] = 1
-    tokens, scored = tokens.to(device), scored[:, 1:].to(device)  # (4, T) from here: token t+1 is predicted at t
-    logits = logits_of(tokens[:, :-1])  # (4, T, V)
-    losses = F.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1:], reduction="none") * scored  # (4, T)
-    return losses.sum(dim=1), losses.sum(dim=1) / scored.sum(dim=1)
+    places = defaultdict(list)  # equal endings are computed once: a tie, and the first of them wins
+    for i, completion in enumerate(example.completions):
+        places[tuple(completion)].append(4 * n + i)
+    whole = Row(example.context, list(places), list(places.values()))
+    if shared and whole.length <= block_size:
+        return [whole]
+    rows = []
+    for completion, at in places.items():
+        tokens = [*example.context, *completion][-block_size - 1 :]
+        cut = max(1, len(tokens) - len(completion))
+        rows.append(Row(tokens[:cut], [tokens[cut:]], [at]))
+    return rows
 
 
 @torch.no_grad()
-def score(
-    logits_of: Callable[[torch.Tensor], torch.Tensor],
-    examples: Iterable[Example],
-    device: torch.device,
-    block_size: int,
-    report: Callable[[int, int, int], Any] = lambda n, correct, correct_norm: None,
-) -> tuple[int, int, int]:
-    """How many examples there are, and how many of them are right by summed loss (acc) and by mean loss (acc_norm).
+def losses(
+    model: Model,
+    examples: Sequence[Example],
+    budget: int | None = None,
+    watch: Callable[[Iterable[Row]], Iterable[Row]] = iter,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cross-entropy of each completion after its context, in nats: summed, and as `acc_norm` compares it.
 
-    `report` is called with the three counts after each example.
+    The rows go through the model in batches of similar lengths. A batch that does not fit into memory is halved.
+
+    Args:
+        budget: tokens of a batch, padding included; a single row may have more. None: what suits the device.
+        watch: gets the rows, longest first, and hands them on: a place for a progress bar, or for an early end.
+
+    Returns:
+        Two float64 arrays (examples, 4).
     """
-    n = correct = correct_norm = 0
-    for example in examples:
-        sums, means = completion_losses(logits_of, example, device, block_size)
-        n += 1
-        correct += int(sums.argmin()) == example.label
-        correct_norm += int(means.argmin()) == example.label
-        report(n, correct, correct_norm)
-    return n, correct, correct_norm
+    rows = [row for n, example in enumerate(examples) for row in rows_of(example, n, model.block_size, model.masked)]
+    rows.sort(key=lambda row: -row.length)
+    budget = budget or TOKENS[model.device.type]
+    found: list[tuple[list[Row], torch.Tensor]] = []  # batches and their losses, which are waited for at the end
+
+    def flush(batch: list[Row]) -> None:
+        nonlocal budget
+        while batch:
+            n = max(1, budget // batch[0].length)  # all of them, unless there was too little memory
+            try:
+                found.append((batch[:n], _batch_losses(model, batch[:n])))
+                batch = batch[n:]
+                continue
+            except RuntimeError as error:
+                if not devices.is_out_of_memory(error):
+                    raise
+            if n == 1:
+                place = f"the memory of {model.device}"
+                raise UserError(f"not even one row of {batch[0].length} tokens fits into {place}.", this_rank_only=True)
+            devices.free_memory(model.device)  # here, where no traceback holds the tensors any more
+            budget = n // 2 * batch[0].length
+
+    batch: list[Row] = []
+    for row in watch(rows):
+        if batch and (len(batch) + 1) * batch[0].length > budget:
+            flush(batch)
+            batch = []
+        batch.append(row)
+    if batch:
+        flush(batch)
+    return _by_example(found, examples)
+
+
+def _by_example(
+    found: list[tuple[list[Row], torch.Tensor]], examples: Sequence[Example]
+) -> tuple[np.ndarray, np.ndarray]:
+    sums, divisors = np.zeros(4 * len(examples)), np.ones(4 * len(examples))
+    for batch, per_token in found:
+        completions = [(c, places) for row in batch for c, places in zip(row.completions, row.places, strict=True)]
+        starts = np.cumsum([0, *(len(completion) for completion, _ in completions[:-1])])
+        totals = np.add.reduceat(per_token.cpu().numpy().astype(np.float64), starts)
+        for total, (completion, places) in zip(totals, completions, strict=True):
+            sums[places], divisors[places] = total, len(completion)
+    for n, example in enumerate(examples):
+        if example.lengths is not None:
+            divisors[4 * n : 4 * n + 4] = example.lengths
+    with np.errstate(divide="ignore"):  # an ending without characters is never the likeliest
+        return sums.reshape(-1, 4), (sums / divisors).reshape(-1, 4)
+
+
+def _batch_losses(model: Model, batch: list[Row]) -> torch.Tensor:
+    """Cross-entropy of all tokens of all completions in the batch, one after the other."""
+    B, T = len(batch), max(row.length for row in batch)
+    ids, positions = np.zeros((B, T), dtype=np.int64), np.zeros((B, T), dtype=np.int64)
+    parts = np.full((B, T), -1)  # 0 is the context, 1, 2, ... are the completions, -1 is padding
+    predicting: list[int] = []  # where in (B * T) the next token is one of a completion
+    for b, row in enumerate(batch):
+        at = c = len(row.context)
+        ids[b, :c], positions[b, :c], parts[b, :c] = row.context, np.arange(c), 0
+        for part, completion in enumerate(row.completions, start=1):
+            end = at + len(completion) - 1
+            ids[b, at:end], positions[b, at:end], parts[b, at:end] = completion[:-1], np.arange(c, c + end - at), part
+            predicting += [b * T + c - 1, *range(b * T + at, b * T + end)]
+            at = end
+    targets = [token for row in batch for completion in row.completions for token in completion]
+
+    def sent(values: Any) -> torch.Tensor:
+        return devices.send(torch.as_tensor(values), model.device)
+
+    if any(len(row.completions) > 1 for row in batch):
+        of = sent(parts)
+        seen = (of[:, :, None] == of[:, None, :]) | (of[:, None, :] == 0)  # (B, T, T): its own part, and the context
+        hidden = model.hidden(sent(ids), sent(positions), seen.tril()[:, None])  # (B, T, C)
+    else:
+        hidden = model.hidden(sent(ids))
+    return _token_losses(model, hidden.flatten(0, 1)[sent(predicting)], sent(targets))
+
+
+def _token_losses(model: Model, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy (N,) of target ids (N,) after hidden states (N, C)."""
+    with torch.autocast(model.device.type, enabled=False):  # bf16 logits near -35 are 0.25 apart
+        chunks = zip(hidden.float().split(LOGITS), targets.split(LOGITS), strict=True)
+        return torch.cat([F.cross_entropy(model.head(h).float(), t, reduction="none") for h, t in chunks])
+
+
+def correct(losses: np.ndarray, examples: Sequence[Example]) -> int:
+    """How many examples have their lowest loss (examples, 4) at the right ending."""
+    return sum(int(prediction) == e.label for prediction, e in zip(losses.argmin(axis=1), examples, strict=True))
+
+
+def share(examples: Sequence[Example], rank: int, world: int, block_size: int) -> list[Example]:
+    """What this rank scores: every world-th example in order of cost, so that all ranks have about as much to do."""
+
+    def cost(example: Example) -> int:
+        return sum(row.length for row in rows_of(example, 0, block_size, shared=False))
+
+    return sorted(examples, key=cost, reverse=True)[rank::world]
+
+
+# -----------------------------------------------------------------------------
+# The command line
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser(description="Score a GPT-2 on the validation items of HellaSwag.")
+    parser = Parser(description="Score a GPT-2 on HellaSwag.")
     parser.add_argument("-m", "--model", default="gpt2", help="hub name or checkpoint directory (default: gpt2)")
+    parser.add_argument("--style", default="tokens", choices=tuple(STYLES), help="how items are put and scored: by this project, or by lm-evaluation-harness (default: tokens)")  # fmt: skip
     add_device_flag(parser)
-    parser.add_argument("--data", metavar="FILE", help="a HellaSwag .jsonl file (default: downloaded once)")
+    parser.add_argument("--dtype", default="fp32", choices=("auto", *devices.DTYPES), help="precision of the matrix products; losses are always computed in fp32 (default: fp32)")  # fmt: skip
+    parser.add_argument("--split", choices=tuple(GIT_BLOBS), help="which items are downloaded, once; test has no labels (default: val)")  # fmt: skip
+    parser.add_argument("--data", metavar="FILE", help="a HellaSwag .jsonl file (default: the download)")
     parser.add_argument("--limit", type=int, metavar="N", help="score only the first N items (default: all)")
+    parser.add_argument("--json", metavar="FILE", help="write scores, and losses and predictions of each item, there")
     args = parser.parse_args(argv)
+    problems = []
     if args.limit is not None and args.limit < 1:
-        raise UserError("--limit must be 1 or more.")
+        problems.append("--limit must be 1 or more.")
+    if args.data and args.split:
+        problems.append("--split names a download, and --data a file. Leave out one of them.")
+    if args.json and (Path(args.json).is_dir() or not os.access(Path(args.json).parent, os.W_OK)):
+        problems.append(f"cannot write {args.json}. Name another file with --json.")
+    if problems:
+        raise UserError(*problems)
 
     device = torch.device(devices.pick_device_type(args.device))
+    dtype = devices.pick_dtype(args.dtype, device)
     directory = huggingface.find(args.model)
-    items = load(args.data or download(), args.limit)
+    items = load(args.data or download(args.split or "val"), args.limit, args.style)
+    if items[0].label is None and not args.json:
+        raise UserError("these items have no labels, so they give no score. Name a file for their losses with --json.")
     model, tokenizer = load_model(directory, device)
-    examples = [render(item, tokenizer) for item in items]
+    examples = [render(item, tokenizer, args.style) for item in items]
 
     from tqdm import tqdm
 
-    bar = tqdm(examples, unit=" items", disable=None)
+    bar = partial(tqdm, desc="HellaSwag", unit=" rows", leave=False, disable=None)
+    started = time.perf_counter()
+    with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+        sums, normalised = losses(from_huggingface(model), examples, watch=bar)
+    seconds = time.perf_counter() - started
+    if not np.isfinite(sums).all():
+        raise UserError(
+            f"{np.count_nonzero(~np.isfinite(sums)):,} of {sums.size:,} losses are not finite: the weights in {directory} "
+            f"are broken, or too large for {args.dtype}. Try --dtype fp32, or another checkpoint."
+        )
+    scores = {
+        name: accuracy(correct(values, examples), len(examples)) if items[0].label is not None else (None, None)
+        for name, values in (("acc", sums), ("acc_norm", normalised))
+    }
+    precision = str(dtype).removeprefix("torch.")
+    what = f"{args.data or args.split or 'val'}, {len(items):,} items, style {args.style}"
+    print(f"HellaSwag {what}; {precision} on {device.type}, {seconds:.1f} s, {len(items) / seconds:.1f} items/s\n")
+    print(table(args.model, scores, args.style))
+    if args.data or args.split not in (None, "val") or len(items) != VAL_ITEMS:
+        print(f"\nPublished scores are those of all {VAL_ITEMS:,} validation items.")
+    if args.json:
+        about = {"model": args.model, "style": args.style, "data": args.data or args.split or "val", "dtype": precision}
+        about |= {"device": device.type, "items": len(items), "seconds": round(seconds, 3)}
+        about |= {
+            f"{name}{end}": value
+            for name, pair in scores.items()
+            for end, value in zip(("", "_stderr"), pair, strict=True)
+        }
+        write_json(Path(args.json), about, sums, normalised, items)
 
-    def report(n: int, correct: int, correct_norm: int) -> None:
-        figures = f"acc {correct / n:.4f} acc_norm {correct_norm / n:.4f}"
-        bar.set_postfix_str(figures, refresh=False)
-        if n % 500 == 0 or n == len(examples):
-            bar.write(f"{n:5d}/{len(examples)} {figures}")
 
-    score(lambda idx: model(idx).logits, bar, device, model.config.n_positions, report)
+def accuracy(right: int, n: int) -> tuple[float, float | None]:
+    """The share that is right and its standard error, that of a mean of n samples, which takes two of them."""
+    p = right / n
+    return p, math.sqrt(p * (1 - p) / (n - 1)) if n > 1 else None
+
+
+def table(model: str, scores: dict[str, tuple[float | None, float | None]], style: str) -> str:
+    """This model's scores above the published ones of the style."""
+    own = [
+        "-" if p is None else f"{p:.4f}" if error is None else f"{p:.4f} ± {error:.4f}" for p, error in scores.values()
+    ]
+    others = {name: ["-" if p is None else f"{p:.4f}" for p in pair] for name, pair in PUBLISHED[style].items()}
+    lines = {"": list(scores), model: own} | others
+    width = max(map(len, lines))
+    return "\n".join(f"{name:{width}}   {acc:15}   {acc_norm}" for name, (acc, acc_norm) in lines.items())
+
+
+def write_json(
+    path: Path, about: dict[str, Any], sums: np.ndarray, normalised: np.ndarray, items: Sequence[Item]
+) -> None:
+    """Writes `about` and, under "results", losses (nats), predictions and label of each item, in their order."""
+    results = [
+        {
+            "losses": total.tolist(),
+            "losses_norm": [loss if math.isfinite(loss) else None for loss in each.tolist()],  # JSON knows no infinity
+            "prediction": int(total.argmin()),
+            "prediction_norm": int(each.argmin()),
+            "label": item.label,
+        }
+        for total, each, item in zip(sums, normalised, items, strict=True)
+    ]
+    text = json.dumps(about | {"results": results}) + "\n"
+    if path.exists() and not path.is_file():  # a pipe or a device
+        path.write_text(text)
+        return
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
 
 
 def load_model(directory: Path, device: torch.device) -> tuple[Any, Tokenizer]:
@@ -201,8 +454,7 @@ def load_model(directory: Path, device: torch.device) -> tuple[Any, Tokenizer]:
     Raises:
         UserError: its vocabulary is not GPT-2's, on which HellaSwag's figures are defined.
     """
-    vocab_size = huggingface.read_config(directory)["vocab_size"]
-    tokenizer = get_tokenizer(name_for_vocab_size(vocab_size))
+    tokenizer = get_tokenizer(name_for_vocab_size(huggingface.read_config(directory)["vocab_size"]))
     if tokenizer.name != "gpt2":
         raise UserError(
             f"{directory} was trained on {tokenizer.name}, and HellaSwag's scores are defined on GPT-2 tokens."
@@ -211,17 +463,26 @@ def load_model(directory: Path, device: torch.device) -> tuple[Any, Tokenizer]:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-
+    options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+    options |= {"activation_function": "gelu_pytorch_tanh"}  # gelu_new, in one kernel
     try:
-        model, report = GPT2LMHeadModel.from_pretrained(
-            directory, dtype=torch.float32, use_safetensors=True, output_loading_info=True
-        )
+        model, report = GPT2LMHeadModel.from_pretrained(directory, **options)
     except Exception as error:  # a missing or damaged file, in the words of two libraries
         raise UserError(f"cannot read the weights in {directory} ({error}). Get them again.") from error
     wrong = sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in report[kind])
     if wrong:
         raise UserError(f"the weights in {directory} do not fit: {', '.join(wrong[:3])}. Get them again.")
     return model.to(device).eval(), tokenizer
+
+
+def from_huggingface(model: Any) -> Model:
+    """Hugging Face's GPT2LMHeadModel as a model that takes positions and a mask."""
+
+    def hidden(ids: torch.Tensor, positions: torch.Tensor | None = None, mask: torch.Tensor | None = None):
+        options = {"position_ids": positions, "attention_mask": mask, "use_cache": False}
+        return model.transformer(ids, **options).last_hidden_state
+
+    return Model(hidden, model.lm_head, model.config.n_positions, model.device, masked=True)
 
 
 if __name__ == "__main__":

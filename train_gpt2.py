@@ -137,6 +137,14 @@ class GPT(nn.Module):
         Raises:
             ValueError: the sequence is longer than the block.
         """
+        x = self.hidden(idx)
+        if targets is None:
+            return self.logits(x), None
+        logits = self.lm_head(x)[..., : self.config.vocab_size]  # (B, T, V); the padding gets no share and no gradient
+        return None, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    def hidden(self, idx: torch.Tensor) -> torch.Tensor:
+        """What the blocks make of (B, T) tokens: (B, T, C), of which each row tells what may follow its token."""
         T = idx.size(1)
         if self.config.block_size < T:
             raise ValueError(f"a sequence of {T} tokens is longer than the block of {self.config.block_size}")
@@ -144,15 +152,12 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
         for block in self.transformer.h:
             x = block(x)
-        x = self.transformer.ln_f(x)
+        return self.transformer.ln_f(x)
 
-        V = self.config.vocab_size  # slicing keeps the padding out of the softmax, and its gradient zero
-        if targets is None:
-            # Scores compare logits of -35 and below, which bf16 can only round to multiples of 0.25: fp32 here.
-            with torch.autocast(x.device.type, enabled=False):
-                return self.lm_head(x.float())[..., :V], None
-        logits = self.lm_head(x)[..., :V]  # (B, T, V)
-        return None, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Next-token logits (..., V) of hidden rows (..., C), in fp32: bf16 rounds -35 and below to multiples of 0.25."""
+        with torch.autocast(x.device.type, enabled=False):
+            return self.lm_head(x.float())[..., : self.config.vocab_size]
 
     @classmethod
     def from_pretrained(cls, name_or_dir: str | os.PathLike) -> GPT:
@@ -205,8 +210,8 @@ class GPT(nn.Module):
         Only the last block_size tokens are looked at. Temperature 0 takes the likeliest token each time.
         """
         for _ in range(max_new_tokens):
-            logits, _ = self(idx[:, -self.config.block_size :])
-            probs = next_token_probs(logits[:, -1], temperature, top_k)  # (B, V)
+            x = self.hidden(idx[:, -self.config.block_size :])[:, -1]  # (B, C)
+            probs = next_token_probs(self.logits(x), temperature, top_k)  # (B, V)
             idx = torch.cat((idx, torch.multinomial(probs, 1, generator=generator)), dim=1)
         return idx
 
@@ -287,10 +292,7 @@ class DataLoaderLite:
             UserError: a token id is not in the vocabulary; its shard and offset are named.
         """
         tokens = torch.from_numpy(np.stack([self._row(n) for n in rows]).astype(np.int64))  # (B, T+1)
-        if self.device.type == "cuda":
-            tokens = tokens.pin_memory().to(self.device, non_blocking=True)
-        else:
-            tokens = tokens.to(self.device)
+        tokens = devices.send(tokens, self.device)
         return tokens[:, :-1], tokens[:, 1:]
 
     def _row(self, n: int) -> np.ndarray:
@@ -386,6 +388,7 @@ class TrainConfig:
     hellaswag_data: str | None = flag(
         None, "HellaSwag .jsonl file", "evaluation", auto="downloaded once", metavar="FILE"
     )
+    hellaswag_limit: int | None = flag(None, "items that are scored, the first N", "evaluation", auto="all", least=1)
     sample_every: int = flag(250, "updates between samples; 0 is never", "evaluation", least=0)
 
     checkpoint_every: int = flag(5000, "updates between checkpoints; 0 is never", "safety", least=0)
@@ -544,12 +547,17 @@ def validation_loss(
 def hellaswag_score(
     model: GPT, examples: Sequence[hellaswag.Example], dist: Distributed, amp: AbstractContextManager
 ) -> float:
-    """acc_norm over all examples, dealt to the ranks."""
+    """acc_norm over all examples, dealt to the ranks by their cost."""
+    scored = hellaswag.Model(model.hidden, model.logits, model.config.block_size, dist.device)
+    mine = hellaswag.share(examples, dist.rank, dist.world, scored.block_size)
+
+    def watch(rows: Iterable) -> Iterable:
+        return dist.stop.until(report.progress(rows, "HellaSwag", dist.rank))
+
     with amp:
-        mine = report.progress(examples[dist.rank :: dist.world], "HellaSwag", dist.rank)
-        counts = hellaswag.score(lambda idx: model(idx)[0], dist.stop.until(mine), dist.device, model.config.block_size)
-    n, _, correct_norm = dist.sum(*counts)
-    return correct_norm / n
+        _, means = hellaswag.losses(scored, mine, watch=watch)
+    n, correct = dist.sum(len(mine), hellaswag.correct(means, mine))
+    return correct / n
 
 
 def sample(
@@ -633,7 +641,8 @@ def prepare(config: TrainConfig, dist: Distributed, resume_from: Path | None) ->
         resume.check_data(resume_from, data)
     raw_model = first_model(config, tokenizer, resume_from).to(dist.device)
     scores = config.hellaswag_every if config.hellaswag_every is not None else dist.device.type == "cuda"
-    examples = hellaswag.examples(config.hellaswag_data, tokenizer, notice=dist.print0) if scores else []
+    limit, notice = config.hellaswag_limit, dist.print0
+    examples = hellaswag.examples(config.hellaswag_data, tokenizer, notice, limit) if scores else []
 
     T, device = raw_model.config.block_size, dist.device
     sizes = fit.micro_batches(config.total_batch_size, T, dist.world, config.batch_size, device.type)
@@ -650,10 +659,8 @@ def prepare(config: TrainConfig, dist: Distributed, resume_from: Path | None) ->
     dtype = devices.pick_dtype(config.dtype, device)
     lower = dtype != torch.float32
     amp = torch.autocast(device.type, dtype=dtype if lower else None, enabled=lower)
-    model = devices.compile(raw_model, device, config.compile, notice=dist.print0)
-    longest = max(examples, key=lambda e: len(e.context) + max(map(len, e.completions)), default=None)
-    score = (lambda: hellaswag.score(lambda idx: raw_model(idx)[0], [longest], device, T)) if longest else None
-    B = fit.largest_micro_batch(sizes, T, model, raw_model, amp, score, dist.world, notice=dist.print0)
+    model = devices.compile(raw_model, device, config.compile, notice)
+    B = fit.largest_micro_batch(sizes, T, model, raw_model, amp, dist.world, notice)
     for each in filter(None, (loader, val_loader)):
         each.resize(B)
 

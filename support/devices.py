@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import platform
+import re
 import shutil
 from collections.abc import Callable
 
@@ -81,6 +83,27 @@ def synchronizer(device: torch.device) -> Callable[[], None]:
     if device.type == "mps":
         return torch.mps.synchronize
     return lambda: None
+
+
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on the device. A GPU fetches it while the host goes on."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether a device had too little memory: torch.OutOfMemoryError, and what cuBLAS, Triton and Metal say instead."""
+    return isinstance(error, torch.OutOfMemoryError) or bool(re.search("out of memory|ALLOC_FAILED", str(error)))
+
+
+def free_memory(device: torch.device) -> None:
+    """Gives back what nothing refers to any more. After a failure that is all, once its traceback is gone."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif device.type == "mps":
+        torch.mps.empty_cache()
 
 
 def step_if(optimizer: torch.optim.Optimizer, wanted: torch.Tensor) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 import torch
 
+from support import devices
 from support.cli import UserError
 from support.tokenizer import Tokenizer
 
@@ -82,15 +81,14 @@ def largest_micro_batch(
     model: torch.nn.Module,
     raw_model: torch.nn.Module,
     amp: AbstractContextManager,
-    score: Callable[[], Any] | None,
     world: int,
     notice: Callable[[str], None],
 ) -> int:
     """The first of `sizes` (rows, largest first) with which a run fits into the memory of the model's device.
 
     For each, what a run needs at once is tried out: the optimizer's two moments, gradients (and their copy where there
-    are other ranks), micro-batches of (B, T) tokens forward and backward, validation, and `score()`, where there is
-    something to score. Weights and optimizer stay as they are, and no other rank is waited for.
+    are other ranks), micro-batches of (B, T) tokens forward and backward, and validation. Weights and optimizer stay as
+    they are, and no other rank is waited for.
 
     Raises:
         UserError: none of them fits.
@@ -101,17 +99,14 @@ def largest_micro_batch(
         return first
     for B in sizes:
         try:
-            _try_out(B, T, model, raw_model, amp, score, world, device)
+            _try_out(B, T, model, raw_model, amp, world, device)
             fits = True
-        except RuntimeError as error:  # torch.OutOfMemoryError, and what cuBLAS and Triton say instead
-            if not isinstance(error, torch.OutOfMemoryError) and not re.search(
-                "out of memory|ALLOC_FAILED", str(error)
-            ):
+        except RuntimeError as error:
+            if not devices.is_out_of_memory(error):
                 raise
             fits = False  # what the failed attempt holds is freed with its traceback, after this block
         raw_model.zero_grad(set_to_none=True)
-        gc.collect()
-        torch.cuda.empty_cache()
+        devices.free_memory(device)
         if fits:
             if first != B:
                 notice(f"a micro-batch of {first} rows does not fit into memory; {B} do. The update stays the same.")
@@ -128,7 +123,6 @@ def _try_out(
     model: torch.nn.Module,
     raw_model: torch.nn.Module,
     amp: AbstractContextManager,
-    score: Callable[[], Any] | None,
     world: int,
     device: torch.device,
 ) -> None:
@@ -143,8 +137,6 @@ def _try_out(
         loss.backward()
     with torch.no_grad(), amp:
         model(x, y)
-        if score:
-            score()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     del reserved

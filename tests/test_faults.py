@@ -691,7 +691,7 @@ def test_the_largest_micro_batch_that_fits_is_found(byte_shards, tmp_path, littl
     assert not (tmp_path / "none").exists()
 
 
-def test_the_trial_includes_the_optimizer_and_the_evaluations(tiny_model, monkeypatch):
+def test_the_trial_includes_the_optimizer_and_validation(tiny_model, monkeypatch):
     """The sizes that are tried, and what is tried with each, by the tensors that are alive."""
     monkeypatch.setattr(fit, "PROBED", ("cpu",))
     seen, allocated, real = [], [], torch.empty_like
@@ -707,14 +707,12 @@ def test_the_trial_includes_the_optimizer_and_the_evaluations(tiny_model, monkey
         return forward(idx, targets)
 
     monkeypatch.setattr(tiny_model, "forward", spy)
-    scored = []
     amp = torch.autocast("cpu", enabled=False)
-    B = fit.largest_micro_batch([8, 2, 1], 16, tiny_model, tiny_model, amp, lambda: scored.append(1), 1, print)
-    assert B == 2 and scored == [1]
+    assert fit.largest_micro_batch([8, 2, 1], 16, tiny_model, tiny_model, amp, 1, print) == 2
     assert seen == [(8, True, False), (8, True, True), (2, True, False), (2, True, True), (2, False, True)]
     assert sum(allocated) == 2 * 2 * sum(p.numel() for p in tiny_model.parameters())  # two moments, two trials
     allocated.clear()
-    fit.largest_micro_batch([1], 16, tiny_model, tiny_model, amp, None, 2, print)  # DDP's buckets are one more
+    fit.largest_micro_batch([1], 16, tiny_model, tiny_model, amp, 2, print)  # DDP's buckets are one more
     assert sum(allocated) == 3 * sum(p.numel() for p in tiny_model.parameters())
     assert all(p.grad is None and torch.equal(p, before[name]) for name, p in tiny_model.named_parameters())
 

@@ -1,31 +1,41 @@
-"""HellaSwag's scores against the plain definition, with a model whose losses are known."""
+"""HellaSwag's scores against the plain definition, with models whose losses are known."""
 
+import hashlib
 import json
 import math
+import re
+import statistics
 
+import numpy as np
 import pytest
 import torch
-from conftest import ONE_PROCESS, needs_gpt2_vocabulary
+from conftest import ONE_PROCESS, losses, needs_gpt2_vocabulary, run_to_the_end
 from torch.nn import functional as F
 
 import hellaswag
 from hellaswag import Example
 from support.cli import UserError, run
-from train_gpt2 import GPT, hellaswag_score
+from train_gpt2 import GPT, GPTConfig, hellaswag_score
 
 CPU = torch.device("cpu")
 
 
 def made_up_examples(n=40, seed=0):
-    """Endings of one token up to more than the context, and contexts longer than the model's 16 tokens."""
+    """Endings of one token up to more than the context, contexts longer than the model's 16 tokens, equal endings."""
     rng = torch.Generator().manual_seed(seed)
 
     def ids(low, high):
         return torch.randint(0, 257, (int(torch.randint(low, high, (1,), generator=rng)),), generator=rng).tolist()
 
-    return [Example(ids(1, 30), [ids(1, 25 if i % 5 == 0 else 6) for _ in range(4)], i % 4) for i in range(n)]
+    examples = [
+        Example(ids(1, 30 if i % 3 else 5), [ids(1, 25 if i % 5 == 0 else 4) for _ in range(4)], i % 4)
+        for i in range(n)
+    ]
+    twins = Example(examples[1].context, [examples[1].completions[k] for k in (0, 1, 1, 0)], 2)
+    return [*examples, twins, Example([7], [[1], [2], [3], [4]], 0)]
 
 
+@torch.no_grad()
 def plain_losses(model, example):
     """Row by row and token by token: the loss of each ending's tokens, each after the 16 that come before it."""
     sums, means = [], []
@@ -41,56 +51,150 @@ def plain_losses(model, example):
     return sums, means
 
 
-@torch.no_grad()
-def test_losses_and_scores_equal_the_plain_loop(tiny_model):
-    for parameter in tiny_model.parameters():
-        parameter.mul_(4)  # far from uniform, so that endings differ
+@pytest.fixture
+def sharp_model(tiny_model):
+    """Far from uniform, so that endings differ."""
+    with torch.no_grad():
+        for parameter in tiny_model.parameters():
+            parameter.mul_(4)
+    return tiny_model
+
+
+@pytest.fixture
+def models(sharp_model, tmp_path):
+    """The same weights as the trainer's model, and as Hugging Face's, which reads the context once."""
+    from transformers import GPT2LMHeadModel
+
+    sharp_model.save_pretrained(tmp_path / "sharp")
+    theirs = hellaswag.from_huggingface(GPT2LMHeadModel.from_pretrained(tmp_path / "sharp").eval())
+    ours = hellaswag.Model(sharp_model.hidden, sharp_model.logits, 16, CPU)
+    return {"trainer": ours, "hub": theirs}
+
+
+@pytest.mark.parametrize("kind", ["trainer", "hub"])
+def test_losses_and_predictions_equal_the_plain_loop(models, sharp_model, kind):
     examples = made_up_examples()
-    correct = correct_norm = 0
-    for example in examples:
-        sums, means = hellaswag.completion_losses(lambda idx: tiny_model(idx)[0], example, CPU, 16)
-        expected_sums, expected_means = plain_losses(tiny_model, example)
-        torch.testing.assert_close(sums, torch.tensor(expected_sums), atol=1e-4, rtol=1e-5)
-        torch.testing.assert_close(means, torch.tensor(expected_means), atol=1e-4, rtol=1e-5)
-        correct += expected_sums.index(min(expected_sums)) == example.label
-        correct_norm += expected_means.index(min(expected_means)) == example.label
-    assert hellaswag.score(lambda idx: tiny_model(idx)[0], examples, CPU, 16) == (40, correct, correct_norm)
-    assert correct != correct_norm
+    expected_sums, expected_means = np.array([plain_losses(sharp_model, e) for e in examples]).swapaxes(0, 1)
+    read = []
+    hidden = models[kind].hidden
+    model = hellaswag.Model(lambda ids, *more: read.append(ids.shape) or hidden(ids, *more), models[kind].head, 16, CPU, models[kind].masked)  # fmt: skip
+    for budget in (1, 17, 33, 64, 100_000, None):
+        read.clear()
+        sums, means = hellaswag.losses(model, examples, budget)
+        np.testing.assert_allclose(sums, expected_sums, atol=1e-4, rtol=0)
+        np.testing.assert_allclose(means, expected_means, atol=1e-4, rtol=0)
+        assert (sums.argmin(1) == expected_sums.argmin(1)).all() and (means.argmin(1) == expected_means.argmin(1)).all()
+        rows = sum(len(shape) and shape[0] for shape in read)
+        assert all(shape.numel() <= max(budget or 768, 16) or shape[0] == 1 for shape in read)
+        if budget in (1, 100_000):
+            assert len(read) == (rows if budget == 1 else 1)
+    right = [int(row.argmin()) == e.label for row, e in zip(expected_means, examples, strict=True)]
+    assert hellaswag.correct(means, examples) == sum(right) != hellaswag.correct(sums, examples)
+    # what fits into the context of 16 is one row for the hub's model; equal endings are read once
+    fits = [e for e in examples if len(e.context) + sum(len(c) - 1 for c in set(map(tuple, e.completions))) <= 16]
+    distinct = [len(set(map(tuple, e.completions))) for e in examples]
+    saved = sum(n - 1 for n, e in zip(distinct, examples, strict=True) if e in fits)
+    assert len(fits) > 10 and rows == sum(distinct) - (saved if kind == "hub" else 0)
+
+
+def test_one_order_of_magnitude_more_precision_than_bf16(models, sharp_model):
+    """Under autocast the hidden rows are rounded, the logits are not: each loss stays near the exact one."""
+    examples = made_up_examples()
+    exact, _ = hellaswag.losses(models["hub"], examples)
+    dtypes = []
+    head = models["hub"].head
+
+    def spy(hidden):
+        dtypes.extend((hidden.dtype, head(hidden).dtype))
+        return head(hidden)
+
+    model = hellaswag.Model(models["hub"].hidden, spy, 16, CPU, masked=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded, _ = hellaswag.losses(model, examples)
+    assert set(dtypes) == {torch.float32} and rounded.shape == exact.shape
+    assert 0 < np.abs(rounded - exact).max() < 2
 
 
 def test_scores_by_hand():
     """A model to which token k costs k+1 nats more than token 0, wherever it stands: sums and means are arithmetic."""
     logits = -torch.arange(10.0)
     z = math.log(logits.exp().sum())
-
-    def logits_of(idx):
-        return logits.expand(*idx.shape, 10)
-
+    model = hellaswag.Model(lambda idx: idx[..., None], lambda hidden: logits.expand(len(hidden), 10), 64, CPU)
     #                       sums less z per token: 6, 4, 5, 8      means less z: 2, 4, 2.5, 8
     example = Example([1, 2], [[2, 2, 2], [4], [2, 3], [8]], 1)
-    sums, means = hellaswag.completion_losses(logits_of, example, CPU, 64)
-    torch.testing.assert_close(sums, torch.tensor([6 + 3 * z, 4 + z, 5 + 2 * z, 8 + z]))
-    torch.testing.assert_close(means, torch.tensor([2 + z, 4 + z, 2.5 + z, 8 + z]))
-    assert hellaswag.score(logits_of, [example], CPU, 64) == (1, 1, 0)
+    sums, means = hellaswag.losses(model, [example])
+    np.testing.assert_allclose(sums, [[6 + 3 * z, 4 + z, 5 + 2 * z, 8 + z]], rtol=1e-6)
+    np.testing.assert_allclose(means, [[2 + z, 4 + z, 2.5 + z, 8 + z]], rtol=1e-6)
+    assert (hellaswag.correct(sums, [example]), hellaswag.correct(means, [example])) == (1, 0)
+    # per character: a length of nothing is no division by zero, and never wins
+    _, per_character = hellaswag.losses(model, [Example(example.context, example.completions, 3, [12, 2, 0, 100])])
+    np.testing.assert_allclose(per_character, [[(6 + 3 * z) / 12, (4 + z) / 2, np.inf, (8 + z) / 100]], rtol=1e-6)
 
 
-def test_the_trainers_score_is_the_same(tiny_model):
-    examples = made_up_examples(21)
-    n, _, correct_norm = hellaswag.score(lambda idx: tiny_model(idx)[0], examples, CPU, 16)
+def test_a_batch_that_does_not_fit_is_halved(models):
+    examples = made_up_examples()
+    expected = hellaswag.losses(models["hub"], examples)
+    sizes = []
+
+    def little_memory(most, message="CUDA out of memory. Tried"):
+        def hidden(ids, *more):
+            sizes.append(ids.numel())
+            if ids.numel() > most:
+                raise RuntimeError(message)
+            return models["hub"].hidden(ids, *more)
+
+        return hellaswag.Model(hidden, models["hub"].head, 16, CPU, masked=True)
+
+    sums, means = hellaswag.losses(little_memory(100), examples, 800)
+    np.testing.assert_allclose((sums, means), expected, atol=1e-4)
+    assert sum(size > 100 for size in sizes) == 3  # 800, 400, 200 tokens: the lesson is remembered
+    with pytest.raises(UserError, match="not even one row of 16 tokens fits into the memory of cpu"):
+        hellaswag.losses(little_memory(15), examples)
+    with pytest.raises(RuntimeError, match="something else"):
+        hellaswag.losses(little_memory(100, "something else"), examples)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 50])
+def test_ranks_share_the_examples_by_cost(models, sharp_model, world):
+    examples = made_up_examples()
+    shares = [hellaswag.share(examples, rank, world, 16) for rank in range(world)]
+    assert sorted(id(e) for share in shares for e in share) == sorted(map(id, examples))
+
+    def cost(share):
+        rows = {(id(e), tuple(c)): min(16, len(e.context) + len(c) - 1) for e in share for c in e.completions}
+        return sum(rows.values())
+
+    assert max(map(cost, shares)) - min(map(cost, shares)) <= max(cost([e]) for e in examples)
+    counts = [hellaswag.correct(hellaswag.losses(models["trainer"], share)[1], share) for share in shares]
+    whole = hellaswag.correct(hellaswag.losses(models["trainer"], examples)[1], examples)
     amp = torch.autocast("cpu", enabled=False)
-    assert hellaswag_score(tiny_model, examples, ONE_PROCESS, amp) == correct_norm / n
-    # dealt to three ranks, every example is scored once
-    dealt = [hellaswag.score(lambda idx: tiny_model(idx)[0], examples[r::3], CPU, 16) for r in range(3)]
-    assert [sum(column) for column in zip(*dealt, strict=True)][::2] == [21, correct_norm]
+    assert sum(counts) == whole and hellaswag_score(sharp_model, examples, ONE_PROCESS, amp) == whole / len(examples)
 
 
-def write_items(path, n=3, **change):
-    item = {
+def test_the_standard_error_is_that_of_a_mean():
+    samples = [1] * 7 + [0] * 13
+    share, error = hellaswag.accuracy(7, 20)
+    assert share == statistics.mean(samples)
+    assert error == pytest.approx(statistics.stdev(samples) / math.sqrt(20))
+    assert hellaswag.accuracy(1, 1) == (1.0, None)
+
+
+# ---- items
+
+
+def item(**change):
+    return {
+        "activity_label": "Roofing",
+        "ctx_a": "A man sits on a roof.",
+        "ctx_b": "he",
         "ctx": "A man sits on a roof. he",
         "endings": ["falls.", "rips up tiles.", "sings a song.", "sleeps."],
         "label": 1,
-    }
-    path.write_text("".join(json.dumps(item | change) + "\n" for _ in range(n)))
+    } | change
+
+
+def write_items(path, n=3, **change):
+    path.write_text("".join(json.dumps(item(**change)) + "\n" for _ in range(n)))
     return path
 
 
@@ -99,10 +203,14 @@ def write_items(path, n=3, **change):
     [
         ("{", "line 4 is not JSON"),
         ("[]", "line 4 is not a HellaSwag item"),
+        ("7", "line 4 is not a HellaSwag item"),
         ('{"ctx": "a", "label": 0}', "line 4 is not a HellaSwag item: it lacks 'endings'"),
-        ('{"ctx": "a", "endings": ["b"], "label": 0}', "line 4 is not a HellaSwag item: it needs a text, 4 endings"),
+        ('{"ctx": "a", "endings": ["b"], "label": 0}', "line 4 is not a HellaSwag item: it needs texts, 4 endings"),
         ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}', "a label from 0 to 3"),
-        ('{"ctx": 1, "endings": ["b", "c", "d", "e"], "label": 1}', "it needs a text"),
+        ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": "4"}', "a label from 0 to 3"),
+        ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": true}', "a label from 0 to 3"),
+        ('{"ctx": 1, "endings": ["b", "c", "d", "e"], "label": 1}', "it needs texts"),
+        ('{"ctx": "a", "endings": ["b", "c", "d", "e"]}', "line 4 or those before it lack a label"),
     ],
 )
 def test_a_line_that_is_no_item_is_named(tmp_path, line, message):
@@ -114,32 +222,195 @@ def test_a_line_that_is_no_item_is_named(tmp_path, line, message):
     assert len(hellaswag.load(path, limit=3)) == 3
 
 
-@needs_gpt2_vocabulary
-def test_the_command_line_scores_a_checkpoint(tmp_path, monkeypatch, capsys):
-    from train_gpt2 import GPTConfig
+def test_labels_are_numbers_or_digits_or_missing(tmp_path):
+    for given, expected in ((2, 2), ("2", 2), ("", None), (None, None)):
+        [loaded] = hellaswag.load(write_items(tmp_path / "items.jsonl", 1, label=given))
+        assert loaded.label == expected
+    with pytest.raises(UserError, match="lacks 'ctx_b'"):
+        (tmp_path / "items.jsonl").write_text('{"activity_label": "a", "ctx_a": "b", "ctx": "c", "endings": []}\n')
+        hellaswag.load(tmp_path / "items.jsonl", style="harness")
 
+
+CLEANED = [  # what lm-evaluation-harness makes of an item, by hand: the context, and what each ending adds to it
+    (item(), "Roofing: A man sits on a roof. He", [" falls.", " rips up tiles.", " sings a song.", " sleeps."]),
+    (
+        item(
+            activity_label="Home and Garden",
+            ctx_a="How to paint a wall [title] Buy  paint. [step] Go to   the shop.",
+            ctx_b="",
+            endings=["[substeps] Take the bus. [title] Pay.", " walk ", "[a] [b]", "it's 3  km"],
+        ),
+        "Home and Garden: How to paint a wall. Buy paint. Go to  the shop.",
+        ["  Take the bus.. Pay.", " walk", "  ", " it's 3 km"],
+    ),
+    (
+        item(activity_label="x", ctx_a="Do this. [step]", ctx_b="WE all DO", endings=["go.", "é!", "1", ""]),
+        "x: Do this. We all do",
+        [" go.", " é!", " 1", " "],
+    ),
+    (
+        item(activity_label="x", ctx_a="Wait. [step]", ctx_b="", endings=["go.", "é!", "1", ""]),
+        "x: Wait.",
+        ["  go.", "  é!", "  1", "  "],
+    ),
+]
+
+
+@needs_gpt2_vocabulary
+@pytest.mark.parametrize("record, context, continuations", CLEANED)
+def test_the_harness_style_by_hand(tmp_path, record, context, continuations):
+    import tiktoken
+
+    encode = tiktoken.get_encoding("gpt2").encode
+    (tmp_path / "items.jsonl").write_text(json.dumps(record))
+    [loaded] = hellaswag.load(tmp_path / "items.jsonl", style="harness")
+    example = hellaswag.render(loaded, hellaswag.get_tokenizer("gpt2"), "harness")
+    assert example.context == encode(context)
+    assert [example.context + c for c in example.completions] == [encode(context + c) for c in continuations]
+    blanks = 2 if context == "x: Wait." else 1  # one is the blank between them; the other was the context's
+    assert example.lengths == [len(c) - blanks for c in continuations] and example.label == record["label"]
+
+
+@needs_gpt2_vocabulary
+def test_the_tokens_style_by_hand():
+    import tiktoken
+
+    encode = tiktoken.get_encoding("gpt2").encode
+    loaded = hellaswag.Item(["a b", "", " c", "it's"], 3, ctx="Wait. [step] he")
+    example = hellaswag.render(loaded, hellaswag.get_tokenizer("gpt2"))
+    assert example == Example(encode("Wait. [step] he"), [encode(c) for c in (" a b", " ", "  c", " it's")], 3)
+    assert hellaswag.render(hellaswag.Item(["a"] * 4, 0), hellaswag.get_tokenizer("gpt2")).context == [50256]
+
+
+def test_each_split_is_a_known_file(tmp_path, monkeypatch):
+    contents = {split: f"{split}\n".encode() for split in ("val", "train", "test")}
+    blobs = {s: hashlib.sha1(b"blob %d\0" % len(c) + c).hexdigest() for s, c in contents.items()}
+    asked = []
+    monkeypatch.chdir(tmp_path)
+    assert hellaswag.GIT_BLOBS == {
+        "val": "0f5ee25d72216f12317d5d8a7b92deafa423d81e",
+        "train": "1997e15fe638ef2aeec6993471159295cd75aab7",
+        "test": "7a4b590ea240595f468bfbc7f2c744e5eef72da5",
+    }
+    monkeypatch.setattr(hellaswag, "GIT_BLOBS", blobs)
+    monkeypatch.setattr("support.download._fetch", lambda url, part, *_: asked.append(url) or part.write_bytes(contents[url[:-6].rsplit("_")[-1]]))  # fmt: skip
+    for split in contents:
+        for _ in range(2):  # the second time nothing is fetched
+            assert hellaswag.download(split).read_bytes() == contents[split]
+    base = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_"
+    assert asked == [f"{base}{split}.jsonl" for split in contents]
+
+
+# ---- the command line
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=64, n_layer=1, n_head=2, n_embd=16))
     with torch.no_grad():
         model.lm_head.weight.mul_(20)
-    model.save_pretrained(tmp_path / "model")
+    model.save_pretrained(tmp_path_factory.mktemp("checkpoint") / "model")
+    return model, tmp_path_factory.getbasetemp() / "checkpoint0" / "model"
+
+
+def score(capsys, *flags):
+    hellaswag.main([*map(str, flags), "-d", "cpu"])
+    return capsys.readouterr().out
+
+
+@needs_gpt2_vocabulary
+@pytest.mark.parametrize("style", ["tokens", "harness"])
+def test_the_command_line_scores_a_checkpoint(checkpoint, tmp_path, capsys, style):
+    model, directory = checkpoint
     items = write_items(tmp_path / "items.jsonl", 1)
     with open(items, "a") as file:
         file.write(write_items(tmp_path / "more.jsonl", 2, label=3).read_text())
-    hellaswag.main(["-m", str(tmp_path / "model"), "--data", str(items), "-d", "cpu"])
-    printed = capsys.readouterr().out.splitlines()[-1]
+    out = score(capsys, "-m", directory, "--data", items, "--style", style, "--json", tmp_path / "scores.json")
 
     import tiktoken
 
-    encoding = tiktoken.get_encoding("gpt2")
-    context = encoding.encode("A man sits on a roof. he")
-    means = []
-    for ending in (" falls.", " rips up tiles.", " sings a song.", " sleeps."):
-        row = torch.tensor([context + encoding.encode(ending)])
-        per_token = F.cross_entropy(model(row[:, :-1])[0][0], row[0, 1:], reduction="none")
-        means.append(per_token[len(context) - 1 :].mean().item())
-    right = [means.index(min(means)) == label for label in (1, 3, 3)]
-    assert printed.startswith("    3/3 acc ") and printed.endswith(f"acc_norm {sum(right) / 3:.4f}")
+    encode = tiktoken.get_encoding("gpt2").encode
+    context = encode("A man sits on a roof. he" if style == "tokens" else "Roofing: A man sits on a roof. He")
+    sums, norms = [], []
+    for ending in item()["endings"]:
+        row = torch.tensor([context + encode(" " + ending)])
+        per_token = F.cross_entropy(model(row[:, :-1])[0][0], row[0, 1:], reduction="none")[len(context) - 1 :]
+        sums.append(per_token.sum().item())
+        norms.append(per_token.mean().item() if style == "tokens" else sums[-1] / len(ending))
+    results = json.loads((tmp_path / "scores.json").read_text())
+    for result, label in zip(results["results"], (1, 3, 3), strict=True):
+        np.testing.assert_allclose((result["losses"], result["losses_norm"]), (sums, norms), atol=1e-4)
+        predicted = sums.index(min(sums)), norms.index(min(norms))
+        assert (result["prediction"], result["prediction_norm"]) == predicted and result["label"] == label
+    for name, losses_ in (("acc", sums), ("acc_norm", norms)):
+        right = [losses_.index(min(losses_)) == label for label in (1, 3, 3)]
+        figures = sum(right) / 3, statistics.stdev(map(float, right)) / math.sqrt(3)
+        assert (results[name], results[name + "_stderr"]) == pytest.approx(figures)
+        assert "{:.4f} ± {:.4f}".format(*figures) in out
+    known = "OpenAI GPT-2 124M +" + ("0.2859 +0.2955" if style == "tokens" else "0.2892 +0.3114")
+    assert len(re.findall(known, out)) == 1 and "3 items, style " + style in out
+    assert "Published scores are those of all 10,042 validation items." in out and not list(tmp_path.glob("*.partial"))
+    assert {k: results[k] for k in ("style", "dtype", "items")} == {"style": style, "dtype": "float32", "items": 3}
+
+
+@needs_gpt2_vocabulary
+def test_items_without_labels_give_losses_alone(checkpoint, tmp_path, capsys, monkeypatch):
+    _, directory = checkpoint
+    labelled, bare = write_items(tmp_path / "a.jsonl"), write_items(tmp_path / "b.jsonl", label=None)
+    monkeypatch.setattr(hellaswag, "download", lambda split: {"test": bare, "val": labelled}[split])
+    with pytest.raises(UserError, match="no labels, so they give no score. Name a file for their losses with --json"):
+        score(capsys, "-m", directory, "--split", "test")
+    score(capsys, "-m", directory, "--json", tmp_path / "with.json")
+    out = score(capsys, "-m", directory, "--split", "test", "--json", tmp_path / "without.json")
+    a, b = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("with", "without"))
+    assert (b["acc"], b["acc_norm"], b["results"][0]["label"], b["data"]) == (None, None, None, "test")
+    assert [r["losses"] for r in a["results"]] == [r["losses"] for r in b["results"]]
+    assert f"{directory}   -                 -" in out
+    tokenizer = hellaswag.get_tokenizer("gpt2")
+    with pytest.raises(UserError, match="no labels, so there is nothing to score"):
+        hellaswag.examples(str(bare), tokenizer, print)
+    assert len(hellaswag.examples(str(labelled), tokenizer, print, limit=2)) == 2
+
+
+@needs_gpt2_vocabulary
+def test_broken_weights_give_no_score(checkpoint, tmp_path, capsys):
+    model, _ = checkpoint
+    broken = GPT(model.config)
+    with torch.no_grad():
+        broken.transformer.ln_f.bias[3] = math.nan
+    broken.save_pretrained(tmp_path / "broken")
+    items, json_file = write_items(tmp_path / "items.jsonl"), tmp_path / "scores.json"
+    with pytest.raises(UserError, match="12 of 12 losses are not finite: the weights in .*broken are broken"):
+        score(capsys, "-m", tmp_path / "broken", "--data", items, "--json", json_file)
+    assert not json_file.exists() and "acc" not in capsys.readouterr().out
+
+
+@needs_gpt2_vocabulary
+def test_one_rank_two_ranks_and_the_command_line_agree(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    data = tmp_path / "shards"
+    data.mkdir()
+    for name in ("x_val_000000", "x_train_000001"):
+        np.save(data / name, rng.integers(0, 50257, 3000, dtype=np.uint16))
+    words = "man roof tile sings red walks the a of cat jumps into water then".split()
+
+    def text(low, high):
+        return " ".join(rng.choice(words, rng.integers(low, high)))
+
+    items = tmp_path / "items.jsonl"
+    lines = [
+        item(ctx=text(1, 12), endings=[text(1, 9) for _ in range(4)], label=int(rng.integers(4))) for _ in range(41)
+    ]
+    items.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ["--data", data, "--max-steps", 2, "--val-every", 0, "--hellaswag-every", 1, "--hellaswag-data", items]
+    for out, world, limit in (("one", 1, 40), ("two", 2, 40), ("few", 2, 7)):
+        run_to_the_end(*flags, "--hellaswag-limit", limit, "--out", out, cwd=tmp_path, world=world)
+    hella = {out: losses(tmp_path / out / "log.txt", "hella") for out in ("one", "two", "few")}
+    assert hella["one"] == hella["two"] and len(hella["one"]) == 3
+    for out, limit in (("two", 40), ("few", 7)):
+        score(capsys, "-m", tmp_path / out / "model_00002", "--data", items, "--limit", limit, "--json", tmp_path / "x")
+        assert hella[out][-1] == round(json.loads((tmp_path / "x").read_text())["acc_norm"], 4)
 
 
 @needs_gpt2_vocabulary
@@ -148,7 +419,6 @@ def test_damaged_weights_are_not_scored(tmp_path, capsys, harm):
     from safetensors.torch import load_file, save_file
 
     from support import checkpoint
-    from train_gpt2 import GPTConfig
 
     model = GPT(GPTConfig(block_size=64, n_layer=1, n_head=2, n_embd=16))
     checkpoint.save(tmp_path / "model_00001", model.save_pretrained)
@@ -184,12 +454,17 @@ def test_damaged_weights_are_not_scored(tmp_path, capsys, harm):
         ("-m tiny --data none.jsonl", "cannot read HellaSwag items from none.jsonl"),
         ("-m tiny --data items.jsonl", "tiny was trained on bytes"),
         ("-m gpt2 --limit 0", "--limit must be 1 or more"),
+        ("-m gpt2 --split val --data items.jsonl", "--split names a download, and --data a file"),
+        ("-m gpt2 --json no/where.json", "cannot write no/where.json"),
+        ("-m gpt2 --json tiny", "cannot write tiny"),
+        ("-m tiny --data bare.jsonl", "these items have no labels"),
         ("-m tiny --data empty.jsonl", "there are no HellaSwag items in empty.jsonl"),
     ],
 )
 def test_bad_input(tiny_model, tmp_path, monkeypatch, capsys, flags, message):
     monkeypatch.chdir(tmp_path)
     write_items(tmp_path / "items.jsonl")
+    write_items(tmp_path / "bare.jsonl", label=None)
     (tmp_path / "empty.jsonl").touch()
     tiny_model.save_pretrained(tmp_path / "tiny")
     with pytest.raises(SystemExit) as exit:
