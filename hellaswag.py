@@ -12,6 +12,7 @@ lowest loss per character of the ending. Data: Zellers et al., arXiv:1905.07830.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -312,9 +313,10 @@ def _batch_losses(model: Model, batch: list[Row]) -> torch.Tensor:
         return devices.send(torch.as_tensor(values), model.device)
 
     if any(len(row.completions) > 1 for row in batch):
-        of = sent(parts)
-        seen = (of[:, :, None] == of[:, None, :]) | (of[:, None, :] == 0)  # (B, T, T): its own part, and the context
-        hidden = model.hidden(sent(ids), sent(positions), seen.tril()[:, None])  # (B, T, C)
+        of, order = sent(parts), sent(np.arange(T))
+        seen = (of[:, :, None] == of[:, None, :]) | (of[:, None, :] == 0)  # (B, T, T): one's own part, and the context
+        seen &= order[:, None] >= order  # of these, what came before
+        hidden = model.hidden(sent(ids), sent(positions), seen[:, None])  # (B, T, C)
     else:
         hidden = model.hidden(sent(ids))
     return _token_losses(model, hidden.flatten(0, 1)[sent(predicting)], sent(targets))
@@ -345,32 +347,42 @@ def share(examples: Sequence[Example], rank: int, world: int, block_size: int) -
 # The command line
 
 
-def main(argv: list[str] | None = None) -> None:
+def configure(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description="Score a GPT-2 on HellaSwag.")
-    parser.add_argument("-m", "--model", default="gpt2", help="hub name or checkpoint directory (default: gpt2)")
-    parser.add_argument("--style", default="tokens", choices=tuple(STYLES), help="how items are put and scored: by this project, or by lm-evaluation-harness (default: tokens)")  # fmt: skip
+    add = parser.add_argument
+    add("-m", "--model", default="gpt2", help="hub name or checkpoint directory (default: gpt2)")
+    add("--style", default="tokens", choices=tuple(STYLES), help="how texts are put and losses compared; harness is as in lm-evaluation-harness (default: tokens)")  # fmt: skip
     add_device_flag(parser)
-    parser.add_argument("--dtype", default="fp32", choices=("auto", *devices.DTYPES), help="precision of the matrix products; losses are always computed in fp32 (default: fp32)")  # fmt: skip
-    parser.add_argument("--split", choices=tuple(GIT_BLOBS), help="which items are downloaded, once; test has no labels (default: val)")  # fmt: skip
-    parser.add_argument("--data", metavar="FILE", help="a HellaSwag .jsonl file (default: the download)")
-    parser.add_argument("--limit", type=int, metavar="N", help="score only the first N items (default: all)")
-    parser.add_argument("--json", metavar="FILE", help="write scores, and losses and predictions of each item, there")
+    add("--dtype", default="fp32", choices=("auto", *devices.DTYPES), help="precision of the matrix products; logits and losses are fp32 in any case (default: fp32)")  # fmt: skip
+    add("--split", choices=tuple(GIT_BLOBS), help="items that are downloaded once; test has no labels (default: val)")
+    add("--data", metavar="FILE", help="a HellaSwag .jsonl file instead of the download")
+    add("--limit", type=int, metavar="N", help="score only the first N items (default: all)")
+    add("--json", metavar="FILE", help="write the scores, and losses, predictions and label of each item, to a file")
     args = parser.parse_args(argv)
     problems = []
     if args.limit is not None and args.limit < 1:
         problems.append("--limit must be 1 or more.")
     if args.data and args.split:
         problems.append("--split names a download, and --data a file. Leave out one of them.")
+    if args.json and args.data and os.path.realpath(args.json) == os.path.realpath(args.data):
+        problems.append(f"--json would replace the items in {args.data}. Name another file.")
     if args.json and (Path(args.json).is_dir() or not os.access(Path(args.json).parent, os.W_OK)):
         problems.append(f"cannot write {args.json}. Name another file with --json.")
     if problems:
         raise UserError(*problems)
+    return args
 
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = configure(argv)
     device = torch.device(devices.pick_device_type(args.device))
     dtype = devices.pick_dtype(args.dtype, device)
+    if device.type == "cuda" and dtype != torch.float32:
+        torch.set_float32_matmul_precision("high")  # TF32 for the logits, as in training
     directory = huggingface.find(args.model)
     items = load(args.data or download(args.split or "val"), args.limit, args.style)
-    if items[0].label is None and not args.json:
+    labelled = items[0].label is not None
+    if not labelled and not args.json:
         raise UserError("these items have no labels, so they give no score. Name a file for their losses with --json.")
     model, tokenizer = load_model(directory, device)
     examples = [render(item, tokenizer, args.style) for item in items]
@@ -379,32 +391,24 @@ def main(argv: list[str] | None = None) -> None:
 
     bar = partial(tqdm, desc="HellaSwag", unit=" rows", leave=False, disable=None)
     started = time.perf_counter()
-    with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+    with devices.autocast(device, dtype):
         sums, normalised = losses(from_huggingface(model), examples, watch=bar)
     seconds = time.perf_counter() - started
-    if not np.isfinite(sums).all():
+    if bad := np.count_nonzero(~np.isfinite(sums)):
         raise UserError(
-            f"{np.count_nonzero(~np.isfinite(sums)):,} of {sums.size:,} losses are not finite: the weights in {directory} "
-            f"are broken, or too large for {args.dtype}. Try --dtype fp32, or another checkpoint."
+            f"{bad:,} of {sums.size:,} losses are not finite: the weights in {directory} are broken, or too large for "
+            f"{args.dtype}. Try --dtype fp32, or another checkpoint."
         )
-    scores = {
-        name: accuracy(correct(values, examples), len(examples)) if items[0].label is not None else (None, None)
-        for name, values in (("acc", sums), ("acc_norm", normalised))
-    }
-    precision = str(dtype).removeprefix("torch.")
-    what = f"{args.data or args.split or 'val'}, {len(items):,} items, style {args.style}"
-    print(f"HellaSwag {what}; {precision} on {device.type}, {seconds:.1f} s, {len(items) / seconds:.1f} items/s\n")
-    print(table(args.model, scores, args.style))
-    if args.data or args.split not in (None, "val") or len(items) != VAL_ITEMS:
+    about = {"model": args.model, "data": args.data or args.split or "val", "items": len(items), "style": args.style}
+    about |= {"dtype": str(dtype).removeprefix("torch."), "device": device.type, "seconds": round(seconds, 3)}
+    print("HellaSwag {data}, {items:,} items, style {style}; {dtype} on {device}, {seconds:.1f} s\n".format(**about))
+    for name, each in (("acc", sums), ("acc_norm", normalised)):
+        scores = accuracy(correct(each, examples), len(items)) if labelled else (None, None)
+        about |= dict(zip((name, f"{name}_stderr"), scores, strict=True))
+    print(table(about))
+    if about["data"] != "val" or len(items) != VAL_ITEMS:
         print(f"\nPublished scores are those of all {VAL_ITEMS:,} validation items.")
     if args.json:
-        about = {"model": args.model, "style": args.style, "data": args.data or args.split or "val", "dtype": precision}
-        about |= {"device": device.type, "items": len(items), "seconds": round(seconds, 3)}
-        about |= {
-            f"{name}{end}": value
-            for name, pair in scores.items()
-            for end, value in zip(("", "_stderr"), pair, strict=True)
-        }
         write_json(Path(args.json), about, sums, normalised, items)
 
 
@@ -414,13 +418,15 @@ def accuracy(right: int, n: int) -> tuple[float, float | None]:
     return p, math.sqrt(p * (1 - p) / (n - 1)) if n > 1 else None
 
 
-def table(model: str, scores: dict[str, tuple[float | None, float | None]], style: str) -> str:
+def table(about: dict[str, Any]) -> str:
     """This model's scores above the published ones of the style."""
-    own = [
-        "-" if p is None else f"{p:.4f}" if error is None else f"{p:.4f} ± {error:.4f}" for p, error in scores.values()
-    ]
-    others = {name: ["-" if p is None else f"{p:.4f}" for p in pair] for name, pair in PUBLISHED[style].items()}
-    lines = {"": list(scores), model: own} | others
+
+    def figure(share: float | None, error: float | None = None) -> str:
+        return "-" if share is None else f"{share:.4f}" + (f" ± {error:.4f}" if error is not None else "")
+
+    lines = {"": ("acc", "acc_norm")}
+    lines[about["model"]] = tuple(figure(about[name], about[f"{name}_stderr"]) for name in ("acc", "acc_norm"))
+    lines |= {name: tuple(map(figure, pair)) for name, pair in PUBLISHED[about["style"]].items()}
     width = max(map(len, lines))
     return "\n".join(f"{name:{width}}   {acc:15}   {acc_norm}" for name, (acc, acc_norm) in lines.items())
 

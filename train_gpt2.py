@@ -657,8 +657,7 @@ def prepare(config: TrainConfig, dist: Distributed, resume_from: Path | None) ->
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for the products that stay in fp32
     dtype = devices.pick_dtype(config.dtype, device)
-    lower = dtype != torch.float32
-    amp = torch.autocast(device.type, dtype=dtype if lower else None, enabled=lower)
+    amp = devices.autocast(device, dtype)
     model = devices.compile(raw_model, device, config.compile, notice)
     B = fit.largest_micro_batch(sizes, T, model, raw_model, amp, dist.world, notice)
     for each in filter(None, (loader, val_loader)):

@@ -92,7 +92,7 @@ def main() -> None:
     reference = None
     for dtype in args.dtypes:
         kind = devices.DTYPES[dtype]
-        with torch.autocast(device.type, dtype=kind, enabled=kind != torch.float32):
+        with devices.autocast(device, kind):
             for which, (logits_of, model) in models.items():
                 hellaswag.losses(model, examples[:8]), plain(logits_of, examples[:8], device)  # warm up
                 rates = []

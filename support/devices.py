@@ -47,6 +47,12 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.float32
 
 
+def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+    """Matrix products in that precision; weights and what is summed up stay in fp32."""
+    lower = dtype != torch.float32
+    return torch.autocast(device.type, dtype=dtype if lower else None, enabled=lower)
+
+
 def _cpu_computes_bf16() -> bool:
     """Whether the processor has bf16 instructions; elsewhere bf16 is emulated and slower than fp32."""
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()

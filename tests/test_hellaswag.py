@@ -457,6 +457,7 @@ def test_damaged_weights_are_not_scored(tmp_path, capsys, harm):
         ("-m gpt2 --split val --data items.jsonl", "--split names a download, and --data a file"),
         ("-m gpt2 --json no/where.json", "cannot write no/where.json"),
         ("-m gpt2 --json tiny", "cannot write tiny"),
+        ("-m tiny --data items.jsonl --json ./items.jsonl", "--json would replace the items in items.jsonl"),
         ("-m tiny --data bare.jsonl", "these items have no labels"),
         ("-m tiny --data empty.jsonl", "there are no HellaSwag items in empty.jsonl"),
     ],

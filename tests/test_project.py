@@ -132,6 +132,10 @@ def test_the_readme_is_true():
         "--keep-downloads",
         "--engine",
         "--workers",
+        "--style",
+        "--split",
+        "--limit",
+        "--json",
     }
     assert set(re.findall(r"--[a-z][a-z0-9_-]+", readme)) <= known
     for file in re.findall(r"^\| `([\w./]+)`", readme, re.M):
