@@ -204,7 +204,7 @@ def test_generate_takes_the_likeliest_and_crops_the_context(tokens):
     assert ours.generate(tokens[:, :4], 12, top_k=1).tolist() == expected.tolist()
 
     looked_at = []
-    ours.register_forward_pre_hook(lambda _, args: looked_at.append(args[0]))
+    ours.transformer.wte.register_forward_pre_hook(lambda _, args: looked_at.append(args[0]))
     longer = ours.generate(tokens, 3, temperature=0.0)  # from a full context: each token follows the last 16
     assert [idx.tolist() for idx in looked_at] == [longer[:, end - 16 : end].tolist() for end in (16, 17, 18)]
     with pytest.raises(ValueError, match="longer than the block of 16"):
