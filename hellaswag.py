@@ -405,8 +405,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, each in (("acc", sums), ("acc_norm", normalised)):
         scores = accuracy(correct(each, examples), len(items)) if labelled else (None, None)
         about |= dict(zip((name, f"{name}_stderr"), scores, strict=True))
-    print(table(about))
-    if about["data"] != "val" or len(items) != VAL_ITEMS:
+    print(table(about) if labelled else f"no labels, so no score; the losses are in {args.json}")
+    if labelled and (about["data"] != "val" or len(items) != VAL_ITEMS):
         print(f"\nPublished scores are those of all {VAL_ITEMS:,} validation items.")
     if args.json:
         write_json(Path(args.json), about, sums, normalised, items)
