@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -248,31 +249,24 @@ def losses(
     budget = budget or TOKENS[model.device.type]
     found: list[tuple[list[Row], torch.Tensor]] = []  # batches and their losses, which are waited for at the end
 
-    def flush(batch: list[Row]) -> None:
-        nonlocal budget
-        while batch:
-            n = max(1, budget // batch[0].length)  # all of them, unless there was too little memory
-            try:
-                found.append((batch[:n], _batch_losses(model, batch[:n])))
-                batch = batch[n:]
-                continue
-            except RuntimeError as error:
-                if not devices.is_out_of_memory(error):
-                    raise
-            if n == 1:
-                place = f"the memory of {model.device}"
-                raise UserError(f"not even one row of {batch[0].length} tokens fits into {place}.", this_rank_only=True)
-            devices.free_memory(model.device)  # here, where no traceback holds the tensors any more
-            budget = n // 2 * batch[0].length
-
-    batch: list[Row] = []
-    for row in watch(rows):
-        if batch and (len(batch) + 1) * batch[0].length > budget:
-            flush(batch)
-            batch = []
-        batch.append(row)
-    if batch:
-        flush(batch)
+    stream, done = iter(watch(rows)), 0
+    while done < len(rows):
+        batch = list(islice(stream, max(1, budget // rows[done].length)))
+        if not batch:  # an early end
+            break
+        try:
+            found.append((batch, _batch_losses(model, batch)))
+            done += len(batch)
+            continue
+        except RuntimeError as error:
+            if not devices.is_out_of_memory(error):
+                raise
+        if len(batch) == 1:
+            place = f"the memory of {model.device}"
+            raise UserError(f"not even one row of {batch[0].length} tokens fits into {place}.", this_rank_only=True)
+        devices.free_memory(model.device)  # here, where no traceback holds the tensors any more
+        budget = len(batch) // 2 * batch[0].length
+        stream = chain(batch, stream)
     return _by_example(found, examples)
 
 

@@ -188,7 +188,7 @@ def item(**change):
         "ctx_a": "A man sits on a roof.",
         "ctx_b": "he",
         "ctx": "A man sits on a roof. he",
-        "endings": ["falls.", "rips up tiles.", "sings a song.", "sleeps."],
+        "endings": ["falls.", "rips up tiles.", "sings a song.", "is ripping level tiles off it"],
         "label": 1,
     } | change
 
@@ -232,7 +232,11 @@ def test_labels_are_numbers_or_digits_or_missing(tmp_path):
 
 
 CLEANED = [  # what lm-evaluation-harness makes of an item, by hand: the context, and what each ending adds to it
-    (item(), "Roofing: A man sits on a roof. He", [" falls.", " rips up tiles.", " sings a song.", " sleeps."]),
+    (
+        item(),
+        "Roofing: A man sits on a roof. He",
+        [" falls.", " rips up tiles.", " sings a song.", " is ripping level tiles off it"],
+    ),
     (
         item(
             activity_label="Home and Garden",
@@ -342,6 +346,7 @@ def test_the_command_line_scores_a_checkpoint(checkpoint, tmp_path, capsys, styl
     for result, label in zip(results["results"], (1, 3, 3), strict=True):
         np.testing.assert_allclose((result["losses"], result["losses_norm"]), (sums, norms), atol=1e-4)
         predicted = sums.index(min(sums)), norms.index(min(norms))
+        assert predicted[0] != predicted[1]
         assert (result["prediction"], result["prediction_norm"]) == predicted and result["label"] == label
     for name, losses_ in (("acc", sums), ("acc_norm", norms)):
         right = [losses_.index(min(losses_)) == label for label in (1, 3, 3)]
