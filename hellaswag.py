@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from support import devices, huggingface
+from support import devices, huggingface, output
 from support.cli import Parser, UserError, add_device_flag, run
 from support.download import download as download_file
 from support.tokenizer import Tokenizer, get_tokenizer, name_for_vocab_size
@@ -44,6 +44,7 @@ GIT_BLOBS = {
 FOLDER = "hellaswag_data"
 STYLES = {"tokens": ("ctx",), "harness": ("activity_label", "ctx_a", "ctx_b")}  # and what each reads of an item
 VAL_ITEMS = 10042
+BEGINNING = '{"model": '  # of a file of scores
 PUBLISHED = {  # acc and acc_norm on all validation items; None where nobody has told
     "tokens": {
         "OpenAI GPT-2 124M": (0.2859, 0.2955),
@@ -86,7 +87,10 @@ class Example:
 def download(split: str = "val") -> Path:
     """The items of a split, fetched once and checked."""
     path = Path(FOLDER) / f"hellaswag_{split}.jsonl"
-    return download_file(URL.format(split=split), path, git_blob=GIT_BLOBS[split])
+    try:
+        return download_file(URL.format(split=split), path, git_blob=GIT_BLOBS[split])
+    except UserError as error:
+        raise UserError(f"{error} Or copy the file from another machine to {path}.", this_rank_only=True) from error
 
 
 def load(path: str | os.PathLike, limit: int | None = None, style: str = "tokens") -> list[Item]:
@@ -97,7 +101,7 @@ def load(path: str | os.PathLike, limit: int | None = None, style: str = "tokens
     """
     items: list[Item] = []
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
                 if limit is not None and len(items) == limit:
                     break
@@ -107,10 +111,10 @@ def load(path: str | os.PathLike, limit: int | None = None, style: str = "tokens
                         raise UserError(f"{path}: line {number} or those before it lack a label. Give all or none.")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"cannot read HellaSwag items from {path} ({getattr(error, 'strerror', None) or error})."
+            f"cannot read HellaSwag items from {path} ({getattr(error, 'strerror', None) or error}). Name another file."
         ) from error
     if not items:
-        raise UserError(f"there are no HellaSwag items in {path}.")
+        raise UserError(f"there are no HellaSwag items in {path}. Name another file.")
     return items
 
 
@@ -126,9 +130,9 @@ def _item(line: str, place: str, style: str) -> Item:
         raise UserError(f"{place} is not JSON ({error}). Is this HellaSwag's .jsonl?") from error
     if isinstance(label, str):  # as the data set of the Hugging Face hub has it
         label = int(label) if label in {"0", "1", "2", "3"} else None if label == "" else -1
-    right = isinstance(endings, list) and len(endings) == 4 and all(isinstance(t, str) for t in endings)
-    right = right and all(isinstance(text, str) for text in texts.values())
-    if not right or (label is not None and (type(label) is not int or not 0 <= label < 4)):
+    four = isinstance(endings, list) and len(endings) == 4
+    all_texts = four and all(isinstance(text, str) for text in (*endings, *texts.values()))
+    if not all_texts or (label is not None and (type(label) is not int or not 0 <= label < 4)):
         raise UserError(f"{place} is not a HellaSwag item: it needs texts, 4 endings and a label from 0 to 3.")
     return Item(endings, label, **texts)
 
@@ -163,7 +167,7 @@ def examples(
         notice(f"HellaSwag is off: its scores are defined on GPT-2 tokens, and these are {tokenizer.name}.")
         return []
     try:
-        items = load(path or download(), limit)
+        items = load(download() if path is None else path, limit)
     except UserError as error:
         if path is not None:
             raise
@@ -203,8 +207,8 @@ class Row:
         return len(self.context) + sum(len(completion) - 1 for completion in self.completions)
 
 
-TOKENS = {"cuda": 32768, "mps": 8192, "cpu": 768}  # of a batch: a GPU has enough to do, a CPU keeps it in its caches
-LOGITS = 768  # rows of (V,) fp32 logits that exist at a time, 154 MB of GPT-2's
+BATCH_TOKENS = {"cuda": 32768, "mps": 8192, "cpu": 768}  # a GPU has enough to do, a CPU keeps it in its caches
+LOGIT_ROWS = 768  # that exist at a time: 154 MB in fp32
 
 
 def rows_of(example: Example, n: int, block_size: int, shared: bool) -> list[Row]:
@@ -227,7 +231,7 @@ def rows_of(example: Example, n: int, block_size: int, shared: bool) -> list[Row
 
 
 @torch.no_grad()
-def losses(
+def completion_losses(
     model: Model,
     examples: Sequence[Example],
     budget: int | None = None,
@@ -246,7 +250,7 @@ def losses(
     """
     rows = [row for n, example in enumerate(examples) for row in rows_of(example, n, model.block_size, model.masked)]
     rows.sort(key=lambda row: -row.length)
-    budget = budget or TOKENS[model.device.type]
+    budget = budget or BATCH_TOKENS[model.device.type]
     found: list[tuple[list[Row], torch.Tensor]] = []  # batches and their losses, which are waited for at the end
 
     stream, done = iter(watch(rows)), 0
@@ -283,12 +287,20 @@ def _by_example(
     for n, example in enumerate(examples):
         if example.lengths is not None:
             divisors[4 * n : 4 * n + 4] = example.lengths
-    with np.errstate(divide="ignore"):  # an ending without characters is never the likeliest
-        return sums.reshape(-1, 4), (sums / divisors).reshape(-1, 4)
+    normalised = np.divide(sums, divisors, out=np.full_like(sums, np.inf), where=divisors > 0)
+    return sums.reshape(-1, 4), normalised.reshape(-1, 4)  # an ending without characters is never the likeliest
 
 
 def _batch_losses(model: Model, batch: list[Row]) -> torch.Tensor:
-    """Cross-entropy of all tokens of all completions in the batch, one after the other."""
+    """Cross-entropy of all tokens of all completions in the batch, one after the other.
+
+    Of the completions "falls" and "looks up" of "He", a row holds all tokens but the last ones:
+
+        ids         He  looks
+        positions    0    1
+        parts        0    2
+        predicting  "falls" and "looks" at He, "up" at looks
+    """
     B, T = len(batch), max(row.length for row in batch)
     ids, positions = np.zeros((B, T), dtype=np.int64), np.zeros((B, T), dtype=np.int64)
     parts = np.full((B, T), -1)  # 0 is the context, 1, 2, ... are the completions, -1 is padding
@@ -319,13 +331,14 @@ def _batch_losses(model: Model, batch: list[Row]) -> torch.Tensor:
 def _token_losses(model: Model, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Cross-entropy (N,) of target ids (N,) after hidden states (N, C)."""
     with torch.autocast(model.device.type, enabled=False):  # bf16 logits near -35 are 0.25 apart
-        chunks = zip(hidden.float().split(LOGITS), targets.split(LOGITS), strict=True)
+        chunks = zip(hidden.float().split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True)
         return torch.cat([F.cross_entropy(model.head(h).float(), t, reduction="none") for h, t in chunks])
 
 
 def correct(losses: np.ndarray, examples: Sequence[Example]) -> int:
-    """How many examples have their lowest loss (examples, 4) at the right ending."""
-    return sum(int(prediction) == e.label for prediction, e in zip(losses.argmin(axis=1), examples, strict=True))
+    """How many examples have their lowest loss (examples, 4) at the right ending. With a NaN among them, none has."""
+    predictions = np.where(np.isnan(losses).any(axis=1), -1, losses.argmin(axis=1))
+    return sum(int(prediction) == e.label for prediction, e in zip(predictions, examples, strict=True))
 
 
 def share(examples: Sequence[Example], rank: int, world: int, block_size: int) -> list[Example]:
@@ -358,12 +371,13 @@ def configure(argv: Sequence[str] | None) -> argparse.Namespace:
         problems.append("--limit must be 1 or more.")
     if args.data and args.split:
         problems.append("--split names a download, and --data a file. Leave out one of them.")
-    if args.json and args.data and os.path.realpath(args.json) == os.path.realpath(args.data):
-        problems.append(f"--json would replace the items in {args.data}. Name another file.")
-    if args.json and (Path(args.json).is_dir() or not os.access(Path(args.json).parent, os.W_OK)):
-        problems.append(f"cannot write {args.json}. Name another file with --json.")
+    if args.split == "test" and not args.json:
+        problems.append("test has no labels, so it gives no score. Name a file for the losses with --json.")
+    problems += [f"--{name} needs the name of a file." for name in ("data", "json") if getattr(args, name) == ""]
     if problems:
         raise UserError(*problems)
+    if args.json:
+        output.check(Path(args.json), "--json", BEGINNING)
     return args
 
 
@@ -377,102 +391,89 @@ def main(argv: Sequence[str] | None = None) -> None:
     items = load(args.data or download(args.split or "val"), args.limit, args.style)
     labelled = items[0].label is not None
     if not labelled and not args.json:
-        raise UserError("these items have no labels, so they give no score. Name a file for their losses with --json.")
+        raise UserError("the items have no labels, so they give no score. Name a file for the losses with --json.")
     model, tokenizer = load_model(directory, device)
     examples = [render(item, tokenizer, args.style) for item in items]
+    longest = model.config.n_positions
+    cut = sum(len(e.context) + len(completion) - 1 > longest for e in examples for completion in e.completions)
 
     from tqdm import tqdm
 
     bar = partial(tqdm, desc="HellaSwag", unit=" rows", leave=False, disable=None)
     started = time.perf_counter()
     with devices.autocast(device, dtype):
-        sums, normalised = losses(from_huggingface(model), examples, watch=bar)
+        sums, normalised = completion_losses(from_huggingface(model), examples, watch=bar)
     seconds = time.perf_counter() - started
     if bad := np.count_nonzero(~np.isfinite(sums)):
-        raise UserError(
-            f"{bad:,} of {sums.size:,} losses are not finite: the weights in {directory} are broken, or too large for "
-            f"{args.dtype}. Try --dtype fp32, or another checkpoint."
-        )
+        advice = "Use another checkpoint." if dtype == torch.float32 else "Try --dtype fp32."
+        raise UserError(f"{bad:,} of {sums.size:,} losses of {directory} are not finite. {advice}")
     about = {"model": args.model, "data": args.data or args.split or "val", "items": len(items), "style": args.style}
     about |= {"dtype": str(dtype).removeprefix("torch."), "device": device.type, "seconds": round(seconds, 3)}
-    print("HellaSwag {data}, {items:,} items, style {style}; {dtype} on {device}, {seconds:.1f} s\n".format(**about))
+    about["truncated"] = cut
     for name, each in (("acc", sums), ("acc_norm", normalised)):
-        scores = accuracy(correct(each, examples), len(items)) if labelled else (None, None)
+        scores = accuracy(correct(each, examples), len(items)) if labelled else (math.nan, math.nan)
         about |= dict(zip((name, f"{name}_stderr"), scores, strict=True))
+    if args.json:  # before anything is printed: whoever reads that may be gone
+        write_json(Path(args.json), about, sums, normalised, items)
+    print("HellaSwag {data}, {items:,} items, style {style}; {dtype} on {device}, {seconds:.1f} s\n".format(**about))
+    if cut:
+        print(f"of {cut:,} endings with their contexts only the last tokens were read: the model takes {longest}\n")
     print(table(about) if labelled else f"no labels, so no score; the losses are in {args.json}")
     if labelled and (about["data"] != "val" or len(items) != VAL_ITEMS):
         print(f"\nPublished scores are those of all {VAL_ITEMS:,} validation items.")
-    if args.json:
-        write_json(Path(args.json), about, sums, normalised, items)
 
 
-def accuracy(right: int, n: int) -> tuple[float, float | None]:
-    """The share that is right and its standard error, that of a mean of n samples, which takes two of them."""
+def accuracy(right: float, n: float) -> tuple[float, float]:
+    """The share that is right, and its standard error: that of a mean of n samples, not a number for one."""
     p = right / n
-    return p, math.sqrt(p * (1 - p) / (n - 1)) if n > 1 else None
+    return p, math.sqrt(p * (1 - p) / (n - 1)) if n > 1 else math.nan
 
 
 def table(about: dict[str, Any]) -> str:
-    """This model's scores above the published ones of the style."""
-
-    def figure(share: float | None, error: float | None = None) -> str:
-        return "-" if share is None else f"{share:.4f}" + (f" ± {error:.4f}" if error is not None else "")
-
+    """This model's scores, with their standard errors, above the published ones of the style."""
     lines = {"": ("acc", "acc_norm")}
-    lines[about["model"]] = tuple(figure(about[name], about[f"{name}_stderr"]) for name in ("acc", "acc_norm"))
-    lines |= {name: tuple(map(figure, pair)) for name, pair in PUBLISHED[about["style"]].items()}
+    lines[about["model"]] = tuple(f"{about[name]:.4f} ± {about[f'{name}_stderr']:.4f}" for name in ("acc", "acc_norm"))
+    for name, scores in PUBLISHED[about["style"]].items():
+        lines[name] = tuple("-" if score is None else f"{score:.4f}" for score in scores)
     width = max(map(len, lines))
     return "\n".join(f"{name:{width}}   {acc:15}   {acc_norm}" for name, (acc, acc_norm) in lines.items())
 
 
-def write_json(
-    path: Path, about: dict[str, Any], sums: np.ndarray, normalised: np.ndarray, items: Sequence[Item]
-) -> None:
+def write_json(path: Path, about: dict[str, Any], sums: np.ndarray, normalised: np.ndarray, items: list[Item]) -> None:
     """Writes `about` and, under "results", losses (nats), predictions and label of each item, in their order."""
-    results = [
-        {
-            "losses": total.tolist(),
-            "losses_norm": [loss if math.isfinite(loss) else None for loss in each.tolist()],  # JSON knows no infinity
-            "prediction": int(total.argmin()),
-            "prediction_norm": int(each.argmin()),
-            "label": item.label,
-        }
-        for total, each, item in zip(sums, normalised, items, strict=True)
+
+    def finite(values: Iterable[float]) -> list[float | None]:
+        return [value if math.isfinite(value) else None for value in values]  # JSON knows nothing else
+
+    lines = [
+        json.dumps(
+            {
+                "losses": summed.tolist(),
+                "losses_norm": finite(each.tolist()),
+                "prediction": int(summed.argmin()),
+                "prediction_norm": int(each.argmin()),
+                "label": item.label,
+            }
+        )
+        for summed, each, item in zip(sums, normalised, items, strict=True)
     ]
-    text = json.dumps(about | {"results": results}) + "\n"
-    if path.exists() and not path.is_file():  # a pipe or a device
-        path.write_text(text)
-        return
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    about = {key: finite([value])[0] if isinstance(value, float) else value for key, value in about.items()}
+    text = json.dumps(about).removesuffix("}") + ', "results": [\n' + ",\n".join(lines) + "\n]}\n"
+    output.write(path, text)
 
 
 def load_model(directory: Path, device: torch.device) -> tuple[Any, Tokenizer]:
     """Hugging Face's own GPT-2 with the weights of a checkpoint in fp32, and its tokenizer.
 
     Raises:
-        UserError: its vocabulary is not GPT-2's, on which HellaSwag's figures are defined.
+        UserError: the checkpoint is damaged, or its vocabulary is not GPT-2's, on which HellaSwag's figures are defined.
     """
     tokenizer = get_tokenizer(name_for_vocab_size(huggingface.read_config(directory)["vocab_size"]))
     if tokenizer.name != "gpt2":
         raise UserError(
             f"{directory} was trained on {tokenizer.name}, and HellaSwag's scores are defined on GPT-2 tokens."
         )
-    from transformers import GPT2LMHeadModel
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
-    options |= {"activation_function": "gelu_pytorch_tanh"}  # gelu_new, in one kernel
-    try:
-        model, report = GPT2LMHeadModel.from_pretrained(directory, **options)
-    except Exception as error:  # a missing or damaged file, in the words of two libraries
-        raise UserError(f"cannot read the weights in {directory} ({error}). Get them again.") from error
-    wrong = sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in report[kind])
-    if wrong:
-        raise UserError(f"the weights in {directory} do not fit: {', '.join(wrong[:3])}. Get them again.")
-    return model.to(device).eval(), tokenizer
+    return huggingface.load_theirs(directory).to(device), tokenizer
 
 
 def from_huggingface(model: Any) -> Model:

@@ -383,7 +383,11 @@ class TrainConfig:
     val_every: int = flag(250, "updates between validations; 0 is never", "evaluation", least=0)
     val_tokens: int = flag(10485760, "tokens of a validation, or all there are", "evaluation", least=1)
     hellaswag_every: int | None = flag(
-        None, "updates between HellaSwag scores; 0 is never", "evaluation", auto="250 on CUDA, else 0", least=0
+        None,
+        "updates between HellaSwag scores; 0 is never",
+        "evaluation",
+        auto="250 on CUDA or with items or limit, else 0",
+        least=0,
     )
     hellaswag_data: str | None = flag(
         None, "HellaSwag .jsonl file", "evaluation", auto="downloaded once", metavar="FILE"
@@ -546,18 +550,16 @@ def validation_loss(
 @torch.no_grad()
 def hellaswag_score(
     model: GPT, examples: Sequence[hellaswag.Example], dist: Distributed, amp: AbstractContextManager
-) -> float:
-    """acc_norm over all examples, dealt to the ranks by their cost."""
-    scored = hellaswag.Model(model.hidden, model.logits, model.config.block_size, dist.device)
-    mine = hellaswag.share(examples, dist.rank, dist.world, scored.block_size)
-
-    def watch(rows: Iterable) -> Iterable:
-        return dist.stop.until(report.progress(rows, "HellaSwag", dist.rank))
-
+) -> tuple[float, float]:
+    """acc_norm over all examples, dealt to the ranks by their cost, and its standard error."""
+    parts = hellaswag.Model(model.hidden, model.logits, model.config.block_size, dist.device)
+    mine = hellaswag.share(examples, dist.rank, dist.world, parts.block_size)
     with amp:
-        _, means = hellaswag.losses(scored, mine, watch=watch)
+        _, means = hellaswag.completion_losses(
+            parts, mine, watch=lambda rows: dist.stop.until(report.progress(rows, "HellaSwag", dist.rank))
+        )
     n, correct = dist.sum(len(mine), hellaswag.correct(means, mine))
-    return correct / n
+    return hellaswag.accuracy(correct, n)
 
 
 def sample(
@@ -640,9 +642,9 @@ def prepare(config: TrainConfig, dist: Distributed, resume_from: Path | None) ->
     if resume_from:
         resume.check_data(resume_from, data)
     raw_model = first_model(config, tokenizer, resume_from).to(dist.device)
-    scores = config.hellaswag_every if config.hellaswag_every is not None else dist.device.type == "cuda"
-    limit, notice = config.hellaswag_limit, dist.print0
-    examples = hellaswag.examples(config.hellaswag_data, tokenizer, notice, limit) if scores else []
+    items, limit, notice = config.hellaswag_data, config.hellaswag_limit, dist.print0
+    every = items or limit or dist.device.type == "cuda" if config.hellaswag_every is None else config.hellaswag_every
+    examples = hellaswag.examples(items, tokenizer, notice, limit) if every else []
 
     T, device = raw_model.config.block_size, dist.device
     sizes = fit.micro_batches(config.total_batch_size, T, dist.world, config.batch_size, device.type)
@@ -757,9 +759,10 @@ def evaluate(run: Run, step: int) -> None:
         dist.print0(f"step {step:5d} | val loss: {run.last_val:.4f}")
     if run.examples and due(config.hellaswag_every or 250):
         started = time.perf_counter()
-        acc_norm = hellaswag_score(run.raw_model, run.examples, dist, run.amp)
+        acc_norm, error = hellaswag_score(run.raw_model, run.examples, dist, run.amp)
         run.log.write(step, "hella", acc_norm)
-        dist.print0(f"step {step:5d} | HellaSwag acc_norm: {acc_norm:.4f} | {time.perf_counter() - started:.1f}s")
+        seconds, score = time.perf_counter() - started, f"{acc_norm:.4f} ± {error:.4f}"
+        dist.print0(f"step {step:5d} | HellaSwag acc_norm: {score} of {len(run.examples):,} items | {seconds:.1f}s")
     if dist.rank == 0 and step > 0 and due(config.sample_every):
         generator = devices.seeded_generator(dist.device, config.seed, step, dist.rank)
         length = 32 if run.tokenizer.name == "gpt2" else 128  # a GPT-2 token is about four bytes

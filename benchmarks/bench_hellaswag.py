@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import hellaswag  # noqa: E402
 from support import devices, huggingface  # noqa: E402
+from support.cli import run  # noqa: E402
 from train_gpt2 import GPT, GPTConfig  # noqa: E402
 
 
@@ -94,11 +95,11 @@ def main() -> None:
         kind = devices.DTYPES[dtype]
         with devices.autocast(device, kind):
             for which, (logits_of, model) in models.items():
-                hellaswag.losses(model, examples[:8]), plain(logits_of, examples[:8], device)  # warm up
+                hellaswag.completion_losses(model, examples[:8]), plain(logits_of, examples[:8], device)  # warm up
                 rates = []
                 for _ in range(args.rounds):
                     one, slow = timed(lambda f=logits_of: plain(f, examples, device))
-                    many, fast = timed(lambda m=model: hellaswag.losses(m, examples))
+                    many, fast = timed(lambda m=model: hellaswag.completion_losses(m, examples))
                     rates.append((len(examples) / slow, len(examples) / fast, slow / fast))
                 slow, fast, ratio = (statistics.median(values) for values in zip(*rates, strict=True))
                 print(f"{dtype} | {which:12} | plain {slow:8.2f} items/s | fast {fast:8.2f} items/s | {ratio:6.2f}x")
@@ -109,4 +110,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import hellaswag  # noqa: E402
 from support import huggingface  # noqa: E402
+from support.cli import run  # noqa: E402
 
 
 def by_harness(model: str, data: str, limit: int | None, device: str) -> list[dict[str, Any]]:
@@ -85,4 +86,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -22,6 +22,7 @@ DISK_TROUBLE = (
     errno.EROFS,
     errno.EACCES,
     errno.EPERM,
+    errno.ENAMETOOLONG,
 )
 
 

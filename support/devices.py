@@ -99,8 +99,9 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether a device had too little memory: torch.OutOfMemoryError, and what cuBLAS, Triton and Metal say instead."""
-    return isinstance(error, torch.OutOfMemoryError) or bool(re.search("out of memory|ALLOC_FAILED", str(error)))
+    """Whether there was too little memory: torch.OutOfMemoryError, and what cuBLAS, Triton, Metal and the CPU say instead."""
+    said = re.search("out of memory|ALLOC_FAILED|can't allocate memory|not enough memory", str(error))
+    return isinstance(error, torch.OutOfMemoryError) or said is not None
 
 
 def free_memory(device: torch.device) -> None:

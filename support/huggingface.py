@@ -63,7 +63,7 @@ def find(name_or_dir: str | os.PathLike) -> Path:
         return Path(snapshot_download(str(name_or_dir), allow_patterns=["config.json", "model.safetensors"]))
     except Exception as error:  # the hub's own errors and the HTTP library's have no base in common
         raise UserError(
-            f"no model {str(name_or_dir)!r}: there is no such directory, and {hub_trouble(error)}. Check the name.",
+            f"no model {str(name_or_dir)!r}: there is no such directory, and {hub_trouble(error)}. Check the name and the network.",
             this_rank_only=True,
         ) from error
 
@@ -77,8 +77,10 @@ def read_config(directory: Path) -> dict[str, int]:
     path = directory / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        sizes = {ours: int(config[theirs]) for theirs, ours in SIZES.items()}
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        sizes = {ours: config[theirs] for theirs, ours in SIZES.items()}
+        if not all(type(size) is int for size in sizes.values()):
+            raise ValueError(f"sizes are whole numbers, not {sizes}")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is not a GPT-2 configuration ({error!r}).") from error
     fixed = FIXED | {"n_inner": (None, 4 * sizes["n_embd"])}
     problems = [
@@ -145,6 +147,32 @@ def to_ours(
     if problems:
         raise UserError(*problems)
     return ours
+
+
+def load_theirs(directory: Path) -> Any:
+    """Hugging Face's own GPT2LMHeadModel in fp32, with the weights in a directory, for inference.
+
+    Of the configuration only what `read_config` returns is used: nothing else in the file can change what is computed.
+
+    Raises:
+        UserError: the configuration or the weights are not those of a GPT-2; what is wrong is named.
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    sizes = read_config(directory)
+    config = GPT2Config(
+        **{theirs: sizes[ours] for theirs, ours in SIZES.items()},
+        activation_function="gelu_pytorch_tanh",  # gelu_new, in one kernel
+        attn_implementation="sdpa",
+    )
+    with torch.device("meta"):
+        shapes = GPT2LMHeadModel(config).state_dict()
+    expected = {name: shape.t() if name.endswith(TRANSPOSED) else shape for name, shape in shapes.items()}
+    weights = to_ours(read_weights(directory), expected, sizes["vocab_size"])
+    weights = to_theirs(weights, sizes["vocab_size"])
+    return GPT2LMHeadModel.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32).eval()
 
 
 def to_theirs(ours: Mapping[str, torch.Tensor], vocab_size: int) -> dict[str, torch.Tensor]:

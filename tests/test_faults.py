@@ -988,7 +988,7 @@ def poisoned(place, data, run, evil):
         ("config.json", "config.json is not a GPT-2 configuration"),
         ("checkpoint.json", "no checkpoint in .* is whole"),
         ("pytorch_model.bin", "model.safetensors"),
-        pytest.param("pytorch_model.bin, scored", "cannot read the weights .*model.safetensors", marks=needs_gpt2_vocabulary),
+        pytest.param("pytorch_model.bin, scored", "cannot read .*model.safetensors", marks=needs_gpt2_vocabulary),
         ("pytorch_model.bin, sampled", "model.safetensors"),
         ("shard", "is not a readable .npy file"),
         ("shard, bare", "is not a readable .npy file"),

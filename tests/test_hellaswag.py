@@ -1,10 +1,14 @@
 """HellaSwag's scores against the plain definition, with models whose losses are known."""
 
+import errno
 import hashlib
 import json
 import math
 import re
+import shutil
 import statistics
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +19,8 @@ from torch.nn import functional as F
 import hellaswag
 from hellaswag import Example
 from support.cli import UserError, run
-from train_gpt2 import GPT, GPTConfig, hellaswag_score
+from support.stop import Stopped
+from train_gpt2 import GPT, Distributed, GPTConfig, hellaswag_score
 
 CPU = torch.device("cpu")
 
@@ -80,7 +85,7 @@ def test_losses_and_predictions_equal_the_plain_loop(models, sharp_model, kind):
     model = hellaswag.Model(lambda ids, *more: read.append(ids.shape) or hidden(ids, *more), models[kind].head, 16, CPU, models[kind].masked)  # fmt: skip
     for budget in (1, 17, 33, 64, 100_000, None):
         read.clear()
-        sums, means = hellaswag.losses(model, examples, budget)
+        sums, means = hellaswag.completion_losses(model, examples, budget)
         np.testing.assert_allclose(sums, expected_sums, atol=1e-4, rtol=0)
         np.testing.assert_allclose(means, expected_means, atol=1e-4, rtol=0)
         assert (sums.argmin(1) == expected_sums.argmin(1)).all() and (means.argmin(1) == expected_means.argmin(1)).all()
@@ -100,7 +105,7 @@ def test_losses_and_predictions_equal_the_plain_loop(models, sharp_model, kind):
 def test_one_order_of_magnitude_more_precision_than_bf16(models, sharp_model):
     """Under autocast the hidden rows are rounded, the logits are not: each loss stays near the exact one."""
     examples = made_up_examples()
-    exact, _ = hellaswag.losses(models["hub"], examples)
+    exact, _ = hellaswag.completion_losses(models["hub"], examples)
     dtypes = []
     head = models["hub"].head
 
@@ -110,7 +115,7 @@ def test_one_order_of_magnitude_more_precision_than_bf16(models, sharp_model):
 
     model = hellaswag.Model(models["hub"].hidden, spy, 16, CPU, masked=True)
     with torch.autocast("cpu", torch.bfloat16):
-        rounded, _ = hellaswag.losses(model, examples)
+        rounded, _ = hellaswag.completion_losses(model, examples)
     assert set(dtypes) == {torch.float32} and rounded.shape == exact.shape
     assert 0 < np.abs(rounded - exact).max() < 2
 
@@ -122,18 +127,26 @@ def test_scores_by_hand():
     model = hellaswag.Model(lambda idx: idx[..., None], lambda hidden: logits.expand(len(hidden), 10), 64, CPU)
     #                       sums less z per token: 6, 4, 5, 8      means less z: 2, 4, 2.5, 8
     example = Example([1, 2], [[2, 2, 2], [4], [2, 3], [8]], 1)
-    sums, means = hellaswag.losses(model, [example])
+    sums, means = hellaswag.completion_losses(model, [example])
     np.testing.assert_allclose(sums, [[6 + 3 * z, 4 + z, 5 + 2 * z, 8 + z]], rtol=1e-6)
     np.testing.assert_allclose(means, [[2 + z, 4 + z, 2.5 + z, 8 + z]], rtol=1e-6)
     assert (hellaswag.correct(sums, [example]), hellaswag.correct(means, [example])) == (1, 0)
     # per character: a length of nothing is no division by zero, and never wins
-    _, per_character = hellaswag.losses(model, [Example(example.context, example.completions, 3, [12, 2, 0, 100])])
+    _, per_character = hellaswag.completion_losses(
+        model, [Example(example.context, example.completions, 3, [12, 2, 0, 100])]
+    )
     np.testing.assert_allclose(per_character, [[(6 + 3 * z) / 12, (4 + z) / 2, np.inf, (8 + z) / 100]], rtol=1e-6)
+    sure = hellaswag.Model(model.hidden, lambda hidden: torch.tensor([0.0, -1e4]).expand(len(hidden), 2), 64, CPU)
+    _, per_character = hellaswag.completion_losses(sure, [Example([1], [[1], [0], [1], [1]], 0, [1, 0, 1, 1])])
+    assert per_character.tolist() == [[1e4, np.inf, 1e4, 1e4]]  # also where the loss is nothing
+    # losses that are not numbers are no answer, whatever the label
+    broken = np.array([[math.nan] * 4, [3, 1, math.nan, 2], [3, 1, 4, 2]])
+    assert hellaswag.correct(broken, [Example([1], [[1]] * 4, label) for label in (0, 1, 1)]) == 1
 
 
 def test_a_batch_that_does_not_fit_is_halved(models):
     examples = made_up_examples()
-    expected = hellaswag.losses(models["hub"], examples)
+    expected = hellaswag.completion_losses(models["hub"], examples)
     sizes = []
 
     def little_memory(most, message="CUDA out of memory. Tried"):
@@ -145,13 +158,13 @@ def test_a_batch_that_does_not_fit_is_halved(models):
 
         return hellaswag.Model(hidden, models["hub"].head, 16, CPU, masked=True)
 
-    sums, means = hellaswag.losses(little_memory(100), examples, 800)
+    sums, means = hellaswag.completion_losses(little_memory(100), examples, 800)
     np.testing.assert_allclose((sums, means), expected, atol=1e-4)
     assert sum(size > 100 for size in sizes) == 3  # 800, 400, 200 tokens: the lesson is remembered
     with pytest.raises(UserError, match="not even one row of 16 tokens fits into the memory of cpu"):
-        hellaswag.losses(little_memory(15), examples)
+        hellaswag.completion_losses(little_memory(15), examples)
     with pytest.raises(RuntimeError, match="something else"):
-        hellaswag.losses(little_memory(100, "something else"), examples)
+        hellaswag.completion_losses(little_memory(100, "something else"), examples)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 50])
@@ -165,10 +178,25 @@ def test_ranks_share_the_examples_by_cost(models, sharp_model, world):
         return sum(rows.values())
 
     assert max(map(cost, shares)) - min(map(cost, shares)) <= max(cost([e]) for e in examples)
-    counts = [hellaswag.correct(hellaswag.losses(models["trainer"], share)[1], share) for share in shares]
-    whole = hellaswag.correct(hellaswag.losses(models["trainer"], examples)[1], examples)
+    counts = [hellaswag.correct(hellaswag.completion_losses(models["trainer"], share)[1], share) for share in shares]
+    whole = hellaswag.correct(hellaswag.completion_losses(models["trainer"], examples)[1], examples)
     amp = torch.autocast("cpu", enabled=False)
-    assert sum(counts) == whole and hellaswag_score(sharp_model, examples, ONE_PROCESS, amp) == whole / len(examples)
+    assert sum(counts) == whole and hellaswag_score(sharp_model, examples, ONE_PROCESS, amp)[0] == whole / len(examples)
+
+
+def test_scoring_ends_when_the_run_is_told_to_stop(sharp_model, monkeypatch):
+    dist = Distributed(rank=0, local_rank=0, world=1, device=CPU)
+    hidden, calls = sharp_model.hidden, []
+
+    def stopping(ids):
+        calls.append(len(ids))
+        dist.stop.told = 15
+        return hidden(ids)
+
+    monkeypatch.setattr(sharp_model, "hidden", stopping)
+    with pytest.raises(Stopped):
+        hellaswag_score(sharp_model, made_up_examples(400), dist, torch.autocast("cpu", enabled=False))
+    assert calls == [48]  # rows of 16 tokens, the first batch; there are some 1,600
 
 
 def test_the_standard_error_is_that_of_a_mean():
@@ -176,7 +204,7 @@ def test_the_standard_error_is_that_of_a_mean():
     share, error = hellaswag.accuracy(7, 20)
     assert share == statistics.mean(samples)
     assert error == pytest.approx(statistics.stdev(samples) / math.sqrt(20))
-    assert hellaswag.accuracy(1, 1) == (1.0, None)
+    assert hellaswag.accuracy(1, 1) == (1.0, pytest.approx(math.nan, nan_ok=True))
 
 
 # ---- items
@@ -220,6 +248,11 @@ def test_a_line_that_is_no_item_is_named(tmp_path, line, message):
     with pytest.raises(UserError, match=message):
         hellaswag.load(path)
     assert len(hellaswag.load(path, limit=3)) == 3
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "items.jsonl").write_text(json.dumps(item()), encoding="utf-8-sig")
+    assert hellaswag.load(tmp_path / "items.jsonl")[0].ctx == item()["ctx"]
 
 
 def test_labels_are_numbers_or_digits_or_missing(tmp_path):
@@ -364,8 +397,8 @@ def test_items_without_labels_give_losses_alone(checkpoint, tmp_path, capsys, mo
     _, directory = checkpoint
     labelled, bare = write_items(tmp_path / "a.jsonl"), write_items(tmp_path / "b.jsonl", label=None)
     monkeypatch.setattr(hellaswag, "download", lambda split: {"test": bare, "val": labelled}[split])
-    with pytest.raises(UserError, match="no labels, so they give no score. Name a file for their losses with --json"):
-        score(capsys, "-m", directory, "--split", "test")
+    with pytest.raises(UserError, match="no labels, so they give no score. Name a file for the losses with --json"):
+        score(capsys, "-m", directory, "--data", bare)
     score(capsys, "-m", directory, "--json", tmp_path / "with.json")
     out = score(capsys, "-m", directory, "--split", "test", "--json", tmp_path / "without.json")
     a, b = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("with", "without"))
@@ -381,6 +414,65 @@ def test_items_without_labels_give_losses_alone(checkpoint, tmp_path, capsys, mo
 
 
 @needs_gpt2_vocabulary
+def test_only_scores_are_replaced_and_links_stay(checkpoint, tmp_path, capsys):
+    _, directory = checkpoint
+    link, scores = tmp_path / "link.json", tmp_path / "scores.json"
+    link.symlink_to(scores)
+    for limit in (3, 1, 2):  # into nothing, into longer scores, into shorter ones
+        score(
+            capsys, "-m", directory, "--data", write_items(tmp_path / "items.jsonl"), "--limit", limit, "--json", link
+        )
+        assert len(json.loads(scores.read_text())["results"]) == limit and link.is_symlink()
+    score(capsys, "-m", directory, "--data", tmp_path / "items.jsonl", "--limit", 1, "--json", "/dev/null")
+    assert Path("/dev/null").is_char_device()
+
+
+@needs_gpt2_vocabulary
+def test_scores_are_written_whole_or_not_at_all(checkpoint, tmp_path, capsys, monkeypatch):
+    _, directory = checkpoint
+    items, scores = write_items(tmp_path / "items.jsonl"), tmp_path / "scores.json"
+    flags = ["-m", directory, "--data", items, "--json", scores]
+    score(capsys, *flags)
+    before = scores.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(UserError, match=r"cannot write .*scores.json \(No space left on device\). Free the disk"):
+            score(capsys, *flags)
+    assert scores.read_bytes() == before and sorted(tmp_path.iterdir()) == [items, scores]
+    scores.unlink()
+    with monkeypatch.context() as patch:  # the reader of the output is gone, as after "| true"
+        patch.setattr("sys.stdout", open("/dev/full", "w"))  # noqa: SIM115
+        with pytest.raises(OSError):
+            hellaswag.main([*map(str, flags), "-d", "cpu"])
+            sys.stdout.flush()
+    assert json.loads(scores.read_text())["items"] == 3
+
+
+@needs_gpt2_vocabulary
+@pytest.mark.parametrize(
+    "change", [{"attn_implementation": "eager"}, {"return_dict": False}, {"n_ctx": 8}, {"use_cache": True}, {"attn_pdrop": 0.9}]
+)  # fmt: skip
+def test_no_other_field_of_the_configuration_changes_the_losses(checkpoint, tmp_path, capsys, change):
+    _, directory = checkpoint
+    copy = Path(shutil.copytree(directory, tmp_path / "copy"))
+    items = write_items(tmp_path / "items.jsonl")
+    score(capsys, "-m", directory, "--data", items, "--json", tmp_path / "a.json")
+    (copy / "config.json").write_text(json.dumps(json.loads((copy / "config.json").read_text()) | change))
+    score(capsys, "-m", copy, "--data", items, "--json", tmp_path / "b.json")
+    a, b = (json.loads((tmp_path / f"{name}.json").read_text())["results"] for name in "ab")
+    assert a == b
+
+
+@needs_gpt2_vocabulary
+def test_what_is_cut_is_told(checkpoint, tmp_path, capsys):
+    _, directory = checkpoint
+    items = write_items(tmp_path / "items.jsonl", 2, ctx="a" + " a" * 63)  # 64 tokens
+    out = score(capsys, "-m", directory, "--data", items, "--json", tmp_path / "x.json")
+    assert "of 8 endings with their contexts only the last tokens were read: the model takes 64" in out
+    assert json.loads((tmp_path / "x.json").read_text())["truncated"] == 8
+
+
+@needs_gpt2_vocabulary
 def test_broken_weights_give_no_score(checkpoint, tmp_path, capsys):
     model, _ = checkpoint
     broken = GPT(model.config)
@@ -388,8 +480,10 @@ def test_broken_weights_give_no_score(checkpoint, tmp_path, capsys):
         broken.transformer.ln_f.bias[3] = math.nan
     broken.save_pretrained(tmp_path / "broken")
     items, json_file = write_items(tmp_path / "items.jsonl"), tmp_path / "scores.json"
-    with pytest.raises(UserError, match="12 of 12 losses are not finite: the weights in .*broken are broken"):
+    with pytest.raises(UserError, match=r"12 of 12 losses of .*broken are not finite\. Use another checkpoint"):
         score(capsys, "-m", tmp_path / "broken", "--data", items, "--json", json_file)
+    with pytest.raises(UserError, match=r"are not finite\. Try --dtype fp32"):
+        score(capsys, "-m", tmp_path / "broken", "--data", items, "--dtype", "bf16")
     assert not json_file.exists() and "acc" not in capsys.readouterr().out
 
 
@@ -421,7 +515,9 @@ def test_one_rank_two_ranks_and_the_command_line_agree(tmp_path, capsys):
 
 
 @needs_gpt2_vocabulary
-@pytest.mark.parametrize("harm", ["a tensor is missing", "flipped", "cut short", "no weights"])
+@pytest.mark.parametrize(
+    "harm", ["a tensor is missing", "one too many", "untied", "flipped", "cut short", "no weights"]
+)
 def test_damaged_weights_are_not_scored(tmp_path, capsys, harm):
     from safetensors.torch import load_file, save_file
 
@@ -437,6 +533,11 @@ def test_damaged_weights_are_not_scored(tmp_path, capsys, harm):
         weights = load_file(file)
         del weights["transformer.h.0.attn.c_attn.weight"]
         save_file(weights, file, metadata={"format": "pt"})
+    elif harm in ("one too many", "untied"):
+        weights = load_file(file)
+        name = "lm_head.weight" if harm == "untied" else "transformer.h.1.ln_1.weight"
+        weights[name] = torch.zeros(50257, 16) if harm == "untied" else torch.zeros(16)
+        save_file(weights, file, metadata={"format": "pt"})
     elif harm == "flipped":
         file.write_bytes(file.read_bytes()[:-1] + b"?")
     elif harm == "cut short":
@@ -448,7 +549,7 @@ def test_damaged_weights_are_not_scored(tmp_path, capsys, harm):
         lambda: hellaswag.main(["-m", str(directory), "--data", str(items), "-d", "cpu"]),
         lambda: GPT.from_pretrained(directory),
     ):
-        with pytest.raises(UserError, match="copy|the weights lack"):
+        with pytest.raises(UserError, match="copy|the weights (lack|have)|lm_head.weight differs"):
             score()
     assert "acc" not in capsys.readouterr().out
 
@@ -464,8 +565,13 @@ def test_damaged_weights_are_not_scored(tmp_path, capsys, harm):
         ("-m gpt2 --split val --data items.jsonl", "--split names a download, and --data a file"),
         ("-m gpt2 --json no/where.json", "cannot write no/where.json"),
         ("-m gpt2 --json tiny", "cannot write tiny"),
-        ("-m tiny --data items.jsonl --json ./items.jsonl", "--json would replace the items in items.jsonl"),
-        ("-m tiny --data bare.jsonl", "these items have no labels"),
+        ("-m tiny --data items.jsonl --json ./items.jsonl", "items.jsonl is there and holds something else"),
+        ("-m tiny --json tiny/config.json", "tiny/config.json is there and holds something else"),
+        ("-m tiny --data bare.jsonl", "the items have no labels"),
+        ("-m tiny --data= --json=", "--data needs the name of a file"),
+        ("-m tiny --json items.jsonl/scores", "cannot write items.jsonl/scores (Not a directory)"),
+        (f"-m tiny --json {'x' * 300}", "cannot write xxx"),
+        ("-m tiny --split test", "test has no labels, so it gives no score"),
         ("-m tiny --data empty.jsonl", "there are no HellaSwag items in empty.jsonl"),
     ],
 )
