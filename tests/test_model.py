@@ -97,6 +97,9 @@ def test_hub_models_and_old_files_load(monkeypatch, tokens, tmp_path):
         ("n_inner", 64),
         ("tie_word_embeddings", False),
         ("model_type", "gpt_neo"),
+        ("n_head", 2.5),
+        ("n_layer", True),
+        ("n_embd", "32"),
     ],
 )
 def test_a_configuration_that_is_not_computed_is_refused(tiny_model, tmp_path, field, value):

@@ -1,8 +1,10 @@
 """The loop against the same training written out plainly, and against itself done another way."""
 
+import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 
 import numpy as np
@@ -357,13 +359,25 @@ def test_shards_without_a_manifest_train_as_gpt2_tokens(gpt2_shards, tmp_path):
     assert float(log.split()[2]) == pytest.approx(math.log(50257), abs=0.1)
 
 
-def test_hellaswag_is_scored_in_training(gpt2_shards, tmp_path):
+def test_hellaswag_is_scored_in_training(gpt2_shards, tmp_path, capsys):
     items = tmp_path / "items.jsonl"
     texts = [("A man sits on a roof.", i, ["falls", "sleeps", "sings a song", "rips up tiles"]) for i in range(4)]
     items.write_text("".join(json.dumps({"ctx": c, "label": i, "endings": e}) + "\n" for c, i, e in texts))
     flags = ["--data", gpt2_shards, "--max-steps", 4, "--hellaswag-every", 2, "--hellaswag-data", items]
     # the same endings with each label once: whatever the model prefers, it is right for one of the four
     assert losses_of(trained(tmp_path / "run", *flags), "hella") == {0: 0.25, 2: 0.25, 4: 0.25}
+    out = capsys.readouterr().out
+    assert re.search(r"step     2 \| HellaSwag acc_norm: 0\.2500 ± 0\.2500 of 4 items \| \d+\.\ds\n", out)
+    # naming items asks for them on a CPU, too; without any, there it would take an hour
+    for flag, expected in (("hellaswag_data", {0: 0.25, 1: 0.25}), ("out", {})):
+        config = config_of("--data", gpt2_shards, "--max-steps", 1)
+        given = {
+            "hellaswag_every": None,
+            "out": str(tmp_path / flag),
+            flag: str(items if expected else tmp_path / flag),
+        }
+        train(dataclasses.replace(config, **given), ONE_PROCESS)
+        assert losses_of((tmp_path / flag / "log.txt").read_text(), "hella") == expected
     items.write_text("not an item\n")
     with pytest.raises(UserError, match=r"items\.jsonl, line 1 is not JSON"):
         trained(tmp_path / "bad", *flags)
