@@ -212,9 +212,9 @@ LOGIT_ROWS = 768  # that exist at a time: 154 MB in fp32
 
 
 def rows_of(example: Example, n: int, block_size: int, shared: bool) -> list[Row]:
-    """Example number n as rows: with the context once, if it is to be `shared` and all fits into a block, else four.
+    """Example number n as one row, if the context is to be `shared` and all fits into a block, else as four.
 
-    Of what is longer than a block and the token that follows it, only the end is looked at.
+    A row that is too long loses its beginning, so that block_size tokens are read and the last one is only predicted.
     """
     places = defaultdict(list)  # equal endings are computed once: a tie, and the first of them wins
     for i, completion in enumerate(example.completions):
@@ -267,7 +267,8 @@ def completion_losses(
                 raise
         if len(batch) == 1:
             place = f"the memory of {model.device}"
-            raise UserError(f"not even one row of {batch[0].length} tokens fits into {place}.", this_rank_only=True)
+            problem = f"not even one row of {batch[0].length} tokens fits into {place}."
+            raise UserError(f"{problem} Free some of it, or use another --device.", this_rank_only=True)
         devices.free_memory(model.device)  # here, where no traceback holds the tensors any more
         budget = len(batch) // 2 * batch[0].length
         stream = chain(batch, stream)
@@ -308,9 +309,9 @@ def _batch_losses(model: Model, batch: list[Row]) -> torch.Tensor:
     for b, row in enumerate(batch):
         at = c = len(row.context)
         ids[b, :c], positions[b, :c], parts[b, :c] = row.context, np.arange(c), 0
-        for part, completion in enumerate(row.completions, start=1):
+        for k, completion in enumerate(row.completions, start=1):
             end = at + len(completion) - 1
-            ids[b, at:end], positions[b, at:end], parts[b, at:end] = completion[:-1], np.arange(c, c + end - at), part
+            ids[b, at:end], positions[b, at:end], parts[b, at:end] = completion[:-1], np.arange(c, c + end - at), k
             predicting += [b * T + c - 1, *range(b * T + at, b * T + end)]
             at = end
     targets = [token for row in batch for completion in row.completions for token in completion]
@@ -319,8 +320,8 @@ def _batch_losses(model: Model, batch: list[Row]) -> torch.Tensor:
         return devices.send(torch.as_tensor(values), model.device)
 
     if any(len(row.completions) > 1 for row in batch):
-        of, order = sent(parts), sent(np.arange(T))
-        seen = (of[:, :, None] == of[:, None, :]) | (of[:, None, :] == 0)  # (B, T, T): one's own part, and the context
+        part, order = sent(parts), sent(np.arange(T))
+        seen = (part[:, :, None] == part[:, None, :]) | (part[:, None, :] == 0)  # (B, T, T): one's own, and the context
         seen &= order[:, None] >= order  # of these, what came before
         hidden = model.hidden(sent(ids), sent(positions), seen[:, None])  # (B, T, C)
     else:
@@ -345,7 +346,7 @@ def share(examples: Sequence[Example], rank: int, world: int, block_size: int) -
     """What this rank scores: every world-th example in order of cost, so that all ranks have about as much to do."""
 
     def cost(example: Example) -> int:
-        return sum(row.length for row in rows_of(example, 0, block_size, shared=False))
+        return sum(min(block_size, len(example.context) + len(c) - 1) for c in example.completions)
 
     return sorted(examples, key=cost, reverse=True)[rank::world]
 
@@ -385,8 +386,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = configure(argv)
     device = torch.device(devices.pick_device_type(args.device))
     dtype = devices.pick_dtype(args.dtype, device)
-    if device.type == "cuda" and dtype != torch.float32:
-        torch.set_float32_matmul_precision("high")  # TF32 for the logits, as in training
     directory = huggingface.find(args.model)
     items = load(args.data or download(args.split or "val"), args.limit, args.style)
     labelled = items[0].label is not None

@@ -552,11 +552,11 @@ def hellaswag_score(
     model: GPT, examples: Sequence[hellaswag.Example], dist: Distributed, amp: AbstractContextManager
 ) -> tuple[float, float]:
     """acc_norm over all examples, dealt to the ranks by their cost, and its standard error."""
-    parts = hellaswag.Model(model.hidden, model.logits, model.config.block_size, dist.device)
-    mine = hellaswag.share(examples, dist.rank, dist.world, parts.block_size)
+    to_score = hellaswag.Model(model.hidden, model.logits, model.config.block_size, dist.device)
+    mine = hellaswag.share(examples, dist.rank, dist.world, model.config.block_size)
     with amp:
         _, means = hellaswag.completion_losses(
-            parts, mine, watch=lambda rows: dist.stop.until(report.progress(rows, "HellaSwag", dist.rank))
+            to_score, mine, watch=lambda rows: dist.stop.until(report.progress(rows, "HellaSwag", dist.rank))
         )
     n, correct = dist.sum(len(mine), hellaswag.correct(means, mine))
     return hellaswag.accuracy(correct, n)

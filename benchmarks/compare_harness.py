@@ -3,7 +3,7 @@
     pip install "lm-eval[hf]"
     python benchmarks/compare_harness.py -m gpt2 --limit 200
 
-The harness runs its own task `hellaswag`, 0-shot, in fp32; only the items come from a local file.
+The harness runs a task like its `hellaswag`, 0-shot, in fp32: its own code cleans the items, which come from a file.
 """
 
 from __future__ import annotations

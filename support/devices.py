@@ -100,7 +100,9 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether there was too little memory: torch.OutOfMemoryError, and what cuBLAS, Triton, Metal and the CPU say instead."""
-    said = re.search("out of memory|ALLOC_FAILED|can't allocate memory|not enough memory", str(error))
+    said = re.search(
+        "out of memory|ALLOC_FAILED|can't allocate memory|not enough memory|Invalid buffer size", str(error)
+    )
     return isinstance(error, torch.OutOfMemoryError) or said is not None
 
 

@@ -89,7 +89,7 @@ def test_losses_and_predictions_equal_the_plain_loop(models, sharp_model, kind):
         np.testing.assert_allclose(sums, expected_sums, atol=1e-4, rtol=0)
         np.testing.assert_allclose(means, expected_means, atol=1e-4, rtol=0)
         assert (sums.argmin(1) == expected_sums.argmin(1)).all() and (means.argmin(1) == expected_means.argmin(1)).all()
-        rows = sum(len(shape) and shape[0] for shape in read)
+        rows = sum(shape[0] for shape in read)
         assert all(shape.numel() <= max(budget or 768, 16) or shape[0] == 1 for shape in read)
         if budget in (1, 100_000):
             assert len(read) == (rows if budget == 1 else 1)
@@ -102,21 +102,22 @@ def test_losses_and_predictions_equal_the_plain_loop(models, sharp_model, kind):
     assert len(fits) > 10 and rows == sum(distinct) - (saved if kind == "hub" else 0)
 
 
-def test_one_order_of_magnitude_more_precision_than_bf16(models, sharp_model):
-    """Under autocast the hidden rows are rounded, the logits are not: each loss stays near the exact one."""
+def test_logits_are_fp32_under_autocast_and_few_at_a_time(models, monkeypatch):
     examples = made_up_examples()
     exact, _ = hellaswag.completion_losses(models["hub"], examples)
-    dtypes = []
+    monkeypatch.setattr(hellaswag, "LOGIT_ROWS", 50)
+    dtypes, sizes = [], []
     head = models["hub"].head
 
     def spy(hidden):
         dtypes.extend((hidden.dtype, head(hidden).dtype))
+        sizes.append(len(hidden))
         return head(hidden)
 
     model = hellaswag.Model(models["hub"].hidden, spy, 16, CPU, masked=True)
     with torch.autocast("cpu", torch.bfloat16):
         rounded, _ = hellaswag.completion_losses(model, examples)
-    assert set(dtypes) == {torch.float32} and rounded.shape == exact.shape
+    assert set(dtypes) == {torch.float32} and max(sizes) == 50
     assert 0 < np.abs(rounded - exact).max() < 2
 
 
@@ -174,8 +175,7 @@ def test_ranks_share_the_examples_by_cost(models, sharp_model, world):
     assert sorted(id(e) for share in shares for e in share) == sorted(map(id, examples))
 
     def cost(share):
-        rows = {(id(e), tuple(c)): min(16, len(e.context) + len(c) - 1) for e in share for c in e.completions}
-        return sum(rows.values())
+        return sum(min(16, len(e.context) + len(c) - 1) for e in share for c in e.completions)
 
     assert max(map(cost, shares)) - min(map(cost, shares)) <= max(cost([e]) for e in examples)
     counts = [hellaswag.correct(hellaswag.completion_losses(models["trainer"], share)[1], share) for share in shares]
@@ -286,9 +286,9 @@ CLEANED = [  # what lm-evaluation-harness makes of an item, by hand: the context
         [" go.", " é!", " 1", " "],
     ),
     (
-        item(activity_label="x", ctx_a="Wait. [step]", ctx_b="", endings=["go.", "é!", "1", ""]),
+        item(activity_label="x", ctx_a="Wait. [step]", ctx_b="", endings=["go.", " [title] Pay.", "1", ""]),
         "x: Wait.",
-        ["  go.", "  é!", "  1", "  "],
+        ["  go.", "   Pay.", "  1", "  "],
     ),
 ]
 
@@ -309,6 +309,15 @@ def test_the_harness_style_by_hand(tmp_path, record, context, continuations):
 
 
 @needs_gpt2_vocabulary
+def test_a_context_without_text_is_an_end_of_text():
+    """The harness gives up on these; here they are scored as the beginning of a document."""
+    bare = hellaswag.Item(["a"] * 4, 0, activity_label="[", ctx_a="]")
+    for style, expected in (("harness", [50256]), ("tokens", [50256])):
+        example = hellaswag.render(bare, hellaswag.get_tokenizer("gpt2"), style)
+        assert example.context == expected and example.completions == [[257]] * 4  # " a"
+
+
+@needs_gpt2_vocabulary
 def test_the_tokens_style_by_hand():
     import tiktoken
 
@@ -316,7 +325,6 @@ def test_the_tokens_style_by_hand():
     loaded = hellaswag.Item(["a b", "", " c", "it's"], 3, ctx="Wait. [step] he")
     example = hellaswag.render(loaded, hellaswag.get_tokenizer("gpt2"))
     assert example == Example(encode("Wait. [step] he"), [encode(c) for c in (" a b", " ", "  c", " it's")], 3)
-    assert hellaswag.render(hellaswag.Item(["a"] * 4, 0), hellaswag.get_tokenizer("gpt2")).context == [50256]
 
 
 def test_each_split_is_a_known_file(tmp_path, monkeypatch):
@@ -345,8 +353,9 @@ def test_each_split_is_a_known_file(tmp_path, monkeypatch):
 def checkpoint(tmp_path_factory):
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=64, n_layer=1, n_head=2, n_embd=16))
-    with torch.no_grad():
-        model.lm_head.weight.mul_(20)
+    with torch.no_grad():  # far from uniform, and no part of it small
+        for name, parameter in model.named_parameters():
+            parameter.mul_(20 if name == "transformer.wte.weight" else 8)
     model.save_pretrained(tmp_path_factory.mktemp("checkpoint") / "model")
     return model, tmp_path_factory.getbasetemp() / "checkpoint0" / "model"
 
@@ -393,13 +402,57 @@ def test_the_command_line_scores_a_checkpoint(checkpoint, tmp_path, capsys, styl
 
 
 @needs_gpt2_vocabulary
+def test_lower_precision_changes_the_losses_a_little(checkpoint, tmp_path, capsys):
+    _, directory = checkpoint
+    found = {}
+    for dtype in ("fp32", "bf16"):
+        flags = ["--data", write_items(tmp_path / "items.jsonl"), "--dtype", dtype, "--json", tmp_path / dtype]
+        assert {"fp32": "float32 on cpu", "bf16": "bfloat16 on cpu"}[dtype] in score(capsys, "-m", directory, *flags)
+        found[dtype] = np.array([r["losses"] for r in json.loads((tmp_path / dtype).read_text())["results"]])
+    assert 1e-3 < np.abs(found["bf16"] - found["fp32"]).max() < 0.05 * found["fp32"].max()
+
+
+def test_training_scores_in_its_own_precision(sharp_model, monkeypatch):
+    hidden, seen = sharp_model.hidden, []
+    monkeypatch.setattr(sharp_model, "hidden", lambda ids: seen.append(torch.is_autocast_enabled("cpu")) or hidden(ids))
+    for on in (True, False):
+        seen.clear()
+        hellaswag_score(sharp_model, made_up_examples(), ONE_PROCESS, torch.autocast("cpu", torch.bfloat16, enabled=on))
+        assert set(seen) == {on}
+
+
+def test_json_has_what_is_told_and_no_infinity(tmp_path):
+    sums, normalised = np.array([[1.5, 2, 3, 4], [4, 3, 2, 1]]), np.array([[4, 3, np.inf, 1], [4, 3, 1, 2.0]])
+    items = [hellaswag.Item(["a"] * 4, 2), hellaswag.Item(["a"] * 4, None)]
+    about = {"model": "m", "acc": 0.5, "acc_stderr": math.nan}
+    hellaswag.write_json(tmp_path / "scores.json", about, sums, normalised, items)
+    assert json.loads((tmp_path / "scores.json").read_text(), parse_constant=pytest.fail) == {
+        "model": "m",
+        "acc": 0.5,
+        "acc_stderr": None,
+        "results": [
+            {
+                "losses": [1.5, 2, 3, 4],
+                "losses_norm": [4, 3, None, 1],
+                "prediction": 0,
+                "prediction_norm": 3,
+                "label": 2,
+            },
+            {"losses": [4, 3, 2, 1], "losses_norm": [4, 3, 1, 2], "prediction": 3, "prediction_norm": 2, "label": None},
+        ],
+    }
+
+
+@needs_gpt2_vocabulary
 def test_items_without_labels_give_losses_alone(checkpoint, tmp_path, capsys, monkeypatch):
     _, directory = checkpoint
     labelled, bare = write_items(tmp_path / "a.jsonl"), write_items(tmp_path / "b.jsonl", label=None)
     monkeypatch.setattr(hellaswag, "download", lambda split: {"test": bare, "val": labelled}[split])
     with pytest.raises(UserError, match="no labels, so they give no score. Name a file for the losses with --json"):
         score(capsys, "-m", directory, "--data", bare)
-    score(capsys, "-m", directory, "--json", tmp_path / "with.json")
+    monkeypatch.setattr(hellaswag, "VAL_ITEMS", 3)
+    out = score(capsys, "-m", directory, "--json", tmp_path / "with.json")
+    assert "OpenAI" in out and "Published scores" not in out  # these are all validation items
     out = score(capsys, "-m", directory, "--split", "test", "--json", tmp_path / "without.json")
     a, b = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("with", "without"))
     assert (b["acc"], b["acc_norm"], b["results"][0]["label"], b["data"]) == (None, None, None, "test")
