@@ -121,6 +121,17 @@ def to_ours(
     Raises:
         UserError: a tensor is missing, unknown, or of another shape; each is named.
     """
+    ours = {}
+    for key, tensor in _checked(theirs, expected, vocab_size).items():
+        ours[key] = torch.zeros(expected[key].shape)
+        ours[key][: len(tensor)] = tensor
+    return ours
+
+
+def _checked(
+    theirs: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], vocab_size: int
+) -> dict[str, torch.Tensor]:
+    """The same tensors under our names and as we hold them, but for the padding; see `to_ours`."""
     named = {}
     for key, tensor in theirs.items():
         key = key if key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
@@ -132,21 +143,16 @@ def to_ours(
     problems += [f"the weights have {key}, which GPT-2 does not." for key in named if key not in expected]
     if not problems and head is not wte and not torch.equal(head, wte):
         problems.append("lm_head.weight differs from transformer.wte.weight; in this model they are one.")
-    ours = {}
     for key, tensor in named.items() if not problems else ():
         shape = tuple(expected[key].shape)
         padded = key in ("transformer.wte.weight", "lm_head.weight")
         if tuple(tensor.shape) != ((vocab_size, *shape[1:]) if padded else shape):
             problems.append(f"{key} has the shape {tuple(tensor.shape)}, which does not fit config.json.")
-            continue
-        if not tensor.is_floating_point():
+        elif not tensor.is_floating_point():
             problems.append(f"{key} has the type {tensor.dtype}, which is none of weights.")
-            continue
-        ours[key] = torch.zeros(shape)
-        ours[key][: len(tensor)] = tensor
     if problems:
         raise UserError(*problems)
-    return ours
+    return named
 
 
 def load_theirs(directory: Path) -> Any:
@@ -169,9 +175,9 @@ def load_theirs(directory: Path) -> Any:
     )
     with torch.device("meta"):
         shapes = GPT2LMHeadModel(config).state_dict()
-    expected = {name: shape.t() if name.endswith(TRANSPOSED) else shape for name, shape in shapes.items()}
-    weights = to_ours(read_weights(directory), expected, sizes["vocab_size"])
-    weights = to_theirs(weights, sizes["vocab_size"])
+    expected = {name: tensor.t() if name.endswith(TRANSPOSED) else tensor for name, tensor in shapes.items()}
+    weights = _checked(read_weights(directory), expected, sizes["vocab_size"])
+    weights = {name: (w.t() if name.endswith(TRANSPOSED) else w).float() for name, w in weights.items()}
     return GPT2LMHeadModel.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32).eval()
 
 

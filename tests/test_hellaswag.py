@@ -517,6 +517,25 @@ def test_no_other_field_of_the_configuration_changes_the_losses(checkpoint, tmp_
 
 
 @needs_gpt2_vocabulary
+def test_files_of_older_tools_are_scored(checkpoint, tmp_path, capsys):
+    """fp16, without the prefix of the names, with the causal masks: as OpenAI's weights lie on the hub, and smaller."""
+    from safetensors.torch import load_file, save_file
+
+    _, directory = checkpoint
+    weights = {name: tensor.half() for name, tensor in load_file(directory / "model.safetensors").items()}
+    older = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    older["h.0.attn.bias"] = torch.ones(1, 1, 64, 64).tril()
+    files = {"a": older, "b": {name: tensor.float() for name, tensor in weights.items()}}
+    items = write_items(tmp_path / "items.jsonl")
+    for name, tensors in files.items():
+        shutil.copytree(directory, tmp_path / name)
+        save_file(tensors, tmp_path / name / "model.safetensors")
+        score(capsys, "-m", tmp_path / name, "--data", items, "--json", tmp_path / f"{name}.json")
+    a, b = (json.loads((tmp_path / f"{name}.json").read_text())["results"] for name in files)
+    assert a == b
+
+
+@needs_gpt2_vocabulary
 def test_what_is_cut_is_told(checkpoint, tmp_path, capsys):
     _, directory = checkpoint
     items = write_items(tmp_path / "items.jsonl", 2, ctx="a" + " a" * 63)  # 64 tokens
