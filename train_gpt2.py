@@ -144,7 +144,7 @@ class GPT(nn.Module):
         return None, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def hidden(self, idx: torch.Tensor) -> torch.Tensor:
-        """What the blocks make of (B, T) tokens: (B, T, C), of which each row tells what may follow its token."""
+        """What the blocks make of (B, T) token ids: (B, T, C), each row an idea of what follows its token."""
         T = idx.size(1)
         if self.config.block_size < T:
             raise ValueError(f"a sequence of {T} tokens is longer than the block of {self.config.block_size}")
@@ -383,14 +383,11 @@ class TrainConfig:
     val_every: int = flag(250, "updates between validations; 0 is never", "evaluation", least=0)
     val_tokens: int = flag(10485760, "tokens of a validation, or all there are", "evaluation", least=1)
     hellaswag_every: int | None = flag(
-        None,
-        "updates between HellaSwag scores; 0 is never",
-        "evaluation",
-        auto="250 on CUDA or with items or limit, else 0",
-        least=0,
-    )
+        None, "updates between HellaSwag scores; 0 is never", "evaluation",
+        auto="250 on CUDA or with one of the next two flags, else 0", least=0,
+    )  # fmt: skip
     hellaswag_data: str | None = flag(
-        None, "HellaSwag .jsonl file", "evaluation", auto="downloaded once", metavar="FILE"
+        None, "items, a .jsonl file", "evaluation", auto="downloaded once", metavar="FILE"
     )
     hellaswag_limit: int | None = flag(None, "items that are scored, the first N", "evaluation", auto="all", least=1)
     sample_every: int = flag(250, "updates between samples; 0 is never", "evaluation", least=0)
@@ -643,8 +640,9 @@ def prepare(config: TrainConfig, dist: Distributed, resume_from: Path | None) ->
         resume.check_data(resume_from, data)
     raw_model = first_model(config, tokenizer, resume_from).to(dist.device)
     items, limit, notice = config.hellaswag_data, config.hellaswag_limit, dist.print0
-    every = items or limit or dist.device.type == "cuda" if config.hellaswag_every is None else config.hellaswag_every
-    examples = hellaswag.examples(items, tokenizer, notice, limit) if every else []
+    usual = items or limit or dist.device.type == "cuda"
+    wanted = usual if config.hellaswag_every is None else config.hellaswag_every
+    examples = hellaswag.examples(items, tokenizer, notice, limit) if wanted else []
 
     T, device = raw_model.config.block_size, dist.device
     sizes = fit.micro_batches(config.total_batch_size, T, dist.world, config.batch_size, device.type)
@@ -667,7 +665,7 @@ def prepare(config: TrainConfig, dist: Distributed, resume_from: Path | None) ->
 
     optimizer = raw_model.configure_optimizers(config.weight_decay, config.max_lr, (config.beta1, config.beta2))
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    first_step, bad_steps = restore(resume_from, optimizer, scaler) if resume_from else (0, 0)
+    first_step, bad_steps = resume.restore(resume_from, optimizer, scaler) if resume_from else (0, 0)
     saver = checkpoint.Saver(config.out, config.keep, dist.stop, newest=first_step)
     return Run(
         config, dist, tokenizer, raw_model, model, model, optimizer, scaler, dtype, amp, loader, val_loader, data,
@@ -865,15 +863,6 @@ def save(run: Run, step: int) -> None:
         run.log.sync()
 
     run.saver.start(step, write, checkpoint.bytes_of([weights, state["optimizer"]]))
-
-
-def restore(directory: Path, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> tuple[int, int]:
-    """Loads the optimizer's state from a checkpoint; returns its step, of which data and random numbers follow, and bad_steps."""
-    state = checkpoint.read_state(directory)
-    optimizer.load_state_dict(state["optimizer"])
-    if state["scaler"]:
-        scaler.load_state_dict(state["scaler"])
-    return state["step"], state["bad_steps"]
 
 
 # -----------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from support.cli import UserError
@@ -44,7 +45,7 @@ def write(path: Path, text: str) -> None:
             path.write_text(text, encoding="utf-8")
             return
         with _beside(path) as beside:
-            with open(beside, "x", encoding="utf-8") as file:
+            with open(beside, "w", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
@@ -54,7 +55,7 @@ def write(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _beside(path: Path):
+def _beside(path: Path) -> Iterator[Path]:
     """A name in the folder of the file, or of what it links to, that is gone in the end."""
     beside = Path(os.path.realpath(path)).with_name(f".{os.getpid()}.partial")
     try:

@@ -6,6 +6,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from support import checkpoint
 from support.cli import UserError, flag_name
 
@@ -60,3 +62,12 @@ def check_data(directory: Path, data: dict[str, list]) -> None:
             raise UserError(
                 f"the {split} shards are not those that {directory} was trained with ({what}). Name their folder with --data."
             )
+
+
+def restore(directory: Path, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> tuple[int, int]:
+    """Loads the optimizer's state of a checkpoint; returns its step, and how many updates before it were skipped."""
+    state = checkpoint.read_state(directory)
+    optimizer.load_state_dict(state["optimizer"])
+    if state["scaler"]:
+        scaler.load_state_dict(state["scaler"])
+    return state["step"], state["bad_steps"]
