@@ -412,14 +412,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, each in (("acc", sums), ("acc_norm", normalised)):
         scores = accuracy(correct(each, examples), len(items)) if labelled else (math.nan, math.nan)
         about |= dict(zip((name, f"{name}_stderr"), scores, strict=True))
-    if args.json:  # before anything is printed: whoever reads that may be gone
-        write_json(Path(args.json), about, sums, normalised, items)
+    trouble = None
+    if args.json:  # before anything is printed, for whoever reads that may be gone; and the disk may be full
+        try:
+            write_json(Path(args.json), about, sums, normalised, items)
+        except UserError as error:
+            trouble = error
     print("HellaSwag {data}, {items:,} items, style {style}; {dtype} on {device}, {seconds:.1f} s\n".format(**about))
     if cut:
         print(f"of {cut:,} endings with their contexts only the last tokens were read: the model takes {longest}\n")
-    print(table(about) if labelled else f"no labels, so no score; the losses are in {args.json}")
+    print(table(about) if labelled else f"no labels, so no score; the losses go to {args.json}")
     if labelled and (about["data"] != "val" or len(items) != VAL_ITEMS):
         print(f"\nPublished scores are those of all {VAL_ITEMS:,} validation items.")
+    if trouble:
+        raise trouble
 
 
 def accuracy(right: float, n: float) -> tuple[float, float]:

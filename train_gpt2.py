@@ -640,7 +640,7 @@ def prepare(config: TrainConfig, dist: Distributed, resume_from: Path | None) ->
         resume.check_data(resume_from, data)
     raw_model = first_model(config, tokenizer, resume_from).to(dist.device)
     items, limit, notice = config.hellaswag_data, config.hellaswag_limit, dist.print0
-    usual = items or limit or dist.device.type == "cuda"
+    usual = items is not None or limit or dist.device.type == "cuda"
     wanted = usual if config.hellaswag_every is None else config.hellaswag_every
     examples = hellaswag.examples(items, tokenizer, notice, limit) if wanted else []
 

@@ -25,6 +25,7 @@ SIZES = {
     "n_head": "n_head",
     "n_embd": "n_embd",
 }
+LARGEST = 2**20  # of any size: far beyond what there is, and what a broken file has instead makes no traceback
 # What our model computes; a file that says otherwise is another model. A missing field has its default, the first value.
 FIXED: dict[str, tuple] = {
     "model_type": ("gpt2",),
@@ -81,14 +82,18 @@ def read_config(directory: Path) -> dict[str, int]:
         if not all(type(size) is int for size in sizes.values()):
             raise ValueError(f"sizes are whole numbers, not {sizes}")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path} is not a GPT-2 configuration ({error!r}).") from error
+        raise UserError(f"{path} is not a GPT-2 configuration ({error!r}). Use another checkpoint.") from error
     fixed = FIXED | {"n_inner": (None, 4 * sizes["n_embd"])}
     problems = [
         f"{path}: {field} is {config[field]!r}; this model has {accepted[0]!r}."
         for field, accepted in fixed.items()
         if config.get(field, accepted[0]) not in accepted
     ]
-    problems += [f"{path}: {name} is {size}. It must be 1 or more." for name, size in sizes.items() if size < 1]
+    problems += [
+        f"{path}: {name} is {size}. It must be from 1 to {LARGEST:,}."
+        for name, size in sizes.items()
+        if not 1 <= size <= LARGEST
+    ]
     if not problems and sizes["n_embd"] % sizes["n_head"]:
         problems.append(f"{path}: n_embd {sizes['n_embd']} is not a multiple of n_head {sizes['n_head']}.")
     if problems:
@@ -105,7 +110,7 @@ def read_weights(directory: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot read {path}: {error}.") from error
+        raise UserError(f"cannot read {path}: {error}. Get it again, or use another checkpoint.") from error
 
 
 def to_ours(
@@ -135,6 +140,8 @@ def _checked(
     named = {}
     for key, tensor in theirs.items():
         key = key if key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
+        if key in named:
+            raise UserError(f"the weights have {key} twice, once without its prefix. Get them again.")
         if not key.endswith((".attn.bias", ".attn.masked_bias")):  # the causal mask, not a parameter
             named[key] = tensor.t() if key.endswith(TRANSPOSED) and tensor.dim() == 2 else tensor
     wte = named.get("transformer.wte.weight")
@@ -178,6 +185,7 @@ def load_theirs(directory: Path) -> Any:
     expected = {name: tensor.t() if name.endswith(TRANSPOSED) else tensor for name, tensor in shapes.items()}
     weights = _checked(read_weights(directory), expected, sizes["vocab_size"])
     weights = {name: (w.t() if name.endswith(TRANSPOSED) else w).float() for name, w in weights.items()}
+    del weights["lm_head.weight"]  # the model ties it to the embedding
     return GPT2LMHeadModel.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32).eval()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +23,8 @@ def check(path: Path, flag: str, beginning: str) -> None:
         UserError: it is refused.
     """
     try:
-        if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
+        loop = os.path.islink(os.path.realpath(path))
+        if path.is_dir() or loop or (path.exists() and not os.access(path, os.W_OK)):
             raise UserError(f"cannot write {path}. Name another file with {flag}.")
         if path.is_file() and path.stat().st_size:
             with open(path, encoding="utf-8", errors="replace") as file:
@@ -45,10 +48,12 @@ def write(path: Path, text: str) -> None:
             path.write_text(text, encoding="utf-8")
             return
         with _beside(path) as beside:
-            with open(beside, "w", encoding="utf-8") as file:
+            with open(beside, "x", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
+            if path.exists():
+                shutil.copymode(path, beside)
             os.replace(beside, os.path.realpath(path))
     except OSError as error:
         raise UserError(f"cannot write {path} ({error.strerror}). Free the disk or name another file.") from error
@@ -56,8 +61,8 @@ def write(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    """A name in the folder of the file, or of what it links to, that is gone in the end."""
-    beside = Path(os.path.realpath(path)).with_name(f".{os.getpid()}.partial")
+    """A name in the folder of the file, or of what it links to, that nobody else has; it is gone in the end."""
+    beside = Path(os.path.realpath(path)).with_name(f".{secrets.token_hex(8)}.partial")
     try:
         yield beside
     finally:

@@ -458,7 +458,7 @@ def test_items_without_labels_give_losses_alone(checkpoint, tmp_path, capsys, mo
     assert (b["acc"], b["acc_norm"], b["results"][0]["label"], b["data"]) == (None, None, None, "test")
     assert [r["losses"] for r in a["results"]] == [r["losses"] for r in b["results"]]
     assert (
-        out.endswith(f"no labels, so no score; the losses are in {tmp_path / 'without.json'}\n") and "OpenAI" not in out
+        out.endswith(f"no labels, so no score; the losses go to {tmp_path / 'without.json'}\n") and "OpenAI" not in out
     )
     tokenizer = hellaswag.get_tokenizer("gpt2")
     with pytest.raises(UserError, match="no labels, so there is nothing to score"):
@@ -478,6 +478,12 @@ def test_only_scores_are_replaced_and_links_stay(checkpoint, tmp_path, capsys):
         assert len(json.loads(scores.read_text())["results"]) == limit and link.is_symlink()
     score(capsys, "-m", directory, "--data", tmp_path / "items.jsonl", "--limit", 1, "--json", "/dev/null")
     assert Path("/dev/null").is_char_device()
+    scores.chmod(0o640)
+    score(capsys, "-m", directory, "--data", tmp_path / "items.jsonl", "--limit", 1, "--json", link)
+    assert scores.stat().st_mode & 0o777 == 0o640
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(UserError, match="cannot write .*loop"):
+        score(capsys, "-m", directory, "--data", tmp_path / "items.jsonl", "--json", tmp_path / "loop")
 
 
 @needs_gpt2_vocabulary
@@ -491,6 +497,7 @@ def test_scores_are_written_whole_or_not_at_all(checkpoint, tmp_path, capsys, mo
         patch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(UserError, match=r"cannot write .*scores.json \(No space left on device\). Free the disk"):
             score(capsys, *flags)
+        assert "± 0." in capsys.readouterr().out  # what was computed is told all the same
     assert scores.read_bytes() == before and sorted(tmp_path.iterdir()) == [items, scores]
     scores.unlink()
     with monkeypatch.context() as patch:  # the reader of the output is gone, as after "| true"

@@ -100,13 +100,14 @@ def test_hub_models_and_old_files_load(monkeypatch, tokens, tmp_path):
         ("n_head", 2.5),
         ("n_layer", True),
         ("n_embd", "32"),
+        ("n_positions", 10**12),
     ],
 )
 def test_a_configuration_that_is_not_computed_is_refused(tiny_model, tmp_path, field, value):
     tiny_model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {field: value}))
-    with pytest.raises(UserError, match=field):
+    with pytest.raises(UserError, match=field.replace("n_positions", "block_size")):
         GPT.from_pretrained(tmp_path)
 
 
@@ -119,6 +120,7 @@ def test_weights_are_imported_under_guard(tiny_model):
         (good | {"transformer.h.2.ln_1.bias": torch.zeros(32)}, "h.2.ln_1.bias"),
         (good | {name: good[name].t()}, f"{name} has the shape"),
         (good | {"lm_head.weight": torch.zeros(257, 32)}, "lm_head.weight differs"),
+        (good | {name.removeprefix("transformer."): good[name]}, f"have {name} twice"),
     ):
         with pytest.raises(UserError, match=complaint):
             huggingface.to_ours(bad, ours, 257)
