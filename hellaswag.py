@@ -124,7 +124,7 @@ def _item(line: str, place: str, style: str) -> Item:
         texts, endings, label = {name: record[name] for name in STYLES[style]}, record["endings"], record.get("label")
     except KeyError as error:
         raise UserError(f"{place} is not a HellaSwag item: it lacks {error}. Is this HellaSwag's .jsonl?") from error
-    except (TypeError, AttributeError) as error:
+    except TypeError as error:
         raise UserError(f"{place} is not a HellaSwag item. Is this HellaSwag's .jsonl?") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place} is not JSON ({error}). Is this HellaSwag's .jsonl?") from error
