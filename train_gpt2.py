@@ -27,9 +27,22 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 import hellaswag
-from support import checkpoint, devices, fit, huggingface, rendezvous, report, resume, run_folder, shards
+from support import (
+    checkpoint,
+    devices,
+    fit,
+    huggingface,
+    profiling,
+    rendezvous,
+    report,
+    resume,
+    run_folder,
+    shards,
+    speed,
+)
 from support.cli import Parser, UserError, add_flags, flag, flag_name, out_of_range, run
 from support.log import RunLog
+from support.loss import chunked_cross_entropy
 from support.stop import Stop, Stopped
 from support.tokenizer import Tokenizer, get_tokenizer
 
@@ -140,8 +153,10 @@ class GPT(nn.Module):
         x = self.hidden(idx)
         if targets is None:
             return self.logits(x), None
-        logits = self.lm_head(x)[..., : self.config.vocab_size]  # (B, T, V); the padding gets no share and no gradient
-        return None, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        # For speed and memory: F.cross_entropy of the logits (B * T, V), of which only some rows exist at a time. They
+        # would take as much memory as all blocks together. The padding gets no share and no gradient.
+        x, targets, weight = x.flatten(0, 1), targets.flatten(), self.lm_head.weight
+        return None, chunked_cross_entropy(x, weight, targets, self.config.vocab_size)
 
     def hidden(self, idx: torch.Tensor) -> torch.Tensor:
         """What the blocks make of (B, T) token ids: (B, T, C), each row an idea of what follows its token."""
@@ -267,23 +282,27 @@ class DataLoaderLite:
     def resize(self, B: int) -> None:
         """Goes on with micro-batches of another size, the same rows to an update."""
         self.B, self.grad_accum = B, self.grad_accum * self.B // B
+        self.reset()
 
     def reset(self, step: int = 0) -> None:
         """Goes to the first micro-batch of an optimizer step."""
         self.position = step * self.grad_accum
+        self._ahead: list[tuple[torch.Tensor, torch.Tensor]] = []  # what was read of the micro-batches from there on
 
     def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's next micro-batch: (B, T) tokens and the (B, T) tokens that follow them."""
-        first = (self.position * self.world + self.rank) * self.B
+        if not self._ahead:
+            self.read_ahead(1)
         self.position += 1
-        return self.batch(range(first, first + self.B))
+        return self._ahead.pop(0)
 
-    def check_ahead(self) -> None:
-        """Reads the next update's rows of this rank; raises as `batch`, while there still is a good state to save."""
-        for position in range(self.position, self.position + self.grad_accum):
-            first = (position * self.world + self.rank) * self.B
-            for n in range(first, first + self.B):
-                self._row(n)
+    def read_ahead(self, n: int) -> None:
+        """Reads this rank's next n micro-batches and begins to send them to the device; raises as `batch`.
+
+        While the device computes, that costs nothing, and a broken row is met while there still is a good state to save.
+        """
+        first = range(self.position * self.world + self.rank, (self.position + n) * self.world, self.world)
+        self._ahead = [self.batch(range(b * self.B, (b + 1) * self.B)) for b in first]
 
     def batch(self, rows: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of these numbers, counted through all epochs, on the device.
@@ -401,6 +420,7 @@ class TrainConfig:
     device: str = flag("auto", "where to train", "device", choices=("auto", "cuda", "cpu", "mps"))
     dtype: str = flag("auto", "precision of the matrix products", "device", choices=("auto", "fp32", "bf16", "fp16"))
     compile: bool | None = flag(None, "torch.compile the model", "device", auto="on CUDA")
+    profile: int = flag(0, "record N updates in trace.json.gz, and tell where their time went", "device", least=0)
 
     def __post_init__(self) -> None:
         problems = out_of_range(self)
@@ -475,6 +495,8 @@ class Distributed:
                     f"more processes on this node than its {torch.cuda.device_count()} GPUs. Lower --nproc_per_node."
                 )
             torch.cuda.set_device(local_rank)
+        else:
+            speed.share_cores()
         place = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device(device_type)
         return cls(rank, local_rank, world, place, Stop(alone=world == 1))
 
@@ -654,10 +676,9 @@ def prepare(config: TrainConfig, dist: Distributed, resume_from: Path | None) ->
     val_loader = DataLoaderLite(val_shards, sizes[0], T, **placed) if val_shards else None
     fit.check_amount(config, loader, val_loader)
 
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32 for the products that stay in fp32
     dtype = devices.pick_dtype(config.dtype, device)
     amp = devices.autocast(device, dtype)
+    speed.prepare(device, dtype, raw_model.config, notice)
     model = devices.compile(raw_model, device, config.compile, notice)
     B = fit.largest_micro_batch(sizes, T, model, raw_model, amp, dist.world, notice)
     for each in filter(None, (loader, val_loader)):
@@ -726,7 +747,7 @@ def train_step(run: Run, lr: float) -> tuple[float, float]:
         scaler.scale(loss).backward()
     if loader.position < run.config.max_steps * loader.grad_accum:
         try:
-            loader.check_ahead()  # while the device is at work
+            loader.read_ahead(loader.grad_accum)  # the next update's, while the device is at work
         except UserError as error:
             dist.stop.fail(error)
     scaler.unscale_(optimizer)
@@ -770,6 +791,8 @@ def evaluate(run: Run, step: int) -> None:
             print(f"step {step:5d} | sample {i}: {text}", flush=True)
     if dist.rank == 0 and due(config.checkpoint_every):
         save(run, step)
+    if due(config.val_every) or due(config.checkpoint_every):
+        speed.trim_memory(dist.device)
 
 
 def train(config: TrainConfig, dist: Distributed, resume_from: Path | None = None) -> Run:
@@ -779,8 +802,9 @@ def train(config: TrainConfig, dist: Distributed, resume_from: Path | None = Non
         Stopped: SIGTERM or SIGINT came; the state was saved.
     """
     run = build(config, dist, resume_from)
-    synchronize = devices.synchronizer(dist.device)
-    with run.lock, dist.stop, run.saver:
+    synchronize, pace = devices.synchronizer(dist.device), report.Pace(run)
+    profiler = profiling.Profiler(config.profile, config.out, dist.device, dist.rank, dist.print0)
+    with run.lock, dist.stop, run.saver, profiler:
         try:
             for step in range(run.first_step, config.max_steps + 1):
                 dist.stop.check()  # all ranks agreed on it in the update before, or none
@@ -793,9 +817,10 @@ def train(config: TrainConfig, dist: Distributed, resume_from: Path | None = Non
                 started = time.perf_counter()
                 loss, norm = train_step(run, lr)
                 dt = time.perf_counter() - started
+                profiler.step()
 
                 run.log.write(step, "train", loss)
-                dist.print0(report.step_line(run, step, loss, lr, norm, dt))
+                dist.print0(pace.lines(step, loss, lr, norm, dt))
                 count_bad_steps(run, step, loss, norm)
         except Stopped:
             halt(run, step)

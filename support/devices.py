@@ -13,15 +13,26 @@ import torch
 
 from support.cli import UserError
 
-# Dense bf16 peaks in FLOP/s, by CUDA's name of the GPU; NVIDIA's data sheets, without sparsity. The names are whole ones:
-# cards of the same chip differ (an H100 PCIe is slower than an SXM module), and a wrong peak is worse than none.
+# Dense bf16 peaks in FLOP/s, accumulated in fp32, by CUDA's name of the GPU. From NVIDIA's documents, named at the right;
+# where they count sparsity, half of it. The names are whole ones: cards of the same chip differ (an H100 PCIe is slower
+# than an SXM module), and a wrong peak is worse than none.
 PEAK_FLOPS = {
-    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,  # A100 data sheet
     "NVIDIA A100-SXM4-80GB": 312e12,
     "NVIDIA A100-PCIE-40GB": 312e12,
     "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H200": 989e12,
+    "NVIDIA H100 80GB HBM3": 989e12,  # H100 data sheet: SXM 1,979 sparse
+    "NVIDIA H100 PCIe": 756e12,  # first H100 data sheet: 1,513 sparse
+    "NVIDIA H100 NVL": 835e12,  # H100 data sheet: 1,671 sparse
+    "NVIDIA H200": 989e12,  # H200 data sheet: SXM 1,979 sparse
+    "NVIDIA L4": 121e12,  # L4 data sheet: 242 sparse
+    "NVIDIA L40S": 362e12,  # L40S data sheet
+    "NVIDIA A10": 125e12,  # A10 data sheet
+    "NVIDIA A30": 165e12,  # A30 data sheet
+    "NVIDIA A40": 149.7e12,  # A40 data sheet
+    "NVIDIA GeForce RTX 3090": 71e12,  # GA102 white paper
+    "NVIDIA GeForce RTX 4090": 165.2e12,  # Ada white paper
+    "NVIDIA RTX 6000 Ada Generation": 364.2e12,  # Ada white paper for professional cards
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

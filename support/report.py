@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 from support import checkpoint, devices, stop
+
+LOADED = time.perf_counter()
 
 
 def header(run: Any) -> Iterator[str]:
@@ -43,17 +47,43 @@ def header(run: Any) -> Iterator[str]:
         yield f"note    this run has made its {config.max_steps:,} updates; more with a larger --max-steps"
 
 
-def step_line(run: Any, step: int, loss: float, lr: float, norm: float, dt: float) -> str:
-    """The line of an update that took `dt` seconds; MFU is the share of the GPU's peak, where that is known."""
-    speed, peak = run.config.total_batch_size / dt, devices.peak_flops(run.dist.device)
-    mfu = f" | mfu: {speed * run.raw_model.flops_per_token() / (peak * run.dist.world):.1%}" if peak else ""
-    line = f"step {step:5d} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f} | dt: {dt * 1000:.2f}ms | tok/sec: {speed:.2f}{mfu}"
-    if step == run.first_step + 1 and run.dist.world > 1 and dt > stop.PATIENCE:  # the first one may have compiled
-        line += (
-            f"\nnote    an update takes {dt:.0f}s, and torchrun kills its processes {stop.PATIENCE}s after a signal: "
-            "a run that is stopped will go on from its last checkpoint"
-        )
-    return line
+class Pace:
+    """The console's lines of the updates, and what becomes of the time: how much is gone, and how much to come."""
+
+    def __init__(self, run: Any):
+        self.run = run
+        self.peak = devices.peak_flops(run.dist.device)
+        self.flops = run.raw_model.flops_per_token()
+        self.first_ended = 0.0  # when; what was before it is no measure of what is to come
+
+    def lines(self, step: int, loss: float, lr: float, norm: float, dt: float) -> str:
+        """The line of an update that took `dt` seconds, and, now and then, a note below it.
+
+        MFU is the share of the GPU's peak, where that is known. The time to come is told every 50 updates, at the mean
+        pace since the first, with all evaluations and checkpoints.
+        """
+        config, world, now = self.run.config, self.run.dist.world, time.perf_counter()
+        speed = config.total_batch_size / dt
+        mfu = f" | mfu: {speed * self.flops / (self.peak * world):.1%}" if self.peak else ""
+        lines = f"step {step:5d} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f} | dt: {dt * 1000:.2f}ms | tok/sec: {speed:.2f}{mfu}"
+        done = step - self.run.first_step
+        if done == 0:
+            self.first_ended = now
+            lines += f"\nnote    the first update ended {now - LOADED:.1f}s after the program was loaded"
+        elif step % 50 == 0:
+            to_come = (now - self.first_ended) / done * (config.max_steps - step - 1)
+            tokens, all_tokens = ((n * config.total_batch_size) for n in (step + 1, config.max_steps))
+            lines += f"\nnote    {tokens:,} of {all_tokens:,} tokens; {_duration(now - LOADED)} gone, {_duration(to_come)} to come"
+        if done == 1 and world > 1 and dt > stop.PATIENCE:  # the first one may have compiled
+            lines += (
+                f"\nnote    an update takes {dt:.0f}s, and torchrun kills its processes {stop.PATIENCE}s after a signal: "
+                "a run that is stopped will go on from its last checkpoint"
+            )
+        return lines
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
 
 
 def result(run: Any, text: str) -> None:

@@ -41,7 +41,7 @@ def configuration(config_class: type[Config], given: dict[str, Any], out: str, d
             problems.append(f"{flag_name(name)} is {given[name]}, but the run in {out} has {had}. Leave it out.")
     if problems:
         raise UserError(*problems)
-    config = config_class(**(stored | {"out": out, "resume": "newest"} | given))
+    config = config_class(**(stored | {"out": out, "resume": "newest", "profile": 0} | given))
     if checkpoint.step_of(directory) > config.max_steps:
         raise UserError(f"{directory} is past --max-steps {config.max_steps}. Raise it, or leave it out.")
     return config
