@@ -43,7 +43,7 @@ from support import (
 from support.cli import Parser, UserError, add_flags, flag, flag_name, out_of_range, run
 from support.log import RunLog
 from support.loss import chunked_cross_entropy
-from support.stop import Stop, Stopped
+from support.stop import Stop, Stopped, count_bad_steps
 from support.tokenizer import Tokenizer, get_tokenizer
 
 # -----------------------------------------------------------------------------
@@ -153,10 +153,10 @@ class GPT(nn.Module):
         x = self.hidden(idx)
         if targets is None:
             return self.logits(x), None
-        # For speed and memory: F.cross_entropy of the logits (B * T, V), of which only some rows exist at a time. They
-        # would take as much memory as all blocks together. The padding gets no share and no gradient.
-        x, targets, weight = x.flatten(0, 1), targets.flatten(), self.lm_head.weight
-        return None, chunked_cross_entropy(x, weight, targets, self.config.vocab_size)
+        # For speed: F.cross_entropy(self.lm_head(x), targets), some rows at a time. All logits at once, (B, T, V), would
+        # take as much memory as all blocks of the 124M model. The padding gets no share and no gradient.
+        x, targets, head = x.flatten(0, 1), targets.flatten(), self.lm_head.weight  # (B*T, C), (B*T), (V, C)
+        return None, chunked_cross_entropy(x, head, targets, self.config.vocab_size)
 
     def hidden(self, idx: torch.Tensor) -> torch.Tensor:
         """What the blocks make of (B, T) token ids: (B, T, C), each row an idea of what follows its token."""
@@ -280,14 +280,14 @@ class DataLoaderLite:
         self.reset()
 
     def resize(self, B: int) -> None:
-        """Goes on with micro-batches of another size, the same rows to an update."""
+        """Begins again with micro-batches of another size, the same rows to an update."""
         self.B, self.grad_accum = B, self.grad_accum * self.B // B
         self.reset()
 
     def reset(self, step: int = 0) -> None:
         """Goes to the first micro-batch of an optimizer step."""
         self.position = step * self.grad_accum
-        self._ahead: list[tuple[torch.Tensor, torch.Tensor]] = []  # what was read of the micro-batches from there on
+        self._ahead: list[tuple[torch.Tensor, torch.Tensor]] = []  # micro-batches that were read, the next one first
 
     def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's next micro-batch: (B, T) tokens and the (B, T) tokens that follow them."""
@@ -299,10 +299,11 @@ class DataLoaderLite:
     def read_ahead(self, n: int) -> None:
         """Reads this rank's next n micro-batches and begins to send them to the device; raises as `batch`.
 
-        While the device computes, that costs nothing, and a broken row is met while there still is a good state to save.
+        Done for a whole update while a GPU computes the one before, it costs nothing, and a broken row is met while
+        there still is a good state to save.
         """
-        first = range(self.position * self.world + self.rank, (self.position + n) * self.world, self.world)
-        self._ahead = [self.batch(range(b * self.B, (b + 1) * self.B)) for b in first]
+        numbers = range(self.position * self.world + self.rank, (self.position + n) * self.world, self.world)
+        self._ahead = [self.batch(range(b * self.B, (b + 1) * self.B)) for b in numbers]
 
     def batch(self, rows: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of these numbers, counted through all epochs, on the device.
@@ -420,7 +421,10 @@ class TrainConfig:
     device: str = flag("auto", "where to train", "device", choices=("auto", "cuda", "cpu", "mps"))
     dtype: str = flag("auto", "precision of the matrix products", "device", choices=("auto", "fp32", "bf16", "fp16"))
     compile: bool | None = flag(None, "torch.compile the model", "device", auto="on CUDA")
-    profile: int = flag(0, "record N updates in trace.json.gz, and tell where their time went", "device", least=0)
+    profile: int = flag(
+        0, "record N updates, after the first 3, in trace.json.gz in --out and tell what took their time; 0 is none",
+        "device", least=0,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         problems = out_of_range(self)
@@ -792,7 +796,7 @@ def evaluate(run: Run, step: int) -> None:
     if dist.rank == 0 and due(config.checkpoint_every):
         save(run, step)
     if due(config.val_every) or due(config.checkpoint_every):
-        speed.trim_memory(dist.device)
+        speed.trim_memory(dist.device)  # all this takes memory in other pieces than an update does
 
 
 def train(config: TrainConfig, dist: Distributed, resume_from: Path | None = None) -> Run:
@@ -817,31 +821,16 @@ def train(config: TrainConfig, dist: Distributed, resume_from: Path | None = Non
                 started = time.perf_counter()
                 loss, norm = train_step(run, lr)
                 dt = time.perf_counter() - started
-                profiler.step()
 
                 run.log.write(step, "train", loss)
                 dist.print0(pace.lines(step, loss, lr, norm, dt))
                 count_bad_steps(run, step, loss, norm)
+                profiler.step()
         except Stopped:
             halt(run, step)
     run.log.close()
     run.ddp_model = run.model  # DDP's must be gone before dist.close(), or gloo's threads and ours wait for each other
     return run
-
-
-def count_bad_steps(run: Run, step: int, loss: float, norm: float) -> None:
-    """Keeps count of the updates in a row that were skipped, and ends the run when they are too many."""
-    # An overflow in fp16 mends itself, for it halves the scale; at 1 it is none. Without a scaler, the scale reads 1.
-    if math.isfinite(loss) and (math.isfinite(norm) or run.scaler.get_scale() > 1):
-        run.bad_steps = 0
-        return
-    run.bad_steps += 1
-    run.dist.print0(f"step {step:5d} | skipped: the loss or the gradient is not finite")
-    if run.bad_steps >= run.config.max_bad_steps:
-        raise UserError(
-            f"{run.bad_steps} updates in a row were not finite, the last one at step {step}, and none was applied. "
-            "A resumed run would meet them again: check the data with --verify-data, or lower --max-lr in a new run."
-        )
 
 
 def halt(run: Run, step: int) -> NoReturn:

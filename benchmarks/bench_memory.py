@@ -10,6 +10,7 @@ parameter more, for the buckets in which gradients are sent.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -47,11 +48,15 @@ def parameters_and_kept(model: str, B: int) -> tuple[int, int]:
 def total(model: str, B: int) -> float:
     """Bytes that training takes with micro-batches of B rows."""
     n, kept = parameters_and_kept(model, B)
-    chunk = min(loss.CHUNK["cuda"], B * 1024 * 50304) * (2 + 4)  # logits in bf16, log-probabilities in fp32
+    rows = min(loss.rows_of_chunk("cuda", 50304), B * 1024)
+    chunk = rows * 50304 * (2 + 4)  # logits in bf16, log-probabilities in fp32
     return 16 * n + kept + chunk + RESERVE
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()  # no flags but --help
     sizes = (1, 2, 4, 8, 16, 32, 64, 128)
     table = {model: [total(model, B) / 1e9 for B in sizes] for model in MODELS}
     print("| GB, rows of 1024 tokens: | " + " | ".join(map(str, sizes)) + " |\n" + "|---" * (len(sizes) + 1) + "|")

@@ -6,7 +6,9 @@
     python benchmarks/bench_throughput.py --processes 8 gpt2:64x1024       # a node of 8 GPUs, through torchrun
 
 A setting is MODEL:BxT or MODEL:BxTxA, with rows B of T tokens and A micro-steps to an update. Every row of the table is a
-process of its own. tok/s counts all that the loop does between two updates (console, log, checks); "share of a matmul" is
+process of its own. tok/s counts all that the loop does between two updates (console, log, checks), which is the same loop
+for all rows: they differ in model, optimizer and update. "loader" is the share of an update that reads its data, "between
+updates" the share of the time outside of them; "share of a matmul" is
 the arithmetic of the model, by GPT.flops_per_token, against a product of two 4096 x 4096 matrices in that process (1024 x 1024 for demo and small).
 """
 
@@ -343,8 +345,12 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto", help="of the fast rows")
     parser.add_argument("--compile", action="store_true", help="compile on a CPU, too")
     parser.add_argument("--data", metavar="DIR", help="shards of GPT-2 tokens (default: random ones)")
-    parser.add_argument("--updates", type=int, help="measured in each process (default: 20 on CUDA, 3 on a CPU)")
-    parser.add_argument("--warm-up", type=int, help="before them (default: 5 on CUDA, 1 on a CPU)")
+    parser.add_argument(
+        "--updates", type=int, help="measured in each process (default: 20 on CUDA, 3 on a CPU; of demo and small 200)"
+    )
+    parser.add_argument(
+        "--warm-up", type=int, help="before them (default: 5 on CUDA, 1 on a CPU; of demo and small 20)"
+    )
     parser.add_argument("--rounds", type=int, default=1, help="of all rows in turn; their medians count (default: 1)")
     parser.add_argument("--processes", type=int, default=1, help="on this node, through torchrun (default: 1)")
     parser.add_argument("--json", metavar="FILE", help="write all that was measured")

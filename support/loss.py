@@ -1,4 +1,8 @@
-"""The loss of a language model without all of its logits at once, which makes it faster and its memory small."""
+"""Cross-entropy in chunks of rows, so that never all logits of a model exist at once.
+
+The gradient of the logits is softmax less one-hot: it needs nothing from above. So the forward pass makes both gradients,
+of the hidden rows and of the weight, while a chunk's logits are there, and the backward pass only scales them.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,11 @@ CHUNK = {"cpu": 2**25, "cuda": 2**28}  # elsewhere 2**27
 def chunked_cross_entropy(
     x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
 ) -> torch.Tensor:
-    """The mean of `F.cross_entropy(x @ weight.T[:, :vocab_size], targets)`, in nats, with its gradients.
+    """`F.cross_entropy(x @ weight.T[:, :vocab_size], targets)`, in nats, for autograd and for torch.compile.
 
-    Of the logits, which are by far the largest tensor of a small GPT, only some rows exist at a time. Each chunk
-    is multiplied out, reduced to its part of the loss and to its part of both gradients, and let go: the same number of
-    matrix products as the plain way, none twice. The products have autocast's precision, all sums are in fp32.
+    It takes the same matrix products as the plain way, none twice, in autocast's precision. The loss and the gradient
+    of the weight are summed up in fp32. In fp16 all logits are made, for what the scaler of the gradients multiplies
+    them by is known in the backward pass only, and without it they would round to zero.
 
     Args:
         x: (N, C) hidden rows.
@@ -31,15 +35,18 @@ def chunked_cross_entropy(
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    if (
-        dtype == torch.float16
-    ):  # its gradients must be scaled before they are rounded, and only the backward knows by how much
+    if dtype == torch.float16:
         logits = F.linear(x, weight)[:, :vocab_size]
         return F.cross_entropy(logits.float(), targets)
     with_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     compiled = torch.compiler.is_compiling()
     loss, _, _ = _summed(x, weight, targets, vocab_size, dtype, with_gradients, compiled)
     return loss / len(targets)
+
+
+def rows_of_chunk(device_type: str, width: int) -> int:
+    """How many rows of that many logits exist at once: the largest power of two within CHUNK."""
+    return 2 ** max(0, (CHUNK.get(device_type, 2**27) // width).bit_length() - 1)
 
 
 # One operation to autograd and to torch.compile, which would unroll the loop into a graph many times as long.
@@ -58,11 +65,11 @@ def _summed(
     total = x.new_zeros((), dtype=torch.float32)
     grad_x = x.new_empty(x.shape if with_gradients else 0)
     grad_weight = torch.zeros_like(weight, dtype=torch.float32) if with_gradients else x.new_empty(0)
-    rows = 2 ** max(0, (CHUNK.get(x.device.type, 2**27) // len(weight)).bit_length() - 1)
+    rows = rows_of_chunk(x.device.type, len(weight))
     reduce = _compiled(_reduce_) if compiled else _reduce_
     # Tensors of inference mode look the same in every call; those of callers do not, and _reduce_ would be compiled again.
     with torch.inference_mode(), torch.autocast(x.device.type, enabled=False):
-        targets = targets.clone()
+        targets = targets.clone()  # is such a tensor
         for first in range(0, len(x), rows):
             chunk = x[first : first + rows]  # (R, C)
             logits = chunk @ lower.T  # (R, W)

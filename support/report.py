@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from support import checkpoint, devices, stop
 
 LOADED = time.perf_counter()
+EVERY, WINDOW = 50, 250  # updates between two notes of the time to come, and those whose pace it is told by
 
 
 def header(run: Any) -> Iterator[str]:
@@ -54,27 +56,29 @@ class Pace:
         self.run = run
         self.peak = devices.peak_flops(run.dist.device)
         self.flops = run.raw_model.flops_per_token()
-        self.first_ended = 0.0  # when; what was before it is no measure of what is to come
+        self.marks: deque[tuple[int, float]] = deque(maxlen=WINDOW // EVERY)  # updates, and when they ended
 
     def lines(self, step: int, loss: float, lr: float, norm: float, dt: float) -> str:
         """The line of an update that took `dt` seconds, and, now and then, a note below it.
 
-        MFU is the share of the GPU's peak, where that is known. The time to come is told every 50 updates, at the mean
-        pace since the first, with all evaluations and checkpoints.
+        MFU is the share of the GPU's peak, where that is known. The time to come is told every 50 updates, at the pace
+        of the last 250 with all evaluations and checkpoints; the first update is no measure of it.
         """
         config, world, now = self.run.config, self.run.dist.world, time.perf_counter()
         speed = config.total_batch_size / dt
         mfu = f" | mfu: {speed * self.flops / (self.peak * world):.1%}" if self.peak else ""
         lines = f"step {step:5d} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f} | dt: {dt * 1000:.2f}ms | tok/sec: {speed:.2f}{mfu}"
-        done = step - self.run.first_step
-        if done == 0:
-            self.first_ended = now
-            lines += f"\nnote    the first update ended {now - LOADED:.1f}s after the program was loaded"
-        elif step % 50 == 0:
-            to_come = (now - self.first_ended) / done * (config.max_steps - step - 1)
-            tokens, all_tokens = ((n * config.total_batch_size) for n in (step + 1, config.max_steps))
-            lines += f"\nnote    {tokens:,} of {all_tokens:,} tokens; {_duration(now - LOADED)} gone, {_duration(to_come)} to come"
-        if done == 1 and world > 1 and dt > stop.PATIENCE:  # the first one may have compiled
+        if not self.marks:
+            lines += f"\nnote    {now - LOADED:.1f}s from the start to the end of the first update"
+            self.marks.append((step, now))
+        elif step % EVERY == 0 or step == config.max_steps - 1:
+            before, then = self.marks[0]
+            self.marks.append((step, now))
+            to_come = (now - then) / (step - before) * (config.max_steps - step - 1)
+            tokens, in_all = ((n * config.total_batch_size) for n in (step + 1, config.max_steps))
+            gone = f"{_duration(now - LOADED)} {'since it was resumed' if self.run.first_step else 'gone'}"
+            lines += f"\nnote    {tokens:,} of {in_all:,} tokens; {gone}, about {_duration(to_come)} to come"
+        if step == self.run.first_step + 1 and world > 1 and dt > stop.PATIENCE:  # the first one may have compiled
             lines += (
                 f"\nnote    an update takes {dt:.0f}s, and torchrun kills its processes {stop.PATIENCE}s after a signal: "
                 "a run that is stopped will go on from its last checkpoint"

@@ -1,9 +1,10 @@
-"""Ending a run from outside: what asks for it is kept until the loop has a whole state to save."""
+"""Ending a run early: what asks for it from outside is kept until the loop has a whole state to save; bad updates are counted."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import signal
 import sys
@@ -11,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
+
+from support.cli import UserError
 
 PATIENCE = 30  # seconds that torchrun gives its processes to end before it kills them
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
@@ -103,6 +106,25 @@ class Stop:
 
     def _lost(self) -> None:
         self.told = self.told or _PIPE
+
+
+def count_bad_steps(run: Any, step: int, loss: float, norm: float) -> None:
+    """Keeps count of the updates in a row that were skipped, the last one that of `step`.
+
+    Raises:
+        UserError: they are too many.
+    """
+    # An overflow in fp16 mends itself, for it halves the scale; at 1 it is none. Without a scaler, the scale reads 1.
+    if math.isfinite(loss) and (math.isfinite(norm) or run.scaler.get_scale() > 1):
+        run.bad_steps = 0
+        return
+    run.bad_steps += 1
+    run.dist.print0(f"step {step:5d} | skipped: the loss or the gradient is not finite")
+    if run.bad_steps >= run.config.max_bad_steps:
+        raise UserError(
+            f"{run.bad_steps} updates in a row were not finite, the last one at step {step}, and none was applied. "
+            "A resumed run would meet them again: check the data with --verify-data, or lower --max-lr in a new run."
+        )
 
 
 class _Watched:

@@ -420,13 +420,24 @@ def test_profile_records_the_updates_it_says(byte_shards, tmp_path):
     steps = {e["name"] for e in events if e.get("name", "").startswith("ProfilerStep#") and e.get("ph") == "X"}
     assert len(steps) == 4
     assert sum(e.get("name") == "aten::_fused_adamw_" and e.get("ph") == "X" for e in events) == 4 * 2  # two groups
-    summary = next(line for line in done.stdout.splitlines() if "ui.perfetto.dev" in line)
-    shares = [float(word.rstrip("%,")) for word in summary.split() if word.rstrip(",").endswith("%")]
+    summary, kinds = [line for line in done.stdout.splitlines() if line.startswith("profile")][:2]
+    assert summary.startswith("profile 4 updates, ") and "CPU at work" in summary
+    shares = [float(word.rstrip("%,")) for word in kinds.split() if word.rstrip(",").endswith("%")]
     assert abs(sum(shares) - 100) < 0.5
+    lines = done.stdout.splitlines()
+    assert lines.index(summary) > next(i for i, line in enumerate(lines) if line.startswith("step     6"))
     plain = config_of("--data", byte_shards, "--out", tmp_path / "plain", "--max-steps", 9)
     train_gpt2.train(plain, ONE_PROCESS)
     assert (tmp_path / "plain" / "log.txt").read_bytes() == (tmp_path / "run" / "log.txt").read_bytes()
     assert not (tmp_path / "plain" / "trace.json.gz").exists()
+
+
+def test_profile_says_if_the_run_is_too_short(byte_shards, tmp_path, capsys):
+    for steps, expected in ((3, "profile nothing was recorded"), (5, "profile 2 updates")):
+        flags = ("--data", byte_shards, "--out", tmp_path / str(steps), "--max-steps", steps, "--profile", 9)
+        train_gpt2.train(config_of(*flags), ONE_PROCESS)
+        assert expected in capsys.readouterr().out
+        assert (tmp_path / str(steps) / "trace.json.gz").exists() == (steps == 5)
 
 
 @pytest.mark.parametrize(
@@ -441,7 +452,7 @@ def test_profile_records_the_updates_it_says(byte_shards, tmp_path):
         ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80", "attention"),
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "communication"),
         ("aten::_fused_adamw_", "optimizer"),
-        ("triton_per_fused_native_layer_norm_1", "the rest"),
+        ("triton_per_fused_native_layer_norm_1", profiling.REST),
         ("Memcpy HtoD (Pinned -> Device)", "copies"),
     ],
 )
@@ -450,22 +461,22 @@ def test_kernels_are_sorted_by_what_they_are_for(name, kind):
 
 
 def test_time_to_come_is_told_every_fifty_updates(byte_shards, tmp_path, monkeypatch):
-    """By hand: the first update ends at 30 s, then each takes 2 s with all that is between them."""
-    clock = iter([30.0] + [30.0 + 2 * n for n in range(1, 101)])
+    """By hand: the first update ends at 30 s, the next 50 take 2 s each with all that is between them, the others 1 s."""
+    clock = iter([30.0] + [30.0 + 2 * n for n in range(1, 51)] + [130.0 + n for n in range(1, 351)])
     monkeypatch.setattr(report, "LOADED", 10.0)
     monkeypatch.setattr(report.time, "perf_counter", lambda: next(clock))
-    run = train_gpt2.build(
-        config_of("--data", byte_shards, "--out", tmp_path / "run", "--max-steps", 7351), ONE_PROCESS
-    )
+    config = config_of("--data", byte_shards, "--out", tmp_path / "run", "--max-steps", 401)
+    run = train_gpt2.build(config, ONE_PROCESS)
     pace = report.Pace(run)
-    said = {step: pace.lines(step, 1.0, 1e-3, 1.0, 0.5).splitlines()[1:] for step in range(101)}
+    said = {step: pace.lines(step, 1.0, 1e-3, 1.0, 0.5).splitlines()[1:] for step in range(401)}
     run.lock.__exit__(None, None, None)
-    notes = {step: lines for step, lines in said.items() if lines}
-    assert notes == {
-        0: ["note    the first update ended 20.0s after the program was loaded"],
-        50: ["note    13,056 of 1,881,856 tokens; 0:02:00 gone, 4:03:20 to come"],
-        100: ["note    25,856 of 1,881,856 tokens; 0:03:40 gone, 4:01:40 to come"],
-    }
+    notes = {step: lines[0] for step, lines in said.items() if lines}
+    assert list(notes) == [0, 50, 100, 150, 200, 250, 300, 350, 400]
+    assert notes[0] == "note    20.0s from the start to the end of the first update"
+    assert notes[50] == "note    13,056 of 102,656 tokens; 0:02:00 gone, about 0:11:40 to come"  # 350 at 2 s
+    assert notes[100] == "note    25,856 of 102,656 tokens; 0:02:50 gone, about 0:07:30 to come"  # 300 at 1.5 s
+    assert notes[300] == "note    77,056 of 102,656 tokens; 0:06:10 gone, about 0:01:40 to come"  # 100 at 1 s
+    assert notes[400] == "note    102,656 of 102,656 tokens; 0:07:50 gone, about 0:00:00 to come"
 
 
 def test_every_rung_of_the_ladder_trains_alike(bench, byte_shards):
