@@ -795,7 +795,7 @@ def evaluate(run: Run, step: int) -> None:
             print(f"step {step:5d} | sample {i}: {text}", flush=True)
     if dist.rank == 0 and due(config.checkpoint_every):
         save(run, step)
-    if due(config.val_every) or due(config.checkpoint_every):
+    if any(map(due, (config.val_every, config.hellaswag_every or 0, config.sample_every, config.checkpoint_every))):
         speed.trim_memory(dist.device)  # all this takes memory in other pieces than an update does
 
 

@@ -49,7 +49,7 @@ def total(model: str, B: int) -> float:
     """Bytes that training takes with micro-batches of B rows."""
     n, kept = parameters_and_kept(model, B)
     rows = min(loss.rows_of_chunk("cuda", 50304), B * 1024)
-    chunk = rows * 50304 * (2 + 4)  # logits in bf16, log-probabilities in fp32
+    chunk = rows * 50304 * (2 + 4 + 4)  # logits in bf16, the same in fp32, log-probabilities
     return 16 * n + kept + chunk + RESERVE
 
 

@@ -21,7 +21,6 @@ import json
 import math
 import os
 import platform
-import resource
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -131,7 +131,7 @@ def plain_optimizer(model: Any, features: set[str], weight_decay: float, lr: flo
 
     decayed, others = [p for p in model.parameters() if p.dim() >= 2], [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8, fused="fused AdamW" in features)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8, fused=True if "fused AdamW" in features else None)
 
 
 def plain_update(model: Any, optimizer: Any, batches: list, amp: Any, lr: float) -> tuple[float, float]:
@@ -164,7 +164,7 @@ def worker(job: dict) -> None:
     import torch
 
     import train_gpt2
-    from support import devices
+    from support import devices, loss, speed
 
     features, taken_away = set(job["features"]), set(job["without"])
     dtype = "bf16" if "bf16" in features else "fp32"
@@ -174,10 +174,12 @@ def worker(job: dict) -> None:
         config = train_gpt2.TrainConfig(
             data=job["data"], out=out, batch_size=job["B"], block_size=job["T"], **job["sizes"], **every,
             total_batch_size=job["B"] * job["T"] * job["A"] * dist.world, dtype=dtype, compile="compiled" in features,
-            max_steps=job["warm_up"] + job["updates"], warmup_steps=10,
+            max_steps=job["warm_up"] + job["updates"] + 1, warmup_steps=10,
         )  # fmt: skip
         words = SimpleNamespace(name="bytes", vocab_size=job["vocab_size"], eot=0)  # no vocabulary is needed
         train_gpt2.get_tokenizer = lambda name: words
+        chunks = patches.enter_context(patch.object(loss, "rows_of_chunk", side_effect=loss.rows_of_chunk))
+        kept = patches.enter_context(patch.object(speed.ctypes, "CDLL", side_effect=speed.ctypes.CDLL))
         without(taken_away, patches)
         if job["row"] != OURS and not taken_away:
             make_plain(features)
@@ -201,14 +203,12 @@ def worker(job: dict) -> None:
         train_gpt2.train_step, train_gpt2.DataLoaderLite.batch = timed_update, timed_batch
         with contextlib.redirect_stdout(io.StringIO()):
             run = train_gpt2.train(config, dist)
-        ended = time.perf_counter()
         on_gpu = dist.device.type == "cuda"
-        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
-        peak = torch.cuda.max_memory_allocated() if on_gpu else rss
+        peak = torch.cuda.max_memory_allocated() if on_gpu else peak_of_process()
         flops = config.total_batch_size / dist.world * run.raw_model.flops_per_token()
-        measured = times[job["warm_up"] :]
-        starts = [t[0] for t in measured] + [ended]
-        whole = median(b - a for a, b in pairwise(starts))
+        measured = times[job["warm_up"] :]  # and of the last one only when it begins
+        whole = median(b[0] - a[0] for a, b in pairwise(measured))
+        measured.pop()
         answer = {
             "tok_s": config.total_batch_size / whole,
             "ms": 1e3 * median(b - a for a, b, *_ in measured),
@@ -219,12 +219,30 @@ def worker(job: dict) -> None:
             "peak_gb": peak / 1e9,
             "first_s": times[0][1] - times[0][0],
             "losses": [t[3] for t in times],
+            "used": {
+                "model": type(run.raw_model).__name__,
+                "head": len(run.raw_model.lm_head.weight),
+                "chunks": chunks.call_count > 0,
+                "kept memory": kept.call_count > 0,
+                "fused": run.optimizer.defaults["fused"] is True,
+                "dtype": str(run.dtype),
+            },
             "device": torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads",
             "torch": torch.__version__,
         }
         dist.close()
     if dist.rank == 0:
         print(json.dumps(answer), flush=True)
+
+
+def peak_of_process() -> float:
+    """Bytes that this process had at most. Linux's ru_maxrss would count the process that started it."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        return 1024 * float(next(line for line in status.read_text().splitlines() if "VmHWM" in line).split()[1])
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
 
 
 def make_plain(features: set[str]) -> None:
@@ -237,7 +255,8 @@ def make_plain(features: set[str]) -> None:
     def first_model(*args: Any) -> Any:
         ours = first(*args)
         model = plain_gpt(ours.config, features).take(ours)
-        model.config, model.flops_per_token = ours.config, ours.flops_per_token
+        flops = ours.flops_per_token()  # not the method, with which our model would stay in memory
+        model.config, model.flops_per_token = ours.config, lambda: flops
         model.configure_optimizers = lambda *how: plain_optimizer(model, features, *how)
         return model
 
@@ -267,6 +286,7 @@ def without(taken_away: set[str], patches: contextlib.ExitStack) -> None:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         patches.enter_context(sdpa_kernel(SDPBackend.MATH))
+        speed.choose_attention = lambda *_: None
     if "padded vocabulary" in taken_away:
         train_gpt2.GPTConfig.padded_vocab_size = property(lambda config: config.vocab_size)
     if "fused AdamW" in taken_away:

@@ -86,8 +86,12 @@ def _reduce_(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, with_
     targets = targets[:, None]  # (R, 1)
     of_targets = log_probs.gather(1, targets)
     if with_gradients:
-        logits[:, :vocab_size] = log_probs.exp_()
-        logits.scatter_(1, targets, of_targets.expm1().to(logits.dtype))
+        if torch.compiler.is_compiling():  # one kernel with the softmax; a scatter would need one more, and a copy
+            is_target = torch.arange(vocab_size, device=logits.device) == targets  # (R, V)
+            logits[:, :vocab_size] = torch.where(is_target, log_probs.expm1(), log_probs.exp())
+        else:
+            logits[:, :vocab_size] = log_probs.exp_()
+            logits.scatter_(1, targets, of_targets.expm1().to(logits.dtype))
         logits[:, vocab_size:] = 0.0
     return -of_targets.sum()
 
@@ -99,7 +103,7 @@ def _compiled(function: Callable) -> Callable:
 
 @_summed.register_fake
 def _(x, weight, targets, vocab_size, dtype, with_gradients, compiled):  # noqa: ANN001, ANN202
-    grad_x = torch.empty_like(x, dtype=dtype) if with_gradients else x.new_empty(0, dtype=dtype)
+    grad_x = x.new_empty(x.shape if with_gradients else 0, dtype=dtype)
     grad_weight = torch.empty_like(weight, dtype=torch.float32) if with_gradients else x.new_empty(0, dtype=dtype)
     return x.new_empty((), dtype=torch.float32), grad_x, grad_weight
 

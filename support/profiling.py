@@ -16,7 +16,7 @@ REST = "norms, GELU and the rest"
 # What an operation or a kernel is for, by its name; the first that matches counts.
 KINDS = {
     "attention": r"attention|flash|fmha|sdpa",
-    "matrix products": r"gemm|\bmm|::mm|bmm|addmm|nvjet|cutlass|xmma",
+    "matrix products": r"gemm|\bmm|::mm|bmm|addmm|linear|nvjet|cutlass|xmma",
     "communication": r"nccl|gloo|all_reduce|allreduce|c10d",
     "optimizer": r"adam",
     "softmax of the loss": r"softmax|gpt2::",
@@ -68,7 +68,8 @@ class Profiler:
         except (OSError, RuntimeError) as error:  # a full disk must not end a run
             self.notice(f"profile not written: {error}")
         on_gpu = self.device.type == "cuda"
-        times = {e.key: e.self_device_time_total if on_gpu else e.self_cpu_time_total for e in recorded.key_averages()}
+        events = recorded.key_averages()
+        times = time_on_gpu(events) if on_gpu else {e.key: e.self_cpu_time_total for e in events}
         times = {name: us for name, us in times.items() if us > 0 and not name.startswith("ProfilerStep")}
         wall, busy = self.ended - self.started, sum(times.values())
         kinds = dict.fromkeys([*KINDS, REST], 0.0)
@@ -84,6 +85,12 @@ class Profiler:
         self.notice("profile " + ", ".join(shares))
         for name, us in sorted(times.items(), key=lambda item: -item[1])[:8]:
             self.notice(f"profile {us / busy:6.1%}  {name[:90]}")
+
+
+def time_on_gpu(events: Any) -> dict[str, float]:
+    """Microseconds of each kernel: not of the operations that launched it, nor of the regions that it lies in."""
+    on_gpu = torch.autograd.DeviceType.CUDA
+    return {e.key: e.self_device_time_total for e in events if e.device_type == on_gpu and not e.is_user_annotation}
 
 
 def kind_of(name: str) -> str:

@@ -8,6 +8,7 @@ import platform
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ KERNELS = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
     "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+USUAL = "PyTorch's choice"
 ROWS = 8  # of the trial: enough to fill a GPU
 CLEARLY = 0.97  # of the time of PyTorch's own choice, for another one to be taken: less may be noise
+_chosen = ExitStack()  # holds the choice for the life of the process
 
 
 def prepare(device: torch.device, dtype: torch.dtype, sizes: Any, notice: Callable[[str], None]) -> None:
@@ -41,9 +44,9 @@ def keep_memory(device: torch.device) -> None:
     a block was measured at 3 GB/s, and one that stayed at 22 GB/s.
     """
     if _keeps_memory(device):
-        glibc, most = ctypes.CDLL(None), 2**31 - 1
-        glibc.mallopt(-3, most)  # M_MMAP_THRESHOLD: blocks from this size on would be mapped, and unmapped when freed
-        glibc.mallopt(-1, most)  # M_TRIM_THRESHOLD: so much may be free at the end of the heap
+        glibc = ctypes.CDLL(None)
+        glibc.mallopt(-4, 0)  # M_MMAP_MAX: no block is mapped for itself, to be unmapped when it is freed
+        glibc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: the end of the heap stays, however much of it is free
 
 
 def trim_memory(device: torch.device) -> None:
@@ -68,9 +71,10 @@ def share_cores() -> None:
 
 def _threads_were_set() -> bool:
     try:
-        return b"OMP_NUM_THREADS=" in Path(f"/proc/{os.getppid()}/environ").read_bytes()  # as torchrun was started with
+        theirs = Path(f"/proc/{os.getppid()}/environ").read_bytes()  # what torchrun was started with
     except OSError:
-        return os.environ.get("OMP_NUM_THREADS", "1") != "1"
+        theirs = b""
+    return b"OMP_NUM_THREADS=" in theirs or os.environ.get("OMP_NUM_THREADS", "1") != "1"
 
 
 def _cores() -> int:
@@ -88,14 +92,14 @@ def choose_attention(
 ) -> None:
     """Has attention computed by the kernel that is the fastest there, for this shape, forward and backward.
 
-    Which one wins depends on the GPU, the precision and the version of PyTorch. It takes a fraction of a second. All
-    that the others can do and it cannot is left to the memory-efficient one.
+    Which one wins depends on the GPU, the precision and the version of PyTorch. It takes a fraction of a second. What
+    it cannot do (HellaSwag's shapes, say) is left to the memory-efficient one. Kernels differ in rounding.
     """
     times = time_attention(device, dtype, n_head, T, n_embd)
     best = min(times, key=times.get)
-    if best != "PyTorch's choice" and times[best] < CLEARLY * times["PyTorch's choice"]:
-        torch.backends.cuda.enable_flash_sdp(best == "flash")
-        torch.backends.cuda.enable_cudnn_sdp(best == "cuDNN")
+    if best != USUAL and times[best] < CLEARLY * times[USUAL]:
+        in_order = [KERNELS[best], SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        _chosen.enter_context(sdpa_kernel(in_order, set_priority=True))
         notice(f"attention by {best}: " + ", ".join(f"{name} {1e3 * s:.2f}ms" for name, s in times.items()))
 
 
@@ -117,7 +121,7 @@ def time_attention(
         return (time.perf_counter() - started) / n
 
     seconds(3)  # wakes the GPU up
-    times = {"PyTorch's choice": min(seconds(5) for _ in range(3))}
+    times = {USUAL: min(seconds(5) for _ in range(3))}
     for name, kernel in kernels.items():
         try:
             with sdpa_kernel(kernel), warnings.catch_warnings(action="ignore"):  # PyTorch warns why it cannot

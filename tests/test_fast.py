@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from conftest import ONE_PROCESS, ROOT, TINY, TINY_FLAGS, config_of, finish_run,
 from torch.nn import functional as F
 
 import train_gpt2
-from support import loss, profiling, report, shards, speed
+from support import devices, loss, profiling, report, shards, speed
 from support.loss import chunked_cross_entropy
 from train_gpt2 import GPT, DataLoaderLite
 
@@ -342,7 +343,8 @@ def test_torchruns_own_setting_of_threads_is_told_from_the_users(theirs, tmp_pat
     environment |= {"OMP_NUM_THREADS": theirs} if theirs else {}
     script = tmp_path / "told.py"
     script.write_text(
-        "import os; from support import speed as d; print(d._threads_were_set(), os.environ['OMP_NUM_THREADS'])"
+        "import os; from support import speed; "
+        "os.write(1, f'{speed._threads_were_set()} {os.environ[\"OMP_NUM_THREADS\"]}\\n'.encode())"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
@@ -356,29 +358,51 @@ def test_kernels_of_attention_are_measured_and_those_that_cannot_are_left_out():
         "cuDNN": speed.SDPBackend.CUDNN_ATTENTION,  # not on a CPU
     }
     times = speed.time_attention(torch.device("cpu"), torch.float32, 2, 16, 32, kernels)
-    assert list(times) == ["PyTorch's choice", "flash", "math"] and all(0 < s < math.inf for s in times.values())
+    assert list(times) == [speed.USUAL, "flash", "math"] and all(0 < s < math.inf for s in times.values())
 
 
 @pytest.mark.parametrize(
-    "times, flash, cudnn",
+    "times, first",
     [
-        ({"PyTorch's choice": 1.0, "flash": 1.0, "cuDNN": 0.8}, False, True),
-        ({"PyTorch's choice": 1.0, "flash": 0.8, "cuDNN": 1.0}, True, False),
-        ({"PyTorch's choice": 1.0, "memory-efficient": 0.5}, False, False),
-        ({"PyTorch's choice": 1.0, "flash": 0.98, "cuDNN": 1.1}, True, True),  # within the noise
-        ({"PyTorch's choice": 1.0}, True, True),
+        ({"flash": 1.0, "cuDNN": 0.8}, "cuDNN"),
+        ({"flash": 0.8, "cuDNN": 1.0}, "flash"),
+        ({"memory-efficient": 0.5}, "memory-efficient"),
+        ({"flash": 0.98, "cuDNN": 1.1}, None),  # within the noise
+        ({}, None),
     ],
 )
-def test_the_fastest_attention_is_taken_if_it_is_clearly_so(monkeypatch, times, flash, cudnn):
-    monkeypatch.setattr(speed, "time_attention", lambda *shape: times)
-    said, before = [], (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled())
-    try:
+def test_the_fastest_attention_is_taken_if_it_is_clearly_so(monkeypatch, times, first):
+    monkeypatch.setattr(speed, "time_attention", lambda *shape: {speed.USUAL: 1.0} | times)
+    said, usual = [], torch._C._get_sdp_priority_order()
+    with speed._chosen:
         speed.choose_attention(torch.device("cuda"), torch.bfloat16, 12, 1024, 768, said.append)
-        assert (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()) == (flash, cudnn)
-        assert len(said) == ((flash, cudnn) != (True, True))
-    finally:
-        torch.backends.cuda.enable_flash_sdp(before[0])
-        torch.backends.cuda.enable_cudnn_sdp(before[1])
+        if first:
+            kernel, enabled = speed.KERNELS[first], torch.backends.cuda
+            assert torch._C._get_sdp_priority_order()[0] == int(kernel)
+            assert (enabled.flash_sdp_enabled(), enabled.cudnn_sdp_enabled()) == (first == "flash", first == "cuDNN")
+            assert enabled.mem_efficient_sdp_enabled() and enabled.math_sdp_enabled()  # for what it cannot do
+            assert said[0].startswith(f"attention by {first}")
+        else:
+            assert torch._C._get_sdp_priority_order() == usual and not said
+    assert torch._C._get_sdp_priority_order() == usual
+
+
+def test_a_run_uses_what_is_there_for_speed(byte_shards, tmp_path, monkeypatch):
+    called, read = [], []
+    for name in ("keep_memory", "trim_memory"):
+        monkeypatch.setattr(speed, name, lambda device, name=name: called.append(name))
+    batch, mean = DataLoaderLite.batch, train_gpt2.Distributed.mean
+    monkeypatch.setattr(DataLoaderLite, "batch", lambda loader, rows: read.append(rows) or batch(loader, rows))
+    at_the_wait = []
+    monkeypatch.setattr(train_gpt2.Distributed, "mean", lambda *args: at_the_wait.append(len(read)) or mean(*args))
+    flags = "--max-steps 3 --val-every 0 --sample-every 2 --checkpoint-every 0".split()
+    train_gpt2.train(config_of("--data", byte_shards, "--out", tmp_path / "run", *flags), ONE_PROCESS)
+    assert called == ["keep_memory", "trim_memory", "trim_memory", "trim_memory"]  # at 0, 2 and the end
+    assert at_the_wait == [4 + 4, 8 + 4, 12]  # the next update is read before the host waits for this one
+    monkeypatch.setattr(speed, "time_attention", lambda *shape: called.append(shape[1:]) or {speed.USUAL: 1.0})
+    speed.prepare(torch.device("cuda"), torch.bfloat16, TINY, print)
+    assert called[4:] == [(torch.bfloat16, 2, 16, 32), "keep_memory"]
+    torch.set_float32_matmul_precision("highest")
 
 
 def test_trainer_and_scripts_start_without_the_compiler():
@@ -479,6 +503,40 @@ def test_time_to_come_is_told_every_fifty_updates(byte_shards, tmp_path, monkeyp
     assert notes[400] == "note    102,656 of 102,656 tokens; 0:07:50 gone, about 0:00:00 to come"
 
 
+def test_mfu_is_of_all_gpus_and_time_of_this_process(byte_shards, tmp_path, monkeypatch):
+    """By hand: 256 tokens in 0.5 s on two GPUs of 10^9 FLOP/s each."""
+    config = config_of("--data", byte_shards, "--out", tmp_path / "run", "--max-steps", 300)
+    run = train_gpt2.build(config, ONE_PROCESS)
+    run.lock.__exit__(None, None, None)
+    monkeypatch.setattr(devices, "peak_flops", lambda device: 1e9)
+    run.dist, run.first_step = SimpleNamespace(world=2, device=torch.device("cpu")), 100
+    clock = iter([20.0, 30.0])
+    monkeypatch.setattr(report, "LOADED", 0.0)
+    monkeypatch.setattr(report.time, "perf_counter", lambda: next(clock))
+    pace = report.Pace(run)
+    flops = 6 * (257 * 32 + 63 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32) + 12 * 2 * 32 * 16
+    line = pace.lines(100, 1.0, 1e-3, 1.0, 0.5).splitlines()[0]
+    assert line.endswith(f"| mfu: {256 / 0.5 * flops / 2e9:.1%}")
+    note = pace.lines(150, 1.0, 1e-3, 1.0, 0.5).splitlines()[1]
+    assert (
+        note == "note    38,656 of 76,800 tokens; 0:00:30 since it was resumed, about 0:00:30 to come"
+    )  # 149 at 0.2 s
+
+
+def test_time_on_a_gpu_is_that_of_its_kernels():
+    def event(key, device, us, annotation=False):
+        return SimpleNamespace(key=key, device_type=device, self_device_time_total=us, is_user_annotation=annotation)
+
+    kind = torch.autograd.DeviceType
+    events = [
+        event("aten::mm", kind.CPU, 70.0),  # launched the next one
+        event("nvjet_tst", kind.CUDA, 70.0),
+        event("Optimizer.step#AdamW.step", kind.CUDA, 30.0, annotation=True),
+        event("multi_tensor_apply_kernel", kind.CUDA, 30.0),
+    ]
+    assert profiling.time_on_gpu(events) == {"nvjet_tst": 70.0, "multi_tensor_apply_kernel": 30.0}
+
+
 def test_every_rung_of_the_ladder_trains_alike(bench, byte_shards):
     config = config_of("--data", byte_shards)
     plain = plain_losses(bench, config, 4, 5)
@@ -495,6 +553,16 @@ def test_the_benchmark_measures_plain_and_ours_on_the_same_data(tmp_path):
     rows = {name: rounds[0] for name, rounds in result["rows"].items()}
     assert list(rows) == ["plain", "train_gpt2.py"]
     assert np.abs(np.array(rows["train_gpt2.py"]["losses"]) - rows["plain"]["losses"]).max() < 1e-5
+    everything = {
+        "model": "GPT",
+        "head": 320,
+        "chunks": True,
+        "kept memory": True,
+        "fused": True,
+        "dtype": "torch.float32",
+    }
+    nothing = {"model": "PlainGPT", "head": 257, "chunks": False, "kept memory": False, "fused": False}
+    assert rows["train_gpt2.py"]["used"] == everything and rows["plain"]["used"] == everything | nothing
     for name, row in rows.items():
         assert row["tok_s"] > 0 and row["peak_gb"] > 0.1 and row["mfu"] is None
         assert row["tok_s"] * row["ms"] / 1e3 <= 4 * 64 * 2, "the loop takes no less time than its updates"
