@@ -71,7 +71,7 @@ class Profiler:
         events = recorded.key_averages()
         times = time_on_gpu(events) if on_gpu else {e.key: e.self_cpu_time_total for e in events}
         times = {name: us for name, us in times.items() if us > 0 and not name.startswith("ProfilerStep")}
-        wall, busy = self.ended - self.started, sum(times.values())
+        wall, busy = self.ended - self.started, sum(times.values()) or 1.0
         kinds = dict.fromkeys([*KINDS, REST], 0.0)
         for name, us in times.items():
             kinds[kind_of(name)] += us / busy
