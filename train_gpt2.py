@@ -386,7 +386,7 @@ class TrainConfig:
     )
     total_batch_size: int = flag(524288, "tokens of one update, over all micro-batches and devices", "batch", least=1)
 
-    max_steps: int = flag(19073, "updates in all", "schedule", least=1)
+    max_steps: int = flag(19073, "updates in all", "schedule", least=1, below=2**31)
     warmup_steps: int = flag(715, "updates of linear warm-up", "schedule", least=0)
     decay_steps: int | None = flag(None, "update at which the cosine ends", "schedule", auto="--max-steps", least=1)
     max_lr: float = flag(6e-4, "peak learning rate", "schedule", least=0)

@@ -63,10 +63,13 @@ class Profiler:
         updates = min(self.done - SETTLING, self.updates)
         if updates <= 0:
             return
+        part = self.file.with_name("part." + self.file.name)
         try:
-            recorded.export_chrome_trace(str(self.file))
-        except (OSError, RuntimeError) as error:  # a full disk must not end a run
-            self.notice(f"profile not written: {error}")
+            recorded.export_chrome_trace(str(part))
+            part.replace(self.file)
+        except (OSError, RuntimeError) as error:  # a full disk must not end a run, nor stay full
+            part.unlink(missing_ok=True)
+            return self.notice(f"profile not written: {error}")
         on_gpu = self.device.type == "cuda"
         events = recorded.key_averages()
         times = time_on_gpu(events) if on_gpu else {e.key: e.self_cpu_time_total for e in events}
