@@ -27,22 +27,11 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 import hellaswag
-from support import (
-    checkpoint,
-    devices,
-    fit,
-    huggingface,
-    profiling,
-    rendezvous,
-    report,
-    resume,
-    run_folder,
-    shards,
-    speed,
-)
+from support import checkpoint, devices, fit, huggingface, rendezvous, report, resume, run_folder, shards, speed
 from support.cli import Parser, UserError, add_flags, flag, flag_name, out_of_range, run
 from support.log import RunLog
 from support.loss import chunked_cross_entropy
+from support.profiling import Profiler
 from support.stop import Stop, Stopped, count_bad_steps
 from support.tokenizer import Tokenizer, get_tokenizer
 
@@ -807,7 +796,7 @@ def train(config: TrainConfig, dist: Distributed, resume_from: Path | None = Non
     """
     run = build(config, dist, resume_from)
     synchronize, pace = devices.synchronizer(dist.device), report.Pace(run)
-    profiler = profiling.Profiler(config.profile, config.out, dist.device, dist.rank, dist.print0)
+    profiler = Profiler(config.profile, config.out, dist.device, dist.rank, dist.print0)
     with run.lock, dist.stop, run.saver, profiler:
         try:
             for step in range(run.first_step, config.max_steps + 1):

@@ -8,8 +8,8 @@
 A setting is MODEL:BxT or MODEL:BxTxA, with rows B of T tokens and A micro-steps to an update. Every row of the table is a
 process of its own. tok/s counts all that the loop does between two updates (console, log, checks), which is the same loop
 for all rows: they differ in model, optimizer and update. "loader" is the share of an update that reads its data, "between
-updates" the share of the time outside of them; "share of a matmul" is
-the arithmetic of the model, by GPT.flops_per_token, against a product of two 4096 x 4096 matrices in that process (1024 x 1024 for demo and small).
+updates" the share of the time outside of them; "share of a matmul" is the arithmetic of the model, by GPT.flops_per_token,
+against a product of two 4096 x 4096 matrices in that process (1024 x 1024 for demo and small).
 """
 
 from __future__ import annotations
