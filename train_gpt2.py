@@ -31,6 +31,7 @@ from support import checkpoint, devices, fit, huggingface, rendezvous, report, r
 from support.cli import Parser, UserError, add_flags, flag, flag_name, out_of_range, run
 from support.log import RunLog
 from support.loss import chunked_cross_entropy
+from support.muon import Muon
 from support.profiling import Profiler
 from support.stop import Stop, Stopped, count_bad_steps
 from support.tokenizer import Tokenizer, get_tokenizer
@@ -183,13 +184,31 @@ class GPT(nn.Module):
         huggingface.write(Path(directory), asdict(self.config), weights)
 
     def configure_optimizers(
-        self, weight_decay: float, learning_rate: float, betas: tuple[float, float]
+        self,
+        weight_decay: float,
+        learning_rate: float,
+        betas: tuple[float, float],
+        optimizer: str = "adamw",
+        dtype: torch.dtype = torch.float32,
     ) -> torch.optim.AdamW:
-        """AdamW that decays matrices and embeddings, but neither biases nor layer norms; fused, one kernel for all."""
-        decayed = [p for p in self.parameters() if p.dim() >= 2]
+        """AdamW that decays matrices and embeddings, but neither biases nor layer norms; fused, one kernel for all.
+
+        With `optimizer` "muon" that is for the embeddings and vectors; for the matrices of the blocks it is Muon, which
+        makes a momentum orthogonal by products in `dtype`, so that an update moves all directions equally far.
+        """
+        matrices = {  # and how many each is: query, key and value are three
+            p: 3 if name.endswith("c_attn.weight") else 1
+            for name, p in self.transformer.h.named_parameters()
+            if p.dim() >= 2 and optimizer == "muon"
+        }
+        decayed = [p for p in self.parameters() if p.dim() >= 2 and p not in matrices]
         others = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=1e-8, fused=True)
+        adamw = dict(lr=learning_rate, betas=betas, eps=1e-8)
+        if not matrices:
+            return torch.optim.AdamW(groups, fused=True, **adamw)
+        by_muon = {"params": list(matrices), "parts": list(matrices.values()), "weight_decay": weight_decay}
+        return Muon([by_muon, *groups], dtype=dtype, **adamw)
 
     def flops_per_token(self) -> int:
         """FLOPs to train on one token of a full block: 6N + 12*L*H*Q*T (PaLM, arXiv:2204.02311, appendix B).
@@ -347,6 +366,12 @@ MODELS = {
     "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),  # 1558M
 }
 
+# What --recipe sets: how GPT-2 was trained, and how one gets there with fewer tokens (docs/recipes.md).
+RECIPES = {
+    "gpt2": dict(optimizer="adamw", schedule="cosine", max_lr=6e-4),
+    "fast": dict(optimizer="muon", schedule="wsd", max_lr=3.6e-3),
+}
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -375,16 +400,35 @@ class TrainConfig:
     )
     total_batch_size: int = flag(524288, "tokens of one update, over all micro-batches and devices", "batch", least=1)
 
-    max_steps: int = flag(19073, "updates in all", "schedule", least=1, below=2**31)
-    warmup_steps: int = flag(715, "updates of linear warm-up", "schedule", least=0)
-    decay_steps: int | None = flag(None, "update at which the cosine ends", "schedule", auto="--max-steps", least=1)
-    max_lr: float = flag(6e-4, "peak learning rate", "schedule", least=0)
-    min_lr: float | None = flag(None, "rate after the cosine", "schedule", auto="a tenth of --max-lr", least=0)
-
-    weight_decay: float = flag(0.1, "AdamW's weight decay, on tensors of 2 and more dimensions", "optimizer", least=0)
+    recipe: str = flag(
+        "gpt2", "defaults of --optimizer, --schedule and --max-lr: GPT-2's, or fast for the same loss in fewer tokens",
+        "optimizer", choices=tuple(RECIPES),
+    )  # fmt: skip
+    optimizer: str | None = flag(
+        None, "AdamW, or Muon for the matrices of the blocks and AdamW for the rest", "optimizer",
+        auto="adamw, or muon with --recipe fast", choices=("adamw", "muon"),
+    )  # fmt: skip
+    weight_decay: float = flag(0.1, "weight decay, on tensors of 2 and more dimensions", "optimizer", least=0)
     beta1: float = flag(0.9, "AdamW's first beta", "optimizer", least=0, below=1)
     beta2: float = flag(0.95, "AdamW's second beta", "optimizer", least=0, below=1)
     grad_clip: float = flag(1.0, "largest gradient norm; 0 clips nothing", "optimizer", least=0)
+
+    max_steps: int = flag(19073, "updates in all", "schedule", least=1, below=2**31)
+    warmup_steps: int = flag(715, "updates of linear warm-up", "schedule", least=0)
+    schedule: str | None = flag(
+        None, "after the warm-up a cosine, or wsd: the same rate until it cools down, linearly", "schedule",
+        auto="cosine, or wsd with --recipe fast", choices=("cosine", "wsd"),
+    )  # fmt: skip
+    decay_steps: int | None = flag(
+        None, "update at which the cosine or the cooldown ends", "schedule", auto="--max-steps", least=1
+    )
+    cooldown_fraction: float = flag(0.4, "share of --decay-steps that is wsd's cooldown", "schedule", least=0, most=1)
+    max_lr: float | None = flag(
+        None, "peak learning rate", "schedule", auto="6e-4, or 3.6e-3 with --recipe fast", least=0
+    )
+    min_lr: float | None = flag(
+        None, "rate in the end", "schedule", auto="a tenth of --max-lr, with wsd a fiftieth", least=0
+    )
 
     seed: int = flag(1337, "seed of weights, shuffling and samples", "randomness", least=0, below=2**32)
     shuffle: bool = flag(False, "read shards, and rows within each, in a new random order every epoch", "randomness")
@@ -428,7 +472,11 @@ class TrainConfig:
         if problems:
             raise UserError(*problems)
         # Settled here and kept in checkpoints, so that a resumed run with more --max-steps keeps its schedule.
-        object.__setattr__(self, "min_lr", self.max_lr / 10 if self.min_lr is None else self.min_lr)
+        settled = {name: value for name, value in RECIPES[self.recipe].items() if getattr(self, name) is None}
+        for name, value in settled.items():
+            object.__setattr__(self, name, value)
+        least = self.max_lr / (50 if self.schedule == "wsd" else 10)
+        object.__setattr__(self, "min_lr", least if self.min_lr is None else self.min_lr)
         object.__setattr__(self, "decay_steps", self.decay_steps or self.max_steps)
 
     @property
@@ -451,11 +499,18 @@ DEMO = dict(
 
 
 def get_lr(step: int, config: TrainConfig) -> float:
-    """Learning rate of an update: linear warm-up, then a cosine from max_lr to min_lr, then min_lr."""
+    """Learning rate of an update: linear warm-up, then a cosine from max_lr to min_lr, then min_lr.
+
+    With the schedule "wsd" it stays at max_lr until the last cooldown_fraction of decay_steps, and falls on a line there.
+    """
     if step < config.warmup_steps:
         return config.max_lr * (step + 1) / config.warmup_steps
     if step >= config.decay_steps:
         return config.min_lr
+    if config.schedule == "wsd":
+        cooldown = min(config.cooldown_fraction * config.decay_steps, config.decay_steps - config.warmup_steps)
+        to_come = (config.decay_steps - step) / cooldown if cooldown else 1.0
+        return config.min_lr + min(1.0, to_come) * (config.max_lr - config.min_lr)
     progress = (step - config.warmup_steps) / (config.decay_steps - config.warmup_steps)
     return config.min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (config.max_lr - config.min_lr)
 
@@ -677,7 +732,8 @@ def prepare(config: TrainConfig, dist: Distributed, resume_from: Path | None) ->
     for each in filter(None, (loader, val_loader)):
         each.resize(B)
 
-    optimizer = raw_model.configure_optimizers(config.weight_decay, config.max_lr, (config.beta1, config.beta2))
+    betas, products = (config.beta1, config.beta2), torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    optimizer = raw_model.configure_optimizers(config.weight_decay, config.max_lr, betas, config.optimizer, products)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     first_step, bad_steps = resume.restore(resume_from, optimizer, scaler) if resume_from else (0, 0)
     saver = checkpoint.Saver(config.out, config.keep, dist.stop, newest=first_step)

@@ -57,15 +57,17 @@ def flag(
     *,
     auto: str | None = None,
     least: float | None = None,
+    most: float | None = None,
     below: float | None = None,
     **argparse_options: Any,
 ) -> Any:
     """A dataclass field that is also a command-line flag.
 
-    `auto` says in words what a default of None stands for, `least` and `below` bound the value (see `out_of_range`),
-    and `argparse_options` go to `add_argument` as they are.
+    `auto` says in words what a default of None stands for, `least`, `most` and `below` bound the value (see
+    `out_of_range`), and `argparse_options` go to `add_argument` as they are.
     """
-    metadata = {"help": help, "group": group, "auto": auto, "least": least, "below": below, "options": argparse_options}
+    bounds = {"least": least, "most": most, "below": below}
+    metadata = {"help": help, "group": group, "auto": auto, "options": argparse_options} | bounds
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -77,11 +79,14 @@ def out_of_range(config: Any) -> list[str]:
     """A sentence for each field of a dataclass of flags that is outside its bounds, or not a number."""
     problems = []
     for field in dataclasses.fields(config):
-        value, least, below = getattr(config, field.name), field.metadata["least"], field.metadata["below"]
+        value = getattr(config, field.name)
+        least, most, below = (field.metadata[bound] for bound in ("least", "most", "below"))
         if value is None or least is None:
             continue
         if not value >= least or (isinstance(value, float) and math.isinf(value)):
             problems.append(f"{flag_name(field.name)} is {value}. It must be {least} or more.")
+        elif most is not None and value > most:
+            problems.append(f"{flag_name(field.name)} is {value}. It must be {most} or less.")
         elif below is not None and value >= below:
             problems.append(f"{flag_name(field.name)} is {value}. It must be less than {below}.")
     return problems
