@@ -366,10 +366,10 @@ MODELS = {
     "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),  # 1558M
 }
 
-# What --recipe sets: how GPT-2 was trained, and how one gets there with fewer tokens (docs/recipes.md).
+# What --recipe sets for a number of channels: how GPT-2 was trained, or how to get there with fewer tokens (docs/recipes.md).
 RECIPES = {
-    "gpt2": dict(optimizer="adamw", schedule="cosine", max_lr=6e-4),
-    "fast": dict(optimizer="muon", schedule="wsd", max_lr=3.6e-3),
+    "gpt2": lambda n_embd: dict(optimizer="adamw", schedule="cosine", max_lr=6e-4),
+    "fast": lambda n_embd: dict(optimizer="muon", schedule="wsd", max_lr=0.1 / math.sqrt(n_embd)),
 }
 
 
@@ -402,33 +402,34 @@ class TrainConfig:
 
     recipe: str = flag(
         "gpt2", "defaults of --optimizer, --schedule and --max-lr: GPT-2's, or fast for the same loss in fewer tokens",
-        "optimizer", choices=tuple(RECIPES),
+        "schedule", choices=tuple(RECIPES),
     )  # fmt: skip
-    optimizer: str | None = flag(
-        None, "AdamW, or Muon for the matrices of the blocks and AdamW for the rest", "optimizer",
-        auto="adamw, or muon with --recipe fast", choices=("adamw", "muon"),
-    )  # fmt: skip
-    weight_decay: float = flag(0.1, "weight decay, on tensors of 2 and more dimensions", "optimizer", least=0)
-    beta1: float = flag(0.9, "AdamW's first beta", "optimizer", least=0, below=1)
-    beta2: float = flag(0.95, "AdamW's second beta", "optimizer", least=0, below=1)
-    grad_clip: float = flag(1.0, "largest gradient norm; 0 clips nothing", "optimizer", least=0)
-
     max_steps: int = flag(19073, "updates in all", "schedule", least=1, below=2**31)
     warmup_steps: int = flag(715, "updates of linear warm-up", "schedule", least=0)
     schedule: str | None = flag(
         None, "after the warm-up a cosine, or wsd: the same rate until it cools down, linearly", "schedule",
-        auto="cosine, or wsd with --recipe fast", choices=("cosine", "wsd"),
+        auto="cosine; with --recipe fast wsd", choices=("cosine", "wsd"),
     )  # fmt: skip
     decay_steps: int | None = flag(
         None, "update at which the cosine or the cooldown ends", "schedule", auto="--max-steps", least=1
     )
     cooldown_fraction: float = flag(0.4, "share of --decay-steps that is wsd's cooldown", "schedule", least=0, most=1)
     max_lr: float | None = flag(
-        None, "peak learning rate", "schedule", auto="6e-4, or 3.6e-3 with --recipe fast", least=0
-    )
+        None, "peak learning rate", "schedule", least=0,
+        auto="6e-4; with --recipe fast 0.1 / sqrt(channels), which is 3.6e-3 for gpt2",
+    )  # fmt: skip
     min_lr: float | None = flag(
-        None, "rate in the end", "schedule", auto="a tenth of --max-lr, with wsd a fiftieth", least=0
+        None, "rate in the end", "schedule", auto="a tenth of --max-lr; with wsd a fiftieth", least=0
     )
+
+    optimizer: str | None = flag(
+        None, "AdamW, or Muon for the matrices of the blocks and AdamW for the rest", "optimizer",
+        auto="adamw; with --recipe fast muon", choices=("adamw", "muon"),
+    )  # fmt: skip
+    weight_decay: float = flag(0.1, "weight decay, on tensors of 2 and more dimensions", "optimizer", least=0)
+    beta1: float = flag(0.9, "AdamW's first beta", "optimizer", least=0, below=1)
+    beta2: float = flag(0.95, "AdamW's second beta", "optimizer", least=0, below=1)
+    grad_clip: float = flag(1.0, "largest gradient norm; 0 clips nothing", "optimizer", least=0)
 
     seed: int = flag(1337, "seed of weights, shuffling and samples", "randomness", least=0, below=2**32)
     shuffle: bool = flag(False, "read shards, and rows within each, in a new random order every epoch", "randomness")
@@ -472,11 +473,11 @@ class TrainConfig:
         if problems:
             raise UserError(*problems)
         # Settled here and kept in checkpoints, so that a resumed run with more --max-steps keeps its schedule.
-        settled = {name: value for name, value in RECIPES[self.recipe].items() if getattr(self, name) is None}
-        for name, value in settled.items():
-            object.__setattr__(self, name, value)
-        least = self.max_lr / (50 if self.schedule == "wsd" else 10)
-        object.__setattr__(self, "min_lr", least if self.min_lr is None else self.min_lr)
+        for name, value in RECIPES[self.recipe](self.architecture["n_embd"]).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        lowest = self.max_lr / (50 if self.schedule == "wsd" else 10)
+        object.__setattr__(self, "min_lr", lowest if self.min_lr is None else self.min_lr)
         object.__setattr__(self, "decay_steps", self.decay_steps or self.max_steps)
 
     @property

@@ -126,7 +126,9 @@ def plain_gpt(sizes: Any, features: set[str]) -> Any:
     return PlainGPT()
 
 
-def plain_optimizer(model: Any, features: set[str], weight_decay: float, lr: float, betas: tuple[float, float]) -> Any:
+def plain_optimizer(
+    model: Any, features: set[str], weight_decay: float, lr: float, betas: tuple[float, float], *_: Any
+) -> Any:
     import torch
 
     decayed, others = [p for p in model.parameters() if p.dim() >= 2], [p for p in model.parameters() if p.dim() < 2]

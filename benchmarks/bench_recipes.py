@@ -1,0 +1,346 @@
+"""--recipe fast against the recipe of GPT-2: loss at equal tokens, tokens to an equal loss.
+
+    python benchmarks/bench_recipes.py --data SHARDS --out runs                   # small: 4 layers, 256 channels
+    python benchmarks/bench_recipes.py --data SHARDS --out runs --scale medium    # 8 layers, 512 channels
+    python benchmarks/bench_recipes.py --data SHARDS --out runs --variants        # what else could be changed in fast
+    python benchmarks/bench_recipes.py --overhead                                 # what an update by Muon costs at 124M
+
+First the rate of the baseline (AdamW, cosine) is tuned with the first seed, each rate with a whole run. Then its best rate,
+the recipe's own rate and `--recipe fast`, cut to fractions of the tokens, run with all seeds; every run has the schedule
+of its own length. A run is a process of train_gpt2.py and a folder in --out. Those that are complete are not made
+again, so the command can be stopped, and given again with more seeds, rates or fractions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from support.cli import UserError, run  # noqa: E402
+
+SCALES = {  # flags of train_gpt2.py, and the updates of the baseline
+    "small": (
+        "--n-layer 4 --n-head 4 --n-embd 256 --block-size 256 --total-batch-size 16384 --batch-size 4 --warmup-steps 25 "
+        "--val-every 50 --val-tokens 131072",
+        500,
+    ),
+    "medium": (
+        "--n-layer 8 --n-head 8 --n-embd 512 --block-size 256 --total-batch-size 8192 --batch-size 4 --warmup-steps 5 "
+        "--val-every 10 --val-tokens 65536",
+        60,
+    ),
+    "124M": ("--model gpt2", 19073),
+}
+TOKENS = {"small": 16384, "medium": 8192, "124M": 524288}
+# Changes to `fast`, each on its own: flags, or a function below that patches the process first.
+VARIANTS = {
+    "as it is": "",
+    "half the rate": "--max-lr 3.1e-3",
+    "twice the rate": "--max-lr 1.25e-2",
+    "no weight decay": "--weight-decay 0",
+    "cosine": "--schedule cosine",
+    "AdamW": "--optimizer adamw --max-lr 1.8e-3",
+    "query, key and value together": "together",
+    "Newton-Schulz in fp32": "exactly",
+    "momentum from 0.85": "momentum_warm_up",
+    "half the batch in the first half": "batch_ramp",
+}
+ALWAYS = "--shuffle --sample-every 0 --hellaswag-every 0 --checkpoint-every 0"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run: a recipe at a peak rate (None: its own), for so many updates, from one seed; with one of `VARIANTS`."""
+
+    recipe: str
+    rate: float | None
+    updates: int
+    seed: int
+    variant: str = "as it is"
+
+    @property
+    def name(self) -> str:
+        variant = "" if self.variant == "as it is" else "-" + self.variant.replace(" ", "_").replace(",", "")
+        rate = "" if self.rate is None else f"-{self.rate:g}"
+        return f"{self.recipe}{rate}-{self.updates}{variant}-s{self.seed}"
+
+
+def values(log: Path, kind: str) -> dict[int, float]:
+    """The values of one kind in a log.txt, by update."""
+    lines = (line.split() for line in log.read_text().splitlines()) if log.exists() else ()
+    return {int(step): float(value) for step, what, value in lines if what == kind}
+
+
+def train(trials: list[Trial], args: argparse.Namespace) -> None:
+    """Makes the runs that are not there yet, `--jobs` at a time."""
+    flags, _ = SCALES[args.scale]
+
+    def one(trial: Trial) -> None:
+        out, started = args.out / trial.name, time.perf_counter()
+        if trial.updates in values(out / "log.txt", "val"):
+            return
+        command = [sys.executable, ROOT / "train_gpt2.py", "--data", args.data, "--out", out, "--resume", "auto"]
+        command += shlex.split(flags) + shlex.split(ALWAYS) + shlex.split(args.flags)
+        command += [
+            "--recipe",
+            trial.recipe,
+            "--max-lr",
+            trial.rate,
+            "--max-steps",
+            trial.updates,
+            "--seed",
+            trial.seed,
+        ]
+        environment = os.environ | ({"OMP_NUM_THREADS": "1"} if args.jobs > 1 else {})
+        done = subprocess.run(list(map(str, command)), env=environment, stdout=subprocess.DEVNULL, cwd=ROOT)
+        if done.returncode:
+            raise UserError(f"the run {trial.name} failed, with exit code {done.returncode}. See above.")
+        print(
+            f"  {trial.name}: {final(trial, args):.4f}, {time.perf_counter() - started:,.0f}s",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(one, trials))
+
+
+def worker(variant: str, flags: list[str]) -> None:
+    """train_gpt2.py with these flags and a variant's, or its patch."""
+    import train_gpt2
+
+    change = VARIANTS[variant]
+    if change in globals():
+        globals()[change](int(flags[flags.index("--max-steps") + 1]))
+        change = ""
+    train_gpt2.main(flags + shlex.split(change))
+
+
+def together(updates: int) -> None:
+    from support.muon import Muon
+
+    step = Muon._step
+    Muon._step = lambda self, group: step(self, group | {"parts": [1] * len(group["parts"])})
+
+
+def exactly(updates: int) -> None:
+    import torch
+
+    from support import muon
+
+    approximate = muon.orthogonalize
+    muon.orthogonalize = lambda matrices: approximate(matrices.to(torch.float32)).to(matrices.dtype)
+
+
+def momentum_warm_up(updates: int) -> None:
+    from support.muon import Muon
+
+    step, made = Muon.step, [0]
+
+    def warmed(self: Muon) -> None:
+        self.momentum = 0.85 + 0.10 * min(1.0, made[0] / (0.3 * updates))
+        made[0] += 1
+        step(self)
+
+    Muon.step = warmed
+
+
+def batch_ramp(updates: int) -> None:
+    """The first half of the tokens in updates of half the size, so there are more of them for the same tokens."""
+    import train_gpt2
+
+    step, made = train_gpt2.train_step, [0]
+
+    def ramped(run: Any, lr: float) -> tuple[float, float]:
+        full = run.config.total_batch_size // (run.loader.B * run.loader.T)
+        run.loader.grad_accum = full // 2 if made[0] < updates * 2 // 3 else full
+        made[0] += 1
+        return step(run, lr)
+
+    train_gpt2.train_step = ramped
+
+
+def final(trial: Trial, args: argparse.Namespace) -> float:
+    return values(args.out / trial.name / "log.txt", "val")[trial.updates]
+
+
+def crossing(curve: dict[int, float], loss: float) -> float | None:
+    """The update at which a curve first falls to `loss`, on lines between its points; None if it does not."""
+    points = sorted(curve.items())
+    for (a, high), (b, low) in zip(points, points[1:], strict=False):
+        if low <= loss < high:
+            return a + (b - a) * (high - loss) / (high - low)
+    return None
+
+
+def spread(numbers: list[float]) -> str:
+    """Mean, standard deviation and count."""
+    deviation = f" ± {statistics.stdev(numbers):.3f}" if len(numbers) > 1 else ""
+    return f"{statistics.mean(numbers):.3f}{deviation} ({len(numbers)})"
+
+
+def compare(args: argparse.Namespace) -> None:
+    updates = args.updates or SCALES[args.scale][1]
+    tuning = [Trial("gpt2", rate, updates, args.seeds[0]) for rate in args.rates]
+    train(tuning, args)
+    best = min(tuning, key=lambda trial: final(trial, args)).rate
+    rows = {f"AdamW, cosine, {best:g} (best of {len(args.rates)})": ("gpt2", best, updates)}
+    if best != 6e-4:
+        rows["AdamW, cosine, 0.0006 (GPT-2's)"] = ("gpt2", 6e-4, updates)
+    for fraction in args.fractions:
+        rows[f"fast, {fraction:g} of the tokens"] = ("fast", None, round(fraction * updates))
+    trials = {name: [Trial(*row, seed) for seed in args.seeds] for name, row in rows.items()}
+    train([trial for of_row in trials.values() for trial in of_row], args)
+
+    print(
+        f"\n{args.scale}: {SCALES[args.scale][0]}\n\n| rate of AdamW, cosine | loss after {updates:,} updates |\n|---|---|"
+    )
+    for trial in tuning:
+        print(f"| {trial.rate:g} | {final(trial, args):.3f} |")
+    print("\n| | updates | tokens | validation loss, mean ± deviation (seeds) | each |\n|---|---|---|---|---|")
+    for name, of_row in trials.items():
+        ends = [final(trial, args) for trial in of_row]
+        tokens = of_row[0].updates * TOKENS[args.scale]
+        print(
+            f"| {name} | {of_row[0].updates:,} | {tokens / 1e6:,.2f}M | {spread(ends)} | {', '.join(f'{e:.3f}' for e in ends)} |"
+        )
+
+    print("\nTokens of fast's runs when they pass the mean of a baseline, as a share of its tokens:")
+    for name in list(trials)[: -len(args.fractions)]:
+        target = statistics.mean(final(trial, args) for trial in trials[name])
+        for fast in list(trials)[-len(args.fractions) :]:
+            met = [crossing(values(args.out / trial.name / "log.txt", "val"), target) for trial in trials[fast]]
+            said = spread([m / updates for m in met if m]) if all(met) else f"not by {met.count(None)} of {len(met)}"
+            print(f"  {fast} to {name}, {target:.3f}: {said}")
+    draw(trials, args)
+
+
+def variants(args: argparse.Namespace) -> None:
+    """Runs of 0.2 of the baseline's tokens, each with one thing changed."""
+    updates = (args.updates or SCALES[args.scale][1]) // 5
+    trials = {}
+    for name in VARIANTS:
+        # a ramp makes 2/3 of its updates with half the tokens: so many more updates are the same tokens
+        steps = updates * 3 // 2 if VARIANTS[name] == "batch_ramp" else updates
+        trials[name] = [Trial("fast", None, steps, seed, name) for seed in args.seeds]
+    train([trial for of_name in trials.values() for trial in of_name], args)
+    print(
+        f"\n{args.scale}, {updates * TOKENS[args.scale] / 1e6:,.2f}M tokens\n\n| fast, changed | validation loss |\n|---|---|"
+    )
+    for name, of_name in trials.items():
+        print(f"| {name} | {spread([final(trial, args) for trial in of_name])} |")
+
+
+def draw(trials: dict[str, list[Trial]], args: argparse.Namespace) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for i, (name, of_row) in enumerate(trials.items()):
+        for trial in of_row:
+            curve = values(args.out / trial.name / "log.txt", "val")
+            tokens = [step * TOKENS[args.scale] / 1e6 for step in curve]
+            axes.plot(tokens[1:], list(curve.values())[1:], f"C{i}", lw=1, label=name if trial is of_row[0] else None)
+    axes.set(xlabel="million tokens", ylabel="validation loss", title=f"{args.scale}, seeds {args.seeds}")
+    axes.legend()
+    figure.savefig(args.out / f"{args.scale}.svg", bbox_inches="tight")
+    print(f"\ncurves in {args.out / f'{args.scale}.svg'}")
+
+
+def overhead() -> None:
+    """An update of 524,288 tokens at 124M: what Muon adds to AdamW, in FLOPs and in time."""
+    import torch
+
+    from support import devices, speed
+    from support.muon import STEPS
+    from train_gpt2 import GPT, GPTConfig, TrainConfig
+
+    device = torch.device(devices.pick_device_type("auto"))
+    dtype = devices.pick_dtype("auto", device)
+    products = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    speed.keep_memory(device)
+    synchronize, B, T = devices.synchronizer(device), 64 if device.type == "cuda" else 4, 1024
+    model = GPT(GPTConfig()).to(device)
+    tokens = torch.randint(50257, (B, T + 1), device=device)
+
+    def micro_step() -> None:
+        with devices.autocast(device, dtype):
+            model(tokens[:, :-1], tokens[:, 1:])[1].backward()
+
+    def seconds(work: Callable[[], None], rounds: int = 3) -> float:
+        times = []
+        for _ in range(rounds + 1):  # the first one also takes its memory
+            synchronize()
+            started = time.perf_counter()
+            work()
+            synchronize()
+            times.append(time.perf_counter() - started)
+        return statistics.median(times[1:])
+
+    update = seconds(micro_step) * TrainConfig().total_batch_size / (B * T)
+    adamw, muon = (model.configure_optimizers(0.1, 0.0, (0.9, 0.95), name, products) for name in ("adamw", "muon"))
+    steps = {"adamw": seconds(adamw.step), "muon": seconds(muon.step)}
+    flops = 0
+    for weight, parts in zip(muon.param_groups[0]["params"], muon.param_groups[0]["parts"], strict=True):
+        n, m = sorted((len(weight) // parts, weight.size(1)))
+        flops += parts * STEPS * (2 * n * n * m + 2 * n**3 + 2 * n * n * m)  # x x^T, its square, the product with x
+    whole = model.flops_per_token() * TrainConfig().total_batch_size
+    print(f"{device.type}, torch {torch.__version__}, {str(products).removeprefix('torch.')}, micro-batch {B}")
+    print(f"FLOPs: {flops / 1e12:.2f}T of {whole / 1e12:.0f}T of an update, {flops / whole:.2%}")
+    print(
+        f"time: a step of AdamW {steps['adamw']:.3f}s, of Muon {steps['muon']:.3f}s; forward and backward {update:,.1f}s"
+    )
+    print(
+        f"Muon adds {(steps['muon'] - steps['adamw']) / (update + steps['adamw']):.2%} on one process, and less on more"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", metavar="DIR", help="token shards: bytes for small, GPT-2's for the others")
+    parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="(default: runs)")
+    parser.add_argument("--scale", choices=tuple(SCALES), default="small", help="(default: small)")
+    parser.add_argument("--updates", type=int, metavar="N", help="of the baseline (default: 500 small, 60 medium)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="(default: 1 2 3)")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[6e-4, 1.2e-3, 2.4e-3, 4.8e-3], metavar="X",
+        help="of the baseline, of which the best counts (default: 6e-4 1.2e-3 2.4e-3 4.8e-3)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--fractions", type=float, nargs="+", default=[0.3, 0.4, 1.0], metavar="X",
+        help="of the baseline's updates that fast makes (default: 0.3 0.4 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="runs at a time, each on a thread (default: 1)"
+    )
+    parser.add_argument("--flags", default="", help='more flags for all runs, as in --flags "--dtype bf16"')
+    parser.add_argument(
+        "--variants", action="store_true", help="change one thing at a time in fast, for a fifth of the tokens"
+    )
+    parser.add_argument("--overhead", action="store_true", help="only measure what a step of Muon costs")
+    if sys.argv[1:2] == ["--worker"]:
+        return worker(sys.argv[2], sys.argv[3:])
+    args = parser.parse_args()
+    if args.overhead:
+        return overhead()
+    if args.data is None:
+        raise UserError("no data. Name a folder of shards with --data; python fineweb.py makes them.")
+    args.data = Path(args.data).resolve()
+    args.out = args.out.resolve()
+    variants(args) if args.variants else compare(args)
+
+
+if __name__ == "__main__":
+    run(main)
