@@ -366,10 +366,10 @@ MODELS = {
     "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),  # 1558M
 }
 
-# What --recipe sets for a number of channels: how GPT-2 was trained, or how to get there with fewer tokens (docs/recipes.md).
+# What --recipe sets: how GPT-2 was trained, or how to get there with fewer tokens (docs/recipes.md).
 RECIPES = {
-    "gpt2": lambda n_embd: dict(optimizer="adamw", schedule="cosine", max_lr=6e-4),
-    "fast": lambda n_embd: dict(optimizer="muon", schedule="wsd", max_lr=0.1 / math.sqrt(n_embd)),
+    "gpt2": dict(optimizer="adamw", schedule="cosine", max_lr=6e-4),
+    "fast": dict(optimizer="muon", schedule="wsd", max_lr=3.6e-3),
 }
 
 
@@ -414,10 +414,7 @@ class TrainConfig:
         None, "update at which the cosine or the cooldown ends", "schedule", auto="--max-steps", least=1
     )
     cooldown_fraction: float = flag(0.4, "share of --decay-steps that is wsd's cooldown", "schedule", least=0, most=1)
-    max_lr: float | None = flag(
-        None, "peak learning rate", "schedule", least=0,
-        auto="6e-4; with --recipe fast 0.1 / sqrt(channels), which is 3.6e-3 for gpt2",
-    )  # fmt: skip
+    max_lr: float | None = flag(None, "peak learning rate", "schedule", auto="6e-4; with --recipe fast 3.6e-3", least=0)
     min_lr: float | None = flag(
         None, "rate in the end", "schedule", auto="a tenth of --max-lr; with wsd a fiftieth", least=0
     )
@@ -473,7 +470,7 @@ class TrainConfig:
         if problems:
             raise UserError(*problems)
         # Settled here and kept in checkpoints, so that a resumed run with more --max-steps keeps its schedule.
-        for name, value in RECIPES[self.recipe](self.architecture["n_embd"]).items():
+        for name, value in RECIPES[self.recipe].items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         lowest = self.max_lr / (50 if self.schedule == "wsd" else 10)

@@ -48,8 +48,8 @@ TOKENS = {"small": 16384, "medium": 8192, "124M": 524288}
 # Changes to `fast`, each on its own: flags, or a function below that patches the process first.
 VARIANTS = {
     "as it is": "",
-    "half the rate": "--max-lr 3.1e-3",
-    "twice the rate": "--max-lr 1.25e-2",
+    "half the rate": "--max-lr 1.8e-3",
+    "twice the rate": "--max-lr 7.2e-3",
     "no weight decay": "--weight-decay 0",
     "cosine": "--schedule cosine",
     "AdamW": "--optimizer adamw --max-lr 1.8e-3",

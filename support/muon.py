@@ -1,8 +1,8 @@
 """Muon: momentum, made orthogonal, for the matrices of the blocks; AdamW for all else.
 
-Keller Jordan, https://kellerjordan.github.io/posts/muon; the scale is that of arXiv:2502.16982, so that one rate serves both.
-`torch.optim.Muon` does the same to one matrix. This one also takes Q, K and V apart, computes matrices of one shape
-together, shares them among the ranks, and leaves out an update that is not finite without asking the host.
+Keller Jordan, https://kellerjordan.github.io/posts/muon. `torch.optim.Muon` does the same to one matrix, with another scale.
+This one also takes Q, K and V apart, computes matrices of one shape together, shares them among the ranks, and leaves out
+an update that is not finite without asking the host.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import distributed
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: steep at 0, so that few steps lift small singular values
 STEPS = 5
+SCALE = 11.0  # so that one rate serves AdamW and Muon; measured, see docs/recipes.md
 AT_ONCE = 2**26  # elements on a rank that are made orthogonal together; it bounds what that takes of memory
 
 
@@ -37,8 +38,9 @@ class Muon(torch.optim.AdamW):
 
     `parts` says of each parameter of its group how many matrices it holds, below each other. For each of them, W of n x m
     with gradient G and momentum M, mu being `momentum`: M <- mu M + (1 - mu) G, and then
-    W <- W - lr (weight_decay W + 0.2 sqrt(max(n, m)) orthogonalize(mu M + (1 - mu) G)).
-    So an element of an update is about as large as one of AdamW's. `dtype` is that of the products.
+    W <- W - lr (weight_decay W + SCALE sqrt(larger side / smaller side) orthogonalize(mu M + (1 - mu) G)).
+    How far an update moves what a matrix makes of its input does so not depend on the width (arXiv:2310.17813), and one
+    rate serves all. `dtype` is that of the products.
 
     Under torch.distributed all ranks must have the same gradients, already unscaled, and come out with the same weights.
     """
@@ -91,11 +93,11 @@ class Muon(torch.optim.AdamW):
             if i // share == rank:
                 direction = gradient.lerp(momentum, mu)
                 mine[i % share] = direction if len(direction) <= direction.size(1) else direction.mT
-        directions = orthogonalize(mine)
+        directions, scale = orthogonalize(mine), SCALE * math.sqrt(mine.size(2) / mine.size(1))
         if world > 1:
             directions, own = directions.new_empty(share * world, *directions.shape[1:]), directions
             distributed.all_gather_into_tensor(directions, own)
         for (weight, _, _), direction in zip(matrices, directions, strict=False):
             direction = direction if len(weight) <= weight.size(1) else direction.mT
             weight.mul_(1.0 - group["lr"] * group["weight_decay"] * made)
-            weight.sub_(direction.float() * (0.2 * math.sqrt(max(weight.shape)) * group["lr"] * made))
+            weight.sub_(direction.float() * (scale * group["lr"] * made))

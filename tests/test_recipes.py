@@ -39,14 +39,10 @@ def random_matrices(*shapes, seed=0):
     [
         ([], "adamw", "cosine", 6e-4, 6e-5),
         (["--recipe", "gpt2"], "adamw", "cosine", 6e-4, 6e-5),
-        (["--recipe", "fast"], "muon", "wsd", 3.6084e-3, 7.2169e-5),
-        (["--recipe", "fast", "--optimizer", "adamw"], "adamw", "wsd", 3.6084e-3, 7.2169e-5),
-        (["--recipe", "fast", "--schedule", "cosine"], "muon", "cosine", 3.6084e-3, 3.6084e-4),
+        (["--recipe", "fast"], "muon", "wsd", 3.6e-3, 7.2e-5),
+        (["--recipe", "fast", "--optimizer", "adamw"], "adamw", "wsd", 3.6e-3, 7.2e-5),
+        (["--recipe", "fast", "--schedule", "cosine"], "muon", "cosine", 3.6e-3, 3.6e-4),
         (["--recipe", "fast", "--max-lr", "1e-3", "--min-lr", "0"], "muon", "wsd", 1e-3, 0.0),
-        (["--recipe", "fast", "--model", "gpt2-xl"], "muon", "wsd", 2.5e-3, 5e-5),
-        (["--recipe", "fast", "--n-embd", "48"], "muon", "wsd", 1.4434e-2, 2.8868e-4),
-        (["--recipe", "fast", "--n-embd", "48", "--max-lr", "1e-3"], "muon", "wsd", 1e-3, 2e-5),
-        (["--n-embd", "48"], "adamw", "cosine", 6e-4, 6e-5),
         (["--optimizer", "muon"], "muon", "cosine", 6e-4, 6e-5),
         (["--schedule", "wsd", "--max-lr", "1e-3"], "adamw", "wsd", 1e-3, 2e-5),
     ],
@@ -54,9 +50,9 @@ def random_matrices(*shapes, seed=0):
 def test_a_recipe_sets_defaults_and_nothing_else(flags, optimizer, schedule, max_lr, min_lr):
     config, _ = configure(flags)
     settled = (config.optimizer, config.schedule, config.max_lr, config.min_lr)
-    assert settled == (optimizer, schedule, pytest.approx(max_lr, rel=1e-4), pytest.approx(min_lr, rel=1e-4))
+    assert settled == (optimizer, schedule, max_lr, pytest.approx(min_lr))
     plain, _ = configure([])
-    recipe = {"recipe", "optimizer", "schedule", "max_lr", "min_lr", "model", "n_embd"}
+    recipe = {"recipe", "optimizer", "schedule", "max_lr", "min_lr"}
     assert all(getattr(config, name) == getattr(plain, name) for name in vars(plain).keys() - recipe)
 
 
@@ -119,14 +115,18 @@ def test_directions_are_those_of_an_svd(n, m, dtype, off):
 
 
 def test_updates_are_those_of_pytorchs_muon():
-    """Five updates of matrices of three shapes, two of them together, tall ones too. PyTorch computes in bf16."""
+    """Five updates of matrices of three shapes, two of them together, tall ones too. PyTorch computes in bf16.
+
+    Its scale is 0.2 sqrt(larger side) and ours 11 sqrt(larger side / smaller side), so its rate is another one.
+    """
     shapes = [(32, 32), (64, 32), (32, 64), (32, 32), (32, 128)]
     ours, theirs = random_matrices(*shapes), random_matrices(*shapes)
     muon = Muon([{"params": ours, "parts": [1] * 5, "weight_decay": 0.1}], dtype=torch.bfloat16, **ADAMW)
-    reference = torch.optim.Muon(theirs, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    ratio = 11 / (0.2 * 32**0.5)
+    reference = torch.optim.Muon(theirs, weight_decay=0.1 / ratio, adjust_lr_fn="match_rms_adamw")
     for step in range(5):
-        for group in (*muon.param_groups, *reference.param_groups):
-            group["lr"] = 1e-2 / (step + 1)
+        muon.param_groups[0]["lr"] = 1e-3 / (step + 1)
+        reference.param_groups[0]["lr"] = ratio * 1e-3 / (step + 1)
         muon.step()
         reference.step()
         for a, b in zip(ours, theirs, strict=True):
@@ -134,7 +134,7 @@ def test_updates_are_those_of_pytorchs_muon():
             a.grad = torch.randn(a.shape, generator=torch.Generator().manual_seed(step))
             b.grad = a.grad.clone()
     moved = ours[0] - random_matrices(*shapes)[0]
-    assert moved.abs().max() > 0.01
+    assert moved.abs().max() > 0.005
 
 
 def test_query_key_and_value_are_taken_apart():
@@ -148,7 +148,7 @@ def test_query_key_and_value_are_taken_apart():
     Muon([{"params": [whole], "parts": [3], "weight_decay": 0.1}], dtype=torch.float32, **ADAMW).step()
     Muon([{"params": apart, "parts": [1] * 3, "weight_decay": 0.1}], dtype=torch.float32, **ADAMW).step()
     assert torch.equal(whole, torch.cat(apart))
-    update = (start * (1 - 1e-2 * 0.1) - whole).detach() / (1e-2 * 0.2 * 32**0.5)
+    update = (start * (1 - 1e-2 * 0.1) - whole).detach() / (1e-2 * 11)
     for part in update.chunk(3):
         assert 0.75 < torch.linalg.matrix_norm(part, ord=2) < 1.25
 
