@@ -483,6 +483,11 @@ class TrainConfig:
         return "all" if self.demo and self.out == DEMO["out"] else "log" if self.resume == "auto" else None
 
     @property
+    def cooldown(self) -> float:
+        """Updates of the cooldown of a wsd schedule; the warm-up is not cut for it."""
+        return max(0.0, min(self.cooldown_fraction * self.decay_steps, self.decay_steps - self.warmup_steps))
+
+    @property
     def architecture(self) -> dict[str, int]:
         own = {name: getattr(self, name) for name in ("n_layer", "n_head", "n_embd")}
         return MODELS[self.model] | {name: value for name, value in own.items() if value is not None}
@@ -506,8 +511,7 @@ def get_lr(step: int, config: TrainConfig) -> float:
     if step >= config.decay_steps:
         return config.min_lr
     if config.schedule == "wsd":
-        cooldown = min(config.cooldown_fraction * config.decay_steps, config.decay_steps - config.warmup_steps)
-        to_come = (config.decay_steps - step) / cooldown if cooldown else 1.0
+        to_come = (config.decay_steps - step) / config.cooldown if config.cooldown else 1.0
         return config.min_lr + min(1.0, to_come) * (config.max_lr - config.min_lr)
     progress = (step - config.warmup_steps) / (config.decay_steps - config.warmup_steps)
     return config.min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (config.max_lr - config.min_lr)

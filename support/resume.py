@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,8 @@ Config = TypeVar("Config")
 def configuration(config_class: type[Config], given: dict[str, Any], out: str, directory: Path) -> Config:
     """The configuration of the run whose checkpoint is `directory`, with the flags given now where they may differ.
 
+    The end of a wsd schedule may be moved while the rate is constant: what was trained so far is the same for any end.
+
     Raises:
         UserError: they would change the recipe, or ask for fewer steps than were made; one line for each.
     """
@@ -29,12 +31,17 @@ def configuration(config_class: type[Config], given: dict[str, Any], out: str, d
         raise UserError(
             f"cannot resume from {directory}: the configuration in trainer.pt is not valid ({error})."
         ) from error
+    end = {name: given[name] for name in ("decay_steps", "cooldown_fraction") if name in given}
+    step, schedules = checkpoint.step_of(directory), (earlier, replace(earlier, **end))
+    movable = earlier.schedule == "wsd" and all(step <= each.decay_steps - each.cooldown for each in schedules)
     for field in fields(config_class):
         name, before = field.name, getattr(earlier, field.name)
         if before is None and earlier.init_from is None:
             before = earlier.architecture.get(name)  # that of --model
         if name == "block_size" and before is None:
             continue  # compared with the weights themselves
+        if name in end and movable:
+            continue
         recipe = field.metadata["group"] in RECIPE or name == "total_batch_size"
         if recipe and name != "max_steps" and given.get(name, before) != before:
             had = "none" if before is None else before
@@ -42,7 +49,7 @@ def configuration(config_class: type[Config], given: dict[str, Any], out: str, d
     if problems:
         raise UserError(*problems)
     config = config_class(**(stored | {"out": out, "resume": "newest", "profile": 0} | given))
-    if checkpoint.step_of(directory) > config.max_steps:
+    if step > config.max_steps:
         raise UserError(f"{directory} is past --max-steps {config.max_steps}. Raise it, or leave it out.")
     return config
 

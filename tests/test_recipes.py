@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import shutil
+import time
+
 import numpy as np
 import pytest
 import torch
 from conftest import FORKS, ONE_PROCESS, TINY, config_of, finish_run, losses, run_to_the_end, start_run
 from torch.nn import functional as F
 
+import train_gpt2
 from support import checkpoint
 from support.cli import UserError
 from support.muon import Muon, orthogonalize
@@ -290,8 +297,6 @@ def test_fast_does_not_depend_on_processes_and_micro_batch(byte_shards, tmp_path
 
 
 def bad_gradient_at_step_3_on_rank_1(rank):
-    import train_gpt2
-
     real, calls = train_gpt2.train_step, []
 
     def step(run, lr):
@@ -365,11 +370,6 @@ def test_a_resumed_fast_run_is_the_uninterrupted_run(byte_shards, tmp_path, worl
 
 
 def die_at_step_6(rank):
-    import os
-    import time
-
-    import train_gpt2
-
     real, calls = train_gpt2.train_step, []
 
     def step(run, lr):
@@ -385,7 +385,7 @@ def die_at_step_6(rank):
 
 def test_a_resume_keeps_its_recipe(byte_shards, tmp_path):
     out = tmp_path / "run"
-    trained(out, "--data", byte_shards, "--recipe", "fast", "--max-steps", 3)
+    trained(out, "--data", byte_shards, "--recipe", "fast", "--max-steps", 6)
     config, _ = configure(["--resume", "--out", str(out)])
     assert (config.recipe, config.optimizer, config.schedule, config.max_lr) == ("fast", "muon", "wsd", 3e-3)
     with pytest.raises(UserError) as error:
@@ -393,6 +393,37 @@ def test_a_resume_keeps_its_recipe(byte_shards, tmp_path):
         configure(["--resume", "--out", str(out), *changed])
     refused = {problem.split()[0] for problem in error.value.problems}
     assert refused == {"--recipe", "--optimizer", "--schedule", "--cooldown-fraction"}
+
+
+def test_a_constant_rate_can_be_ended_sooner_or_later(byte_shards, tmp_path):
+    """A run of 20 updates, left at 6, is cut to 10 and stretched to 30: each is the run of that length, bit by bit."""
+    flags = ["--data", byte_shards, "--recipe", "fast", "--shuffle", "--checkpoint-every", 6]
+    trained(tmp_path / "20", *flags, "--max-steps", 20)
+    for steps in (10, 30):
+        trained(tmp_path / f"{steps}", *flags, "--max-steps", steps)
+        out = tmp_path / f"to_{steps}"
+        shutil.copytree(tmp_path / "20" / "model_00006", out / "model_00006")
+        shutil.copy(tmp_path / "20" / "log.txt", out)
+        run_to_the_end("--resume", "--out", out, "--max-steps", steps, "--decay-steps", steps, cwd=tmp_path)
+        assert_same_run(out, tmp_path / f"{steps}", f"model_{steps:05d}")
+    assert losses(tmp_path / "10" / "log.txt") != losses(tmp_path / "30" / "log.txt")[:10]
+
+
+@pytest.mark.parametrize(
+    "checkpoint_at, flags",
+    [
+        (13, ["--decay-steps", "30"]),  # it cools down from 12 on
+        (6, ["--decay-steps", "9"]),  # it would from 5.4 on
+        (6, ["--cooldown-fraction", "0.8"]),
+        (6, ["--schedule", "cosine"]),
+    ],
+)
+def test_a_rate_that_fell_or_should_have_fallen_is_kept(byte_shards, tmp_path, checkpoint_at, flags):
+    trained(
+        tmp_path / "run", "--data", byte_shards, "--recipe", "fast", "--max-steps", checkpoint_at, "--decay-steps", 20
+    )
+    with pytest.raises(UserError, match=f"^{flags[0]} is {flags[1]}, but the run in .* Leave it out.$"):
+        configure(["--resume", "--out", str(tmp_path / "run"), "--max-steps", "30", *flags])
 
 
 def test_a_checkpoint_from_before_there_were_recipes_resumes(byte_shards, tmp_path):
@@ -412,10 +443,6 @@ def test_a_checkpoint_from_before_there_were_recipes_resumes(byte_shards, tmp_pa
 
 
 def copy_with_state(source, target, state):
-    import hashlib
-    import json
-    import shutil
-
     shutil.copytree(source, target)
     torch.save(state, target / "trainer.pt")
     listed = json.loads((target / "checkpoint.json").read_text())
