@@ -31,20 +31,22 @@ sys.path.insert(0, str(ROOT))
 
 from support.cli import UserError, run  # noqa: E402
 
-SCALES = {  # flags of train_gpt2.py, and the updates of the baseline
-    "small": (
-        "--n-layer 4 --n-head 4 --n-embd 256 --block-size 256 --total-batch-size 16384 --batch-size 4 --warmup-steps 25 "
+# The flags of train_gpt2.py, the tokens of an update, and the updates of the baseline.
+SCALES = {
+    "small": dict(
+        flags="--n-layer 4 --n-head 4 --n-embd 256 --block-size 256 --batch-size 4 --warmup-steps 25 "
         "--val-every 50 --val-tokens 131072",
-        500,
+        tokens=16384,
+        updates=500,
     ),
-    "medium": (
-        "--n-layer 8 --n-head 8 --n-embd 512 --block-size 256 --total-batch-size 8192 --batch-size 4 --warmup-steps 5 "
-        "--val-every 10 --val-tokens 65536",
-        60,
+    "medium": dict(
+        flags="--n-layer 8 --n-head 8 --n-embd 512 --block-size 256 --batch-size 4 --warmup-steps 15 "
+        "--val-every 50 --val-tokens 16384",
+        tokens=2048,
+        updates=300,
     ),
-    "124M": ("--model gpt2", 19073),
+    "124M": dict(flags="", tokens=524288, updates=19073),
 }
-TOKENS = {"small": 16384, "medium": 8192, "124M": 524288}
 # Changes to `fast`, each on its own: flags, or a function below that patches the process first.
 VARIANTS = {
     "as it is": "",
@@ -86,33 +88,22 @@ def values(log: Path, kind: str) -> dict[int, float]:
 
 def train(trials: list[Trial], args: argparse.Namespace) -> None:
     """Makes the runs that are not there yet, `--jobs` at a time."""
-    flags, _ = SCALES[args.scale]
+    scale = SCALES[args.scale]
+    flags = shlex.split(f"{scale['flags']} {ALWAYS} {args.flags} --total-batch-size {scale['tokens']}")
 
     def one(trial: Trial) -> None:
         out, started = args.out / trial.name, time.perf_counter()
         if trial.updates in values(out / "log.txt", "val"):
             return
-        command = [sys.executable, ROOT / "train_gpt2.py", "--data", args.data, "--out", out, "--resume", "auto"]
-        command += shlex.split(flags) + shlex.split(ALWAYS) + shlex.split(args.flags)
-        command += [
-            "--recipe",
-            trial.recipe,
-            "--max-lr",
-            trial.rate,
-            "--max-steps",
-            trial.updates,
-            "--seed",
-            trial.seed,
-        ]
+        command = [sys.executable, __file__, "--worker", trial.variant, "--data", args.data, "--out", out]
+        command += ["--resume", "auto", *flags, "--recipe", trial.recipe, "--max-steps", trial.updates]
+        command += ["--seed", trial.seed, *(["--max-lr", trial.rate] if trial.rate else [])]
         environment = os.environ | ({"OMP_NUM_THREADS": "1"} if args.jobs > 1 else {})
         done = subprocess.run(list(map(str, command)), env=environment, stdout=subprocess.DEVNULL, cwd=ROOT)
         if done.returncode:
             raise UserError(f"the run {trial.name} failed, with exit code {done.returncode}. See above.")
-        print(
-            f"  {trial.name}: {final(trial, args):.4f}, {time.perf_counter() - started:,.0f}s",
-            file=sys.stderr,
-            flush=True,
-        )
+        seconds = time.perf_counter() - started
+        print(f"  {trial.name}: {final(trial, args):.4f}, {seconds:,.0f}s", file=sys.stderr, flush=True)
 
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(one, trials))
@@ -193,7 +184,7 @@ def spread(numbers: list[float]) -> str:
 
 
 def compare(args: argparse.Namespace) -> None:
-    updates = args.updates or SCALES[args.scale][1]
+    updates = args.updates or SCALES[args.scale]["updates"]
     tuning = [Trial("gpt2", rate, updates, args.seeds[0]) for rate in args.rates]
     train(tuning, args)
     best = min(tuning, key=lambda trial: final(trial, args)).rate
@@ -205,18 +196,16 @@ def compare(args: argparse.Namespace) -> None:
     trials = {name: [Trial(*row, seed) for seed in args.seeds] for name, row in rows.items()}
     train([trial for of_row in trials.values() for trial in of_row], args)
 
-    print(
-        f"\n{args.scale}: {SCALES[args.scale][0]}\n\n| rate of AdamW, cosine | loss after {updates:,} updates |\n|---|---|"
-    )
+    scale = SCALES[args.scale]
+    print(f"\n{args.scale}: {scale['flags']}")
+    print(f"\n| rate of AdamW, cosine | loss after {updates:,} updates |\n|---|---|")
     for trial in tuning:
         print(f"| {trial.rate:g} | {final(trial, args):.3f} |")
     print("\n| | updates | tokens | validation loss, mean ± deviation (seeds) | each |\n|---|---|---|---|---|")
     for name, of_row in trials.items():
         ends = [final(trial, args) for trial in of_row]
-        tokens = of_row[0].updates * TOKENS[args.scale]
-        print(
-            f"| {name} | {of_row[0].updates:,} | {tokens / 1e6:,.2f}M | {spread(ends)} | {', '.join(f'{e:.3f}' for e in ends)} |"
-        )
+        made, each = of_row[0].updates, ", ".join(f"{end:.3f}" for end in ends)
+        print(f"| {name} | {made:,} | {made * scale['tokens'] / 1e6:,.2f}M | {spread(ends)} | {each} |")
 
     print("\nTokens of fast's runs when they pass the mean of a baseline, as a share of its tokens:")
     for name in list(trials)[: -len(args.fractions)]:
@@ -230,16 +219,15 @@ def compare(args: argparse.Namespace) -> None:
 
 def variants(args: argparse.Namespace) -> None:
     """Runs of 0.2 of the baseline's tokens, each with one thing changed."""
-    updates = (args.updates or SCALES[args.scale][1]) // 5
+    updates = (args.updates or SCALES[args.scale]["updates"]) // 5
     trials = {}
     for name in VARIANTS:
         # a ramp makes 2/3 of its updates with half the tokens: so many more updates are the same tokens
         steps = updates * 3 // 2 if VARIANTS[name] == "batch_ramp" else updates
         trials[name] = [Trial("fast", None, steps, seed, name) for seed in args.seeds]
     train([trial for of_name in trials.values() for trial in of_name], args)
-    print(
-        f"\n{args.scale}, {updates * TOKENS[args.scale] / 1e6:,.2f}M tokens\n\n| fast, changed | validation loss |\n|---|---|"
-    )
+    print(f"\n{args.scale}, {updates * SCALES[args.scale]['tokens'] / 1e6:,.2f}M tokens")
+    print("\n| fast, changed | validation loss |\n|---|---|")
     for name, of_name in trials.items():
         print(f"| {name} | {spread([final(trial, args) for trial in of_name])} |")
 
@@ -251,7 +239,7 @@ def draw(trials: dict[str, list[Trial]], args: argparse.Namespace) -> None:
     for i, (name, of_row) in enumerate(trials.items()):
         for trial in of_row:
             curve = values(args.out / trial.name / "log.txt", "val")
-            tokens = [step * TOKENS[args.scale] / 1e6 for step in curve]
+            tokens = [step * SCALES[args.scale]["tokens"] / 1e6 for step in curve]
             axes.plot(tokens[1:], list(curve.values())[1:], f"C{i}", lw=1, label=name if trial is of_row[0] else None)
     axes.set(xlabel="million tokens", ylabel="validation loss", title=f"{args.scale}, seeds {args.seeds}")
     axes.legend()
@@ -299,12 +287,11 @@ def overhead() -> None:
     whole = model.flops_per_token() * TrainConfig().total_batch_size
     print(f"{device.type}, torch {torch.__version__}, {str(products).removeprefix('torch.')}, micro-batch {B}")
     print(f"FLOPs: {flops / 1e12:.2f}T of {whole / 1e12:.0f}T of an update, {flops / whole:.2%}")
+    more = (steps["muon"] - steps["adamw"]) / (update + steps["adamw"])
     print(
-        f"time: a step of AdamW {steps['adamw']:.3f}s, of Muon {steps['muon']:.3f}s; forward and backward {update:,.1f}s"
+        f"time: forward and backward {update:,.1f}s, a step of AdamW {steps['adamw']:.3f}s, of Muon {steps['muon']:.3f}s"
     )
-    print(
-        f"Muon adds {(steps['muon'] - steps['adamw']) / (update + steps['adamw']):.2%} on one process, and less on more"
-    )
+    print(f"Muon adds {more:.2%} on one process, and less on more")
 
 
 def main() -> None:
@@ -312,7 +299,7 @@ def main() -> None:
     parser.add_argument("--data", metavar="DIR", help="token shards: bytes for small, GPT-2's for the others")
     parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="(default: runs)")
     parser.add_argument("--scale", choices=tuple(SCALES), default="small", help="(default: small)")
-    parser.add_argument("--updates", type=int, metavar="N", help="of the baseline (default: 500 small, 60 medium)")
+    parser.add_argument("--updates", type=int, metavar="N", help="of the baseline (default: 500 small, 300 medium)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="(default: 1 2 3)")
     parser.add_argument(
         "--rates", type=float, nargs="+", default=[6e-4, 1.2e-3, 2.4e-3, 4.8e-3], metavar="X",

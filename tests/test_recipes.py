@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
+import sys
 import time
 
 import numpy as np
 import pytest
 import torch
-from conftest import FORKS, ONE_PROCESS, TINY, config_of, finish_run, losses, run_to_the_end, start_run
+from conftest import (
+    FORKS,
+    ONE_PROCESS,
+    ROOT,
+    TINY,
+    config_of,
+    finish_run,
+    losses,
+    run_script,
+    run_to_the_end,
+    start_run,
+)
 from torch.nn import functional as F
 
 import train_gpt2
@@ -461,3 +474,36 @@ def test_a_fast_checkpoint_opens_in_huggingface(byte_shards, tmp_path):
     torch.testing.assert_close(theirs(tokens).logits, ours(tokens)[0], rtol=1e-4, atol=1e-4)
     expected = F.cross_entropy(theirs(tokens).logits[0, :-1], tokens[0, 1:])
     torch.testing.assert_close(ours(tokens[:, :-1], tokens[:, 1:])[1], expected, rtol=1e-4, atol=1e-4)
+
+
+# ---- the benchmark
+
+
+def test_the_benchmark_compares_runs_of_their_own_length_and_makes_none_twice(byte_shards, tmp_path):
+    small = "--n-layer 1 --n-head 1 --n-embd 16 --block-size 16 --batch-size 256 --warmup-steps 2 --val-every 2"
+    command = ["benchmarks/bench_recipes.py", "--data", byte_shards, "--out", "runs", "--updates", 8, "--seeds", 1]
+    command += ["--rates", "1e-3", "--fractions", 0.5, "--flags", f"{small} --val-tokens 512 --dtype fp32 --device cpu"]
+    done = run_script(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    logs = {path.parent.name: path for path in tmp_path.glob("runs/*/log.txt")}
+    assert {name: len(losses(log)) for name, log in logs.items()} == {"gpt2-0.001-8-s1": 8, "gpt2-0.0006-8-s1": 8, "fast-4-s1": 4}  # fmt: skip
+    [end] = losses(logs["fast-4-s1"], "val")[-1:]
+    assert f"| fast, 0.5 of the tokens | 4 | 0.07M | {end:.3f} (1) | {end:.3f} |" in done.stdout
+    assert (tmp_path / "runs" / "small.svg").exists()
+    again = run_script(*command, cwd=tmp_path)
+    assert again.stdout == done.stdout and not again.stderr  # nothing was trained
+
+
+def test_where_a_curve_meets_a_loss(bench):
+    curve = {0: 5.0, 10: 4.0, 20: 4.5, 30: 3.5}
+    assert bench.crossing(curve, 4.5) == 5.0 and bench.crossing(curve, 4.0) == 10.0
+    assert bench.crossing(curve, 3.75) == 27.5 and bench.crossing(curve, 3.4) is None
+
+
+@pytest.fixture
+def bench():
+    spec = importlib.util.spec_from_file_location("bench_recipes", ROOT / "benchmarks" / "bench_recipes.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
