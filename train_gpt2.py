@@ -205,7 +205,7 @@ class GPT(nn.Module):
         others = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
         adamw = dict(lr=learning_rate, betas=betas, eps=1e-8)
-        if not matrices:
+        if optimizer == "adamw":
             return torch.optim.AdamW(groups, fused=True, **adamw)
         by_muon = {"params": list(matrices), "parts": list(matrices.values()), "weight_decay": weight_decay}
         return Muon([by_muon, *groups], dtype=dtype, **adamw)
@@ -411,7 +411,7 @@ class TrainConfig:
         auto="cosine; with --recipe fast wsd", choices=("cosine", "wsd"),
     )  # fmt: skip
     decay_steps: int | None = flag(
-        None, "update at which the cosine or the cooldown ends", "schedule", auto="--max-steps", least=1
+        None, "update at which the cosine or the cooldown ends", "schedule", auto="--max-steps", least=1, below=2**31
     )
     cooldown_fraction: float = flag(0.4, "share of --decay-steps that is wsd's cooldown", "schedule", least=0, most=1)
     max_lr: float | None = flag(None, "peak learning rate", "schedule", auto="6e-4; with --recipe fast 3.6e-3", least=0)
@@ -483,9 +483,9 @@ class TrainConfig:
         return "all" if self.demo and self.out == DEMO["out"] else "log" if self.resume == "auto" else None
 
     @property
-    def cooldown(self) -> float:
-        """Updates of the cooldown of a wsd schedule; the warm-up is not cut for it."""
-        return max(0.0, min(self.cooldown_fraction * self.decay_steps, self.decay_steps - self.warmup_steps))
+    def cooldown(self) -> int:
+        """Updates of the cooldown of a wsd schedule; it does not begin before the warm-up ends."""
+        return max(0, min(round(self.cooldown_fraction * self.decay_steps), self.decay_steps - self.warmup_steps))
 
     @property
     def architecture(self) -> dict[str, int]:

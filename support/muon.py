@@ -17,7 +17,7 @@ from torch import distributed
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: steep at 0, so that few steps lift small singular values
 STEPS = 5
 SCALE = 11.0  # so that one rate serves AdamW and Muon; measured, see docs/recipes.md
-AT_ONCE = 2**26  # elements on a rank that are made orthogonal together; it bounds what that takes of memory
+AT_ONCE = 2**26  # elements that a rank makes orthogonal together; it bounds what that takes of memory
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
@@ -39,8 +39,8 @@ class Muon(torch.optim.AdamW):
     `parts` says of each parameter of its group how many matrices it holds, below each other. For each of them, W of n x m
     with gradient G and momentum M, mu being `momentum`: M <- mu M + (1 - mu) G, and then
     W <- W - lr (weight_decay W + SCALE sqrt(larger side / smaller side) orthogonalize(mu M + (1 - mu) G)).
-    How far an update moves what a matrix makes of its input does so not depend on the width (arXiv:2310.17813), and one
-    rate serves all. `dtype` is that of the products.
+    So what an update changes in the outputs does not depend on the width (as in arXiv:2310.17813, which has rows / columns
+    under the root), and one rate serves AdamW and Muon. `dtype` is that of the products.
 
     Under torch.distributed all ranks must have the same gradients, already unscaled, and come out with the same weights.
     """
@@ -55,8 +55,9 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def step(self) -> None:
         groups = self.param_groups
-        for group in (group for group in groups if "parts" in group):
-            self._step(group)
+        for group in groups:
+            if "parts" in group:
+                self._step(group)
         self.param_groups = [group for group in groups if "parts" not in group]
         try:
             super().step()
@@ -84,7 +85,7 @@ class Muon(torch.optim.AdamW):
         """Updates matrices of one shape, each given with its gradient and its momentum."""
         mu, skip = self.momentum, getattr(self, "found_inf", None)  # as for fused AdamW: 1 leaves everything as it is
         made = 1.0 if skip is None else 1.0 - skip
-        share = -(-len(matrices) // world)  # the ranks orthogonalize that many each, the last ones fewer
+        share = -(-len(matrices) // world)  # of each rank; zeros fill up the last ones'
         mine = torch.zeros(share, *sorted(matrices[0][0].shape), dtype=self.dtype, device=matrices[0][0].device)
         for i, (_, gradient, momentum) in enumerate(matrices):
             if skip is not None:
@@ -98,6 +99,6 @@ class Muon(torch.optim.AdamW):
             directions, own = directions.new_empty(share * world, *directions.shape[1:]), directions
             distributed.all_gather_into_tensor(directions, own)
         for (weight, _, _), direction in zip(matrices, directions, strict=False):
-            direction = direction if len(weight) <= weight.size(1) else direction.mT
+            direction = direction if direction.shape == weight.shape else direction.mT
             weight.mul_(1.0 - group["lr"] * group["weight_decay"] * made)
             weight.sub_(direction.float() * (scale * group["lr"] * made))

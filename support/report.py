@@ -38,19 +38,16 @@ def header(run: Any) -> Iterator[str]:
         f"data    {config.data}: {loader.rows_per_epoch * loader.T:,} tokens, {loader.rows_per_epoch / rows:,.1f} updates "
         f"an epoch; {config.max_steps:,} updates are {epochs:.2f} epochs{', so the text repeats' if epochs > 1 else ''}"
     )
-    fall = "cosine" if config.schedule == "cosine" else f"constant, the last {config.cooldown_fraction:.0%} linear"
+    fall = "a cosine" if config.schedule == "cosine" else f"constant until a cooldown of {config.cooldown:,}"
     yield (
-        f"recipe  {config.optimizer}, {config.schedule}: {config.warmup_steps:,} updates up to {config.max_lr:.1e}, then {fall} "
-        f"down to {config.min_lr:.1e} at update {config.decay_steps:,}"
+        f"recipe  {config.optimizer}, {config.schedule}: {config.warmup_steps:,} updates up to {config.max_lr:.3g}, then {fall} "
+        f"down to {config.min_lr:.3g} at update {config.decay_steps:,}"
     )
     if config.warmup_steps >= config.max_steps:
         yield f"note    all updates are in the warm-up, which takes {config.warmup_steps:,}; see --warmup-steps"
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and config.resume != "auto":
         yield "note    torchrun will restart a run that fails; only with --resume auto does that go on from a checkpoint"
-    size, folder = (
-        3 * sum(p.nbytes for p in model.parameters()),
-        config.out,
-    )  # weights and two moments, or one with Muon
+    size, folder = 3 * sum(p.nbytes for p in model.parameters()), config.out  # AdamW has two moments, Muon one
     if run.dist.rank == 0 and config.checkpoint_every and (free := shutil.disk_usage(folder).free) < size:
         yield f"note    a checkpoint takes {size / 1e6:,.1f} MB, and {folder} has {free / 1e6:,.1f} MB free"
     if run.first_step == config.max_steps:

@@ -103,6 +103,7 @@ def test_cooldowns_at_their_limits(options, expected):
     [
         (["--cooldown-fraction", "1.1"], "--cooldown-fraction is 1.1. It must be 1 or less."),
         (["--cooldown-fraction", "-0.1"], "--cooldown-fraction is -0.1. It must be 0 or more."),
+        (["--recipe", "fast", "--decay-steps", "1" + "0" * 400], "--decay-steps is 1000"),
         (["--cooldown-fraction", "nan"], "--cooldown-fraction is nan. It must be 0 or more."),
         (["--recipe", "slow"], "argument --recipe: invalid choice: 'slow'"),
         (["--optimizer", "sgd"], "argument --optimizer: invalid choice: 'sgd'"),
@@ -159,9 +160,8 @@ def test_updates_are_those_of_pytorchs_muon():
 
 def test_query_key_and_value_are_taken_apart():
     [whole], [start] = random_matrices((96, 32)), random_matrices((96, 32))
-    whole.grad *= torch.tensor([1.0, 100.0, 0.01]).repeat_interleave(32)[
-        :, None
-    ]  # a large one must not hide the others
+    sizes = torch.tensor([1.0, 100.0, 0.01]).repeat_interleave(32)  # a large one must not hide the others
+    whole.grad *= sizes[:, None]
     apart = [torch.nn.Parameter(part.detach().clone()) for part in whole.chunk(3)]
     for part, gradient in zip(apart, whole.grad.chunk(3), strict=True):
         part.grad = gradient
@@ -255,8 +255,9 @@ def test_ranks_share_the_work_and_agree_bit_by_bit(tmp_path, world):
 
 
 def test_each_rank_orthogonalizes_its_share_only(monkeypatch):
-    """The third of three ranks, which hears from the others only what it would have sent: 4 matrices are 2, 2 and none."""
+    """Each of three ranks in turn, none of which hears from the others: 4 matrices are 2, 2 and none, in one go."""
     sizes = []
+    monkeypatch.setattr("support.muon.AT_ONCE", 2 * 8 * 8)
     for rank in range(3):
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
@@ -266,8 +267,8 @@ def test_each_rank_orthogonalizes_its_share_only(monkeypatch):
         monkeypatch.setattr("support.muon.orthogonalize", lambda x, seen=seen: seen.append(x.clone()) or x)
         parameters = random_matrices(*[(8, 8)] * 4)
         Muon([{"params": parameters, "parts": [1] * 4}], dtype=torch.float32, **ADAMW).step()
-        sizes.append([bool(matrix.any()) for batch in seen for matrix in batch])
-    assert sizes == [[True, True], [True, True], [False, False]]
+        sizes.append([[bool(matrix.any()) for matrix in batch] for batch in seen])
+    assert sizes == [[[True, True]], [[True, True]], [[False, False]]]
 
 
 def test_memory_is_bounded_by_pieces(monkeypatch):
@@ -439,6 +440,20 @@ def test_a_rate_that_fell_or_should_have_fallen_is_kept(byte_shards, tmp_path, c
         configure(["--resume", "--out", str(tmp_path / "run"), "--max-steps", "30", *flags])
 
 
+def test_the_end_of_a_cosine_is_kept(byte_shards, tmp_path):
+    trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 6, "--decay-steps", 20)
+    with pytest.raises(UserError, match=r"^--decay-steps is 30, but the run in .* has 20. Leave it out.$"):
+        configure(["--resume", "--out", str(tmp_path / "run"), "--max-steps", "30", "--decay-steps", "30"])
+
+
+@pytest.mark.parametrize("dtype, products", [("bf16", "bfloat16"), ("fp32", "float32"), ("fp16", "float32")])
+def test_products_are_in_bf16_where_training_is(byte_shards, tmp_path, monkeypatch, dtype, products):
+    seen = set()
+    monkeypatch.setattr("support.muon.orthogonalize", lambda x: seen.add(x.dtype) or orthogonalize(x))
+    trained(tmp_path / "run", "--data", byte_shards, "--recipe", "fast", "--max-steps", 2, "--dtype", dtype)
+    assert seen == {getattr(torch, products)}
+
+
 def test_a_checkpoint_from_before_there_were_recipes_resumes(byte_shards, tmp_path):
     flags = ["--data", byte_shards, "--max-steps", 6, "--checkpoint-every", 3]
     straight = trained(tmp_path / "straight", *flags)
@@ -481,15 +496,26 @@ def test_a_fast_checkpoint_opens_in_huggingface(byte_shards, tmp_path):
 
 def test_the_benchmark_compares_runs_of_their_own_length_and_makes_none_twice(byte_shards, tmp_path):
     small = "--n-layer 1 --n-head 1 --n-embd 16 --block-size 16 --batch-size 256 --warmup-steps 2 --val-every 2"
-    command = ["benchmarks/bench_recipes.py", "--data", byte_shards, "--out", "runs", "--updates", 8, "--seeds", 1]
-    command += ["--rates", "1e-3", "--fractions", 0.5, "--flags", f"{small} --val-tokens 512 --dtype fp32 --device cpu"]
+    command = ["benchmarks/bench_recipes.py", "--data", byte_shards, "--out", "runs", "--scale", "medium"]
+    command += [
+        "--updates",
+        8,
+        "--seeds",
+        1,
+        "--rates",
+        "1e-3",
+        "--fractions",
+        0.5,
+        "--flags",
+        f"{small} --val-tokens 512 --dtype fp32 --device cpu",
+    ]
     done = run_script(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     logs = {path.parent.name: path for path in tmp_path.glob("runs/*/log.txt")}
     assert {name: len(losses(log)) for name, log in logs.items()} == {"gpt2-0.001-8-s1": 8, "gpt2-0.0006-8-s1": 8, "fast-4-s1": 4}  # fmt: skip
     [end] = losses(logs["fast-4-s1"], "val")[-1:]
-    assert f"| fast, 0.5 of the tokens | 4 | 0.07M | {end:.3f} (1) | {end:.3f} |" in done.stdout
-    assert (tmp_path / "runs" / "small.svg").exists()
+    assert f"| fast, 0.5 of the tokens | 4 | 0.01M | {end:.3f} (1) | {end:.3f} |" in done.stdout
+    assert (tmp_path / "runs" / "medium.svg").exists()
     again = run_script(*command, cwd=tmp_path)
     assert again.stdout == done.stdout and not again.stderr  # nothing was trained
 
