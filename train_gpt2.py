@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -182,6 +182,12 @@ class GPT(nn.Module):
         """Writes `config.json` and `model.safetensors`, which `from_pretrained` here and in Hugging Face reads."""
         weights = huggingface.to_theirs(self.state_dict(), self.config.vocab_size)
         huggingface.write(Path(directory), asdict(self.config), weights)
+
+    def crop(self, block_size: int) -> None:
+        """Forgets the positions from `block_size` on: a shorter context, to train faster and in less memory."""
+        self.config = replace(self.config, block_size=block_size)
+        positions = self.transformer.wpe.weight[:block_size].detach().clone()
+        self.transformer.wpe = nn.Embedding.from_pretrained(positions, freeze=False)
 
     def configure_optimizers(
         self,
@@ -391,7 +397,7 @@ class TrainConfig:
     n_head: int | None = flag(None, "attention heads", "model", auto="that of --model", least=1, below=2**31)
     n_embd: int | None = flag(None, "channels", "model", auto="that of --model", least=1, below=2**31)
     block_size: int | None = flag(
-        None, "context, in tokens", "model", auto="1024, or that of --init-from", least=1, below=2**31
+        None, "context, in tokens", "model", auto="1024; with --init-from its own, or less", least=1, below=2**31
     )
     init_from: str | None = flag(None, "weights to start from, a hub name or a checkpoint", "model", auto="random ones")
 
@@ -442,6 +448,7 @@ class TrainConfig:
     )
     hellaswag_limit: int | None = flag(None, "items that are scored, the first N", "evaluation", auto="all", least=1)
     sample_every: int = flag(250, "updates between samples; 0 is never", "evaluation", least=0)
+    prompt: str = flag("Hello, I'm a language model,", "text that the samples go on from", "evaluation", metavar="TEXT")
 
     checkpoint_every: int = flag(5000, "updates between checkpoints; 0 is never", "safety", least=0)
     keep: int = flag(0, "checkpoints that stay: the newest N, and the best validated; 0 is all", "safety", least=0)
@@ -451,6 +458,7 @@ class TrainConfig:
 
     device: str = flag("auto", "where to train", "device", choices=("auto", "cuda", "cpu", "mps"))
     dtype: str = flag("auto", "precision of the matrix products", "device", choices=("auto", "fp32", "bf16", "fp16"))
+    tf32: bool = flag(True, "TF32 on CUDA for the products that stay in fp32", "device")
     compile: bool | None = flag(None, "torch.compile the model", "device", auto="on CUDA")
     profile: int = flag(
         0, "record N updates, after the first 3, in trace.json.gz in --out and tell what took their time; 0 is none",
@@ -728,7 +736,7 @@ def prepare(config: TrainConfig, dist: Distributed, resume_from: Path | None) ->
 
     dtype = devices.pick_dtype(config.dtype, device)
     amp = devices.autocast(device, dtype)
-    speed.prepare(device, dtype, raw_model.config, notice)
+    speed.prepare(device, dtype, config.tf32, raw_model.config, notice)
     model = devices.compile(raw_model, device, config.compile, notice)
     B = fit.largest_micro_batch(sizes, T, model, raw_model, amp, dist.world, notice)
     for each in filter(None, (loader, val_loader)):
@@ -763,7 +771,8 @@ def first_model(config: TrainConfig, tokenizer: Tokenizer, resume_from: Path | N
         torch.manual_seed(config.seed)  # drawn on the CPU, so every device starts from the same weights
         return GPT(GPTConfig(config.block_size or 1024, tokenizer.vocab_size, **config.architecture))
     model = GPT.from_pretrained(weights)
-    fit.check_model(model.config, config, tokenizer, weights)
+    fit.check_model(model.config, config, tokenizer, weights, shorter=resume_from is None)
+    model.crop(config.block_size or model.config.block_size)
     return model
 
 
@@ -837,7 +846,7 @@ def evaluate(run: Run, step: int) -> None:
         generator = devices.seeded_generator(dist.device, config.seed, step, dist.rank)
         length = 32 if run.tokenizer.name == "gpt2" else 128  # a GPT-2 token is about four bytes
         with run.amp:
-            texts = sample(run.raw_model, run.tokenizer, "Hello, I'm a language model,", 4, length, generator, top_k=50)
+            texts = sample(run.raw_model, run.tokenizer, config.prompt, 4, length, generator, top_k=50)
         for i, text in enumerate(texts):
             print(f"step {step:5d} | sample {i}: {text}", flush=True)
     if dist.rank == 0 and due(config.checkpoint_every):

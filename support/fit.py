@@ -42,8 +42,10 @@ def micro_batches(total_batch_size: int, T: int, world: int, asked: int | None, 
     return [B, *(b for b in reversed(divisors) if b < B)]
 
 
-def check_model(sizes: Any, config: Any, tokenizer: Tokenizer, weights: str | Path) -> None:
+def check_model(sizes: Any, config: Any, tokenizer: Tokenizer, weights: str | Path, shorter: bool) -> None:
     """Refuses pretrained weights of another vocabulary or context than the run's. `sizes` is their GPTConfig.
+
+    With `shorter`, a part of their context will do.
 
     Raises:
         UserError: one of them differs.
@@ -53,8 +55,10 @@ def check_model(sizes: Any, config: Any, tokenizer: Tokenizer, weights: str | Pa
             f"{weights} knows {sizes.vocab_size:,} tokens, and the shards in {config.data} are made of "
             f"{tokenizer.vocab_size:,} ({tokenizer.name}). Name shards made with its tokenizer with --data."
         )
-    if config.block_size not in (None, sizes.block_size):
-        raise UserError(f"{weights} has a context of {sizes.block_size} tokens. Leave out --block-size.")
+    asked = config.block_size or sizes.block_size
+    if asked > sizes.block_size or (asked < sizes.block_size and not shorter):
+        lower = ", or lower it" if shorter else ""
+        raise UserError(f"{weights} has a context of {sizes.block_size} tokens. Leave out --block-size{lower}.")
 
 
 def check_amount(config: Any, train: Any, val: Any | None) -> None:

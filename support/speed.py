@@ -29,10 +29,10 @@ CLEARLY = 0.97  # of the time of PyTorch's own choice, for another one to be tak
 _chosen = ExitStack()  # holds the choice for the life of the process
 
 
-def prepare(device: torch.device, dtype: torch.dtype, sizes: Any, notice: Callable[[str], None]) -> None:
+def prepare(device: torch.device, dtype: torch.dtype, tf32: bool, sizes: Any, notice: Callable[[str], None]) -> None:
     """All that is to be set before the first product. `sizes` is the model's GPTConfig."""
     if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32 for the products that stay in fp32
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")  # of the products that stay in fp32
         choose_attention(device, dtype, sizes.n_head, sizes.block_size, sizes.n_embd, notice)
     keep_memory(device)
 

@@ -400,9 +400,10 @@ def test_a_run_uses_what_is_there_for_speed(byte_shards, tmp_path, monkeypatch):
     assert called == ["keep_memory", "trim_memory", "trim_memory", "trim_memory"]  # at 0, 2 and the end
     assert at_the_wait == [4 + 4, 8 + 4, 12]  # the next update is read before the host waits for this one
     monkeypatch.setattr(speed, "time_attention", lambda *shape: called.append(shape[1:]) or {speed.USUAL: 1.0})
-    speed.prepare(torch.device("cuda"), torch.bfloat16, TINY, print)
-    assert called[4:] == [(torch.bfloat16, 2, 16, 32), "keep_memory"]
-    torch.set_float32_matmul_precision("highest")
+    for tf32, precision in ((True, "high"), (False, "highest")):
+        speed.prepare(torch.device("cuda"), torch.bfloat16, tf32, TINY, print)
+        assert torch.get_float32_matmul_precision() == precision
+    assert called[4:] == [(torch.bfloat16, 2, 16, 32), "keep_memory"] * 2
 
 
 def test_trainer_and_scripts_start_without_the_compiler():

@@ -113,6 +113,7 @@ def test_the_readme_is_true():
     known = {f"--{field.replace('_', '-')}" for field in train_gpt2.TrainConfig.__dataclass_fields__}
     known |= {
         "--no-compile",
+        "--no-tf32",
         "--standalone",
         "--nproc_per_node",
         "--nnodes",

@@ -414,8 +414,37 @@ def test_training_goes_on_from_pretrained_weights(byte_shards, tmp_path):
     train(configure([*plain, *flags])[0], ONE_PROCESS)
     before, after = (losses(tmp_path / run / "log.txt", "val") for run in ("first", "second"))
     assert after[0] == before[-1]
-    with pytest.raises(UserError, match="context of 16 tokens. Leave out --block-size"):
-        train(configure([*plain, *flags[:-1], str(tmp_path / "third"), "--block-size", "8"])[0], ONE_PROCESS)
+    with pytest.raises(UserError, match="context of 16 tokens. Leave out --block-size, or lower it."):
+        train(configure([*plain, *flags[:-1], str(tmp_path / "third"), "--block-size", "32"])[0], ONE_PROCESS)
+
+
+def test_pretrained_weights_train_with_a_shorter_context(byte_shards, tmp_path):
+    """The first positions are those that the weights had: the loss before training is Hugging Face's on shorter rows."""
+    from transformers import GPT2LMHeadModel
+
+    trained(tmp_path / "first", "--data", byte_shards, "--max-steps", 8)
+    directory, out = tmp_path / "first" / "model_00008", tmp_path / "second"
+    sizes = ("--n-layer", "2", "--n-head", "--n-embd", "32", "--block-size", "16")
+    flags = [*(f for f in TINY_FLAGS if f not in sizes), "--data", str(byte_shards), "--out", str(out)]
+    train(configure([*flags, "--init-from", str(directory), "--block-size", "8", "--max-steps", "2"])[0], ONE_PROCESS)
+    [val] = byte_shards.glob("*_val_*.npy")
+    rows = np.load(val)[: 64 * 8 + 1].astype(np.int64)  # 512 tokens, as TINY_FLAGS has it
+    x, y = torch.from_numpy(rows[:-1]).view(64, 8), torch.from_numpy(rows[1:]).view(64, 8)
+    with torch.no_grad():
+        expected = F.cross_entropy(GPT2LMHeadModel.from_pretrained(directory)(x).logits.flatten(0, 1), y.flatten())
+    assert losses(out / "log.txt", "val")[0] == pytest.approx(expected.item(), abs=1e-4)
+    assert GPT2LMHeadModel.from_pretrained(out / "model_00002").config.n_positions == 8
+    train(*[*configure(["--resume", "--out", str(out), "--max-steps", "3"])[:1], ONE_PROCESS, out / "model_00002"])
+    assert len(losses(out / "log.txt")) == 3
+    with pytest.raises(UserError, match="--block-size is 4, but the run in .* has 8. Leave it out."):
+        configure(["--resume", "--out", str(out), "--block-size", "4"])
+
+
+def test_samples_go_on_from_the_prompt(byte_shards, tmp_path, capsys):
+    flags = ["--data", byte_shards, "--max-steps", 2, "--sample-every", 2, "--prompt", "30 + 12 ="]
+    trained(tmp_path / "run", *flags)
+    samples = [line for line in capsys.readouterr().out.splitlines() if "| sample " in line]
+    assert len(samples) == 4 and all(": 30 + 12 =" in line for line in samples)
 
 
 # ---- bad input: one line per problem, exit code 2, nothing written
