@@ -47,6 +47,8 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
+    bias: bool = True  # in the linear layers and norms
+    dropout: float = 0.0  # GPT-2's was 0.1; text that is read once needs none
 
     @property
     def padded_vocab_size(self) -> int:
@@ -54,39 +56,46 @@ class GPTConfig:
         return -(-self.vocab_size // 64) * 64
 
 
+def dropout(p: float) -> nn.Module:
+    return nn.Dropout(p) if p else nn.Identity()  # which takes no time
+
+
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.n_head = config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key and value of all heads in one
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, config.bias)  # query, key and value of all heads
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, config.bias)
+        self.p, self.dropout = config.dropout, dropout(config.dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)  # (B, T, C) each
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs), flash: no (T, T) matrix is kept
+        p = self.p if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)  # flash: no (T, T) matrix is kept
         y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side again
-        return self.c_proj(y)
+        return self.dropout(self.c_proj(y))
 
 
 class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, config.bias)
         self.gelu = nn.GELU(approximate="tanh")  # GPT-2's; today nothing would be lost with the exact one
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, config.bias)
+        self.dropout = dropout(config.dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.c_proj(self.gelu(self.c_fc(x)))
+        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
 
 
 class Block(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.attn = CausalSelfAttention(config)
-        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -105,8 +114,9 @@ class GPT(nn.Module):
             dict(
                 wte=nn.Embedding(config.padded_vocab_size, config.n_embd),
                 wpe=nn.Embedding(config.block_size, config.n_embd),
+                drop=dropout(config.dropout),
                 h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
-                ln_f=nn.LayerNorm(config.n_embd),
+                ln_f=nn.LayerNorm(config.n_embd, bias=config.bias),
             )
         )
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
@@ -154,7 +164,7 @@ class GPT(nn.Module):
         if self.config.block_size < T:
             raise ValueError(f"a sequence of {T} tokens is longer than the block of {self.config.block_size}")
         positions = torch.arange(T, device=idx.device)
-        x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
+        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(positions))  # (B, T, C)
         for block in self.transformer.h:
             x = block(x)
         return self.transformer.ln_f(x)
@@ -165,14 +175,14 @@ class GPT(nn.Module):
             return self.lm_head(x.float())[..., : self.config.vocab_size]
 
     @classmethod
-    def from_pretrained(cls, name_or_dir: str | os.PathLike) -> GPT:
+    def from_pretrained(cls, name_or_dir: str | os.PathLike, dropout: float = 0.0) -> GPT:
         """A model of the Hugging Face hub (`gpt2`, `gpt2-medium`, `gpt2-large`, `gpt2-xl`) or a checkpoint directory.
 
         Raises:
             UserError: it cannot be had, or is not a GPT-2 that this class computes; the field or tensor is named.
         """
         directory = huggingface.find(name_or_dir)
-        config = GPTConfig(**huggingface.read_config(directory))
+        config = GPTConfig(**huggingface.read_config(directory), dropout=dropout)
         model = cls(config)
         weights = huggingface.read_weights(directory)
         model.load_state_dict(huggingface.to_ours(weights, model.state_dict(), config.vocab_size))
@@ -399,6 +409,8 @@ class TrainConfig:
     block_size: int | None = flag(
         None, "context, in tokens", "model", auto="1024; with --init-from its own, or less", least=1, below=2**31
     )
+    bias: bool = flag(True, "biases in the linear layers and norms", "model")
+    dropout: float = flag(0.0, "share of the activations that are dropped in training", "model", least=0, below=1)
     init_from: str | None = flag(None, "weights to start from, a hub name or a checkpoint", "model", auto="random ones")
 
     batch_size: int | None = flag(
@@ -468,7 +480,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         problems = out_of_range(self)
         sized = [flag_name(n) for n in ("n_layer", "n_head", "n_embd") if getattr(self, n) is not None]
-        sized += ["--model"] if self.model != "gpt2" else []
+        sized += ["--model"] * (self.model != "gpt2") + ["--no-bias"] * (not self.bias)
         if self.init_from is not None and sized:
             problems.append(f"--init-from brings its own sizes. Leave out {', '.join(sized)}.")
         if not problems and self.architecture["n_embd"] % self.architecture["n_head"]:
@@ -769,8 +781,9 @@ def first_model(config: TrainConfig, tokenizer: Tokenizer, resume_from: Path | N
     weights = resume_from or config.init_from
     if weights is None:
         torch.manual_seed(config.seed)  # drawn on the CPU, so every device starts from the same weights
-        return GPT(GPTConfig(config.block_size or 1024, tokenizer.vocab_size, **config.architecture))
-    model = GPT.from_pretrained(weights)
+        sizes = config.architecture | dict(bias=config.bias, dropout=config.dropout)
+        return GPT(GPTConfig(config.block_size or 1024, tokenizer.vocab_size, **sizes))
+    model = GPT.from_pretrained(weights, config.dropout)
     fit.check_model(model.config, config, tokenizer, weights, shorter=resume_from is None)
     model.crop(config.block_size or model.config.block_size)
     return model
@@ -828,6 +841,7 @@ def train_step(run: Run, lr: float) -> tuple[float, float]:
 def evaluate(run: Run, step: int) -> None:
     """Whatever is due before the update of `step`: validation, HellaSwag, samples, a checkpoint."""
     config, dist = run.config, run.dist
+    run.raw_model.train(not config.dropout)  # without dropout both modes are the same, and one less is compiled
 
     def due(every: int) -> bool:
         return every > 0 and (step % every == 0 or step == config.max_steps)
@@ -853,6 +867,7 @@ def evaluate(run: Run, step: int) -> None:
         save(run, step)
     if any(map(due, (config.val_every, config.hellaswag_every or 0, config.sample_every, config.checkpoint_every))):
         speed.trim_memory(dist.device)  # all this takes memory in other pieces than an update does
+    run.raw_model.train()
 
 
 def train(config: TrainConfig, dist: Distributed, resume_from: Path | None = None) -> Run:
@@ -873,6 +888,8 @@ def train(config: TrainConfig, dist: Distributed, resume_from: Path | None = Non
                     break
                 lr = get_lr(step, config)
 
+                if config.dropout:  # its masks depend on the step alone, so a resumed run has the same
+                    torch.manual_seed(devices.seed(config.seed, step, dist.rank))
                 synchronize()  # the clock runs over the update alone; reading the loss waits for its end
                 started = time.perf_counter()
                 loss, norm = train_step(run, lr)
@@ -975,6 +992,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dist.close()
     if result and config.demo and dist.rank == 0:
         generator = devices.seeded_generator(dist.device, config.seed)
+        result.raw_model.eval()
         with result.amp:
             [text] = sample(result.raw_model, result.tokenizer, "The ", 1, 500, generator, temperature=0.8, top_k=50)
         report.result(result, text)

@@ -145,7 +145,11 @@ def peak_flops(device: torch.device) -> float | None:
     return PEAK_FLOPS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
+def seed(*seeds: int) -> int:
+    """One seed that depends on all of the `seeds`, in their order."""
+    return int(np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0])
+
+
 def seeded_generator(device: torch.device, *seeds: int) -> torch.Generator:
     """A generator of random numbers on `device` that depends on all of the `seeds`, in their order."""
-    state = np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0]
-    return torch.Generator(device).manual_seed(int(state))
+    return torch.Generator(device).manual_seed(seed(*seeds))

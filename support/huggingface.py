@@ -69,8 +69,10 @@ def find(name_or_dir: str | os.PathLike) -> Path:
         ) from error
 
 
-def read_config(directory: Path) -> dict[str, int]:
-    """The sizes in `config.json`, under our names.
+def read_config(directory: Path) -> dict[str, Any]:
+    """The sizes in `config.json` under our names, and whether there are biases.
+
+    Hugging Face's model has biases always. Where ours has none, its file has zeros and says `"bias": false`.
 
     Raises:
         UserError: it is unreadable, or describes a model that ours does not compute; the field is named.
@@ -98,7 +100,7 @@ def read_config(directory: Path) -> dict[str, int]:
         problems.append(f"{path}: n_embd {sizes['n_embd']} is not a multiple of n_head {sizes['n_head']}.")
     if problems:
         raise UserError(*problems)
-    return sizes
+    return sizes | {"bias": config.get("bias") is not False}
 
 
 def read_weights(directory: Path) -> dict[str, torch.Tensor]:
@@ -140,6 +142,9 @@ def _checked(
     named = {}
     for key, tensor in theirs.items():
         key = key if key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
+        of_nothing = key.endswith(".bias") and key not in expected and key[:-4] + "weight" in expected
+        if of_nothing and not tensor.any():
+            continue  # of a model without biases
         if key in named:
             raise UserError(f"the weights have {key} twice, once without its prefix. Get them again.")
         if not key.endswith((".attn.bias", ".attn.masked_bias")):  # the causal mask, not a parameter
@@ -190,9 +195,16 @@ def load_theirs(directory: Path) -> Any:
 
 
 def to_theirs(ours: Mapping[str, torch.Tensor], vocab_size: int) -> dict[str, torch.Tensor]:
-    """Our state dict as GPT2LMHeadModel's: fp32, contiguous, without the padding rows, the tied weight once."""
+    """Our state dict as GPT2LMHeadModel's: fp32, contiguous, without the padding rows, the tied weight once.
+
+    It has zeros where a model without biases has none.
+    """
     theirs = {}
-    for key, tensor in ours.items():
+    weights = (
+        key for key in ours if key.endswith(".weight") and not key.endswith(("wte.weight", "wpe.weight", "head.weight"))
+    )
+    biases = {key.removesuffix("weight") + "bias": torch.zeros(len(ours[key])) for key in weights}
+    for key, tensor in (biases | dict(ours)).items():
         if key == "lm_head.weight":
             continue
         tensor = tensor.detach().to("cpu", torch.float32)
@@ -209,6 +221,7 @@ def write(directory: Path, sizes: Mapping[str, int], weights: dict[str, torch.Te
     config: dict[str, Any] = {"architectures": ["GPT2LMHeadModel"]}
     config |= {field: accepted[0] for field, accepted in FIXED.items()} | {"n_inner": None}
     config |= {theirs: sizes[ours] for theirs, ours in SIZES.items()}
+    config |= {} if sizes["bias"] else {"bias": False}
     config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     config |= {"initializer_range": 0.02, "bos_token_id": end_of_text, "eos_token_id": end_of_text, "dtype": "float32"}
     directory.mkdir(parents=True, exist_ok=True)

@@ -114,6 +114,7 @@ def test_the_readme_is_true():
     known |= {
         "--no-compile",
         "--no-tf32",
+        "--no-bias",
         "--standalone",
         "--nproc_per_node",
         "--nnodes",
