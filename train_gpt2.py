@@ -692,6 +692,7 @@ class Run:
     first_step: int
     saver: checkpoint.Saver
     bad_steps: int  # updates skipped since the last that was applied
+    overflows: int  # updates that the scaler skipped, in all
     lock: AbstractContextManager = nullcontext()  # on the folder of the run, for rank 0
     log: RunLog | None = None
     last_val: float = math.nan
@@ -757,11 +758,11 @@ def prepare(config: TrainConfig, dist: Distributed, resume_from: Path | None) ->
     betas, products = (config.beta1, config.beta2), torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     optimizer = raw_model.configure_optimizers(config.weight_decay, config.max_lr, betas, config.optimizer, products)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    first_step, bad_steps = resume.restore(resume_from, optimizer, scaler) if resume_from else (0, 0)
+    first_step, *skipped = resume.restore(resume_from, optimizer, scaler) if resume_from else (0, 0, 0)
     saver = checkpoint.Saver(config.out, config.keep, dist.stop, newest=first_step)
     return Run(
         config, dist, tokenizer, raw_model, model, model, optimizer, scaler, dtype, amp, loader, val_loader, data,
-        examples, first_step, saver, bad_steps,
+        examples, first_step, saver, *skipped,
     )  # fmt: skip
 
 
@@ -935,6 +936,7 @@ def save(run: Run, step: int) -> None:
     state = {
         "step": step,
         "bad_steps": run.bad_steps,
+        "overflows": run.overflows,
         "config": asdict(run.config),
         "data": run.data,
         "optimizer": checkpoint.to_host(run.optimizer.state_dict()),

@@ -71,10 +71,13 @@ def check_data(directory: Path, data: dict[str, list]) -> None:
             )
 
 
-def restore(directory: Path, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> tuple[int, int]:
-    """Loads the optimizer's state of a checkpoint; returns its step, and how many updates before it were skipped."""
+def restore(directory: Path, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> tuple[int, int, int]:
+    """Loads the optimizer's state of a checkpoint.
+
+    Returns its step, how many updates just before it were skipped, and how many overflowed in fp16 since the start.
+    """
     state = checkpoint.read_state(directory)
     optimizer.load_state_dict(state["optimizer"])
     if state["scaler"]:
         scaler.load_state_dict(state["scaler"])
-    return state["step"], state["bad_steps"]
+    return state["step"], state["bad_steps"], state.get("overflows", 0)

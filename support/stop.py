@@ -109,14 +109,19 @@ class Stop:
 
 
 def count_bad_steps(run: Any, step: int, loss: float, norm: float) -> None:
-    """Keeps count of the updates in a row that were skipped, the last one that of `step`.
+    """Keeps count of the updates in a row that were skipped, the last one that of `step`; of overflows apart.
 
     Raises:
         UserError: they are too many.
     """
-    # An overflow in fp16 mends itself, for it halves the scale; at 1 it is none. Without a scaler, the scale reads 1.
-    if math.isfinite(loss) and (math.isfinite(norm) or run.scaler.get_scale() > 1):
+    if math.isfinite(loss) and math.isfinite(norm):
         run.bad_steps = 0
+        return
+    # An overflow in fp16 mends itself, for it halves the scale; at 1 it is none. Without a scaler, the scale reads 1.
+    if math.isfinite(loss) and run.scaler.get_scale() > 1:
+        run.bad_steps, run.overflows = 0, run.overflows + 1
+        scale = f"gradients are scaled by {run.scaler.get_scale():g} from now on"
+        run.dist.print0(f"step {step:5d} | overflow {run.overflows:,} of fp16: no update; {scale}")
         return
     run.bad_steps += 1
     run.dist.print0(f"step {step:5d} | skipped: the loss or the gradient is not finite")

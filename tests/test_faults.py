@@ -647,8 +647,31 @@ def test_overflows_of_fp16_are_the_scalers_business(byte_shards, tmp_path, monke
     train(config, ONE_PROCESS)
     state = checkpoint.read_state(tmp_path / "run" / "model_00060")
     skipped = 60 - int(state["optimizer"]["state"][0]["step"])
-    assert skipped > 3 and state["scaler"]["scale"] == 2.0 ** (60 - skipped)
-    assert "skipped" not in capsys.readouterr().out
+    assert skipped > 3 and state["scaler"]["scale"] == 2.0 ** (60 - skipped) and state["overflows"] == skipped
+    printed = capsys.readouterr().out
+    assert "skipped" not in printed and printed.count(" of fp16: no update;") == skipped
+    assert (
+        f"overflow {skipped} of fp16: no update; gradients are scaled by {2.0 ** (60 - skipped):g} from now on"
+        in printed
+    )
+
+
+def a_scale_far_too_high(rank):
+    real = torch.amp.GradScaler
+    torch.amp.GradScaler = lambda *args, **kwargs: real(*args, init_scale=2.0**60, **kwargs)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_resumed_between_overflows_is_the_uninterrupted_run(byte_shards, tmp_path, world):
+    flags = ["--data", byte_shards, "--dtype", "fp16", "--val-every", 0, "--decay-steps", 40]
+    start = dict(cwd=tmp_path, world=world, sabotage=a_scale_far_too_high)
+    run_to_the_end(*flags, "--max-steps", 40, "--out", "straight", **start)
+    run_to_the_end(*flags, "--max-steps", 7, "--out", "resumed", **start)
+    run_to_the_end("--resume", "--dtype", "fp16", "--max-steps", 40, "--out", "resumed", **start)
+    assert " | overflow 8 of fp16" in (tmp_path / "0.txt").read_text()  # the count went on, and all ranks with it
+    assert_same_run(tmp_path / "straight", tmp_path / "resumed")
+    states = [checkpoint.read_state(tmp_path / run / "model_00040") for run in ("straight", "resumed")]
+    assert states[0]["overflows"] == states[1]["overflows"] > 8 and states[0]["scaler"] == states[1]["scaler"]
 
 
 # ---- memory
