@@ -663,11 +663,12 @@ def a_scale_far_too_high(rank):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_run_resumed_between_overflows_is_the_uninterrupted_run(byte_shards, tmp_path, world):
-    flags = ["--data", byte_shards, "--dtype", "fp16", "--val-every", 0, "--decay-steps", 40]
+    fp16 = ["--dtype", "fp16", "--val-every", 0]  # on a command line again, for those of TINY_FLAGS are, too
+    flags = [*fp16, "--data", byte_shards, "--decay-steps", 40]
     start = dict(cwd=tmp_path, world=world, sabotage=a_scale_far_too_high)
     run_to_the_end(*flags, "--max-steps", 40, "--out", "straight", **start)
     run_to_the_end(*flags, "--max-steps", 7, "--out", "resumed", **start)
-    run_to_the_end("--resume", "--dtype", "fp16", "--max-steps", 40, "--out", "resumed", **start)
+    run_to_the_end("--resume", *fp16, "--max-steps", 40, "--out", "resumed", **start)
     assert " | overflow 8 of fp16" in (tmp_path / "0.txt").read_text()  # the count went on, and all ranks with it
     assert_same_run(tmp_path / "straight", tmp_path / "resumed")
     states = [checkpoint.read_state(tmp_path / run / "model_00040") for run in ("straight", "resumed")]
