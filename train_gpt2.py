@@ -27,7 +27,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 import hellaswag
-from support import checkpoint, devices, fit, huggingface, rendezvous, report, resume, run_folder, shards, speed
+from support import checkpoint, devices, fit, huggingface, rendezvous, report, resume, run_folder, shards, speed, track
 from support.cli import Parser, UserError, add_flags, flag, flag_name, out_of_range, run
 from support.log import RunLog
 from support.loss import chunked_cross_entropy
@@ -462,6 +462,12 @@ class TrainConfig:
     sample_every: int = flag(250, "updates between samples; 0 is never", "evaluation", least=0)
     prompt: str = flag("Hello, I'm a language model,", "text that the samples go on from", "evaluation", metavar="TEXT")
 
+    tensorboard: bool = flag(False, "write curves and samples for TensorBoard to --out", "tracking")
+    wandb: str | None = flag(
+        None, "send them to this project of Weights & Biases", "tracking", auto="to none", metavar="PROJECT", nargs="?",
+        const="gpt2",
+    )  # fmt: skip
+
     checkpoint_every: int = flag(5000, "updates between checkpoints; 0 is never", "safety", least=0)
     keep: int = flag(0, "checkpoints that stay: the newest N, and the best validated; 0 is all", "safety", least=0)
     max_bad_steps: int = flag(
@@ -694,6 +700,7 @@ class Run:
     bad_steps: int  # updates skipped since the last that was applied
     overflows: int  # updates that the scaler skipped, in all
     lock: AbstractContextManager = nullcontext()  # on the folder of the run, for rank 0
+    tracker: track.Tracker | None = None
     log: RunLog | None = None
     last_val: float = math.nan
 
@@ -708,7 +715,9 @@ def build(config: TrainConfig, dist: Distributed, resume_from: Path | None = Non
         )
     claim = partial(run_folder.claim, config.out, resume_from, config.replaces)
     run.lock = rendezvous.on_first(claim, dist.rank, dist.least) or run.lock
-    run.log = RunLog(Path(config.out) / "log.txt" if dist.rank == 0 else None, run.first_step)
+    boards = rendezvous.on_first(partial(track.boards, config, run.first_step), dist.rank, dist.least)
+    run.tracker = track.Tracker(run, boards or [])
+    run.log = RunLog(Path(config.out) / "log.txt" if dist.rank == 0 else None, run.first_step, run.tracker)
     if not dist.least(len(run.examples)):
         run.examples = []
     B = dist.least(run.loader.B)
@@ -864,6 +873,7 @@ def evaluate(run: Run, step: int) -> None:
             texts = sample(run.raw_model, run.tokenizer, config.prompt, 4, length, generator, top_k=50)
         for i, text in enumerate(texts):
             print(f"step {step:5d} | sample {i}: {text}", flush=True)
+        run.tracker.samples(step, texts)
     if dist.rank == 0 and due(config.checkpoint_every):
         save(run, step)
     if any(map(due, (config.val_every, config.hellaswag_every or 0, config.sample_every, config.checkpoint_every))):
@@ -880,7 +890,7 @@ def train(config: TrainConfig, dist: Distributed, resume_from: Path | None = Non
     run = build(config, dist, resume_from)
     synchronize, pace = devices.synchronizer(dist.device), report.Pace(run)
     profiler = Profiler(config.profile, config.out, dist.device, dist.rank, dist.print0)
-    with run.lock, dist.stop, run.saver, profiler:
+    with run.lock, dist.stop, run.tracker, run.saver, profiler:
         try:
             for step in range(run.first_step, config.max_steps + 1):
                 dist.stop.check()  # all ranks agreed on it in the update before, or none
@@ -898,6 +908,7 @@ def train(config: TrainConfig, dist: Distributed, resume_from: Path | None = Non
 
                 run.log.write(step, "train", loss)
                 dist.print0(pace.lines(step, loss, lr, norm, dt))
+                run.tracker.update(step, lr, norm, dt)
                 count_bad_steps(run, step, loss, norm)
                 profiler.step()
         except Stopped:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from support.cli import UserError
+from support.track import Tracker
 
 LINE = re.compile(r"(\d{1,12}) ([a-z]+) (nan|-?inf|-?\d+\.\d+)\n")
 FORMATS = {"train": ".6f", "val": ".4f", "hella": ".4f"}
@@ -31,10 +32,11 @@ class RunLog:
 
     Lines at or past `first_step` are dropped, for the steps will be made again, and so is what is no line of a log:
     one that was cut short, or what a power failure left. While the disk is full, lines wait in memory.
-    Without a path, as on all ranks but one, nothing is read or written.
+    Without a path, as on all ranks but one, nothing is read or written. A `tracker` is told every value, too.
     """
 
-    def __init__(self, path: Path | None = None, first_step: int = 0):
+    def __init__(self, path: Path | None = None, first_step: int = 0, tracker: Tracker | None = None):
+        self._tracker = tracker
         self._file: BinaryIO | None = None
         self._waiting, self._warned = b"", False
         self._lock = threading.Lock()  # a checkpoint is written by another thread
@@ -55,6 +57,8 @@ class RunLog:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  open as long as the run
 
     def write(self, step: int, name: str, value: float) -> None:
+        if self._tracker:
+            self._tracker.add(step, name, value)
         if self._file is None:
             return
         try:
@@ -76,6 +80,8 @@ class RunLog:
             with self._lock:
                 self._write()
             os.fsync(self._file.fileno())
+        if self._tracker:
+            self._tracker.flush()
 
     def close(self) -> None:
         """Writes what is left and closes the file.

@@ -115,6 +115,7 @@ def test_the_readme_is_true():
         "--no-compile",
         "--no-tf32",
         "--no-bias",
+        "--logdir",
         "--standalone",
         "--nproc_per_node",
         "--nnodes",
