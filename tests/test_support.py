@@ -273,7 +273,7 @@ def test_help_names_every_flag_with_its_default(tmp_path):
     for text in (
         "(default: 524288)",
         "(default: 19073)",
-        "(default: 0.0006)",
+        "(default: 6e-4; with --recipe fast 3.6e-3)",
         "(default: 64 on CUDA, else 4)",
         "schedule:",
     ):
