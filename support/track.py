@@ -79,9 +79,8 @@ class TensorBoard:
         if first_step == 0:
             for events in folder.glob("events.out.tfevents.*"):  # of a run that this one replaces
                 events.unlink()
-        self._writer = SummaryWriter(
-            str(folder), purge_step=first_step or None
-        )  # what a killed run has later is hidden
+        # what a run that was killed had later than its checkpoint is hidden
+        self._writer = SummaryWriter(str(folder), purge_step=first_step or None)
 
     def add(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
