@@ -27,7 +27,20 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 import hellaswag
-from support import checkpoint, devices, fit, huggingface, rendezvous, report, resume, run_folder, shards, speed, track
+from support import (
+    checkpoint,
+    devices,
+    fit,
+    huggingface,
+    lora,
+    rendezvous,
+    report,
+    resume,
+    run_folder,
+    shards,
+    speed,
+    track,
+)
 from support.cli import Parser, UserError, add_flags, flag, flag_name, out_of_range, run
 from support.log import RunLog
 from support.loss import chunked_cross_entropy
@@ -56,23 +69,19 @@ class GPTConfig:
         return -(-self.vocab_size // 64) * 64
 
 
-def dropout(p: float) -> nn.Module:
-    return nn.Dropout(p) if p else nn.Identity()  # which takes no time
-
-
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.n_head = config.n_head
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, config.bias)  # query, key and value of all heads
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, config.bias)
-        self.p, self.dropout = config.dropout, dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)  # (B, T, C) each
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
-        p = self.p if self.training else 0.0
+        p = self.dropout.p if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)  # flash: no (T, T) matrix is kept
         y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side again
         return self.dropout(self.c_proj(y))
@@ -84,7 +93,7 @@ class MLP(nn.Module):
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, config.bias)
         self.gelu = nn.GELU(approximate="tanh")  # GPT-2's; today nothing would be lost with the exact one
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, config.bias)
-        self.dropout = dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
@@ -114,7 +123,7 @@ class GPT(nn.Module):
             dict(
                 wte=nn.Embedding(config.padded_vocab_size, config.n_embd),
                 wpe=nn.Embedding(config.block_size, config.n_embd),
-                drop=dropout(config.dropout),
+                drop=nn.Dropout(config.dropout),
                 h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
                 ln_f=nn.LayerNorm(config.n_embd, bias=config.bias),
             )
@@ -200,31 +209,29 @@ class GPT(nn.Module):
         self.transformer.wpe = nn.Embedding.from_pretrained(positions, freeze=False)
 
     def configure_optimizers(
-        self,
-        weight_decay: float,
-        learning_rate: float,
-        betas: tuple[float, float],
-        optimizer: str = "adamw",
-        dtype: torch.dtype = torch.float32,
+        self, weight_decay: float, learning_rate: float, betas: tuple[float, float], muon: torch.dtype | None = None
     ) -> torch.optim.AdamW:
         """AdamW that decays matrices and embeddings, but neither biases nor layer norms; fused, one kernel for all.
 
-        With `optimizer` "muon" that is for the embeddings and vectors; for the matrices of the blocks it is Muon, which
-        makes a momentum orthogonal by products in `dtype`, so that an update moves all directions equally far.
+        With `muon`, the precision of its products, the matrices of the blocks get Muon instead: it makes a momentum
+        orthogonal, so that an update moves all directions equally far.
         """
         matrices = {  # and how many each is: query, key and value are three
             p: 3 if name.endswith("c_attn.weight") else 1
             for name, p in self.transformer.h.named_parameters()
-            if p.dim() >= 2 and optimizer == "muon"
+            if p.dim() >= 2 and muon
         }
-        decayed = [p for p in self.parameters() if p.dim() >= 2 and p not in matrices]
-        others = [p for p in self.parameters() if p.dim() < 2]
-        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+        trained = [p for p in self.parameters() if p.requires_grad]  # all, but for LoRA's base
+        decayed = [p for p in trained if p.dim() >= 2 and p not in matrices]
+        groups = [
+            {"params": decayed, "weight_decay": weight_decay},
+            {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+        ]
         adamw = dict(lr=learning_rate, betas=betas, eps=1e-8)
-        if optimizer == "adamw":
+        if muon is None:
             return torch.optim.AdamW(groups, fused=True, **adamw)
         by_muon = {"params": list(matrices), "parts": list(matrices.values()), "weight_decay": weight_decay}
-        return Muon([by_muon, *groups], dtype=dtype, **adamw)
+        return Muon([by_muon, *groups], dtype=muon, **adamw)
 
     def flops_per_token(self) -> int:
         """FLOPs to train on one token of a full block: 6N + 12*L*H*Q*T (PaLM, arXiv:2204.02311, appendix B).
@@ -412,6 +419,12 @@ class TrainConfig:
     bias: bool = flag(True, "biases in the linear layers and norms", "model")
     dropout: float = flag(0.0, "share of the activations that are dropped in training", "model", least=0, below=1)
     init_from: str | None = flag(None, "weights to start from, a hub name or a checkpoint", "model", auto="random ones")
+    lora_rank: int | None = flag(
+        None, "train LoRA's matrices of this rank beside the weights, which stay", "model", auto="train the weights",
+        least=1, below=2**31,
+    )  # fmt: skip
+    lora_alpha: float = flag(16.0, "scale of LoRA's matrices, times their rank", "model", least=0)
+    merge: bool = flag(False, "add LoRA's matrices to the weights in the end, as a whole model in --out", "model")
 
     batch_size: int | None = flag(
         None, "rows of a micro-batch on a device", "batch", auto="64 on CUDA, else 4", least=1, below=2**31
@@ -489,6 +502,7 @@ class TrainConfig:
         sized += ["--model"] * (self.model != "gpt2") + ["--no-bias"] * (not self.bias)
         if self.init_from is not None and sized:
             problems.append(f"--init-from brings its own sizes. Leave out {', '.join(sized)}.")
+        problems += lora.problems(self)
         if not problems and self.architecture["n_embd"] % self.architecture["n_head"]:
             problems.append(
                 "--n-embd {n_embd} is not a multiple of --n-head {n_head}. Change one.".format(**self.architecture)
@@ -764,8 +778,9 @@ def prepare(config: TrainConfig, dist: Distributed, resume_from: Path | None) ->
     for each in filter(None, (loader, val_loader)):
         each.resize(B)
 
-    betas, products = (config.beta1, config.beta2), torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    optimizer = raw_model.configure_optimizers(config.weight_decay, config.max_lr, betas, config.optimizer, products)
+    products = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    muon, betas = products if config.optimizer == "muon" else None, (config.beta1, config.beta2)
+    optimizer = raw_model.configure_optimizers(config.weight_decay, config.max_lr, betas, muon)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     first_step, *skipped = resume.restore(resume_from, optimizer, scaler) if resume_from else (0, 0, 0)
     saver = checkpoint.Saver(config.out, config.keep, dist.stop, newest=first_step)
@@ -788,14 +803,16 @@ def open_data(config: TrainConfig, dist: Distributed) -> tuple[Tokenizer, list[n
 
 def first_model(config: TrainConfig, tokenizer: Tokenizer, resume_from: Path | None) -> GPT:
     """The model that the run begins with, on the CPU: random, pretrained, or that of a checkpoint."""
-    weights = resume_from or config.init_from
+    weights = config.init_from if config.lora_rank else resume_from or config.init_from
     if weights is None:
         torch.manual_seed(config.seed)  # drawn on the CPU, so every device starts from the same weights
         sizes = config.architecture | dict(bias=config.bias, dropout=config.dropout)
         return GPT(GPTConfig(config.block_size or 1024, tokenizer.vocab_size, **sizes))
     model = GPT.from_pretrained(weights, config.dropout)
-    fit.check_model(model.config, config, tokenizer, weights, shorter=resume_from is None)
+    fit.check_model(model.config, config, tokenizer, weights, shorter=weights != resume_from)
     model.crop(config.block_size or model.config.block_size)
+    if config.lora_rank:
+        lora.add(model, config.lora_rank, config.lora_alpha, config.seed, resume_from)
     return model
 
 
@@ -914,6 +931,9 @@ def train(config: TrainConfig, dist: Distributed, resume_from: Path | None = Non
         except Stopped:
             halt(run, step)
     run.log.close()
+    if config.merge and dist.rank == 0:
+        whole = GPT.from_pretrained(checkpoint.path_of(config.out, config.max_steps))
+        checkpoint.save(Path(config.out) / "merged", partial(huggingface.write_whole, whole, run.tokenizer))
     run.ddp_model = run.model  # DDP's must be gone before dist.close(), or gloo's threads and ours wait for each other
     return run
 
@@ -943,12 +963,13 @@ def save(run: Run, step: int) -> None:
     if run.bad_steps and step < run.config.max_steps and not (run.dist.stop.told or run.dist.stop.agreed):
         print(f"step {step:5d} | no checkpoint while updates are skipped", flush=True)
         return
-    sizes, weights = asdict(run.raw_model.config), checkpoint.to_host(dict(run.raw_model.named_parameters()))
+    sizes, config = asdict(run.raw_model.config), run.config
+    weights = checkpoint.to_host({name: p for name, p in run.raw_model.named_parameters() if p.requires_grad})
     state = {
         "step": step,
         "bad_steps": run.bad_steps,
         "overflows": run.overflows,
-        "config": asdict(run.config),
+        "config": asdict(config),
         "data": run.data,
         "optimizer": checkpoint.to_host(run.optimizer.state_dict()),
         "scaler": run.scaler.state_dict(),
@@ -957,7 +978,10 @@ def save(run: Run, step: int) -> None:
     def write(directory: Path) -> None:
         if not all(torch.isfinite(tensor).all() for tensor in weights.values()):
             raise ValueError("the weights are not finite")
-        huggingface.write(directory, sizes, huggingface.to_theirs(weights, sizes["vocab_size"]))
+        if config.lora_rank:
+            lora.write(directory, weights, config)
+        else:
+            huggingface.write(directory, sizes, huggingface.to_theirs(weights, sizes["vocab_size"]))
         run.tokenizer.save_pretrained(directory, model_max_length=sizes["block_size"])
         torch.save(state, directory / "trainer.pt")
         run.log.sync()

@@ -278,7 +278,7 @@ def overhead() -> None:
         return statistics.median(times[1:])
 
     update = seconds(micro_step) * TrainConfig().total_batch_size / (B * T)
-    adamw, muon = (model.configure_optimizers(0.1, 0.0, (0.9, 0.95), name, products) for name in ("adamw", "muon"))
+    adamw, muon = (model.configure_optimizers(0.1, 0.0, (0.9, 0.95), how) for how in (None, products))
     steps = {"adamw": seconds(adamw.step), "muon": seconds(muon.step)}
     flops = 0
     for weight, parts in zip(muon.param_groups[0]["params"], muon.param_groups[0]["parts"], strict=True):

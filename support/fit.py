@@ -132,7 +132,8 @@ def _try_out(
 ) -> None:
     reserved = [torch.empty(SPARE, dtype=torch.uint8, device=device)] if device.type == "cuda" else []
     copies = 2 if world == 1 else 3  # AdamW's moments, and the buckets that DDP sends gradients in
-    reserved += [torch.empty_like(p) for p in raw_model.parameters() for _ in range(copies)]
+    trained = [p for p in raw_model.parameters() if p.requires_grad]
+    reserved += [torch.empty_like(p) for p in trained for _ in range(copies)]
     tokens = torch.zeros((B, T + 1), dtype=torch.int64, device=device)
     x, y = tokens[:, :-1], tokens[:, 1:]  # as the loader cuts them: other strides would be compiled again
     for _ in range(2):  # from the second on, gradients are there while activations are made

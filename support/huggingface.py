@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from support import checkpoint
+from support import checkpoint, lora
 from support.cli import UserError
 from support.download import hub_trouble
 
@@ -48,7 +48,7 @@ def find(name_or_dir: str | os.PathLike) -> Path:
     """
     directory = Path(name_or_dir)
     if directory.exists():
-        if not (directory / "config.json").is_file():
+        if not (directory / "config.json").is_file() and not lora.is_adapter(directory):
             inside = checkpoint.newest(directory) if directory.is_dir() else None
             hint = f"Did you mean {inside}?" if inside else "Name a directory that has one, or a model of the hub."
             raise UserError(f"{directory} is not a checkpoint: there is no config.json in it. {hint}")
@@ -77,6 +77,8 @@ def read_config(directory: Path) -> dict[str, Any]:
     Raises:
         UserError: it is unreadable, or describes a model that ours does not compute; the field is named.
     """
+    if lora.is_adapter(directory):
+        return read_config(find(lora.base_of(directory)))
     path = directory / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -104,10 +106,12 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_weights(directory: Path) -> dict[str, torch.Tensor]:
-    """The tensors of `model.safetensors`, under Hugging Face's names."""
+    """The tensors of `model.safetensors`, under Hugging Face's names; of an adapter its base's, with it added."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    if lora.is_adapter(directory):
+        return lora.merged(read_weights(find(lora.base_of(directory))), directory)
     path = directory / "model.safetensors"
     try:
         return load_file(path)
@@ -211,6 +215,12 @@ def to_theirs(ours: Mapping[str, torch.Tensor], vocab_size: int) -> dict[str, to
         tensor = tensor[:vocab_size] if key == "transformer.wte.weight" else tensor
         theirs[key] = (tensor.t() if key.endswith(TRANSPOSED) else tensor).contiguous()
     return theirs
+
+
+def write_whole(model: Any, tokenizer: Any, directory: Path) -> None:
+    """A GPT and its tokenizer."""
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory, model_max_length=model.config.block_size)
 
 
 def write(directory: Path, sizes: Mapping[str, int], weights: dict[str, torch.Tensor]) -> None:

@@ -23,10 +23,13 @@ def header(run: Any) -> Iterator[str]:
     """The lines before the first step: the figures that people compare and ask each other for."""
     config, world, model, loader = run.config, run.dist.world, run.raw_model, run.loader
     c, device, rows = model.config, loader.device, config.total_batch_size // loader.T
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    of_them = f", {trained:,} of them trained" if trained < parameters else ""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     yield f"device  {world} x {name}, {str(run.dtype).removeprefix('torch.')}, torch {torch.__version__}"
     yield (
-        f"model   {sum(p.numel() for p in model.parameters()):,} parameters: {c.n_layer} layers, {c.n_head} heads, "
+        f"model   {parameters:,} parameters{of_them}: {c.n_layer} layers, {c.n_head} heads, "
         f"{c.n_embd} channels, context {c.block_size}, vocabulary {c.vocab_size} padded to {c.padded_vocab_size}"
     )
     yield (

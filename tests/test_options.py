@@ -50,8 +50,9 @@ def test_dropout_is_where_gpt2_has_it(monkeypatch):
     assert attended == [0.0] * 2 and dropped == [(0.25, False)] * 5
 
 
-def test_without_dropout_there_is_none(tiny_model):
-    assert not any(isinstance(module, torch.nn.Dropout) for module in tiny_model.modules())
+def test_without_dropout_training_computes_what_scoring_does(tiny_model):
+    tokens = torch.randint(257, (4, 16))
+    assert torch.equal(tiny_model.train()(tokens)[0], tiny_model.eval()(tokens)[0])
 
 
 def test_scores_and_samples_are_without_dropout(byte_shards, tmp_path, capsys):
