@@ -27,27 +27,16 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 import hellaswag
-from support import (
-    checkpoint,
-    devices,
-    fit,
-    huggingface,
-    lora,
-    rendezvous,
-    report,
-    resume,
-    run_folder,
-    shards,
-    speed,
-    track,
-)
+from support import checkpoint, devices, fit, huggingface, lora, rendezvous, report, resume, run_folder, shards, speed
 from support.cli import Parser, UserError, add_flags, flag, flag_name, out_of_range, run
 from support.log import RunLog
 from support.loss import chunked_cross_entropy
 from support.muon import Muon
+from support.presets import DEMO, make_shards, preset
 from support.profiling import Profiler
 from support.stop import Stop, Stopped, count_bad_steps
 from support.tokenizer import Tokenizer, get_tokenizer
+from support.track import Tracker, boards
 
 # -----------------------------------------------------------------------------
 # The model. B is batch, T is time, C is channels (n_embd), nh is heads, hs is head size (C / nh), V is vocabulary.
@@ -401,6 +390,11 @@ class TrainConfig:
     """Every choice of a run, each one a flag. The defaults are those of GPT-2 124M on 10 billion tokens."""
 
     data: str = flag("edu_fineweb10B", "folder of token shards", "files", metavar="DIR")
+    text: str | None = flag(
+        None, "train on a file of text, or on a folder of them, with flags that fit its amount", "files",
+        auto="shards in --data", metavar="PATH",
+    )  # fmt: skip
+    tokenizer: str = flag("gpt2", "that of --text", "files", choices=("gpt2", "bytes"))
     out: str = flag("log", "folder for the log and the checkpoints", "files", metavar="DIR")
     resume: str | None = flag(
         None, "go on from the newest checkpoint in --out; with auto, start anew if there is none", "files",
@@ -531,14 +525,6 @@ class TrainConfig:
     def architecture(self) -> dict[str, int]:
         own = {name: getattr(self, name) for name in ("n_layer", "n_head", "n_embd")}
         return MODELS[self.model] | {name: value for name, value in own.items() if value is not None}
-
-
-# What --demo sets, unless a flag says otherwise: about two minutes on two CPU cores.
-DEMO = dict(
-    data="demo_data", out="log_demo", n_layer=3, n_head=4, n_embd=128, block_size=64, batch_size=16,
-    total_batch_size=1024, max_steps=1500, warmup_steps=40, max_lr=4e-3, shuffle=True,
-    val_every=200, val_tokens=65536, hellaswag_every=0, sample_every=0,
-)  # fmt: skip
 
 
 def get_lr(step: int, config: TrainConfig) -> float:
@@ -714,7 +700,7 @@ class Run:
     bad_steps: int  # updates skipped since the last that was applied
     overflows: int  # updates that the scaler skipped, in all
     lock: AbstractContextManager = nullcontext()  # on the folder of the run, for rank 0
-    tracker: track.Tracker | None = None
+    tracker: Tracker | None = None
     log: RunLog | None = None
     last_val: float = math.nan
 
@@ -729,8 +715,9 @@ def build(config: TrainConfig, dist: Distributed, resume_from: Path | None = Non
         )
     claim = partial(run_folder.claim, config.out, resume_from, config.replaces)
     run.lock = rendezvous.on_first(claim, dist.rank, dist.least) or run.lock
-    boards = rendezvous.on_first(partial(track.boards, config, run.first_step), dist.rank, dist.least)
-    run.tracker = track.Tracker(run, boards or [])
+    run.tracker = Tracker(
+        run, rendezvous.on_first(partial(boards, config, run.first_step), dist.rank, dist.least) or []
+    )
     run.log = RunLog(Path(config.out) / "log.txt" if dist.rank == 0 else None, run.first_step, run.tracker)
     if not dist.least(len(run.examples)):
         run.examples = []
@@ -748,7 +735,7 @@ def build(config: TrainConfig, dist: Distributed, resume_from: Path | None = Non
 
 def prepare(config: TrainConfig, dist: Distributed, resume_from: Path | None) -> Run:
     """Finds, checks, downloads and allocates what this rank needs, so that nothing of it can fail hours later."""
-    tokenizer, train_shards, val_shards = open_data(config, dist)
+    tokenizer, train_shards, val_shards = open_data(config, dist, resume_from is not None)
     data = {"train": shards.identity(config.data, train_shards), "val": shards.identity(config.data, val_shards)}
     if dist.rank == 0:
         run_folder.check(config.out, resume_from, config.replaces)
@@ -790,10 +777,11 @@ def prepare(config: TrainConfig, dist: Distributed, resume_from: Path | None) ->
     )  # fmt: skip
 
 
-def open_data(config: TrainConfig, dist: Distributed) -> tuple[Tokenizer, list[np.memmap], list[np.memmap]]:
+def open_data(
+    config: TrainConfig, dist: Distributed, resumed: bool
+) -> tuple[Tokenizer, list[np.memmap], list[np.memmap]]:
     """The tokenizer and the shards of train and, where there is validation, val."""
-    if config.demo and not shards.complete(config.data):
-        shards.make_demo(config.data)
+    make_shards(config, dist.local_rank == 0, resumed)
     if config.verify_data and dist.local_rank == 0:
         shards.verify(config.data)
     train_shards = shards.open_shards(config.data, "train")
@@ -998,12 +986,7 @@ def configure(argv: Sequence[str] | None = None) -> tuple[TrainConfig, Path | No
     parser = Parser(description="Pre-train GPT-2 from token shards.", epilog="Shards are made by fineweb.py.")
     add_flags(parser, TrainConfig)
     given = vars(parser.parse_args(argv))
-    preset = DEMO if given.get("demo") else {}
-    if given.keys() & {"model", "init_from"}:  # they bring other sizes than the demo's
-        preset = {
-            name: value for name, value in preset.items() if name not in ("n_layer", "n_head", "n_embd", "block_size")
-        }
-    config = TrainConfig(**(preset | given))
+    config = TrainConfig(**(preset(given) | given))
     if config.resume is None:
         return config, None
     directory = checkpoint.newest(config.out)

@@ -7,8 +7,6 @@ import io
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -121,17 +119,6 @@ def open_shards(directory: str | os.PathLike, split: str) -> list[np.memmap]:
     if problems:
         raise UserError(*problems)
     return found
-
-
-def make_demo(directory: str | os.PathLike) -> None:
-    """Makes the shards of the demo with fineweb.py.
-
-    Raises:
-        UserError: it failed, and has said why.
-    """
-    fineweb = Path(__file__).parents[1] / "fineweb.py"
-    if subprocess.run([sys.executable, fineweb, "--demo", "--output", directory]).returncode:
-        raise UserError("the demo text could not be made, see above.", this_rank_only=True)
 
 
 def verify(directory: str | os.PathLike) -> list[np.memmap]:

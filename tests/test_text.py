@@ -1,0 +1,119 @@
+"""--text: flags that fit an amount of text, its shards, and the run."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from conftest import ONE_PROCESS, losses, run_script
+
+from support.cli import UserError
+from train_gpt2 import configure, train
+
+TEXT = "".join(f"{a} and {b} are {a + b}.\n" for a in range(40) for b in range(60))
+SMALL = "--n-layer 1 --n-head 1 --n-embd 16 --max-steps 4 --val-tokens 512 --device cpu --dtype fp32 --sample-every 0".split()
+
+
+def a_file(folder, size):
+    """As large as that without taking it from the disk."""
+    path = folder / f"{size}.txt"
+    with open(path, "wb") as file:
+        file.truncate(int(size))
+    return path
+
+
+# by arithmetic: nine tenths of the bytes are tokens; 10 times, up to 1.6 million, or once; 1,000 updates or more
+@pytest.mark.parametrize(
+    "size, n_layer, context, update, steps",
+    [
+        (1e5, 4, 64, 2048, 439),  # 90,000 tokens 10 times
+        (1e6, 4, 64, 2048, 781),  # 1.6 million
+        (4e6, 4, 64, 2048, 1758),
+        (1e7, 6, 256, 8192, 1099),
+        (1e8, 8, 512, 65536, 1373),
+        (1e9, 12, 1024, 524288, 1717),
+        (1e10, 12, 1024, 524288, 17166),
+    ],
+)
+def test_the_flags_fit_the_amount_of_text(tmp_path, size, n_layer, context, update, steps):
+    config, _ = configure(["--text", str(a_file(tmp_path, size)), "--tokenizer", "bytes", "--out", "mine"])
+    assert (config.architecture["n_layer"], config.block_size or 1024) == (n_layer, context)
+    assert (config.total_batch_size, config.max_steps) == (update, steps)
+    assert (config.recipe, config.data, config.shuffle, config.keep) == ("fast", "mine/data", True, 1)
+    assert (config.warmup_steps, config.val_every, config.checkpoint_every) == (steps // 12, steps // 4, steps // 4)
+
+
+def test_gpt2_tokens_are_fewer(tmp_path):
+    config, _ = configure(["--text", str(a_file(tmp_path, 1e7))])
+    assert config.total_batch_size * config.max_steps == pytest.approx(1e7 * 0.9 / 4, rel=0.01)
+
+
+def test_every_choice_is_still_a_flag(tmp_path):
+    chosen = (
+        "--recipe gpt2 --n-layer 2 --block-size 32 --total-batch-size 4096 --max-steps 7 --max-lr 1e-3 --keep 0".split()
+    )
+    config, _ = configure(["--text", str(a_file(tmp_path, 1e6)), *chosen])
+    assert (config.recipe, config.n_layer, config.n_head, config.block_size) == ("gpt2", 2, 4, 32)
+    assert (config.total_batch_size, config.max_steps, config.val_every) == (4096, 7, 1)
+    assert (config.max_lr, config.keep) == (1e-3, 0)
+    config, _ = configure(["--text", str(a_file(tmp_path, 1e6)), "--model", "gpt2-medium"])
+    assert config.architecture == dict(n_layer=24, n_head=16, n_embd=1024) and config.block_size is None
+
+
+def test_fine_tuning_is_gentle_and_short(tmp_path):
+    text = str(a_file(tmp_path, 1e6))
+    config, _ = configure(["--text", text, "--init-from", "gpt2"])
+    assert (config.recipe, config.optimizer, config.max_lr, config.n_layer) == ("gpt2", "adamw", 1e-4, None)
+    assert config.total_batch_size * config.max_steps == pytest.approx(3 * 1e6 * 0.9 / 4, rel=0.01)
+    config, _ = configure(["--text", text, "--init-from", "gpt2", "--lora-rank", "8"])
+    assert (config.optimizer, config.max_lr) == ("adamw", 1e-3)
+
+
+def test_a_text_is_trained_on_in_one_command_and_resumed(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    command = ["train_gpt2.py", "--text", "text.txt", "--tokenizer", "bytes", "--out", "mine", *SMALL]
+    done = run_script(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads((tmp_path / "mine" / "data" / "manifest.json").read_text())
+    assert manifest["tokenizer"] == "bytes" and sum(s["tokens"] for s in manifest["shards"]) == len(TEXT) + 1
+    [val], [train_shard] = ((tmp_path / "mine" / "data").glob(f"*_{split}_*.npy") for split in ("val", "train"))
+    assert bytes(np.load(val).astype(np.uint8)).decode() in TEXT  # its last tenth, as it is
+    assert len(np.load(val)) == pytest.approx(len(TEXT) / 10, abs=2) and len(np.load(train_shard)) > len(np.load(val))
+    (tmp_path / "text.txt").unlink()  # the shards are enough
+    resumed = run_script("train_gpt2.py", "--resume", "--out", "mine", "--max-steps", 6, cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert len(losses(tmp_path / "mine" / "log.txt")) == 6
+
+
+def test_a_folder_is_all_the_text_in_it_and_other_text_is_refused(tmp_path, capfd):
+    folder = tmp_path / "texts [1]"  # which a pattern would understand otherwise
+    (folder / "deep").mkdir(parents=True)
+    (folder / "a.txt").write_text(TEXT)
+    (folder / "deep" / "b.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
+    (folder / "picture.png").write_bytes(b"no text")
+    flags = ["--text", str(folder), "--tokenizer", "bytes", *SMALL, "--checkpoint-every", "0", "--val-every", "0"]
+    train(configure([*flags, "--out", str(tmp_path / "run")])[0], ONE_PROCESS)
+    manifest = json.loads((tmp_path / "run" / "data" / "manifest.json").read_text())
+    assert sum(shard["tokens"] for shard in manifest["shards"]) == 2 * (len(TEXT) + 1)
+    (folder / "a.txt").write_text(TEXT + "One more.")
+    (tmp_path / "run" / "log.txt").unlink()
+    with pytest.raises(UserError, match="no shards could be made of the text, see above"):
+        train(configure([*flags, "--out", str(tmp_path / "run")])[0], ONE_PROCESS)
+    assert "holds shards of another source or setting" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--text", "nowhere"], "there is no nowhere. Name a file of text, or a folder of them, with --text."),
+        (["--text", "."], "no text in .: it is read from .txt, .jsonl, .parquet, .gz, .zst. Name others with --text."),
+        (["--text", ".", "--demo"], "--demo brings its own text. Leave out --text, or --demo."),
+        (["--text", ".", "--tokenizer", "words"], "argument --tokenizer: invalid choice: 'words'"),
+    ],
+)
+def test_bad_text(tmp_path, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as error:
+        configure(flags)
+    assert error.value.problems[0].startswith(message)
