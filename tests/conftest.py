@@ -18,6 +18,7 @@ import fineweb
 from support.corpus import Documents
 from train_gpt2 import GPT, Distributed, GPTConfig, TrainConfig
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # the hub's library reads it once, when a test file first imports it
 ROOT = Path(__file__).parents[1]
 GPT2_VOCABULARY = Path(os.environ.get("TIKTOKEN_CACHE_DIR", "/nowhere"), "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")
 
