@@ -53,7 +53,7 @@ def _for_text(given: dict[str, Any]) -> dict[str, Any]:
         to_train, updates, least = tokens * (3 if amount < 4e7 else 1), 200, 1024
         values: dict[str, Any] = dict(max_lr=1e-3 if "lora_rank" in given else 1e-4)
     else:  # a small text more than once, but not so often that it is learnt by heart
-        to_train, updates, least = max(tokens, min(1.6e6, 10 * tokens)), UPDATES, 2048
+        to_train, updates, least = max(tokens, min(1.5e6, 10 * tokens)), UPDATES, 2048
         values = dict(recipe="fast") | (
             {} if "model" in given else next(m for most, m in MODELS.items() if amount <= most)
         )
