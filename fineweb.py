@@ -39,7 +39,7 @@ import numpy as np
 
 from support import hub, shards
 from support.cli import Parser, UserError, run
-from support.corpus import COMPRESSED, KINDS, Batch, Corpus, Documents, Files, Place, kind_of, slug
+from support.corpus import COMPRESSED, KINDS, Batch, Corpus, Documents, Files, Place, kind_of, slug, texts_in
 from support.encode import ENGINES, default_engine, encoded
 from support.lock import LOCK, lock, sign
 from support.tokenizer import VOCAB_SIZES, get_tokenizer
@@ -93,11 +93,16 @@ def _docstrings(path: Path) -> list[str]:
 def file_source(patterns: list[str], text_field: str, separator: str | None = None) -> Corpus:
     """Local files in the order given: a .txt is one document, a line of .jsonl or a row of .parquet is one each.
 
+    Of a folder all such files that are anywhere in it, but in those of runs.
+
     Raises:
         UserError: a pattern matches nothing, or something that is no text.
     """
     paths = []
     for pattern in patterns:
+        if os.path.isdir(pattern):
+            paths += texts_in(pattern)
+            continue
         matches = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
         paths += [Path(match) for match in map(os.path.normpath, matches) if os.path.isfile(match)]
         if not matches:
@@ -106,9 +111,7 @@ def file_source(patterns: list[str], text_field: str, separator: str | None = No
     kinds = f"{', '.join(KINDS)} (the first two also with {' or '.join(COMPRESSED)})"
     problems = [f"{path} is none of {kinds}. Convert it, or leave it out." for path in paths if kind_of(path) is None]
     if problems or not paths:
-        raise UserError(
-            *problems or [f"{' '.join(patterns)} names no files, only folders. Use a pattern such as 'folder/*.txt'."]
-        )
+        raise UserError(*problems or [f"there is no text in {' '.join(patterns)}. Name files or folders of {kinds}."])
     name = " ".join(path.name for path in (paths if len(paths) <= 9 else paths[:3]))
     name += f" ... ({len(paths)} files)" if len(paths) > 9 else ""
     return Files(name, paths, text_field, separator=separator)
@@ -201,15 +204,15 @@ def slots_held_out(cut: int, total: int, shard_size: int) -> Iterator[Slot]:
         yield Slot("val", index, start, min(start + shard_size, total))
 
 
-def held_out_from(parts: Sequence[np.ndarray], eot: int, fraction: float) -> int:
+def held_out_from(parts: Sequence[np.ndarray], eot: int, fraction: float, whole: bool = True) -> int:
     """The token from which the last `fraction` of a corpus is held out: where a document starts, nearest to it.
 
-    A corpus of one document is cut inside its text.
+    A corpus of one document is cut inside its text, and any if documents need not stay `whole`.
     """
     total = sum(map(len, parts))
     ideal = total - max(1, round(fraction * total))
     nearest, before = [], 0
-    for part in parts:
+    for part in parts if whole else ():
         starts = before + np.flatnonzero(part == eot)
         starts = starts[starts > 0]
         nearest += [int(starts[np.abs(starts - ideal).argmin()])] if len(starts) else []
@@ -334,8 +337,14 @@ class Folder:
         total = sum(map(len, parts))
         if total < 2:
             raise self.no_text()
-        cut = held_out_from(parts, self.eot, fraction)
+        whole = not self.manifest["settings"].get("split_documents")
+        cut = held_out_from(parts, self.eot, fraction, whole)
         print(f"the last {(total - cut) / total:.1%} of the text, {total - cut:,} tokens, is held out for validation")
+        if total - cut > 2 * max(1, fraction * total):
+            print(
+                f"note: that is more than {fraction:.0%}, for the last document is long. Cut inside it with "
+                "--split-documents, or into more documents with --document-separator."
+            )
         for slot in list(slots_held_out(cut, total, self.shard_size))[len(self.manifest["shards"]) :]:
             part, at = divmod(slot.start, self.shard_size)
             tokens = parts[part][at : at + slot.end - slot.start]
@@ -356,11 +365,13 @@ def make_shards(
     shard_size: int = SHARD_SIZE,
     max_tokens: int | None = None,
     val_fraction: float | None = None,
+    split_documents: bool = False,
     workers: int = 1,
 ) -> dict[str, Any]:
     """Writes the shards of a corpus and their manifest into the folder `output`; returns the manifest.
 
-    Shard 0 is validation; with `val_fraction`, or where the corpus is no more than one shard, the last documents are.
+    Shard 0 is validation; with `val_fraction`, or where the corpus is no more than one shard, the last documents are,
+    and with `split_documents` exactly that share.
     What an earlier call with the same arguments has finished is kept. The bytes depend neither on `engine`, "gigatoken"
     or "tiktoken" (default: the first one that is installed), nor on `workers`.
 
@@ -368,7 +379,8 @@ def make_shards(
         UserError: the folder holds other shards, cannot be written or is in use, the disk is too small, or the corpus
             cannot be read or has too little text to be split.
     """
-    asked = {"shard_size": shard_size, "max_tokens": max_tokens, "val_fraction": val_fraction, **corpus.settings}
+    asked = {"shard_size": shard_size, "max_tokens": max_tokens, "val_fraction": val_fraction}
+    asked |= {"split_documents": split_documents or None, **corpus.settings}
     directory, manifest = Path(output), describe(corpus.name, corpus.revision, tokenizer, asked)
 
     def tokens_from(place: Place | None) -> Iterator[tuple[Batch, np.ndarray]]:
@@ -656,7 +668,7 @@ def add_source_flags(parser: Parser) -> None:
         "--input",
         nargs="+",
         metavar="FILE",
-        help=".txt, .jsonl (these also .gz or .zst) or .parquet files, or patterns such as 'texts/*.txt'",
+        help=".txt, .jsonl (these also .gz or .zst) or .parquet files, folders of them, or patterns such as 'texts/*.txt'",
     )
     source.add_argument(
         "--dataset", metavar="NAME", help=f"a Hugging Face data set, or a folder that is one (default: {FINEWEB_EDU})"
@@ -697,6 +709,7 @@ def add_shard_flags(parser: Parser) -> None:
         "--max-tokens", type=count, metavar="N", help="stop after so many tokens, such as 1e9 (default: all)"
     )
     shape.add_argument("--val-fraction", type=float, metavar="F", help="hold out this share for validation (default: shard 0; a tenth of less than a shard)")  # fmt: skip
+    shape.add_argument("--split-documents", action="store_true", help="hold out that share exactly, cutting a document where none ends there")  # fmt: skip
     work = parser.add_argument_group("work; the bytes do not depend on it")
     work.add_argument(
         "--workers", type=int, default=cores(), metavar="N", help="processes that tokenise (default: one per core)"
@@ -804,6 +817,7 @@ def main(argv: list[str] | None = None) -> None:
             shard_size=args.shard_size or SHARD_SIZE,
             max_tokens=args.max_tokens,
             val_fraction=args.val_fraction,
+            split_documents=args.split_documents,
             workers=1 if tokenizer == "bytes" else args.workers,  # bytes need no work
         )
     made = manifest["shards"]

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from support.cli import UserError
+from support.lock import LOCK
 
 BATCH_CHARS = 1 << 21  # text that goes to a worker in one message
 ROW_GROUP_BYTES = 1 << 25  # parquet: row groups with more text than this are not read as a whole
@@ -283,7 +284,7 @@ class Files(Corpus):
         if any(self.kind(index) == ".jsonl" for index in range(len(self.paths))):
             return None  # what else is in a line, nobody knows
         return sum(
-            sum(_text_sizes(_metadata(path), self.text_field))
+            parquet_text_bytes(path, self.text_field)
             if kind_of(path) == ".parquet"
             else size * (2 if path.suffix.lower() in COMPRESSED else 1)
             for size, path in zip(self.sizes(), self.paths, strict=True)
@@ -305,6 +306,19 @@ def kind_of(path: Path) -> str | None:
     if f".{suffix}" in COMPRESSED:
         return f".{inner}" if inner in ("txt", "jsonl") else None
     return f".{suffix}" if f".{suffix}" in KINDS else None
+
+
+def texts_in(folder: str | os.PathLike) -> list[Path]:
+    """The files in a folder that `kind_of` knows, anywhere in it, but for folders of runs and of shards, with their logs."""
+    found, seen = [], set()
+    for where, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [f for f in folders if not os.path.exists(os.path.join(where, f, LOCK))]
+        if os.path.realpath(where) in seen:  # a link into what is above or beside it
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(where))
+        found += [path for path in (Path(where, name) for name in names) if kind_of(path) and path.is_file()]
+    return sorted(found)
 
 
 @contextlib.contextmanager
@@ -447,6 +461,11 @@ def _metadata_of(path: Path, *stamp: int) -> Any:
         return pyarrow.parquet.read_metadata(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a parquet file ({brief(error)}). Check it, or get it again.") from error
+
+
+def parquet_text_bytes(path: Path, text_field: str) -> int:
+    """Bytes of text in a .parquet file, from its metadata."""
+    return sum(_text_sizes(_metadata(path), text_field))
 
 
 def _text_sizes(metadata: Any, text_field: str) -> list[int]:

@@ -53,7 +53,8 @@ def check_model(sizes: Any, config: Any, tokenizer: Tokenizer, weights: str | Pa
     if sizes.vocab_size != tokenizer.vocab_size:
         raise UserError(
             f"{weights} knows {sizes.vocab_size:,} tokens, and the shards in {config.data} are made of "
-            f"{tokenizer.vocab_size:,} ({tokenizer.name}). Name shards made with its tokenizer with --data."
+            f"{tokenizer.vocab_size:,} ({tokenizer.name}). Name shards made with its tokenizer with --data; "
+            "with --text, name its --tokenizer, and another --out."
         )
     asked = config.block_size or sizes.block_size
     if asked > sizes.block_size or (asked < sizes.block_size and not shorter):
@@ -71,11 +72,11 @@ def check_amount(config: Any, train: Any, val: Any | None) -> None:
     if train.rows_per_epoch < rows:
         raise UserError(
             f"{config.data} has {train.rows_per_epoch} train rows of {train.T} tokens, and one update takes {rows}. "
-            "Make more shards, or lower --total-batch-size or --block-size."
+            "Take more text, or lower --total-batch-size or --block-size."
         )
     if val and (val.rows_per_epoch == 0 or config.val_tokens < val.T):
         raise UserError(
-            f"no row of {val.T} tokens to validate on in {config.data}. Make more shards, or use --val-every 0."
+            f"no row of {val.T} tokens to validate on in {config.data}. Take more text, or a lower --block-size, or --val-every 0."
         )
 
 

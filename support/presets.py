@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import glob
 import math
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from support import shards
-from support.cli import UserError
+from support import huggingface, shards
+from support.cli import UserError, flag_name
 
 # What --demo sets: about two minutes on two CPU cores.
 DEMO = dict(
@@ -26,8 +28,12 @@ MODELS = {
     4e8: dict(n_layer=8, n_head=8, n_embd=512, block_size=512),
     math.inf: {},  # gpt2
 }
-TEXT = {".txt": 1.0, ".jsonl": 1.0, ".parquet": 2.0, ".gz": 3.0, ".zst": 3.0}  # bytes of text in one of the file, about
+UNPACKED = {".gz": 3, ".zst": 3}  # bytes of text in one of the file, about
 BYTES_PER_TOKEN = {"gpt2": 4, "bytes": 1}
+CHOSEN = (
+    "tokenizer", "recipe", "max_lr", "total_batch_size", "max_steps", "warmup_steps", "val_every", "sample_every",
+    "checkpoint_every", "keep",
+)  # fmt: skip
 UPDATES = 1000  # or more; of 2,048 tokens at least, and those of GPT-2 at most
 
 
@@ -37,7 +43,7 @@ def preset(given: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: there is no text in what --text names.
     """
-    if given.get("text"):
+    if "text" in given:
         if given.get("demo"):
             raise UserError("--demo brings its own text. Leave out --text, or --demo.")
         return _for_text(given)
@@ -47,11 +53,16 @@ def preset(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _for_text(given: dict[str, Any]) -> dict[str, Any]:
-    amount = sum(path.stat().st_size * TEXT[path.suffix.lower()] for path in texts(given["text"]))
-    tokens = 0.9 * amount / BYTES_PER_TOKEN[given.get("tokenizer", "gpt2")]  # the last tenth is held out
+    if "data" in given:
+        raise UserError("--text makes its shards in --out. Leave out --data; or leave out --text, to train on shards.")
+    amount, base = sum(map(_bytes_of_text, texts(given["text"]))), _base(given.get("init_from", ""))
+    tokenizer = given.get("tokenizer", "bytes" if base.get("vocab_size") == 257 else "gpt2")
+    tokens = 0.9 * amount / BYTES_PER_TOKEN[tokenizer]  # the last tenth is held out
     if "init_from" in given:  # a few epochs, and gently
         to_train, updates, least = tokens * (3 if amount < 4e7 else 1), 200, 1024
-        values: dict[str, Any] = dict(max_lr=1e-3 if "lora_rank" in given else 1e-4)
+        # Rates for GPT-2; those of AdamW are the higher, the narrower a model is (arXiv:2203.03466).
+        narrower = max(1.0, 768 / base.get("n_embd", 768))
+        values: dict[str, Any] = dict(max_lr=(1e-3 if "lora_rank" in given else 1e-4) * narrower)
     else:  # a small text more than once, but not so often that it is learnt by heart
         to_train, updates, least = max(tokens, min(1.5e6, 10 * tokens)), UPDATES, 2048
         values = dict(recipe="fast") | (
@@ -59,48 +70,81 @@ def _for_text(given: dict[str, Any]) -> dict[str, Any]:
         )
     size = min(2**19, max(least, 2 ** int(math.log2(max(1.0, to_train / updates)))))
     size = given.get("total_batch_size", size)
-    steps = given.get("max_steps", max(1, round(to_train / size)))
+    steps = given.get("max_steps", max(1, round(to_train / max(1, size))))
     often = max(1, steps // 4)
     return values | dict(
-        data=str(Path(given.get("out", "log")) / "data"), shuffle=True, total_batch_size=size, max_steps=steps,
+        data=str(Path(given.get("out", "log")) / "data"), tokenizer=tokenizer, shuffle=True, total_batch_size=size, max_steps=steps,
         warmup_steps=steps // 12, val_every=often, sample_every=often, checkpoint_every=often, keep=1,
     )  # fmt: skip
 
 
+def _base(init_from: str) -> dict[str, Any]:
+    """The sizes of the model in a folder; none of a name of the hub, which is looked up later."""
+    return huggingface.read_config(huggingface.find(init_from)) if init_from and Path(init_from).is_dir() else {}
+
+
+def _bytes_of_text(path: Path) -> float:
+    if path.suffix.lower() == ".parquet":
+        from support.corpus import parquet_text_bytes
+
+        return parquet_text_bytes(path, "text")
+    return path.stat().st_size * UNPACKED.get(path.suffix.lower(), 1)
+
+
 def texts(name: str) -> list[Path]:
     """The files of text that --text names: itself, or those anywhere in a folder."""
+    from support.corpus import COMPRESSED, KINDS, kind_of, texts_in
+
     path = Path(name)
-    if not path.exists():
-        raise UserError(f"there is no {name}. Name a file of text, or a folder of them, with --text.")
-    files = (
-        [path] if path.is_file() else [Path(p) for p in sorted(glob.glob(f"{glob.escape(name)}/**/*", recursive=True))]
-    )
-    files = [file for file in files if file.suffix.lower() in TEXT and file.is_file()]
+    if not name or not path.exists():
+        raise UserError(f"there is no {name!r}. Name a file of text, or a folder of them, with --text.")
+    files = texts_in(path) if path.is_dir() else [path] if kind_of(path) else []
     if not files:
-        raise UserError(f"no text in {name}: it is read from {', '.join(TEXT)}. Name others with --text.")
+        kinds = f"{', '.join(KINDS)}, and the first two also with {' or '.join(COMPRESSED)}"
+        raise UserError(f"no text in {name}: it is read from {kinds}. Name others with --text.")
     return files
 
 
-def make_shards(config: Any, first: bool, resumed: bool) -> None:
-    """Makes the shards of the demo or of one's own text with fineweb.py, where they are not there yet.
+def chosen_for_text(config: Any) -> list[str]:
+    """The flags that --text is short for, but the sizes of the model."""
+    values = {flag_name(name): getattr(config, name) for name in CHOSEN}
+    return [f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()]
 
-    A new run of the `first` process of a node has fineweb.py look whether those that are there are of this text.
+
+def make_shards(config: Any, rank: int, resumed: bool) -> None:
+    """Makes the shards of the demo or of one's own text with fineweb.py on rank 0, where they are not there yet.
+
+    In a new run it looks whether those that are there are of this text.
 
     Raises:
         UserError: it failed, and has said why.
     """
     if not config.demo and config.text is None:
         return
-    if shards.complete(config.data) and (config.demo or resumed or not first):
+    while rank > 0 and not shards.complete(config.data):  # the folder is one that all nodes see, as that of the run
+        time.sleep(1)
+    if rank > 0 or (shards.complete(config.data) and (config.demo or resumed)):
         return
-    source = ["--demo"] if config.demo else ["--tokenizer", config.tokenizer, "--input", *_patterns(config.text)]
+    if config.init_from:  # before an hour of tokenising, not after it
+        huggingface.find(config.init_from)
+    text = ["--tokenizer", config.tokenizer, "--split-documents", "--input", os.path.join(".", config.text or "")]
     fineweb = Path(__file__).parents[1] / "fineweb.py"
-    if subprocess.run([sys.executable, fineweb, *source, "--output", config.data]).returncode:
-        raise UserError("no shards could be made of the text, see above.", this_rank_only=True)
+    command = [sys.executable, fineweb, "--output", config.data, *(["--demo"] if config.demo else text)]
+    if _returncode(command):
+        raise UserError(
+            f"no shards could be made in {config.data}, see above. For another text or tokenizer name another --out.",
+            this_rank_only=True,
+        )
 
 
-def _patterns(name: str) -> list[str]:
-    """What `--input` of fineweb.py is for `texts`: there may be too many of them for a command line."""
-    if Path(name).is_file():
-        return [name]
-    return sorted({f"{glob.escape(name)}/**/*{file.suffix}" for file in texts(name)})
+def _returncode(command: list[str | Path]) -> int:
+    """That of a program, which SIGTERM ends together with this one."""
+
+    def end(number: int, _: Any) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        return subprocess.run(command).returncode
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from support import checkpoint, devices, stop
+from support import checkpoint, devices, presets, stop
 
 LOADED = time.perf_counter()
 EVERY, WINDOW = 50, 250  # updates between two notes of the time to come, and those whose pace it is told by
@@ -46,6 +46,10 @@ def header(run: Any) -> Iterator[str]:
         f"recipe  {config.optimizer}, {config.schedule}: {config.warmup_steps:,} updates up to {config.max_lr:.3g}, then {fall} "
         f"down to {config.min_lr:.3g} at update {config.decay_steps:,}"
     )
+    if config.text:
+        yield f"text    {config.text}: --shuffle {' '.join(presets.chosen_for_text(config))}"
+    if run.first_step:
+        yield f"note    resumed from {checkpoint.path_of(config.out, run.first_step)}"
     if config.warmup_steps >= config.max_steps:
         yield f"note    all updates are in the warm-up, which takes {config.warmup_steps:,}; see --warmup-steps"
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and config.resume != "auto":

@@ -286,7 +286,7 @@ def test_the_demo_text(tmp_path):
     "flags, message",
     [
         ("--input nothing.txt --output out", "no file matches nothing.txt"),
-        ("--input . --output out", ". names no files, only folders"),
+        ("--input empty --output out", "there is no text in empty. Name files or folders of"),
         ("--input book.pdf --output out", "book.pdf is none of .txt, .jsonl, .parquet"),
         ("--input latin.txt --output out", "latin.txt is not UTF-8 text"),
         ("--input bad.jsonl --output out", "bad.jsonl, line 2 is not JSON"),
@@ -337,6 +337,7 @@ def test_bad_input(tmp_path, monkeypatch, capsys, flags, message):
     (tmp_path / "fake.parquet").write_text("PAR1")
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "bytes.jsonl").write_bytes(b'{"text": "\xff"}\n')
+    (tmp_path / "empty").mkdir()
     (tmp_path / "deep.jsonl").write_text("[" * 100000)
     pa.parquet.write_table(pa.table({"text": ["fine", None]}), tmp_path / "null.parquet")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 999)[:-20])
@@ -927,3 +928,14 @@ def test_a_full_disk_ends_the_run_and_the_same_command_goes_on(tmp_path, monkeyp
     monkeypatch.setattr(shards, "_write", write)
     fineweb.make_shards(source_of(texts), tmp_path, tokenizer="bytes", shard_size=500)
     assert [tokens for _, _, tokens in contents(tmp_path)] == plain_loop(texts, utf8_or_replaced, 256, 500)
+
+
+def test_documents_are_cut_where_that_is_asked_for(tmp_path, capsys):
+    """Of 10, 30 and 60 tokens a cut between documents holds out 60."""
+    texts = ["a" * 9, "b" * 29, "c" * 59]
+    fineweb.make_shards(source_of(texts), tmp_path / "whole", tokenizer="bytes")
+    assert [(s, len(t)) for s, _, t in contents(tmp_path / "whole")] == [("val", 60), ("train", 40)]
+    assert "note: that is more than 10%" in capsys.readouterr().out
+    fineweb.make_shards(source_of(texts), tmp_path / "cut", tokenizer="bytes", split_documents=True)
+    assert [(s, len(t)) for s, _, t in contents(tmp_path / "cut")] == [("val", 10), ("train", 90)]
+    assert "note" not in capsys.readouterr().out

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ONE_PROCESS, losses, run_script
 
 from support.cli import UserError
-from train_gpt2 import configure, train
+from train_gpt2 import GPT, GPTConfig, configure, train
 
 TEXT = "".join(f"{a} and {b} are {a + b}.\n" for a in range(40) for b in range(60))
 SMALL = "--n-layer 1 --n-head 1 --n-embd 16 --max-steps 4 --val-tokens 512 --device cpu --dtype fp32 --sample-every 0".split()
@@ -68,6 +69,39 @@ def test_fine_tuning_is_gentle_and_short(tmp_path):
     assert config.total_batch_size * config.max_steps == pytest.approx(3 * 1e6 * 0.9 / 4, rel=0.01)
     config, _ = configure(["--text", text, "--init-from", "gpt2", "--lora-rank", "8"])
     assert (config.optimizer, config.max_lr) == ("adamw", 1e-3)
+    for n_embd, most in ((64, 12), (768, 1), (1536, 1)):  # times as much for a narrower model
+        GPT(GPTConfig(8, 257, 1, 1, n_embd)).save_pretrained(tmp_path / "model")
+        config, _ = configure(["--text", text, "--init-from", str(tmp_path / "model")])
+        assert config.max_lr == pytest.approx(most * 1e-4)
+
+
+def test_a_checkpoint_brings_its_tokenizer(tmp_path):
+    for vocab_size, tokenizer in ((257, "bytes"), (50257, "gpt2")):
+        GPT(GPTConfig(8, vocab_size, 1, 1, 4)).save_pretrained(tmp_path / tokenizer)
+        flags = ["--text", str(a_file(tmp_path, 1e6)), "--init-from", str(tmp_path / tokenizer)]
+        assert configure(flags)[0].tokenizer == tokenizer
+
+
+def test_parquet_is_measured_unpacked(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    text = "the same again, " * 100_000  # 1.6 MB, and next to nothing on the disk
+    path = tmp_path / "text.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": [text]}), path, compression="zstd", use_dictionary=False)
+    assert path.stat().st_size < 1e5
+    config, _ = configure(["--text", str(path), "--tokenizer", "bytes"])
+    assert config.total_batch_size * config.max_steps == pytest.approx(1.5e6, rel=0.01)
+
+
+def test_the_header_says_what_was_chosen(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text(TEXT)
+    flags = ["--text", str(tmp_path / "text.txt"), "--tokenizer", "bytes", "--out", str(tmp_path / "run"), *SMALL]
+    train(configure(flags)[0], ONE_PROCESS)
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("text")]
+    chosen = "--shuffle --tokenizer bytes --recipe fast --max-lr 0.0036 --total-batch-size 2048 --max-steps 4"
+    chosen += " --warmup-steps 0 --val-every 1 --sample-every 0 --checkpoint-every 1 --keep 1"
+    assert line == f"text    {tmp_path / 'text.txt'}: {chosen}"
 
 
 def test_a_text_is_trained_on_in_one_command_and_resumed(tmp_path):
@@ -86,6 +120,19 @@ def test_a_text_is_trained_on_in_one_command_and_resumed(tmp_path):
     assert len(losses(tmp_path / "mine" / "log.txt")) == 6
 
 
+def test_a_tenth_is_held_out_of_a_few_files_and_no_log_is_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(TEXT)
+    (tmp_path / "again").symlink_to(tmp_path)
+    flags = ["--text", ".", "--tokenizer", "bytes", *SMALL]
+    for out in ("log", "log2"):
+        train(configure([*flags, "--out", out])[0], ONE_PROCESS)
+        sizes = {s["split"]: s["tokens"] for s in json.loads(Path(out, "data/manifest.json").read_text())["shards"]}
+        assert sum(sizes.values()) == 2 * (len(TEXT) + 1)
+        assert sizes["val"] == round(0.2 * (len(TEXT) + 1))
+
+
 def test_a_folder_is_all_the_text_in_it_and_other_text_is_refused(tmp_path, capfd):
     folder = tmp_path / "texts [1]"  # which a pattern would understand otherwise
     (folder / "deep").mkdir(parents=True)
@@ -98,7 +145,7 @@ def test_a_folder_is_all_the_text_in_it_and_other_text_is_refused(tmp_path, capf
     assert sum(shard["tokens"] for shard in manifest["shards"]) == 2 * (len(TEXT) + 1)
     (folder / "a.txt").write_text(TEXT + "One more.")
     (tmp_path / "run" / "log.txt").unlink()
-    with pytest.raises(UserError, match="no shards could be made of the text, see above"):
+    with pytest.raises(UserError, match="see above. For another text or tokenizer name another --out"):
         train(configure([*flags, "--out", str(tmp_path / "run")])[0], ONE_PROCESS)
     assert "holds shards of another source or setting" in capfd.readouterr().err
 
@@ -106,14 +153,22 @@ def test_a_folder_is_all_the_text_in_it_and_other_text_is_refused(tmp_path, capf
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--text", "nowhere"], "there is no nowhere. Name a file of text, or a folder of them, with --text."),
-        (["--text", "."], "no text in .: it is read from .txt, .jsonl, .parquet, .gz, .zst. Name others with --text."),
+        (["--text", ""], "there is no ''. Name a file of text, or a folder of them, with --text."),
+        (["--text", "text.txt", "--data", "d"], "--text makes its shards in --out. Leave out --data"),
+        (["--text", "text.txt", "--total-batch-size", "0"], "--total-batch-size is 0. It must be 1 or more."),
+        (["--text", "nowhere"], "there is no 'nowhere'. Name a file of text, or a folder of them, with --text."),
+        (
+            ["--text", "empty"],
+            "no text in empty: it is read from .txt, .jsonl, .parquet, and the first two also with .gz or .zst.",
+        ),
         (["--text", ".", "--demo"], "--demo brings its own text. Leave out --text, or --demo."),
         (["--text", ".", "--tokenizer", "words"], "argument --tokenizer: invalid choice: 'words'"),
     ],
 )
 def test_bad_text(tmp_path, monkeypatch, flags, message):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.txt").write_text(TEXT)
     with pytest.raises(UserError) as error:
         configure(flags)
     assert error.value.problems[0].startswith(message)

@@ -456,7 +456,7 @@ def test_samples_go_on_from_the_prompt(byte_shards, tmp_path, capsys):
         ("--data nowhere", 'no train shards in nowhere. Make them with "python fineweb.py", or try it all with "--demo".'),
         ("--total-batch-size 1000", "--total-batch-size 1000 is not a multiple of 16, the context of 16 times 1 processes. Use 992 or 1008."),
         ("--batch-size 3", "--batch-size 3 does not divide the 16 rows that each process has of an update. Use one of 1, 2, 4, 8, 16."),
-        ("--total-batch-size 16000000", "and one update takes 1000000. Make more shards, or lower --total-batch-size or --block-size."),
+        ("--total-batch-size 16000000", "and one update takes 1000000. Take more text, or lower --total-batch-size or --block-size."),
         ("--val-tokens 15", "no row of 16 tokens to validate on"),
         ("--model gpt3", "argument --model: invalid choice: 'gpt3'"),
         ("--max-step 3", "unrecognized arguments: --max-step 3"),
