@@ -36,7 +36,7 @@ from support.presets import DEMO, make_shards, preset
 from support.profiling import Profiler
 from support.stop import Stop, Stopped, count_bad_steps
 from support.tokenizer import Tokenizer, get_tokenizer
-from support.track import Tracker, boards
+from support.track import Tracker, boards, check_boards
 
 # -----------------------------------------------------------------------------
 # The model. B is batch, T is time, C is channels (n_embd), nh is heads, hs is head size (C / nh), V is vocabulary.
@@ -392,7 +392,7 @@ class TrainConfig:
     data: str = flag("edu_fineweb10B", "folder of token shards", "files", metavar="DIR")
     text: str | None = flag(
         None, "train on a file of text, or on a folder of them, with flags that fit its amount", "files",
-        auto="shards in --data", metavar="PATH",
+        auto="none, but the shards in --data", metavar="PATH",
     )  # fmt: skip
     tokenizer: str = flag("gpt2", "that of --text", "files", choices=("gpt2", "bytes"))
     out: str = flag("log", "folder for the log and the checkpoints", "files", metavar="DIR")
@@ -414,11 +414,11 @@ class TrainConfig:
     dropout: float = flag(0.0, "share of the activations that are dropped in training", "model", least=0, below=1)
     init_from: str | None = flag(None, "weights to start from, a hub name or a checkpoint", "model", auto="random ones")
     lora_rank: int | None = flag(
-        None, "train LoRA's matrices of this rank beside the weights, which stay", "model", auto="train the weights",
+        None, "train LoRA's matrices of this rank beside c_attn and c_proj, and nothing else", "model", auto="train the weights",
         least=1, below=2**31,
     )  # fmt: skip
-    lora_alpha: float = flag(16.0, "scale of LoRA's matrices, times their rank", "model", least=0)
-    merge: bool = flag(False, "add LoRA's matrices to the weights in the end, as a whole model in --out", "model")
+    lora_alpha: float = flag(16.0, "what LoRA's matrices add is multiplied by this over their rank", "model", least=0)
+    merge: bool = flag(False, "in the end, add LoRA's matrices to the weights, as a whole model in OUT/merged", "model")
 
     batch_size: int | None = flag(
         None, "rows of a micro-batch on a device", "batch", auto="64 on CUDA, else 4", least=1, below=2**31
@@ -426,7 +426,7 @@ class TrainConfig:
     total_batch_size: int = flag(524288, "tokens of one update, over all micro-batches and devices", "batch", least=1)
 
     recipe: str = flag(
-        "gpt2", "defaults of --optimizer, --schedule and --max-lr: GPT-2's, or fast for the same loss in fewer tokens",
+        "gpt2", "defaults of --optimizer, --schedule and the rates: GPT-2's, or fast for the same loss in fewer tokens",
         "schedule", choices=tuple(RECIPES),
     )  # fmt: skip
     max_steps: int = flag(19073, "updates in all", "schedule", least=1, below=2**31)
@@ -471,8 +471,8 @@ class TrainConfig:
 
     tensorboard: bool = flag(False, "write curves and samples for TensorBoard to --out", "tracking")
     wandb: str | None = flag(
-        None, "send them to this project of Weights & Biases", "tracking", auto="to none", metavar="PROJECT", nargs="?",
-        const="gpt2",
+        None, "send them to this project of Weights & Biases (gpt2, if none is named)", "tracking", auto="to none",
+        metavar="PROJECT", nargs="?", const="gpt2",
     )  # fmt: skip
 
     checkpoint_every: int = flag(5000, "updates between checkpoints; 0 is never", "safety", least=0)
@@ -497,6 +497,8 @@ class TrainConfig:
         if self.init_from is not None and sized:
             problems.append(f"--init-from brings its own sizes. Leave out {', '.join(sized)}.")
         problems += lora.problems(self)
+        if self.init_from is not None and Path(self.init_from) == Path(self.out):
+            problems.append(f"--out is {self.out}, as --init-from. Name another --out.")
         if not problems and self.architecture["n_embd"] % self.architecture["n_head"]:
             problems.append(
                 "--n-embd {n_embd} is not a multiple of --n-head {n_head}. Change one.".format(**self.architecture)
@@ -693,7 +695,7 @@ class Run:
     amp: AbstractContextManager
     loader: DataLoaderLite
     val_loader: DataLoaderLite | None
-    data: dict[str, list]  # what the shards of each split are
+    data: dict[str, Any]  # what the shards of each split are, and the weights beside LoRA
     examples: list[hellaswag.Example]
     first_step: int
     saver: checkpoint.Saver
@@ -715,9 +717,8 @@ def build(config: TrainConfig, dist: Distributed, resume_from: Path | None = Non
         )
     claim = partial(run_folder.claim, config.out, resume_from, config.replaces)
     run.lock = rendezvous.on_first(claim, dist.rank, dist.least) or run.lock
-    run.tracker = Tracker(
-        run, rendezvous.on_first(partial(boards, config, run.first_step), dist.rank, dist.least) or []
-    )
+    tracked_by = rendezvous.on_first(partial(boards, config, run.first_step), dist.rank, dist.least)
+    run.tracker = Tracker(run, tracked_by or [])
     run.log = RunLog(Path(config.out) / "log.txt" if dist.rank == 0 else None, run.first_step, run.tracker)
     if not dist.least(len(run.examples)):
         run.examples = []
@@ -739,9 +740,11 @@ def prepare(config: TrainConfig, dist: Distributed, resume_from: Path | None) ->
     data = {"train": shards.identity(config.data, train_shards), "val": shards.identity(config.data, val_shards)}
     if dist.rank == 0:
         run_folder.check(config.out, resume_from, config.replaces)
+        check_boards(config)
+    raw_model = first_model(config, tokenizer, resume_from).to(dist.device)
+    data["base"] = lora.identity(raw_model)
     if resume_from:
         resume.check_data(resume_from, data)
-    raw_model = first_model(config, tokenizer, resume_from).to(dist.device)
     items, limit, notice = config.hellaswag_data, config.hellaswag_limit, dist.print0
     usual = items is not None or limit or dist.device.type == "cuda"
     wanted = usual if config.hellaswag_every is None else config.hellaswag_every
@@ -781,7 +784,7 @@ def open_data(
     config: TrainConfig, dist: Distributed, resumed: bool
 ) -> tuple[Tokenizer, list[np.memmap], list[np.memmap]]:
     """The tokenizer and the shards of train and, where there is validation, val."""
-    make_shards(config, dist.local_rank == 0, resumed)
+    make_shards(config, dist.rank, resumed)
     if config.verify_data and dist.local_rank == 0:
         shards.verify(config.data)
     train_shards = shards.open_shards(config.data, "train")
@@ -920,8 +923,7 @@ def train(config: TrainConfig, dist: Distributed, resume_from: Path | None = Non
             halt(run, step)
     run.log.close()
     if config.merge and dist.rank == 0:
-        whole = GPT.from_pretrained(checkpoint.path_of(config.out, config.max_steps))
-        checkpoint.save(Path(config.out) / "merged", partial(huggingface.write_whole, whole, run.tokenizer))
+        huggingface.save_merged(run.raw_model, run.tokenizer, Path(config.out) / "merged")
     run.ddp_model = run.model  # DDP's must be gone before dist.close(), or gloo's threads and ours wait for each other
     return run
 
@@ -986,16 +988,14 @@ def configure(argv: Sequence[str] | None = None) -> tuple[TrainConfig, Path | No
     parser = Parser(description="Pre-train GPT-2 from token shards.", epilog="Shards are made by fineweb.py.")
     add_flags(parser, TrainConfig)
     given = vars(parser.parse_args(argv))
-    config = TrainConfig(**(preset(given) | given))
-    if config.resume is None:
-        return config, None
-    directory = checkpoint.newest(config.out)
+    flags = preset(given) | given
+    wanted, out = flags.get("resume"), flags.get("out", TrainConfig.out)
+    directory = checkpoint.newest(out) if wanted else None
     if directory is not None:
-        return resume.configuration(TrainConfig, given, config.out, directory), directory
-    if config.resume != "auto":
-        raise UserError(
-            f"no checkpoint in {config.out} to resume from. Name the run's folder with --out, or leave out --resume."
-        )
+        return resume.configuration(TrainConfig, given, out, directory), directory
+    config = TrainConfig(**flags)
+    if wanted == "newest":
+        raise UserError(f"no checkpoint in {out} to resume from. Name its folder with --out, or leave out --resume.")
     return config, None
 
 

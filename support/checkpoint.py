@@ -67,8 +67,10 @@ def save(directory: str | os.PathLike, write: Callable[[Path], None]) -> Path:
         write(beside)
         files = {path.name: _size_and_sha256(path) for path in sorted(beside.iterdir())}
         (beside / CONTENTS).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
-        for path in [*beside.iterdir(), beside]:
+        for path in beside.iterdir():
+            path.chmod((beside / CONTENTS).stat().st_mode)  # safetensors makes files that only their owner reads
             _sync(path)
+        _sync(beside)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise

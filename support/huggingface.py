@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -217,10 +218,14 @@ def to_theirs(ours: Mapping[str, torch.Tensor], vocab_size: int) -> dict[str, to
     return theirs
 
 
-def write_whole(model: Any, tokenizer: Any, directory: Path) -> None:
-    """A GPT and its tokenizer."""
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory, model_max_length=model.config.block_size)
+def save_merged(model: Any, tokenizer: Any, directory: Path) -> None:
+    """Makes a plain checkpoint of a GPT with LoRA: what its matrices add is added to the weights."""
+
+    def write_files(folder: Path) -> None:
+        write(folder, asdict(model.config), to_theirs(lora.whole(model), model.config.vocab_size))
+        tokenizer.save_pretrained(folder, model_max_length=model.config.block_size)
+
+    print(f"merged into {checkpoint.save(directory, write_files)}", flush=True)
 
 
 def write(directory: Path, sizes: Mapping[str, int], weights: dict[str, torch.Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,6 +35,8 @@ def add(model: torch.nn.Module, rank: int, alpha: float, seed: int, adapter: Pat
     """Freezes a GPT and puts matrices of this rank beside those of `TARGETS`: new ones, or those of a checkpoint."""
     from peft import LoraConfig, inject_adapter_in_model
 
+    if rank > model.config.n_embd:
+        raise UserError(f"--lora-rank {rank} is more than the model's {model.config.n_embd} channels. Lower it.")
     torch.manual_seed(seed)
     inject_adapter_in_model(LoraConfig(**_options(rank, alpha)), model)
     if adapter is not None:
@@ -45,17 +48,24 @@ def add(model: torch.nn.Module, rank: int, alpha: float, seed: int, adapter: Pat
                 parameter.copy_(saved[name])
 
 
+def identity(model: torch.nn.Module) -> str | None:
+    """SHA-256 of the weights that stay, for an adapter is of no use beside others; None if all are trained."""
+    frozen, digest = [p for p in model.parameters() if not p.requires_grad], hashlib.sha256()
+    for parameter in frozen:
+        digest.update(parameter.cpu().contiguous().numpy())
+    return digest.hexdigest() if frozen else None
+
+
 def problems(config: Any) -> list[str]:
     """What keeps the flags of a run from going together."""
     if config.lora_rank is None:
-        return ["--merge is for LoRA. Give --lora-rank as well, or leave it out."] if config.merge else []
+        without = ["--merge"] * config.merge + ["--lora-alpha"] * (config.lora_alpha != 16.0)
+        return [f"{flag} is for LoRA. Give --lora-rank as well, or leave it out." for flag in without]
     found = []
     if config.init_from is None:
         found.append("--lora-rank has no weights to stand beside. Name some with --init-from.")
     if config.optimizer == "muon" or (config.optimizer is None and config.recipe == "fast"):
-        found.append("Muon is not for the small matrices of LoRA. Use --optimizer adamw.")
-    if config.merge and config.checkpoint_every == 0:
-        found.append("--merge takes the last checkpoint, and --checkpoint-every 0 saves none. Leave out one of them.")
+        found.append("Muon is not for the small matrices of LoRA. Use --optimizer adamw, and --recipe gpt2.")
     return found
 
 
@@ -73,9 +83,24 @@ def write(directory: Path, weights: Mapping[str, torch.Tensor], config: Any) -> 
     save_file({_theirs(name): weight.contiguous() for name, weight in weights.items()}, directory / WEIGHTS)
 
 
+@torch.no_grad()
+def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights of a GPT to which `add` gave matrices, with what these add."""
+    from peft.tuners.lora import LoraLayer
+
+    weights = {name.replace(".base_layer", ""): w for name, w in model.state_dict().items() if ".lora_" not in name}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            weights[f"{name}.weight"] = weights[f"{name}.weight"] + module.get_delta_weight("default")
+    return weights
+
+
 def base_of(directory: Path) -> str:
     """The name or folder of the model that an adapter belongs to."""
-    return str(_config(directory)["base_model_name_or_path"])
+    base = _config(directory)["base_model_name_or_path"]
+    if Path(base).resolve() == directory.resolve():
+        raise UserError(f"{directory} names itself as the model that it belongs to. Use another adapter.")
+    return base
 
 
 def merged(weights: Mapping[str, torch.Tensor], directory: Path) -> dict[str, torch.Tensor]:
@@ -107,7 +132,7 @@ def _config(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        _ = config["base_model_name_or_path"], config["lora_alpha"] / config["r"]
+        _ = Path(config["base_model_name_or_path"]), config["lora_alpha"] / config["r"]
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise UserError(f"{path} is not the configuration of an adapter ({error!r}). Use another one.") from error
     for field, accepted in PLAIN.items():

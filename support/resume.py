@@ -38,12 +38,14 @@ def configuration(config_class: type[Config], given: dict[str, Any], out: str, d
         name, before = field.name, getattr(earlier, field.name)
         if before is None and earlier.init_from is None:
             before = earlier.architecture.get(name)  # that of --model
-        if name == "block_size" and before is None:
+        if name == "init_from" and earlier.lora_rank:
+            continue  # the weights themselves are compared, wherever they are now
+        if name == "block_size" and before is None and not earlier.lora_rank:
             continue  # compared with the weights themselves
         if name in end and movable:
             continue
         recipe = field.metadata["group"] in RECIPE or name == "total_batch_size"
-        if recipe and name != "max_steps" and given.get(name, before) != before:
+        if recipe and name not in ("max_steps", "merge") and given.get(name, before) != before:
             had = "none" if before is None else before
             problems.append(f"{flag_name(name)} is {given[name]}, but the run in {out} has {had}. Leave it out.")
     if problems:
@@ -54,13 +56,19 @@ def configuration(config_class: type[Config], given: dict[str, Any], out: str, d
     return config
 
 
-def check_data(directory: Path, data: dict[str, list]) -> None:
-    """Refuses other shards than those of the checkpoint's run. `data` is `shards.identity` of each split now.
+def check_data(directory: Path, data: dict[str, Any]) -> None:
+    """Refuses other shards, or weights beside LoRA's, than those of the checkpoint's run.
+
+    `data` is `shards.identity` of each split now, and, as "base", `lora.identity`.
 
     Raises:
-        UserError: a split has other files, or files with other content.
+        UserError: a split has other files, or files with other content; or the weights differ.
     """
     saved = checkpoint.read_state(directory, mmap=True)["data"]
+    if saved.get("base") != data.get("base"):
+        raise UserError(
+            f"the weights of --init-from are not those that {directory} was trained beside. Name their folder with --init-from."
+        )
     for split in ("train", "val"):
         then, now = saved[split], data[split]
         differ = [b[0] for a, b in zip(then, now, strict=False) if a[:2] != b[:2] or (a[2] and b[2] and a[2] != b[2])]

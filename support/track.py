@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import uuid
 from dataclasses import asdict
@@ -57,11 +58,27 @@ class Tracker:
                 print(f"warning: {board.name} ends here ({error}). Training goes on.", file=sys.stderr, flush=True)
 
 
+def check_boards(config: Any) -> None:
+    """Refuses what is not installed, before an earlier run is replaced.
+
+    Raises:
+        UserError: a package is missing.
+    """
+    for wanted, name, module in (
+        (config.tensorboard, "tensorboard", "torch.utils.tensorboard"),
+        (config.wandb, "wandb", "wandb"),
+    ):
+        try:
+            _ = wanted and importlib.import_module(module)
+        except ImportError as error:
+            raise UserError(f"--{name} needs its package. Run pip install {name}.") from error
+
+
 def boards(config: Any, first_step: int) -> list[Any]:
     """What `--tensorboard` and `--wandb` ask for, going on with the curves of an earlier run from `first_step`.
 
     Raises:
-        UserError: one of them is not installed, or cannot begin.
+        UserError: one of them cannot begin.
     """
     made: list[Any] = [TensorBoard(config, first_step)] if config.tensorboard else []
     return made + ([WandB(config, first_step)] if config.wandb else [])
@@ -71,10 +88,8 @@ class TensorBoard:
     name = "--tensorboard"
 
     def __init__(self, config: Any, first_step: int):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise UserError("--tensorboard needs its package. Run pip install tensorboard.") from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self._config, folder = config, Path(config.out) / "tensorboard"
         if first_step == 0:
             for events in folder.glob("events.out.tfevents.*"):  # of a run that this one replaces
@@ -104,10 +119,8 @@ class WandB:
     name = "--wandb"
 
     def __init__(self, config: Any, first_step: int):
-        try:
-            import wandb
-        except ImportError as error:
-            raise UserError("--wandb needs its package. Run pip install wandb.") from error
+        import wandb
+
         file = Path(config.out) / "wandb_id.txt"
         known = file.read_text().strip() if first_step and file.exists() else uuid.uuid4().hex[:12]
         file.write_text(known + "\n")
@@ -115,7 +128,8 @@ class WandB:
         try:
             self._run = wandb.init(config=asdict(config), allow_val_change=True, **options)
         except Exception as error:  # its own errors, and those of the network
-            raise UserError(f"--wandb cannot begin: {error}. Run wandb login, or set WANDB_MODE=offline.") from error
+            reason = str(error).rstrip(". ")
+            raise UserError(f"--wandb cannot begin: {reason}. Run wandb login, or set WANDB_MODE=offline.") from error
         self._table = wandb.Table
         self._run.define_metric("*", step_metric="step")  # ours: a resumed run may make steps again
 

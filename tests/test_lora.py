@@ -48,6 +48,7 @@ def test_the_adapter_is_small_and_names_its_base(tuned, base):
     out, _ = tuned
     directory = out / "model_00012"
     names = {path.name for path in directory.iterdir()}
+    assert len({path.stat().st_mode for path in directory.iterdir()}) == 1  # who may read one may read all
     assert {"adapter_config.json", "adapter_model.safetensors", "trainer.pt", "checkpoint.json"} < names
     assert "model.safetensors" not in names and "config.json" not in names
     config = json.loads((directory / "adapter_config.json").read_text())
@@ -127,16 +128,50 @@ def test_a_resumed_run_is_the_uninterrupted_run(base, byte_shards, tmp_path, wor
     assert weights[0] == weights[1]
 
 
+def test_what_a_resumed_run_may_change(base, byte_shards, tmp_path):
+    """The place of its base, and --merge, but neither the base nor the context."""
+    data, first, run = ("--data", str(byte_shards)), tmp_path / "first", tmp_path / "run"
+    shutil.copytree(base, first)
+    train(flags_for(byte_shards, first, run, "--max-steps", 4), ONE_PROCESS)
+    resume = ["--resume", "--out", str(run), *data]
+    assert configure([*resume, "--lora-rank", "4", "--lora-alpha", "8"])[0].lora_rank == 4
+    for change in (["--lora-rank", "5"], ["--block-size", "8"]):
+        with pytest.raises(UserError, match=f"^{change[0]} is {change[1]}, but the run in .* has .*. Leave it out.$"):
+            configure([*resume, *change])
+    moved = first.rename(tmp_path / "moved")
+    other = [*resume, "--init-from", str(tmp_path / "other"), "--max-steps", "6"]
+    train(configure([*TINY_FLAGS, *data, "--out", str(tmp_path / "new"), "--max-steps", "1"])[0], ONE_PROCESS)
+    (tmp_path / "new" / "model_00001").rename(tmp_path / "other")
+    with pytest.raises(UserError, match="the weights of --init-from are not those"):
+        train(*[(config, ONE_PROCESS, at) for config, at in [configure(other)]][0])
+    config, at = configure([*resume, "--init-from", str(moved), "--merge"])
+    trained = train(config, ONE_PROCESS, at).raw_model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            GPT.from_pretrained(run / "merged")(TOKENS)[0], trained(TOKENS)[0], rtol=1e-4, atol=1e-4
+        )
+
+
+def test_a_merged_model_has_the_context_that_was_trained(base, byte_shards, tmp_path):
+    train(flags_for(byte_shards, base, tmp_path, "--block-size", 8, "--merge", "--max-steps", 2), ONE_PROCESS)
+    assert GPT.from_pretrained(tmp_path / "merged").config.block_size == 8
+
+
+def test_a_rank_beyond_the_model_is_refused(base, byte_shards, tmp_path):
+    with pytest.raises(UserError, match="--lora-rank 33 is more than the model's 32 channels. Lower it."):
+        train(flags_for(byte_shards, base, tmp_path, "--lora-rank", 33), ONE_PROCESS)
+
+
 @pytest.mark.parametrize(
     "flags, problem",
     [
         (["--lora-rank", "8"], "--lora-rank has no weights to stand beside. Name some with --init-from."),
         (["--merge"], "--merge is for LoRA. Give --lora-rank as well, or leave it out."),
+        (["--lora-alpha", "32"], "--lora-alpha is for LoRA. Give --lora-rank as well, or leave it out."),
+        (["--init-from", "gpt2", "--out", "gpt2"], "--out is gpt2, as --init-from. Name another --out."),
         (["--init-from", "gpt2", "--lora-rank", "0"], "--lora-rank is 0. It must be 1 or more."),
         (["--init-from", "gpt2", "--lora-rank", "8", "--recipe", "fast"],
-         "Muon is not for the small matrices of LoRA. Use --optimizer adamw."),
-        (["--init-from", "gpt2", "--lora-rank", "8", "--merge", "--checkpoint-every", "0"],
-         "--merge takes the last checkpoint, and --checkpoint-every 0 saves none. Leave out one of them."),
+         "Muon is not for the small matrices of LoRA. Use --optimizer adamw, and --recipe gpt2."),
     ],
 )  # fmt: skip
 def test_bad_flags(flags, problem):
@@ -163,13 +198,16 @@ def test_half_a_product_is_no_adapter(tuned, tmp_path):
         ({"use_rslora": True}, "use_rslora is True; only False is read here."),
         ({"base_model_name_or_path": "no-such-model"}, "no model 'no-such-model'"),
         ({"r": 0}, "is not the configuration of an adapter"),
+        ({"base_model_name_or_path": None}, "is not the configuration of an adapter"),
+        ({"base_model_name_or_path": "adapter"}, "names itself as the model that it belongs to"),
         ({"r": None}, "is not the configuration of an adapter"),
     ],
 )
-def test_an_adapter_that_is_not_read_is_named(tuned, tmp_path, change, message):
+def test_an_adapter_that_is_not_read_is_named(tuned, tmp_path, monkeypatch, change, message):
     directory = tmp_path / "adapter"
     shutil.copytree(tuned[0] / "model_00012", directory)
     (directory / "checkpoint.json").unlink()
+    monkeypatch.chdir(tmp_path)
     config = json.loads((directory / "adapter_config.json").read_text()) | change
     (directory / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
