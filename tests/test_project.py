@@ -8,6 +8,7 @@ import pytest
 from conftest import ROOT, losses, run_script
 
 import train_gpt2
+from support.cli import flag_name
 
 
 @pytest.fixture(scope="module")
@@ -110,36 +111,12 @@ def test_the_readme_is_true():
     readme = (ROOT / "README.md").read_text()
     [test_command] = re.findall(r"^(pip install -r tests/requirements\.txt && python -m pytest)\s+#", readme, re.M)
     assert test_command in (ROOT / ".ci" / "run").read_text().replace("-q ", "")
-    known = {f"--{field.replace('_', '-')}" for field in train_gpt2.TrainConfig.__dataclass_fields__}
-    known |= {
-        "--no-compile",
-        "--no-tf32",
-        "--no-bias",
-        "--logdir",
-        "--standalone",
-        "--nproc_per_node",
-        "--nnodes",
-        "--rdzv-backend",
-        "--rdzv-endpoint",
-        "--check",
-        "--max-restarts",
-    }
-    known |= {"--prompt", "--input", "--output", "--help", "--dataset", "--tokenizer", "--val-fraction", "--text-field"}
-    known |= {
-        "--megabytes",
-        "--shard-size",
-        "--skip-plain",
-        "--name",
-        "--document-separator",
-        "--shards-from",
-        "--keep-downloads",
-        "--engine",
-        "--workers",
-        "--style",
-        "--split",
-        "--limit",
-        "--json",
-    }
+    known = {flag_name(name) for name in train_gpt2.TrainConfig.__dataclass_fields__}
+    known |= {"--no-compile", "--no-tf32", "--no-bias", "--help"}
+    for script in [*ROOT.glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]:
+        known |= set(re.findall(r"""add(?:_argument)?\(\s*(?:"-\w", )?"(--[a-z-]+)""", script.read_text()))
+    known |= {"--nnodes", "--nproc_per_node", "--standalone", "--rdzv-backend", "--rdzv-endpoint", "--max-restarts"}
+    known |= {"--logdir"}  # TensorBoard's
     assert set(re.findall(r"--[a-z][a-z0-9_-]+", readme)) <= known
     for file in re.findall(r"^\| `([\w./]+)`", readme, re.M):
         if "." in file or file.endswith("/"):
