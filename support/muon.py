@@ -97,7 +97,9 @@ class Muon(torch.optim.AdamW):
         directions, scale = orthogonalize(mine), SCALE * math.sqrt(mine.size(2) / mine.size(1))
         if world > 1:
             directions, own = directions.new_empty(share * world, *directions.shape[1:]), directions
-            distributed.all_gather_into_tensor(directions, own)
+            # of one name before torch 2.13, of another since
+            gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+            gather(directions, own)
         for (weight, _, _), direction in zip(matrices, directions, strict=False):
             direction = direction if direction.shape == weight.shape else direction.mT
             weight.mul_(1.0 - group["lr"] * group["weight_decay"] * made)
