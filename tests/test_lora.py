@@ -142,8 +142,9 @@ def test_what_a_resumed_run_may_change(base, byte_shards, tmp_path):
     other = [*resume, "--init-from", str(tmp_path / "other"), "--max-steps", "6"]
     train(configure([*TINY_FLAGS, *data, "--out", str(tmp_path / "new"), "--max-steps", "1"])[0], ONE_PROCESS)
     (tmp_path / "new" / "model_00001").rename(tmp_path / "other")
+    config, at = configure(other)
     with pytest.raises(UserError, match="the weights of --init-from are not those"):
-        train(*[(config, ONE_PROCESS, at) for config, at in [configure(other)]][0])
+        train(config, ONE_PROCESS, at)
     config, at = configure([*resume, "--init-from", str(moved), "--merge"])
     trained = train(config, ONE_PROCESS, at).raw_model.eval()
     with torch.no_grad():

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ONE_PROCESS, losses, run_script
 
+from support import presets
 from support.cli import UserError
+from support.presets import make_shards
 from train_gpt2 import GPT, GPTConfig, configure, train
 
 TEXT = "".join(f"{a} and {b} are {a + b}.\n" for a in range(40) for b in range(60))
@@ -131,6 +136,30 @@ def test_a_tenth_is_held_out_of_a_few_files_and_no_log_is_text(tmp_path, monkeyp
         sizes = {s["split"]: s["tokens"] for s in json.loads(Path(out, "data/manifest.json").read_text())["shards"]}
         assert sum(sizes.values()) == 2 * (len(TEXT) + 1)
         assert sizes["val"] == round(0.2 * (len(TEXT) + 1))
+
+
+def test_one_process_of_all_nodes_makes_the_shards(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    flags = ["--text", str(tmp_path / "text.txt"), "--tokenizer", "bytes", "--out", str(tmp_path / "run"), *SMALL]
+    config, _ = configure(flags)
+    other_node = threading.Thread(target=make_shards, args=(config, 1, False), daemon=True)
+    other_node.start()
+    other_node.join(2)
+    assert other_node.is_alive() and not (tmp_path / "run").exists()
+    make_shards(config, 0, False)
+    other_node.join(60)
+    assert not other_node.is_alive()
+
+
+def test_sigterm_ends_the_tokenising_too():
+    endless = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(1000)"
+    with pytest.raises(SystemExit) as exit:
+        presets._returncode([sys.executable, "-c", endless])
+    assert exit.value.code == 143
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    assert not children.exists() or "sleep(1000)" not in "".join(
+        Path(f"/proc/{child}/cmdline").read_text() for child in children.read_text().split()
+    )
 
 
 def test_a_folder_is_all_the_text_in_it_and_other_text_is_refused(tmp_path, capfd):

@@ -159,8 +159,10 @@ def test_curves_that_cannot_be_written_end_and_the_run_does_not(byte_shards, tmp
 @pytest.mark.parametrize("name, module", [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
 def test_a_package_that_is_not_installed_is_named(byte_shards, tmp_path, monkeypatch, name, module):
     monkeypatch.setitem(sys.modules, module, None)
+    (tmp_path / "log.txt").write_text("0 train 5.0\n")  # of an earlier run, which stays
     with pytest.raises(UserError, match=f"^--{name} needs its package. Run pip install {name}.$"):
-        train(config_of("--data", byte_shards, "--out", tmp_path / "run", f"--{name}"), ONE_PROCESS)
+        train(config_of("--data", byte_shards, "--out", tmp_path, "--resume", "auto", f"--{name}"), ONE_PROCESS)
+    assert (tmp_path / "log.txt").exists()
 
 
 def test_wandb_that_cannot_begin_is_one_line(byte_shards, tmp_path, monkeypatch):
