@@ -93,7 +93,7 @@ def _docstrings(path: Path) -> list[str]:
 def file_source(patterns: list[str], text_field: str, separator: str | None = None) -> Corpus:
     """Local files in the order given: a .txt is one document, a line of .jsonl or a row of .parquet is one each.
 
-    Of a folder all such files that are anywhere in it, but in those of runs.
+    Of a folder, all such files anywhere in it, but for the folders of runs.
 
     Raises:
         UserError: a pattern matches nothing, or something that is no text.
@@ -207,17 +207,18 @@ def slots_held_out(cut: int, total: int, shard_size: int) -> Iterator[Slot]:
 def held_out_from(parts: Sequence[np.ndarray], eot: int, fraction: float, whole: bool = True) -> int:
     """The token from which the last `fraction` of a corpus is held out: where a document starts, nearest to it.
 
-    A corpus of one document is cut inside its text, and any if documents need not stay `whole`.
+    A corpus of one document is cut inside its text. So is one whose documents need not stay `whole`, where none starts near.
     """
     total = sum(map(len, parts))
     ideal = total - max(1, round(fraction * total))
     nearest, before = [], 0
-    for part in parts if whole else ():
+    for part in parts:
         starts = before + np.flatnonzero(part == eot)
         starts = starts[starts > 0]
         nearest += [int(starts[np.abs(starts - ideal).argmin()])] if len(starts) else []
         before += len(part)
-    return min(nearest, key=lambda start: abs(start - ideal), default=max(1, ideal))
+    cut = min(nearest, key=lambda start: abs(start - ideal), default=max(1, ideal))
+    return cut if whole or abs(cut - ideal) <= 0.1 * (total - ideal) else max(1, ideal)
 
 
 class Progress:
@@ -371,7 +372,7 @@ def make_shards(
     """Writes the shards of a corpus and their manifest into the folder `output`; returns the manifest.
 
     Shard 0 is validation; with `val_fraction`, or where the corpus is no more than one shard, the last documents are,
-    and with `split_documents` exactly that share.
+    with `split_documents` also a part of one where none starts near.
     What an earlier call with the same arguments has finished is kept. The bytes depend neither on `engine`, "gigatoken"
     or "tiktoken" (default: the first one that is installed), nor on `workers`.
 
@@ -709,7 +710,7 @@ def add_shard_flags(parser: Parser) -> None:
         "--max-tokens", type=count, metavar="N", help="stop after so many tokens, such as 1e9 (default: all)"
     )
     shape.add_argument("--val-fraction", type=float, metavar="F", help="hold out this share for validation (default: shard 0; a tenth of less than a shard)")  # fmt: skip
-    shape.add_argument("--split-documents", action="store_true", help="hold out that share exactly, cutting a document where none ends there")  # fmt: skip
+    shape.add_argument("--split-documents", action="store_true", help="cut inside a document where none ends near that share")  # fmt: skip
     work = parser.add_argument_group("work; the bytes do not depend on it")
     work.add_argument(
         "--workers", type=int, default=cores(), metavar="N", help="processes that tokenise (default: one per core)"

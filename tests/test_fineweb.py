@@ -939,3 +939,6 @@ def test_documents_are_cut_where_that_is_asked_for(tmp_path, capsys):
     fineweb.make_shards(source_of(texts), tmp_path / "cut", tokenizer="bytes", split_documents=True)
     assert [(s, len(t)) for s, _, t in contents(tmp_path / "cut")] == [("val", 10), ("train", 90)]
     assert "note" not in capsys.readouterr().out
+    texts = ["a" * 59, "b" * 29, "c" * 10]  # but not for one token in ten
+    fineweb.make_shards(source_of(texts), tmp_path / "near", tokenizer="bytes", split_documents=True)
+    assert [(s, len(t)) for s, _, t in contents(tmp_path / "near")] == [("val", 11), ("train", 90)]
