@@ -1,13 +1,17 @@
-"""Scores a GPT-2 on HellaSwag: which of four endings of a short text does the model find likeliest?
+"""Scores a GPT-2 on HellaSwag: which of four endings of a short text does the model find most likely?
 
     python hellaswag.py -m gpt2                          # a model of the Hugging Face hub
     python hellaswag.py -m log/model_19073 -d cuda       # a checkpoint
-    python hellaswag.py -m gpt2 --style harness          # the figures of lm-evaluation-harness
+    python hellaswag.py -m gpt2 --style harness          # the same scores as lm-evaluation-harness
 
-Style "tokens": the context and, encoded apart from it, a space and the ending. `acc` takes the ending of the lowest
-summed loss, `acc_norm` that of the lowest mean loss per token. Style "harness", EleutherAI's task `hellaswag`, 0-shot:
-the texts cleaned, the name of the activity before them, context and ending encoded in one, and `acc_norm` takes the
-lowest loss per character of the ending. Data: Zellers et al., arXiv:1905.07830.
+The loss of an ending is the cross-entropy of its tokens, given the context. `acc` predicts the ending with the lowest
+summed loss, `acc_norm` the one with the lowest loss after normalising by length. There are two styles:
+
+    tokens    the context is encoded, and separately a space and the ending; `acc_norm` divides by the ending's tokens
+    harness   EleutherAI's task `hellaswag`, 0-shot: the texts are cleaned, the context begins with the activity,
+              context and ending are encoded together; `acc_norm` divides by the ending's characters
+
+Data: Zellers et al., arXiv:1905.07830.
 """
 
 from __future__ import annotations
@@ -20,32 +24,37 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
-from support import devices, huggingface, output
-from support.cli import Parser, UserError, add_device_flag, run
-from support.download import download as download_file
-from support.tokenizer import Tokenizer, get_tokenizer, name_for_vocab_size
+from support import files
+from support.checkpoints import huggingface
+from support.cli import Parser, UserError, add_device_flag, run_cli
+from support.data.download import download as download_file
+from support.data.tokenizer import Tokenizer, get_tokenizer, name_for_vocab_size
+from support.runtime import devices
+
+if TYPE_CHECKING:
+    from transformers import GPT2LMHeadModel
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_{split}.jsonl"
-GIT_BLOBS = {
+GIT_BLOBS = {  # the SHA-1 by which git names each file's content
     "val": "0f5ee25d72216f12317d5d8a7b92deafa423d81e",
     "train": "1997e15fe638ef2aeec6993471159295cd75aab7",
     "test": "7a4b590ea240595f468bfbc7f2c744e5eef72da5",
 }
-FOLDER = "hellaswag_data"
-STYLES = {"tokens": ("ctx",), "harness": ("activity_label", "ctx_a", "ctx_b")}  # and what each reads of an item
-VAL_ITEMS = 10042
-BEGINNING = '{"model": '  # of a file of scores
-PUBLISHED = {  # acc and acc_norm on all validation items; None where nobody has told
+DATA_FOLDER = "hellaswag_data"
+NUM_VAL_ITEMS = 10042
+STYLE_FIELDS = {"tokens": ("ctx",), "harness": ("activity_label", "ctx_a", "ctx_b")}  # what each style reads of an item
+PUBLISHED_SCORES: dict[
+    str, dict[str, tuple[float | None, float | None]]
+] = {  # (acc, acc_norm) on all validation items; None where no figure was published
     "tokens": {
         "OpenAI GPT-2 124M": (0.2859, 0.2955),
         "OpenAI GPT-2 350M": (None, 0.3752),
@@ -59,12 +68,12 @@ PUBLISHED = {  # acc and acc_norm on all validation items; None where nobody has
 }
 
 # -----------------------------------------------------------------------------
-# The items
+# Items
 
 
 @dataclass(frozen=True)
 class Item:
-    """A context, its four endings, and the index of the right one, which test items keep to themselves."""
+    """A context, four endings, and the index of the right one. Items of the test split have no label."""
 
     endings: list[str]
     label: int | None
@@ -74,30 +83,24 @@ class Item:
     ctx_b: str = ""
 
 
-@dataclass(frozen=True)
-class Example:
-    """An item in tokens."""
-
-    context: list[int]
-    completions: list[list[int]]
-    label: int | None
-    lengths: list[int] | None = None  # by which `acc_norm` divides the losses; None: the tokens of each completion
-
-
 def download(split: str = "val") -> Path:
-    """The items of a split, fetched once and checked."""
-    path = Path(FOLDER) / f"hellaswag_{split}.jsonl"
+    """Downloads a split, unless it is already there, and checks its content.
+
+    Raises:
+        UserError: the download failed.
+    """
+    path = Path(DATA_FOLDER) / f"hellaswag_{split}.jsonl"
     try:
         return download_file(URL.format(split=split), path, git_blob=GIT_BLOBS[split])
     except UserError as error:
         raise UserError(f"{error} Or copy the file from another machine to {path}.", this_rank_only=True) from error
 
 
-def load(path: str | os.PathLike, limit: int | None = None, style: str = "tokens") -> list[Item]:
-    """The first `limit` items, or all, of a .jsonl file. All of them have labels, or none.
+def load(path: str | os.PathLike[str], limit: int | None = None, style: str = "tokens") -> list[Item]:
+    """Reads the first `limit` items of a .jsonl file, or all of them. Either all have a label or none has.
 
     Raises:
-        UserError: the file cannot be read, has no items, or a line is none that the style can read; the line is named.
+        UserError: the file cannot be read, has no items, or has a bad line; the message gives its number.
     """
     items: list[Item] = []
     try:
@@ -106,65 +109,95 @@ def load(path: str | os.PathLike, limit: int | None = None, style: str = "tokens
                 if limit is not None and len(items) == limit:
                     break
                 if line.strip():
-                    items.append(_item(line, f"{path}, line {number}", style))
+                    items.append(_parse_item(line, f"{path}, line {number}", style))
                     if (items[-1].label is None) != (items[0].label is None):
-                        raise UserError(f"{path}: line {number} or those before it lack a label. Give all or none.")
+                        raise UserError(
+                            f"{path}: either line {number} or the lines before it have no label. "
+                            "Give all items a label, or none."
+                        )
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"cannot read HellaSwag items from {path} ({getattr(error, 'strerror', None) or error}). Name another file."
-        ) from error
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read HellaSwag items from {path} ({reason}). Name another file.") from error
     if not items:
         raise UserError(f"there are no HellaSwag items in {path}. Name another file.")
     return items
 
 
-def _item(line: str, place: str, style: str) -> Item:
+def _parse_item(line: str, location: str, style: str) -> Item:
+    advice = "Is this HellaSwag's .jsonl file?"
     try:
         record = json.loads(line)
-        texts, endings, label = {name: record[name] for name in STYLES[style]}, record["endings"], record.get("label")
-    except KeyError as error:
-        raise UserError(f"{place} is not a HellaSwag item: it lacks {error}. Is this HellaSwag's .jsonl?") from error
-    except TypeError as error:
-        raise UserError(f"{place} is not a HellaSwag item. Is this HellaSwag's .jsonl?") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{place} is not JSON ({error}). Is this HellaSwag's .jsonl?") from error
-    if isinstance(label, str):  # as the data set of the Hugging Face hub has it
-        label = int(label) if label in {"0", "1", "2", "3"} else None if label == "" else -1
-    four = isinstance(endings, list) and len(endings) == 4
-    all_texts = four and all(isinstance(text, str) for text in (*endings, *texts.values()))
-    if not all_texts or (label is not None and (type(label) is not int or not 0 <= label < 4)):
-        raise UserError(f"{place} is not a HellaSwag item: it needs texts, 4 endings and a label from 0 to 3.")
+        raise UserError(f"{location} is not JSON ({error}). {advice}") from error
+    if not isinstance(record, dict):
+        raise UserError(f"{location} is not a HellaSwag item. {advice}")
+    for field in (*STYLE_FIELDS[style], "endings"):
+        if field not in record:
+            raise UserError(f"{location} is not a HellaSwag item: {field!r} is missing. {advice}")
+    texts = {field: record[field] for field in STYLE_FIELDS[style]}
+    endings, label = record["endings"], record.get("label")
+    if label == "":  # on the Hugging Face hub, labels are strings, and empty in the test split
+        label = None
+    elif label in ("0", "1", "2", "3"):
+        label = int(label)
+    valid = isinstance(endings, list) and len(endings) == 4
+    valid = valid and all(isinstance(text, str) for text in (*endings, *texts.values()))
+    valid = valid and (label is None or (type(label) is int and 0 <= label < 4))  # isinstance would accept True
+    if not valid:
+        raise UserError(
+            f"{location} is not a HellaSwag item: it needs texts, 4 endings and a label from 0 to 3. {advice}"
+        )
     return Item(endings, label, **texts)
 
 
+# -----------------------------------------------------------------------------
+# Tokens
+
+
+@dataclass(frozen=True)
+class Example:
+    """An item in tokens: one context and four completions, which are the endings."""
+
+    context: list[int]
+    completions: list[list[int]]
+    label: int | None
+    char_lengths: list[int] | None = None  # of the endings, for `acc_norm`; None: divide by each completion's tokens
+
+    def row_lengths(self) -> list[int]:
+        """Tokens the model reads to score each completion: its last token is only predicted, not read."""
+        return [len(self.context) + len(completion) - 1 for completion in self.completions]
+
+
 def render(item: Item, tokenizer: Tokenizer, style: str = "tokens") -> Example:
-    """The tokens of an item, see the top of this file."""
+    """Encodes an item in one of the styles that are described at the top of this file."""
     encode = tokenizer.encode
     if style == "tokens":
         completions = [encode(" " + ending) for ending in item.endings]
         return Example(encode(item.ctx) or [tokenizer.eot], completions, item.label)
     text = _clean(f"{item.activity_label}: {item.ctx_a} {item.ctx_b.capitalize()}")
     endings = [_clean(ending) for ending in item.endings]
-    context = encode(text.rstrip())  # blanks at its end go to the endings, where GPT-2's tokens have them
+    context = encode(text.rstrip())  # spaces at its end belong to the completions: GPT-2's tokens begin with a space
     completions = [encode(f"{text} {ending}")[len(context) :] for ending in endings]
     return Example(context or [tokenizer.eot], completions, item.label, [len(ending) for ending in endings])
 
 
 def _clean(text: str) -> str:
-    """Without the marks of wikiHow, in the harness's order of steps (lm_eval/tasks/hellaswag/utils.py)."""
+    """Removes wikiHow's markup as the harness does, in the same order (lm_eval/tasks/hellaswag/utils.py)."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
 def examples(
     path: str | None, tokenizer: Tokenizer, notice: Callable[[str], None], limit: int | None = None
 ) -> list[Example]:
-    """The items of a file, or of the download, for scoring in training. None, and a notice, if they cannot be had.
+    """The examples that a training run scores: of a file, or of the downloaded validation split if `path` is None.
+
+    Returns an empty list, and calls `notice` with the reason, if the tokenizer is not GPT-2's or the download failed.
 
     Raises:
-        UserError: the file that was asked for is not one of HellaSwag items with labels.
+        UserError: `path` is not a file of HellaSwag items with labels.
     """
     if tokenizer.name != "gpt2":
-        notice(f"HellaSwag is off: its scores are defined on GPT-2 tokens, and these are {tokenizer.name}.")
+        notice(f"HellaSwag is off: its scores are defined on GPT-2 tokens, and the tokenizer is {tokenizer.name!r}.")
         return []
     try:
         items = load(download() if path is None else path, limit)
@@ -174,198 +207,335 @@ def examples(
         notice(f"HellaSwag is off: {error}")
         return []
     if items[0].label is None:
-        raise UserError(f"the items in {path} have no labels, so there is nothing to score. Name others.")
+        raise UserError(f"the items in {path} have no labels, so there is nothing to score. Name another file.")
     return [render(item, tokenizer) for item in items]
+
+
+def examples_for_rank(examples: Sequence[Example], rank: int, world_size: int, block_size: int) -> list[Example]:
+    """The examples that this rank scores: every world_size-th in order of cost, so that all ranks do similar work."""
+
+    def cost(example: Example) -> int:
+        return sum(min(block_size, length) for length in example.row_lengths())
+
+    return sorted(examples, key=cost, reverse=True)[rank::world_size]
 
 
 # -----------------------------------------------------------------------------
 # Scoring
+#
+# In shapes, B is rows, T tokens of a row, C channels, V the vocabulary size, N completion tokens of a batch.
+
+TOKENS_PER_BATCH = {"cuda": 32768, "mps": 8192, "cpu": 768}  # enough to fill a GPU; few enough for a CPU's caches
+MAX_LOGIT_ROWS = 768  # rows of logits that exist at a time: 768 * 50,257 * 4 bytes = 154 MB
 
 
 @dataclass(frozen=True)
-class Model:
-    """What scoring asks of a model. B is rows, T tokens, C channels, V the vocabulary."""
+class ScoringModel:
+    """The parts of a model that scoring needs."""
 
-    hidden: Callable[..., torch.Tensor]  # (B, T) token ids to (B, T, C); if `masked`, see there
-    head: Callable[[torch.Tensor], torch.Tensor]  # (N, C) to next-token logits (N, V)
+    hidden: Callable[..., torch.Tensor]  # token ids (B, T) -> hidden states after the last LayerNorm (B, T, C)
+    head: Callable[[torch.Tensor], torch.Tensor]  # hidden states (N, C) -> next-token logits (N, V)
     block_size: int
     device: torch.device
-    masked: bool = False  # hidden takes positions (B, T) and a mask (B, 1, T, T) of who looks at whom, too
+    masked: bool = False  # `hidden` also accepts position ids (B, T) and a boolean attention mask (B, 1, T, T)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A context, and one or more completions that are scored after it. None of these sees another."""
+    """A context and one or more completions, none of which attends to another."""
 
     context: list[int]
     completions: list[Sequence[int]]
-    places: list[list[int]]  # where the losses of each go: 4 * example + ending, more than one for equal endings
+    # For each completion, where its loss goes in the flattened (examples, 4) losses: several places for equal endings.
+    loss_indices: list[list[int]]
 
     @property
     def length(self) -> int:
-        """Tokens that the model reads: all but the last of each completion, after which nothing comes."""
+        """Tokens the model reads: all but the last of each completion."""
         return len(self.context) + sum(len(completion) - 1 for completion in self.completions)
-
-
-BATCH_TOKENS = {"cuda": 32768, "mps": 8192, "cpu": 768}  # a GPU has enough to do, a CPU keeps it in its caches
-LOGIT_ROWS = 768  # that exist at a time: 154 MB in fp32
-
-
-def rows_of(example: Example, n: int, block_size: int, shared: bool) -> list[Row]:
-    """Example number n as one row, if the context is to be `shared` and all fits into a block, else as four.
-
-    A row that is too long loses its beginning, so that block_size tokens are read and the last one is only predicted.
-    """
-    places = defaultdict(list)  # equal endings are computed once: a tie, and the first of them wins
-    for i, completion in enumerate(example.completions):
-        places[tuple(completion)].append(4 * n + i)
-    whole = Row(example.context, list(places), list(places.values()))
-    if shared and whole.length <= block_size:
-        return [whole]
-    rows = []
-    for completion, at in places.items():
-        tokens = [*example.context, *completion][-block_size - 1 :]
-        cut = max(1, len(tokens) - len(completion))
-        rows.append(Row(tokens[:cut], [tokens[cut:]], [at]))
-    return rows
 
 
 @torch.no_grad()
 def completion_losses(
-    model: Model,
+    model: ScoringModel,
     examples: Sequence[Example],
-    budget: int | None = None,
-    watch: Callable[[Iterable[Row]], Iterable[Row]] = iter,
+    token_budget: int | None = None,
+    progress: Callable[[list[Row]], Iterable[Row]] = iter,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Cross-entropy of each completion after its context, in nats: summed, and as `acc_norm` compares it.
+    """Cross-entropy of each completion given its context, in nats.
 
-    The rows go through the model in batches of similar lengths. A batch that does not fit into memory is halved.
+    Rows of similar length are batched. A batch that does not fit into memory is halved.
 
     Args:
-        budget: tokens of a batch, padding included; a single row may have more. None: what suits the device.
-        watch: gets the rows, longest first, and hands them on: a place for a progress bar, or for an early end.
+        token_budget: maximum tokens of a batch, including padding; a batch of one row may have more. None: a default
+            for the device.
+        progress: gets the rows, longest first, and yields them: for a progress bar, or to stop early. The losses of
+            rows that it does not yield are 0.
 
     Returns:
-        Two float64 arrays (examples, 4).
+        Two float64 arrays (examples, 4): summed losses, which `acc` compares, and normalised ones, for `acc_norm`.
+
+    Raises:
+        UserError: a single row does not fit into memory.
     """
-    rows = [row for n, example in enumerate(examples) for row in rows_of(example, n, model.block_size, model.masked)]
+    rows = [row for i, example in enumerate(examples) for row in make_rows(example, i, model.block_size, model.masked)]
     rows.sort(key=lambda row: -row.length)
-    budget = budget or BATCH_TOKENS[model.device.type]
-    found: list[tuple[list[Row], torch.Tensor]] = []  # batches and their losses, which are waited for at the end
+    token_budget = token_budget or TOKENS_PER_BATCH[model.device.type]
+    scored: list[tuple[list[Row], torch.Tensor]] = []  # losses stay on the device until the end: a copy would wait
 
-    stream, done = iter(watch(rows)), 0
-    while done < len(rows):
-        batch = list(islice(stream, max(1, budget // rows[done].length)))
-        if not batch:  # an early end
+    remaining, num_done = iter(progress(rows)), 0
+    while num_done < len(rows):
+        batch = list(islice(remaining, max(1, token_budget // rows[num_done].length)))
+        if not batch:  # `progress` stopped early
             break
-        try:
-            found.append((batch, _batch_losses(model, batch)))
-            done += len(batch)
+        losses = _batch_losses_or_none(model, batch)
+        if losses is not None:
+            scored.append((batch, losses))
+            num_done += len(batch)
             continue
-        except RuntimeError as error:
-            if not devices.is_out_of_memory(error):
-                raise
         if len(batch) == 1:
-            place = f"the memory of {model.device}"
-            problem = f"not even one row of {batch[0].length} tokens fits into {place}."
+            problem = f"a row of {batch[0].length} tokens does not fit into the memory of {model.device}."
             raise UserError(f"{problem} Free some of it, or use another --device.", this_rank_only=True)
-        devices.free_memory(model.device)  # here, where no traceback holds the tensors any more
-        budget = len(batch) // 2 * batch[0].length
-        stream = chain(batch, stream)
-    return _by_example(found, examples)
+        devices.free_memory(model.device)
+        token_budget = len(batch) // 2 * batch[0].length
+        remaining = chain(batch, remaining)
+    return _sum_and_normalise(scored, examples)
 
 
-def _by_example(
-    found: list[tuple[list[Row], torch.Tensor]], examples: Sequence[Example]
-) -> tuple[np.ndarray, np.ndarray]:
-    sums, divisors = np.zeros(4 * len(examples)), np.ones(4 * len(examples))
-    for batch, per_token in found:
-        completions = [(c, places) for row in batch for c, places in zip(row.completions, row.places, strict=True)]
-        starts = np.cumsum([0, *(len(completion) for completion, _ in completions[:-1])])
-        totals = np.add.reduceat(per_token.cpu().numpy().astype(np.float64), starts)
-        for total, (completion, places) in zip(totals, completions, strict=True):
-            sums[places], divisors[places] = total, len(completion)
-    for n, example in enumerate(examples):
-        if example.lengths is not None:
-            divisors[4 * n : 4 * n + 4] = example.lengths
-    normalised = np.divide(sums, divisors, out=np.full_like(sums, np.inf), where=divisors > 0)
-    return sums.reshape(-1, 4), normalised.reshape(-1, 4)  # an ending without characters is never the likeliest
+def make_rows(example: Example, index: int, block_size: int, share_context: bool) -> list[Row]:
+    """One row for all completions, if `share_context` and they fit into a block; else one row per completion.
 
+    A row that is too long loses the beginning of its context.
 
-def _batch_losses(model: Model, batch: list[Row]) -> torch.Tensor:
-    """Cross-entropy of all tokens of all completions in the batch, one after the other.
-
-    Of the completions "falls" and "looks up" of "He", a row holds all tokens but the last ones:
-
-        ids         He  looks
-        positions    0    1
-        parts        0    2
-        predicting  "falls" and "looks" at He, "up" at looks
+    Args:
+        index: the example's index in the losses.
     """
-    B, T = len(batch), max(row.length for row in batch)
-    ids, positions = np.zeros((B, T), dtype=np.int64), np.zeros((B, T), dtype=np.int64)
-    parts = np.full((B, T), -1)  # 0 is the context, 1, 2, ... are the completions, -1 is padding
-    predicting: list[int] = []  # where in (B * T) the next token is one of a completion
-    for b, row in enumerate(batch):
-        at = c = len(row.context)
-        ids[b, :c], positions[b, :c], parts[b, :c] = row.context, np.arange(c), 0
-        for k, completion in enumerate(row.completions, start=1):
-            end = at + len(completion) - 1
-            ids[b, at:end], positions[b, at:end], parts[b, at:end] = completion[:-1], np.arange(c, c + end - at), k
-            predicting += [b * T + c - 1, *range(b * T + at, b * T + end)]
-            at = end
-    targets = [token for row in batch for completion in row.completions for token in completion]
+    # Equal endings are scored once, so that rounding cannot make their losses differ: they tie, and the first one wins.
+    loss_indices: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for i, completion in enumerate(example.completions):
+        loss_indices[tuple(completion)].append(4 * index + i)
+    shared = Row(example.context, list(loss_indices), list(loss_indices.values()))
+    if share_context and shared.length <= block_size:
+        return [shared]
+    rows = []
+    for unique_completion, indices in loss_indices.items():
+        tokens = [*example.context, *unique_completion][-block_size - 1 :]  # the last token is predicted, not read
+        split = max(1, len(tokens) - len(unique_completion))  # at least one token of context
+        rows.append(Row(tokens[:split], [tokens[split:]], [indices]))
+    return rows
 
-    def sent(values: Any) -> torch.Tensor:
+
+def _batch_losses_or_none(model: ScoringModel, batch: list[Row]) -> torch.Tensor | None:
+    """`_batch_losses`, or None if memory ran out.
+
+    After the return no traceback refers to the tensors, so their memory can be freed.
+    """
+    try:
+        return _batch_losses(model, batch)
+    except RuntimeError as error:
+        if not devices.is_out_of_memory(error):
+            raise
+        return None
+
+
+def _batch_losses(model: ScoringModel, batch: list[Row]) -> torch.Tensor:
+    """Cross-entropy (N,) of all completion tokens of a batch, row by row and completion by completion."""
+
+    def send(values: np.ndarray | list[int]) -> torch.Tensor:
         return devices.send(torch.as_tensor(values), model.device)
 
+    packed = pack(batch)
     if any(len(row.completions) > 1 for row in batch):
-        part, order = sent(parts), sent(np.arange(T))
-        seen = (part[:, :, None] == part[:, None, :]) | (part[:, None, :] == 0)  # (B, T, T): one's own, and the context
-        seen &= order[:, None] >= order  # of these, what came before
-        hidden = model.hidden(sent(ids), sent(positions), seen[:, None])  # (B, T, C)
-    else:
-        hidden = model.hidden(sent(ids))
-    return _token_losses(model, hidden.flatten(0, 1)[sent(predicting)], sent(targets))
+        mask = shared_context_mask(send(packed.segment_ids))
+        hidden = model.hidden(send(packed.ids), send(packed.position_ids), mask)  # (B, T, C)
+    else:  # plain causal attention; padding is at the end, where no token attends to it
+        hidden = model.hidden(send(packed.ids))
+    return _token_losses(model, hidden.flatten(0, 1)[send(packed.predictors)], send(packed.targets))
 
 
-def _token_losses(model: Model, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy (N,) of target ids (N,) after hidden states (N, C)."""
-    with torch.autocast(model.device.type, enabled=False):  # bf16 logits near -35 are 0.25 apart
-        chunks = zip(hidden.float().split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True)
+@dataclass(frozen=True)
+class PackedBatch:
+    """A batch of rows as the model reads it, padded at the end; see `pack`."""
+
+    ids: np.ndarray  # (B, T)
+    position_ids: np.ndarray  # (B, T)
+    segment_ids: np.ndarray  # (B, T): 0 for the context, 1, 2, ... for the completions, -1 for padding
+    predictors: list[int]  # (N,) indices into the flattened (B * T) hidden states that predict a completion token
+    targets: list[int]  # (N,) completion tokens that they predict
+
+
+def pack(batch: list[Row]) -> PackedBatch:
+    """Puts the completions of a row side by side after their context.
+
+    The context "The cat" with the completions "sat down" and "ran up here" becomes
+
+        ids           The   cat        sat    ran   up
+        position_ids   0     1          2      2     3     each completion continues at the context's end
+        segment_ids    0     0          1      2     2
+        targets             sat, ran   down   up    here   what each token predicts
+    """
+    B, T = len(batch), max(row.length for row in batch)
+    ids, position_ids = np.zeros((B, T), dtype=np.int64), np.zeros((B, T), dtype=np.int64)
+    segment_ids = np.full((B, T), -1)
+    predictors: list[int] = []
+    for b, row in enumerate(batch):
+        context_length = start = len(row.context)
+        ids[b, :start], position_ids[b, :start], segment_ids[b, :start] = row.context, np.arange(start), 0
+        for segment, completion in enumerate(row.completions, start=1):
+            end = start + len(completion) - 1
+            ids[b, start:end] = completion[:-1]
+            position_ids[b, start:end] = np.arange(context_length, context_length + end - start)
+            segment_ids[b, start:end] = segment
+            predictors += [b * T + context_length - 1, *range(b * T + start, b * T + end)]
+            start = end
+    targets = [token for row in batch for completion in row.completions for token in completion]
+    return PackedBatch(ids, position_ids, segment_ids, predictors, targets)
+
+
+def shared_context_mask(segment_ids: torch.Tensor) -> torch.Tensor:
+    """Attention mask (B, 1, T, T): a token attends to the context and to its own completion, up to itself.
+
+    For the row in `pack`, with a line for each query and a column for each key:
+
+              The  cat  sat  ran  up
+        The    x
+        cat    x    x
+        sat    x    x    x
+        ran    x    x         x
+        up     x    x         x    x
+
+    Args:
+        segment_ids: (B, T), as in `PackedBatch`.
+    """
+    T = segment_ids.shape[1]
+    queries, keys = segment_ids[:, :, None], segment_ids[:, None, :]
+    causal = torch.ones(T, T, dtype=torch.bool, device=segment_ids.device).tril()
+    mask = ((keys == queries) | (keys == 0)) & causal  # (B, T, T)
+    return mask[:, None]
+
+
+def _token_losses(model: ScoringModel, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy (N,) of target ids (N,), predicted from hidden states (N, C)."""
+    # fp32 even under autocast: near -35, where many logits are, neighbouring bf16 numbers are 0.25 apart
+    with torch.autocast(model.device.type, enabled=False):
+        chunks = zip(hidden.float().split(MAX_LOGIT_ROWS), targets.split(MAX_LOGIT_ROWS), strict=True)
         return torch.cat([F.cross_entropy(model.head(h).float(), t, reduction="none") for h, t in chunks])
 
 
-def correct(losses: np.ndarray, examples: Sequence[Example]) -> int:
-    """How many examples have their lowest loss (examples, 4) at the right ending. With a NaN among them, none has."""
+def _sum_and_normalise(
+    scored: list[tuple[list[Row], torch.Tensor]], examples: Sequence[Example]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Summed and normalised losses (examples, 4) from batches of rows and their token losses (N,)."""
+    sums, lengths = np.zeros(4 * len(examples)), np.ones(4 * len(examples))
+    for batch, token_losses in scored:
+        completions = [pair for row in batch for pair in zip(row.completions, row.loss_indices, strict=True)]
+        starts = np.cumsum([0, *(len(completion) for completion, _ in completions[:-1])])
+        completion_sums = np.add.reduceat(token_losses.cpu().numpy().astype(np.float64), starts)
+        for loss, (completion, indices) in zip(completion_sums, completions, strict=True):
+            sums[indices], lengths[indices] = loss, len(completion)
+    for i, example in enumerate(examples):
+        if example.char_lengths is not None:
+            lengths[4 * i : 4 * i + 4] = example.char_lengths
+    # an ending without characters gets an infinite loss, so that it is never predicted
+    normalised = np.divide(sums, lengths, out=np.full_like(sums, np.inf), where=lengths > 0)
+    return sums.reshape(-1, 4), normalised.reshape(-1, 4)
+
+
+def count_correct(losses: np.ndarray, examples: Sequence[Example]) -> int:
+    """Counts the examples whose label has the lowest of the losses (examples, 4). One with a NaN is not correct."""
     predictions = np.where(np.isnan(losses).any(axis=1), -1, losses.argmin(axis=1))
     return sum(int(prediction) == e.label for prediction, e in zip(predictions, examples, strict=True))
 
 
-def share(examples: Sequence[Example], rank: int, world: int, block_size: int) -> list[Example]:
-    """What this rank scores: every world-th example in order of cost, so that all ranks have about as much to do."""
-
-    def cost(example: Example) -> int:
-        return sum(min(block_size, len(example.context) + len(c) - 1) for c in example.completions)
-
-    return sorted(examples, key=cost, reverse=True)[rank::world]
+def accuracy(correct: float, total: float) -> tuple[float, float]:
+    """The fraction that is correct, and its standard error: that of the mean of `total` samples, NaN for one sample."""
+    p = correct / total
+    return p, math.sqrt(p * (1 - p) / (total - 1)) if total > 1 else math.nan
 
 
 # -----------------------------------------------------------------------------
-# The command line
+# Command line
+
+RESULTS_BEGINNING = '{"model": '  # of a --json file: only a file that begins like this may be overwritten
 
 
-def configure(argv: Sequence[str] | None) -> argparse.Namespace:
+@dataclass(frozen=True)
+class Results:
+    """The scores of a model, and how they were computed. The fields are keys of the --json file."""
+
+    model: str
+    data: str  # file or split
+    items: int
+    style: str
+    dtype: str
+    device: str
+    seconds: float
+    truncated: int  # endings that, with their context, are longer than the block size
+    acc: float  # the scores are NaN if the items have no labels
+    acc_stderr: float
+    acc_norm: float
+    acc_norm_stderr: float
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    device = torch.device(devices.pick_device_type(args.device))
+    dtype = devices.pick_dtype(args.dtype, device)
+    directory = huggingface.find(args.model)
+    items = load(args.data or download(args.split or "val"), args.limit, args.style)
+    if items[0].label is None and not args.json:
+        raise UserError("the items have no labels, so there are no scores. Name a file for the losses with --json.")
+    model, tokenizer = load_model(directory, device)
+    examples = [render(item, tokenizer, args.style) for item in items]
+    start = time.perf_counter()
+    with devices.autocast(device, dtype):
+        sums, normalised = completion_losses(from_huggingface(model), examples, progress=with_progress_bar)
+    seconds = time.perf_counter() - start
+    check_finite(sums, directory, dtype)
+    acc, acc_stderr = score(sums, examples)
+    acc_norm, acc_norm_stderr = score(normalised, examples)
+    results = Results(
+        model=args.model,
+        data=args.data or args.split or "val",
+        items=len(items),
+        style=args.style,
+        dtype=str(dtype).removeprefix("torch."),
+        device=device.type,
+        seconds=round(seconds, 3),
+        truncated=sum(n > model.config.n_positions for example in examples for n in example.row_lengths()),
+        acc=acc,
+        acc_stderr=acc_stderr,
+        acc_norm=acc_norm,
+        acc_norm_stderr=acc_norm_stderr,
+    )
+    try:
+        if args.json:  # before printing, which fails if the reader of the output is gone (`| head`)
+            write_json(Path(args.json), results, sums, normalised, items)
+    finally:  # the scores are printed even if the file cannot be written
+        print(report(results, model.config.n_positions, args.json))
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description="Score a GPT-2 on HellaSwag.")
     add = parser.add_argument
     add("-m", "--model", default="gpt2", help="hub name or checkpoint directory (default: gpt2)")
-    add("--style", default="tokens", choices=tuple(STYLES), help="how texts are put and losses compared; harness is as in lm-evaluation-harness (default: tokens)")  # fmt: skip
+    add(
+        "--style",
+        default="tokens",
+        choices=tuple(STYLE_FIELDS),
+        help="how texts are encoded and losses normalised; harness is as in lm-evaluation-harness (default: tokens)",
+    )
     add_device_flag(parser)
-    add("--dtype", default="fp32", choices=("auto", *devices.DTYPES), help="precision of the matrix products; logits and losses are fp32 in any case (default: fp32)")  # fmt: skip
-    add("--split", choices=tuple(GIT_BLOBS), help="items that are downloaded once; test has no labels (default: val)")
+    add(
+        "--dtype",
+        default="fp32",
+        choices=("auto", *devices.DTYPES),
+        help="precision of matrix products; logits and losses are always fp32 (default: fp32)",
+    )
+    add("--split", choices=tuple(GIT_BLOBS), help="the split to download (once); test has no labels (default: val)")
     add("--data", metavar="FILE", help="a HellaSwag .jsonl file instead of the download")
     add("--limit", type=int, metavar="N", help="score only the first N items (default: all)")
-    add("--json", metavar="FILE", help="write the scores, and losses, predictions and label of each item, to a file")
+    add("--json", metavar="FILE", help="write the scores, and each item's losses, predictions and label, to a file")
     args = parser.parse_args(argv)
     problems = []
     if args.limit is not None and args.limit < 1:
@@ -373,123 +543,115 @@ def configure(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.data and args.split:
         problems.append("--split names a download, and --data a file. Leave out one of them.")
     if args.split == "test" and not args.json:
-        problems.append("test has no labels, so it gives no score. Name a file for the losses with --json.")
+        problems.append("the test split has no labels, so there are no scores. Name a file for the losses with --json.")
     problems += [f"--{name} needs the name of a file." for name in ("data", "json") if getattr(args, name) == ""]
     if problems:
         raise UserError(*problems)
     if args.json:
-        output.check(Path(args.json), "--json", BEGINNING)
+        files.check_output_file(Path(args.json), "--json", RESULTS_BEGINNING)
     return args
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    args = configure(argv)
-    device = torch.device(devices.pick_device_type(args.device))
-    dtype = devices.pick_dtype(args.dtype, device)
-    directory = huggingface.find(args.model)
-    items = load(args.data or download(args.split or "val"), args.limit, args.style)
-    labelled = items[0].label is not None
-    if not labelled and not args.json:
-        raise UserError("the items have no labels, so they give no score. Name a file for the losses with --json.")
-    model, tokenizer = load_model(directory, device)
-    examples = [render(item, tokenizer, args.style) for item in items]
-    longest = model.config.n_positions
-    cut = sum(len(e.context) + len(completion) - 1 > longest for e in examples for completion in e.completions)
-
-    from tqdm import tqdm
-
-    bar = partial(tqdm, desc="HellaSwag", unit=" rows", leave=False, disable=None)
-    started = time.perf_counter()
-    with devices.autocast(device, dtype):
-        sums, normalised = completion_losses(from_huggingface(model), examples, watch=bar)
-    seconds = time.perf_counter() - started
-    if bad := np.count_nonzero(~np.isfinite(sums)):
-        advice = "Use another checkpoint." if dtype == torch.float32 else "Try --dtype fp32."
-        raise UserError(f"{bad:,} of {sums.size:,} losses of {directory} are not finite. {advice}")
-    about = {"model": args.model, "data": args.data or args.split or "val", "items": len(items), "style": args.style}
-    about |= {"dtype": str(dtype).removeprefix("torch."), "device": device.type, "seconds": round(seconds, 3)}
-    about["truncated"] = cut
-    for name, each in (("acc", sums), ("acc_norm", normalised)):
-        scores = accuracy(correct(each, examples), len(items)) if labelled else (math.nan, math.nan)
-        about |= dict(zip((name, f"{name}_stderr"), scores, strict=True))
-    trouble = None
-    if args.json:  # before anything is printed, for whoever reads that may be gone; and the disk may be full
-        try:
-            write_json(Path(args.json), about, sums, normalised, items)
-        except UserError as error:
-            trouble = error
-    print("HellaSwag {data}, {items:,} items, style {style}; {dtype} on {device}, {seconds:.1f} s\n".format(**about))
-    if cut:
-        print(f"of {cut:,} endings with their contexts only the last tokens were read: the model takes {longest}\n")
-    print(table(about) if labelled else f"no labels, so no score; the losses go to {args.json}")
-    if labelled and (about["data"] != "val" or len(items) != VAL_ITEMS):
-        print(f"\nPublished scores are those of all {VAL_ITEMS:,} validation items.")
-    if trouble:
-        raise trouble
-
-
-def accuracy(right: float, n: float) -> tuple[float, float]:
-    """The share that is right, and its standard error: that of a mean of n samples, not a number for one."""
-    p = right / n
-    return p, math.sqrt(p * (1 - p) / (n - 1)) if n > 1 else math.nan
-
-
-def table(about: dict[str, Any]) -> str:
-    """This model's scores, with their standard errors, above the published ones of the style."""
-    lines = {"": ("acc", "acc_norm")}
-    lines[about["model"]] = tuple(f"{about[name]:.4f} ± {about[f'{name}_stderr']:.4f}" for name in ("acc", "acc_norm"))
-    for name, scores in PUBLISHED[about["style"]].items():
-        lines[name] = tuple("-" if score is None else f"{score:.4f}" for score in scores)
-    width = max(map(len, lines))
-    return "\n".join(f"{name:{width}}   {acc:15}   {acc_norm}" for name, (acc, acc_norm) in lines.items())
-
-
-def write_json(path: Path, about: dict[str, Any], sums: np.ndarray, normalised: np.ndarray, items: list[Item]) -> None:
-    """Writes `about` and, under "results", losses (nats), predictions and label of each item, in their order."""
-
-    def finite(values: Iterable[float]) -> list[float | None]:
-        return [value if math.isfinite(value) else None for value in values]  # JSON knows nothing else
-
-    lines = [
-        json.dumps(
-            {
-                "losses": summed.tolist(),
-                "losses_norm": finite(each.tolist()),
-                "prediction": int(summed.argmin()),
-                "prediction_norm": int(each.argmin()),
-                "label": item.label,
-            }
-        )
-        for summed, each, item in zip(sums, normalised, items, strict=True)
-    ]
-    about = {key: finite([value])[0] if isinstance(value, float) else value for key, value in about.items()}
-    text = json.dumps(about).removesuffix("}") + ', "results": [\n' + ",\n".join(lines) + "\n]}\n"
-    output.write(path, text)
-
-
-def load_model(directory: Path, device: torch.device) -> tuple[Any, Tokenizer]:
+def load_model(directory: Path, device: torch.device) -> tuple[GPT2LMHeadModel, Tokenizer]:
     """Hugging Face's own GPT-2 with the weights of a checkpoint in fp32, and its tokenizer.
 
     Raises:
-        UserError: the checkpoint is damaged, or its vocabulary is not GPT-2's, on which HellaSwag's figures are defined.
+        UserError: the checkpoint is corrupt, or its tokenizer is not GPT-2's, on which HellaSwag's scores are defined.
     """
     tokenizer = get_tokenizer(name_for_vocab_size(huggingface.read_config(directory)["vocab_size"]))
     if tokenizer.name != "gpt2":
         raise UserError(
-            f"{directory} was trained on {tokenizer.name}, and HellaSwag's scores are defined on GPT-2 tokens."
+            f"{directory} was trained on {tokenizer.name}, and HellaSwag's scores are defined on GPT-2 tokens. "
+            "Use another checkpoint."
         )
-    return huggingface.load_theirs(directory).to(device), tokenizer
+    model = huggingface.load_hf_model(directory)
+    model.to(device)  # type: ignore[arg-type]  # transformers decorates `to` in a way that mypy misreads
+    return model, tokenizer
 
 
-def from_huggingface(model: Any) -> Model:
-    """Hugging Face's GPT2LMHeadModel as a model that takes positions and a mask."""
+def from_huggingface(model: GPT2LMHeadModel) -> ScoringModel:
+    """Hugging Face's model for scoring, with a context shared by its completions."""
 
-    def hidden(ids: torch.Tensor, positions: torch.Tensor | None = None, mask: torch.Tensor | None = None):
-        options = {"position_ids": positions, "attention_mask": mask, "use_cache": False}
-        return model.transformer(ids, **options).last_hidden_state
+    def hidden(
+        ids: torch.Tensor, position_ids: torch.Tensor | None = None, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        output = model.transformer(ids, position_ids=position_ids, attention_mask=mask, use_cache=False)
+        return output.last_hidden_state
 
-    return Model(hidden, model.lm_head, model.config.n_positions, model.device, masked=True)
+    return ScoringModel(hidden, model.lm_head, model.config.n_positions, model.device, masked=True)
+
+
+def with_progress_bar(rows: list[Row]) -> Iterable[Row]:
+    from tqdm import tqdm
+
+    return tqdm(rows, desc="HellaSwag", unit=" rows", leave=False, disable=None)
+
+
+def check_finite(losses: np.ndarray, directory: Path, dtype: torch.dtype) -> None:
+    """Raises a `UserError` if a loss is infinite or not a number."""
+    if num_bad := np.count_nonzero(~np.isfinite(losses)):
+        advice = "Use another checkpoint." if dtype == torch.float32 else "Try --dtype fp32."
+        raise UserError(f"{num_bad:,} of {losses.size:,} losses of {directory} are not finite. {advice}")
+
+
+def score(losses: np.ndarray, examples: Sequence[Example]) -> tuple[float, float]:
+    """The accuracy and its standard error, from losses (examples, 4); NaN if the examples have no labels."""
+    if examples[0].label is None:
+        return math.nan, math.nan
+    return accuracy(count_correct(losses, examples), len(examples))
+
+
+def report(results: Results, block_size: int, json_file: str | None) -> str:
+    """What is printed: how the scores were computed, and the table."""
+    r = results
+    paragraphs = [f"HellaSwag {r.data}, {r.items:,} items, style {r.style}; {r.dtype} on {r.device}, {r.seconds:.1f} s"]
+    if r.truncated:
+        paragraphs.append(
+            f"{r.truncated:,} endings with their contexts are longer than the model's {block_size} tokens; "
+            "the beginning of the context was cut off"
+        )
+    if math.isnan(r.acc):
+        return "\n\n".join([*paragraphs, f"no labels, so no scores; the losses go to {json_file}"])
+    paragraphs.append(table(results))
+    if r.data != "val" or r.items != NUM_VAL_ITEMS:
+        paragraphs.append(f"Published scores are for all {NUM_VAL_ITEMS:,} validation items.")
+    return "\n\n".join(paragraphs)
+
+
+def table(results: Results) -> str:
+    """The model's scores with their standard errors, above the published ones in the same style."""
+    acc = f"{results.acc:.4f} ± {results.acc_stderr:.4f}"
+    acc_norm = f"{results.acc_norm:.4f} ± {results.acc_norm_stderr:.4f}"
+    lines = [("", "acc", "acc_norm"), (results.model, acc, acc_norm)]
+    for name, published in PUBLISHED_SCORES[results.style].items():
+        acc, acc_norm = ("-" if value is None else f"{value:.4f}" for value in published)
+        lines.append((name, acc, acc_norm))
+    width = max(len(name) for name, _, _ in lines)
+    return "\n".join(f"{name:{width}}   {acc:15}   {acc_norm}" for name, acc, acc_norm in lines)
+
+
+def write_json(path: Path, results: Results, sums: np.ndarray, normalised: np.ndarray, items: list[Item]) -> None:
+    """Writes the results and, under "results", losses (nats), predictions and label of each item, a line each."""
+
+    def finite_or_none(values: Iterable[float]) -> list[float | None]:
+        return [value if math.isfinite(value) else None for value in values]  # JSON has no NaN and no infinity
+
+    lines = [
+        json.dumps(
+            {
+                "losses": item_sums.tolist(),
+                "losses_norm": finite_or_none(item_normalised.tolist()),
+                "prediction": int(item_sums.argmin()),
+                "prediction_norm": int(item_normalised.argmin()),
+                "label": item.label,
+            }
+        )
+        for item_sums, item_normalised, item in zip(sums, normalised, items, strict=True)
+    ]
+    summary = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(results).items()}
+    text = json.dumps(summary).removesuffix("}") + ', "results": [\n' + ",\n".join(lines) + "\n]}\n"
+    files.write_output_file(path, text)
 
 
 if __name__ == "__main__":
-    run(main)
+    run_cli(main)

@@ -1,11 +1,11 @@
-"""Pre-trains GPT-2 from token shards. One file: the model, its data, the loop.
+"""Trains GPT-2 on token shards, in one file: the model, its data, its recipe and its training loop.
 
-    python train_gpt2.py --demo                                  # everything once, small, without network
-    python train_gpt2.py                                         # GPT-2 124M on one GPU, CPU or Apple GPU
+    python train_gpt2.py --demo                                  # see it all work: small, without a network
+    python train_gpt2.py                                         # GPT-2 124M on one GPU, a CPU or an Apple GPU
     torchrun --standalone --nproc_per_node=8 train_gpt2.py       # the same run on a node of 8 GPUs
-    python train_gpt2.py --resume                                # go on where it stopped
+    python train_gpt2.py --resume                                # continue where it stopped
 
-The shards come from `python fineweb.py`. `--help` lists all flags; their defaults are the recipe of GPT-2 124M.
+`python fineweb.py` makes the shards. `--help` lists all flags; their defaults are the recipe of GPT-2 124M.
 """
 
 from __future__ import annotations
@@ -14,29 +14,38 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn as nn
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 import hellaswag
-from support import checkpoint, devices, fit, huggingface, lora, rendezvous, report, resume, run_folder, shards, speed
-from support.cli import Parser, UserError, add_flags, flag, flag_name, out_of_range, run
-from support.log import RunLog
-from support.loss import chunked_cross_entropy
-from support.muon import Muon
-from support.presets import DEMO, make_shards, preset
-from support.profiling import Profiler
-from support.stop import Stop, Stopped, count_bad_steps
-from support.tokenizer import Tokenizer, get_tokenizer
-from support.track import Tracker, boards, check_boards
+from support.checkpoints import huggingface, lora, run_folder
+from support.checkpoints.manager import CheckpointManager, RunInfo
+from support.checkpoints.resume import check_same_data, data_identity
+from support.checkpoints.start import check_pretrained, gather_flags
+from support.checkpoints.state import Checkpoint, TrainState
+from support.cli import UserError, flag, parse_flags, run_cli
+from support.console.progress import demo_result, header, progress_bar
+from support.console.run_logger import RunLogger
+from support.console.trackers import check_installed
+from support.data import presets, shards
+from support.data.tokenizer import Tokenizer, get_tokenizer
+from support.optim.loss import chunked_cross_entropy
+from support.optim.muon import Muon
+from support.runtime import batch_size, devices
+from support.runtime.distributed import COLLECTIVE_TIMEOUT, Distributed
+from support.runtime.options import RunOptions
+from support.runtime.profiler import Profiler
+from support.runtime.signals import StopHandler
 
 # -----------------------------------------------------------------------------
 # The model. B is batch, T is time, C is channels (n_embd), nh is heads, hs is head size (C / nh), V is vocabulary.
@@ -44,17 +53,17 @@ from support.track import Tracker, boards, check_boards
 
 @dataclass(frozen=True)
 class GPTConfig:
-    block_size: int = 1024  # the longest context, in tokens
+    block_size: int = 1024  # context length, in tokens
     vocab_size: int = 50257  # 50,000 merges, 256 bytes, <|endoftext|>
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    bias: bool = True  # in the linear layers and norms
-    dropout: float = 0.0  # GPT-2's was 0.1; text that is read once needs none
+    bias: bool = True  # in the linear layers and layer norms
+    dropout: float = 0.0  # GPT-2 had 0.1; text that is read only once needs none
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding, a multiple of 64: odd sizes are slow on a GPU. 50,257 become 50,304."""
+        """Rows of the embedding: the next multiple of 64, because odd sizes are slow on a GPU. 50,257 become 50,304."""
         return -(-self.vocab_size // 64) * 64
 
 
@@ -66,13 +75,14 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)  # (B, T, C) each
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
+        # softmax(q @ k^T / sqrt(hs), future masked) @ v, in one kernel that never stores the (T, T) matrix.
         p = self.dropout.p if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)  # flash: no (T, T) matrix is kept
-        y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side again
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)  # (B, nh, T, hs)
+        y = y.transpose(1, 2).reshape(B, T, C)  # concatenate the heads
         return self.dropout(self.c_proj(y))
 
 
@@ -80,11 +90,11 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, config.bias)
-        self.gelu = nn.GELU(approximate="tanh")  # GPT-2's; today nothing would be lost with the exact one
+        self.gelu = nn.GELU(approximate="tanh")  # as in GPT-2; the exact GELU would be as fast today
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
 
 
@@ -96,29 +106,44 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attn(self.ln_1(x))  # tokens exchange what they know
-        x = x + self.mlp(self.ln_2(x))  # each thinks about it alone
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))  # the only place where tokens exchange information
+        x = x + self.mlp(self.ln_2(x))
         return x
 
 
+class Transformer(nn.Module):
+    """Everything between token ids and the output layer: embeddings, blocks and the final layer norm."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)  # token embeddings
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)  # position embeddings
+        self.drop = nn.Dropout(config.dropout)
+        self.h = nn.ModuleList([Block(config) for _ in range(config.n_layer)])
+        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+
+    def forward(self, idx: Tensor) -> Tensor:
+        """Final hidden states (B, T, C) of token ids (B, T). A ValueError if T exceeds the context."""
+        T = idx.size(1)
+        if self.wpe.num_embeddings < T:
+            raise ValueError(f"a sequence of {T} tokens is longer than the context of {self.wpe.num_embeddings}")
+        pos = torch.arange(T, device=idx.device)  # (T)
+        x = self.drop(self.wte(idx) + self.wpe(pos))  # (B, T, C)
+        for block in self.h:
+            x = block(x)
+        return self.ln_f(x)
+
+
 class GPT(nn.Module):
-    """GPT-2, with the names of Hugging Face's GPT2LMHeadModel."""
+    """GPT-2, with the parameter names of Hugging Face's GPT2LMHeadModel."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.transformer = nn.ModuleDict(
-            dict(
-                wte=nn.Embedding(config.padded_vocab_size, config.n_embd),
-                wpe=nn.Embedding(config.block_size, config.n_embd),
-                drop=nn.Dropout(config.dropout),
-                h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
-                ln_f=nn.LayerNorm(config.n_embd, bias=config.bias),
-            )
-        )
+        self.transformer = Transformer(config)
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
-        self.lm_head.weight = self.transformer.wte.weight  # one matrix reads tokens and predicts them
+        self.lm_head.weight = self.transformer.wte.weight  # tied: one matrix embeds tokens and predicts them
         self._init_weights()
 
     @torch.no_grad()
@@ -131,12 +156,10 @@ class GPT(nn.Module):
                 if name.endswith("c_proj.weight"):  # 2 per layer add to the residual stream; keep its variance at 1
                     std /= math.sqrt(2 * self.config.n_layer)
                 parameter.normal_(0.0, std)
-        self.lm_head.weight[self.config.vocab_size :] = 0.0  # the padding; it never gets a gradient and stays zero
+        self.lm_head.weight[self.config.vocab_size :] = 0.0  # the padding gets no gradient, so it stays zero
 
-    def forward(
-        self, idx: torch.Tensor, targets: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Next-token logits, or the loss when `targets` are given.
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """Next-token logits, or the loss if `targets` are given.
 
         Args:
             idx: (B, T) token ids, T at most block_size.
@@ -144,86 +167,74 @@ class GPT(nn.Module):
 
         Returns:
             `(logits, None)` with fp32 logits (B, T, V), or `(None, loss)` with the mean cross-entropy in nats.
-
-        Raises:
-            ValueError: the sequence is longer than the block.
         """
-        x = self.hidden(idx)
+        x = self.transformer(idx)  # (B, T, C)
         if targets is None:
             return self.logits(x), None
-        # For speed: F.cross_entropy(self.lm_head(x), targets), some rows at a time. All logits at once, (B, T, V), would
-        # take as much memory as all blocks of the 124M model. The padding gets no share and no gradient.
-        x, targets, head = x.flatten(0, 1), targets.flatten(), self.lm_head.weight  # (B*T, C), (B*T), (V, C)
-        return None, chunked_cross_entropy(x, head, targets, self.config.vocab_size)
+        # The same as F.cross_entropy(self.lm_head(x)[..., :V].flatten(0, 1), targets.flatten()). But all logits of a
+        # micro-batch, (B, T, V), would take as much memory as all blocks of the 124M model. So it takes some rows at a
+        # time: their logits, their loss, and at once the gradients of x and of the weight, which need nothing but
+        # softmax(logits) - one_hot(targets). The padding is left out of the softmax.
+        x, targets, weight = x.flatten(0, 1), targets.flatten(), self.lm_head.weight  # (B*T, C), (B*T), (V padded, C)
+        return None, chunked_cross_entropy(x, weight, targets, self.config.vocab_size)
 
-    def hidden(self, idx: torch.Tensor) -> torch.Tensor:
-        """What the blocks make of (B, T) token ids: (B, T, C), each row an idea of what follows its token."""
-        T = idx.size(1)
-        if self.config.block_size < T:
-            raise ValueError(f"a sequence of {T} tokens is longer than the block of {self.config.block_size}")
-        positions = torch.arange(T, device=idx.device)
-        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(positions))  # (B, T, C)
-        for block in self.transformer.h:
-            x = block(x)
-        return self.transformer.ln_f(x)
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Next-token logits (..., V) of hidden rows (..., C), in fp32: bf16 rounds -35 and below to multiples of 0.25."""
+    def logits(self, x: Tensor) -> Tensor:
+        """Next-token logits (..., V) of hidden states (..., C). In fp32: bf16 rounds logits near -35 to steps of 0.25."""
         with torch.autocast(x.device.type, enabled=False):
             return self.lm_head(x.float())[..., : self.config.vocab_size]
 
     @classmethod
-    def from_pretrained(cls, name_or_dir: str | os.PathLike, dropout: float = 0.0) -> GPT:
-        """A model of the Hugging Face hub (`gpt2`, `gpt2-medium`, `gpt2-large`, `gpt2-xl`) or a checkpoint directory.
+    def from_pretrained(cls, name_or_dir: str | os.PathLike[str], dropout: float = 0.0, verify: bool = True) -> GPT:
+        """A model on the Hugging Face hub (`gpt2`, `gpt2-medium`, `gpt2-large`, `gpt2-xl`) or a checkpoint directory.
+
+        With `verify`, a checkpoint's files are compared with their checksums.
 
         Raises:
-            UserError: it cannot be had, or is not a GPT-2 that this class computes; the field or tensor is named.
+            UserError: it cannot be read, or is not a GPT-2 that this class computes; the field or tensor is named.
         """
-        directory = huggingface.find(name_or_dir)
+        directory = huggingface.find(name_or_dir, verify)
         config = GPTConfig(**huggingface.read_config(directory), dropout=dropout)
         model = cls(config)
         weights = huggingface.read_weights(directory)
-        model.load_state_dict(huggingface.to_ours(weights, model.state_dict(), config.vocab_size))
+        model.load_state_dict(huggingface.from_hf(weights, model.state_dict(), config.vocab_size))
         return model
 
-    def save_pretrained(self, directory: str | os.PathLike) -> None:
-        """Writes `config.json` and `model.safetensors`, which `from_pretrained` here and in Hugging Face reads."""
-        weights = huggingface.to_theirs(self.state_dict(), self.config.vocab_size)
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Writes `config.json` and `model.safetensors`, which `from_pretrained` reads, here and in Hugging Face."""
+        weights = huggingface.to_hf(self.state_dict(), self.config.vocab_size)
         huggingface.write(Path(directory), asdict(self.config), weights)
 
     def crop(self, block_size: int) -> None:
-        """Forgets the positions from `block_size` on: a shorter context, to train faster and in less memory."""
+        """Drops the position embeddings from `block_size` on: a shorter context trains faster and in less memory."""
         self.config = replace(self.config, block_size=block_size)
         positions = self.transformer.wpe.weight[:block_size].detach().clone()
         self.transformer.wpe = nn.Embedding.from_pretrained(positions, freeze=False)
 
     def configure_optimizers(
-        self, weight_decay: float, learning_rate: float, betas: tuple[float, float], muon: torch.dtype | None = None
-    ) -> torch.optim.AdamW:
-        """AdamW that decays matrices and embeddings, but neither biases nor layer norms; fused, one kernel for all.
+        self, weight_decay: float, lr: float, betas: tuple[float, float], muon_dtype: torch.dtype | None = None
+    ) -> torch.optim.Optimizer:
+        """AdamW that decays matrices and embeddings, but not biases and layer norms; fused: one kernel for all of them.
 
-        With `muon`, the precision of its products, the matrices of the blocks get Muon instead: it makes a momentum
-        orthogonal, so that an update moves all directions equally far.
+        With `muon_dtype`, the precision of its matrix products, Muon updates the matrices of the blocks instead: it
+        orthogonalizes their momentum, so that a step moves all directions of a matrix equally far.
         """
-        matrices = {  # and how many each is: query, key and value are three
+        num_splits = {  # matrices that each parameter holds: c_attn stacks query, key and value
             p: 3 if name.endswith("c_attn.weight") else 1
             for name, p in self.transformer.h.named_parameters()
-            if p.dim() >= 2 and muon
+            if p.dim() >= 2 and muon_dtype
         }
-        trained = [p for p in self.parameters() if p.requires_grad]  # all, but for LoRA's base
-        decayed = [p for p in trained if p.dim() >= 2 and p not in matrices]
+        trained = [p for p in self.parameters() if p.requires_grad]  # with LoRA, not all of them
         groups = [
-            {"params": decayed, "weight_decay": weight_decay},
+            {"params": [p for p in trained if p.dim() >= 2 and p not in num_splits], "weight_decay": weight_decay},
             {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
         ]
-        adamw = dict(lr=learning_rate, betas=betas, eps=1e-8)
-        if muon is None:
-            return torch.optim.AdamW(groups, fused=True, **adamw)
-        by_muon = {"params": list(matrices), "parts": list(matrices.values()), "weight_decay": weight_decay}
-        return Muon([by_muon, *groups], dtype=muon, **adamw)
+        if muon_dtype is None:
+            return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8, fused=True)
+        muon_group = {"params": list(num_splits), "num_splits": list(num_splits.values()), "weight_decay": weight_decay}
+        return Muon([muon_group, *groups], lr=lr, betas=betas, eps=1e-8, dtype=muon_dtype)
 
     def flops_per_token(self) -> int:
-        """FLOPs to train on one token of a full block: 6N + 12*L*H*Q*T (PaLM, arXiv:2204.02311, appendix B).
+        """FLOPs to train on one token of a full context: 6N + 12*L*H*Q*T (PaLM, arXiv:2204.02311, appendix B).
 
         N leaves out the position embeddings, which are only looked up.
         """
@@ -233,26 +244,22 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(
-        self,
-        idx: torch.Tensor,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        top_k: int | None = None,
+        self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None,
         generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:  # fmt: skip
         """Continues (B, T) token ids by sampling; returns (B, T + max_new_tokens).
 
-        Only the last block_size tokens are looked at. Temperature 0 takes the likeliest token each time.
+        Only the last block_size tokens are context. Temperature 0 always takes the most likely token.
         """
         for _ in range(max_new_tokens):
-            x = self.hidden(idx[:, -self.config.block_size :])[:, -1]  # (B, C)
+            x = self.transformer(idx[:, -self.config.block_size :])[:, -1]  # (B, C): the last position predicts
             probs = next_token_probs(self.logits(x), temperature, top_k)  # (B, V)
             idx = torch.cat((idx, torch.multinomial(probs, 1, generator=generator)), dim=1)
         return idx
 
 
-def next_token_probs(logits: torch.Tensor, temperature: float = 1.0, top_k: int | None = None) -> torch.Tensor:
-    """(B, V) logits to the probabilities that are sampled from: sharpened by temperature, cut to the best `top_k`."""
+def next_token_probs(logits: Tensor, temperature: float = 1.0, top_k: int | None = None) -> Tensor:
+    """Probabilities to sample from, for logits (B, V): divided by the temperature, limited to the `top_k` largest."""
     logits = logits / max(temperature, 1e-5)
     if top_k is not None:
         kth = torch.topk(logits, min(top_k, logits.size(-1))).values[:, -1:]  # (B, 1)
@@ -265,68 +272,53 @@ def next_token_probs(logits: torch.Tensor, temperature: float = 1.0, top_k: int 
 
 
 class DataLoaderLite:
-    """Rows of T+1 tokens from memory-mapped shards, dealt so that a step's data depends on the step alone.
+    """Batches from memory-mapped shards, such that the data of a step depends on the step alone.
 
-    A shard of n tokens has floor((n-1)/T) rows, at offsets 0, T, 2T, ...; an epoch is the rows of all shards. Rows
-    are consumed in order, B at a time, by rank 0, 1, ... in turn: micro-batch j of rank r is the rows from
-    (j * world + r) * B, modulo the epoch. So `grad_accum` micro-batches of all ranks together are one update's rows,
-    the same rows in the same order for any number of ranks and any B.
+    A shard of n tokens gives floor((n-1)/T) rows of T+1 tokens, at offsets 0, T, 2T, ...; an epoch is the rows of all
+    shards. They are dealt in order, B at a time, to rank 0, 1, ... in turn: micro-batch m of rank r starts at row
+    (m * world_size + r) * B, modulo the epoch. So a step, `grad_accum` micro-batches of all ranks, has the same rows in
+    the same order for any number of ranks and any B, and resuming is arithmetic.
 
-    With `shuffle`, each epoch has another order of shards, and of rows within each.
+    With `shuffle`, each epoch has its own order of shards, and of rows within each.
     """
 
     def __init__(
-        self,
-        shards: Sequence[np.memmap],
-        B: int,
-        T: int,
-        *,
-        vocab_size: int,
-        rank: int = 0,
-        world: int = 1,
-        grad_accum: int = 1,
-        shuffle: bool = False,
-        seed: int = 1337,
-        device: torch.device | str = "cpu",
-    ):
-        self.B, self.T, self.vocab_size = B, T, vocab_size
-        self.rank, self.world, self.grad_accum = rank, world, grad_accum
+        self, shards: Sequence[np.memmap], B: int, T: int, *, vocab_size: int, rank: int = 0, world_size: int = 1,
+        grad_accum: int = 1, shuffle: bool = False, seed: int = 1337, device: torch.device | str = "cpu",
+    ):  # fmt: skip
+        self.shards, self.B, self.T, self.vocab_size = shards, B, T, vocab_size
+        self.rank, self.world_size, self.grad_accum = rank, world_size, grad_accum
         self.shuffle, self.seed, self.device = shuffle, seed, torch.device(device)
-        self.shards = shards
-        self.shard_rows = np.array([max(0, (len(s) - 1) // T) for s in shards])
+        self.shard_rows = np.array([rows_in_shard(shard, T) for shard in shards])
         self.rows_per_epoch = int(self.shard_rows.sum())
         self._epoch = -1  # the epoch that _order and _ends describe
         self._permuted: tuple[tuple[int, int], np.ndarray] | None = None
-        self.reset()
+        self.seek(0)
 
-    def resize(self, B: int) -> None:
-        """Begins again with micro-batches of another size, the same rows to an update."""
-        self.B, self.grad_accum = B, self.grad_accum * self.B // B
-        self.reset()
-
-    def reset(self, step: int = 0) -> None:
-        """Goes to the first micro-batch of an optimizer step."""
+    def seek(self, step: int) -> None:
+        """Goes to the first micro-batch of a step."""
         self.position = step * self.grad_accum
-        self._ahead: list[tuple[torch.Tensor, torch.Tensor]] = []  # micro-batches that were read, the next one first
+        self._prefetched: list[tuple[Tensor, Tensor]] = []  # the next micro-batch first
 
-    def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's next micro-batch: (B, T) tokens and the (B, T) tokens that follow them."""
-        if not self._ahead:
-            self.read_ahead(1)
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        """This rank's next micro-batch: (B, T) tokens, and the (B, T) tokens that follow them."""
+        if not self._prefetched:
+            self.prefetch(1)
         self.position += 1
-        return self._ahead.pop(0)
+        return self._prefetched.pop(0)
 
-    def read_ahead(self, n: int) -> None:
-        """Reads this rank's next n micro-batches and begins to send them to the device; raises as `batch`.
+    def prefetch(self, n: int) -> None:
+        """Reads this rank's next n micro-batches and starts to copy them to the device; raises as `batch`.
 
-        Done for a whole update while a GPU computes the one before, it costs nothing, and a broken row is met while
-        there still is a good state to save.
+        While a GPU computes a step, the next one is read at no cost, and a corrupt row is found while there is still a
+        good state to save.
         """
-        numbers = range(self.position * self.world + self.rank, (self.position + n) * self.world, self.world)
-        self._ahead = [self.batch(range(b * self.B, (b + 1) * self.B)) for b in numbers]
+        first = self.position * self.world_size + self.rank
+        batches = range(first, first + n * self.world_size, self.world_size)
+        self._prefetched = [self.batch(range(b * self.B, (b + 1) * self.B)) for b in batches]
 
-    def batch(self, rows: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of these numbers, counted through all epochs, on the device.
+    def batch(self, rows: Iterable[int]) -> tuple[Tensor, Tensor]:
+        """The rows with these numbers, counted through all epochs, on the device.
 
         Raises:
             UserError: a token id is not in the vocabulary; its shard and offset are named.
@@ -339,16 +331,16 @@ class DataLoaderLite:
         epoch, n = divmod(n, self.rows_per_epoch)
         if epoch != self._epoch:
             self._start_epoch(epoch)
-        place = int(np.searchsorted(self._ends, n, side="right"))
-        shard = int(self._order[place])
-        row = n - int(self._ends[place] - self.shard_rows[shard])
+        i = int(np.searchsorted(self._ends, n, side="right"))  # the row is in the i-th shard of this epoch
+        shard = int(self._order[i])
+        row = n - int(self._ends[i] - self.shard_rows[shard])
         if self.shuffle:
             row = int(self._permutation(epoch, shard)[row])
         tokens = self.shards[shard][row * self.T : row * self.T + self.T + 1]
         if tokens.max() >= self.vocab_size:
-            where = row * self.T + int(tokens.argmax())
+            offset = row * self.T + int(tokens.argmax())
             raise UserError(
-                f"{self.shards[shard].filename} has the id {tokens.max()} at offset {where}, beyond the vocabulary of "
+                f"{self.shards[shard].filename} has the id {tokens.max()} at offset {offset}, beyond the vocabulary of "
                 f"{self.vocab_size:,}. Make the shards again, with the tokenizer of the model.",
                 this_rank_only=True,
             )
@@ -357,7 +349,7 @@ class DataLoaderLite:
     def _start_epoch(self, epoch: int) -> None:
         self._epoch = epoch
         self._order = np.arange(len(self.shards))
-        if self.shuffle:
+        if self.shuffle:  # the same order on all ranks
             self._order = np.random.default_rng((self.seed, epoch)).permutation(self._order)
         self._ends = np.cumsum(self.shard_rows[self._order])
 
@@ -366,6 +358,11 @@ class DataLoaderLite:
             generator = np.random.default_rng((self.seed, epoch, shard))
             self._permuted = (epoch, shard), generator.permutation(self.shard_rows[shard])
         return self._permuted[1]
+
+
+def rows_in_shard(shard: np.memmap, T: int) -> int:
+    """Rows of T+1 tokens, each sharing its last token with the next one: a target of one, an input of the other."""
+    return max(0, (len(shard) - 1) // T)
 
 
 # -----------------------------------------------------------------------------
@@ -378,646 +375,400 @@ MODELS = {
     "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),  # 1558M
 }
 
-# What --recipe sets: how GPT-2 was trained, or how to get there with fewer tokens (docs/recipes.md).
-RECIPES = {
+# --recipe: how GPT-2 was trained, or how to reach the same loss with fewer tokens (docs/recipes.md).
+RECIPES: dict[str, dict[str, Any]] = {
     "gpt2": dict(optimizer="adamw", schedule="cosine", max_lr=6e-4),
     "fast": dict(optimizer="muon", schedule="wsd", max_lr=3.6e-3),
 }
 
 
+# fmt: off
 @dataclass(frozen=True)
-class TrainConfig:
-    """Every choice of a run, each one a flag. The defaults are those of GPT-2 124M on 10 billion tokens."""
+class TrainConfig(RunOptions):
+    """Every choice of a run; each is a flag. These make the losses what they are, and RunOptions has the others.
 
-    data: str = flag("edu_fineweb10B", "folder of token shards", "files", metavar="DIR")
-    text: str | None = flag(
-        None, "train on a file of text, or on a folder of them, with flags that fit its amount", "files",
-        auto="none, but the shards in --data", metavar="PATH",
-    )  # fmt: skip
-    tokenizer: str = flag("gpt2", "that of --text", "files", choices=("gpt2", "bytes"))
-    out: str = flag("log", "folder for the log and the checkpoints", "files", metavar="DIR")
-    resume: str | None = flag(
-        None, "go on from the newest checkpoint in --out; with auto, start anew if there is none", "files",
-        auto="a new run", choices=("newest", "auto"), nargs="?", const="newest", metavar="auto",
-    )  # fmt: skip
-    verify_data: bool = flag(False, "read all shards first and compare them with their checksums", "files")
-    demo: bool = flag(False, "train a small model on Python's documentation, in demo_data/ and log_demo/", "files")
+    The defaults train GPT-2 124M on 10 billion tokens.
+    """
 
-    model: str = flag("gpt2", "size of the model", "model", choices=tuple(MODELS))
-    n_layer: int | None = flag(None, "layers", "model", auto="that of --model", least=1, below=2**31)
-    n_head: int | None = flag(None, "attention heads", "model", auto="that of --model", least=1, below=2**31)
-    n_embd: int | None = flag(None, "channels", "model", auto="that of --model", least=1, below=2**31)
-    block_size: int | None = flag(
-        None, "context, in tokens", "model", auto="1024; with --init-from its own, or less", least=1, below=2**31
-    )
-    bias: bool = flag(True, "biases in the linear layers and norms", "model")
-    dropout: float = flag(0.0, "share of the activations that are dropped in training", "model", least=0, below=1)
-    init_from: str | None = flag(None, "weights to start from, a hub name or a checkpoint", "model", auto="random ones")
-    lora_rank: int | None = flag(
-        None, "train LoRA's matrices of this rank beside c_attn and c_proj, and nothing else", "model", auto="train the weights",
-        least=1, below=2**31,
-    )  # fmt: skip
-    lora_alpha: float = flag(16.0, "what LoRA's matrices add is multiplied by this over their rank", "model", least=0)
-    merge: bool = flag(False, "in the end, add LoRA's matrices to the weights, as a whole model in OUT/merged", "model")
+    model: str = flag("gpt2", "model size", "model", choices=tuple(MODELS))
+    n_layer: int = flag(12, "layers", "model", default_help="set by --model", at_least=1, below=2**31)
+    n_head: int = flag(12, "attention heads", "model", default_help="set by --model", at_least=1, below=2**31)
+    n_embd: int = flag(768, "channels", "model", default_help="set by --model", at_least=1, below=2**31)
+    block_size: int = flag(1024, "context length in tokens", "model", default_help="1024, or that of --init-from",
+                           at_least=1, below=2**31)
+    bias: bool = flag(True, "biases in linear layers and layer norms", "model")
+    dropout: float = flag(0.0, "dropout probability", "model", at_least=0, below=1)
+    init_from: str | None = flag(None, "pretrained weights to start from: a hub name or a checkpoint directory",
+                                 "model", default_help="random weights")
+    lora_rank: int | None = flag(None, "train only LoRA matrices of this rank, next to c_attn and c_proj", "model",
+                                 default_help="train all weights", at_least=1, below=2**31)
+    lora_alpha: float = flag(16.0, "LoRA alpha (scale = alpha / rank)", "model", at_least=0)
 
-    batch_size: int | None = flag(
-        None, "rows of a micro-batch on a device", "batch", auto="64 on CUDA, else 4", least=1, below=2**31
-    )
-    total_batch_size: int = flag(524288, "tokens of one update, over all micro-batches and devices", "batch", least=1)
+    total_batch_size: int = flag(524288, "tokens of a step, over all micro-batches and devices", "batch", at_least=1)
 
-    recipe: str = flag(
-        "gpt2", "defaults of --optimizer, --schedule and the rates: GPT-2's, or fast for the same loss in fewer tokens",
-        "schedule", choices=tuple(RECIPES),
-    )  # fmt: skip
-    max_steps: int = flag(19073, "updates in all", "schedule", least=1, below=2**31)
-    warmup_steps: int = flag(715, "updates of linear warm-up", "schedule", least=0)
-    schedule: str | None = flag(
-        None, "after the warm-up a cosine, or wsd: the same rate until it cools down, linearly", "schedule",
-        auto="cosine; with --recipe fast wsd", choices=("cosine", "wsd"),
-    )  # fmt: skip
-    decay_steps: int | None = flag(
-        None, "update at which the cosine or the cooldown ends", "schedule", auto="--max-steps", least=1, below=2**31
-    )
-    cooldown_fraction: float = flag(0.4, "share of --decay-steps that is wsd's cooldown", "schedule", least=0, most=1)
-    max_lr: float | None = flag(None, "peak learning rate", "schedule", auto="6e-4; with --recipe fast 3.6e-3", least=0)
-    min_lr: float | None = flag(
-        None, "rate in the end", "schedule", auto="a tenth of --max-lr; with wsd a fiftieth", least=0
-    )
+    recipe: str = flag("gpt2", "optimizer, schedule and learning rate: GPT-2's, or fast, the same loss in fewer tokens",
+                       "schedule", choices=tuple(RECIPES))
+    max_steps: int = flag(19073, "total steps", "schedule", at_least=1, below=2**31)
+    warmup_steps: int = flag(715, "steps of linear warm-up", "schedule", at_least=0)
+    schedule: str = flag("cosine", "after the warm-up: cosine decay, or wsd, constant with a linear cooldown",
+                         "schedule", default_help="cosine; wsd with --recipe fast", choices=("cosine", "wsd"))
+    decay_steps: int = flag(19073, "step at which the cosine or the cooldown ends", "schedule",
+                            default_help="--max-steps", at_least=1, below=2**31)
+    cooldown_fraction: float = flag(0.4, "fraction of --decay-steps that is wsd's cooldown", "schedule",
+                                    at_least=0, at_most=1)
+    max_lr: float = flag(6e-4, "peak learning rate", "schedule", default_help="6e-4; 3.6e-3 with --recipe fast",
+                         at_least=0)
+    min_lr: float = flag(6e-5, "final learning rate", "schedule", at_least=0,
+                         default_help="a tenth of --max-lr; a fiftieth with wsd")
 
-    optimizer: str | None = flag(
-        None, "AdamW, or Muon for the matrices of the blocks and AdamW for the rest", "optimizer",
-        auto="adamw; with --recipe fast muon", choices=("adamw", "muon"),
-    )  # fmt: skip
-    weight_decay: float = flag(0.1, "weight decay, on tensors of 2 and more dimensions", "optimizer", least=0)
-    beta1: float = flag(0.9, "AdamW's first beta", "optimizer", least=0, below=1)
-    beta2: float = flag(0.95, "AdamW's second beta", "optimizer", least=0, below=1)
-    grad_clip: float = flag(1.0, "largest gradient norm; 0 clips nothing", "optimizer", least=0)
+    optimizer: str = flag("adamw", "AdamW, or Muon for the matrices of the blocks and AdamW for the rest", "optimizer",
+                          default_help="adamw; muon with --recipe fast", choices=("adamw", "muon"))
+    weight_decay: float = flag(0.1, "weight decay of tensors with 2 or more dimensions", "optimizer", at_least=0)
+    beta1: float = flag(0.9, "AdamW's beta1", "optimizer", at_least=0, below=1)
+    beta2: float = flag(0.95, "AdamW's beta2", "optimizer", at_least=0, below=1)
+    grad_clip: float = flag(1.0, "largest gradient norm; 0 turns clipping off", "optimizer", at_least=0)
 
-    seed: int = flag(1337, "seed of weights, shuffling and samples", "randomness", least=0, below=2**32)
-    shuffle: bool = flag(False, "read shards, and rows within each, in a new random order every epoch", "randomness")
-
-    val_every: int = flag(250, "updates between validations; 0 is never", "evaluation", least=0)
-    val_tokens: int = flag(10485760, "tokens of a validation, or all there are", "evaluation", least=1)
-    hellaswag_every: int | None = flag(
-        None, "updates between HellaSwag scores; 0 is never", "evaluation",
-        auto="250 on CUDA or with one of the next two flags, else 0", least=0,
-    )  # fmt: skip
-    hellaswag_data: str | None = flag(
-        None, "items, a .jsonl file", "evaluation", auto="downloaded once", metavar="FILE"
-    )
-    hellaswag_limit: int | None = flag(None, "items that are scored, the first N", "evaluation", auto="all", least=1)
-    sample_every: int = flag(250, "updates between samples; 0 is never", "evaluation", least=0)
-    prompt: str = flag("Hello, I'm a language model,", "text that the samples go on from", "evaluation", metavar="TEXT")
-
-    tensorboard: bool = flag(False, "write curves and samples for TensorBoard to --out", "tracking")
-    wandb: str | None = flag(
-        None, "send them to this project of Weights & Biases (gpt2, if none is named)", "tracking", auto="to none",
-        metavar="PROJECT", nargs="?", const="gpt2",
-    )  # fmt: skip
-
-    checkpoint_every: int = flag(5000, "updates between checkpoints; 0 is never", "safety", least=0)
-    keep: int = flag(0, "checkpoints that stay: the newest N, and the best validated; 0 is all", "safety", least=0)
-    max_bad_steps: int = flag(
-        3, "skipped updates in a row (loss or gradients not finite) that end the run", "safety", least=1
-    )
-
-    device: str = flag("auto", "where to train", "device", choices=("auto", "cuda", "cpu", "mps"))
-    dtype: str = flag("auto", "precision of the matrix products", "device", choices=("auto", "fp32", "bf16", "fp16"))
-    tf32: bool = flag(True, "TF32 on CUDA for the products that stay in fp32", "device")
-    compile: bool | None = flag(None, "torch.compile the model", "device", auto="on CUDA")
-    profile: int = flag(
-        0, "record N updates, after the first 3, in trace.json.gz in --out and tell what took their time; 0 is none",
-        "device", least=0,
-    )  # fmt: skip
-
-    def __post_init__(self) -> None:
-        problems = out_of_range(self)
-        sized = [flag_name(n) for n in ("n_layer", "n_head", "n_embd") if getattr(self, n) is not None]
-        sized += ["--model"] * (self.model != "gpt2") + ["--no-bias"] * (not self.bias)
-        if self.init_from is not None and sized:
-            problems.append(f"--init-from brings its own sizes. Leave out {', '.join(sized)}.")
-        problems += lora.problems(self)
-        if self.init_from is not None and Path(self.init_from) == Path(self.out):
-            problems.append(f"--out is {self.out}, as --init-from. Name another --out.")
-        if not problems and self.architecture["n_embd"] % self.architecture["n_head"]:
-            problems.append(
-                "--n-embd {n_embd} is not a multiple of --n-head {n_head}. Change one.".format(**self.architecture)
-            )
-        if problems:
-            raise UserError(*problems)
-        # Settled here and kept in checkpoints, so that a resumed run with more --max-steps keeps its schedule.
-        for name, value in RECIPES[self.recipe].items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
-        lowest = self.max_lr / (50 if self.schedule == "wsd" else 10)
-        object.__setattr__(self, "min_lr", lowest if self.min_lr is None else self.min_lr)
-        object.__setattr__(self, "decay_steps", self.decay_steps or self.max_steps)
+    seed: int = flag(1337, "seed of weights, shuffling, dropout and samples", "randomness", at_least=0, below=2**32)
+    shuffle: bool = flag(False, "read shards, and the rows of each, in a new random order every epoch", "randomness")
+# fmt: on
 
     @property
-    def replaces(self) -> str | None:
-        """What a new run may take the place of in `out`: the demo of its last run, --resume auto of a mere log."""
-        return "all" if self.demo and self.out == DEMO["out"] else "log" if self.resume == "auto" else None
-
-    @property
-    def cooldown(self) -> int:
-        """Updates of the cooldown of a wsd schedule; it does not begin before the warm-up ends."""
+    def cooldown_steps(self) -> int:
+        """Steps of the cooldown of a wsd schedule, which does not start before the warm-up ends."""
         return max(0, min(round(self.cooldown_fraction * self.decay_steps), self.decay_steps - self.warmup_steps))
-
-    @property
-    def architecture(self) -> dict[str, int]:
-        own = {name: getattr(self, name) for name in ("n_layer", "n_head", "n_embd")}
-        return MODELS[self.model] | {name: value for name, value in own.items() if value is not None}
 
 
 def get_lr(step: int, config: TrainConfig) -> float:
-    """Learning rate of an update: linear warm-up, then a cosine from max_lr to min_lr, then min_lr.
+    """Learning rate of a step: linear warm-up, then a cosine from max_lr to min_lr, then min_lr.
 
-    With the schedule "wsd" it stays at max_lr until the last cooldown_fraction of decay_steps, and falls on a line there.
+    With the schedule "wsd" (warm-up, stable, decay), max_lr until the cooldown, which falls linearly to min_lr.
     """
     if step < config.warmup_steps:
         return config.max_lr * (step + 1) / config.warmup_steps
     if step >= config.decay_steps:
         return config.min_lr
     if config.schedule == "wsd":
-        to_come = (config.decay_steps - step) / config.cooldown if config.cooldown else 1.0
-        return config.min_lr + min(1.0, to_come) * (config.max_lr - config.min_lr)
+        left = (config.decay_steps - step) / config.cooldown_steps if config.cooldown_steps else 1.0
+        return config.min_lr + min(1.0, left) * (config.max_lr - config.min_lr)
     progress = (step - config.warmup_steps) / (config.decay_steps - config.warmup_steps)
     return config.min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (config.max_lr - config.min_lr)
 
 
-# -----------------------------------------------------------------------------
-# One or many processes
+def resolve(flags: Mapping[str, Any], device: torch.device, world_size: int) -> TrainConfig:
+    """The configuration that flags mean: what they leave open follows from them, or from the machine.
+
+    Raises:
+        UserError: their values do not fit each other.
+    """
+    on_gpu = device.type == "cuda"
+    flags = {name: value for name, value in flags.items() if name == "resume" or value != "auto"}
+    values = MODELS[flags.get("model", "gpt2")] | RECIPES[flags.get("recipe", "gpt2")]
+    values |= {"decay_steps": flags.get("max_steps", TrainConfig.max_steps), "compile": on_gpu, **flags}
+    values.setdefault("min_lr", values["max_lr"] / (50 if values["schedule"] == "wsd" else 10))
+    values.setdefault("hellaswag_every", 250 if on_gpu or flags.keys() & {"hellaswag_data", "hellaswag_limit"} else 0)
+    values["dtype"] = devices.dtype_name(devices.pick_dtype(flags.get("dtype", "auto"), device))
+    config = TrainConfig(**values | {"device": device.type, "given": frozenset(flags)})
+    if config.n_embd % config.n_head:
+        raise UserError(f"--n-embd {config.n_embd} is not a multiple of --n-head {config.n_head}. Change one.")
+    rows = batch_size.rows_per_rank(config.total_batch_size, config.block_size, world_size)
+    return replace(config, batch_size=batch_size.pick_batch_size(flags.get("batch_size"), rows, device.type))
 
 
-@dataclass(frozen=True)
-class Distributed:
-    """This process among those that torchrun started: rank of `world`, local_rank on its node, and its device."""
-
-    rank: int
-    local_rank: int
-    world: int
-    device: torch.device
-    stop: Stop = field(default_factory=Stop)
-
-    @classmethod
-    def from_environment(cls, device: str) -> Distributed:
-        rank, local_rank, world = (
-            int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
-        )
-        device_type = devices.pick_device_type(device)
-        if device_type == "mps" and world > 1:
-            raise UserError("an Apple GPU trains in one process. Run python train_gpt2.py, without torchrun.")
-        if device_type == "cuda":
-            if local_rank >= torch.cuda.device_count():
-                raise UserError(
-                    f"more processes on this node than its {torch.cuda.device_count()} GPUs. Lower --nproc_per_node."
-                )
-            torch.cuda.set_device(local_rank)
-        else:
-            speed.share_cores()
-        place = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device(device_type)
-        return cls(rank, local_rank, world, place, Stop(alone=world == 1))
-
-    def start(self, prepare: Callable[[], Any]) -> Any:
-        """Calls `prepare` on every rank, the first of each node before its others, and connects the ranks."""
-        if self.world == 1:
-            return prepare()
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
-        return rendezvous.prepare_and_connect(prepare, self.rank, self.local_rank, self.world, backend)
-
-    def close(self) -> None:
-        if self.world > 1 and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-
-    def print0(self, text: str) -> None:
-        if self.rank == 0:
-            print(text + "\n", end="", flush=True)  # in one piece, for checkpoints are announced by another thread
-
-    def mean(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The mean over ranks; in place."""
-        if self.world > 1:
-            torch.distributed.all_reduce(tensor)
-            tensor /= self.world  # gloo knows no mean
-        return tensor
-
-    def sum(self, *values: float) -> list[float]:
-        """The sum of each value over ranks, in float64.
-
-        Raises:
-            Stopped: on all ranks, if one was told to stop. Its values may be of a part of its work only.
-        """
-        if self.world > 1:
-            tensor = torch.tensor([*values, bool(self.stop.told)], dtype=torch.float64, device=self.device)
-            torch.distributed.all_reduce(tensor)
-            *values, told = tensor.tolist()
-            self.stop.agreed |= told > 0
-        self.stop.check()
-        return list(values)
-
-    def least(self, value: int) -> int:
-        """The minimum over ranks."""
-        tensor = torch.tensor(int(value), device=self.device)
-        if self.world > 1:
-            torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MIN)
-        return int(tensor)
+def same_schedule_so_far(a: TrainConfig, b: TrainConfig, step: int) -> bool:
+    """Whether the learning rate is constant until `step` in both: then a resumed run may change from a to b."""
+    return all(c.schedule == "wsd" and step <= c.decay_steps - c.cooldown_steps for c in (a, b))
 
 
 # -----------------------------------------------------------------------------
-# Evaluation
+# Evaluation. All of it returns None if the run should stop, by a signal on any rank.
 
 
 @torch.no_grad()
 def validation_loss(
-    model: nn.Module, loader: DataLoaderLite, tokens: int, dist: Distributed, amp: AbstractContextManager
-) -> float:
-    """Mean loss over the first rows of a loader, `tokens` of them or all; the same for any ranks and micro-batch."""
+    model: nn.Module, loader: DataLoaderLite, tokens: int, dist: Distributed, stop: StopHandler, amp: torch.autocast
+) -> float | None:
+    """Mean loss over the first rows of `val`, `tokens` tokens or all; the same for any number of ranks and any B."""
     rows = min(tokens // loader.T, loader.rows_per_epoch)
     total = count = 0.0
-    mine = range(dist.rank * loader.B, rows, dist.world * loader.B)
-    for first in dist.stop.until(report.progress(mine, "validation", dist.rank)):
-        x, y = loader.batch(range(first, min(first + loader.B, rows)))
+    first_rows = range(dist.rank * loader.B, rows, dist.world_size * loader.B)
+    for first in stop.interruptible(progress_bar(first_rows, "validation", dist.rank)):
+        x, y = loader.batch(range(first, min(first + loader.B, rows)))  # the last batch may be smaller
         with amp:
             _, loss = model(x, y)
         total += loss.item() * len(x)
         count += len(x)
-    total, count = dist.sum(total, count)
-    return total / count
+    total, count, stops = dist.all_reduce_sum(total, count, stop.requested)
+    return None if stop.agree(stops) else total / count
 
 
 @torch.no_grad()
 def hellaswag_score(
-    model: GPT, examples: Sequence[hellaswag.Example], dist: Distributed, amp: AbstractContextManager
-) -> tuple[float, float]:
-    """acc_norm over all examples, dealt to the ranks by their cost, and its standard error."""
-    to_score = hellaswag.Model(model.hidden, model.logits, model.config.block_size, dist.device)
-    mine = hellaswag.share(examples, dist.rank, dist.world, model.config.block_size)
+    model: GPT, examples: Sequence[hellaswag.Example], dist: Distributed, stop: StopHandler, amp: torch.autocast
+) -> tuple[float, float] | None:
+    """acc_norm over all examples, which are divided among the ranks, and its standard error."""
+    scoring_model = hellaswag.ScoringModel(model.transformer, model.logits, model.config.block_size, dist.device)
+    own = hellaswag.examples_for_rank(examples, dist.rank, dist.world_size, model.config.block_size)
     with amp:
-        _, means = hellaswag.completion_losses(
-            to_score, mine, watch=lambda rows: dist.stop.until(report.progress(rows, "HellaSwag", dist.rank))
+        _, losses = hellaswag.completion_losses(
+            scoring_model, own, progress=lambda rows: stop.interruptible(progress_bar(rows, "HellaSwag", dist.rank))
         )
-    n, correct = dist.sum(len(mine), hellaswag.correct(means, mine))
-    return hellaswag.accuracy(correct, n)
+    total, correct, stops = dist.all_reduce_sum(len(own), hellaswag.count_correct(losses, own), stop.requested)
+    return None if stop.agree(stops) else hellaswag.accuracy(correct, total)
 
 
 def sample(
-    model: GPT,
-    tokenizer: Tokenizer,
-    prompt: str,
-    n: int,
-    max_new_tokens: int,
-    generator: torch.Generator,
-    **options: Any,
-) -> list[str]:
-    """`n` continuations of `prompt`, prompt included. `options` are those of `GPT.generate`."""
+    model: GPT, tokenizer: Tokenizer, prompt: str, n: int, max_new_tokens: int, generator: torch.Generator,
+    temperature: float = 1.0, top_k: int | None = 50,
+) -> list[str]:  # fmt: skip
+    """`n` continuations of `prompt`, the prompt included."""
     idx = torch.tensor([tokenizer.encode(prompt) or [tokenizer.eot]], device=generator.device).repeat(n, 1)  # (n, T)
-    return [
-        tokenizer.decode(row) for row in model.generate(idx, max_new_tokens, generator=generator, **options).tolist()
-    ]
-
-
-# -----------------------------------------------------------------------------
-# Before the first step
-
-
-@dataclass
-class Run:
-    """All that the loop works with."""
-
-    config: TrainConfig
-    dist: Distributed
-    tokenizer: Tokenizer
-    raw_model: GPT
-    model: nn.Module  # raw_model compiled, where that is on; the weights are the same
-    ddp_model: nn.Module  # model with gradients averaged over ranks, where there are several
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    dtype: torch.dtype  # of the matrix products
-    amp: AbstractContextManager
-    loader: DataLoaderLite
-    val_loader: DataLoaderLite | None
-    data: dict[str, Any]  # what the shards of each split are, and the weights beside LoRA
-    examples: list[hellaswag.Example]
-    first_step: int
-    saver: checkpoint.Saver
-    bad_steps: int  # updates skipped since the last that was applied
-    overflows: int  # updates that the scaler skipped, in all
-    lock: AbstractContextManager = nullcontext()  # on the folder of the run, for rank 0
-    tracker: Tracker | None = None
-    log: RunLog | None = None
-    last_val: float = math.nan
-
-
-def build(config: TrainConfig, dist: Distributed, resume_from: Path | None = None) -> Run:
-    """A run that is ready for its first step, or for the next one after the checkpoint `resume_from`."""
-    run = dist.start(lambda: prepare(config, dist, resume_from))
-    # On what each rank found for itself every rank must agree, or the others wait forever in the next all-reduce.
-    if dist.least(run.first_step) != -dist.least(-run.first_step):
-        raise UserError(
-            f"the nodes found different checkpoints in {config.out}. It must be one folder that all of them see."
-        )
-    claim = partial(run_folder.claim, config.out, resume_from, config.replaces)
-    run.lock = rendezvous.on_first(claim, dist.rank, dist.least) or run.lock
-    tracked_by = rendezvous.on_first(partial(boards, config, run.first_step), dist.rank, dist.least)
-    run.tracker = Tracker(run, tracked_by or [])
-    run.log = RunLog(Path(config.out) / "log.txt" if dist.rank == 0 else None, run.first_step, run.tracker)
-    if not dist.least(len(run.examples)):
-        run.examples = []
-    B = dist.least(run.loader.B)
-    for loader in filter(None, (run.loader, run.val_loader)):
-        loader.resize(B)
-    run.loader.reset(run.first_step)
-    if dist.world > 1:
-        torch.compiler.reset()  # what the trial compiled is one graph; DDP wants it cut, to send while it computes
-        run.ddp_model = nn.parallel.DistributedDataParallel(run.model, gradient_as_bucket_view=True)
-    for line in report.header(run):
-        dist.print0(line)
-    return run
-
-
-def prepare(config: TrainConfig, dist: Distributed, resume_from: Path | None) -> Run:
-    """Finds, checks, downloads and allocates what this rank needs, so that nothing of it can fail hours later."""
-    tokenizer, train_shards, val_shards = open_data(config, dist, resume_from is not None)
-    data = {"train": shards.identity(config.data, train_shards), "val": shards.identity(config.data, val_shards)}
-    if dist.rank == 0:
-        run_folder.check(config.out, resume_from, config.replaces)
-        check_boards(config)
-    raw_model = first_model(config, tokenizer, resume_from).to(dist.device)
-    data["base"] = lora.identity(raw_model)
-    if resume_from:
-        resume.check_data(resume_from, data)
-    items, limit, notice = config.hellaswag_data, config.hellaswag_limit, dist.print0
-    usual = items is not None or limit or dist.device.type == "cuda"
-    wanted = usual if config.hellaswag_every is None else config.hellaswag_every
-    examples = hellaswag.examples(items, tokenizer, notice, limit) if wanted else []
-
-    T, device = raw_model.config.block_size, dist.device
-    sizes = fit.micro_batches(config.total_batch_size, T, dist.world, config.batch_size, device.type)
-    rows = config.total_batch_size // (T * dist.world)
-    placed = dict(vocab_size=raw_model.config.vocab_size, rank=dist.rank, world=dist.world, device=device)
-    loader = DataLoaderLite(
-        train_shards, sizes[0], T, grad_accum=rows // sizes[0], shuffle=config.shuffle, seed=config.seed, **placed
-    )
-    val_loader = DataLoaderLite(val_shards, sizes[0], T, **placed) if val_shards else None
-    fit.check_amount(config, loader, val_loader)
-
-    dtype = devices.pick_dtype(config.dtype, device)
-    amp = devices.autocast(device, dtype)
-    speed.prepare(device, dtype, config.tf32, raw_model.config, notice)
-    model = devices.compile(raw_model, device, config.compile, notice)
-    B = fit.largest_micro_batch(sizes, T, model, raw_model, amp, dist.world, notice)
-    for each in filter(None, (loader, val_loader)):
-        each.resize(B)
-
-    products = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    muon, betas = products if config.optimizer == "muon" else None, (config.beta1, config.beta2)
-    optimizer = raw_model.configure_optimizers(config.weight_decay, config.max_lr, betas, muon)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    first_step, *skipped = resume.restore(resume_from, optimizer, scaler) if resume_from else (0, 0, 0)
-    saver = checkpoint.Saver(config.out, config.keep, dist.stop, newest=first_step)
-    return Run(
-        config, dist, tokenizer, raw_model, model, model, optimizer, scaler, dtype, amp, loader, val_loader, data,
-        examples, first_step, saver, *skipped,
-    )  # fmt: skip
-
-
-def open_data(
-    config: TrainConfig, dist: Distributed, resumed: bool
-) -> tuple[Tokenizer, list[np.memmap], list[np.memmap]]:
-    """The tokenizer and the shards of train and, where there is validation, val."""
-    make_shards(config, dist.rank, resumed)
-    if config.verify_data and dist.local_rank == 0:
-        shards.verify(config.data)
-    train_shards = shards.open_shards(config.data, "train")
-    val_shards = shards.open_shards(config.data, "val") if config.val_every else []
-    return get_tokenizer(shards.read_manifest(config.data)["tokenizer"]), train_shards, val_shards
-
-
-def first_model(config: TrainConfig, tokenizer: Tokenizer, resume_from: Path | None) -> GPT:
-    """The model that the run begins with, on the CPU: random, pretrained, or that of a checkpoint."""
-    weights = config.init_from if config.lora_rank else resume_from or config.init_from
-    if weights is None:
-        torch.manual_seed(config.seed)  # drawn on the CPU, so every device starts from the same weights
-        sizes = config.architecture | dict(bias=config.bias, dropout=config.dropout)
-        return GPT(GPTConfig(config.block_size or 1024, tokenizer.vocab_size, **sizes))
-    model = GPT.from_pretrained(weights, config.dropout)
-    fit.check_model(model.config, config, tokenizer, weights, shorter=weights != resume_from)
-    model.crop(config.block_size or model.config.block_size)
-    if config.lora_rank:
-        lora.add(model, config.lora_rank, config.lora_alpha, config.seed, resume_from)
-    return model
+    return [tokenizer.decode(row) for row in model.generate(idx, max_new_tokens, temperature, top_k, generator).tolist()]
 
 
 # -----------------------------------------------------------------------------
 # Training
 
 
-def train_step(run: Run, lr: float) -> tuple[float, float]:
-    """One update from `loader.grad_accum` micro-batches of each rank; its mean loss and its gradient norm.
+def train_step(
+    model: nn.Module, state: TrainState, loader: DataLoaderLite, lr: float, config: TrainConfig, dist: Distributed,
+    stop: StopHandler, amp: torch.autocast,
+) -> tuple[float, float] | None:  # fmt: skip
+    """One optimizer step on `loader.grad_accum` micro-batches of each rank; `model` is compiled and wrapped by DDP.
 
-    If one of them is not finite, the update is not applied, on no rank.
+    If the loss or a gradient is not finite, the step is skipped, on all ranks.
 
-    Raises:
-        Stopped: a signal came to a process without others; nothing was applied.
+    Returns:
+        The mean loss in nats and the gradient norm before clipping, the same on all ranks; None if a signal came before
+        the step was applied.
     """
-    model, optimizer, scaler, loader, dist = run.ddp_model, run.optimizer, run.scaler, run.loader, run.dist
-    optimizer.zero_grad(set_to_none=True)
+    optimizer, scaler = state.optimizer, state.scaler
     for group in optimizer.param_groups:
         group["lr"] = lr
+    optimizer.zero_grad(set_to_none=True)
     loss_sum = torch.zeros((), device=dist.device)
     for micro_step in range(loader.grad_accum):
-        dist.stop.check()
-        x, y = loader.next_batch()
-        if dist.world > 1:  # average gradients once per update, in the last backward; DDP decides in the forward
+        if stop.agreed:  # only with one process; several ranks agree at the end of a step
+            return None
+        x, y = loader.next_batch()  # (B, T) each
+        if isinstance(model, DistributedDataParallel):
+            # DDP averages the gradients of all ranks during backward. Once per step is enough: in the last micro-step.
+            # It must be set before the forward pass, which prepares that.
             model.require_backward_grad_sync = micro_step == loader.grad_accum - 1
-        with run.amp:
+        with amp:
             _, loss = model(x, y)
-        # Each loss is a mean over its micro-batch, and backward adds gradients up. Without the division the sum would
-        # be grad_accum times the gradient of the one big batch that this stands for.
+        # backward() adds to the gradients, and each loss is a mean over its micro-batch. Without this division the sum
+        # would be grad_accum times the gradient of the one large batch that the micro-batches stand for.
         loss = loss / loader.grad_accum
         loss_sum += loss.detach()
         scaler.scale(loss).backward()
-    if loader.position < run.config.max_steps * loader.grad_accum:
+    if state.step + 1 < config.max_steps:
         try:
-            loader.read_ahead(loader.grad_accum)  # the next update's, while the device is at work
+            loader.prefetch(loader.grad_accum)  # of the next step, while the device is still computing
         except UserError as error:
-            dist.stop.fail(error)
+            stop.fail(error)  # this step is good: apply and save it first
     scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), run.config.grad_clip or math.inf)
-    # One all-reduce, and one wait for the device below. Every rank has the same norm, so its mean changes nothing.
-    told = torch.full_like(loss_sum, bool(dist.stop.told))
-    shared = dist.mean(torch.stack([loss_sum, norm, told]))
-    if scaler.is_enabled():  # fp16: it skips an update whose gradients overflowed, and scales the next ones less
+    norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+    # One all-reduce for all that the ranks must agree on. They have the same norm already, so its mean is that norm.
+    shared = dist.all_reduce_mean(torch.stack([loss_sum, norm, torch.full_like(norm, stop.requested)]))
+    finite = shared.isfinite().all()
+    if scaler.is_enabled():  # fp16: skips the step after an overflow of the gradients, and lowers their scale
         scaler.step(optimizer)
         scaler.update()
     else:
-        devices.step_if(optimizer, shared.isfinite().all())
-    loss, norm, told = shared.tolist()
-    dist.stop.agreed = told > 0
-    return loss, norm
+        # The optimizer reads this flag on the device, so the host need not wait. MPS has no such flag.
+        optimizer.grad_scale, optimizer.found_inf = None, 1.0 - finite.float()  # type: ignore[attr-defined]
+        if dist.device.type != "mps" or finite:
+            optimizer.step()
+    mean_loss, norm, stops = shared.tolist()  # the only point of a step where the host waits for the device
+    stop.agree(stops)
+    return mean_loss, norm
 
 
-def evaluate(run: Run, step: int) -> None:
-    """Whatever is due before the update of `step`: validation, HellaSwag, samples, a checkpoint."""
-    config, dist = run.config, run.dist
-    run.raw_model.train(not config.dropout)  # without dropout both modes are the same, and one less is compiled
-
-    def due(every: int) -> bool:
-        return every > 0 and (step % every == 0 or step == config.max_steps)
-
-    if run.val_loader and due(config.val_every):
-        run.last_val = validation_loss(run.model, run.val_loader, config.val_tokens, dist, run.amp)
-        run.log.write(step, "val", run.last_val)
-        dist.print0(f"step {step:5d} | val loss: {run.last_val:.4f}")
-    if run.examples and due(config.hellaswag_every or 250):
-        started = time.perf_counter()
-        acc_norm, error = hellaswag_score(run.raw_model, run.examples, dist, run.amp)
-        run.log.write(step, "hella", acc_norm)
-        seconds, score = time.perf_counter() - started, f"{acc_norm:.4f} ± {error:.4f}"
-        dist.print0(f"step {step:5d} | HellaSwag acc_norm: {score} of {len(run.examples):,} items | {seconds:.1f}s")
-    if dist.rank == 0 and step > 0 and due(config.sample_every):
-        generator = devices.seeded_generator(dist.device, config.seed, step, dist.rank)
-        length = 32 if run.tokenizer.name == "gpt2" else 128  # a GPT-2 token is about four bytes
-        with run.amp:
-            texts = sample(run.raw_model, run.tokenizer, config.prompt, 4, length, generator, top_k=50)
-        for i, text in enumerate(texts):
-            print(f"step {step:5d} | sample {i}: {text}", flush=True)
-        run.tracker.samples(step, texts)
-    if dist.rank == 0 and due(config.checkpoint_every):
-        save(run, step)
-    if any(map(due, (config.val_every, config.hellaswag_every or 0, config.sample_every, config.checkpoint_every))):
-        speed.trim_memory(dist.device)  # all this takes memory in other pieces than an update does
-    run.raw_model.train()
+def initial_model(config: TrainConfig, tokenizer: Tokenizer, resume_from: Path | None) -> GPT:
+    """The model before the first step, on the CPU: random, pretrained, or that of a checkpoint."""
+    source = config.init_from if config.lora_rank or not resume_from else resume_from
+    if source is None:
+        torch.manual_seed(config.seed)  # on the CPU, so that every device starts from the same weights
+        sizes = (config.block_size, tokenizer.vocab_size, config.n_layer, config.n_head, config.n_embd)
+        return GPT(GPTConfig(*sizes, config.bias, config.dropout))
+    model = GPT.from_pretrained(source, config.dropout, verify=False)  # gather_flags has compared its checksums
+    check_pretrained(source, model.config.vocab_size, tokenizer, model.config.block_size, config.block_size, config.data)
+    model.crop(config.block_size)
+    if config.lora_rank:
+        lora.add_adapter(model, config.n_embd, config.lora_rank, config.lora_alpha, config.seed, resume_from)
+    return model
 
 
-def train(config: TrainConfig, dist: Distributed, resume_from: Path | None = None) -> Run:
-    """Trains to `config.max_steps`, from the start or from the checkpoint `resume_from`.
+def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None = None) -> TrainState:
+    """Trains to `config.max_steps`, from the beginning or from a checkpoint.
 
     Raises:
-        Stopped: SIGTERM or SIGINT came; the state was saved.
+        UserError: something is missing or does not fit, or the run cannot continue.
+        SystemExit: a signal ended the run; its state is saved.
     """
-    run = build(config, dist, resume_from)
-    synchronize, pace = devices.synchronizer(dist.device), report.Pace(run)
-    profiler = Profiler(config.profile, config.out, dist.device, dist.rank, dist.print0)
-    with run.lock, dist.stop, run.tracker, run.saver, profiler:
-        try:
-            for step in range(run.first_step, config.max_steps + 1):
-                dist.stop.check()  # all ranks agreed on it in the update before, or none
-                evaluate(run, step)
-                if step == config.max_steps:
+    device, rank, world_size, print0 = dist.device, dist.rank, dist.world_size, dist.print0
+    dtype, T = devices.DTYPES[config.dtype], config.block_size
+    resume_from = checkpoint.path if checkpoint else None
+    rows = config.total_batch_size // (T * world_size)  # of a step, on each rank
+
+    # Whatever can fail or take long comes before the first step. One rank of each node goes first and downloads for all.
+    with dist.local_rank_zero_first():
+        if config.demo or config.text is not None:
+            presets.make_preset_shards(config.data, config.text, config.tokenizer, rank, checkpoint is not None)
+        train_shards = shards.open_shards(config.data, "train")
+        val_shards = shards.open_shards(config.data, "val") if config.val_every else []
+        tokenizer = get_tokenizer(shards.read_manifest(config.data)["tokenizer"])
+        if rank == 0:
+            run_folder.check(config.out, resume_from, config.overwrite_policy)
+            check_installed(config)
+        model = initial_model(config, tokenizer, resume_from).to(device)
+        data = data_identity(config.data, train_shards, val_shards, model)
+        if checkpoint:
+            check_same_data(checkpoint, data)
+        train_rows, val_rows = (sum(rows_in_shard(shard, T) for shard in split) for split in (train_shards, val_shards))
+        batch_size.check_enough_data(config, train_rows, val_rows, rows * world_size, T)
+        examples = []
+        if config.hellaswag_every:
+            examples = hellaswag.examples(config.hellaswag_data, tokenizer, print0, config.hellaswag_limit)
+        devices.prepare(device, config.tf32)
+        amp = devices.autocast(device, dtype)
+        compiled = devices.compile(model, device, print0) if config.compile else model
+        B = batch_size.largest_batch_size(config.batch_size, rows, T, compiled, amp, world_size, print0)
+
+    if world_size > 1:  # from here on the ranks exchange tensors: through NCCL between GPUs, gloo between CPUs
+        torch.distributed.init_process_group(
+            dist.backend, store=dist.store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+        )
+    muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    optimizer = model.configure_optimizers(
+        config.weight_decay, config.max_lr, (config.beta1, config.beta2), muon_dtype if config.optimizer == "muon" else None
+    )
+    state = TrainState(model, optimizer, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16))
+    if checkpoint:
+        state.restore(checkpoint)
+
+    # What each rank found for itself, all must agree on, or some would wait forever in the next all-reduce.
+    if not dist.all_equal(state.step):
+        raise UserError(f"the nodes found different checkpoints in {config.out}. All nodes must see the same folder.")
+    examples = examples if dist.all_reduce_min(len(examples)) else []
+    B = dist.all_reduce_min(B)
+    ddp_model = compiled
+    if world_size > 1:
+        torch.compiler.reset()  # DDP cuts the graph at its buckets, to send gradients while backward still computes
+        ddp_model = DistributedDataParallel(compiled, gradient_as_bucket_view=True)
+    new_loader = partial(
+        DataLoaderLite, B=B, T=T, vocab_size=tokenizer.vocab_size, rank=rank, world_size=world_size, device=device
+    )
+    loader = new_loader(train_shards, grad_accum=rows // B, shuffle=config.shuffle, seed=config.seed)
+    loader.seek(state.step)
+    val_loader = new_loader(val_shards) if val_shards else None
+
+    lock = dist.on_rank_zero(lambda: run_folder.claim(config.out, resume_from, config.overwrite_policy))
+    stop = StopHandler(world_size)
+    logger = RunLogger(
+        config, dist, first_step=state.step, max_steps=config.max_steps, tokens_per_step=config.total_batch_size,
+        flops_per_token=model.flops_per_token(),
+    )  # fmt: skip
+    run_info = RunInfo(config.to_save(), data, asdict(model.config), tokenizer, logger.sync)
+    checkpoints = CheckpointManager(config.out, config.keep, stop, newest=state.step)
+    profiler = Profiler(config.profile, config.out, device, rank, print0)
+    synchronize = devices.synchronizer(device)
+
+    decay = "cosine decay" if config.schedule == "cosine" else f"a cooldown of {config.cooldown_steps:,} steps"
+    recipe = f"{config.optimizer}, warm-up to {config.max_lr:.3g} in {config.warmup_steps:,} steps, "
+    recipe += f"then {decay} to {config.min_lr:.3g} at step {config.decay_steps:,}"
+    for line in header(
+        config, dist, model, asdict(model.config), recipe, B=B, grad_accum=rows // B, rows_per_epoch=train_rows,
+        padded_vocab_size=model.config.padded_vocab_size, resume_from=resume_from, first_step=state.step,
+        max_steps=config.max_steps, warmup_steps=config.warmup_steps,
+    ):  # fmt: skip
+        print0(line)
+
+    def due(every: int) -> bool:
+        """Whether something is due before the next step, or after the last one."""
+        return every > 0 and (state.step % every == 0 or state.step == config.max_steps)
+
+    with lock or nullcontext(), stop, logger, checkpoints, profiler:
+        while not stop.agreed:
+            step, last = state.step, state.step == config.max_steps
+            if config.dropout:
+                model.eval()  # without dropout both modes are the same, and torch.compile would compile both
+            if val_loader and due(config.val_every):
+                val_loss = validation_loss(compiled, val_loader, config.val_tokens, dist, stop, amp)
+                if val_loss is None:
                     break
-                lr = get_lr(step, config)
-
-                if config.dropout:  # its masks depend on the step alone, so a resumed run has the same
-                    torch.manual_seed(devices.seed(config.seed, step, dist.rank))
-                synchronize()  # the clock runs over the update alone; reading the loss waits for its end
+                logger.validation(step, val_loss)
+            if examples and due(config.hellaswag_every):
                 started = time.perf_counter()
-                loss, norm = train_step(run, lr)
-                dt = time.perf_counter() - started
+                score = hellaswag_score(model, examples, dist, stop, amp)
+                if score is None:
+                    break
+                logger.hellaswag(step, *score, len(examples), time.perf_counter() - started)
+            if rank == 0 and step > 0 and due(config.sample_every):
+                generator = devices.seeded_generator(device, config.seed, step, rank)
+                length = 32 if tokenizer.name == "gpt2" else 128  # a GPT-2 token is about four bytes
+                with amp:
+                    logger.samples(step, sample(model, tokenizer, config.prompt, 4, length, generator))
+            if rank == 0 and due(config.checkpoint_every):
+                checkpoints.save(state, run_info, final=last)
+            if any(map(due, (config.val_every, config.hellaswag_every, config.sample_every, config.checkpoint_every))):
+                devices.trim_memory(device)
+            if last:
+                break
 
-                run.log.write(step, "train", loss)
-                dist.print0(pace.lines(step, loss, lr, norm, dt))
-                run.tracker.update(step, lr, norm, dt)
-                count_bad_steps(run, step, loss, norm)
-                profiler.step()
-        except Stopped:
-            halt(run, step)
-    run.log.close()
-    if config.merge and dist.rank == 0:
-        huggingface.save_merged(run.raw_model, run.tokenizer, Path(config.out) / "merged")
-    run.ddp_model = run.model  # DDP's must be gone before dist.close(), or gloo's threads and ours wait for each other
-    return run
+            lr = get_lr(step, config)
+            if config.dropout:
+                model.train()
+                # The masks depend on (seed, step, rank) alone, so a resumed run draws the same ones.
+                torch.manual_seed(devices.derive_seed(config.seed, step, rank))
+            synchronize()
+            started = time.perf_counter()
+            result = train_step(ddp_model, state, loader, lr, config, dist, stop, amp)
+            if result is None:
+                break
+            dt = time.perf_counter() - started  # of the step alone
+            loss, norm = result
+            skipped = state.finish_step(loss, norm)
+            logger.step(step, loss, lr, norm, dt, skipped)
+            if state.bad_steps >= config.max_bad_steps:
+                raise UserError(
+                    f"{state.bad_steps} steps in a row had a loss or gradients that are not finite, the last one at step {step}, "
+                    "and none was applied. A resumed run would meet them again: check the data with fineweb.py --check, "
+                    "or lower --max-lr in a new run."
+                )
+            profiler.step()
 
-
-def halt(run: Run, step: int) -> NoReturn:
-    """Saves the state before the update of `step` and ends all ranks alike."""
-    if run.dist.rank == 0 and run.config.checkpoint_every:
-        save(run, step)
-    run.saver.finish()
-    if not run.dist.stop.failure:
-        run.dist.print0(f"step {step:5d} | stopped. {run.saver.newest_checkpoint()}")
-    run.dist.stop.conclude(run.dist.least)
-
-
-# -----------------------------------------------------------------------------
-# Checkpoints
-
-
-def save(run: Run, step: int) -> None:
-    """Begins to save the state before the update of `step`, on rank 0; `--resume` goes on with that update.
-
-    Training waits for a copy in the memory of the host; a thread writes it.
-    """
-    run.saver.wait()
-    if step == run.saver.newest or run.saver.failed > 1:  # it is there already, or the run is ending because of it
-        return
-    if run.bad_steps and step < run.config.max_steps and not (run.dist.stop.told or run.dist.stop.agreed):
-        print(f"step {step:5d} | no checkpoint while updates are skipped", flush=True)
-        return
-    sizes, config = asdict(run.raw_model.config), run.config
-    weights = checkpoint.to_host({name: p for name, p in run.raw_model.named_parameters() if p.requires_grad})
-    state = {
-        "step": step,
-        "bad_steps": run.bad_steps,
-        "overflows": run.overflows,
-        "config": asdict(config),
-        "data": run.data,
-        "optimizer": checkpoint.to_host(run.optimizer.state_dict()),
-        "scaler": run.scaler.state_dict(),
-    }
-
-    def write(directory: Path) -> None:
-        if not all(torch.isfinite(tensor).all() for tensor in weights.values()):
-            raise ValueError("the weights are not finite")
-        if config.lora_rank:
-            lora.write(directory, weights, config)
-        else:
-            huggingface.write(directory, sizes, huggingface.to_theirs(weights, sizes["vocab_size"]))
-        run.tokenizer.save_pretrained(directory, model_max_length=sizes["block_size"])
-        torch.save(state, directory / "trainer.pt")
-        run.log.sync()
-
-    run.saver.start(step, write, checkpoint.bytes_of([weights, state["optimizer"]]))
-
-
-# -----------------------------------------------------------------------------
-# The command line
-
-
-def configure(argv: Sequence[str] | None = None) -> tuple[TrainConfig, Path | None]:
-    """The configuration that the flags ask for, and the checkpoint to resume from, if any."""
-    parser = Parser(description="Pre-train GPT-2 from token shards.", epilog="Shards are made by fineweb.py.")
-    add_flags(parser, TrainConfig)
-    given = vars(parser.parse_args(argv))
-    flags = preset(given) | given
-    wanted, out = flags.get("resume"), flags.get("out", TrainConfig.out)
-    directory = checkpoint.newest(out) if wanted else None
-    if directory is not None:
-        return resume.configuration(TrainConfig, given, out, directory), directory
-    config = TrainConfig(**flags)
-    if wanted == "newest":
-        raise UserError(f"no checkpoint in {out} to resume from. Name its folder with --out, or leave out --resume.")
-    return config, None
+        if stop.agreed:  # by a signal or a failure, on any rank: save, then exit on all ranks
+            if rank == 0 and config.checkpoint_every:
+                checkpoints.save(state, run_info, final=True)
+            checkpoints.finish()
+            if not stop.failure:
+                print0(f"step {state.step:5d} | stopped. {checkpoints.describe_newest()}")
+            stop.exit_all_ranks(dist.all_reduce_min)
+    if config.demo and rank == 0:
+        with amp:
+            [text] = sample(model.eval(), tokenizer, "The ", 1, 500, devices.seeded_generator(device, config.seed), 0.8)
+        demo_result(config, config.max_steps, text)
+    return state
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    config, resume_from = configure(argv)
-    dist = Distributed.from_environment(config.device)
+    groups = ("files", "model", "batch", "schedule", "optimizer", "randomness")
+    given = parse_flags(TrainConfig, argv, "Pre-train GPT-2 on token shards, which fineweb.py makes.", groups)
+    dist = Distributed.from_environment(given.get("device", "auto"))
+    flags, checkpoint = gather_flags(TrainConfig, given, dist, same_schedule_so_far)
+    config = resolve(flags, dist.device, dist.world_size)
+    exit_code: int | str | None = 0
     try:
-        result, exit_code = train(config, dist, resume_from), 0
-    except Stopped as stopped:
-        result, exit_code = None, stopped.exit_code
+        train(config, dist, checkpoint)
+    except SystemExit as stopped:
+        exit_code = stopped.code
     except torch.OutOfMemoryError as error:
         reason = str(error).split(". ")[0]
-        raise UserError(f"{reason}. Lower --batch-size: the update stays the same.", this_rank_only=True) from error
-    dist.close()
-    if result and config.demo and dist.rank == 0:
-        generator = devices.seeded_generator(dist.device, config.seed)
-        result.raw_model.eval()
-        with result.amp:
-            [text] = sample(result.raw_model, result.tokenizer, "The ", 1, 500, generator, temperature=0.8, top_k=50)
-        report.result(result, text)
+        raise UserError(f"{reason}. Lower --batch-size: a step has the same tokens.", this_rank_only=True) from error
+    dist.close()  # when DDP's model is gone, or its threads and ours would wait for each other
     sys.exit(exit_code)
 
 
 if __name__ == "__main__":
-    run(main)
+    run_cli(main)

@@ -1,11 +1,11 @@
-"""What training takes of a GPU's memory, computed without one: by model and micro-batch, and what fits where.
+"""GPU memory that training takes, computed without a GPU: by model and micro-batch, and what fits on which GPU.
 
     python benchmarks/bench_memory.py
 
-Counted are weights, gradients and AdamW's two moments in fp32, all that autograd keeps of a forward pass under bf16
-autocast (from PyTorch's own bookkeeping, on tensors without data), the working space of one chunk of the loss, and a
-gigabyte for CUDA and fragmentation. Eager PyTorch is counted; compiled, less is kept. Several GPUs need 4 bytes per
-parameter more, for the buckets in which gradients are sent.
+Counted are weights, gradients and AdamW's two moments in fp32, everything that autograd saves in a forward pass under bf16
+autocast (according to PyTorch, on tensors without data), the working memory of one chunk of the loss, and a gigabyte for
+CUDA and fragmentation. This is eager PyTorch; compiled, less is saved. Several GPUs need 4 more bytes per parameter, for
+the buckets in which gradients are sent.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support import loss  # noqa: E402
+from support.optim import loss  # noqa: E402
 from train_gpt2 import GPT, MODELS, GPTConfig  # noqa: E402
 
 GPUS = (8, 16, 24, 40, 80, 141)  # GB
 RESERVE = 1e9
 
 
-def parameters_and_kept(model: str, B: int) -> tuple[int, int]:
-    """The parameters of a model, and the bytes that autograd keeps for the backward pass of B rows of 1024 tokens."""
-    kept: dict[int, torch.UntypedStorage] = {}
+def parameters_and_saved(model: str, B: int) -> tuple[int, int]:
+    """The parameters of a model, and the bytes that autograd saves for the backward pass of B rows of 1024 tokens."""
+    saved: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         return tensor
 
     with FakeTensorMode():
@@ -42,15 +42,15 @@ def parameters_and_kept(model: str, B: int) -> tuple[int, int]:
             gpt(tokens, tokens)
         own = {p.untyped_storage()._cdata for p in gpt.parameters()}
         n = sum(p.numel() for p in gpt.parameters())
-    return n, sum(storage.nbytes() for key, storage in kept.items() if key not in own)
+    return n, sum(storage.nbytes() for key, storage in saved.items() if key not in own)
 
 
 def total(model: str, B: int) -> float:
     """Bytes that training takes with micro-batches of B rows."""
-    n, kept = parameters_and_kept(model, B)
-    rows = min(loss.rows_of_chunk("cuda", 50304), B * 1024)
+    n, saved = parameters_and_saved(model, B)
+    rows = min(loss.chunk_rows("cuda", 50304), B * 1024)
     chunk = rows * 50304 * (2 + 4 + 4)  # logits in bf16, the same in fp32, log-probabilities
-    return 16 * n + kept + chunk + RESERVE
+    return 16 * n + saved + chunk + RESERVE
 
 
 def main() -> None:

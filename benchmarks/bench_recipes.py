@@ -1,14 +1,14 @@
-"""--recipe fast against the recipe of GPT-2: loss at equal tokens, tokens to an equal loss.
+"""--recipe fast against GPT-2's recipe: the loss for equal tokens, and the tokens for an equal loss.
 
     python benchmarks/bench_recipes.py --data SHARDS --out runs                   # small: 4 layers, 256 channels
     python benchmarks/bench_recipes.py --data SHARDS --out runs --scale medium    # 8 layers, 512 channels
-    python benchmarks/bench_recipes.py --data SHARDS --out runs --variants        # what else could be changed in fast
-    python benchmarks/bench_recipes.py --overhead                                 # what an update by Muon costs at 124M
+    python benchmarks/bench_recipes.py --data SHARDS --out runs --variants        # change one thing in fast at a time
+    python benchmarks/bench_recipes.py --overhead                                 # what a step of Muon costs at 124M
 
-First the rate of the baseline (AdamW, cosine) is tuned with the first seed, each rate with a whole run. Then its best rate,
-the recipe's own rate and `--recipe fast`, cut to fractions of the tokens, run with all seeds; every run has the schedule
-of its own length. A run is a process of train_gpt2.py and a folder in --out. Those that are complete are not made
-again, so the command can be stopped, and given again with more seeds, rates or fractions.
+First the learning rate of the baseline (AdamW, cosine) is tuned with the first seed, with a complete run for each rate. Then
+its best rate, the recipe's own rate and `--recipe fast`, limited to fractions of the tokens, run with all seeds; every run
+has a schedule of its own length. A run is a process of train_gpt2.py and a folder in --out. Finished runs are not repeated,
+so the command can be interrupted, and repeated with more seeds, rates or fractions.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from support.cli import UserError, run  # noqa: E402
+from support.cli import UserError, run_cli  # noqa: E402
 
-# The flags of train_gpt2.py, the tokens of an update, and the updates of the baseline.
+# Flags of train_gpt2.py, tokens per step, and steps of the baseline.
 SCALES = {
     "small": dict(
         flags="--n-layer 4 --n-head 4 --n-embd 256 --block-size 256 --batch-size 4 --warmup-steps 25 "
         "--val-every 50 --val-tokens 131072",
         tokens=16384,
-        updates=500,
+        steps=500,
     ),
     "medium": dict(
         flags="--n-layer 8 --n-head 8 --n-embd 512 --block-size 256 --batch-size 4 --warmup-steps 15 "
         "--val-every 50 --val-tokens 16384",
         tokens=2048,
-        updates=300,
+        steps=300,
     ),
-    "124M": dict(flags="", tokens=524288, updates=19073),
+    "124M": dict(flags="", tokens=524288, steps=19073),
 }
-# Changes to `fast`, each on its own: flags, or a function below that patches the process first.
+# Changes to `fast`, one at a time: flags, or a function below that patches the process.
 VARIANTS = {
-    "as it is": "",
+    "unchanged": "",
     "half the rate": "--max-lr 1.8e-3",
     "twice the rate": "--max-lr 7.2e-3",
     "no weight decay": "--weight-decay 0",
     "cosine": "--schedule cosine",
     "AdamW": "--optimizer adamw --max-lr 1.8e-3",
-    "query, key and value together": "together",
-    "Newton-Schulz in fp32": "exactly",
+    "query, key and value together": "one_qkv_matrix",
+    "Newton-Schulz in fp32": "fp32_newton_schulz",
     "momentum from 0.85": "momentum_warm_up",
     "half the batch in the first half": "batch_ramp",
 }
@@ -65,38 +65,38 @@ ALWAYS = "--shuffle --sample-every 0 --hellaswag-every 0 --checkpoint-every 0"
 
 @dataclass(frozen=True)
 class Trial:
-    """A run: a recipe at a peak rate (None: its own), for so many updates, from one seed; with one of `VARIANTS`."""
+    """A run: recipe, peak learning rate (None: the recipe's own), number of steps, seed, and one of `VARIANTS`."""
 
     recipe: str
     rate: float | None
-    updates: int
+    steps: int
     seed: int
-    variant: str = "as it is"
+    variant: str = "unchanged"
 
     @property
     def name(self) -> str:
-        variant = "" if self.variant == "as it is" else "-" + self.variant.replace(" ", "_").replace(",", "")
+        variant = "" if self.variant == "unchanged" else "-" + self.variant.replace(" ", "_").replace(",", "")
         rate = "" if self.rate is None else f"-{self.rate:g}"
-        return f"{self.recipe}{rate}-{self.updates}{variant}-s{self.seed}"
+        return f"{self.recipe}{rate}-{self.steps}{variant}-s{self.seed}"
 
 
 def values(log: Path, kind: str) -> dict[int, float]:
-    """The values of one kind in a log.txt, by update."""
+    """The values of one name in a log.txt, by step."""
     lines = (line.split() for line in log.read_text().splitlines()) if log.exists() else ()
     return {int(step): float(value) for step, what, value in lines if what == kind}
 
 
 def train(trials: list[Trial], args: argparse.Namespace) -> None:
-    """Makes the runs that are not there yet, `--jobs` at a time."""
+    """Makes the runs that do not exist yet, `--jobs` at a time."""
     scale = SCALES[args.scale]
     flags = shlex.split(f"{scale['flags']} {ALWAYS} {args.flags} --total-batch-size {scale['tokens']}")
 
     def one(trial: Trial) -> None:
         out, started = args.out / trial.name, time.perf_counter()
-        if trial.updates in values(out / "log.txt", "val"):
+        if trial.steps in values(out / "log.txt", "val"):
             return
         command = [sys.executable, __file__, "--worker", trial.variant, "--data", args.data, "--out", out]
-        command += ["--resume", "auto", *flags, "--recipe", trial.recipe, "--max-steps", trial.updates]
+        command += ["--resume", "auto", *flags, "--recipe", trial.recipe, "--max-steps", trial.steps]
         command += ["--seed", trial.seed, *(["--max-lr", trial.rate] if trial.rate else [])]
         environment = os.environ | ({"OMP_NUM_THREADS": "1"} if args.jobs > 1 else {})
         done = subprocess.run(list(map(str, command)), env=environment, stdout=subprocess.DEVNULL, cwd=ROOT)
@@ -120,56 +120,56 @@ def worker(variant: str, flags: list[str]) -> None:
     train_gpt2.main(flags + shlex.split(change))
 
 
-def together(updates: int) -> None:
-    from support.muon import Muon
+def one_qkv_matrix(steps: int) -> None:
+    from support.optim.muon import Muon
 
-    step = Muon._step
-    Muon._step = lambda self, group: step(self, group | {"parts": [1] * len(group["parts"])})
+    step = Muon._muon_step
+    Muon._muon_step = lambda self, group: step(self, group | {"num_splits": [1] * len(group["num_splits"])})
 
 
-def exactly(updates: int) -> None:
+def fp32_newton_schulz(steps: int) -> None:
     import torch
 
-    from support import muon
+    from support.optim import muon
 
     approximate = muon.orthogonalize
     muon.orthogonalize = lambda matrices: approximate(matrices.to(torch.float32)).to(matrices.dtype)
 
 
-def momentum_warm_up(updates: int) -> None:
-    from support.muon import Muon
+def momentum_warm_up(steps: int) -> None:
+    from support.optim.muon import Muon
 
-    step, made = Muon.step, [0]
+    step, done = Muon.step, [0]
 
     def warmed(self: Muon) -> None:
-        self.momentum = 0.85 + 0.10 * min(1.0, made[0] / (0.3 * updates))
-        made[0] += 1
+        self.momentum = 0.85 + 0.10 * min(1.0, done[0] / (0.3 * steps))
+        done[0] += 1
         step(self)
 
     Muon.step = warmed
 
 
-def batch_ramp(updates: int) -> None:
-    """The first half of the tokens in updates of half the size, so there are more of them for the same tokens."""
+def batch_ramp(steps: int) -> None:
+    """The first half of the tokens in steps of half the size, so there are more steps for the same tokens."""
     import train_gpt2
 
-    step, made = train_gpt2.train_step, [0]
+    step, done = train_gpt2.train_step, [0]
 
-    def ramped(run: Any, lr: float) -> tuple[float, float]:
-        full = run.config.total_batch_size // (run.loader.B * run.loader.T)
-        run.loader.grad_accum = full // 2 if made[0] < updates * 2 // 3 else full
-        made[0] += 1
-        return step(run, lr)
+    def ramped(model: Any, state: Any, loader: Any, *args: Any) -> tuple[float, float]:
+        full = loader.full_grad_accum = getattr(loader, "full_grad_accum", loader.grad_accum)
+        loader.grad_accum = full // 2 if done[0] < steps * 2 // 3 else full
+        done[0] += 1
+        return step(model, state, loader, *args)
 
     train_gpt2.train_step = ramped
 
 
 def final(trial: Trial, args: argparse.Namespace) -> float:
-    return values(args.out / trial.name / "log.txt", "val")[trial.updates]
+    return values(args.out / trial.name / "log.txt", "val")[trial.steps]
 
 
 def crossing(curve: dict[int, float], loss: float) -> float | None:
-    """The update at which a curve first falls to `loss`, on lines between its points; None if it does not."""
+    """The step at which a curve first falls to `loss`, interpolated linearly; None if it does not."""
     points = sorted(curve.items())
     for (a, high), (b, low) in zip(points, points[1:], strict=False):
         if low <= loss < high:
@@ -184,49 +184,53 @@ def spread(numbers: list[float]) -> str:
 
 
 def compare(args: argparse.Namespace) -> None:
-    updates = args.updates or SCALES[args.scale]["updates"]
-    tuning = [Trial("gpt2", rate, updates, args.seeds[0]) for rate in args.rates]
+    steps = args.steps or SCALES[args.scale]["steps"]
+    tuning = [Trial("gpt2", rate, steps, args.seeds[0]) for rate in args.rates]
     train(tuning, args)
     best = min(tuning, key=lambda trial: final(trial, args)).rate
-    rows = {f"AdamW, cosine, {best:g} (best of {len(args.rates)})": ("gpt2", best, updates)}
+    rows = {f"AdamW, cosine, {best:g} (best of {len(args.rates)})": ("gpt2", best, steps)}
     if best != 6e-4:
-        rows["AdamW, cosine, 0.0006 (GPT-2's)"] = ("gpt2", 6e-4, updates)
+        rows["AdamW, cosine, 0.0006 (GPT-2's)"] = ("gpt2", 6e-4, steps)
     for fraction in args.fractions:
-        rows[f"fast, {fraction:g} of the tokens"] = ("fast", None, round(fraction * updates))
+        rows[f"fast, {fraction:g} of the tokens"] = ("fast", None, round(fraction * steps))
     trials = {name: [Trial(*row, seed) for seed in args.seeds] for name, row in rows.items()}
     train([trial for of_row in trials.values() for trial in of_row], args)
 
     scale = SCALES[args.scale]
     print(f"\n{args.scale}: {scale['flags']}")
-    print(f"\n| rate of AdamW, cosine | loss after {updates:,} updates |\n|---|---|")
+    print(f"\n| rate of AdamW, cosine | loss after {steps:,} steps |\n|---|---|")
     for trial in tuning:
         print(f"| {trial.rate:g} | {final(trial, args):.3f} |")
-    print("\n| | updates | tokens | validation loss, mean ± deviation (seeds) | each |\n|---|---|---|---|---|")
+    print("\n| | steps | tokens | validation loss, mean ± deviation (seeds) | each |\n|---|---|---|---|---|")
     for name, of_row in trials.items():
         ends = [final(trial, args) for trial in of_row]
-        made, each = of_row[0].updates, ", ".join(f"{end:.3f}" for end in ends)
+        made, each = of_row[0].steps, ", ".join(f"{end:.3f}" for end in ends)
         print(f"| {name} | {made:,} | {made * scale['tokens'] / 1e6:,.2f}M | {spread(ends)} | {each} |")
 
-    print("\nTokens of fast's runs when they pass the mean of a baseline, as a share of its tokens:")
+    print("\nTokens of fast's runs when they reach the mean loss of a baseline, as a fraction of its tokens:")
     for name in list(trials)[: -len(args.fractions)]:
         target = statistics.mean(final(trial, args) for trial in trials[name])
         for fast in list(trials)[-len(args.fractions) :]:
-            met = [crossing(values(args.out / trial.name / "log.txt", "val"), target) for trial in trials[fast]]
-            said = spread([m / updates for m in met if m]) if all(met) else f"not by {met.count(None)} of {len(met)}"
-            print(f"  {fast} to {name}, {target:.3f}: {said}")
+            reached = [crossing(values(args.out / trial.name / "log.txt", "val"), target) for trial in trials[fast]]
+            result = (
+                spread([m / steps for m in reached if m])
+                if all(reached)
+                else f"not reached by {reached.count(None)} of {len(reached)}"
+            )
+            print(f"  {fast} to {name}, {target:.3f}: {result}")
     draw(trials, args)
 
 
 def variants(args: argparse.Namespace) -> None:
-    """Runs of 0.2 of the baseline's tokens, each with one thing changed."""
-    updates = (args.updates or SCALES[args.scale]["updates"]) // 5
+    """Runs on 0.2 of the baseline's tokens, each with one thing changed."""
+    base = (args.steps or SCALES[args.scale]["steps"]) // 5
     trials = {}
     for name in VARIANTS:
-        # a ramp makes 2/3 of its updates with half the tokens: so many more updates are the same tokens
-        steps = updates * 3 // 2 if VARIANTS[name] == "batch_ramp" else updates
+        # a ramp makes 2/3 of its steps with half the tokens: 1.5 times the steps have the same tokens
+        steps = base * 3 // 2 if VARIANTS[name] == "batch_ramp" else base
         trials[name] = [Trial("fast", None, steps, seed, name) for seed in args.seeds]
     train([trial for of_name in trials.values() for trial in of_name], args)
-    print(f"\n{args.scale}, {updates * SCALES[args.scale]['tokens'] / 1e6:,.2f}M tokens")
+    print(f"\n{args.scale}, {base * SCALES[args.scale]['tokens'] / 1e6:,.2f}M tokens")
     print("\n| fast, changed | validation loss |\n|---|---|")
     for name, of_name in trials.items():
         print(f"| {name} | {spread([final(trial, args) for trial in of_name])} |")
@@ -248,17 +252,17 @@ def draw(trials: dict[str, list[Trial]], args: argparse.Namespace) -> None:
 
 
 def overhead() -> None:
-    """An update of 524,288 tokens at 124M: what Muon adds to AdamW, in FLOPs and in time."""
+    """A step of 524,288 tokens at 124M: what Muon adds to AdamW, in FLOPs and in time."""
     import torch
 
-    from support import devices, speed
-    from support.muon import STEPS
+    from support.optim.muon import NEWTON_SCHULZ_STEPS
+    from support.runtime import devices
     from train_gpt2 import GPT, GPTConfig, TrainConfig
 
     device = torch.device(devices.pick_device_type("auto"))
     dtype = devices.pick_dtype("auto", device)
-    products = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    speed.keep_memory(device)
+    muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    devices.keep_memory(device)
     synchronize, B, T = devices.synchronizer(device), 64 if device.type == "cuda" else 4, 1024
     model = GPT(GPTConfig()).to(device)
     tokens = torch.randint(50257, (B, T + 1), device=device)
@@ -269,7 +273,7 @@ def overhead() -> None:
 
     def seconds(work: Callable[[], None], rounds: int = 3) -> float:
         times = []
-        for _ in range(rounds + 1):  # the first one also takes its memory
+        for _ in range(rounds + 1):  # the first one also allocates its memory
             synchronize()
             started = time.perf_counter()
             work()
@@ -277,19 +281,21 @@ def overhead() -> None:
             times.append(time.perf_counter() - started)
         return statistics.median(times[1:])
 
-    update = seconds(micro_step) * TrainConfig().total_batch_size / (B * T)
-    adamw, muon = (model.configure_optimizers(0.1, 0.0, (0.9, 0.95), how) for how in (None, products))
-    steps = {"adamw": seconds(adamw.step), "muon": seconds(muon.step)}
+    forward_backward = seconds(micro_step) * TrainConfig().total_batch_size / (B * T)
+    adamw, muon = (model.configure_optimizers(0.1, 0.0, (0.9, 0.95), how) for how in (None, muon_dtype))
+    optimizer = {"adamw": seconds(adamw.step), "muon": seconds(muon.step)}
     flops = 0
-    for weight, parts in zip(muon.param_groups[0]["params"], muon.param_groups[0]["parts"], strict=True):
-        n, m = sorted((len(weight) // parts, weight.size(1)))
-        flops += parts * STEPS * (2 * n * n * m + 2 * n**3 + 2 * n * n * m)  # x x^T, its square, the product with x
+    for weight, n_splits in zip(muon.param_groups[0]["params"], muon.param_groups[0]["num_splits"], strict=True):
+        n, m = sorted((len(weight) // n_splits, weight.size(1)))
+        flops += (
+            n_splits * NEWTON_SCHULZ_STEPS * (2 * n * n * m + 2 * n**3 + 2 * n * n * m)
+        )  # x x^T, its square, the product with x
     whole = model.flops_per_token() * TrainConfig().total_batch_size
-    print(f"{device.type}, torch {torch.__version__}, {str(products).removeprefix('torch.')}, micro-batch {B}")
-    print(f"FLOPs: {flops / 1e12:.2f}T of {whole / 1e12:.0f}T of an update, {flops / whole:.2%}")
-    more = (steps["muon"] - steps["adamw"]) / (update + steps["adamw"])
+    print(f"{device.type}, torch {torch.__version__}, {devices.dtype_name(muon_dtype)}, micro-batch {B}")
+    print(f"FLOPs: {flops / 1e12:.2f}T of {whole / 1e12:.0f}T of a step, {flops / whole:.2%}")
+    more = (optimizer["muon"] - optimizer["adamw"]) / (forward_backward + optimizer["adamw"])
     print(
-        f"time: forward and backward {update:,.1f}s, a step of AdamW {steps['adamw']:.3f}s, of Muon {steps['muon']:.3f}s"
+        f"time: forward and backward {forward_backward:,.1f}s, AdamW {optimizer['adamw']:.3f}s, Muon {optimizer['muon']:.3f}s"
     )
     print(f"Muon adds {more:.2%} on one process, and less on more")
 
@@ -299,22 +305,22 @@ def main() -> None:
     parser.add_argument("--data", metavar="DIR", help="token shards: bytes for small, GPT-2's for the others")
     parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="(default: runs)")
     parser.add_argument("--scale", choices=tuple(SCALES), default="small", help="(default: small)")
-    parser.add_argument("--updates", type=int, metavar="N", help="of the baseline (default: 500 small, 300 medium)")
+    parser.add_argument("--steps", type=int, metavar="N", help="of the baseline (default: 500 small, 300 medium)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="(default: 1 2 3)")
     parser.add_argument(
         "--rates", type=float, nargs="+", default=[6e-4, 1.2e-3, 2.4e-3, 4.8e-3], metavar="X",
-        help="of the baseline, of which the best counts (default: 6e-4 1.2e-3 2.4e-3 4.8e-3)",
+        help="learning rates of the baseline to choose from (default: 6e-4 1.2e-3 2.4e-3 4.8e-3)",
     )  # fmt: skip
     parser.add_argument(
         "--fractions", type=float, nargs="+", default=[0.3, 0.4, 1.0], metavar="X",
-        help="of the baseline's updates that fast makes (default: 0.3 0.4 1)",
+        help="of the baseline's steps, for fast (default: 0.3 0.4 1)",
     )  # fmt: skip
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="runs at a time, each on a thread (default: 1)"
     )
     parser.add_argument("--flags", default="", help='more flags for all runs, as in --flags "--dtype bf16"')
     parser.add_argument(
-        "--variants", action="store_true", help="change one thing at a time in fast, for a fifth of the tokens"
+        "--variants", action="store_true", help="change one thing in fast at a time, on a fifth of the tokens"
     )
     parser.add_argument("--overhead", action="store_true", help="only measure what a step of Muon costs")
     if sys.argv[1:2] == ["--worker"]:
@@ -330,4 +336,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_cli(main)

@@ -1,15 +1,15 @@
-"""How fast training is: the plain PyTorch loop against train_gpt2.py, in turn, on the same data and shapes.
+"""Training speed: the plain PyTorch loop against train_gpt2.py, in turn, on the same data and shapes.
 
     python benchmarks/bench_throughput.py                                  # GPT-2 124M and the demo's model
-    python benchmarks/bench_throughput.py --ladder gpt2:4x1024             # from the plain loop, one thing added at a time
-    python benchmarks/bench_throughput.py --ablate gpt2:4x1024             # from train_gpt2.py, one thing taken away
+    python benchmarks/bench_throughput.py --ladder gpt2:4x1024             # add one feature at a time to the plain loop
+    python benchmarks/bench_throughput.py --ablate gpt2:4x1024             # remove one feature at a time from train_gpt2.py
     python benchmarks/bench_throughput.py --processes 8 gpt2:64x1024       # a node of 8 GPUs, through torchrun
 
-A setting is MODEL:BxT or MODEL:BxTxA, with rows B of T tokens and A micro-steps to an update. Every row of the table is a
-process of its own. tok/s counts all that the loop does between two updates (console, log, checks), which is the same loop
-for all rows: they differ in model, optimizer and update. "loader" is the share of an update that reads its data, "between
-updates" the share of the time outside of them; "share of a matmul" is the arithmetic of the model, by GPT.flops_per_token,
-against a product of two 4096 x 4096 matrices in that process (1024 x 1024 for demo and small).
+A setting is MODEL:BxT or MODEL:BxTxA: rows B of T tokens, and A micro-steps per step. Each row of the table runs in its own
+process. tok/s counts everything that the loop does between two steps (console, log, checks); that loop is the same for all
+rows, which differ in model, optimizer and step. "loader" is the fraction of a step that reads its data, "between steps" the
+fraction of the time outside of steps. "matmul utilisation" compares the model's arithmetic, by GPT.flops_per_token, with a
+product of two 4096 x 4096 matrices in the same process (1024 x 1024 for demo and small).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import numpy as np
@@ -38,9 +38,17 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-DEMO = dict(n_layer=3, n_head=4, n_embd=128)
-SMALL = dict(n_layer=2, n_head=2, n_embd=32)
-# What makes train_gpt2.py fast, in the order of the ladder. The last rung is its own train_step, with all of them.
+if TYPE_CHECKING:  # torch is imported by the worker processes only
+    import torch
+    from torch import nn
+
+    from train_gpt2 import GPTConfig
+
+MODELS = {
+    "demo": dict(n_layer=3, n_head=4, n_embd=128),
+    "small": dict(n_layer=2, n_head=2, n_embd=32),
+}
+# What makes train_gpt2.py fast, in the order of the ladder. Its own train_step, with all of them, is the last row.
 FEATURES = {
     "cuda": ["TF32", "bf16", "compiled", "flash", "padded vocabulary", "fused AdamW", "chunked loss"],
     "cpu": ["bf16", "flash", "padded vocabulary", "fused AdamW", "chunked loss", "kept memory"],
@@ -52,16 +60,16 @@ OURS = "train_gpt2.py"
 # The plain loop
 
 
-def plain_gpt(sizes: Any, features: set[str]) -> Any:
-    """GPT-2 as everybody writes it first, with the parameters' names of train_gpt2.GPT. `sizes` is a GPTConfig."""
+def plain_gpt(config: GPTConfig, features: set[str]) -> Any:
+    """GPT-2 as everybody writes it first, with the parameter names of train_gpt2.GPT."""
     import torch
     from torch import nn
     from torch.nn import functional as F
 
-    from support.loss import chunked_cross_entropy
+    from support.optim.loss import chunked_cross_entropy
 
-    C, T, nh = sizes.n_embd, sizes.block_size, sizes.n_head
-    vocab_size = sizes.padded_vocab_size if "padded vocabulary" in features else sizes.vocab_size
+    C, T, nh = config.n_embd, config.block_size, config.n_head
+    vocab_size = config.padded_vocab_size if "padded vocabulary" in features else config.vocab_size
 
     class Attention(nn.Module):
         def __init__(self) -> None:
@@ -99,7 +107,7 @@ def plain_gpt(sizes: Any, features: set[str]) -> Any:
     class PlainGPT(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            blocks = nn.ModuleList(Block() for _ in range(sizes.n_layer))
+            blocks = nn.ModuleList(Block() for _ in range(config.n_layer))
             wte, wpe = nn.Embedding(vocab_size, C), nn.Embedding(T, C)
             self.transformer = nn.ModuleDict(dict(wte=wte, wpe=wpe, h=blocks, ln_f=nn.LayerNorm(C)))
             self.lm_head = nn.Linear(C, vocab_size, bias=False)
@@ -113,31 +121,39 @@ def plain_gpt(sizes: Any, features: set[str]) -> Any:
             x = t.ln_f(x)
             if "chunked loss" in features:
                 x = x.flatten(0, 1)
-                return None, chunked_cross_entropy(x, self.lm_head.weight, targets.flatten(), sizes.vocab_size)
-            logits = self.lm_head(x)[..., : sizes.vocab_size]  # all of them
+                return None, chunked_cross_entropy(x, self.lm_head.weight, targets.flatten(), config.vocab_size)
+            logits = self.lm_head(x)[..., : config.vocab_size]  # all of them at once
             return None, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
-        def take(self, model: nn.Module) -> PlainGPT:
+        def copy_weights(self, model: nn.Module) -> PlainGPT:
             """The weights of a train_gpt2.GPT."""
-            theirs = model.state_dict()
-            self.load_state_dict({name: theirs[name][: len(own)] for name, own in self.state_dict().items()})
+            weights = model.state_dict()
+            self.load_state_dict({name: weights[name][: len(own)] for name, own in self.state_dict().items()})
             return self
 
     return PlainGPT()
 
 
 def plain_optimizer(
-    model: Any, features: set[str], weight_decay: float, lr: float, betas: tuple[float, float], *_: Any
-) -> Any:
+    model: nn.Module, features: set[str], weight_decay: float, lr: float, betas: tuple[float, float], *_: object
+) -> torch.optim.Optimizer:
     import torch
+
+    class PlainAdamW(torch.optim.AdamW):
+        def step(self) -> None:
+            if not self.defaults["fused"]:
+                self.grad_scale = self.found_inf = None  # that train_gpt2.py sets; only fused AdamW reads them
+            super().step()
 
     decayed, others = [p for p in model.parameters() if p.dim() >= 2], [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8, fused=True if "fused AdamW" in features else None)
+    return PlainAdamW(groups, lr=lr, betas=betas, eps=1e-8, fused=True if "fused AdamW" in features else None)
 
 
-def plain_update(model: Any, optimizer: Any, batches: list, amp: Any, lr: float) -> tuple[float, float]:
-    """One update from these micro-batches; its mean loss and its gradient norm."""
+def plain_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: list, amp: torch.autocast, lr: float
+) -> tuple[float, float]:
+    """One step on these micro-batches; its mean loss and its gradient norm."""
     import torch
 
     optimizer.zero_grad()
@@ -158,39 +174,41 @@ def plain_update(model: Any, optimizer: Any, batches: list, amp: Any, lr: float)
 
 
 # -----------------------------------------------------------------------------
-# One row of the table, in a process of its own
+# One row of the table, in its own process
 
 
-def worker(job: dict) -> None:
+def worker(job: dict[str, Any]) -> None:
     """Trains as `job` says and prints what was measured, as JSON."""
     import torch
 
     import train_gpt2
-    from support import devices, loss, speed
+    from support.optim import loss
+    from support.runtime import devices
+    from support.runtime.distributed import Distributed
 
-    features, taken_away = set(job["features"]), set(job["without"])
-    dtype = "bf16" if "bf16" in features else "fp32"
-    every = dict.fromkeys(("val_every", "hellaswag_every", "sample_every", "checkpoint_every"), 0)
+    features, removed = set(job["features"]), set(job["without"])
+    off = dict.fromkeys(("val_every", "hellaswag_every", "sample_every", "checkpoint_every"), 0)
     with tempfile.TemporaryDirectory() as out, contextlib.ExitStack() as patches:
-        dist = train_gpt2.Distributed.from_environment(job["device"])
-        config = train_gpt2.TrainConfig(
-            data=job["data"], out=out, batch_size=job["B"], block_size=job["T"], **job["sizes"], **every,
-            total_batch_size=job["B"] * job["T"] * job["A"] * dist.world, dtype=dtype, compile="compiled" in features,
-            max_steps=job["warm_up"] + job["updates"] + 1, warmup_steps=10,
+        dist = Distributed.from_environment(job["device"])
+        flags = dict(
+            data=job["data"], out=out, batch_size=job["B"], block_size=job["T"], **job["sizes"], **off,
+            total_batch_size=job["B"] * job["T"] * job["A"] * dist.world_size, compile="compiled" in features,
+            dtype="bf16" if "bf16" in features else "fp32", max_steps=job["warm_up"] + job["steps"] + 1, warmup_steps=10,
         )  # fmt: skip
-        words = SimpleNamespace(name="bytes", vocab_size=job["vocab_size"], eot=0)  # no vocabulary is needed
-        train_gpt2.get_tokenizer = lambda name: words
-        chunks = patches.enter_context(patch.object(loss, "rows_of_chunk", side_effect=loss.rows_of_chunk))
-        kept = patches.enter_context(patch.object(speed.ctypes, "CDLL", side_effect=speed.ctypes.CDLL))
-        without(taken_away, patches)
-        if job["row"] != OURS and not taken_away:
+        config = train_gpt2.resolve(flags, dist.device, dist.world_size)
+        tokenizer = SimpleNamespace(name="bytes", vocab_size=job["vocab_size"], eot=0)  # needs no vocabulary file
+        train_gpt2.get_tokenizer = lambda name: tokenizer
+        chunks = patches.enter_context(patch.object(loss, "chunk_rows", side_effect=loss.chunk_rows))
+        kept = patches.enter_context(patch.object(devices.ctypes, "CDLL", side_effect=devices.ctypes.CDLL))
+        remove_features(removed, patches)
+        if job["row"] != OURS and not removed:
             make_plain(features)
-        update, loaded, times = train_gpt2.train_step, train_gpt2.DataLoaderLite.batch, []
+        step, loaded, times = train_gpt2.train_step, train_gpt2.DataLoaderLite.batch, []
         loading = [0.0]
 
-        def timed_update(run: Any, lr: float) -> tuple[float, float]:
+        def timed_step(*args: Any) -> tuple[float, float]:
             started, loading[0] = time.perf_counter(), 0.0
-            answer = update(run, lr)
+            answer = step(*args)
             times.append((started, time.perf_counter(), loading[0], answer[0]))
             if len(times) == job["warm_up"] and dist.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
@@ -202,32 +220,33 @@ def worker(job: dict) -> None:
             loading[0] += time.perf_counter() - started
             return batch
 
-        train_gpt2.train_step, train_gpt2.DataLoaderLite.batch = timed_update, timed_batch
+        train_gpt2.train_step, train_gpt2.DataLoaderLite.batch = timed_step, timed_batch
         with contextlib.redirect_stdout(io.StringIO()):
-            run = train_gpt2.train(config, dist)
-        on_gpu = dist.device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated() if on_gpu else peak_of_process()
-        flops = config.total_batch_size / dist.world * run.raw_model.flops_per_token()
-        measured = times[job["warm_up"] :]  # and of the last one only when it begins
-        whole = median(b[0] - a[0] for a, b in pairwise(measured))
+            state = train_gpt2.train(config, dist)
+        on_gpu, model, dtype = dist.device.type == "cuda", state.model, devices.DTYPES[config.dtype]
+        peak = torch.cuda.max_memory_allocated() if on_gpu else peak_memory_of_process()
+        flops = config.total_batch_size / dist.world_size * model.flops_per_token()
+        measured = times[job["warm_up"] :]
+        whole = median(b[0] - a[0] for a, b in pairwise(measured))  # from the start of a step to that of the next
         measured.pop()
+        within = median(end - start for start, end, *_ in measured)
         answer = {
             "tok_s": config.total_batch_size / whole,
-            "ms": 1e3 * median(b - a for a, b, *_ in measured),
-            "outside": 1 - median(b - a for a, b, *_ in measured) / whole,
+            "ms": 1e3 * within,
+            "outside": 1 - within / whole,
             "loader": median(t[2] / (t[1] - t[0]) for t in measured),
             "mfu": flops / whole / known if (known := devices.peak_flops(dist.device)) else None,
-            "matmul": flops / whole / matmul(run.dtype, dist.device, 4096 if config.n_layer is None else 1024),
+            "matmul": flops / whole / matmul_flops(dtype, dist.device, 1024 if job["row_model"] in MODELS else 4096),
             "peak_gb": peak / 1e9,
             "first_s": times[0][1] - times[0][0],
             "losses": [t[3] for t in times],
             "used": {
-                "model": type(run.raw_model).__name__,
-                "head": len(run.raw_model.lm_head.weight),
+                "model": type(model).__name__,
+                "head": len(model.lm_head.weight),
                 "chunks": chunks.call_count > 0,
                 "kept memory": kept.call_count > 0,
-                "fused": run.optimizer.defaults["fused"] is True,
-                "dtype": str(run.dtype),
+                "fused": state.optimizer.defaults["fused"] is True,
+                "dtype": str(dtype),
             },
             "device": torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads",
             "torch": torch.__version__,
@@ -237,8 +256,8 @@ def worker(job: dict) -> None:
         print(json.dumps(answer), flush=True)
 
 
-def peak_of_process() -> float:
-    """Bytes that this process had at most. Linux's ru_maxrss would count the process that started it."""
+def peak_memory_of_process() -> float:
+    """Peak memory of this process, in bytes. Linux's ru_maxrss would include the process that started it."""
     status = Path("/proc/self/status")
     if status.exists():
         return 1024 * float(next(line for line in status.read_text().splitlines() if "VmHWM" in line).split()[1])
@@ -248,65 +267,60 @@ def peak_of_process() -> float:
 
 
 def make_plain(features: set[str]) -> None:
-    """Has train_gpt2.py's run trained by the plain loop, on the batches of its loader."""
+    """Makes train_gpt2.py train the plain model with the plain step, on the batches of its own loader."""
     import torch
 
     import train_gpt2
-    from support import speed
+    from support.runtime import devices
 
-    def first_model(*args: Any) -> Any:
-        ours = first(*args)
-        model = plain_gpt(ours.config, features).take(ours)
-        flops = ours.flops_per_token()  # not the method, with which our model would stay in memory
+    def initial_model(*args: Any, **options: Any) -> Any:
+        ours = original(*args, **options)
+        model = plain_gpt(ours.config, features).copy_weights(ours)
+        flops = ours.flops_per_token()  # the number, because the method would keep our model in memory
         model.config, model.flops_per_token = ours.config, lambda: flops
         model.configure_optimizers = lambda *how: plain_optimizer(model, features, *how)
         return model
 
-    def update(run: Any, lr: float) -> tuple[float, float]:
-        batches = [run.loader.next_batch() for _ in range(run.loader.grad_accum)]
-        return plain_update(run.ddp_model, run.optimizer, batches, run.amp, lr)
+    def step(model: Any, state: Any, loader: Any, lr: float, config: Any, dist: Any, stop: Any, amp: Any) -> Any:
+        batches = [loader.next_batch() for _ in range(loader.grad_accum)]
+        return plain_step(model, state.optimizer, batches, amp, lr)
 
-    first, train_gpt2.first_model, train_gpt2.train_step = train_gpt2.first_model, first_model, update
-    speed.choose_attention = lambda *_: None
+    original, train_gpt2.initial_model, train_gpt2.train_step = train_gpt2.initial_model, initial_model, step
     if "kept memory" not in features:
-        speed.keep_memory = lambda device: None
+        devices.keep_memory = lambda device: None
     if "TF32" not in features:
         torch.set_float32_matmul_precision = lambda precision: None
 
 
-def without(taken_away: set[str], patches: contextlib.ExitStack) -> None:
+def remove_features(removed: set[str], patches: contextlib.ExitStack) -> None:
     """Switches these features of train_gpt2.py off."""
     import torch
     from torch.nn import functional as F
 
     import train_gpt2
-    from support import devices, speed
+    from support.runtime import devices
 
-    if "TF32" in taken_away:
+    if "TF32" in removed:
         torch.set_float32_matmul_precision = lambda precision: None
-    if "flash" in taken_away:
+    if "flash" in removed:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         patches.enter_context(sdpa_kernel(SDPBackend.MATH))
-        speed.choose_attention = lambda *_: None
-    if "padded vocabulary" in taken_away:
+    if "padded vocabulary" in removed:
         train_gpt2.GPTConfig.padded_vocab_size = property(lambda config: config.vocab_size)
-    if "fused AdamW" in taken_away:
+    if "fused AdamW" in removed:
         train_gpt2.GPT.configure_optimizers = lambda model, *how: plain_optimizer(model, set(), *how)
-        devices.step_if = lambda optimizer, wanted: optimizer.step()
-    if "chunked loss" in taken_away:
+    if "chunked loss" in removed:
         train_gpt2.chunked_cross_entropy = lambda x, w, y, V: F.cross_entropy(F.linear(x, w)[:, :V].float(), y)
-    if "kept memory" in taken_away:
-        speed.keep_memory = lambda device: None
-    if "measured attention" in taken_away:
-        speed.choose_attention = lambda *_: None
+    if "kept memory" in removed:
+        devices.keep_memory = lambda device: None
 
 
-def matmul(dtype: Any, device: Any, n: int) -> float:
+def matmul_flops(dtype: torch.dtype, device: torch.device, n: int) -> float:
     """FLOP/s of a product of two n x n matrices, the best of ten."""
     import torch
 
-    from support import devices
+    from support.runtime import devices
 
     synchronize = devices.synchronizer(device)
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
@@ -325,7 +339,7 @@ def matmul(dtype: Any, device: Any, n: int) -> float:
 
 
 def rows_of(args: argparse.Namespace, device: str) -> Iterator[tuple[str, list[str], list[str]]]:
-    """The name of each row, the features it has, and those that were taken away."""
+    """The name of each row, the features that it has, and those that were removed."""
     features = [f for f in FEATURES[device] if f != "bf16" or args.dtype == "bf16"]
     if args.compile and "compiled" not in features:
         features = [*features, "compiled"]
@@ -339,11 +353,11 @@ def rows_of(args: argparse.Namespace, device: str) -> Iterator[tuple[str, list[s
             yield "plain, bf16", ["bf16"], []
     yield OURS, features, []
     if args.ablate:
-        for feature in features + ["measured attention"] * (device == "cuda"):
+        for feature in features:
             yield f"- {feature}", [f for f in features if f != feature], [feature]
 
 
-def measure(job: dict, processes: int) -> dict:
+def measure(job: dict[str, Any], processes: int) -> dict[str, Any]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] * (processes > 1)
     command = [sys.executable, *torchrun, __file__, "--worker", json.dumps(job)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
@@ -352,65 +366,69 @@ def measure(job: dict, processes: int) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def shards(folder: str, vocab_size: int, tokens: int = 20_000_000) -> str:
-    """A folder with a shard of random tokens, the more frequent the lower: what they are does not matter for speed."""
+def random_shard(folder: str, vocab_size: int, tokens: int = 20_000_000) -> str:
+    """A folder with a shard of random tokens, low ids more often; which tokens they are does not matter for speed."""
     ids = (vocab_size * np.random.default_rng(1).random(tokens) ** 3).astype(np.uint16)
     np.save(Path(folder) / "random_train_000000.npy", ids)
     return folder
 
 
+def device_and_dtype() -> tuple[str, str]:
+    """What train_gpt2.py would choose; asked of another process, because torch would count as memory of the workers."""
+    probe = (
+        "import torch; from support.runtime import devices as d; t = d.pick_device_type('auto'); "
+        "print(t, d.dtype_name(d.pick_dtype('auto', torch.device(t))))"
+    )
+    answer = subprocess.run([sys.executable, "-c", probe], stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
+    device, dtype = answer.stdout.split()
+    return device, dtype
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="*", metavar="MODEL:BxT[xA]", help="gpt2, gpt2-medium, ..., demo or small")
-    parser.add_argument("--ladder", action="store_true", help="add one thing at a time to the plain loop")
-    parser.add_argument("--ablate", action="store_true", help="take one thing at a time away from train_gpt2.py")
+    parser.add_argument("--ladder", action="store_true", help="add one feature at a time to the plain loop")
+    parser.add_argument("--ablate", action="store_true", help="remove one feature at a time from train_gpt2.py")
     parser.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto", help="of the fast rows")
     parser.add_argument("--compile", action="store_true", help="compile on a CPU, too")
     parser.add_argument("--data", metavar="DIR", help="shards of GPT-2 tokens (default: random ones)")
-    parser.add_argument(
-        "--updates", type=int, help="measured in each process (default: 20 on CUDA, 3 on a CPU; of demo and small 200)"
-    )
-    parser.add_argument(
-        "--warm-up", type=int, help="before them (default: 5 on CUDA, 1 on a CPU; of demo and small 20)"
-    )
-    parser.add_argument("--rounds", type=int, default=1, help="of all rows in turn; their medians count (default: 1)")
+    parser.add_argument("--steps", type=int, help="measured per process (default: 20 on CUDA, 3 on a CPU; demo and small 200)")  # fmt: skip
+    parser.add_argument("--warm-up", type=int, help="steps before them (default: 5 on CUDA, 1 on a CPU; demo and small 20)")  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=1, help="of all rows in turn; medians are printed (default: 1)")
     parser.add_argument("--processes", type=int, default=1, help="on this node, through torchrun (default: 1)")
-    parser.add_argument("--json", metavar="FILE", help="write all that was measured")
+    parser.add_argument("--json", metavar="FILE", help="write everything that was measured")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         return worker(json.loads(args.worker))
 
-    probe = "import torch; from support import devices as d; t = d.pick_device_type('auto'); print(t, d.pick_dtype('auto', torch.device(t)))"
-    answer = subprocess.run([sys.executable, "-c", probe], stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
-    device, dtype = answer.stdout.split()  # found by another process, for torch would count as memory of the workers
+    device, dtype = device_and_dtype()
     if args.dtype == "auto":
-        args.dtype = "bf16" if dtype == "torch.bfloat16" else "fp32"
+        args.dtype = "bf16" if dtype == "bf16" else "fp32"
     on_gpu, results = device == "cuda", []
     with tempfile.TemporaryDirectory() as folder:
         for setting in args.settings or (["gpt2:64x1024"] if on_gpu else ["gpt2:4x1024", "demo:16x64"]):
-            model, _, sizes = setting.partition(":")
-            B, T, A = ([int(n) for n in sizes.split("x")] + [1])[:3]
-            small = {"demo": DEMO, "small": SMALL}.get(model)
-            vocab_size = 257 if small else 50257
-            job = {
+            model, _, shape = setting.partition(":")
+            B, T, A = ([int(n) for n in shape.split("x")] + [1])[:3]
+            vocab_size = 257 if model in MODELS else 50257
+            job: dict[str, Any] = {
                 "B": B,
                 "T": T,
                 "A": A,
-                "sizes": small or {"model": model},
                 "device": device,
                 "vocab_size": vocab_size,
+                "row_model": model,
             }
-            job["data"] = args.data or shards(folder, vocab_size)
-            job["updates"] = args.updates or (20 if on_gpu else 3 if small is None else 200)
-            job["warm_up"] = args.warm_up or (5 if on_gpu else 1 if small is None else 20)
+            job["sizes"] = MODELS.get(model) or {"model": model}
+            job["data"] = args.data or random_shard(folder, vocab_size)
+            job["steps"] = args.steps or (20 if on_gpu else 200 if model in MODELS else 3)
+            job["warm_up"] = args.warm_up or (5 if on_gpu else 20 if model in MODELS else 1)
             rows = list(rows_of(args, device))
-            measured: dict[str, list[dict]] = {name: [] for name, *_ in rows}
+            measured: dict[str, list[dict[str, Any]]] = {name: [] for name, *_ in rows}
             for _ in range(args.rounds):
-                for name, features, taken_away in rows:
-                    measured[name].append(
-                        measure(job | {"row": name, "features": features, "without": taken_away}, args.processes)
-                    )
+                for name, features, removed in rows:
+                    row = job | {"row": name, "features": features, "without": removed}
+                    measured[name].append(measure(row, args.processes))
                     print(f"  {setting} {name}: {measured[name][-1]['tok_s']:,.0f} tok/s", file=sys.stderr, flush=True)
             results.append({"setting": setting, "processes": args.processes, "rows": measured})
             report(setting, args, measured)
@@ -418,19 +436,20 @@ def main() -> None:
         Path(args.json).write_text(json.dumps({"command": sys.argv, "results": results}, indent=1))
 
 
-def report(setting: str, args: argparse.Namespace, measured: dict[str, list[dict]]) -> None:
+def report(setting: str, args: argparse.Namespace, measured: dict[str, list[dict[str, Any]]]) -> None:
     first = next(iter(measured.values()))[0]
     print(f"\n{setting}, {args.processes} x {first['device']}, torch {first['torch']}, {args.dtype} where not plain\n")
-    print("| | tok/s | | ms per update | MFU | share of a matmul | peak memory, GB | | loader | between updates |")
+    print("| | tok/s | | ms per step | MFU | matmul utilisation | peak memory, GB | | loader | between steps |")
     print("|---|---|---|---|---|---|---|---|---|---|")
-    base = None
+    base: dict[str, float] = {}
     for name, rounds in measured.items():
         row = {key: median(r[key] for r in rounds) for key in ("tok_s", "ms", "matmul", "peak_gb", "loader", "outside")}
         base = base or row
         mfu = f"{median(r['mfu'] for r in rounds):.1%}" if rounds[0]["mfu"] else "-"
         print(
-            f"| {name} | {row['tok_s']:,.0f} | {row['tok_s'] / base['tok_s']:.2f}x | {row['ms']:,.1f} | {mfu} | {row['matmul']:.0%} "
-            f"| {row['peak_gb']:.2f} | {row['peak_gb'] / base['peak_gb']:.2f}x | {row['loader']:.2%} | {max(0, row['outside']):.2%} |"
+            f"| {name} | {row['tok_s']:,.0f} | {row['tok_s'] / base['tok_s']:.2f}x | {row['ms']:,.1f} | {mfu} "
+            f"| {row['matmul']:.0%} | {row['peak_gb']:.2f} | {row['peak_gb'] / base['peak_gb']:.2f}x "
+            f"| {row['loader']:.2%} | {max(0, row['outside']):.2%} |"
         )
 
 

@@ -1,9 +1,10 @@
-"""hellaswag.py --style harness against lm-evaluation-harness itself, item by item, on the same model and items.
+"""Compares `hellaswag.py --style harness` with lm-evaluation-harness, item by item, on the same model and items.
 
     pip install "lm-eval[hf]"
     python benchmarks/compare_harness.py -m gpt2 --limit 200
 
-The harness runs a task like its `hellaswag`, 0-shot, in fp32: its own code cleans the items, which come from a file.
+The harness runs a copy of its task `hellaswag` that reads the items from a file, 0-shot, in fp32, and cleans the texts
+with its own code. The exit code is 1 if any prediction differs.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import hellaswag  # noqa: E402
-from support import huggingface  # noqa: E402
-from support.cli import run  # noqa: E402
+from support.checkpoints import huggingface  # noqa: E402
+from support.cli import run_cli  # noqa: E402
 
 
-def by_harness(model: str, data: str, limit: int | None, device: str) -> list[dict[str, Any]]:
-    """What the harness logs of each item, in the order of the file."""
+def run_harness(model: str, data: str, limit: int | None, device: str) -> list[dict[str, Any]]:
+    """The sample that the harness logs for each item, in the order of the file."""
     import lm_eval
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks.hellaswag.utils import process_docs
@@ -61,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("-m", "--model", default="gpt2", help="hub name or checkpoint directory (default: gpt2)")
     parser.add_argument("--data", metavar="FILE", help="a HellaSwag .jsonl file (default: downloaded once)")
-    parser.add_argument("--limit", type=int, metavar="N", help="the first N items (default: all)")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N items (default: all)")
     parser.add_argument("-d", "--device", default="cpu", choices=("cpu", "cuda"), help="device (default: cpu)")
     args = parser.parse_args()
     data, model = str(args.data or hellaswag.download()), str(huggingface.find(args.model))
@@ -69,21 +70,22 @@ def main() -> None:
         flags = ["-m", model, "--data", data, "-d", args.device, "--style", "harness", "--json", f"{folder}/ours.json"]
         hellaswag.main(flags + (["--limit", str(args.limit)] if args.limit else []))
         ours = json.loads(Path(folder, "ours.json").read_text())
-    theirs = by_harness(model, data, args.limit, args.device)
-    differ, largest = {"acc": 0, "acc_norm": 0}, 0.0
-    for own, sample in zip(ours["results"], theirs, strict=True):
-        likelihoods = np.array([response[0] for response in sample["filtered_resps"]])
+    samples = run_harness(model, data, args.limit, args.device)
+    differences, largest = {"acc": 0, "acc_norm": 0}, 0.0
+    for our_result, sample in zip(ours["results"], samples, strict=True):
+        log_likelihoods = np.array([response[0] for response in sample["filtered_resps"]])
         characters = [len(choice) for choice in sample["doc"]["choices"]]
-        largest = max(largest, float(np.abs(likelihoods + own["losses"]).max()))
+        largest = max(largest, float(np.abs(log_likelihoods + our_result["losses"]).max()))
         with np.errstate(divide="ignore"):
-            predicted = int(likelihoods.argmax()), int((likelihoods / characters).argmax())
-        for name, key, prediction in zip(differ, ("prediction", "prediction_norm"), predicted, strict=True):
-            assert sample[name] == (prediction == own["label"])  # the harness's own verdict
-            differ[name] += prediction != own[key]
-    print(f"{len(theirs):,} items; predictions that differ: {differ['acc']} (acc), {differ['acc_norm']} (acc_norm)")
+            predictions = int(log_likelihoods.argmax()), int((log_likelihoods / characters).argmax())
+        for metric, key, prediction in zip(differences, ("prediction", "prediction_norm"), predictions, strict=True):
+            assert sample[metric] == (prediction == our_result["label"])  # we read the harness's log as it does
+            differences[metric] += prediction != our_result[key]
+    acc, acc_norm = differences.values()
+    print(f"{len(samples):,} items; different predictions: {acc} (acc), {acc_norm} (acc_norm)")
     print(f"largest difference of a summed loss: {largest:.1e} nats")
-    sys.exit(bool(sum(differ.values())))
+    sys.exit(bool(acc + acc_norm))
 
 
 if __name__ == "__main__":
-    run(main)
+    run_cli(main)

@@ -1,4 +1,4 @@
-"""Command lines: flags made from a dataclass, and errors that a user can act on."""
+"""Command lines: flags that are made from a dataclass, and errors that the user can fix."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-DISK_TROUBLE = (
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
+
+DISK_ERRORS = (
     errno.EISDIR,
     errno.ENOTDIR,
     errno.ENOSPC,
@@ -27,10 +32,10 @@ DISK_TROUBLE = (
 
 
 class UserError(Exception):
-    """Something the user can mend: one or more sentences, "what is wrong. What to do.".
+    """Something that the user can fix: one or more sentences, "what is wrong. What to do.".
 
-    `this_rank_only` marks trouble that other ranks may not have seen (a bad batch, a failed download of this node):
-    such an error is printed by the rank that met it, any other by the first rank of each node.
+    With `this_rank_only`, other ranks may not have the problem (a bad batch, a download that failed on this node): the
+    rank that raised it prints it. Otherwise the first rank of each node does.
     """
 
     def __init__(self, *problems: str, this_rank_only: bool = False):
@@ -40,7 +45,7 @@ class UserError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with its complaints turned into `UserError` and no guessing of abbreviated flags."""
+    """argparse, raising `UserError` for a bad command line, and without abbreviated flags."""
 
     def __init__(self, **options: Any):
         options.setdefault("allow_abbrev", False)
@@ -50,24 +55,30 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}. See --help for the flags.")
 
 
+# -----------------------------------------------------------------------------
+# Flags from the fields of a dataclass
+
+
 def flag(
-    default: Any,
+    default: T,
     help: str,
     group: str,
     *,
-    auto: str | None = None,
-    least: float | None = None,
-    most: float | None = None,
+    default_help: str | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
     below: float | None = None,
     **argparse_options: Any,
-) -> Any:
+) -> T:
     """A dataclass field that is also a command-line flag.
 
-    `auto` says in words what a default of None stands for, `least`, `most` and `below` bound the value (see
-    `out_of_range`), and `argparse_options` go to `add_argument` as they are.
+    Args:
+        default_help: the default in words, for --help, where it depends on other flags or on the machine.
+        at_least, at_most, below: bounds of the value, see `range_errors`.
+        argparse_options: passed to `add_argument`.
     """
-    bounds = {"least": least, "most": most, "below": below}
-    metadata = {"help": help, "group": group, "auto": auto, "options": argparse_options} | bounds
+    bounds = {"at_least": at_least, "at_most": at_most, "below": below}
+    metadata = {"help": help, "group": group, "default_help": default_help, "options": argparse_options} | bounds
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -75,37 +86,45 @@ def flag_name(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def out_of_range(config: Any) -> list[str]:
-    """A sentence for each field of a dataclass of flags that is outside its bounds, or not a number."""
-    problems = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        least, most, below = (field.metadata[bound] for bound in ("least", "most", "below"))
-        if value is None or least is None:
-            continue
-        if not value >= least or (isinstance(value, float) and math.isinf(value)):
-            problems.append(f"{flag_name(field.name)} is {value}. It must be {least} or more.")
-        elif most is not None and value > most:
-            problems.append(f"{flag_name(field.name)} is {value}. It must be {most} or less.")
-        elif below is not None and value >= below:
-            problems.append(f"{flag_name(field.name)} is {value}. It must be less than {below}.")
-    return problems
+def flag_fields(config_class: type[DataclassInstance]) -> list[dataclasses.Field[Any]]:
+    """The fields of a dataclass that were made by `flag`."""
+    return [field for field in dataclasses.fields(config_class) if "group" in field.metadata]
 
 
-def add_flags(parser: argparse.ArgumentParser, config_class: type) -> None:
-    """Adds one flag for each field of a dataclass, grouped and with its default in the help.
+def parse_flags(
+    config_class: type[DataclassInstance], argv: Sequence[str] | None, description: str, groups: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Parses a command line with one flag for each such field; returns the values of the flags that were given.
 
-    The parsed namespace holds the flags that were given and nothing else, so that a preset or a resumed run can fill
-    in the others.
+    `groups` are those that --help lists first.
+
+    Raises:
+        UserError: the command line is not valid, or a value is out of its range.
+    """
+    parser = Parser(description=description)
+    add_flags(parser, config_class, groups)
+    given = vars(parser.parse_args(argv))
+    if problems := range_errors(config_class, given):
+        raise UserError(*problems)
+    return given
+
+
+def add_flags(
+    parser: argparse.ArgumentParser, config_class: type[DataclassInstance], first_groups: Sequence[str] = ()
+) -> None:
+    """Adds one flag for each such field, with its default in the help.
+
+    The parsed namespace holds only the flags that were given, so that the others can come from somewhere else.
     """
     hints = typing.get_type_hints(config_class)
-    groups: dict[str, Any] = {}
-    for field in dataclasses.fields(config_class):
+    groups = {name: parser.add_argument_group(name) for name in first_groups}
+    for field in flag_fields(config_class):
         meta = field.metadata
         if meta["group"] not in groups:
             groups[meta["group"]] = parser.add_argument_group(meta["group"])
-        default = meta["auto"] if field.default is None else field.default
-        help = meta["help"] if field.default is False else f"{meta['help']} (default: {default})"
+        help = meta["help"]
+        if field.default is not False:
+            help += f" (default: {meta['default_help'] or field.default})"
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": help.replace("%", "%%")}
         kind = _plain_type(hints[field.name])
         if kind is bool:
@@ -117,8 +136,25 @@ def add_flags(parser: argparse.ArgumentParser, config_class: type) -> None:
         groups[meta["group"]].add_argument(flag_name(field.name), **(options | meta["options"]))
 
 
+def range_errors(config_class: type[DataclassInstance], values: Mapping[str, Any]) -> list[str]:
+    """A sentence for each of the values that is outside the bounds of its flag, or not a number."""
+    problems = []
+    for field in flag_fields(config_class):
+        value = values.get(field.name)
+        at_least, at_most, below = (field.metadata[bound] for bound in ("at_least", "at_most", "below"))
+        if value is None or at_least is None:
+            continue
+        if not value >= at_least or (isinstance(value, float) and math.isinf(value)):
+            problems.append(f"{flag_name(field.name)} is {value}. It must be {at_least} or more.")
+        elif at_most is not None and value > at_most:
+            problems.append(f"{flag_name(field.name)} is {value}. It must be {at_most} or less.")
+        elif below is not None and value >= below:
+            problems.append(f"{flag_name(field.name)} is {value}. It must be less than {below}.")
+    return problems
+
+
 def add_device_flag(parser: argparse.ArgumentParser) -> None:
-    names, help = ("auto", "cuda", "cpu", "mps"), "device (default: the best one there is)"
+    names, help = ("auto", "cuda", "cpu", "mps"), "device (default: the best available)"
     parser.add_argument("-d", "--device", default="auto", choices=names, help=help)
 
 
@@ -129,13 +165,18 @@ def _plain_type(hint: Any) -> type:
     return hint
 
 
-def run(main: Callable[[], None]) -> NoReturn:
-    """Calls `main` and exits: 0 when it returns, 2 with a line per problem on a `UserError`, 130 on Ctrl-C."""
+# -----------------------------------------------------------------------------
+# Exit codes
+
+
+def run_cli(main: Callable[[], None]) -> NoReturn:
+    """Calls `main` and exits: 0 when it returns, 2 with one line per problem on a `UserError`, 130 on Ctrl-C."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever started this; tqdm and print need something to write to
+        if getattr(sys, name) is None:  # closed by the parent process; tqdm and print need something to write to
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-    for stream in (s for s in (sys.stdout, sys.stderr) if hasattr(s, "reconfigure")):
-        stream.reconfigure(errors="backslashreplace")  # a sample that this terminal cannot show must not end a run
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a sample that the terminal cannot show must not end a run
     try:
         main()
         sys.exit(0)
@@ -144,11 +185,11 @@ def run(main: Callable[[], None]) -> NoReturn:
             for problem in error.problems:
                 print(f"error: {problem}", file=sys.stderr, flush=True)
         sys.exit(2)
-    except BrokenPipeError:  # whoever read our output has gone, as after "| head"
+    except BrokenPipeError:  # the reader of our output has closed it, as "| head" does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
-        if error.errno not in DISK_TROUBLE:
+        if error.errno not in DISK_ERRORS:
             raise
         where = f": {error.filename}" if error.filename else ""
         print(f"error: {error.strerror}{where}. Check the disk and its permissions.", file=sys.stderr)

@@ -1,21 +1,29 @@
 """DataLoaderLite: shards of consecutive integers, so that the expected batch is arithmetic."""
 
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+import training  # noqa: F401  one thread
+from helpers import ROOT
 
-from support import shards
 from support.cli import UserError
+from support.data import shards
 from train_gpt2 import DataLoaderLite
 
 T = 4
 
 
-def make(folder, lengths, split="train"):
-    """Shards whose tokens count on from one to the next: token i of the corpus is i."""
+def consecutive_shards(folder, lengths, split="train"):
+    """Shards whose tokens continue from one to the next: token i of the corpus is i."""
     start = 0
     for index, n in enumerate(lengths):
-        shards.write_shard(folder / shards.name("count", split, index), np.arange(start, start + n, dtype=np.uint16))
+        path = folder / shards.shard_name("count", split, index)
+        shards.write_shard(path, np.arange(start, start + n, dtype=np.uint16))
         start += n
     return shards.open_shards(folder, split)
 
@@ -24,7 +32,7 @@ def loader(files, B=2, **options):
     return DataLoaderLite(files, B, T, vocab_size=60000, **options)
 
 
-# Shards of 13, 3 and 10 tokens hold 3, 0 and 2 rows of T+1 = 5 tokens; the corpus counts on, so rows start at:
+# Shards of 13, 3 and 10 tokens hold 3, 0 and 2 rows of T+1 = 5 tokens; so rows start at:
 LENGTHS = (13, 3, 10)
 STARTS = [0, 4, 8, 16, 20]
 
@@ -34,7 +42,7 @@ def starts(batches):
 
 
 def test_rows_of_an_epoch_by_hand(tmp_path):
-    data = loader(make(tmp_path, LENGTHS), B=5)
+    data = loader(consecutive_shards(tmp_path, LENGTHS), B=5)
     x, y = data.next_batch()
     assert data.rows_per_epoch == 5
     assert x.tolist() == [[s, s + 1, s + 2, s + 3] for s in STARTS]
@@ -43,31 +51,33 @@ def test_rows_of_an_epoch_by_hand(tmp_path):
     assert x.dtype == torch.int64
 
 
-@pytest.mark.parametrize("world, B", [(1, 1), (1, 8), (2, 2), (4, 1), (8, 1), (2, 4)])
-def test_a_step_has_the_same_rows_for_any_ranks_and_micro_batch(tmp_path, world, B):
-    files, R = make(tmp_path, LENGTHS), 8
-    ranks = [loader(files, B, rank=r, world=world, grad_accum=R // (B * world)) for r in range(world)]
+@pytest.mark.parametrize("world_size, B", [(1, 1), (1, 8), (2, 2), (4, 1), (8, 1), (2, 4)])
+def test_a_step_has_the_same_rows_for_any_ranks_and_micro_batch(tmp_path, world_size, B):
+    files, R = consecutive_shards(tmp_path, LENGTHS), 8
+    ranks = [
+        loader(files, B, rank=r, world_size=world_size, grad_accum=R // (B * world_size)) for r in range(world_size)
+    ]
     for step in range(4):
         # micro-step by micro-step, rank by rank, is the order of the rows
-        dealt = [rank.next_batch() for _ in range(R // (B * world)) for rank in ranks]
+        dealt = [rank.next_batch() for _ in range(R // (B * world_size)) for rank in ranks]
         assert starts(dealt) == [STARTS[n % 5] for n in range(step * R, (step + 1) * R)]
 
 
-def test_a_step_is_found_again_by_its_number(tmp_path):
-    files = make(tmp_path, (1000,))
+def test_seek_finds_the_data_of_a_step(tmp_path):
+    files = consecutive_shards(tmp_path, (1000,))
     for shuffle in (False, True):
         straight = loader(files, grad_accum=3, shuffle=shuffle)
         batches = [straight.next_batch() for _ in range(3 * 200)]  # 1,200 rows: nearly five epochs
         for step in (199, 0, 41, 83):
-            straight.reset(step)
+            straight.seek(step)
             for i in range(3):
                 assert torch.equal(straight.next_batch()[0], batches[step * 3 + i][0])
 
 
-def test_shuffling_permutes_each_epoch_anew_and_alike_on_all_ranks(tmp_path):
-    files = make(tmp_path, (401, 201, 2, 301))  # 100, 50, 0 and 75 rows
+def test_shuffling_permutes_each_epoch_in_a_new_order_that_all_ranks_share(tmp_path):
+    files = consecutive_shards(tmp_path, (401, 201, 2, 301))  # 100, 50, 0 and 75 rows
     in_order = starts([loader(files, B=225).next_batch()])
-    ranks = [loader(files, B=1, rank=r, world=3, shuffle=True, seed=7) for r in range(3)]
+    ranks = [loader(files, B=1, rank=r, world_size=3, shuffle=True, seed=7) for r in range(3)]
     epochs = [starts([rank.next_batch() for _ in range(75) for rank in ranks]) for _ in range(3)]
     for epoch in epochs:
         assert sorted(epoch) == in_order and epoch != in_order
@@ -80,7 +90,7 @@ def test_shuffling_permutes_each_epoch_anew_and_alike_on_all_ranks(tmp_path):
     assert sorted(np.unique(shard_of).tolist()) == [0, 1, 3] and np.count_nonzero(np.diff(shard_of)) == 2
 
 
-def test_an_id_beyond_the_vocabulary_is_named_with_its_place(tmp_path):
+def test_an_id_beyond_the_vocabulary_is_named_with_its_shard_and_offset(tmp_path):
     tokens = np.zeros(100, dtype=np.uint16)
     tokens[50] = 257
     shards.write_shard(tmp_path / "x_train_000001.npy", tokens)
@@ -91,91 +101,49 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_place(tmp_path):
         data.next_batch()
 
 
-def test_which_files_are_shards_of_a_split(tmp_path):
-    for name in (
-        "a_train_000002.npy",
-        "a_val_000000.npy",
-        "train_b_val_000001.npy",
-        "a_train_000001.npy",
-        "train.npy",
-        "a_train_1.npy",
-    ):
-        (tmp_path / name).touch()
-    assert [p.name for p in shards.paths(tmp_path, "train")] == ["a_train_000001.npy", "a_train_000002.npy"]
-    assert [p.name for p in shards.paths(tmp_path, "val")] == ["a_val_000000.npy", "train_b_val_000001.npy"]
+def test_prefetched_batches_are_the_next_ones(byte_shards, monkeypatch):
+    """No row is read twice, and what was prefetched is dropped by a seek."""
+    opened, read = shards.open_shards(byte_shards, "train"), Counter()
+    loader = DataLoaderLite(opened, 4, 16, vocab_size=257, grad_accum=3)
+    row = loader._row
+    monkeypatch.setattr(loader, "_row", lambda n: read.update([n]) or row(n))
+    plain = DataLoaderLite(opened, 4, 16, vocab_size=257, grad_accum=3)
+    for _ in range(4):
+        for _ in range(3):
+            assert torch.equal(loader.next_batch()[0], plain.next_batch()[0])
+        loader.prefetch(3)
+    assert read == Counter(range(4 * 12 + 12))
+    loader.seek(7)
+    plain.seek(7)
+    assert torch.equal(loader.next_batch()[1], plain.next_batch()[1])
 
 
-def broken(path, kind):
-    good = np.arange(100, dtype=np.uint16)
-    if kind == "cut short":
-        np.save(path, good)
-        path.write_bytes(path.read_bytes()[:-20])
-    elif kind == "text":
-        path.write_text("hello")
-    elif kind == "empty":
-        path.touch()
-    elif kind == "several arrays":
-        with open(path, "wb") as file:
-            np.savez(file, a=good, b=good)
-    elif kind == "a header of another kind":
-        np.save(path, good)
-        path.write_bytes(path.read_bytes().replace(b"(100,)", b"(((((("))
-    elif kind == "no tokens":
-        np.save(path, good[:0])
-    elif kind == "pickle":
-        np.save(path, np.array([{"a": 1}], dtype=object), allow_pickle=True)
-    else:
-        np.save(path, {"int64": good.astype(np.int64), "2-dimensional": good.reshape(10, 10)}[kind])
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "cut short",
-        "text",
-        "empty",
-        "pickle",
-        "int64",
-        "2-dimensional",
-        "several arrays",
-        "a header of another kind",
-        "no tokens",
-    ],
-)
-def test_a_broken_shard_is_named_among_good_ones(tmp_path, kind):
-    make(tmp_path, (100, 100))
-    broken(tmp_path / "count_train_000002.npy", kind)
-    with pytest.raises(UserError) as error:
-        shards.open_shards(tmp_path, "train")
-    [problem] = error.value.problems
-    assert "count_train_000002.npy" in problem and problem.endswith(".")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"tokenizer": ["bytes"]},
-        {"tokenizer": "gpt5"},
-        {"vocab_size": 5},
-        {"shards": None},
-        {"shards": [{"file": "../x_train_000001.npy", "split": "train", "tokens": 9}]},
-        {"shards": [{"file": "x_train_000001.npy", "split": "train", "tokens": "9"}]},
-        {"shards": [{"file": "x_train_000001.npy", "tokens": 9}]},
-        {"shards": [{"file": None, "split": "train", "tokens": 9}]},
-        {"complete": "no"},
-    ],
-)
-def test_a_broken_manifest_is_named(tmp_path, change):
-    make(tmp_path, (100,))
-    shard = {"file": "count_train_000000.npy", "split": "train", "tokens": 100}
-    good = {"tokenizer": "bytes", "vocab_size": 257, "complete": True, "shards": [shard]}
-    shards.write_manifest(tmp_path, good)
-    assert len(shards.open_shards(tmp_path, "train")) == 1
-    shards.write_manifest(tmp_path, good | change)
-    with pytest.raises(UserError, match="manifest|not complete"):
-        shards.open_shards(tmp_path, "train")
-
-
-def test_missing_shards_name_both_ways_on(tmp_path):
-    with pytest.raises(UserError, match=r'no train shards in .*"python fineweb\.py".*"--demo"'):
-        shards.open_shards(tmp_path / "nowhere", "train")
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_private_memory_does_not_grow_with_the_data(tmp_path):
+    """Fifty shards of 100 million tokens: 10 GB of zeros, of which the disk holds the headers."""
+    header = np.lib.format.header_data_from_array_1_0(np.zeros(0, np.uint16)) | {"shape": (100_000_000,)}
+    for i in range(51):
+        with open(tmp_path / f"zeros_{'train' if i else 'val'}_{i:06d}.npy", "wb") as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            file.truncate(file.tell() + 200_000_000)
+    script = """
+import sys
+from support.data import shards
+from train_gpt2 import DataLoaderLite
+def private_mb(): return int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1]) / 1024
+opened = shards.open_shards(sys.argv[1], "train")
+loaders = [DataLoaderLite(opened[:n], 64, 1024, vocab_size=257, shuffle=True) for n in (1, 50)]
+loaders[0].next_batch()
+before = private_mb()
+rows = loaders[1].rows_per_epoch
+for first in range(0, rows, rows // 60):
+    loaders[1].batch(range(first, first + 64))
+print(private_mb() - before, rows)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    grown, rows = map(float, done.stdout.split())
+    assert rows == 50 * (99_999_999 // 1024)
+    assert grown < 16  # MB, of 10,000

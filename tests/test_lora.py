@@ -1,52 +1,56 @@
-"""LoRA: trained alone, saved as peft saves it, opened by peft, here, and merged."""
+"""LoRA: trained alone, saved as peft saves it, opened by peft and here, and merged."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from conftest import ONE_PROCESS, TINY_FLAGS, losses, run_script, run_to_the_end
-from peft import PeftModel
+from helpers import ROOT, TINY_FLAGS, TINY_TRAINING_FLAGS, losses, run_script, run_to_the_end
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, GPT2LMHeadModel
+from training import ONE_PROCESS, configure, resumed, trained
 
-from support import huggingface
+from support.checkpoints import huggingface
 from support.cli import UserError
-from train_gpt2 import GPT, configure, train
+from train_gpt2 import GPT, TrainConfig, train
 
-SIZES = ("--n-layer", "2", "--n-head", "--n-embd", "32", "--block-size", "16")
-PLAIN = [flag for flag in TINY_FLAGS if flag not in SIZES]
 TOKENS = torch.randint(257, (3, 16), generator=torch.Generator().manual_seed(5))
 
 
 @pytest.fixture(scope="module")
-def base(byte_shards, tmp_path_factory):
-    """A checkpoint of a few updates."""
+def base(byte_shards, tmp_path_factory) -> Path:
+    """A checkpoint of a few steps."""
     out = tmp_path_factory.mktemp("base")
-    train(configure([*TINY_FLAGS, "--data", str(byte_shards), "--out", str(out), "--max-steps", "20"])[0], ONE_PROCESS)
+    trained(out, "--data", byte_shards, "--max-steps", 20)
     return out / "model_00020"
 
 
 @pytest.fixture(scope="module")
-def tuned(base, byte_shards, tmp_path_factory):
-    """The folder of a run with LoRA, its base, and what the trained model computes."""
+def adapter(base, byte_shards, tmp_path_factory) -> tuple[Path, torch.Tensor]:
+    """The last checkpoint of a run with LoRA, and the logits of the trained model."""
     out = tmp_path_factory.mktemp("tuned")
-    run = train(flags_for(byte_shards, base, out, "--merge", "--max-lr", 0.03), ONE_PROCESS)
+    state = train(config_with_lora(byte_shards, base, out, "--max-lr", 0.03), ONE_PROCESS)
     with torch.no_grad():
-        return out, run.raw_model.eval()(TOKENS)[0]
+        return out / "model_00012", state.model.eval()(TOKENS)[0]
 
 
-def flags_for(data, base, out, *more):
+def config_with_lora(data: Path, base: Path, out: Path, *more: object) -> TrainConfig:
     flags = ["--data", data, "--out", out, "--init-from", base, "--lora-rank", 4, "--lora-alpha", 8, "--max-steps", 12]
-    return configure([*PLAIN, *map(str, [*flags, "--checkpoint-every", 5, *more])])[0]
+    return configure([*TINY_TRAINING_FLAGS, *map(str, [*flags, "--checkpoint-every", 5, *more])])[0]
 
 
-def test_the_adapter_is_small_and_names_its_base(tuned, base):
-    out, _ = tuned
-    directory = out / "model_00012"
+# -----------------------------------------------------------------------------
+# The files
+
+
+def test_the_adapter_is_small_and_names_its_base_model(adapter, base):
+    directory, _ = adapter
     names = {path.name for path in directory.iterdir()}
     assert len({path.stat().st_mode for path in directory.iterdir()}) == 1  # who may read one may read all
     assert {"adapter_config.json", "adapter_model.safetensors", "trainer.pt", "checkpoint.json"} < names
@@ -54,125 +58,155 @@ def test_the_adapter_is_small_and_names_its_base(tuned, base):
     config = json.loads((directory / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(base) and (config["r"], config["lora_alpha"]) == (4, 8)
     matrices = load_file(directory / "adapter_model.safetensors")
-    assert len(matrices) == 2 * 3 * 2  # A and B, beside three matrices of each of two blocks
+    assert len(matrices) == 2 * 3 * 2  # A and B, for three matrices in each of two blocks
     assert all(tensor.any() for tensor in matrices.values())
-    # c_attn 32 -> 96, c_proj 32 -> 32, the MLP's 128 -> 32, each in + out times the rank
+    # c_attn 32 -> 96, c_proj 32 -> 32, the MLP's 128 -> 32: in + out, times the rank
     assert sum(tensor.numel() for tensor in matrices.values()) == 2 * 4 * ((32 + 96) + (32 + 32) + (128 + 32))
 
 
-def test_peft_computes_the_same_on_huggingfaces_model(tuned, base):
-    out, logits = tuned
-    theirs = PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained(base), out / "model_00012").eval()
-    torch.testing.assert_close(theirs(TOKENS).logits, logits, rtol=1e-4, atol=1e-4)
+def test_peft_computes_the_same_on_huggingfaces_model(adapter, base):
+    from peft import PeftModel
+    from transformers import AutoTokenizer, GPT2LMHeadModel
+
+    directory, logits = adapter
+    reference = PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained(base), directory).eval()
+    torch.testing.assert_close(reference(TOKENS).logits, logits, rtol=1e-4, atol=1e-4)
     before = GPT2LMHeadModel.from_pretrained(base)(TOKENS).logits
-    assert (before - logits).abs().max() > 0.02  # and something was learnt
-    AutoTokenizer.from_pretrained(out / "model_00012")
+    assert (before - logits).abs().max() > 0.02  # something was learnt
+    AutoTokenizer.from_pretrained(directory)
 
 
-def test_the_adapter_opens_here_and_merged_as_a_plain_model(tuned):
-    out, logits = tuned
-    directory = out / "model_00012"
-    opened, scored = (
-        GPT.from_pretrained(directory),
-        huggingface.load_theirs(huggingface.find(directory)),
-    )  # hellaswag.py's
+def test_the_adapter_opens_here(adapter):
+    directory, logits = adapter
+    opened = GPT.from_pretrained(directory)
+    scored = huggingface.load_hf_model(huggingface.find(directory))  # as hellaswag.py does
     with torch.no_grad():
-        for result in (
-            opened(TOKENS)[0],
-            scored(TOKENS).logits,
-            GPT2LMHeadModel.from_pretrained(out / "merged")(TOKENS).logits,
-        ):
+        for result in (opened(TOKENS)[0], scored(TOKENS).logits):
             torch.testing.assert_close(result, logits, rtol=1e-4, atol=1e-4)
-    assert AutoTokenizer.from_pretrained(out / "merged").decode([72, 105]) == "Hi"
 
 
-def test_sample_writes_with_an_adapter(tuned, tmp_path):
-    done = run_script(
-        "sample.py", "--model", tuned[0] / "model_00012", "--prompt", "12 + 3", "-n", 1, "-d", "cpu", cwd=tmp_path
-    )
+@pytest.mark.slow
+def test_the_lines_in_the_readme_merge_an_adapter(adapter, base, tmp_path):
+    """The result is a plain checkpoint with the logits of peft's merge_and_unload, and with its tokenizer."""
+    from peft import PeftModel
+    from transformers import AutoTokenizer, GPT2LMHeadModel
+
+    directory, logits = adapter
+    lines = re.findall(r"^(?:python -c .*save_pretrained|cp .*tokenizer).*$", (ROOT / "README.md").read_text(), re.M)
+    assert len(lines) == 2 and all("mine/model_00732" in line for line in lines)
+    (tmp_path / "mine").mkdir()
+    shutil.copytree(directory, tmp_path / "mine" / "model_00732")
+    python = Path(sys.executable).parent
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{python}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run(["bash", "-ec", "\n".join(lines)], cwd=tmp_path, env=environment, check=True)
+    merged = GPT2LMHeadModel.from_pretrained(tmp_path / "merged")
+    reference = PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained(base), directory).merge_and_unload().eval()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(TOKENS).logits, logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(merged(TOKENS).logits, reference(TOKENS).logits, rtol=1e-4, atol=1e-4)
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").decode([72, 105]) == "Hi"
+
+
+def test_an_adapter_trained_with_a_shorter_context_is_merged_with_it(base, byte_shards, tmp_path):
+    state = train(config_with_lora(byte_shards, base, tmp_path, "--block-size", 8, "--max-steps", 2), ONE_PROCESS)
+    model = GPT.from_pretrained(tmp_path / "model_00002")
+    model.crop(8)
+    model.save_pretrained(tmp_path / "merged")
+    merged = GPT.from_pretrained(tmp_path / "merged")
+    assert merged.config.block_size == 8
+    with torch.no_grad():
+        x = TOKENS[:, :8]
+        torch.testing.assert_close(merged(x)[0], state.model.eval()(x)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_sample_generates_with_an_adapter(adapter, tmp_path):
+    done = run_script("sample.py", "--model", adapter[0], "--prompt", "12 + 3", "-n", 1, "-d", "cpu", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.startswith("12 + 3"), done.stderr
 
 
-def test_the_base_stays_bit_by_bit(base, byte_shards, tmp_path, capsys):
-    run = train(flags_for(byte_shards, base, tmp_path / "run"), ONE_PROCESS)
+# -----------------------------------------------------------------------------
+# Training
+
+
+def test_the_base_model_is_not_trained(base, byte_shards, tmp_path, capsys):
+    state = train(config_with_lora(byte_shards, base, tmp_path / "run"), ONE_PROCESS)
     before = GPT.from_pretrained(base).state_dict()
-    after = {
-        name.replace(".base_layer", ""): p for name, p in run.raw_model.state_dict().items() if ".lora_" not in name
-    }
+    after = {name.replace(".base_layer", ""): p for name, p in state.model.state_dict().items() if ".lora_" not in name}
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    trained = sum(p.numel() for p in run.raw_model.parameters() if p.requires_grad)
-    assert f"parameters, {trained:,} of them trained: 2 layers" in capsys.readouterr().out
-    assert sum(p.numel() for group in run.optimizer.param_groups for p in group["params"]) == trained == 2816
+    trained = sum(p.numel() for p in state.model.parameters() if p.requires_grad)
+    assert f"parameters ({trained:,} trained): 2 layers" in capsys.readouterr().out
+    assert sum(p.numel() for group in state.optimizer.param_groups for p in group["params"]) == trained == 2816
     values = losses(tmp_path / "run" / "log.txt", "val")
     assert values[-1] < values[0]
 
 
-def test_training_begins_at_the_base(base, byte_shards, tmp_path):
+def test_training_starts_at_the_base_model(base, byte_shards, tmp_path):
     """B is zero at first."""
-    train(flags_for(byte_shards, base, tmp_path / "lora", "--max-steps", 1), ONE_PROCESS)
-    flags = ["--data", byte_shards, "--out", tmp_path / "whole", "--init-from", base, "--max-steps", 1]
-    train(configure([*PLAIN, *map(str, flags)])[0], ONE_PROCESS)
-    assert losses(tmp_path / "lora" / "log.txt")[0] == losses(tmp_path / "whole" / "log.txt")[0]
+    train(config_with_lora(byte_shards, base, tmp_path / "lora", "--max-steps", 1), ONE_PROCESS)
+    flags = ["--data", byte_shards, "--out", tmp_path / "all", "--init-from", base, "--max-steps", 1]
+    train(configure([*TINY_TRAINING_FLAGS, *flags])[0], ONE_PROCESS)
+    assert losses(tmp_path / "lora" / "log.txt")[0] == losses(tmp_path / "all" / "log.txt")[0]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_resumed_run_is_the_uninterrupted_run(base, byte_shards, tmp_path, world, monkeypatch):
-    monkeypatch.setattr("conftest.TINY_FLAGS", PLAIN)
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_resumed_run_is_the_uninterrupted_run(base, byte_shards, tmp_path, world_size):
     flags = ["--data", byte_shards, "--init-from", base, "--lora-rank", 4, "--decay-steps", 9, "--checkpoint-every", 4]
-    run_to_the_end(*flags, "--max-steps", 9, "--out", "straight", cwd=tmp_path, world=world)
-    run_to_the_end(*flags, "--max-steps", 4, "--out", "resumed", cwd=tmp_path, world=world)
-    run_to_the_end("--resume", "--max-steps", 9, "--out", "resumed", cwd=tmp_path, world=world)
+    options = dict(cwd=tmp_path, world_size=world_size, tiny=False)
+    run_to_the_end(*flags, "--max-steps", 9, "--out", "straight", **options)
+    run_to_the_end(*flags, "--max-steps", 4, "--out", "resumed", **options)
+    run_to_the_end("--resume", "--max-steps", 9, "--out", "resumed", **options)
     runs = [tmp_path / name for name in ("straight", "resumed")]
-    np.testing.assert_array_equal(*(losses(run / "log.txt") for run in runs))
+    assert losses(runs[0] / "log.txt") == losses(runs[1] / "log.txt")
     weights = [(run / "model_00009" / "adapter_model.safetensors").read_bytes() for run in runs]
     assert weights[0] == weights[1]
 
 
 def test_what_a_resumed_run_may_change(base, byte_shards, tmp_path):
-    """The place of its base, and --merge, but neither the base nor the context."""
+    """Where its base model is, but neither the base model nor the context."""
     data, first, run = ("--data", str(byte_shards)), tmp_path / "first", tmp_path / "run"
     shutil.copytree(base, first)
-    train(flags_for(byte_shards, first, run, "--max-steps", 4), ONE_PROCESS)
+    train(config_with_lora(byte_shards, first, run, "--max-steps", 4), ONE_PROCESS)
     resume = ["--resume", "--out", str(run), *data]
     assert configure([*resume, "--lora-rank", "4", "--lora-alpha", "8"])[0].lora_rank == 4
     for change in (["--lora-rank", "5"], ["--block-size", "8"]):
         with pytest.raises(UserError, match=f"^{change[0]} is {change[1]}, but the run in .* has .*. Leave it out.$"):
             configure([*resume, *change])
     moved = first.rename(tmp_path / "moved")
-    other = [*resume, "--init-from", str(tmp_path / "other"), "--max-steps", "6"]
+    with pytest.raises(UserError, match="first does not exist"):
+        configure(resume)
     train(configure([*TINY_FLAGS, *data, "--out", str(tmp_path / "new"), "--max-steps", "1"])[0], ONE_PROCESS)
     (tmp_path / "new" / "model_00001").rename(tmp_path / "other")
-    config, at = configure(other)
+    config, checkpoint = configure([*resume, "--init-from", str(tmp_path / "other"), "--max-steps", "6"])
     with pytest.raises(UserError, match="the weights of --init-from are not those"):
-        train(config, ONE_PROCESS, at)
-    config, at = configure([*resume, "--init-from", str(moved), "--merge"])
-    trained = train(config, ONE_PROCESS, at).raw_model.eval()
+        train(config, ONE_PROCESS, checkpoint)
+    state = resumed(run, *data, "--init-from", moved, "--max-steps", 6)
+    assert state.step == 6
     with torch.no_grad():
         torch.testing.assert_close(
-            GPT.from_pretrained(run / "merged")(TOKENS)[0], trained(TOKENS)[0], rtol=1e-4, atol=1e-4
+            GPT.from_pretrained(run / "model_00006")(TOKENS)[0], state.model.eval()(TOKENS)[0], rtol=1e-4, atol=1e-4
         )
 
 
-def test_a_merged_model_has_the_context_that_was_trained(base, byte_shards, tmp_path):
-    train(flags_for(byte_shards, base, tmp_path, "--block-size", 8, "--merge", "--max-steps", 2), ONE_PROCESS)
-    assert GPT.from_pretrained(tmp_path / "merged").config.block_size == 8
+# -----------------------------------------------------------------------------
+# Errors
 
 
-def test_a_rank_beyond_the_model_is_refused(base, byte_shards, tmp_path):
+def test_a_rank_above_the_width_of_the_model_is_rejected(base, byte_shards, tmp_path):
     with pytest.raises(UserError, match="--lora-rank 33 is more than the model's 32 channels. Lower it."):
-        train(flags_for(byte_shards, base, tmp_path, "--lora-rank", 33), ONE_PROCESS)
+        train(config_with_lora(byte_shards, base, tmp_path, "--lora-rank", 33), ONE_PROCESS)
 
 
 @pytest.mark.parametrize(
     "flags, problem",
     [
-        (["--lora-rank", "8"], "--lora-rank has no weights to stand beside. Name some with --init-from."),
-        (["--merge"], "--merge is for LoRA. Give --lora-rank as well, or leave it out."),
-        (["--lora-alpha", "32"], "--lora-alpha is for LoRA. Give --lora-rank as well, or leave it out."),
+        (["--lora-rank", "8"], "--lora-rank needs pretrained weights to adapt. Name them with --init-from."),
+        (["--lora-alpha", "32"], "--lora-alpha is for LoRA. Add --lora-rank, or leave it out."),
         (["--init-from", "gpt2", "--out", "gpt2"], "--out is gpt2, as --init-from. Name another --out."),
         (["--init-from", "gpt2", "--lora-rank", "0"], "--lora-rank is 0. It must be 1 or more."),
         (["--init-from", "gpt2", "--lora-rank", "8", "--recipe", "fast"],
-         "Muon is not for the small matrices of LoRA. Use --optimizer adamw, and --recipe gpt2."),
+         "Muon does not suit LoRA's small matrices. Use --optimizer adamw, and --recipe gpt2."),
     ],
 )  # fmt: skip
 def test_bad_flags(flags, problem):
@@ -181,32 +215,32 @@ def test_bad_flags(flags, problem):
     assert problem in error.value.problems
 
 
-def test_half_a_product_is_no_adapter(tuned, tmp_path):
+def test_a_lora_matrix_without_its_other_one_is_named(adapter, tmp_path):
     directory = tmp_path / "adapter"
-    shutil.copytree(tuned[0] / "model_00012", directory)
+    shutil.copytree(adapter[0], directory)
     (directory / "checkpoint.json").unlink()
     matrices = load_file(directory / "adapter_model.safetensors")
     for extra in ({}, {"base_model.model.transformer.wte.lora_embedding_A": torch.zeros(4, 257)}):
         changed = dict(list(matrices.items())[not extra :]) | extra
         save_file(changed, directory / "adapter_model.safetensors")
-        with pytest.raises(UserError, match="is no half of a LoRA product"):
+        with pytest.raises(UserError, match="lacks its other LoRA matrix"):
             GPT.from_pretrained(directory)
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"use_rslora": True}, "use_rslora is True; only False is read here."),
+        ({"use_rslora": True}, "use_rslora is True, and only False is supported."),
         ({"base_model_name_or_path": "no-such-model"}, "no model 'no-such-model'"),
-        ({"r": 0}, "is not the configuration of an adapter"),
-        ({"base_model_name_or_path": None}, "is not the configuration of an adapter"),
-        ({"base_model_name_or_path": "adapter"}, "names itself as the model that it belongs to"),
-        ({"r": None}, "is not the configuration of an adapter"),
+        ({"r": 0}, "is not an adapter's configuration"),
+        ({"base_model_name_or_path": None}, "is not an adapter's configuration"),
+        ({"base_model_name_or_path": "adapter"}, "names itself as its base model"),
+        ({"r": None}, "is not an adapter's configuration"),
     ],
 )
-def test_an_adapter_that_is_not_read_is_named(tuned, tmp_path, monkeypatch, change, message):
+def test_an_unsupported_adapter_is_named(adapter, tmp_path, monkeypatch, change, message):
     directory = tmp_path / "adapter"
-    shutil.copytree(tuned[0] / "model_00012", directory)
+    shutil.copytree(adapter[0], directory)
     (directory / "checkpoint.json").unlink()
     monkeypatch.chdir(tmp_path)
     config = json.loads((directory / "adapter_config.json").read_text()) | change

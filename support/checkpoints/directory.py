@@ -1,0 +1,115 @@
+"""Checkpoint directories on disk: written atomically, verified by checksum, listed by step.
+
+The folder of a run holds `model_{step:05d}/`. The files of such a directory are listed, with sizes and SHA-256, in its
+`checkpoint.json`, which is written last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from support import files
+from support.cli import UserError
+
+CONTENTS = "checkpoint.json"
+_NAME = re.compile(r"model_(\d{5,})")
+_LEFTOVER = re.compile(r"\.model_\d{5,}\.(partial|removed)")
+
+
+def checkpoint_path(out: str | os.PathLike[str], step: int) -> Path:
+    """The directory of the checkpoint of `step` in the run's folder `out`."""
+    return Path(out) / f"model_{step:05d}"
+
+
+def step_of(directory: Path) -> int:
+    """The step in the name of a checkpoint directory; -1 for any other name."""
+    match = _NAME.fullmatch(directory.name)
+    return int(match[1]) if match else -1
+
+
+def list_checkpoints(out: str | os.PathLike[str]) -> list[Path]:
+    """The checkpoint directories in `out`, lowest step first."""
+    out = Path(out)
+    found = [path for path in out.iterdir() if step_of(path) >= 0 and path.is_dir()] if out.is_dir() else []
+    return sorted(found, key=step_of)
+
+
+def write_checkpoint(directory: Path, write_files: Callable[[Path], None]) -> None:
+    """Makes the checkpoint `directory` from the files that `write_files(folder)` writes into a folder.
+
+    An earlier checkpoint of that name is replaced once the new one is on the disk. On a failure nothing changes.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with files.atomic_write(directory) as tmp:
+        tmp.mkdir()
+        write_files(tmp)
+        listed = {path.name: _size_and_sha256(path) for path in sorted(tmp.iterdir())}
+        (tmp / CONTENTS).write_text(json.dumps({"files": listed}, indent=2) + "\n", encoding="utf-8")
+        for path in tmp.iterdir():
+            path.chmod((tmp / CONTENTS).stat().st_mode)  # safetensors' files are readable by their owner only
+
+
+def remove_leftovers(out: str | os.PathLike[str]) -> None:
+    """Removes what a killed process left half-written or half-removed in a run's folder."""
+    for path in Path(out).iterdir():
+        if _LEFTOVER.fullmatch(path.name):
+            files.remove(path)
+
+
+def find_corruption(directory: Path) -> str | None:
+    """What is wrong with a checkpoint, in words: a file that is missing, truncated or altered. None if it is intact."""
+    try:
+        return check_files(directory)
+    except OSError as error:
+        return f"it is not readable ({error.strerror})"
+
+
+def check_files(directory: Path) -> str | None:
+    """`find_corruption`, but an error of the disk is raised."""
+    try:
+        listed = json.loads((directory / CONTENTS).read_text(encoding="utf-8"))["files"]
+        if not listed:
+            return f"{CONTENTS} lists no files"
+        for name, expected in listed.items():
+            if Path(name).name != name:
+                return f"{CONTENTS} names {name!r}, which is not in this directory"
+            if not (directory / name).is_file():
+                return f"{name} is missing"
+            if (directory / name).stat().st_size != expected["bytes"]:
+                return f"{name} has {(directory / name).stat().st_size} bytes, not {expected['bytes']}"
+            if _size_and_sha256(directory / name) != expected:
+                return f"{name} was altered (wrong checksum)"
+    except FileNotFoundError:
+        return f"{CONTENTS} is missing"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return f"{CONTENTS} is not readable"
+    return None
+
+
+def newest_checkpoint(out: str | os.PathLike[str]) -> Path | None:
+    """The intact checkpoint of the highest step in `out`; corrupt ones are reported on stderr and skipped.
+
+    None if there is no checkpoint at all.
+
+    Raises:
+        UserError: there are checkpoints, and all of them are corrupt.
+    """
+    checkpoints = list_checkpoints(out)
+    for directory in reversed(checkpoints):
+        problem = find_corruption(directory)
+        if problem is None:
+            return directory
+        if os.environ.get("RANK", "0") == "0":
+            print(f"warning: {directory} is corrupt: {problem}. Skipping it.", file=sys.stderr, flush=True)
+    if checkpoints:
+        raise UserError(f"all checkpoints in {out} are corrupt. Restore one, or start a new run with another --out.")
+    return None
+
+
+def _size_and_sha256(path: Path) -> dict[str, int | str]:
+    return {"bytes": path.stat().st_size, "sha256": files.sha256_of(path)}

@@ -1,0 +1,265 @@
+"""GPT-2 weights in Hugging Face's files (`config.json`, `model.safetensors`): found, read and written.
+
+The formats are those of transformers' GPT2LMHeadModel, which itself is only needed to load that class.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+
+from support.checkpoints import lora
+from support.checkpoints.directory import CONTENTS, find_corruption, newest_checkpoint
+from support.cli import UserError
+from support.data.hub import hub_error_reason
+
+if TYPE_CHECKING:
+    from transformers import GPT2LMHeadModel
+
+
+class ModelSizes(TypedDict):
+    """What a checkpoint's `config.json` says about its model, under the names of our GPTConfig."""
+
+    block_size: int
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    bias: bool
+
+
+HF_NAMES = {  # of the sizes
+    "n_positions": "block_size",
+    "vocab_size": "vocab_size",
+    "n_layer": "n_layer",
+    "n_head": "n_head",
+    "n_embd": "n_embd",
+}
+MAX_SIZE = 2**20  # of each: far beyond any real model, so that a corrupt file ends in a message, not in a traceback
+# What our model computes; a file with another value is another model. The first value is the default of a missing field.
+SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
+    "model_type": ("gpt2",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,),
+}
+# OpenAI's TensorFlow code stored these as (in, out), and so does Hugging Face's Conv1D; nn.Linear has (out, in).
+TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+
+
+def find(name_or_dir: str | os.PathLike[str], verify: bool = True) -> Path:
+    """The folder with `config.json` and `model.safetensors` of a model: a directory, or a hub name, downloaded once.
+
+    With `verify`, the files of a checkpoint directory, and of an adapter's base model, are compared with their checksums.
+
+    Raises:
+        UserError: the directory is not an intact checkpoint, or the hub has no such model or cannot be reached.
+    """
+    directory = Path(name_or_dir)
+    if directory.exists():
+        if not (directory / "config.json").is_file() and not lora.is_adapter(directory):
+            inside = newest_checkpoint(directory) if directory.is_dir() else None
+            hint = f"Did you mean {inside}?" if inside else "Name a checkpoint directory, or a model on the hub."
+            raise UserError(f"{directory} is not a checkpoint: it has no config.json. {hint}")
+        corruption = find_corruption(directory) if verify and (directory / CONTENTS).exists() else None
+        if corruption:
+            raise UserError(f"{directory} is corrupt: {corruption}. Use another checkpoint.")
+        if verify and lora.is_adapter(directory):
+            find(lora.base_model_of(directory))
+        return directory
+    if directory.is_absolute() or (len(directory.parts) > 1 and directory.parent.is_dir()):
+        raise UserError(f"{directory} does not exist. Check the path.")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(name_or_dir), allow_patterns=["config.json", "model.safetensors"]))
+    except Exception as error:  # the hub's own errors and the HTTP library's have no base class in common
+        raise UserError(
+            f"no model {str(name_or_dir)!r}: it is not a directory, and {hub_error_reason(error)}. "
+            "Check the name and the network.",
+            this_rank_only=True,
+        ) from error
+
+
+def read_config(directory: Path) -> ModelSizes:
+    """The sizes in `config.json`, and whether the model has biases; for an adapter, those of its base model.
+
+    Hugging Face's model always has biases. Where ours has none, its file has zeros and says `"bias": false`.
+
+    Raises:
+        UserError: it is unreadable, or describes a model that ours does not compute; the field is named.
+    """
+    if lora.is_adapter(directory):
+        return read_config(find(lora.base_model_of(directory), verify=False))
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        sizes = {ours: config[hf] for hf, ours in HF_NAMES.items()}
+        if not all(type(size) is int for size in sizes.values()):
+            raise ValueError(f"sizes must be integers, not {sizes}")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{path} is not a GPT-2 configuration ({error!r}). Use another checkpoint.") from error
+    problems = [
+        f"{path}: {field} is {config[field]!r}, and only {supported[0]!r} is supported. Use another model."
+        for field, supported in (SUPPORTED_VALUES | {"n_inner": (None, 4 * sizes["n_embd"])}).items()
+        if config.get(field, supported[0]) not in supported
+    ]
+    problems += [
+        f"{path}: {name} is {size}. It must be from 1 to {MAX_SIZE:,}."
+        for name, size in sizes.items()
+        if not 1 <= size <= MAX_SIZE
+    ]
+    if not problems and sizes["n_embd"] % sizes["n_head"]:
+        problems.append(f"{path}: n_embd {sizes['n_embd']} is not a multiple of n_head {sizes['n_head']}.")
+    if problems:
+        raise UserError(*problems)
+    return {
+        "block_size": sizes["block_size"],
+        "vocab_size": sizes["vocab_size"],
+        "n_layer": sizes["n_layer"],
+        "n_head": sizes["n_head"],
+        "n_embd": sizes["n_embd"],
+        "bias": config.get("bias") is not False,
+    }
+
+
+def read_weights(directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors of `model.safetensors`, under Hugging Face's names; for an adapter, its base's with it merged in."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if lora.is_adapter(directory):
+        return lora.merge(read_weights(find(lora.base_model_of(directory), verify=False)), directory)
+    path = directory / "model.safetensors"
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot read {path}: {error}. Download it again, or use another checkpoint.") from error
+
+
+def from_hf(
+    hf_weights: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], vocab_size: int
+) -> dict[str, torch.Tensor]:
+    """A state dict of GPT2Model or GPT2LMHeadModel as one of ours.
+
+    Args:
+        hf_weights: with or without the prefix `transformer.`, the masks of old files and the tied `lm_head.weight`.
+        expected: our model's state dict, for names and shapes.
+        vocab_size: rows of the embedding in the file; ours is padded with rows of zeros.
+
+    Raises:
+        UserError: a tensor is missing, unknown, or has another shape; each is named.
+    """
+    weights = {}
+    for key, tensor in _check_weights(hf_weights, expected, vocab_size).items():
+        weights[key] = torch.zeros(expected[key].shape)
+        weights[key][: len(tensor)] = tensor
+    return weights
+
+
+def _check_weights(
+    hf_weights: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], vocab_size: int
+) -> dict[str, torch.Tensor]:
+    """The same tensors with our names and layout, but without padding; see `from_hf`."""
+    named: dict[str, torch.Tensor] = {}
+    for key, tensor in hf_weights.items():
+        key = key if key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
+        without_bias = key.endswith(".bias") and key not in expected and key[:-4] + "weight" in expected
+        if without_bias and not tensor.any():
+            continue  # zeros stand for the biases that this model does not have
+        if key in named:
+            raise UserError(f"the weights contain {key} twice, once without its prefix. Download them again.")
+        if not key.endswith((".attn.bias", ".attn.masked_bias")):  # the causal mask, not a parameter
+            named[key] = tensor.t() if key.endswith(TRANSPOSED) and tensor.dim() == 2 else tensor
+    problems = [f"the weights lack {key}." for key in expected if key not in named and key != "lm_head.weight"]
+    problems += [f"the weights contain {key}, which GPT-2 does not have." for key in named if key not in expected]
+    if not problems:
+        wte = named["transformer.wte.weight"]
+        head = named.setdefault("lm_head.weight", wte)
+        if head is not wte and not torch.equal(head, wte):
+            problems.append("lm_head.weight differs from transformer.wte.weight, and this model ties them.")
+    for key, tensor in named.items() if not problems else ():
+        shape = tuple(expected[key].shape)
+        padded = key in ("transformer.wte.weight", "lm_head.weight")
+        if tuple(tensor.shape) != ((vocab_size, *shape[1:]) if padded else shape):
+            problems.append(f"{key} has the shape {tuple(tensor.shape)}, which does not fit config.json.")
+        elif not tensor.is_floating_point():
+            problems.append(f"{key} has the dtype {tensor.dtype}, which is not floating-point.")
+    if problems:
+        raise UserError(*problems)
+    return named
+
+
+def load_hf_model(directory: Path) -> GPT2LMHeadModel:
+    """Hugging Face's own GPT2LMHeadModel with the weights in a directory, in fp32, for inference.
+
+    Only what `read_config` returns is used of the configuration: nothing else in the file can change the results.
+
+    Raises:
+        UserError: the configuration or the weights are not those of a GPT-2; the problem is named.
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    sizes = read_config(directory)
+    config = GPT2Config(
+        n_positions=sizes["block_size"],
+        vocab_size=sizes["vocab_size"],
+        n_layer=sizes["n_layer"],
+        n_head=sizes["n_head"],
+        n_embd=sizes["n_embd"],
+        activation_function="gelu_pytorch_tanh",  # gelu_new, in one kernel
+        attn_implementation="sdpa",  # type: ignore[call-arg]  # of the base class
+    )
+    with torch.device("meta"):
+        shapes = GPT2LMHeadModel(config).state_dict()
+    expected = {name: tensor.t() if name.endswith(TRANSPOSED) else tensor for name, tensor in shapes.items()}
+    weights = _check_weights(read_weights(directory), expected, sizes["vocab_size"])
+    weights = {name: (w.t() if name.endswith(TRANSPOSED) else w).float() for name, w in weights.items()}
+    del weights["lm_head.weight"]  # the model ties it to the embedding
+    return GPT2LMHeadModel.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32).eval()
+
+
+def to_hf(weights: Mapping[str, torch.Tensor], vocab_size: int) -> dict[str, torch.Tensor]:
+    """Our state dict as GPT2LMHeadModel's: fp32, contiguous, without padding rows, the tied weight once.
+
+    Biases that our model does not have become zeros.
+    """
+    with_bias = (
+        key
+        for key in weights
+        if key.endswith(".weight") and not key.endswith(("wte.weight", "wpe.weight", "head.weight"))
+    )
+    zero_biases = {key.removesuffix("weight") + "bias": torch.zeros(len(weights[key])) for key in with_bias}
+    hf_weights = {}
+    for key, tensor in (zero_biases | dict(weights)).items():
+        if key == "lm_head.weight":
+            continue
+        tensor = tensor.detach().to("cpu", torch.float32)
+        tensor = tensor[:vocab_size] if key == "transformer.wte.weight" else tensor
+        hf_weights[key] = (tensor.t() if key.endswith(TRANSPOSED) else tensor).contiguous()
+    return hf_weights
+
+
+def write(directory: Path, sizes: Mapping[str, int], hf_weights: dict[str, torch.Tensor]) -> None:
+    """Writes `config.json` and `model.safetensors`. `sizes` are under our names, `hf_weights` those of `to_hf`."""
+    from safetensors.torch import save_file
+
+    end_of_text = sizes["vocab_size"] - 1  # in both our encodings
+    config: dict[str, Any] = {"architectures": ["GPT2LMHeadModel"]}
+    config |= {field: supported[0] for field, supported in SUPPORTED_VALUES.items()} | {"n_inner": None}
+    config |= {hf: sizes[ours] for hf, ours in HF_NAMES.items()} | ({} if sizes["bias"] else {"bias": False})
+    config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    config |= {"initializer_range": 0.02, "bos_token_id": end_of_text, "eos_token_id": end_of_text, "dtype": "float32"}
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(hf_weights, directory / "model.safetensors", metadata={"format": "pt"})

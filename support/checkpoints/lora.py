@@ -1,0 +1,149 @@
+"""LoRA (arXiv:2106.09685) through peft: small matrices next to frozen weights; only they are trained and saved."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support.cli import UserError
+
+TARGET_MODULES = ["c_attn", "c_proj"]  # of the attention, and the projection of the MLP
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+HF_PREFIX = "base_model.model."  # of peft's parameter names
+# Values of an adapter's configuration for which the adapted weight is W + alpha / rank * B A.
+SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_rslora": (False,),
+    "use_dora": (False,),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+}
+
+
+def flag_conflicts(given: Mapping[str, Any]) -> list[str]:
+    """A sentence for each of the given flags that LoRA, or its absence, rules out."""
+    if "lora_rank" not in given:
+        return ["--lora-alpha is for LoRA. Add --lora-rank, or leave it out."] if "lora_alpha" in given else []
+    problems = []
+    if "init_from" not in given:
+        problems.append("--lora-rank needs pretrained weights to adapt. Name them with --init-from.")
+    optimizer = given.get("optimizer", "muon" if given.get("recipe") == "fast" else "adamw")
+    if optimizer == "muon":
+        problems.append("Muon does not suit LoRA's small matrices. Use --optimizer adamw, and --recipe gpt2.")
+    return problems
+
+
+def add_adapter(model: torch.nn.Module, n_embd: int, rank: int, alpha: float, seed: int, adapter: Path | None) -> None:
+    """Freezes a GPT and adds trainable matrices of this rank to TARGET_MODULES: random ones, or those of a checkpoint.
+
+    Raises:
+        UserError: the rank exceeds the width of the model, or the checkpoint has matrices of another rank.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    if rank > n_embd:
+        raise UserError(f"--lora-rank {rank} is more than the model's {n_embd} channels. Lower it.")
+    torch.manual_seed(seed)
+    inject_adapter_in_model(LoraConfig(**_options(rank, alpha)), model)
+    if adapter is not None:
+        saved = _read_matrices(adapter)
+        trained = {hf_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+        if saved.keys() != trained.keys():
+            raise UserError(f"the matrices in {adapter} do not fit --lora-rank {rank}. Use another checkpoint.")
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                parameter.copy_(saved[name])
+
+
+def frozen_sha256(model: torch.nn.Module) -> str | None:
+    """SHA-256 of the frozen weights, without which an adapter is useless; None if all weights are trained."""
+    frozen, digest = [p for p in model.parameters() if not p.requires_grad], hashlib.sha256()
+    for parameter in frozen:
+        digest.update(parameter.cpu().contiguous().numpy().data)
+    return digest.hexdigest() if frozen else None
+
+
+def write(directory: Path, matrices: Mapping[str, torch.Tensor], base: str, rank: int, alpha: float) -> None:
+    """Writes an adapter as peft does: `PeftModel.from_pretrained` opens it on Hugging Face's model of its base."""
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    options = _options(rank, alpha) | dict(task_type="CAUSAL_LM", inference_mode=True)
+    config = LoraConfig(**options, fan_in_fan_out=True)  # Hugging Face's GPT-2 stores these weights transposed
+    config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
+    config.save_pretrained(str(directory))
+    save_file({hf_name(name): matrix.contiguous() for name, matrix in matrices.items()}, directory / WEIGHTS)
+
+
+def is_adapter(directory: Path) -> bool:
+    return (directory / CONFIG).is_file()
+
+
+def base_model_of(directory: Path) -> str:
+    """The name or folder of the model that an adapter belongs to."""
+    base = _read_config(directory)["base_model_name_or_path"]
+    if Path(base).resolve() == directory.resolve():
+        raise UserError(f"{directory} names itself as its base model. Use another adapter.")
+    return base
+
+
+def merge(weights: Mapping[str, torch.Tensor], directory: Path) -> dict[str, torch.Tensor]:
+    """Weights of the base model, under Hugging Face's names, with the product of an adapter's matrices added."""
+    config, matrices, merged = _read_config(directory), _read_matrices(directory), dict(weights)
+    for name in (name for name in matrices if ".lora_A." in name):
+        a, b = matrices[name], matrices[name.replace(".lora_A.", ".lora_B.")]  # (rank, in), (out, rank)
+        key = name.split(".lora_A.")[0].removeprefix(HF_PREFIX) + ".weight"
+        key = key if key in merged else key.removeprefix("transformer.")
+        if key not in merged or merged[key].shape != (a.size(1), len(b)):
+            raise UserError(
+                f"{directory} was trained on another model than {base_model_of(directory)}: {key} does not fit. "
+                "Name its own base model in adapter_config.json."
+            )
+        merged[key] = merged[key] + (b @ a).t() * (config["lora_alpha"] / config["r"])
+    return merged
+
+
+def hf_name(name: str) -> str:
+    """peft's name of one of our parameters."""
+    return HF_PREFIX + name.replace(".default.", ".")
+
+
+def _options(rank: int, alpha: float) -> dict[str, Any]:
+    return dict(r=rank, lora_alpha=alpha, target_modules=TARGET_MODULES)
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    path = directory / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        _ = Path(config["base_model_name_or_path"]), config["lora_alpha"] / config["r"]
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        raise UserError(f"{path} is not an adapter's configuration ({error!r}). Use another adapter.") from error
+    for field, supported in SUPPORTED_VALUES.items():
+        if config.get(field, supported[0]) not in supported:
+            raise UserError(
+                f"{path}: {field} is {config[field]!r}, and only {supported[0]!r} is supported. Use another adapter."
+            )
+    return config
+
+
+def _read_matrices(directory: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        matrices = load_file(directory / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot read {directory / WEIGHTS}: {error}. Use another adapter.") from error
+    for name in matrices:
+        other = name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
+        if other == name or other not in matrices:
+            raise UserError(f"{directory / WEIGHTS}: {name} lacks its other LoRA matrix. Use another adapter.")
+    return matrices

@@ -1,0 +1,162 @@
+"""Saves checkpoints while training continues, and decides which ones to keep."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from support import files
+from support.checkpoints import huggingface, lora, state
+from support.checkpoints.directory import check_files, checkpoint_path, list_checkpoints, step_of, write_checkpoint
+from support.checkpoints.state import DataIdentity, TrainState
+from support.cli import UserError
+from support.console.log import read_values
+from support.data.tokenizer import Tokenizer
+from support.runtime.signals import StopHandler
+
+_RERUN = "Fix this, then rerun with --resume."
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a checkpoint says about its run besides the state."""
+
+    config: dict[str, Any]  # flags, by field of TrainConfig
+    data: DataIdentity
+    sizes: Mapping[str, int]  # of the model, by field of GPTConfig
+    tokenizer: Tokenizer
+    sync_log: Callable[[], None]  # waits until all that was logged is on the disk
+
+
+class CheckpointManager:
+    """Saves checkpoints in a thread, one at a time, and removes those that are not to be kept.
+
+    Training waits only for a copy of the state in host memory. A save that fails (a full disk, no permission) is reported
+    on stderr and leaves earlier checkpoints as they are; if the next one fails too, the run is asked to stop. Of the
+    earlier checkpoints the newest `keep` are kept, 0 for all, and the one with the best validation loss in the log.
+    """
+
+    def __init__(self, out: str, keep: int, stop: StopHandler, newest: int = 0):
+        """`newest` is the step of the newest checkpoint, 0 if there is none."""
+        self.out, self.keep, self.stop, self.newest = Path(out), keep, stop, newest
+        self._failures = 0  # saves in a row
+        self._thread: threading.Thread | None = None
+
+    def save(self, train_state: TrainState, run: RunInfo, final: bool = False) -> None:
+        """Starts to save the state, from which `--resume` will continue.
+
+        A state right after skipped steps is saved only if it is the `final` one: its weights are those of an older step.
+        """
+        self.wait()
+        step = train_state.step
+        if step == self.newest or self._failures > 1:  # saved already, or the run is ending because saving fails
+            return
+        if train_state.bad_steps and not final:
+            print(f"step {step:5d} | no checkpoint while steps are skipped", flush=True)
+            return
+        weights = state.copy_to_host(train_state.trained_weights())
+        trainer_file = train_state.trainer_file(run.config, run.data)
+
+        def write_files(directory: Path) -> None:
+            if not all(torch.isfinite(tensor).all() for tensor in weights.values()):
+                raise ValueError("the weights are not finite")
+            _write_weights(directory, weights, run.config, run.sizes)
+            run.tokenizer.save_pretrained(directory, model_max_length=run.sizes["block_size"])
+            torch.save(trainer_file, directory / state.FILE)
+            run.sync_log()  # a checkpoint must never be ahead of its log
+
+        self.start(step, write_files, state.nbytes([weights, trainer_file]))
+
+    def start(self, step: int, write_files: Callable[[Path], None], size: int) -> None:
+        """Starts to write the checkpoint of `step`, of about `size` bytes, with the files of `write_files(folder)`."""
+        self.wait()
+        self._thread = threading.Thread(target=self._write, args=(step, write_files, size), name=f"checkpoint {step}")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Waits for the save that is under way."""
+        if self._thread:
+            self._thread.join()
+
+    def finish(self) -> None:
+        """Waits for the last save; if it failed, the run ends with an error, since no later save makes up for it."""
+        self.wait()
+        if self._failures and not self.stop.failure:
+            self.stop.fail(UserError(f"the last checkpoint could not be saved in {self.out}, see above. {_RERUN}"))
+
+    def describe_newest(self) -> str:
+        """A sentence on where a resumed run would start."""
+        if self.newest == 0:
+            return "There is no checkpoint yet."
+        path = checkpoint_path(self.out, self.newest)
+        return f"The newest checkpoint is {path}; --resume --out {self.out} continues from it."
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.finish()
+        if kind is None and self.stop.failure:
+            raise self.stop.failure
+
+    def _write(self, step: int, write_files: Callable[[Path], None], size: int) -> None:
+        directory = checkpoint_path(self.out, step)
+        try:
+            free = shutil.disk_usage(self.out).free
+            if free < size:
+                needed, free_text = files.format_bytes(size), files.format_bytes(free)
+                raise OSError(errno.ENOSPC, f"it takes {needed}, and {free_text} are free")
+            write_checkpoint(directory, write_files)
+        except Exception as error:  # the libraries that write have errors of their own
+            self._failures += 1
+            reason = getattr(error, "strerror", None) or str(error)
+            if isinstance(error, RuntimeError):  # torch.save's message does not say so
+                reason = "a file could not be written completely"
+            problem = f"the checkpoint of step {step} could not be saved in {self.out}: {reason}"
+            if self._failures == 1:
+                _warn(f"{problem}. Training continues; if the next save fails too, the run ends.")
+            else:
+                self.stop.fail(UserError(f"{problem}; neither could the one before. {_RERUN}"))
+            return
+        self._failures, self.newest = 0, step
+        print(f"step {step:5d} | saved {directory}\n", end="", flush=True)  # one write: the loop prints too
+        try:
+            self._remove_old(step)
+        except OSError as error:
+            _warn(f"cannot remove old checkpoints in {self.out}: {error.strerror}.")
+
+    def _remove_old(self, step: int) -> None:
+        earlier = [directory for directory in list_checkpoints(self.out) if step_of(directory) < step]
+        if self.keep == 0 or len(earlier) < self.keep or self.stop.requested:  # a stop should not take longer
+            return
+        val = read_values(self.out / "log.txt", "val")
+        validated = [d for d in [*earlier, checkpoint_path(self.out, step)] if step_of(d) in val]
+        best = min(validated, key=lambda directory: val[step_of(directory)], default=None)
+        kept = 1  # the one just saved
+        for directory in reversed(earlier):
+            if kept < self.keep and check_files(directory) is None:  # an error of the disk proves no corruption
+                kept += 1
+            elif directory != best:
+                files.remove(directory)
+
+
+def _write_weights(
+    directory: Path, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], sizes: Mapping[str, int]
+) -> None:
+    if config["lora_rank"]:
+        lora.write(directory, weights, config["init_from"], config["lora_rank"], config["lora_alpha"])
+    else:
+        huggingface.write(directory, sizes, huggingface.to_hf(weights, sizes["vocab_size"]))
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,104 @@
+"""What a resumed run takes from its checkpoint, and what it refuses to change."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from support.checkpoints import lora
+from support.checkpoints.huggingface import ModelSizes
+from support.checkpoints.state import Checkpoint, DataIdentity
+from support.cli import UserError, flag_fields, flag_name, range_errors
+from support.data import shards
+from support.runtime.options import RunOptions
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+def stored_flags(config_class: type[DataclassInstance], checkpoint: Checkpoint, sizes: ModelSizes) -> dict[str, Any]:
+    """The flags of the run that wrote a checkpoint. `sizes` are those of its model.
+
+    Raises:
+        UserError: they are not valid.
+    """
+    names = {field.name for field in flag_fields(config_class)}
+    flags: dict[str, Any] = {name: size for name, size in sizes.items() if name in names}
+    # None and "auto" stood for a default that depended on the machine or on other flags.
+    flags |= {k: v for k, v in checkpoint.config.items() if k in names and v not in (None, "auto")}
+    try:
+        problems = range_errors(config_class, flags)
+    except TypeError as error:
+        problems = [str(error)]
+    if problems:
+        raise UserError(
+            f"cannot resume from {checkpoint.path}: the configuration in trainer.pt is not valid ({problems[0]}). "
+            "Use another checkpoint."
+        )
+    return flags
+
+
+def resumed_flags(
+    config_class: type[DataclassInstance],
+    stored: Mapping[str, Any],
+    given: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    changeable: Collection[str],
+) -> dict[str, Any]:
+    """The flags of a resumed run: the stored ones, replaced by those given now where they may differ.
+
+    Args:
+        changeable: fields that may differ, besides max_steps and those of RunOptions.
+
+    Raises:
+        UserError: flags would change the recipe, or ask for fewer steps than the run has; one line each.
+    """
+    out, problems = checkpoint.path.parent, []
+    may_differ = {"max_steps", *RunOptions.__dataclass_fields__, *changeable}
+    if stored.get("lora_rank"):
+        may_differ.add("init_from")  # the base model may have moved; check_same_data compares its weights
+    for field in flag_fields(config_class):
+        name, before = field.name, stored.get(field.name, field.default)
+        if name not in may_differ and given.get(name, before) != before:
+            had = "none" if before is None else before
+            problems.append(f"{flag_name(name)} is {given[name]}, but the run in {out} has {had}. Leave it out.")
+    if problems:
+        raise UserError(*problems)
+    flags = {**stored, "out": str(out), "resume": "newest", "profile": 0, **given}
+    if checkpoint.step > flags["max_steps"]:
+        raise UserError(f"{checkpoint.path} is past --max-steps {flags['max_steps']}. Raise it, or leave it out.")
+    return flags
+
+
+def data_identity(folder: str, train: list[np.memmap], val: list[np.memmap], model: torch.nn.Module) -> DataIdentity:
+    """What a run is trained on: the shards of `folder` that it reads, and the frozen weights of its model, if any."""
+    return {
+        "train": shards.shard_identities(folder, train),
+        "val": shards.shard_identities(folder, val),
+        "base": lora.frozen_sha256(model),
+    }
+
+
+def check_same_data(checkpoint: Checkpoint, data: DataIdentity) -> None:
+    """Checks that a resumed run reads the shards that its checkpoint was trained on, and with LoRA the same base model.
+
+    Raises:
+        UserError: a split has other shards, or shards with other content; or the frozen weights differ.
+    """
+    saved = checkpoint.data
+    if saved.get("base") != data["base"]:
+        raise UserError(
+            f"the weights of --init-from are not those that {checkpoint.path} was trained with. "
+            "Name the folder of the original ones with --init-from."
+        )
+    for split, before, now in (("train", saved["train"], data["train"]), ("val", saved["val"], data["val"])):
+        differ = [b[0] for a, b in zip(before, now, strict=False) if a[:2] != b[:2] or (a[2] and b[2] and a[2] != b[2])]
+        if before and now and (len(before) != len(now) or differ):
+            reason = f"{differ[0]} differs" if differ else f"there are {len(now)}, and were {len(before)}"
+            raise UserError(
+                f"the {split} shards are not those that {checkpoint.path} was trained on ({reason}). "
+                "Name the folder of the original ones with --data."
+            )

@@ -1,0 +1,115 @@
+"""How a run starts: its flags, from the command line, a preset, pretrained weights, or the checkpoint that it resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from support.checkpoints import huggingface, lora
+from support.checkpoints.directory import newest_checkpoint
+from support.checkpoints.huggingface import ModelSizes
+from support.checkpoints.resume import resumed_flags, stored_flags
+from support.checkpoints.state import Checkpoint
+from support.cli import UserError, flag_name
+from support.data.presets import DEMO, preset_flags
+from support.data.tokenizer import Tokenizer
+from support.runtime.distributed import Distributed
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Config = TypeVar("Config", bound=DataclassInstance)
+
+
+def gather_flags(
+    config_class: type[Config],
+    given: Mapping[str, Any],
+    dist: Distributed,
+    same_schedule_so_far: Callable[[Config, Config, int], bool],
+) -> tuple[dict[str, Any], Checkpoint | None]:
+    """All flags that a run has a value for, and the checkpoint that it resumes from, if any.
+
+    Pretrained weights and checkpoints are downloaded and compared with their checksums here, by one rank of each node.
+
+    Args:
+        given: the flags on the command line.
+        same_schedule_so_far: whether a run may go from one configuration to another, at a step, by moving the end of its
+            schedule.
+
+    Raises:
+        UserError: flags contradict each other or the checkpoint, one line each; or there is no intact checkpoint.
+    """
+    out = str(given.get("out", DEMO["out"] if given.get("demo") else "log"))
+    if "resume" in given:
+        found = dist.once_per_node("checkpoint", lambda: _as_text(newest_checkpoint(out)))
+        if found is not None:
+            checkpoint = Checkpoint.open(Path(found))
+            stored = stored_flags(config_class, checkpoint, _sizes_of(checkpoint, given, dist))
+            end = {name: given[name] for name in ("decay_steps", "cooldown_fraction") if name in given}
+            before = config_class(**stored)
+            movable = same_schedule_so_far(before, replace(before, **end), checkpoint.step)
+            return resumed_flags(config_class, stored, given, checkpoint, end if movable else ()), checkpoint
+        if given["resume"] == "newest":
+            raise UserError(
+                f"no checkpoint in {out} to resume from. Name its folder with --out, or leave out --resume."
+            )
+    if problems := lora.flag_conflicts(given) + _init_from_conflicts(given, out):
+        raise UserError(*problems)
+    if "init_from" not in given:
+        return preset_flags(given) | {**given}, None
+    sizes = huggingface.read_config(_find_once_per_node(given["init_from"], dist))
+    own = {name: sizes[name] for name in ("n_layer", "n_head", "n_embd", "block_size", "bias")}
+    return own | preset_flags(given, sizes["vocab_size"], sizes["n_embd"]) | {**given}, None
+
+
+def _sizes_of(checkpoint: Checkpoint, given: Mapping[str, Any], dist: Distributed) -> ModelSizes:
+    """The sizes of the model in a checkpoint. For an adapter, those of its base model, which may have moved."""
+    if checkpoint.config.get("lora_rank"):
+        base = given.get("init_from", checkpoint.config["init_from"])
+        try:
+            return huggingface.read_config(_find_once_per_node(base, dist))
+        except UserError as error:
+            raise UserError(f"{error} If the base model of {checkpoint.path} has moved, use --init-from.") from error
+    return huggingface.read_config(checkpoint.path)
+
+
+def _find_once_per_node(name_or_dir: str, dist: Distributed) -> Path:
+    return Path(str(dist.once_per_node("init_from", lambda: str(huggingface.find(name_or_dir)))))
+
+
+def _init_from_conflicts(given: Mapping[str, Any], out: str) -> list[str]:
+    """A sentence for each of the given flags that --init-from rules out."""
+    if "init_from" not in given:
+        return []
+    problems, defaults = [], {"n_layer": None, "n_head": None, "n_embd": None, "model": "gpt2", "bias": True}
+    sized = [name for name, default in defaults.items() if given.get(name, default) != default]
+    if sized:
+        named = ", ".join("--no-bias" if name == "bias" else flag_name(name) for name in sized)
+        problems.append(f"--init-from brings its own sizes. Leave out {named}.")
+    if Path(given["init_from"]) == Path(out):
+        problems.append(f"--out is {out}, as --init-from. Name another --out.")
+    return problems
+
+
+def _as_text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def check_pretrained(
+    source: str | Path, vocab_size: int, tokenizer: Tokenizer, context: int, block_size: int, data: str
+) -> None:
+    """Checks that pretrained weights, of a `vocab_size` and a `context`, fit the shards in `data` and the `block_size`.
+
+    Raises:
+        UserError: they do not.
+    """
+    if vocab_size != tokenizer.vocab_size:
+        raise UserError(
+            f"{source} has a vocabulary of {vocab_size:,} tokens, and the shards in {data} one of "
+            f"{tokenizer.vocab_size:,} ({tokenizer.name}). Use --data with shards made with its tokenizer; "
+            "with --text, its --tokenizer and another --out."
+        )
+    if block_size > context:
+        raise UserError(f"{source} has a context of {context} tokens. Leave out --block-size, or lower it.")

@@ -1,0 +1,106 @@
+"""The lines before the first step and after the demo, and progress bars."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from support.console.log import read_values
+from support.data.presets import describe_text_flags
+from support.files import format_bytes
+from support.runtime import devices
+from support.runtime.distributed import Distributed
+from support.runtime.options import RunOptions
+
+T = TypeVar("T")
+
+
+def progress_bar(items: Iterable[T], name: str, rank: int) -> Iterable[T]:
+    """The items, with a progress bar that disappears at the end; on rank 0 and on a terminal only."""
+    from tqdm import tqdm
+
+    return tqdm(items, desc=name, leave=False, disable=True if rank or sys.stderr is None else None)
+
+
+def header(
+    options: RunOptions,
+    dist: Distributed,
+    model: nn.Module,
+    sizes: Mapping[str, int],
+    recipe: str,
+    *,
+    B: int,
+    grad_accum: int,
+    rows_per_epoch: int,
+    padded_vocab_size: int,
+    resume_from: Path | None,
+    first_step: int,
+    max_steps: int,
+    warmup_steps: int,
+) -> Iterator[str]:
+    """The lines before the first step: the figures that people compare and ask each other for.
+
+    Args:
+        sizes: of the model, by field of GPTConfig.
+        recipe: optimizer and schedule, in words.
+    """
+    T, world_size = sizes["block_size"], dist.world_size
+    step_rows = B * world_size * grad_accum
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained_text = f" ({trained:,} trained)" if trained < parameters else ""
+    epochs = max_steps * step_rows / rows_per_epoch
+    yield f"device  {world_size} x {devices.describe(dist.device)}, {options.dtype}, torch {torch.__version__}"
+    yield (
+        f"model   {parameters:,} parameters{trained_text}: {sizes['n_layer']} layers, {sizes['n_head']} heads, "
+        f"{sizes['n_embd']} channels, context {T}, vocabulary {sizes['vocab_size']} (padded to {padded_vocab_size})"
+    )
+    yield (
+        f"step    {step_rows * T:,} tokens = {B} rows x {T} tokens x {world_size} processes x {grad_accum} micro-steps"
+    )
+    yield (
+        f"data    {options.data}: {rows_per_epoch * T:,} tokens, {rows_per_epoch / step_rows:,.1f} steps an epoch; "
+        f"{max_steps:,} steps are {epochs:.2f} epochs{', so text repeats' if epochs > 1 else ''}"
+    )
+    yield f"recipe  {recipe}"
+    if options.text:
+        yield f"text    {options.text}: {describe_text_flags(options.to_dict())}"
+    checkpoint_bytes = 3 * sum(p.nbytes for p in model.parameters())  # AdamW has two moments, Muon one
+    if resume_from:
+        yield f"note    resuming from {resume_from}"
+    for note in notes(options, first_step, max_steps, warmup_steps, checkpoint_bytes if dist.rank == 0 else 0):
+        yield f"note    {note}"
+
+
+def notes(
+    options: RunOptions, first_step: int, max_steps: int, warmup_steps: int, checkpoint_bytes: int
+) -> Iterator[str]:
+    """What deserves attention before the first step, one line each."""
+    if warmup_steps >= max_steps:
+        yield f"all {max_steps:,} steps are in the warm-up, which takes {warmup_steps:,}; see --warmup-steps"
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and options.resume != "auto":
+        yield "torchrun restarts a failed run, but only with --resume auto does that resume from a checkpoint"
+    if checkpoint_bytes and options.checkpoint_every:
+        free = shutil.disk_usage(options.out).free
+        if free < checkpoint_bytes:
+            yield f"a checkpoint takes {format_bytes(checkpoint_bytes)}, and {options.out} has {format_bytes(free)} free"
+    if first_step == max_steps:
+        yield f"this run has finished its {max_steps:,} steps; raise --max-steps for more"
+
+
+def demo_result(options: RunOptions, max_steps: int, text: str) -> None:
+    """Ends the demo with what it made: a text, a score, and where the model is."""
+    print(f"\n{text}\n")
+    if options.val_every:
+        val = read_values(Path(options.out) / "log.txt", "val")
+        print(f"validation loss {val[max_steps]:.4f} nats per token")
+    if options.checkpoint_every:
+        directory = Path(options.out) / f"model_{max_steps:05d}"
+        print(f'checkpoint in {directory}; for more text: python sample.py --model {directory} --prompt "The "')

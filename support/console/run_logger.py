@@ -1,0 +1,123 @@
+"""What a run reports: each value to the log and the trackers, and a line about it on the console."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+
+from support.console.log import RunLog
+from support.console.trackers import Trackers, start_trackers
+from support.runtime import devices
+from support.runtime.distributed import Distributed
+from support.runtime.options import RunOptions
+from support.runtime.signals import TORCHRUN_GRACE_SECONDS
+
+STARTED = time.perf_counter()
+ETA_EVERY, ETA_WINDOW = 50, 250  # steps between two estimates of the remaining time, and steps that they are based on
+
+
+class RunLogger:
+    """Reports validations, scores, samples and steps; on all ranks but 0 it does nothing.
+
+    Values go to `log.txt` in `--out` and to the trackers, until the end of a `with`. A `first_step` above 0 continues the
+    log and the curves of an earlier process at that step.
+
+    Raises:
+        UserError: on all ranks, if a tracker cannot start; at the end, if the last lines of the log cannot be written.
+    """
+
+    def __init__(
+        self,
+        options: RunOptions,
+        dist: Distributed,
+        *,
+        first_step: int,
+        max_steps: int,
+        tokens_per_step: int,
+        flops_per_token: int,
+    ):
+        self.print0, self.world_size = dist.print0, dist.world_size
+        self.first_step, self.max_steps, self.tokens_per_step = first_step, max_steps, tokens_per_step
+        peak = devices.peak_flops(dist.device)
+        self._mfu_per_speed = flops_per_token / (peak * dist.world_size) if peak else None
+        self._trackers = Trackers(dist.on_rank_zero(lambda: start_trackers(options, first_step)) or [])
+        self._log = RunLog(Path(options.out) / "log.txt" if dist.rank == 0 else None, first_step)
+        self._marks: deque[tuple[int, float]] = deque(maxlen=ETA_WINDOW // ETA_EVERY)  # steps, and when they ended
+
+    def validation(self, step: int, loss: float) -> None:
+        self._value(step, "val", loss)
+        self.print0(f"step {step:5d} | val loss: {loss:.4f}")
+
+    def hellaswag(self, step: int, acc_norm: float, stderr: float, n: int, seconds: float) -> None:
+        self._value(step, "hella", acc_norm)
+        score = f"{acc_norm:.4f} ± {stderr:.4f}"
+        self.print0(f"step {step:5d} | HellaSwag acc_norm: {score} of {n:,} items | {seconds:.1f}s")
+
+    def samples(self, step: int, texts: Sequence[str]) -> None:
+        self._trackers.log_samples(step, texts)
+        for i, text in enumerate(texts):
+            self.print0(f"step {step:5d} | sample {i}: {text}")
+
+    def step(self, step: int, loss: float, lr: float, norm: float, dt: float, skipped: str | None) -> None:
+        """A step that took `dt` seconds; `skipped` says why it was not applied.
+
+        MFU is the share of the GPUs' peak FLOP/s that the model's arithmetic took, where that peak is known.
+        """
+        speed = self.tokens_per_step / dt
+        mfu = speed * self._mfu_per_speed if self._mfu_per_speed else None
+        self._value(step, "train", loss)
+        line = f"step {step:5d} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f} | dt: {dt * 1000:.2f}ms"
+        self.print0(f"{line} | tok/sec: {speed:.2f}" + (f" | mfu: {mfu:.1%}" if mfu is not None else ""))
+        if skipped:
+            self.print0(f"step {step:5d} | {skipped}")
+        for note in self._notes(step, dt):
+            self.print0(f"note    {note}")
+        values = {"update/lr": lr, "update/norm": norm, "speed/tokens_per_second": speed}
+        self._trackers.log(step, values | ({"speed/mfu": mfu} if mfu is not None else {}))
+
+    def sync(self) -> None:
+        """Waits until everything reported is on the disk: a checkpoint must never be ahead of its log.
+
+        Raises:
+            OSError: some of it could not be written.
+        """
+        self._log.sync()
+        self._trackers.flush()
+
+    def __enter__(self) -> RunLogger:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self._trackers.close(ended_well=kind is None)
+        if kind is None:
+            self._log.close()
+
+    def _value(self, step: int, name: str, value: float) -> None:
+        self._trackers.log_value(step, name, value)
+        self._log.write(step, name, value)
+
+    def _notes(self, step: int, dt: float) -> Iterator[str]:
+        now = time.perf_counter()
+        if not self._marks:  # the first step compiles, so it says nothing about the others
+            yield f"the first step ended {now - STARTED:.1f}s after the start"
+            self._marks.append((step, now))
+        elif step % ETA_EVERY == 0 or step == self.max_steps - 1:
+            earlier, then = self._marks[0]
+            self._marks.append((step, now))
+            eta = (now - then) / (step - earlier) * (self.max_steps - step - 1)  # evaluations and checkpoints included
+            done, total = ((n * self.tokens_per_step) for n in (step + 1, self.max_steps))
+            since = " since the resume" if self.first_step else ""
+            yield f"{done:,} of {total:,} tokens; {_duration(now - STARTED)} elapsed{since}, ETA {_duration(eta)}"
+        if step == self.first_step + 1 and self.world_size > 1 and dt > TORCHRUN_GRACE_SECONDS:
+            yield (
+                f"a step takes {dt:.0f}s, and torchrun kills its processes {TORCHRUN_GRACE_SECONDS}s after a signal: "
+                "a stopped run will resume from its last checkpoint"
+            )
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,164 @@
+"""The curves of a run in TensorBoard and in Weights & Biases; neither is imported unless it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from support.cli import UserError
+from support.files import atomic_write
+from support.runtime.options import RunOptions
+
+CURVES = {"train": "loss/train", "val": "loss/val", "hella": "hellaswag/acc_norm"}  # by their names in the log
+
+
+class Tracker(Protocol):
+    """One tracking service."""
+
+    name: str
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def log_samples(self, step: int, texts: Sequence[str]) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self, final_values: Mapping[str, float]) -> None:
+        """Ends the run there; `final_values` is empty if it did not end well."""
+
+
+class Trackers:
+    """Sends what a run measures to each of its trackers. One that fails is dropped."""
+
+    def __init__(self, trackers: Sequence[Tracker]):
+        self._trackers = list(trackers)
+        self._last: dict[str, float] = {}
+
+    def log_value(self, step: int, name: str, value: float) -> None:
+        """A value of the log, under its name there."""
+        self._last[CURVES[name]] = value
+        self.log(step, {CURVES[name]: value})
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._for_each(lambda tracker: tracker.log(step, values))
+
+    def log_samples(self, step: int, texts: Sequence[str]) -> None:
+        self._for_each(lambda tracker: tracker.log_samples(step, texts))
+
+    def flush(self) -> None:
+        """Writes what is buffered: a checkpoint must never be ahead of the curves of its run."""
+        self._for_each(lambda tracker: tracker.flush())
+
+    def close(self, ended_well: bool) -> None:
+        """Ends the curves, with the last value of each if the run ended well."""
+        final_values = {f"final/{name}": value for name, value in self._last.items()} if ended_well else {}
+        self._for_each(lambda tracker: tracker.close(final_values))
+        self._trackers = []
+
+    def _for_each(self, call: Callable[[Tracker], None]) -> None:
+        for tracker in tuple(self._trackers):
+            try:
+                call(tracker)
+            except Exception as error:  # a full disk or the network: not worth losing a run
+                self._trackers.remove(tracker)
+                message = f"{tracker.name} stopped ({error}). Training continues without it."
+                print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+def check_installed(options: RunOptions) -> None:
+    """Checks that the packages of --tensorboard and --wandb are installed, before an earlier run is replaced.
+
+    Raises:
+        UserError: one is not.
+    """
+    for wanted, name, module in (
+        (options.tensorboard, "tensorboard", "torch.utils.tensorboard"),
+        (options.wandb, "wandb", "wandb"),
+    ):
+        try:
+            _ = wanted and importlib.import_module(module)
+        except ImportError as error:
+            raise UserError(f"--{name} needs its package. Run pip install {name}.") from error
+
+
+def start_trackers(options: RunOptions, first_step: int) -> list[Tracker]:
+    """Starts the trackers that were asked for; a `first_step` above 0 continues their curves at that step.
+
+    Raises:
+        UserError: Weights & Biases cannot start.
+    """
+    trackers: list[Tracker] = []
+    if options.tensorboard:
+        trackers.append(TensorBoard(options.out, options.to_dict(), first_step))
+    if options.wandb:
+        trackers.append(WeightsAndBiases(options.out, options.to_dict(), first_step, options.wandb))
+    return trackers
+
+
+class TensorBoard:
+    name = "--tensorboard"
+
+    def __init__(self, out: str, flags: Mapping[str, Any], first_step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._flags, folder = flags, Path(out) / "tensorboard"
+        if first_step == 0:
+            for events in folder.glob("events.out.tfevents.*"):  # of a run that this one replaces
+                events.unlink()
+        # hides what a killed run wrote after its last checkpoint
+        self._writer = SummaryWriter(str(folder), purge_step=first_step or None)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def log_samples(self, step: int, texts: Sequence[str]) -> None:
+        for i, text in enumerate(texts):
+            self._writer.add_text(f"sample/{i}", text, step)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self, final_values: Mapping[str, float]) -> None:
+        if final_values:
+            flags = {name: value for name, value in self._flags.items() if value is not None}
+            self._writer.add_hparams(flags, dict(final_values), run_name=".", global_step=flags["max_steps"])
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    name = "--wandb"
+
+    def __init__(self, out: str, flags: Mapping[str, Any], first_step: int, project: str):
+        import wandb
+
+        file = Path(out) / "wandb_id.txt"
+        run_id = file.read_text().strip() if first_step and file.exists() else uuid.uuid4().hex[:12]
+        with atomic_write(file) as tmp:
+            tmp.write_text(run_id + "\n")
+        try:
+            self._run = wandb.init(
+                config=dict(flags), allow_val_change=True, project=project, id=run_id, resume="allow", dir=out
+            )
+        except Exception as error:  # its own errors, and those of the network
+            reason = str(error).rstrip(". ")
+            raise UserError(f"--wandb cannot start: {reason}. Run wandb login, or set WANDB_MODE=offline.") from error
+        self._table = wandb.Table
+        self._run.define_metric("*", step_metric="step")  # our own step: a resumed run repeats some
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({**values, "step": step})
+
+    def log_samples(self, step: int, texts: Sequence[str]) -> None:
+        self._run.log({"samples": self._table(["step", "text"], [[step, text] for text in texts]), "step": step})
+
+    def flush(self) -> None:
+        pass  # its own process has everything already
+
+    def close(self, final_values: Mapping[str, float]) -> None:
+        self._run.summary.update(dict(final_values))
+        self._run.finish(exit_code=0 if final_values else 1)

@@ -1,0 +1,204 @@
+"""Text corpora, read in batches that a worker process can encode on its own.
+
+A batch starts at a cursor, which JSON can hold. From the cursor of any batch on, a corpus gives the same documents as
+when it is read from the beginning, so a cursor in a manifest is enough to resume.
+"""
+
+from __future__ import annotations
+
+import abc
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from support.data.shards import Setting
+
+BATCH_CHARS = 1 << 21  # text that goes to a worker in one message
+
+# Numbers, such as file and offset. A streamed data set also has the state of its library in it.
+Cursor: TypeAlias = Sequence[int | Mapping[str, object] | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch(abc.ABC):
+    """Consecutive documents, possibly not read yet.
+
+    Attributes:
+        cursor: where they start.
+        fraction_read: the fraction of the corpus up to the end of the batch, None if unknown.
+        continues: the first text continues the last document of the batch before.
+    """
+
+    cursor: Cursor
+    fraction_read: float | None = None
+    continues: bool = False
+
+    @abc.abstractmethod
+    def texts(self) -> list[str]: ...
+
+    @abc.abstractmethod
+    def __str__(self) -> str:
+        """Where the documents are, for an error message."""
+
+
+class Corpus(abc.ABC):
+    """Documents in a fixed order.
+
+    Attributes:
+        name, revision, settings: identify the corpus in a manifest.
+        prefix: start of the file names of its shards.
+    """
+
+    name: str
+    revision: str | None = None
+    prefix: str
+    settings: Mapping[str, Setting] = {}
+
+    @abc.abstractmethod
+    def batches(self, cursor: Cursor | None = None) -> Iterator[Batch]:
+        """All documents from a cursor on, or from the beginning."""
+
+    def release(self, cursor: Cursor) -> None:  # noqa: B027  most have nothing to release
+        """Called when nothing before this cursor is needed again, not even after a crash."""
+
+    def close(self) -> None:  # noqa: B027
+        """Called when all shards are written."""
+
+    def has_changed(self) -> bool:
+        """Whether its files changed since it was opened."""
+        return False
+
+    def estimate_text_bytes(self) -> float | None:
+        """A low estimate of the bytes of text, None if unknown."""
+        return None
+
+
+def cursor_numbers(cursor: Cursor) -> list[int]:
+    """A cursor that consists of numbers.
+
+    Raises:
+        ValueError: it has something else in it.
+    """
+    numbers = [number for number in cursor if isinstance(number, int)]
+    if len(numbers) != len(cursor):
+        raise ValueError(f"not a cursor of numbers: {cursor}")
+    return numbers
+
+
+def slug(name: str) -> str:
+    """A name made safe for use in a file name."""
+    safe = "".join(c if c.isalnum() or c in "-." else "_" for c in name).strip("._")
+    return safe.encode()[:60].decode(errors="ignore") or "text"
+
+
+# -----------------------------------------------------------------------------
+# Long documents, cut into pieces
+
+_WORD_END = re.compile(r"\S(?=[ \n])")  # Python's \S excludes all that GPT-2's \s matches, and more
+
+
+def safe_cut(text: str, start: int, limit: int) -> int:
+    """Where to cut `text[start:]` so that both sides, encoded separately, give the same tokens as the uncut text.
+
+    That is between a word and a space: GPT-2's pattern joins a space to the word after it, never to the one before.
+    Returns the last such offset up to `limit`, or `start` if there is none.
+    """
+    window = 4096
+    while True:
+        begin = max(start, limit - window)
+        ends = [match.end() for match in _WORD_END.finditer(text, begin, limit + 1)]
+        if ends or begin == start:
+            return ends[-1] if ends else start
+        window *= 8
+
+
+def piece_end(text: str, start: int, limit: int) -> int:
+    """Where the piece that starts at `start` ends: after BATCH_CHARS at most, or at the first space after that.
+
+    Returns `start` if there is no space up to `limit`.
+    """
+    end = safe_cut(text, start, start + BATCH_CHARS)
+    if end == start and (match := _WORD_END.search(text, start + BATCH_CHARS, limit + 1)):
+        return match.end()
+    return end
+
+
+def split_long_document(text: str) -> Iterator[tuple[int, str]]:
+    """Pieces of a document that fit into a batch, each with its offset in characters."""
+    start = 0
+    while len(text) - start > BATCH_CHARS and (end := piece_end(text, start, len(text))) > start:
+        yield start, text[start:end]
+        start = end
+    yield start, text[start:]
+
+
+# -----------------------------------------------------------------------------
+# Documents that are in memory
+
+
+class Piece(NamedTuple):
+    """A document, or a part of a long one."""
+
+    cursor: Cursor
+    text: str
+    continues: bool  # the document of the piece before
+    fraction_read: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts(Batch):
+    """Documents that are already in memory."""
+
+    content: list[str]
+    source: str
+
+    def texts(self) -> list[str]:
+        return self.content
+
+    def __str__(self) -> str:
+        return f"{self.source}, from {self.cursor}"
+
+
+def pack_pieces(pieces: Iterable[Piece], source: str) -> Iterator[Texts]:
+    """Batches of pieces. A piece that continues a document starts a batch."""
+    packed: list[Piece] = []
+    chars = 0
+    for piece in pieces:
+        if packed and (piece.continues or chars >= BATCH_CHARS):
+            yield _pack(packed, source)
+            packed, chars = [], 0
+        packed.append(piece)
+        chars += len(piece.text)
+    if packed:
+        yield _pack(packed, source)
+
+
+def _pack(pieces: list[Piece], source: str) -> Texts:
+    return Texts(
+        cursor=pieces[0].cursor,
+        fraction_read=pieces[-1].fraction_read,
+        continues=pieces[0].continues,
+        content=[piece.text for piece in pieces],
+        source=source,
+    )
+
+
+class Documents(Corpus):
+    """Documents that a function returns, the same ones at every call."""
+
+    def __init__(
+        self, name: str, documents: Callable[[], Iterable[str]], revision: str | None = None, prefix: str | None = None
+    ):
+        self.name, self.revision, self.prefix = name, revision, prefix or slug(name)
+        self._documents = documents
+
+    def batches(self, cursor: Cursor | None = None) -> Iterator[Batch]:
+        start = cursor_numbers(cursor or [0, 0])
+        pieces = (
+            Piece([number, offset], text, continues=offset > 0)
+            for number, document in enumerate(self._documents())
+            for offset, text in split_long_document(document)
+            if [number, offset] >= start
+        )
+        return pack_pieces(pieces, self.name)

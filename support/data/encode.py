@@ -1,0 +1,208 @@
+"""Batches of documents to arrays of tokens, in worker processes."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import importlib.util
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from support.cli import UserError
+from support.data.corpus import Batch, safe_cut
+from support.data.tokenizer import Gpt2Tokenizer, TokenIds, get_tokenizer, to_utf8
+
+ENGINES = ("gigatoken", "tiktoken")
+COMPARED_FRACTION = 1 / 128  # of gigatoken's text, encoded by tiktoken too
+MAX_COMPARED_CHARS = 1 << 14  # of one document
+# gigatoken caches every word that it has encoded. It is reloaded after this many characters or, on Linux, when the
+# process has grown by this many bytes.
+MAX_CACHED_CHARS = 1 << 28
+MAX_CACHE_BYTES = 100 << 20
+
+EncodedBatch: TypeAlias = tuple[Batch, npt.NDArray[np.uint16]]
+Encoder: TypeAlias = Callable[[list[str]], list[TokenIds]]
+
+
+def default_engine() -> str:
+    """gigatoken if it is installed."""
+    return "gigatoken" if importlib.util.find_spec("gigatoken") else "tiktoken"
+
+
+class GigatokenEncoder:
+    """GPT-2's encoding by gigatoken, of which samples of every batch are compared with tiktoken's.
+
+    Raises:
+        UserError: gigatoken is not installed or does not work.
+    """
+
+    def __init__(self, reference: Gpt2Tokenizer):
+        self.reference = reference
+        self._load()
+
+    def _load(self) -> None:
+        try:
+            from gigatoken.gigatoken_rs import BPETokenizer
+        except ImportError as error:
+            raise UserError(f"gigatoken cannot be used ({error}). Choose --engine tiktoken.") from error
+
+        # Its other loaders would treat <|endoftext|> in a document as the special token.
+        descriptor, path = tempfile.mkstemp(suffix=".tiktoken")
+        try:
+            with open(descriptor, "wb") as file:
+                for rank, token in enumerate(self.reference.token_bytes()):
+                    file.write(b"%s %d\n" % (base64.b64encode(token), rank))
+            self._encoder = BPETokenizer.from_tiktoken(path, "gpt2")
+        finally:
+            os.unlink(path)
+        self._cached_chars, self._memory_after_load = 0, _resident_memory()
+
+    def __call__(self, texts: list[str]) -> list[TokenIds]:
+        try:
+            encoded = self._encode(texts)
+        except (TypeError, UnicodeEncodeError):  # lone surrogates
+            texts = [to_utf8(text).decode() for text in texts]
+            encoded = self._encode(texts)
+        self._compare_sample(texts, encoded)
+        self._cached_chars += sum(map(len, texts))
+        if self._cached_chars > MAX_CACHED_CHARS or _resident_memory() - self._memory_after_load > MAX_CACHE_BYTES:
+            self._load()
+        return encoded
+
+    def _encode(self, texts: list[str]) -> list[TokenIds]:
+        if not texts:
+            return []
+        layout = self._encoder.encode_batch(texts, parallel=False).layout
+        ids, offsets = np.asarray(layout.content.data), np.asarray(layout.offsets)
+        return [ids[start:end] for start, end in itertools.pairwise(offsets)]
+
+    def _compare_sample(self, texts: list[str], encoded: list[TokenIds]) -> None:
+        """Compares at least two documents, more in a large batch. They are chosen at random, the same in every run.
+
+        Raises:
+            UserError: gigatoken's tokens differ from tiktoken's.
+        """
+        chars_left = sum(map(len, texts)) * COMPARED_FRACTION
+        rng = random.Random(len(texts) + int(chars_left))
+        for number, i in enumerate(rng.sample(range(len(texts)), min(len(texts), 64))):
+            if chars_left <= 0 and number >= 2:
+                return
+            length = len(texts[i])
+            end = length if length <= MAX_COMPARED_CHARS else safe_cut(texts[i], 0, MAX_COMPARED_CHARS)
+            end = end or length  # no space to cut at
+            chars_left -= end
+            try:
+                expected = self.reference.encode_array(texts[i][:end])
+            except ValueError:  # tiktoken cannot encode a million tabs in a row; gigatoken can
+                continue
+            if not np.array_equal(expected, encoded[i] if end == length else encoded[i][: len(expected)]):
+                raise UserError(
+                    f"gigatoken and tiktoken disagree about the tokens of {texts[i][:60]!r}... Remove the "
+                    "shards and make them with --engine tiktoken, and please report it to gigatoken."
+                )
+
+
+def _resident_memory() -> int:
+    """Bytes of memory that this process has, on Linux; elsewhere 0."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0
+
+
+@functools.cache
+def _load_encoder(tokenizer: str, engine: str) -> Encoder:
+    reference = get_tokenizer(tokenizer)
+    if isinstance(reference, Gpt2Tokenizer) and engine == "gigatoken":
+        return GigatokenEncoder(reference)
+    return lambda texts: [reference.encode_array(text) for text in texts]
+
+
+def encode_batch(batch: Batch, tokenizer: str, engine: str) -> npt.NDArray[np.uint16]:
+    """The tokens of a batch, with an end-of-text token before each document that starts in it.
+
+    Raises:
+        UserError: a document cannot be read or encoded.
+    """
+    texts = batch.texts()
+    try:
+        encoded = _load_encoder(tokenizer, engine)(texts)
+    except BaseException as error:
+        # A panic in Rust code is not an Exception, and its class cannot be imported.
+        if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
+            raise
+        raise UserError(
+            f"{engine} cannot encode a document of {batch}: {error}. "
+            "Fix it (does it have a million spaces in a row?) or leave it out."
+        ) from None
+    tokens = np.empty(sum(map(len, encoded)) + len(encoded), dtype=np.uint16)
+    end, eot = 0, get_tokenizer(tokenizer).eot
+    for ids in encoded:
+        tokens[end] = eot
+        tokens[end + 1 : end + 1 + len(ids)] = ids
+        end += 1 + len(ids)
+    return tokens[1:] if batch.continues else tokens
+
+
+def _init_worker() -> None:
+    """Leaves Ctrl-C to the parent, and makes the worker exit when the parent exits, even if that is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def exit_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+
+
+def encode_batches(batches: Iterable[Batch], tokenizer: str, engine: str, workers: int) -> Iterator[EncodedBatch]:
+    """Each batch with its tokens, in order.
+
+    With one worker, or a single batch, this process encodes. At most `2 * workers` batches wait at any time, so memory
+    does not grow with the corpus.
+
+    Raises:
+        UserError: a document cannot be read or encoded, or a worker was killed.
+    """
+    batches = iter(batches)
+    first_two = list(itertools.islice(batches, 2))
+    batches = itertools.chain(first_two, batches)
+    if workers == 1 or len(first_two) < 2:
+        for batch in batches:
+            yield batch, encode_batch(batch, tokenizer, engine)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_init_worker) as pool:
+        pending: deque[tuple[Batch, Future[npt.NDArray[np.uint16]]]] = deque()
+        try:
+            for batch in batches:
+                pending.append((batch, pool.submit(encode_batch, batch, tokenizer, engine)))
+                if len(pending) > 2 * workers:
+                    first, future = pending.popleft()
+                    yield first, future.result()
+            while pending:
+                first, future = pending.popleft()
+                yield first, future.result()
+        except BrokenProcessPool as error:
+            raise UserError(
+                "a worker was killed, perhaps for lack of memory. Run the command again with fewer --workers."
+            ) from error
+        finally:
+            for _, future in pending:
+                future.cancel()

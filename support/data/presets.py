@@ -1,0 +1,160 @@
+"""The flags that --demo and --text stand for, and the shards that they make."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from support.cli import UserError, flag_name
+from support.data import shards
+
+# About two minutes on two CPU cores.
+DEMO = dict(
+    data="demo_data", out="log_demo", n_layer=3, n_head=4, n_embd=128, block_size=64, batch_size=16,
+    total_batch_size=1024, max_steps=1500, warmup_steps=40, max_lr=4e-3, shuffle=True,
+    val_every=200, val_tokens=65536, hellaswag_every=0, sample_every=0,
+)  # fmt: skip
+MODEL_FLAGS = {"n_layer", "n_head", "n_embd", "block_size"}
+# The model by the largest number of bytes of text that it is for. A large model memorizes a small text.
+MODEL_BY_TEXT_SIZE = {
+    4e6: dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=32),
+    4e7: dict(n_layer=6, n_head=4, n_embd=256, block_size=256),
+    4e8: dict(n_layer=8, n_head=8, n_embd=512, block_size=512),
+    math.inf: {},  # gpt2
+}
+COMPRESSION_RATIO = 3  # bytes of text in a byte of a .gz or .zst file, roughly
+BYTES_PER_TOKEN = {"gpt2": 4, "bytes": 1}
+FLAGS_CHOSEN_FOR_TEXT = (
+    "tokenizer", "recipe", "max_lr", "total_batch_size", "max_steps", "warmup_steps", "val_every", "sample_every",
+    "checkpoint_every", "keep",
+)  # fmt: skip
+
+
+def preset_flags(given: Mapping[str, Any], vocab_size: int = 50257, n_embd: int = 768) -> dict[str, Any]:
+    """Flags that --demo or --text sets unless they are given; none without those two.
+
+    Args:
+        vocab_size, n_embd: of the model of --init-from; not used without that flag.
+
+    Raises:
+        UserError: --text names no text, or does not go together with another flag.
+    """
+    if "text" in given:
+        if given.get("demo"):
+            raise UserError("--demo brings its own text. Leave out --text, or --demo.")
+        if "data" in given:
+            raise UserError("--text makes its own shards, in --out. Leave out --data, or --text to train on shards.")
+        return _text_flags(given, vocab_size, n_embd)
+    flags = DEMO if given.get("demo") else {}
+    other_sizes = given.keys() & {"model", "init_from"}
+    return {name: value for name, value in flags.items() if not other_sizes or name not in MODEL_FLAGS}
+
+
+def _text_flags(given: Mapping[str, Any], vocab_size: int, n_embd: int) -> dict[str, Any]:
+    fine_tuned = "init_from" in given
+    size = sum(map(_text_bytes, find_texts(given["text"])))
+    tokenizer = given.get("tokenizer", "bytes" if fine_tuned and vocab_size == 257 else "gpt2")
+    tokens = 0.9 * size / BYTES_PER_TOKEN[tokenizer]  # the last tenth is held out
+    flags: dict[str, Any]
+    if fine_tuned:  # few epochs, at a low rate
+        total_tokens, steps, smallest_step = tokens * (3 if size < 4e7 else 1), 200, 1024
+        # These rates suit GPT-2; AdamW's best rate grows as models get narrower (arXiv:2203.03466).
+        flags = dict(max_lr=(1e-3 if "lora_rank" in given else 1e-4) * max(1.0, 768 / n_embd))
+    else:  # several epochs of a small text, but not so many that it is memorized
+        total_tokens, steps, smallest_step = max(tokens, min(1.5e6, 10 * tokens)), 1000, 2048
+        flags = dict(recipe="fast")
+        if "model" not in given:
+            flags |= next(model for largest, model in MODEL_BY_TEXT_SIZE.items() if size <= largest)
+    # At least so many steps, unless they would be smaller than the smallest or larger than GPT-2's.
+    step = min(2**19, max(smallest_step, 2 ** int(math.log2(max(1.0, total_tokens / steps)))))
+    step = given.get("total_batch_size", step)
+    steps = given.get("max_steps", max(1, round(total_tokens / max(1, step))))
+    quarter = max(1, steps // 4)
+    return flags | dict(
+        data=str(Path(given.get("out", "log")) / "data"), tokenizer=tokenizer, shuffle=True, total_batch_size=step,
+        max_steps=steps, warmup_steps=steps // 12, val_every=quarter, sample_every=quarter, checkpoint_every=quarter,
+        keep=1,
+    )  # fmt: skip
+
+
+def describe_text_flags(flags: Mapping[str, Any]) -> str:
+    """The flags that --text chose, apart from the sizes of the model. `flags` are all flags of the run."""
+    words = ["--shuffle"] * flags["shuffle"]
+    for name in FLAGS_CHOSEN_FOR_TEXT:
+        value = flags[name]
+        words.append(f"{flag_name(name)} {value:.3g}" if isinstance(value, float) else f"{flag_name(name)} {value}")
+    return " ".join(words)
+
+
+def find_texts(name: str) -> list[Path]:
+    """The text files that --text names: the file itself, or those anywhere in the folder.
+
+    Raises:
+        UserError: there are none.
+    """
+    from support.data.readers import COMPRESSION_CODECS, TEXT_SUFFIXES, find_text_files, text_suffix
+
+    path = Path(name)
+    if not name or not path.exists():
+        raise UserError(f"{name!r} does not exist. Name a text file, or a folder of them, with --text.")
+    texts = find_text_files(path) if path.is_dir() else [path] if text_suffix(path) else []
+    if not texts:
+        suffixes = f"{', '.join(TEXT_SUFFIXES)} (the first two also with {' or '.join(COMPRESSION_CODECS)})"
+        raise UserError(f"no text in {name}: only {suffixes} are read. Name others with --text.")
+    return texts
+
+
+def _text_bytes(path: Path) -> float:
+    if path.suffix.lower() == ".parquet":
+        from support.data.readers import parquet_text_bytes
+
+        return parquet_text_bytes(path, "text")
+    return path.stat().st_size * (COMPRESSION_RATIO if path.suffix.lower() in (".gz", ".zst") else 1)
+
+
+# -----------------------------------------------------------------------------
+# Shards
+
+
+def make_preset_shards(data: str, text: str | None, tokenizer: str, rank: int, resumed: bool) -> None:
+    """Makes the shards of --text, or without `text` those of --demo, with fineweb.py on rank 0, unless they exist.
+
+    For a new run of --text, fineweb.py also checks that existing shards were made from this text.
+
+    Raises:
+        UserError: it failed, and has said why.
+    """
+    while rank > 0 and not shards.is_complete(data):  # all nodes see this folder, as they do that of the run
+        time.sleep(1)
+    if rank > 0 or (shards.is_complete(data) and (text is None or resumed)):
+        return
+    source = ["--demo"]
+    if text is not None:  # joined with ".", a text named "-x" does not look like a flag
+        source = ["--tokenizer", tokenizer, "--split-documents", "--input", os.path.join(".", text)]
+    fineweb = Path(__file__).parents[2] / "fineweb.py"
+    if run_until_signal([sys.executable, str(fineweb), "--output", data, *source]):
+        raise UserError(
+            f"the shards in {data} could not be made, see above. For another text or tokenizer, name another --out.",
+            this_rank_only=True,
+        )
+
+
+def run_until_signal(command: Sequence[str]) -> int:
+    """Runs a program and returns its exit code. A SIGTERM to this process ends the program too."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    handler = signal.signal(signal.SIGTERM, end)
+    try:
+        return subprocess.run(command).returncode
+    finally:
+        signal.signal(signal.SIGTERM, handler)

@@ -1,0 +1,244 @@
+"""Token shards on disk: one-dimensional uint16 `.npy` files with a `manifest.json` next to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NotRequired, TypeAlias, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from support import files
+from support.cli import UserError
+from support.data.tokenizer import VOCAB_SIZES
+
+MANIFEST = "manifest.json"
+Setting: TypeAlias = str | int | float | bool | None
+
+_MAKE_AGAIN = "Run the command that made these shards again."
+_SHARD_NAME = re.compile(r"(?P<prefix>.+)_(?P<split>train|val)_(?P<index>[0-9]{6,12})\.npy")
+
+
+class ShardEntry(TypedDict):
+    """What a manifest says about a shard."""
+
+    file: str
+    split: str  # "train" or "val"; "counted" for a part of a corpus that is not split yet
+    tokens: int
+    documents: NotRequired[int]
+    sha256: NotRequired[str]
+    end: NotRequired[str]  # JSON: where the next shard begins, see `shard_writer.StreamPosition`
+
+
+class Manifest(TypedDict):
+    """What `manifest.json` says about a folder of shards. The last two keys exist only while the shards are made."""
+
+    tokenizer: str
+    vocab_size: int
+    source: str | None
+    revision: NotRequired[str | None]
+    settings: NotRequired[dict[str, Setting]]
+    complete: NotRequired[bool]
+    shards: list[ShardEntry]
+    counted: NotRequired[list[ShardEntry]]  # parts of a corpus that is split into train and val when all are counted
+    all_counted: NotRequired[bool]
+
+
+@dataclass(frozen=True)
+class ShardName:
+    """The fields of a shard's file name."""
+
+    prefix: str
+    split: str
+    index: int
+
+
+def shard_name(prefix: str, split: str, index: int) -> str:
+    """The file name of a shard, such as `edufineweb_train_000001.npy`."""
+    return f"{prefix}_{split}_{index:06d}.npy"
+
+
+def parse_shard_name(file: str) -> ShardName | None:
+    """The fields of a file name, or None if it is not that of a shard."""
+    match = _SHARD_NAME.fullmatch(file)
+    return ShardName(match["prefix"], match["split"], int(match["index"])) if match else None
+
+
+def shard_paths(directory: str | os.PathLike[str], split: str) -> list[Path]:
+    """The shards of a split, "train" or "val", in order of their names. There may be none, and no such directory."""
+    directory = Path(directory)
+    paths = sorted(directory.iterdir()) if directory.is_dir() else []
+    return [p for p in paths if (name := parse_shard_name(p.name)) and name.split == split and p.is_file()]
+
+
+# -----------------------------------------------------------------------------
+# The manifest
+
+
+def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
+    """The manifest of a folder of shards. Shards without one, made by another tool, are taken for GPT-2 tokens.
+
+    Raises:
+        UserError: the manifest cannot be read, or says that the shards are incomplete.
+    """
+    path = Path(directory) / MANIFEST
+    if not path.exists():
+        return {"tokenizer": "gpt2", "vocab_size": VOCAB_SIZES["gpt2"], "source": None, "shards": []}
+    try:
+        manifest: Manifest = json.loads(path.read_text(encoding="utf-8"))
+        complete, tokenizer, vocab_size = manifest["complete"] is True, manifest["tokenizer"], manifest["vocab_size"]
+        for shard in manifest["shards"]:
+            if Path(shard["file"]).name != shard["file"] or shard["split"] not in ("train", "val"):
+                raise ValueError(f"{shard['file']!r} is not the name of a shard")
+            if type(shard["tokens"]) is not int:
+                raise TypeError(f"tokens of {shard['file']}: {shard['tokens']!r}")
+        tokenizer_is_known = VOCAB_SIZES.get(tokenizer) == vocab_size
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} is not a manifest of shards ({error!r}). Make the shards again.") from error
+    if not complete:
+        finished = len(manifest["shards"])
+        raise UserError(
+            f"the shards in {directory} are not complete ({finished} so far). Run the same fineweb.py command again."
+        )
+    if not tokenizer_is_known:
+        raise UserError(
+            f"{path} names an unknown tokenizer, {tokenizer!r} with {vocab_size} tokens. Make the shards again."
+        )
+    return manifest
+
+
+def is_complete(directory: str | os.PathLike[str]) -> bool:
+    """Whether the folder has a manifest that says that all shards were written."""
+    try:
+        return read_manifest(directory).get("complete", False)
+    except UserError:
+        return False
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    with files.atomic_write(directory / MANIFEST) as tmp:
+        tmp.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8", newline="\n")
+
+
+# -----------------------------------------------------------------------------
+# Shards
+
+
+def write_shard(path: Path, tokens: npt.NDArray[np.uint16]) -> str:
+    """Writes one-dimensional tokens to `path`; returns the SHA-256 of the file, in hexadecimal."""
+    with files.atomic_write(path) as tmp:
+        with open(tmp, "wb") as file:
+            np.save(file, tokens)
+        return files.sha256_of(tmp)
+
+
+def load_shard(path: Path) -> np.memmap:
+    """A memory-mapped shard: one-dimensional uint16.
+
+    Raises:
+        UserError: the file is something else.
+    """
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # numpy's parser of the header raises many kinds
+        reason = "it is truncated" if "mmap length" in str(error) else error
+        raise UserError(f"{path} is not a readable .npy file ({reason}). {_MAKE_AGAIN}") from error
+    if not isinstance(tokens, np.memmap) or tokens.dtype != np.uint16 or tokens.ndim != 1:
+        content = f"{tokens.ndim}-dimensional {tokens.dtype}" if isinstance(tokens, np.ndarray) else "several arrays"
+        raise UserError(f"{path} holds {content}, not 1-dimensional uint16 tokens. {_MAKE_AGAIN}")
+    if len(tokens) == 0:
+        raise UserError(f"{path} is empty. {_MAKE_AGAIN}")
+    return tokens
+
+
+def open_shards(directory: str | os.PathLike[str], split: str) -> list[np.memmap]:
+    """The memory-mapped shards of a split, after a quick check: types, dimensions, and lengths as in the manifest.
+
+    Raises:
+        UserError: there are none, or some fail the check; one line for each.
+    """
+    shards, problems = _open_split(directory, split)
+    if not shards and not problems:
+        problems.append(
+            f'no {split} shards in {directory}. Make them with "python fineweb.py", or try it all with "--demo".'
+        )
+    if problems:
+        raise UserError(*problems)
+    return shards
+
+
+def verify_shards(directory: str | os.PathLike[str]) -> list[np.memmap]:
+    """The shards of both splits, after reading all of them: SHA-256 as in the manifest, ids within the vocabulary.
+
+    Raises:
+        UserError: there are no train shards, or some shards fail the check; one line for each.
+    """
+    from tqdm import tqdm
+
+    manifest = read_manifest(directory)
+    expected_sha256 = {shard["file"]: shard.get("sha256") for shard in manifest["shards"]}
+    (train, problems), (val, val_problems) = _open_split(directory, "train"), _open_split(directory, "val")
+    if not train and not problems:
+        raise UserError(f"no train shards in {directory}. Name a folder of shards.")
+    problems += val_problems
+    for tokens in tqdm([*train, *val], desc="checking shards", unit=" shards", leave=False, disable=None):
+        path = _path_of(tokens)
+        if expected_sha256.get(path.name) not in (None, files.sha256_of(path)):
+            problems.append(f"{path} was altered (wrong checksum). {_MAKE_AGAIN}")
+            continue
+        try:
+            check_ids(tokens, manifest["vocab_size"])
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*problems)
+    return [*train, *val]
+
+
+def check_ids(tokens: np.memmap, vocab_size: int) -> None:
+    """Raises a UserError if a shard has an id that is not in the vocabulary."""
+    if tokens.max() >= vocab_size:
+        raise UserError(
+            f"{tokens.filename} has the id {tokens.max()} at offset {tokens.argmax()}, beyond the vocabulary of "
+            f"{vocab_size:,}. {_MAKE_AGAIN}"
+        )
+
+
+def shard_identities(directory: str | os.PathLike[str], shards: list[np.memmap]) -> list[list[str | int | None]]:
+    """[file name, tokens, SHA-256] of each shard, to recognise the data. Without a manifest, the SHA-256 is None."""
+    sha256_of = {shard["file"]: shard.get("sha256") for shard in read_manifest(directory)["shards"]}
+    names = [_path_of(tokens).name for tokens in shards]
+    return [[name, len(tokens), sha256_of.get(name)] for name, tokens in zip(names, shards, strict=True)]
+
+
+def _open_split(directory: str | os.PathLike[str], split: str) -> tuple[list[np.memmap], list[str]]:
+    """The shards of a split that pass the quick check, and a sentence about each of the others."""
+    paths = shard_paths(directory, split)
+    listed = read_manifest(directory)["shards"]
+    expected_tokens = {shard["file"]: shard["tokens"] for shard in listed}
+    missing = {shard["file"] for shard in listed if shard["split"] == split} - {path.name for path in paths}
+    problems = [f"{Path(directory) / name} is missing. {_MAKE_AGAIN}" for name in sorted(missing)]
+    shards = []
+    for path in paths:
+        try:
+            tokens = load_shard(path)
+        except UserError as error:
+            problems += error.problems
+            continue
+        if listed and path.name not in expected_tokens:
+            problems.append(f"{path} is not in the manifest. {_MAKE_AGAIN}")
+        elif listed and len(tokens) != expected_tokens[path.name]:
+            expected = expected_tokens[path.name]
+            problems.append(f"{path} has {len(tokens):,} tokens, not {expected:,} as in the manifest. {_MAKE_AGAIN}")
+        else:
+            shards.append(tokens)
+    return shards, problems
+
+
+def _path_of(tokens: np.memmap) -> Path:
+    assert tokens.filename is not None  # a shard is mapped from a file
+    return Path(tokens.filename)

@@ -1,0 +1,251 @@
+"""Tokenizers by name, and the same tokenizers as Hugging Face files.
+
+`gpt2` is OpenAI's vocabulary of 50,257 tokens through tiktoken. `bytes` is the 256 byte values and an end-of-text
+token, and needs no download. In both, end-of-text is the last id.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import hashlib
+import itertools
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from support.cli import UserError
+from support.data.download import download
+
+if TYPE_CHECKING:
+    import tiktoken
+
+END_OF_TEXT = "<|endoftext|>"
+VOCAB_SIZES = {"gpt2": 50257, "bytes": 257}
+
+TokenIds: TypeAlias = npt.NDArray[np.unsignedinteger]  # one-dimensional, of some unsigned type
+
+_GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+_GPT2_FILES = {  # SHA-256, as in tiktoken
+    _GPT2_URL + "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    _GPT2_URL + "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+}
+
+
+@functools.cache
+def get_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer called `name`, "gpt2" or "bytes".
+
+    Raises:
+        UserError: the name is unknown, or the vocabulary is not on this machine and cannot be downloaded.
+    """
+    if name not in VOCAB_SIZES:
+        raise UserError(f"unknown tokenizer {name!r}. Choose one of {', '.join(VOCAB_SIZES)}.")
+    return Gpt2Tokenizer() if name == "gpt2" else BytesTokenizer()
+
+
+def name_for_vocab_size(vocab_size: int) -> str:
+    """The name of the tokenizer with `vocab_size` tokens.
+
+    Raises:
+        UserError: there is none.
+    """
+    for name, size in VOCAB_SIZES.items():
+        if size == vocab_size:
+            return name
+    known = ", ".join(f"{name}: {size:,}" for name, size in VOCAB_SIZES.items())
+    raise UserError(f"no tokenizer has a vocabulary of {vocab_size:,} tokens. Use a model with one of these: {known}.")
+
+
+class Tokenizer(abc.ABC):
+    """Text to token ids and back. `encode` never produces `eot`, the id of the end-of-text token."""
+
+    name: str
+
+    @property
+    def vocab_size(self) -> int:
+        return VOCAB_SIZES[self.name]
+
+    @property
+    def eot(self) -> int:
+        return self.vocab_size - 1
+
+    @abc.abstractmethod
+    def encode(self, text: str) -> list[int]: ...
+
+    @abc.abstractmethod
+    def encode_array(self, text: str) -> TokenIds:
+        """The ids of `encode` as an array."""
+
+    @abc.abstractmethod
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+    @functools.cached_property
+    @abc.abstractmethod
+    def huggingface_json(self) -> str:
+        """The content of `tokenizer.json`."""
+
+    def save_pretrained(self, directory: str | os.PathLike[str], model_max_length: int) -> None:
+        """Writes `tokenizer.json` and `tokenizer_config.json`, which Hugging Face's `AutoTokenizer` opens.
+
+        Args:
+            model_max_length: context length of the model, in tokens.
+        """
+        directory = Path(directory)
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": END_OF_TEXT,
+            "eos_token": END_OF_TEXT,
+            "unk_token": END_OF_TEXT,
+            "model_max_length": model_max_length,
+            "clean_up_tokenization_spaces": False,
+        }
+        (directory / "tokenizer.json").write_text(self.huggingface_json, encoding="utf-8")
+        (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+class BytesTokenizer(Tokenizer):
+    """One token per UTF-8 byte, with ids 0 to 255, and end-of-text, 256."""
+
+    name = "bytes"
+
+    def encode(self, text: str) -> list[int]:
+        return list(to_utf8(text))
+
+    def encode_array(self, text: str) -> TokenIds:
+        return np.frombuffer(to_utf8(text), dtype=np.uint8)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return b"".join(bytes([i]) if i < 256 else END_OF_TEXT.encode() for i in ids).decode("utf-8", "replace")
+
+    @functools.cached_property
+    def huggingface_json(self) -> str:
+        return _huggingface_bpe([bytes([i]) for i in range(256)], merges=[], eot=self.eot, split_words=False)
+
+
+class Gpt2Tokenizer(Tokenizer):
+    """GPT-2's byte-pair encoding. `encode` treats the text of a special token as ordinary text."""
+
+    name = "gpt2"
+
+    def __init__(self) -> None:
+        self._encoding = _load_gpt2_encoding()
+
+    def encode(self, text: str) -> list[int]:
+        return self._encoding.encode_ordinary(text)
+
+    def encode_array(self, text: str) -> TokenIds:
+        try:  # an array takes a fifth of the memory of a list
+            return self._encoding.encode_to_numpy(text, disallowed_special=())
+        except UnicodeEncodeError:
+            return self._encoding.encode_to_numpy(to_utf8(text).decode(), disallowed_special=())
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._encoding.decode(list(ids))
+
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of all tokens except end-of-text, in order of id."""
+        return [self._encoding.decode_single_token_bytes(i) for i in range(self.eot)]
+
+    @functools.cached_property
+    def huggingface_json(self) -> str:
+        tokens = self.token_bytes()
+        return _huggingface_bpe(tokens, _recover_merges(tokens), eot=self.eot, split_words=True)
+
+
+@functools.cache
+def _load_gpt2_encoding() -> tiktoken.Encoding:
+    """tiktoken's encoding. We download its two files, because tiktoken has no timeout and does not retry."""
+    tiktoken_default = os.path.join(tempfile.gettempdir(), "data-gym-cache")
+    cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR") or tiktoken_default)
+    try:
+        for url, sha256 in _GPT2_FILES.items():
+            download(url, cache / hashlib.sha1(url.encode()).hexdigest(), sha256=sha256)
+    except UserError as error:
+        raise UserError(
+            f"the GPT-2 vocabulary is not in {cache}: {error} Or copy that folder from a machine that has it and name "
+            'it in TIKTOKEN_CACHE_DIR; or make shards with "--tokenizer bytes".',
+            this_rank_only=True,
+        ) from error
+    import tiktoken
+
+    return tiktoken.get_encoding("gpt2")
+
+
+def to_utf8(text: str) -> bytes:
+    """UTF-8. Lone surrogates, which UTF-8 cannot represent, become U+FFFD, as in tiktoken."""
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode("utf-8")
+
+
+def _recover_merges(tokens: list[bytes]) -> list[tuple[bytes, bytes]]:
+    """The BPE merge that made each token of two or more bytes, in order of rank."""
+    rank = {token: i for i, token in enumerate(tokens)}
+    merges = []
+    for token in tokens:
+        if len(token) < 2:
+            continue
+        parts = [bytes([b]) for b in token]
+        while len(parts) > 2:  # apply the earlier merges, lowest rank first, until two parts remain
+            pairs = [rank.get(a + b, len(tokens)) for a, b in itertools.pairwise(parts)]
+            i = pairs.index(min(pairs))
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        merges.append((parts[0], parts[1]))
+    return merges
+
+
+def _huggingface_bpe(tokens: list[bytes], merges: list[tuple[bytes, bytes]], eot: int, split_words: bool) -> str:
+    """A byte-level BPE as JSON of the `tokenizers` library, in which each byte is one printable character."""
+    printable = _printable_bytes()
+
+    def spell(token: bytes) -> str:
+        return "".join(printable[b] for b in token)
+
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": split_words}
+    end_of_text = {
+        "id": eot,
+        "content": END_OF_TEXT,
+        "special": True,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+    }
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": "",
+        "end_of_word_suffix": "",
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "vocab": {spell(token): i for i, token in enumerate(tokens)} | {END_OF_TEXT: eot},
+        "merges": [[spell(a), spell(b)] for a, b in merges],
+    }
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [end_of_text],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": model,
+    }
+    return json.dumps(tokenizer, ensure_ascii=False)
+
+
+def _printable_bytes() -> list[str]:
+    """GPT-2's printable character for each byte value: Latin-1 where that is printable, else 256, 257, ... in turn."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return [chr(b) if b in printable else chr(256 + others.index(b)) for b in range(256)]

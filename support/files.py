@@ -1,0 +1,206 @@
+"""Files that appear complete or not at all, folders that one process uses at a time, and room on the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from support.cli import UserError
+
+LOCK = ".lock"  # in a locked folder; the operating system releases it when the process ends, however it ends
+
+
+# -----------------------------------------------------------------------------
+# Atomic writes
+
+
+def tmp_path(path: Path, kind: str = "partial") -> Path:
+    """The hidden name under which a file or folder is written before it gets its own."""
+    return path.with_name(f".{path.name}.{kind}")
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path, unique: bool = False) -> Iterator[Path]:
+    """Yields a temporary path; the file or folder that the block makes there replaces `path` at the end.
+
+    A reader sees the old content or the new, never a part of it, even after a power failure. If the block fails, `path`
+    is unchanged and nothing else remains. A killed process leaves the temporary path behind, and the next write of
+    `path` removes it. With `unique`, the temporary name is never used twice: for files that no lock protects.
+    """
+    tmp = tmp_path(path, f"{secrets.token_hex(8)}.partial" if unique else "partial")
+    remove(tmp)
+    try:
+        yield tmp
+        for file in [*sorted(tmp.iterdir()), tmp] if tmp.is_dir() else [tmp]:
+            sync(file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            remove(tmp)
+        raise
+    replace(tmp, path)
+
+
+def replace(tmp: Path, path: Path) -> None:
+    """Renames a finished file or folder, replacing an earlier one."""
+    if tmp.is_dir() and path.exists():
+        remove(tmp_path(path, "removed"))
+        os.rename(path, tmp_path(path, "removed"))  # a folder cannot be renamed onto one that is not empty
+    os.replace(tmp, path)
+    with contextlib.suppress(OSError):  # the new one is in place, whatever else fails
+        sync(path.parent)
+        remove(tmp_path(path, "removed"))
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a link or a folder, if it exists. Of a folder, a reader sees everything or nothing."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    if not path.name.startswith("."):
+        hidden = tmp_path(path, "removed")
+        remove(hidden)
+        path = path.rename(hidden)
+    shutil.rmtree(path)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file's content, or a folder's list of names, is on the disk."""
+    if path.is_dir() and os.name == "nt":
+        return  # Windows cannot open folders
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# -----------------------------------------------------------------------------
+# A file that the user names for results
+
+
+def check_output_file(path: Path, flag: str, beginning: str) -> None:
+    """Rejects a file that could not be written later, or that holds something else. Changes nothing.
+
+    Args:
+        flag: the flag that named the file, for the messages.
+        beginning: how files of this kind begin. An empty file is accepted too.
+
+    Raises:
+        UserError: it is rejected.
+    """
+    try:
+        link_loop = os.path.islink(os.path.realpath(path))
+        if path.is_dir() or link_loop or (path.exists() and not os.access(path, os.W_OK)):
+            raise UserError(f"cannot write {path}. Name another file with {flag}.")
+        if path.is_file() and path.stat().st_size:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                if file.read(len(beginning)) != beginning:
+                    raise UserError(f"{path} exists and holds something else. Name another file with {flag}.")
+        if path.is_file() or not path.exists():
+            probe = tmp_path(Path(os.path.realpath(path)), secrets.token_hex(8))
+            probe.touch()
+            probe.unlink()
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror}). Name another file with {flag}.") from error
+
+
+def write_output_file(path: Path, text: str) -> None:
+    """Writes a file atomically. A link stays a link; a pipe or a device is written to.
+
+    Raises:
+        UserError: it cannot be written; an earlier file is unchanged.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
+        with atomic_write(Path(os.path.realpath(path)), unique=True) as tmp:
+            tmp.write_text(text, encoding="utf-8")
+            if path.exists():
+                shutil.copymode(path, tmp)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {path} ({error.strerror}). Free some disk space or name another file."
+        ) from error
+
+
+# -----------------------------------------------------------------------------
+# Folders and disks
+
+
+def lock_folder(folder: Path, flag: str) -> TextIO:
+    """Locks a folder until the returned file is closed or the process ends.
+
+    Args:
+        flag: the flag that names the folder, for the message.
+
+    Raises:
+        UserError: another process holds the lock.
+    """
+    file = open(folder / LOCK, "a+", encoding="utf-8")  # noqa: SIM115  open as long as the lock
+    try:
+        _lock_file(file)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        raise UserError(f"{folder} is in use by {holder}. Wait until it ends, or name another {flag}.") from None
+    except OSError as error:  # some network file systems have no locks
+        print(f"warning: cannot lock {folder} ({error.strerror}). Do not start a second run in it.", file=sys.stderr)
+    return file
+
+
+def write_lock_holder(file: TextIO) -> None:
+    """Writes into a lock which process holds it."""
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+
+
+def _lock_file(file: TextIO) -> None:
+    if sys.platform == "win32":
+        import msvcrt
+
+        file.seek(1 << 20)  # a byte beyond the text, so that others can still read that
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+    else:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def nearest_existing(path: Path) -> Path:
+    """The path itself, or the first of its parents that exists."""
+    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+
+
+def check_free_space(folder: Path, needed: float, purpose: str) -> None:
+    """Checks that the disk of a folder, which need not exist yet, has `needed` bytes free.
+
+    Raises:
+        UserError: it has less.
+    """
+    free = shutil.disk_usage(nearest_existing(folder)).free
+    if needed > free:
+        raise UserError(
+            f"{folder} has {format_bytes(free)} free, and about {format_bytes(needed)} are needed to {purpose}. "
+            "Free some disk space, or name a folder on a larger disk."
+        )
+
+
+def format_bytes(size: float) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"

@@ -1,0 +1,4 @@
+"""The processes of a run and the machine below them: ranks, signals, devices, memory, the profiler.
+
+May import `support.files` and `support.cli`.
+"""

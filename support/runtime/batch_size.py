@@ -1,0 +1,138 @@
+"""The micro-batch: sizes that make up a step exactly, and the largest one that fits into the GPU's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+
+from support.cli import UserError
+from support.runtime import devices
+from support.runtime.options import RunOptions
+
+PROBED = ("cuda",)  # device types whose memory is tried out; elsewhere the system pages
+SPARE_BYTES = 512 * 2**20  # left free for communication buffers and fragmentation
+
+
+def rows_per_rank(total_batch_size: int, T: int, world_size: int) -> int:
+    """Rows of T tokens that each rank contributes to a step of `total_batch_size` tokens.
+
+    Raises:
+        UserError: the sizes do not divide; the nearest that do are named.
+    """
+    unit = T * world_size
+    if total_batch_size % unit:
+        near = " or ".join(str(n * unit) for n in (total_batch_size // unit, total_batch_size // unit + 1) if n > 0)
+        raise UserError(
+            f"--total-batch-size {total_batch_size} is not a multiple of {unit}, the context of {T} tokens times "
+            f"{world_size} processes. Use {near}."
+        )
+    return total_batch_size // unit
+
+
+def pick_batch_size(batch_size: int | None, rows: int, device_type: str) -> int:
+    """Rows of a micro-batch, of which a step has `rows` on each rank: `batch_size`, or by default up to 64 on CUDA, else 4.
+
+    Raises:
+        UserError: micro-batches of `batch_size` rows do not make up a step; those that do are named.
+    """
+    divisors = [b for b in range(1, min(rows, 4096) + 1) if rows % b == 0]
+    if batch_size is None:
+        return max(b for b in divisors if b <= (64 if device_type == "cuda" else 4))
+    if rows % min(batch_size, rows):
+        raise UserError(
+            f"--batch-size {batch_size} does not divide the {rows} rows that each process has of a step. "
+            f"Use one of {', '.join(map(str, divisors))}."
+        )
+    return min(batch_size, rows)
+
+
+def largest_batch_size(
+    batch_size: int,
+    rows: int,
+    T: int,
+    model: torch.nn.Module,
+    amp: AbstractContextManager[object],
+    world_size: int,
+    notice: Callable[[str], None],
+) -> int:
+    """The largest micro-batch, up to `batch_size`, with which a run fits into the memory of the model's device.
+
+    Tries out what a run needs at once: the optimizer's two moments, gradients (and DDP's copy of them with several
+    ranks), micro-batches of (B, T) tokens forward and backward, and validation. Weights are unchanged, and no other
+    rank is waited for.
+
+    Args:
+        rows: rows of a step on this rank; the result divides them.
+        model: compiled or not.
+
+    Raises:
+        UserError: not even one row fits.
+    """
+    device = next(model.parameters()).device
+    if device.type not in PROBED:
+        return batch_size
+    for B in range(batch_size, 0, -1):
+        if rows % B:
+            continue
+        try:
+            _try_batch_size(B, T, model, amp, world_size, device)
+            fits = True
+        except RuntimeError as error:
+            if not devices.is_out_of_memory(error):
+                raise
+            fits = False  # what the failed attempt holds is freed with its traceback, after this block
+        model.zero_grad(set_to_none=True)
+        devices.free_memory(device)
+        if fits:
+            if batch_size != B:
+                notice(
+                    f"note    a micro-batch of {batch_size} rows does not fit into memory; using {B}. A step has the same tokens."
+                )
+            return B
+        torch.compiler.reset()  # the graphs of what did not fit would count towards the limit of recompilations
+    raise UserError(
+        f"not even one row of {T} tokens fits into the memory of {device}. Use a smaller --model or --block-size."
+    )
+
+
+def _try_batch_size(
+    B: int,
+    T: int,
+    model: torch.nn.Module,
+    amp: AbstractContextManager[object],
+    world_size: int,
+    device: torch.device,
+) -> None:
+    reserved = [torch.empty(SPARE_BYTES, dtype=torch.uint8, device=device)] if device.type == "cuda" else []
+    copies = 2 if world_size == 1 else 3  # AdamW's moments, and the buckets in which DDP sends gradients
+    reserved += [torch.empty_like(p) for p in model.parameters() if p.requires_grad for _ in range(copies)]
+    tokens = torch.zeros((B, T + 1), dtype=torch.int64, device=device)
+    x, y = tokens[:, :-1], tokens[:, 1:]  # sliced as the loader does: other strides would be compiled again
+    for _ in range(2):  # from the second on, gradients exist while activations are made
+        with amp:
+            _, loss = model(x, y)
+        loss.backward()
+    with torch.no_grad(), amp:
+        model(x, y)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    del reserved
+
+
+def check_enough_data(options: RunOptions, train_rows: int, val_rows: int, step_rows: int, T: int) -> None:
+    """Checks that there is text for one step and, unless validation is off, for one row of validation.
+
+    Raises:
+        UserError: there is less.
+    """
+    if train_rows < step_rows:
+        raise UserError(
+            f"{options.data} has {train_rows} train rows of {T} tokens, and one step takes {step_rows}. "
+            "Use more text, or lower --total-batch-size or --block-size."
+        )
+    if options.val_every and (val_rows == 0 or options.val_tokens < T):
+        raise UserError(
+            f"no row of {T} tokens to validate on in {options.data}. Use more text, a lower --block-size, or --val-every 0."
+        )

@@ -1,0 +1,225 @@
+"""What differs between a CUDA GPU, a CPU and an Apple GPU; each difference is handled here and nowhere else."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import platform
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+
+from support.cli import UserError
+
+# Dense bf16 peaks in FLOP/s with fp32 accumulation, by CUDA's name of the GPU. From NVIDIA's documents, named on the
+# right; half of the figure where they count sparsity. Only full names: cards with the same chip differ (an H100 PCIe is
+# slower than an SXM module), and a wrong peak is worse than none.
+PEAK_FLOPS = {
+    "NVIDIA A100-SXM4-40GB": 312e12,  # A100 data sheet
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,  # H100 data sheet: SXM 1,979 sparse
+    "NVIDIA H100 PCIe": 756e12,  # first H100 data sheet: 1,513 sparse
+    "NVIDIA H100 NVL": 835e12,  # H100 data sheet: 1,671 sparse
+    "NVIDIA H200": 989e12,  # H200 data sheet: SXM 1,979 sparse
+    "NVIDIA L4": 121e12,  # L4 data sheet: 242 sparse
+    "NVIDIA L40S": 362e12,  # L40S data sheet
+    "NVIDIA A10": 125e12,  # A10 data sheet
+    "NVIDIA A30": 165e12,  # A30 data sheet
+    "NVIDIA A40": 149.7e12,  # A40 data sheet
+    "NVIDIA GeForce RTX 3090": 71e12,  # GA102 white paper
+    "NVIDIA GeForce RTX 4090": 165.2e12,  # Ada white paper
+    "NVIDIA RTX 6000 Ada Generation": 364.2e12,  # Ada white paper for professional cards
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def pick_device_type(name: str) -> str:
+    """The device type: `name` itself, or for "auto" the first of cuda, mps and cpu that this machine has.
+
+    Raises:
+        UserError: this machine has no such device.
+    """
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        return next(kind for kind in available if available[kind])
+    if not available[name]:
+        raise UserError(f"no {name} device on this machine. Leave out --device, or use --device cpu.")
+    return name
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The precision of matrix products. "auto": bf16 where the hardware computes it natively, else fp16 on CUDA, else fp32."""
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    if device.type == "cpu" and _cpu_has_bf16():
+        return torch.bfloat16
+    return torch.float32
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a precision in DTYPES."""
+    return next(name for name, each in DTYPES.items() if each == dtype)
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+    """Matrix products in this precision; weights, norms and sums stay in fp32."""
+    lower = dtype != torch.float32
+    return torch.autocast(device.type, dtype=dtype if lower else None, enabled=lower)
+
+
+def _cpu_has_bf16() -> bool:
+    """Whether the processor has bf16 instructions; without them bf16 is emulated and slower than fp32."""
+    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16"))
+
+
+def compile(model: torch.nn.Module, device: torch.device, notice: Callable[[str], None]) -> torch.nn.Module:
+    """The model through torch.compile, or the model itself and a notice where that cannot work."""
+    reason = _why_not_compile(device)
+    if reason is not None:
+        notice(f"note    not compiled: {reason}")
+        return model
+    # a graph for each shape: faster, and there are few; the model itself stays uncompiled
+    return cast(torch.nn.Module, torch.compile(model, dynamic=False))
+
+
+def _why_not_compile(device: torch.device) -> str | None:
+    if platform.system() == "Windows":
+        return "torch.compile is not used on Windows"
+    if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
+        return "torch.compile needs a C++ compiler, and there is none"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (7, 0):
+        return "torch.compile needs a GPU of compute capability 7.0 or more"
+    return None
+
+
+def synchronizer(device: torch.device) -> Callable[[], None]:
+    """A function that waits until the device has finished its work; on a CPU there is nothing to wait for."""
+    if device.type == "cuda":
+        return lambda: torch.cuda.synchronize(device)
+    if device.type == "mps":
+        return torch.mps.synchronize
+    return lambda: None
+
+
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copies a host tensor to the device. With CUDA, without waiting for the copy."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def describe(device: torch.device) -> str:
+    """The name of the GPU, or "cpu" or "mps"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 peak of this GPU in FLOP/s, or None where it is not known."""
+    return PEAK_FLOPS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+# -----------------------------------------------------------------------------
+# Random numbers
+
+
+def derive_seed(*seeds: int) -> int:
+    """One seed that depends on all of the `seeds` and their order."""
+    return int(np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0])
+
+
+def seeded_generator(device: torch.device, *seeds: int) -> torch.Generator:
+    """A random number generator on `device`, seeded by all of the `seeds` and their order."""
+    return torch.Generator(device).manual_seed(derive_seed(*seeds))
+
+
+# -----------------------------------------------------------------------------
+# Memory
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether memory was too small: torch.OutOfMemoryError, or what cuBLAS, Triton, Metal and the CPU say instead."""
+    message = re.search(
+        "out of memory|ALLOC_FAILED|can't allocate memory|not enough memory|Invalid buffer size", str(error)
+    )
+    return isinstance(error, torch.OutOfMemoryError) or message is not None
+
+
+def free_memory(device: torch.device) -> None:
+    """Frees what nothing refers to any more. After a failure, call it once the traceback is gone."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif device.type == "mps":
+        torch.mps.empty_cache()
+
+
+def keep_memory(device: torch.device) -> None:
+    """On a CPU with glibc, keeps freed memory in this process, which allocates the same blocks in every step.
+
+    By default large blocks go back to the system at once, and come again as pages to be zeroed: filling such a block was
+    measured at 3 GB/s, and one that stayed at 22 GB/s.
+    """
+    if _uses_glibc(device):
+        glibc = ctypes.CDLL(None)
+        glibc.mallopt(-4, 0)  # M_MMAP_MAX: map no block separately, to be unmapped when it is freed
+        glibc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: keep the end of the heap, however much of it is free
+
+
+def trim_memory(device: torch.device) -> None:
+    """Gives back what `keep_memory` kept: after other work than a step, the holes in the heap have other sizes."""
+    if _uses_glibc(device):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _uses_glibc(device: torch.device) -> bool:
+    return device.type == "cpu" and platform.libc_ver()[0] == "glibc"
+
+
+# -----------------------------------------------------------------------------
+# Settings of the process
+
+
+def prepare(device: torch.device, tf32: bool) -> None:
+    """Sets what must be set before the first matrix product."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")  # of products that stay in fp32
+    keep_memory(device)
+
+
+def share_cpu_cores() -> None:
+    """Gives each of torchrun's processes on this node an equal number of cores.
+
+    torchrun gives each of several processes one thread. An OMP_NUM_THREADS that the user set is respected.
+    """
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if processes > 1 and not _user_set_threads():
+        torch.set_num_threads(max(1, _physical_cores() // processes))
+
+
+def _user_set_threads() -> bool:
+    try:
+        parent = Path(f"/proc/{os.getppid()}/environ").read_bytes()  # the environment that torchrun got
+    except OSError:
+        parent = b""
+    return b"OMP_NUM_THREADS=" in parent or os.environ.get("OMP_NUM_THREADS", "1") != "1"
+
+
+def _physical_cores() -> int:
+    """Physical cores that this process may use; two threads of one core share its multipliers."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    siblings = {
+        n: Path(f"/sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list") for n in os.sched_getaffinity(0)
+    }
+    return len({path.read_text() if path.exists() else n for n, path in siblings.items()})

@@ -1,0 +1,198 @@
+"""The processes of a run: what torchrun says about this one, how they find each other, and what they exchange."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+from torch import distributed
+
+from support.cli import UserError
+from support.runtime import devices
+
+T = TypeVar("T")
+
+CONNECT_TIMEOUT = timedelta(minutes=5)  # to torchrun's store
+PREPARE_TIMEOUT = timedelta(hours=24)  # a node may download gigabytes; torchrun ends us if another process fails
+COLLECTIVE_TIMEOUT = timedelta(hours=1)  # the others wait while rank 0 writes tens of gigabytes to a slow disk
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """This process among the `world_size` that torchrun started: its rank, its rank on its node, and its device.
+
+    `store` is torchrun's key-value store, through which ranks talk before there is a process group; None if this process
+    is the only one.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    store: distributed.Store | None = None
+
+    @classmethod
+    def from_environment(cls, device: str) -> Distributed:
+        """Reads torchrun's environment variables; without them, this is the only process.
+
+        Raises:
+            UserError: this machine has no such device, or not one for each process.
+        """
+        rank, local_rank, world_size = (
+            int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
+        )
+        device_type = devices.pick_device_type(device)
+        if device_type == "mps" and world_size > 1:
+            raise UserError("an Apple GPU trains in one process. Run python train_gpt2.py, without torchrun.")
+        if device_type == "cuda":
+            if local_rank >= torch.cuda.device_count():
+                raise UserError(
+                    f"more processes on this node than its {torch.cuda.device_count()} GPUs. Lower --nproc_per_node."
+                )
+            torch.cuda.set_device(local_rank)
+        else:
+            devices.share_cpu_cores()
+        place = torch.device("cuda", local_rank) if device_type == "cuda" else torch.device(device_type)
+        return cls(rank, local_rank, world_size, place, connect(rank, world_size) if world_size > 1 else None)
+
+    @property
+    def backend(self) -> str:
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+    def print0(self, text: str) -> None:
+        """Prints on rank 0, in one write: checkpoints are announced by another thread."""
+        if self.rank == 0:
+            print(text + "\n", end="", flush=True)
+
+    # Before the process group exists
+
+    @contextlib.contextmanager
+    def local_rank_zero_first(self) -> Iterator[None]:
+        """The first rank of each node runs the block before the others, which then find what it downloaded.
+
+        All ranks leave it together, so no collective times out while another node still downloads.
+        """
+        if self.store is None:
+            yield
+            return
+        if self.local_rank > 0:
+            self.store.wait([f"prepared/{self.rank - self.local_rank}"], PREPARE_TIMEOUT)
+        try:
+            yield
+        except UserError as error:
+            error.this_rank_only |= self.local_rank > 0  # the first rank of this node had no such problem
+            raise
+        self.store.set(f"prepared/{self.rank}", "")
+        self.store.wait([f"prepared/{other}" for other in range(self.world_size)], PREPARE_TIMEOUT)
+
+    def once_per_node(self, name: str, function: Callable[[], str | None]) -> str | None:
+        """What `function` returns on the first rank of this node, on all its ranks. `name` is that of one such call.
+
+        Raises:
+            UserError: on all ranks of the node, if `function` did.
+        """
+        if self.store is None:
+            return function()
+        key = f"{name}/{self.rank - self.local_rank}"
+        if self.local_rank > 0:
+            answer = json.loads(self.store.get(key))
+            if answer["problems"]:
+                raise UserError(*answer["problems"])
+            return answer["value"]
+        try:
+            value = function()
+        except UserError as error:
+            self.store.set(key, json.dumps({"problems": error.problems}))
+            raise
+        self.store.set(key, json.dumps({"problems": [], "value": value}))
+        return value
+
+    # Collectives
+
+    def all_reduce_mean(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The mean over ranks; in place."""
+        if self.world_size > 1:
+            distributed.all_reduce(tensor)
+            tensor /= self.world_size  # gloo has no mean
+        return tensor
+
+    def all_reduce_sum(self, *values: float) -> list[float]:
+        """The sum of each value over ranks, in float64."""
+        if self.world_size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        distributed.all_reduce(tensor)
+        return tensor.tolist()
+
+    def all_reduce_min(self, value: int) -> int:
+        """The minimum over ranks."""
+        tensor = torch.tensor(int(value), device=self.device)
+        if self.world_size > 1:
+            distributed.all_reduce(tensor, distributed.ReduceOp.MIN)
+        return int(tensor)
+
+    def all_equal(self, value: int) -> bool:
+        """Whether all ranks have the same value."""
+        return self.all_reduce_min(value) == -self.all_reduce_min(-value)
+
+    def on_rank_zero(self, function: Callable[[], T]) -> T | None:
+        """What `function` returns on rank 0, None on the others.
+
+        Raises:
+            UserError: on all ranks, if `function` did.
+        """
+        result = failure = None
+        try:
+            result = function() if self.rank == 0 else None
+        except UserError as error:
+            failure = error
+        if not self.all_reduce_min(failure is None):
+            raise failure or UserError("rank 0 failed. See its message.")
+        return result
+
+    def close(self) -> None:
+        """Leaves the process group."""
+        if self.world_size > 1 and distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+# -----------------------------------------------------------------------------
+# Finding each other
+
+
+def connect(rank: int, world_size: int) -> distributed.Store:
+    """torchrun's store, with keys of this attempt only."""
+    store, _, _ = next(distributed.rendezvous("env://", rank, world_size, timeout=CONNECT_TIMEOUT))
+    store.set_timeout(PREPARE_TIMEOUT)
+    return distributed.PrefixStore(agree_on_attempt(store, rank, world_size), store)
+
+
+def agree_on_attempt(store: distributed.Store, rank: int, world_size: int) -> str:
+    """A random name that these processes share, and no processes before them.
+
+    After a restart, torchrun's store still holds what the earlier processes wrote, addresses of dead ones among it, and
+    the restart counts that torchrun reports differ between nodes. So each rank writes a random word, and rank 0 answers
+    every word that it finds with its own until each rank has confirmed that one: nobody can know an answer to a new word.
+    """
+    own = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"word/{rank}", own)
+        shared = store.get(f"answer/{own}").decode()  # waits for it
+        store.set(f"confirmed/{shared}/{rank}", "")
+        return shared
+    missing = set(range(1, world_size))
+    while missing:
+        for other in missing:
+            if store.check([f"word/{other}"]):
+                store.set(f"answer/{store.get(f'word/{other}').decode()}", own)
+        missing = {other for other in missing if not store.check([f"confirmed/{own}/{other}"])}
+        time.sleep(0.05)
+    return own

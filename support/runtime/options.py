@@ -1,0 +1,122 @@
+"""The flags of a run that do not change its losses: files, evaluation, tracking, checkpoints, device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from support.cli import flag
+
+# What a new run may replace in its folder: nothing, a log without checkpoints, or everything of an earlier run.
+OverwritePolicy = Literal["nothing", "log", "run"]
+# Their defaults depend on the machine, so a resumed run chooses them anew unless they were given.
+MACHINE_FLAGS = {"device", "dtype", "compile", "batch_size", "hellaswag_every"}
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Where a run reads and writes, what it evaluates and reports, and on what device. A resumed run may change them."""
+
+    data: str = flag("edu_fineweb10B", "folder of token shards", "files", metavar="DIR")
+    text: str | None = flag(
+        None,
+        "train on this text file or folder, with settings that suit its size",
+        "files",
+        default_help="train on the shards in --data",
+        metavar="PATH",
+    )
+    tokenizer: str = flag("gpt2", "tokenizer of --text", "files", choices=("gpt2", "bytes"))
+    out: str = flag("log", "folder for the log and the checkpoints", "files", metavar="DIR")
+    resume: str | None = flag(
+        None,
+        "resume from the newest checkpoint in --out; with auto, start a new run if there is none",
+        "files",
+        default_help="a new run",
+        choices=("newest", "auto"),
+        nargs="?",
+        const="newest",
+        metavar="auto",
+    )
+    demo: bool = flag(False, "train a small model on Python's documentation, in demo_data/ and log_demo/", "files")
+
+    val_every: int = flag(250, "steps between validations; 0 is never", "evaluation", at_least=0)
+    val_tokens: int = flag(10485760, "tokens of a validation, or all there are", "evaluation", at_least=1)
+    hellaswag_every: int = flag(
+        250,
+        "steps between HellaSwag scores; 0 is never",
+        "evaluation",
+        default_help="250 on CUDA or with one of the next two flags, otherwise 0",
+        at_least=0,
+    )
+    hellaswag_data: str | None = flag(
+        None, "HellaSwag items, a .jsonl file", "evaluation", default_help="downloaded once", metavar="FILE"
+    )
+    hellaswag_limit: int | None = flag(
+        None, "score only the first N items", "evaluation", default_help="all", at_least=1
+    )
+    sample_every: int = flag(250, "steps between samples; 0 is never", "evaluation", at_least=0)
+    prompt: str = flag("Hello, I'm a language model,", "text that samples continue", "evaluation", metavar="TEXT")
+
+    tensorboard: bool = flag(False, "write curves and samples for TensorBoard to --out", "tracking")
+    wandb: str | None = flag(
+        None,
+        "log to this project of Weights & Biases (gpt2 if none is named)",
+        "tracking",
+        default_help="off",
+        metavar="PROJECT",
+        nargs="?",
+        const="gpt2",
+    )
+
+    checkpoint_every: int = flag(5000, "steps between checkpoints; 0 is never", "checkpoints", at_least=0)
+    keep: int = flag(
+        0, "checkpoints to keep: the newest N and the best validated one; 0 keeps all", "checkpoints", at_least=0
+    )
+    max_bad_steps: int = flag(
+        3, "skipped steps in a row (loss or gradients not finite) that end the run", "checkpoints", at_least=1
+    )
+
+    device: str = flag(
+        "cuda",
+        "where to train",
+        "device",
+        default_help="auto, the best available",
+        choices=("auto", "cuda", "cpu", "mps"),
+    )
+    dtype: str = flag(
+        "bf16",
+        "precision of matrix products",
+        "device",
+        default_help="auto, the fastest that the device has natively",
+        choices=("auto", "fp32", "bf16", "fp16"),
+    )
+    batch_size: int = flag(
+        64,
+        "rows of a micro-batch on one device",
+        "batch",
+        default_help="64 on CUDA, otherwise 4",
+        at_least=1,
+        below=2**31,
+    )
+    tf32: bool = flag(True, "TF32 on CUDA, for matrix products that stay in fp32", "device")
+    compile: bool = flag(True, "torch.compile the model", "device", default_help="on with CUDA")
+    profile: int = flag(
+        0, "record N steps, after the first 3, in trace.json.gz in --out; 0 is off", "device", at_least=0
+    )
+
+    given: frozenset[str] = frozenset()  # names of the flags that were given
+
+    @property
+    def overwrite_policy(self) -> OverwritePolicy:
+        """What a new run may replace in `out`: --demo its own last run, --resume auto a run without checkpoints."""
+        if self.demo and self.out == "log_demo":
+            return "run"
+        return "log" if self.resume == "auto" else "nothing"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The value of each flag."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if "group" in field.metadata}
+
+    def to_save(self) -> dict[str, Any]:
+        """What a checkpoint stores of them."""
+        return {name: value for name, value in self.to_dict().items() if name not in MACHINE_FLAGS - self.given}

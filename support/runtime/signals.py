@@ -1,0 +1,144 @@
+"""Ending a run early: signals and failures become a request to stop, which the training loop answers when it can save."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType, TracebackType
+from typing import NoReturn, TextIO, TypeVar
+
+T = TypeVar("T")
+
+TORCHRUN_GRACE_SECONDS = 30  # between the signal that torchrun passes on and SIGKILL
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
+READER_CLOSED = (errno.EPIPE, errno.EIO)  # of a pipe, of a terminal
+_FAILURE, _CLOSED_PIPE, _NO_REASON = -1, 13, 99  # besides numbers of signals; the smallest of all ranks wins
+
+
+class StopHandler:
+    """Whether the run should stop early.
+
+    `requested` says that this rank got a signal or failed, `agreed` that every rank knows: only then may a rank leave
+    the loop, or the others would wait for it forever. With one process both are the same.
+
+    Within `with`, SIGTERM, SIGINT and SIGHUP only set `requested`; a second SIGINT ends the process at once. If the
+    reader of stdout or stderr has closed it, that counts as a signal, too.
+    """
+
+    def __init__(self, world_size: int = 1):
+        self.world_size = world_size
+        self.failure: Exception | None = None  # that made this rank request the stop
+        self._reason: int | None = None
+        self._agreed = False
+        self._interrupted_at: float | None = None
+        self._streams: list[GuardedStream] = []
+        self._handlers: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+
+    @property
+    def requested(self) -> bool:
+        return self._reason is not None
+
+    @property
+    def agreed(self) -> bool:
+        return self._agreed or (self.world_size == 1 and self.requested)
+
+    def agree(self, requests: float) -> bool:
+        """Takes the sum, or mean, of `requested` over all ranks; returns whether the run stops."""
+        self._agreed |= requests > 0
+        return self.agreed
+
+    def fail(self, error: Exception) -> None:
+        """Requests the stop because of an error that only this rank has. Any thread may call it."""
+        self.failure, self._reason = error, _FAILURE
+
+    def interruptible(self, items: Iterable[T]) -> Iterator[T]:
+        """The items, until a stop is requested on this rank."""
+        for item in items:
+            if self.requested:
+                return
+            yield item
+
+    def exit_all_ranks(self, all_reduce_min: Callable[[int], int]) -> NoReturn:
+        """Ends all ranks with the same exit code: 2 after a failure, otherwise 128 plus the signal.
+
+        Raises:
+            SystemExit: with the exit code. A rank that failed raises its error instead.
+        """
+        reason = all_reduce_min(self._reason or _NO_REASON)
+        if self.failure:
+            raise self.failure
+        sys.exit(2 if reason == _FAILURE else 128 + reason)
+
+    def __enter__(self) -> StopHandler:
+        if threading.current_thread() is threading.main_thread():  # Python handles signals in no other
+            # An ignored SIGHUP stays ignored: that is what nohup does.
+            handled = [n for n in STOP_SIGNALS if n == signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
+            self._handlers = {number: signal.signal(number, self._handle) for number in handled}
+        self._streams = [GuardedStream(stream, self._reader_closed) for stream in (sys.stdout, sys.stderr)]
+        sys.stdout, sys.stderr = self._streams
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: a handler that is not Python's
+        sys.stdout, sys.stderr = (guarded.unguard() for guarded in self._streams)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            # Ctrl-C in the terminal of torchrun signals us twice: torchrun passes its own signal on.
+            passed_on = "TORCHELASTIC_RUN_ID" in os.environ and now - (self._interrupted_at or now) <= 1
+            if self._interrupted_at is not None and not passed_on:
+                os._exit(128 + number)
+            self._interrupted_at = self._interrupted_at or now
+        self._reason = self._reason or number
+        hint = " (again to exit immediately)" if number == signal.SIGINT else ""
+        with contextlib.suppress(OSError):  # not print, which may be in the middle of a line of its own
+            os.write(2, f"\n{signal.Signals(number).name} received: stopping{hint}\n".encode())
+
+    def _reader_closed(self) -> None:
+        self._reason = self._reason or _CLOSED_PIPE
+
+
+class GuardedStream:
+    """stdout or stderr. What cannot be written is dropped; if the reader has closed it, `on_close` is called."""
+
+    def __init__(self, stream: TextIO, on_close: Callable[[], None]):
+        self._stream, self._on_close = stream, on_close
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def unguard(self) -> TextIO:
+        """The stream itself, with nothing left in its buffer that could fail later."""
+        try:
+            self._stream.flush()
+        except OSError:
+            self._discard()
+        return self._stream
+
+    def _try(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as error:
+            if error.errno in READER_CLOSED:
+                self._on_close()
+                self._discard()
+
+    def _discard(self) -> None:
+        """Sends what is buffered, and everything later, to nowhere; it would fail again when the process ends."""
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)

@@ -1,0 +1,122 @@
+"""What the tests share and that needs no model: the scripts run as a user runs them, in processes of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # the hub's library reads it once, when a test file first imports it
+ROOT = Path(__file__).parents[1]
+GPT2_VOCABULARY = Path(os.environ.get("TIKTOKEN_CACHE_DIR", "/nowhere"), "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")
+
+needs_gpt2_vocabulary = pytest.mark.skipif(
+    not GPT2_VOCABULARY.exists(), reason="the GPT-2 vocabulary is not in TIKTOKEN_CACHE_DIR"
+)
+
+TINY_SIZES = dict(block_size=16, vocab_size=257, n_layer=2, n_head=2, n_embd=32)
+TINY_MODEL_FLAGS = "--n-layer 2 --n-head 2 --n-embd 32 --block-size 16".split()
+TINY_TRAINING_FLAGS = (
+    "--total-batch-size 256 --batch-size 4 --warmup-steps 3 --max-lr 3e-3 --val-every 5 --val-tokens 512 "
+    "--sample-every 0 --hellaswag-every 0 --device cpu --dtype fp32"
+).split()
+TINY_FLAGS = [*TINY_MODEL_FLAGS, *TINY_TRAINING_FLAGS]
+
+
+def run_script(*args: str | Path | int, cwd: Path, torchrun: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script of this project in its own process; `torchrun` is a number of ranks."""
+    launcher = [
+        sys.executable,
+        *(["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={torchrun}"] if torchrun else []),
+    ]
+    command = [*launcher, str(ROOT / str(args[0])), *map(str, args[1:])]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | env
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+
+
+# Processes that start with torch already imported: a hundred of them take seconds, and a kill is as real as any.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["train_gpt2", "torch._dynamo", "fineweb"])
+
+
+def start_run(
+    *flags: object, cwd: Path, world_size: int = 1, sabotage: Callable[[int], None] | None = None, tiny: bool = True
+) -> list[BaseProcess]:
+    """Starts `train_gpt2.py` with TINY_FLAGS and these, in as many processes as ranks; rank r prints to `cwd/r.txt`.
+
+    `sabotage(rank)` is called first in each: a function of a test module that breaks something there. Without `tiny`,
+    the flags of the model are left out.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    address |= {"WORLD_SIZE": str(world_size)}
+    ranks: list[BaseProcess] = []
+    for rank in range(world_size):
+        environment = address | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size > 1 else {}
+        all_flags = [*(TINY_FLAGS if tiny else TINY_TRAINING_FLAGS), *map(str, flags)]
+        ranks.append(FORKS.Process(target=_run_rank, args=(all_flags, cwd, environment, sabotage, rank)))
+        ranks[-1].start()
+    return ranks
+
+
+def _run_rank(
+    flags: list[str], cwd: Path, environment: dict[str, str], sabotage: Callable[[int], None] | None, rank: int
+) -> None:
+    import signal
+
+    import torch
+
+    import train_gpt2
+    from support.cli import run_cli
+
+    os.chdir(cwd)
+    os.environ.update(environment | {"HF_HUB_OFFLINE": "1"})
+    output = os.open(cwd / f"{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+    if sabotage:
+        sabotage(rank)
+    run_cli(lambda: train_gpt2.main(flags))
+
+
+def finish_run(ranks: list[BaseProcess], timeout: float = 120) -> list[int | None]:
+    """Waits for the processes and returns their exit codes; one that does not end in time is killed, and an error."""
+    for process in ranks:
+        process.join(timeout)
+    late = [process for process in ranks if process.exitcode is None]
+    for process in late:
+        process.kill()
+    assert not late, "a process hangs"
+    return [process.exitcode for process in ranks]
+
+
+def run_to_the_end(*flags: object, cwd: Path, **options: object) -> None:
+    """`start_run` and `finish_run`, successfully."""
+    codes = finish_run(start_run(*flags, cwd=cwd, **options))
+    assert not any(codes), (cwd / "0.txt").read_text()
+
+
+def losses(log: Path, name: str = "train") -> list[float]:
+    """The values of one name in a log, in order."""
+    return [float(line.split()[2]) for line in log.read_text().splitlines() if line.split()[1] == name]
+
+
+def wait_for(condition: Callable[[], object], timeout: float = 60) -> bool:
+    """Waits until `condition()` holds or time is over; returns whether it holds."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.0005)
+    return bool(condition())

@@ -1,0 +1,206 @@
+"""A local server with the parts of the Hugging Face hub's interface that are used here. It can fail in several ways."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.server
+import io
+import json
+import subprocess
+import sys
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from helpers import ROOT
+from shard_helpers import plain_bytes, plain_loop, set_batch_chars
+
+from support.data import download
+
+COMMIT = "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9"
+TEXTS = [f"page {i}: " + "words and more of them. " * (i % 9) for i in range(300)]
+
+
+class Hub:
+    """A server of data sets, which are files by path.
+
+    Attributes:
+        failures: what goes wrong with the next requests for files: a status, "stall", "silence", "cut off", or None.
+        requests: path and range of the requests for files.
+        delays: seconds that the client waited between attempts.
+    """
+
+    def __init__(self, repositories: dict[str, dict[str, bytes]]):
+        self.repositories = repositories
+        self.failures: list[int | str | None] = []
+        self.requests: list[tuple[str, str | None]] = []
+        self.delays: list[float] = []
+        self.commit, self.supports_ranges = COMMIT, True
+        self.httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+        self.httpd.hub = self
+        threading.Thread(target=lambda: self.httpd.serve_forever(poll_interval=0.01), daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.httpd.server_port}"
+
+    def close(self) -> None:
+        self.httpd.shutdown()
+        self.httpd.server_close()
+
+    def tree(self, files: dict[str, bytes], folder: str, recursive: bool = True) -> list[dict]:
+        """What the hub lists of a folder."""
+        listed, folders = [], set()
+        for path, body in files.items():
+            if not path.startswith(f"{folder}/" if folder else ""):
+                continue
+            inner = path.removeprefix(f"{folder}/")
+            if "/" in inner and not recursive:
+                folders.add(path.removesuffix(inner) + inner.split("/")[0])
+                continue
+            entry = {"type": "file", "path": path, "size": len(body), "oid": git_blob(body)}
+            if not path.endswith(".json"):
+                entry["lfs"] = {"oid": hashlib.sha256(body).hexdigest(), "size": len(body), "pointerSize": 130}
+            listed.append(entry)
+        return listed + [{"type": "directory", "path": path, "oid": "0" * 40} for path in sorted(folders)]
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    @property
+    def hub(self) -> Hub:
+        return self.server.hub
+
+    def reply(self, status, body=b"", headers=()):
+        self.send_response(status)
+        for name, value in dict(headers, **{"Content-Length": len(body)}).items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_HEAD(self):
+        path = urllib.parse.unquote(self.path)
+        name, file = path.removeprefix("/datasets/").split(f"/resolve/{COMMIT}/")
+        body = self.hub.repositories[name].get(file)
+        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{git_blob(body or b"")}"', "Accept-Ranges": "bytes"}
+        self.send_response(200 if body is not None else 404)
+        for header, value in (headers | ({} if body is None else {"Content-Length": len(body)})).items():
+            self.send_header(header, str(value))
+        if body is None:
+            self.send_header("X-Error-Code", "EntryNotFound")
+        self.end_headers()
+
+    def do_POST(self):
+        name = self.path.removeprefix("/api/datasets/").split("/paths-info/")[0]
+        request = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        paths = json.loads(request)["paths"] if request.startswith("{") else urllib.parse.parse_qs(request)["paths"]
+        files = self.hub.repositories[name]
+        self.reply(200, json.dumps([e for e in self.hub.tree(files, "") if e["path"] in paths]).encode())
+
+    def do_GET(self):
+        path = urllib.parse.unquote(self.path.split("?")[0])
+        for name, files in self.hub.repositories.items():
+            if path.startswith(f"/api/datasets/{name}/tree/{COMMIT}"):
+                folder = path.removeprefix(f"/api/datasets/{name}/tree/{COMMIT}").strip("/")
+                tree = self.hub.tree(files, folder, "recursive=false" not in self.path)
+                return self.reply(200, json.dumps(tree).encode())
+            if path in (f"/api/datasets/{name}", f"/api/datasets/{name}/revision/{COMMIT}"):
+                siblings = [{"rfilename": file} for file in files]
+                info = {"id": name, "sha": self.hub.commit, "siblings": siblings}
+                return self.reply(200, json.dumps(info).encode())
+            if path.startswith(f"/datasets/{name}/resolve/{COMMIT}/"):
+                return self.file(path.split(COMMIT + "/")[1], files)
+        return self.reply(404, headers={"X-Error-Code": "RepoNotFound"})
+
+    def file(self, path, files):
+        self.hub.requests.append((path, self.headers["Range"]))
+        body = files[path]
+        failure = self.hub.failures.pop(0) if self.hub.failures else None
+        if isinstance(failure, int):
+            return self.reply(failure, headers={"Retry-After": "7"} if failure == 429 else {})
+        if failure == "silence":
+            threading.Event().wait(0.5)
+            self.close_connection = True
+            return None
+        is_range = self.hub.supports_ranges and self.headers["Range"]
+        first, last = (self.headers["Range"] if is_range else "bytes=0-").removeprefix("bytes=").split("-")
+        start = int(first)
+        rest = body[start : int(last) + 1 if last else None]
+        self.send_response(206 if is_range else 200)
+        self.send_header("Content-Length", str(len(rest)))
+        self.send_header("Content-Range", f"bytes {start}-{start + len(rest) - 1}/{len(body)}")
+        self.end_headers()
+        if failure is None:
+            self.wfile.write(rest)
+            return None
+        self.wfile.write(rest[: len(rest) // 2])
+        self.wfile.flush()
+        if failure == "stall":
+            threading.Event().wait(1.5)  # time.sleep is replaced
+        self.close_connection = True
+        return None
+
+    def log_message(self, *_):
+        pass
+
+
+def git_blob(body: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()
+
+
+def parquet(texts: list[str]) -> bytes:
+    """A .parquet file, with noise in it so that half of it is many packets."""
+    sink = pa.BufferOutputStream()
+    noise = [np.random.default_rng(i).bytes(2500) for i in range(len(texts))]
+    pa.parquet.write_table(pa.table({"noise": noise, "text": texts}), sink, row_group_size=7)
+    return sink.getvalue().to_pybytes()
+
+
+def npy(tokens, dtype=np.uint16) -> bytes:
+    sink = io.BytesIO()
+    np.save(sink, np.array(tokens, dtype=dtype))
+    return sink.getvalue()
+
+
+def fineweb_files() -> dict[str, bytes]:
+    """FineWeb-Edu in small. sample-10BT has TEXTS."""
+    files = {f"sample/10BT/{i:03d}_00000.parquet": parquet(TEXTS[100 * i : 100 * i + 100]) for i in range(3)}
+    files |= {f"sample/350BT/{i:03d}_00000.parquet": parquet(TEXTS[30 * i : 30 * i + 30]) for i in range(8)}
+    files |= {"sample/100BT/000_00000.parquet": parquet(TEXTS[:50]), "README.md": b"about"}
+    return files | {"data/CC-MAIN-2024-10/train-00000.parquet": parquet(TEXTS[50:80])}
+
+
+@contextlib.contextmanager
+def running_hub(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[Hub]:
+    """A hub with FineWeb-Edu that the client uses, without delays and with short time-outs, from `folder`."""
+    hub = Hub({"HuggingFaceFW/fineweb-edu": fineweb_files()})
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+    template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(download, "TIMEOUT", (1, 0.5))
+    monkeypatch.setattr(download, "CHUNK_BYTES", 50)
+    monkeypatch.setattr(download.time, "sleep", hub.delays.append)
+    set_batch_chars(monkeypatch, 1000)
+    monkeypatch.chdir(folder)
+    try:
+        yield hub
+    finally:
+        hub.close()
+
+
+def start_fineweb(hub: Hub, home: Path, *flags: str, **options: object) -> subprocess.Popen[str]:
+    """Starts fineweb.py as a user does, with this hub."""
+    environment = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "PATH": "", "NO_PROXY": "127.0.0.1"}
+    environment |= {"HF_HOME": str(home)}
+    return subprocess.Popen([sys.executable, str(ROOT / "fineweb.py"), *flags], env=environment, text=True, **options)
+
+
+def expected_shards(texts: list[str], size: int = 3000) -> list[list[int]]:
+    """The tokens of `bytes` shards."""
+    return plain_loop(texts, plain_bytes, 256, size)

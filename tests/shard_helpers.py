@@ -1,0 +1,150 @@
+"""What the tests of shards share: the plain loop as their reference, texts that are hard to encode, interruptions."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import needs_gpt2_vocabulary
+
+import fineweb
+from support import files
+from support.cli import UserError
+from support.data import corpus, readers
+from support.data.corpus import Batch, Documents
+
+# empty, longer than several shards, the text of a special token, a lone surrogate, many scripts
+ADVERSARIAL = [
+    "",
+    "a",
+    "x" * 700,
+    "",
+    "one <|endoftext|> two",
+    "half \ud83d of a pair",
+    "naïve 日本語 🙂",
+    "tail\n\n",
+    "",
+]
+LONG = [f"text {i} " * 9 for i in range(60)]
+WORDS = [
+    "",
+    "a",
+    "it's",
+    "naïve",
+    "日本語",
+    "🙂",
+    "\ud83d",
+    "\udc4d\ud83d",
+    "<|endoftext|>",
+    "x" * 90,
+    "1234",
+    "!?",
+    "\u00a0",
+    "\x1c",
+]
+SPACES = [" ", "  ", "\n", "\n\n ", "\t", "\r\n", "\u2003", " " * 70, ""]
+ENGINES = [
+    ("bytes", "tiktoken"),
+    pytest.param("gpt2", "tiktoken", marks=needs_gpt2_vocabulary),
+    pytest.param("gpt2", "gigatoken", marks=needs_gpt2_vocabulary),
+]
+
+
+def adversarial_texts(seed: int, n: int = 40) -> list[str]:
+    """Random documents of these words and spaces: empty ones, long ones, ones without spaces."""
+    rng = random.Random(seed)
+
+    def document() -> str:
+        return "".join(rng.choice(WORDS) + rng.choice(SPACES) for _ in range(rng.choice((0, 1, 3, 30, 200))))
+
+    return [document() for _ in range(n)]
+
+
+def valid_unicode(texts: Iterable[str]) -> list[str]:
+    """The texts with "?" for each surrogate, so that a file can hold them."""
+    return [text.encode("utf-8", "replace").decode() for text in texts]
+
+
+def plain_loop(
+    texts: Iterable[str], encode: Callable[[str], Sequence[int]], eot: int, shard_size: int
+) -> list[list[int]]:
+    """The tokens of all documents, with an end-of-text token before each, cut every `shard_size`."""
+    stream: list[int] = []
+    for text in texts:
+        stream += [eot, *encode(text)]
+    return [stream[i : i + shard_size] for i in range(0, len(stream), shard_size)]
+
+
+def plain_bytes(text: str) -> list[int]:
+    """UTF-8. A pair of surrogates is the character that it stands for, a lone one is U+FFFD."""
+    joined = lambda m: chr(0x10000 + (ord(m[0][0]) - 0xD800) * 0x400 + ord(m[0][1]) - 0xDC00)  # noqa: E731
+    text = re.sub("[\ud800-\udbff][\udc00-\udfff]", joined, text)
+    return list("".join("\ufffd" if 0xD800 <= ord(c) < 0xE000 else c for c in text).encode())
+
+
+def plain_encoder(tokenizer: str) -> tuple[Callable[[str], list[int]], int]:
+    """The reference encoder of a tokenizer, and its end-of-text token."""
+    if tokenizer == "bytes":
+        return plain_bytes, 256
+    import tiktoken
+
+    encoding = tiktoken.get_encoding("gpt2")
+    return encoding.encode_ordinary, encoding.eot_token
+
+
+def shards_in(folder: Path) -> list[tuple[str, int, list[int]]]:
+    """Split, index and tokens of the shards in a folder, in order of their indices."""
+    return [
+        (path.name.split("_")[-2], int(path.stem.split("_")[-1]), np.load(path).tolist())
+        for path in sorted(folder.glob("*.npy"), key=lambda path: path.name.split("_")[-1])
+    ]
+
+
+def tokens_in(folder: str | Path) -> list[list[int]]:
+    return [tokens for _, _, tokens in shards_in(Path(folder))]
+
+
+def split_sizes(folder: Path) -> list[tuple[str, int]]:
+    return [(split, len(tokens)) for split, _, tokens in shards_in(folder)]
+
+
+def corpus_of(texts: list[str]) -> Documents:
+    return Documents("texts", lambda: texts)
+
+
+def documents_of(batches: Iterable[Batch]) -> list[str]:
+    """The documents of batches, with the pieces of long ones joined."""
+    documents: list[str] = []
+    for batch in batches:
+        texts = batch.texts()
+        if batch.continues:
+            documents[-1:] = [(documents[-1] if documents else "") + texts[0]]
+            texts = texts[1:]
+        documents += texts
+    return documents
+
+
+def set_batch_chars(monkeypatch: pytest.MonkeyPatch, chars: int) -> None:
+    """Makes batches small, so that long documents are cut and short corpora have many batches."""
+    monkeypatch.setattr(corpus, "BATCH_CHARS", chars)
+    monkeypatch.setattr(readers, "BATCH_CHARS", chars)
+
+
+def interrupt(texts: list[str], out: Path, monkeypatch: pytest.MonkeyPatch, after: int, **options: object) -> None:
+    """Runs until `after` shards are written; the disk fails while the next one is."""
+    atomic_write, written = files.atomic_write, []
+
+    def fail_after(path):
+        written.extend([path] if path.suffix == ".npy" else [])
+        if len(written) > after:
+            raise OSError(5, "broken")
+        return atomic_write(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "atomic_write", fail_after)
+        with pytest.raises(UserError, match="broken"):
+            fineweb.make_shards(corpus_of(texts), out, tokenizer="bytes", **options)

@@ -1,0 +1,99 @@
+"""The micro-batch: the largest one that fits into memory, on all ranks."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import torch
+from helpers import finish_run, run_to_the_end, start_run, wait_for
+from training import FP32, ONE_PROCESS, assert_same_run, config_of
+
+from support.cli import UserError
+from support.runtime import batch_size
+from train_gpt2 import GPT, train
+
+
+def two_rows_fit_on_rank_1(rank):
+    out_of_memory_beyond(4 if rank == 0 else 2)
+
+
+def out_of_memory_beyond(rows):
+    real, batch_size.PROBED = GPT.forward, ("cpu",)
+
+    def forward(self, idx, *args):
+        if len(idx) > rows:
+            raise torch.OutOfMemoryError("out of memory. Tried to allocate much.")
+        return real(self, idx, *args)
+
+    GPT.forward = forward
+
+
+@pytest.fixture
+def little_memory(monkeypatch):
+    monkeypatch.setattr(GPT, "forward", GPT.forward)
+    monkeypatch.setattr(batch_size, "PROBED", batch_size.PROBED)
+    return out_of_memory_beyond
+
+
+def test_the_largest_micro_batch_that_fits_is_found(byte_shards, tmp_path, little_memory, capsys):
+    flags = ["--data", byte_shards, "--max-steps", 4]
+    train(config_of(*flags, "--out", tmp_path / "four", "--batch-size", 4), ONE_PROCESS)
+    little_memory(5)
+    train(config_of(*flags, "--out", tmp_path / "sixteen", "--batch-size", 16), ONE_PROCESS)
+    out = capsys.readouterr().out
+    assert "a micro-batch of 16 rows does not fit into memory; using 4." in out
+    assert out.count("256 tokens = 4 rows x 16 tokens x 1 processes x 4 micro-steps") == 2
+    assert_same_run(tmp_path / "sixteen", tmp_path / "four")  # the trial changed nothing
+    little_memory(0)
+    with pytest.raises(UserError, match="not even one row of 16 tokens fits into the memory of cpu"):
+        train(config_of(*flags, "--out", tmp_path / "none"), ONE_PROCESS)
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_trial_includes_the_optimizer_and_validation(tiny_model, monkeypatch):
+    """The sizes that are tried, and what exists during each trial."""
+    monkeypatch.setattr(batch_size, "PROBED", ("cpu",))
+    seen, allocated, real = [], [], torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda p: allocated.append(p.numel()) or real(p))
+    before = {name: p.clone() for name, p in tiny_model.named_parameters()}
+    forward = tiny_model.forward
+
+    def spy(idx, targets=None):
+        gradients = all(p.grad is not None for p in tiny_model.parameters())
+        seen.append((len(idx), torch.is_grad_enabled(), gradients))
+        if len(idx) > 2 and len(seen) % 2 == 0:  # the second pass, while gradients exist, is too much
+            raise torch.OutOfMemoryError
+        return forward(idx, targets)
+
+    monkeypatch.setattr(tiny_model, "forward", spy)
+    assert batch_size.largest_batch_size(8, 8, 16, tiny_model, FP32, 1, print) == 2
+    tried = [(B, True, with_gradients) for B in (8, 4, 2) for with_gradients in (False, True)]
+    assert seen == [*tried, (2, False, True)]
+    assert sum(allocated) == 3 * 2 * sum(p.numel() for p in tiny_model.parameters())  # two moments, three trials
+    allocated.clear()
+    batch_size.largest_batch_size(1, 1, 16, tiny_model, FP32, 2, print)  # DDP's buckets are one more
+    assert sum(allocated) == 3 * sum(p.numel() for p in tiny_model.parameters())
+    assert all(p.grad is None and torch.equal(p, before[name]) for name, p in tiny_model.named_parameters())
+
+
+def test_ranks_take_the_smallest_micro_batch(byte_shards, tmp_path):
+    flags = ["--data", byte_shards, "--max-steps", 3, "--val-every", 0]
+    run_to_the_end(
+        *flags, "--out", "run", "--batch-size", 8, cwd=tmp_path, world_size=2, sabotage=two_rows_fit_on_rank_1
+    )
+    assert "= 2 rows x 16 tokens x 2 processes x 4 micro-steps" in (tmp_path / "0.txt").read_text()
+
+
+def no_memory_on_rank_1(rank):
+    out_of_memory_beyond(100 if rank == 0 else 0)
+
+
+def test_a_failure_of_one_rank_before_the_first_step_is_reported(byte_shards, tmp_path):
+    flags = ["--data", byte_shards, "--out", "run"]
+    ranks = start_run(*flags, cwd=tmp_path, world_size=2, sabotage=no_memory_on_rank_1)
+    assert wait_for(lambda: not ranks[1].is_alive())
+    ranks[0].terminate()  # as torchrun does then
+    assert finish_run(ranks, timeout=20) == [-signal.SIGTERM, 2]
+    assert (tmp_path / "1.txt").read_text().startswith("error: not even one row of 16 tokens fits into the memory")
+    assert (tmp_path / "0.txt").read_text() == "" and not (tmp_path / "run").exists()

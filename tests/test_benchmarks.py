@@ -1,0 +1,64 @@
+"""benchmarks/bench_throughput.py, run as a script."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import run_script
+from plain import plain_losses
+from training import configure
+
+pytestmark = pytest.mark.slow
+USED = {
+    "model": "GPT", "head": 320, "chunks": True, "kept memory": True, "fused": True, "dtype": "torch.float32",
+}  # fmt: skip
+USED_BY_PLAIN = USED | {"model": "PlainGPT", "head": 257, "chunks": False, "kept memory": False, "fused": False}
+
+
+def benchmark(cwd: Path, *flags: object) -> tuple[dict[str, dict], str]:
+    """What was measured for each row of the table, and the table."""
+    flags = (*flags, "--warm-up", 1, "--dtype", "fp32", "--json", "out.json")
+    done = run_script("benchmarks/bench_throughput.py", *flags, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    [result] = json.loads((cwd / "out.json").read_text())["results"]
+    return {name: rounds[0] for name, rounds in result["rows"].items()}, done.stdout
+
+
+def test_it_measures_the_plain_loop_and_ours_on_the_same_data(tmp_path):
+    rows, table = benchmark(tmp_path, "small:4x64x2", "--steps", 2)
+    assert list(rows) == ["plain", "train_gpt2.py"]
+    assert np.abs(np.array(rows["train_gpt2.py"]["losses"]) - rows["plain"]["losses"]).max() < 1e-5
+    assert rows["train_gpt2.py"]["used"] == USED and rows["plain"]["used"] == USED_BY_PLAIN
+    for name, row in rows.items():
+        assert row["tok_s"] > 0 and row["peak_gb"] > 0.1 and row["mfu"] is None
+        assert row["tok_s"] * row["ms"] / 1e3 <= 4 * 64 * 2, "the loop takes no less time than its steps"
+        assert table.count(f"| {name} |") == 1
+
+
+def test_every_row_of_the_ladder_trains_alike(byte_shards, tmp_path):
+    """From one row to the next a single feature changes, and no loss."""
+    rows, _ = benchmark(tmp_path, "--ladder", "small:4x16x4", "--steps", 3, "--data", byte_shards)
+    assert list(rows) == [
+        "plain", "+ flash", "+ padded vocabulary", "+ fused AdamW", "+ chunked loss", "+ kept memory", "train_gpt2.py"
+    ]  # fmt: skip
+    used, previous = dict(USED_BY_PLAIN), None
+    changes = {
+        "plain": {},
+        "+ flash": {},
+        "+ padded vocabulary": {"head": 320},
+        "+ fused AdamW": {"fused": True},
+        "+ chunked loss": {"chunks": True},
+        "+ kept memory": {"kept memory": True},
+        "train_gpt2.py": {"model": "GPT"},
+    }
+    flags = "--n-layer 2 --n-head 2 --n-embd 32 --block-size 16 --total-batch-size 256 --max-steps 5 --warmup-steps 10"
+    config, _ = configure([*flags.split(), "--data", byte_shards])
+    expected = plain_losses(config, 4, 5, "fp32")
+    for name, row in rows.items():
+        used |= changes[name]
+        assert row["used"] == used, f"{name} after {previous}"
+        assert np.abs(np.array(row["losses"]) - expected).max() < 1e-5, name
+        previous = name

@@ -1,0 +1,107 @@
+"""torch.compile: how many graphs there are, that none is compiled twice, and that the next process finds them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from helpers import ROOT, TINY_FLAGS, finish_run, losses, run_to_the_end, start_run
+from training import ONE_PROCESS, config_of
+
+import train_gpt2
+
+pytestmark = pytest.mark.slow
+
+
+def test_one_graph_for_each_shape_and_no_recompilation(byte_shards, tmp_path, monkeypatch):
+    """By PyTorch's own counters, after the first step and the first validation with its smaller last batch."""
+    counters = torch._dynamo.utils.counters
+    torch.compiler.reset()
+    counters.clear()
+    train_step, seen = train_gpt2.train_step, []
+
+    def counting_step(*args):
+        result = train_step(*args)
+        seen.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
+        torch.compiler.set_stance("fail_on_recompile")
+        return result
+
+    monkeypatch.setattr(train_gpt2, "train_step", counting_step)
+    try:
+        config = config_of(
+            "--data", byte_shards, "--out", tmp_path / "run", "--max-steps", 8, "--val-every", 2, "--val-tokens", 16 * 18,
+            "--sample-every", 4, "--compile",
+        )  # fmt: skip
+        train_gpt2.train(config, ONE_PROCESS)
+    finally:
+        torch.compiler.set_stance("default")
+    # the model with gradients, and without for 4 rows and for 2; the same three of the loss of a chunk
+    assert seen == [(6, 0)] * 8
+    assert len(losses(tmp_path / "run" / "log.txt", "val")) == 5
+
+
+def test_under_ddp_each_bucket_has_its_graph(byte_shards, tmp_path):
+    """4.2 million parameters are 17 MB: DDP's first bucket of 1 MB and one more."""
+    flags = "--n-layer 4 --n-embd 256 --max-steps 4 --val-every 2 --checkpoint-every 0".split()
+    ranks = start_run(
+        "--data", byte_shards, "--out", "run", *flags, "--compile", cwd=tmp_path, world_size=2, sabotage=count_graphs
+    )
+    assert finish_run(ranks) == [0, 0], (tmp_path / "0.txt").read_text()
+    run_to_the_end("--data", byte_shards, "--out", "eager", *flags, cwd=tmp_path)
+    for rank in (0, 1):
+        counts = [json.loads(line) for line in (tmp_path / f"graphs{rank}.txt").read_text().splitlines()]
+        assert counts == [counts[0]] * 4, "compiled again after the first step"
+        assert counts[0]["breaks"] == 0 and counts[0]["buckets"] == 2
+    compiled, eager = (np.array(losses(tmp_path / name / "log.txt")) for name in ("run", "eager"))
+    assert np.abs(compiled - eager).max() < 1e-4
+
+
+def count_graphs(rank: int) -> None:
+    """Writes after each step how many graphs there are, and into how many buckets DDP's backend has split one."""
+    from torch._dynamo.backends.distributed import DDPOptimizer
+
+    counters, train_step, compile_fn = torch._dynamo.utils.counters, train_gpt2.train_step, DDPOptimizer.compile_fn
+    buckets = []
+
+    def counting_compile(self, *args):
+        result = compile_fn(self, *args)
+        buckets.append(len(self.buckets))
+        return result
+
+    def counting_step(*args):
+        result = train_step(*args)
+        breaks = sum(counters["graph_break"].values())
+        line = {"graphs": counters["stats"]["unique_graphs"], "breaks": breaks, "buckets": max(buckets)}
+        with open(f"graphs{rank}.txt", "a") as file:
+            file.write(json.dumps(line) + "\n")
+        return result
+
+    DDPOptimizer.compile_fn, train_gpt2.train_step = counting_compile, counting_step
+
+
+def test_a_second_run_finds_what_the_first_compiled(byte_shards, tmp_path):
+    flags = [*TINY_FLAGS, "--data", str(byte_shards), "--out", "run", "--max-steps", "1", "--val-every", "0"]
+    flags += ["--n-layer", "1", "--compile"]
+    script = f"""
+import train_gpt2
+from torch._dynamo.utils import counters
+try: train_gpt2.main({flags!r})
+except SystemExit as exit: assert not exit.code
+print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"])
+"""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    environment |= {"OMP_NUM_THREADS": "1"}
+    counts = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=tmp_path / folder, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        counts.append(list(map(int, done.stdout.splitlines()[-1].split())))
+    assert counts[0][0] > 0 and counts[1][0] == 0 and counts[1][1] > 0

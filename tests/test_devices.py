@@ -1,0 +1,174 @@
+"""Precision, memory, processor cores and random numbers, by device."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT
+from training import ONE_PROCESS, config_of
+
+from support.runtime import devices
+from support.runtime.distributed import Distributed
+from train_gpt2 import DataLoaderLite, train
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+on_linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+
+
+# -----------------------------------------------------------------------------
+# Precision and speed
+
+
+def test_precision_follows_the_hardware(monkeypatch):
+    for capabilities, expected in (
+        ({"avx512_f": True}, torch.float32),
+        ({"amx_bf16": True}, torch.bfloat16),
+        ({"avx512_bf16": True}, torch.bfloat16),
+    ):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda capabilities=capabilities: capabilities)
+        assert devices.pick_dtype("auto", CPU) == expected
+    for native, expected in ((True, torch.bfloat16), (False, torch.float16)):
+        monkeypatch.setattr(
+            torch.cuda, "is_bf16_supported", lambda including_emulation, native=native: native or including_emulation
+        )
+        assert devices.pick_dtype("auto", CUDA) == expected
+    assert devices.pick_dtype("fp32", CPU) == torch.float32
+
+
+def test_peak_flops_are_looked_up_by_the_full_name(monkeypatch):
+    for name, peak in (
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", None),
+        ("Tesla V100", None),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert devices.peak_flops(CUDA) == peak
+    assert devices.peak_flops(CPU) is None
+
+
+def test_prepare_sets_the_precision_of_fp32_products(monkeypatch):
+    monkeypatch.setattr(devices, "keep_memory", lambda device: None)
+    before = torch.get_float32_matmul_precision()
+    try:
+        for tf32, precision in ((True, "high"), (False, "highest")):
+            devices.prepare(CUDA, tf32)
+            assert torch.get_float32_matmul_precision() == precision
+        devices.prepare(CPU, True)
+        assert torch.get_float32_matmul_precision() == "highest"  # as it was
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_the_next_step_is_read_while_this_one_computes(byte_shards, tmp_path, monkeypatch):
+    """Before the host waits for the device, the micro-batches of the next step have been read."""
+    read, read_at_the_wait = [], []
+    batch, all_reduce_mean = DataLoaderLite.batch, Distributed.all_reduce_mean
+    monkeypatch.setattr(DataLoaderLite, "batch", lambda loader, rows: read.append(rows) or batch(loader, rows))
+    monkeypatch.setattr(
+        Distributed, "all_reduce_mean", lambda *args: read_at_the_wait.append(len(read)) or all_reduce_mean(*args)
+    )
+    flags = "--max-steps 3 --val-every 0 --checkpoint-every 0".split()
+    train(config_of("--data", byte_shards, "--out", tmp_path / "run", *flags), ONE_PROCESS)
+    assert read_at_the_wait == [4 + 4, 8 + 4, 12]
+
+
+# -----------------------------------------------------------------------------
+# Memory
+
+
+def test_a_run_keeps_memory_and_trims_it_after_evaluations(byte_shards, tmp_path, monkeypatch):
+    called = []
+    for name in ("keep_memory", "trim_memory"):
+        monkeypatch.setattr(devices, name, lambda device, name=name: called.append(name))
+    flags = "--max-steps 3 --val-every 0 --sample-every 2 --checkpoint-every 0".split()
+    train(config_of("--data", byte_shards, "--out", tmp_path / "run", *flags), ONE_PROCESS)
+    assert called == ["keep_memory", "trim_memory", "trim_memory", "trim_memory"]  # at 0, 2 and the end
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+@pytest.mark.parametrize("kept", [False, True])
+def test_kept_memory_is_given_back_only_when_trimmed(kept):
+    """Page faults of five blocks of 36 MB that are freed and allocated again and again."""
+    script = f"""
+import resource, torch
+from support.runtime import devices
+cpu = torch.device("cpu")
+if {kept}: devices.keep_memory(cpu)
+def use(): blocks = [torch.ones(9_000_000) for _ in range(5)]
+def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def private(): return int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1]) / 1024
+for _ in range(10): use()
+before = faults()
+for _ in range(5): use()
+print(faults() - before)
+before = private()
+devices.trim_memory(cpu)
+print(before - private())
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    faults, trimmed = map(float, done.stdout.split())
+    assert (faults < 50_000) == kept  # 5 times 44,000 pages of 4 KB
+    assert trimmed > 60 or not kept  # MB
+
+
+def test_host_memory_is_left_alone_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: pytest.fail("mallopt was called"))
+    devices.keep_memory(CUDA)
+    devices.trim_memory(CUDA)
+
+
+# -----------------------------------------------------------------------------
+# Processor cores
+
+
+@pytest.mark.parametrize("user_set, expected", [(False, [4]), (True, [])])
+def test_processes_share_the_cores_unless_the_user_set_threads(monkeypatch, user_set, expected):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(devices, "_physical_cores", lambda: 9)
+    monkeypatch.setattr(devices, "_user_set_threads", lambda: user_set)
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    devices.share_cpu_cores()
+    assert threads == expected
+
+
+@pytest.mark.slow
+@on_linux
+@pytest.mark.parametrize("users", [None, "1"])
+def test_torchruns_own_number_of_threads_is_not_taken_for_the_users(users, tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {"PYTHONPATH": str(ROOT)}
+    environment |= {"OMP_NUM_THREADS": users} if users else {}
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os; from support.runtime import devices; "
+        "os.write(1, f'{devices._user_set_threads()} {os.environ[\"OMP_NUM_THREADS\"]}\\n'.encode())"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"{users is not None} 1"] * 2
+
+
+# -----------------------------------------------------------------------------
+# Random numbers
+
+
+def test_generators_depend_on_each_seed_and_their_order():
+    drawn = [
+        torch.rand(1, generator=devices.seeded_generator(CPU, *seeds)).item()
+        for seeds in ((1, 2, 3), (1, 2, 3), (1, 3, 2), (1, 2))
+    ]
+    assert drawn[0] == drawn[1] and len(set(drawn)) == 3
+
+
+def test_each_step_and_rank_has_its_own_seed():
+    seeds = {devices.derive_seed(1337, step, rank) for step in range(20) for rank in range(4)}
+    assert len(seeds) == 80

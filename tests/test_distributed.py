@@ -1,0 +1,107 @@
+"""Processes of a run: how they find each other, and what they must agree on."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from helpers import finish_run, run_to_the_end, start_run
+from torch.distributed import HashStore
+
+import train_gpt2
+from support.cli import UserError
+from support.runtime.distributed import Distributed, agree_on_attempt
+
+
+def in_threads(world_size, function):
+    """Calls `function(rank)` for all ranks at once and returns the results by rank; an exception is a result, too."""
+    results = {}
+
+    def call(rank):
+        try:
+            results[rank] = function(rank)
+        except UserError as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=call, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+    return results
+
+
+def a_node(rank, world_size, store):
+    return Distributed(rank, rank, world_size, torch.device("cpu"), store)
+
+
+@pytest.mark.parametrize("value", ["found", None])
+def test_what_runs_once_per_node_is_known_to_all_its_ranks(value):
+    store, calls = HashStore(), []
+
+    def find():
+        calls.append(1)
+        return value
+
+    results = in_threads(3, lambda rank: a_node(rank, 3, store).once_per_node("x", find))
+    assert results == {0: value, 1: value, 2: value} and len(calls) == 1
+
+
+def test_a_failure_of_what_runs_once_per_node_is_one_of_all_its_ranks():
+    store = HashStore()
+
+    def fail():
+        raise UserError("first problem.", "second problem.")
+
+    results = in_threads(2, lambda rank: a_node(rank, 2, store).once_per_node("x", fail))
+    assert all(error.problems == ("first problem.", "second problem.") for error in results.values())
+
+
+def test_the_first_rank_of_a_node_goes_before_the_others():
+    """Of two nodes with two ranks each, and all of them leave together."""
+    store, order, left = HashStore(), [], []
+
+    def run(rank):
+        with Distributed(rank, rank % 2, 4, torch.device("cpu"), store).local_rank_zero_first():
+            if rank % 2 == 0:
+                time.sleep(0.2)
+            order.append(rank)
+            assert not left
+        left.append(rank)
+
+    in_threads(4, run)
+    assert order.index(0) < order.index(1) and order.index(2) < order.index(3) and set(left) == {0, 1, 2, 3}
+
+
+def test_ranks_agree_on_an_attempt_whatever_earlier_attempts_left():
+    store, found = HashStore(), {}
+    for attempt in range(3):  # the second and third find the words and answers of the earlier ones
+        ranks = [2, 0, 1] if attempt % 2 else [0, 1, 2]
+        threads = [
+            threading.Thread(target=lambda r=r, a=attempt: found.__setitem__((a, r), agree_on_attempt(store, r, 3)))
+            for r in ranks
+        ]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.1)
+        for thread in threads:
+            thread.join(timeout=20)
+    shared = [{found[attempt, rank] for rank in range(3)} for attempt in range(3)]
+    assert [len(words) for words in shared] == [1, 1, 1] and len(set.union(*shared)) == 3
+
+
+def no_checkpoint_on_rank_1(rank):
+    if rank == 1:
+        real = train_gpt2.gather_flags
+        train_gpt2.gather_flags = lambda *args: (real(*args)[0], None)
+
+
+def test_nodes_that_see_different_checkpoints_do_not_train(byte_shards, tmp_path):
+    flags = ["--data", byte_shards, "--max-steps", 4, "--out", "run", "--resume", "auto"]
+    run_to_the_end(*flags, cwd=tmp_path)
+    codes = finish_run(start_run(*flags[:2], "--max-steps", 6, *flags[4:], cwd=tmp_path, world_size=2, sabotage=no_checkpoint_on_rank_1))  # fmt: skip
+    assert codes == [2, 2]
+    assert "error: the nodes found different checkpoints in run." in (tmp_path / "0.txt").read_text()
+    assert (tmp_path / "1.txt").read_text() == ""

@@ -1,0 +1,171 @@
+"""Encoding: the same tokens for any engine, workers and batches; and what happens when one of them fails."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from helpers import ROOT, needs_gpt2_vocabulary, wait_for
+from shard_helpers import (
+    ENGINES,
+    adversarial_texts,
+    corpus_of,
+    plain_encoder,
+    plain_loop,
+    set_batch_chars,
+    tokens_in,
+    valid_unicode,
+)
+
+import fineweb
+from support.cli import UserError
+from support.data import encode, readers, shards
+from support.data.corpus import Texts
+from support.data.readers import Files
+from support.data.tokenizer import get_tokenizer
+
+
+@pytest.mark.parametrize("tokenizer, engine", ENGINES)
+@pytest.mark.parametrize("batch_chars", [1, 50, 3000])
+def test_adversarial_documents_equal_the_plain_loop(tmp_path, monkeypatch, tokenizer, engine, batch_chars):
+    set_batch_chars(monkeypatch, batch_chars)  # long documents are cut at spaces
+    for seed, (shard_size, n) in enumerate(((2, 9), (77, 9), (1000, 40), (4000, 60))):
+        texts = [*(t for t in adversarial_texts(seed, n) if len(t) < 20 * shard_size), "not too short"]
+        out = tmp_path / str(seed)
+        fineweb.make_shards(corpus_of(texts), out, tokenizer=tokenizer, engine=engine, shard_size=shard_size)
+        expected = plain_loop(texts, *plain_encoder(tokenizer), shard_size)
+        assert tokens_in(out) == expected
+        manifest = shards.read_manifest(out)
+        eot = manifest["vocab_size"] - 1
+        assert [shard["documents"] for shard in manifest["shards"]] == [part.count(eot) for part in expected]
+
+
+@needs_gpt2_vocabulary
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("engine", encode.ENGINES)
+def test_workers_change_nothing(tmp_path, monkeypatch, workers, engine):
+    """Processes that read their own row groups, parse their own lines, or are sent texts."""
+    set_batch_chars(monkeypatch, 2000)
+    monkeypatch.setattr(readers, "MAX_ROW_GROUP_BYTES", 4000)
+    texts = valid_unicode(adversarial_texts(workers, 90))
+    pa.parquet.write_table(pa.table({"text": texts[:20]}), tmp_path / "small.parquet", row_group_size=3)
+    pa.parquet.write_table(pa.table({"text": texts[20:40]}), tmp_path / "large.parquet")
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts[40:80]))
+    paths = [tmp_path / name for name in ("small.parquet", "large.parquet", "lines.jsonl")]
+    for i, text in enumerate(texts[80:]):
+        paths.append(tmp_path / f"{i}.txt")
+        paths[-1].write_text(text, encoding="utf-8", newline="")
+    out = tmp_path / "out"
+    fineweb.make_shards(Files("files", paths, "text"), out, engine=engine, shard_size=1500, workers=workers)
+    documents = texts[:80] + [text.replace("\r\n", "\n").replace("\r", "\n") for text in texts[80:]]
+    assert tokens_in(out) == plain_loop(documents, *plain_encoder("gpt2"), 1500)
+
+
+# ---- gigatoken
+
+
+@needs_gpt2_vocabulary
+@pytest.mark.parametrize("wrong", [lambda ids: ids[::-1], lambda ids: ids[:-1], lambda ids: [*ids, 5]])
+def test_a_difference_between_the_engines_stops_the_run(tmp_path, monkeypatch, wrong):
+    right = encode.GigatokenEncoder._encode
+    monkeypatch.setattr(encode.GigatokenEncoder, "_encode", lambda self, texts: [wrong(x) for x in right(self, texts)])
+    monkeypatch.setattr(encode, "_load_encoder", encode._load_encoder.__wrapped__)  # not one that another test loaded
+    with pytest.raises(UserError, match="gigatoken and tiktoken disagree .* with --engine tiktoken"):
+        fineweb.make_shards(corpus_of(["some words", "and more of them"] * 9), tmp_path, engine="gigatoken")
+    assert not list(tmp_path.glob("*.npy"))
+
+
+@needs_gpt2_vocabulary
+def test_every_batch_is_compared(monkeypatch):
+    compared = []
+    reference = get_tokenizer("gpt2")
+    gigatoken = encode.GigatokenEncoder(reference)
+    monkeypatch.setattr(
+        reference, "encode_array", lambda text: compared.append(text) or type(reference).encode_array(reference, text)
+    )
+    batches = [["a b c"], [], ["one", "two", "three"], ["long words " * 9999] * 30]
+    for texts in batches:
+        gigatoken(texts)
+    gigatoken(["日" * 99_999])  # without a space
+    assert compared.pop() == "日" * 99_999
+    assert [len(set(batch).intersection(compared)) for batch in batches[:3]] == [1, 0, 2]
+    assert sum(map(len, compared[3:])) >= 30 * 9999 * 11 * encode.COMPARED_FRACTION
+
+
+@needs_gpt2_vocabulary
+@pytest.mark.parametrize("limit", [{"MAX_CACHE_BYTES": 10 << 20}, {"MAX_CACHED_CHARS": 7 * 10**5}])
+def test_gigatoken_is_loaded_again_before_its_cache_is_large(monkeypatch, limit):
+    loads, memory = [], itertools.count(0, 3 << 20)
+    load = encode.GigatokenEncoder._load
+    monkeypatch.setattr(encode.GigatokenEncoder, "_load", lambda self: loads.append(1) or load(self))
+    monkeypatch.setattr(encode, "_resident_memory", lambda: next(memory))  # 3 MB more at every call
+    for name, value in limit.items():
+        monkeypatch.setattr(encode, name, value)
+    gigatoken = encode.GigatokenEncoder(get_tokenizer("gpt2"))
+    for i in range(12):
+        gigatoken([f"{i} words " * 25_000])
+    assert len(loads) == 1 + 12 // 4  # after 12 MB, or 800,000 characters
+
+
+def test_the_memory_of_a_process_is_measured():
+    """In a fresh process: in this one, other tests have left memory that would be used again."""
+    code = """
+import numpy as np
+from support.data.encode import _resident_memory
+before = _resident_memory()
+block = np.ones(200 << 20, dtype=np.uint8)
+assert not before or len(block) * 0.8 < _resident_memory() - before < len(block) * 1.5
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+# ---- failures
+
+
+@needs_gpt2_vocabulary
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_tiktoken_cannot_encode_is_named(tmp_path, workers):
+    texts = ["fine " * 10**6, " " * 2_000_000 + "a"]
+    (tmp_path / "spaces.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    source = fineweb.file_source([str(tmp_path / "spaces.jsonl")], "text")
+    with pytest.raises(UserError, match=r"tiktoken cannot encode a document of .*spaces\.jsonl, from line 2: .*stack"):
+        fineweb.make_shards(source, tmp_path / "out", engine="tiktoken", workers=workers)
+
+
+class KillsItsWorker(Texts):
+    def texts(self):
+        os._exit(9)
+
+
+@needs_gpt2_vocabulary
+def test_a_killed_worker_is_reported():
+    batches = [KillsItsWorker(cursor=[i], content=["x"], source="source") for i in range(3)]
+    with pytest.raises(UserError, match="a worker was killed.* fewer --workers"):
+        list(encode.encode_batches(batches, "gpt2", "tiktoken", 2))
+
+
+def test_batches_are_encoded_a_few_at_a_time(monkeypatch):
+    """So memory does not grow with the corpus."""
+    taken = []
+    batches = (taken.append(i) or Texts(cursor=[i], content=["x"], source="source") for i in range(50))
+    for number, (batch, tokens) in enumerate(encode.encode_batches(batches, "bytes", "tiktoken", 2)):
+        assert batch.cursor == [number] and tokens.tolist() == [256, 120] and tokens.dtype == np.uint16
+        assert len(taken) <= number + 6
+
+
+@needs_gpt2_vocabulary
+@pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGTERM"])
+def test_workers_exit_when_the_command_is_killed(tmp_path, signal_name):
+    (tmp_path / "big.jsonl").write_text('{"text": "%s"}\n' % ("some words " * 1000) * 4000)
+    flags = "--input big.jsonl --output out --workers 2 --shard-size 1000".split()
+    command = [sys.executable, str(ROOT / "fineweb.py"), *flags]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert wait_for(lambda: list(tmp_path.glob("out/*.npy"))) and process.poll() is None  # the workers are encoding
+    process.send_signal(getattr(signal, signal_name))
+    process.communicate(timeout=30)  # returns when the last process that could write to the pipe has exited

@@ -1,0 +1,121 @@
+"""Weights and configurations in Hugging Face's files: what is read, what is written, and what is rejected."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hf_models import hf_model
+
+from support.checkpoints import huggingface
+from support.cli import UserError
+from train_gpt2 import GPT
+
+TOKENS = torch.randint(0, 257, (3, 16), generator=torch.Generator().manual_seed(1))
+
+
+def test_a_saved_model_opens_in_huggingface_and_here(tiny_model, tmp_path):
+    from transformers import GPT2LMHeadModel
+
+    tiny_model.save_pretrained(tmp_path)
+    reference, report = GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    assert reference.config.eos_token_id == 256 and reference.config.resid_pdrop == 0
+    assert reference.get_input_embeddings().weight.shape == (257, 32)
+    logits, _ = tiny_model(TOKENS)
+    torch.testing.assert_close(reference.eval()(TOKENS).logits, logits, atol=1e-5, rtol=1e-5)
+    assert torch.equal(GPT.from_pretrained(tmp_path)(TOKENS)[0], logits)
+
+
+def test_hub_models_and_old_files_load(monkeypatch, tmp_path):
+    """OpenAI's files on the hub are of GPT2Model: no prefix, no head, and the causal mask among the tensors."""
+    from safetensors.torch import save_file
+
+    reference = hf_model()
+    reference.save_pretrained(tmp_path)
+    weights = {
+        name.removeprefix("transformer."): tensor.contiguous() for name, tensor in reference.state_dict().items()
+    }
+    del weights["lm_head.weight"]
+    weights |= {f"h.{i}.attn.bias": torch.ones(1, 1, 16, 16).tril() for i in range(2)}
+    save_file(weights, tmp_path / "model.safetensors")
+    asked = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: asked.append(name) or str(tmp_path))
+    model = GPT.from_pretrained("gpt2-medium")
+    assert asked == ["gpt2-medium"]
+    torch.testing.assert_close(model(TOKENS)[0], reference.eval()(TOKENS).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_huggingfaces_own_model_loads_for_scoring(tiny_model, tmp_path):
+    """As hellaswag.py uses it."""
+    tiny_model.save_pretrained(tmp_path)
+    reference = huggingface.load_hf_model(tmp_path)
+    assert not reference.training
+    torch.testing.assert_close(reference(TOKENS).logits, tiny_model(TOKENS)[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("activation_function", "relu"),
+        ("layer_norm_epsilon", 1e-6),
+        ("scale_attn_by_inverse_layer_idx", True),
+        ("scale_attn_weights", False),
+        ("n_inner", 64),
+        ("tie_word_embeddings", False),
+        ("model_type", "gpt_neo"),
+        ("n_head", 2.5),
+        ("n_layer", True),
+        ("n_embd", "32"),
+        ("n_positions", 10**12),
+    ],
+)
+def test_an_unsupported_configuration_is_rejected(tiny_model, tmp_path, field, value):
+    tiny_model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {field: value}))
+    with pytest.raises(UserError, match=field.replace("n_positions", "block_size")):
+        GPT.from_pretrained(tmp_path)
+
+
+def test_weights_that_do_not_fit_are_named(tiny_model):
+    expected = tiny_model.state_dict()
+    good = huggingface.to_hf(expected, 257)
+    name = "transformer.h.1.mlp.c_fc.weight"
+    for bad, problem in (
+        ({k: v for k, v in good.items() if k != name}, f"lack {name}"),
+        (good | {"transformer.h.2.ln_1.bias": torch.zeros(32)}, "h.2.ln_1.bias"),
+        (good | {name: good[name].t()}, f"{name} has the shape"),
+        (good | {name: good[name].int()}, f"{name} has the dtype torch.int32"),
+        (good | {"lm_head.weight": torch.zeros(257, 32)}, "lm_head.weight differs"),
+        (good | {name.removeprefix("transformer."): good[name]}, f"contain {name} twice"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            huggingface.from_hf(bad, expected, 257)
+
+
+def test_a_bias_that_is_not_zero_is_not_dropped(tiny_model, tmp_path):
+    torch.nn.init.ones_(tiny_model.transformer.h[0].mlp.c_fc.bias)
+    tiny_model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"bias": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="transformer.h.0.mlp.c_fc.bias, which GPT-2 does not have"):
+        GPT.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "owner/no-such-model", "not a name!"])
+def test_an_unknown_model_is_one_sentence(name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"it is not a directory, and .*Hugging Face hub") as error:
+        GPT.from_pretrained(name)
+    assert len(error.value.problems) == 1
+
+
+def test_a_folder_that_is_not_a_checkpoint_is_named(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=r"is not a checkpoint: it has no config\.json"):
+        GPT.from_pretrained(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "log").mkdir()
+    with pytest.raises(UserError, match=r"log/model_00100 does not exist\. Check the path"):
+        GPT.from_pretrained("log/model_00100")

@@ -1,0 +1,117 @@
+"""The layers of the project: who may import whom, what an import costs, and how long the story may be."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+SUPPORT = sorted((ROOT / "support").rglob("*.py"))
+SCRIPTS = [ROOT / name for name in ("train_gpt2.py", "fineweb.py", "hellaswag.py", "sample.py")]
+# What a module of support may import besides its own package: what has a lower level.
+LEVELS = {"checkpoints": 5, "console": 4, "runtime": 3, "data": 2, "optim": 2, "files": 1, "cli": 0}
+
+
+def module_name(path: Path) -> str:
+    """`support.data.hub` for support/data/hub.py, and `support.data` for its `__init__.py`."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+TREES = {module_name(path): ast.parse(path.read_text(encoding="utf-8")) for path in (*SUPPORT, *SCRIPTS)}
+
+
+def imports_in(tree: ast.AST) -> Iterator[str]:
+    """The modules that import statements name, wherever they are; for `from a import b` these are a and a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, "imports are absolute"
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+
+
+def modules_imported_by(name: str) -> set[str]:
+    """The modules of this project that one of them imports, anywhere in its file."""
+    return {module for module in imports_in(TREES[name]) if module in TREES and module not in PACKAGES}
+
+
+PACKAGES = {module_name(path) for path in SUPPORT if path.name == "__init__.py"}
+
+
+def test_imports_in_support_only_go_down():
+    def level(name: str) -> tuple[str, int]:
+        layer = name.split(".")[1]
+        return layer, LEVELS[layer]
+
+    modules = [name for name in TREES if name.startswith("support.") and name not in PACKAGES]
+    assert {name.split(".")[1] for name in modules} == LEVELS.keys()
+    for name in modules:
+        own_layer, own_level = level(name)
+        for other in modules_imported_by(name):
+            layer, below = level(other)
+            assert layer == own_layer or below < own_level, f"{name} imports {other}"
+    for name in PACKAGES:
+        assert not list(imports_in(TREES[name])), f"{name} imports something"
+
+
+def test_no_circles():
+    TopologicalSorter({name: modules_imported_by(name) for name in TREES}).prepare()
+
+
+def test_nothing_but_sample_imports_the_trainer():
+    importers = [name for name, tree in TREES.items() if "train_gpt2" in imports_in(tree)]
+    assert importers == ["sample"]
+    assert not any(script in imports_in(TREES[name]) for name in TREES for script in ("fineweb", "sample"))
+    assert [name for name, tree in TREES.items() if "hellaswag" in imports_in(tree)] == ["train_gpt2"]
+
+
+def test_text_becomes_shards_without_torch():
+    """Each worker of fineweb.py imports these modules again; only functions, and type checkers, may import torch."""
+    names = ["fineweb", *(name for name in TREES if name.startswith("support.data."))]
+    for name in names:
+        functions_or_type_checking = (ast.FunctionDef, ast.ClassDef, ast.If)
+        statements = [node for node in TREES[name].body if not isinstance(node, functions_or_type_checking)]
+        imported = {module.split(".")[0] for module in imports_in(ast.Module(statements, []))}
+        assert "torch" not in imported, name
+
+
+def test_no_function_takes_an_untyped_bag_of_everything():
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+                    untyped = arg.annotation is None or ast.unparse(arg.annotation) in ("Any", "typing.Any")
+                    assert not (untyped and arg.arg in ("config", "run")), f"{name}: {node.name}({arg.arg})"
+
+
+def test_the_trainer_is_short():
+    assert len((ROOT / "train_gpt2.py").read_text(encoding="utf-8").splitlines()) <= 800
+
+
+HEAVY = (
+    "transformers datasets tiktoken requests pyarrow huggingface_hub matplotlib peft tensorboard wandb tokenizers gigatoken"
+).split()
+
+
+@pytest.mark.parametrize(
+    "modules, heavy",
+    [
+        ("train_gpt2, hellaswag, sample", ["torch._dynamo", "torch._inductor"]),  # which take longer than --help may
+        ("fineweb", ["torch"]),  # each of its workers imports it again
+    ],
+)
+def test_an_import_does_nothing_and_loads_nothing_heavy(modules, heavy, tmp_path):
+    code = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import {modules}
+print([name for name in {[*HEAVY, *heavy]!r} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "") and not list(tmp_path.iterdir())

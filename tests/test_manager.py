@@ -1,0 +1,196 @@
+"""Checkpoints that cannot be written, and which ones are kept."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+
+import pytest
+import torch
+from helpers import finish_run, start_run, wait_for
+from training import ONE_PROCESS, assert_same_run, checkpoint_names, config_of, resumed
+
+import train_gpt2
+from support import files
+from support.checkpoints import manager
+from support.checkpoints.directory import checkpoint_path, list_checkpoints, newest_checkpoint, step_of
+from support.checkpoints.manager import CheckpointManager
+from support.cli import UserError
+from support.console.log import RunLog
+from support.runtime.signals import StopHandler
+from train_gpt2 import train
+
+
+def steps_done(out):
+    log = out / "log.txt"
+    return log.read_bytes().count(b" train ") if log.exists() else 0
+
+
+def write_x(folder):
+    (folder / "x").write_text("x")
+
+
+def full_disk(monkeypatch, which):
+    """Makes some of the saves fail as on a full disk: those whose number is in `which`, from 1."""
+    saves, save, sync = [], manager.write_checkpoint, files.sync
+
+    def counted(*args):
+        saves.append(1)
+        return save(*args)
+
+    def failing(path):
+        if len(saves) in which and path.suffix == ".safetensors":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        sync(path)
+
+    monkeypatch.setattr(manager, "write_checkpoint", counted)
+    monkeypatch.setattr(files, "sync", failing)
+
+
+def config_for(byte_shards, out, steps):
+    return config_of("--data", byte_shards, "--out", out, "--max-steps", steps, "--checkpoint-every", 2)
+
+
+def test_a_failed_save_loses_only_itself(byte_shards, tmp_path, monkeypatch, capsys):
+    full_disk(monkeypatch, {2, 4})
+    train(config_for(byte_shards, tmp_path / "full", 10), ONE_PROCESS)
+    monkeypatch.undo()
+    assert checkpoint_names(tmp_path / "full") == ["model_00002", "model_00006", "model_00010"]
+    err = capsys.readouterr().err
+    assert err.count("warning: the checkpoint of step 4 could not be saved") == 1 and "No space left" in err
+    train(config_for(byte_shards, tmp_path / "straight", 10), ONE_PROCESS)
+    assert_same_run(tmp_path / "full", tmp_path / "straight")
+
+
+def test_the_second_failed_save_in_a_row_ends_the_run(byte_shards, tmp_path, monkeypatch):
+    full_disk(monkeypatch, {2, 3})
+    with pytest.raises(UserError, match="step 6 could not be saved in .*No space left.*neither could the one before"):
+        train(config_for(byte_shards, tmp_path / "run", 1000), ONE_PROCESS)
+    assert checkpoint_names(tmp_path / "run") == ["model_00002"]
+    assert steps_done(tmp_path / "run") < 1000
+
+
+def test_a_failed_last_checkpoint_is_an_error(byte_shards, tmp_path, monkeypatch):
+    full_disk(monkeypatch, {2})
+    with pytest.raises(UserError, match="the last checkpoint could not be saved"):
+        train(config_for(byte_shards, tmp_path / "run", 4), ONE_PROCESS)
+    assert checkpoint_names(tmp_path / "run") == ["model_00002"]
+
+
+def test_free_space_is_checked_first(byte_shards, tmp_path, monkeypatch, capsys):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(UserError, match="could not be saved"):
+        train(config_for(byte_shards, tmp_path / "run", 1000), ONE_PROCESS)
+    captured = capsys.readouterr()
+    assert "MB, and 0.0 MB are free" in captured.err and checkpoint_names(tmp_path / "run") == []
+    assert "note    a checkpoint takes" in captured.out
+
+
+def test_a_file_that_cannot_grow_ends_the_run_with_the_old_checkpoint_intact(byte_shards, tmp_path):
+    """With RLIMIT_FSIZE the writes themselves fail, in each library that writes, and both ranks must end."""
+    flags = ["--data", byte_shards, "--max-steps", 100000, "--val-every", 0, "--checkpoint-every", 10]
+    ranks, out = start_run(*flags, "--out", "run", cwd=tmp_path, world_size=2), tmp_path / "run"
+    assert wait_for(lambda: checkpoint_names(out)[:1] == ["model_00010"] if out.exists() else False)
+    resource.prlimit(ranks[0].pid, resource.RLIMIT_FSIZE, (50_000, 50_000))  # weights take 145,000 bytes
+    assert finish_run(ranks) == [2, 2]
+    output = (tmp_path / "0.txt").read_text()
+    assert output.count("warning: the checkpoint of step") == 1
+    assert output.count("error: the checkpoint of step") == 1 and "neither could the one before" in output
+    assert "error" not in (tmp_path / "1.txt").read_text()
+    assert newest_checkpoint(out) is not None and not any(out.glob(".model*"))
+
+
+def test_no_checkpoint_is_ahead_of_its_log(byte_shards, tmp_path, monkeypatch):
+    def full(self):
+        raise OSError("the log of the run could not be written")
+
+    monkeypatch.setattr(RunLog, "sync", full)
+    with pytest.raises(UserError, match="could not be saved"):
+        train(config_for(byte_shards, tmp_path / "run", 20), ONE_PROCESS)
+    assert checkpoint_names(tmp_path / "run") == []
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path, capsys):
+    values = {10: 3.0, 20: 2.0, 30: 2.5, 40: 2.4, 50: 2.6}
+    log, checkpoints = RunLog(tmp_path / "log.txt", 0), CheckpointManager(tmp_path, 2, StopHandler())
+    kept = []
+    for step in (10, 20, 25, 30, 40, 50):
+        if step in values:
+            log.write(step, "val", values[step])
+        checkpoints.start(step, write_x, 1)
+        checkpoints.wait()
+        kept.append([step_of(directory) for directory in list_checkpoints(tmp_path)])
+    assert kept == [[10], [10, 20], [20, 25], [20, 25, 30], [20, 30, 40], [20, 40, 50]]
+    keeps_all = CheckpointManager(tmp_path, 0, StopHandler())
+    keeps_all.start(60, write_x, 1)
+    keeps_all.finish()
+    assert len(list_checkpoints(tmp_path)) == 4
+
+
+def test_corrupt_checkpoints_do_not_count_as_kept(tmp_path, capsys):
+    def save_one(step, keep):
+        checkpoints = CheckpointManager(tmp_path, keep, StopHandler())
+        checkpoints.start(step, write_x, 1)
+        checkpoints.wait()
+        return checkpoint_names(tmp_path)
+
+    (tmp_path / "log.txt").touch()
+    for step in (1, 2, 3):
+        save_one(step, 0)
+    (tmp_path / "model_00003" / "x").write_text("y")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "model_00001").rename(tmp_path / "elsewhere" / "1")
+    (tmp_path / "model_00001").symlink_to(tmp_path / "elsewhere" / "1")
+    assert save_one(4, 3) == ["model_00001", "model_00002", "model_00004"]
+    assert save_one(5, 2) == ["model_00004", "model_00005"]  # a link is removed, and not what it points to
+    assert (tmp_path / "elsewhere" / "1" / "x").exists()
+
+
+def test_weights_that_are_not_finite_are_not_saved(byte_shards, tmp_path, monkeypatch, capsys):
+    real = train_gpt2.train_step
+
+    def step(model, state, *args):
+        result = real(model, state, *args)
+        with torch.no_grad():
+            state.model.transformer.ln_f.bias[0] = torch.inf
+        return result
+
+    monkeypatch.setattr(train_gpt2, "train_step", step)
+    with pytest.raises(UserError, match="3 steps in a row had a loss or gradients"):
+        train(config_of("--data", byte_shards, "--out", tmp_path / "run", "--checkpoint-every", 1, "--max-steps", 9, "--val-every", 0), ONE_PROCESS)  # fmt: skip
+    assert checkpoint_names(tmp_path / "run") == []
+    assert "warning: the checkpoint of step 1 could not be saved" in (err := capsys.readouterr().err)
+    assert "the weights are not finite" in err
+
+
+def test_a_failed_save_removes_nothing(tmp_path, capsys):
+    checkpoints = CheckpointManager(tmp_path, 1, StopHandler())
+    checkpoints.start(1, write_x, 1)
+    checkpoints.start(2, lambda folder: (folder / "missing" / "x").write_text("x"), 1)
+    checkpoints.wait()
+    assert checkpoint_names(tmp_path) == ["model_00001"]
+
+
+def test_training_only_waits_for_a_copy(byte_shards, tmp_path, monkeypatch):
+    """What is saved is the state of its step, though it is written while later steps change it."""
+    real, done = manager.write_checkpoint, []
+
+    def save_late(directory, write):
+        if directory.name == "model_00002":
+            wait_for(lambda: steps_done(tmp_path / "run") >= 4, timeout=20)
+        done.append((directory.name, steps_done(tmp_path / "run")))
+        return real(directory, write)
+
+    monkeypatch.setattr(manager, "write_checkpoint", save_late)
+    train(config_for(byte_shards, tmp_path / "run", 5), ONE_PROCESS)
+    assert done[0] == ("model_00002", 4)  # and the save of step 4 waited for it
+    monkeypatch.undo()
+    train(config_for(byte_shards, tmp_path / "straight", 5), ONE_PROCESS)
+    shutil.rmtree(tmp_path / "run" / "model_00005")
+    shutil.rmtree(tmp_path / "run" / "model_00004")
+    assert newest_checkpoint(tmp_path / "run") == checkpoint_path(tmp_path / "run", 2)
+    resumed(tmp_path / "run")
+    assert_same_run(tmp_path / "run", tmp_path / "straight")

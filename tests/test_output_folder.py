@@ -1,0 +1,150 @@
+"""The folder that shards are written to: other shards are never mixed or lost, leftovers are removed."""
+
+import json
+
+import numpy as np
+import pytest
+from shard_helpers import LONG, corpus_of, interrupt, plain_bytes, plain_loop, shards_in, tokens_in
+
+import fineweb
+from support import files
+from support.cli import UserError
+from support.data import output_folder, shards
+
+
+def test_other_shards_are_never_mixed_or_lost(tmp_path):
+    ours, others = tmp_path / "ours", tmp_path / "others"
+    fineweb.make_shards(corpus_of(["a" * 250]), ours, tokenizer="bytes", shard_size=100)
+    before = shards_in(ours)
+    for settings in ({"shard_size": 50}, {"shard_size": 100, "max_tokens": 60}):
+        with pytest.raises(UserError, match="has shards of another source or setting"):
+            fineweb.make_shards(corpus_of(["b" * 250]), ours, tokenizer="bytes", **settings)
+    assert shards_in(ours) == before
+    np.save(ours / "foreign_train_000007.npy", np.zeros(9, dtype=np.uint16))
+    manifest = (ours / "manifest.json").read_text()
+    (ours / "manifest.json").write_text(manifest.replace('"complete": true', '"complete": false'))
+    with pytest.raises(UserError, match=r"such as foreign_train_000007\.npy\. Move them away"):
+        fineweb.make_shards(corpus_of(["a" * 250]), ours, tokenizer="bytes", shard_size=100)
+    assert (ours / "foreign_train_000007.npy").exists()
+    others.mkdir()
+    np.save(others / "x_train_000001.npy", np.zeros(9, dtype=np.uint16))
+    with pytest.raises(UserError, match=r"shards of another tool, such as x_train_000001\.npy"):
+        fineweb.make_shards(corpus_of(["b" * 250]), others, tokenizer="bytes")
+
+
+def test_what_differs_is_named(tmp_path):
+    options = {"tokenizer": "bytes", "shard_size": 100}
+    fineweb.make_shards(corpus_of(["a" * 250]), tmp_path, **options)
+    for change, difference in (
+        ({"shard_size": 50}, "shard_size: 100, not 50"),
+        ({"max_tokens": 60}, "max_tokens: None, not 60"),
+        (
+            {"split_documents": True, "val_fraction": 0.5},
+            "val_fraction: None, not 0.5; split_documents: None, not True",
+        ),
+    ):
+        with pytest.raises(UserError, match=rf"another source or setting \({difference}\)\. Name another --output"):
+            fineweb.make_shards(corpus_of(["a" * 250]), tmp_path, **(options | change))
+
+
+@pytest.mark.parametrize("hidden", ["", "."])  # names of an earlier version of this program, and of this one
+def test_leftovers_of_a_killed_run_are_removed(tmp_path, monkeypatch, hidden):
+    def make():
+        fineweb.make_shards(corpus_of(LONG), tmp_path, tokenizer="bytes", shard_size=500, val_fraction=0.3)
+
+    leftovers = [
+        "texts_counted_000003.npy",
+        "texts_train_000099.npy",
+        f"{hidden}texts_train_000003.npy.partial",
+        f"{hidden}texts_val_000000.npy.partial",
+        f"{hidden}texts_counted_000003.npy.partial",
+    ]
+    others = ["notes.txt", "other_counted_000001.npy", f"{hidden}notes.npy.partial"]
+
+    def leave(names):
+        for name in names:
+            (tmp_path / name).write_bytes(b"x")
+
+    make()
+    expected = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    expected |= {name: b"x" for name in others}
+    leave([*leftovers, *others])
+    make()  # there is nothing to do but this
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == expected
+    shards_before = {name: content for name, content in expected.items() if name.endswith(".npy") and content != b"x"}
+    for name in shards_before:
+        (tmp_path / name).unlink()
+    (tmp_path / "manifest.json").unlink()
+    interrupt(LONG, tmp_path, monkeypatch, 14, shard_size=500, val_fraction=0.3)
+    leave([*leftovers[2:], f"{hidden}manifest.json.partial"])
+    make()
+    found = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != files.LOCK}
+    assert found == {name: content for name, content in expected.items() if name != files.LOCK}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda m: m["shards"][1].update(end="[[0, 0], -5]"), "is not a manifest of shards"),
+        (lambda m: m["shards"][1].update(end="x"), "is not a manifest of shards"),
+        (lambda m: m["shards"][1].pop("tokens"), "is not a manifest of shards"),
+        (lambda m: m.pop("settings"), "is not a manifest of shards"),
+        (lambda m: m.update(shards=5), "is not a manifest of shards"),
+        (lambda m: m["shards"][1].update(file="../precious.npy", tokens=9), None),
+        (lambda m: m["counted"].append({"file": "../precious.npy", "split": "counted", "tokens": 9}), None),
+    ],
+)
+def test_a_manifest_that_was_edited_by_hand_loses_nothing(tmp_path, monkeypatch, change, message):
+    np.save(tmp_path / "precious.npy", np.zeros(9, dtype=np.uint16))
+    out = tmp_path / "out"
+    interrupt(LONG, out, monkeypatch, 5, shard_size=500)
+    before = {path.name for path in out.iterdir()}
+    manifest = json.loads((out / "manifest.json").read_text())
+    change(manifest)
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    if message:
+        with pytest.raises(UserError, match=message):
+            fineweb.make_shards(corpus_of(LONG), out, tokenizer="bytes", shard_size=500)
+        assert {path.name for path in out.iterdir()} == before
+    else:
+        fineweb.make_shards(corpus_of(LONG), out, tokenizer="bytes", shard_size=500)
+        assert tokens_in(out) == plain_loop(LONG, plain_bytes, 256, 500)
+    assert (tmp_path / "precious.npy").exists()
+
+
+@pytest.mark.parametrize("content", ["null", "[]", "5", '"x"', "{", "[" * 100_000, '{"settings": {}}'])
+def test_a_file_that_is_not_a_manifest_is_named(tmp_path, content):
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(UserError, match=r"manifest\.json is not a manifest of shards .*Remove it, or name another"):
+        fineweb.make_shards(corpus_of(["a" * 250]), tmp_path, tokenizer="bytes")
+    assert (tmp_path / "manifest.json").read_text() == content
+    assert output_folder.read_partial_manifest(tmp_path, "texts") is None
+
+
+def test_another_run_may_make_the_shards_before_the_folder_is_locked(tmp_path, monkeypatch):
+    def lock_late(*arguments):
+        monkeypatch.undo()
+        fineweb.make_shards(corpus_of(["b" * 250]), tmp_path, tokenizer="bytes", shard_size=50)
+        return files.lock_folder(*arguments)
+
+    monkeypatch.setattr(files, "lock_folder", lock_late)
+    with pytest.raises(UserError, match="another source or setting .shard_size: 50, not 100"):
+        fineweb.make_shards(corpus_of(["a" * 250]), tmp_path, tokenizer="bytes", shard_size=100)
+    assert shards_in(tmp_path)[0] == ("val", 0, [256] + [98] * 49) and shards.is_complete(tmp_path)
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    with files.lock_folder(out, "--output") as lock:
+        files.write_lock_holder(lock)
+        with pytest.raises(UserError, match=r"out is in use by process \d+ .*another --output"):
+            fineweb.make_shards(corpus_of(["x" * 99]), out, tokenizer="bytes")
+    fineweb.make_shards(corpus_of(["x" * 99]), out, tokenizer="bytes")
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(UserError, match=r"cannot write to .*out \(File exists\)\. Name another --output"):
+        fineweb.make_shards(corpus_of(["x" * 99]), tmp_path / "out", tokenizer="bytes")
+    assert (tmp_path / "out").read_text() == "a file"

@@ -1,0 +1,46 @@
+"""Fifty steps of `train` against the loop in plain PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import losses
+from plain import plain_losses
+from training import ONE_PROCESS, config_of
+
+from support.optim import loss
+from train_gpt2 import TrainConfig, train
+
+
+def trained_losses(data: Path, out: Path, *flags: str) -> tuple[TrainConfig, np.ndarray]:
+    """The configuration of fifty steps of `train`, and their losses."""
+    without = ["--val-every", 0, "--checkpoint-every", 0]
+    config = config_of("--data", data, "--out", out, "--max-steps", 50, *without, *flags)
+    train(config, ONE_PROCESS)
+    return config, np.array(losses(out / "log.txt"))
+
+
+compile_flags = pytest.mark.parametrize("flags", [(), pytest.param(("--compile",), marks=pytest.mark.slow)])
+
+
+@pytest.fixture(autouse=True)
+def several_chunks_in_each_micro_batch(monkeypatch):
+    monkeypatch.setitem(loss.CHUNK_NUMEL, "cpu", 25 * 320)
+
+
+@compile_flags
+def test_fifty_steps_follow_the_plain_loop(byte_shards, tmp_path, flags):
+    config, found = trained_losses(byte_shards, tmp_path / "run", "--dtype", "fp32", *flags)
+    plain = plain_losses(config, 4, 50, "fp32")
+    assert plain[-1] < plain[0] - 1  # it learns
+    assert np.abs(found - plain).max() < 1e-4
+
+
+@pytest.mark.slow
+@compile_flags
+def test_in_bf16_they_differ_about_as_much_as_the_plain_loop_with_another_micro_batch(byte_shards, tmp_path, flags):
+    config, found = trained_losses(byte_shards, tmp_path / "run", "--dtype", "bf16", *flags)
+    plain, other = (plain_losses(config, B, 50, "bf16") for B in (4, 8))
+    assert np.abs(found - plain).max() < 1.5 * np.abs(plain - other).max()

@@ -1,0 +1,229 @@
+"""--text: flags that fit an amount of text, its shards, and the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import losses, run_script
+from training import ONE_PROCESS, configure
+
+from support.cli import UserError
+from support.data.presets import make_preset_shards, run_until_signal
+from train_gpt2 import GPT, MODELS, GPTConfig, train
+
+TEXT = "".join(f"{a} and {b} are {a + b}.\n" for a in range(40) for b in range(60))
+SMALL = "--n-layer 1 --n-head 1 --n-embd 16 --max-steps 4 --val-tokens 512 --device cpu --dtype fp32 --sample-every 0".split()
+
+
+def file_of_size(folder: Path, size: float) -> Path:
+    """A file that takes no room on the disk."""
+    path = folder / f"{size}.txt"
+    with open(path, "wb") as file:
+        file.truncate(int(size))
+    return path
+
+
+def hub_has(monkeypatch: pytest.MonkeyPatch, folder: Path, config: GPTConfig) -> None:
+    """Every model on the hub has this configuration. There are no weights."""
+    sizes = {"n_positions": config.block_size, "vocab_size": config.vocab_size, "model_type": "gpt2"}
+    sizes |= {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(sizes))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(folder))
+
+
+# -----------------------------------------------------------------------------
+# Flags
+
+
+# by hand: nine tenths of the bytes are tokens; 10 epochs up to 1.5 million tokens, otherwise one; 1,000 steps or more
+@pytest.mark.parametrize(
+    "size, n_layer, context, tokens_per_step, steps",
+    [
+        (1e5, 4, 64, 2048, 439),  # 90,000 tokens 10 times
+        (1e6, 4, 64, 2048, 732),  # 1.5 million
+        (4e6, 4, 64, 2048, 1758),
+        (1e7, 6, 256, 8192, 1099),
+        (1e8, 8, 512, 65536, 1373),
+        (1e9, 12, 1024, 524288, 1717),
+        (1e10, 12, 1024, 524288, 17166),
+    ],
+)
+def test_flags_fit_the_amount_of_text(tmp_path, size, n_layer, context, tokens_per_step, steps):
+    config, _ = configure(["--text", str(file_of_size(tmp_path, size)), "--tokenizer", "bytes", "--out", "mine"])
+    assert (config.n_layer, config.block_size) == (n_layer, context)
+    assert (config.total_batch_size, config.max_steps) == (tokens_per_step, steps)
+    assert (config.recipe, config.data, config.shuffle, config.keep) == ("fast", "mine/data", True, 1)
+    assert (config.warmup_steps, config.val_every, config.checkpoint_every) == (steps // 12, steps // 4, steps // 4)
+    assert (config.optimizer, config.schedule, config.max_lr, config.decay_steps) == ("muon", "wsd", 3.6e-3, steps)
+
+
+def test_gpt2_tokens_are_fewer(tmp_path):
+    config, _ = configure(["--text", str(file_of_size(tmp_path, 1e7))])
+    assert config.total_batch_size * config.max_steps == pytest.approx(1e7 * 0.9 / 4, rel=0.01)
+
+
+def test_a_given_flag_replaces_the_presets(tmp_path):
+    given = (
+        "--recipe gpt2 --n-layer 2 --block-size 32 --total-batch-size 4096 --max-steps 7 --max-lr 1e-3 --keep 0".split()
+    )
+    config, _ = configure(["--text", str(file_of_size(tmp_path, 1e6)), *given])
+    assert (config.recipe, config.n_layer, config.n_head, config.block_size) == ("gpt2", 2, 4, 32)
+    assert (config.total_batch_size, config.max_steps, config.val_every) == (4096, 7, 1)
+    assert (config.max_lr, config.keep) == (1e-3, 0)
+    config, _ = configure(["--text", str(file_of_size(tmp_path, 1e6)), "--model", "gpt2-medium"])
+    assert dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd) == MODELS["gpt2-medium"]
+    assert config.block_size == 1024
+
+
+def test_fine_tuning_takes_few_epochs_at_a_low_rate(tmp_path, monkeypatch):
+    text = str(file_of_size(tmp_path, 1e6))
+    hub_has(monkeypatch, tmp_path / "gpt2", GPTConfig())
+    config, _ = configure(["--text", text, "--init-from", "gpt2"])
+    assert (config.recipe, config.optimizer, config.max_lr, config.n_layer) == ("gpt2", "adamw", 1e-4, 12)
+    assert config.total_batch_size * config.max_steps == pytest.approx(3 * 1e6 * 0.9 / 4, rel=0.01)
+    config, _ = configure(["--text", text, "--init-from", "gpt2", "--lora-rank", "8"])
+    assert (config.optimizer, config.max_lr) == ("adamw", 1e-3)
+    for n_embd, factor in ((64, 12), (768, 1), (1536, 1)):  # a higher rate for a narrower model
+        GPT(GPTConfig(8, 257, 1, 1, n_embd)).save_pretrained(tmp_path / "model")
+        config, _ = configure(["--text", text, "--init-from", str(tmp_path / "model")])
+        assert config.max_lr == pytest.approx(factor * 1e-4)
+
+
+def test_a_checkpoint_brings_its_tokenizer(tmp_path):
+    for vocab_size, tokenizer in ((257, "bytes"), (50257, "gpt2")):
+        GPT(GPTConfig(8, vocab_size, 1, 1, 4)).save_pretrained(tmp_path / tokenizer)
+        flags = ["--text", str(file_of_size(tmp_path, 1e6)), "--init-from", str(tmp_path / tokenizer)]
+        assert configure(flags)[0].tokenizer == tokenizer
+
+
+def test_parquet_counts_uncompressed(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    text = "the same again, " * 100_000  # 1.6 MB, and almost nothing on the disk
+    path = tmp_path / "text.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": [text]}), path, compression="zstd", use_dictionary=False)
+    assert path.stat().st_size < 1e5
+    config, _ = configure(["--text", str(path), "--tokenizer", "bytes"])
+    assert config.total_batch_size * config.max_steps == pytest.approx(1.5e6, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--text", ""], "'' does not exist. Name a text file, or a folder of them, with --text."),
+        (["--text", "text.txt", "--data", "d"], "--text makes its own shards, in --out. Leave out --data"),
+        (["--text", "text.txt", "--total-batch-size", "0"], "--total-batch-size is 0. It must be 1 or more."),
+        (["--text", "nowhere"], "'nowhere' does not exist. Name a text file, or a folder of them, with --text."),
+        (
+            ["--text", "empty"],
+            "no text in empty: only .txt, .jsonl, .parquet (the first two also with .gz or .zst) are read.",
+        ),
+        (["--text", ".", "--demo"], "--demo brings its own text. Leave out --text, or --demo."),
+        (["--text", ".", "--tokenizer", "words"], "argument --tokenizer: invalid choice: 'words'"),
+    ],
+)
+def test_bad_text_is_rejected(tmp_path, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.txt").write_text(TEXT)
+    with pytest.raises(UserError) as error:
+        configure(flags)
+    assert error.value.problems[0].startswith(message)
+
+
+# -----------------------------------------------------------------------------
+# Runs
+
+
+def test_the_header_lists_what_was_chosen(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text(TEXT)
+    flags = ["--text", str(tmp_path / "text.txt"), "--tokenizer", "bytes", "--out", str(tmp_path / "run"), *SMALL]
+    train(configure(flags)[0], ONE_PROCESS)
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("text")]
+    chosen = "--shuffle --tokenizer bytes --recipe fast --max-lr 0.0036 --total-batch-size 2048 --max-steps 4"
+    chosen += " --warmup-steps 0 --val-every 1 --sample-every 0 --checkpoint-every 1 --keep 1"
+    assert line == f"text    {tmp_path / 'text.txt'}: {chosen}"
+
+
+@pytest.mark.slow
+def test_one_command_trains_on_a_text_and_resumes(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    command = ["train_gpt2.py", "--text", "text.txt", "--tokenizer", "bytes", "--out", "mine", *SMALL]
+    done = run_script(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads((tmp_path / "mine" / "data" / "manifest.json").read_text())
+    assert manifest["tokenizer"] == "bytes" and sum(s["tokens"] for s in manifest["shards"]) == len(TEXT) + 1
+    [val], [train_shard] = ((tmp_path / "mine" / "data").glob(f"*_{split}_*.npy") for split in ("val", "train"))
+    assert bytes(np.load(val).astype(np.uint8)).decode() in TEXT  # its last tenth, unchanged
+    assert len(np.load(val)) == pytest.approx(len(TEXT) / 10, abs=2) and len(np.load(train_shard)) > len(np.load(val))
+    (tmp_path / "text.txt").unlink()  # the shards are enough
+    resumed = run_script("train_gpt2.py", "--resume", "--out", "mine", "--max-steps", 6, cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert len(losses(tmp_path / "mine" / "log.txt")) == 6
+
+
+def test_a_tenth_is_held_out_of_a_few_files_and_logs_are_not_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(TEXT)
+    (tmp_path / "again").symlink_to(tmp_path)
+    flags = ["--text", ".", "--tokenizer", "bytes", *SMALL]
+    for out in ("log", "log2"):
+        train(configure([*flags, "--out", out])[0], ONE_PROCESS)
+        sizes = {s["split"]: s["tokens"] for s in json.loads(Path(out, "data/manifest.json").read_text())["shards"]}
+        assert sum(sizes.values()) == 2 * (len(TEXT) + 1)
+        assert sizes["val"] == round(0.2 * (len(TEXT) + 1))
+
+
+def test_a_folder_means_all_text_in_it_and_changed_text_is_rejected(tmp_path, capfd):
+    folder = tmp_path / "texts [1]"  # which would be a pattern for glob
+    (folder / "deep").mkdir(parents=True)
+    (folder / "a.txt").write_text(TEXT)
+    (folder / "deep" / "b.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
+    (folder / "picture.png").write_bytes(b"no text")
+    flags = ["--text", str(folder), "--tokenizer", "bytes", *SMALL, "--checkpoint-every", "0", "--val-every", "0"]
+    train(configure([*flags, "--out", str(tmp_path / "run")])[0], ONE_PROCESS)
+    manifest = json.loads((tmp_path / "run" / "data" / "manifest.json").read_text())
+    assert sum(shard["tokens"] for shard in manifest["shards"]) == 2 * (len(TEXT) + 1)
+    (folder / "a.txt").write_text(TEXT + "One more.")
+    (tmp_path / "run" / "log.txt").unlink()
+    with pytest.raises(UserError, match="see above. For another text or tokenizer, name another --out"):
+        train(configure([*flags, "--out", str(tmp_path / "run")])[0], ONE_PROCESS)
+    assert "has shards of another source or setting" in capfd.readouterr().err
+
+
+# -----------------------------------------------------------------------------
+# Processes
+
+
+@pytest.mark.slow
+def test_one_process_of_all_nodes_makes_the_shards(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    data = tmp_path / "run" / "data"
+    flags = (str(data), str(tmp_path / "text.txt"), "bytes")
+    other_node = threading.Thread(target=make_preset_shards, args=(*flags, 1, False), daemon=True)
+    other_node.start()
+    other_node.join(2)
+    assert other_node.is_alive() and not (tmp_path / "run").exists()
+    make_preset_shards(*flags, 0, False)
+    other_node.join(60)
+    assert not other_node.is_alive() and (data / "manifest.json").exists()
+
+
+def test_sigterm_ends_the_tokenization_too():
+    endless = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(1000)"
+    with pytest.raises(SystemExit) as exit:
+        run_until_signal([sys.executable, "-c", endless])
+    assert exit.value.code == 143
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    assert not children.exists() or "sleep(1000)" not in "".join(
+        Path(f"/proc/{child}/cmdline").read_text() for child in children.read_text().split()
+    )

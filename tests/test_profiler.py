@@ -1,0 +1,63 @@
+"""--profile: the recorded steps in a trace, and a table of them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+
+import pytest
+import torch
+from training import ONE_PROCESS, config_of
+
+from support.runtime.profiler import ROWS, Profiler
+from train_gpt2 import train
+
+
+@pytest.mark.slow
+def test_profile_records_the_steps_it_says(byte_shards, tmp_path, capsys):
+    train(config_of("--data", byte_shards, "--out", tmp_path / "run", "--max-steps", 9, "--profile", 4), ONE_PROCESS)
+    lines = capsys.readouterr().out.splitlines()
+    events = json.loads(gzip.decompress((tmp_path / "run" / "trace.json.gz").read_bytes()))["traceEvents"]
+    steps = {e["name"] for e in events if e.get("name", "").startswith("ProfilerStep#") and e.get("ph") == "X"}
+    assert len(steps) == 4
+    assert sum(e.get("name") == "aten::_fused_adamw_" and e.get("ph") == "X" for e in events) == 4 * 2  # two groups
+    [summary] = [line for line in lines if line.startswith("profile")]
+    milliseconds = re.fullmatch(
+        rf"profile 4 steps of ([\d.]+)ms; open {tmp_path}/run/trace.json.gz in ui.perfetto.dev", summary
+    )
+    assert milliseconds and float(milliseconds[1]) > 0
+    assert lines.index(summary) > next(i for i, line in enumerate(lines) if line.startswith("step     6"))
+    table = lines[lines.index(summary) + 1 :]
+    assert "Self CPU %" in table[1] and any("ProfilerStep" in line or "aten::" in line for line in table)
+    shares = [float(share) for row in table[3 : 3 + ROWS] for share in re.findall(r"([\d.]+)%", row)[:1]]
+    assert len(shares) == ROWS and shares == sorted(shares, reverse=True) and sum(shares) <= 100
+    assert not list((tmp_path / "run").glob(".trace*"))
+
+    train(config_of("--data", byte_shards, "--out", tmp_path / "plain", "--max-steps", 9), ONE_PROCESS)
+    assert (tmp_path / "plain" / "log.txt").read_bytes() == (tmp_path / "run" / "log.txt").read_bytes()
+    assert not (tmp_path / "plain" / "trace.json.gz").exists()
+
+
+@pytest.mark.parametrize("steps, expected", [(3, "profile nothing recorded"), (5, "profile 2 steps")])
+def test_profile_says_if_the_run_is_too_short(byte_shards, tmp_path, capsys, steps, expected):
+    flags = ("--data", byte_shards, "--out", tmp_path, "--max-steps", steps, "--profile", 9)
+    train(config_of(*flags), ONE_PROCESS)
+    assert expected in capsys.readouterr().out
+    assert (tmp_path / "trace.json.gz").exists() == (steps == 5)
+
+
+def test_a_trace_that_cannot_be_written_is_a_notice(tmp_path):
+    notices = []
+    with Profiler(1, str(tmp_path / "missing"), torch.device("cpu"), 0, notices.append) as profiler:
+        for _ in range(5):
+            torch.zeros(1)
+            profiler.step()
+    assert len(notices) == 1 and notices[0].startswith("profile not written: ")
+
+
+def test_only_the_first_rank_records(tmp_path):
+    with Profiler(1, str(tmp_path), torch.device("cpu"), 1, pytest.fail) as profiler:
+        for _ in range(5):
+            profiler.step()
+    assert not list(tmp_path.iterdir())

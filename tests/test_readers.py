@@ -1,0 +1,147 @@
+"""Files of every kind: what is read from them, from which cursor on, and what is wrong with them."""
+
+import gzip
+import json
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from shard_helpers import (
+    adversarial_texts,
+    documents_of,
+    plain_bytes,
+    plain_loop,
+    set_batch_chars,
+    tokens_in,
+    valid_unicode,
+)
+
+import fineweb
+from support.cli import UserError
+from support.data import readers
+from support.data.readers import Files
+
+
+def compress(text, codec):
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, codec) as stream:
+        stream.write(text.encode())
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.fixture
+def files_of_every_kind(tmp_path, monkeypatch):
+    """The paths of files, and the documents in them; batches are small."""
+    set_batch_chars(monkeypatch, 300)
+    monkeypatch.setattr(readers, "MAX_ROW_GROUP_BYTES", 1000)
+    texts = [text.replace("\r", "") for text in valid_unicode(adversarial_texts(5, 70))]
+    lines = ["".join(json.dumps({"text": t}) + "\n" for t in part) for part in (texts[:10], texts[10:20], texts[20:30])]
+    (tmp_path / "a.jsonl").write_text(lines[0])
+    half = len(lines[1]) // 2  # two gzip members in a file, as appending to one makes them
+    members = gzip.compress(lines[1][:half].encode()), gzip.compress(lines[1][half:].encode())
+    (tmp_path / "b.jsonl.gz").write_bytes(b"".join(members))
+    (tmp_path / "c.jsonl.zst").write_bytes(compress(lines[2], "zstd"))
+    pa.parquet.write_table(pa.table({"text": texts[30:40], "n": range(10)}), tmp_path / "d.parquet", row_group_size=2)
+    pa.parquet.write_table(pa.table({"n": range(10), "text": texts[40:50]}), tmp_path / "e.parquet")
+    (tmp_path / "f.txt").write_bytes(b"\xef\xbb\xbf" + texts[50].encode())
+    (tmp_path / "g.txt.gz").write_bytes(gzip.compress("é 日\r\n".encode() * 500))
+    (tmp_path / "h.txt").write_text("")
+    return sorted(tmp_path.iterdir()), [*texts[:51], "é 日\n" * 500, ""]
+
+
+def test_every_kind_of_file_can_be_read_from_every_cursor(files_of_every_kind):
+    paths, documents = files_of_every_kind
+    files = Files("files", paths, "text")
+    batches = list(files.batches())
+    assert documents_of(batches) == documents
+    assert len(batches) > 40 and any(batch.continues for batch in batches)
+    fractions = [batch.fraction_read for batch in batches]
+    assert fractions == sorted(fractions) and fractions[-1] == pytest.approx(1)
+    for i, batch in enumerate(batches):
+        rest = list(files.batches(json.loads(json.dumps(batch.cursor))))
+        assert [(b.cursor, b.continues, b.texts()) for b in rest] == [
+            (b.cursor, b.continues, b.texts()) for b in batches[i:]
+        ]
+
+
+@pytest.mark.parametrize("separator", ["<|endoftext|>", "\n\n", "\n---\n", "b", "END OF DOC", "x\ny"])
+@pytest.mark.parametrize("batch_chars", [2, 30, 10**6])
+def test_a_text_file_is_cut_at_its_separator(tmp_path, monkeypatch, separator, batch_chars):
+    set_batch_chars(monkeypatch, batch_chars)
+    long_document = "a long one, " * 20
+    text = f"one{separator}two words  \n{separator}{separator} \n {separator}{long_document}{separator}end\n"
+    (tmp_path / "a.txt").write_text(text)
+    expected = [part for part in text.split(separator) if part.strip()]
+    assert documents_of(Files("a", [tmp_path / "a.txt"], "text", separator=separator).batches()) == expected
+
+
+@pytest.mark.parametrize("before", range((1 << 20) - 12, (1 << 20) + 3))
+def test_a_separator_may_span_two_blocks(tmp_path, monkeypatch, before):
+    set_batch_chars(monkeypatch, 1 << 18)
+    (tmp_path / "a.txt").write_text("x" * before + "END OF DOC" + "two\r\n")
+    batches = Files("a", [tmp_path / "a.txt"], "text", separator="END OF DOC").batches()
+    assert documents_of(batches) == ["x" * before, "two\n"]
+
+
+def test_a_bad_line_is_named_in_any_batch(tmp_path, monkeypatch):
+    set_batch_chars(monkeypatch, 40)
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' * 30 + "{bad\n" + '{"text": "fine"}\n' * 9)
+    with pytest.raises(UserError, match=r"a\.jsonl, line 31 is not JSON"):
+        documents_of(Files("a", [tmp_path / "a.jsonl"], "text").batches())
+
+
+@pytest.mark.parametrize("max_row_group_bytes, row", [(100, 20), (1 << 30, 0)])  # read here in parts, or by workers
+def test_a_corrupt_parquet_file_is_named_with_its_row(tmp_path, monkeypatch, max_row_group_bytes, row):
+    monkeypatch.setattr(readers, "MAX_ROW_GROUP_BYTES", max_row_group_bytes)
+    texts = [f"{i} " * 500 for i in range(40)]
+    path = tmp_path / "a.parquet"
+    pa.parquet.write_table(pa.table({"text": texts}), path, row_group_size=10, compression="none", use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    text_start = content.find(b"20 20 20")
+    content[text_start - 40 : text_start] = b"\xff" * 40  # the page header of the third row group
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=rf"a\.parquet is corrupt near row {row} \(.*Check the file, or get it again"):
+        documents_of(Files("a", [path], "text").batches())
+
+
+def test_a_file_that_was_removed_before_it_is_read_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    source = fineweb.file_source([str(tmp_path / "a.txt")], "text")
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(UserError, match=r"a\.txt cannot be read \(No such file or directory\)"):
+        fineweb.make_shards(source, tmp_path / "out", tokenizer="bytes")
+
+
+def test_upper_case_names_and_long_ones(tmp_path):
+    (tmp_path / ("\U00020000" * 60 + ".TXT")).write_text("x" * 99)
+    source = fineweb.file_source([str(next(tmp_path.iterdir()))], "text")
+    fineweb.make_shards(source, tmp_path / "out", tokenizer="bytes", shard_size=50)
+    assert tokens_in(tmp_path / "out") == plain_loop(["x" * 99], plain_bytes, 256, 50)
+
+
+def test_which_files_of_a_folder_are_text(tmp_path):
+    for folder in ("deep/er", "run", "linked"):
+        (tmp_path / folder).mkdir(parents=True)
+    names = "a.txt b.JSONL c.parquet deep/d.txt.gz deep/er/e.jsonl.zst".split()
+    others = "x.csv x.parquet.gz x.gz deep/noext run/.lock run/log.txt".split()
+    for name in (*names, *others):
+        (tmp_path / name).touch()
+    (tmp_path / "linked" / "loop").symlink_to(tmp_path)
+    found = [str(path.relative_to(tmp_path)) for path in readers.find_text_files(tmp_path)]
+    assert found == names
+    suffixes = [readers.text_suffix(path) for path in readers.find_text_files(tmp_path)]
+    assert suffixes == [".txt", ".jsonl", ".parquet", ".txt", ".jsonl"]
+
+
+def test_an_estimate_of_the_text_needs_no_reading(tmp_path):
+    (tmp_path / "a.txt").write_text("x" * 1000)
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"x" * 1000))
+    pa.parquet.write_table(pa.table({"text": ["y" * 5000], "n": ["z" * 9000]}), tmp_path / "c.parquet")
+    (tmp_path / "d.jsonl").write_text('{"text": "x"}\n')
+    paths = sorted(tmp_path.iterdir())
+    sizes = [path.stat().st_size for path in paths]
+    parquet = readers.parquet_text_bytes(paths[2], "text")
+    assert 5000 <= parquet < 6000
+    estimate = Files("files", paths[:3], "text").estimate_text_bytes()
+    assert estimate == sizes[0] + 2 * sizes[1] + parquet
+    assert Files("files", paths, "text").estimate_text_bytes() is None

@@ -1,0 +1,160 @@
+"""The configuration that flags mean, and the learning rate of each step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from training import configure
+
+from support.cli import UserError
+from train_gpt2 import MODELS, TrainConfig, get_lr, resolve
+
+# ---- the learning rate
+
+
+def test_cosine_schedule_by_hand():
+    config = TrainConfig(max_lr=1.0, min_lr=0.1, warmup_steps=10, decay_steps=110, max_steps=1000)
+    quarter = 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2
+    expected = {0: 0.1, 4: 0.5, 9: 1.0, 10: 1.0, 35: quarter, 60: 0.55, 85: 1.1 - quarter, 110: 0.1, 999: 0.1}
+    for step, lr in expected.items():
+        assert get_lr(step, config) == pytest.approx(lr), step
+
+
+def test_wsd_schedule_by_hand():
+    config = TrainConfig(schedule="wsd", max_lr=1.0, min_lr=0.1, warmup_steps=10, decay_steps=100, max_steps=200)
+    expected = {0: 0.1, 9: 1.0, 10: 1.0, 59: 1.0, 60: 1.0, 61: 0.9775, 80: 0.55, 99: 0.1225, 100: 0.1, 199: 0.1}
+    for step, lr in expected.items():
+        assert get_lr(step, config) == pytest.approx(lr), step
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        (dict(cooldown_fraction=0.0), {10: 1.0, 99: 1.0, 100: 0.1}),
+        (dict(cooldown_fraction=1.0), {9: 1.0, 10: 1.0, 55: 0.55, 100: 0.1}),  # not before the warm-up ends
+        (dict(warmup_steps=0, cooldown_fraction=1.0), {0: 1.0, 50: 0.55}),
+        (dict(warmup_steps=300), {0: 1 / 300, 150: 151 / 300, 299: 1.0}),
+    ],
+)
+def test_cooldowns_at_their_limits(options, expected):
+    base = dict(schedule="wsd", max_lr=1.0, min_lr=0.1, warmup_steps=10, decay_steps=100, max_steps=300)
+    for step, lr in expected.items():
+        assert get_lr(step, TrainConfig(**(base | options))) == pytest.approx(lr), step
+
+
+# ---- defaults
+
+
+def test_the_defaults_are_gpt2s_recipe():
+    config, _ = configure([])
+    assert (config.max_lr, config.warmup_steps, config.decay_steps) == (6e-4, 715, 19073)
+    assert config.min_lr == pytest.approx(6e-5)
+    assert get_lr(0, config) == pytest.approx(6e-4 / 715) and get_lr(19073, config) == config.min_lr
+    assert config.total_batch_size == 2**19 and (config.beta1, config.beta2, config.weight_decay) == (0.9, 0.95, 0.1)
+    assert (config.n_layer, config.n_head, config.n_embd, config.block_size) == (12, 12, 768, 1024)
+    # and those of the class, which do not know the machine, are the same
+    machine = {"device", "dtype", "compile", "batch_size", "hellaswag_every"}
+    plain = TrainConfig().to_dict()
+    assert {k: v for k, v in config.to_dict().items() if k not in machine} == {
+        k: pytest.approx(v) if k == "min_lr" else v for k, v in plain.items() if k not in machine
+    }
+
+
+def test_defaults_follow_the_machine():
+    for device_type, expected in (("cuda", (64, 250, True)), ("cpu", (4, 0, False)), ("mps", (4, 0, False))):
+        config = resolve({"dtype": "fp32"}, torch.device(device_type), 1)
+        assert (config.batch_size, config.hellaswag_every, config.compile) == expected
+        assert (config.device, config.dtype) == (device_type, "fp32")
+        assert not config.to_save().keys() & {"device", "compile", "batch_size", "hellaswag_every"}
+    asked = {"batch_size": 8, "compile": True, "hellaswag_every": 5, "dtype": "fp32"}
+    assert asked.items() <= resolve(asked, torch.device("cpu"), 1).to_save().items()
+    for flag in ({"hellaswag_data": "items.jsonl"}, {"hellaswag_limit": 9}):  # asks for scores on a CPU
+        assert resolve(flag, torch.device("cpu"), 1).hellaswag_every == 250
+
+
+def test_no_field_is_left_to_be_decided_later():
+    """None is the value of flags that name something optional, and of no other."""
+    optional = {"text", "resume", "init_from", "lora_rank", "hellaswag_data", "hellaswag_limit", "wandb"}
+    for flags in ([], ["--demo"], ["--recipe", "fast"], ["--model", "gpt2-xl"]):
+        config, _ = configure(flags)
+        assert {name for name, value in config.to_dict().items() if value in (None, "auto")} == optional
+
+
+@pytest.mark.parametrize(
+    "rows, device_type, batch_size",
+    [(512, "cuda", 64), (72, "cuda", 36), (3, "cuda", 3), (512, "cpu", 4), (9, "cpu", 3)],
+)
+def test_the_default_batch_size_divides_a_step(rows, device_type, batch_size):
+    flags = {"total_batch_size": rows * 1024, "dtype": "fp32"}
+    assert resolve(flags, torch.device(device_type), 1).batch_size == batch_size
+    assert resolve(flags | {"total_batch_size": rows * 1024 * 8}, torch.device(device_type), 8).batch_size == batch_size
+
+
+def test_a_batch_size_above_a_step_is_lowered():
+    flags = {"total_batch_size": 16 * 1024, "dtype": "fp32", "batch_size": 64}
+    assert resolve(flags, torch.device("cpu"), 1).batch_size == 16
+
+
+def test_the_demo_with_another_model():
+    config, _ = configure(["--demo"])
+    assert (config.n_layer, config.n_head, config.n_embd, config.block_size) == (3, 4, 128, 64)
+    config, _ = configure(["--demo", "--model", "gpt2-medium", "--total-batch-size", "1024"])
+    sizes = dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
+    assert (sizes, config.block_size) == (MODELS["gpt2-medium"], 1024)
+
+
+@pytest.mark.parametrize(
+    "flags, optimizer, schedule, max_lr, min_lr",
+    [
+        ([], "adamw", "cosine", 6e-4, 6e-5),
+        (["--recipe", "gpt2"], "adamw", "cosine", 6e-4, 6e-5),
+        (["--recipe", "fast"], "muon", "wsd", 3.6e-3, 7.2e-5),
+        (["--recipe", "fast", "--optimizer", "adamw"], "adamw", "wsd", 3.6e-3, 7.2e-5),
+        (["--recipe", "fast", "--schedule", "cosine"], "muon", "cosine", 3.6e-3, 3.6e-4),
+        (["--recipe", "fast", "--max-lr", "1e-3", "--min-lr", "0"], "muon", "wsd", 1e-3, 0.0),
+        (["--optimizer", "muon"], "muon", "cosine", 6e-4, 6e-5),
+        (["--schedule", "wsd", "--max-lr", "1e-3"], "adamw", "wsd", 1e-3, 2e-5),
+    ],
+)
+def test_a_recipe_sets_defaults_and_nothing_else(flags, optimizer, schedule, max_lr, min_lr):
+    config, _ = configure(flags)
+    resolved = (config.optimizer, config.schedule, config.max_lr, config.min_lr)
+    assert resolved == (optimizer, schedule, max_lr, pytest.approx(min_lr))
+    plain, _ = configure([])
+    recipe = {"recipe", "optimizer", "schedule", "max_lr", "min_lr"}
+    assert {k: v for k, v in config.to_dict().items() if k not in recipe} == {
+        k: v for k, v in plain.to_dict().items() if k not in recipe
+    }
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    "flags, problem",
+    [
+        (["--cooldown-fraction", "1.1"], "--cooldown-fraction is 1.1. It must be 1 or less."),
+        (["--cooldown-fraction", "-0.1"], "--cooldown-fraction is -0.1. It must be 0 or more."),
+        (["--recipe", "fast", "--decay-steps", "1" + "0" * 400], "--decay-steps is 1000"),
+        (["--cooldown-fraction", "nan"], "--cooldown-fraction is nan. It must be 0 or more."),
+        (["--recipe", "slow"], "argument --recipe: invalid choice: 'slow'"),
+        (["--optimizer", "sgd"], "argument --optimizer: invalid choice: 'sgd'"),
+        (["--schedule", "linear"], "argument --schedule: invalid choice: 'linear'"),
+        (["--dropout", "1"], "--dropout is 1.0. It must be less than 1."),
+        (["--dropout", "-0.1"], "--dropout is -0.1. It must be 0 or more."),
+        (["--init-from", "gpt2", "--no-bias"], "--init-from brings its own sizes. Leave out --no-bias."),
+    ],
+)
+def test_bad_values(flags, problem):
+    with pytest.raises(UserError) as error:
+        configure(flags)
+    [message] = error.value.problems
+    assert message.startswith(problem)
+
+
+def test_all_problems_are_reported_together():
+    with pytest.raises(UserError) as error:
+        configure(["--max-lr", "-1", "--max-steps", "0", "--beta2", "1.5"])
+    assert {p.split()[0] for p in error.value.problems} == {"--max-steps", "--max-lr", "--beta2"}

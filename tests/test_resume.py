@@ -1,0 +1,318 @@
+"""Resuming: the resumed run is the uninterrupted one, and what would change it is refused."""
+
+import json
+import os
+import shutil
+import time
+
+import numpy as np
+import pytest
+import torch
+from helpers import TINY_FLAGS, finish_run, losses, run_to_the_end, start_run
+from training import ONE_PROCESS, assert_same_run, configure, resumed, trained, trainer_file
+
+import train_gpt2
+from support.checkpoints import directory
+from support.cli import UserError
+from support.data import shards
+from train_gpt2 import get_lr, train
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill_before_step(monkeypatch, n):
+    """Makes the step after `n` steps raise, as if the process were killed there."""
+    real_step, done = train_gpt2.train_step, []
+
+    def step_or_die(*args):
+        if len(done) == n:
+            raise Killed
+        done.append(1)
+        return real_step(*args)
+
+    monkeypatch.setattr(train_gpt2, "train_step", step_or_die)
+
+
+# ---- the same run
+
+
+@pytest.mark.parametrize("flags", [["--shuffle"], ["--dtype", "fp16"]])
+def test_a_resumed_run_is_the_uninterrupted_run(byte_shards, tmp_path, flags, monkeypatch):
+    flags = ["--data", byte_shards, "--max-steps", 11, "--checkpoint-every", 4, *flags]
+    trained(tmp_path / "straight", *flags)
+    kill_before_step(monkeypatch, 6)
+    out = tmp_path / "resumed"
+    with pytest.raises(Killed):
+        trained(out, *flags)
+    monkeypatch.undo()
+    with open(out / "log.txt", "a") as log:
+        log.write("6 tra")  # a line that was being written
+    assert configure(["--resume", "--out", out])[1].path == out / "model_00004"
+    resumed(out)
+    assert_same_run(out, tmp_path / "straight")
+
+
+def die_at_step_6(rank):
+    real, calls = train_gpt2.train_step, []
+
+    def step(*args):
+        calls.append(1)
+        if len(calls) == 7:
+            while not os.path.exists("resumed/model_00004"):
+                time.sleep(0.05)
+            os._exit(9)
+        return real(*args)
+
+    train_gpt2.train_step = step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_resumed_fast_run_is_the_uninterrupted_run(byte_shards, tmp_path, world_size):
+    flags = ["--data", byte_shards, "--recipe", "fast", "--shuffle", "--checkpoint-every", 4, "--max-steps", 11]
+    run_to_the_end(*flags, "--out", "straight", cwd=tmp_path, world_size=world_size)
+    ranks = start_run(*flags, "--out", "resumed", cwd=tmp_path, world_size=world_size, sabotage=die_at_step_6)
+    assert any(finish_run(ranks))
+    # the flags of the recipe come from the checkpoint
+    run_to_the_end("--resume", "--out", "resumed", cwd=tmp_path, world_size=world_size)
+    assert_same_run(tmp_path / "resumed", tmp_path / "straight")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_resumed_run_draws_the_same_dropout_masks(byte_shards, tmp_path, world_size):
+    flags = ["--data", byte_shards, "--dropout", 0.3, "--shuffle", "--checkpoint-every", 3, "--decay-steps", 8]
+    run_to_the_end(*flags, "--max-steps", 8, "--out", "straight", cwd=tmp_path, world_size=world_size)
+    run_to_the_end(*flags, "--max-steps", 3, "--out", "resumed", cwd=tmp_path, world_size=world_size)
+    run_to_the_end("--resume", "--max-steps", 8, "--out", "resumed", cwd=tmp_path, world_size=world_size)
+    runs = [tmp_path / name for name in ("straight", "resumed")]
+    assert losses(runs[0] / "log.txt") == losses(runs[1] / "log.txt")
+    assert len({(run / "model_00008" / "model.safetensors").read_bytes() for run in runs}) == 1
+
+
+def a_scale_far_too_high(rank):
+    real = torch.amp.GradScaler
+    torch.amp.GradScaler = lambda *args, **kwargs: real(*args, init_scale=2.0**60, **kwargs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_resumed_between_overflows_is_the_uninterrupted_run(byte_shards, tmp_path, world_size):
+    flags = ["--dtype", "fp16", "--val-every", 0, "--data", byte_shards, "--decay-steps", 40]
+    start = dict(cwd=tmp_path, world_size=world_size, sabotage=a_scale_far_too_high)
+    run_to_the_end(*flags, "--max-steps", 40, "--out", "straight", **start)
+    run_to_the_end(*flags, "--max-steps", 7, "--out", "resumed", **start)
+    # given again, because TINY_FLAGS has other values of these
+    run_to_the_end("--resume", *flags[:4], "--max-steps", 40, "--out", "resumed", **start)
+    assert " | skipped: fp16 overflow number 8;" in (tmp_path / "0.txt").read_text()  # the count continues
+    assert_same_run(tmp_path / "straight", tmp_path / "resumed")
+    states = [trainer_file(tmp_path / run / "model_00040") for run in ("straight", "resumed")]
+    assert states[0]["overflows"] == states[1]["overflows"] > 8 and states[0]["scaler"] == states[1]["scaler"]
+
+
+def test_more_steps_keep_the_schedule(byte_shards, tmp_path):
+    out = tmp_path / "run"
+    trained(out, "--data", byte_shards, "--max-steps", 6, "--checkpoint-every", 3)
+    config, checkpoint = configure(["--resume", "--out", out, "--max-steps", "9"])
+    assert (config.max_steps, config.decay_steps, get_lr(8, config)) == (9, 6, config.min_lr)
+    written = (checkpoint.path / "checkpoint.json").stat().st_mtime_ns
+    train(config, ONE_PROCESS, checkpoint)
+    assert (checkpoint.path / "checkpoint.json").stat().st_mtime_ns == written  # not saved again
+    trained(tmp_path / "straight", "--data", byte_shards, "--max-steps", 9, "--decay-steps", 6)
+    assert (out / "log.txt").read_text() == (tmp_path / "straight" / "log.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_constant_rate_can_end_earlier_or_later(byte_shards, tmp_path):
+    """A run of 20 steps, interrupted at 6, is cut to 10 and extended to 30: each is the run of that length, bit by bit."""
+    flags = ["--data", byte_shards, "--recipe", "fast", "--shuffle", "--checkpoint-every", 6]
+    trained(tmp_path / "20", *flags, "--max-steps", 20)
+    for steps in (10, 30):
+        trained(tmp_path / f"{steps}", *flags, "--max-steps", steps)
+        out = tmp_path / f"to_{steps}"
+        shutil.copytree(tmp_path / "20" / "model_00006", out / "model_00006")
+        shutil.copy(tmp_path / "20" / "log.txt", out)
+        run_to_the_end("--resume", "--out", out, "--max-steps", steps, "--decay-steps", steps, cwd=tmp_path)
+        assert_same_run(out, tmp_path / f"{steps}")
+    assert losses(tmp_path / "10" / "log.txt") != losses(tmp_path / "30" / "log.txt")[:10]
+
+
+# ---- what may not change
+
+
+def test_a_resume_that_would_change_the_run_is_refused(byte_shards, tmp_path):
+    out = tmp_path / "run"
+    trained(out, "--data", byte_shards, "--max-steps", 3)
+    with pytest.raises(UserError) as error:
+        configure(["--resume", "--out", out, "--max-lr", "1e-3", "--n-layer", 2, "--seed", 1, "--batch-size", 2])
+    assert {p.split()[0] for p in error.value.problems} == {"--max-lr", "--seed"}
+    assert "--max-lr is 0.001, but the run in" in "".join(error.value.problems)
+    with pytest.raises(UserError, match="past --max-steps 2"):
+        configure(["--resume", "--out", out, "--max-steps", "2"])
+    other = tmp_path / "other"
+    shutil.copytree(byte_shards, other)
+    manifest = json.loads((other / "manifest.json").read_text())
+    lost = next(s for s in manifest["shards"] if s["split"] == "train")
+    manifest["shards"].remove(lost)
+    (other / lost["file"]).unlink()
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="the train shards are not those"):
+        resumed(out, "--max-steps", "5", "--data", other)
+
+
+def test_a_resume_keeps_its_recipe(byte_shards, tmp_path):
+    out = tmp_path / "run"
+    trained(out, "--data", byte_shards, "--recipe", "fast", "--max-steps", 6)
+    config, _ = configure(["--resume", "--out", out])
+    assert (config.recipe, config.optimizer, config.schedule, config.max_lr) == ("fast", "muon", "wsd", 3e-3)
+    with pytest.raises(UserError) as error:
+        changed = "--recipe gpt2 --optimizer adamw --schedule cosine --cooldown-fraction 0.2".split()
+        configure(["--resume", "--out", out, *changed])
+    refused = {problem.split()[0] for problem in error.value.problems}
+    assert refused == {"--recipe", "--optimizer", "--schedule", "--cooldown-fraction"}
+
+
+def test_a_resume_keeps_bias_and_dropout(byte_shards, tmp_path):
+    out = tmp_path / "run"
+    trained(out, "--data", byte_shards, "--max-steps", 2, "--no-bias", "--dropout", 0.1)
+    config, checkpoint = configure(["--resume", "--out", out])
+    assert (config.bias, config.dropout) == (False, 0.1) and "dropout" in checkpoint.config
+    with pytest.raises(UserError) as error:
+        configure(["--resume", "--out", out, "--bias", "--dropout", "0.2"])
+    assert {p.split()[0] for p in error.value.problems} == {"--bias", "--dropout"}
+
+
+def test_a_resume_chooses_anew_what_depends_on_the_machine(byte_shards, tmp_path):
+    """But for what was given, in the first command or now."""
+    flags = ["--data", byte_shards, "--max-steps", 2, "--checkpoint-every", 2]
+    trained(tmp_path / "run", *flags)
+    assert configure(["--resume", "--out", tmp_path / "run"])[0].dtype == "fp32"  # of TINY_FLAGS
+    stored = trainer_file(tmp_path / "run" / "model_00002")["config"]
+    assert stored["dtype"] == "fp32" and stored["device"] == "cpu" and "compile" not in stored
+    config, _ = configure(["--resume", "--out", tmp_path / "run", "--dtype", "bf16", "--batch-size", "8"])
+    assert (config.dtype, config.batch_size) == ("bf16", 8)
+
+
+@pytest.mark.parametrize(
+    "checkpoint_at, flags",
+    [
+        (13, ["--decay-steps", "30"]),  # the cooldown starts at 12
+        (6, ["--decay-steps", "9"]),  # it would start at 5.4
+        (6, ["--cooldown-fraction", "0.8"]),
+        (6, ["--schedule", "cosine"]),
+    ],
+)
+def test_a_cooldown_that_has_started_is_kept(byte_shards, tmp_path, checkpoint_at, flags):
+    trained(
+        tmp_path / "run", "--data", byte_shards, "--recipe", "fast", "--max-steps", checkpoint_at, "--decay-steps", 20
+    )
+    with pytest.raises(UserError, match=f"^{flags[0]} is {flags[1]}, but the run in .* Leave it out.$"):
+        configure(["--resume", "--out", tmp_path / "run", "--max-steps", "30", *flags])
+
+
+def test_the_end_of_a_cosine_is_kept(byte_shards, tmp_path):
+    trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 6, "--decay-steps", 20)
+    with pytest.raises(UserError, match=r"^--decay-steps is 30, but the run in .* has 20. Leave it out.$"):
+        configure(["--resume", "--out", tmp_path / "run", "--max-steps", "30", "--decay-steps", "30"])
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_run_does_not_resume_with_other_data_of_the_same_size(byte_shards, tmp_path, split):
+    folder, out = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(byte_shards, folder)
+    trained(out, "--data", folder, "--max-steps", 2)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    changed = next(shard for shard in manifest["shards"] if shard["split"] == split)
+    tokens = np.load(folder / changed["file"])[::-1].copy()
+    changed["sha256"] = shards.write_shard(folder / changed["file"], tokens)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=f"the {split} shards are not those that .*model_00002 was trained on"):
+        resumed(out, "--max-steps", "3")
+
+
+# ---- --resume, --resume auto, and neither
+
+
+def test_resume_auto_replaces_a_run_that_saved_nothing(byte_shards, tmp_path):
+    flags = ("--data", byte_shards, "--max-steps", 3, "--checkpoint-every", 0)
+    expected = trained(tmp_path / "run", *flags)
+    with pytest.raises(UserError, match="already contains a run"):
+        trained(tmp_path / "run", *flags)
+    assert trained(tmp_path / "run", *flags, "--resume", "auto") == expected
+
+
+def test_resume_auto_starts_or_resumes(byte_shards, tmp_path):
+    flags = [*TINY_FLAGS, "--data", byte_shards, "--out", tmp_path / "run", "--max-steps", "4", "--resume"]
+    with pytest.raises(UserError, match="no checkpoint in .* to resume from"):
+        configure(flags)
+    config, checkpoint = configure([*flags, "auto"])
+    assert checkpoint is None
+    train(config, ONE_PROCESS)
+    assert configure([*flags, "auto"])[1].path.name == "model_00004"
+
+
+def test_a_run_is_never_overwritten(byte_shards, tmp_path):
+    before = trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 2)
+    with pytest.raises(UserError, match="already contains a run. Continue it with --resume, or name another --out"):
+        trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 2)
+    with pytest.raises(UserError, match="already contains a run"):
+        trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 2, "--demo")
+    assert (tmp_path / "run" / "log.txt").read_text() == before and (tmp_path / "run" / "model_00002").is_dir()
+
+
+def test_a_corrupt_checkpoint_is_reported_and_skipped(byte_shards, tmp_path, capsys):
+    out = tmp_path / "run"
+    trained(out, "--data", byte_shards, "--max-steps", 6, "--checkpoint-every", 2)
+    flipped = bytearray((out / "model_00006" / "model.safetensors").read_bytes())
+    flipped[-1] ^= 1
+    (out / "model_00006" / "model.safetensors").write_bytes(flipped)
+    (out / "model_00004" / "trainer.pt").write_bytes(b"")
+    assert directory.newest_checkpoint(out) == out / "model_00002"
+    warnings = capsys.readouterr().err
+    assert "model_00006 is corrupt: model.safetensors was altered" in warnings
+    assert "model_00004 is corrupt: trainer.pt has 0 bytes" in warnings
+    (out / "model_00002" / "config.json").unlink()
+    with pytest.raises(UserError, match="all checkpoints in .* are corrupt"):
+        configure(["--resume", "--out", out])
+
+
+def test_a_checkpoint_from_before_there_were_recipes_resumes(byte_shards, tmp_path):
+    flags = ["--data", byte_shards, "--max-steps", 6, "--checkpoint-every", 3]
+    straight = trained(tmp_path / "straight", *flags)
+    state = trainer_file(tmp_path / "straight" / "model_00003")
+    for name in ("recipe", "optimizer", "schedule", "cooldown_fraction"):
+        del state["config"][name]
+    out = tmp_path / "run"
+    copy_with_state(tmp_path / "straight" / "model_00003", out / "model_00003", state)
+    (out / "log.txt").write_text(straight)
+    config, _ = configure(["--resume", "--out", out])
+    assert (config.recipe, config.optimizer, config.schedule) == ("gpt2", "adamw", "cosine")
+    resumed(out)
+    assert_same_run(out, tmp_path / "straight")
+
+
+@pytest.mark.parametrize("state", [[1], {"step": 1}, "config", "range"])
+def test_a_state_of_another_trainer_is_refused(byte_shards, tmp_path, state):
+    trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 1)
+    path = tmp_path / "run" / "model_00001"
+    good = trainer_file(path)
+    if state in ("config", "range"):
+        state = good | {"config": good["config"] | {"max_steps": "many" if state == "config" else -1}}
+    shutil.move(path, tmp_path / "good")
+    copy_with_state(tmp_path / "good", path, state)
+    with pytest.raises(UserError, match="cannot resume from .*trainer.pt"):
+        configure(["--resume", "--out", tmp_path / "run"])
+
+
+def copy_with_state(source, target, state):
+    """A copy of a checkpoint with another trainer.pt, and the right checksums."""
+
+    def write_files(folder):
+        for path in source.iterdir():
+            if path.name not in ("trainer.pt", "checkpoint.json"):
+                shutil.copy(path, folder)
+        torch.save(state, folder / "trainer.pt")
+
+    directory.write_checkpoint(target, write_files)

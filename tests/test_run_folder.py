@@ -1,0 +1,53 @@
+"""The folder of a run: one process at a time, and nothing is lost by accident."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from helpers import TINY_FLAGS, start_run, wait_for
+from training import checkpoint_names
+
+import train_gpt2
+from support.checkpoints import run_folder
+from support.checkpoints.directory import newest_checkpoint, write_checkpoint
+from support.cli import UserError
+
+
+def test_a_second_run_in_the_same_folder_is_refused(byte_shards, tmp_path):
+    flags = ["--data", byte_shards, "--max-steps", 100000, "--val-every", 0, "--checkpoint-every", 20]
+    [first] = start_run(*flags, "--out", "run", cwd=tmp_path)
+    out = tmp_path / "run"
+    assert wait_for(lambda: out.exists() and checkpoint_names(out)[:1] == ["model_00020"])
+    for again in (["--resume"], ["--resume", "auto"], [], ["--demo", "--data", byte_shards]):
+        with pytest.raises(UserError, match=rf"run is in use by process {first.pid} on .*another --out"):
+            train_gpt2.main([*TINY_FLAGS, "--data", str(byte_shards), "--out", str(out), *map(str, again)])
+    assert first.is_alive()
+    first.kill()
+    first.join()
+    run_folder.check(str(out), newest_checkpoint(out), "nothing")
+    with pytest.raises(UserError, match="already contains a run. Continue it with --resume"):
+        run_folder.check(str(out), None, "nothing")
+
+
+def test_a_new_run_replaces_a_run_and_nothing_else(tmp_path):
+    for name in ("model_00001", "model_of_mine", ".model_00002.partial", ".model_00001.removed"):
+        (tmp_path / name).mkdir()
+    for name in ("log.txt", "notes.md"):
+        (tmp_path / name).write_text("x")
+    with pytest.raises(UserError, match="already contains a run"):
+        run_folder.claim(str(tmp_path), None, "nothing").close()
+    with pytest.raises(UserError, match="another run saved .*model_00001 while this one was starting"):
+        run_folder.claim(str(tmp_path), None, "log").close()
+    assert len(os.listdir(tmp_path)) == 7
+    run_folder.claim(str(tmp_path), None, "run").close()
+    assert sorted(os.listdir(tmp_path)) == [".lock", "log.earlier.txt", "model_of_mine", "notes.md"]
+    (tmp_path / ".model_00002.partial").mkdir()
+    (tmp_path / "model_00003").mkdir()
+    run_folder.claim(str(tmp_path), tmp_path / "model_00003", "nothing").close()
+    assert sorted(os.listdir(tmp_path)) == [".lock", "log.earlier.txt", "model_00003", "model_of_mine", "notes.md"]
+    write_checkpoint(tmp_path / "model_00004", lambda folder: (folder / "x").write_text("x"))
+    with pytest.raises(UserError, match="another run saved .*model_00004"):
+        run_folder.claim(str(tmp_path), tmp_path / "model_00003", "nothing").close()
+    (tmp_path / "model_00004" / "x").unlink()  # a corrupt checkpoint counts as none
+    run_folder.claim(str(tmp_path), tmp_path / "model_00003", "nothing").close()

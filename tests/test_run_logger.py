@@ -1,0 +1,100 @@
+"""The console's lines about a run: speed, MFU and the remaining time, against figures computed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from training import TINY, config_of
+
+from support.console import run_logger
+from support.console.run_logger import RunLogger
+from support.runtime import devices
+from train_gpt2 import GPT
+
+FLOPS_PER_TOKEN = 6 * (257 * 32 + 63 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32) + 12 * 2 * 32 * 16
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    """What is printed."""
+    return []
+
+
+def logger_of(
+    out: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch, *, max_steps: int, started: float,
+    clock: Iterable[float], first_step: int = 0, world_size: int = 1,
+) -> RunLogger:  # fmt: skip
+    """The logger of rank 0, whose process started at a time of its `clock`."""
+    times = iter(clock)
+    monkeypatch.setattr(run_logger, "STARTED", started)
+    monkeypatch.setattr(run_logger.time, "perf_counter", lambda: next(times))
+    dist = SimpleNamespace(
+        rank=0, world_size=world_size, device=torch.device("cpu"), print0=lines.append, on_rank_zero=lambda f: f()
+    )
+    return RunLogger(
+        config_of("--out", out), dist, first_step=first_step, max_steps=max_steps, tokens_per_step=256,
+        flops_per_token=FLOPS_PER_TOKEN,
+    )  # fmt: skip
+
+
+def test_remaining_time_is_estimated_every_fifty_steps(tmp_path, monkeypatch, lines):
+    """The first step ends at 30 s; the next 50 take 2 s each, with all that is between them, and the others 1 s."""
+    clock = [30.0] + [30.0 + 2 * n for n in range(1, 51)] + [130.0 + n for n in range(1, 351)]
+    logger = logger_of(tmp_path, lines, monkeypatch, max_steps=401, started=10.0, clock=clock)
+    notes = {}
+    for step in range(401):
+        lines.clear()
+        logger.step(step, 1.0, 1e-3, 1.0, 0.5, None)
+        assert lines[0] == (
+            f"step {step:5d} | loss: 1.000000 | lr 1.0000e-03 | norm: 1.0000 | dt: 500.00ms | tok/sec: 512.00"
+        )
+        if lines[1:]:
+            [notes[step]] = lines[1:]
+    assert list(notes) == [0, 50, 100, 150, 200, 250, 300, 350, 400]
+    assert notes[0] == "note    the first step ended 20.0s after the start"
+    assert notes[50] == "note    13,056 of 102,656 tokens; 0:02:00 elapsed, ETA 0:11:40"  # 350 at 2 s
+    assert notes[100] == "note    25,856 of 102,656 tokens; 0:02:50 elapsed, ETA 0:07:30"  # 300 at 1.5 s
+    assert notes[300] == "note    77,056 of 102,656 tokens; 0:06:10 elapsed, ETA 0:01:40"  # 100 at 1 s
+    assert notes[400] == "note    102,656 of 102,656 tokens; 0:07:50 elapsed, ETA 0:00:00"
+    assert len((tmp_path / "log.txt").read_text().splitlines()) == 401
+
+
+def test_mfu_counts_all_gpus_and_time_counts_from_the_resume(tmp_path, monkeypatch, lines):
+    """256 tokens in 0.5 s on two GPUs of 10^9 FLOP/s each."""
+    assert GPT(TINY).flops_per_token() == FLOPS_PER_TOKEN
+    monkeypatch.setattr(devices, "peak_flops", lambda device: 1e9)
+    logger = logger_of(
+        tmp_path, lines, monkeypatch, max_steps=300, started=0.0, clock=[20.0, 30.0], first_step=100, world_size=2
+    )
+    logger.step(100, 1.0, 1e-3, 1.0, 0.5, None)
+    assert lines[0].endswith(f"| mfu: {256 / 0.5 * FLOPS_PER_TOKEN / 2e9:.1%}")
+    logger.step(150, 1.0, 1e-3, 1.0, 0.5, None)
+    assert lines[-1] == (
+        "note    38,656 of 76,800 tokens; 0:00:30 elapsed since the resume, ETA 0:00:30"  # 149 at 0.2 s
+    )
+
+
+def test_no_mfu_where_the_peak_is_not_known(tmp_path, monkeypatch, lines):
+    logger_of(tmp_path, lines, monkeypatch, max_steps=3, started=0.0, clock=[1.0]).step(0, 1.0, 1e-3, 1.0, 0.5, None)
+    assert not any("mfu" in line for line in lines)
+
+
+@pytest.mark.parametrize("seconds, world_size, noted", [(40.0, 2, True), (40.0, 1, False), (20.0, 2, False)])
+def test_steps_longer_than_torchruns_patience_are_noted(tmp_path, monkeypatch, lines, seconds, world_size, noted):
+    logger = logger_of(tmp_path, lines, monkeypatch, max_steps=9, started=0.0, clock=range(1, 9), world_size=world_size)
+    for step in range(3):
+        logger.step(step, 1.0, 1e-3, 1.0, seconds, None)
+    expected = "note    a step takes 40s, and torchrun kills its processes 30s after a signal: "
+    assert sum(line.startswith(expected) for line in lines) == noted
+
+
+def test_a_skipped_step_is_explained_below_its_line(tmp_path, monkeypatch, lines):
+    logger = logger_of(tmp_path, lines, monkeypatch, max_steps=9, started=0.0, clock=[1.0])
+    logger.step(0, float("nan"), 1e-3, 1.0, 0.5, "skipped: the loss or the gradient is not finite")
+    assert lines[0].startswith("step     0 | loss: nan | ")
+    assert lines[1] == "step     0 | skipped: the loss or the gradient is not finite"
+    assert (tmp_path / "log.txt").read_text() == "0 train nan\n"

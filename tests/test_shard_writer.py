@@ -1,0 +1,310 @@
+"""Shards equal those of the plain loop, whatever interrupts the run; which of them are for validation; full disks."""
+
+import contextlib
+import hashlib
+import json
+import random
+import shutil
+import time
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import FORKS, ROOT
+from shard_helpers import (
+    ADVERSARIAL,
+    LONG,
+    corpus_of,
+    interrupt,
+    plain_bytes,
+    plain_loop,
+    set_batch_chars,
+    shards_in,
+    split_sizes,
+    tokens_in,
+)
+
+import fineweb
+from support.cli import UserError
+from support.data import corpus, shards
+from support.data.corpus import Documents
+
+
+@pytest.mark.parametrize("shard_size", [2, 3, 100, 255, 256, 700])
+def test_shards_equal_the_plain_loop(tmp_path, shard_size):
+    fineweb.make_shards(corpus_of(ADVERSARIAL), tmp_path, tokenizer="bytes", shard_size=shard_size)
+    expected = plain_loop(ADVERSARIAL, plain_bytes, 256, shard_size)
+    assert shards_in(tmp_path) == [("train" if i else "val", i, tokens) for i, tokens in enumerate(expected)]
+    assert all(np.load(path).dtype == np.uint16 for path in tmp_path.glob("*.npy"))
+
+
+def test_the_manifest_describes_the_shards(tmp_path):
+    source = Documents("some texts", lambda: ADVERSARIAL, "abc123", "texts")
+    fineweb.make_shards(source, tmp_path, tokenizer="bytes", shard_size=256)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert {k: manifest[k] for k in ("tokenizer", "vocab_size", "source", "revision", "complete")} == {
+        "tokenizer": "bytes", "vocab_size": 257, "source": "some texts", "revision": "abc123", "complete": True,
+    }  # fmt: skip
+    for shard in manifest["shards"]:
+        file = tmp_path / shard["file"]
+        assert shard["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+        assert shard["tokens"] == len(np.load(file)) and shard["split"] in shard["file"]
+        assert shard["documents"] == np.count_nonzero(np.load(file) == 256)
+    assert sum(shard["documents"] for shard in manifest["shards"]) == len(ADVERSARIAL)
+
+
+def test_max_tokens_cuts_the_corpus(tmp_path):
+    texts = ["a" * 9] * 20
+    fineweb.make_shards(corpus_of(texts), tmp_path, tokenizer="bytes", max_tokens=47, shard_size=20)
+    assert tokens_in(tmp_path) == [*plain_loop(texts, plain_bytes, 256, 20)[:2], [256, *[97] * 6]]
+
+
+# ---- the validation split
+
+
+def test_the_last_documents_of_a_small_corpus_are_held_out(tmp_path):
+    texts = ["a" * 9] * 20  # 200 tokens in documents of 10
+    fineweb.make_shards(corpus_of(texts), tmp_path / "tenth", tokenizer="bytes")
+    assert split_sizes(tmp_path / "tenth") == [("val", 20), ("train", 180)]
+    fineweb.make_shards(corpus_of(texts), tmp_path / "third", tokenizer="bytes", val_fraction=1 / 3)
+    assert split_sizes(tmp_path / "third") == [("val", 70), ("train", 130)]  # 7 documents are nearest to 66.7 tokens
+    fineweb.make_shards(corpus_of(texts), tmp_path / "many", tokenizer="bytes", val_fraction=0.3, shard_size=50)
+    assert [(split, index, len(tokens)) for split, index, tokens in shards_in(tmp_path / "many")] == [
+        ("val", 0, 50), ("val", 1, 10), ("train", 2, 50), ("train", 3, 50), ("train", 4, 40),
+    ]  # fmt: skip
+    fineweb.make_shards(corpus_of(["b" * 999]), tmp_path / "one", tokenizer="bytes")
+    assert tokens_in(tmp_path / "one") == [[98] * 100, [256] + [98] * 899]  # cut inside the only document
+
+
+@pytest.mark.parametrize(
+    "max_tokens, expected", [(500, [("val", 50), ("train", 450)]), (501, [("val", 500), ("train", 1)])]
+)
+def test_only_a_corpus_of_one_shard_is_split(tmp_path, max_tokens, expected):
+    texts = ["a" * 9] * 99
+    fineweb.make_shards(corpus_of(texts), tmp_path, tokenizer="bytes", shard_size=500, max_tokens=max_tokens)
+    assert split_sizes(tmp_path) == expected
+
+
+def test_split_documents_cuts_inside_a_document(tmp_path, capsys):
+    """Of documents of 10, 30 and 60 tokens, a cut between documents holds out 60."""
+    texts = ["a" * 9, "b" * 29, "c" * 59]
+    fineweb.make_shards(corpus_of(texts), tmp_path / "between", tokenizer="bytes")
+    assert split_sizes(tmp_path / "between") == [("val", 60), ("train", 40)]
+    assert "note: that is more than 10%" in capsys.readouterr().out
+    fineweb.make_shards(corpus_of(texts), tmp_path / "inside", tokenizer="bytes", split_documents=True)
+    assert split_sizes(tmp_path / "inside") == [("val", 10), ("train", 90)]
+    assert "note" not in capsys.readouterr().out
+    texts = ["a" * 59, "b" * 29, "c" * 10]  # a document starts one token from the ideal cut: near enough
+    fineweb.make_shards(corpus_of(texts), tmp_path / "near", tokenizer="bytes", split_documents=True)
+    assert split_sizes(tmp_path / "near") == [("val", 11), ("train", 90)]
+
+
+# ---- interrupted runs
+
+
+def test_the_same_command_again_resumes_or_has_nothing_to_do(tmp_path, monkeypatch):
+    set_batch_chars(monkeypatch, 50)
+
+    class Died(Exception):
+        pass
+
+    def dying():
+        yield from ["a" * 250] * 5
+        raise Died
+
+    with pytest.raises(Died):
+        fineweb.make_shards(Documents("texts", dying), tmp_path, tokenizer="bytes", shard_size=100)
+    with pytest.raises(UserError, match="are not complete .* Run the same fineweb.py command again"):
+        shards.open_shards(tmp_path, "train")
+    texts = [*["a" * 250] * 5, "b" * 30]
+    fineweb.make_shards(corpus_of(texts), tmp_path, tokenizer="bytes", shard_size=100)
+    assert tokens_in(tmp_path) == plain_loop(texts, plain_bytes, 256, 100)
+    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    fineweb.make_shards(corpus_of(texts), tmp_path, tokenizer="bytes", shard_size=100)
+    assert stamps == {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+
+
+def make_shards_slowly(texts, out, options):
+    """So that a kill can come at any moment of it."""
+    corpus.BATCH_CHARS = 500
+    atomic_write = shards.files.atomic_write
+    shards.files.atomic_write = lambda path: (time.sleep(0.003), atomic_write(path))[1]
+    fineweb.make_shards(corpus_of(texts), out, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"val_fraction": 0.3}, {"max_tokens": 30_000}])
+def test_killed_at_any_moment_the_same_command_makes_the_same_bytes(tmp_path, monkeypatch, options):
+    set_batch_chars(monkeypatch, 500)
+    rng = random.Random(0)
+    texts = [" ".join(str(rng.random()) for _ in range(rng.randrange(60))) for _ in range(80)]
+    options = options | {"tokenizer": "bytes", "shard_size": 700}
+    fineweb.make_shards(corpus_of(texts), tmp_path / "expected", **options)
+    stamps, kills = {}, 0
+    while True:
+        process = FORKS.Process(target=make_shards_slowly, args=(texts, tmp_path / "out", options))
+        process.start()
+        before = len(list(tmp_path.glob("out/*.npy")))
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("out/*.npy"))) < before + rng.randrange(1, 9) and process.is_alive():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(rng.random() * 0.01)
+        if kills < 12:
+            process.kill()
+            kills += process.is_alive()
+        process.join(60)
+        for path, stamp in stamps.items():
+            assert not path.exists() or path.stat().st_mtime_ns == stamp, f"{path.name} was written again"
+        manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+        listed = [tmp_path / "out" / s["file"] for s in (*manifest["shards"], *manifest.get("counted", []))]
+        stamps = {path: path.stat().st_mtime_ns for path in listed}
+        if process.exitcode == 0:
+            break
+    assert kills >= 3
+    assert shards_in(tmp_path / "out") == shards_in(tmp_path / "expected")
+    out, expected = (sorted((tmp_path / name).iterdir()) for name in ("out", "expected"))
+    assert [path.name for path in out] == [path.name for path in expected]
+    assert (tmp_path / "out/manifest.json").read_bytes() == (tmp_path / "expected/manifest.json").read_bytes()
+
+
+@pytest.mark.parametrize("harm", [lambda p: p.unlink(), lambda p: p.write_bytes(p.read_bytes()[:-50])])
+def test_lost_shards_are_made_again(tmp_path, harm):
+    def make():
+        fineweb.make_shards(corpus_of(["a" * 250]), tmp_path, tokenizer="bytes", shard_size=100)
+
+    make()
+    before = shards_in(tmp_path)
+    harm(tmp_path / "texts_train_000001.npy")
+    with pytest.raises(UserError, match=r"texts_train_000001\.npy .* Run the command that made these shards again"):
+        shards.open_shards(tmp_path, "train")
+    make()
+    assert shards_in(tmp_path) == before and len(shards.open_shards(tmp_path, "train")) == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"val_fraction": 0.2}])
+def test_only_lost_shards_are_made_again(tmp_path, options):
+    texts = [f"{i} " * 50 for i in range(40)]
+
+    def make():
+        fineweb.make_shards(corpus_of(texts), tmp_path, tokenizer="bytes", shard_size=500, **options)
+
+    make()
+    before, paths = shards_in(tmp_path), sorted(tmp_path.glob("*_train_*.npy"))
+    stamps = [path.stat().st_mtime_ns for path in paths]
+    content = bytearray(paths[5].read_bytes())
+    content[-1] ^= 1  # a single bit
+    paths[5].write_bytes(content)
+    make()
+    assert shards_in(tmp_path) == before
+    assert [path.stat().st_mtime_ns for path in paths[:5]] == stamps[:5]
+
+
+@pytest.mark.parametrize("harm", [lambda p: p.unlink(), lambda p: p.write_bytes(p.read_bytes()[:-50])])
+@pytest.mark.parametrize("options, after", [({}, 5), ({"val_fraction": 0.3}, 5), ({"val_fraction": 0.3}, 14)])
+def test_lost_shards_of_an_unfinished_run_are_made_again(tmp_path, monkeypatch, options, after, harm):
+    fineweb.make_shards(corpus_of(LONG), tmp_path / "expected", tokenizer="bytes", shard_size=500, **options)
+    interrupt(LONG, tmp_path / "out", monkeypatch, after, shard_size=500, **options)
+    harm(sorted((tmp_path / "out").glob("*00002.npy"))[0])
+    fineweb.make_shards(corpus_of(LONG), tmp_path / "out", tokenizer="bytes", shard_size=500, **options)
+    assert shards_in(tmp_path / "out") == shards_in(tmp_path / "expected")
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {p.name for p in (tmp_path / "expected").iterdir()}
+
+
+def test_a_run_resumes_with_other_batches(tmp_path, monkeypatch):
+    set_batch_chars(monkeypatch, 3000)
+    interrupt(LONG, tmp_path, monkeypatch, 4, shard_size=500)
+    set_batch_chars(monkeypatch, 70)
+    fineweb.make_shards(corpus_of(LONG), tmp_path, tokenizer="bytes", shard_size=500)
+    assert tokens_in(tmp_path) == plain_loop(LONG, plain_bytes, 256, 500)
+
+
+def test_a_run_interrupted_while_a_small_corpus_is_split_resumes(tmp_path, monkeypatch):
+    interrupt(["a" * 9] * 20, tmp_path, monkeypatch, 1)
+    fineweb.make_shards(corpus_of(["a" * 9] * 20), tmp_path, tokenizer="bytes")
+    assert split_sizes(tmp_path) == [("val", 20), ("train", 180)]
+
+
+@pytest.mark.parametrize("name, options", [("in_order", {}), ("counted", {"val_fraction": 0.3})])
+def test_a_run_of_an_earlier_version_resumes(tmp_path, name, options):
+    """With a manifest that commit ce63d66 left when it was killed while it wrote shard 4, and the files next to it."""
+    out = tmp_path / "out"
+    out.mkdir()
+    shutil.copy(ROOT / "tests" / "fixtures" / "ce63d66" / f"manifest_{name}.json", out / "manifest.json")
+    manifest = json.loads((out / "manifest.json").read_text())
+    kept = [out / entry["file"] for entry in (*manifest["shards"], *manifest["counted"])]
+    for path, tokens in zip(kept, plain_loop(LONG, plain_bytes, 256, 500)[:4], strict=True):
+        np.save(path, np.array(tokens, dtype=np.uint16))
+    (out / kept[-1].name.replace("000003.npy", "000004.npy.partial")).write_bytes(b"a part")
+    (out / "manifest.json.partial").write_bytes(b"a part")
+    stamps = [path.stat().st_mtime_ns for path in kept]
+    for folder in (out, tmp_path / "expected"):
+        fineweb.make_shards(corpus_of(LONG), folder, tokenizer="bytes", shard_size=500, **options)
+    if name == "in_order":
+        assert [path.stat().st_mtime_ns for path in kept] == stamps
+    assert {path.name: path.read_bytes() for path in out.iterdir() if path.name != ".lock"} == {
+        path.name: path.read_bytes() for path in (tmp_path / "expected").iterdir() if path.name != ".lock"
+    }
+
+
+# ---- disks
+
+
+def free_space(monkeypatch, bytes):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=bytes))
+
+
+def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text " * 1000)
+    free_space(monkeypatch, 5000)
+    source = fineweb.file_source([str(tmp_path / "a.txt")], "text")
+    with pytest.raises(UserError, match=r"out has 0\.0 MB free, and about 0\.0 MB are needed to make the shards"):
+        fineweb.make_shards(source, tmp_path / "out", tokenizer="bytes")
+    assert not (tmp_path / "out").exists()
+    fineweb.make_shards(source, tmp_path / "out", tokenizer="bytes", max_tokens=2000)
+
+
+def test_a_resumed_run_needs_only_the_rest_of_the_space(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text " * 4000)
+    source = fineweb.file_source([str(tmp_path / "a.txt")], "text")
+    set_batch_chars(monkeypatch, 300)
+    atomic_write = shards.files.atomic_write
+    for max_shards, error in ((30, "broken"), (70, "broken"), (999, None)):  # while it is counted, while it is split
+        written = []
+
+        def fail_after(path, written=written, max_shards=max_shards):
+            written.extend([path] if path.suffix == ".npy" else [])
+            if len(written) > max_shards:
+                raise OSError(5, "broken")
+            return atomic_write(path)
+
+        free_space(monkeypatch, 80_100 - sum(2 * len(np.load(path)) for path in (tmp_path / "out").glob("*.npy")))
+        monkeypatch.setattr(shards.files, "atomic_write", fail_after)
+        with pytest.raises(UserError, match=error) if error else contextlib.nullcontext():
+            fineweb.make_shards(source, tmp_path / "out", tokenizer="bytes", shard_size=400, val_fraction=0.5)
+    free_space(monkeypatch, 79_000)
+    with pytest.raises(UserError, match="are needed"):
+        fineweb.make_shards(source, tmp_path / "other", tokenizer="bytes", shard_size=400, val_fraction=0.5)
+    fineweb.make_shards(source, tmp_path / "other", tokenizer="bytes", shard_size=400)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("number", [3, 9])  # the last one
+def test_after_a_full_disk_the_same_command_resumes(tmp_path, monkeypatch, number):
+    texts, save = ["word " * 100] * 9, np.save
+
+    def save_to_full_disk(file, tokens):
+        if f"_{number:06d}" in file.name:
+            with open("/dev/full", "wb", 0) as disk:
+                disk.write(b"x")
+        save(file, tokens)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "save", save_to_full_disk)
+        expected = rf"cannot write to .* \(No space left on device\)\. {number} shards are finished"
+        with pytest.raises(UserError, match=expected):
+            fineweb.make_shards(corpus_of(texts), tmp_path, tokenizer="bytes", shard_size=500)
+    assert not shards.is_complete(tmp_path) and not list(tmp_path.glob("*partial*"))
+    fineweb.make_shards(corpus_of(texts), tmp_path, tokenizer="bytes", shard_size=500)
+    assert tokens_in(tmp_path) == plain_loop(texts, plain_bytes, 256, 500)

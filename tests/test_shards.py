@@ -1,0 +1,141 @@
+"""Shards and manifests on disk: which files they are, and which are rejected."""
+
+import io
+
+import numpy as np
+import pytest
+
+from support.cli import UserError
+from support.data import shards
+
+
+def write_shards(folder, lengths, split="train"):
+    for index, n in enumerate(lengths):
+        shards.write_shard(folder / shards.shard_name("count", split, index), np.arange(n, dtype=np.uint16))
+
+
+def test_which_files_are_shards_of_a_split(tmp_path):
+    for name in (
+        "a_train_000002.npy",
+        "a_val_000000.npy",
+        "train_b_val_000001.npy",
+        "a_train_000001.npy",
+        "train.npy",
+        "a_train_1.npy",
+    ):
+        (tmp_path / name).touch()
+    (tmp_path / "a_train_000003.npy").mkdir()
+    assert [p.name for p in shards.shard_paths(tmp_path, "train")] == ["a_train_000001.npy", "a_train_000002.npy"]
+    assert [p.name for p in shards.shard_paths(tmp_path, "val")] == ["a_val_000000.npy", "train_b_val_000001.npy"]
+    assert shards.shard_paths(tmp_path / "nowhere", "val") == []
+
+
+def test_a_shard_is_the_file_that_numpy_saves(tmp_path):
+    """Of a contiguous array, a slice of one, and a slice of a memory-mapped shard."""
+    import hashlib
+
+    array = np.arange(1000, dtype=np.uint16)
+    np.save(tmp_path / "whole.npy", array)
+    mapped = np.load(tmp_path / "whole.npy", mmap_mode="r")
+    for tokens in (array, array[17:60], mapped[17:60]):
+        expected = io.BytesIO()
+        np.save(expected, np.array(tokens))
+        sha256 = shards.write_shard(tmp_path / "x_train_000000.npy", tokens)
+        content = (tmp_path / "x_train_000000.npy").read_bytes()
+        assert content == expected.getvalue() and sha256 == hashlib.sha256(content).hexdigest()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["whole.npy", "x_train_000000.npy"]
+
+
+def write_bad_shard(path, kind):
+    good = np.arange(100, dtype=np.uint16)
+    if kind == "truncated":
+        np.save(path, good)
+        path.write_bytes(path.read_bytes()[:-20])
+    elif kind == "text":
+        path.write_text("hello")
+    elif kind == "empty":
+        path.touch()
+    elif kind == "several arrays":
+        with open(path, "wb") as file:
+            np.savez(file, a=good, b=good)
+    elif kind == "bad header":
+        np.save(path, good)
+        path.write_bytes(path.read_bytes().replace(b"(100,)", b"(((((("))
+    elif kind == "no tokens":
+        np.save(path, good[:0])
+    elif kind == "pickle":
+        np.save(path, np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    else:
+        np.save(path, {"int64": good.astype(np.int64), "2-dimensional": good.reshape(10, 10)}[kind])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "truncated",
+        "text",
+        "empty",
+        "pickle",
+        "int64",
+        "2-dimensional",
+        "several arrays",
+        "bad header",
+        "no tokens",
+    ],
+)
+def test_a_bad_shard_among_good_ones_is_named(tmp_path, kind):
+    write_shards(tmp_path, (100, 100))
+    write_bad_shard(tmp_path / "count_train_000002.npy", kind)
+    with pytest.raises(UserError) as error:
+        shards.open_shards(tmp_path, "train")
+    [problem] = error.value.problems
+    assert "count_train_000002.npy" in problem and problem.endswith(".")
+
+
+GOOD_MANIFEST = {
+    "tokenizer": "bytes",
+    "vocab_size": 257,
+    "complete": True,
+    "shards": [{"file": "count_train_000000.npy", "split": "train", "tokens": 100}],
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokenizer": ["bytes"]},
+        {"tokenizer": "gpt5"},
+        {"vocab_size": 5},
+        {"shards": None},
+        {"shards": [{"file": "../x_train_000001.npy", "split": "train", "tokens": 9}]},
+        {"shards": [{"file": "x_train_000001.npy", "split": "train", "tokens": "9"}]},
+        {"shards": [{"file": "x_train_000001.npy", "tokens": 9}]},
+        {"shards": [{"file": None, "split": "train", "tokens": 9}]},
+        {"complete": "no"},
+    ],
+)
+def test_a_bad_manifest_is_rejected(tmp_path, change):
+    write_shards(tmp_path, (100,))
+    shards.write_manifest(tmp_path, GOOD_MANIFEST)
+    assert len(shards.open_shards(tmp_path, "train")) == 1
+    shards.write_manifest(tmp_path, GOOD_MANIFEST | change)
+    with pytest.raises(UserError, match="manifest|not complete"):
+        shards.open_shards(tmp_path, "train")
+
+
+def test_shards_that_are_not_as_in_the_manifest_are_named(tmp_path):
+    write_shards(tmp_path, (90, 100))
+    (tmp_path / "count_train_000002.npy").write_bytes((tmp_path / "count_train_000001.npy").read_bytes())
+    entries = [{"file": f"count_train_00000{i}.npy", "split": "train", "tokens": 100} for i in (0, 1, 3)]
+    shards.write_manifest(tmp_path, GOOD_MANIFEST | {"shards": entries})
+    with pytest.raises(UserError) as error:
+        shards.open_shards(tmp_path, "train")
+    missing, shorter, unlisted = error.value.problems
+    assert "count_train_000003.npy is missing. Run the command" in missing
+    assert "count_train_000000.npy has 90 tokens, not 100 as in the manifest" in shorter
+    assert "count_train_000002.npy is not in the manifest" in unlisted
+
+
+def test_without_shards_the_error_says_how_to_get_some(tmp_path):
+    with pytest.raises(UserError, match=r'no train shards in .*"python fineweb\.py".*"--demo"'):
+        shards.open_shards(tmp_path / "nowhere", "train")

@@ -1,0 +1,194 @@
+"""TensorBoard's and Weights & Biases' files, read back."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from helpers import losses, run_to_the_end
+from training import ONE_PROCESS, config_of, configure
+
+import train_gpt2
+from support.cli import UserError
+from support.console.log import read_values
+from train_gpt2 import get_lr, train
+
+
+def curves(out):
+    """The scalars of a run as TensorBoard shows them, {name: {step: value}}, and the accumulator itself."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(out / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
+    events.Reload()
+    scalars = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    for name, points in scalars.items():
+        assert len(dict(points)) == len(points), f"a step of {name} twice"
+    return {name: dict(points) for name, points in scalars.items()}, events
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+
+
+def records(path):
+    """The records of a .wandb file: a header of 7 bytes, then the format of LevelDB's log, blocks of 32 kB."""
+    content, position, record = path.read_bytes(), 7, b""
+    assert content[:4] == b":W&B"
+    while position + 7 <= len(content):
+        if (left := 32768 - position % 32768) < 7:
+            position += left
+            continue
+        size, kind = int.from_bytes(content[position + 4 : position + 6], "little"), content[position + 6]
+        record += content[position + 7 : position + 7 + size]
+        position += 7 + size
+        if kind in (1, 4):  # a complete record, or the last part of one
+            yield record
+            record = b""
+
+
+def history(out):
+    """The values in wandb's offline files, {name: {step: value}}, the configuration, the final values, the ids."""
+    from wandb.proto import wandb_internal_pb2
+
+    found, config, summary, ids = {}, {}, {}, set()
+
+    def values(items):
+        return {(item.key or item.nested_key[0]): json.loads(item.value_json) for item in items}
+
+    for path in sorted((out / "wandb").glob("offline-run-*/run-*.wandb")):
+        for record in map(wandb_internal_pb2.Record.FromString, records(path)):
+            if record.HasField("run"):
+                ids.add((record.run.project, record.run.run_id))
+                config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+            elif record.HasField("history"):
+                items = values(record.history.item)
+                for name, value in items.items():
+                    found.setdefault(name, {})[items["step"]] = value
+            elif record.HasField("summary"):
+                summary |= values(record.summary.update)
+    return found, config, summary, ids
+
+
+def check_against_the_log(shown, out, config):
+    for name, curve in (("train", "loss/train"), ("val", "loss/val")):
+        logged = read_values(out / "log.txt", name)
+        assert logged.keys() == shown[curve].keys()
+        assert all(shown[curve][step] == pytest.approx(value, abs=1e-4) for step, value in logged.items())
+    assert shown["update/lr"] == {step: pytest.approx(get_lr(step, config)) for step in range(config.max_steps)}
+    assert all(value > 0 for value in [*shown["update/norm"].values(), *shown["speed/tokens_per_second"].values()])
+    assert "speed/mfu" not in shown  # a CPU's peak is not known
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_tensorboard_has_curves_samples_and_hyperparameters(byte_shards, tmp_path, world_size):
+    flags = ["--data", byte_shards, "--max-steps", 8, "--sample-every", 8, "--prompt", "7 + 5", "--tensorboard"]
+    run_to_the_end(*flags, "--out", "run", cwd=tmp_path, world_size=world_size)
+    out, config = tmp_path / "run", config_of(*flags)
+    shown, events = curves(out)
+    check_against_the_log(shown, out, config)
+    [sample] = events.Tensors("sample/0/text_summary")
+    assert sample.step == 8 and sample.tensor_proto.string_val[0].decode().startswith("7 + 5")
+    [final] = shown["final/loss/val"].values()
+    assert final == pytest.approx(losses(out / "log.txt", "val")[-1], abs=1e-4)
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    flags_shown = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert flags_shown["max_lr"].number_value == config.max_lr and flags_shown["optimizer"].string_value == "adamw"
+    assert flags_shown["n_layer"].number_value == 2 and flags_shown["shuffle"].bool_value is False
+
+
+@pytest.mark.slow
+def test_a_resumed_run_continues_the_same_curves(byte_shards, tmp_path, offline, monkeypatch):
+    """Killed at step 6, with its last checkpoint at 4: steps 4 and 5 run twice, and are shown once."""
+    out = tmp_path / "run"
+    flags = ["--data", byte_shards, "--out", out, "--max-steps", 9, "--checkpoint-every", 4]
+    flags += ["--tensorboard", "--wandb", "mine"]
+    train_step, steps = train_gpt2.train_step, []
+
+    class Killed(BaseException):
+        pass
+
+    def step_or_die(*args):
+        steps.append(1)
+        if len(steps) == 7:
+            raise Killed
+        return train_step(*args)
+
+    monkeypatch.setattr(train_gpt2, "train_step", step_or_die)
+    with pytest.raises(Killed):
+        train(config_of(*flags), ONE_PROCESS)
+    monkeypatch.setattr(train_gpt2, "train_step", train_step)
+    config, checkpoint = configure(["--resume", "--out", str(out)])
+    assert checkpoint.path.name == "model_00004" and config.tensorboard and config.wandb == "mine"
+    train(config, ONE_PROCESS, checkpoint)
+    shown, _ = curves(out)
+    check_against_the_log(shown, out, config)
+    found, flags_shown, summary, ids = history(out)
+    check_against_the_log(found, out, config)
+    assert len(ids) == 1 and {project for project, _ in ids} == {"mine"}
+    assert flags_shown["max_lr"] == config.max_lr and flags_shown["n_layer"] == 2
+    assert summary["final/loss/train"] == pytest.approx(losses(out / "log.txt")[-1], abs=1e-5)
+
+
+def test_a_run_that_replaces_another_starts_new_curves(byte_shards, tmp_path):
+    flags = ["--data", byte_shards, "--out", tmp_path, "--tensorboard", "--checkpoint-every", 0, "--resume", "auto"]
+    train(config_of(*flags, "--max-steps", 5), ONE_PROCESS)
+    train(config_of(*flags, "--max-steps", 3), ONE_PROCESS)
+    shown, _ = curves(tmp_path)
+    assert shown["loss/train"].keys() == {0, 1, 2}
+
+
+def test_curves_that_cannot_be_written_end_and_training_does_not(byte_shards, tmp_path, monkeypatch, capsys):
+    from torch.utils.tensorboard import SummaryWriter
+
+    add_scalar = SummaryWriter.add_scalar
+
+    def disk_full(self, name, value, step):
+        if step == 2:
+            raise OSError(28, "No space left on device")
+        add_scalar(self, name, value, step)
+
+    monkeypatch.setattr(SummaryWriter, "add_scalar", disk_full)
+    train(config_of("--data", byte_shards, "--out", tmp_path / "run", "--max-steps", 5, "--tensorboard"), ONE_PROCESS)
+    assert len(losses(tmp_path / "run" / "log.txt")) == 5
+    warning = "warning: --tensorboard stopped ([Errno 28] No space left on device). Training continues without it.\n"
+    assert capsys.readouterr().err.count(warning) == 1
+
+
+@pytest.mark.parametrize("name, module", [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
+def test_a_package_that_is_not_installed_is_named(byte_shards, tmp_path, monkeypatch, name, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    (tmp_path / "log.txt").write_text("0 train 5.0\n")  # of an earlier run, which is not replaced
+    with pytest.raises(UserError, match=f"^--{name} needs its package. Run pip install {name}.$"):
+        train(config_of("--data", byte_shards, "--out", tmp_path, "--resume", "auto", f"--{name}"), ONE_PROCESS)
+    assert (tmp_path / "log.txt").exists()
+
+
+def test_wandb_that_cannot_start_is_one_line(byte_shards, tmp_path, monkeypatch):
+    import wandb
+
+    def refuse(**options):
+        raise wandb.errors.UsageError("no API key configured")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(UserError, match="^--wandb cannot start: no API key configured. Run wandb login"):
+        train(config_of("--data", byte_shards, "--out", tmp_path / "run", "--wandb"), ONE_PROCESS)
+
+
+def test_mfu_is_shown_where_the_peak_is_known(byte_shards, tmp_path, monkeypatch):
+    monkeypatch.setattr("support.runtime.devices.peak_flops", lambda device: 1e12)
+    config = config_of("--data", byte_shards, "--out", tmp_path, "--max-steps", 2, "--tensorboard")
+    state = train(config, ONE_PROCESS)
+    shown, _ = curves(tmp_path)
+    assert len(shown["speed/mfu"]) == 2
+    for step, speed in shown["speed/tokens_per_second"].items():
+        assert shown["speed/mfu"][step] == pytest.approx(speed * state.model.flops_per_token() / 1e12, rel=1e-5)
+
+
+def test_nothing_is_tracked_by_default(byte_shards, tmp_path):
+    train(config_of("--data", byte_shards, "--out", tmp_path / "run", "--max-steps", 2), ONE_PROCESS)
+    assert {p.name for p in (tmp_path / "run").iterdir()} <= {".lock", "log.txt", "model_00002"}

@@ -1,0 +1,80 @@
+"""What the tests of training share: a tiny model, its flags, and runs in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from helpers import TINY_FLAGS, TINY_SIZES
+from torch.utils._pytree import tree_leaves
+
+from support.checkpoints import directory
+from support.checkpoints.start import gather_flags
+from support.checkpoints.state import Checkpoint, TrainState
+from support.cli import parse_flags
+from support.runtime.distributed import Distributed
+from train_gpt2 import GPTConfig, TrainConfig, resolve, same_schedule_so_far, train
+
+torch.set_num_threads(1)  # models this small gain nothing from a second thread, and lose much where cores are shared
+TINY = GPTConfig(**TINY_SIZES)
+ONE_PROCESS = Distributed(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+FP32 = torch.autocast("cpu", enabled=False)
+
+
+def configure(flags: list[str] | tuple[str, ...]) -> tuple[TrainConfig, Checkpoint | None]:
+    """The configuration that `main` makes of a command line, and the checkpoint that it resumes from."""
+    given = parse_flags(TrainConfig, [str(flag) for flag in flags], "")
+    all_flags, checkpoint = gather_flags(TrainConfig, given, ONE_PROCESS, same_schedule_so_far)
+    return resolve(all_flags, ONE_PROCESS.device, 1), checkpoint
+
+
+def config_of(*flags: object) -> TrainConfig:
+    """The configuration of TINY_FLAGS and these."""
+    return configure([*TINY_FLAGS, *map(str, flags)])[0]
+
+
+def trained(out: Path, *flags: object) -> str:
+    """The log of a run in this process with TINY_FLAGS and these."""
+    train(config_of("--out", out, *flags), ONE_PROCESS)
+    return (out / "log.txt").read_text()
+
+
+def resumed(out: Path, *flags: object) -> TrainState:
+    """The final state of a run that is resumed in this process."""
+    config, checkpoint = configure(["--resume", "--out", str(out), *map(str, flags)])
+    assert checkpoint is not None
+    return train(config, ONE_PROCESS, checkpoint)
+
+
+def trainer_file(checkpoint: Path) -> dict:
+    """The content of `trainer.pt`."""
+    return torch.load(checkpoint / "trainer.pt", weights_only=True)
+
+
+def checkpoint_names(out: Path) -> list[str]:
+    """The names of all checkpoints in a run's folder, of partly written ones too."""
+    return sorted(path.name for path in out.iterdir() if "model" in path.name)
+
+
+def differences(a: Path, b: Path) -> list[str]:
+    """What differs between two runs, in any bit of the log or of the last checkpoint."""
+    found = [] if (a / "log.txt").read_bytes() == (b / "log.txt").read_bytes() else ["log.txt"]
+    last, other = directory.newest_checkpoint(a), directory.newest_checkpoint(b)
+    assert last is not None and other is not None
+    if last.name != other.name:
+        return [*found, f"{last.name} and {other.name}"]
+    listed = json.loads((last / "checkpoint.json").read_text())["files"]
+    found += [
+        name for name in listed if name != "trainer.pt" and (last / name).read_bytes() != (other / name).read_bytes()
+    ]
+    ours, theirs = trainer_file(last), trainer_file(other)
+    found += [f"{key} in trainer.pt" for key in ("step", "data", "scaler") if ours[key] != theirs[key]]
+    tensors = zip(tree_leaves(ours["optimizer"]), tree_leaves(theirs["optimizer"]), strict=True)
+    same = [torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in tensors]
+    return found + ([] if all(same) else ["optimizer in trainer.pt"])
+
+
+def assert_same_run(out: Path, expected: Path) -> None:
+    """The log, and weights and optimizer of the last checkpoint, are those of another run, bit by bit."""
+    assert differences(out, expected) == []
