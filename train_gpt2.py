@@ -43,7 +43,7 @@ from support.optim.loss import chunked_cross_entropy
 from support.optim.muon import Muon
 from support.runtime import batch_size, devices
 from support.runtime.distributed import COLLECTIVE_TIMEOUT, Distributed
-from support.runtime.options import RunOptions
+from support.runtime.options import MACHINE_FLAGS, RunOptions
 from support.runtime.profiler import Profiler
 from support.runtime.signals import StopHandler
 
@@ -63,7 +63,7 @@ class GPTConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding: the next multiple of 64, because odd sizes are slow on a GPU. 50,257 become 50,304."""
+        """The vocabulary rounded up to a multiple of 64, 50,304 for GPT-2: GPU kernels are slow on odd sizes."""
         return -(-self.vocab_size // 64) * 64
 
 
@@ -79,7 +79,7 @@ class CausalSelfAttention(nn.Module):
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)  # (B, T, C) each
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
-        # softmax(q @ k^T / sqrt(hs), future masked) @ v, in one kernel that never stores the (T, T) matrix.
+        # softmax(q @ k.mT / sqrt(hs) with the future masked) @ v, in one kernel that never stores the (T, T) matrix
         p = self.dropout.p if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)  # (B, nh, T, hs)
         y = y.transpose(1, 2).reshape(B, T, C)  # concatenate the heads
@@ -148,12 +148,13 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def _init_weights(self) -> None:
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.named_parameters():  # the tied matrix comes once, as wte
             if name.endswith(".bias"):
                 parameter.zero_()
             elif parameter.dim() >= 2:
                 std = 0.02
-                if name.endswith("c_proj.weight"):  # 2 per layer add to the residual stream; keep its variance at 1
+                if name.endswith("c_proj.weight"):
+                    # 2 per layer add to the residual stream: scaled, so that its variance does not grow with depth
                     std /= math.sqrt(2 * self.config.n_layer)
                 parameter.normal_(0.0, std)
         self.lm_head.weight[self.config.vocab_size :] = 0.0  # the padding gets no gradient, so it stays zero
@@ -171,28 +172,29 @@ class GPT(nn.Module):
         x = self.transformer(idx)  # (B, T, C)
         if targets is None:
             return self.logits(x), None
-        # The same as F.cross_entropy(self.lm_head(x)[..., :V].flatten(0, 1), targets.flatten()). But all logits of a
-        # micro-batch, (B, T, V), would take as much memory as all blocks of the 124M model. So it takes some rows at a
-        # time: their logits, their loss, and at once the gradients of x and of the weight, which need nothing but
-        # softmax(logits) - one_hot(targets). The padding is left out of the softmax.
+        # Equivalent to F.cross_entropy(self.lm_head(x)[..., :V].flatten(0, 1), targets.flatten()). But the logits of a
+        # full micro-batch, (B, T, V), would take as much memory as all blocks of the 124M model. So the loss is
+        # computed some rows at a time (not in fp16), together with the gradients of x and of the weight, which depend
+        # only on softmax(logits) - one_hot(targets). The padding is left out of the softmax.
         x, targets, weight = x.flatten(0, 1), targets.flatten(), self.lm_head.weight  # (B*T, C), (B*T), (V padded, C)
         return None, chunked_cross_entropy(x, weight, targets, self.config.vocab_size)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Next-token logits (..., V) of hidden states (..., C). In fp32: bf16 rounds logits near -35 to steps of 0.25."""
+        """Next-token logits (..., V) of hidden states (..., C), in fp32: near -35, bf16 values are 0.25 apart."""
         with torch.autocast(x.device.type, enabled=False):
             return self.lm_head(x.float())[..., : self.config.vocab_size]
 
     @classmethod
     def from_pretrained(cls, name_or_dir: str | os.PathLike[str], dropout: float = 0.0, verify: bool = True) -> GPT:
-        """A model on the Hugging Face hub (`gpt2`, `gpt2-medium`, `gpt2-large`, `gpt2-xl`) or a checkpoint directory.
+        """Loads a model on the Hugging Face hub (`gpt2`, `gpt2-medium`, ...) or a checkpoint directory, onto the CPU.
 
-        With `verify`, a checkpoint's files are compared with their checksums.
+        With `verify`, the files of a checkpoint are compared with their checksums.
 
         Raises:
-            UserError: it cannot be read, or is not a GPT-2 that this class computes; the field or tensor is named.
+            UserError: files are missing, corrupt, or of a model that this class does not implement; what differs is
+            named.
         """
-        directory = huggingface.find(name_or_dir, verify)
+        directory = huggingface.find_model(name_or_dir, verify)
         config = GPTConfig(**huggingface.read_config(directory), dropout=dropout)
         model = cls(config)
         weights = huggingface.read_weights(directory)
@@ -202,7 +204,7 @@ class GPT(nn.Module):
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Writes `config.json` and `model.safetensors`, which `from_pretrained` reads, here and in Hugging Face."""
         weights = huggingface.to_hf(self.state_dict(), self.config.vocab_size)
-        huggingface.write(Path(directory), asdict(self.config), weights)
+        huggingface.write_model(Path(directory), asdict(self.config), weights)
 
     def crop(self, block_size: int) -> None:
         """Drops the position embeddings from `block_size` on: a shorter context trains faster and in less memory."""
@@ -213,23 +215,22 @@ class GPT(nn.Module):
     def configure_optimizers(
         self, weight_decay: float, lr: float, betas: tuple[float, float], muon_dtype: torch.dtype | None = None
     ) -> torch.optim.Optimizer:
-        """AdamW that decays matrices and embeddings, but not biases and layer norms; fused: one kernel for all of them.
+        """AdamW with weight decay on matrices and embeddings, but not on biases and layer norms.
 
-        With `muon_dtype`, the precision of its matrix products, Muon updates the matrices of the blocks instead: it
+        With `muon_dtype`, Muon updates the matrices of the blocks instead, with matrix products in this precision: it
         orthogonalizes their momentum, so that a step moves all directions of a matrix equally far.
         """
-        num_splits = {  # matrices that each parameter holds: c_attn stacks query, key and value
-            p: 3 if name.endswith("c_attn.weight") else 1
-            for name, p in self.transformer.h.named_parameters()
-            if p.dim() >= 2 and muon_dtype
-        }
+        num_splits: dict[nn.Parameter, int] = {}  # parameters for Muon, and how many matrices each one stacks
+        if muon_dtype is not None:
+            matrices = ((name, p) for name, p in self.transformer.h.named_parameters() if p.dim() >= 2)
+            num_splits = {p: 3 if name.endswith("c_attn.weight") else 1 for name, p in matrices}  # query, key, value
         trained = [p for p in self.parameters() if p.requires_grad]  # with LoRA, not all of them
         groups = [
             {"params": [p for p in trained if p.dim() >= 2 and p not in num_splits], "weight_decay": weight_decay},
             {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
         ]
         if muon_dtype is None:
-            return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8, fused=True)
+            return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8, fused=True)  # one kernel for all parameters
         muon_group = {"params": list(num_splits), "num_splits": list(num_splits.values()), "weight_decay": weight_decay}
         return Muon([muon_group, *groups], lr=lr, betas=betas, eps=1e-8, dtype=muon_dtype)
 
@@ -272,7 +273,7 @@ def next_token_probs(logits: Tensor, temperature: float = 1.0, top_k: int | None
 
 
 class DataLoaderLite:
-    """Batches from memory-mapped shards, such that the data of a step depends on the step alone.
+    """Batches from memory-mapped shards; the data of a step depends on the step alone.
 
     A shard of n tokens gives floor((n-1)/T) rows of T+1 tokens, at offsets 0, T, 2T, ...; an epoch is the rows of all
     shards. They are dealt in order, B at a time, to rank 0, 1, ... in turn: micro-batch m of rank r starts at row
@@ -296,7 +297,7 @@ class DataLoaderLite:
         self.seek(0)
 
     def seek(self, step: int) -> None:
-        """Goes to the first micro-batch of a step."""
+        """Moves to the first micro-batch of a step."""
         self.position = step * self.grad_accum
         self._prefetched: list[tuple[Tensor, Tensor]] = []  # the next micro-batch first
 
@@ -308,17 +309,16 @@ class DataLoaderLite:
         return self._prefetched.pop(0)
 
     def prefetch(self, n: int) -> None:
-        """Reads this rank's next n micro-batches and starts to copy them to the device; raises as `batch`.
+        """Reads this rank's next n micro-batches and starts copying them to the device; raises as `batch`.
 
-        While a GPU computes a step, the next one is read at no cost, and a corrupt row is found while there is still a
-        good state to save.
+        It takes no time while a GPU computes, and a corrupt row is found while the current state can still be saved.
         """
-        first = self.position * self.world_size + self.rank
+        first = self.position * self.world_size + self.rank  # micro-batches are numbered over all ranks
         batches = range(first, first + n * self.world_size, self.world_size)
         self._prefetched = [self.batch(range(b * self.B, (b + 1) * self.B)) for b in batches]
 
     def batch(self, rows: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """The rows with these numbers, counted through all epochs, on the device.
+        """The rows with these numbers, which continue through all epochs: (B, T) tokens and the tokens after them.
 
         Raises:
             UserError: a token id is not in the vocabulary; its shard and offset are named.
@@ -341,7 +341,7 @@ class DataLoaderLite:
             offset = row * self.T + int(tokens.argmax())
             raise UserError(
                 f"{self.shards[shard].filename} has the id {tokens.max()} at offset {offset}, beyond the vocabulary of "
-                f"{self.vocab_size:,}. Make the shards again, with the tokenizer of the model.",
+                f"{self.vocab_size:,}. Make the shards again, with the model's tokenizer.",
                 this_rank_only=True,
             )
         return tokens
@@ -361,7 +361,7 @@ class DataLoaderLite:
 
 
 def rows_in_shard(shard: np.memmap, T: int) -> int:
-    """Rows of T+1 tokens, each sharing its last token with the next one: a target of one, an input of the other."""
+    """Number of rows of T+1 tokens. Neighbours share a token: the last target of one is the first input of the next."""
     return max(0, (len(shard) - 1) // T)
 
 
@@ -382,14 +382,14 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-# fmt: off
 @dataclass(frozen=True)
 class TrainConfig(RunOptions):
-    """Every choice of a run; each is a flag. These make the losses what they are, and RunOptions has the others.
+    """The flags of a run. A resumed run may change max_steps and those of RunOptions, but not the others.
 
     The defaults train GPT-2 124M on 10 billion tokens.
     """
 
+    # fmt: off
     model: str = flag("gpt2", "model size", "model", choices=tuple(MODELS))
     n_layer: int = flag(12, "layers", "model", default_help="set by --model", at_least=1, below=2**31)
     n_head: int = flag(12, "attention heads", "model", default_help="set by --model", at_least=1, below=2**31)
@@ -399,22 +399,22 @@ class TrainConfig(RunOptions):
     bias: bool = flag(True, "biases in linear layers and layer norms", "model")
     dropout: float = flag(0.0, "dropout probability", "model", at_least=0, below=1)
     init_from: str | None = flag(None, "pretrained weights to start from: a hub name or a checkpoint directory",
-                                 "model", default_help="random weights")
+                                 "model", default_help="random weights", metavar="NAME_OR_DIR")
     lora_rank: int | None = flag(None, "train only LoRA matrices of this rank, next to c_attn and c_proj", "model",
                                  default_help="train all weights", at_least=1, below=2**31)
     lora_alpha: float = flag(16.0, "LoRA alpha (scale = alpha / rank)", "model", at_least=0)
 
     total_batch_size: int = flag(524288, "tokens of a step, over all micro-batches and devices", "batch", at_least=1)
 
-    recipe: str = flag("gpt2", "optimizer, schedule and learning rate: GPT-2's, or fast, the same loss in fewer tokens",
-                       "schedule", choices=tuple(RECIPES))
+    recipe: str = flag("gpt2", "defaults of --optimizer, --schedule and --max-lr: GPT-2's, or fast, the same loss with "
+                       "fewer tokens", "schedule", choices=tuple(RECIPES))
     max_steps: int = flag(19073, "total steps", "schedule", at_least=1, below=2**31)
     warmup_steps: int = flag(715, "steps of linear warm-up", "schedule", at_least=0)
     schedule: str = flag("cosine", "after the warm-up: cosine decay, or wsd, constant with a linear cooldown",
                          "schedule", default_help="cosine; wsd with --recipe fast", choices=("cosine", "wsd"))
     decay_steps: int = flag(19073, "step at which the cosine or the cooldown ends", "schedule",
                             default_help="--max-steps", at_least=1, below=2**31)
-    cooldown_fraction: float = flag(0.4, "fraction of --decay-steps that is wsd's cooldown", "schedule",
+    cooldown_fraction: float = flag(0.4, "length of wsd's cooldown, as a fraction of --decay-steps", "schedule",
                                     at_least=0, at_most=1)
     max_lr: float = flag(6e-4, "peak learning rate", "schedule", default_help="6e-4; 3.6e-3 with --recipe fast",
                          at_least=0)
@@ -430,12 +430,19 @@ class TrainConfig(RunOptions):
 
     seed: int = flag(1337, "seed of weights, shuffling, dropout and samples", "randomness", at_least=0, below=2**32)
     shuffle: bool = flag(False, "read shards, and the rows of each, in a new random order every epoch", "randomness")
-# fmt: on
+    # fmt: on
 
     @property
     def cooldown_steps(self) -> int:
         """Steps of the cooldown of a wsd schedule, which does not start before the warm-up ends."""
         return max(0, min(round(self.cooldown_fraction * self.decay_steps), self.decay_steps - self.warmup_steps))
+
+    def describe(self) -> str:
+        """Optimizer and schedule in words."""
+        cooldown = f"constant, and a cooldown of {self.cooldown_steps:,} steps"
+        decay = "cosine decay" if self.schedule == "cosine" else cooldown
+        warmup = f"warm-up to learning rate {self.max_lr:.3g} in {self.warmup_steps:,} steps"
+        return f"{self.optimizer}; {warmup}, then {decay} to {self.min_lr:.3g} at step {self.decay_steps:,}"
 
 
 def get_lr(step: int, config: TrainConfig) -> float:
@@ -444,7 +451,7 @@ def get_lr(step: int, config: TrainConfig) -> float:
     With the schedule "wsd" (warm-up, stable, decay), max_lr until the cooldown, which falls linearly to min_lr.
     """
     if step < config.warmup_steps:
-        return config.max_lr * (step + 1) / config.warmup_steps
+        return config.max_lr * (step + 1) / config.warmup_steps  # + 1: a step at learning rate 0 would be wasted
     if step >= config.decay_steps:
         return config.min_lr
     if config.schedule == "wsd":
@@ -455,39 +462,52 @@ def get_lr(step: int, config: TrainConfig) -> float:
 
 
 def resolve(flags: Mapping[str, Any], device: torch.device, world_size: int) -> TrainConfig:
-    """The configuration that flags mean: what they leave open follows from them, or from the machine.
+    """The configuration that the flags specify; what they leave open follows from other flags or from the machine.
 
     Raises:
         UserError: their values do not fit each other.
     """
     on_gpu = device.type == "cuda"
-    flags = {name: value for name, value in flags.items() if name == "resume" or value != "auto"}
+    flags = {name: value for name, value in flags.items() if name not in MACHINE_FLAGS or value != "auto"}
     values = MODELS[flags.get("model", "gpt2")] | RECIPES[flags.get("recipe", "gpt2")]
     values |= {"decay_steps": flags.get("max_steps", TrainConfig.max_steps), "compile": on_gpu, **flags}
     values.setdefault("min_lr", values["max_lr"] / (50 if values["schedule"] == "wsd" else 10))
     values.setdefault("hellaswag_every", 250 if on_gpu or flags.keys() & {"hellaswag_data", "hellaswag_limit"} else 0)
-    values["dtype"] = devices.dtype_name(devices.pick_dtype(flags.get("dtype", "auto"), device))
-    config = TrainConfig(**values | {"device": device.type, "given": frozenset(flags)})
+    values |= {"device": device.type, "dtype": devices.pick_dtype(flags.get("dtype", "auto"), device)}
+    config = TrainConfig(**values, given=frozenset(flags))
     if config.n_embd % config.n_head:
         raise UserError(f"--n-embd {config.n_embd} is not a multiple of --n-head {config.n_head}. Change one.")
     rows = batch_size.rows_per_rank(config.total_batch_size, config.block_size, world_size)
     return replace(config, batch_size=batch_size.pick_batch_size(flags.get("batch_size"), rows, device.type))
 
 
-def same_schedule_so_far(a: TrainConfig, b: TrainConfig, step: int) -> bool:
-    """Whether the learning rate is constant until `step` in both: then a resumed run may change from a to b."""
-    return all(c.schedule == "wsd" and step <= c.decay_steps - c.cooldown_steps for c in (a, b))
+def initial_model(config: TrainConfig, tokenizer: Tokenizer, resume_from: Path | None) -> GPT:
+    """The model at the start of this process, on the CPU: random weights, pretrained ones, or those of a checkpoint."""
+    source = resume_from if resume_from and not config.lora_rank else config.init_from
+    if source is None:
+        torch.manual_seed(config.seed)  # on the CPU, so that every device starts from the same weights
+        return GPT(GPTConfig(
+            block_size=config.block_size, vocab_size=tokenizer.vocab_size, n_layer=config.n_layer,
+            n_head=config.n_head, n_embd=config.n_embd, bias=config.bias, dropout=config.dropout,
+        ))  # fmt: skip
+    model = GPT.from_pretrained(source, config.dropout, verify=False)  # gather_flags has verified the checksums
+    context = model.config.block_size
+    check_pretrained(source, model.config.vocab_size, tokenizer, context, config.block_size, config.data)
+    model.crop(config.block_size)
+    if config.lora_rank:
+        lora.add_adapter(model, config.n_embd, config.lora_rank, config.lora_alpha, config.seed, resume_from)
+    return model
 
 
 # -----------------------------------------------------------------------------
-# Evaluation. All of it returns None if the run should stop, by a signal on any rank.
+# Evaluation. Validation and HellaSwag return None if they were interrupted because the run should stop.
 
 
 @torch.no_grad()
 def validation_loss(
     model: nn.Module, loader: DataLoaderLite, tokens: int, dist: Distributed, stop: StopHandler, amp: torch.autocast
 ) -> float | None:
-    """Mean loss over the first rows of `val`, `tokens` tokens or all; the same for any number of ranks and any B."""
+    """Mean loss in nats over the first `tokens` tokens of a split, or all. It depends neither on the ranks nor on B."""
     rows = min(tokens // loader.T, loader.rows_per_epoch)
     total = count = 0.0
     first_rows = range(dist.rank * loader.B, rows, dist.world_size * loader.B)
@@ -497,23 +517,27 @@ def validation_loss(
             _, loss = model(x, y)
         total += loss.item() * len(x)
         count += len(x)
-    total, count, stops = dist.all_reduce_sum(total, count, stop.requested)
-    return None if stop.agree(stops) else total / count
+    total, count, stop_requests = dist.all_reduce_sum(total, count, stop.requested)
+    return None if stop.agree(stop_requests) else total / count
 
 
 @torch.no_grad()
 def hellaswag_score(
     model: GPT, examples: Sequence[hellaswag.Example], dist: Distributed, stop: StopHandler, amp: torch.autocast
 ) -> tuple[float, float] | None:
-    """acc_norm over all examples, which are divided among the ranks, and its standard error."""
+    """acc_norm over all examples, divided among the ranks, and its standard error."""
     scoring_model = hellaswag.ScoringModel(model.transformer, model.logits, model.config.block_size, dist.device)
-    own = hellaswag.examples_for_rank(examples, dist.rank, dist.world_size, model.config.block_size)
+    rank_examples = hellaswag.examples_for_rank(examples, dist.rank, dist.world_size, model.config.block_size)
     with amp:
         _, losses = hellaswag.completion_losses(
-            scoring_model, own, progress=lambda rows: stop.interruptible(progress_bar(rows, "HellaSwag", dist.rank))
+            scoring_model,
+            rank_examples,
+            progress=lambda rows: stop.interruptible(progress_bar(rows, "HellaSwag", dist.rank)),
         )
-    total, correct, stops = dist.all_reduce_sum(len(own), hellaswag.count_correct(losses, own), stop.requested)
-    return None if stop.agree(stops) else hellaswag.accuracy(correct, total)
+    correct, total, stop_requests = dist.all_reduce_sum(
+        hellaswag.count_correct(losses, rank_examples), len(rank_examples), stop.requested
+    )
+    return None if stop.agree(stop_requests) else hellaswag.accuracy(correct, total)
 
 
 def sample(
@@ -522,7 +546,8 @@ def sample(
 ) -> list[str]:  # fmt: skip
     """`n` continuations of `prompt`, the prompt included."""
     idx = torch.tensor([tokenizer.encode(prompt) or [tokenizer.eot]], device=generator.device).repeat(n, 1)  # (n, T)
-    return [tokenizer.decode(row) for row in model.generate(idx, max_new_tokens, temperature, top_k, generator).tolist()]
+    texts = model.generate(idx, max_new_tokens, temperature, top_k, generator)
+    return [tokenizer.decode(text) for text in texts.tolist()]
 
 
 # -----------------------------------------------------------------------------
@@ -533,13 +558,13 @@ def train_step(
     model: nn.Module, state: TrainState, loader: DataLoaderLite, lr: float, config: TrainConfig, dist: Distributed,
     stop: StopHandler, amp: torch.autocast,
 ) -> tuple[float, float] | None:  # fmt: skip
-    """One optimizer step on `loader.grad_accum` micro-batches of each rank; `model` is compiled and wrapped by DDP.
+    """One optimizer step on `loader.grad_accum` micro-batches of each rank; `model` may be compiled and wrapped by DDP.
 
     If the loss or a gradient is not finite, the step is skipped, on all ranks.
 
     Returns:
-        The mean loss in nats and the gradient norm before clipping, the same on all ranks; None if a signal came before
-        the step was applied.
+        The mean loss in nats and the gradient norm before clipping, the same on all ranks. None if a signal interrupted
+        the step, which only happens with one process; then nothing was applied.
     """
     optimizer, scaler = state.optimizer, state.scaler
     for group in optimizer.param_groups:
@@ -547,20 +572,20 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     loss_sum = torch.zeros((), device=dist.device)
     for micro_step in range(loader.grad_accum):
-        if stop.agreed:  # only with one process; several ranks agree at the end of a step
+        if stop.agreed:  # several ranks agree at the end of a step only
             return None
         x, y = loader.next_batch()  # (B, T) each
         if isinstance(model, DistributedDataParallel):
-            # DDP averages the gradients of all ranks during backward. Once per step is enough: in the last micro-step.
-            # It must be set before the forward pass, which prepares that.
+            # DDP averages gradients over the ranks during backward. Once per step is enough: in the last micro-step.
+            # The flag must be set before the forward pass, which prepares the reduction.
             model.require_backward_grad_sync = micro_step == loader.grad_accum - 1
         with amp:
             _, loss = model(x, y)
         # backward() adds to the gradients, and each loss is a mean over its micro-batch. Without this division the sum
-        # would be grad_accum times the gradient of the one large batch that the micro-batches stand for.
+        # would be grad_accum times the gradient of the full batch.
         loss = loss / loader.grad_accum
         loss_sum += loss.detach()
-        scaler.scale(loss).backward()
+        scaler.scale(loss).backward()  # scales only in fp16, where small gradients would become zero
     if state.step + 1 < config.max_steps:
         try:
             loader.prefetch(loader.grad_accum)  # of the next step, while the device is still computing
@@ -568,119 +593,111 @@ def train_step(
             stop.fail(error)  # this step is good: apply and save it first
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-    # One all-reduce for all that the ranks must agree on. They have the same norm already, so its mean is that norm.
-    shared = dist.all_reduce_mean(torch.stack([loss_sum, norm, torch.full_like(norm, stop.requested)]))
-    finite = shared.isfinite().all()
+    # One all-reduce for everything that the ranks must agree on. They have the same norm already, so its mean is the
+    # norm.
+    reduced = dist.all_reduce_mean(torch.stack([loss_sum, norm, torch.full_like(norm, stop.requested)]))
+    finite = reduced.isfinite().all()
     if scaler.is_enabled():  # fp16: skips the step after an overflow of the gradients, and lowers their scale
         scaler.step(optimizer)
         scaler.update()
     else:
-        # The optimizer reads this flag on the device, so the host need not wait. MPS has no such flag.
+        # Fused AdamW and Muon skip the step if found_inf is 1. They read it on the device, so the host does not wait,
+        # except on MPS, where they do not read it. grad_scale None: the gradients are not scaled.
         optimizer.grad_scale, optimizer.found_inf = None, 1.0 - finite.float()  # type: ignore[attr-defined]
         if dist.device.type != "mps" or finite:
             optimizer.step()
-    mean_loss, norm, stops = shared.tolist()  # the only point of a step where the host waits for the device
-    stop.agree(stops)
+    mean_loss, norm, stop_requests = reduced.tolist()  # the only CPU-GPU sync point of a step
+    stop.agree(stop_requests)
     return mean_loss, norm
-
-
-def initial_model(config: TrainConfig, tokenizer: Tokenizer, resume_from: Path | None) -> GPT:
-    """The model before the first step, on the CPU: random, pretrained, or that of a checkpoint."""
-    source = config.init_from if config.lora_rank or not resume_from else resume_from
-    if source is None:
-        torch.manual_seed(config.seed)  # on the CPU, so that every device starts from the same weights
-        sizes = (config.block_size, tokenizer.vocab_size, config.n_layer, config.n_head, config.n_embd)
-        return GPT(GPTConfig(*sizes, config.bias, config.dropout))
-    model = GPT.from_pretrained(source, config.dropout, verify=False)  # gather_flags has compared its checksums
-    check_pretrained(source, model.config.vocab_size, tokenizer, model.config.block_size, config.block_size, config.data)
-    model.crop(config.block_size)
-    if config.lora_rank:
-        lora.add_adapter(model, config.n_embd, config.lora_rank, config.lora_alpha, config.seed, resume_from)
-    return model
 
 
 def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None = None) -> TrainState:
     """Trains to `config.max_steps`, from the beginning or from a checkpoint.
 
     Raises:
-        UserError: something is missing or does not fit, or the run cannot continue.
+        UserError: data, folder or model are unusable, too many steps in a row were not finite, or saving failed.
         SystemExit: a signal ended the run; its state is saved.
     """
     device, rank, world_size, print0 = dist.device, dist.rank, dist.world_size, dist.print0
     dtype, T = devices.DTYPES[config.dtype], config.block_size
     resume_from = checkpoint.path if checkpoint else None
-    rows = config.total_batch_size // (T * world_size)  # of a step, on each rank
+    rank_rows = batch_size.rows_per_rank(config.total_batch_size, T, world_size)  # in each step
 
-    # Whatever can fail or take long comes before the first step. One rank of each node goes first and downloads for all.
+    # Everything that can fail or take long comes before the first step. The first rank of each node goes first, and
+    # downloads for the others.
     with dist.local_rank_zero_first():
+        if rank == 0:
+            run_folder.check_folder(config.out, resume_from, config.overwrite_policy)
+            check_installed(config)
         if config.demo or config.text is not None:
             presets.make_preset_shards(config.data, config.text, config.tokenizer, rank, checkpoint is not None)
         train_shards = shards.open_shards(config.data, "train")
         val_shards = shards.open_shards(config.data, "val") if config.val_every else []
         tokenizer = get_tokenizer(shards.read_manifest(config.data)["tokenizer"])
-        if rank == 0:
-            run_folder.check(config.out, resume_from, config.overwrite_policy)
-            check_installed(config)
         model = initial_model(config, tokenizer, resume_from).to(device)
-        data = data_identity(config.data, train_shards, val_shards, model)
+        identity = data_identity(config.data, train_shards, val_shards, model)
         if checkpoint:
-            check_same_data(checkpoint, data)
+            check_same_data(checkpoint, identity)
         train_rows, val_rows = (sum(rows_in_shard(shard, T) for shard in split) for split in (train_shards, val_shards))
-        batch_size.check_enough_data(config, train_rows, val_rows, rows * world_size, T)
+        batch_size.check_enough_data(config.data, train_rows, rank_rows * world_size, T)
+        if config.val_every:
+            batch_size.check_enough_val_data(config.data, val_rows, T, config.val_tokens)
         examples = []
         if config.hellaswag_every:
-            examples = hellaswag.examples(config.hellaswag_data, tokenizer, print0, config.hellaswag_limit)
+            examples = hellaswag.load_examples(config.hellaswag_data, tokenizer, print0, config.hellaswag_limit)
         devices.prepare(device, config.tf32)
         amp = devices.autocast(device, dtype)
         compiled = devices.compile(model, device, print0) if config.compile else model
-        B = batch_size.largest_batch_size(config.batch_size, rows, T, compiled, amp, world_size, print0)
+        B = batch_size.largest_batch_size(config.batch_size, rank_rows, T, compiled, amp, world_size, print0)
 
-    if world_size > 1:  # from here on the ranks exchange tensors: through NCCL between GPUs, gloo between CPUs
+    if world_size > 1:  # now the ranks can exchange tensors: through NCCL between GPUs, gloo between CPUs
         torch.distributed.init_process_group(
             dist.backend, store=dist.store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
         )
     muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     optimizer = model.configure_optimizers(
-        config.weight_decay, config.max_lr, (config.beta1, config.beta2), muon_dtype if config.optimizer == "muon" else None
+        config.weight_decay,
+        config.max_lr,
+        (config.beta1, config.beta2),
+        muon_dtype if config.optimizer == "muon" else None,
     )
     state = TrainState(model, optimizer, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16))
     if checkpoint:
-        state.restore(checkpoint)
+        state.restore(checkpoint)  # the model has its weights already
 
-    # What each rank found for itself, all must agree on, or some would wait forever in the next all-reduce.
+    # Every rank must agree on what it found for itself, or the others wait forever in the next all-reduce.
     if not dist.all_equal(state.step):
         raise UserError(f"the nodes found different checkpoints in {config.out}. All nodes must see the same folder.")
     examples = examples if dist.all_reduce_min(len(examples)) else []
     B = dist.all_reduce_min(B)
     ddp_model = compiled
     if world_size > 1:
-        torch.compiler.reset()  # DDP cuts the graph at its buckets, to send gradients while backward still computes
+        # The graph compiled so far is one piece. DDP needs it cut at its buckets, to send gradients during backward.
+        torch.compiler.reset()
         ddp_model = DistributedDataParallel(compiled, gradient_as_bucket_view=True)
     new_loader = partial(
         DataLoaderLite, B=B, T=T, vocab_size=tokenizer.vocab_size, rank=rank, world_size=world_size, device=device
     )
-    loader = new_loader(train_shards, grad_accum=rows // B, shuffle=config.shuffle, seed=config.seed)
+    loader = new_loader(train_shards, grad_accum=rank_rows // B, shuffle=config.shuffle, seed=config.seed)
     loader.seek(state.step)
     val_loader = new_loader(val_shards) if val_shards else None
 
-    lock = dist.on_rank_zero(lambda: run_folder.claim(config.out, resume_from, config.overwrite_policy))
+    # Locks --out. A new run replaces an earlier one here, if it may.
+    lock = dist.on_rank_zero(lambda: run_folder.claim_folder(config.out, resume_from, config.overwrite_policy))
     stop = StopHandler(world_size)
     logger = RunLogger(
         config, dist, first_step=state.step, max_steps=config.max_steps, tokens_per_step=config.total_batch_size,
         flops_per_token=model.flops_per_token(),
     )  # fmt: skip
-    run_info = RunInfo(config.to_save(), data, asdict(model.config), tokenizer, logger.sync)
-    checkpoints = CheckpointManager(config.out, config.keep, stop, newest=state.step)
+    run_info = RunInfo(config.to_save(), identity, asdict(model.config), tokenizer, logger.sync)
+    checkpoints = CheckpointManager(config.out, config.keep, stop, run_info, newest=state.step)
     profiler = Profiler(config.profile, config.out, device, rank, print0)
     synchronize = devices.synchronizer(device)
 
-    decay = "cosine decay" if config.schedule == "cosine" else f"a cooldown of {config.cooldown_steps:,} steps"
-    recipe = f"{config.optimizer}, warm-up to {config.max_lr:.3g} in {config.warmup_steps:,} steps, "
-    recipe += f"then {decay} to {config.min_lr:.3g} at step {config.decay_steps:,}"
+    sizes = asdict(model.config) | {"padded_vocab_size": model.config.padded_vocab_size}
     for line in header(
-        config, dist, model, asdict(model.config), recipe, B=B, grad_accum=rows // B, rows_per_epoch=train_rows,
-        padded_vocab_size=model.config.padded_vocab_size, resume_from=resume_from, first_step=state.step,
-        max_steps=config.max_steps, warmup_steps=config.warmup_steps,
+        config, dist, model, sizes, config.describe(), B=B, grad_accum=loader.grad_accum, rows_per_epoch=train_rows,
+        resume_from=resume_from, first_step=state.step, max_steps=config.max_steps, warmup_steps=config.warmup_steps,
     ):  # fmt: skip
         print0(line)
 
@@ -689,10 +706,11 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         return every > 0 and (state.step % every == 0 or state.step == config.max_steps)
 
     with lock or nullcontext(), stop, logger, checkpoints, profiler:
+        finished = False
         while not stop.agreed:
             step, last = state.step, state.step == config.max_steps
             if config.dropout:
-                model.eval()  # without dropout both modes are the same, and torch.compile would compile both
+                model.eval()  # otherwise both modes compute the same, and torch.compile would compile each
             if val_loader and due(config.val_every):
                 val_loss = validation_loss(compiled, val_loader, config.val_tokens, dist, stop, amp)
                 if val_loss is None:
@@ -707,13 +725,14 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
             if rank == 0 and step > 0 and due(config.sample_every):
                 generator = devices.seeded_generator(device, config.seed, step, rank)
                 length = 32 if tokenizer.name == "gpt2" else 128  # a GPT-2 token is about four bytes
-                with amp:
+                with amp:  # uncompiled: every length would be compiled again
                     logger.samples(step, sample(model, tokenizer, config.prompt, 4, length, generator))
             if rank == 0 and due(config.checkpoint_every):
-                checkpoints.save(state, run_info, final=last)
+                checkpoints.save(state, final=last)
             if any(map(due, (config.val_every, config.hellaswag_every, config.sample_every, config.checkpoint_every))):
-                devices.trim_memory(device)
+                devices.trim_memory(device)  # evaluations fragment the heap of a CPU
             if last:
+                finished = True
                 break
 
             lr = get_lr(step, config)
@@ -721,26 +740,21 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
                 model.train()
                 # The masks depend on (seed, step, rank) alone, so a resumed run draws the same ones.
                 torch.manual_seed(devices.derive_seed(config.seed, step, rank))
-            synchronize()
+            synchronize()  # the clock must not count what an evaluation left in the GPU's queue
             started = time.perf_counter()
             result = train_step(ddp_model, state, loader, lr, config, dist, stop, amp)
             if result is None:
                 break
-            dt = time.perf_counter() - started  # of the step alone
+            dt = time.perf_counter() - started  # without evaluation, logging and checkpoints
             loss, norm = result
             skipped = state.finish_step(loss, norm)
             logger.step(step, loss, lr, norm, dt, skipped)
-            if state.bad_steps >= config.max_bad_steps:
-                raise UserError(
-                    f"{state.bad_steps} steps in a row had a loss or gradients that are not finite, the last one at step {step}, "
-                    "and none was applied. A resumed run would meet them again: check the data with fineweb.py --check, "
-                    "or lower --max-lr in a new run."
-                )
+            state.check_bad_steps(config.max_bad_steps)
             profiler.step()
 
-        if stop.agreed:  # by a signal or a failure, on any rank: save, then exit on all ranks
+        if not finished:  # a signal or a failure, on any rank: save, then exit on all ranks
             if rank == 0 and config.checkpoint_every:
-                checkpoints.save(state, run_info, final=True)
+                checkpoints.save(state, final=True)
             checkpoints.finish()
             if not stop.failure:
                 print0(f"step {state.step:5d} | stopped. {checkpoints.describe_newest()}")
@@ -752,11 +766,18 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     return state
 
 
+def same_schedule_so_far(a: TrainConfig, b: TrainConfig, step: int) -> bool:
+    """Whether both schedules are still constant at `step`: then a resumed run may change from one to the other."""
+    return all(c.schedule == "wsd" and step <= c.decay_steps - c.cooldown_steps for c in (a, b))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     groups = ("files", "model", "batch", "schedule", "optimizer", "randomness")
-    given = parse_flags(TrainConfig, argv, "Pre-train GPT-2 on token shards, which fineweb.py makes.", groups)
-    dist = Distributed.from_environment(given.get("device", "auto"))
-    flags, checkpoint = gather_flags(TrainConfig, given, dist, same_schedule_so_far)
+    # command line -> all flags, with those of a preset or of the checkpoint to resume -> configuration -> run
+    cli_flags = parse_flags(TrainConfig, argv, "Pre-train GPT-2 on token shards made by fineweb.py.", groups)
+    dist = Distributed.from_environment()
+    flags, checkpoint = gather_flags(TrainConfig, cli_flags, dist, same_schedule_so_far)
+    dist = dist.with_device(flags.get("device", "auto"))
     config = resolve(flags, dist.device, dist.world_size)
     exit_code: int | str | None = 0
     try:
@@ -764,9 +785,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     except SystemExit as stopped:
         exit_code = stopped.code
     except torch.OutOfMemoryError as error:
-        reason = str(error).split(". ")[0]
-        raise UserError(f"{reason}. Lower --batch-size: a step has the same tokens.", this_rank_only=True) from error
-    dist.close()  # when DDP's model is gone, or its threads and ours would wait for each other
+        message = f"{str(error).split('. ')[0]}. Lower --batch-size: a step keeps its number of tokens."
+        raise UserError(message, this_rank_only=True) from error
+    dist.close()  # train has returned, so DDP's model is gone: gloo's threads and ours would deadlock otherwise
     sys.exit(exit_code)
 
 

@@ -1,9 +1,9 @@
-"""What the scripts build on. None of it is needed to understand how GPT-2 is trained; all of it is needed to trust a run.
+"""What the scripts build on: not needed to understand how GPT-2 is trained, needed to trust a run.
 
 Each package may import those below it, and never a script:
 
     checkpoints     saving and resuming a run; models in Hugging Face's format
-    console         what a person sees of a run, and what is left to plot
+    console         log.txt, console lines, TensorBoard and Weights & Biases
     runtime         processes, signals, devices, memory
     data, optim     text to tokens on disk; the loss and the optimizer Muon
     files, cli      atomic writes and locks; flags and errors

@@ -1,4 +1,4 @@
-"""Command lines: flags that are made from a dataclass, and errors that the user can fix."""
+"""Command lines: flags defined by a dataclass, and errors that the user can fix."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def flag_fields(config_class: type[DataclassInstance]) -> list[dataclasses.Field
 def parse_flags(
     config_class: type[DataclassInstance], argv: Sequence[str] | None, description: str, groups: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Parses a command line with one flag for each such field; returns the values of the flags that were given.
+    """Parses a command line with a flag for each field made by `flag`; returns the values of the flags that were given.
 
     `groups` are those that --help lists first.
 
@@ -112,7 +112,7 @@ def parse_flags(
 def add_flags(
     parser: argparse.ArgumentParser, config_class: type[DataclassInstance], first_groups: Sequence[str] = ()
 ) -> None:
-    """Adds one flag for each such field, with its default in the help.
+    """Adds a flag for each field made by `flag`, with its default in the help.
 
     The parsed namespace holds only the flags that were given, so that the others can come from somewhere else.
     """
@@ -137,14 +137,16 @@ def add_flags(
 
 
 def range_errors(config_class: type[DataclassInstance], values: Mapping[str, Any]) -> list[str]:
-    """A sentence for each of the values that is outside the bounds of its flag, or not a number."""
+    """One sentence for each value that is outside the bounds of its flag, or not a finite number."""
     problems = []
     for field in flag_fields(config_class):
         value = values.get(field.name)
         at_least, at_most, below = (field.metadata[bound] for bound in ("at_least", "at_most", "below"))
-        if value is None or at_least is None:
+        if value is None:
             continue
-        if not value >= at_least or (isinstance(value, float) and math.isinf(value)):
+        if isinstance(value, float) and not math.isfinite(value):
+            problems.append(f"{flag_name(field.name)} is {value}. It must be a finite number.")
+        elif at_least is not None and value < at_least:
             problems.append(f"{flag_name(field.name)} is {value}. It must be {at_least} or more.")
         elif at_most is not None and value > at_most:
             problems.append(f"{flag_name(field.name)} is {value}. It must be {at_most} or less.")
@@ -170,7 +172,11 @@ def _plain_type(hint: Any) -> type:
 
 
 def run_cli(main: Callable[[], None]) -> NoReturn:
-    """Calls `main` and exits: 0 when it returns, 2 with one line per problem on a `UserError`, 130 on Ctrl-C."""
+    """Calls `main` and exits.
+
+    Exit codes: 0 when it returns; 2 after a `UserError` or an error of the disk, with one line per problem; 130 on
+    Ctrl-C; 1 if the reader of stdout has closed it.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the parent process; tqdm and print need something to write to
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115

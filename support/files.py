@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all, folders that one process uses at a time, and room on the disk."""
+"""Atomic writes, folder locks and free disk space."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOCK = ".lock"  # in a locked folder; the operating system releases it when the 
 
 
 def tmp_path(path: Path, kind: str = "partial") -> Path:
-    """The hidden name under which a file or folder is written before it gets its own."""
+    """The hidden temporary name next to a path."""
     return path.with_name(f".{path.name}.{kind}")
 
 
@@ -31,9 +31,10 @@ def tmp_path(path: Path, kind: str = "partial") -> Path:
 def atomic_write(path: Path, unique: bool = False) -> Iterator[Path]:
     """Yields a temporary path; the file or folder that the block makes there replaces `path` at the end.
 
-    A reader sees the old content or the new, never a part of it, even after a power failure. If the block fails, `path`
-    is unchanged and nothing else remains. A killed process leaves the temporary path behind, and the next write of
-    `path` removes it. With `unique`, the temporary name is never used twice: for files that no lock protects.
+    A reader sees the old content or the new, never a part of it, even after a power failure. (While a folder is
+    replaced, there is a moment without either.) If the block fails, `path` is unchanged and nothing else remains. A
+    killed process leaves the temporary path behind, and the next write of `path` removes it. With `unique`, the
+    temporary name is never used twice: for files that no lock protects.
     """
     tmp = tmp_path(path, f"{secrets.token_hex(8)}.partial" if unique else "partial")
     remove(tmp)
@@ -60,7 +61,7 @@ def replace(tmp: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link or a folder, if it exists. Of a folder, a reader sees everything or nothing."""
+    """Removes a file, a link or a folder, if it exists. A reader sees the complete folder or none."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
@@ -89,11 +90,11 @@ def sha256_of(path: Path) -> str:
 
 
 # -----------------------------------------------------------------------------
-# A file that the user names for results
+# Output files that the user names
 
 
 def check_output_file(path: Path, flag: str, beginning: str) -> None:
-    """Rejects a file that could not be written later, or that holds something else. Changes nothing.
+    """Rejects an output file that cannot be written or that has other content. Changes nothing.
 
     Args:
         flag: the flag that named the file, for the messages.
@@ -109,7 +110,7 @@ def check_output_file(path: Path, flag: str, beginning: str) -> None:
         if path.is_file() and path.stat().st_size:
             with open(path, encoding="utf-8", errors="replace") as file:
                 if file.read(len(beginning)) != beginning:
-                    raise UserError(f"{path} exists and holds something else. Name another file with {flag}.")
+                    raise UserError(f"{path} exists and has other content. Name another file with {flag}.")
         if path.is_file() or not path.exists():
             probe = tmp_path(Path(os.path.realpath(path)), secrets.token_hex(8))
             probe.touch()
@@ -165,7 +166,7 @@ def lock_folder(folder: Path, flag: str) -> TextIO:
 
 
 def write_lock_holder(file: TextIO) -> None:
-    """Writes into a lock which process holds it."""
+    """Records in a lock file which process holds the lock."""
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()

@@ -1,4 +1,4 @@
-"""What the tests share and that needs no model: the scripts run as a user runs them, in processes of their own."""
+"""Shared helpers that need no model: the scripts in processes of their own, as a user runs them."""
 
 from __future__ import annotations
 
@@ -110,6 +110,12 @@ def run_to_the_end(*flags: object, cwd: Path, **options: object) -> None:
 def losses(log: Path, name: str = "train") -> list[float]:
     """The values of one name in a log, in order."""
     return [float(line.split()[2]) for line in log.read_text().splitlines() if line.split()[1] == name]
+
+
+def steps_done(out: Path) -> int:
+    """Steps in the log of a run, which may not exist yet."""
+    log = out / "log.txt"
+    return log.read_bytes().count(b" train ") if log.exists() else 0
 
 
 def wait_for(condition: Callable[[], object], timeout: float = 60) -> bool:

@@ -16,6 +16,7 @@ class Config:
     size: int | None = flag(None, "how big", "shape", default_help="as it fits", at_least=1, below=10)
     fast: bool = flag(False, "hurry", "speed")
     check: bool = flag(True, "look", "shape", default_help="sometimes")
+    part: float = flag(0.5, "how much", "shape", at_most=1)
     not_a_flag: int = 3
 
 
@@ -35,10 +36,11 @@ def test_flags_are_the_fields():
 def test_values_out_of_range_are_reported_together():
     assert parse_flags(Config, "--rate 0 --size 9".split(), "") == {"rate": 0.0, "size": 9}
     with pytest.raises(UserError) as error:
-        parse_flags(Config, "--rate nan --size 10".split(), "")
+        parse_flags(Config, "--rate nan --size 10 --part 2".split(), "")
     assert error.value.problems == (
-        "--rate is nan. It must be 0 or more.",
+        "--rate is nan. It must be a finite number.",
         "--size is 10. It must be less than 10.",
+        "--part is 2.0. It must be 1 or less.",
     )
 
 

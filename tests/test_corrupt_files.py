@@ -10,7 +10,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from helpers import TINY_FLAGS, TINY_TRAINING_FLAGS, finish_run, needs_gpt2_vocabulary, start_run
+from helpers import TINY_FLAGS, TINY_TRAINING_FLAGS, finish_run, needs_gpt2_vocabulary, start_run, steps_done
 from training import checkpoint_names, trained
 
 import hellaswag
@@ -19,10 +19,6 @@ import train_gpt2
 from support.checkpoints.directory import write_checkpoint
 from support.cli import UserError
 from train_gpt2 import GPT
-
-
-def steps_done(out):
-    return (out / "log.txt").read_bytes().count(b" train ")
 
 
 @pytest.fixture

@@ -10,17 +10,12 @@ import sys
 import time
 
 import pytest
-from helpers import ROOT, TINY_FLAGS, run_to_the_end, start_run, wait_for
+from helpers import ROOT, TINY_FLAGS, run_to_the_end, start_run, steps_done, wait_for
 from training import assert_same_run
 
 from support.checkpoints.directory import newest_checkpoint, step_of
 
 SMALL = ["--n-layer", 1, "--batch-size", 16, "--shuffle"]  # one micro-batch per step with one process
-
-
-def steps_done(out):
-    log = out / "log.txt"
-    return log.read_bytes().count(b" train ") if log.exists() else 0
 
 
 def log_changed(out):

@@ -79,7 +79,7 @@ def test_peft_computes_the_same_on_huggingfaces_model(adapter, base):
 def test_the_adapter_opens_here(adapter):
     directory, logits = adapter
     opened = GPT.from_pretrained(directory)
-    scored = huggingface.load_hf_model(huggingface.find(directory))  # as hellaswag.py does
+    scored = huggingface.load_hf_model(huggingface.find_model(directory))  # as hellaswag.py does
     with torch.no_grad():
         for result in (opened(TOKENS)[0], scored(TOKENS).logits):
             torch.testing.assert_close(result, logits, rtol=1e-4, atol=1e-4)

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import finish_run, start_run, wait_for
+from helpers import finish_run, start_run, steps_done, wait_for
 from training import ONE_PROCESS, assert_same_run, checkpoint_names, config_of, resumed
 
 import train_gpt2
@@ -21,11 +21,6 @@ from support.cli import UserError
 from support.console.log import RunLog
 from support.runtime.signals import StopHandler
 from train_gpt2 import train
-
-
-def steps_done(out):
-    log = out / "log.txt"
-    return log.read_bytes().count(b" train ") if log.exists() else 0
 
 
 def write_x(folder):
@@ -115,7 +110,7 @@ def test_no_checkpoint_is_ahead_of_its_log(byte_shards, tmp_path, monkeypatch):
 
 def test_the_newest_and_the_best_are_kept(tmp_path, capsys):
     values = {10: 3.0, 20: 2.0, 30: 2.5, 40: 2.4, 50: 2.6}
-    log, checkpoints = RunLog(tmp_path / "log.txt", 0), CheckpointManager(tmp_path, 2, StopHandler())
+    log, checkpoints = RunLog(tmp_path / "log.txt", 0), CheckpointManager(tmp_path, 2, StopHandler(), run=None)
     kept = []
     for step in (10, 20, 25, 30, 40, 50):
         if step in values:
@@ -124,7 +119,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path, capsys):
         checkpoints.wait()
         kept.append([step_of(directory) for directory in list_checkpoints(tmp_path)])
     assert kept == [[10], [10, 20], [20, 25], [20, 25, 30], [20, 30, 40], [20, 40, 50]]
-    keeps_all = CheckpointManager(tmp_path, 0, StopHandler())
+    keeps_all = CheckpointManager(tmp_path, 0, StopHandler(), run=None)
     keeps_all.start(60, write_x, 1)
     keeps_all.finish()
     assert len(list_checkpoints(tmp_path)) == 4
@@ -132,7 +127,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path, capsys):
 
 def test_corrupt_checkpoints_do_not_count_as_kept(tmp_path, capsys):
     def save_one(step, keep):
-        checkpoints = CheckpointManager(tmp_path, keep, StopHandler())
+        checkpoints = CheckpointManager(tmp_path, keep, StopHandler(), run=None)
         checkpoints.start(step, write_x, 1)
         checkpoints.wait()
         return checkpoint_names(tmp_path)
@@ -167,7 +162,7 @@ def test_weights_that_are_not_finite_are_not_saved(byte_shards, tmp_path, monkey
 
 
 def test_a_failed_save_removes_nothing(tmp_path, capsys):
-    checkpoints = CheckpointManager(tmp_path, 1, StopHandler())
+    checkpoints = CheckpointManager(tmp_path, 1, StopHandler(), run=None)
     checkpoints.start(1, write_x, 1)
     checkpoints.start(2, lambda folder: (folder / "missing" / "x").write_text("x"), 1)
     checkpoints.wait()

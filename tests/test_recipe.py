@@ -97,6 +97,14 @@ def test_a_batch_size_above_a_step_is_lowered():
     assert resolve(flags, torch.device("cpu"), 1).batch_size == 16
 
 
+def test_auto_is_a_value_of_device_and_dtype_only():
+    config, _ = configure(
+        ["--device", "auto", "--dtype", "auto", "--out", "auto", "--prompt", "auto", "--data", "auto"]
+    )
+    assert (config.out, config.prompt, config.data) == ("auto", "auto", "auto")
+    assert config.device != "auto" and config.dtype != "auto" and "dtype" not in config.to_save()
+
+
 def test_the_demo_with_another_model():
     config, _ = configure(["--demo"])
     assert (config.n_layer, config.n_head, config.n_embd, config.block_size) == (3, 4, 128, 64)
@@ -138,7 +146,8 @@ def test_a_recipe_sets_defaults_and_nothing_else(flags, optimizer, schedule, max
         (["--cooldown-fraction", "1.1"], "--cooldown-fraction is 1.1. It must be 1 or less."),
         (["--cooldown-fraction", "-0.1"], "--cooldown-fraction is -0.1. It must be 0 or more."),
         (["--recipe", "fast", "--decay-steps", "1" + "0" * 400], "--decay-steps is 1000"),
-        (["--cooldown-fraction", "nan"], "--cooldown-fraction is nan. It must be 0 or more."),
+        (["--cooldown-fraction", "nan"], "--cooldown-fraction is nan. It must be a finite number."),
+        (["--max-lr", "inf"], "--max-lr is inf. It must be a finite number."),
         (["--recipe", "slow"], "argument --recipe: invalid choice: 'slow'"),
         (["--optimizer", "sgd"], "argument --optimizer: invalid choice: 'sgd'"),
         (["--schedule", "linear"], "argument --schedule: invalid choice: 'linear'"),

@@ -15,6 +15,7 @@ import train_gpt2
 from support.checkpoints import directory
 from support.cli import UserError
 from support.data import shards
+from support.runtime.distributed import Distributed
 from train_gpt2 import get_lr, train
 
 
@@ -193,6 +194,36 @@ def test_a_resume_chooses_anew_what_depends_on_the_machine(byte_shards, tmp_path
     assert stored["dtype"] == "fp32" and stored["device"] == "cpu" and "compile" not in stored
     config, _ = configure(["--resume", "--out", tmp_path / "run", "--dtype", "bf16", "--batch-size", "8"])
     assert (config.dtype, config.batch_size) == ("bf16", 8)
+
+
+def test_a_resume_runs_on_the_device_that_was_given_first(byte_shards, tmp_path, monkeypatch):
+    trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 2)
+    asked = []
+    monkeypatch.setattr(Distributed, "with_device", lambda self, name: asked.append(name) or self)
+    for flags in ([], ["--device", "auto"]):
+        with pytest.raises(SystemExit):
+            train_gpt2.main(["--resume", "--out", str(tmp_path / "run"), "--sample-every", "0", *flags])
+    assert asked == ["cpu", "auto"]
+
+
+def test_a_resumed_run_keeps_no_file_of_its_checkpoint_open(byte_shards, tmp_path, monkeypatch):
+    """Windows and NFS cannot remove a file that is mapped, and --keep removes old checkpoints."""
+    if not os.path.exists("/proc/self/maps"):
+        pytest.skip("reads /proc")
+    trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 2)
+    file, mapped, real_step = str(tmp_path / "run" / "model_00002" / "trainer.pt"), [], train_gpt2.train_step
+
+    def step(*args):
+        with open("/proc/self/maps") as maps:
+            mapped.append(file in maps.read())
+        return real_step(*args)
+
+    config, checkpoint = configure(["--resume", "--out", tmp_path / "run", "--max-steps", 3])
+    with open("/proc/self/maps") as maps:
+        assert file in maps.read()  # until it is restored
+    monkeypatch.setattr(train_gpt2, "train_step", step)
+    train(config, ONE_PROCESS, checkpoint)
+    assert mapped == [False]
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,9 @@ def test_a_second_run_in_the_same_folder_is_refused(byte_shards, tmp_path):
     assert first.is_alive()
     first.kill()
     first.join()
-    run_folder.check(str(out), newest_checkpoint(out), "nothing")
+    run_folder.check_folder(str(out), newest_checkpoint(out), "nothing")
     with pytest.raises(UserError, match="already contains a run. Continue it with --resume"):
-        run_folder.check(str(out), None, "nothing")
+        run_folder.check_folder(str(out), None, "nothing")
 
 
 def test_a_new_run_replaces_a_run_and_nothing_else(tmp_path):
@@ -36,18 +36,27 @@ def test_a_new_run_replaces_a_run_and_nothing_else(tmp_path):
     for name in ("log.txt", "notes.md"):
         (tmp_path / name).write_text("x")
     with pytest.raises(UserError, match="already contains a run"):
-        run_folder.claim(str(tmp_path), None, "nothing").close()
+        run_folder.claim_folder(str(tmp_path), None, "nothing").close()
     with pytest.raises(UserError, match="another run saved .*model_00001 while this one was starting"):
-        run_folder.claim(str(tmp_path), None, "log").close()
+        run_folder.claim_folder(str(tmp_path), None, "log").close()
     assert len(os.listdir(tmp_path)) == 7
-    run_folder.claim(str(tmp_path), None, "run").close()
+    run_folder.claim_folder(str(tmp_path), None, "run").close()
     assert sorted(os.listdir(tmp_path)) == [".lock", "log.earlier.txt", "model_of_mine", "notes.md"]
     (tmp_path / ".model_00002.partial").mkdir()
     (tmp_path / "model_00003").mkdir()
-    run_folder.claim(str(tmp_path), tmp_path / "model_00003", "nothing").close()
+    run_folder.claim_folder(str(tmp_path), tmp_path / "model_00003", "nothing").close()
     assert sorted(os.listdir(tmp_path)) == [".lock", "log.earlier.txt", "model_00003", "model_of_mine", "notes.md"]
     write_checkpoint(tmp_path / "model_00004", lambda folder: (folder / "x").write_text("x"))
     with pytest.raises(UserError, match="another run saved .*model_00004"):
-        run_folder.claim(str(tmp_path), tmp_path / "model_00003", "nothing").close()
+        run_folder.claim_folder(str(tmp_path), tmp_path / "model_00003", "nothing").close()
     (tmp_path / "model_00004" / "x").unlink()  # a corrupt checkpoint counts as none
-    run_folder.claim(str(tmp_path), tmp_path / "model_00003", "nothing").close()
+    run_folder.claim_folder(str(tmp_path), tmp_path / "model_00003", "nothing").close()
+
+
+def test_an_occupied_folder_is_found_before_a_text_is_tokenised(tmp_path):
+    (tmp_path / "log.txt").write_text("0 train 5.0\n")
+    (tmp_path / "text.txt").write_text("some text. " * 1000)
+    flags = ["--text", tmp_path / "text.txt", "--tokenizer", "bytes", "--out", tmp_path, "--device", "cpu"]
+    with pytest.raises(UserError, match="already contains a run without checkpoints"):
+        train_gpt2.main(list(map(str, flags)))
+    assert not (tmp_path / "data").exists()

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from helpers import finish_run, run_to_the_end, start_run, wait_for
+from helpers import finish_run, run_to_the_end, start_run, steps_done, wait_for
 from training import assert_same_run, checkpoint_names
 
 import train_gpt2
@@ -16,11 +16,6 @@ from support.checkpoints import manager
 from support.checkpoints.directory import newest_checkpoint, step_of
 from support.console.run_logger import RunLogger
 from train_gpt2 import GPT
-
-
-def steps_done(out):
-    log = out / "log.txt"
-    return log.read_bytes().count(b" train ") if log.exists() else 0
 
 
 def slow_micro_steps(rank):
@@ -173,3 +168,20 @@ def test_the_signal_that_torchrun_passes_on_is_no_second_interrupt(byte_shards, 
         time.sleep(0.1)
     assert finish_run([process]) == [130]
     assert step_of(newest_checkpoint(tmp_path / "run")) == steps_done(tmp_path / "run")
+
+
+def signal_during_the_last_sample(rank):
+    real = train_gpt2.sample
+
+    def sample(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+
+    train_gpt2.sample = sample
+
+
+def test_a_signal_after_the_last_step_does_not_turn_success_into_failure(byte_shards, tmp_path):
+    flags = ["--data", byte_shards, "--max-steps", 3, "--sample-every", 3, "--out", "run"]
+    run_to_the_end(*flags, cwd=tmp_path, sabotage=signal_during_the_last_sample)  # exit code 0
+    assert checkpoint_names(tmp_path / "run") == ["model_00003"]
+    assert "stopped" not in (tmp_path / "0.txt").read_text().replace("SIGTERM received: stopping", "")

@@ -293,7 +293,7 @@ def test_samples_continue_the_prompt(byte_shards, tmp_path, capsys):
         ("--max-step 3", "unrecognized arguments: --max-step 3"),
         ("--n-head 5", "--n-embd 32 is not a multiple of --n-head 5"),
         ("--init-from .", "--init-from brings its own sizes. Leave out --n-layer, --n-head, --n-embd."),
-        ("--max-lr nan", "--max-lr is nan. It must be 0 or more."),
+        ("--max-lr nan", "--max-lr is nan. It must be a finite number."),
         ("--out /proc/nowhere", "cannot write to /proc/nowhere"),
         ("--resume", "no checkpoint in log to resume from"),
         ("--device mps", "no mps device on this machine"),

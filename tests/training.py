@@ -1,4 +1,4 @@
-"""What the tests of training share: a tiny model, its flags, and runs in this process."""
+"""Shared helpers of the tests of training: a tiny model, its flags, and runs in this process."""
 
 from __future__ import annotations
 

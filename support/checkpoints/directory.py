@@ -40,7 +40,7 @@ def list_checkpoints(out: str | os.PathLike[str]) -> list[Path]:
 
 
 def write_checkpoint(directory: Path, write_files: Callable[[Path], None]) -> None:
-    """Makes the checkpoint `directory` from the files that `write_files(folder)` writes into a folder.
+    """Writes a checkpoint: `write_files(folder)` fills a temporary folder, which then becomes `directory`.
 
     An earlier checkpoint of that name is replaced once the new one is on the disk. On a failure nothing changes.
     """
@@ -51,7 +51,7 @@ def write_checkpoint(directory: Path, write_files: Callable[[Path], None]) -> No
         listed = {path.name: _size_and_sha256(path) for path in sorted(tmp.iterdir())}
         (tmp / CONTENTS).write_text(json.dumps({"files": listed}, indent=2) + "\n", encoding="utf-8")
         for path in tmp.iterdir():
-            path.chmod((tmp / CONTENTS).stat().st_mode)  # safetensors' files are readable by their owner only
+            path.chmod((tmp / CONTENTS).stat().st_mode)  # safetensors creates files that only their owner can read
 
 
 def remove_leftovers(out: str | os.PathLike[str]) -> None:
@@ -62,7 +62,7 @@ def remove_leftovers(out: str | os.PathLike[str]) -> None:
 
 
 def find_corruption(directory: Path) -> str | None:
-    """What is wrong with a checkpoint, in words: a file that is missing, truncated or altered. None if it is intact."""
+    """Describes the corruption of a checkpoint: a missing, truncated or altered file. None if it is intact."""
     try:
         return check_files(directory)
     except OSError as error:

@@ -1,6 +1,6 @@
 """GPT-2 weights in Hugging Face's files (`config.json`, `model.safetensors`): found, read and written.
 
-The formats are those of transformers' GPT2LMHeadModel, which itself is only needed to load that class.
+The formats are those of transformers' GPT2LMHeadModel; transformers itself is imported by `load_hf_model` only.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import torch
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ModelSizes(TypedDict):
-    """What a checkpoint's `config.json` says about its model, under the names of our GPTConfig."""
+    """The sizes in a checkpoint's `config.json`, by field of GPTConfig."""
 
     block_size: int
     vocab_size: int
@@ -33,16 +33,16 @@ class ModelSizes(TypedDict):
     bias: bool
 
 
-HF_NAMES = {  # of the sizes
+HF_NAMES = {  # in config.json, and in GPTConfig
     "n_positions": "block_size",
     "vocab_size": "vocab_size",
     "n_layer": "n_layer",
     "n_head": "n_head",
     "n_embd": "n_embd",
 }
-MAX_SIZE = 2**20  # of each: far beyond any real model, so that a corrupt file ends in a message, not in a traceback
-# What our model computes; a file with another value is another model. The first value is the default of a missing field.
-SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
+MAX_SIZE = 2**20  # of each: far beyond any real model, so that a corrupt file gives a message and not a traceback
+# The values that our model implements; the first one is the default of a missing field.
+SUPPORTED_MODEL_VALUES: dict[str, tuple[object, ...]] = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "layer_norm_epsilon": (1e-5,),
@@ -55,10 +55,11 @@ SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 
-def find(name_or_dir: str | os.PathLike[str], verify: bool = True) -> Path:
+def find_model(name_or_dir: str | os.PathLike[str], verify: bool = True) -> Path:
     """The folder with `config.json` and `model.safetensors` of a model: a directory, or a hub name, downloaded once.
 
-    With `verify`, the files of a checkpoint directory, and of an adapter's base model, are compared with their checksums.
+    With `verify`, the files of a checkpoint directory, and of an adapter's base model, are compared with their
+    checksums.
 
     Raises:
         UserError: the directory is not an intact checkpoint, or the hub has no such model or cannot be reached.
@@ -73,7 +74,7 @@ def find(name_or_dir: str | os.PathLike[str], verify: bool = True) -> Path:
         if corruption:
             raise UserError(f"{directory} is corrupt: {corruption}. Use another checkpoint.")
         if verify and lora.is_adapter(directory):
-            find(lora.base_model_of(directory))
+            find_model(lora.base_model_of(directory))
         return directory
     if directory.is_absolute() or (len(directory.parts) > 1 and directory.parent.is_dir()):
         raise UserError(f"{directory} does not exist. Check the path.")
@@ -98,7 +99,7 @@ def read_config(directory: Path) -> ModelSizes:
         UserError: it is unreadable, or describes a model that ours does not compute; the field is named.
     """
     if lora.is_adapter(directory):
-        return read_config(find(lora.base_model_of(directory), verify=False))
+        return read_config(find_model(lora.base_model_of(directory), verify=False))
     path = directory / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -109,7 +110,7 @@ def read_config(directory: Path) -> ModelSizes:
         raise UserError(f"{path} is not a GPT-2 configuration ({error!r}). Use another checkpoint.") from error
     problems = [
         f"{path}: {field} is {config[field]!r}, and only {supported[0]!r} is supported. Use another model."
-        for field, supported in (SUPPORTED_VALUES | {"n_inner": (None, 4 * sizes["n_embd"])}).items()
+        for field, supported in (SUPPORTED_MODEL_VALUES | {"n_inner": (None, 4 * sizes["n_embd"])}).items()
         if config.get(field, supported[0]) not in supported
     ]
     problems += [
@@ -121,23 +122,16 @@ def read_config(directory: Path) -> ModelSizes:
         problems.append(f"{path}: n_embd {sizes['n_embd']} is not a multiple of n_head {sizes['n_head']}.")
     if problems:
         raise UserError(*problems)
-    return {
-        "block_size": sizes["block_size"],
-        "vocab_size": sizes["vocab_size"],
-        "n_layer": sizes["n_layer"],
-        "n_head": sizes["n_head"],
-        "n_embd": sizes["n_embd"],
-        "bias": config.get("bias") is not False,
-    }
+    return cast(ModelSizes, sizes | {"bias": config.get("bias") is not False})
 
 
 def read_weights(directory: Path) -> dict[str, torch.Tensor]:
-    """The tensors of `model.safetensors`, under Hugging Face's names; for an adapter, its base's with it merged in."""
+    """The tensors of `model.safetensors`, under Hugging Face's names; of an adapter, its base model's plus it."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if lora.is_adapter(directory):
-        return lora.merge(read_weights(find(lora.base_model_of(directory), verify=False)), directory)
+        return lora.merge(read_weights(find_model(lora.base_model_of(directory), verify=False)), directory)
     path = directory / "model.safetensors"
     try:
         return load_file(path)
@@ -148,7 +142,7 @@ def read_weights(directory: Path) -> dict[str, torch.Tensor]:
 def from_hf(
     hf_weights: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], vocab_size: int
 ) -> dict[str, torch.Tensor]:
-    """A state dict of GPT2Model or GPT2LMHeadModel as one of ours.
+    """Converts a state dict of GPT2Model or GPT2LMHeadModel to one of ours.
 
     Args:
         hf_weights: with or without the prefix `transformer.`, the masks of old files and the tied `lm_head.weight`.
@@ -201,7 +195,7 @@ def _check_weights(
 def load_hf_model(directory: Path) -> GPT2LMHeadModel:
     """Hugging Face's own GPT2LMHeadModel with the weights in a directory, in fp32, for inference.
 
-    Only what `read_config` returns is used of the configuration: nothing else in the file can change the results.
+    Of config.json only the fields that `read_config` returns are used: no other field can change the results.
 
     Raises:
         UserError: the configuration or the weights are not those of a GPT-2; the problem is named.
@@ -230,7 +224,7 @@ def load_hf_model(directory: Path) -> GPT2LMHeadModel:
 
 
 def to_hf(weights: Mapping[str, torch.Tensor], vocab_size: int) -> dict[str, torch.Tensor]:
-    """Our state dict as GPT2LMHeadModel's: fp32, contiguous, without padding rows, the tied weight once.
+    """Converts our state dict to GPT2LMHeadModel's: fp32, contiguous, without padding rows, the tied weight once.
 
     Biases that our model does not have become zeros.
     """
@@ -250,13 +244,13 @@ def to_hf(weights: Mapping[str, torch.Tensor], vocab_size: int) -> dict[str, tor
     return hf_weights
 
 
-def write(directory: Path, sizes: Mapping[str, int], hf_weights: dict[str, torch.Tensor]) -> None:
+def write_model(directory: Path, sizes: Mapping[str, int], hf_weights: dict[str, torch.Tensor]) -> None:
     """Writes `config.json` and `model.safetensors`. `sizes` are under our names, `hf_weights` those of `to_hf`."""
     from safetensors.torch import save_file
 
-    end_of_text = sizes["vocab_size"] - 1  # in both our encodings
+    end_of_text = sizes["vocab_size"] - 1  # the last id of both our tokenizers
     config: dict[str, Any] = {"architectures": ["GPT2LMHeadModel"]}
-    config |= {field: supported[0] for field, supported in SUPPORTED_VALUES.items()} | {"n_inner": None}
+    config |= {field: supported[0] for field, supported in SUPPORTED_MODEL_VALUES.items()} | {"n_inner": None}
     config |= {hf: sizes[ours] for hf, ours in HF_NAMES.items()} | ({} if sizes["bias"] else {"bias": False})
     config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     config |= {"initializer_range": 0.02, "bos_token_id": end_of_text, "eos_token_id": end_of_text, "dtype": "float32"}

@@ -16,7 +16,7 @@ TARGET_MODULES = ["c_attn", "c_proj"]  # of the attention, and the projection of
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 HF_PREFIX = "base_model.model."  # of peft's parameter names
 # Values of an adapter's configuration for which the adapted weight is W + alpha / rank * B A.
-SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
+SUPPORTED_ADAPTER_VALUES: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "use_rslora": (False,),
@@ -28,7 +28,7 @@ SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
 
 
 def flag_conflicts(given: Mapping[str, Any]) -> list[str]:
-    """A sentence for each of the given flags that LoRA, or its absence, rules out."""
+    """One sentence for each given flag that conflicts with LoRA, or needs it."""
     if "lora_rank" not in given:
         return ["--lora-alpha is for LoRA. Add --lora-rank, or leave it out."] if "lora_alpha" in given else []
     problems = []
@@ -63,14 +63,14 @@ def add_adapter(model: torch.nn.Module, n_embd: int, rank: int, alpha: float, se
 
 
 def frozen_sha256(model: torch.nn.Module) -> str | None:
-    """SHA-256 of the frozen weights, without which an adapter is useless; None if all weights are trained."""
+    """SHA-256 of the frozen weights; None if all weights are trained."""
     frozen, digest = [p for p in model.parameters() if not p.requires_grad], hashlib.sha256()
     for parameter in frozen:
         digest.update(parameter.cpu().contiguous().numpy().data)
     return digest.hexdigest() if frozen else None
 
 
-def write(directory: Path, matrices: Mapping[str, torch.Tensor], base: str, rank: int, alpha: float) -> None:
+def write_adapter(directory: Path, matrices: Mapping[str, torch.Tensor], base: str, rank: int, alpha: float) -> None:
     """Writes an adapter as peft does: `PeftModel.from_pretrained` opens it on Hugging Face's model of its base."""
     from peft import LoraConfig
     from safetensors.torch import save_file
@@ -95,7 +95,7 @@ def base_model_of(directory: Path) -> str:
 
 
 def merge(weights: Mapping[str, torch.Tensor], directory: Path) -> dict[str, torch.Tensor]:
-    """Weights of the base model, under Hugging Face's names, with the product of an adapter's matrices added."""
+    """The base model's weights, under Hugging Face's names, with an adapter merged in: W + alpha / rank * B A."""
     config, matrices, merged = _read_config(directory), _read_matrices(directory), dict(weights)
     for name in (name for name in matrices if ".lora_A." in name):
         a, b = matrices[name], matrices[name.replace(".lora_A.", ".lora_B.")]  # (rank, in), (out, rank)
@@ -126,7 +126,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
         _ = Path(config["base_model_name_or_path"]), config["lora_alpha"] / config["r"]
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise UserError(f"{path} is not an adapter's configuration ({error!r}). Use another adapter.") from error
-    for field, supported in SUPPORTED_VALUES.items():
+    for field, supported in SUPPORTED_ADAPTER_VALUES.items():
         if config.get(field, supported[0]) not in supported:
             raise UserError(
                 f"{path}: {field} is {config[field]!r}, and only {supported[0]!r} is supported. Use another adapter."

@@ -28,7 +28,7 @@ _RERUN = "Fix this, then rerun with --resume."
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a checkpoint says about its run besides the state."""
+    """The constant part of a run's checkpoints, and how to sync its log."""
 
     config: dict[str, Any]  # flags, by field of TrainConfig
     data: DataIdentity
@@ -40,25 +40,27 @@ class RunInfo:
 class CheckpointManager:
     """Saves checkpoints in a thread, one at a time, and removes those that are not to be kept.
 
-    Training waits only for a copy of the state in host memory. A save that fails (a full disk, no permission) is reported
-    on stderr and leaves earlier checkpoints as they are; if the next one fails too, the run is asked to stop. Of the
-    earlier checkpoints the newest `keep` are kept, 0 for all, and the one with the best validation loss in the log.
+    Training waits only for a copy of the state in host memory. A save that fails (a full disk, no permission) is
+    reported on stderr and leaves earlier checkpoints as they are; if the next one fails too, the run is asked to stop.
+    The newest `keep` checkpoints are kept, the latest included (0: all), and the one with the best validation loss in
+    the log.
     """
 
-    def __init__(self, out: str, keep: int, stop: StopHandler, newest: int = 0):
+    def __init__(self, out: str, keep: int, stop: StopHandler, run: RunInfo, newest: int = 0):
         """`newest` is the step of the newest checkpoint, 0 if there is none."""
-        self.out, self.keep, self.stop, self.newest = Path(out), keep, stop, newest
+        self.out, self.keep, self.stop, self.run, self.newest = Path(out), keep, stop, run, newest
         self._failures = 0  # saves in a row
         self._thread: threading.Thread | None = None
 
-    def save(self, train_state: TrainState, run: RunInfo, final: bool = False) -> None:
+    def save(self, train_state: TrainState, final: bool = False) -> None:
         """Starts to save the state, from which `--resume` will continue.
 
-        A state right after skipped steps is saved only if it is the `final` one: its weights are those of an older step.
+        A state right after skipped steps is saved only if it is the `final` one: its weights are those of an older
+        step.
         """
         self.wait()
-        step = train_state.step
-        if step == self.newest or self._failures > 1:  # saved already, or the run is ending because saving fails
+        step, run = train_state.step, self.run
+        if step == self.newest or self._failures > 1:  # saved already (or step 0), or the run ends because saving fails
             return
         if train_state.bad_steps and not final:
             print(f"step {step:5d} | no checkpoint while steps are skipped", flush=True)
@@ -153,9 +155,9 @@ def _write_weights(
     directory: Path, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], sizes: Mapping[str, int]
 ) -> None:
     if config["lora_rank"]:
-        lora.write(directory, weights, config["init_from"], config["lora_rank"], config["lora_alpha"])
+        lora.write_adapter(directory, weights, config["init_from"], config["lora_rank"], config["lora_alpha"])
     else:
-        huggingface.write(directory, sizes, huggingface.to_hf(weights, sizes["vocab_size"]))
+        huggingface.write_model(directory, sizes, huggingface.to_hf(weights, sizes["vocab_size"]))
 
 
 def _warn(text: str) -> None:

@@ -1,4 +1,4 @@
-"""What a resumed run takes from its checkpoint, and what it refuses to change."""
+"""The flags of a resumed run, and the changes that it refuses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.checkpoints.huggingface import ModelSizes
 from support.checkpoints.state import Checkpoint, DataIdentity
 from support.cli import UserError, flag_fields, flag_name, range_errors
 from support.data import shards
-from support.runtime.options import RunOptions
+from support.runtime.options import MACHINE_FLAGS, RunOptions
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -27,8 +27,12 @@ def stored_flags(config_class: type[DataclassInstance], checkpoint: Checkpoint, 
     """
     names = {field.name for field in flag_fields(config_class)}
     flags: dict[str, Any] = {name: size for name, size in sizes.items() if name in names}
-    # None and "auto" stood for a default that depended on the machine or on other flags.
-    flags |= {k: v for k, v in checkpoint.config.items() if k in names and v not in (None, "auto")}
+    # None, and "auto" for the device and the dtype, stood for a default that was found later.
+    flags |= {
+        name: value
+        for name, value in checkpoint.config.items()
+        if name in names and value is not None and not (name in MACHINE_FLAGS and value == "auto")
+    }
     try:
         problems = range_errors(config_class, flags)
     except TypeError as error:
@@ -74,7 +78,7 @@ def resumed_flags(
 
 
 def data_identity(folder: str, train: list[np.memmap], val: list[np.memmap], model: torch.nn.Module) -> DataIdentity:
-    """What a run is trained on: the shards of `folder` that it reads, and the frozen weights of its model, if any."""
+    """Identifies what a run is trained on: the shards of `folder` that it reads, and frozen weights, if any."""
     return {
         "train": shards.shard_identities(folder, train),
         "val": shards.shard_identities(folder, val),
@@ -97,7 +101,7 @@ def check_same_data(checkpoint: Checkpoint, data: DataIdentity) -> None:
     for split, before, now in (("train", saved["train"], data["train"]), ("val", saved["val"], data["val"])):
         differ = [b[0] for a, b in zip(before, now, strict=False) if a[:2] != b[:2] or (a[2] and b[2] and a[2] != b[2])]
         if before and now and (len(before) != len(now) or differ):
-            reason = f"{differ[0]} differs" if differ else f"there are {len(now)}, and were {len(before)}"
+            reason = f"{differ[0]} differs" if differ else f"{len(now)} instead of {len(before)}"
             raise UserError(
                 f"the {split} shards are not those that {checkpoint.path} was trained on ({reason}). "
                 "Name the folder of the original ones with --data."

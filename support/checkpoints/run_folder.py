@@ -13,7 +13,7 @@ from support.cli import UserError
 from support.runtime.options import OverwritePolicy
 
 
-def check(out: str, resume_from: Path | None, overwrite_policy: OverwritePolicy) -> None:
+def check_folder(out: str, resume_from: Path | None, overwrite_policy: OverwritePolicy) -> None:
     """Checks that a run may write into its folder: it is writable, not in use, and loses nothing. Writes nothing.
 
     Args:
@@ -30,14 +30,15 @@ def check(out: str, resume_from: Path | None, overwrite_policy: OverwritePolicy)
     _check_contents(Path(out), resume_from, overwrite_policy)
 
 
-def claim(out: str, resume_from: Path | None, overwrite_policy: OverwritePolicy) -> TextIO:
+def claim_folder(out: str, resume_from: Path | None, overwrite_policy: OverwritePolicy) -> TextIO:
     """Creates the folder and locks it, until the returned file is closed or the process ends.
 
     If a new run replaces an earlier one, that one's checkpoints are removed and its log is renamed to
-    `log.earlier.txt`. Files that a killed process left half-written are removed, too. The arguments are those of `check`.
+    `log.earlier.txt`. Files that a killed process left half-written are removed, too. The arguments are those of
+    `check_folder`.
 
     Raises:
-        UserError: as in `check`; another run may have been faster.
+        UserError: as in `check_folder`; another run may have been faster.
     """
     folder = Path(out)
     try:

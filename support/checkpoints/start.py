@@ -1,4 +1,4 @@
-"""How a run starts: its flags, from the command line, a preset, pretrained weights, or the checkpoint that it resumes."""
+"""The start of a run: merges the flags of the command line, a preset, pretrained weights and the resumed checkpoint."""
 
 from __future__ import annotations
 
@@ -35,22 +35,21 @@ def gather_flags(
 
     Args:
         given: the flags on the command line.
-        same_schedule_so_far: whether a run may go from one configuration to another, at a step, by moving the end of its
-            schedule.
+        same_schedule_so_far: whether two configurations with other ends of the schedule agree up to a step.
 
     Raises:
         UserError: flags contradict each other or the checkpoint, one line each; or there is no intact checkpoint.
     """
     out = str(given.get("out", DEMO["out"] if given.get("demo") else "log"))
     if "resume" in given:
-        found = dist.once_per_node("checkpoint", lambda: _as_text(newest_checkpoint(out)))
-        if found is not None:
-            checkpoint = Checkpoint.open(Path(found))
+        newest = dist.once_per_node("checkpoint", lambda: str(newest_checkpoint(out) or ""))
+        if newest:
+            checkpoint = Checkpoint.open(Path(newest))
             stored = stored_flags(config_class, checkpoint, _sizes_of(checkpoint, given, dist))
-            end = {name: given[name] for name in ("decay_steps", "cooldown_fraction") if name in given}
+            schedule_end = {name: given[name] for name in ("decay_steps", "cooldown_fraction") if name in given}
             before = config_class(**stored)
-            movable = same_schedule_so_far(before, replace(before, **end), checkpoint.step)
-            return resumed_flags(config_class, stored, given, checkpoint, end if movable else ()), checkpoint
+            movable = same_schedule_so_far(before, replace(before, **schedule_end), checkpoint.step)
+            return resumed_flags(config_class, stored, given, checkpoint, schedule_end if movable else ()), checkpoint
         if given["resume"] == "newest":
             raise UserError(
                 f"no checkpoint in {out} to resume from. Name its folder with --out, or leave out --resume."
@@ -58,10 +57,10 @@ def gather_flags(
     if problems := lora.flag_conflicts(given) + _init_from_conflicts(given, out):
         raise UserError(*problems)
     if "init_from" not in given:
-        return preset_flags(given) | {**given}, None
+        return preset_flags(given) | dict(given), None
     sizes = huggingface.read_config(_find_once_per_node(given["init_from"], dist))
-    own = {name: sizes[name] for name in ("n_layer", "n_head", "n_embd", "block_size", "bias")}
-    return own | preset_flags(given, sizes["vocab_size"], sizes["n_embd"]) | {**given}, None
+    model_flags = {name: sizes[name] for name in ("n_layer", "n_head", "n_embd", "block_size", "bias")}
+    return model_flags | preset_flags(given, sizes["vocab_size"], sizes["n_embd"]) | dict(given), None
 
 
 def _sizes_of(checkpoint: Checkpoint, given: Mapping[str, Any], dist: Distributed) -> ModelSizes:
@@ -76,7 +75,7 @@ def _sizes_of(checkpoint: Checkpoint, given: Mapping[str, Any], dist: Distribute
 
 
 def _find_once_per_node(name_or_dir: str, dist: Distributed) -> Path:
-    return Path(str(dist.once_per_node("init_from", lambda: str(huggingface.find(name_or_dir)))))
+    return Path(dist.once_per_node("init_from", lambda: str(huggingface.find_model(name_or_dir))))
 
 
 def _init_from_conflicts(given: Mapping[str, Any], out: str) -> list[str]:
@@ -91,10 +90,6 @@ def _init_from_conflicts(given: Mapping[str, Any], out: str) -> list[str]:
     if Path(given["init_from"]) == Path(out):
         problems.append(f"--out is {out}, as --init-from. Name another --out.")
     return problems
-
-
-def _as_text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
 
 
 def check_pretrained(

@@ -1,4 +1,4 @@
-"""What training changes, and what `trainer.pt` holds: the one place that knows its schema.
+"""The training state, and `trainer.pt`, whose schema only this module knows.
 
 `trainer.pt` is a dict of plain tensors and containers, read with `weights_only=True`, so nothing in it is executed:
 
@@ -30,16 +30,16 @@ Tree = TypeVar("Tree")
 
 
 class DataIdentity(TypedDict):
-    """Which data a run is trained on: file name, tokens and SHA-256 of each shard; `base` is the frozen weights' SHA-256."""
+    """Which data a run is trained on: file name, tokens and SHA-256 of each shard, and the frozen weights' SHA-256."""
 
-    train: list[list[Any]]
-    val: list[list[Any]]
+    train: list[list[str | int | None]]
+    val: list[list[str | int | None]]
     base: str | None
 
 
 @dataclass
 class TrainState:
-    """What training changes, and nothing else does: a checkpoint saves it and restores it."""
+    """Everything that training changes: a checkpoint saves and restores it."""
 
     model: torch.nn.Module  # neither compiled nor wrapped by DDP
     optimizer: torch.optim.Optimizer
@@ -54,20 +54,30 @@ class TrainState:
         if math.isfinite(loss) and math.isfinite(norm):
             self.bad_steps = 0
             return None
-        # The scaler answers an fp16 overflow by halving its scale. At a scale of 1 it is no overflow (or there is no scaler).
+        # After an fp16 overflow the scaler halves its scale. At a scale of 1, or without a scaler, it is no overflow.
         if math.isfinite(loss) and self.scaler.get_scale() > 1:
             self.bad_steps, self.overflows = 0, self.overflows + 1
-            return f"skipped: fp16 overflow number {self.overflows:,}; the gradient scale is now {self.scaler.get_scale():g}"
+            scale = self.scaler.get_scale()
+            return f"skipped: fp16 overflow number {self.overflows:,}; the gradient scale is now {scale:g}"
         self.bad_steps += 1
         return "skipped: the loss or the gradient is not finite"
+
+    def check_bad_steps(self, at_most: int) -> None:
+        """Raises a UserError after `at_most` steps in a row that were not applied, fp16 overflows not counted."""
+        if self.bad_steps >= at_most:
+            raise UserError(
+                f"{self.bad_steps} steps in a row had a loss or gradients that are not finite, the last one at step "
+                f"{self.step - 1}, and none was applied. A resumed run would meet them again: check the data with "
+                "fineweb.py --check, or lower --max-lr in a new run."
+            )
 
     def trained_weights(self) -> dict[str, torch.Tensor]:
         """The weights that are trained, by name: all of them, or LoRA's."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Continues from a checkpoint, whose weights the model has already."""
-        self.optimizer.load_state_dict(copy_to_host(checkpoint.optimizer))
+        """Restores optimizer, scaler and counters; the model has its weights already."""
+        self.optimizer.load_state_dict(checkpoint.take_optimizer())
         if checkpoint.scaler:
             self.scaler.load_state_dict(checkpoint.scaler)
         self.step, self.bad_steps, self.overflows = checkpoint.step, checkpoint.bad_steps, checkpoint.overflows
@@ -87,7 +97,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint directory and the content of its `trainer.pt`; the weights are in files of their own."""
+    """A checkpoint directory and the content of its `trainer.pt`; the weights are in other files."""
 
     path: Path
     step: int
@@ -109,7 +119,8 @@ class Checkpoint:
             content = torch.load(path / FILE, map_location="cpu", weights_only=True, mmap=True)
         except pickle.UnpicklingError as error:
             raise UserError(
-                f"cannot resume from {path}: {FILE} is not readable as plain tensors and containers. Use another checkpoint."
+                f"cannot resume from {path}: {FILE} is not readable as plain tensors and containers. "
+                "Use another checkpoint."
             ) from error
         except (OSError, RuntimeError, EOFError) as error:
             reason = str(error).split("\n")[0]
@@ -121,11 +132,17 @@ class Checkpoint:
                 f"cannot resume from {path}: {FILE} was not written by this trainer. Use another checkpoint."
             )
         for group in content["optimizer"].get("param_groups", ()):
-            if "parts" in group:  # its name until November 2026
+            if "parts" in group:  # renamed in November 2026
                 group["num_splits"] = group.pop("parts")
         return cls(
             path, **{"overflows": 0} | {name: content[name] for name in REQUIRED | {"overflows"} & content.keys()}
         )
+
+    def take_optimizer(self) -> dict[str, Any]:
+        """The optimizer's state, copied into memory. Unmaps the file: Windows and NFS cannot remove an open one."""
+        optimizer = copy_to_host(self.optimizer)
+        self.optimizer.clear()
+        return optimizer
 
 
 def copy_to_host(state: Tree) -> Tree:

@@ -1,4 +1,4 @@
-"""What a person sees of a run: the log, the lines on the console, TensorBoard and Weights & Biases.
+"""The output of a run: log.txt, console lines, TensorBoard and Weights & Biases.
 
 May import `support.runtime` and what is below it.
 """

@@ -30,9 +30,9 @@ def read_values(path: Path, name: str) -> dict[int, float]:
 class RunLog:
     """The log of a run, written line by line; a `first_step` above 0 continues an existing log at that step.
 
-    Lines at or past `first_step` are dropped, since those steps run again; so is everything that is not a line of a log,
-    such as a line that was cut off or what a power failure left. While the disk is full, lines wait in memory.
-    Without a path, as on all ranks but 0, nothing is read or written.
+    Lines at or past `first_step` are dropped, since those steps run again; so are malformed lines, such as one that a
+    crash cut off. While the disk is full, lines are kept in memory. Without a path, as on all ranks but 0, nothing is
+    read or written.
     """
 
     def __init__(self, path: Path | None = None, first_step: int = 0):

@@ -39,7 +39,6 @@ def header(
     B: int,
     grad_accum: int,
     rows_per_epoch: int,
-    padded_vocab_size: int,
     resume_from: Path | None,
     first_step: int,
     max_steps: int,
@@ -48,8 +47,8 @@ def header(
     """The lines before the first step: the figures that people compare and ask each other for.
 
     Args:
-        sizes: of the model, by field of GPTConfig.
-        recipe: optimizer and schedule, in words.
+        sizes: of the model, by attribute of GPTConfig.
+        recipe: optimizer and schedule in words.
     """
     T, world_size = sizes["block_size"], dist.world_size
     step_rows = B * world_size * grad_accum
@@ -60,7 +59,8 @@ def header(
     yield f"device  {world_size} x {devices.describe(dist.device)}, {options.dtype}, torch {torch.__version__}"
     yield (
         f"model   {parameters:,} parameters{trained_text}: {sizes['n_layer']} layers, {sizes['n_head']} heads, "
-        f"{sizes['n_embd']} channels, context {T}, vocabulary {sizes['vocab_size']} (padded to {padded_vocab_size})"
+        f"{sizes['n_embd']} channels, context {T}, "
+        f"vocabulary {sizes['vocab_size']} (padded to {sizes['padded_vocab_size']})"
     )
     yield (
         f"step    {step_rows * T:,} tokens = {B} rows x {T} tokens x {world_size} processes x {grad_accum} micro-steps"
@@ -82,7 +82,7 @@ def header(
 def notes(
     options: RunOptions, first_step: int, max_steps: int, warmup_steps: int, checkpoint_bytes: int
 ) -> Iterator[str]:
-    """What deserves attention before the first step, one line each."""
+    """Warnings before the first step, one line each."""
     if warmup_steps >= max_steps:
         yield f"all {max_steps:,} steps are in the warm-up, which takes {warmup_steps:,}; see --warmup-steps"
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and options.resume != "auto":
@@ -90,13 +90,14 @@ def notes(
     if checkpoint_bytes and options.checkpoint_every:
         free = shutil.disk_usage(options.out).free
         if free < checkpoint_bytes:
-            yield f"a checkpoint takes {format_bytes(checkpoint_bytes)}, and {options.out} has {format_bytes(free)} free"
+            size = format_bytes(checkpoint_bytes)
+            yield f"a checkpoint takes {size}, and {options.out} has {format_bytes(free)} free"
     if first_step == max_steps:
         yield f"this run has finished its {max_steps:,} steps; raise --max-steps for more"
 
 
 def demo_result(options: RunOptions, max_steps: int, text: str) -> None:
-    """Ends the demo with what it made: a text, a score, and where the model is."""
+    """Prints the demo's sample, its validation loss and the path of its checkpoint."""
     print(f"\n{text}\n")
     if options.val_every:
         val = read_values(Path(options.out) / "log.txt", "val")

@@ -1,4 +1,4 @@
-"""What a run reports: each value to the log and the trackers, and a line about it on the console."""
+"""Reports a run: values to the log and the trackers, lines to the console."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ ETA_EVERY, ETA_WINDOW = 50, 250  # steps between two estimates of the remaining 
 class RunLogger:
     """Reports validations, scores, samples and steps; on all ranks but 0 it does nothing.
 
-    Values go to `log.txt` in `--out` and to the trackers, until the end of a `with`. A `first_step` above 0 continues the
-    log and the curves of an earlier process at that step.
+    Values go to `log.txt` in `--out` and to the trackers, until the end of a `with`. A `first_step` above 0 continues
+    the log and the curves of an earlier process at that step.
 
     Raises:
         UserError: on all ranks, if a tracker cannot start; at the end, if the last lines of the log cannot be written.
@@ -42,8 +42,7 @@ class RunLogger:
     ):
         self.print0, self.world_size = dist.print0, dist.world_size
         self.first_step, self.max_steps, self.tokens_per_step = first_step, max_steps, tokens_per_step
-        peak = devices.peak_flops(dist.device)
-        self._mfu_per_speed = flops_per_token / (peak * dist.world_size) if peak else None
+        self.flops_per_token, self.peak_flops = flops_per_token, devices.peak_flops(dist.device)
         self._trackers = Trackers(dist.on_rank_zero(lambda: start_trackers(options, first_step)) or [])
         self._log = RunLog(Path(options.out) / "log.txt" if dist.rank == 0 else None, first_step)
         self._marks: deque[tuple[int, float]] = deque(maxlen=ETA_WINDOW // ETA_EVERY)  # steps, and when they ended
@@ -65,10 +64,10 @@ class RunLogger:
     def step(self, step: int, loss: float, lr: float, norm: float, dt: float, skipped: str | None) -> None:
         """A step that took `dt` seconds; `skipped` says why it was not applied.
 
-        MFU is the share of the GPUs' peak FLOP/s that the model's arithmetic took, where that peak is known.
+        MFU is the fraction of the GPUs' peak FLOP/s that the model's arithmetic reaches, where that peak is known.
         """
         speed = self.tokens_per_step / dt
-        mfu = speed * self._mfu_per_speed if self._mfu_per_speed else None
+        mfu = speed * self.flops_per_token / (self.peak_flops * self.world_size) if self.peak_flops else None
         self._value(step, "train", loss)
         line = f"step {step:5d} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f} | dt: {dt * 1000:.2f}ms"
         self.print0(f"{line} | tok/sec: {speed:.2f}" + (f" | mfu: {mfu:.1%}" if mfu is not None else ""))
@@ -76,6 +75,7 @@ class RunLogger:
             self.print0(f"step {step:5d} | {skipped}")
         for note in self._notes(step, dt):
             self.print0(f"note    {note}")
+        # these names stay, so that a resumed run continues its curves
         values = {"update/lr": lr, "update/norm": norm, "speed/tokens_per_second": speed}
         self._trackers.log(step, values | ({"speed/mfu": mfu} if mfu is not None else {}))
 
@@ -92,7 +92,7 @@ class RunLogger:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self._trackers.close(ended_well=kind is None)
+        self._trackers.close(succeeded=kind is None)
         if kind is None:
             self._log.close()
 
@@ -102,7 +102,7 @@ class RunLogger:
 
     def _notes(self, step: int, dt: float) -> Iterator[str]:
         now = time.perf_counter()
-        if not self._marks:  # the first step compiles, so it says nothing about the others
+        if not self._marks:  # the first step compiles, so it would spoil the estimate
             yield f"the first step ended {now - STARTED:.1f}s after the start"
             self._marks.append((step, now))
         elif step % ETA_EVERY == 0 or step == self.max_steps - 1:

@@ -28,7 +28,7 @@ class Tracker(Protocol):
     def flush(self) -> None: ...
 
     def close(self, final_values: Mapping[str, float]) -> None:
-        """Ends the run there; `final_values` is empty if it did not end well."""
+        """Finishes the run; `final_values` is empty if it failed or was stopped."""
 
 
 class Trackers:
@@ -53,9 +53,9 @@ class Trackers:
         """Writes what is buffered: a checkpoint must never be ahead of the curves of its run."""
         self._for_each(lambda tracker: tracker.flush())
 
-    def close(self, ended_well: bool) -> None:
-        """Ends the curves, with the last value of each if the run ended well."""
-        final_values = {f"final/{name}": value for name, value in self._last.items()} if ended_well else {}
+    def close(self, succeeded: bool) -> None:
+        """Finishes the curves; those of a run that succeeded get its final values."""
+        final_values = {f"final/{name}": value for name, value in self._last.items()} if succeeded else {}
         self._for_each(lambda tracker: tracker.close(final_values))
         self._trackers = []
 
@@ -75,12 +75,12 @@ def check_installed(options: RunOptions) -> None:
     Raises:
         UserError: one is not.
     """
-    for wanted, name, module in (
+    for requested, name, module in (
         (options.tensorboard, "tensorboard", "torch.utils.tensorboard"),
         (options.wandb, "wandb", "wandb"),
     ):
         try:
-            _ = wanted and importlib.import_module(module)
+            _ = requested and importlib.import_module(module)
         except ImportError as error:
             raise UserError(f"--{name} needs its package. Run pip install {name}.") from error
 
@@ -148,7 +148,7 @@ class WeightsAndBiases:
             reason = str(error).rstrip(". ")
             raise UserError(f"--wandb cannot start: {reason}. Run wandb login, or set WANDB_MODE=offline.") from error
         self._table = wandb.Table
-        self._run.define_metric("*", step_metric="step")  # our own step: a resumed run repeats some
+        self._run.define_metric("*", step_metric="step")  # W&B's own step must grow, and a resumed run repeats steps
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({**values, "step": step})
@@ -157,7 +157,7 @@ class WeightsAndBiases:
         self._run.log({"samples": self._table(["step", "text"], [[step, text] for text in texts]), "step": step})
 
     def flush(self) -> None:
-        pass  # its own process has everything already
+        pass  # wandb's own process has the values already
 
     def close(self, final_values: Mapping[str, float]) -> None:
         self._run.summary.update(dict(final_values))

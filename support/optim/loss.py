@@ -1,7 +1,7 @@
-"""Cross-entropy in chunks of rows, so that the logits of a whole micro-batch never exist at once.
+"""Cross-entropy in chunks of rows, so that the logits of a full micro-batch are never in memory together.
 
-The gradient of the loss with respect to the logits is softmax - one_hot: it does not depend on the backward pass. So the
-forward pass computes both gradients, of the hidden states and of the weight, while a chunk's logits exist, and the
+The gradient of the loss with respect to the logits is softmax - one_hot: it does not depend on the backward pass. So
+the forward pass computes both gradients, of the hidden states and of the weight, while a chunk's logits exist, and the
 backward pass only scales them.
 """
 
@@ -23,9 +23,9 @@ def chunked_cross_entropy(
 ) -> torch.Tensor:
     """`F.cross_entropy(x @ weight.T[:, :vocab_size], targets)`, in nats, for autograd and for torch.compile.
 
-    Does the same matrix products as the plain version, none twice, in autocast's precision; the loss and the gradient of
-    the weight are summed in fp32. In fp16 all logits are made at once: the factor of the gradient scaler is known only in
-    the backward pass, and gradients without it would round to zero.
+    Does the same matrix products as the plain version, none twice, in autocast's precision; the loss and the gradient
+    of the weight are summed in fp32. In fp16 all logits are computed together: the factor of the gradient scaler is
+    known only in the backward pass, and gradients without it would round to zero.
 
     Args:
         x: (N, C) hidden states.
@@ -41,8 +41,9 @@ def chunked_cross_entropy(
         logits = F.linear(x, weight)[:, :vocab_size]
         return F.cross_entropy(logits.float(), targets)
     with_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    compiled = torch.compiler.is_compiling()
-    loss, _, _ = _summed_cross_entropy(x, weight, targets, vocab_size, dtype, with_gradients, compiled)
+    # torch.compile cannot see into the operation below, which therefore compiles its own inner function.
+    compile_chunks = torch.compiler.is_compiling()
+    loss, _, _ = _summed_cross_entropy(x, weight, targets, vocab_size, dtype, with_gradients, compile_chunks)
     return loss / len(targets)
 
 
@@ -60,16 +61,17 @@ def _summed_cross_entropy(
     vocab_size: int,
     dtype: torch.dtype,
     with_gradients: bool,
-    compiled: bool,
+    compile_chunks: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The summed loss and, if wanted, its gradients: of x, in `dtype`, and of weight, in fp32."""
+    """The summed loss and, if `with_gradients`, its gradients: of x, in `dtype`, and of weight, in fp32."""
     x, low_weight = x.to(dtype), weight.to(dtype)
     total = x.new_zeros((), dtype=torch.float32)
     grad_x = x.new_empty(x.shape if with_gradients else 0)
     grad_weight = torch.zeros_like(weight, dtype=torch.float32) if with_gradients else x.new_empty(0)
     rows = chunk_rows(x.device.type, len(weight))
-    logits_to_gradient_ = _compiled(_logits_to_gradient_) if compiled else _logits_to_gradient_
-    # In inference mode all tensors look alike to the compiler. Those of callers do not, and would be compiled again.
+    logits_to_gradient_ = _compiled(_logits_to_gradient_) if compile_chunks else _logits_to_gradient_
+    # torch.compile guards on properties such as requires_grad, which differ between callers; in inference mode they do
+    # not, so nothing is compiled again.
     with torch.inference_mode(), torch.autocast(x.device.type, enabled=False):
         targets = targets.clone()  # makes it an inference tensor
         for first in range(0, len(x), rows):
@@ -113,7 +115,7 @@ def _fake_summed_cross_entropy(
     vocab_size: int,
     dtype: torch.dtype,
     with_gradients: bool,
-    compiled: bool,
+    compile_chunks: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     grad_x = x.new_empty(x.shape if with_gradients else 0, dtype=dtype)
     grad_weight = torch.empty_like(weight, dtype=torch.float32) if with_gradients else x.new_empty(0, dtype=dtype)
@@ -128,7 +130,7 @@ def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tenso
 
 def _scale_gradients(ctx: Any, grad: torch.Tensor, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     grad_x, grad_weight = ctx.saved_tensors
-    return grad_x * grad, grad_weight * grad, None, None, None, None, None
+    return grad_x * grad, grad_weight * grad, *[None] * 5  # one for each argument of the operation
 
 
 _summed_cross_entropy.register_autograd(_scale_gradients, setup_context=_save_gradients)

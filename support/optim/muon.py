@@ -1,9 +1,9 @@
 """Muon for the weight matrices of the blocks, AdamW for everything else.
 
-Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon) replaces the momentum of a matrix by the nearest orthogonal
-matrix, so that a step moves all its directions equally far. `torch.optim.Muon` does the same with another scale, one
-matrix at a time. This one also treats Q, K and V as separate matrices, batches matrices of one shape, divides the work
-among the ranks, and skips a step that is not finite without asking the host.
+Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon) replaces the momentum of a matrix by the nearest
+orthogonal matrix, so that a step moves all its directions equally far. `torch.optim.Muon` does the same with another
+scale, one matrix at a time. This one also treats Q, K and V as separate matrices, batches matrices of one shape,
+divides the work among the ranks, and skips a step that is not finite without asking the host.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Muon(torch.optim.AdamW):
         M <- mu M + (1 - mu) G
         W <- W - lr (weight_decay W + SCALE sqrt(max(n, m) / min(n, m)) orthogonalize(mu M + (1 - mu) G))
 
-    So what a step changes in the outputs does not depend on the width (as in arXiv:2310.17813, which has n / m under the
-    root). `dtype` is the precision of the matrix products. A true `found_inf` skips the step, as in fused AdamW.
+    So what a step changes in the outputs does not depend on the width (as in arXiv:2310.17813, which has n / m under
+    the root). `dtype` is the precision of the matrix products. A true `found_inf` skips the step, as in fused AdamW.
 
     Under torch.distributed all ranks must have the same gradients, already unscaled; they end with the same weights.
     """

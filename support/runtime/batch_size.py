@@ -9,9 +9,8 @@ import torch
 
 from support.cli import UserError
 from support.runtime import devices
-from support.runtime.options import RunOptions
 
-PROBED = ("cuda",)  # device types whose memory is tried out; elsewhere the system pages
+PROBED = ("cuda",)  # device types whose memory is tried out; others swap
 SPARE_BYTES = 512 * 2**20  # left free for communication buffers and fragmentation
 
 
@@ -32,7 +31,7 @@ def rows_per_rank(total_batch_size: int, T: int, world_size: int) -> int:
 
 
 def pick_batch_size(batch_size: int | None, rows: int, device_type: str) -> int:
-    """Rows of a micro-batch, of which a step has `rows` on each rank: `batch_size`, or by default up to 64 on CUDA, else 4.
+    """B, the rows of a micro-batch, a divisor of a step's `rows`: `batch_size`, or by default up to 64 on CUDA, else 4.
 
     Raises:
         UserError: micro-batches of `batch_size` rows do not make up a step; those that do are named.
@@ -59,9 +58,9 @@ def largest_batch_size(
 ) -> int:
     """The largest micro-batch, up to `batch_size`, with which a run fits into the memory of the model's device.
 
-    Tries out what a run needs at once: the optimizer's two moments, gradients (and DDP's copy of them with several
-    ranks), micro-batches of (B, T) tokens forward and backward, and validation. Weights are unchanged, and no other
-    rank is waited for.
+    Allocates what a run needs at the same time: the optimizer's two moments, gradients (and DDP's copy of them with
+    several ranks), micro-batches of (B, T) tokens forward and backward, and validation. Weights are unchanged, and no
+    other rank is waited for.
 
     Args:
         rows: rows of a step on this rank; the result divides them.
@@ -88,7 +87,8 @@ def largest_batch_size(
         if fits:
             if batch_size != B:
                 notice(
-                    f"note    a micro-batch of {batch_size} rows does not fit into memory; using {B}. A step has the same tokens."
+                    f"note    a micro-batch of {batch_size} rows does not fit into memory; using {B}. "
+                    "A step keeps its number of tokens."
                 )
             return B
         torch.compiler.reset()  # the graphs of what did not fit would count towards the limit of recompilations
@@ -105,34 +105,42 @@ def _try_batch_size(
     world_size: int,
     device: torch.device,
 ) -> None:
-    reserved = [torch.empty(SPARE_BYTES, dtype=torch.uint8, device=device)] if device.type == "cuda" else []
+    reserved = [torch.empty(SPARE_BYTES, dtype=torch.uint8, device=device)]
     copies = 2 if world_size == 1 else 3  # AdamW's moments, and the buckets in which DDP sends gradients
     reserved += [torch.empty_like(p) for p in model.parameters() if p.requires_grad for _ in range(copies)]
     tokens = torch.zeros((B, T + 1), dtype=torch.int64, device=device)
-    x, y = tokens[:, :-1], tokens[:, 1:]  # sliced as the loader does: other strides would be compiled again
-    for _ in range(2):  # from the second on, gradients exist while activations are made
+    x, y = tokens[:, :-1], tokens[:, 1:]  # sliced as the loader does: other strides would cause a recompilation
+    # the same calls as in training and validation: others would be compiled, and then those again
+    for _ in range(2):  # in the second pass, gradients and activations exist together
         with amp:
             _, loss = model(x, y)
         loss.backward()
     with torch.no_grad(), amp:
         model(x, y)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    devices.synchronizer(device)()
     del reserved
 
 
-def check_enough_data(options: RunOptions, train_rows: int, val_rows: int, step_rows: int, T: int) -> None:
-    """Checks that there is text for one step and, unless validation is off, for one row of validation.
+def check_enough_data(data: str, train_rows: int, step_rows: int, T: int) -> None:
+    """Checks that the train shards in `data` have the rows of T tokens that a step takes.
 
     Raises:
-        UserError: there is less.
+        UserError: they have fewer.
     """
     if train_rows < step_rows:
         raise UserError(
-            f"{options.data} has {train_rows} train rows of {T} tokens, and one step takes {step_rows}. "
+            f"{data} has {train_rows} train rows of {T} tokens, and one step takes {step_rows}. "
             "Use more text, or lower --total-batch-size or --block-size."
         )
-    if options.val_every and (val_rows == 0 or options.val_tokens < T):
+
+
+def check_enough_val_data(data: str, val_rows: int, T: int, val_tokens: int) -> None:
+    """Checks that there is a row of T tokens to validate on: in the val shards, and in `val_tokens`.
+
+    Raises:
+        UserError: there is none.
+    """
+    if val_rows == 0 or val_tokens < T:
         raise UserError(
-            f"no row of {T} tokens to validate on in {options.data}. Use more text, a lower --block-size, or --val-every 0."
+            f"no row of {T} tokens to validate on in {data}. Use more text, a lower --block-size, or --val-every 0."
         )

@@ -1,4 +1,4 @@
-"""What differs between a CUDA GPU, a CPU and an Apple GPU; each difference is handled here and nowhere else."""
+"""The differences between CUDA GPUs, CPUs and Apple GPUs, all handled here."""
 
 from __future__ import annotations
 
@@ -55,20 +55,16 @@ def pick_device_type(name: str) -> str:
     return name
 
 
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The precision of matrix products. "auto": bf16 where the hardware computes it natively, else fp16 on CUDA, else fp32."""
+def pick_dtype(name: str, device: torch.device) -> str:
+    """The precision of matrix products, a key of DTYPES: `name` itself, or the fastest native one for "auto".
+
+    That is bf16 where the hardware has it, otherwise fp16 on CUDA and fp32 elsewhere.
+    """
     if name != "auto":
-        return DTYPES[name]
+        return name
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    if device.type == "cpu" and _cpu_has_bf16():
-        return torch.bfloat16
-    return torch.float32
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a precision in DTYPES."""
-    return next(name for name, each in DTYPES.items() if each == dtype)
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    return "bf16" if device.type == "cpu" and _cpu_has_bf16() else "fp32"
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
@@ -89,7 +85,7 @@ def compile(model: torch.nn.Module, device: torch.device, notice: Callable[[str]
     if reason is not None:
         notice(f"note    not compiled: {reason}")
         return model
-    # a graph for each shape: faster, and there are few; the model itself stays uncompiled
+    # one graph per shape: faster, and there are few shapes; the model itself stays uncompiled
     return cast(torch.nn.Module, torch.compile(model, dynamic=False))
 
 
@@ -156,7 +152,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def free_memory(device: torch.device) -> None:
-    """Frees what nothing refers to any more. After a failure, call it once the traceback is gone."""
+    """Frees unreferenced memory of the device. After a failure, call it when the traceback no longer exists."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -167,8 +163,8 @@ def free_memory(device: torch.device) -> None:
 def keep_memory(device: torch.device) -> None:
     """On a CPU with glibc, keeps freed memory in this process, which allocates the same blocks in every step.
 
-    By default large blocks go back to the system at once, and come again as pages to be zeroed: filling such a block was
-    measured at 3 GB/s, and one that stayed at 22 GB/s.
+    By default glibc returns large blocks to the system, which zeroes them page by page when they are allocated again:
+    filling such a block was measured at 3 GB/s, and one that was kept at 22 GB/s.
     """
     if _uses_glibc(device):
         glibc = ctypes.CDLL(None)
@@ -177,7 +173,7 @@ def keep_memory(device: torch.device) -> None:
 
 
 def trim_memory(device: torch.device) -> None:
-    """Gives back what `keep_memory` kept: after other work than a step, the holes in the heap have other sizes."""
+    """Returns the memory that `keep_memory` kept: an evaluation leaves holes of other sizes than a step needs."""
     if _uses_glibc(device):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -216,7 +212,7 @@ def _user_set_threads() -> bool:
 
 
 def _physical_cores() -> int:
-    """Physical cores that this process may use; two threads of one core share its multipliers."""
+    """Physical cores that this process may use; two threads of one core share its arithmetic units."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     siblings = {

@@ -1,4 +1,4 @@
-"""The processes of a run: what torchrun says about this one, how they find each other, and what they exchange."""
+"""The processes of a run: torchrun's environment, how they find each other, collectives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -29,39 +29,46 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)  # the others wait while rank 0 writes t
 class Distributed:
     """This process among the `world_size` that torchrun started: its rank, its rank on its node, and its device.
 
-    `store` is torchrun's key-value store, through which ranks talk before there is a process group; None if this process
-    is the only one.
+    `store` is torchrun's key-value store, through which ranks talk before there is a process group; None if this
+    process is the only one.
     """
 
     rank: int
     local_rank: int
     world_size: int
-    device: torch.device
+    device: torch.device = torch.device("cpu")
     store: distributed.Store | None = None
 
     @classmethod
-    def from_environment(cls, device: str) -> Distributed:
-        """Reads torchrun's environment variables; without them, this is the only process.
+    def from_environment(cls) -> Distributed:
+        """Reads torchrun's environment variables; without them, this is the only process."""
+        rank, local_rank, world_size = (
+            int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
+        )
+        store = connect(rank, world_size) if world_size > 1 else None
+        return cls(rank, local_rank, world_size, store=store)
+
+    def with_device(self, name: str) -> Distributed:
+        """The same process on a device of this machine: on its own GPU, or on the CPU cores that it may use.
+
+        Args:
+            name: "cuda", "mps", "cpu", or "auto" for the first of them that this machine has.
 
         Raises:
             UserError: this machine has no such device, or not one for each process.
         """
-        rank, local_rank, world_size = (
-            int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
-        )
-        device_type = devices.pick_device_type(device)
-        if device_type == "mps" and world_size > 1:
+        device_type = devices.pick_device_type(name)
+        if device_type == "mps" and self.world_size > 1:
             raise UserError("an Apple GPU trains in one process. Run python train_gpt2.py, without torchrun.")
-        if device_type == "cuda":
-            if local_rank >= torch.cuda.device_count():
-                raise UserError(
-                    f"more processes on this node than its {torch.cuda.device_count()} GPUs. Lower --nproc_per_node."
-                )
-            torch.cuda.set_device(local_rank)
-        else:
+        if device_type != "cuda":
             devices.share_cpu_cores()
-        place = torch.device("cuda", local_rank) if device_type == "cuda" else torch.device(device_type)
-        return cls(rank, local_rank, world_size, place, connect(rank, world_size) if world_size > 1 else None)
+            return replace(self, device=torch.device(device_type))
+        if self.local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"more processes on this node than its {torch.cuda.device_count()} GPUs. Lower --nproc_per_node."
+            )
+        torch.cuda.set_device(self.local_rank)
+        return replace(self, device=torch.device("cuda", self.local_rank))
 
     @property
     def backend(self) -> str:
@@ -88,13 +95,16 @@ class Distributed:
         try:
             yield
         except UserError as error:
-            error.this_rank_only |= self.local_rank > 0  # the first rank of this node had no such problem
-            raise
+            if self.local_rank == 0:
+                raise
+            raise UserError(*error.problems, this_rank_only=True) from error  # the first rank had no such problem
         self.store.set(f"prepared/{self.rank}", "")
         self.store.wait([f"prepared/{other}" for other in range(self.world_size)], PREPARE_TIMEOUT)
 
-    def once_per_node(self, name: str, function: Callable[[], str | None]) -> str | None:
-        """What `function` returns on the first rank of this node, on all its ranks. `name` is that of one such call.
+    def once_per_node(self, name: str, function: Callable[[], str]) -> str:
+        """Calls `function` on the first rank of this node, and returns its result on all of them.
+
+        `name` must be unique to this call.
 
         Raises:
             UserError: on all ranks of the node, if `function` did.
@@ -144,7 +154,7 @@ class Distributed:
         return self.all_reduce_min(value) == -self.all_reduce_min(-value)
 
     def on_rank_zero(self, function: Callable[[], T]) -> T | None:
-        """What `function` returns on rank 0, None on the others.
+        """Calls `function` on rank 0 and returns its result there, None on the others.
 
         Raises:
             UserError: on all ranks, if `function` did.
@@ -179,20 +189,20 @@ def agree_on_attempt(store: distributed.Store, rank: int, world_size: int) -> st
     """A random name that these processes share, and no processes before them.
 
     After a restart, torchrun's store still holds what the earlier processes wrote, addresses of dead ones among it, and
-    the restart counts that torchrun reports differ between nodes. So each rank writes a random word, and rank 0 answers
-    every word that it finds with its own until each rank has confirmed that one: nobody can know an answer to a new word.
+    the restart counts that torchrun reports differ between nodes. So each rank writes a nonce, and rank 0 answers every
+    nonce that it finds with its own until each rank has confirmed that one: no earlier process can have answered it.
     """
     own = uuid.uuid4().hex
     if rank > 0:
-        store.set(f"word/{rank}", own)
+        store.set(f"nonce/{rank}", own)
         shared = store.get(f"answer/{own}").decode()  # waits for it
         store.set(f"confirmed/{shared}/{rank}", "")
         return shared
     missing = set(range(1, world_size))
     while missing:
         for other in missing:
-            if store.check([f"word/{other}"]):
-                store.set(f"answer/{store.get(f'word/{other}').decode()}", own)
+            if store.check([f"nonce/{other}"]):
+                store.set(f"answer/{store.get(f'nonce/{other}').decode()}", own)
         missing = {other for other in missing if not store.check([f"confirmed/{own}/{other}"])}
         time.sleep(0.05)
     return own

@@ -1,4 +1,4 @@
-"""The flags of a run that do not change its losses: files, evaluation, tracking, checkpoints, device."""
+"""The flags that a resumed run may change: files, evaluation, tracking, checkpoints, device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MACHINE_FLAGS = {"device", "dtype", "compile", "batch_size", "hellaswag_every"}
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Where a run reads and writes, what it evaluates and reports, and on what device. A resumed run may change them."""
+    """Files, evaluation, tracking, checkpoints and device. A resumed run may change these; its data is compared."""
 
     data: str = flag("edu_fineweb10B", "folder of token shards", "files", metavar="DIR")
     text: str | None = flag(
@@ -39,13 +39,15 @@ class RunOptions:
     )
     demo: bool = flag(False, "train a small model on Python's documentation, in demo_data/ and log_demo/", "files")
 
-    val_every: int = flag(250, "steps between validations; 0 is never", "evaluation", at_least=0)
-    val_tokens: int = flag(10485760, "tokens of a validation, or all there are", "evaluation", at_least=1)
+    val_every: int = flag(250, "steps between validations; 0 disables them", "evaluation", at_least=0)
+    val_tokens: int = flag(
+        10485760, "tokens per validation, or the complete split if it has fewer", "evaluation", at_least=1
+    )
     hellaswag_every: int = flag(
         250,
-        "steps between HellaSwag scores; 0 is never",
+        "steps between HellaSwag scores; 0 disables them",
         "evaluation",
-        default_help="250 on CUDA or with one of the next two flags, otherwise 0",
+        default_help="250 on CUDA or with --hellaswag-data or --hellaswag-limit, otherwise 0",
         at_least=0,
     )
     hellaswag_data: str | None = flag(
@@ -54,13 +56,13 @@ class RunOptions:
     hellaswag_limit: int | None = flag(
         None, "score only the first N items", "evaluation", default_help="all", at_least=1
     )
-    sample_every: int = flag(250, "steps between samples; 0 is never", "evaluation", at_least=0)
+    sample_every: int = flag(250, "steps between samples; 0 disables them", "evaluation", at_least=0)
     prompt: str = flag("Hello, I'm a language model,", "text that samples continue", "evaluation", metavar="TEXT")
 
     tensorboard: bool = flag(False, "write curves and samples for TensorBoard to --out", "tracking")
     wandb: str | None = flag(
         None,
-        "log to this project of Weights & Biases (gpt2 if none is named)",
+        "log to this Weights & Biases project (gpt2 if no name is given)",
         "tracking",
         default_help="off",
         metavar="PROJECT",
@@ -68,9 +70,14 @@ class RunOptions:
         const="gpt2",
     )
 
-    checkpoint_every: int = flag(5000, "steps between checkpoints; 0 is never", "checkpoints", at_least=0)
+    checkpoint_every: int = flag(
+        5000, "steps between checkpoints; 0 disables them, even when the run is stopped", "checkpoints", at_least=0
+    )
     keep: int = flag(
-        0, "checkpoints to keep: the newest N and the best validated one; 0 keeps all", "checkpoints", at_least=0
+        0,
+        "keep the newest N checkpoints and the one with the best validation loss; 0 keeps all",
+        "checkpoints",
+        at_least=0,
     )
     max_bad_steps: int = flag(
         3, "skipped steps in a row (loss or gradients not finite) that end the run", "checkpoints", at_least=1
@@ -101,10 +108,10 @@ class RunOptions:
     tf32: bool = flag(True, "TF32 on CUDA, for matrix products that stay in fp32", "device")
     compile: bool = flag(True, "torch.compile the model", "device", default_help="on with CUDA")
     profile: int = flag(
-        0, "record N steps, after the first 3, in trace.json.gz in --out; 0 is off", "device", at_least=0
+        0, "profile N steps, after the first 3, into trace.json.gz in --out; 0 disables it", "device", at_least=0
     )
 
-    given: frozenset[str] = frozenset()  # names of the flags that were given
+    given: frozenset[str] = frozenset()  # names of the flags set by the command line, a preset or the checkpoint
 
     @property
     def overwrite_policy(self) -> OverwritePolicy:

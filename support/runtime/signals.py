@@ -1,4 +1,4 @@
-"""Ending a run early: signals and failures become a request to stop, which the training loop answers when it can save."""
+"""Stopping early: signals and failures request a stop, and the training loop saves and exits when all ranks know."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 TORCHRUN_GRACE_SECONDS = 30  # between the signal that torchrun passes on and SIGKILL
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
 READER_CLOSED = (errno.EPIPE, errno.EIO)  # of a pipe, of a terminal
-_FAILURE, _CLOSED_PIPE, _NO_REASON = -1, 13, 99  # besides numbers of signals; the smallest of all ranks wins
+_FAILURE, _CLOSED_PIPE, _NO_REASON = -1, 13, 99  # besides signal numbers; the smallest of all ranks wins
 
 
 class StopHandler:
@@ -27,13 +27,13 @@ class StopHandler:
     `requested` says that this rank got a signal or failed, `agreed` that every rank knows: only then may a rank leave
     the loop, or the others would wait for it forever. With one process both are the same.
 
-    Within `with`, SIGTERM, SIGINT and SIGHUP only set `requested`; a second SIGINT ends the process at once. If the
+    Within `with`, SIGTERM, SIGINT and SIGHUP only set `requested`; a second SIGINT exits immediately. If the
     reader of stdout or stderr has closed it, that counts as a signal, too.
     """
 
     def __init__(self, world_size: int = 1):
         self.world_size = world_size
-        self.failure: Exception | None = None  # that made this rank request the stop
+        self.failure: Exception | None = None  # the error behind this rank's request
         self._reason: int | None = None
         self._agreed = False
         self._interrupted_at: float | None = None
@@ -136,7 +136,7 @@ class GuardedStream:
                 self._discard()
 
     def _discard(self) -> None:
-        """Sends what is buffered, and everything later, to nowhere; it would fail again when the process ends."""
+        """Redirects the stream to the null device: what is buffered would fail again when the process ends."""
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
