@@ -7,9 +7,10 @@
     python fineweb.py --shards-from NAME --output their_shards   # ready-made .npy shards of a data set
     python fineweb.py --demo                                     # Python's own documentation, into demo_data/
 
-A shard is a one-dimensional uint16 .npy file. Every document is preceded by <|endoftext|>. Shard 0 is for validation,
-the others for training. `manifest.json` next to them describes them. The bytes do not depend on the number of workers.
-If the command is killed, the same command resumes after the last finished shard.
+A shard is a one-dimensional uint16 .npy file. Every document is preceded by <|endoftext|>. Shard 0 is for validation
+and the others for training, unless --val-fraction or a small text holds out a fraction instead. `manifest.json` next to
+them describes them. The bytes do not depend on the number of workers. If the command is killed, the same command
+resumes after the last finished shard.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from support.data import hub
 from support.data.corpus import Corpus, Cursor, Documents, slug
 from support.data.encode import ENGINES, EncodedBatch, default_engine, encode_batches
 from support.data.output_folder import new_manifest, open_output_folder, read_partial_manifest
-from support.data.readers import COMPRESSION_CODECS, TEXT_SUFFIXES, Files, find_text_files, text_suffix
+from support.data.readers import TEXT_TYPES, Files, find_text_files, text_suffix
 from support.data.ready_made import download_shards
 from support.data.shard_writer import ShardWriter, check_space_for_shards, report_interrupt
 from support.data.shards import Manifest, Setting, read_manifest, verify_shards
@@ -84,7 +85,7 @@ def _docstrings(path: Path) -> list[str]:
 def file_source(patterns: list[str], text_field: str, separator: str | None = None) -> Corpus:
     """Local files in the given order: a .txt file is one document, as are a line of .jsonl and a row of .parquet.
 
-    Of a folder, all such files below it, except in folders of runs and of shards.
+    For a folder: all such files below it, except in folders of runs and of shards.
 
     Raises:
         UserError: a pattern matches nothing, or a file that is not text.
@@ -99,10 +100,11 @@ def file_source(patterns: list[str], text_field: str, separator: str | None = No
         if not matches:
             raise UserError(f"no file matches {pattern}. Name .txt, .jsonl or .parquet files.")
     paths = list(dict.fromkeys(paths))  # a file that two patterns match is read once
-    types = f"{', '.join(TEXT_SUFFIXES)} (the first two also with {' or '.join(COMPRESSION_CODECS)})"
-    problems = [f"{path} is none of {types}. Convert it, or leave it out." for path in paths if not text_suffix(path)]
+    problems = [
+        f"{path} is none of {TEXT_TYPES}. Convert it, or leave it out." for path in paths if not text_suffix(path)
+    ]
     if not paths:
-        problems.append(f"there is no text in {' '.join(patterns)}. Name files or folders of {types}.")
+        problems.append(f"there is no text in {' '.join(patterns)}. Name files or folders of {TEXT_TYPES}.")
     if problems:
         raise UserError(*problems)
     name = " ".join(path.name for path in (paths if len(paths) <= 9 else paths[:3]))
@@ -129,7 +131,7 @@ def dataset_source(name: str, config: str | None, split: str, text_field: str, o
     else:
         corpus = hub.StreamedDataset(name, config, split, text_field)
     earlier = read_partial_manifest(output, corpus.name)
-    corpus.revision = (earlier and earlier.get("revision")) or hub.current_revision(name)
+    corpus.pin_revision((earlier and earlier.get("revision")) or hub.current_revision(name))
     return corpus
 
 
@@ -157,7 +159,7 @@ def make_shards(
         tokenizer: "gpt2" or "bytes".
         engine: "gigatoken" or "tiktoken" (default: gigatoken if it is installed). The bytes do not depend on it.
         shard_size, max_tokens: numbers of tokens.
-        val_fraction: the last documents of the corpus that are for validation (default: shard 0, or a tenth of a corpus
+        val_fraction: fraction of the corpus, at its end, for validation (default: shard 0, or a tenth of a corpus
             that fits into one shard).
         split_documents: start the validation split inside a document if none starts near it.
         workers: number of processes that encode. The bytes do not depend on it.
@@ -208,7 +210,7 @@ def count(text: str) -> int:
     raise ValueError(text)  # argparse calls it an "invalid count value"
 
 
-WORK = "work (the bytes do not depend on it)"  # a group of flags
+PERFORMANCE = "performance (does not change the shards)"  # a group of flags
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,7 @@ class Arguments:
 
     input: list[str] | None = flag(
         None,
-        ".txt, .jsonl (these also .gz or .zst) or .parquet files, folders of them, or patterns such as 'texts/*.txt'",
+        f"{TEXT_TYPES} files, folders of them, or patterns such as 'texts/*.txt'",
         "source",
         default_help="a data set",
         type=str,
@@ -225,16 +227,16 @@ class Arguments:
         metavar="FILE",
     )
     dataset: str | None = flag(
-        None, "Hugging Face data set, or a folder that is one", "source", default_help=FINEWEB_EDU
+        None, "Hugging Face data set, or a local folder of its files", "source", default_help=FINEWEB_EDU
     )
     name: str | None = flag(
         None, "configuration of the data set", "source", default_help="sample-10BT for FineWeb", metavar="CONFIG"
     )
     split: str = flag("train", "split of the data set", "source")
-    text_field: str = flag("text", "field or column that has the text", "source", metavar="FIELD")
+    text_field: str = flag("text", "field or column with the text", "source", metavar="FIELD")
     document_separator: str | None = flag(
         None,
-        r"what separates the documents of a .txt file; \n in it is a line end",
+        r"string between the documents of a .txt file; \n stands for a newline",
         "source",
         default_help="a file is one document",
         metavar="TEXT",
@@ -242,10 +244,10 @@ class Arguments:
     shards_from: str | None = flag(
         None, "download the .npy shards of this Hugging Face data set", "source", default_help="make shards from text"
     )
-    demo: bool = flag(False, "the documentation in this Python, as bytes; needs no network", "source")
+    demo: bool = flag(False, "this Python's own documentation, as bytes; needs no network", "source")
     check: str | None = flag(
         None,
-        "only read the shards in DIR and compare them with their manifest",
+        "check the shards in DIR against their manifest, and exit",
         "source",
         default_help="make shards",
         metavar="DIR",
@@ -258,7 +260,7 @@ class Arguments:
         metavar="DIR",
     )
     tokenizer: str | None = flag(
-        None, "encoding", "shards", default_help="gpt2; with --demo bytes", choices=tuple(VOCAB_SIZES)
+        None, "tokenizer", "shards", default_help="gpt2; with --demo bytes", choices=tuple(VOCAB_SIZES)
     )
     shard_size: int = flag(SHARD_SIZE, "tokens of a shard", "shards", at_least=2, at_most=MAX_SHARD_SIZE, type=count)
     max_tokens: int | None = flag(
@@ -271,16 +273,18 @@ class Arguments:
         default_help="shard 0; a tenth of a text that fits into one shard",
         metavar="F",
     )
-    split_documents: bool = flag(False, "cut inside a document where none ends near that fraction", "shards")
-    workers: int | None = flag(None, "processes that encode", WORK, default_help="one per core", at_least=1)
+    split_documents: bool = flag(
+        False, "let the validation split start inside a document if none starts nearby", "shards"
+    )
+    workers: int | None = flag(None, "processes that encode", PERFORMANCE, default_help="one per core", at_least=1)
     engine: str | None = flag(
         None,
         "encoder of gpt2 tokens",
-        WORK,
+        PERFORMANCE,
         default_help="gigatoken, compared with tiktoken on samples",
         choices=ENGINES,
     )
-    keep_downloads: bool = flag(False, "keep FineWeb's files after they are encoded", WORK)
+    keep_downloads: bool = flag(False, "keep FineWeb's files after they are encoded", PERFORMANCE)
 
 
 def parse_arguments(argv: list[str] | None) -> Arguments:
@@ -355,7 +359,7 @@ def source_of(args: Arguments, output: Path) -> Corpus:
     return dataset_source(dataset, args.name, args.split, args.text_field, output, args.keep_downloads)
 
 
-def check(directory: str) -> None:
+def check_shards(directory: str) -> None:
     """Reads all shards of a folder and reports that they are intact.
 
     Raises:
@@ -369,7 +373,7 @@ def check(directory: str) -> None:
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     if args.check is not None:
-        check(args.check)
+        check_shards(args.check)
         return
     output = Path(args.output or default_output(args))
     if args.shards_from is not None:

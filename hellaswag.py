@@ -36,6 +36,7 @@ from torch.nn import functional as F
 from support import files
 from support.checkpoints import huggingface
 from support.cli import Parser, UserError, add_device_flag, run_cli
+from support.console.progress import progress_bar
 from support.data.download import download as download_file
 from support.data.tokenizer import Tokenizer, get_tokenizer, name_for_vocab_size
 from support.runtime import devices
@@ -84,7 +85,7 @@ class Item:
 
 
 def download(split: str = "val") -> Path:
-    """Downloads a split, unless it is already there, and checks its content.
+    """Downloads a split, unless the file exists, and checks its content.
 
     Raises:
         UserError: the download failed.
@@ -186,7 +187,7 @@ def _clean(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
-def examples(
+def load_examples(
     path: str | None, tokenizer: Tokenizer, notice: Callable[[str], None], limit: int | None = None
 ) -> list[Example]:
     """The examples that a training run scores: of a file, or of the downloaded validation split if `path` is None.
@@ -372,7 +373,7 @@ def pack(batch: list[Row]) -> PackedBatch:
         ids           The   cat        sat    ran   up
         position_ids   0     1          2      2     3     each completion continues at the context's end
         segment_ids    0     0          1      2     2
-        targets             sat, ran   down   up    here   what each token predicts
+        targets             sat, ran   down   up    here   the tokens that each one predicts
     """
     B, T = len(batch), max(row.length for row in batch)
     ids, position_ids = np.zeros((B, T), dtype=np.int64), np.zeros((B, T), dtype=np.int64)
@@ -442,7 +443,7 @@ def _sum_and_normalise(
 
 
 def count_correct(losses: np.ndarray, examples: Sequence[Example]) -> int:
-    """Counts the examples whose label has the lowest of the losses (examples, 4). One with a NaN is not correct."""
+    """Counts the examples whose label has the lowest of its 4 losses. `losses` is (examples, 4); NaN counts as wrong."""
     predictions = np.where(np.isnan(losses).any(axis=1), -1, losses.argmin(axis=1))
     return sum(int(prediction) == e.label for prediction, e in zip(predictions, examples, strict=True))
 
@@ -478,10 +479,10 @@ class Results:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = parse_args(argv)
+    args = parse_arguments(argv)
     device = torch.device(devices.pick_device_type(args.device))
-    dtype = devices.pick_dtype(args.dtype, device)
-    directory = huggingface.find(args.model)
+    dtype = devices.DTYPES[devices.pick_dtype(args.dtype, device)]
+    directory = huggingface.find_model(args.model)
     items = load(args.data or download(args.split or "val"), args.limit, args.style)
     if items[0].label is None and not args.json:
         raise UserError("the items have no labels, so there are no scores. Name a file for the losses with --json.")
@@ -489,7 +490,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     examples = [render(item, tokenizer, args.style) for item in items]
     start = time.perf_counter()
     with devices.autocast(device, dtype):
-        sums, normalised = completion_losses(from_huggingface(model), examples, progress=with_progress_bar)
+        sums, normalised = completion_losses(
+            from_huggingface(model), examples, progress=lambda rows: progress_bar(rows, "HellaSwag", rank=0)
+        )
     seconds = time.perf_counter() - start
     check_finite(sums, directory, dtype)
     acc, acc_stderr = score(sums, examples)
@@ -509,13 +512,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         acc_norm_stderr=acc_norm_stderr,
     )
     try:
-        if args.json:  # before printing, which fails if the reader of the output is gone (`| head`)
+        if args.json:  # before printing, which fails if the reader of stdout has closed it (`| head`)
             write_json(Path(args.json), results, sums, normalised, items)
     finally:  # the scores are printed even if the file cannot be written
         print(report(results, model.config.n_positions, args.json))
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description="Score a GPT-2 on HellaSwag.")
     add = parser.add_argument
     add("-m", "--model", default="gpt2", help="hub name or checkpoint directory (default: gpt2)")
@@ -579,12 +582,6 @@ def from_huggingface(model: GPT2LMHeadModel) -> ScoringModel:
         return output.last_hidden_state
 
     return ScoringModel(hidden, model.lm_head, model.config.n_positions, model.device, masked=True)
-
-
-def with_progress_bar(rows: list[Row]) -> Iterable[Row]:
-    from tqdm import tqdm
-
-    return tqdm(rows, desc="HellaSwag", unit=" rows", leave=False, disable=None)
 
 
 def check_finite(losses: np.ndarray, directory: Path, dtype: torch.dtype) -> None:

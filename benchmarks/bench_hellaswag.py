@@ -73,7 +73,7 @@ def load_models(
     with tempfile.TemporaryDirectory() as folder:
         if name is None:
             GPT(GPTConfig()).save_pretrained(folder)
-        directory = huggingface.find(name or folder)
+        directory = huggingface.find_model(name or folder)
         hf_model, tokenizer = hellaswag.load_model(directory, device)
         gpt = GPT.from_pretrained(directory).to(device).eval()
     scoring_model = hellaswag.ScoringModel(gpt.transformer, gpt.logits, gpt.config.block_size, device)

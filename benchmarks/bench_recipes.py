@@ -260,7 +260,7 @@ def overhead() -> None:
     from train_gpt2 import GPT, GPTConfig, TrainConfig
 
     device = torch.device(devices.pick_device_type("auto"))
-    dtype = devices.pick_dtype("auto", device)
+    dtype = devices.DTYPES[devices.pick_dtype("auto", device)]
     muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     devices.keep_memory(device)
     synchronize, B, T = devices.synchronizer(device), 64 if device.type == "cuda" else 4, 1024
@@ -291,7 +291,7 @@ def overhead() -> None:
             n_splits * NEWTON_SCHULZ_STEPS * (2 * n * n * m + 2 * n**3 + 2 * n * n * m)
         )  # x x^T, its square, the product with x
     whole = model.flops_per_token() * TrainConfig().total_batch_size
-    print(f"{device.type}, torch {torch.__version__}, {devices.dtype_name(muon_dtype)}, micro-batch {B}")
+    print(f"{device.type}, torch {torch.__version__}, {str(muon_dtype).removeprefix('torch.')}, micro-batch {B}")
     print(f"FLOPs: {flops / 1e12:.2f}T of {whole / 1e12:.0f}T of a step, {flops / whole:.2%}")
     more = (optimizer["muon"] - optimizer["adamw"]) / (forward_backward + optimizer["adamw"])
     print(

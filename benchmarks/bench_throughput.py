@@ -189,7 +189,7 @@ def worker(job: dict[str, Any]) -> None:
     features, removed = set(job["features"]), set(job["without"])
     off = dict.fromkeys(("val_every", "hellaswag_every", "sample_every", "checkpoint_every"), 0)
     with tempfile.TemporaryDirectory() as out, contextlib.ExitStack() as patches:
-        dist = Distributed.from_environment(job["device"])
+        dist = Distributed.from_environment().with_device(job["device"])
         flags = dict(
             data=job["data"], out=out, batch_size=job["B"], block_size=job["T"], **job["sizes"], **off,
             total_batch_size=job["B"] * job["T"] * job["A"] * dist.world_size, compile="compiled" in features,
@@ -377,7 +377,7 @@ def device_and_dtype() -> tuple[str, str]:
     """What train_gpt2.py would choose; asked of another process, because torch would count as memory of the workers."""
     probe = (
         "import torch; from support.runtime import devices as d; t = d.pick_device_type('auto'); "
-        "print(t, d.dtype_name(d.pick_dtype('auto', torch.device(t))))"
+        "print(t, d.pick_dtype('auto', torch.device(t)))"
     )
     answer = subprocess.run([sys.executable, "-c", probe], stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
     device, dtype = answer.stdout.split()

@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N items (default: all)")
     parser.add_argument("-d", "--device", default="cpu", choices=("cpu", "cuda"), help="device (default: cpu)")
     args = parser.parse_args()
-    data, model = str(args.data or hellaswag.download()), str(huggingface.find(args.model))
+    data, model = str(args.data or hellaswag.download()), str(huggingface.find_model(args.model))
     with tempfile.TemporaryDirectory() as folder:
         flags = ["-m", model, "--data", data, "-d", args.device, "--style", "harness", "--json", f"{folder}/ours.json"]
         hellaswag.main(flags + (["--limit", str(args.limit)] if args.limit else []))

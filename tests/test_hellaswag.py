@@ -520,8 +520,8 @@ def test_items_without_labels_give_only_losses(checkpoint, tmp_path, capsys, mon
     )
     tokenizer = hellaswag.get_tokenizer("gpt2")
     with pytest.raises(UserError, match="no labels, so there is nothing to score"):
-        hellaswag.examples(str(unlabelled), tokenizer, print)
-    assert len(hellaswag.examples(str(labelled), tokenizer, print, limit=2)) == 2
+        hellaswag.load_examples(str(unlabelled), tokenizer, print)
+    assert len(hellaswag.load_examples(str(labelled), tokenizer, print, limit=2)) == 2
 
 
 @needs_gpt2_vocabulary
@@ -714,8 +714,8 @@ def test_corrupt_weights_are_not_scored(tmp_path, capsys, corruption, message):
         ("-m gpt2 --split val --data items.jsonl", "--split names a download, and --data a file"),
         ("-m gpt2 --json no/where.json", "cannot write no/where.json"),
         ("-m gpt2 --json tiny", "cannot write tiny"),
-        ("-m tiny --data items.jsonl --json ./items.jsonl", "items.jsonl exists and holds something else"),
-        ("-m tiny --json tiny/config.json", "tiny/config.json exists and holds something else"),
+        ("-m tiny --data items.jsonl --json ./items.jsonl", "items.jsonl exists and has other content"),
+        ("-m tiny --json tiny/config.json", "tiny/config.json exists and has other content"),
         ("-m tiny --data unlabelled.jsonl", "the items have no labels"),
         ("-m tiny --data= --json=", "--data needs the name of a file"),
         ("-m tiny --json items.jsonl/scores", "cannot write items.jsonl/scores (Not a directory)"),

@@ -14,7 +14,7 @@ from helpers import losses, run_script
 from training import ONE_PROCESS, configure
 
 from support.cli import UserError
-from support.data.presets import make_preset_shards, run_until_signal
+from support.data.presets import make_preset_shards, run_child_process
 from train_gpt2 import GPT, MODELS, GPTConfig, train
 
 TEXT = "".join(f"{a} and {b} are {a + b}.\n" for a in range(40) for b in range(60))
@@ -124,7 +124,7 @@ def test_parquet_counts_uncompressed(tmp_path):
         (["--text", "nowhere"], "'nowhere' does not exist. Name a text file, or a folder of them, with --text."),
         (
             ["--text", "empty"],
-            "no text in empty: only .txt, .jsonl, .parquet (the first two also with .gz or .zst) are read.",
+            "no text in empty: only .txt, .jsonl, .parquet (.txt and .jsonl also with .gz or .zst) are read.",
         ),
         (["--text", ".", "--demo"], "--demo brings its own text. Leave out --text, or --demo."),
         (["--text", ".", "--tokenizer", "words"], "argument --tokenizer: invalid choice: 'words'"),
@@ -221,7 +221,7 @@ def test_one_process_of_all_nodes_makes_the_shards(tmp_path):
 def test_sigterm_ends_the_tokenization_too():
     endless = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(1000)"
     with pytest.raises(SystemExit) as exit:
-        run_until_signal([sys.executable, "-c", endless])
+        run_child_process([sys.executable, "-c", endless])
     assert exit.value.code == 143
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
     assert not children.exists() or "sleep(1000)" not in "".join(

@@ -102,7 +102,7 @@ def test_shards_that_we_published_keep_their_tokenizer(server):
         ),
         (
             {"x_train_000001.npy": npy([1, 2], np.uint32)},
-            "holds 1-dimensional uint32, not .* someone/bad has it like this",
+            "holds 1-dimensional uint32, not .* someone/bad publishes it like this",
         ),
         ({"x_train_000001.npy": npy([1, 50257])}, "has the id 50257 at offset 1, beyond the vocabulary .* like this"),
         ({"x_train_000001.npy": b"text"}, "is not a readable .npy file .* like this"),

@@ -1,7 +1,7 @@
 """Text corpora, read in batches that a worker process can encode on its own.
 
-A batch starts at a cursor, which JSON can hold. From the cursor of any batch on, a corpus gives the same documents as
-when it is read from the beginning, so a cursor in a manifest is enough to resume.
+A batch starts at a cursor, which is JSON-serializable. From the cursor of any batch on, a corpus gives the same
+documents as when it is read from the beginning, so a cursor in a manifest is enough to resume.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 from support.data.shards import Setting
 
-BATCH_CHARS = 1 << 21  # text that goes to a worker in one message
+BATCH_CHARS = 1 << 21  # characters of a batch, or bytes where they are not decoded yet: one message to a worker
 
 # Numbers, such as file and offset. A streamed data set also has the state of its library in it.
 Cursor: TypeAlias = Sequence[int | Mapping[str, object] | None]
@@ -58,6 +58,10 @@ class Corpus(abc.ABC):
     @abc.abstractmethod
     def batches(self, cursor: Cursor | None = None) -> Iterator[Batch]:
         """All documents from a cursor on, or from the beginning."""
+
+    def pin_revision(self, revision: str | None) -> None:
+        """Fixes the version of the documents that are read."""
+        self.revision = revision
 
     def release(self, cursor: Cursor) -> None:  # noqa: B027  most have nothing to release
         """Called when nothing before this cursor is needed again, not even after a crash."""

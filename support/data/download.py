@@ -42,7 +42,7 @@ def download(
         git_blob: expected SHA-1 of a git blob, that is of `blob {size}\\0` and the content, in hexadecimal.
         resume: keep a partial download as `{path}.part` and request only the rest, now and in later runs. For URLs
             whose content never changes.
-        attempts: how often to try without receiving anything in between (default: DEFAULT_ATTEMPTS).
+        attempts: attempts in a row that may receive nothing (default: DEFAULT_ATTEMPTS).
         stop: when another thread sets it, the download fails.
 
     Raises:

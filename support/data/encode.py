@@ -117,7 +117,7 @@ class GigatokenEncoder:
 
 
 def _resident_memory() -> int:
-    """Bytes of memory that this process has, on Linux; elsewhere 0."""
+    """Resident memory of this process in bytes, on Linux; elsewhere 0."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
@@ -159,7 +159,7 @@ def encode_batch(batch: Batch, tokenizer: str, engine: str) -> npt.NDArray[np.ui
 
 
 def _init_worker() -> None:
-    """Leaves Ctrl-C to the parent, and makes the worker exit when the parent exits, even if that is killed."""
+    """Leaves Ctrl-C to the parent, and makes the worker exit when the parent exits, even if the parent is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -174,8 +174,8 @@ def _init_worker() -> None:
 def encode_batches(batches: Iterable[Batch], tokenizer: str, engine: str, workers: int) -> Iterator[EncodedBatch]:
     """Each batch with its tokens, in order.
 
-    With one worker, or a single batch, this process encodes. At most `2 * workers` batches wait at any time, so memory
-    does not grow with the corpus.
+    With one worker, or a single batch, this process encodes. At most `2 * workers + 1` batches are under way at any
+    time, so memory does not grow with the corpus.
 
     Raises:
         UserError: a document cannot be read or encoded, or a worker was killed.

@@ -24,14 +24,14 @@ from support.files import check_free_space
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoFile
 
-CONNECT_ATTEMPTS = 4  # before anything was received: seconds, because somebody is waiting
-READ_ATTEMPTS = 7  # without progress in between, when a run has already made shards: minutes
+CONNECT_ATTEMPTS = 4  # before the first byte: seconds, because a user is waiting
+READ_ATTEMPTS = 7  # without progress in between, once a run has made shards: minutes
 MAX_HUB_DELAY = 60  # seconds between two attempts
 T = TypeVar("T")
 
 
 # -----------------------------------------------------------------------------
-# Questions to the hub, and downloads
+# Requests and downloads
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def current_revision(repository: str) -> str | None:
     """
     from huggingface_hub import HfApi
 
-    return _ask_hub(lambda: HfApi().dataset_info(repository).sha, f"cannot open the data set {repository}")
+    return _request_with_retries(lambda: HfApi().dataset_info(repository).sha, f"cannot open the data set {repository}")
 
 
 def list_files(repository: str, revision: str | None, folder: str | None = None) -> list[HubFile]:
@@ -71,7 +71,7 @@ def list_files(repository: str, revision: str | None, folder: str | None = None)
     where = f"{repository}/{folder}" if folder else repository
     files = [
         HubFile(file.path, file.size, file.lfs.sha256 if file.lfs else None, None if file.lfs else file.blob_id)
-        for file in _ask_hub(request, f"cannot list the files of {where}")
+        for file in _request_with_retries(request, f"cannot list the files of {where}")
     ]
     return sorted(files, key=lambda file: file.path)
 
@@ -100,7 +100,7 @@ def fetch_file(
     )
 
 
-def _ask_hub(request: Callable[[], T], failure: str) -> T:
+def _request_with_retries(request: Callable[[], T], failure: str) -> T:
     """The result of a request, which is repeated after transient errors."""
     for attempt in itertools.count(1):
         try:

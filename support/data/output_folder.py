@@ -42,6 +42,10 @@ class OutputFolder:
         self.manifest["counted" if entry["split"] == "counted" else "shards"].append(entry)
         write_manifest(self.directory, self.manifest)
 
+    def mark_all_counted(self) -> None:
+        """Notes that the parts of a corpus that is not split yet are all there."""
+        self.manifest["all_counted"] = bool(self.manifest["counted"])
+
     def finish(self) -> None:
         """Marks the shards as complete, and removes the parts of a corpus that is now split."""
         parts = self.manifest.pop("counted")
@@ -80,9 +84,9 @@ def read_partial_manifest(directory: Path, source: str) -> Manifest | None:
 def open_output_folder(directory: Path, manifest: Manifest, prefix: str | None) -> Iterator[OutputFolder]:
     """Opens a folder for the shards that a new manifest describes, and adopts what an earlier run has finished.
 
-    If that is all, the folder is only read. Else it is created and locked, and shards that are not listed or not intact
-    are to be made again. Shards with `prefix` follow each other, so those after a lost one are made again too, and
-    leftover files with it are removed. Without a prefix, each shard stands on its own.
+    If all shards are finished, the folder is only read. Otherwise it is created and locked, and shards that are not
+    listed or not intact must be made again. Shards with `prefix` continue each other, so those after a lost one are
+    made again too, and leftover files with the prefix are removed. Without a prefix, shards are independent.
 
     Raises:
         UserError: the folder has shards of another source or with other settings, is in use, or cannot be written.
@@ -154,7 +158,7 @@ def _differences(manifest: Manifest, earlier: Manifest) -> list[str]:
 
 
 def _is_intact(directory: Path, manifest: Manifest) -> bool:
-    """Whether all shards of a manifest were made and none is damaged."""
+    """Whether all shards of a manifest were made and none is corrupt."""
     if not manifest["complete"]:
         return False
     try:
@@ -168,7 +172,7 @@ def _is_intact(directory: Path, manifest: Manifest) -> bool:
 
 def adopt_finished_shards(folder: OutputFolder, earlier: Manifest, in_order: bool) -> None:
     """Adds the intact shards of an earlier manifest to that of the folder; with `in_order`, only up to a lost one."""
-    read_all = earlier["complete"]  # all were made, and yet one is damaged
+    read_all = earlier["complete"]  # all were made, and one is corrupt
     counted = earlier.get("counted", [])
     manifest = folder.manifest
     manifest["counted"] = list(

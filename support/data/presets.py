@@ -1,4 +1,4 @@
-"""The flags that --demo and --text stand for, and the shards that they make."""
+"""The flags that --demo and --text set, and their shards."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ from typing import Any, NoReturn
 
 from support.cli import UserError, flag_name
 from support.data import shards
+from support.data.readers import (
+    COMPRESSION_CODECS,
+    TEXT_TYPES,
+    TYPICAL_COMPRESSION_RATIO,
+    find_text_files,
+    parquet_text_bytes,
+    text_suffix,
+)
 
 # About two minutes on two CPU cores.
 DEMO = dict(
@@ -23,14 +31,13 @@ DEMO = dict(
     val_every=200, val_tokens=65536, hellaswag_every=0, sample_every=0,
 )  # fmt: skip
 MODEL_FLAGS = {"n_layer", "n_head", "n_embd", "block_size"}
-# The model by the largest number of bytes of text that it is for. A large model memorizes a small text.
+# Model sizes by the largest text, in bytes, that each suits. A large model memorizes a small text.
 MODEL_BY_TEXT_SIZE = {
     4e6: dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=32),
     4e7: dict(n_layer=6, n_head=4, n_embd=256, block_size=256),
     4e8: dict(n_layer=8, n_head=8, n_embd=512, block_size=512),
     math.inf: {},  # gpt2
 }
-COMPRESSION_RATIO = 3  # bytes of text in a byte of a .gz or .zst file, roughly
 BYTES_PER_TOKEN = {"gpt2": 4, "bytes": 1}
 FLAGS_CHOSEN_FOR_TEXT = (
     "tokenizer", "recipe", "max_lr", "total_batch_size", "max_steps", "warmup_steps", "val_every", "sample_every",
@@ -64,24 +71,24 @@ def _text_flags(given: Mapping[str, Any], vocab_size: int, n_embd: int) -> dict[
     tokenizer = given.get("tokenizer", "bytes" if fine_tuned and vocab_size == 257 else "gpt2")
     tokens = 0.9 * size / BYTES_PER_TOKEN[tokenizer]  # the last tenth is held out
     flags: dict[str, Any]
-    if fine_tuned:  # few epochs, at a low rate
+    if fine_tuned:  # few epochs, at a low learning rate
         total_tokens, steps, smallest_step = tokens * (3 if size < 4e7 else 1), 200, 1024
-        # These rates suit GPT-2; AdamW's best rate grows as models get narrower (arXiv:2203.03466).
+        # These learning rates suit GPT-2; AdamW's best one grows as models get narrower (arXiv:2203.03466).
         flags = dict(max_lr=(1e-3 if "lora_rank" in given else 1e-4) * max(1.0, 768 / n_embd))
     else:  # several epochs of a small text, but not so many that it is memorized
         total_tokens, steps, smallest_step = max(tokens, min(1.5e6, 10 * tokens)), 1000, 2048
         flags = dict(recipe="fast")
         if "model" not in given:
             flags |= next(model for largest, model in MODEL_BY_TEXT_SIZE.items() if size <= largest)
-    # At least so many steps, unless they would be smaller than the smallest or larger than GPT-2's.
-    step = min(2**19, max(smallest_step, 2 ** int(math.log2(max(1.0, total_tokens / steps)))))
-    step = given.get("total_batch_size", step)
-    steps = given.get("max_steps", max(1, round(total_tokens / max(1, step))))
+    # The largest power of two that still leaves so many steps; not below smallest_step, and not above GPT-2's.
+    tokens_per_step = min(2**19, max(smallest_step, 2 ** int(math.log2(max(1.0, total_tokens / steps)))))
+    tokens_per_step = given.get("total_batch_size", tokens_per_step)
+    steps = given.get("max_steps", max(1, round(total_tokens / max(1, tokens_per_step))))
     quarter = max(1, steps // 4)
     return flags | dict(
-        data=str(Path(given.get("out", "log")) / "data"), tokenizer=tokenizer, shuffle=True, total_batch_size=step,
-        max_steps=steps, warmup_steps=steps // 12, val_every=quarter, sample_every=quarter, checkpoint_every=quarter,
-        keep=1,
+        data=str(Path(given.get("out", "log")) / "data"), tokenizer=tokenizer, shuffle=True,
+        total_batch_size=tokens_per_step, max_steps=steps, warmup_steps=steps // 12, val_every=quarter,
+        sample_every=quarter, checkpoint_every=quarter, keep=1,
     )  # fmt: skip
 
 
@@ -100,24 +107,19 @@ def find_texts(name: str) -> list[Path]:
     Raises:
         UserError: there are none.
     """
-    from support.data.readers import COMPRESSION_CODECS, TEXT_SUFFIXES, find_text_files, text_suffix
-
     path = Path(name)
     if not name or not path.exists():
         raise UserError(f"{name!r} does not exist. Name a text file, or a folder of them, with --text.")
     texts = find_text_files(path) if path.is_dir() else [path] if text_suffix(path) else []
     if not texts:
-        suffixes = f"{', '.join(TEXT_SUFFIXES)} (the first two also with {' or '.join(COMPRESSION_CODECS)})"
-        raise UserError(f"no text in {name}: only {suffixes} are read. Name others with --text.")
+        raise UserError(f"no text in {name}: only {TEXT_TYPES} are read. Name others with --text.")
     return texts
 
 
 def _text_bytes(path: Path) -> float:
     if path.suffix.lower() == ".parquet":
-        from support.data.readers import parquet_text_bytes
-
         return parquet_text_bytes(path, "text")
-    return path.stat().st_size * (COMPRESSION_RATIO if path.suffix.lower() in (".gz", ".zst") else 1)
+    return path.stat().st_size * (TYPICAL_COMPRESSION_RATIO if path.suffix.lower() in COMPRESSION_CODECS else 1)
 
 
 # -----------------------------------------------------------------------------
@@ -140,15 +142,15 @@ def make_preset_shards(data: str, text: str | None, tokenizer: str, rank: int, r
     if text is not None:  # joined with ".", a text named "-x" does not look like a flag
         source = ["--tokenizer", tokenizer, "--split-documents", "--input", os.path.join(".", text)]
     fineweb = Path(__file__).parents[2] / "fineweb.py"
-    if run_until_signal([sys.executable, str(fineweb), "--output", data, *source]):
+    if run_child_process([sys.executable, str(fineweb), "--output", data, *source]):
         raise UserError(
             f"the shards in {data} could not be made, see above. For another text or tokenizer, name another --out.",
             this_rank_only=True,
         )
 
 
-def run_until_signal(command: Sequence[str]) -> int:
-    """Runs a program and returns its exit code. A SIGTERM to this process ends the program too."""
+def run_child_process(command: Sequence[str]) -> int:
+    """Runs a program and returns its exit code. A SIGTERM to this process ends both."""
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""Corpora in files: .txt, .jsonl and .parquet, the first two also compressed."""
+"""Corpora in files: .txt, .jsonl and .parquet; .txt and .jsonl also compressed."""
 
 from __future__ import annotations
 
@@ -35,21 +35,28 @@ if TYPE_CHECKING:
     import pyarrow.parquet
 
 TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
-COMPRESSION_CODECS = {".gz": "gzip", ".zst": "zstd"}  # of .txt and .jsonl
+COMPRESSIBLE_SUFFIXES = (".txt", ".jsonl")
+COMPRESSION_CODECS = {".gz": "gzip", ".zst": "zstd"}
+TEXT_TYPES = (
+    f"{', '.join(TEXT_SUFFIXES)} ({' and '.join(COMPRESSIBLE_SUFFIXES)} also with {' or '.join(COMPRESSION_CODECS)})"
+)
+LOW_COMPRESSION_RATIO, TYPICAL_COMPRESSION_RATIO = 2, 3  # bytes of text per byte of .gz or .zst
 READ_BYTES = 1 << 20
 MAX_ROW_GROUP_BYTES = 1 << 25  # of text; larger row groups of a .parquet file are read in parts
 
 
 def text_suffix(path: Path) -> str | None:
-    """One of TEXT_SUFFIXES, for a compressed file that before .gz or .zst; None if the file is not a text we read."""
-    *_, inner, suffix = "", *path.name.lower().rsplit(".", 2)
-    if f".{suffix}" in COMPRESSION_CODECS:
-        return f".{inner}" if inner in ("txt", "jsonl") else None
-    return f".{suffix}" if f".{suffix}" in TEXT_SUFFIXES else None
+    """One of TEXT_SUFFIXES, for a compressed file the suffix before .gz or .zst; None for any other file."""
+    name = path.name.lower()
+    suffixes: tuple[str, ...] = TEXT_SUFFIXES
+    for compressed in COMPRESSION_CODECS:
+        if name.endswith(compressed):
+            name, suffixes = name.removesuffix(compressed), COMPRESSIBLE_SUFFIXES
+    return next((suffix for suffix in suffixes if name.endswith(suffix)), None)
 
 
 def find_text_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """All files below a folder that have a `text_suffix`, except in folders with a lock: those of runs and of shards."""
+    """All files below a folder with a `text_suffix`, except in folders with a lock: those of runs and of shards."""
     paths: list[Path] = []
     visited = set()
     for parent, folders, names in os.walk(folder, followlinks=True):
@@ -109,7 +116,7 @@ class FileCorpus(Corpus):
 
     @abc.abstractmethod
     def local_path(self, index: int) -> Path:
-        """The path of a file, when it can be read."""
+        """The path of a file; waits until it is downloaded."""
 
     def batches(self, cursor: Cursor | None = None) -> Iterator[Batch]:
         first, *start = cursor_numbers(cursor or [0])
@@ -132,8 +139,7 @@ class FileCorpus(Corpus):
 
     def _record_batches(self, indices: list[int], start: list[int]) -> Iterator[Batch]:
         for index in indices:
-            read = read_parquet if self.suffix(index) == ".parquet" else read_jsonl
-            path = self.local_path(index)
+            path, read = self.local_path(index), RECORD_READERS[str(self.suffix(index))]
             with _reading(path):
                 for batch in read(path, self.text_field, *start):
                     fraction = self._fraction_read(index, batch.fraction_read or 0)
@@ -182,7 +188,7 @@ class Files(FileCorpus):
             if self.suffix(index) == ".parquet":
                 total += parquet_text_bytes(path, self.text_field)
             else:
-                total += size * (2 if path.suffix.lower() in COMPRESSION_CODECS else 1)
+                total += size * (LOW_COMPRESSION_RATIO if path.suffix.lower() in COMPRESSION_CODECS else 1)
         return total
 
 
@@ -219,7 +225,7 @@ def _open_text(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], float]]]:
 
 
 def txt_pieces(
-    path: Path, stream: BinaryIO, separator: str | None, start: int = 0, start_inside: int = False
+    path: Path, stream: BinaryIO, separator: str | None, start: int = 0, start_inside: int = 0
 ) -> Iterator[Piece]:
     """Pieces of a text file, which is one document, or of those between separators; blank ones are left out.
 
@@ -356,7 +362,7 @@ def _check_rows(texts: list[str | None], text_field: str, path: Path, first_row:
 
 
 def _parquet_metadata(path: Path) -> pyarrow.parquet.FileMetaData:
-    """The metadata of a .parquet file, remembered: each batch needs that of all its row groups, which are many."""
+    """The metadata of a .parquet file, cached: every batch needs it, and it describes all row groups."""
     return _read_parquet_metadata(path, path.stat().st_mtime_ns, path.stat().st_size)
 
 
@@ -399,7 +405,7 @@ def read_parquet(path: Path, text_field: str, row: int = 0, char: int = 0) -> It
     starts = list(itertools.accumulate(group_rows, initial=0))
     total_rows = starts[-1]
     sizes = _row_group_text_bytes(metadata, text_field)
-    is_large = [size > MAX_ROW_GROUP_BYTES for size in sizes] + [True]
+    is_large = [size > MAX_ROW_GROUP_BYTES for size in sizes] + [True]  # the last one ends the last batch
     pending: list[int] = []  # row groups of the next batch
     for group, size in enumerate(sizes):
         if starts[group + 1] <= row:
@@ -439,3 +445,9 @@ def _row_group_pieces(
                     row += 1
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise _corrupt_parquet(path, row, error) from error
+
+
+# read(path, text_field, *start) yields the batches of one file. `start` is what follows the file's index in a cursor,
+# and nothing at its beginning; from there on the batches are the same as in a read from the beginning. A batch should
+# be read or parsed by the worker that encodes it (`Lines`, `RowGroups`): `Texts` is sent to it.
+RECORD_READERS: dict[str, Callable[..., Iterator[Batch]]] = {".jsonl": read_jsonl, ".parquet": read_parquet}

@@ -1,4 +1,4 @@
-"""Ready-made shards: `.npy` files of tokens that a data set of the Hugging Face hub has."""
+"""Ready-made shards: `.npy` files of tokens, published as a data set on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _download_missing(repository: str, revision: str | None, shards: Sequence[Hu
         except UserError as error:
             path.unlink()
             problem = error.problems[0].rsplit(". ", 1)[0]
-            raise UserError(f"{problem}. {repository} has it like this: name another data set.") from error
+            raise UserError(f"{problem}. {repository} publishes it like this. Name another data set.") from error
         out.add(entry)
 
 

@@ -56,7 +56,7 @@ def cut_into_chunks(batches: Iterable[EncodedBatch], size: int, skip: int, limit
         skip -= start
         stop = len(tokens) if limit is None else min(len(tokens), start + limit)
         while start < stop:
-            if filled == size:  # only now known not to be the last one
+            if filled == size:  # more tokens follow, so this chunk is not the last
                 yield Chunk(buffer, end, is_last=False)
                 buffer, filled = np.empty(size, dtype=np.uint16), 0
             part = tokens[start : min(stop, start + size - filled)]
@@ -162,7 +162,7 @@ class ShardWriter:
                 for index, chunk in chunks:
                     self._write("counted", index, chunk.tokens, chunk.end)
             self._wait()
-            manifest["all_counted"] = bool(manifest["counted"])
+            self.folder.mark_all_counted()
         parts = [load_shard(self.folder.directory / part["file"]) for part in manifest["counted"]]
         self._write_split(parts, val_fraction)
         self._wait()
@@ -246,7 +246,7 @@ class ShardWriter:
 
 
 class TokenProgress:
-    """Tokens so far, tokens per second and the time left: a bar on a terminal, else a line now and then."""
+    """Tokens so far, tokens per second and the time left: a bar on a terminal, otherwise a line now and then."""
 
     def __init__(self, finished_tokens: int, max_tokens: int | None):
         from tqdm import tqdm
@@ -298,7 +298,7 @@ class TokenProgress:
 
 
 # -----------------------------------------------------------------------------
-# Before and after
+# Free space and interrupts
 
 
 def check_space_for_shards(folder: OutputFolder, corpus: Corpus, max_tokens: int | None, copies: int) -> None:

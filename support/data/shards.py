@@ -69,7 +69,7 @@ def parse_shard_name(file: str) -> ShardName | None:
 
 
 def shard_paths(directory: str | os.PathLike[str], split: str) -> list[Path]:
-    """The shards of a split, "train" or "val", in order of their names. There may be none, and no such directory."""
+    """The shards of a split, "train" or "val", in order of their names; none if there is no such directory."""
     directory = Path(directory)
     paths = sorted(directory.iterdir()) if directory.is_dir() else []
     return [p for p in paths if (name := parse_shard_name(p.name)) and name.split == split and p.is_file()]
@@ -80,7 +80,7 @@ def shard_paths(directory: str | os.PathLike[str], split: str) -> list[Path]:
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
-    """The manifest of a folder of shards. Shards without one, made by another tool, are taken for GPT-2 tokens.
+    """The manifest of a folder of shards. Shards without one, made by another tool, are assumed to be GPT-2 tokens.
 
     Raises:
         UserError: the manifest cannot be read, or says that the shards are incomplete.
