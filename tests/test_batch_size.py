@@ -77,6 +77,7 @@ def test_the_trial_includes_the_optimizer_and_validation(tiny_model, monkeypatch
     assert all(p.grad is None and torch.equal(p, before[name]) for name, p in tiny_model.named_parameters())
 
 
+@pytest.mark.slow
 def test_ranks_take_the_smallest_micro_batch(byte_shards, tmp_path):
     flags = ["--data", byte_shards, "--max-steps", 3, "--val-every", 0]
     run_to_the_end(

@@ -46,6 +46,7 @@ def test_adversarial_documents_equal_the_plain_loop(tmp_path, monkeypatch, token
         assert [shard["documents"] for shard in manifest["shards"]] == [part.count(eot) for part in expected]
 
 
+@pytest.mark.slow
 @needs_gpt2_vocabulary
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("engine", encode.ENGINES)
@@ -159,6 +160,7 @@ def test_batches_are_encoded_a_few_at_a_time(monkeypatch):
         assert len(taken) <= number + 6
 
 
+@pytest.mark.slow
 @needs_gpt2_vocabulary
 @pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGTERM"])
 def test_workers_exit_when_the_command_is_killed(tmp_path, signal_name):

@@ -171,6 +171,7 @@ def test_scores_by_hand():
     assert hellaswag.count_correct(with_nan, [Example([1], [[1]] * 4, label) for label in (0, 1, 1)]) == 1
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_halved(models):
     examples = random_examples()
     expected = hellaswag.completion_losses(models["hugging face"], examples)

@@ -84,6 +84,7 @@ def test_a_server_without_ranges_starts_over(server):
     assert tokens_in("edu_fineweb10B") == expected_shards(TEXTS)
 
 
+@pytest.mark.slow
 def test_a_silent_server_times_out(server, monkeypatch):
     server.failures += ["stall"] * 2
     server.delays.clear()

@@ -133,12 +133,12 @@ from support.data import shards
 from train_gpt2 import DataLoaderLite
 def private_mb(): return int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1]) / 1024
 opened = shards.open_shards(sys.argv[1], "train")
-loaders = [DataLoaderLite(opened[:n], 64, 1024, vocab_size=257, shuffle=True) for n in (1, 50)]
+loaders = [DataLoaderLite(opened[:n], 4, 1024, vocab_size=257, shuffle=True) for n in (1, 50)]
 loaders[0].next_batch()
 before = private_mb()
 rows = loaders[1].rows_per_epoch
 for first in range(0, rows, rows // 60):
-    loaders[1].batch(range(first, first + 64))
+    loaders[1].batch(range(first, first + 4))
 print(private_mb() - before, rows)
 """
     done = subprocess.run(

@@ -324,12 +324,14 @@ def test_a_checkpoint_from_before_there_were_recipes_resumes(byte_shards, tmp_pa
     assert_same_run(out, tmp_path / "straight")
 
 
-@pytest.mark.parametrize("state", [[1], {"step": 1}, "config", "range"])
+@pytest.mark.parametrize("state", [[1], {"step": 1}, "no config", "config", "range"])
 def test_a_state_of_another_trainer_is_refused(byte_shards, tmp_path, state):
     trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 1)
     path = tmp_path / "run" / "model_00001"
     good = trainer_file(path)
-    if state in ("config", "range"):
+    if state == "no config":
+        state = good | {"config": None}
+    elif state in ("config", "range"):
         state = good | {"config": good["config"] | {"max_steps": "many" if state == "config" else -1}}
     shutil.move(path, tmp_path / "good")
     copy_with_state(tmp_path / "good", path, state)

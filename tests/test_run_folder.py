@@ -14,6 +14,7 @@ from support.checkpoints.directory import newest_checkpoint, write_checkpoint
 from support.cli import UserError
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_same_folder_is_refused(byte_shards, tmp_path):
     flags = ["--data", byte_shards, "--max-steps", 100000, "--val-every", 0, "--checkpoint-every", 20]
     [first] = start_run(*flags, "--out", "run", cwd=tmp_path)

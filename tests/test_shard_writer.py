@@ -31,6 +31,7 @@ from support.data import corpus, shards
 from support.data.corpus import Documents
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard_size", [2, 3, 100, 255, 256, 700])
 def test_shards_equal_the_plain_loop(tmp_path, shard_size):
     fineweb.make_shards(corpus_of(ADVERSARIAL), tmp_path, tokenizer="bytes", shard_size=shard_size)

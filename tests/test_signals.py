@@ -45,6 +45,7 @@ def test_one_process_stops_within_a_step(byte_shards, tmp_path, number, code):
     assert_same_run(out, tmp_path / "straight")
 
 
+@pytest.mark.slow
 def test_several_processes_stop_at_the_same_step(byte_shards, tmp_path):
     flags = ["--data", byte_shards, "--shuffle", "--max-steps", 300, "--val-every", 0]
     ranks, out = start_run(*flags, "--out", "run", cwd=tmp_path, world_size=2), tmp_path / "run"

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from support.cli import UserError
 
 FILE = "trainer.pt"
-REQUIRED = {"step", "bad_steps", "config", "data", "optimizer", "scaler"}
+REQUIRED = {"step": int, "bad_steps": int, "config": dict, "data": dict, "optimizer": dict, "scaler": dict}
 Tree = TypeVar("Tree")
 
 
@@ -127,16 +127,14 @@ class Checkpoint:
             raise UserError(
                 f"cannot resume from {path}: {FILE} is not readable ({reason}). Use another checkpoint."
             ) from error
-        if not isinstance(content, dict) or not content.keys() >= REQUIRED:
+        if not isinstance(content, dict) or any(not isinstance(content.get(k), kind) for k, kind in REQUIRED.items()):
             raise UserError(
                 f"cannot resume from {path}: {FILE} was not written by this trainer. Use another checkpoint."
             )
         for group in content["optimizer"].get("param_groups", ()):
             if "parts" in group:  # renamed in November 2026
                 group["num_splits"] = group.pop("parts")
-        return cls(
-            path, **{"overflows": 0} | {name: content[name] for name in REQUIRED | {"overflows"} & content.keys()}
-        )
+        return cls(path, overflows=content.get("overflows", 0), **{name: content[name] for name in REQUIRED})
 
     def take_optimizer(self) -> dict[str, Any]:
         """The optimizer's state, copied into memory. Unmaps the file: Windows and NFS cannot remove an open one."""
