@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import run_script
+import torch
+from helpers import FORKS, ROOT, finish_run, run_script
 from plain import plain_losses
 from training import configure
 
@@ -23,8 +26,21 @@ def benchmark(cwd: Path, *flags: object) -> tuple[dict[str, dict], str]:
     flags = (*flags, "--warm-up", 1, "--dtype", "fp32", "--json", "out.json")
     done = run_script("benchmarks/bench_throughput.py", *flags, cwd=cwd)
     assert done.returncode == 0, done.stderr
+    return measured_rows(cwd), done.stdout
+
+
+def measured_rows(cwd: Path) -> dict[str, dict]:
     [result] = json.loads((cwd / "out.json").read_text())["results"]
-    return {name: rounds[0] for name, rounds in result["rows"].items()}, done.stdout
+    return {name: rounds[0] for name, rounds in result["rows"].items()}
+
+
+def run_worker(job: dict, answer: Path) -> None:
+    """One row, measured in this process; what it prints goes to the file `answer`."""
+    import bench_throughput
+
+    torch.set_num_threads(1)
+    with open(answer, "w") as file, contextlib.redirect_stdout(file):
+        bench_throughput.worker(job)
 
 
 def test_it_measures_the_plain_loop_and_ours_on_the_same_data(tmp_path):
@@ -38,9 +54,23 @@ def test_it_measures_the_plain_loop_and_ours_on_the_same_data(tmp_path):
         assert table.count(f"| {name} |") == 1
 
 
-def test_every_row_of_the_ladder_trains_alike(byte_shards, tmp_path):
-    """From one row to the next a single feature changes, and no loss."""
-    rows, _ = benchmark(tmp_path, "--ladder", "small:4x16x4", "--steps", 3, "--data", byte_shards)
+def test_every_row_of_the_ladder_trains_alike(byte_shards, tmp_path, monkeypatch):
+    """From one row to the next a single feature changes, and no loss. In processes that have imported torch already."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import bench_throughput
+
+    def measure(job, processes):
+        row = FORKS.Process(target=run_worker, args=(job, tmp_path / "row.json"))
+        row.start()
+        assert finish_run([row]) == [0]
+        return json.loads((tmp_path / "row.json").read_text())
+
+    monkeypatch.setattr(bench_throughput, "measure", measure)
+    monkeypatch.chdir(tmp_path)
+    flags = "--ladder small:4x16x4 --steps 3 --warm-up 1 --dtype fp32 --json out.json --data".split()
+    monkeypatch.setattr(sys, "argv", ["bench_throughput.py", *flags, str(byte_shards)])
+    bench_throughput.main()
+    rows = measured_rows(tmp_path)
     assert list(rows) == [
         "plain", "+ flash", "+ padded vocabulary", "+ fused AdamW", "+ chunked loss", "+ kept memory", "train_gpt2.py"
     ]  # fmt: skip
