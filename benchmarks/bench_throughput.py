@@ -40,9 +40,10 @@ sys.path.insert(0, str(ROOT))
 
 if TYPE_CHECKING:  # torch is imported by the worker processes only
     import torch
-    from torch import nn
 
-    from train_gpt2 import GPTConfig
+    from support.checkpoints.state import TrainState
+    from support.runtime.distributed import Distributed
+    from train_gpt2 import TrainConfig
 
 MODELS = {
     "demo": dict(n_layer=3, n_head=4, n_embd=128),
@@ -54,123 +55,6 @@ FEATURES = {
     "cpu": ["bf16", "flash", "padded vocabulary", "fused AdamW", "chunked loss", "kept memory"],
 }
 OURS = "train_gpt2.py"
-
-
-# -----------------------------------------------------------------------------
-# The plain loop
-
-
-def plain_gpt(config: GPTConfig, features: set[str]) -> Any:
-    """GPT-2 as everybody writes it first, with the parameter names of train_gpt2.GPT."""
-    import torch
-    from torch import nn
-    from torch.nn import functional as F
-
-    from support.optim.loss import chunked_cross_entropy
-
-    C, T, nh = config.n_embd, config.block_size, config.n_head
-    vocab_size = config.padded_vocab_size if "padded vocabulary" in features else config.vocab_size
-
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.c_attn, self.c_proj = nn.Linear(C, 3 * C), nn.Linear(C, C)
-            self.register_buffer("mask", torch.ones(T, T, dtype=torch.bool).tril(), persistent=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            B, T, _ = x.shape
-            q, k, v = (t.view(B, T, nh, C // nh).transpose(1, 2) for t in self.c_attn(x).split(C, dim=2))
-            if "flash" in features:
-                y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            else:
-                scores = q @ k.transpose(-2, -1) / math.sqrt(C // nh)
-                y = F.softmax(scores.masked_fill(~self.mask[:T, :T], -math.inf), dim=-1) @ v
-            return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
-
-    class MLP(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.c_fc, self.c_proj = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ln_1, self.attn, self.ln_2, self.mlp = nn.LayerNorm(C), Attention(), nn.LayerNorm(C), MLP()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x + self.attn(self.ln_1(x))
-            return x + self.mlp(self.ln_2(x))
-
-    class PlainGPT(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            blocks = nn.ModuleList(Block() for _ in range(config.n_layer))
-            wte, wpe = nn.Embedding(vocab_size, C), nn.Embedding(T, C)
-            self.transformer = nn.ModuleDict(dict(wte=wte, wpe=wpe, h=blocks, ln_f=nn.LayerNorm(C)))
-            self.lm_head = nn.Linear(C, vocab_size, bias=False)
-            self.lm_head.weight = wte.weight
-
-        def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> tuple[None, torch.Tensor]:
-            t = self.transformer
-            x = t.wte(idx) + t.wpe(torch.arange(idx.size(1), device=idx.device))
-            for block in t.h:
-                x = block(x)
-            x = t.ln_f(x)
-            if "chunked loss" in features:
-                x = x.flatten(0, 1)
-                return None, chunked_cross_entropy(x, self.lm_head.weight, targets.flatten(), config.vocab_size)
-            logits = self.lm_head(x)[..., : config.vocab_size]  # all of them at once
-            return None, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-        def copy_weights(self, model: nn.Module) -> PlainGPT:
-            """The weights of a train_gpt2.GPT."""
-            weights = model.state_dict()
-            self.load_state_dict({name: weights[name][: len(own)] for name, own in self.state_dict().items()})
-            return self
-
-    return PlainGPT()
-
-
-def plain_optimizer(
-    model: nn.Module, features: set[str], weight_decay: float, lr: float, betas: tuple[float, float], *_: object
-) -> torch.optim.Optimizer:
-    import torch
-
-    class PlainAdamW(torch.optim.AdamW):
-        def step(self) -> None:
-            if not self.defaults["fused"]:
-                self.grad_scale = self.found_inf = None  # that train_gpt2.py sets; only fused AdamW reads them
-            super().step()
-
-    decayed, others = [p for p in model.parameters() if p.dim() >= 2], [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return PlainAdamW(groups, lr=lr, betas=betas, eps=1e-8, fused=True if "fused AdamW" in features else None)
-
-
-def plain_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: list, amp: torch.autocast, lr: float
-) -> tuple[float, float]:
-    """One step on these micro-batches; its mean loss and its gradient norm."""
-    import torch
-
-    optimizer.zero_grad()
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    mean = 0.0
-    for i, (x, y) in enumerate(batches):
-        if hasattr(model, "require_backward_grad_sync"):
-            model.require_backward_grad_sync = i == len(batches) - 1
-        with amp:
-            _, loss = model(x, y)
-        loss = loss / len(batches)
-        mean += loss.item()
-        loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    return mean, norm.item()
 
 
 # -----------------------------------------------------------------------------
@@ -223,37 +107,50 @@ def worker(job: dict[str, Any]) -> None:
         train_gpt2.train_step, train_gpt2.DataLoaderLite.batch = timed_step, timed_batch
         with contextlib.redirect_stdout(io.StringIO()):
             state = train_gpt2.train(config, dist)
-        on_gpu, model, dtype = dist.device.type == "cuda", state.model, devices.DTYPES[config.dtype]
-        peak = torch.cuda.max_memory_allocated() if on_gpu else peak_memory_of_process()
-        flops = config.total_batch_size / dist.world_size * model.flops_per_token()
-        measured = times[job["warm_up"] :]
-        whole = median(b[0] - a[0] for a, b in pairwise(measured))  # from the start of a step to that of the next
-        measured.pop()
-        within = median(end - start for start, end, *_ in measured)
-        answer = {
-            "tok_s": config.total_batch_size / whole,
-            "ms": 1e3 * within,
-            "outside": 1 - within / whole,
-            "loader": median(t[2] / (t[1] - t[0]) for t in measured),
-            "mfu": flops / whole / known if (known := devices.peak_flops(dist.device)) else None,
-            "matmul": flops / whole / matmul_flops(dtype, dist.device, 1024 if job["row_model"] in MODELS else 4096),
-            "peak_gb": peak / 1e9,
-            "first_s": times[0][1] - times[0][0],
-            "losses": [t[3] for t in times],
-            "used": {
-                "model": type(model).__name__,
-                "head": len(model.lm_head.weight),
-                "chunks": chunks.call_count > 0,
-                "kept memory": kept.call_count > 0,
-                "fused": state.optimizer.defaults["fused"] is True,
-                "dtype": str(dtype),
-            },
-            "device": torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads",
-            "torch": torch.__version__,
-        }
+        answer = summarize(job, config, dist, state, times, chunks.call_count > 0, kept.call_count > 0)
         dist.close()
     if dist.rank == 0:
         print(json.dumps(answer), flush=True)
+
+
+def summarize(
+    job: dict[str, Any], config: TrainConfig, dist: Distributed, state: TrainState, times: list[tuple], chunks: bool,
+    kept_memory: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """What the table shows of a run, and which features it really used. `times`: start, end, loader's part and loss."""
+    import torch
+
+    from support.runtime import devices
+
+    on_gpu, model, dtype = dist.device.type == "cuda", state.model, devices.DTYPES[config.dtype]
+    peak = torch.cuda.max_memory_allocated() if on_gpu else peak_memory_of_process()  # before matmul_flops adds to it
+    flops = config.total_batch_size / dist.world_size * model.flops_per_token()
+    measured = times[job["warm_up"] :]
+    whole = median(b[0] - a[0] for a, b in pairwise(measured))  # from the start of a step to that of the next
+    measured.pop()
+    within = median(end - start for start, end, *_ in measured)
+    known = devices.peak_flops(dist.device)
+    return {
+        "tok_s": config.total_batch_size / whole,
+        "ms": 1e3 * within,
+        "outside": 1 - within / whole,
+        "loader": median(loading / (end - start) for start, end, loading, _ in measured),
+        "mfu": flops / whole / known if known else None,
+        "matmul": flops / whole / matmul_flops(dtype, dist.device, 1024 if job["row_model"] in MODELS else 4096),
+        "peak_gb": peak / 1e9,
+        "first_s": times[0][1] - times[0][0],
+        "losses": [loss for *_, loss in times],
+        "used": {
+            "model": type(model).__name__,
+            "head": len(model.lm_head.weight),
+            "chunks": chunks,
+            "kept memory": kept_memory,
+            "fused": state.optimizer.defaults["fused"] is True,
+            "dtype": str(dtype),
+        },
+        "device": torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+    }
 
 
 def peak_memory_of_process() -> float:
@@ -269,20 +166,21 @@ def peak_memory_of_process() -> float:
 def make_plain(features: set[str]) -> None:
     """Makes train_gpt2.py train the plain model with the plain step, on the batches of its own loader."""
     import torch
+    from plain_loop import PlainGPT, plain_optimizer, plain_step
 
     import train_gpt2
     from support.runtime import devices
 
     def initial_model(*args: Any, **options: Any) -> Any:
         ours = original(*args, **options)
-        model = plain_gpt(ours.config, features).copy_weights(ours)
+        model = PlainGPT(ours.config, features).copy_weights(ours)
         flops = ours.flops_per_token()  # the number, because the method would keep our model in memory
         model.config, model.flops_per_token = ours.config, lambda: flops
         model.configure_optimizers = lambda *how: plain_optimizer(model, features, *how)
         return model
 
-    def step(model: Any, state: Any, loader: Any, lr: float, config: Any, dist: Any, stop: Any, amp: Any) -> Any:
-        batches = [loader.next_batch() for _ in range(loader.grad_accum)]
+    def step(model: Any, state: Any, loader: Any, lr: float, *others: Any) -> tuple[float, float]:
+        amp, batches = others[-1], [loader.next_batch() for _ in range(loader.grad_accum)]
         return plain_step(model, state.optimizer, batches, amp, lr)
 
     original, train_gpt2.initial_model, train_gpt2.train_step = train_gpt2.initial_model, initial_model, step
@@ -295,6 +193,7 @@ def make_plain(features: set[str]) -> None:
 def remove_features(removed: set[str], patches: contextlib.ExitStack) -> None:
     """Switches these features of train_gpt2.py off."""
     import torch
+    from plain_loop import plain_optimizer
     from torch.nn import functional as F
 
     import train_gpt2

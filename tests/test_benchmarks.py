@@ -55,7 +55,42 @@ def test_it_measures_the_plain_loop_and_ours_on_the_same_data(tmp_path):
 
 
 def test_every_row_of_the_ladder_trains_alike(byte_shards, tmp_path, monkeypatch):
-    """From one row to the next a single feature changes, and no loss. In processes that have imported torch already."""
+    """From one row to the next a single feature changes, and no loss."""
+    rows = benchmark_in_forks(tmp_path, monkeypatch, "--ladder", byte_shards)
+    changes = {
+        "plain": USED_BY_PLAIN,
+        "+ flash": {},
+        "+ padded vocabulary": {"head": 320},
+        "+ fused AdamW": {"fused": True},
+        "+ chunked loss": {"chunks": True},
+        "+ kept memory": {"kept memory": True},
+        "train_gpt2.py": {"model": "GPT"},
+    }
+    used: dict = {}
+    assert list(rows) == list(changes)
+    for name, row in rows.items():
+        used |= changes[name]
+        assert row["used"] == used, name
+    check_losses(rows, byte_shards)
+
+
+def test_every_feature_can_be_removed(byte_shards, tmp_path, monkeypatch):
+    rows = benchmark_in_forks(tmp_path, monkeypatch, "--ablate", byte_shards)
+    changes = {
+        "train_gpt2.py": {},
+        "- flash": {},
+        "- padded vocabulary": {"head": 257},
+        "- fused AdamW": {"fused": False},
+        "- chunked loss": {"chunks": False},
+        "- kept memory": {"kept memory": False},
+    }
+    assert {name: row["used"] for name, row in rows.items()} == {name: USED | changes[name] for name in changes}
+    del rows["- padded vocabulary"]  # draws other random weights
+    check_losses(rows, byte_shards)
+
+
+def benchmark_in_forks(tmp_path: Path, monkeypatch, flag: str, data: Path) -> dict[str, dict]:
+    """What was measured for each row, in processes that have imported torch already."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import bench_throughput
 
@@ -67,28 +102,16 @@ def test_every_row_of_the_ladder_trains_alike(byte_shards, tmp_path, monkeypatch
 
     monkeypatch.setattr(bench_throughput, "measure", measure)
     monkeypatch.chdir(tmp_path)
-    flags = "--ladder small:4x16x4 --steps 3 --warm-up 1 --dtype fp32 --json out.json --data".split()
-    monkeypatch.setattr(sys, "argv", ["bench_throughput.py", *flags, str(byte_shards)])
+    flags = f"{flag} small:4x16x4 --steps 3 --warm-up 1 --dtype fp32 --json out.json --data".split()
+    monkeypatch.setattr(sys, "argv", ["bench_throughput.py", *flags, str(data)])
     bench_throughput.main()
-    rows = measured_rows(tmp_path)
-    assert list(rows) == [
-        "plain", "+ flash", "+ padded vocabulary", "+ fused AdamW", "+ chunked loss", "+ kept memory", "train_gpt2.py"
-    ]  # fmt: skip
-    used, previous = dict(USED_BY_PLAIN), None
-    changes = {
-        "plain": {},
-        "+ flash": {},
-        "+ padded vocabulary": {"head": 320},
-        "+ fused AdamW": {"fused": True},
-        "+ chunked loss": {"chunks": True},
-        "+ kept memory": {"kept memory": True},
-        "train_gpt2.py": {"model": "GPT"},
-    }
+    return measured_rows(tmp_path)
+
+
+def check_losses(rows: dict[str, dict], data: Path) -> None:
+    """Compares them with those of another plain loop, in tests/plain.py."""
     flags = "--n-layer 2 --n-head 2 --n-embd 32 --block-size 16 --total-batch-size 256 --max-steps 5 --warmup-steps 10"
-    config, _ = configure([*flags.split(), "--data", byte_shards])
+    config, _ = configure([*flags.split(), "--data", data])
     expected = plain_losses(config, 4, 5, "fp32")
     for name, row in rows.items():
-        used |= changes[name]
-        assert row["used"] == used, f"{name} after {previous}"
         assert np.abs(np.array(row["losses"]) - expected).max() < 1e-5, name
-        previous = name
