@@ -104,7 +104,7 @@ def file_source(patterns: list[str], text_field: str, separator: str | None = No
         f"{path} is none of {TEXT_TYPES}. Convert it, or leave it out." for path in paths if not text_suffix(path)
     ]
     if not paths:
-        problems.append(f"there is no text in {' '.join(patterns)}. Name files or folders of {TEXT_TYPES}.")
+        problems.append(f"there is no text in {' '.join(patterns)}. Give files or folders of {TEXT_TYPES}.")
     if problems:
         raise UserError(*problems)
     name = " ".join(path.name for path in (paths if len(paths) <= 9 else paths[:3]))
@@ -122,7 +122,7 @@ def dataset_source(name: str, config: str | None, split: str, text_field: str, o
         UserError: there is no such data set, or the hub cannot be reached.
     """
     if os.path.isfile(name):
-        raise UserError(f"{name} is a file. Name it with --input.")
+        raise UserError(f"{name} is a file. Pass it with --input.")
     if os.path.isdir(name):
         return hub.StreamedDataset(name, config, split, text_field)
     corpus: Corpus
@@ -203,7 +203,7 @@ def count(text: str) -> int:
     """An integer, also written as 1e9 or 10_000_000."""
     try:
         number = Decimal(text)
-        if number == int(number):
+        if abs(number) < 10**30 and number == int(number):
             return int(number)
     except (DecimalException, OverflowError):
         pass
@@ -262,7 +262,15 @@ class Arguments:
     tokenizer: str | None = flag(
         None, "tokenizer", "shards", default_help="gpt2; with --demo bytes", choices=tuple(VOCAB_SIZES)
     )
-    shard_size: int = flag(SHARD_SIZE, "tokens of a shard", "shards", at_least=2, at_most=MAX_SHARD_SIZE, type=count)
+    shard_size: int = flag(
+        SHARD_SIZE,
+        "tokens of a shard",
+        "shards",
+        default_help=f"{SHARD_SIZE:,}",
+        at_least=2,
+        at_most=MAX_SHARD_SIZE,
+        type=count,
+    )
     max_tokens: int | None = flag(
         None, "stop after this many tokens, such as 1e9", "shards", default_help="all", at_least=2, type=count
     )

@@ -118,9 +118,9 @@ def load(path: str | os.PathLike[str], limit: int | None = None, style: str = "t
                         )
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot read HellaSwag items from {path} ({reason}). Name another file.") from error
+        raise UserError(f"cannot read HellaSwag items from {path} ({reason}). Use another file.") from error
     if not items:
-        raise UserError(f"there are no HellaSwag items in {path}. Name another file.")
+        raise UserError(f"there are no HellaSwag items in {path}. Use another file.")
     return items
 
 
@@ -208,7 +208,7 @@ def load_examples(
         notice(f"HellaSwag is off: {error}")
         return []
     if items[0].label is None:
-        raise UserError(f"the items in {path} have no labels, so there is nothing to score. Name another file.")
+        raise UserError(f"the items in {path} have no labels, so there is nothing to score. Use another file.")
     return [render(item, tokenizer) for item in items]
 
 
@@ -485,7 +485,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     directory = huggingface.find_model(args.model)
     items = load(args.data or download(args.split or "val"), args.limit, args.style)
     if items[0].label is None and not args.json:
-        raise UserError("the items have no labels, so there are no scores. Name a file for the losses with --json.")
+        raise UserError("the items have no labels, so there are no scores. Give a file for the losses with --json.")
     model, tokenizer = load_model(directory, device)
     examples = [render(item, tokenizer, args.style) for item in items]
     start = time.perf_counter()
@@ -546,7 +546,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.data and args.split:
         problems.append("--split names a download, and --data a file. Leave out one of them.")
     if args.split == "test" and not args.json:
-        problems.append("the test split has no labels, so there are no scores. Name a file for the losses with --json.")
+        problems.append("the test split has no labels, so there are no scores. Give a file for the losses with --json.")
     problems += [f"--{name} needs the name of a file." for name in ("data", "json") if getattr(args, name) == ""]
     if problems:
         raise UserError(*problems)

@@ -774,7 +774,7 @@ def same_schedule_so_far(a: TrainConfig, b: TrainConfig, step: int) -> bool:
 def main(argv: Sequence[str] | None = None) -> None:
     groups = ("files", "model", "batch", "schedule", "optimizer", "randomness")
     # command line -> all flags, with those of a preset or of the checkpoint to resume -> configuration -> run
-    cli_flags = parse_flags(TrainConfig, argv, "Pre-train GPT-2 on token shards made by fineweb.py.", groups)
+    cli_flags = parse_flags(TrainConfig, argv, "Train GPT-2 on shards of fineweb.py, or on a text (--text).", groups)
     dist = Distributed.from_environment()
     flags, checkpoint = gather_flags(TrainConfig, cli_flags, dist, same_schedule_so_far)
     dist = dist.with_device(flags.get("device", "auto"))

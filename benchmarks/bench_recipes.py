@@ -329,7 +329,7 @@ def main() -> None:
     if args.overhead:
         return overhead()
     if args.data is None:
-        raise UserError("no data. Name a folder of shards with --data; python fineweb.py makes them.")
+        raise UserError("no data. Use a folder of shards with --data; python fineweb.py makes them.")
     args.data = Path(args.data).resolve()
     args.out = args.out.resolve()
     variants(args) if args.variants else compare(args)

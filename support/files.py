@@ -106,17 +106,17 @@ def check_output_file(path: Path, flag: str, beginning: str) -> None:
     try:
         link_loop = os.path.islink(os.path.realpath(path))
         if path.is_dir() or link_loop or (path.exists() and not os.access(path, os.W_OK)):
-            raise UserError(f"cannot write {path}. Name another file with {flag}.")
+            raise UserError(f"cannot write {path}. Use another file with {flag}.")
         if path.is_file() and path.stat().st_size:
             with open(path, encoding="utf-8", errors="replace") as file:
                 if file.read(len(beginning)) != beginning:
-                    raise UserError(f"{path} exists and has other content. Name another file with {flag}.")
+                    raise UserError(f"{path} exists and has other content. Use another file with {flag}.")
         if path.is_file() or not path.exists():
             probe = tmp_path(Path(os.path.realpath(path)), secrets.token_hex(8))
             probe.touch()
             probe.unlink()
     except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror}). Name another file with {flag}.") from error
+        raise UserError(f"cannot write {path} ({error.strerror}). Use another file with {flag}.") from error
 
 
 def write_output_file(path: Path, text: str) -> None:
@@ -134,9 +134,7 @@ def write_output_file(path: Path, text: str) -> None:
             if path.exists():
                 shutil.copymode(path, tmp)
     except OSError as error:
-        raise UserError(
-            f"cannot write {path} ({error.strerror}). Free some disk space or name another file."
-        ) from error
+        raise UserError(f"cannot write {path} ({error.strerror}). Free some disk space or use another file.") from error
 
 
 # -----------------------------------------------------------------------------
@@ -159,7 +157,7 @@ def lock_folder(folder: Path, flag: str) -> TextIO:
         file.seek(0)
         holder = file.read().strip() or "another process"
         file.close()
-        raise UserError(f"{folder} is in use by {holder}. Wait until it ends, or name another {flag}.") from None
+        raise UserError(f"{folder} is in use by {holder}. Wait until it ends, or use another {flag}.") from None
     except OSError as error:  # some network file systems have no locks
         print(f"warning: cannot lock {folder} ({error.strerror}). Do not start a second run in it.", file=sys.stderr)
     return file

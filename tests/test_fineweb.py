@@ -17,7 +17,7 @@ from shard_helpers import adversarial_texts, plain_bytes, plain_loop, set_batch_
 
 import fineweb
 from support.cli import UserError, run_cli
-from support.data import shards
+from support.data import shard_writer, shards
 from support.data.readers import Files
 from support.data.tokenizer import get_tokenizer
 
@@ -95,19 +95,19 @@ def test_the_demo_text(tmp_path):
     "flags, message",
     [
         ("--input nothing.txt --output out", "no file matches nothing.txt"),
-        ("--input empty --output out", "there is no text in empty. Name files or folders of"),
+        ("--input empty --output out", "there is no text in empty. Give files or folders of"),
         ("--input book.pdf --output out", "book.pdf is none of .txt, .jsonl, .parquet"),
         ("--input latin.txt --output out", "latin.txt is not UTF-8 text"),
         ("--input bad.jsonl --output out", "bad.jsonl, line 2 is not JSON"),
-        ("--input list.jsonl --output out", "list.jsonl, line 1 has no text in 'text', but no fields"),
+        ("--input list.jsonl --output out", "list.jsonl, line 1 has no fields"),
         (
             "--input other.jsonl --output out",
-            "other.jsonl, line 1 has no text in 'text', but the fields body. Fix it, or choose another --text-field",
+            "other.jsonl, line 1 has no field 'text', only body. Fix it, or choose another --text-field",
         ),
         ("--input fake.parquet --output out", "fake.parquet is not a parquet file"),
         ("--input bytes.jsonl --output out", "bytes.jsonl, line 1 is not JSON"),
         ("--input deep.jsonl --output out", "deep.jsonl, line 1 is not JSON"),
-        ("--input null.parquet --output out", "null.parquet, row 1 has no text in 'text', but null"),
+        ("--input null.parquet --output out", "null.parquet, row 1 has null in 'text', not text"),
         ("--input empty.jsonl --output out", "there is no text in empty.jsonl"),
         ("--input a.txt", "name a folder for the shards with --output"),
         ("--input a.txt --demo", "exclude each other. Choose one"),
@@ -133,7 +133,7 @@ def test_the_demo_text(tmp_path):
         ("--demo --name x", "--name is for data sets"),
         ("--shards-from a/b --output out --engine tiktoken", "leave out --shard-size, --val-fraction and --engine"),
         ("--shards-from a/b --output out --shard-size 1e8", "leave out --shard-size, --val-fraction and --engine"),
-        ("--dataset a.txt --output out", "a.txt is a file. Name it with --input"),
+        ("--dataset a.txt --output out", "a.txt is a file. Pass it with --input"),
         ("--input a.txt --output out --max-tokens 1.5", "argument --max-tokens: invalid count value: '1.5'"),
         ("--shards-from a/b", "name a folder for the shards with --output"),
         ("--dataset missing_folder/x --output out --name y", "cannot open the data set missing_folder/x"),
@@ -184,7 +184,7 @@ def test_an_edited_file_is_another_source_and_a_failure_leaves_the_folder_free(t
     flags = ["--tokenizer", "bytes", "--output", "out", "--input"]
     (tmp_path / "bad.jsonl").write_text('{"text": 1}')
     (tmp_path / "a.jsonl").write_text('{"text": "long enough", "title": "short"}\n')
-    with pytest.raises(UserError, match=r"bad\.jsonl, line 1 has no text"):
+    with pytest.raises(UserError, match=r"bad\.jsonl, line 1 has int in 'text', not text"):
         fineweb.main([*flags, "a.jsonl", "bad.jsonl"])
     fineweb.main([*flags, "a.jsonl"])
     fineweb.main([*flags, "a.jsonl"])
@@ -205,8 +205,8 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, monkeypatch, 
     set_batch_chars(monkeypatch, 50)
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n' * 99)
-    save = np.save
-    monkeypatch.setattr(np, "save", lambda file, tokens: (change(path), save(file, tokens))[1])
+    write = shard_writer.write_shard
+    monkeypatch.setattr(shard_writer, "write_shard", lambda file, tokens: (change(path), write(file, tokens))[1])
     with pytest.raises(UserError, match=r"a\.jsonl changed while it was read\. Remove .*out and run the command again"):
         fineweb.make_shards(Files("a.jsonl", [path], "text"), tmp_path / "out", tokenizer="bytes", shard_size=50)
     assert not shards.is_complete(tmp_path / "out")
@@ -215,17 +215,17 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, monkeypatch, 
 def test_ctrl_c_says_how_to_resume(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("some words " * 100)
-    save, saved = np.save, []
+    write, written = shard_writer.write_shard, []
 
-    def interrupt_third(file, tokens):
-        saved.append(file.name)
-        if len(saved) == 3:
+    def interrupt_third(path, tokens):
+        written.append(path)
+        if len(written) == 3:
             raise KeyboardInterrupt
-        save(file, tokens)
+        return write(path, tokens)
 
     flags = "--input a.txt --output out --tokenizer bytes --shard-size 100".split()
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
-        patch.setattr(np, "save", interrupt_third)
+        patch.setattr(shard_writer, "write_shard", interrupt_third)
         run_cli(lambda: fineweb.main(flags))
     assert exit.value.code == 130
     expected = "\nstopped: the same command resumes after 2 finished shards\ninterrupted\n"

@@ -507,7 +507,7 @@ def test_items_without_labels_give_only_losses(checkpoint, tmp_path, capsys, mon
     _, directory = checkpoint
     labelled, unlabelled = write_items(tmp_path / "a.jsonl"), write_items(tmp_path / "b.jsonl", label=None)
     monkeypatch.setattr(hellaswag, "download", lambda split: {"test": unlabelled, "val": labelled}[split])
-    with pytest.raises(UserError, match="no labels, so there are no scores. Name a file for the losses with --json"):
+    with pytest.raises(UserError, match="no labels, so there are no scores. Give a file for the losses with --json"):
         score(capsys, "-m", directory, "--data", unlabelled)
     monkeypatch.setattr(hellaswag, "NUM_VAL_ITEMS", 3)
     out = score(capsys, "-m", directory, "--json", tmp_path / "with.json")

@@ -85,6 +85,17 @@ def test_the_adapter_opens_here(adapter):
             torch.testing.assert_close(result, logits, rtol=1e-4, atol=1e-4)
 
 
+def test_an_adapter_without_its_base_model_is_named(base, adapter, tmp_path):
+    config = json.loads((adapter[0] / "adapter_config.json").read_text())
+    for file in adapter[0].glob("adapter_*"):
+        shutil.copy(file, tmp_path)
+    config["base_model_name_or_path"] = str(tmp_path / "gone")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    message = f"{tmp_path / 'gone'} does not exist. Check the path. It is the base model of {tmp_path}, as"
+    with pytest.raises(UserError, match=re.escape(message)):
+        GPT.from_pretrained(tmp_path)
+
+
 @pytest.mark.slow
 def test_the_lines_in_the_readme_merge_an_adapter(adapter, base, tmp_path):
     """The result is a plain checkpoint with the logits of peft's merge_and_unload, and with its tokenizer."""
@@ -201,9 +212,9 @@ def test_a_rank_above_the_width_of_the_model_is_rejected(base, byte_shards, tmp_
 @pytest.mark.parametrize(
     "flags, problem",
     [
-        (["--lora-rank", "8"], "--lora-rank needs pretrained weights to adapt. Name them with --init-from."),
+        (["--lora-rank", "8"], "--lora-rank needs pretrained weights to adapt. Pass them with --init-from."),
         (["--lora-alpha", "32"], "--lora-alpha is for LoRA. Add --lora-rank, or leave it out."),
-        (["--init-from", "gpt2", "--out", "gpt2"], "--out is gpt2, as --init-from. Name another --out."),
+        (["--init-from", "gpt2", "--out", "gpt2"], "--out is gpt2, as --init-from. Use another --out."),
         (["--init-from", "gpt2", "--lora-rank", "0"], "--lora-rank is 0. It must be 1 or more."),
         (["--init-from", "gpt2", "--lora-rank", "8", "--recipe", "fast"],
          "Muon does not suit LoRA's small matrices. Use --optimizer adamw, and --recipe gpt2."),

@@ -43,7 +43,7 @@ def test_what_differs_is_named(tmp_path):
             "val_fraction: None, not 0.5; split_documents: None, not True",
         ),
     ):
-        with pytest.raises(UserError, match=rf"another source or setting \({difference}\)\. Name another --output"):
+        with pytest.raises(UserError, match=rf"another source or setting \({difference}\)\. Use another --output"):
             fineweb.make_shards(corpus_of(["a" * 250]), tmp_path, **(options | change))
 
 
@@ -115,7 +115,7 @@ def test_a_manifest_that_was_edited_by_hand_loses_nothing(tmp_path, monkeypatch,
 @pytest.mark.parametrize("content", ["null", "[]", "5", '"x"', "{", "[" * 100_000, '{"settings": {}}'])
 def test_a_file_that_is_not_a_manifest_is_named(tmp_path, content):
     (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(UserError, match=r"manifest\.json is not a manifest of shards .*Remove it, or name another"):
+    with pytest.raises(UserError, match=r"manifest\.json is not a manifest of shards .*Remove it, or use another"):
         fineweb.make_shards(corpus_of(["a" * 250]), tmp_path, tokenizer="bytes")
     assert (tmp_path / "manifest.json").read_text() == content
     assert output_folder.read_partial_manifest(tmp_path, "texts") is None
@@ -145,6 +145,6 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "out").write_text("a file")
-    with pytest.raises(UserError, match=r"cannot write to .*out \(File exists\)\. Name another --output"):
+    with pytest.raises(UserError, match=r"cannot write to .*out \(File exists\)\. Use another --output"):
         fineweb.make_shards(corpus_of(["x" * 99]), tmp_path / "out", tokenizer="bytes")
     assert (tmp_path / "out").read_text() == "a file"

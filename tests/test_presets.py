@@ -118,10 +118,10 @@ def test_parquet_counts_uncompressed(tmp_path):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--text", ""], "'' does not exist. Name a text file, or a folder of them, with --text."),
+        (["--text", ""], "'' does not exist. Pass a text file, or a folder of them, with --text."),
         (["--text", "text.txt", "--data", "d"], "--text makes its own shards, in --out. Leave out --data"),
         (["--text", "text.txt", "--total-batch-size", "0"], "--total-batch-size is 0. It must be 1 or more."),
-        (["--text", "nowhere"], "'nowhere' does not exist. Name a text file, or a folder of them, with --text."),
+        (["--text", "nowhere"], "'nowhere' does not exist. Pass a text file, or a folder of them, with --text."),
         (
             ["--text", "empty"],
             "no text in empty: only .txt, .jsonl, .parquet (.txt and .jsonl also with .gz or .zst) are read.",
@@ -164,6 +164,9 @@ def test_one_command_trains_on_a_text_and_resumes(tmp_path):
     [val], [train_shard] = ((tmp_path / "mine" / "data").glob(f"*_{split}_*.npy") for split in ("val", "train"))
     assert bytes(np.load(val).astype(np.uint8)).decode() in TEXT  # its last tenth, unchanged
     assert len(np.load(val)) == pytest.approx(len(TEXT) / 10, abs=2) and len(np.load(train_shard)) > len(np.load(val))
+    changed = run_script(*command, "--resume", "--tokenizer", "gpt2", "--text", "other.txt", cwd=tmp_path)
+    assert changed.returncode == 2 and "--text is other.txt, but the run in mine has text.txt." in changed.stderr
+    assert "--tokenizer is gpt2, but the run in mine has bytes." in changed.stderr
     (tmp_path / "text.txt").unlink()  # the shards are enough
     resumed = run_script("train_gpt2.py", "--resume", "--out", "mine", "--max-steps", 6, cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
@@ -195,7 +198,7 @@ def test_a_folder_means_all_text_in_it_and_changed_text_is_rejected(tmp_path, ca
     assert sum(shard["tokens"] for shard in manifest["shards"]) == 2 * (len(TEXT) + 1)
     (folder / "a.txt").write_text(TEXT + "One more.")
     (tmp_path / "run" / "log.txt").unlink()
-    with pytest.raises(UserError, match="see above. For another text or tokenizer, name another --out"):
+    with pytest.raises(UserError, match="see above. For another text or tokenizer, use another --out"):
         train(configure([*flags, "--out", str(tmp_path / "run")])[0], ONE_PROCESS)
     assert "has shards of another source or setting" in capfd.readouterr().err
 

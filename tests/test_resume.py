@@ -147,8 +147,9 @@ def test_a_resume_that_would_change_the_run_is_refused(byte_shards, tmp_path):
     out = tmp_path / "run"
     trained(out, "--data", byte_shards, "--max-steps", 3)
     with pytest.raises(UserError) as error:
-        configure(["--resume", "--out", out, "--max-lr", "1e-3", "--n-layer", 2, "--seed", 1, "--batch-size", 2])
-    assert {p.split()[0] for p in error.value.problems} == {"--max-lr", "--seed"}
+        configure(["--resume", "--out", out, "--max-lr", "1e-3", "--n-layer", 2, "--seed", 1, "--batch-size", 2,
+                   "--text", "other.txt"])  # fmt: skip
+    assert {p.split()[0] for p in error.value.problems} == {"--max-lr", "--seed", "--text"}
     assert "--max-lr is 0.001, but the run in" in "".join(error.value.problems)
     with pytest.raises(UserError, match="past --max-steps 2"):
         configure(["--resume", "--out", out, "--max-steps", "2"])
@@ -286,7 +287,7 @@ def test_resume_auto_starts_or_resumes(byte_shards, tmp_path):
 
 def test_a_run_is_never_overwritten(byte_shards, tmp_path):
     before = trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 2)
-    with pytest.raises(UserError, match="already contains a run. Continue it with --resume, or name another --out"):
+    with pytest.raises(UserError, match="already contains a run. Continue it with --resume, or use another --out"):
         trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 2)
     with pytest.raises(UserError, match="already contains a run"):
         trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 2, "--demo")

@@ -1,6 +1,8 @@
 """Shards and manifests on disk: which files they are, and which are rejected."""
 
+import errno
 import io
+import os
 
 import numpy as np
 import pytest
@@ -44,6 +46,19 @@ def test_a_shard_is_the_file_that_numpy_saves(tmp_path):
         content = (tmp_path / "x_train_000000.npy").read_bytes()
         assert content == expected.getvalue() and sha256 == hashlib.sha256(content).hexdigest()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["whole.npy", "x_train_000000.npy"]
+
+
+def test_a_failed_write_says_why_and_leaves_nothing(tmp_path):
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        with pytest.raises(OSError) as error:
+            shards.write_shard(tmp_path / "x_train_000000.npy", np.zeros(10_000, dtype=np.uint16))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (error.value.errno, error.value.strerror) == (errno.EFBIG, os.strerror(errno.EFBIG))
+    assert not list(tmp_path.iterdir())
 
 
 def write_bad_shard(path, kind):

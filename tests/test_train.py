@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 
 import numpy as np
@@ -285,6 +286,7 @@ def test_samples_continue_the_prompt(byte_shards, tmp_path, capsys):
     "flags, message",
     [
         ("--data nowhere", 'no train shards in nowhere. Make them with "python fineweb.py", or try it all with "--demo".'),
+        ("--data book.txt", "book.txt is a file, not a folder of shards. To train on a text, pass it with --text."),
         ("--total-batch-size 1000", "--total-batch-size 1000 is not a multiple of 16, the context of 16 tokens times 1 processes. Use 992 or 1008."),
         ("--batch-size 3", "--batch-size 3 does not divide the 16 rows that each process has of a step. Use one of 1, 2, 4, 8, 16."),
         ("--total-batch-size 16000000", "and one step takes 1000000. Use more text, or lower --total-batch-size or --block-size."),
@@ -304,12 +306,13 @@ def test_samples_continue_the_prompt(byte_shards, tmp_path, capsys):
 )  # fmt: skip
 def test_bad_flags(byte_shards, tmp_path, monkeypatch, capsys, flags, message):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").touch()
     with pytest.raises(SystemExit) as exit:
         run_cli(lambda: train_gpt2.main([*TINY_FLAGS, "--data", str(byte_shards), *flags.split()]))
     captured = capsys.readouterr()
     assert exit.value.code == 2
     assert message in captured.err and captured.err.startswith("error: ") and captured.err.count("\n") == 1
-    assert not list(tmp_path.iterdir())  # nothing that would be in the way of the corrected command
+    assert os.listdir(tmp_path) == ["book.txt"]  # nothing that would be in the way of the corrected command
 
 
 @pytest.mark.slow

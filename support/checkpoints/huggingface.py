@@ -68,13 +68,13 @@ def find_model(name_or_dir: str | os.PathLike[str], verify: bool = True) -> Path
     if directory.exists():
         if not (directory / "config.json").is_file() and not lora.is_adapter(directory):
             inside = newest_checkpoint(directory) if directory.is_dir() else None
-            hint = f"Did you mean {inside}?" if inside else "Name a checkpoint directory, or a model on the hub."
+            hint = f"Did you mean {inside}?" if inside else "Use a checkpoint directory, or a model on the hub."
             raise UserError(f"{directory} is not a checkpoint: it has no config.json. {hint}")
         corruption = find_corruption(directory) if verify and (directory / CONTENTS).exists() else None
         if corruption:
             raise UserError(f"{directory} is corrupt: {corruption}. Use another checkpoint.")
         if verify and lora.is_adapter(directory):
-            find_model(lora.base_model_of(directory))
+            _find_base_model(directory)
         return directory
     if directory.is_absolute() or (len(directory.parts) > 1 and directory.parent.is_dir()):
         raise UserError(f"{directory} does not exist. Check the path.")
@@ -90,6 +90,14 @@ def find_model(name_or_dir: str | os.PathLike[str], verify: bool = True) -> Path
         ) from error
 
 
+def _find_base_model(adapter: Path, verify: bool = True) -> Path:
+    try:
+        return find_model(lora.base_model_of(adapter), verify)
+    except UserError as error:
+        hint = f"It is the base model of {adapter}, as adapter_config.json says."
+        raise UserError(f"{error} {hint}", this_rank_only=error.this_rank_only) from error
+
+
 def read_config(directory: Path) -> ModelSizes:
     """The sizes in `config.json`, and whether the model has biases; for an adapter, those of its base model.
 
@@ -99,7 +107,7 @@ def read_config(directory: Path) -> ModelSizes:
         UserError: it is unreadable, or describes a model that ours does not compute; the field is named.
     """
     if lora.is_adapter(directory):
-        return read_config(find_model(lora.base_model_of(directory), verify=False))
+        return read_config(_find_base_model(directory, verify=False))
     path = directory / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -131,7 +139,7 @@ def read_weights(directory: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     if lora.is_adapter(directory):
-        return lora.merge(read_weights(find_model(lora.base_model_of(directory), verify=False)), directory)
+        return lora.merge(read_weights(_find_base_model(directory, verify=False)), directory)
     path = directory / "model.safetensors"
     try:
         return load_file(path)

@@ -33,7 +33,7 @@ def flag_conflicts(given: Mapping[str, Any]) -> list[str]:
         return ["--lora-alpha is for LoRA. Add --lora-rank, or leave it out."] if "lora_alpha" in given else []
     problems = []
     if "init_from" not in given:
-        problems.append("--lora-rank needs pretrained weights to adapt. Name them with --init-from.")
+        problems.append("--lora-rank needs pretrained weights to adapt. Pass them with --init-from.")
     optimizer = given.get("optimizer", "muon" if given.get("recipe") == "fast" else "adamw")
     if optimizer == "muon":
         problems.append("Muon does not suit LoRA's small matrices. Use --optimizer adamw, and --recipe gpt2.")
@@ -104,7 +104,7 @@ def merge(weights: Mapping[str, torch.Tensor], directory: Path) -> dict[str, tor
         if key not in merged or merged[key].shape != (a.size(1), len(b)):
             raise UserError(
                 f"{directory} was trained on another model than {base_model_of(directory)}: {key} does not fit. "
-                "Name its own base model in adapter_config.json."
+                "Put its own base model into adapter_config.json."
             )
         merged[key] = merged[key] + (b @ a).t() * (config["lora_alpha"] / config["r"])
     return merged

@@ -13,7 +13,7 @@ from support.checkpoints.huggingface import ModelSizes
 from support.checkpoints.state import Checkpoint, DataIdentity
 from support.cli import UserError, flag_fields, flag_name, range_errors
 from support.data import shards
-from support.runtime.options import MACHINE_FLAGS, RunOptions
+from support.runtime.options import MACHINE_FLAGS, SOURCE_FLAGS, RunOptions
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -55,13 +55,13 @@ def resumed_flags(
     """The flags of a resumed run: the stored ones, replaced by those given now where they may differ.
 
     Args:
-        changeable: fields that may differ, besides max_steps and those of RunOptions.
+        changeable: fields that may differ, besides max_steps and those of RunOptions except SOURCE_FLAGS.
 
     Raises:
         UserError: flags would change the recipe, or ask for fewer steps than the run has; one line each.
     """
     out, problems = checkpoint.path.parent, []
-    may_differ = {"max_steps", *RunOptions.__dataclass_fields__, *changeable}
+    may_differ = {"max_steps", *RunOptions.__dataclass_fields__, *changeable} - SOURCE_FLAGS
     if stored.get("lora_rank"):
         may_differ.add("init_from")  # the base model may have moved; check_same_data compares its weights
     for field in flag_fields(config_class):
@@ -96,7 +96,7 @@ def check_same_data(checkpoint: Checkpoint, data: DataIdentity) -> None:
     if saved.get("base") != data["base"]:
         raise UserError(
             f"the weights of --init-from are not those that {checkpoint.path} was trained with. "
-            "Name the folder of the original ones with --init-from."
+            "Pass the folder of the original ones with --init-from."
         )
     for split, before, now in (("train", saved["train"], data["train"]), ("val", saved["val"], data["val"])):
         differ = [b[0] for a, b in zip(before, now, strict=False) if a[:2] != b[:2] or (a[2] and b[2] and a[2] != b[2])]
@@ -104,5 +104,5 @@ def check_same_data(checkpoint: Checkpoint, data: DataIdentity) -> None:
             reason = f"{differ[0]} differs" if differ else f"{len(now)} instead of {len(before)}"
             raise UserError(
                 f"the {split} shards are not those that {checkpoint.path} was trained on ({reason}). "
-                "Name the folder of the original ones with --data."
+                "Pass the folder of the original ones with --data."
             )

@@ -24,7 +24,7 @@ def check_folder(out: str, resume_from: Path | None, overwrite_policy: Overwrite
     """
     existing = files.nearest_existing(Path(out))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise UserError(f"cannot write to {out}. Name another --out.")
+        raise UserError(f"cannot write to {out}. Use another --out.")
     if (Path(out) / files.LOCK).is_file():
         files.lock_folder(Path(out), "--out").close()
     _check_contents(Path(out), resume_from, overwrite_policy)
@@ -50,10 +50,12 @@ def claim_folder(out: str, resume_from: Path | None, overwrite_policy: Overwrite
         if resume_from is None:
             with contextlib.suppress(FileNotFoundError):
                 os.replace(folder / "log.txt", folder / "log.earlier.txt")
-            for directory in list_checkpoints(folder):
+            if replaced := list_checkpoints(folder):
+                print(f"replacing the earlier run in {out}")
+            for directory in replaced:
                 files.remove(directory)
     except OSError as error:
-        raise UserError(f"cannot write to {out} ({error.strerror}). Name another --out.") from error
+        raise UserError(f"cannot write to {out} ({error.strerror}). Use another --out.") from error
     return lock
 
 
@@ -66,8 +68,8 @@ def _check_contents(out: Path, resume_from: Path | None, overwrite_policy: Overw
     elif overwrite_policy == "log" and checkpoints:
         raise UserError(f"another run saved {checkpoints[-1]} while this one was starting. Start it again.")
     elif overwrite_policy == "nothing" and checkpoints:
-        raise UserError(f"{out} already contains a run. Continue it with --resume, or name another --out.")
+        raise UserError(f"{out} already contains a run. Continue it with --resume, or use another --out.")
     elif overwrite_policy == "nothing" and log.is_file() and log.stat().st_size > 0:
         raise UserError(
-            f"{out} already contains a run without checkpoints. Replace it with --resume auto, or name another --out."
+            f"{out} already contains a run without checkpoints. Replace it with --resume auto, or use another --out."
         )

@@ -52,7 +52,7 @@ def gather_flags(
             return resumed_flags(config_class, stored, given, checkpoint, schedule_end if movable else ()), checkpoint
         if given["resume"] == "newest":
             raise UserError(
-                f"no checkpoint in {out} to resume from. Name its folder with --out, or leave out --resume."
+                f"no checkpoint in {out} to resume from. Pass its folder with --out, or leave out --resume."
             )
     if problems := lora.flag_conflicts(given) + _init_from_conflicts(given, out):
         raise UserError(*problems)
@@ -88,7 +88,7 @@ def _init_from_conflicts(given: Mapping[str, Any], out: str) -> list[str]:
         named = ", ".join("--no-bias" if name == "bias" else flag_name(name) for name in sized)
         problems.append(f"--init-from brings its own sizes. Leave out {named}.")
     if Path(given["init_from"]) == Path(out):
-        problems.append(f"--out is {out}, as --init-from. Name another --out.")
+        problems.append(f"--out is {out}, as --init-from. Use another --out.")
     return problems
 
 

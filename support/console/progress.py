@@ -66,8 +66,8 @@ def header(
         f"step    {step_rows * T:,} tokens = {B} rows x {T} tokens x {world_size} processes x {grad_accum} micro-steps"
     )
     yield (
-        f"data    {options.data}: {rows_per_epoch * T:,} tokens, {rows_per_epoch / step_rows:,.1f} steps an epoch; "
-        f"{max_steps:,} steps are {epochs:.2f} epochs{', so text repeats' if epochs > 1 else ''}"
+        f"data    {options.data}: {rows_per_epoch * T:,} tokens, {rows_per_epoch / step_rows:,.1f} steps per epoch; "
+        f"{max_steps:,} steps are {epochs:.2f} epochs{', so text is read again' if epochs > 1 else ''}"
     )
     yield f"recipe  {recipe}"
     if options.text:

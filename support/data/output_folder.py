@@ -111,10 +111,10 @@ def open_output_folder(directory: Path, manifest: Manifest, prefix: str | None) 
             if earlier and prefix:
                 _remove_leftovers(folder, prefix)
         except OSError as error:
-            raise UserError(f"cannot write to {directory} ({error.strerror}). Name another --output.") from error
+            raise UserError(f"cannot write to {directory} ({error.strerror}). Use another --output.") from error
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(
-                f"{directory / MANIFEST} is not a manifest of shards ({error!r}). Remove it, or name another --output."
+                f"{directory / MANIFEST} is not a manifest of shards ({error!r}). Remove it, or use another --output."
             ) from error
         yield folder
 
@@ -133,14 +133,14 @@ def _read_matching_manifest(directory: Path, manifest: Manifest, prefix: str | N
         if differences and (earlier["shards"] or earlier.get("counted")):
             raise UserError(
                 f"{directory} has shards of another source or setting ({'; '.join(differences)}). "
-                "Name another --output, or remove it."
+                "Use another --output, or remove it."
             )
     for shard in itertools.chain(shard_paths(directory, "train"), shard_paths(directory, "val")):
         name = parse_shard_name(shard.name)
         if differences or (prefix and name and name.prefix != prefix):
             raise UserError(
                 f"{directory} has shards of another tool, such as {shard.name}. "
-                "Move them away, or name another --output."
+                "Move them away, or use another --output."
             )
     return None if differences else earlier
 

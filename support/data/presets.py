@@ -109,10 +109,10 @@ def find_texts(name: str) -> list[Path]:
     """
     path = Path(name)
     if not name or not path.exists():
-        raise UserError(f"{name!r} does not exist. Name a text file, or a folder of them, with --text.")
+        raise UserError(f"{name!r} does not exist. Pass a text file, or a folder of them, with --text.")
     texts = find_text_files(path) if path.is_dir() else [path] if text_suffix(path) else []
     if not texts:
-        raise UserError(f"no text in {name}: only {TEXT_TYPES} are read. Name others with --text.")
+        raise UserError(f"no text in {name}: only {TEXT_TYPES} are read. Pass others with --text.")
     return texts
 
 
@@ -144,7 +144,7 @@ def make_preset_shards(data: str, text: str | None, tokenizer: str, rank: int, r
     fineweb = Path(__file__).parents[2] / "fineweb.py"
     if run_child_process([sys.executable, str(fineweb), "--output", data, *source]):
         raise UserError(
-            f"the shards in {data} could not be made, see above. For another text or tokenizer, name another --out.",
+            f"the shards in {data} could not be made, see above. For another text or tokenizer, use another --out.",
             this_rank_only=True,
         )
 

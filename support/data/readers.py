@@ -81,15 +81,15 @@ def record_text(record: object, field: str, where: str) -> str:
     Raises:
         UserError: the record, which is at `where`, has no such field or no text in it.
     """
-    if not isinstance(record, dict):
-        content = "no fields"
+    if not isinstance(record, dict) or not record:
+        problem = "has no fields"
     elif field not in record:
-        content = f"the fields {', '.join(record)}" if record else "no fields"
+        problem = f"has no field {field!r}, only {', '.join(record)}"
     elif isinstance(record[field], str):
         return record[field]
     else:
-        content = "null" if record[field] is None else type(record[field]).__name__
-    raise UserError(f"{where} has no text in {field!r}, but {content}. Fix it, or choose another --text-field.")
+        problem = f"has {'null' if record[field] is None else type(record[field]).__name__} in {field!r}, not text"
+    raise UserError(f"{where} {problem}. Fix it, or choose another --text-field.")
 
 
 # -----------------------------------------------------------------------------

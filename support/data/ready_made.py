@@ -79,7 +79,7 @@ def list_ready_made_shards(
         suffixes = sorted({PurePosixPath(file.path).suffix for file in listed if "." in file.path})
         content = f"but files of the types {', '.join(suffixes)}" if suffixes else "and nothing else"
         raise UserError(
-            f"{repository} has no shards such as name_train_000001.npy, {content}. Name another data set, or make "
+            f"{repository} has no shards such as name_train_000001.npy, {content}. Use another data set, or make "
             "shards from its text with --dataset."
         )
     if len(folders) > 1:
@@ -112,7 +112,7 @@ def _check_against_manifest(repository: str, manifest: Manifest, shards: Sequenc
         if sha256_of.get(entry["file"], "missing") not in (None, entry.get("sha256")):
             raise UserError(
                 f"{repository} does not have {entry['file']} as its manifest lists it: the upload is not complete. "
-                "Name another data set."
+                "Use another data set."
             )
 
 
@@ -137,7 +137,7 @@ def _download_missing(repository: str, revision: str | None, shards: Sequence[Hu
         except UserError as error:
             path.unlink()
             problem = error.problems[0].rsplit(". ", 1)[0]
-            raise UserError(f"{problem}. {repository} publishes it like this. Name another data set.") from error
+            raise UserError(f"{problem}. {repository} publishes it like this. Use another data set.") from error
         out.add(entry)
 
 

@@ -242,7 +242,7 @@ class ShardWriter:
             ) from error
 
     def _no_text(self) -> UserError:
-        return UserError(f"there is no text in {self.corpus.name}. Name other files, or another data set.")
+        return UserError(f"there is no text in {self.corpus.name}. Use other files, or another data set.")
 
 
 class TokenProgress:

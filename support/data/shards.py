@@ -132,7 +132,8 @@ def write_shard(path: Path, tokens: npt.NDArray[np.uint16]) -> str:
     """Writes one-dimensional tokens to `path`; returns the SHA-256 of the file, in hexadecimal."""
     with files.atomic_write(path) as tmp:
         with open(tmp, "wb") as file:
-            np.save(file, tokens)
+            np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(tokens))
+            file.write(np.ascontiguousarray(tokens).data.cast("B"))  # np.save does not say that a disk is full
         return files.sha256_of(tmp)
 
 
@@ -162,7 +163,9 @@ def open_shards(directory: str | os.PathLike[str], split: str) -> list[np.memmap
         UserError: there are none, or some fail the check; one line for each.
     """
     shards, problems = _open_split(directory, split)
-    if not shards and not problems:
+    if not shards and Path(directory).is_file():
+        problems = [f"{directory} is a file, not a folder of shards. To train on a text, pass it with --text."]
+    elif not shards and not problems:
         problems.append(
             f'no {split} shards in {directory}. Make them with "python fineweb.py", or try it all with "--demo".'
         )
@@ -183,7 +186,7 @@ def verify_shards(directory: str | os.PathLike[str]) -> list[np.memmap]:
     expected_sha256 = {shard["file"]: shard.get("sha256") for shard in manifest["shards"]}
     (train, problems), (val, val_problems) = _open_split(directory, "train"), _open_split(directory, "val")
     if not train and not problems:
-        raise UserError(f"no train shards in {directory}. Name a folder of shards.")
+        raise UserError(f"no train shards in {directory}. Use a folder of shards.")
     problems += val_problems
     for tokens in tqdm([*train, *val], desc="checking shards", unit=" shards", leave=False, disable=None):
         path = _path_of(tokens)

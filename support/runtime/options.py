@@ -11,11 +11,16 @@ from support.cli import flag
 OverwritePolicy = Literal["nothing", "log", "run"]
 # Their defaults depend on the machine, so a resumed run chooses them anew unless they were given.
 MACHINE_FLAGS = {"device", "dtype", "compile", "batch_size", "hellaswag_every"}
+# What the shards were made from. A resumed run continues on those shards, so it must not name anything else.
+SOURCE_FLAGS = {"text", "tokenizer"}
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Files, evaluation, tracking, checkpoints and device. A resumed run may change these; its data is compared."""
+    """Files, evaluation, tracking, checkpoints and device.
+
+    A resumed run may change these, except SOURCE_FLAGS. Its shards are compared, wherever they are now.
+    """
 
     data: str = flag("edu_fineweb10B", "folder of token shards", "files", metavar="DIR")
     text: str | None = flag(
