@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -132,6 +133,18 @@ def set_batch_chars(monkeypatch: pytest.MonkeyPatch, chars: int) -> None:
     """Makes batches small, so that long documents are cut and short corpora have many batches."""
     monkeypatch.setattr(corpus, "BATCH_CHARS", chars)
     monkeypatch.setattr(readers, "BATCH_CHARS", chars)
+
+
+@contextlib.contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """No file may grow beyond this size; skips the test on Windows, which has no such limit."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def interrupt(texts: list[str], out: Path, monkeypatch: pytest.MonkeyPatch, after: int, **options: object) -> None:

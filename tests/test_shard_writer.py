@@ -7,7 +7,6 @@ import random
 import shutil
 import time
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from shard_helpers import (
     ADVERSARIAL,
     LONG,
     corpus_of,
+    file_size_limit,
     interrupt,
     plain_bytes,
     plain_loop,
@@ -27,7 +27,7 @@ from shard_helpers import (
 
 import fineweb
 from support.cli import UserError
-from support.data import corpus, shards
+from support.data import corpus, shard_writer, shards
 from support.data.corpus import Documents
 
 
@@ -290,20 +290,17 @@ def test_a_resumed_run_needs_only_the_rest_of_the_space(tmp_path, monkeypatch):
     fineweb.make_shards(source, tmp_path / "other", tokenizer="bytes", shard_size=400)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("number", [3, 9])  # the last one
 def test_after_a_full_disk_the_same_command_resumes(tmp_path, monkeypatch, number):
-    texts, save = ["word " * 100] * 9, np.save
+    texts, write = ["word " * 100] * 9, shard_writer.write_shard
 
-    def save_to_full_disk(file, tokens):
-        if f"_{number:06d}" in file.name:
-            with open("/dev/full", "wb", 0) as disk:
-                disk.write(b"x")
-        save(file, tokens)
+    def write_to_full_disk(path, tokens):
+        with file_size_limit(100) if f"_{number:06d}" in path.name else contextlib.nullcontext():
+            return write(path, tokens)
 
     with monkeypatch.context() as patch:
-        patch.setattr(np, "save", save_to_full_disk)
-        expected = rf"cannot write to .* \(No space left on device\)\. {number} shards are finished"
+        patch.setattr(shard_writer, "write_shard", write_to_full_disk)
+        expected = rf"cannot write to .* \(File too large\)\. {number} shards are finished"
         with pytest.raises(UserError, match=expected):
             fineweb.make_shards(corpus_of(texts), tmp_path, tokenizer="bytes", shard_size=500)
     assert not shards.is_complete(tmp_path) and not list(tmp_path.glob("*partial*"))

@@ -6,6 +6,7 @@ import os
 
 import numpy as np
 import pytest
+from shard_helpers import file_size_limit
 
 from support.cli import UserError
 from support.data import shards
@@ -49,14 +50,8 @@ def test_a_shard_is_the_file_that_numpy_saves(tmp_path):
 
 
 def test_a_failed_write_says_why_and_leaves_nothing(tmp_path):
-    resource = pytest.importorskip("resource")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
-    try:
-        with pytest.raises(OSError) as error:
-            shards.write_shard(tmp_path / "x_train_000000.npy", np.zeros(10_000, dtype=np.uint16))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with file_size_limit(5000), pytest.raises(OSError) as error:
+        shards.write_shard(tmp_path / "x_train_000000.npy", np.zeros(10_000, dtype=np.uint16))
     assert (error.value.errno, error.value.strerror) == (errno.EFBIG, os.strerror(errno.EFBIG))
     assert not list(tmp_path.iterdir())
 
