@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import TINY_SIZES
+
+# Files of the tests are kept in memory where it is large: thousands of them are synced, which a busy disk does slowly.
+MEMORY = Path("/dev/shm")
+if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
+    code_runs = not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC  # that of torch.compile, too
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY) if code_runs else "")
 
 
 @pytest.fixture(autouse=True)
