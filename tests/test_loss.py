@@ -70,6 +70,21 @@ def test_no_gradients_are_computed_under_no_grad(head, monkeypatch):
     assert calls
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_frozen_weight_gets_no_gradient_and_costs_none(head, monkeypatch, compiled):
+    """And the gradient of the hidden states is the same."""
+    function = torch.compile(chunked_cross_entropy, fullgraph=True) if compiled else chunked_cross_entropy
+    x, weight, targets, vocab_size = head
+    expected, expected_grad, _ = loss_and_gradients(function, *head)
+    products, matmul = [], torch.Tensor.__matmul__
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: products.append(a.shape) or matmul(a, b))
+    x = x.clone().requires_grad_()
+    value = function(x, weight, targets, vocab_size)
+    value.backward()
+    assert torch.equal(value.detach(), expected) and torch.equal(x.grad, expected_grad) and weight.grad is None
+    assert products == [(8, 32)] * 6 + [(2, 32)]  # the logits of each chunk
+
+
 def test_fp16_gradients_are_scaled_before_they_are_rounded(head):
     """Thousands of rows divide each gradient, and what a gradient scaler does not lift is zero in fp16."""
     x, weight, targets, vocab_size = (head[0] * 1e-3, *head[1:])

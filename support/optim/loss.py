@@ -40,10 +40,12 @@ def chunked_cross_entropy(
     if dtype == torch.float16:
         logits = F.linear(x, weight)[:, :vocab_size]
         return F.cross_entropy(logits.float(), targets)
-    with_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    weight_gradient = torch.is_grad_enabled() and weight.requires_grad  # with LoRA, the weight is frozen
+    with_gradients = weight_gradient or (torch.is_grad_enabled() and x.requires_grad)
     # torch.compile cannot see into the operation below, which therefore compiles its own inner function.
     compile_chunks = torch.compiler.is_compiling()
-    loss, _, _ = _summed_cross_entropy(x, weight, targets, vocab_size, dtype, with_gradients, compile_chunks)
+    gradients = (with_gradients, weight_gradient)
+    loss, _, _ = _summed_cross_entropy(x, weight, targets, vocab_size, dtype, *gradients, compile_chunks)
     return loss / len(targets)
 
 
@@ -61,13 +63,14 @@ def _summed_cross_entropy(
     vocab_size: int,
     dtype: torch.dtype,
     with_gradients: bool,
+    weight_gradient: bool,
     compile_chunks: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The summed loss and, if `with_gradients`, its gradients: of x, in `dtype`, and of weight, in fp32."""
+    """The summed loss and, if asked for, the gradients: of x, in `dtype`, and of weight, in fp32."""
     x, low_weight = x.to(dtype), weight.to(dtype)
     total = x.new_zeros((), dtype=torch.float32)
     grad_x = x.new_empty(x.shape if with_gradients else 0)
-    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if with_gradients else x.new_empty(0)
+    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight_gradient else x.new_empty(0)
     rows = chunk_rows(x.device.type, len(weight))
     logits_to_gradient_ = _compiled(_logits_to_gradient_) if compile_chunks else _logits_to_gradient_
     # torch.compile guards on properties such as requires_grad, which differ between callers; in inference mode they do
@@ -80,6 +83,7 @@ def _summed_cross_entropy(
             total += logits_to_gradient_(logits, targets[first : first + rows], vocab_size, with_gradients)
             if with_gradients:
                 torch.mm(logits, low_weight, out=grad_x[first : first + rows])
+            if weight_gradient:
                 grad_weight += logits.T @ chunk
     return total, grad_x, grad_weight
 
@@ -115,22 +119,25 @@ def _fake_summed_cross_entropy(
     vocab_size: int,
     dtype: torch.dtype,
     with_gradients: bool,
+    weight_gradient: bool,
     compile_chunks: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     grad_x = x.new_empty(x.shape if with_gradients else 0, dtype=dtype)
-    grad_weight = torch.empty_like(weight, dtype=torch.float32) if with_gradients else x.new_empty(0, dtype=dtype)
+    grad_weight = torch.empty_like(weight, dtype=torch.float32) if weight_gradient else x.new_empty(0, dtype=dtype)
     return x.new_empty((), dtype=torch.float32), grad_x, grad_weight
 
 
 def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     _, grad_x, grad_weight = output
     ctx.save_for_backward(grad_x, grad_weight)
+    ctx.weight_gradient = inputs[6]
     ctx.set_materialize_grads(False)
 
 
 def _scale_gradients(ctx: Any, grad: torch.Tensor, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     grad_x, grad_weight = ctx.saved_tensors
-    return grad_x * grad, grad_weight * grad, *[None] * 5  # one for each argument of the operation
+    # one for each argument of the operation
+    return grad_x * grad, grad_weight * grad if ctx.weight_gradient else None, *[None] * 6
 
 
 _summed_cross_entropy.register_autograd(_scale_gradients, setup_context=_save_gradients)
