@@ -40,7 +40,9 @@ def test_fifty_steps_follow_the_plain_loop(byte_shards, tmp_path, flags):
 
 @pytest.mark.slow
 @compile_flags
-def test_in_bf16_they_differ_about_as_much_as_the_plain_loop_with_another_micro_batch(byte_shards, tmp_path, flags):
+def test_in_bf16_they_stay_within_its_rounding(byte_shards, tmp_path, flags):
+    """bf16 rounds by up to 2^-8 of a value; in a mean over 256 tokens, roundings of both signs cancel: a quarter is ample."""
     config, found = trained_losses(byte_shards, tmp_path / "run", "--dtype", "bf16", *flags)
-    plain, other = (plain_losses(config, B, 50, "bf16") for B in (4, 8))
-    assert np.abs(found - plain).max() < 1.5 * np.abs(plain - other).max()
+    exact = plain_losses(config, 4, 50, "fp32")
+    error = np.abs(found / exact - 1)
+    assert error.min() > 0 and error.max() < 2**-10
