@@ -41,7 +41,7 @@ def test_fifty_steps_follow_the_plain_loop(byte_shards, tmp_path, flags):
 @pytest.mark.slow
 @compile_flags
 def test_in_bf16_they_stay_within_its_rounding(byte_shards, tmp_path, flags):
-    """bf16 rounds by up to 2^-8 of a value; in a mean over 256 tokens, roundings of both signs cancel: a quarter is ample."""
+    """bf16 rounds by up to 2^-8 of a value; of 256 tokens, roundings of both signs mostly cancel in the mean."""
     config, found = trained_losses(byte_shards, tmp_path / "run", "--dtype", "bf16", *flags)
     exact = plain_losses(config, 4, 50, "fp32")
     error = np.abs(found / exact - 1)
