@@ -98,7 +98,7 @@ def file_source(patterns: list[str], text_field: str, separator: str | None = No
         matches = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
         paths += [Path(match) for match in map(os.path.normpath, matches) if os.path.isfile(match)]
         if not matches:
-            raise UserError(f"no file matches {pattern}. Name .txt, .jsonl or .parquet files.")
+            raise UserError(f"no file matches {pattern}. Give files or folders of {TEXT_TYPES}.")
     paths = list(dict.fromkeys(paths))  # a file that two patterns match is read once
     problems = [
         f"{path} is none of {TEXT_TYPES}. Convert it, or leave it out." for path in paths if not text_suffix(path)
@@ -333,7 +333,7 @@ def _invalid_arguments(args: Arguments) -> list[str]:
         problems.append(f"{', '.join(sources)} exclude each other. Choose one.")
     has_default_output = args.dataset in (None, *hub.FINEWEB_PREFIXES)
     if (args.input or args.shards_from or not has_default_output) and args.output is None:
-        problems.append("name a folder for the shards with --output.")
+        problems.append("no folder for the shards. Pass one with --output.")
     if args.document_separator is not None and not args.input:
         problems.append("--document-separator is for --input.")
     if args.document_separator == "":

@@ -384,7 +384,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class TrainConfig(RunOptions):
-    """The flags of a run. A resumed run may change max_steps and those of RunOptions, but not the others.
+    """The flags of a run. A resumed run may change max_steps and those of RunOptions (its text excepted), no others.
 
     The defaults train GPT-2 124M on 10 billion tokens.
     """

@@ -197,7 +197,7 @@ def check_free_space(folder: Path, needed: float, purpose: str) -> None:
     if needed > free:
         raise UserError(
             f"{folder} has {format_bytes(free)} free, and about {format_bytes(needed)} are needed to {purpose}. "
-            "Free some disk space, or name a folder on a larger disk."
+            "Free some disk space, or use a folder on a larger disk."
         )
 
 

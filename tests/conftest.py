@@ -12,9 +12,9 @@ from helpers import TINY_SIZES
 
 # Files of the tests are kept in memory where it is large: thousands of them are synced, which a busy disk does slowly.
 MEMORY = Path("/dev/shm")
-if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
-    code_runs = not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC  # that of torch.compile, too
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY) if code_runs else "")
+has_space = os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30
+if has_space and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC:  # torch.compile's libraries are loaded from there
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
 @pytest.fixture(autouse=True)

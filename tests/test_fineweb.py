@@ -109,7 +109,7 @@ def test_the_demo_text(tmp_path):
         ("--input deep.jsonl --output out", "deep.jsonl, line 1 is not JSON"),
         ("--input null.parquet --output out", "null.parquet, row 1 has null in 'text', not text"),
         ("--input empty.jsonl --output out", "there is no text in empty.jsonl"),
-        ("--input a.txt", "name a folder for the shards with --output"),
+        ("--input a.txt", "no folder for the shards. Pass one with --output."),
         ("--input a.txt --demo", "exclude each other. Choose one"),
         ("--input a.txt --output out --val-fraction 1.5", "--val-fraction must be more than 0 and less than 1"),
         ("--input a.txt --output out --val-fraction nan", "--val-fraction must be more than 0 and less than 1"),
@@ -135,7 +135,7 @@ def test_the_demo_text(tmp_path):
         ("--shards-from a/b --output out --shard-size 1e8", "leave out --shard-size, --val-fraction and --engine"),
         ("--dataset a.txt --output out", "a.txt is a file. Pass it with --input"),
         ("--input a.txt --output out --max-tokens 1.5", "argument --max-tokens: invalid count value: '1.5'"),
-        ("--shards-from a/b", "name a folder for the shards with --output"),
+        ("--shards-from a/b", "no folder for the shards. Pass one with --output."),
         ("--dataset missing_folder/x --output out --name y", "cannot open the data set missing_folder/x"),
     ],
 )

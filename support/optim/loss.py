@@ -44,8 +44,9 @@ def chunked_cross_entropy(
     with_gradients = weight_gradient or (torch.is_grad_enabled() and x.requires_grad)
     # torch.compile cannot see into the operation below, which therefore compiles its own inner function.
     compile_chunks = torch.compiler.is_compiling()
-    gradients = (with_gradients, weight_gradient)
-    loss, _, _ = _summed_cross_entropy(x, weight, targets, vocab_size, dtype, *gradients, compile_chunks)
+    loss, _, _ = _summed_cross_entropy(
+        x, weight, targets, vocab_size, dtype, with_gradients, weight_gradient, compile_chunks
+    )
     return loss / len(targets)
 
 
@@ -130,14 +131,13 @@ def _fake_summed_cross_entropy(
 def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     _, grad_x, grad_weight = output
     ctx.save_for_backward(grad_x, grad_weight)
-    ctx.weight_gradient = inputs[6]
     ctx.set_materialize_grads(False)
 
 
 def _scale_gradients(ctx: Any, grad: torch.Tensor, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     grad_x, grad_weight = ctx.saved_tensors
-    # one for each argument of the operation
-    return grad_x * grad, grad_weight * grad if ctx.weight_gradient else None, *[None] * 6
+    # one for each argument of the operation; a weight that is frozen has no gradient
+    return grad_x * grad, grad_weight * grad if len(grad_weight) else None, *[None] * 6
 
 
 _summed_cross_entropy.register_autograd(_scale_gradients, setup_context=_save_gradients)
