@@ -648,7 +648,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         devices.prepare(device, config.tf32)
         amp = devices.autocast(device, dtype)
         compiled = devices.compile(model, device, print0) if config.compile else model
-        B = batch_size.largest_batch_size(config.batch_size, rank_rows, T, compiled, amp, world_size, print0)
+        B = batch_size.largest_batch_size(config.batch_size, rank_rows, T, compiled, dtype, world_size, print0)
 
     if world_size > 1:  # now the ranks can exchange tensors: through NCCL between GPUs, gloo between CPUs
         torch.distributed.init_process_group(

@@ -2,15 +2,16 @@
 
     python benchmarks/bench_memory.py
 
-Counted are weights, gradients and AdamW's two moments in fp32, everything that autograd saves in a forward pass under bf16
-autocast (according to PyTorch, on tensors without data), the working memory of one chunk of the loss, and a gigabyte for
-CUDA and fragmentation. This is eager PyTorch; compiled, less is saved. Several GPUs need 4 more bytes per parameter, for
-the buckets in which gradients are sent.
+The estimate that train_gpt2.py prints at its start (support/runtime/memory.py): weights, gradients and AdamW's two moments in
+fp32, everything that autograd saves in a forward pass under bf16 autocast (according to PyTorch, on tensors without data),
+the logits of one chunk of the loss, and a gigabyte for CUDA and fragmentation. The loss is compiled; the rest, compiled, saves
+less than this. Several GPUs need 4 more bytes per parameter, for the buckets in which gradients are sent.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 
@@ -19,59 +20,46 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support.optim import loss  # noqa: E402
+from support.runtime import memory  # noqa: E402
 from train_gpt2 import GPT, MODELS, GPTConfig  # noqa: E402
 
-GPUS = (8, 16, 24, 40, 80, 141)  # GB
-RESERVE = 1e9
+GPUS = {
+    "8 GB": 7.8,
+    "16 GB": 15.8,
+    "24 GB": 23.5,
+    "40 GB": 39.4,
+    "80 GB": 79.1,
+    "141 GB": 139.8,
+}  # in GiB, less a few MB
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-def parameters_and_saved(model: str, B: int) -> tuple[int, int]:
-    """The parameters of a model, and the bytes that autograd saves for the backward pass of B rows of 1024 tokens."""
-    saved: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        return tensor
-
-    with FakeTensorMode():
-        gpt = GPT(GPTConfig(**MODELS[model]))
-        tokens = torch.zeros((B, 1024), dtype=torch.int64)
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with hooks, torch.autocast("cpu", dtype=torch.bfloat16):
-            gpt(tokens, tokens)
-        own = {p.untyped_storage()._cdata for p in gpt.parameters()}
-        n = sum(p.numel() for p in gpt.parameters())
-    return n, sum(storage.nbytes() for key, storage in saved.items() if key not in own)
+def gib(model: torch.nn.Module, B: int, gpu: str) -> float:
+    """What micro-batches of B rows of 1024 tokens take on a GPU of this size."""
+    return memory.estimate_memory(model, B, 1024, torch.bfloat16, 1, int(GPUS[gpu] * 2**30)).total / 2**30
 
 
-def total(model: str, B: int) -> float:
-    """Bytes that training takes with micro-batches of B rows."""
-    n, saved = parameters_and_saved(model, B)
-    rows = min(loss.chunk_rows("cuda", 50304), B * 1024)
-    chunk = rows * 50304 * (2 + 4 + 4)  # logits in bf16, the same in fp32, log-probabilities
-    return 16 * n + saved + chunk + RESERVE
+def print_row(*cells: object) -> None:
+    print(f"| {' | '.join(map(str, cells))} |")
 
 
 def main() -> None:
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()  # no flags but --help
-    sizes = (1, 2, 4, 8, 16, 32, 64, 128)
-    table = {model: [total(model, B) / 1e9 for B in sizes] for model in MODELS}
-    print("| GB, rows of 1024 tokens: | " + " | ".join(map(str, sizes)) + " |\n" + "|---" * (len(sizes) + 1) + "|")
-    for model, row in table.items():
-        print(f"| {model} | " + " | ".join(f"{gb:.1f}" for gb in row) + " |")
-    print(
-        "\n| largest `--batch-size` | "
-        + " | ".join(f"{gpu} GB" for gpu in GPUS)
-        + " |\n"
-        + "|---" * (len(GPUS) + 1)
-        + "|"
-    )
-    for model, row in table.items():
-        fits = [max((B for B, gb in zip(sizes, row, strict=True) if gb <= gpu), default="-") for gpu in GPUS]
-        print(f"| {model} | " + " | ".join(map(str, fits)) + " |")
+    memory.saved_bytes = functools.cache(memory.saved_bytes)  # the same on every GPU
+    with FakeTensorMode():
+        models = {name: torch.compile(GPT(GPTConfig(**sizes))) for name, sizes in MODELS.items()}  # never run
+    print_row("GiB on a GPU of 80 GB, rows of 1024 tokens:", *SIZES)
+    print_row(*["---"] * (len(SIZES) + 1))
+    for name, model in models.items():
+        print_row(name, *(f"{gib(model, B, '80 GB'):.1f}" for B in SIZES))
+    print()
+    print_row("largest `--batch-size`", *GPUS)
+    print_row(*["---"] * (len(GPUS) + 1))
+    for name, model in models.items():
+        fits = {gpu: [B for B in SIZES if gib(model, B, gpu) <= size] for gpu, size in GPUS.items()}
+        print_row(name, *(max(sizes, default="-") for sizes in fits.values()))
 
 
 if __name__ == "__main__":

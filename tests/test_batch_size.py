@@ -7,10 +7,12 @@ import signal
 import pytest
 import torch
 from helpers import finish_run, run_to_the_end, start_run, wait_for
-from training import FP32, ONE_PROCESS, assert_same_run, config_of
+from torch._subclasses.fake_tensor import FakeTensor
+from training import ONE_PROCESS, assert_same_run, config_of
 
 from support.cli import UserError
-from support.runtime import batch_size
+from support.runtime import batch_size, devices
+from support.runtime.memory import estimate_memory
 from train_gpt2 import GPT, train
 
 
@@ -20,9 +22,10 @@ def two_rows_fit_on_rank_1(rank):
 
 def out_of_memory_beyond(rows):
     real, batch_size.PROBED = GPT.forward, ("cpu",)
+    devices.free_and_total_memory = lambda device: (10**11, 10**11)
 
     def forward(self, idx, *args):
-        if len(idx) > rows:
+        if len(idx) > rows and not isinstance(idx, FakeTensor):  # the estimate of memory takes none
             raise torch.OutOfMemoryError("out of memory. Tried to allocate much.")
         return real(self, idx, *args)
 
@@ -33,6 +36,7 @@ def out_of_memory_beyond(rows):
 def little_memory(monkeypatch):
     monkeypatch.setattr(GPT, "forward", GPT.forward)
     monkeypatch.setattr(batch_size, "PROBED", batch_size.PROBED)
+    monkeypatch.setattr(devices, "free_and_total_memory", devices.free_and_total_memory)
     return out_of_memory_beyond
 
 
@@ -54,12 +58,21 @@ def test_the_largest_micro_batch_that_fits_is_found(byte_shards, tmp_path, littl
 def test_the_trial_includes_the_optimizer_and_validation(tiny_model, monkeypatch):
     """The sizes that are tried, and what exists during each trial."""
     monkeypatch.setattr(batch_size, "PROBED", ("cpu",))
+    monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (10**11, 10**11))
     seen, allocated, real = [], [], torch.empty_like
-    monkeypatch.setattr(torch, "empty_like", lambda p: allocated.append(p.numel()) or real(p))
+
+    def empty_like(tensor, **dtype):
+        if not dtype:  # that is the loss
+            allocated.append(tensor.numel())
+        return real(tensor, **dtype)
+
+    monkeypatch.setattr(torch, "empty_like", empty_like)
     before = {name: p.clone() for name, p in tiny_model.named_parameters()}
     forward = tiny_model.forward
 
     def spy(idx, targets=None):
+        if isinstance(idx, FakeTensor):
+            return forward(idx, targets)
         gradients = all(p.grad is not None for p in tiny_model.parameters())
         seen.append((len(idx), torch.is_grad_enabled(), gradients))
         if len(idx) > 2 and len(seen) % 2 == 0:  # the second pass, while gradients exist, is too much
@@ -67,14 +80,33 @@ def test_the_trial_includes_the_optimizer_and_validation(tiny_model, monkeypatch
         return forward(idx, targets)
 
     monkeypatch.setattr(tiny_model, "forward", spy)
-    assert batch_size.largest_batch_size(8, 8, 16, tiny_model, FP32, 1, print) == 2
+    assert batch_size.largest_batch_size(8, 8, 16, tiny_model, torch.float32, 1, print) == 2
     tried = [(B, True, with_gradients) for B in (8, 4, 2) for with_gradients in (False, True)]
     assert seen == [*tried, (2, False, True)]
     assert sum(allocated) == 3 * 2 * sum(p.numel() for p in tiny_model.parameters())  # two moments, three trials
     allocated.clear()
-    batch_size.largest_batch_size(1, 1, 16, tiny_model, FP32, 2, print)  # DDP's buckets are one more
+    batch_size.largest_batch_size(1, 1, 16, tiny_model, torch.float32, 2, print)  # DDP's buckets are one more
     assert sum(allocated) == 3 * sum(p.numel() for p in tiny_model.parameters())
     assert all(p.grad is None and torch.equal(p, before[name]) for name, p in tiny_model.named_parameters())
+
+
+def test_what_clearly_cannot_fit_is_not_tried(tiny_model, monkeypatch):
+    """Of 64, 32, ... 1 rows, with the memory that 8 take at least."""
+    monkeypatch.setattr(batch_size, "PROBED", ("cpu",))
+    total = 2 * 10**9
+    estimates = {B: estimate_memory(tiny_model, B, 16, torch.float32, 1, total) for B in (8, 64)}
+    monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (int(estimates[8].minimum), total))
+    tried, lines, real = [], [], batch_size._try_batch_size
+
+    def spy(B, *args):
+        tried.append(B)
+        real(B, *args)
+
+    monkeypatch.setattr(batch_size, "_try_batch_size", spy)
+    assert batch_size.largest_batch_size(64, 64, 16, tiny_model, torch.float32, 1, lines.append) == 8
+    assert tried == [8]
+    assert lines[0] == f"memory  about {estimates[64].total / 2**30:.1f} of 1.9 GiB with 64 rows"
+    assert "a micro-batch of 64 rows does not fit into memory; using 8" in lines[1]
 
 
 @pytest.mark.slow
@@ -97,4 +129,4 @@ def test_a_failure_of_one_rank_before_the_first_step_is_reported(byte_shards, tm
     ranks[0].terminate()  # as torchrun does then
     assert finish_run(ranks, timeout=20) == [-signal.SIGTERM, 2]
     assert (tmp_path / "1.txt").read_text().startswith("error: not even one row of 16 tokens fits into the memory")
-    assert (tmp_path / "0.txt").read_text() == "" and not (tmp_path / "run").exists()
+    assert "error" not in (tmp_path / "0.txt").read_text() and not (tmp_path / "run").exists()

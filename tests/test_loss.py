@@ -59,30 +59,128 @@ def test_chunked_loss_is_the_cross_entropy(head, compiled):
         assert relative_error(function(*head), exact[0]) < 1e-6
 
 
-def test_no_gradients_are_computed_under_no_grad(head, monkeypatch):
-    calls = []
-    mm = torch.mm
-    monkeypatch.setattr(torch, "mm", lambda *args, **options: calls.append(args) or mm(*args, **options))
+@pytest.fixture
+def products(monkeypatch):
+    """The shapes of all matrix products, a list."""
+    shapes, mm = [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, **out: shapes.append((*a.shape, b.size(1))) or mm(a, b, **out))
+    return shapes
+
+
+def test_no_gradients_are_computed_under_no_grad(head, products):
     with torch.no_grad():
         chunked_cross_entropy(*head)
-    assert not calls
+    logits = [(8, 32, 320)] * 6 + [(2, 32, 320)]
+    assert products == logits
+    products.clear()
     loss_and_gradients(chunked_cross_entropy, *head)
-    assert calls
+    assert set(products) == {*logits, (8, 320, 32), (2, 320, 32), (320, 8, 32), (320, 2, 32)} and len(products) == 21
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_frozen_weight_gets_no_gradient_and_costs_none(head, monkeypatch, compiled):
+def test_a_frozen_weight_gets_no_gradient_and_costs_none(head, products, compiled):
     """And the gradient of the hidden states is the same."""
     function = torch.compile(chunked_cross_entropy, fullgraph=True) if compiled else chunked_cross_entropy
     x, weight, targets, vocab_size = head
     expected, expected_grad, _ = loss_and_gradients(function, *head)
-    products, matmul = [], torch.Tensor.__matmul__
-    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: products.append(a.shape) or matmul(a, b))
+    products.clear()
     x = x.clone().requires_grad_()
     value = function(x, weight, targets, vocab_size)
     value.backward()
     assert torch.equal(value.detach(), expected) and torch.equal(x.grad, expected_grad) and weight.grad is None
-    assert products == [(8, 32)] * 6 + [(2, 32)]  # the logits of each chunk
+    assert set(products) == {(8, 32, 320), (2, 32, 320), (8, 320, 32), (2, 320, 32)}  # logits and gradients of x
+
+
+FUNCTIONS = {
+    "eager": loss._logits_to_gradient_,
+    "fused": loss._fused_logits_to_gradient_,
+    "compiled": lambda *args: loss._compiled(loss._fused_logits_to_gradient_)(*args),
+}
+functions = pytest.mark.parametrize("name", ["eager", "fused", pytest.param("compiled", marks=pytest.mark.slow)])
+
+
+def logits_and_targets(vocab_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """40 rows of 320 logits, some of them far apart, the padding NaN; the first and the last id are targets, too."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(40, 320, generator=generator) * torch.tensor([1.0, 30.0]).repeat(20)[:, None]
+    logits[:, vocab_size:] = torch.nan
+    targets = torch.randint(0, vocab_size, (40,), generator=generator)
+    targets[:4] = torch.tensor([0, 0, vocab_size - 1, vocab_size - 1])
+    return logits.to(dtype), targets
+
+
+def exact_losses(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """PyTorch's cross-entropy of each row in fp64, and the gradients of the logits, zero in the padding."""
+    z = logits[:, :vocab_size].double().requires_grad_()
+    losses = F.cross_entropy(z, targets, reduction="none")
+    losses.sum().backward()
+    return losses.detach(), F.pad(z.grad, (0, logits.size(1) - vocab_size))
+
+
+@functions
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [257, 320])
+def test_losses_and_gradients_of_logits(name, dtype, vocab_size):
+    logits, targets = logits_and_targets(vocab_size, dtype)
+    expected, gradients = exact_losses(logits, targets, vocab_size)
+    without = FUNCTIONS[name](logits.clone(), targets, vocab_size, False)
+    losses = FUNCTIONS[name](logits, targets, vocab_size, True)
+    assert losses.dtype == torch.float32 and torch.equal(losses, without)
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=1e-5)  # fp32: logits near 100
+    rounding = 2**-8 if dtype == torch.bfloat16 else 0.0
+    torch.testing.assert_close(logits.double(), gradients, rtol=rounding + 1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["fused", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_the_gradient_of_a_target_that_is_almost_certain_is_exact(name):
+    """Its probability less one is the sum of the other probabilities: 1e-8 here, below fp32's rounding of one."""
+    logits, targets = logits_and_targets(257, torch.float32)
+    logits[:, :257] /= logits[:, :257].abs().max()
+    rows = torch.arange(40)
+    logits[rows, targets] = 24.0
+    expected, gradients = exact_losses(logits, targets, 257)
+    losses = FUNCTIONS[name](logits, targets, 257, True)
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(logits[rows, targets].double(), gradients[rows, targets], rtol=1e-5, atol=0)
+
+
+@functions
+def test_infinite_and_nan_logits(name):
+    """A row with NaN has no loss, and no row changes another."""
+    logits, targets = logits_and_targets(257, torch.float32)
+    logits[4, :257:2] = -torch.inf  # some ids are impossible
+    targets[4] = 1
+    logits[5, :257] = -torch.inf  # all but the target
+    logits[5, targets[5]] = 3.0
+    logits[6, targets[6]] = -torch.inf  # the target: the loss is infinite
+    logits[7, :257] = -torch.inf  # all of them
+    logits[8, 100] = torch.nan
+    logits[9, targets[9]] = torch.nan
+    expected, gradients = exact_losses(logits, targets, 257)
+    losses = FUNCTIONS[name](logits, targets, 257, True)
+    bad = torch.tensor([6, 7, 8, 9])
+    assert expected[4:6].isfinite().all() and not expected[bad].isfinite().any()
+    assert not losses[bad].isfinite().any() and logits[8:10, :257].isnan().all()
+    good = [row for row in range(40) if row not in bad]
+    torch.testing.assert_close(losses[good].double(), expected[good], rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(logits[good].double(), gradients[good], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "memory", "rows"),
+    [
+        ("H200", 139.8, 16384),
+        ("H100", 79.1, 8192),
+        ("A100 40GB", 39.4, 4096),
+        ("RTX 4090", 23.5, 2048),
+        ("8 GB", 7.8, 1024),
+    ],
+)
+def test_chunks_on_a_gpu_depend_on_its_memory_alone(gpu, memory, rows):
+    """Memory in GiB as CUDA reports it. The logits of a chunk take up to a 64th of it in bf16."""
+    memory = int(memory * 2**30)
+    assert loss.chunk_rows(loss.chunk_numel("cuda", memory), 50304) == rows
+    assert rows * 50304 * 2 <= memory / 64 < 2 * rows * 50304 * 2
 
 
 def test_fp16_gradients_are_scaled_before_they_are_rounded(head):

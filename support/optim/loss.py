@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-# Logits that exist at once. Fewer stay closer to a CPU's caches (measured); a GPU wants matrix products that fill it.
-CHUNK_NUMEL = {"cpu": 2**25, "cuda": 2**28}  # elsewhere 2**27
+# Logits of a chunk. On a CPU, few stay closer to the caches (measured). A GPU wants few, large matrix products: there they
+# are a number per byte of its memory, which is the same when a run is resumed.
+CHUNK_NUMEL = {"cpu": 2**25, "mps": 2**27}
+CUDA_BYTES_PER_LOGIT = 128  # a chunk in bf16 takes up to a 64th of the memory: 2^30 logits on an H200, 2^29 with 80 GB
 
 
 def chunked_cross_entropy(
@@ -50,9 +52,14 @@ def chunked_cross_entropy(
     return loss / len(targets)
 
 
-def chunk_rows(device_type: str, width: int) -> int:
-    """Rows of `width` logits in a chunk: the largest power of two within CHUNK_NUMEL."""
-    return 2 ** max(0, (CHUNK_NUMEL.get(device_type, 2**27) // width).bit_length() - 1)
+def chunk_numel(device_type: str, device_memory: int) -> int:
+    """Logits of a chunk at most; `device_memory` in bytes, for CUDA."""
+    return device_memory // CUDA_BYTES_PER_LOGIT if device_type == "cuda" else CHUNK_NUMEL[device_type]
+
+
+def chunk_rows(numel: int, width: int) -> int:
+    """Rows of `width` logits in a chunk of `numel` logits: a power of two."""
+    return 2 ** max(0, (numel // width).bit_length() - 1)
 
 
 # One operation for autograd and torch.compile, which would otherwise unroll the loop into a graph many times as long.
@@ -72,39 +79,72 @@ def _summed_cross_entropy(
     total = x.new_zeros((), dtype=torch.float32)
     grad_x = x.new_empty(x.shape if with_gradients else 0)
     grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight_gradient else x.new_empty(0)
-    rows = chunk_rows(x.device.type, len(weight))
-    logits_to_gradient_ = _compiled(_logits_to_gradient_) if compile_chunks else _logits_to_gradient_
+    memory = torch.cuda.get_device_properties(x.device).total_memory if x.is_cuda else 0
+    rows = min(chunk_rows(chunk_numel(x.device.type, memory), len(weight)), len(x))
+    logits_to_gradient_ = _compiled(_fused_logits_to_gradient_) if compile_chunks else _logits_to_gradient_
     # torch.compile guards on properties such as requires_grad, which differ between callers; in inference mode they do
     # not, so nothing is compiled again.
     with torch.inference_mode(), torch.autocast(x.device.type, enabled=False):
         targets = targets.clone()  # makes it an inference tensor
+        buffer = x.new_empty((rows, len(weight)))  # one for all chunks: a new one would exist next to the one before
         for first in range(0, len(x), rows):
             chunk = x[first : first + rows]  # (R, C)
-            logits = chunk @ low_weight.T  # (R, W)
-            total += logits_to_gradient_(logits, targets[first : first + rows], vocab_size, with_gradients)
+            logits = torch.mm(chunk, low_weight.T, out=buffer[: len(chunk)])  # (R, W)
+            total += logits_to_gradient_(logits, targets[first : first + rows], vocab_size, with_gradients).sum()
             if with_gradients:
                 torch.mm(logits, low_weight, out=grad_x[first : first + rows])
             if weight_gradient:
-                grad_weight += logits.T @ chunk
+                grad_weight += _fp32_product(logits.T, chunk)
     return total, grad_x, grad_weight
+
+
+def _fp32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b, not rounded to bf16 where the device can do without: the products of several chunks are summed."""
+    if a.is_cuda and a.dtype == torch.bfloat16:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a, b)
 
 
 def _logits_to_gradient_(
     logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, with_gradients: bool
 ) -> torch.Tensor:
-    """The summed loss of (R, W) logits, which are overwritten with its gradient: softmax - one_hot(target)."""
-    log_probs = F.log_softmax(logits[:, :vocab_size], dim=-1, dtype=torch.float32)
+    """The losses (R,) of (R, W) logits, which are overwritten with their gradient: softmax - one_hot(target)."""
+    logits[:, vocab_size:] = -torch.inf  # probability 0, and so a gradient of 0
+    log_probs = F.log_softmax(logits, dim=-1, dtype=torch.float32)  # (R, W)
     targets = targets[:, None]  # (R, 1)
     target_log_probs = log_probs.gather(1, targets)
     if with_gradients:
-        if torch.compiler.is_compiling():  # one kernel with the softmax; a scatter would need another one, and a copy
-            is_target = torch.arange(vocab_size, device=logits.device) == targets  # (R, V)
-            logits[:, :vocab_size] = torch.where(is_target, log_probs.expm1(), log_probs.exp())
-        else:
-            logits[:, :vocab_size] = log_probs.exp_()
-            logits.scatter_(1, targets, target_log_probs.expm1().to(logits.dtype))
-        logits[:, vocab_size:] = 0.0
-    return -target_log_probs.sum()
+        torch.exp(log_probs, out=logits)
+        logits.scatter_(1, targets, target_log_probs.expm1().to(logits.dtype))
+    return -target_log_probs[:, 0]
+
+
+def _fused_logits_to_gradient_(
+    logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, with_gradients: bool
+) -> torch.Tensor:
+    """The same for torch.compile, which makes one kernel of it: it reads a row for its sums, then again, and writes it.
+
+    Slices and scatters would need kernels of their own and loads that are not aligned, so ids are masked instead. With
+    s = log(sum of exp(logits of all ids but the target)) and odds = s - the target's logit,
+
+        loss = log(1 + exp(odds))
+        gradient = (1 - p) * (softmax of the other ids - one_hot(target)), where 1 - p = sigmoid(odds)
+
+    which is exact where p, the probability of the target, is close to 1.
+    """
+    ids = torch.arange(logits.size(1), device=logits.device)
+    is_target = ids == targets[:, None]  # (R, W)
+    z = logits.float()
+    target_logit = torch.where(is_target, z, 0.0).sum(-1, keepdim=True)  # (R, 1)
+    lowest = torch.finfo(torch.float32).min  # not -inf: a maximum of -inf, less itself, would be NaN
+    others = torch.where(is_target | (ids >= vocab_size), lowest, z)
+    largest = others.amax(-1, keepdim=True)  # (R, 1)
+    log_sum = (others - largest).exp().sum(-1, keepdim=True).log()
+    odds = largest - target_logit + log_sum
+    if with_gradients:
+        softmax = (others - largest - log_sum).exp()
+        logits.copy_(odds.sigmoid() * torch.where(is_target, -1.0, softmax))
+    return F.softplus(odds)[:, 0]
 
 
 @cache

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import torch
 
 from support.cli import UserError
 from support.runtime import devices
+from support.runtime.memory import estimate_memory
 
 PROBED = ("cuda",)  # device types whose memory is tried out; others swap
 SPARE_BYTES = 512 * 2**20  # left free for communication buffers and fragmentation
@@ -52,19 +52,20 @@ def largest_batch_size(
     rows: int,
     T: int,
     model: torch.nn.Module,
-    amp: AbstractContextManager[object],
+    dtype: torch.dtype,
     world_size: int,
     notice: Callable[[str], None],
 ) -> int:
     """The largest micro-batch, up to `batch_size`, with which a run fits into the memory of the model's device.
 
-    Allocates what a run needs at the same time: the optimizer's two moments, gradients (and DDP's copy of them with
-    several ranks), micro-batches of (B, T) tokens forward and backward, and validation. Weights are unchanged, and no
-    other rank is waited for.
+    Tries those that may fit, by an estimate that it prints: allocates what a run needs at the same time, which is the
+    optimizer's two moments, gradients (and DDP's copy of them with several ranks), micro-batches of (B, T) tokens
+    forward and backward, and validation. Weights are unchanged, and no other rank is waited for.
 
     Args:
         rows: rows of a step on this rank; the result divides them.
         model: compiled or not.
+        dtype: precision of the matrix products.
 
     Raises:
         UserError: not even one row fits.
@@ -72,11 +73,17 @@ def largest_batch_size(
     device = next(model.parameters()).device
     if device.type not in PROBED:
         return batch_size
+    free, total = devices.free_and_total_memory(device)
     for B in range(batch_size, 0, -1):
         if rows % B:
             continue
+        estimate = estimate_memory(model, B, T, dtype, world_size, total)
+        if batch_size == B:
+            notice(f"memory  about {estimate.total / 2**30:.1f} of {total / 2**30:.1f} GiB with {B} rows")
+        if estimate.minimum > free:
+            continue
         try:
-            _try_batch_size(B, T, model, amp, world_size, device)
+            _try_batch_size(B, T, model, devices.autocast(device, dtype), world_size, device)
             fits = True
         except RuntimeError as error:
             if not devices.is_out_of_memory(error):
@@ -101,7 +108,7 @@ def _try_batch_size(
     B: int,
     T: int,
     model: torch.nn.Module,
-    amp: AbstractContextManager[object],
+    amp: torch.autocast,
     world_size: int,
     device: torch.device,
 ) -> None:

@@ -151,6 +151,12 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or message is not None
 
 
+def free_and_total_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes of a CUDA device: what this process has or may still allocate, and all."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device), total
+
+
 def free_memory(device: torch.device) -> None:
     """Frees unreferenced memory of the device. After a failure, call it when the traceback no longer exists."""
     gc.collect()

@@ -1,0 +1,74 @@
+"""Device memory that training takes, computed before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from support.optim import loss
+
+RESERVED_BYTES = 10**9  # CUDA's own, and fragmentation
+COMPILED_FRACTION = 0.5  # torch.compile computes some activations again instead of saving them, but not half of them
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of weights, gradients and optimizer, and bytes that grow with the micro-batch if nothing is compiled."""
+
+    persistent: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.persistent + self.activations + RESERVED_BYTES
+
+    @property
+    def minimum(self) -> float:
+        """What training certainly takes, compiled or not."""
+        return self.persistent + COMPILED_FRACTION * self.activations
+
+
+def estimate_memory(
+    model: torch.nn.Module, B: int, T: int, dtype: torch.dtype, world_size: int, device_memory: int
+) -> MemoryEstimate:
+    """The memory that training on CUDA takes, with AdamW and micro-batches of (B, T) tokens.
+
+    Args:
+        model: `model(idx, targets)` returns logits and loss. Compiled or not; its weights are not read.
+        dtype: precision of the matrix products.
+        device_memory: of the GPU, in bytes. The chunks of the loss depend on it.
+    """
+    parameters = list(model.parameters())
+    weights = 4 * sum(p.numel() for p in parameters)
+    trained = 4 * sum(p.numel() for p in parameters if p.requires_grad)
+    copies = 3 if world_size == 1 else 4  # gradients, two moments, and the buckets in which DDP sends gradients
+    width = max(p.size(0) for p in parameters)  # the padded vocabulary
+    rows = min(loss.chunk_rows(loss.chunk_numel("cuda", device_memory), width), B * T)
+    logit_bytes = (
+        dtype.itemsize if hasattr(model, "_orig_mod") else dtype.itemsize + 8
+    )  # not compiled: also in fp32, twice
+    return MemoryEstimate(weights + copies * trained, saved_bytes(model, B, T, dtype) + logit_bytes * rows * width)
+
+
+def saved_bytes(model: torch.nn.Module, B: int, T: int, dtype: torch.dtype) -> int:
+    """Bytes that autograd saves in the forward pass of (B, T) tokens, not compiled; counted on tensors without data."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # loads the compiler
+
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with FakeTensorMode(), torch.compiler.set_stance("force_eager"):
+        parameters = {
+            name: torch.empty(p.shape, dtype=p.dtype, requires_grad=p.requires_grad)
+            for name, p in model.named_parameters()
+        }
+        tokens = torch.zeros((B, T), dtype=torch.int64)
+        hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
+        with hooks, torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+            torch.func.functional_call(model, parameters, (tokens, tokens))
+        weights = {p.untyped_storage()._cdata for p in parameters.values()}
+    return sum(storage.nbytes() for address, storage in saved.items() if address not in weights)

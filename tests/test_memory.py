@@ -1,0 +1,73 @@
+"""The memory of training, estimated: against arithmetic, and against what a real forward pass saves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from support.runtime import memory
+from train_gpt2 import GPT, GPTConfig
+
+GPT2_PARAMETERS = 124_475_904  # with the padded vocabulary
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    with torch.device("meta"):
+        return GPT(GPTConfig())
+
+
+def test_persistent_memory_is_four_numbers_per_parameter(gpt2):
+    estimate = memory.estimate_memory(gpt2, 1, 1024, torch.bfloat16, 1, 80 * 10**9)
+    assert estimate.persistent == 16 * GPT2_PARAMETERS
+    several = memory.estimate_memory(gpt2, 1, 1024, torch.bfloat16, 8, 80 * 10**9)
+    assert several.persistent == 20 * GPT2_PARAMETERS and several.activations == estimate.activations
+    for name, parameter in gpt2.named_parameters():
+        parameter.requires_grad_(name.endswith("c_attn.weight"))
+    frozen = memory.estimate_memory(gpt2, 1, 1024, torch.bfloat16, 1, 80 * 10**9)
+    assert frozen.persistent == 4 * GPT2_PARAMETERS + 12 * 12 * 768 * 3 * 768
+    gpt2.requires_grad_(True)
+
+
+def test_activations_of_a_token_counted_by_hand(gpt2):
+    """In units of C = 768: what each layer keeps of a token for its backward pass."""
+    C, nh = 768, 12
+    layer = (
+        4 * C + 2 * C + 6 * C + 2 * C + 4 * C + 2 * C + 8 * C + 8 * C
+    )  # bytes: ln_1's input in fp32 and its output in
+    # bf16; query, key, value; attention's output; the same for ln_2; GELU's input and output
+    layer += 2 * 2 * 4 + 4 * nh  # mean and deviation of two norms; attention's log-sum-exp of each head
+    last = (
+        4 * C + 2 * 4 + 2 * C + 8
+    )  # ln_f's input, mean and deviation; the gradient that the loss saves; the token's id
+    per_token = (
+        memory.saved_bytes(gpt2, 3, 1024, torch.bfloat16) - memory.saved_bytes(gpt2, 2, 1024, torch.bfloat16)
+    ) / 1024
+    assert per_token == pytest.approx(12 * layer + last, rel=0.01)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_a_forward_pass_really_saves(tiny_model, compiled):
+    """Neither device nor data of the model matter."""
+    saved = {}
+
+    def count(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    tokens = torch.zeros((4, 16), dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        tiny_model(tokens, tokens)
+    weights = {p.untyped_storage().data_ptr() for p in tiny_model.parameters()}
+    real = sum(storage.nbytes() for address, storage in saved.items() if address not in weights)
+    model = torch.compile(tiny_model) if compiled else tiny_model
+    assert memory.saved_bytes(model.to("meta"), 4, 16, torch.float32) == real
+
+
+def test_the_logits_of_a_chunk_are_counted(gpt2):
+    """16,384 rows of them on an H200; in fp32, too, where nothing is compiled."""
+    saved = memory.saved_bytes(gpt2, 16, 1024, torch.bfloat16)
+    for model, logit_bytes in ((gpt2, 10), (torch.compile(gpt2), 2)):
+        estimate = memory.estimate_memory(model, 16, 1024, torch.bfloat16, 1, 150 * 10**9)
+        assert estimate.activations == saved + 16384 * 50304 * logit_bytes
+        assert estimate.minimum < estimate.total
