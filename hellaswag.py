@@ -332,7 +332,8 @@ def _batch_losses_or_none(model: ScoringModel, batch: list[Row]) -> torch.Tensor
     After the return no traceback refers to the tensors, so their memory can be freed.
     """
     try:
-        return _batch_losses(model, batch)
+        with devices.attention_without_cudnn(model.device):  # batches have about a hundred shapes
+            return _batch_losses(model, batch)
     except RuntimeError as error:
         if not devices.is_out_of_memory(error):
             raise

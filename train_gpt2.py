@@ -253,7 +253,8 @@ class GPT(nn.Module):
         Only the last block_size tokens are context. Temperature 0 always takes the most likely token.
         """
         for _ in range(max_new_tokens):
-            x = self.transformer(idx[:, -self.config.block_size :])[:, -1]  # (B, C): the last position predicts
+            with devices.attention_without_cudnn(idx.device):  # every length is another shape
+                x = self.transformer(idx[:, -self.config.block_size :])[:, -1]  # (B, C): the last position predicts
             probs = next_token_probs(self.logits(x), temperature, top_k)  # (B, V)
             idx = torch.cat((idx, torch.multinomial(probs, 1, generator=generator)), dim=1)
         return idx

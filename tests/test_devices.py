@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT
+from torch.nn.attention import SDPBackend
 from training import ONE_PROCESS, config_of
 
+import hellaswag
 from support.runtime import devices
 from support.runtime.distributed import Distributed
 from train_gpt2 import DataLoaderLite, train
@@ -65,6 +67,66 @@ def test_prepare_sets_the_precision_of_fp32_products(monkeypatch):
         assert torch.get_float32_matmul_precision() == "highest"  # as it was
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(
+    ("missing", "reason"),
+    [
+        ("c++ g++ clang++", "C++ compiler"),
+        ("gcc clang", "C compiler for CUDA"),
+        ("Python.h", "Install Python's headers"),
+    ],
+)
+def test_what_torch_compile_needs(missing, reason, monkeypatch, tmp_path):
+    """On CUDA: compilers and Python's headers. On a CPU: a C++ compiler. CC may name another C compiler."""
+    for name in ("c++", "cc", "g++", "gcc", "include/Python.h"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(devices.sysconfig, "get_path", lambda name: str(tmp_path / name))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    model, notices = torch.nn.Linear(1, 1), []
+    for device in (CPU, CUDA):
+        assert devices.compile(model, device, notices.append) is not model and not notices
+    for name in missing.split():
+        (tmp_path / ("include/Python.h" if name == "Python.h" else name)).unlink(missing_ok=True)
+    assert devices.compile(model, CUDA, notices.append) is model and reason in notices[0]
+    assert (devices.compile(model, CPU, notices.append) is model) == (reason == "C++ compiler")
+    monkeypatch.setenv("CC", "cc")
+    assert (devices.compile(model, CUDA, notices.append) is model) == (reason != "C compiler for CUDA")
+
+
+def test_attention_for_many_shapes_avoids_cudnn_on_cuda_alone(tiny_model, monkeypatch):
+    """In samples and in HellaSwag. PyTorch's own order holds before and after."""
+
+    def state():
+        cuda = torch.backends.cuda
+        enabled = [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()]
+        return [*enabled, cuda.cudnn_sdp_enabled(), torch._C._get_sdp_priority_order()]
+
+    before, real, seen = state(), devices.attention_without_cudnn, []
+    with real(CPU):
+        assert state() == before
+    with real(CUDA):
+        *enabled, cudnn, order = state()
+        assert all(enabled) and not cudnn
+        assert order[:3] == [
+            int(b) for b in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+        ]
+    assert state() == before
+
+    monkeypatch.setattr(devices, "attention_without_cudnn", lambda device: real(CUDA))
+    hidden = tiny_model.transformer.forward
+    monkeypatch.setattr(tiny_model.transformer, "forward", lambda idx: seen.append(state()[3]) or hidden(idx))
+    tiny_model.generate(torch.zeros((1, 4), dtype=torch.int64), 3)
+    assert seen == [False] * 3
+    example = hellaswag.Example([1, 2], [[3, 4], [5], [6], [7]], 0)
+    hellaswag.completion_losses(hellaswag.ScoringModel(tiny_model.transformer, tiny_model.logits, 16, CPU), [example])
+    assert len(seen) > 3 and not any(seen)
+    tiny_model(torch.zeros((1, 4), dtype=torch.int64), torch.zeros((1, 4), dtype=torch.int64))
+    assert seen[-1]  # training: PyTorch's own choice
 
 
 def test_the_next_step_is_read_while_this_one_computes(byte_shards, tmp_path, monkeypatch):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
 import platform
 import re
 import shutil
-from collections.abc import Callable
+import sysconfig
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
 
@@ -94,9 +96,29 @@ def _why_not_compile(device: torch.device) -> str | None:
         return "torch.compile is not used on Windows"
     if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
         return "torch.compile needs a C++ compiler, and there is none"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (7, 0):
+    if device.type != "cuda":
+        return None
+    if torch.cuda.get_device_capability(device) < (7, 0):
         return "torch.compile needs a GPU of compute capability 7.0 or more"
+    # Triton compiles C code that launches its kernels.
+    if not any(shutil.which(compiler) for compiler in (os.environ.get("CC", "gcc"), "gcc", "clang")):
+        return "torch.compile needs a C compiler for CUDA, and there is none"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "torch.compile needs Python.h for CUDA. Install Python's headers (python3-dev on Debian and Ubuntu)"
     return None
+
+
+@contextlib.contextmanager
+def attention_without_cudnn(device: torch.device) -> Iterator[None]:
+    """For tensors of many shapes on CUDA: flash attention first. cuDNN would plan for each shape, up to 0.4 s each."""
+    if device.type != "cuda":
+        yield
+        return
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(order, set_priority=True):
+        yield
 
 
 def synchronizer(device: torch.device) -> Callable[[], None]:
