@@ -3,13 +3,13 @@
     python benchmarks/bench_throughput.py                                  # GPT-2 124M and the demo's model
     python benchmarks/bench_throughput.py --ladder gpt2:4x1024             # add one feature at a time to the plain loop
     python benchmarks/bench_throughput.py --ablate gpt2:4x1024             # remove one feature at a time from train_gpt2.py
-    python benchmarks/bench_throughput.py --processes 8 gpt2:64x1024       # a node of 8 GPUs, through torchrun
+    python benchmarks/bench_throughput.py --processes 8 gpt2:64x1024x8     # a node of 8 GPUs, through torchrun
 
 A setting is MODEL:BxT or MODEL:BxTxA: rows B of T tokens, and A micro-steps per step. Each row of the table runs in its own
 process. tok/s counts everything that the loop does between two steps (console, log, checks); that loop is the same for all
 rows, which differ in model, optimizer and step. "loader" is the fraction of a step that reads its data, "between steps" the
-fraction of the time outside of steps. "matmul utilisation" compares the model's arithmetic, by GPT.flops_per_token, with a
-product of two 4096 x 4096 matrices in the same process (1024 x 1024 for demo and small).
+fraction of the time outside of steps. "matmul utilisation" compares the model's arithmetic, by GPT.flops_per_token, with
+products of large matrices in the same process. A row that does not fit into a GPU's memory runs with fewer rows, and says so.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ FEATURES = {
     "cpu": ["bf16", "flash", "padded vocabulary", "fused AdamW", "chunked loss", "kept memory"],
 }
 OURS = "train_gpt2.py"
+RECIPE = "build-nanogpt's recipe"  # TF32, bf16, compiled, flash attention, padded vocabulary, fused AdamW
 
 
 # -----------------------------------------------------------------------------
@@ -88,12 +89,13 @@ def worker(job: dict[str, Any]) -> None:
         if job["row"] != OURS and not removed:
             make_plain(features)
         step, loaded, times = train_gpt2.train_step, train_gpt2.DataLoaderLite.batch, []
-        loading = [0.0]
+        loading, rows = [0.0], [0]
 
         def timed_step(*args: Any) -> tuple[float, float]:
             started, loading[0] = time.perf_counter(), 0.0
             answer = step(*args)
             times.append((started, time.perf_counter(), loading[0], answer[0]))
+            rows[0] = args[2].B
             if len(times) == job["warm_up"] and dist.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             return answer
@@ -108,6 +110,7 @@ def worker(job: dict[str, Any]) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             state = train_gpt2.train(config, dist)
         answer = summarize(job, config, dist, state, times, chunks.call_count > 0, kept.call_count > 0)
+        answer["B"] = rows[0]
         dist.close()
     if dist.rank == 0:
         print(json.dumps(answer), flush=True)
@@ -136,7 +139,7 @@ def summarize(
         "outside": 1 - within / whole,
         "loader": median(loading / (end - start) for start, end, loading, _ in measured),
         "mfu": flops / whole / known if known else None,
-        "matmul": flops / whole / matmul_flops(dtype, dist.device, 1024 if job["row_model"] in MODELS else 4096),
+        "matmul": flops / whole / matmul_flops(dtype, dist.device, job["row_model"] in MODELS),
         "peak_gb": peak / 1e9,
         "first_s": times[0][1] - times[0][0],
         "losses": [loss for *_, loss in times],
@@ -215,21 +218,23 @@ def remove_features(removed: set[str], patches: contextlib.ExitStack) -> None:
         devices.keep_memory = lambda device: None
 
 
-def matmul_flops(dtype: torch.dtype, device: torch.device, n: int) -> float:
-    """FLOP/s of a product of two n x n matrices, the best of ten."""
+def matmul_flops(dtype: torch.dtype, device: torch.device, small: bool) -> float:
+    """FLOP/s of a product of two square matrices, the best of several measurements."""
     import torch
 
     from support.runtime import devices
 
+    n, repeats = (8192, 10) if device.type == "cuda" else (1024 if small else 4096, 1)  # a sync costs a GPU 0.1 ms
     synchronize = devices.synchronizer(device)
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     out, best = torch.empty_like(a), math.inf
     for _ in range(10):
         synchronize()
         started = time.perf_counter()
-        torch.mm(a, b.T, out=out)
+        for _ in range(repeats):
+            torch.mm(a, b.T, out=out)
         synchronize()
-        best = min(best, time.perf_counter() - started)
+        best = min(best, (time.perf_counter() - started) / repeats)
     return 2 * n**3 / best
 
 
@@ -250,6 +255,8 @@ def rows_of(args: argparse.Namespace, device: str) -> Iterator[tuple[str, list[s
         yield "plain", [], []
         if args.dtype == "bf16":
             yield "plain, bf16", ["bf16"], []
+        if device == "cuda":
+            yield RECIPE, [f for f in features if f != "chunked loss"], []
     yield OURS, features, []
     if args.ablate:
         for feature in features:
@@ -291,8 +298,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto", help="of the fast rows")
     parser.add_argument("--compile", action="store_true", help="compile on a CPU, too")
     parser.add_argument("--data", metavar="DIR", help="shards of GPT-2 tokens (default: random ones)")
-    parser.add_argument("--steps", type=int, help="measured per process (default: 20 on CUDA, 3 on a CPU; demo and small 200)")  # fmt: skip
-    parser.add_argument("--warm-up", type=int, help="steps before them (default: 5 on CUDA, 1 on a CPU; demo and small 20)")  # fmt: skip
+    parser.add_argument("--steps", type=int, help="measured per process (default: 10 on CUDA, 3 on a CPU; demo and small 200)")  # fmt: skip
+    parser.add_argument("--warm-up", type=int, help="steps before them (default: 3 on CUDA, 1 on a CPU; demo and small 20)")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=1, help="of all rows in turn; medians are printed (default: 1)")
     parser.add_argument("--processes", type=int, default=1, help="on this node, through torchrun (default: 1)")
     parser.add_argument("--json", metavar="FILE", help="write everything that was measured")
@@ -306,7 +313,7 @@ def main() -> None:
         args.dtype = "bf16" if dtype == "bf16" else "fp32"
     on_gpu, results = device == "cuda", []
     with tempfile.TemporaryDirectory() as folder:
-        for setting in args.settings or (["gpt2:64x1024"] if on_gpu else ["gpt2:4x1024", "demo:16x64"]):
+        for setting in args.settings or (["gpt2:64x1024x8"] if on_gpu else ["gpt2:4x1024", "demo:16x64"]):
             model, _, shape = setting.partition(":")
             B, T, A = ([int(n) for n in shape.split("x")] + [1])[:3]
             vocab_size = 257 if model in MODELS else 50257
@@ -320,8 +327,8 @@ def main() -> None:
             }
             job["sizes"] = MODELS.get(model) or {"model": model}
             job["data"] = args.data or random_shard(folder, vocab_size)
-            job["steps"] = args.steps or (20 if on_gpu else 200 if model in MODELS else 3)
-            job["warm_up"] = args.warm_up or (5 if on_gpu else 20 if model in MODELS else 1)
+            job["steps"] = args.steps or (10 if on_gpu else 200 if model in MODELS else 3)
+            job["warm_up"] = args.warm_up or (3 if on_gpu else 20 if model in MODELS else 1)
             rows = list(rows_of(args, device))
             measured: dict[str, list[dict[str, Any]]] = {name: [] for name, *_ in rows}
             for _ in range(args.rounds):
@@ -344,6 +351,8 @@ def report(setting: str, args: argparse.Namespace, measured: dict[str, list[dict
     for name, rounds in measured.items():
         row = {key: median(r[key] for r in rounds) for key in ("tok_s", "ms", "matmul", "peak_gb", "loader", "outside")}
         base = base or row
+        if (B := rounds[0]["B"]) != int(setting.partition(":")[2].split("x")[0]):
+            name += f" ({B} rows)"
         mfu = f"{median(r['mfu'] for r in rounds):.1%}" if rounds[0]["mfu"] else "-"
         print(
             f"| {name} | {row['tok_s']:,.0f} | {row['tok_s'] / base['tok_s']:.2f}x | {row['ms']:,.1f} | {mfu} "

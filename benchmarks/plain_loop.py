@@ -110,15 +110,15 @@ def plain_step(
     optimizer.zero_grad()
     for group in optimizer.param_groups:
         group["lr"] = lr
-    mean = 0.0
+    mean = torch.zeros((), device=next(model.parameters()).device)
     for i, (x, y) in enumerate(batches):
         if hasattr(model, "require_backward_grad_sync"):
             model.require_backward_grad_sync = i == len(batches) - 1
         with amp:
             _, loss = model(x, y)
         loss = loss / len(batches)
-        mean += loss.item()
+        mean += loss.detach()
         loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return mean, norm.item()
+    return mean.item(), norm.item()

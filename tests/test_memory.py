@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import TINY_SIZES
+from plain import PlainGPT
 
 from support.runtime import memory
 from train_gpt2 import GPT, GPTConfig
@@ -46,9 +48,10 @@ def test_activations_of_a_token_counted_by_hand(gpt2):
     assert per_token == pytest.approx(12 * layer + last, rel=0.01)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_what_a_forward_pass_really_saves(tiny_model, compiled):
-    """Neither device nor data of the model matter."""
+@pytest.mark.parametrize("kind", ["ours", "compiled", "plain"])
+def test_what_a_forward_pass_really_saves(tiny_model, kind):
+    """Neither device nor data of the model matter. The plain model has buffers."""
+    model = PlainGPT(**TINY_SIZES) if kind == "plain" else tiny_model
     saved = {}
 
     def count(tensor):
@@ -57,11 +60,11 @@ def test_what_a_forward_pass_really_saves(tiny_model, compiled):
 
     tokens = torch.zeros((4, 16), dtype=torch.int64)
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        tiny_model(tokens, tokens)
-    weights = {p.untyped_storage().data_ptr() for p in tiny_model.parameters()}
-    real = sum(storage.nbytes() for address, storage in saved.items() if address not in weights)
-    model = torch.compile(tiny_model) if compiled else tiny_model
-    assert memory.saved_bytes(model.to("meta"), 4, 16, torch.float32) == real
+        model(tokens, tokens)
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    real = sum(storage.nbytes() for address, storage in saved.items() if address not in own)
+    model = torch.compile(model.to("meta")) if kind == "compiled" else model.to("meta")
+    assert memory.saved_bytes(model, 4, 16, torch.float32) == real
 
 
 def test_the_logits_of_a_chunk_are_counted(gpt2):

@@ -62,13 +62,13 @@ def saved_bytes(model: torch.nn.Module, B: int, T: int, dtype: torch.dtype) -> i
         return tensor
 
     with FakeTensorMode(), torch.compiler.set_stance("force_eager"):
-        parameters = {
-            name: torch.empty(p.shape, dtype=p.dtype, requires_grad=p.requires_grad)
-            for name, p in model.named_parameters()
+        tensors = {
+            name: torch.empty(t.shape, dtype=t.dtype, requires_grad=t.requires_grad)
+            for name, t in (*model.named_parameters(), *model.named_buffers())
         }
         tokens = torch.zeros((B, T), dtype=torch.int64)
         hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
         with hooks, torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
-            torch.func.functional_call(model, parameters, (tokens, tokens))
-        weights = {p.untyped_storage()._cdata for p in parameters.values()}
+            torch.func.functional_call(model, tensors, (tokens, tokens))
+        weights = {t.untyped_storage()._cdata for t in tensors.values()}
     return sum(storage.nbytes() for address, storage in saved.items() if address not in weights)
