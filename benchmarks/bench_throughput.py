@@ -79,6 +79,7 @@ def worker(job: dict[str, Any]) -> None:
             data=job["data"], out=out, batch_size=job["B"], block_size=job["T"], **job["sizes"], **off,
             total_batch_size=job["B"] * job["T"] * job["A"] * dist.world_size, compile="compiled" in features,
             dtype="bf16" if "bf16" in features else "fp32", max_steps=job["warm_up"] + job["steps"] + 1, warmup_steps=10,
+            **job.get("flags", {}),
         )  # fmt: skip
         config = train_gpt2.resolve(flags, dist.device, dist.world_size)
         tokenizer = SimpleNamespace(name="bytes", vocab_size=job["vocab_size"], eot=0)  # needs no vocabulary file
@@ -107,10 +108,10 @@ def worker(job: dict[str, Any]) -> None:
             return batch
 
         train_gpt2.train_step, train_gpt2.DataLoaderLite.batch = timed_step, timed_batch
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()) as output:
             state = train_gpt2.train(config, dist)
         answer = summarize(job, config, dist, state, times, chunks.call_count > 0, kept.call_count > 0)
-        answer["B"] = rows[0]
+        answer |= {"B": rows[0], "output": output.getvalue()}
         dist.close()
     if dist.rank == 0:
         print(json.dumps(answer), flush=True)

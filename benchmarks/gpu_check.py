@@ -1,0 +1,627 @@
+"""Everything that only a GPU can show, in three stages of at most nine minutes each, without a network.
+
+    python benchmarks/gpu_check.py                            # all three, on a CUDA GPU
+    python benchmarks/gpu_check.py --stage b                  # a: is it right?  b: how fast is it?  c: whole runs
+    python benchmarks/gpu_check.py --device cpu --small       # the script itself, with a tiny model
+
+Each check runs in its own process and ends with a line: ok, FAILED and what, or skipped and why. At the end there is a table of
+figures for docs/performance.md. Exit code 1 if a check failed. Stage a needs pytest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import multiprocessing
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from support.cli import run_cli  # noqa: E402
+from support.runtime.devices import pick_device_type  # noqa: E402
+
+STAGE_SECONDS = 540
+LEAST_SECONDS = 20  # with less time left, a check is not started
+PROCESSES = multiprocessing.get_context("forkserver")  # the checks fork from a process that has imported torch
+
+
+class Failed(Exception):
+    pass
+
+
+class Skipped(Exception):
+    pass
+
+
+@dataclass
+class Context:
+    """What a check gets: where to run and how large, a folder for its files, and the figures it measured."""
+
+    device: str
+    small: bool
+    folder: Path
+    seconds: float  # until it is killed
+    figures: list[tuple[str, str]] = field(default_factory=list)
+    parts: list[tuple[str, str]] = field(default_factory=list)  # verdicts of its own, by name
+
+    def figure(self, name: str, value: object) -> None:
+        self.figures.append((name, str(value)))
+
+    def script(self, *command: object, codes: tuple[int, ...] = (0,), **environment: str) -> str:
+        """Runs a script of this project as a user would; returns its output. A `Failed` for any other exit code."""
+        env = os.environ | {"HF_HUB_OFFLINE": "1"} | environment
+        words = [sys.executable, *map(str, command)]
+        done = subprocess.run(
+            words, cwd=self.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        print(f"$ {shlex.join(words)}\n{done.stdout}", flush=True)
+        if done.returncode not in codes:
+            last_line = (done.stdout.strip().splitlines() or ["no output"])[-1]
+            raise Failed(f"{Path(words[1]).name} ended with exit code {done.returncode}: {last_line}")
+        return done.stdout
+
+
+CHECKS: dict[str, list[Callable[[Context], None]]] = {"a": [], "b": [], "c": []}
+
+
+def check(stage: str) -> Callable[[Callable[[Context], None]], Callable[[Context], None]]:
+    """Adds a function to a stage. Its docstring's first line says what is checked."""
+
+    def register(function: Callable[[Context], None]) -> Callable[[Context], None]:
+        CHECKS[stage].append(function)
+        return function
+
+    return register
+
+
+def expect(condition: object, *problem: str) -> None:
+    if not condition:
+        raise Failed(*problem)
+
+
+# -----------------------------------------------------------------------------
+# a: is it right?
+
+
+@check("a")
+def environment(context: Context) -> None:
+    """The machine, and PyTorch's choices on it"""
+    import torch
+    from torch.nn.attention import SDPBackend
+
+    from support.runtime import devices
+
+    device = torch.device(context.device)
+    if device.type == "cuda":
+        context.figure("memory, GiB", f"{devices.free_and_total_memory(device)[1] / 2**30:.1f}")
+        peak = devices.peak_flops(device)
+        context.figure(
+            "bf16 peak in our table, TFLOP/s", f"{peak / 1e12:.0f}" if peak else "unknown, so no MFU is shown"
+        )
+    context.figure("cuDNN", torch.backends.cudnn.version())
+    names = {int(backend): name for name, backend in SDPBackend.__members__.items()}
+    order = torch._C._get_sdp_priority_order()
+    context.figure("PyTorch's order of attention backends", ", ".join(names[number] for number in order))
+    notices: list[str] = []
+    devices.compile(torch.nn.Identity(), device, notices.append)
+    expect(not notices, *notices)
+
+
+@check("a")
+def tests(context: Context) -> None:
+    """tests/test_gpu.py"""
+    report = context.folder / "report.xml"
+    pytest = ["-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", ROOT / "tests/test_gpu.py"]
+    if not module_exists("pytest", "xdist"):
+        raise Skipped('needs "pip install -r tests/requirements.txt"')
+    context.script(
+        *pytest, f"--rootdir={ROOT}", f"-c{ROOT / 'pyproject.toml'}", codes=(0, 1), GPU_TESTS_DEVICE=context.device
+    )
+    for case in ElementTree.parse(report).iter("testcase"):
+        problem = case.find("failure") if case.find("failure") is not None else case.find("error")
+        skipped = case.find("skipped")
+        if problem is not None:
+            verdict = "FAILED: " + problem.get("message", "").strip().split("\n")[0]
+        else:
+            verdict = "ok" if skipped is None else "skipped: " + skipped.get("message", "")
+        context.parts.append((str(case.get("name")).removeprefix("test_").replace("_", " "), verdict))
+    expect(context.parts, "pytest ran no test")
+
+
+def module_exists(*names: str) -> bool:
+    import importlib.util
+
+    return all(importlib.util.find_spec(name) for name in names)
+
+
+# -----------------------------------------------------------------------------
+# b: how fast is it?
+
+
+def milliseconds(function: Callable[[], object], device: str, repeats: int = 10) -> float:
+    """The median time of a call, on the device's own clock where it has one, after three warm-up calls."""
+    import torch
+
+    times = []
+    for i in range(repeats + 3):
+        if device == "cpu":
+            started = time.perf_counter()
+            function()
+            elapsed = 1e3 * (time.perf_counter() - started)
+        else:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            function()
+            end.record()
+            torch.cuda.synchronize()
+            elapsed = start.elapsed_time(end)
+        if i >= 3:
+            times.append(elapsed)
+    return statistics.median(times)
+
+
+@check("b")
+def attention_backends(context: Context) -> None:
+    """Attention by backend, forward and backward of 12 layers, for 65,536 tokens"""
+    import torch
+    from torch.nn import functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    nh, T, hs, tokens = (2, 64, 16, 1024) if context.small else (12, 1024, 64, 65536)
+    backends = ["default", "CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"]
+    for B in (2,) if context.small else (8, 64):
+        for name in backends if context.device == "cuda" else ["default", "FLASH_ATTENTION"]:
+            shape = (B, T, 3, nh, hs)  # as the model's linear layer leaves them
+            qkv = torch.randn(shape, device=context.device, dtype=torch.bfloat16).requires_grad_()
+            gradient = torch.randn((B, nh, T, hs), device=context.device, dtype=torch.bfloat16)
+
+            def run(qkv: Any = qkv, gradient: Any = gradient) -> None:
+                q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, nh, T, hs) each
+                F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(gradient)
+
+            backend = contextlib.nullcontext() if name == "default" else sdpa_kernel(getattr(SDPBackend, name))
+            try:
+                with backend:
+                    ms = 12 * tokens / (B * T) * milliseconds(run, context.device)
+            except RuntimeError as error:  # a backend may not exist on this GPU
+                context.figure(f"attention, {B} rows, {name}, ms", str(error).split("\n")[0][:60])
+                continue
+            context.figure(f"attention, {B} rows, {name}, ms", f"{ms:.1f}")
+
+
+@check("b")
+def loss_alone(context: Context) -> None:
+    """The loss and its gradients alone, for 65,536 tokens"""
+    import torch
+    from torch.nn import functional as F
+
+    from support.optim import loss
+    from support.runtime import devices
+
+    N, C, V, W = (512, 32, 257, 320) if context.small else (65536, 768, 50257, 50304)
+    device = torch.device(context.device)
+    torch.manual_seed(0)
+    x = torch.randn(N, C, device=device, dtype=torch.bfloat16).requires_grad_()
+    weight = (0.02 * torch.randn(W, C, device=device)).requires_grad_()
+    targets = torch.randint(0, V, (N,), device=device)
+    found: dict[str, float] = {}
+
+    def measure(name: str, function: Callable[..., Any]) -> None:
+        def step() -> None:
+            x.grad = weight.grad = None
+            with devices.autocast(device, torch.bfloat16):
+                value = function(x, weight, targets, V)
+            value.backward()
+            found[name] = value.item()
+
+        devices.free_memory(device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            context.figure(f"loss, {name}, ms", f"{milliseconds(step, context.device, 5):.1f}")
+        except torch.OutOfMemoryError:
+            return context.figure(f"loss, {name}, ms", "out of memory")
+        if device.type == "cuda":
+            context.figure(f"loss, {name}, GB", f"{torch.cuda.max_memory_allocated() / 1e9:.1f}")
+
+    def plain(x: Any, weight: Any, targets: Any, V: int) -> Any:
+        return F.cross_entropy(F.linear(x, weight)[:, :V].float(), targets)
+
+    measure("as in training", torch.compile(loss.chunked_cross_entropy, dynamic=False))
+    if not context.small:
+        numel = loss.chunk_numel
+        for bits in (26, 28, 29, 30):
+            loss.chunk_numel = lambda *_, bits=bits: 2**bits
+            torch.compiler.reset()
+            measure(f"chunks of 2^{bits}", torch.compile(loss.chunked_cross_entropy, dynamic=False))
+        loss.chunk_numel = numel
+        measure("plain, compiled", torch.compile(plain, dynamic=False))
+    measure("not compiled", loss.chunked_cross_entropy)
+    measure("plain", plain)
+    if context.device == "cuda" and module_exists("liger_kernel"):
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        measure("Liger-Kernel", lambda x, w, y, V: LigerFusedLinearCrossEntropyLoss()(w[:V].to(x.dtype), x, y))
+    for name, value in found.items():
+        expect(abs(value / found["plain"] - 1) < 2**-9, f"{name}: loss {value}, plain {found['plain']}")
+
+
+def throughput(context: Context, setting: str, row: str, steps: int, **flags: object) -> dict[str, Any]:
+    """A row of bench_throughput.py (see there), with more flags of train_gpt2.py."""
+    import bench_throughput
+
+    model, shape = setting.split(":")
+    B, T, A = map(int, shape.split("x"))
+    features = bench_throughput.FEATURES[context.device]
+    if row == bench_throughput.RECIPE:
+        features = [name for name in features if name != "chunked loss"]
+    job = dict(
+        B=B, T=T, A=A, device=context.device, row=row, features=features, without=[], warm_up=2, steps=steps, flags=flags,
+        vocab_size=257 if context.small else 50257, row_model=model, sizes=bench_throughput.MODELS.get(model, {"model": model}),
+    )  # fmt: skip
+    job["data"] = bench_throughput.random_shard(str(context.folder), job["vocab_size"], 2**22)
+    try:
+        return bench_throughput.measure(job, 1)
+    except SystemExit as error:
+        raise Failed(str(error.code)) from error
+
+
+def report(context: Context, name: str, row: dict[str, Any]) -> None:
+    mfu = f", {row['mfu']:.1%} MFU" if row["mfu"] else ""
+    context.figure(
+        name,
+        f"{row['tok_s']:,.0f} tok/s{mfu}, {row['matmul']:.0%} of a large matmul, {row['B']} rows, "
+        f"{row['peak_gb']:.1f} GB, first step after {row['first_s']:.0f} s",
+    )
+
+
+@check("b")
+def training(context: Context) -> None:
+    """Training against build-nanogpt's recipe: 64 rows, 8 micro-steps"""
+    import bench_throughput
+
+    setting, steps = ("small:4x64x2", 3) if context.small else ("gpt2:64x1024x8", 8)
+    ours = throughput(context, setting, bench_throughput.OURS, steps)
+    report(context, "train_gpt2.py", ours)
+    theirs = throughput(context, setting, bench_throughput.RECIPE, steps)
+    report(context, bench_throughput.RECIPE, theirs)
+    context.figure("ratio", f"{ours['tok_s'] / theirs['tok_s']:.2f}x")
+    difference = max(abs(a / b - 1) for a, b in zip(ours["losses"], theirs["losses"], strict=True))
+    expect(difference < 2**-7, f"the losses differ by {difference:.1e}")
+
+
+@check("b")
+def profile(context: Context) -> None:
+    """Five steps with --profile: how busy the GPU is"""
+    import bench_throughput
+
+    setting = "small:4x64x2" if context.small else "gpt2:64x1024x8"
+    output = throughput(context, setting, bench_throughput.OURS, 8, profile=5)["output"]
+    print(output)
+    recorded = re.search(r"profile 5 steps of ([\d.]+)ms", output)
+    if not recorded:
+        raise Failed("no line about the profile")
+    busy = re.search(r"Self CUDA time total: ([\d.]+)(m?s)", output)
+    if busy:
+        ms = float(busy[1]) * (1 if busy[2] == "ms" else 1e3) / 5
+        context.figure("GPU busy", f"{ms / float(recorded[1]):.1%} of a step of {recorded[1]} ms")
+
+
+@check("b")
+def larger(context: Context) -> None:
+    """A larger micro-batch, and larger models with the largest micro-batch that fits"""
+    import bench_throughput
+
+    settings = ["gpt2:128x1024x4", "gpt2-medium:64x1024x2", "gpt2-large:64x1024x2", "gpt2-xl:64x1024x1"]
+    deadline, slowest = time.monotonic() + context.seconds, 60.0
+    for setting in ["small:8x64x1"] if context.small else settings:
+        started = time.monotonic()
+        if started + 1.7 * slowest > deadline:  # each is larger than the one before
+            context.parts.append((setting, "skipped: out of time"))
+            continue
+        report(context, f"train_gpt2.py, {setting}", throughput(context, setting, bench_throughput.OURS, 3))
+        context.parts.append((setting, "ok"))
+        slowest = max(slowest, time.monotonic() - started)
+
+
+# -----------------------------------------------------------------------------
+# c: whole runs, on the text of this repository
+
+
+def text_shards(context: Context) -> Path:
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "support").rglob("*.py"))]
+    (context.folder / "text.txt").write_text(
+        "\n".join(file.read_text(encoding="utf-8") for file in files), encoding="utf-8"
+    )
+    flags = ["--input", "text.txt", "--tokenizer", "bytes", "--output", "data"]
+    context.script(ROOT / "fineweb.py", *flags)
+    return context.folder / "data"
+
+
+def run_flags(context: Context, data: object, out: object, steps: int) -> list[str]:
+    """Flags of a run of 12 layers with 768 channels, or of a tiny one."""
+    sizes = "--n-layer 1 --n-head 2 --n-embd 32 --block-size 64 --batch-size 4 --total-batch-size 512"
+    full = "--block-size 256 --batch-size 16 --total-batch-size 8192"
+    common = f"--data {data} --out {out} --device {context.device} --max-steps {steps} --warmup-steps 5 --sample-every 0 --hellaswag-every 0"
+    return shlex.split(f"{common} {sizes if context.small else full}")
+
+
+def losses(out: Path) -> list[float]:
+    lines = (line.split() for line in (out / "log.txt").read_text().splitlines())
+    return [float(value) for _, name, value in lines if name == "train"]
+
+
+@check("c")
+def resume(context: Context) -> None:
+    """A run that gets SIGTERM and is resumed; its checkpoint in sample.py, hellaswag.py and transformers"""
+    data, steps = text_shards(context), 30
+    straight, out = (context.folder / name for name in ("straight", "stopped"))
+    context.script(ROOT / "train_gpt2.py", *run_flags(context, data, straight, steps))
+    command = [sys.executable, str(ROOT / "train_gpt2.py"), *run_flags(context, data, out, steps)]
+    with open(context.folder / "stopped.txt", "w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        while process.poll() is None and not (out.exists() and (out / "log.txt").exists() and len(losses(out)) >= 3):
+            time.sleep(0.002)
+        process.send_signal(signal.SIGTERM)
+        code = process.wait()
+    expect(code == 143, f"after SIGTERM the exit code is {code}: {(context.folder / 'stopped.txt').read_text()[-300:]}")
+    stopped_at = len(losses(out))
+    expect(stopped_at < steps, "the run ended before SIGTERM")
+    context.script(ROOT / "train_gpt2.py", "--resume", "--out", out, "--device", context.device)
+    difference = max(abs(a - b) for a, b in zip(losses(straight), losses(out), strict=True))
+    context.figure(f"resumed at step {stopped_at}: largest difference of a loss", f"{difference:.1e}")
+    expect(difference < 1e-3, f"the losses differ by {difference:.1e}")
+    checkpoint = out / f"model_{steps:05d}"
+    open_in_transformers(context, checkpoint)
+    for attempt in ("first", "second"):
+        started = time.perf_counter()
+        context.script(ROOT / "sample.py", "--model", checkpoint, "--prompt", "The ", "--device", context.device)
+        context.figure(f"sample.py, {attempt} time, s", f"{time.perf_counter() - started:.1f}")
+
+
+def open_in_transformers(context: Context, checkpoint: Path) -> None:
+    import torch
+
+    from train_gpt2 import GPT
+
+    if not module_exists("transformers"):
+        return context.figure("transformers", "not installed")
+    from transformers import GPT2LMHeadModel
+
+    torch.set_float32_matmul_precision("highest")
+    tokens = torch.arange(96, device=context.device)[None, -64:]
+    with torch.no_grad():
+        ours = GPT.from_pretrained(checkpoint).to(context.device)(tokens)[0]
+        theirs = GPT2LMHeadModel.from_pretrained(checkpoint).to(context.device).eval()(tokens).logits
+    expect(torch.allclose(ours, theirs, atol=1e-3), "transformers computes other logits")
+
+
+@check("c")
+def scoring(context: Context) -> None:
+    """HellaSwag in training and by hellaswag.py, twice, against one item at a time"""
+    import bench_hellaswag
+    import torch
+
+    import hellaswag
+    from support.data.tokenizer import get_tokenizer
+    from support.runtime import devices
+    from train_gpt2 import GPT, GPTConfig
+
+    device, tokenizer, n = torch.device(context.device), get_tokenizer("bytes"), 8 if context.small else 300
+    words = (ROOT / "README.md").read_text(encoding="utf-8").split()
+    lengths = [(10 + 7 * i % 40, 3 + 5 * i % 20) for i in range(n)]  # words of each context and ending
+    items = [
+        {
+            "ctx": " ".join(words[i : i + context]), "ctx_a": "", "ctx_b": "", "activity_label": "", "label": i % 4,
+            "endings": [" ".join(words[j : j + ending]) for j in range(i + context, i + context + 4)], "ind": i,
+        }
+        for i, (context, ending) in enumerate(lengths)
+    ]  # fmt: skip
+    (context.folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    torch.manual_seed(0)
+    sizes = dict(n_layer=2, n_head=2, n_embd=32) if context.small else {}
+    model = GPT(GPTConfig(vocab_size=257, **sizes)).to(device)
+    examples = [hellaswag.render(item, tokenizer) for item in hellaswag.load(context.folder / "items.jsonl", None)]
+    scoring_model = hellaswag.ScoringModel(model.transformer, model.logits, model.config.block_size, device)
+    devices.prepare(device, tf32=False)
+    for attempt in ("first", "second"):
+        ours, seconds = bench_hellaswag.timed(lambda: hellaswag.completion_losses(scoring_model, examples))
+        context.figure(f"HellaSwag in training, {attempt} time, items/s", f"{n / seconds:.1f}")
+    plain, seconds = bench_hellaswag.timed(
+        lambda: bench_hellaswag.plain_losses(lambda ids: model(ids)[0], examples, device)
+    )
+    context.figure("one item at a time, items/s", f"{n / seconds:.1f}")
+    largest = abs(plain - ours).max()
+    context.figure("largest difference of a loss, nats", f"{largest:.1e}")
+    expect(largest < 1e-2, f"losses differ by {largest:.1e}")
+    expect(bench_hellaswag.count_differences(plain, ours) == "0 (acc), 0 (acc_norm)", "predictions differ")
+
+
+@check("c")
+def variants(context: Context) -> None:
+    """Other precisions and optimizers, dropout, not compiled: 20 steps each"""
+    data, steps = text_shards(context), 20
+    choices = ["--dropout 0.1", "--recipe fast --max-lr 2e-3"]
+    if not context.small:
+        choices += ["", "--no-compile", "--dtype fp32", "--dtype fp16", "--optimizer muon"]
+    for i, flags in enumerate(choices):
+        more = ["--checkpoint-every", 0, *flags.split()]
+        output = context.script(ROOT / "train_gpt2.py", *run_flags(context, data, f"log{i}", steps), *more)
+        values = losses(context.folder / f"log{i}")
+        ms = statistics.median(map(float, re.findall(r"dt: ([\d.]+)ms", output)[5:]))
+        context.figure(f"{flags or 'the defaults'}: ms per step", f"{ms:.1f}")
+        good = len(values) == steps and all(map(math.isfinite, values)) and values[-1] < values[0]
+        context.parts.append((flags or "the defaults", "ok" if good else f"FAILED: losses {values}"))
+
+
+@check("c")
+def two_ranks(context: Context) -> None:
+    """Two processes on one device through gloo, compiled: the trial of the micro-batch, reset, DDP"""
+    data = text_shards(context)
+    flags = [
+        *run_flags(context, data, "two", 8),
+        "--dtype",
+        "fp32",
+        "--no-tf32",
+        "--compile",
+        "--val-every",
+        "4",
+        "--val-tokens",
+        "2048",
+    ]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    context.script(*torchrun, __file__, "--rank-with", *flags)
+    context.script(ROOT / "train_gpt2.py", *flags, "--no-compile", "--out", "one")
+    difference = max(
+        abs(a - b) for a, b in zip(losses(context.folder / "two"), losses(context.folder / "one"), strict=True)
+    )
+    context.figure("two processes against one: largest difference of a loss", f"{difference:.1e}")
+    expect(difference < 1e-3, f"the losses differ by {difference:.1e}")
+
+
+def train_on_a_shared_device(flags: list[str]) -> None:
+    """train_gpt2.py as one of several ranks on the same device, which NCCL does not allow."""
+    import torch
+
+    import train_gpt2
+    from support.cli import run_cli
+    from support.runtime import batch_size, devices
+    from support.runtime.distributed import Distributed
+
+    Distributed.backend = property(lambda dist: "gloo")
+    torch.cuda.device_count = lambda: 8
+    torch.cuda.set_device = lambda device: None
+    with_device = Distributed.with_device
+
+    def same_device(self: Distributed, name: str) -> Distributed:
+        import dataclasses
+
+        dist = with_device(self, name)
+        return dataclasses.replace(dist, device=torch.device("cuda", 0)) if dist.device.type == "cuda" else dist
+
+    Distributed.with_device = same_device
+    if not torch.cuda.is_available():
+        batch_size.PROBED, devices.free_and_total_memory = ("cpu",), lambda device: (10**10, 10**10)
+    run_cli(lambda: train_gpt2.main(flags))
+
+
+# -----------------------------------------------------------------------------
+# Running them
+
+
+def run_check(function_name: str, context: Context) -> None:
+    """One check, in its own process: writes its verdict, figures and parts next to its output."""
+    os.setsid()  # so that whatever it started can be killed with it
+    log = os.open(context.folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.chdir(context.folder)
+    try:
+        globals()[function_name](context)
+        verdict = "FAILED: see above" if any(part.startswith("FAILED") for _, part in context.parts) else "ok"
+    except Skipped as reason:
+        verdict = f"skipped: {reason}"
+    except BaseException as error:
+        traceback.print_exc()
+        verdict = "FAILED: " + (str(error) or type(error).__name__).split("\n")[0]
+    answer = {"verdict": verdict, "figures": context.figures, "parts": context.parts}
+    (context.folder / "answer.json").write_text(json.dumps(answer))
+
+
+def run_stage(stage: str, args: argparse.Namespace, folder: Path) -> tuple[list[str], list[tuple[str, str]]]:
+    """Runs the checks of a stage and prints a line for each; returns the verdicts and the figures."""
+    deadline, verdicts, figures = time.monotonic() + STAGE_SECONDS, [], []
+    for function in CHECKS[stage]:
+        name = function.__name__
+        if args.only and name not in args.only:
+            continue
+        (own := folder / name).mkdir()
+        started, answer = time.monotonic(), {"figures": [], "parts": []}
+        left = deadline - started
+        if left < LEAST_SECONDS:
+            answer["verdict"] = "skipped: out of time"
+        else:
+            context = Context(args.device, args.small, own, left)
+            process = PROCESSES.Process(target=run_check, args=(name, context))
+            process.start()
+            process.join(left)
+            if process.is_alive():
+                os.killpg(process.pid, signal.SIGKILL)
+                process.join()
+                answer["verdict"] = f"FAILED: not finished after {left:.0f} s"
+            elif not (own / "answer.json").exists():
+                answer["verdict"] = f"FAILED: its process ended with exit code {process.exitcode}"
+            else:
+                answer = json.loads((own / "answer.json").read_text())
+        for part, verdict in answer["parts"]:
+            print(f"  {stage} {name}: {part}: {verdict}")
+        title = str(function.__doc__).split("\n")[0]
+        print(f"{stage} {name} ({title}), {time.monotonic() - started:.0f} s: {answer['verdict']}", flush=True)
+        if answer["verdict"].startswith("FAILED") and (own / "output.txt").exists():
+            print("".join(f"    | {line}\n" for line in (own / "output.txt").read_text().splitlines()[-30:]), end="")
+        verdicts.append(answer["verdict"])
+        figures += [(stage, *figure) for figure in answer["figures"]]
+    return verdicts, figures
+
+
+def describe_machine(device: str) -> str:
+    import torch
+
+    if device == "cpu":
+        return f"CPU, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}"
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
+    found = subprocess.run(query, capture_output=True, text=True).stdout.strip() if shutil.which(query[0]) else ""
+    gpu, _, driver = found.partition(", ")
+    gpu, driver = gpu or "CUDA GPU", driver or "unknown"
+    return f"{gpu}, driver {driver}, torch {torch.__version__}, CUDA {torch.version.cuda}, Python {platform.python_version()}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stage", choices=tuple(CHECKS), help="only this stage (default: all three)")
+    parser.add_argument("--only", nargs="+", metavar="CHECK", help="only these checks, by the names that are printed")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default: cuda)")
+    parser.add_argument("--small", action="store_true", help="a tiny model, to check the script itself")
+    args = parser.parse_args()
+    pick_device_type(args.device)
+    machine = describe_machine(args.device)
+    print(machine, flush=True)
+    PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "train_gpt2"])
+    verdicts, figures = [], []
+    with tempfile.TemporaryDirectory(prefix="gpu_check") as folder:
+        for stage in args.stage or CHECKS:
+            found = run_stage(stage, args, Path(folder))
+            verdicts, figures = verdicts + found[0], figures + found[1]
+    print(f"\n{machine}; `python {shlex.join(sys.argv)}`\n\n| stage | figure | |\n|---|---|---|")
+    for stage, name, value in figures:
+        print(f"| {stage} | {name} | {value} |")
+    failed = sum(verdict.startswith("FAILED") for verdict in verdicts)
+    skipped = sum(verdict.startswith("skipped") for verdict in verdicts)
+    print(f"\n{len(verdicts) - failed - skipped} ok, {failed} failed, {skipped} skipped")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank-with"]:
+        train_on_a_shared_device(sys.argv[2:])
+    else:
+        run_cli(main)

@@ -1,0 +1,116 @@
+"""benchmarks/gpu_check.py: every stage on a CPU with a tiny model, and what it says of checks that fail."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+
+import pytest
+from helpers import FORKS, ROOT, finish_run, run_script
+
+CHECKS = {
+    "a": ["environment", "tests"],
+    "b": ["attention_backends", "loss_alone", "training", "profile", "larger"],
+    "c": ["resume", "scoring", "variants", "two_ranks"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", CHECKS)
+def test_every_check_runs_on_a_cpu(stage, tmp_path):
+    done = run_script("benchmarks/gpu_check.py", "--device", "cpu", "--small", "--stage", stage, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdicts = [line for line in done.stdout.splitlines() if line.startswith(f"{stage} ")]
+    assert [line.split()[1] for line in verdicts] == CHECKS[stage]
+    assert all(line.endswith(" s: ok") for line in verdicts)
+    assert "FAILED" not in done.stdout and f"\n{len(verdicts)} ok, 0 failed, 0 skipped" in done.stdout
+    figures = done.stdout[done.stdout.index("| stage | figure | |") :]
+    assert figures.count(f"\n| {stage} | ") >= 2
+    if stage == "a":
+        assert done.stdout.count("  a tests: ") >= 14, "a test has no verdict"
+        assert done.stdout.count(": skipped: needs a CUDA GPU") < done.stdout.count("  a tests: ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_gpu_it_says_so(tmp_path):
+    done = run_script("benchmarks/gpu_check.py", "--stage", "a", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: no cuda device on this machine")
+
+
+@pytest.fixture
+def gpu_check(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import gpu_check
+
+    monkeypatch.setattr(gpu_check, "CHECKS", {"a": [gpu_check.environment, gpu_check.tests]})
+    monkeypatch.setattr(gpu_check, "LEAST_SECONDS", 0.5)
+    monkeypatch.setattr(gpu_check, "PROCESSES", FORKS)
+    return gpu_check
+
+
+ARGS = argparse.Namespace(only=None, device="cpu", small=True)
+
+
+def dies_in_the_first_check(name, context):
+    if name == "environment":
+        os._exit(7)
+    (context.folder / "answer.json").write_text(json.dumps({"verdict": "ok", "figures": [("x", "1")], "parts": []}))
+
+
+def hangs(name, context):
+    os.setsid()
+    time.sleep(600)
+
+
+def test_a_check_that_dies_or_hangs_fails_and_the_stage_goes_on(gpu_check, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_check, "run_check", dies_in_the_first_check)
+    verdicts, figures = gpu_check.run_stage("a", ARGS, tmp_path)
+    assert verdicts == ["FAILED: its process ended with exit code 7", "ok"] and figures == [("a", "x", "1")]
+    (tmp_path / "late").mkdir()
+    monkeypatch.setattr(gpu_check, "run_check", hangs)
+    monkeypatch.setattr(gpu_check, "STAGE_SECONDS", 2)
+    verdicts, _ = gpu_check.run_stage("a", ARGS, tmp_path / "late")
+    assert verdicts[0].startswith("FAILED: not finished after ") and verdicts[1] == "skipped: out of time"
+    assert capsys.readouterr().out.count("\na tests (tests/test_gpu.py), 0 s: skipped: out of time") == 1
+
+
+def run_a_check_that(how, folder):
+    import gpu_check
+
+    def check(context):
+        context.figure("half", 0.5)
+        print("its output")
+        if how == "fails":
+            gpu_check.expect(2 > 1, "not this")
+            gpu_check.expect(1 > 2, "one is less than two")
+        if how == "raises":
+            raise ValueError
+        if how == "is skipped":
+            raise gpu_check.Skipped("no reason")
+        if how == "has a part that failed":
+            context.parts += [("left", "ok"), ("right", "FAILED: wrong")]
+
+    gpu_check.environment = check
+    gpu_check.run_check("environment", gpu_check.Context("cpu", True, folder, 10.0))
+
+
+@pytest.mark.parametrize(
+    ("how", "verdict"),
+    [
+        ("is fine", "ok"),
+        ("fails", "FAILED: one is less than two"),
+        ("raises", "FAILED: ValueError"),
+        ("is skipped", "skipped: no reason"),
+        ("has a part that failed", "FAILED: see above"),
+    ],
+)
+def test_the_verdict_of_a_check(how, verdict, gpu_check, tmp_path):
+    process = FORKS.Process(target=run_a_check_that, args=(how, tmp_path))
+    process.start()
+    assert finish_run([process]) == [0]
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    assert answer["verdict"] == verdict and answer["figures"] == [["half", "0.5"]]
+    assert (tmp_path / "output.txt").read_text().startswith("its output\n")
