@@ -28,7 +28,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -370,16 +370,22 @@ def losses(out: Path) -> list[float]:
     return [float(value) for _, name, value in lines if name == "train"]
 
 
+def largest_difference(a: Path, b: Path) -> float:
+    """Between the losses of two runs of the same length."""
+    return max(abs(x - y) for x, y in zip(losses(a), losses(b), strict=True))
+
+
 @check("c")
 def resume(context: Context) -> None:
-    """A run that gets SIGTERM and is resumed; its checkpoint in sample.py, hellaswag.py and transformers"""
-    data, steps = text_shards(context), 30
+    """A run that gets SIGTERM and is resumed; its checkpoint in transformers and sample.py"""
+    data, steps = text_shards(context), 60
     straight, out = (context.folder / name for name in ("straight", "stopped"))
     context.script(ROOT / "train_gpt2.py", *run_flags(context, data, straight, steps))
     command = [sys.executable, str(ROOT / "train_gpt2.py"), *run_flags(context, data, out, steps)]
     with open(context.folder / "stopped.txt", "w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        while process.poll() is None and not (out.exists() and (out / "log.txt").exists() and len(losses(out)) >= 3):
+        log = out / "log.txt"
+        while process.poll() is None and not (log.exists() and log.read_text().count("train") >= 3):
             time.sleep(0.002)
         process.send_signal(signal.SIGTERM)
         code = process.wait()
@@ -387,7 +393,7 @@ def resume(context: Context) -> None:
     stopped_at = len(losses(out))
     expect(stopped_at < steps, "the run ended before SIGTERM")
     context.script(ROOT / "train_gpt2.py", "--resume", "--out", out, "--device", context.device)
-    difference = max(abs(a - b) for a, b in zip(losses(straight), losses(out), strict=True))
+    difference = largest_difference(straight, out)
     context.figure(f"resumed at step {stopped_at}: largest difference of a loss", f"{difference:.1e}")
     expect(difference < 1e-3, f"the losses differ by {difference:.1e}")
     checkpoint = out / f"model_{steps:05d}"
@@ -417,7 +423,7 @@ def open_in_transformers(context: Context, checkpoint: Path) -> None:
 
 @check("c")
 def scoring(context: Context) -> None:
-    """HellaSwag in training and by hellaswag.py, twice, against one item at a time"""
+    """HellaSwag as in training, twice, and by hellaswag.py, against one item at a time"""
     import bench_hellaswag
     import torch
 
@@ -454,6 +460,13 @@ def scoring(context: Context) -> None:
     context.figure("largest difference of a loss, nats", f"{largest:.1e}")
     expect(largest < 1e-2, f"losses differ by {largest:.1e}")
     expect(bench_hellaswag.count_differences(plain, ours) == "0 (acc), 0 (acc_norm)", "predictions differ")
+    if module_exists("transformers"):
+        model.save_pretrained(context.folder / "model")
+        flags = ["-m", "model", "--data", "items.jsonl", "--json", "scores.json", "--device", context.device]
+        context.script(ROOT / "hellaswag.py", *flags)
+        scored = [item["losses"] for item in json.loads((context.folder / "scores.json").read_text())["results"]]
+        largest = abs(ours[0] - scored).max()
+        expect(largest < 1e-2, f"the losses of hellaswag.py differ by {largest:.1e}")
 
 
 @check("c")
@@ -477,23 +490,12 @@ def variants(context: Context) -> None:
 def two_ranks(context: Context) -> None:
     """Two processes on one device through gloo, compiled: the trial of the micro-batch, reset, DDP"""
     data = text_shards(context)
-    flags = [
-        *run_flags(context, data, "two", 8),
-        "--dtype",
-        "fp32",
-        "--no-tf32",
-        "--compile",
-        "--val-every",
-        "4",
-        "--val-tokens",
-        "2048",
-    ]
+    flags = run_flags(context, data, "two", 8)
+    flags += "--dtype fp32 --no-tf32 --compile --val-tokens 2048 --val-every".split() + [0 if context.small else 4]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     context.script(*torchrun, __file__, "--rank-with", *flags)
     context.script(ROOT / "train_gpt2.py", *flags, "--no-compile", "--out", "one")
-    difference = max(
-        abs(a - b) for a, b in zip(losses(context.folder / "two"), losses(context.folder / "one"), strict=True)
-    )
+    difference = largest_difference(context.folder / "two", context.folder / "one")
     context.figure("two processes against one: largest difference of a loss", f"{difference:.1e}")
     expect(difference < 1e-3, f"the losses differ by {difference:.1e}")
 
@@ -513,10 +515,8 @@ def train_on_a_shared_device(flags: list[str]) -> None:
     with_device = Distributed.with_device
 
     def same_device(self: Distributed, name: str) -> Distributed:
-        import dataclasses
-
         dist = with_device(self, name)
-        return dataclasses.replace(dist, device=torch.device("cuda", 0)) if dist.device.type == "cuda" else dist
+        return replace(dist, device=torch.device("cuda", 0)) if dist.device.type == "cuda" else dist
 
     Distributed.with_device = same_device
     if not torch.cuda.is_available():
@@ -547,7 +547,7 @@ def run_check(function_name: str, context: Context) -> None:
     (context.folder / "answer.json").write_text(json.dumps(answer))
 
 
-def run_stage(stage: str, args: argparse.Namespace, folder: Path) -> tuple[list[str], list[tuple[str, str]]]:
+def run_stage(stage: str, args: argparse.Namespace, folder: Path) -> tuple[list[str], list[tuple[str, str, str]]]:
     """Runs the checks of a stage and prints a line for each; returns the verdicts and the figures."""
     deadline, verdicts, figures = time.monotonic() + STAGE_SECONDS, [], []
     for function in CHECKS[stage]:

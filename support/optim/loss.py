@@ -99,8 +99,8 @@ def _summed_cross_entropy(
 
 
 def _fp32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b, not rounded to bf16 where the device can do without: the products of several chunks are summed."""
-    if a.is_cuda and a.dtype == torch.bfloat16:
+    """a @ b, not rounded to bf16 where the GPU can do without: the products of several chunks are summed."""
+    if a.is_cuda and a.dtype == torch.bfloat16 and torch.cuda.get_device_capability(a.device) >= (8, 0):
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a, b)
 
@@ -124,13 +124,13 @@ def _fused_logits_to_gradient_(
 ) -> torch.Tensor:
     """The same for torch.compile, which makes one kernel of it: it reads a row for its sums, then again, and writes it.
 
-    Slices and scatters would need kernels of their own and loads that are not aligned, so ids are masked instead. With
-    s = log(sum of exp(logits of all ids but the target)) and odds = s - the target's logit,
+    Slices and scatters would need kernels of their own and loads that are not aligned, so ids are masked instead. If p
+    is the probability of the target, and log_odds that of all other ids against it, log((1 - p) / p), then
 
-        loss = log(1 + exp(odds))
-        gradient = (1 - p) * (softmax of the other ids - one_hot(target)), where 1 - p = sigmoid(odds)
+        loss = log(1 + exp(log_odds))
+        gradient = (1 - p) * (softmax of the other ids - one_hot(target)), where 1 - p = sigmoid(log_odds)
 
-    which is exact where p, the probability of the target, is close to 1.
+    which is exact even where p is close to 1.
     """
     ids = torch.arange(logits.size(1), device=logits.device)
     is_target = ids == targets[:, None]  # (R, W)
@@ -140,11 +140,11 @@ def _fused_logits_to_gradient_(
     others = torch.where(is_target | (ids >= vocab_size), lowest, z)
     largest = others.amax(-1, keepdim=True)  # (R, 1)
     log_sum = (others - largest).exp().sum(-1, keepdim=True).log()
-    odds = largest - target_logit + log_sum
+    log_odds = largest + log_sum - target_logit
     if with_gradients:
         softmax = (others - largest - log_sum).exp()
-        logits.copy_(odds.sigmoid() * torch.where(is_target, -1.0, softmax))
-    return F.softplus(odds)[:, 0]
+        logits.copy_(log_odds.sigmoid() * torch.where(is_target, -1.0, softmax))
+    return F.softplus(log_odds)[:, 0]
 
 
 @cache
