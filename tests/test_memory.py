@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import TINY_SIZES
 from plain import PlainGPT
 
+from support.checkpoints import lora
 from support.runtime import memory
 from train_gpt2 import GPT, GPTConfig
 
@@ -65,6 +68,17 @@ def test_what_a_forward_pass_really_saves(tiny_model, kind):
     real = sum(storage.nbytes() for address, storage in saved.items() if address not in own)
     model = torch.compile(model.to("meta")) if kind == "compiled" else model.to("meta")
     assert memory.saved_bytes(model, 4, 16, torch.float32) == real
+
+
+def test_dropout_and_lora_are_estimated_too(tiny_model):
+    """With dropout, attention on a CPU would save what flash attention on a GPU does not."""
+    dropout = GPT(replace(tiny_model.config, dropout=0.1))
+    plain = memory.saved_bytes(tiny_model, 4, 16, torch.float16)
+    assert memory.saved_bytes(dropout, 4, 16, torch.float16) == plain
+    assert dropout.training and all(block.training for block in dropout.transformer.h)
+    lora.add_adapter(tiny_model, 32, 2, 16.0, 0, None)
+    assert memory.saved_bytes(tiny_model, 4, 16, torch.bfloat16) > 0
+    assert memory.estimate_memory(tiny_model, 4, 16, torch.bfloat16, 1, 10**10).persistent < 16 * 36224
 
 
 def test_the_logits_of_a_chunk_are_counted(gpt2):

@@ -43,7 +43,7 @@ def estimate_memory(
     weights = 4 * sum(p.numel() for p in parameters)
     trained = 4 * sum(p.numel() for p in parameters if p.requires_grad)
     copies = 3 if world_size == 1 else 4  # gradients, two moments, and the buckets in which DDP sends gradients
-    width = max(p.size(0) for p in parameters)  # the padded vocabulary
+    width = len(model.get_parameter("lm_head.weight"))  # the padded vocabulary
     rows = min(loss.chunk_rows(loss.chunk_numel("cuda", device_memory), width), B * T)
     logit_bytes = (
         dtype.itemsize if hasattr(model, "_orig_mod") else dtype.itemsize + 8
@@ -61,6 +61,9 @@ def saved_bytes(model: torch.nn.Module, B: int, T: int, dtype: torch.dtype) -> i
         saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         return tensor
 
+    # Without dropout: its masks are small, but with it attention on a CPU, which this imitates, saves (T, T) matrices.
+    training = model.training
+    model.eval()
     with FakeTensorMode(), torch.compiler.set_stance("force_eager"):
         tensors = {
             name: torch.empty(t.shape, dtype=t.dtype, requires_grad=t.requires_grad)
@@ -71,4 +74,5 @@ def saved_bytes(model: torch.nn.Module, B: int, T: int, dtype: torch.dtype) -> i
         with hooks, torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
             torch.func.functional_call(model, tensors, (tokens, tokens))
         weights = {t.untyped_storage()._cdata for t in tensors.values()}
+    model.train(training)
     return sum(storage.nbytes() for address, storage in saved.items() if address not in weights)
