@@ -84,7 +84,7 @@ def worker(job: dict[str, Any]) -> None:
         config = train_gpt2.resolve(flags, dist.device, dist.world_size)
         tokenizer = SimpleNamespace(name="bytes", vocab_size=job["vocab_size"], eot=0)  # needs no vocabulary file
         train_gpt2.get_tokenizer = lambda name: tokenizer
-        chunks = patches.enter_context(patch.object(loss, "chunk_rows", side_effect=loss.chunk_rows))
+        chunks = patches.enter_context(patch.object(loss, "_fp32_product", side_effect=loss._fp32_product))
         kept = patches.enter_context(patch.object(devices.ctypes, "CDLL", side_effect=devices.ctypes.CDLL))
         remove_features(removed, patches)
         if job["row"] != OURS and not removed:

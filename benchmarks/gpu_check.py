@@ -5,7 +5,7 @@
     python benchmarks/gpu_check.py --device cpu --small       # the script itself, with a tiny model
 
 Each check runs in its own process and ends with a line: ok, FAILED and what, or skipped and why. At the end there is a table of
-figures for docs/performance.md. Exit code 1 if a check failed. Stage a needs pytest.
+figures for docs/performance.md. Exit code 1 if a check failed. --keep DIR keeps what the checks printed. Stage a needs pytest.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
@@ -40,7 +39,7 @@ from support.cli import run_cli  # noqa: E402
 from support.runtime.devices import pick_device_type  # noqa: E402
 
 STAGE_SECONDS = 540
-LEAST_SECONDS = 20  # with less time left, a check is not started
+LEAST_SECONDS = 60  # with less time left, nothing is started that may take a minute
 PROCESSES = multiprocessing.get_context("forkserver")  # the checks fork from a process that has imported torch
 
 
@@ -54,30 +53,48 @@ class Skipped(Exception):
 
 @dataclass
 class Context:
-    """What a check gets: where to run and how large, a folder for its files, and the figures it measured."""
+    """What a check gets: where to run, how large and until when, and a folder, to which it reports as it goes."""
 
     device: str
     small: bool
     folder: Path
-    seconds: float  # until it is killed
+    deadline: float  # by time.monotonic(): then it is killed
     figures: list[tuple[str, str]] = field(default_factory=list)
     parts: list[tuple[str, str]] = field(default_factory=list)  # verdicts of its own, by name
 
     def figure(self, name: str, value: object) -> None:
         self.figures.append((name, str(value)))
+        self.save()
 
-    def script(self, *command: object, codes: tuple[int, ...] = (0,), **environment: str) -> str:
-        """Runs a script of this project as a user would; returns its output. A `Failed` for any other exit code."""
-        env = os.environ | {"HF_HUB_OFFLINE": "1"} | environment
+    def part(self, name: str, verdict: str) -> None:
+        self.parts.append((name, verdict))
+        self.save()
+
+    def save(self, verdict: str = "FAILED: not finished") -> None:
+        answer = {"verdict": verdict, "figures": self.figures, "parts": self.parts}
+        (self.folder / "new.json").write_text(json.dumps(answer))
+        (self.folder / "new.json").rename(self.folder / "answer.json")
+
+    def has_time(self, seconds: float = LEAST_SECONDS) -> bool:
+        return time.monotonic() + seconds < self.deadline
+
+    def script(self, *command: object, codes: tuple[int, ...] = (0,), **environment: str) -> Iterator[str]:
+        """Runs a script of this project as a user would; yields its lines. A `Failed` for any other exit code."""
         words = [sys.executable, *map(str, command)]
-        done = subprocess.run(
-            words, cwd=self.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        print(f"$ {shlex.join(words)}\n{done.stdout}", flush=True)
-        if done.returncode not in codes:
-            last_line = (done.stdout.strip().splitlines() or ["no output"])[-1]
-            raise Failed(f"{Path(words[1]).name} ended with exit code {done.returncode}: {last_line}")
-        return done.stdout
+        print(f"$ {shlex.join(words)}", flush=True)
+        env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | environment
+        line = "no output"
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        with subprocess.Popen(words, cwd=self.folder, env=env, **pipes) as process:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                yield line
+        if process.returncode not in codes:
+            raise Failed(f"{Path(words[1]).name} ended with exit code {process.returncode}: {line.strip()}")
+
+    def run(self, *command: object) -> str:
+        """Runs a script to its end; returns its output."""
+        return "".join(self.script(*command))
 
 
 CHECKS: dict[str, list[Callable[[Context], None]]] = {"a": [], "b": [], "c": []}
@@ -118,9 +135,8 @@ def environment(context: Context) -> None:
             "bf16 peak in our table, TFLOP/s", f"{peak / 1e12:.0f}" if peak else "unknown, so no MFU is shown"
         )
     context.figure("cuDNN", torch.backends.cudnn.version())
-    names = {int(backend): name for name, backend in SDPBackend.__members__.items()}
-    order = torch._C._get_sdp_priority_order()
-    context.figure("PyTorch's order of attention backends", ", ".join(names[number] for number in order))
+    q = torch.zeros((8, 12, 1024, 64), device=device, dtype=torch.bfloat16)
+    context.figure("attention backend in training", SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name)
     notices: list[str] = []
     devices.compile(torch.nn.Identity(), device, notices.append)
     expect(not notices, *notices)
@@ -129,21 +145,20 @@ def environment(context: Context) -> None:
 @check("a")
 def tests(context: Context) -> None:
     """tests/test_gpu.py"""
-    report = context.folder / "report.xml"
-    pytest = ["-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", ROOT / "tests/test_gpu.py"]
     if not module_exists("pytest", "xdist"):
         raise Skipped('needs "pip install -r tests/requirements.txt"')
-    context.script(
-        *pytest, f"--rootdir={ROOT}", f"-c{ROOT / 'pyproject.toml'}", codes=(0, 1), GPU_TESTS_DEVICE=context.device
-    )
-    for case in ElementTree.parse(report).iter("testcase"):
-        problem = case.find("failure") if case.find("failure") is not None else case.find("error")
-        skipped = case.find("skipped")
-        if problem is not None:
-            verdict = "FAILED: " + problem.get("message", "").strip().split("\n")[0]
-        else:
-            verdict = "ok" if skipped is None else "skipped: " + skipped.get("message", "")
-        context.parts.append((str(case.get("name")).removeprefix("test_").replace("_", " "), verdict))
+    command = f"-m pytest -n0 -v -p no:cacheprovider --rootdir={ROOT} -c {ROOT}/pyproject.toml {ROOT}/tests/test_gpu.py"
+    environment = {"GPU_TESTS_DEVICE": context.device, "COLUMNS": "200"}  # narrower, reasons are cut
+    words = {
+        "PASSED": "ok",
+        "FAILED": "FAILED: see its output",
+        "ERROR": "FAILED: see its output",
+        "SKIPPED": "skipped",
+    }
+    for line in context.script(*command.split(), codes=(0, 1), **environment):
+        if found := re.search(r"::test_(\S+) (PASSED|FAILED|ERROR|SKIPPED)(?: \(([^)]*))?", line):
+            reason = f": {found[3]}" if found[2] == "SKIPPED" else ""
+            context.part(found[1].replace("_", " "), words[found[2]] + reason)
     expect(context.parts, "pytest ran no test")
 
 
@@ -157,25 +172,25 @@ def module_exists(*names: str) -> bool:
 # b: how fast is it?
 
 
-def milliseconds(function: Callable[[], object], device: str, repeats: int = 10) -> float:
-    """The median time of a call, on the device's own clock where it has one, after three warm-up calls."""
+def milliseconds(function: Callable[[], object], device: str, calls: int) -> float:
+    """The time of a call, the median of 10 measurements of several calls, on the device's own clock where it has one."""
     import torch
 
     times = []
-    for i in range(repeats + 3):
-        if device == "cpu":
-            started = time.perf_counter()
-            function()
-            elapsed = 1e3 * (time.perf_counter() - started)
-        else:
+    for i in range(13):
+        started = time.perf_counter()
+        if device == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
+        for _ in range(calls):
             function()
+        elapsed = 1e3 * (time.perf_counter() - started)
+        if device == "cuda":
             end.record()
             torch.cuda.synchronize()
             elapsed = start.elapsed_time(end)
-        if i >= 3:
-            times.append(elapsed)
+        if i >= 3:  # warm
+            times.append(elapsed / calls)
     return statistics.median(times)
 
 
@@ -187,21 +202,21 @@ def attention_backends(context: Context) -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     nh, T, hs, tokens = (2, 64, 16, 1024) if context.small else (12, 1024, 64, 65536)
-    backends = ["default", "CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"]
+    names = ["default", "CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"]
     for B in (2,) if context.small else (8, 64):
-        for name in backends if context.device == "cuda" else ["default", "FLASH_ATTENTION"]:
-            shape = (B, T, 3, nh, hs)  # as the model's linear layer leaves them
-            qkv = torch.randn(shape, device=context.device, dtype=torch.bfloat16).requires_grad_()
-            gradient = torch.randn((B, nh, T, hs), device=context.device, dtype=torch.bfloat16)
+        # (B, nh, T, hs), in memory as the model's linear layer and its gradient leave them
+        qkv = torch.randn((B, T, 3, nh, hs), device=context.device, dtype=torch.bfloat16)
+        q, k, v = (t.detach().requires_grad_() for t in qkv.permute(2, 0, 3, 1, 4))
+        gradient = torch.randn((B, T, nh, hs), device=context.device, dtype=torch.bfloat16).transpose(1, 2)
 
-            def run(qkv: Any = qkv, gradient: Any = gradient) -> None:
-                q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, nh, T, hs) each
-                F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(gradient)
+        def run(q: Any = q, k: Any = k, v: Any = v, gradient: Any = gradient) -> None:
+            torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), gradient)
 
+        for name in names if context.device == "cuda" else ["default", "FLASH_ATTENTION"]:
             backend = contextlib.nullcontext() if name == "default" else sdpa_kernel(getattr(SDPBackend, name))
             try:
                 with backend:
-                    ms = 12 * tokens / (B * T) * milliseconds(run, context.device)
+                    ms = 12 * tokens / (B * T) * milliseconds(run, context.device, calls=1 if context.small else 20)
             except RuntimeError as error:  # a backend may not exist on this GPU
                 context.figure(f"attention, {B} rows, {name}, ms", str(error).split("\n")[0][:60])
                 continue
@@ -237,7 +252,7 @@ def loss_alone(context: Context) -> None:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         try:
-            context.figure(f"loss, {name}, ms", f"{milliseconds(step, context.device, 5):.1f}")
+            context.figure(f"loss, {name}, ms", f"{milliseconds(step, context.device, calls=1):.1f}")
         except torch.OutOfMemoryError:
             return context.figure(f"loss, {name}, ms", "out of memory")
         if device.type == "cuda":
@@ -265,7 +280,9 @@ def loss_alone(context: Context) -> None:
         expect(abs(value / found["plain"] - 1) < 2**-9, f"{name}: loss {value}, plain {found['plain']}")
 
 
-def throughput(context: Context, setting: str, row: str, steps: int, **flags: object) -> dict[str, Any]:
+def throughput(
+    context: Context, setting: str, row: str, steps: int, warm_up: int = 2, **flags: object
+) -> dict[str, Any]:
     """A row of bench_throughput.py (see there), with more flags of train_gpt2.py."""
     import bench_throughput
 
@@ -275,7 +292,7 @@ def throughput(context: Context, setting: str, row: str, steps: int, **flags: ob
     if row == bench_throughput.RECIPE:
         features = [name for name in features if name != "chunked loss"]
     job = dict(
-        B=B, T=T, A=A, device=context.device, row=row, features=features, without=[], warm_up=2, steps=steps, flags=flags,
+        B=B, T=T, A=A, device=context.device, row=row, features=features, without=[], warm_up=warm_up, steps=steps, flags=flags,
         vocab_size=257 if context.small else 50257, row_model=model, sizes=bench_throughput.MODELS.get(model, {"model": model}),
     )  # fmt: skip
     job["data"] = bench_throughput.random_shard(str(context.folder), job["vocab_size"], 2**22)
@@ -287,43 +304,35 @@ def throughput(context: Context, setting: str, row: str, steps: int, **flags: ob
 
 def report(context: Context, name: str, row: dict[str, Any]) -> None:
     mfu = f", {row['mfu']:.1%} MFU" if row["mfu"] else ""
+    first_step = re.search(r"the first step ended ([\d.]+)s after the start", row["output"])
     context.figure(
         name,
         f"{row['tok_s']:,.0f} tok/s{mfu}, {row['matmul']:.0%} of a large matmul, {row['B']} rows, "
-        f"{row['peak_gb']:.1f} GB, first step after {row['first_s']:.0f} s",
+        f"{row['peak_gb']:.1f} GB, the first step ended after {first_step[1] if first_step else '?'} s",
     )
 
 
 @check("b")
 def training(context: Context) -> None:
-    """Training against build-nanogpt's recipe: 64 rows, 8 micro-steps"""
+    """Training against build-nanogpt's recipe, and how busy the GPU is: 64 rows, 8 micro-steps"""
     import bench_throughput
 
     setting, steps = ("small:4x64x2", 3) if context.small else ("gpt2:64x1024x8", 8)
-    ours = throughput(context, setting, bench_throughput.OURS, steps)
+    # steps 3 to 7 are profiled, and not measured
+    ours = throughput(context, setting, bench_throughput.OURS, steps, warm_up=10, profile=5)
+    print(ours["output"], flush=True)
     report(context, "train_gpt2.py", ours)
-    theirs = throughput(context, setting, bench_throughput.RECIPE, steps)
-    report(context, bench_throughput.RECIPE, theirs)
-    context.figure("ratio", f"{ours['tok_s'] / theirs['tok_s']:.2f}x")
-    difference = max(abs(a / b - 1) for a, b in zip(ours["losses"], theirs["losses"], strict=True))
-    expect(difference < 2**-7, f"the losses differ by {difference:.1e}")
-
-
-@check("b")
-def profile(context: Context) -> None:
-    """Five steps with --profile: how busy the GPU is"""
-    import bench_throughput
-
-    setting = "small:4x64x2" if context.small else "gpt2:64x1024x8"
-    output = throughput(context, setting, bench_throughput.OURS, 8, profile=5)["output"]
-    print(output)
-    recorded = re.search(r"profile 5 steps of ([\d.]+)ms", output)
+    recorded = re.search(r"profile 5 steps of ([\d.]+)ms", ours["output"])
     if not recorded:
         raise Failed("no line about the profile")
-    busy = re.search(r"Self CUDA time total: ([\d.]+)(m?s)", output)
-    if busy:
+    if busy := re.search(r"Self CUDA time total: ([\d.]+)(m?s)", ours["output"]):
         ms = float(busy[1]) * (1 if busy[2] == "ms" else 1e3) / 5
         context.figure("GPU busy", f"{ms / float(recorded[1]):.1%} of a step of {recorded[1]} ms")
+    recipe = throughput(context, setting, bench_throughput.RECIPE, steps)
+    report(context, bench_throughput.RECIPE, recipe)
+    context.figure("ratio", f"{ours['tok_s'] / recipe['tok_s']:.2f}x")
+    difference = max(abs(a / b - 1) for a, b in zip(ours["losses"], recipe["losses"], strict=False))
+    expect(difference < 2**-7, f"the losses differ by {difference:.1e}")
 
 
 @check("b")
@@ -332,14 +341,14 @@ def larger(context: Context) -> None:
     import bench_throughput
 
     settings = ["gpt2:128x1024x4", "gpt2-medium:64x1024x2", "gpt2-large:64x1024x2", "gpt2-xl:64x1024x1"]
-    deadline, slowest = time.monotonic() + context.seconds, 60.0
+    slowest = 60.0
     for setting in ["small:8x64x1"] if context.small else settings:
-        started = time.monotonic()
-        if started + 1.7 * slowest > deadline:  # each is larger than the one before
-            context.parts.append((setting, "skipped: out of time"))
+        if not context.has_time(1.7 * slowest):  # each is larger than the one before
+            context.part(setting, "skipped: out of time")
             continue
+        started = time.monotonic()
         report(context, f"train_gpt2.py, {setting}", throughput(context, setting, bench_throughput.OURS, 3))
-        context.parts.append((setting, "ok"))
+        context.part(setting, "ok")
         slowest = max(slowest, time.monotonic() - started)
 
 
@@ -353,7 +362,7 @@ def text_shards(context: Context) -> Path:
         "\n".join(file.read_text(encoding="utf-8") for file in files), encoding="utf-8"
     )
     flags = ["--input", "text.txt", "--tokenizer", "bytes", "--output", "data"]
-    context.script(ROOT / "fineweb.py", *flags)
+    context.run(ROOT / "fineweb.py", *flags)
     return context.folder / "data"
 
 
@@ -380,7 +389,7 @@ def resume(context: Context) -> None:
     """A run that gets SIGTERM and is resumed; its checkpoint in transformers and sample.py"""
     data, steps = text_shards(context), 60
     straight, out = (context.folder / name for name in ("straight", "stopped"))
-    context.script(ROOT / "train_gpt2.py", *run_flags(context, data, straight, steps))
+    context.run(ROOT / "train_gpt2.py", *run_flags(context, data, straight, steps))
     command = [sys.executable, str(ROOT / "train_gpt2.py"), *run_flags(context, data, out, steps)]
     with open(context.folder / "stopped.txt", "w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
@@ -392,15 +401,15 @@ def resume(context: Context) -> None:
     expect(code == 143, f"after SIGTERM the exit code is {code}: {(context.folder / 'stopped.txt').read_text()[-300:]}")
     stopped_at = len(losses(out))
     expect(stopped_at < steps, "the run ended before SIGTERM")
-    context.script(ROOT / "train_gpt2.py", "--resume", "--out", out, "--device", context.device)
+    context.run(ROOT / "train_gpt2.py", "--resume", "--out", out, "--device", context.device)
     difference = largest_difference(straight, out)
     context.figure(f"resumed at step {stopped_at}: largest difference of a loss", f"{difference:.1e}")
-    expect(difference < 1e-3, f"the losses differ by {difference:.1e}")
+    expect(difference < 3e-3, f"the losses differ by {difference:.1e}")  # a GPU's attention sums in any order
     checkpoint = out / f"model_{steps:05d}"
     open_in_transformers(context, checkpoint)
     for attempt in ("first", "second"):
         started = time.perf_counter()
-        context.script(ROOT / "sample.py", "--model", checkpoint, "--prompt", "The ", "--device", context.device)
+        context.run(ROOT / "sample.py", "--model", checkpoint, "--prompt", "The ", "--device", context.device)
         context.figure(f"sample.py, {attempt} time, s", f"{time.perf_counter() - started:.1f}")
 
 
@@ -450,12 +459,15 @@ def scoring(context: Context) -> None:
     scoring_model = hellaswag.ScoringModel(model.transformer, model.logits, model.config.block_size, device)
     devices.prepare(device, tf32=False)
     for attempt in ("first", "second"):
-        ours, seconds = bench_hellaswag.timed(lambda: hellaswag.completion_losses(scoring_model, examples))
-        context.figure(f"HellaSwag in training, {attempt} time, items/s", f"{n / seconds:.1f}")
+        with devices.autocast(device, torch.bfloat16):
+            _, seconds = bench_hellaswag.timed(lambda: hellaswag.completion_losses(scoring_model, examples))
+        context.figure(f"HellaSwag in training, bf16, {attempt} time, items/s", f"{n / seconds:.1f}")
+    ours, seconds = bench_hellaswag.timed(lambda: hellaswag.completion_losses(scoring_model, examples))
+    context.figure("the same, fp32, items/s", f"{n / seconds:.1f}")
     plain, seconds = bench_hellaswag.timed(
         lambda: bench_hellaswag.plain_losses(lambda ids: model(ids)[0], examples, device)
     )
-    context.figure("one item at a time, items/s", f"{n / seconds:.1f}")
+    context.figure("one item at a time, fp32, items/s", f"{n / seconds:.1f}")
     largest = abs(plain - ours).max()
     context.figure("largest difference of a loss, nats", f"{largest:.1e}")
     expect(largest < 1e-2, f"losses differ by {largest:.1e}")
@@ -471,31 +483,14 @@ def scoring(context: Context) -> None:
 
 
 @check("c")
-def variants(context: Context) -> None:
-    """Other precisions and optimizers, dropout, not compiled: 20 steps each"""
-    data, steps = text_shards(context), 20
-    choices = ["--dropout 0.1", "--recipe fast --max-lr 2e-3"]
-    if not context.small:
-        choices += ["", "--no-compile", "--dtype fp32", "--dtype fp16", "--optimizer muon"]
-    for i, flags in enumerate(choices):
-        more = ["--checkpoint-every", 0, *flags.split()]
-        output = context.script(ROOT / "train_gpt2.py", *run_flags(context, data, f"log{i}", steps), *more)
-        values = losses(context.folder / f"log{i}")
-        ms = statistics.median(map(float, re.findall(r"dt: ([\d.]+)ms", output)[5:]))
-        context.figure(f"{flags or 'the defaults'}: ms per step", f"{ms:.1f}")
-        good = len(values) == steps and all(map(math.isfinite, values)) and values[-1] < values[0]
-        context.parts.append((flags or "the defaults", "ok" if good else f"FAILED: losses {values}"))
-
-
-@check("c")
 def two_ranks(context: Context) -> None:
     """Two processes on one device through gloo, compiled: the trial of the micro-batch, reset, DDP"""
     data = text_shards(context)
     flags = run_flags(context, data, "two", 8)
     flags += "--dtype fp32 --no-tf32 --compile --val-tokens 2048 --val-every".split() + [0 if context.small else 4]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    context.script(*torchrun, __file__, "--rank-with", *flags)
-    context.script(ROOT / "train_gpt2.py", *flags, "--no-compile", "--out", "one")
+    context.run(*torchrun, __file__, "--rank-with", *flags)
+    context.run(ROOT / "train_gpt2.py", *flags, "--no-compile", "--out", "one")
     difference = largest_difference(context.folder / "two", context.folder / "one")
     context.figure("two processes against one: largest difference of a loss", f"{difference:.1e}")
     expect(difference < 1e-3, f"the losses differ by {difference:.1e}")
@@ -511,18 +506,33 @@ def train_on_a_shared_device(flags: list[str]) -> None:
     from support.runtime.distributed import Distributed
 
     Distributed.backend = property(lambda dist: "gloo")
-    torch.cuda.device_count = lambda: 8
-    torch.cuda.set_device = lambda device: None
     with_device = Distributed.with_device
-
-    def same_device(self: Distributed, name: str) -> Distributed:
-        dist = with_device(self, name)
-        return replace(dist, device=torch.device("cuda", 0)) if dist.device.type == "cuda" else dist
-
-    Distributed.with_device = same_device
+    Distributed.with_device = lambda dist, name: replace(
+        dist, device=with_device(replace(dist, local_rank=0), name).device
+    )
     if not torch.cuda.is_available():
         batch_size.PROBED, devices.free_and_total_memory = ("cpu",), lambda device: (10**10, 10**10)
     run_cli(lambda: train_gpt2.main(flags))
+
+
+@check("c")
+def variants(context: Context) -> None:
+    """Not compiled, Muon, fp16, dropout: 20 steps each"""
+    data, steps = text_shards(context), 20
+    choices = ["--recipe fast --max-lr 2e-3", "--dropout 0.1"]
+    if not context.small:
+        choices = ["--no-compile", choices[0], "--dtype fp16", choices[1]]
+    for i, flags in enumerate(choices):
+        if not context.has_time():
+            context.part(flags, "skipped: out of time")
+            continue
+        more = ["--checkpoint-every", 0, "--val-every", 0, *flags.split()]
+        output = context.run(ROOT / "train_gpt2.py", *run_flags(context, data, f"log{i}", steps), *more)
+        values = losses(context.folder / f"log{i}")
+        ms = statistics.median(map(float, re.findall(r"dt: ([\d.]+)ms", output)[5:]))
+        context.figure(f"{flags}: ms per step", f"{ms:.1f}")
+        good = len(values) == steps and all(map(math.isfinite, values)) and values[-1] < values[0]
+        context.part(flags, "ok" if good else f"FAILED: losses {values}")
 
 
 # -----------------------------------------------------------------------------
@@ -531,21 +541,32 @@ def train_on_a_shared_device(flags: list[str]) -> None:
 
 def run_check(function_name: str, context: Context) -> None:
     """One check, in its own process: writes its verdict, figures and parts next to its output."""
-    os.setsid()  # so that whatever it started can be killed with it
     log = os.open(context.folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.chdir(context.folder)
     try:
         globals()[function_name](context)
-        verdict = "FAILED: see above" if any(part.startswith("FAILED") for _, part in context.parts) else "ok"
+        context.save("FAILED: see above" if any(part.startswith("FAILED") for _, part in context.parts) else "ok")
     except Skipped as reason:
-        verdict = f"skipped: {reason}"
+        context.save(f"skipped: {reason}")
     except BaseException as error:
         traceback.print_exc()
-        verdict = "FAILED: " + (str(error) or type(error).__name__).split("\n")[0]
-    answer = {"verdict": verdict, "figures": context.figures, "parts": context.parts}
-    (context.folder / "answer.json").write_text(json.dumps(answer))
+        context.save("FAILED: " + (str(error) or type(error).__name__).split("\n")[0])
+
+
+def kill_with_descendants(pid: int) -> None:
+    """Also those in sessions of their own, as torchrun's workers are."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(int(stat.parent.name))
+    pids = [pid]
+    for parent in pids:
+        pids += children.get(parent, [])
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def run_stage(stage: str, args: argparse.Namespace, folder: Path) -> tuple[list[str], list[tuple[str, str, str]]]:
@@ -557,28 +578,28 @@ def run_stage(stage: str, args: argparse.Namespace, folder: Path) -> tuple[list[
             continue
         (own := folder / name).mkdir()
         started, answer = time.monotonic(), {"figures": [], "parts": []}
-        left = deadline - started
-        if left < LEAST_SECONDS:
+        if started + LEAST_SECONDS > deadline:
             answer["verdict"] = "skipped: out of time"
         else:
-            context = Context(args.device, args.small, own, left)
+            context = Context(args.device, args.small, own, deadline)
             process = PROCESSES.Process(target=run_check, args=(name, context))
             process.start()
-            process.join(left)
-            if process.is_alive():
-                os.killpg(process.pid, signal.SIGKILL)
+            process.join(deadline - started)
+            if late := process.is_alive():
+                kill_with_descendants(process.pid)
                 process.join()
-                answer["verdict"] = f"FAILED: not finished after {left:.0f} s"
-            elif not (own / "answer.json").exists():
-                answer["verdict"] = f"FAILED: its process ended with exit code {process.exitcode}"
-            else:
+            if (own / "answer.json").exists():
                 answer = json.loads((own / "answer.json").read_text())
+            if late:
+                answer["verdict"] = f"FAILED: not finished after {deadline - started:.0f} s"
+            elif process.exitcode:
+                answer["verdict"] = f"FAILED: its process ended with exit code {process.exitcode}"
         for part, verdict in answer["parts"]:
             print(f"  {stage} {name}: {part}: {verdict}")
         title = str(function.__doc__).split("\n")[0]
         print(f"{stage} {name} ({title}), {time.monotonic() - started:.0f} s: {answer['verdict']}", flush=True)
         if answer["verdict"].startswith("FAILED") and (own / "output.txt").exists():
-            print("".join(f"    | {line}\n" for line in (own / "output.txt").read_text().splitlines()[-30:]), end="")
+            print("".join(f"    | {line}\n" for line in (own / "output.txt").read_text().splitlines()[-40:]), end="")
         verdicts.append(answer["verdict"])
         figures += [(stage, *figure) for figure in answer["figures"]]
     return verdicts, figures
@@ -601,6 +622,7 @@ def main() -> None:
     parser.add_argument("--stage", choices=tuple(CHECKS), help="only this stage (default: all three)")
     parser.add_argument("--only", nargs="+", metavar="CHECK", help="only these checks, by the names that are printed")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default: cuda)")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the files of the checks in this new folder")
     parser.add_argument("--small", action="store_true", help="a tiny model, to check the script itself")
     args = parser.parse_args()
     pick_device_type(args.device)
@@ -608,9 +630,11 @@ def main() -> None:
     print(machine, flush=True)
     PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "train_gpt2"])
     verdicts, figures = [], []
-    with tempfile.TemporaryDirectory(prefix="gpu_check") as folder:
+    with tempfile.TemporaryDirectory(prefix="gpu_check", ignore_cleanup_errors=True) as temporary:
+        folder = args.keep.absolute() if args.keep else Path(temporary)
+        folder.mkdir(exist_ok=not args.keep)
         for stage in args.stage or CHECKS:
-            found = run_stage(stage, args, Path(folder))
+            found = run_stage(stage, args, folder)
             verdicts, figures = verdicts + found[0], figures + found[1]
     print(f"\n{machine}; `python {shlex.join(sys.argv)}`\n\n| stage | figure | |\n|---|---|---|")
     for stage, name, value in figures:

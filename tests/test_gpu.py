@@ -21,11 +21,14 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from training import ONE_PROCESS, TINY, config_of, trainer_file
 
+import fineweb
 import hellaswag
 import train_gpt2
 from support.checkpoints.start import gather_flags
 from support.checkpoints.state import TrainState
 from support.cli import parse_flags
+from support.data.corpus import Documents
+from support.optim import loss
 from support.runtime import batch_size, devices
 from support.runtime.distributed import Distributed
 from support.runtime.memory import estimate_memory
@@ -96,16 +99,20 @@ def reference() -> tuple[GPT, int, dict[str, torch.Tensor], dict[str, float]]:
     return model, rows, exact, errors
 
 
-@pytest.mark.parametrize("mix_order", [True, pytest.param(False, marks=cuda_only)])
-def test_compiled_gradients_at_full_width(reference, mix_order):
-    """Every parameter's: no further from fp32 than those of eager bf16, with Inductor's mixed reductions and without."""
+def test_compiled_gradients_at_full_width(reference):
+    """Every parameter's: no further from fp32 than those of eager bf16, and the same without Inductor's mixed reductions."""
     model, rows, exact, eager_errors = reference
-    torch.compiler.reset()
-    options = None if mix_order else {"triton.mix_order_reduction": False}
-    found = gradients(torch.compile(model, dynamic=False, options=options), rows, torch.bfloat16)
-    assert not found["transformer.wte.weight"][FULL_WIDTH.vocab_size :].any()  # the padding
-    for name, error in relative_errors(found, exact).items():
-        assert error < 1.5 * eager_errors[name] + 1e-3, name
+    compiled = {}
+    for mix_order in (True,) if ON_CPU else (True, False):
+        torch.compiler.reset()
+        options = {"triton.mix_order_reduction": mix_order}
+        found = gradients(torch.compile(model, dynamic=False, options=options), rows, torch.bfloat16)
+        assert not found["transformer.wte.weight"][FULL_WIDTH.vocab_size :].any()  # the padding
+        for name, error in relative_errors(found, exact).items():
+            assert error < 1.5 * eager_errors[name] + 1e-3, f"{name}, mix_order_reduction {mix_order}"
+        compiled[mix_order] = found
+    for name, error in relative_errors(compiled[True], found).items():
+        assert error < 1e-2, f"{name}: with and without mix_order_reduction"  # sums in another order
 
 
 def test_compiled_bf16_follows_fp32_and_compiles_nothing_twice(byte_shards, tmp_path, gpu, monkeypatch):
@@ -121,11 +128,11 @@ def test_compiled_bf16_follows_fp32_and_compiles_nothing_twice(byte_shards, tmp_
     torch.compiler.reset()
     flags = "--max-steps 50 --checkpoint-every 0 --val-every 10 --sample-every 20 --dtype bf16 --compile".split()
     config = config_on_gpu(byte_shards, tmp_path / "run", *flags)
+    exact = plain_losses(config, 4, 50, "fp32")
     try:
         train(config, gpu)
     finally:
         torch.compiler.set_stance("default")
-    exact = plain_losses(config, 4, 50, "fp32")
     error = np.abs(np.array(losses(tmp_path / "run" / "log.txt")) / exact - 1)
     assert 0 < error.max() < 2**-9  # bf16 rounds by up to 2^-8 of a value; most of it cancels in the mean of 256 tokens
 
@@ -157,12 +164,12 @@ def test_hellaswag_equals_one_ending_at_a_time(gpu, exact_products):
     scoring_model = hellaswag.ScoringModel(model.transformer, model.logits, 16, DEVICE)
     sums, _ = hellaswag.completion_losses(scoring_model, examples)
     for example, found in zip(examples, sums, strict=True):
-        for completion, loss in zip(example.completions, found, strict=True):
+        for completion, value in zip(example.completions, found, strict=True):
             tokens = torch.tensor([example.context + completion], device=DEVICE)
             with torch.no_grad():
                 logits, _ = model(tokens[:, :-1])
             expected = F.cross_entropy(logits[0].double(), tokens[0, 1:], reduction="none")[-len(completion) :].sum()
-            assert loss == pytest.approx(expected.item(), abs=1e-3)
+            assert value == pytest.approx(expected.item(), abs=1e-3)
 
 
 # -----------------------------------------------------------------------------
@@ -270,13 +277,16 @@ def check_ddp() -> None:
 
 
 @cuda_only
-def test_a_micro_batch_that_does_not_fit_is_made_smaller(byte_shards, tmp_path, gpu, capsys):
-    """2,048 rows of 64 tokens save between 2.7 and 4.8 GB, and the process may have two."""
+def test_a_micro_batch_that_does_not_fit_is_made_smaller(tmp_path, gpu, capsys):
+    """2,048 rows of 64 tokens save 4.8 GB, and the process may have two."""
+    texts = ["some text, again and again. " * 40] * 400
+    fineweb.make_shards(Documents("text", lambda: texts), tmp_path / "data", tokenizer="bytes")
     devices.free_memory(DEVICE)
     torch.cuda.set_per_process_memory_fraction(2e9 / devices.free_and_total_memory(DEVICE)[1])
     flags = "--n-embd 512 --block-size 64 --batch-size 2048 --total-batch-size 131072 --max-steps 2 --val-tokens 4096"
+    flags += " --dtype bf16 --no-compile --checkpoint-every 0"
     try:
-        train(config_on_gpu(byte_shards, tmp_path / "run", "--shuffle", "--checkpoint-every", 0, *flags.split()), gpu)
+        train(config_on_gpu(tmp_path / "data", tmp_path / "run", *flags.split()), gpu)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     output = capsys.readouterr().out
@@ -288,29 +298,32 @@ def test_a_micro_batch_that_does_not_fit_is_made_smaller(byte_shards, tmp_path, 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_estimate_of_memory_holds(gpu, compiled):
     """For 16 rows of GPT-2 124M: what is allocated is between its minimum and its total."""
+    devices.free_memory(DEVICE)
+    before = torch.cuda.memory_allocated()
     model = GPT(GPTConfig()).to(DEVICE)
-    total = devices.free_and_total_memory(DEVICE)[1]
     torch.compiler.reset()
     model_or_compiled = torch.compile(model, dynamic=False) if compiled else model
+    total = devices.free_and_total_memory(DEVICE)[1]
     estimate = estimate_memory(model_or_compiled, 16, 1024, torch.bfloat16, 1, total)
-    devices.free_memory(DEVICE)
     torch.cuda.reset_peak_memory_stats()
-    spare = batch_size.SPARE_BYTES
-    amp = devices.autocast(DEVICE, torch.bfloat16)
-    batch_size._try_batch_size(16, 1024, model_or_compiled, amp, 1, DEVICE)
-    assert estimate.minimum < torch.cuda.max_memory_allocated() - spare < estimate.total
+    batch_size._try_batch_size(16, 1024, model_or_compiled, devices.autocast(DEVICE, torch.bfloat16), 1, DEVICE)
+    taken = torch.cuda.max_memory_allocated() - before - batch_size.SPARE_BYTES
+    assert estimate.minimum < taken < estimate.total
 
 
 @cuda_only
-def test_sixteen_rows_of_gpt2_fit_into_24_gb(gpu):
+def test_sixteen_rows_of_gpt2_fit_into_24_gb(gpu, monkeypatch):
+    """With the chunks of the loss that such a GPU has."""
+    monkeypatch.setattr(loss, "chunk_numel", lambda *_: 24 * 10**9 // loss.CUDA_BYTES_PER_LOGIT)
     devices.free_memory(DEVICE)
+    before = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     model = GPT(GPTConfig()).to(gpu.device)
     optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95))
     tokens = torch.zeros((16, 1025), dtype=torch.int64, device=gpu.device)
     for _ in range(2):
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            _, loss = model(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
+            _, mean_loss = model(tokens[:, :-1], tokens[:, 1:])
+        mean_loss.backward()
         optimizer.step()
-    assert torch.cuda.max_memory_reserved() < 22e9
+    assert torch.cuda.max_memory_reserved() - before < 22e9
