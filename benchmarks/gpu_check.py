@@ -35,8 +35,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from support.cli import run_cli  # noqa: E402
-from support.runtime.devices import pick_device_type  # noqa: E402
+from support.cli import UserError, run_cli  # noqa: E402
 
 STAGE_SECONDS = 540
 LEAST_SECONDS = 60  # with less time left, nothing is started that may take a minute
@@ -130,11 +129,11 @@ def environment(context: Context) -> None:
     device = torch.device(context.device)
     if device.type == "cuda":
         context.figure("memory, GiB", f"{devices.free_and_total_memory(device)[1] / 2**30:.1f}")
+        context.figure("cuDNN", torch.backends.cudnn.version())
         peak = devices.peak_flops(device)
         context.figure(
             "bf16 peak in our table, TFLOP/s", f"{peak / 1e12:.0f}" if peak else "unknown, so no MFU is shown"
         )
-    context.figure("cuDNN", torch.backends.cudnn.version())
     q = torch.zeros((8, 12, 1024, 64), device=device, dtype=torch.bfloat16)
     context.figure("attention backend in training", SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name)
     notices: list[str] = []
@@ -146,7 +145,7 @@ def environment(context: Context) -> None:
 def tests(context: Context) -> None:
     """tests/test_gpu.py"""
     if not module_exists("pytest", "xdist"):
-        raise Skipped('needs "pip install -r tests/requirements.txt"')
+        raise Failed('pytest or pytest-xdist is missing. Run "pip install -r tests/requirements.txt"')
     command = f"-m pytest -n0 -v -p no:cacheprovider --rootdir={ROOT} -c {ROOT}/pyproject.toml {ROOT}/tests/test_gpu.py"
     environment = {"GPU_TESTS_DEVICE": context.device, "COLUMNS": "200"}  # narrower, reasons are cut
     words = {
@@ -196,7 +195,7 @@ def milliseconds(function: Callable[[], object], device: str, calls: int) -> flo
 
 @check("b")
 def attention_backends(context: Context) -> None:
-    """Attention by backend, forward and backward of 12 layers, for 65,536 tokens"""
+    """Attention by backend, forward and backward of all layers"""
     import torch
     from torch.nn import functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -218,14 +217,16 @@ def attention_backends(context: Context) -> None:
                 with backend:
                     ms = 12 * tokens / (B * T) * milliseconds(run, context.device, calls=1 if context.small else 20)
             except RuntimeError as error:  # a backend may not exist on this GPU
-                context.figure(f"attention, {B} rows, {name}, ms", str(error).split("\n")[0][:60])
+                context.figure(
+                    f"attention of {tokens:,} tokens, {B} rows at a time, {name}, ms", str(error).split("\n")[0][:60]
+                )
                 continue
-            context.figure(f"attention, {B} rows, {name}, ms", f"{ms:.1f}")
+            context.figure(f"attention of {tokens:,} tokens, {B} rows at a time, {name}, ms", f"{ms:.1f}")
 
 
 @check("b")
 def loss_alone(context: Context) -> None:
-    """The loss and its gradients alone, for 65,536 tokens"""
+    """The loss and its gradients alone"""
     import torch
     from torch.nn import functional as F
 
@@ -252,11 +253,11 @@ def loss_alone(context: Context) -> None:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         try:
-            context.figure(f"loss, {name}, ms", f"{milliseconds(step, context.device, calls=1):.1f}")
+            context.figure(f"loss of {N:,} tokens, {name}, ms", f"{milliseconds(step, context.device, calls=1):.1f}")
         except torch.OutOfMemoryError:
-            return context.figure(f"loss, {name}, ms", "out of memory")
+            return context.figure(f"loss of {N:,} tokens, {name}, ms", "out of memory")
         if device.type == "cuda":
-            context.figure(f"loss, {name}, GB", f"{torch.cuda.max_memory_allocated() / 1e9:.1f}")
+            context.figure(f"loss of {N:,} tokens, {name}, GB", f"{torch.cuda.max_memory_allocated() / 1e9:.1f}")
 
     def plain(x: Any, weight: Any, targets: Any, V: int) -> Any:
         return F.cross_entropy(F.linear(x, weight)[:, :V].float(), targets)
@@ -314,7 +315,7 @@ def report(context: Context, name: str, row: dict[str, Any]) -> None:
 
 @check("b")
 def training(context: Context) -> None:
-    """Training against build-nanogpt's recipe, and how busy the GPU is: 64 rows, 8 micro-steps"""
+    """Training against build-nanogpt's recipe, and how busy the GPU is"""
     import bench_throughput
 
     setting, steps = ("small:4x64x2", 3) if context.small else ("gpt2:64x1024x8", 8)
@@ -330,7 +331,7 @@ def training(context: Context) -> None:
         context.figure("GPU busy", f"{ms / float(recorded[1]):.1%} of a step of {recorded[1]} ms")
     recipe = throughput(context, setting, bench_throughput.RECIPE, steps)
     report(context, bench_throughput.RECIPE, recipe)
-    context.figure("ratio", f"{ours['tok_s'] / recipe['tok_s']:.2f}x")
+    context.figure("train_gpt2.py to build-nanogpt's recipe, tok/s", f"{ours['tok_s'] / recipe['tok_s']:.2f}x")
     difference = max(abs(a / b - 1) for a, b in zip(ours["losses"], recipe["losses"], strict=False))
     expect(difference < 2**-7, f"the losses differ by {difference:.1e}")
 
@@ -419,7 +420,7 @@ def open_in_transformers(context: Context, checkpoint: Path) -> None:
     from train_gpt2 import GPT
 
     if not module_exists("transformers"):
-        return context.figure("transformers", "not installed")
+        return context.part("in transformers", "skipped: transformers is not installed")
     from transformers import GPT2LMHeadModel
 
     torch.set_float32_matmul_precision("highest")
@@ -463,16 +464,18 @@ def scoring(context: Context) -> None:
             _, seconds = bench_hellaswag.timed(lambda: hellaswag.completion_losses(scoring_model, examples))
         context.figure(f"HellaSwag in training, bf16, {attempt} time, items/s", f"{n / seconds:.1f}")
     ours, seconds = bench_hellaswag.timed(lambda: hellaswag.completion_losses(scoring_model, examples))
-    context.figure("the same, fp32, items/s", f"{n / seconds:.1f}")
+    context.figure("HellaSwag in training, fp32, items/s", f"{n / seconds:.1f}")
     plain, seconds = bench_hellaswag.timed(
         lambda: bench_hellaswag.plain_losses(lambda ids: model(ids)[0], examples, device)
     )
-    context.figure("one item at a time, fp32, items/s", f"{n / seconds:.1f}")
+    context.figure("HellaSwag one item at a time, fp32, items/s", f"{n / seconds:.1f}")
     largest = abs(plain - ours).max()
-    context.figure("largest difference of a loss, nats", f"{largest:.1e}")
+    context.figure("HellaSwag in training against one at a time: largest difference of a loss, nats", f"{largest:.1e}")
     expect(largest < 1e-2, f"losses differ by {largest:.1e}")
     expect(bench_hellaswag.count_differences(plain, ours) == "0 (acc), 0 (acc_norm)", "predictions differ")
-    if module_exists("transformers"):
+    if not module_exists("transformers"):
+        context.part("with shared contexts", "skipped: transformers is not installed")
+    else:
         from transformers import GPT2LMHeadModel
 
         model.save_pretrained(context.folder)
@@ -535,6 +538,8 @@ def variants(context: Context) -> None:
         context.part(flags, "ok" if good else f"FAILED: losses {values}")
 
 
+NAMES = [function.__name__ for functions in CHECKS.values() for function in functions]
+
 # -----------------------------------------------------------------------------
 # Running them
 
@@ -547,7 +552,9 @@ def run_check(function_name: str, context: Context) -> None:
     os.chdir(context.folder)
     try:
         globals()[function_name](context)
-        context.save("FAILED: see above" if any(part.startswith("FAILED") for _, part in context.parts) else "ok")
+        failed, skipped = (sum(part.startswith(word) for _, part in context.parts) for word in ("FAILED", "skipped"))
+        some_skipped = f", {skipped} of {len(context.parts)} skipped" if skipped else ""
+        context.save("FAILED: see above" if failed else "ok" + some_skipped)
     except Skipped as reason:
         context.save(f"skipped: {reason}")
     except BaseException as error:
@@ -577,6 +584,7 @@ def run_stage(stage: str, args: argparse.Namespace, folder: Path) -> tuple[list[
         if args.only and name not in args.only:
             continue
         (own := folder / name).mkdir()
+        print(f"[{stage}] {name}: {str(function.__doc__).splitlines()[0]} ...", flush=True)
         started, answer = time.monotonic(), {"figures": [], "parts": []}
         if started + LEAST_SECONDS > deadline:
             answer["verdict"] = "skipped: out of time"
@@ -595,9 +603,8 @@ def run_stage(stage: str, args: argparse.Namespace, folder: Path) -> tuple[list[
             elif process.exitcode:
                 answer["verdict"] = f"FAILED: its process ended with exit code {process.exitcode}"
         for part, verdict in answer["parts"]:
-            print(f"  {stage} {name}: {part}: {verdict}")
-        title = str(function.__doc__).split("\n")[0]
-        print(f"{stage} {name} ({title}), {time.monotonic() - started:.0f} s: {answer['verdict']}", flush=True)
+            print(f"    {name}, {part}: {verdict}")
+        print(f"[{stage}] {name}, {time.monotonic() - started:.0f} s: {answer['verdict']}", flush=True)
         if answer["verdict"].startswith("FAILED") and (own / "output.txt").exists():
             print("".join(f"    | {line}\n" for line in (own / "output.txt").read_text().splitlines()[-40:]), end="")
         verdicts.append(answer["verdict"])
@@ -617,26 +624,48 @@ def describe_machine(device: str) -> str:
     return f"{gpu}, driver {driver}, torch {torch.__version__}, CUDA {torch.version.cuda}, Python {platform.python_version()}"
 
 
+def torch_has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", choices=tuple(CHECKS), help="only this stage (default: all three)")
-    parser.add_argument("--only", nargs="+", metavar="CHECK", help="only these checks, by the names that are printed")
+    parser.add_argument("--only", nargs="+", metavar="CHECK", help=f"only these checks: {', '.join(NAMES)}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default: cuda)")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the files of the checks in this new folder")
-    parser.add_argument("--small", action="store_true", help="a tiny model, to check the script itself")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="DIR",
+        help="keep all that the checks write, output.txt of each included, in this new folder",
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="a tiny model, to check the script itself; its figures mean nothing"
+    )
     args = parser.parse_args()
-    pick_device_type(args.device)
+    if unknown := set(args.only or []) - set(NAMES):
+        raise UserError(f"no check {' or '.join(sorted(unknown))}. There are {', '.join(NAMES)}.")
+    if args.only and args.stage and not set(args.only) & {function.__name__ for function in CHECKS[args.stage]}:
+        raise UserError(f"stage {args.stage} has no check {' or '.join(args.only)}. Leave out --stage.")
+    if args.keep and args.keep.exists():
+        raise UserError(f"{args.keep} exists. Use a new folder for --keep.")
+    if args.device == "cuda" and not torch_has_cuda():
+        raise UserError("no CUDA GPU on this machine. To try the script itself, use --device cpu --small.")
     machine = describe_machine(args.device)
     print(machine, flush=True)
     PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "train_gpt2"])
     verdicts, figures = [], []
     with tempfile.TemporaryDirectory(prefix="gpu_check", ignore_cleanup_errors=True) as temporary:
         folder = args.keep.absolute() if args.keep else Path(temporary)
-        folder.mkdir(exist_ok=not args.keep)
+        folder.mkdir(parents=True, exist_ok=True)
         for stage in args.stage or CHECKS:
             found = run_stage(stage, args, folder)
             verdicts, figures = verdicts + found[0], figures + found[1]
-    print(f"\n{machine}; `python {shlex.join(sys.argv)}`\n\n| stage | figure | |\n|---|---|---|")
+    if args.small:
+        print("\nWith --small, these figures mean nothing:")
+    print(f"\n{machine}; `python {shlex.join(sys.argv)}`\n\n| stage | figure | value |\n|---|---|---|")
     for stage, name, value in figures:
         print(f"| {stage} | {name} | {value} |")
     failed = sum(verdict.startswith("FAILED") for verdict in verdicts)

@@ -84,7 +84,7 @@ def test_what_torch_compile_needs(missing, reason, monkeypatch, tmp_path):
         path.touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(devices.sysconfig, "get_path", lambda name: str(tmp_path / name))
+    monkeypatch.setattr(devices.sysconfig, "get_config_var", lambda name: str(tmp_path / "include"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     model, notices = torch.nn.Linear(1, 1), []
     for device in (CPU, CUDA):

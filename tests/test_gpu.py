@@ -176,7 +176,7 @@ def test_hellaswag_equals_one_ending_at_a_time(gpu, exact_products):
 # Steps
 
 
-@pytest.mark.parametrize("muon", [False, True])
+@pytest.mark.parametrize("muon", [False, True], ids=["AdamW", "Muon"])
 def test_a_step_with_an_infinite_gradient_changes_nothing(byte_shards, tmp_path, gpu, muon):
     """Weights, moments and step counts, bit by bit; the step before it was a good one."""
     torch.manual_seed(0)
@@ -295,7 +295,7 @@ def test_a_micro_batch_that_does_not_fit_is_made_smaller(tmp_path, gpu, capsys):
 
 
 @cuda_only
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_the_estimate_of_memory_holds(gpu, compiled):
     """For 16 rows of GPT-2 124M: what is allocated is between its minimum and its total."""
     devices.free_memory(DEVICE)

@@ -103,7 +103,7 @@ def _why_not_compile(device: torch.device) -> str | None:
     # Triton compiles C code that launches its kernels.
     if not any(shutil.which(compiler) for compiler in (os.environ.get("CC", "gcc"), "gcc", "clang")):
         return "torch.compile needs a C compiler for CUDA, and there is none"
-    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+    if not Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h").exists():
         return "torch.compile needs Python.h for CUDA. Install Python's headers (python3-dev on Debian and Ubuntu)"
     return None
 
