@@ -59,6 +59,15 @@ def test_chunked_loss_is_the_cross_entropy(head, compiled):
         assert relative_error(function(*head), exact[0]) < 1e-6
 
 
+def test_the_weight_gradients_of_many_chunks_are_summed_in_fp32(head):
+    """250 of them in bf16, each rounded once; a bf16 sum would be rounded 250 times."""
+    x, weight, targets, vocab_size = head
+    x, targets = x.repeat(40, 1), targets.repeat(40)
+    exact = loss_and_gradients(plain_loss, x, weight, targets, vocab_size)
+    found = loss_and_gradients(chunked_cross_entropy, x, weight, targets, vocab_size, dtype=torch.bfloat16)
+    assert relative_error(found[2], exact[2]) < 2**-7
+
+
 @pytest.fixture
 def products(monkeypatch):
     """The shapes of all matrix products, a list."""

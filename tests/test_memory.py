@@ -81,10 +81,15 @@ def test_dropout_and_lora_are_estimated_too(tiny_model):
     assert memory.estimate_memory(tiny_model, 4, 16, torch.bfloat16, 1, 10**10).persistent < 16 * 36224
 
 
-def test_the_logits_of_a_chunk_are_counted(gpt2):
+def test_the_logits_of_a_chunk_are_counted(gpt2, tiny_model):
     """16,384 rows of them on an H200; in fp32, too, where nothing is compiled."""
     saved = memory.saved_bytes(gpt2, 16, 1024, torch.bfloat16)
     for model, logit_bytes in ((gpt2, 10), (torch.compile(gpt2), 2)):
         estimate = memory.estimate_memory(model, 16, 1024, torch.bfloat16, 1, 150 * 10**9)
         assert estimate.activations == saved + 16384 * 50304 * logit_bytes
         assert estimate.minimum < estimate.total
+    few = memory.estimate_memory(gpt2, 2, 1024, torch.bfloat16, 1, 150 * 10**9)  # less than a chunk
+    assert few.activations == memory.saved_bytes(gpt2, 2, 1024, torch.bfloat16) + 2048 * 50304 * 10
+    tiny = memory.estimate_memory(tiny_model.eval(), 4, 16, torch.float32, 1, 10**9)
+    assert tiny.activations == memory.saved_bytes(tiny_model, 4, 16, torch.float32) + 64 * 320 * 12
+    assert not tiny_model.training
