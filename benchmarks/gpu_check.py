@@ -546,6 +546,7 @@ NAMES = [function.__name__ for functions in CHECKS.values() for function in func
 
 def run_check(function_name: str, context: Context) -> None:
     """One check, in its own process: writes its verdict, figures and parts next to its output."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C our parent kills us, with all that we have started
     log = os.open(context.folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -592,10 +593,12 @@ def run_stage(stage: str, args: argparse.Namespace, folder: Path) -> tuple[list[
             context = Context(args.device, args.small, own, deadline)
             process = PROCESSES.Process(target=run_check, args=(name, context))
             process.start()
-            process.join(deadline - started)
-            if late := process.is_alive():
-                kill_with_descendants(process.pid)
-                process.join()
+            try:
+                process.join(deadline - started)
+            finally:  # it is late, or we were interrupted
+                if late := process.is_alive():
+                    kill_with_descendants(process.pid)
+                    process.join()
             if (own / "answer.json").exists():
                 answer = json.loads((own / "answer.json").read_text())
             if late:
@@ -655,6 +658,7 @@ def main() -> None:
         raise UserError("no CUDA GPU on this machine. To try the script itself, use --device cpu --small.")
     machine = describe_machine(args.device)
     print(machine, flush=True)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that checks and folder go, too
     PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "train_gpt2"])
     verdicts, figures = [], []
     with tempfile.TemporaryDirectory(prefix="gpu_check", ignore_cleanup_errors=True) as temporary:

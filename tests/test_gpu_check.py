@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -54,6 +57,26 @@ def test_without_a_gpu_it_says_so(tmp_path):
 def test_wrong_flags_are_user_errors(flags, error, tmp_path):
     done = run_script("benchmarks/gpu_check.py", "--device", "cpu", "--small", *flags, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"error: {error}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_nothing_is_left_of_an_interrupted_check(number, tmp_path):
+    """Of `resume`, while it trains: no process with our temporary folder in its environment, and no file in it."""
+    command = [sys.executable, ROOT / "benchmarks/gpu_check.py", "--device", "cpu", "--small", "--only", "resume"]
+    process = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL)
+    assert wait_for(lambda: list(tmp_path.glob("gpu_check*/resume/straight")))
+    process.send_signal(number)
+    assert process.wait(timeout=30) in (128 + number, -number, 1)
+
+    def left() -> list[Path]:
+        found = []
+        for file in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                found += [file] if f"TMPDIR={tmp_path}".encode() in file.read_bytes() else []
+        return found
+
+    assert wait_for(lambda: not left(), timeout=10) and not list(tmp_path.glob("gpu_check*"))
 
 
 @pytest.fixture

@@ -77,8 +77,9 @@ def products(monkeypatch):
 
 
 def test_no_gradients_are_computed_under_no_grad(head, products):
+    x, weight, targets, vocab_size = head
     with torch.no_grad():
-        chunked_cross_entropy(*head)
+        chunked_cross_entropy(x.clone().requires_grad_(), weight.clone().requires_grad_(), targets, vocab_size)
     logits = [(8, 32, 320)] * 6 + [(2, 32, 320)]
     assert products == logits
     products.clear()
@@ -190,6 +191,15 @@ def test_chunks_on_a_gpu_depend_on_its_memory_alone(gpu, memory, rows):
     memory = int(memory * 2**30)
     assert loss.chunk_rows(loss.chunk_numel("cuda", memory), 50304) == rows
     assert rows * 50304 * 2 <= memory / 64 < 2 * rows * 50304 * 2
+
+
+def test_a_second_derivative_is_an_error(head):
+    """The gradients are computed in the forward pass, so nothing would depend on them."""
+    x, weight, targets, vocab_size = head
+    x = x.clone().requires_grad_()
+    value = chunked_cross_entropy(x, weight, targets, vocab_size)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(value, x, create_graph=True)
 
 
 def test_fp16_gradients_are_scaled_before_they_are_rounded(head):

@@ -90,6 +90,7 @@ def test_the_logits_of_a_chunk_are_counted(gpt2, tiny_model):
         assert estimate.minimum < estimate.total
     few = memory.estimate_memory(gpt2, 2, 1024, torch.bfloat16, 1, 150 * 10**9)  # less than a chunk
     assert few.activations == memory.saved_bytes(gpt2, 2, 1024, torch.bfloat16) + 2048 * 50304 * 10
-    tiny = memory.estimate_memory(tiny_model.eval(), 4, 16, torch.float32, 1, 10**9)
+    tiny_model.transformer.h[0].eval()
+    tiny = memory.estimate_memory(tiny_model, 4, 16, torch.float32, 1, 10**9)
     assert tiny.activations == memory.saved_bytes(tiny_model, 4, 16, torch.float32) + 64 * 320 * 12
-    assert not tiny_model.training
+    assert [block.training for block in tiny_model.transformer.h] == [False, True] and tiny_model.training

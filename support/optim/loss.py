@@ -175,6 +175,8 @@ def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tenso
 
 
 def _scale_gradients(ctx: Any, grad: torch.Tensor, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    if torch.is_grad_enabled():  # create_graph=True
+        raise RuntimeError("the chunked cross-entropy has no second derivative: compute it from GPT.logits")
     grad_x, grad_weight = ctx.saved_tensors
     # one for each argument of the operation; a weight that is frozen has no gradient
     return grad_x * grad, grad_weight * grad if len(grad_weight) else None, *[None] * 6

@@ -100,7 +100,8 @@ def largest_batch_size(
             return B
         torch.compiler.reset()  # the graphs of what did not fit would count towards the limit of recompilations
     raise UserError(
-        f"not even one row of {T} tokens fits into the memory of {device}. Use a smaller --model or --block-size."
+        f"not even one row of {T} tokens fits into the memory of {device}, of which {free / 2**30:.1f} GiB are free. "
+        "Use a smaller --model or --block-size."
     )
 
 

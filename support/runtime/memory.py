@@ -62,7 +62,7 @@ def saved_bytes(model: torch.nn.Module, B: int, T: int, dtype: torch.dtype) -> i
         return tensor
 
     # Without dropout: its masks are small, but with it attention on a CPU, which this imitates, saves (T, T) matrices.
-    training = model.training
+    in_training = [module for module in model.modules() if module.training]
     model.eval()
     with FakeTensorMode(), torch.compiler.set_stance("force_eager"):
         tensors = {
@@ -74,5 +74,6 @@ def saved_bytes(model: torch.nn.Module, B: int, T: int, dtype: torch.dtype) -> i
         with hooks, torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
             torch.func.functional_call(model, tensors, (tokens, tokens))
         weights = {t.untyped_storage()._cdata for t in tensors.values()}
-    model.train(training)
+    for module in in_training:
+        module.training = True
     return sum(storage.nbytes() for address, storage in saved.items() if address not in weights)
