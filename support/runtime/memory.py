@@ -45,9 +45,8 @@ def estimate_memory(
     copies = 3 if world_size == 1 else 4  # gradients, two moments, and the buckets in which DDP sends gradients
     width = len(model.get_parameter("lm_head.weight"))  # the padded vocabulary
     rows = min(loss.chunk_rows(loss.chunk_numel("cuda", device_memory), width), B * T)
-    logit_bytes = (
-        dtype.itemsize if hasattr(model, "_orig_mod") else dtype.itemsize + 8
-    )  # not compiled: also in fp32, twice
+    compiled = hasattr(model, "_orig_mod")
+    logit_bytes = dtype.itemsize + (0 if compiled else 8)  # eager: logits and log-probabilities in fp32, too
     return MemoryEstimate(weights + copies * trained, saved_bytes(model, B, T, dtype) + logit_bytes * rows * width)
 
 
