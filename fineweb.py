@@ -19,7 +19,6 @@ import ast
 import glob
 import hashlib
 import os
-import signal
 import sys
 import sysconfig
 import warnings
@@ -408,5 +407,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C does, so that the workers end first
     run_cli(main)

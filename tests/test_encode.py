@@ -151,6 +151,36 @@ def test_a_killed_worker_is_reported():
         list(encode.encode_batches(batches, "gpt2", "tiktoken", 2))
 
 
+STARTING = """
+import multiprocessing, os, signal, sys, threading
+from support.data import encode
+from support.data.corpus import Texts
+
+def kill_first_worker():
+    while not (workers := multiprocessing.active_children()):
+        pass
+    workers[0].kill()
+
+if __name__ == "__main__":
+    if sys.argv[1] == "killed":
+        threading.Thread(target=kill_first_worker).start()
+    else:
+        multiprocessing.set_executable(sys.argv[1])
+    batches = [Texts(cursor=[i], content=["word " * 500_000], source="source") for i in range(20)]
+    list(encode.encode_batches(batches, "bytes", "tiktoken", 2))
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "/bin/false", "/nowhere"])
+def test_workers_that_do_not_start_are_reported(tmp_path, how):
+    """concurrent.futures.ProcessPoolExecutor waits forever here: its feeder blocks on a pipe that nobody reads."""
+    (tmp_path / "starting.py").write_text(STARTING)
+    command = [sys.executable, tmp_path / "starting.py", how]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1 and "a worker" in run.stderr and "fewer --workers" in run.stderr, run.stderr
+
+
 def test_batches_are_encoded_a_few_at_a_time(monkeypatch):
     """So memory does not grow with the corpus."""
     taken = []

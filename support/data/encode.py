@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import importlib.util
 import itertools
@@ -12,10 +13,11 @@ import random
 import signal
 import tempfile
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeAlias
 
@@ -158,17 +160,62 @@ def encode_batch(batch: Batch, tokenizer: str, engine: str) -> npt.NDArray[np.ui
     return tokens[1:] if batch.continues else tokens
 
 
-def _init_worker() -> None:
-    """Leaves Ctrl-C to the parent, and makes the worker exit when the parent exits, even if the parent is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
+class Worker:
+    """A process that encodes one batch at a time.
 
-    def exit_with_parent() -> None:
-        parent.join()
-        os._exit(1)
+    Each has a pipe of its own, so that whatever becomes of one, the other end knows: if the worker dies, `encode` raises,
+    and if this process dies, the worker exits. (Until 3.11.7, and in part later, `ProcessPoolExecutor` hangs when a
+    worker is killed as it starts.)
+    """
 
-    threading.Thread(target=exit_with_parent, daemon=True).start()
+    def __init__(self, tokenizer: str, engine: str):
+        spawn = multiprocessing.get_context("spawn")
+        self._connection, other_end = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(other_end, tokenizer, engine), daemon=True)
+        try:
+            self._process.start()
+        except OSError as error:
+            raise UserError(
+                f"cannot start a worker ({error.strerror}). Run the command again with fewer --workers."
+            ) from error
+        other_end.close()
+
+    def encode(self, batch: Batch) -> npt.NDArray[np.uint16]:
+        """`encode_batch` in the process.
+
+        Raises:
+            UserError: also if the worker died.
+        """
+        try:
+            self._connection.send(batch)
+            result = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise UserError(
+                "a worker was killed or could not start, perhaps for lack of memory. "
+                "Run the command again with fewer --workers."
+            ) from error
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.join()
+
+
+def _serve(connection: Connection, tokenizer: str, engine: str) -> None:
+    """Answers each batch with its tokens, or with an exception, until the other end of the connection is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            batch = connection.recv()
+            result: npt.NDArray[np.uint16] | Exception
+            try:
+                result = encode_batch(batch, tokenizer, engine)
+            except Exception as error:
+                error.add_note(traceback.format_exc())
+                result = error
+            connection.send(result)
 
 
 def encode_batches(batches: Iterable[Batch], tokenizer: str, engine: str, workers: int) -> Iterator[EncodedBatch]:
@@ -187,22 +234,27 @@ def encode_batches(batches: Iterable[Batch], tokenizer: str, engine: str, worker
         for batch in batches:
             yield batch, encode_batch(batch, tokenizer, engine)
         return
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_init_worker) as pool:
-        pending: deque[tuple[Batch, Future[npt.NDArray[np.uint16]]]] = deque()
-        try:
-            for batch in batches:
-                pending.append((batch, pool.submit(encode_batch, batch, tokenizer, engine)))
-                if len(pending) > 2 * workers:
-                    first, future = pending.popleft()
-                    yield first, future.result()
-            while pending:
+    started: list[Worker] = []
+    of_this_thread = threading.local()
+
+    def encode(batch: Batch) -> npt.NDArray[np.uint16]:
+        if not hasattr(of_this_thread, "worker"):
+            of_this_thread.worker = Worker(tokenizer, engine)
+            started.append(of_this_thread.worker)
+        return of_this_thread.worker.encode(batch)
+
+    threads = ThreadPoolExecutor(workers)  # one for each worker, to wait for it
+    pending: deque[tuple[Batch, Future[npt.NDArray[np.uint16]]]] = deque()
+    try:
+        for batch in batches:
+            pending.append((batch, threads.submit(encode, batch)))
+            if len(pending) > 2 * workers:
                 first, future = pending.popleft()
                 yield first, future.result()
-        except BrokenProcessPool as error:
-            raise UserError(
-                "a worker was killed, perhaps for lack of memory. Run the command again with fewer --workers."
-            ) from error
-        finally:
-            for _, future in pending:
-                future.cancel()
+        while pending:
+            first, future = pending.popleft()
+            yield first, future.result()
+    finally:
+        threads.shutdown(cancel_futures=True)
+        for worker in started:
+            worker.close()
