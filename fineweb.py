@@ -317,8 +317,6 @@ def parse_arguments(argv: list[str] | None) -> Arguments:
 
 def _invalid_arguments(args: Arguments) -> list[str]:
     problems = []
-    if args.output == "":
-        problems.append("--output must not be empty.")
     if args.val_fraction is not None and not 0 < args.val_fraction < 1:
         problems.append("--val-fraction must be more than 0 and less than 1.")
     sources = {
@@ -335,8 +333,6 @@ def _invalid_arguments(args: Arguments) -> list[str]:
         problems.append("no folder for the shards. Pass one with --output.")
     if args.document_separator is not None and not args.input:
         problems.append("--document-separator is for --input.")
-    if args.document_separator == "":
-        problems.append("--document-separator must not be empty.")
     if args.name is not None and (args.input or args.demo):
         problems.append("--name is for data sets.")
     return problems

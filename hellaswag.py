@@ -652,4 +652,4 @@ def write_json(path: Path, results: Results, sums: np.ndarray, normalised: np.nd
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(main, prints_result=True)

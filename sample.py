@@ -57,4 +57,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(main, prints_result=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import codecs
+import contextlib
 import dataclasses
 import errno
 import math
@@ -10,8 +12,8 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -28,7 +30,10 @@ DISK_ERRORS = (
     errno.EACCES,
     errno.EPERM,
     errno.ENAMETOOLONG,
+    errno.EIO,
+    errno.ESTALE,
 )
+MAY_BE_EMPTY = {"prompt"}  # flags whose value may be the empty string
 
 
 class UserError(Exception):
@@ -53,6 +58,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}. See --help for the flags.")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # of several types in argparse
+        """As argparse does, but a flag with nothing in it, as of an unset shell variable, is an error."""
+        parsed = super().parse_args(args, namespace)
+        empty = [name for name, value in vars(parsed).items() if value == "" or isinstance(value, list) and "" in value]
+        if problems := [f"{flag_name(name)} is empty. Pass a value." for name in empty if name not in MAY_BE_EMPTY]:
+            raise UserError(*problems)
+        return parsed
 
 
 # -----------------------------------------------------------------------------
@@ -168,38 +181,123 @@ def _plain_type(hint: Any) -> type:
 
 
 # -----------------------------------------------------------------------------
-# Exit codes
+# The console
+
+READER_CLOSED = (errno.EPIPE, errno.EIO)  # of a pipe, of a terminal
 
 
-def run_cli(main: Callable[[], None]) -> NoReturn:
-    """Calls `main` and exits.
+class GuardedStream:
+    """stdout or stderr, of which training must not depend: what cannot be written is dropped.
 
-    Exit codes: 0 when it returns; 2 after a `UserError` or an error of the disk, with one line per problem; 130 on
-    Ctrl-C; 1 if the reader of stdout has closed it.
+    If the reader has closed it, `on_close` is called; without `on_close`, the error is raised. A `required` stream, to
+    which a script prints its result, raises a `UserError` instead of dropping anything.
     """
+
+    def __init__(self, stream: TextIO, on_close: Callable[[], None] | None = None, required: bool = False):
+        self._stream, self._on_close, self._required = stream, on_close, required
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def unguard(self) -> TextIO:
+        """The stream itself, with nothing left in its buffer that could fail later."""
+        try:
+            self._stream.flush()
+        except OSError:
+            self._discard()
+        return self._stream
+
+    def _try(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as error:
+            if error.errno in READER_CLOSED:
+                if self._on_close is None:
+                    raise BrokenPipeError(errno.EPIPE, "the reader is gone") from error
+                self._on_close()
+                self._discard()
+            elif self._required:
+                raise UserError(f"cannot print the result ({error.strerror}). Redirect it to another file.") from error
+
+    def _discard(self) -> None:
+        """Redirects the stream to the null device: what is buffered would fail again when the process ends."""
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def guarded_console(prints_result: bool) -> Iterator[None]:
+    """Guards stdout and stderr, and makes them print anything: what their encoding lacks is escaped."""
+    codecs.register_error("console", _encode_for_console)
+    guarded = []
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the parent process; tqdm and print need something to write to
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
+        stream = getattr(sys, name)
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # a sample that the terminal cannot show must not end a run
+            stream.reconfigure(errors="console")
+        guarded.append(GuardedStream(stream, required=prints_result and name == "stdout"))
+        setattr(sys, name, guarded[-1])
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = (stream.unguard() for stream in guarded)
+
+
+def _encode_for_console(error: UnicodeError) -> tuple[str | bytes, int]:
+    """An error handler for `codecs`: the bytes of a file name as they are, any other character as an escape."""
+    assert isinstance(error, UnicodeEncodeError)
+    char = error.object[error.start]
+    if "\udc80" <= char <= "\udcff":  # Python's stand-in for a byte that it could not decode
+        return bytes([ord(char) - 0xDC00]), error.start + 1
+    return char.encode("ascii", "backslashreplace").decode(), error.start + 1
+
+
+# -----------------------------------------------------------------------------
+# Exit codes
+
+
+def run_cli(main: Callable[[], None], prints_result: bool = False) -> NoReturn:
+    """Calls `main` and exits.
+
+    Exit codes: 0 when it returns; 2 after a `UserError` or an error of the disk, with one line per problem; 130 on
+    Ctrl-C; 1 if the reader of stdout has closed it. A console that cannot be written is no error, unless the script
+    `prints_result` to stdout.
+    """
+    with guarded_console(prints_result):
+        sys.exit(_exit_code(main))
+
+
+def _exit_code(main: Callable[[], None]) -> int:
     try:
         main()
-        sys.exit(0)
+        sys.stdout.flush()
+        return 0
     except UserError as error:
         if error.this_rank_only or os.environ.get("LOCAL_RANK", "0") == "0":
-            for problem in error.problems:
-                print(f"error: {problem}", file=sys.stderr, flush=True)
-        sys.exit(2)
+            _print_to_stderr(*(f"error: {problem}" for problem in error.problems))
+        return 2
     except BrokenPipeError:  # the reader of our output has closed it, as "| head" does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        return 1
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
         where = f": {error.filename}" if error.filename else ""
-        print(f"error: {error.strerror}{where}. Check the disk and its permissions.", file=sys.stderr)
-        sys.exit(2)
+        _print_to_stderr(f"error: {error.strerror}{where}. Check the disk and its permissions.")
+        return 2
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        sys.exit(130)
+        _print_to_stderr("\ninterrupted")
+        return 130
+
+
+def _print_to_stderr(*lines: str) -> None:
+    with contextlib.suppress(BrokenPipeError):  # nobody reads them
+        for line in lines:
+            print(line, file=sys.stderr, flush=True)

@@ -1,11 +1,18 @@
-"""Command lines that are made from a dataclass."""
+"""Command lines that are made from a dataclass, the console, and exit codes."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
+from helpers import ROOT
 
+import fineweb
+import hellaswag
+import sample
 import train_gpt2
 from support.cli import Parser, UserError, add_flags, flag, flag_fields, flag_name, parse_flags
 
@@ -60,3 +67,56 @@ def test_help_lists_every_flag_with_its_default(tmp_path, monkeypatch, capsys):
         "schedule:",
     ):
         assert text in " ".join(help.split())
+
+
+STRINGS = [field for field in flag_fields(train_gpt2.TrainConfig) if field.type in ("str", "str | None")]
+EMPTY_FLAGS = {
+    train_gpt2: {flag_name(field.name) for field in STRINGS if "choices" not in field.metadata["options"]}
+    - {"--prompt"},
+    fineweb: {"--input", "--dataset", "--name", "--shards-from", "--check", "--output", "--document-separator"},
+    hellaswag: {"--model", "--data", "--json"},
+    sample: {"--model"},
+}
+
+
+@pytest.mark.parametrize("script", EMPTY_FLAGS, ids=lambda script: script.__name__)
+def test_a_flag_with_nothing_in_it_is_an_error(tmp_path, monkeypatch, script):
+    """As of an unset shell variable: --out "$OUT"."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as error:
+        script.main([f"{name}=" for name in EMPTY_FLAGS[script]])
+    assert set(error.value.problems) == {f"{name} is empty. Pass a value." for name in EMPTY_FLAGS[script]}
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_prompt_may_be_empty():
+    assert parse_flags(train_gpt2.TrainConfig, ["--prompt", ""], "") == {"prompt": ""}
+
+
+def run_main(body: str, stdout: str | int = subprocess.PIPE, stderr: str | int = subprocess.PIPE, **env: str):
+    """Runs `run_cli(main)` in a process, with this body of `main`; "full" is a disk without space."""
+    code = f"import sys\nfrom support.cli import UserError, run_cli\ndef main():\n    {body}\n"
+    with open("/dev/full", "w") as full:
+        streams = {"stdout": full if stdout == "full" else stdout, "stderr": full if stderr == "full" else stderr}
+        command = [sys.executable, "-c", f"{code}run_cli(main, prints_result={stdout == 'full' and 'result' in body})"]
+        return subprocess.run(command, cwd=ROOT, env=os.environ | env, timeout=60, **streams)
+
+
+def test_a_console_without_space_is_no_error():
+    run = run_main("[print('line', file=f) for f in (sys.stdout, sys.stderr) for _ in range(9999)]", "full", "full")
+    assert run.returncode == 0
+    assert run_main("raise UserError('wrong.')", stderr="full").returncode == 2
+
+
+@pytest.mark.parametrize("size", [1, 10**5])
+def test_a_result_that_cannot_be_printed_is_an_error(size):
+    run = run_main(f"print('result' * {size})", stdout="full")
+    assert run.returncode == 2
+    assert run.stderr == b"error: cannot print the result (No space left on device). Redirect it to another file.\n"
+
+
+def test_the_bytes_of_a_file_name_are_printed_as_they_are():
+    """In the C locale, Python decodes them as lone surrogates. Other characters that ASCII lacks are escaped."""
+    ascii = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    run = run_main(r"raise UserError('no ' + b'caf\xc3\xa9'.decode('ascii', 'surrogateescape') + '\u20ac.')", **ascii)
+    assert run.stderr == rb"error: no caf" + b"\xc3\xa9" + rb"\u20ac." + b"\n" and run.returncode == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import signal
 import sys
@@ -11,13 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, TracebackType
-from typing import NoReturn, TextIO, TypeVar
+from typing import NoReturn, TypeVar
+
+from support.cli import GuardedStream
 
 T = TypeVar("T")
 
 TORCHRUN_GRACE_SECONDS = 30  # between the signal that torchrun passes on and SIGKILL
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
-READER_CLOSED = (errno.EPIPE, errno.EIO)  # of a pipe, of a terminal
 _FAILURE, _CLOSED_PIPE, _NO_REASON = -1, 13, 99  # besides signal numbers; the smallest of all ranks wins
 
 
@@ -104,41 +104,3 @@ class StopHandler:
 
     def _reader_closed(self) -> None:
         self._reason = self._reason or _CLOSED_PIPE
-
-
-class GuardedStream:
-    """stdout or stderr. What cannot be written is dropped; if the reader has closed it, `on_close` is called."""
-
-    def __init__(self, stream: TextIO, on_close: Callable[[], None]):
-        self._stream, self._on_close = stream, on_close
-
-    def write(self, text: str) -> int:
-        self._try(lambda: self._stream.write(text))
-        return len(text)
-
-    def flush(self) -> None:
-        self._try(self._stream.flush)
-
-    def unguard(self) -> TextIO:
-        """The stream itself, with nothing left in its buffer that could fail later."""
-        try:
-            self._stream.flush()
-        except OSError:
-            self._discard()
-        return self._stream
-
-    def _try(self, write: Callable[[], object]) -> None:
-        try:
-            write()
-        except OSError as error:
-            if error.errno in READER_CLOSED:
-                self._on_close()
-                self._discard()
-
-    def _discard(self) -> None:
-        """Redirects the stream to the null device: what is buffered would fail again when the process ends."""
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._stream, name)
