@@ -9,6 +9,7 @@ import secrets
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
@@ -180,6 +181,35 @@ def _lock_file(file: TextIO) -> None:
         import fcntl
 
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def folder_for_temporary_files() -> Path:
+    """The system's, or that of the variable TMPDIR.
+
+    Raises:
+        UserError: there is none that can be written.
+    """
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError as error:
+        raise UserError(f"{error.strerror}. Name a folder that can be written in TMPDIR.") from error
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A new folder for temporary files, removed at the end.
+
+    Raises:
+        UserError: it cannot be made, or the block cannot write to it.
+    """
+    parent = folder_for_temporary_files()
+    try:
+        with tempfile.TemporaryDirectory(dir=parent) as folder:
+            yield Path(folder)
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {parent} ({error.strerror}). Free some space there, or name another folder in TMPDIR."
+        ) from error
 
 
 def nearest_existing(path: Path) -> Path:

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import random
 import signal
-import tempfile
 import threading
 import traceback
 from collections import deque
@@ -27,6 +26,7 @@ import numpy.typing as npt
 from support.cli import UserError
 from support.data.corpus import Batch, safe_cut
 from support.data.tokenizer import Gpt2Tokenizer, TokenIds, get_tokenizer, to_utf8
+from support.files import temporary_folder
 
 ENGINES = ("gigatoken", "tiktoken")
 COMPARED_FRACTION = 1 / 128  # of gigatoken's text, encoded by tiktoken too
@@ -63,14 +63,10 @@ class GigatokenEncoder:
             raise UserError(f"gigatoken cannot be used ({error}). Choose --engine tiktoken.") from error
 
         # Its other loaders would treat <|endoftext|> in a document as the special token.
-        descriptor, path = tempfile.mkstemp(suffix=".tiktoken")
-        try:
-            with open(descriptor, "wb") as file:
-                for rank, token in enumerate(self.reference.token_bytes()):
-                    file.write(b"%s %d\n" % (base64.b64encode(token), rank))
-            self._encoder = BPETokenizer.from_tiktoken(path, "gpt2")
-        finally:
-            os.unlink(path)
+        with temporary_folder() as folder:
+            lines = [b"%s %d\n" % (base64.b64encode(t), rank) for rank, t in enumerate(self.reference.token_bytes())]
+            (folder / "gpt2.tiktoken").write_bytes(b"".join(lines))
+            self._encoder = BPETokenizer.from_tiktoken(str(folder / "gpt2.tiktoken"), "gpt2")
         self._cached_chars, self._memory_after_load = 0, _resident_memory()
 
     def __call__(self, texts: list[str]) -> list[TokenIds]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
@@ -23,6 +22,7 @@ from support.data.shards import (
     read_manifest,
 )
 from support.data.tokenizer import VOCAB_SIZES
+from support.files import temporary_folder
 
 NPY_HEADER_BYTES = 128
 
@@ -95,8 +95,8 @@ def download_manifest(repository: str, revision: str | None, file: HubFile) -> M
     Raises:
         UserError: it is not the manifest of complete shards, or cannot be downloaded.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        return read_manifest(fetch_file(repository, revision, file, Path(folder, MANIFEST)).parent)
+    with temporary_folder() as folder:
+        return read_manifest(fetch_file(repository, revision, file, folder / MANIFEST).parent)
 
 
 def _shard_name_of(file: HubFile) -> ShardName | None:

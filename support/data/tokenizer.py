@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -22,6 +21,7 @@ import numpy.typing as npt
 
 from support.cli import UserError
 from support.data.download import download
+from support.files import folder_for_temporary_files
 
 if TYPE_CHECKING:
     import tiktoken
@@ -162,8 +162,8 @@ class Gpt2Tokenizer(Tokenizer):
 @functools.cache
 def _load_gpt2_encoding() -> tiktoken.Encoding:
     """tiktoken's encoding. We download its two files, because tiktoken has no timeout and does not retry."""
-    tiktoken_default = os.path.join(tempfile.gettempdir(), "data-gym-cache")
-    cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR") or tiktoken_default)
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
+    cache = Path(folder) if folder else folder_for_temporary_files() / "data-gym-cache"  # as in tiktoken
     try:
         for url, sha256 in _GPT2_FILES.items():
             download(url, cache / hashlib.sha1(url.encode()).hexdigest(), sha256=sha256)
