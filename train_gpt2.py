@@ -322,7 +322,7 @@ class DataLoaderLite:
         """The rows with these numbers, which continue through all epochs: (B, T) tokens and the tokens after them.
 
         Raises:
-            UserError: a token id is not in the vocabulary; its shard and offset are named.
+            UserError: a shard was truncated, or a token id is not in the vocabulary; the message names the shard.
         """
         tokens = torch.from_numpy(np.stack([self._row(n) for n in rows]).astype(np.int64))  # (B, T+1)
         tokens = devices.send(tokens, self.device)
@@ -337,15 +337,7 @@ class DataLoaderLite:
         row = n - int(self._ends[i] - self.shard_rows[shard])
         if self.shuffle:
             row = int(self._permutation(epoch, shard)[row])
-        tokens = self.shards[shard][row * self.T : row * self.T + self.T + 1]
-        if tokens.max() >= self.vocab_size:
-            offset = row * self.T + int(tokens.argmax())
-            raise UserError(
-                f"{self.shards[shard].filename} has the id {tokens.max()} at offset {offset}, beyond the vocabulary of "
-                f"{self.vocab_size:,}. Make the shards again, with the model's tokenizer.",
-                this_rank_only=True,
-            )
-        return tokens
+        return shards.read_tokens(self.shards[shard], row * self.T, self.T + 1, self.vocab_size)
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch = epoch
@@ -478,6 +470,8 @@ def resolve(flags: Mapping[str, Any], device: torch.device, world_size: int) -> 
     config = TrainConfig(**values, given=frozenset(flags))
     if config.n_embd % config.n_head:
         raise UserError(f"--n-embd {config.n_embd} is not a multiple of --n-head {config.n_head}. Change one.")
+    if config.min_lr > config.max_lr:
+        raise UserError(f"--min-lr {config.min_lr:g} is above --max-lr {config.max_lr:g}. Lower it.")
     rows = batch_size.rows_per_rank(config.total_batch_size, config.block_size, world_size)
     return replace(config, batch_size=batch_size.pick_batch_size(flags.get("batch_size"), rows, device.type))
 
@@ -513,7 +507,11 @@ def validation_loss(
     total = count = 0.0
     first_rows = range(dist.rank * loader.B, rows, dist.world_size * loader.B)
     for first in stop.interruptible(progress_bar(first_rows, "validation", dist.rank)):
-        x, y = loader.batch(range(first, min(first + loader.B, rows)))  # the last batch may be smaller
+        try:
+            x, y = loader.batch(range(first, min(first + loader.B, rows)))  # the last batch may be smaller
+        except UserError as error:
+            stop.fail(error)  # the training state is good: save it first
+            break
         with amp:
             _, loss = model(x, y)
         total += loss.item() * len(x)
@@ -631,7 +629,9 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
             run_folder.check_folder(config.out, resume_from, config.overwrite_policy)
             check_installed(config)
         if config.demo or config.text is not None:
-            presets.make_preset_shards(config.data, config.text, config.tokenizer, rank, checkpoint is not None)
+            presets.make_preset_shards(
+                config.data, config.text, config.text_field, config.tokenizer, rank, resumed=checkpoint is not None
+            )
         train_shards = shards.open_shards(config.data, "train")
         val_shards = shards.open_shards(config.data, "val") if config.val_every else []
         tokenizer = get_tokenizer(shards.read_manifest(config.data)["tokenizer"])
@@ -698,7 +698,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     sizes = asdict(model.config) | {"padded_vocab_size": model.config.padded_vocab_size}
     for line in header(
         config, dist, model, sizes, config.describe(), B=B, grad_accum=loader.grad_accum, rows_per_epoch=train_rows,
-        resume_from=resume_from, first_step=state.step, max_steps=config.max_steps, warmup_steps=config.warmup_steps,
+        resume_from=resume_from, first_step=state.step,
     ):  # fmt: skip
         print0(line)
 
@@ -712,18 +712,18 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
             step, last = state.step, state.step == config.max_steps
             if config.dropout:
                 model.eval()  # otherwise both modes compute the same, and torch.compile would compile each
-            if val_loader and due(config.val_every):
+            if val_loader and due(config.val_every) and not logger.has(step, "val"):
                 val_loss = validation_loss(compiled, val_loader, config.val_tokens, dist, stop, amp)
                 if val_loss is None:
                     break
                 logger.validation(step, val_loss)
-            if examples and due(config.hellaswag_every):
+            if examples and due(config.hellaswag_every) and not logger.has(step, "hella"):
                 started = time.perf_counter()
                 score = hellaswag_score(model, examples, dist, stop, amp)
                 if score is None:
                     break
                 logger.hellaswag(step, *score, len(examples), time.perf_counter() - started)
-            if rank == 0 and step > 0 and due(config.sample_every):
+            if rank == 0 and step > 0 and due(config.sample_every) and not logger.has(step, "samples"):
                 generator = devices.seeded_generator(device, config.seed, step, rank)
                 length = 32 if tokenizer.name == "gpt2" else 128  # a GPT-2 token is about four bytes
                 with amp:  # uncompiled: every length would be compiled again

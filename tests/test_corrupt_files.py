@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pickle
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,6 +45,30 @@ def test_an_unknown_id_loses_no_finished_step(data, tmp_path, world_size):
     assert (
         checkpoint_names(tmp_path / "run") == [f"model_{row // 16:05d}"] and steps_done(tmp_path / "run") == row // 16
     )
+
+
+def truncate_at_step_3(rank, split):
+    real = train_gpt2.get_lr
+
+    def get_lr(step, config):
+        if step == 3 and rank == 0:
+            for shard in Path(config.data).glob(f"*_{split}_*.npy"):
+                os.truncate(shard, shard.stat().st_size // 2)
+        return real(step, config)
+
+    train_gpt2.get_lr = get_lr
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("split, steps", [("train", 4), ("val", 5)])  # until the next step, or validation, needs them
+def test_a_shard_truncated_in_use_loses_no_finished_step(data, tmp_path, split, steps, world_size):
+    """Reading memory whose file is gone would be a bus error."""
+    flags = ["--data", data[0], "--out", "run", "--max-steps", 1000]
+    sabotage = functools.partial(truncate_at_step_3, split=split)
+    assert finish_run(start_run(*flags, cwd=tmp_path, world_size=world_size, sabotage=sabotage)) == [2] * world_size
+    outputs = "".join((tmp_path / f"{rank}.txt").read_text() for rank in range(world_size))
+    assert outputs.count("was truncated while it was in use. Run the command that made these shards again.") >= 1
+    assert checkpoint_names(tmp_path / "run") == [f"model_{steps:05d}"] and steps_done(tmp_path / "run") == steps
 
 
 def test_the_last_step_reads_nothing_ahead(data, tmp_path):

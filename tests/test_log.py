@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+
+import pytest
+
 from support.console.log import RunLog, read_values
 
 
@@ -24,13 +28,46 @@ def test_the_log_continues_from_a_step(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["log.txt"]
 
 
-def test_missing_lines_are_reported(tmp_path, capsys):
+def test_what_was_measured_before_the_first_step_stays(tmp_path):
     path = tmp_path / "log.txt"
-    path.write_text("0 train 1.000000\n")
-    RunLog(path, 1)
-    assert not capsys.readouterr().err
-    RunLog(path, 3)
-    assert capsys.readouterr().err == f"warning: {path} lacks lines of the steps before 3.\n"
+    path.write_text("0 train 1.000000\n1 val 0.5000\n1 hella 0.2500\n1 train 0.900000\n2 val 0.4000\n")
+    log = RunLog(path, 1, ["val"])
+    assert log.kept == {"val": 0.5}
+    assert path.read_text() == "0 train 1.000000\n1 val 0.5000\n"
+    assert RunLog(path, 1).kept == {} and path.read_text() == "0 train 1.000000\n"
+
+
+@pytest.mark.parametrize(
+    "logged, first_step, lacking",
+    [
+        ([0], 1, None),
+        ([0, 1, 2], 3, None),
+        ([0], 3, "2 of the 3 steps so far, step 1 first"),
+        ([0, 1, 4, 5], 6, "2 of the 6 steps so far, step 2 first"),
+        ([1, 2], 3, "1 of the 3 steps so far, step 0 first"),
+        (None, 3, "3 of the 3 steps so far, step 0 first"),
+    ],
+)
+def test_missing_lines_are_reported_wherever_they_are(tmp_path, capsys, logged, first_step, lacking):
+    path = tmp_path / "log.txt"
+    if logged is not None:
+        path.write_text("".join(f"{step} train 1.000000\n" for step in logged))
+    RunLog(path, first_step)
+    assert capsys.readouterr().err == (f"warning: {path} lacks {lacking}.\n" if lacking else "")
+
+
+def test_a_log_that_was_removed_is_written_again(tmp_path, capsys):
+    out, path = tmp_path / "run", tmp_path / "run" / "log.txt"
+    out.mkdir()
+    log = RunLog(path)
+    log.write(0, "train", 2.0)
+    shutil.rmtree(out)
+    log.write(1, "train", 1.0)
+    log.sync()
+    log.write(2, "train", 0.5)
+    log.close()
+    assert path.read_text() == "0 train 2.000000\n1 train 1.000000\n2 train 0.500000\n"
+    assert capsys.readouterr().err == f"warning: {path} was removed. It is written again.\n"
 
 
 def test_only_finite_values_are_read(tmp_path):

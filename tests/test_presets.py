@@ -103,22 +103,41 @@ def test_a_checkpoint_brings_its_tokenizer(tmp_path):
         assert configure(flags)[0].tokenizer == tokenizer
 
 
-def test_parquet_counts_uncompressed(tmp_path):
+@pytest.mark.slow
+def test_the_text_may_be_in_another_field(tmp_path):
+    lines = [json.dumps({"id": n, "story": f"{n}. {TEXT}"}) for n in range(3)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    command = ["train_gpt2.py", "--text", "text.jsonl", "--tokenizer", "bytes", "--out", "mine", *SMALL]
+    without = run_script(*command, cwd=tmp_path)
+    assert without.returncode == 2 and "has no field 'text', only id, story" in without.stderr
+    assert "choose another --text-field" in without.stderr
+    done = run_script(*command, "--text-field", "story", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads((tmp_path / "mine" / "data" / "manifest.json").read_text())
+    assert sum(shard["tokens"] for shard in manifest["shards"]) == 3 * (len(TEXT) + 4)
+    other = run_script("train_gpt2.py", "--resume", "--out", "mine", "--text-field", "id", cwd=tmp_path)
+    assert other.returncode == 2 and "--text-field is id, but the run in mine has story." in other.stderr
+
+
+@pytest.mark.parametrize("field", ["text", "story"])
+def test_parquet_counts_uncompressed(tmp_path, field):
     import pyarrow
     import pyarrow.parquet
 
     text = "the same again, " * 100_000  # 1.6 MB, and almost nothing on the disk
     path = tmp_path / "text.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"text": [text]}), path, compression="zstd", use_dictionary=False)
+    pyarrow.parquet.write_table(pyarrow.table({field: [text]}), path, compression="zstd", use_dictionary=False)
     assert path.stat().st_size < 1e5
-    config, _ = configure(["--text", str(path), "--tokenizer", "bytes"])
+    config, _ = configure(["--text", str(path), "--text-field", field, "--tokenizer", "bytes"])
     assert config.total_batch_size * config.max_steps == pytest.approx(1.5e6, rel=0.01)
 
 
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--text", ""], "'' does not exist. Pass a text file, or a folder of them, with --text."),
+        (["--text", ""], "--text is empty. Pass a value."),
+        (["--text-field", "story"], "--text-field is for --text. Add --text, or leave out --text-field."),
+        (["--tokenizer", "bytes"], "--tokenizer is for --text. Add --text, or leave out --tokenizer."),
         (["--text", "text.txt", "--data", "d"], "--text makes its own shards, in --out. Leave out --data"),
         (["--text", "text.txt", "--total-batch-size", "0"], "--total-batch-size is 0. It must be 1 or more."),
         (["--text", "nowhere"], "'nowhere' does not exist. Pass a text file, or a folder of them, with --text."),
@@ -211,7 +230,7 @@ def test_a_folder_means_all_text_in_it_and_changed_text_is_rejected(tmp_path, ca
 def test_one_process_of_all_nodes_makes_the_shards(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     data = tmp_path / "run" / "data"
-    flags = (str(data), str(tmp_path / "text.txt"), "bytes")
+    flags = (str(data), str(tmp_path / "text.txt"), "text", "bytes")
     other_node = threading.Thread(target=make_preset_shards, args=(*flags, 1, False), daemon=True)
     other_node.start()
     other_node.join(2)

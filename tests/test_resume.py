@@ -39,6 +39,40 @@ def kill_before_step(monkeypatch, n):
 # ---- the same run
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_the_log_has_is_not_evaluated_again(byte_shards, tmp_path, world_size):
+    """Killed at step 6, resumed at 4, where it has validated and sampled; then resumed after its end."""
+    flags = ["--data", byte_shards, "--max-steps", 11, "--checkpoint-every", 4, "--val-every", 2, "--sample-every", 4]
+    start = dict(cwd=tmp_path, world_size=world_size)
+    run_to_the_end(*flags, "--out", "straight", **start)
+    assert any(finish_run(start_run(*flags, "--out", "resumed", sabotage=die_at_step_6, **start)))
+    run_to_the_end("--resume", *flags, "--out", "resumed", **start)
+    assert_same_run(tmp_path / "resumed", tmp_path / "straight")
+    printed = (tmp_path / "0.txt").read_text()
+    assert "step     4 | val loss" not in printed and "step     4 | sample" not in printed
+    assert "step     6 | val loss" in printed and "step     8 | sample 0" in printed
+    run_to_the_end("--resume", *flags, "--out", "resumed", **start)
+    printed = (tmp_path / "0.txt").read_text()
+    assert "this run has finished its 11 steps" in printed and "\nstep" not in printed
+    assert_same_run(tmp_path / "resumed", tmp_path / "straight")
+
+
+def test_what_the_log_lacks_is_evaluated(byte_shards, tmp_path, capsys):
+    """As after a signal during the validation."""
+    flags = ["--data", byte_shards, "--max-steps", 10, "--checkpoint-every", 5, "--sample-every", 5]
+    trained(tmp_path / "straight", *flags)
+    out = tmp_path / "resumed"
+    trained(out, *flags)
+    shutil.rmtree(out / "model_00010")
+    log = (out / "log.txt").read_text()
+    (out / "log.txt").write_text("".join(line for line in log.splitlines(True) if not line.startswith("5 val")))
+    capsys.readouterr()
+    resumed(out)
+    printed = capsys.readouterr().out
+    assert "step     5 | val loss" in printed and "step     5 | sample 0" in printed
+    assert_same_run(out, tmp_path / "straight")
+
+
 @pytest.mark.parametrize("flags", [["--shuffle"], ["--dtype", "fp16"]])
 def test_a_resumed_run_is_the_uninterrupted_run(byte_shards, tmp_path, flags, monkeypatch):
     flags = ["--data", byte_shards, "--max-steps", 11, "--checkpoint-every", 4, *flags]
@@ -113,13 +147,15 @@ def test_a_run_resumed_between_overflows_is_the_uninterrupted_run(byte_shards, t
     assert states[0]["overflows"] == states[1]["overflows"] > 8 and states[0]["scaler"] == states[1]["scaler"]
 
 
-def test_more_steps_keep_the_schedule(byte_shards, tmp_path):
+def test_more_steps_keep_the_schedule(byte_shards, tmp_path, capsys):
     out = tmp_path / "run"
     trained(out, "--data", byte_shards, "--max-steps", 6, "--checkpoint-every", 3)
     config, checkpoint = configure(["--resume", "--out", out, "--max-steps", "9"])
     assert (config.max_steps, config.decay_steps, get_lr(8, config)) == (9, 6, config.min_lr)
     written = (checkpoint.path / "checkpoint.json").stat().st_mtime_ns
     train(config, ONE_PROCESS, checkpoint)
+    [note] = [line for line in capsys.readouterr().out.splitlines() if "--decay-steps" in line]
+    assert note.startswith("note    from step 6 on, the learning rate stays at its lowest, 0.0003;")
     assert (checkpoint.path / "checkpoint.json").stat().st_mtime_ns == written  # not saved again
     trained(tmp_path / "straight", "--data", byte_shards, "--max-steps", 9, "--decay-steps", 6)
     assert (out / "log.txt").read_text() == (tmp_path / "straight" / "log.txt").read_text()
@@ -265,6 +301,55 @@ def test_a_run_does_not_resume_with_other_data_of_the_same_size(byte_shards, tmp
 
 
 # ---- --resume, --resume auto, and neither
+
+
+def test_shards_that_moved_are_found_or_asked_for(byte_shards, tmp_path, monkeypatch):
+    """A relative path is of another folder there."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(byte_shards, "mine")
+    trained(tmp_path / "run", "--data", "mine", "--max-steps", 3)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(UserError) as error:
+        resumed(tmp_path / "run")
+    checkpoint = tmp_path / "run" / "model_00003"
+    assert str(error.value) == f"no train shards in mine, where {checkpoint} had them. Pass their folder with --data."
+    assert resumed(tmp_path / "run", "--data", "../mine", "--max-steps", 4).step == 4
+    assert resumed(tmp_path / "run", "--data", tmp_path / "mine").step == 4
+
+
+def test_a_run_on_a_text_may_move_with_its_shards(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text("It was the best of times, it was the worst of times. " * 400)
+    flags = ["--text", "book.txt", "--tokenizer", "bytes", "--device", "cpu", "--dtype", "fp32", "--max-steps", 2]
+    train(configure([*flags, "--out", "run"])[0], ONE_PROCESS)
+    (tmp_path / "elsewhere").mkdir()
+    os.rename("run", "elsewhere/moved")
+    monkeypatch.chdir("elsewhere")
+    assert resumed(tmp_path / "elsewhere" / "moved", "--max-steps", 3).step == 3
+    shutil.rmtree("moved/data")
+    with pytest.raises(
+        UserError, match="no train shards in .*moved/data, where .*model_00003 had them. Pass their folder"
+    ):
+        resumed(tmp_path / "elsewhere" / "moved", "--max-steps", 4)
+
+
+def remove_the_folder_at_step_3(rank):
+    real = train_gpt2.get_lr
+
+    def get_lr(step, config):
+        if step == 3:
+            shutil.rmtree("removed")
+        return real(step, config)
+
+    train_gpt2.get_lr = get_lr
+
+
+def test_a_folder_that_is_removed_during_the_run_is_made_again(byte_shards, tmp_path):
+    flags = ["--data", byte_shards, "--max-steps", 6]
+    run_to_the_end(*flags, "--out", "straight", cwd=tmp_path)
+    run_to_the_end(*flags, "--out", "removed", cwd=tmp_path, sabotage=remove_the_folder_at_step_3)
+    assert_same_run(tmp_path / "removed", tmp_path / "straight")
 
 
 def test_resume_auto_replaces_a_run_that_saved_nothing(byte_shards, tmp_path):

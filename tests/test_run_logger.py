@@ -33,8 +33,9 @@ def logger_of(
     monkeypatch.setattr(run_logger, "STARTED", started)
     monkeypatch.setattr(run_logger.time, "perf_counter", lambda: next(times))
     dist = SimpleNamespace(
-        rank=0, world_size=world_size, device=torch.device("cpu"), print0=lines.append, on_rank_zero=lambda f: f()
-    )
+        rank=0, world_size=world_size, device=torch.device("cpu"), print0=lines.append, on_rank_zero=lambda f: f(),
+        all_reduce_min=int,
+    )  # fmt: skip
     return RunLogger(
         config_of("--out", out), dist, first_step=first_step, max_steps=max_steps, tokens_per_step=256,
         flops_per_token=FLOPS_PER_TOKEN,

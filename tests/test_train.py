@@ -296,6 +296,7 @@ def test_samples_continue_the_prompt(byte_shards, tmp_path, capsys):
         ("--n-head 5", "--n-embd 32 is not a multiple of --n-head 5"),
         ("--init-from .", "--init-from brings its own sizes. Leave out --n-layer, --n-head, --n-embd."),
         ("--max-lr nan", "--max-lr is nan. It must be a finite number."),
+        ("--min-lr 1", "--min-lr 1 is above --max-lr 0.003. Lower it."),
         ("--out /proc/nowhere", "cannot write to /proc/nowhere"),
         ("--resume", "no checkpoint in log to resume from"),
         ("--device mps", "no mps device on this machine"),

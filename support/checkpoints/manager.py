@@ -113,7 +113,7 @@ class CheckpointManager:
     def _write(self, step: int, write_files: Callable[[Path], None], size: int) -> None:
         directory = checkpoint_path(self.out, step)
         try:
-            free = shutil.disk_usage(self.out).free
+            free = shutil.disk_usage(files.nearest_existing(self.out)).free  # somebody may have removed the folder
             if free < size:
                 needed, free_text = files.format_bytes(size), files.format_bytes(free)
                 raise OSError(errno.ENOSPC, f"it takes {needed}, and {free_text} are free")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -74,7 +75,28 @@ def resumed_flags(
     flags = {**stored, "out": str(out), "resume": "newest", "profile": 0, **given}
     if checkpoint.step > flags["max_steps"]:
         raise UserError(f"{checkpoint.path} is past --max-steps {flags['max_steps']}. Raise it, or leave it out.")
+    if "data" not in given:
+        flags["data"] = _find_data(flags, checkpoint.path)
     return flags
+
+
+def _find_data(flags: Mapping[str, Any], checkpoint: Path) -> str:
+    """The folder of a resumed run's shards: where they were, or next to the checkpoint if --text made them there.
+
+    Raises:
+        UserError: they are in neither, and cannot be made again.
+    """
+    text, places = flags.get("text"), [flags["data"]]
+    if text is not None:
+        places.append(str(checkpoint.parent / "data"))  # the folder of the run may have moved
+    for place in places:
+        if shards.shard_paths(place, "train"):
+            return place
+    if not flags.get("demo") and (text is None or not Path(text).exists()):
+        raise UserError(
+            f"no train shards in {flags['data']}, where {checkpoint} had them. Pass their folder with --data."
+        )
+    return flags["data"]
 
 
 def data_identity(folder: str, train: list[np.memmap], val: list[np.memmap], model: torch.nn.Module) -> DataIdentity:

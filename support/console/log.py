@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Collection
 from io import FileIO
 from pathlib import Path
 
@@ -30,30 +31,40 @@ def read_values(path: Path, name: str) -> dict[int, float]:
 class RunLog:
     """The log of a run, written line by line; a `first_step` above 0 continues an existing log at that step.
 
-    Lines at or past `first_step` are dropped, since those steps run again; so are malformed lines, such as one that a
-    crash cut off. While the disk is full, lines are kept in memory. Without a path, as on all ranks but 0, nothing is
-    read or written.
+    Lines at or past `first_step` are dropped, since those steps run again, and so are malformed lines, such as one that
+    a crash cut off. Values of `first_step` whose names are in `kept_names` were measured before that step: they stay,
+    and are in `kept`. While the disk is full, lines are kept in memory. Without a path, as on all ranks but 0, nothing
+    is read or written.
     """
 
-    def __init__(self, path: Path | None = None, first_step: int = 0):
+    def __init__(self, path: Path | None = None, first_step: int = 0, kept_names: Collection[str] = ()):
+        self.kept: dict[str, float] = {}
         self._file: FileIO | None = None
         self._pending, self._warned = b"", False
         self._lock = threading.Lock()  # the thread that writes a checkpoint syncs the log
         if path is None:
             return
-        if first_step > 0 and path.exists():
-            self._drop_lines_from(path, first_step)
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  open as long as the run
+        if first_step > 0:
+            self._drop_lines_from(path, first_step, kept_names)
+        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115  open as long as the run
 
-    @staticmethod
-    def _drop_lines_from(path: Path, first_step: int) -> None:
-        with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
-            matches = [(LINE.fullmatch(line), line) for line in file]
-        kept = [line for match, line in matches if match and int(match[1]) < first_step]
+    def _drop_lines_from(self, path: Path, first_step: int, kept_names: Collection[str]) -> None:
+        lines = path.read_bytes().decode("utf-8", "replace").split("\n")[:-1] if path.exists() else []
+        with_a_loss, kept = set(), []
+        for match in filter(None, (LINE.fullmatch(f"{line}\n") for line in lines)):
+            step, name = int(match[1]), match[2]
+            if step == first_step and name in kept_names:
+                self.kept[name] = float(match[3])
+            elif step >= first_step:
+                continue
+            kept.append(match[0])
+            if name == "train":
+                with_a_loss.add(step)
         with atomic_write(path) as tmp:
             tmp.write_text("".join(kept), encoding="utf-8", newline="\n")
-        if not any(line.startswith(f"{first_step - 1} train ") for line in kept):
-            print(f"warning: {path} lacks lines of the steps before {first_step}.", file=sys.stderr, flush=True)
+        missing = sorted(set(range(first_step)) - with_a_loss)
+        if missing:
+            _warn(f"{path} lacks {len(missing):,} of the {first_step:,} steps so far, step {missing[0]} first.")
 
     def write(self, step: int, name: str, value: float) -> None:
         if self._file is None:
@@ -64,8 +75,7 @@ class RunLog:
                 self._write_pending(self._file)
         except OSError as error:
             if not self._warned:
-                message = f"cannot write to {self._file.name!s} ({error.strerror}). Its lines are kept in memory."
-                print(f"warning: {message}", file=sys.stderr, flush=True)
+                _warn(f"cannot write to {self._file.name!s} ({error.strerror}). Its lines are kept in memory.")
             self._warned = True
 
     def sync(self) -> None:
@@ -76,6 +86,7 @@ class RunLog:
         """
         if self._file:
             with self._lock:
+                self._restore_if_removed()
                 self._write_pending(self._file)
             os.fsync(self._file.fileno())
 
@@ -97,6 +108,23 @@ class RunLog:
         finally:
             self._file.close()
 
+    def _restore_if_removed(self) -> None:
+        """Writes the log again if somebody has removed it: the open file still has its lines."""
+        assert self._file is not None
+        path = Path(str(self._file.name))
+        if path.exists():
+            return
+        self._file.seek(0)
+        self._pending = self._file.read() + self._pending
+        self._file.close()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
+        _warn(f"{path} was removed. It is written again.")
+
     def _write_pending(self, file: FileIO) -> None:
         while self._pending:
             self._pending = self._pending[file.write(self._pending) :]
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)

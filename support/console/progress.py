@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from support.runtime.distributed import Distributed
 from support.runtime.options import RunOptions
 
 T = TypeVar("T")
+HIGH_LR = 0.1
 
 
 def progress_bar(items: Iterable[T], name: str, rank: int) -> Iterable[T]:
@@ -41,8 +42,6 @@ def header(
     rows_per_epoch: int,
     resume_from: Path | None,
     first_step: int,
-    max_steps: int,
-    warmup_steps: int,
 ) -> Iterator[str]:
     """The lines before the first step: the figures that people compare and ask each other for.
 
@@ -50,7 +49,8 @@ def header(
         sizes: of the model, by attribute of GPTConfig.
         recipe: optimizer and schedule in words.
     """
-    T, world_size = sizes["block_size"], dist.world_size
+    T, world_size, flags = sizes["block_size"], dist.world_size, options.to_dict()
+    max_steps = flags["max_steps"]
     step_rows = B * world_size * grad_accum
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -71,20 +71,28 @@ def header(
     )
     yield f"recipe  {recipe}"
     if options.text:
-        yield f"text    {options.text}: {describe_text_flags(options.to_dict())}"
+        yield f"text    {options.text}: {describe_text_flags(flags)}"
     checkpoint_bytes = 3 * sum(p.nbytes for p in model.parameters())  # AdamW has two moments, Muon one
     if resume_from:
         yield f"note    resuming from {resume_from}"
-    for note in notes(options, first_step, max_steps, warmup_steps, checkpoint_bytes if dist.rank == 0 else 0):
+    for note in notes(options, flags, first_step, checkpoint_bytes if dist.rank == 0 else 0):
         yield f"note    {note}"
 
 
-def notes(
-    options: RunOptions, first_step: int, max_steps: int, warmup_steps: int, checkpoint_bytes: int
-) -> Iterator[str]:
-    """Warnings before the first step, one line each."""
+def notes(options: RunOptions, flags: Mapping[str, Any], first_step: int, checkpoint_bytes: int) -> Iterator[str]:
+    """Warnings before the first step, one line each. `flags` are all flags of the run."""
+    max_steps, warmup_steps, decay_steps = flags["max_steps"], flags["warmup_steps"], flags["decay_steps"]
     if warmup_steps >= max_steps:
         yield f"all {max_steps:,} steps are in the warm-up, which takes {warmup_steps:,}; see --warmup-steps"
+    elif warmup_steps >= decay_steps:
+        yield f"--decay-steps {decay_steps} is in the warm-up of {warmup_steps:,} steps: after it comes --min-lr at once"
+    elif first_step < max_steps and max_steps > decay_steps:
+        yield (
+            f"from step {decay_steps:,} on, the learning rate stays at its lowest, {flags['min_lr']:.3g}; --decay-steps "
+            "moves the end of the schedule, in a resumed run only before the cooldown of --schedule wsd"
+        )
+    if flags["max_lr"] > HIGH_LR:
+        yield f"--max-lr {flags['max_lr']:g} is very high: a step moves weights, which start near 0.02, by about that much"
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and options.resume != "auto":
         yield "torchrun restarts a failed run, but only with --resume auto does that resume from a checkpoint"
     if checkpoint_bytes and options.checkpoint_every:

@@ -24,7 +24,7 @@ class RunLogger:
     """Reports validations, scores, samples and steps; on all ranks but 0 it does nothing.
 
     Values go to `log.txt` in `--out` and to the trackers, until the end of a `with`. A `first_step` above 0 continues
-    the log and the curves of an earlier process at that step.
+    the log and the curves of an earlier process at that step; what that one has reported of it need not be repeated.
 
     Raises:
         UserError: on all ranks, if a tracker cannot start; at the end, if the last lines of the log cannot be written.
@@ -44,8 +44,20 @@ class RunLogger:
         self.first_step, self.max_steps, self.tokens_per_step = first_step, max_steps, tokens_per_step
         self.flops_per_token, self.peak_flops = flops_per_token, devices.peak_flops(dist.device)
         self._trackers = Trackers(dist.on_rank_zero(lambda: start_trackers(options, first_step)) or [])
-        self._log = RunLog(Path(options.out) / "log.txt" if dist.rank == 0 else None, first_step)
+        every = {"val": options.val_every, "hella": options.hellaswag_every}
+        due = [name for name, n in every.items() if n > 0 and (first_step % n == 0 or first_step == max_steps)]
+        self._log = RunLog(Path(options.out) / "log.txt" if dist.rank == 0 else None, first_step, due)
+        for name, value in self._log.kept.items():  # trackers hide what they have of first_step and later
+            self._trackers.log_value(first_step, name, value)
+        # every rank must know, or the others wait forever in the next evaluation
+        self._reported = {name for name in due if dist.all_reduce_min(dist.rank > 0 or name in self._log.kept)}
+        if due and self._reported == set(due) and not (options.tensorboard or options.wandb):
+            self._reported.add("samples")  # they come after the values
         self._marks: deque[tuple[int, float]] = deque(maxlen=ETA_WINDOW // ETA_EVERY)  # steps, and when they ended
+
+    def has(self, step: int, name: str) -> bool:
+        """Whether an earlier process has reported this already: "val", "hella" or "samples" of the first step."""
+        return step == self.first_step and name in self._reported
 
     def validation(self, step: int, loss: float) -> None:
         self._value(step, "val", loss)

@@ -60,6 +60,8 @@ def preset_flags(given: Mapping[str, Any], vocab_size: int = 50257, n_embd: int 
         if "data" in given:
             raise UserError("--text makes its own shards, in --out. Leave out --data, or --text to train on shards.")
         return _text_flags(given, vocab_size, n_embd)
+    if for_text := [flag_name(name) for name in ("text_field", "tokenizer") if name in given]:
+        raise UserError(*(f"{name} is for --text. Add --text, or leave out {name}." for name in for_text))
     flags = DEMO if given.get("demo") else {}
     other_sizes = given.keys() & {"model", "init_from"}
     return {name: value for name, value in flags.items() if not other_sizes or name not in MODEL_FLAGS}
@@ -67,7 +69,8 @@ def preset_flags(given: Mapping[str, Any], vocab_size: int = 50257, n_embd: int 
 
 def _text_flags(given: Mapping[str, Any], vocab_size: int, n_embd: int) -> dict[str, Any]:
     fine_tuned = "init_from" in given
-    size = sum(map(_text_bytes, find_texts(given["text"])))
+    field = given.get("text_field", "text")
+    size = sum(_text_bytes(path, field) for path in find_texts(given["text"]))
     tokenizer = given.get("tokenizer", "bytes" if fine_tuned and vocab_size == 257 else "gpt2")
     tokens = 0.9 * size / BYTES_PER_TOKEN[tokenizer]  # the last tenth is held out
     flags: dict[str, Any]
@@ -116,9 +119,9 @@ def find_texts(name: str) -> list[Path]:
     return texts
 
 
-def _text_bytes(path: Path) -> float:
+def _text_bytes(path: Path, field: str) -> float:
     if path.suffix.lower() == ".parquet":
-        return parquet_text_bytes(path, "text")
+        return parquet_text_bytes(path, field)
     return path.stat().st_size * (TYPICAL_COMPRESSION_RATIO if path.suffix.lower() in COMPRESSION_CODECS else 1)
 
 
@@ -126,10 +129,10 @@ def _text_bytes(path: Path) -> float:
 # Shards
 
 
-def make_preset_shards(data: str, text: str | None, tokenizer: str, rank: int, resumed: bool) -> None:
+def make_preset_shards(data: str, text: str | None, field: str, tokenizer: str, rank: int, resumed: bool) -> None:
     """Makes the shards of --text, or without `text` those of --demo, with fineweb.py on rank 0, unless they exist.
 
-    For a new run of --text, fineweb.py also checks that existing shards were made from this text.
+    `field` is that of --text-field. For a new run of --text, fineweb.py also checks that existing shards were made from this text.
 
     Raises:
         UserError: it failed, and has said why.
@@ -140,7 +143,15 @@ def make_preset_shards(data: str, text: str | None, tokenizer: str, rank: int, r
         return
     source = ["--demo"]
     if text is not None:  # joined with ".", a text named "-x" does not look like a flag
-        source = ["--tokenizer", tokenizer, "--split-documents", "--input", os.path.join(".", text)]
+        source = [
+            "--tokenizer",
+            tokenizer,
+            "--text-field",
+            field,
+            "--split-documents",
+            "--input",
+            os.path.join(".", text),
+        ]
     fineweb = Path(__file__).parents[2] / "fineweb.py"
     if run_child_process([sys.executable, str(fineweb), "--output", data, *source]):
         raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import re
 from dataclasses import dataclass
@@ -143,6 +144,8 @@ def load_shard(path: Path) -> np.memmap:
     Raises:
         UserError: the file is something else.
     """
+    if not path.is_file():  # a FIFO would wait for a writer
+        raise UserError(f"{path} is not a file. {_MAKE_AGAIN}")
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy's parser of the header raises many kinds
@@ -153,6 +156,25 @@ def load_shard(path: Path) -> np.memmap:
         raise UserError(f"{path} holds {content}, not 1-dimensional uint16 tokens. {_MAKE_AGAIN}")
     if len(tokens) == 0:
         raise UserError(f"{path} is empty. {_MAKE_AGAIN}")
+    return tokens
+
+
+def read_tokens(shard: np.memmap, start: int, count: int, vocab_size: int) -> npt.NDArray[np.uint16]:
+    """`count` tokens of a shard, from `start` on.
+
+    Raises:
+        UserError: the file was truncated since it was opened, or a token id is not in the vocabulary.
+    """
+    # Reading a page that the file no longer has would kill the process (SIGBUS). Other ranks may not read this shard.
+    if isinstance(shard.base, mmap.mmap) and shard.base.size() < shard.offset + shard.nbytes:
+        raise UserError(f"{shard.filename} was truncated while it was in use. {_MAKE_AGAIN}", this_rank_only=True)
+    tokens = shard[start : start + count]
+    if tokens.max() >= vocab_size:
+        raise UserError(
+            f"{shard.filename} has the id {tokens.max()} at offset {start + int(tokens.argmax())}, beyond the vocabulary "
+            f"of {vocab_size:,}. Make the shards again, with the model's tokenizer.",
+            this_rank_only=True,
+        )
     return tokens
 
 

@@ -12,7 +12,7 @@ OverwritePolicy = Literal["nothing", "log", "run"]
 # Their defaults depend on the machine, so a resumed run chooses them anew unless they were given.
 MACHINE_FLAGS = {"device", "dtype", "compile", "batch_size", "hellaswag_every"}
 # What the shards were made from. A resumed run continues on those shards, so it must not name anything else.
-SOURCE_FLAGS = {"text", "tokenizer"}
+SOURCE_FLAGS = {"text", "text_field", "tokenizer"}
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class RunOptions:
         default_help="train on the shards in --data",
         metavar="PATH",
     )
+    text_field: str = flag("text", "field or column of --text that has the text", "files", metavar="FIELD")
     tokenizer: str = flag("gpt2", "tokenizer of --text", "files", choices=("gpt2", "bytes"))
     out: str = flag("log", "folder for the log and the checkpoints", "files", metavar="DIR")
     resume: str | None = flag(
