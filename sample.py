@@ -15,6 +15,8 @@ from support.data.tokenizer import get_tokenizer, name_for_vocab_size
 from support.runtime import devices
 from train_gpt2 import GPT, sample
 
+MAX_BATCH = 64  # texts that are generated together
+
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
@@ -52,8 +54,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"the prompt has {length} tokens, and the context of {args.model} is {model.config.block_size}. Shorten it."
         )
     generator = devices.seeded_generator(device, args.seed)
-    options = (args.n, args.max_new_tokens, generator, args.temperature, args.top_k or None)
-    print("\n---\n".join(sample(model, tokenizer, args.prompt, *options)))
+    options = (args.max_new_tokens, generator, args.temperature, args.top_k or None)
+    for first in range(0, args.n, MAX_BATCH):
+        texts = sample(model, tokenizer, args.prompt, min(MAX_BATCH, args.n - first), *options)
+        print("\n---\n" * (first > 0) + "\n---\n".join(texts), end="", flush=True)
+    print()
 
 
 if __name__ == "__main__":

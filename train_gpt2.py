@@ -41,7 +41,7 @@ from support.data import presets, shards
 from support.data.tokenizer import Tokenizer, get_tokenizer
 from support.optim.loss import chunked_cross_entropy
 from support.optim.muon import Muon
-from support.runtime import batch_size, devices
+from support.runtime import batch_size, devices, memory
 from support.runtime.distributed import COLLECTIVE_TIMEOUT, Distributed
 from support.runtime.options import MACHINE_FLAGS, RunOptions
 from support.runtime.profiler import Profiler
@@ -384,7 +384,7 @@ class TrainConfig(RunOptions):
 
     # fmt: off
     model: str = flag("gpt2", "model size", "model", choices=tuple(MODELS))
-    n_layer: int = flag(12, "layers", "model", default_help="set by --model", at_least=1, below=2**31)
+    n_layer: int = flag(12, "layers", "model", default_help="set by --model", at_least=1, at_most=10_000)
     n_head: int = flag(12, "attention heads", "model", default_help="set by --model", at_least=1, below=2**31)
     n_embd: int = flag(768, "channels", "model", default_help="set by --model", at_least=1, below=2**31)
     block_size: int = flag(1024, "context length in tokens", "model", default_help="1024, or that of --init-from",
@@ -635,6 +635,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         train_shards = shards.open_shards(config.data, "train")
         val_shards = shards.open_shards(config.data, "val") if config.val_every else []
         tokenizer = get_tokenizer(shards.read_manifest(config.data)["tokenizer"])
+        memory.check_training_fits(config.to_dict(), tokenizer.vocab_size, device)
         model = initial_model(config, tokenizer, resume_from).to(device)
         identity = data_identity(config.data, train_shards, val_shards, model)
         if checkpoint:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import TINY_SIZES
 from plain import PlainGPT
 
-from support.checkpoints import lora
+from support.checkpoints import huggingface, lora
+from support.cli import UserError
 from support.runtime import memory
 from train_gpt2 import GPT, GPTConfig
 
@@ -94,3 +97,76 @@ def test_the_logits_of_a_chunk_are_counted(gpt2, tiny_model):
     tiny = memory.estimate_memory(tiny_model, 4, 16, torch.float32, 1, 10**9)
     assert tiny.activations == memory.saved_bytes(tiny_model, 4, 16, torch.float32) + 64 * 320 * 12
     assert [block.training for block in tiny_model.transformer.h] == [False, True] and tiny_model.training
+
+
+# ---- before a model exists
+
+
+@pytest.mark.parametrize("config", [GPTConfig(), GPTConfig(**TINY_SIZES), GPTConfig(7, 257, 3, 2, 8, bias=False)])
+def test_parameters_are_counted(config):
+    with torch.device("meta"):
+        model = GPT(config)
+    padding = (config.padded_vocab_size - config.vocab_size) * config.n_embd
+    assert memory.count_parameters(vars(config)) == sum(p.numel() for p in model.parameters()) - padding
+
+
+def flags_of(config, **changes):
+    return vars(config) | {"batch_size": 4, "lora_rank": None} | changes
+
+
+@pytest.mark.parametrize(
+    "config, changes, gigabytes, problem",
+    [
+        (GPTConfig(), {}, 2.2, None),
+        (GPTConfig(), {}, 1.4, "training 124,439,808 parameters takes at least 1.5 GB, and cpu has 1.4 GB."),
+        (GPTConfig(), {"lora_rank": 8}, 1.4, None),
+        (
+            GPTConfig(),
+            {},
+            0.4,
+            "the model has 124,439,808 parameters, which take 498.2 MB, and this machine has 400.0 MB",
+        ),
+        (
+            GPTConfig(),
+            {"batch_size": 512},
+            80.0,
+            "micro-batches of 512 rows of 1024 tokens take at least 88.5 GB, and cpu",
+        ),
+        (GPTConfig(n_layer=10_000, n_embd=1), {}, 0.3, "which take 401.2 MB"),
+        (GPTConfig(), {"batch_size": 10**9}, None, None),
+    ],
+)
+def test_what_cannot_fit_is_refused(monkeypatch, config, changes, gigabytes, problem):
+    monkeypatch.setattr(memory, "available_memory", lambda: gigabytes and round(gigabytes * 1e9))
+    flags = flags_of(config, **changes)
+    if problem is None:
+        memory.check_training_fits(flags, config.vocab_size, torch.device("cpu"))
+        return
+    with pytest.raises(UserError) as error:
+        memory.check_training_fits(flags, config.vocab_size, torch.device("cpu"))
+    assert problem in str(error.value)
+
+
+def test_what_is_refused_is_less_than_training_takes(gpt2):
+    """In bf16, which takes least; of four more rows, without what does not depend on them."""
+    layers = memory.LAYER_ACTIVATION_BYTES * 4 * 1024 * gpt2.config.n_layer * gpt2.config.n_embd
+    less, more = (memory.saved_bytes(gpt2, B, 1024, torch.bfloat16) for B in (2, 6))
+    saved = more - less
+    assert 0.9 * saved < layers < saved and memory.COMPILED_FRACTION < 1
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_built(tiny_model, tmp_path, monkeypatch):
+    tiny_model.save_pretrained(tmp_path)
+    monkeypatch.setattr(memory, "available_memory", lambda: 100_000)
+    with pytest.raises(UserError, match=r"config.json has 34,\d\d\d parameters, which take 0.2 MB"):
+        huggingface.read_config(tmp_path)
+
+
+def test_available_memory_is_part_of_all():
+    available = memory.available_memory()
+    assert available is None or 0 < available < 1.01 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") + swap()
+
+
+def swap():
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("SwapTotal"))

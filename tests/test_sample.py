@@ -32,6 +32,13 @@ def test_texts_continue_the_prompt_and_depend_on_the_seed(run, capsys):
     assert texts_of(run, capsys) == texts != texts_of(run, capsys, "--seed", "2")
 
 
+def test_any_number_of_texts_takes_the_memory_of_a_few(run, capsys, monkeypatch):
+    monkeypatch.setattr(sample, "MAX_BATCH", 2)
+    texts = texts_of(run, capsys, "-n", "5")
+    assert len(texts) == len(set(texts)) == 5 and {text[:4] for text in texts} == {"The "}
+    assert "\n---\n".join(texts[:2]) + "\n" == "\n---\n".join(texts_of(run, capsys)) and texts[4].endswith("\n")
+
+
 def test_temperature_0_takes_the_likeliest_token(run, capsys):
     texts = texts_of(run, capsys, "--temperature", "0")
     assert texts == texts_of(run, capsys, "--top-k", "1", "--seed", "2")

@@ -17,6 +17,7 @@ from support.checkpoints import lora
 from support.checkpoints.directory import CONTENTS, find_corruption, newest_checkpoint
 from support.cli import UserError
 from support.data.hub import hub_error_reason
+from support.runtime.memory import check_model_fits
 
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel
@@ -40,7 +41,7 @@ HF_NAMES = {  # in config.json, and in GPTConfig
     "n_head": "n_head",
     "n_embd": "n_embd",
 }
-MAX_SIZE = 2**20  # of each: far beyond any real model, so that a corrupt file gives a message and not a traceback
+MAX_SIZE, MAX_LAYERS = 2**20, 10_000  # far beyond any real model: a corrupt file gives a message and not a traceback
 # The values that our model implements; the first one is the default of a missing field.
 SUPPORTED_MODEL_VALUES: dict[str, tuple[object, ...]] = {
     "model_type": ("gpt2",),
@@ -104,7 +105,7 @@ def read_config(directory: Path) -> ModelSizes:
     Hugging Face's model always has biases. Where ours has none, its file has zeros and says `"bias": false`.
 
     Raises:
-        UserError: it is unreadable, or describes a model that ours does not compute; the field is named.
+        UserError: it is unreadable, or describes a model that ours does not compute, or that does not fit into memory.
     """
     if lora.is_adapter(directory):
         return read_config(_find_base_model(directory, verify=False))
@@ -122,15 +123,17 @@ def read_config(directory: Path) -> ModelSizes:
         if config.get(field, supported[0]) not in supported
     ]
     problems += [
-        f"{path}: {name} is {size}. It must be from 1 to {MAX_SIZE:,}."
+        f"{path}: {name} is {size}. It must be from 1 to {limit:,}."
         for name, size in sizes.items()
-        if not 1 <= size <= MAX_SIZE
+        if not 1 <= size <= (limit := MAX_LAYERS if name == "n_layer" else MAX_SIZE)
     ]
     if not problems and sizes["n_embd"] % sizes["n_head"]:
         problems.append(f"{path}: n_embd {sizes['n_embd']} is not a multiple of n_head {sizes['n_head']}.")
     if problems:
         raise UserError(*problems)
-    return cast(ModelSizes, sizes | {"bias": config.get("bias") is not False})
+    sizes["bias"] = config.get("bias") is not False
+    check_model_fits(sizes, str(path))
+    return cast(ModelSizes, sizes)
 
 
 def read_weights(directory: Path) -> dict[str, torch.Tensor]:

@@ -1,15 +1,101 @@
-"""Device memory that training takes, computed before anything is allocated."""
+"""Memory that a model takes, computed before anything is allocated."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from support.cli import UserError
+from support.files import format_bytes
 from support.optim import loss
+from support.runtime import devices
 
 RESERVED_BYTES = 10**9  # CUDA's own, and fragmentation
 COMPILED_FRACTION = 0.5  # torch.compile computes some activations again instead of saving them, but not half of them
+LAYER_BYTES = 40_000  # Python's objects for a block, measured
+# Bytes that a layer saves of a token, per channel, in bf16: see test_activations_of_a_token_counted_by_hand.
+LAYER_ACTIVATION_BYTES = 36
+
+
+# -----------------------------------------------------------------------------
+# Before a model exists
+
+
+def count_parameters(sizes: Mapping[str, int]) -> int:
+    """Parameters of a GPT of these sizes, by field of GPTConfig. The vocabulary is not padded."""
+    L, C, bias = sizes["n_layer"], sizes["n_embd"], sizes["bias"]
+    block = 12 * C * C + (13 if bias else 2) * C  # attention 4 C^2, MLP 8 C^2; norms and biases
+    return (sizes["vocab_size"] + sizes["block_size"]) * C + L * block + (2 if bias else 1) * C
+
+
+def check_model_fits(sizes: Mapping[str, int], source: str) -> None:
+    """Checks that the weights of a GPT of these sizes fit into the memory of this machine; `source` names them.
+
+    Raises:
+        UserError: they do not.
+    """
+    needed, available = 4 * count_parameters(sizes) + LAYER_BYTES * sizes["n_layer"], available_memory()
+    if available is not None and needed > available:
+        raise UserError(
+            f"{source} has {count_parameters(sizes):,} parameters, which take {format_bytes(needed)}, and this machine "
+            f"has {format_bytes(available)} of memory available. Use a smaller model."
+        )
+
+
+def check_training_fits(flags: Mapping[str, Any], vocab_size: int, device: torch.device) -> None:
+    """Checks that training a GPT can fit into memory: weights, gradients, at least one moment, and activations.
+
+    Args:
+        flags: the sizes of the model, batch_size (on CUDA, a smaller one may be found later) and lora_rank.
+
+    Raises:
+        UserError: it cannot, compiled or not; the flags to change are named.
+    """
+    sizes = {**flags, "vocab_size": vocab_size}
+    check_model_fits(sizes, "the model")
+    on_cuda = device.type == "cuda"
+    total = devices.free_and_total_memory(device)[1] if on_cuda else available_memory()
+    if total is None:
+        return
+    parameters, has = count_parameters(sizes), f"and {device} has {format_bytes(total)}"
+    persistent = parameters * (12 if flags["lora_rank"] is None else 4)
+    if persistent > total:
+        raise UserError(
+            f"training {parameters:,} parameters takes at least {format_bytes(persistent)}, {has}. "
+            "Use a smaller --model, --n-embd or --block-size."
+        )
+    B, T = flags["batch_size"], flags["block_size"]
+    activations = COMPILED_FRACTION * LAYER_ACTIVATION_BYTES * B * T * flags["n_layer"] * flags["n_embd"]
+    if persistent + activations > total and not on_cuda:
+        raise UserError(
+            f"micro-batches of {B} rows of {T} tokens take at least {format_bytes(persistent + activations)}, {has}. "
+            "Lower --batch-size (a step keeps its number of tokens), or --block-size."
+        )
+
+
+def available_memory() -> int | None:
+    """Bytes of this machine's memory, swap included, that are free or can be freed; None where that is not known.
+
+    That is on Linux, where the limit of a container counts, too.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        kilobytes = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
+        available = 1024 * (kilobytes["MemAvailable"] + kilobytes["SwapFree"])
+    except (OSError, ValueError, LookupError):
+        return None
+    try:
+        return min(available, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no container, or "max"
+        return available
+
+
+# -----------------------------------------------------------------------------
+# Training on CUDA
 
 
 @dataclass(frozen=True)
