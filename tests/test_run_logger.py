@@ -93,6 +93,28 @@ def test_steps_longer_than_torchruns_patience_are_noted(tmp_path, monkeypatch, l
     assert sum(line.startswith(expected) for line in lines) == noted
 
 
+@pytest.mark.parametrize(
+    "threads, times, ratio",
+    [
+        (2, [0.1, 0.1, 0.21], None),
+        (2, [0.1, 0.21, 0.3], "2.1"),
+        (1, [0.1, 0.3, 0.5], None),
+        (8, [0.1, 0.9, 0.9], "9.0"),
+    ],
+)
+def test_threads_on_busy_cores_are_noted(tmp_path, monkeypatch, lines, threads, times, ratio):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    logger = logger_of(tmp_path, lines, monkeypatch, max_steps=99, started=0.0, clock=range(1, 99))
+    for step in range(40):
+        dt = 9.0 if step == 0 else times[step % 3]  # the first compiles
+        logger.step(step, 1.0, 1e-3, 1.0, dt, None)
+    notes = [line for line in lines if "OMP_NUM_THREADS" in line]
+    assert notes == ([] if ratio is None else [
+        f"note    half of the steps took {ratio} times as long as the shortest, or longer: the {threads} threads seem to "
+        "share busy cores. OMP_NUM_THREADS=1 may be much faster"
+    ])  # fmt: skip
+
+
 def test_a_skipped_step_is_explained_below_its_line(tmp_path, monkeypatch, lines):
     logger = logger_of(tmp_path, lines, monkeypatch, max_steps=9, started=0.0, clock=[1.0])
     logger.step(0, float("nan"), 1e-3, 1.0, 0.5, "skipped: the loss or the gradient is not finite")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
+
+import torch
 
 from support.console.log import RunLog
 from support.console.trackers import Trackers, start_trackers
@@ -18,6 +21,9 @@ from support.runtime.signals import TORCHRUN_GRACE_SECONDS
 
 STARTED = time.perf_counter()
 ETA_EVERY, ETA_WINDOW = 50, 250  # steps between two estimates of the remaining time, and steps that they are based on
+# After so many steps, threads that wait for each other on busy cores show in the median over the shortest step: with a
+# second program on two cores it was 5, without 1.1.
+STEPS_COMPARED, MAX_SPREAD = 20, 2.0
 
 
 class RunLogger:
@@ -53,6 +59,8 @@ class RunLogger:
         self._reported = {name for name in due if dist.all_reduce_min(dist.rank > 0 or name in self._log.kept)}
         if due and self._reported == set(due) and not (options.tensorboard or options.wandb):
             self._reported.add("samples")  # they come after the values
+        self._threads = torch.get_num_threads() if dist.device.type == "cpu" else 1
+        self._step_times: list[float] = []  # of the first steps, in seconds
         self._marks: deque[tuple[int, float]] = deque(maxlen=ETA_WINDOW // ETA_EVERY)  # steps, and when they ended
 
     def has(self, step: int, name: str) -> bool:
@@ -124,6 +132,15 @@ class RunLogger:
             done, total = ((n * self.tokens_per_step) for n in (step + 1, self.max_steps))
             since = " since the resume" if self.first_step else ""
             yield f"{done:,} of {total:,} tokens; {_duration(now - STARTED)} elapsed{since}, ETA {_duration(eta)}"
+        if self.first_step < step <= self.first_step + STEPS_COMPARED:
+            self._step_times.append(dt)
+        if step == self.first_step + STEPS_COMPARED and self._threads > 1:
+            shortest, median = min(self._step_times), statistics.median(self._step_times)
+            if median > MAX_SPREAD * shortest:
+                yield (
+                    f"half of the steps took {median / shortest:.1f} times as long as the shortest, or longer: the "
+                    f"{self._threads} threads seem to share busy cores. OMP_NUM_THREADS=1 may be much faster"
+                )
         if step == self.first_step + 1 and self.world_size > 1 and dt > TORCHRUN_GRACE_SECONDS:
             yield (
                 f"a step takes {dt:.0f}s, and torchrun kills its processes {TORCHRUN_GRACE_SECONDS}s after a signal: "
