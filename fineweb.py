@@ -90,6 +90,7 @@ def file_source(patterns: list[str], text_field: str, separator: str | None = No
         UserError: a pattern matches nothing, or a file that is not text.
     """
     paths: list[Path] = []
+    problems = []
     for pattern in patterns:
         if os.path.isdir(pattern):
             paths += find_text_files(pattern)
@@ -98,11 +99,13 @@ def file_source(patterns: list[str], text_field: str, separator: str | None = No
         paths += [Path(match) for match in map(os.path.normpath, matches) if os.path.isfile(match)]
         if not matches:
             raise UserError(f"no file matches {pattern}. Give files or folders of {TEXT_TYPES}.")
+        special = (match for match in matches if not os.path.isfile(match) and not os.path.isdir(match))
+        problems += [f"{path} is not a regular file, or its link leads nowhere. Leave it out." for path in special]
     paths = list(dict.fromkeys(paths))  # a file that two patterns match is read once
-    problems = [
+    problems += [
         f"{path} is none of {TEXT_TYPES}. Convert it, or leave it out." for path in paths if not text_suffix(path)
     ]
-    if not paths:
+    if not paths and not problems:
         problems.append(f"there is no text in {' '.join(patterns)}. Give files or folders of {TEXT_TYPES}.")
     if problems:
         raise UserError(*problems)
@@ -283,7 +286,9 @@ class Arguments:
     split_documents: bool = flag(
         False, "let the validation split start inside a document if none starts nearby", "shards"
     )
-    workers: int | None = flag(None, "processes that encode", PERFORMANCE, default_help="one per core", at_least=1)
+    workers: int | None = flag(
+        None, "processes that encode", PERFORMANCE, default_help="one per core", at_least=1, at_most=1024
+    )
     engine: str | None = flag(
         None,
         "encoder of gpt2 tokens",

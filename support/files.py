@@ -43,9 +43,11 @@ def atomic_write(path: Path, unique: bool = False) -> Iterator[Path]:
         yield tmp
         for file in [*sorted(tmp.iterdir()), tmp] if tmp.is_dir() else [tmp]:
             sync(file)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             remove(tmp)
+        if isinstance(error, OSError) and error.filename is None:  # as of a write to a full disk
+            error.filename = str(path)
         raise
     replace(tmp, path)
 

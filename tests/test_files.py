@@ -1,7 +1,8 @@
-"""Files: folders for temporary files."""
+"""Files: atomic writes, folders for temporary files."""
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -29,3 +30,14 @@ def test_a_full_folder_for_temporary_files_is_named(monkeypatch, tmp_path):
         "Free some space there, or name another folder in TMPDIR."
     )
     assert not list(tmp_path.iterdir())
+
+
+def test_a_write_that_fails_names_the_file_and_leaves_the_old_one(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(OSError) as error, files.atomic_write(path) as tmp:
+        tmp.write_text("new")
+        with open("/dev/full", "w") as full:
+            full.write("x")
+    assert error.value.filename == str(path)
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]

@@ -3,9 +3,12 @@
 import errno
 import io
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
+from helpers import ROOT
 from shard_helpers import file_size_limit
 
 from support.cli import UserError
@@ -144,6 +147,52 @@ def test_shards_that_are_not_as_in_the_manifest_are_named(tmp_path):
     assert "count_train_000003.npy is missing. Run the command" in missing
     assert "count_train_000000.npy has 90 tokens, not 100 as in the manifest" in shorter
     assert "count_train_000002.npy is not in the manifest" in unlisted
+
+
+MANY_SHARDS = """
+import resource, sys
+from support.cli import run_cli
+from support.data import shards
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[2])))
+shards.OTHER_FILES = 16
+run_cli(lambda: print(len(shards.open_shards(sys.argv[1], "train")), len(shards.open_shards(sys.argv[1], "val"))))
+"""
+
+
+@pytest.mark.parametrize("hard_limit, output, error", [(256, "100 50\n", ""), (96, "", "error: too many shards")])
+def test_more_shards_than_files_may_be_open(tmp_path, hard_limit, output, error):
+    """A thousand shards are 100 billion tokens, and 1,024 open files the limit of most shells."""
+    for number in range(150):
+        np.save(tmp_path / shards.shard_name("x", "val" if number < 50 else "train", number), np.zeros(9, np.uint16))
+    command = [sys.executable, "-c", MANY_SHARDS, str(tmp_path), str(hard_limit)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == (output, 2 if error else 0), done.stderr
+    assert done.stderr.startswith(error) and ("ulimit -n" in done.stderr) == bool(error)
+
+
+def test_a_shard_that_is_a_fifo_is_named(tmp_path):
+    """Opening it would wait for somebody to write to it."""
+    os.mkfifo(tmp_path / "x_train_000001.npy")
+    with pytest.raises(UserError, match=r"x_train_000001\.npy is not a file"):
+        shards.load_shard(tmp_path / "x_train_000001.npy")
+
+
+@pytest.mark.parametrize("change", ["none", "truncated", "removed", "unknown id"])
+def test_tokens_are_read_while_the_file_has_them(tmp_path, change):
+    path = tmp_path / "x_train_000001.npy"
+    np.save(path, np.arange(10_000, dtype=np.uint16))
+    shard = shards.load_shard(path)
+    if change == "truncated":
+        os.truncate(path, 9_000)
+    elif change == "removed":  # the mapped file still exists
+        path.unlink()
+    if change in ("none", "removed"):
+        assert shards.read_tokens(shard, 9_990, 10, 10_000).tolist() == list(range(9_990, 10_000))
+    else:
+        problem = "was truncated while it was in use" if change == "truncated" else "has the id 9999 at offset 9999"
+        with pytest.raises(UserError, match=problem):
+            shards.read_tokens(shard, 9_990, 10, 9_999)
 
 
 def test_without_shards_the_error_says_how_to_get_some(tmp_path):

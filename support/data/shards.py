@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -20,6 +21,7 @@ from support.data.tokenizer import VOCAB_SIZES
 MANIFEST = "manifest.json"
 Setting: TypeAlias = str | int | float | bool | None
 
+OTHER_FILES = 256  # that a process opens besides shards
 _MAKE_AGAIN = "Run the command that made these shards again."
 _SHARD_NAME = re.compile(r"(?P<prefix>.+)_(?P<split>train|val)_(?P<index>[0-9]{6,12})\.npy")
 
@@ -149,6 +151,8 @@ def load_shard(path: Path) -> np.memmap:
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy's parser of the header raises many kinds
+        if isinstance(error, OSError) and error.errno == errno.EMFILE:
+            raise UserError(f"too many shards to open them all, at {path}. Raise the limit with ulimit -n.") from error
         reason = "it is truncated" if "mmap length" in str(error) else error
         raise UserError(f"{path} is not a readable .npy file ({reason}). {_MAKE_AGAIN}") from error
     if not isinstance(tokens, np.memmap) or tokens.dtype != np.uint16 or tokens.ndim != 1:
@@ -243,6 +247,7 @@ def shard_identities(directory: str | os.PathLike[str], shards: list[np.memmap])
 def _open_split(directory: str | os.PathLike[str], split: str) -> tuple[list[np.memmap], list[str]]:
     """The shards of a split that pass the quick check, and a sentence about each of the others."""
     paths = shard_paths(directory, split)
+    _allow_open_files(len(paths))
     listed = read_manifest(directory)["shards"]
     expected_tokens = {shard["file"]: shard["tokens"] for shard in listed}
     missing = {shard["file"] for shard in listed if shard["split"] == split} - {path.name for path in paths}
@@ -262,6 +267,19 @@ def _open_split(directory: str | os.PathLike[str], split: str) -> tuple[list[np.
         else:
             shards.append(tokens)
     return shards, problems
+
+
+def _allow_open_files(more: int) -> None:
+    """Raises the limit of open files, often 1,024, as far as needed and allowed: a file that is mapped stays open."""
+    try:
+        import resource
+    except ImportError:  # on Windows, where there is no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/dev/fd")) + more + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _path_of(tokens: np.memmap) -> Path:
