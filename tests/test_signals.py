@@ -15,6 +15,7 @@ import train_gpt2
 from support.checkpoints import manager
 from support.checkpoints.directory import newest_checkpoint, step_of
 from support.console.run_logger import RunLogger
+from support.runtime import signals
 from train_gpt2 import GPT
 
 
@@ -144,6 +145,7 @@ def test_a_console_that_cannot_be_written_does_not_end_the_run(byte_shards, tmp_
 
 def signalled_with_torchrun(rank):
     os.environ["TORCHELASTIC_RUN_ID"] = "x"
+    signals.LAUNCHER = os.getppid()
     real = manager.write_checkpoint
 
     def save(*args):
@@ -162,6 +164,19 @@ def test_the_signal_that_torchrun_passes_on_is_no_second_interrupt(byte_shards, 
         time.sleep(0.1)
     assert finish_run([process]) == [130]
     assert step_of(newest_checkpoint(tmp_path / "run")) == steps_done(tmp_path / "run")
+
+
+def launched_by_another_process(rank):
+    os.environ["TORCHELASTIC_RUN_ID"] = "x"
+    signals.LAUNCHER = -1 if rank == 1 else os.getppid()
+
+
+def test_ranks_do_not_outlive_torchrun(byte_shards, tmp_path):
+    """One of them notices that its parent is another process now; all save and exit."""
+    flags = ["--data", byte_shards, "--max-steps", 100000, "--val-every", 0, "--out", "run"]
+    ranks = start_run(*flags, cwd=tmp_path, world_size=2, sabotage=launched_by_another_process)
+    assert finish_run(ranks) == [143, 143]
+    assert step_of(newest_checkpoint(tmp_path / "run")) == steps_done(tmp_path / "run") == 1
 
 
 def signal_during_the_last_sample(rank):

@@ -16,6 +16,7 @@ from support.cli import GuardedStream
 
 T = TypeVar("T")
 
+LAUNCHER = os.getppid()  # torchrun, if that has started us; when it dies, another process becomes our parent
 TORCHRUN_GRACE_SECONDS = 30  # between the signal that torchrun passes on and SIGKILL
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
 _FAILURE, _CLOSED_PIPE, _NO_REASON = -1, 13, 99  # besides signal numbers; the smallest of all ranks wins
@@ -28,7 +29,8 @@ class StopHandler:
     the loop, or the others would wait for it forever. With one process both are the same.
 
     Within `with`, SIGTERM, SIGINT and SIGHUP only set `requested`; a second SIGINT exits immediately. If the
-    reader of stdout or stderr has closed it, that counts as a signal, too.
+    reader of stdout or stderr has closed it, that counts as a signal, too, and so does the death of torchrun: its
+    ranks would keep the folder locked, and a restarted command could not continue.
     """
 
     def __init__(self, world_size: int = 1):
@@ -42,6 +44,8 @@ class StopHandler:
 
     @property
     def requested(self) -> bool:
+        if self._reason is None and "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != LAUNCHER:
+            self._reason = signal.SIGTERM
         return self._reason is not None
 
     @property
