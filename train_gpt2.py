@@ -42,7 +42,7 @@ from support.data.tokenizer import Tokenizer, get_tokenizer
 from support.optim.loss import chunked_cross_entropy
 from support.optim.muon import Muon
 from support.runtime import batch_size, devices, memory
-from support.runtime.distributed import COLLECTIVE_TIMEOUT, Distributed
+from support.runtime.distributed import COLLECTIVE_TIMEOUT, Distributed, report_lost_processes
 from support.runtime.options import MACHINE_FLAGS, RunOptions
 from support.runtime.profiler import Profiler
 from support.runtime.signals import StopHandler
@@ -773,6 +773,7 @@ def same_schedule_so_far(a: TrainConfig, b: TrainConfig, step: int) -> bool:
     return all(c.schedule == "wsd" and step <= c.decay_steps - c.cooldown_steps for c in (a, b))
 
 
+@report_lost_processes()
 def main(argv: Sequence[str] | None = None) -> None:
     groups = ("files", "model", "batch", "schedule", "optimizer", "randomness")
     # command line -> all flags, with those of a preset or of the checkpoint to resume -> configuration -> run

@@ -10,10 +10,12 @@ import sys
 import time
 
 import pytest
-from helpers import ROOT, TINY_FLAGS, run_to_the_end, start_run, steps_done, wait_for
+from helpers import ROOT, TINY_FLAGS, finish_run, run_to_the_end, start_run, steps_done, wait_for
 from training import assert_same_run
 
+from support import files
 from support.checkpoints.directory import newest_checkpoint, step_of
+from support.cli import UserError
 
 SMALL = ["--n-layer", 1, "--batch-size", 16, "--shuffle"]  # one micro-batch per step with one process
 
@@ -67,6 +69,15 @@ def test_a_run_killed_at_random_moments_is_the_run_that_was_not(byte_shards, tmp
     assert not any(out.glob(".model_*"))
 
 
+def test_a_rank_whose_peer_was_killed_says_so_in_one_line(byte_shards, tmp_path):
+    ranks = start_run("--data", byte_shards, "--max-steps", 100000, "--out", "run", cwd=tmp_path, world_size=2)
+    assert wait_for(lambda: steps_done(tmp_path / "run") >= 3)
+    ranks[1].kill()
+    assert finish_run(ranks) == [2, -signal.SIGKILL]
+    output = (tmp_path / "0.txt").read_text()
+    assert "error: the connection to another process of the run was lost." in output and "Traceback" not in output
+
+
 def start_torchrun(*flags, cwd, restarts=0):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command = [*launcher, f"--max-restarts={restarts}", str(ROOT / "train_gpt2.py"), *TINY_FLAGS, *map(str, flags)]
@@ -98,3 +109,22 @@ def test_torchrun_restarts_and_stops_a_run(byte_shards, tmp_path):
     run_to_the_end(*flags, *ends, "--out", "run", cwd=tmp_path, world_size=2)
     run_to_the_end(*flags, *ends, "--out", "straight", cwd=tmp_path, world_size=2)
     assert_same_run(out, tmp_path / "straight")
+
+
+@pytest.mark.slow
+def test_a_run_whose_torchrun_was_killed_can_be_resumed_at_once(byte_shards, tmp_path):
+    flags = ["--data", byte_shards, "--shuffle", "--max-steps", 100000, "--checkpoint-every", 1000, "--out", "run"]
+    process, out = start_torchrun(*flags, cwd=tmp_path), tmp_path / "run"
+    assert wait_for(lambda: steps_done(out) >= 3, timeout=120)
+    process.kill()
+    assert wait_for(lambda: newest_checkpoint(out), timeout=20)
+    assert wait_for(lambda: is_unlocked(out), timeout=20)
+    assert steps_done(out) == step_of(newest_checkpoint(out))
+
+
+def is_unlocked(out):
+    try:
+        files.lock_folder(out, "--out").close()
+    except UserError:
+        return False
+    return True

@@ -174,6 +174,22 @@ class Distributed:
             distributed.destroy_process_group()
 
 
+@contextlib.contextmanager
+def report_lost_processes() -> Iterator[None]:
+    """Reports that another process of the run has ended, which gloo and torchrun's store tell with errors of their own.
+
+    Raises:
+        UserError: instead of those errors.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, distributed.DistNetworkError) and "gloo/transport" not in str(error):
+            raise
+        message = "the connection to another process of the run was lost. See the messages of that one."
+        raise UserError(message, this_rank_only=True) from error
+
+
 # -----------------------------------------------------------------------------
 # Finding each other
 
