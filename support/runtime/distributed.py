@@ -20,7 +20,8 @@ from support.runtime import devices
 
 T = TypeVar("T")
 
-CONNECT_TIMEOUT = timedelta(minutes=5)  # to torchrun's store
+CONNECT_TIMEOUT = timedelta(minutes=5)  # to the store of rank 0, which may start later than we
+TORCHRUN_TIMEOUT = timedelta(seconds=20)  # to the store of torchrun, which starts before us: otherwise it is dead
 PREPARE_TIMEOUT = timedelta(hours=24)  # a node may download gigabytes; torchrun ends us if another process fails
 COLLECTIVE_TIMEOUT = timedelta(hours=1)  # the others wait while rank 0 writes tens of gigabytes to a slow disk
 
@@ -196,7 +197,9 @@ def report_lost_processes() -> Iterator[None]:
 
 def connect(rank: int, world_size: int) -> distributed.Store:
     """torchrun's store, with keys of this attempt only."""
-    store, _, _ = next(distributed.rendezvous("env://", rank, world_size, timeout=CONNECT_TIMEOUT))
+    launched_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    timeout = TORCHRUN_TIMEOUT if launched_by_torchrun else CONNECT_TIMEOUT
+    store, _, _ = next(distributed.rendezvous("env://", rank, world_size, timeout=timeout))
     store.set_timeout(PREPARE_TIMEOUT)
     return distributed.PrefixStore(agree_on_attempt(store, rank, world_size), store)
 
