@@ -35,6 +35,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from pydoc_data.topics import topics
 
 from chaos_run import (
     ROOT,
@@ -244,33 +245,38 @@ def isolate() -> None:
     os.execvp(command[0], command)
 
 
-def prepare(folder: Path, faults: int) -> tuple[Setting, list[str]]:
-    """Makes data, text and the small disk. Returns them, and the kinds of faults that are not possible here."""
-    tokenizer, skipped, disk = "gpt2", [], folder / "disk"
-    try:
-        get_tokenizer("gpt2")
-    except UserError:
-        tokenizer = "bytes"
-        print("no GPT-2 vocabulary without a network: fineweb.py makes bytes, without workers")
-    for part in (disk, folder / "text", folder / "reference"):
-        part.mkdir()
-    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
+def make_inputs(folder: Path, scenarios: Sequence[Scenario]) -> str:
+    """Makes the text and the shards that the scenarios read; returns the tokenizer for the text."""
+    if any(not scenario.tokenises for scenario in scenarios):
+        make_data = [sys.executable, ROOT / "fineweb.py", "--demo", "--output", folder / "data"]
+        subprocess.run(make_data, check=True, stdout=subprocess.DEVNULL)
+    if any(scenario.tokenises for scenario in scenarios):
+        (folder / "text").mkdir()
+        for i in range(40):
+            (folder / "text" / f"{i:02d}.txt").write_text(f"{i}\n" + "\n".join(topics.values()))
+        try:
+            get_tokenizer("gpt2")
+        except UserError:
+            print("no GPT-2 vocabulary without a network: fineweb.py makes bytes, without workers")
+            return "bytes"
+    return "gpt2"
+
+
+def prepare_disk(disk: Path) -> list[str]:
+    """Mounts a small disk. Returns the kinds of faults that are not possible here."""
+    skipped = []
+    disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(disk)]
     if subprocess.run(mount, capture_output=True).returncode:
         skipped.append("full disk")
-    (disk / "probe").mkdir(0o500)
-    if os.access(disk / "probe", os.W_OK):
+    probe = disk / "probe"
+    probe.mkdir(0o500)
+    if os.access(probe, os.W_OK):
         skipped.append("no permission")
-    (disk / "probe").rmdir()
-    from pydoc_data.topics import topics
-
-    for i in range(40):
-        (folder / "text" / f"{i:02d}.txt").write_text(f"{i}\n" + "\n".join(topics.values()))
-    make_data = [sys.executable, ROOT / "fineweb.py", "--demo", "--output", folder / "data"]
-    subprocess.run(make_data, check=True, stdout=subprocess.DEVNULL)
+    probe.rmdir()
     for kind in skipped:
         print(f"skipped: {kind}, which this machine does not permit")
-    return Setting(folder, disk, tokenizer, steps=50 + 20 * faults), skipped
+    return skipped
 
 
 class Report:
@@ -301,7 +307,7 @@ def run_scenario(setting: Setting, scenario: Scenario, faults: Sequence[Fault], 
     Raises:
         Violation: a check failed.
     """
-    reference = setting.folder / "reference" / (scenario.name if scenario.tokenises else f"train_{scenario.processes}")
+    reference = setting.disk / f"reference_{'tokens' if scenario.tokenises else scenario.processes}"
     if not reference.exists():
         setting.inject()
         plain = Scenario(scenario.name, scenario.title, scenario.processes)
@@ -343,8 +349,10 @@ def main() -> None:
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it reports each resumed run
 
     report, folder = Report(), Path(tempfile.mkdtemp(prefix="bench_chaos_"))
-    setting, skipped = prepare(folder, args.faults)
     scenarios = [scenario for scenario in SCENARIOS if scenario.name in args.scenarios]
+    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    skipped, tokenizer = prepare_disk(folder / "disk"), make_inputs(folder, scenarios)
+    setting = Setting(folder, folder / "disk", tokenizer, steps=50 + 20 * args.faults)
     try:
         for number in count():
             for scenario in scenarios:
