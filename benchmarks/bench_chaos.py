@@ -173,7 +173,7 @@ def close_console(run: Run, fault: Fault) -> str:
 
 
 def move_clock(run: Run, fault: Fault) -> str:
-    hours = 10 * fault.choice - 5
+    hours = (1 + 8 * fault.choice) * (-1 if fault.choice < 0.5 else 1)
     run.curves_complete &= fault.moment != "start"  # TensorBoard reads its files in the order of their times
     run.setting.inject(clock=3600 * hours, sync=SYNC_SECONDS)
     time.sleep(fault.seconds)
