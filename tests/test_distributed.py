@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from torch.distributed import HashStore
 
 import train_gpt2
 from support.cli import UserError
-from support.runtime.distributed import Distributed, agree_on_attempt
+from support.runtime import distributed
+from support.runtime.distributed import Distributed, agree_on_attempt, connect, report_lost_processes
 
 
 def in_threads(world_size, function):
@@ -105,3 +108,21 @@ def test_nodes_that_see_different_checkpoints_do_not_train(byte_shards, tmp_path
     assert codes == [2, 2]
     assert "error: the nodes found different checkpoints in run." in (tmp_path / "0.txt").read_text()
     assert (tmp_path / "1.txt").read_text() == ""
+
+
+def test_a_rank_whose_torchrun_is_dead_gives_up_and_says_so(monkeypatch):
+    with socket.socket() as unused:
+        unused.bind(("localhost", 0))
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(unused.getsockname()[1])}
+    for name, value in (address | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(distributed, "TORCHRUN_TIMEOUT", timedelta(seconds=1))
+    began = time.monotonic()
+    with pytest.raises(UserError, match="connection to another process of the run was lost"), report_lost_processes():
+        connect(1, 2)
+    assert time.monotonic() - began < 30
+
+
+def test_other_errors_than_a_lost_connection_keep_their_traceback():
+    with pytest.raises(RuntimeError, match="shapes"), report_lost_processes():
+        raise RuntimeError("shapes do not match")
