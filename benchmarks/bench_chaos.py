@@ -335,34 +335,32 @@ def run_scenario(setting: Setting, scenario: Scenario, faults: Sequence[Fault], 
     shutil.rmtree(run.out)
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     names = [scenario.name for scenario in SCENARIOS]
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "--minutes", type=float, default=0, metavar="N", help="start no scenario later (default: 0, each once)"
-    )
+    minutes_help = "start no scenario later, after the first of each (default: 0)"
+    parser.add_argument("--minutes", type=float, default=0, metavar="N", help=minutes_help)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the faults (default: 0)")
     parser.add_argument("--scenarios", nargs="+", choices=names, default=names, help="default: all")
     parser.add_argument("--faults", type=int, default=15, metavar="N", help="in each scenario (default: 15)")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
     isolate()
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it reports each resumed run
-
     report, folder = Report(), Path(tempfile.mkdtemp(prefix="bench_chaos_"))
     scenarios = [scenario for scenario in SCENARIOS if scenario.name in args.scenarios]
     (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
     skipped, tokenizer = prepare_disk(folder / "disk"), make_inputs(folder, scenarios)
     setting = Setting(folder, folder / "disk", tokenizer, steps=50 + 20 * args.faults)
     try:
-        for number in count():
-            for scenario in scenarios:
-                if number and time.monotonic() - report.began > 60 * args.minutes:
-                    break
-                faults = draw_faults(args.faults, f"{args.seed} {number} {scenario.name}")
-                faults = [fault for fault in faults if fault.kind not in skipped]
-                run_scenario(setting, scenario, faults, number, report)
-            if time.monotonic() - report.began > 60 * args.minutes:
+        for number, scenario in ((n, each) for n in count() for each in scenarios):
+            if number and time.monotonic() - report.began > 60 * args.minutes:
                 break
+            faults = draw_faults(args.faults, f"{args.seed} {number} {scenario.name}")
+            run_scenario(setting, scenario, [f for f in faults if f.kind not in skipped], number, report)
     except Violation as violation:
         shutil.copytree(setting.disk, folder / "kept")  # the disk is gone when this process ends
         sys.exit(f"\nviolation: {violation}\nEverything is in {folder}; what was in disk/ is now in kept/.")
