@@ -38,7 +38,6 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from chaos_run import (
-    ROOT,
     SITECUSTOMIZE,
     SYNC_SECONDS,
     Run,
@@ -50,8 +49,10 @@ from chaos_run import (
     inode_of,
 )
 
+from fineweb import make_shards
 from support.checkpoints.directory import find_corruption, list_checkpoints
 from support.cli import UserError
+from support.data.corpus import Documents
 from support.data.tokenizer import get_tokenizer
 
 DISK_BYTES = 64 << 20
@@ -248,8 +249,8 @@ def isolate() -> None:
 def make_inputs(folder: Path, scenarios: Sequence[Scenario]) -> str:
     """Makes the text and the shards that the scenarios read; returns the tokenizer for the text."""
     if any(not scenario.tokenises for scenario in scenarios):
-        make_data = [sys.executable, ROOT / "fineweb.py", "--demo", "--output", folder / "data"]
-        subprocess.run(make_data, check=True, stdout=subprocess.DEVNULL)
+        with contextlib.redirect_stdout(None):
+            make_shards(Documents("topics", topics.values), folder / "data", tokenizer="bytes")
     if any(scenario.tokenises for scenario in scenarios):
         (folder / "text").mkdir()
         for i in range(40):
