@@ -105,6 +105,14 @@ def test_a_bad_shard_among_good_ones_is_named(tmp_path, kind):
     assert "count_train_000002.npy" in problem and problem.endswith(".")
 
 
+def test_a_header_of_python_2_needs_no_warning(tmp_path, recwarn):
+    np.save(tmp_path / "x.npy", np.arange(100, dtype=np.uint16))
+    (tmp_path / "x.npy").write_bytes(
+        (tmp_path / "x.npy").read_bytes().replace(b"(100,)", b"(100L,)").replace(b" \n", b"\n")
+    )
+    assert len(shards.load_shard(tmp_path / "x.npy")) == 100 and not recwarn.list
+
+
 GOOD_MANIFEST = {
     "tokenizer": "bytes",
     "vocab_size": 257,

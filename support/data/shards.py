@@ -7,6 +7,7 @@ import json
 import mmap
 import os
 import re
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NotRequired, TypeAlias, TypedDict
@@ -149,7 +150,8 @@ def load_shard(path: Path) -> np.memmap:
     if not path.is_file():  # a FIFO would wait for a writer
         raise UserError(f"{path} is not a file. {_MAKE_AGAIN}")
     try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        with warnings.catch_warnings(action="ignore"):  # of a header in Python 2's format
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy's parser of the header raises many kinds
         if isinstance(error, OSError) and error.errno == errno.EMFILE:
             raise UserError(f"too many shards to open them all, at {path}. Raise the limit with ulimit -n.") from error
