@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -137,7 +138,11 @@ class WeightsAndBiases:
         import wandb
 
         file = Path(out) / "wandb_id.txt"
-        run_id = file.read_text().strip() if first_step and file.exists() else uuid.uuid4().hex[:12]
+        run_id = uuid.uuid4().hex[:12]
+        if first_step and file.exists():
+            run_id = file.read_text(encoding="utf-8", errors="replace").strip()
+            if not re.fullmatch(r"[\w.-]{1,128}", run_id, re.ASCII):
+                raise UserError(f"{file} does not hold the ID of a run. Remove it, to start new curves with --wandb.")
         with atomic_write(file) as tmp:
             tmp.write_text(run_id + "\n")
         try:
