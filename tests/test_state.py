@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from training import trained, trainer_file
 
 from support.checkpoints.state import Checkpoint, TrainState
+from support.cli import UserError
 from train_gpt2 import GPT
 
 
@@ -103,3 +104,89 @@ def test_a_saved_state_is_restored(tmp_path):
     saved = [s["exp_avg"] for s in content["optimizer"]["state"].values()]
     assert len(moments) == 2 and all(torch.equal(a, b) for a, b in zip(moments, saved, strict=True))
     assert next(iter(restored.optimizer.state.values()))["step"] == 1  # not 2
+
+
+def saved_state() -> dict:
+    """The content of a valid trainer.pt after a step."""
+    state = new_state(scale=8.0)
+    state.model(torch.ones(1, 2)).sum().backward()
+    state.optimizer.step()
+    state.finish_step(1.0, 1.0)
+    return state.trainer_file({"seed": 1}, {"train": [["a", 1, None]], "val": [], "base": None})
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("step", True),
+        ("step", -1),
+        ("bad_steps", None),
+        ("overflows", "1"),
+        ("data", {}),
+        ("data", {"train": [["a", 1]], "val": []}),
+        ("data", {"train": [["a", "1", None]], "val": []}),
+        ("data", {"train": [], "val": [], "base": torch.zeros(2)}),
+        ("scaler", {"scale": 8.0}),
+        ("scaler", {"scale": float("nan"), "_growth_tracker": 0}),
+        ("scaler", {"scale": 8.0, "_growth_tracker": torch.zeros(2)}),
+        ("optimizer", {}),
+        ("optimizer", {"state": [1]}),
+    ],
+)
+def test_an_invalid_value_is_named(tmp_path, name, value):
+    torch.save(saved_state() | {name: value}, tmp_path / "trainer.pt")
+    message = f"trainer.pt was not written by this trainer \\({name} is missing or not valid\\)"
+    with pytest.raises(UserError, match=message):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda state: state.pop(0), "has 2 parameters, and the state is that of 1"),
+        (lambda state: state.update({0: 5}), "state of parameter 0 is incomplete"),
+        (lambda state: state[1].pop("exp_avg"), "state of parameter 1 is incomplete"),
+        (lambda state: state[1].update(more=1), "state of parameter 1 is incomplete"),
+        (lambda state: state[1].update(step=1), "step of the optimizer's parameter 1"),
+        (lambda state: state[0].update(exp_avg=torch.zeros(2)), "exp_avg of the optimizer's parameter 0"),
+        (lambda state: state[0].update(exp_avg=torch.zeros(2, 2).double()), "exp_avg of the optimizer's parameter 0"),
+        (lambda state: state[0].update(exp_avg=torch.eye(2).to_sparse()), "exp_avg of the optimizer's parameter 0"),
+        (lambda state: state[0].update(exp_avg=torch.zeros(2, 2, device="meta")), "exp_avg of the optimizer's"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_optimizer_are_named(tmp_path, change, message):
+    content = saved_state()
+    change(content["optimizer"]["state"])
+    torch.save(content, tmp_path / "trainer.pt")
+    with pytest.raises(UserError, match=f"trainer.pt does not fit the run .*{message}"):
+        new_state(scale=8.0).restore(Checkpoint.open(tmp_path))
+
+
+def test_the_rest_of_the_optimizer_follows_from_the_flags(tmp_path):
+    content = saved_state()
+    content["optimizer"]["param_groups"] = "not read"
+    content["scaler"]["growth_factor"] = "not read"
+    torch.save(content, tmp_path / "trainer.pt")
+    state, expected = new_state(scale=2.0), new_state(scale=2.0)
+    state.restore(Checkpoint.open(tmp_path))
+    assert state.optimizer.param_groups[0]["betas"] == expected.optimizer.param_groups[0]["betas"]
+    assert state.scaler.state_dict() == expected.scaler.state_dict() | {"scale": 8.0}
+
+
+def test_the_step_is_that_of_the_folder(tmp_path):
+    (tmp_path / "model_00002").mkdir()
+    torch.save(saved_state(), tmp_path / "model_00002" / "trainer.pt")
+    with pytest.raises(UserError, match="trainer.pt is that of step 1"):
+        Checkpoint.open(tmp_path / "model_00002")
+
+
+def test_a_pickle_that_ends_early_is_not_readable(tmp_path):
+    """torch.load raises a UnicodeDecodeError for this one."""
+    import zipfile
+
+    torch.save(saved_state(), tmp_path / "good.pt")
+    with zipfile.ZipFile(tmp_path / "good.pt") as good, zipfile.ZipFile(tmp_path / "trainer.pt", "w") as bad:
+        for name in good.namelist():
+            bad.writestr(name, good.read(name).replace(b"bad_steps", b"bad\xffsteps"))
+    with pytest.raises(UserError, match="trainer.pt is not readable"):
+        Checkpoint.open(tmp_path)

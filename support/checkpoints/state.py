@@ -7,14 +7,15 @@
     overflows   steps skipped because of an fp16 overflow, in total (not in the oldest files)
     config      flags of the run, by field of TrainConfig
     data        which shards the run reads, and the SHA-256 of the weights that LoRA leaves unchanged
-    optimizer   its state dict
-    scaler      that of the gradient scaler; empty unless fp16
+    optimizer   its state dict, of which only the tensors are read: the rest follows from the flags
+    scaler      that of the gradient scaler; empty unless fp16. Only its scale and its count of good steps are read
 """
 
 from __future__ import annotations
 
 import math
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
@@ -22,10 +23,13 @@ from typing import Any, TypedDict, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from support.checkpoints.directory import step_of
 from support.cli import UserError
 
 FILE = "trainer.pt"
 REQUIRED = {"step": int, "bad_steps": int, "config": dict, "data": dict, "optimizer": dict, "scaler": dict}
+COUNTERS = ("step", "bad_steps", "overflows")
+SCALER_STATE = ("scale", "_growth_tracker")
 Tree = TypeVar("Tree")
 
 
@@ -76,10 +80,18 @@ class TrainState:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restores optimizer, scaler and counters; the model has its weights already."""
-        self.optimizer.load_state_dict(checkpoint.take_optimizer())
+        """Restores optimizer, scaler and counters; the model has its weights already.
+
+        Raises:
+            UserError: the optimizer's tensors do not fit the model.
+        """
+        if misfit := _find_misfit(checkpoint.optimizer["state"], self.optimizer):
+            raise _unusable(checkpoint.path, f"does not fit the run ({misfit})")
+        param_groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": checkpoint.take_optimizer_state(), "param_groups": param_groups})
         if checkpoint.scaler:
-            self.scaler.load_state_dict(checkpoint.scaler)
+            saved = {name: checkpoint.scaler[name] for name in SCALER_STATE}
+            self.scaler.load_state_dict(self.scaler.state_dict() | saved)
         self.step, self.bad_steps, self.overflows = checkpoint.step, checkpoint.bad_steps, checkpoint.overflows
 
     def trainer_file(self, config: dict[str, Any], data: DataIdentity) -> dict[str, Any]:
@@ -118,29 +130,87 @@ class Checkpoint:
         try:
             content = torch.load(path / FILE, map_location="cpu", weights_only=True, mmap=True)
         except pickle.UnpicklingError as error:
-            raise UserError(
-                f"cannot resume from {path}: {FILE} is not readable as plain tensors and containers. "
-                "Use another checkpoint."
-            ) from error
-        except (OSError, RuntimeError, EOFError) as error:
+            raise _unusable(path, "is not readable as plain tensors and containers") from error
+        except Exception as error:  # a corrupt zip file or pickle raises many kinds
             reason = str(error).split("\n")[0]
-            raise UserError(
-                f"cannot resume from {path}: {FILE} is not readable ({reason}). Use another checkpoint."
-            ) from error
-        if not isinstance(content, dict) or any(not isinstance(content.get(k), kind) for k, kind in REQUIRED.items()):
-            raise UserError(
-                f"cannot resume from {path}: {FILE} was not written by this trainer. Use another checkpoint."
-            )
-        for group in content["optimizer"].get("param_groups", ()):
-            if "parts" in group:  # renamed in November 2026
-                group["num_splits"] = group.pop("parts")
+            raise _unusable(path, f"is not readable ({reason})") from error
+        if invalid := _find_invalid(content):
+            raise _unusable(path, f"was not written by this trainer ({invalid} is missing or not valid)")
+        if step_of(path) not in (-1, content["step"]):
+            raise _unusable(path, f"is that of step {content['step']}")
         return cls(path, overflows=content.get("overflows", 0), **{name: content[name] for name in REQUIRED})
 
-    def take_optimizer(self) -> dict[str, Any]:
-        """The optimizer's state, copied into memory. Unmaps the file: Windows and NFS cannot remove an open one."""
-        optimizer = copy_to_host(self.optimizer)
+    def take_optimizer_state(self) -> dict[int, dict[str, torch.Tensor]]:
+        """The optimizer's tensors, copied into memory. Unmaps the file: Windows and NFS cannot remove an open one."""
+        tensors = copy_to_host(self.optimizer["state"])
         self.optimizer.clear()
-        return optimizer
+        return tensors
+
+
+def _unusable(path: Path, problem: str) -> UserError:
+    return UserError(f"cannot resume from {path}: {FILE} {problem}. Use another checkpoint.")
+
+
+def _find_invalid(content: object) -> str | None:
+    """What in the content of `trainer.pt` is missing or of a wrong type; None if nothing is.
+
+    The values of flags are left to `resume.stored_flags`, and the optimizer's tensors to `_find_misfit`.
+    """
+    if not isinstance(content, dict):
+        return "all of it"
+    for name, kind in REQUIRED.items():
+        if not isinstance(content.get(name), kind):
+            return name
+    for name in COUNTERS:
+        if not _is_count(content.get(name, 0)):
+            return name
+    data, scaler = content["data"], content["scaler"]
+    shard_lists = data.get("train"), data.get("val")
+    if not all(map(_is_shard_list, shard_lists)) or not isinstance(data.get("base"), str | None):
+        return "data"
+    if scaler and not (_is_positive(scaler.get("scale")) and _is_count(scaler.get("_growth_tracker"))):
+        return "scaler"
+    return None if isinstance(content["optimizer"].get("state"), dict) else "optimizer"
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0  # isinstance would accept True
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, float | int) and 0 < value < math.inf
+
+
+def _is_shard_list(value: object) -> bool:
+    """Whether it is a list of [file name, tokens, SHA-256 or None]."""
+    if not isinstance(value, list) or not all(isinstance(shard, list) and len(shard) == 3 for shard in value):
+        return False
+    return all(isinstance(name, str) and _is_count(n) and isinstance(sha, str | None) for name, n, sha in value)
+
+
+def _find_misfit(saved: Mapping[int, object], optimizer: torch.optim.Optimizer) -> str | None:
+    """Which part of an optimizer's saved state does not fit its parameters; None if all does, or nothing was saved."""
+    expected: list[dict[str, torch.Size]] = []  # shapes by name, for each parameter
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            adamw = {"step": torch.Size(), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
+            expected.append({"momentum_buffer": parameter.shape} if "num_splits" in group else adamw)
+    if saved and saved.keys() != set(range(len(expected))):
+        return f"the optimizer has {len(expected)} parameters, and the state is that of {len(saved)}"
+    for index, tensors in saved.items():
+        if not isinstance(tensors, dict) or tensors.keys() != expected[index].keys():
+            return f"the optimizer's state of parameter {index} is incomplete"
+        for name, shape in expected[index].items():
+            if not _is_dense(tensors[name]) or tensors[name].shape != shape:
+                return f"{name} of the optimizer's parameter {index} has another shape or type"
+    return None
+
+
+def _is_dense(value: object) -> bool:
+    """Whether it is an ordinary fp32 tensor in memory or in a mapped file."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return (value.layout, value.device.type, value.dtype) == (torch.strided, "cpu", torch.float32)
 
 
 def copy_to_host(state: Tree) -> Tree:
