@@ -168,6 +168,22 @@ def range_errors(config_class: type[DataclassInstance], values: Mapping[str, Any
     return problems
 
 
+def type_errors(config_class: type[DataclassInstance], values: Mapping[str, Any]) -> list[str]:
+    """One sentence for each value, not from a command line, that its flag could not have."""
+    hints = typing.get_type_hints(config_class)
+    problems = []
+    for field in flag_fields(config_class):
+        value = values.get(field.name)
+        if value is None:
+            continue
+        kind, choices = _plain_type(hints[field.name]), field.metadata["options"].get("choices")
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            problems.append(f"{flag_name(field.name)} is of the type {type(value).__name__}, not {kind.__name__}.")
+        elif choices and value not in choices:
+            problems.append(f"{flag_name(field.name)} is {value!r}, none of {', '.join(choices)}.")
+    return problems
+
+
 def add_device_flag(parser: argparse.ArgumentParser) -> None:
     names, help = ("auto", "cuda", "cpu", "mps"), "device (default: the best available)"
     parser.add_argument("-d", "--device", default="auto", choices=names, help=help)

@@ -14,7 +14,7 @@ import fineweb
 import hellaswag
 import sample
 import train_gpt2
-from support.cli import Parser, UserError, add_flags, flag, flag_fields, flag_name, parse_flags
+from support.cli import Parser, UserError, add_flags, flag, flag_fields, flag_name, parse_flags, type_errors
 
 
 @dataclass
@@ -120,3 +120,15 @@ def test_the_bytes_of_a_file_name_are_printed_as_they_are():
     ascii = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     run = run_main(r"raise UserError('no ' + b'caf\xc3\xa9'.decode('ascii', 'surrogateescape') + '\u20ac.')", **ascii)
     assert run.stderr == rb"error: no caf" + b"\xc3\xa9" + rb"\u20ac." + b"\n" and run.returncode == 2
+
+
+def test_values_of_other_types_are_named():
+    assert type_errors(Config, {"rate": 1, "size": None, "fast": True, "other": "x"}) == []
+    assert type_errors(Config, {"rate": "1", "size": True, "fast": 0, "check": []}) == [
+        "--rate is of the type str, not float.",
+        "--size is of the type bool, not int.",
+        "--fast is of the type int, not bool.",
+        "--check is of the type list, not bool.",
+    ]
+    [problem] = type_errors(train_gpt2.TrainConfig, {"optimizer": "sgd"})
+    assert problem == "--optimizer is 'sgd', none of adamw, muon."

@@ -12,7 +12,7 @@ import torch
 from support.checkpoints import lora
 from support.checkpoints.huggingface import ModelSizes
 from support.checkpoints.state import Checkpoint, DataIdentity
-from support.cli import UserError, flag_fields, flag_name, range_errors
+from support.cli import UserError, flag_fields, flag_name, range_errors, type_errors
 from support.data import shards
 from support.runtime.options import MACHINE_FLAGS, SOURCE_FLAGS, RunOptions
 
@@ -34,11 +34,7 @@ def stored_flags(config_class: type[DataclassInstance], checkpoint: Checkpoint, 
         for name, value in checkpoint.config.items()
         if name in names and value is not None and not (name in MACHINE_FLAGS and value == "auto")
     }
-    try:
-        problems = range_errors(config_class, flags)
-    except TypeError as error:
-        problems = [str(error)]
-    if problems:
+    if problems := type_errors(config_class, flags) or range_errors(config_class, flags):
         raise UserError(
             f"cannot resume from {checkpoint.path}: the configuration in trainer.pt is not valid ({problems[0]}). "
             "Use another checkpoint."
