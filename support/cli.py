@@ -56,6 +56,12 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("allow_abbrev", False)
         super().__init__(**options)
 
+    def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:  # type: ignore[override]
+        for arg in sys.argv[1:] if args is None else args:
+            if arg.startswith("-") and arg.endswith("=--"):  # an empty list for argparse of Python 3.11, of any type
+                self.error(f"argument {arg[:-3]}: expected one argument")
+        return super().parse_args(args)
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}. See --help for the flags.")
 

@@ -122,6 +122,12 @@ def test_the_bytes_of_a_file_name_are_printed_as_they_are():
     assert run.stderr == rb"error: no caf" + b"\xc3\xa9" + rb"\u20ac." + b"\n" and run.returncode == 2
 
 
+def test_two_dashes_are_no_value():
+    """In Python 3.11, argparse makes an empty list of them, whatever the type of the flag."""
+    with pytest.raises(UserError, match="argument --size: expected one argument"):
+        parse_flags(Config, ["--size=--"], "")
+
+
 def test_values_of_other_types_are_named():
     assert type_errors(Config, {"rate": 1, "size": None, "fast": True, "other": "x"}) == []
     assert type_errors(Config, {"rate": "1", "size": True, "fast": 0, "check": []}) == [
