@@ -48,6 +48,11 @@ class UserError(Exception):
         self.problems = problems
         self.this_rank_only = this_rank_only
 
+    def with_hint(self, hint: str) -> UserError:
+        """The same problems, with another sentence after the last one."""
+        *others, last = self.problems
+        return UserError(*others, f"{last} {hint}", this_rank_only=self.this_rank_only)
+
 
 class Parser(argparse.ArgumentParser):
     """argparse, raising `UserError` for a bad command line, and without abbreviated flags."""
@@ -277,9 +282,14 @@ def _encode_for_console(error: UnicodeError) -> tuple[str | bytes, int]:
     """An error handler for `codecs`: the bytes of a file name as they are, any other character as an escape."""
     assert isinstance(error, UnicodeEncodeError)
     char = error.object[error.start]
-    if "\udc80" <= char <= "\udcff":  # Python's stand-in for a byte that it could not decode
+    if _is_byte(char):
         return bytes([ord(char) - 0xDC00]), error.start + 1
     return char.encode("ascii", "backslashreplace").decode(), error.start + 1
+
+
+def _is_byte(char: str) -> bool:
+    """Whether it is Python's stand-in for a byte that it could not decode."""
+    return "\udc80" <= char <= "\udcff"
 
 
 # -----------------------------------------------------------------------------
@@ -304,7 +314,7 @@ def _exit_code(main: Callable[[], None]) -> int:
         return 0
     except UserError as error:
         if error.this_rank_only or os.environ.get("LOCAL_RANK", "0") == "0":
-            _print_to_stderr(*(f"error: {problem}" for problem in error.problems))
+            _print_errors(*error.problems)
         return 2
     except BrokenPipeError:  # the reader of our output has closed it, as "| head" does
         return 1
@@ -312,14 +322,19 @@ def _exit_code(main: Callable[[], None]) -> int:
         if error.errno not in DISK_ERRORS:
             raise
         where = f": {error.filename}" if error.filename else ""
-        _print_to_stderr(f"error: {error.strerror}{where}. Check the disk and its permissions.")
+        _print_errors(f"{error.strerror}{where}. Check the disk and its permissions.")
         return 2
     except KeyboardInterrupt:
-        _print_to_stderr("\ninterrupted")
+        print("\ninterrupted", file=sys.stderr)
         return 130
 
 
-def _print_to_stderr(*lines: str) -> None:
+def _print_errors(*problems: str) -> None:
     with contextlib.suppress(BrokenPipeError):  # nobody reads them
-        for line in lines:
-            print(line, file=sys.stderr, flush=True)
+        for problem in problems:
+            print(f"error: {_on_one_line(problem)}", file=sys.stderr, flush=True)
+
+
+def _on_one_line(text: str) -> str:
+    r"""Shows a line break, as names of files can have, as \n, and so on. Bytes of file names stay (`_encode_for_console`)."""
+    return "".join(c if c.isprintable() or _is_byte(c) else c.encode("unicode_escape").decode() for c in text)

@@ -14,7 +14,17 @@ import fineweb
 import hellaswag
 import sample
 import train_gpt2
-from support.cli import Parser, UserError, add_flags, flag, flag_fields, flag_name, parse_flags, type_errors
+from support.cli import (
+    Parser,
+    UserError,
+    add_flags,
+    flag,
+    flag_fields,
+    flag_name,
+    parse_flags,
+    run_cli,
+    type_errors,
+)
 
 
 @dataclass
@@ -138,3 +148,21 @@ def test_values_of_other_types_are_named():
     ]
     [problem] = type_errors(train_gpt2.TrainConfig, {"optimizer": "sgd"})
     assert problem == "--optimizer is 'sgd', none of adamw, muon."
+
+
+def fail(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    "error", [UserError("no a\nb\x1b[2J \udcff é.", "2"), IsADirectoryError(21, "no", "a\nb\x1b[2J")]
+)
+def test_an_error_is_one_line_whatever_a_file_is_called(capsys, error):
+    with pytest.raises(SystemExit) as exit:
+        run_cli(lambda: fail(error))
+    lines = capsys.readouterr().err.splitlines()
+    assert exit.value.code == 2 and all(line.startswith("error: ") for line in lines)
+    if isinstance(error, UserError):
+        assert lines == [r"error: no a\nb\x1b[2J \udcff é.", "error: 2"]
+    else:
+        assert lines == [r"error: no: a\nb\x1b[2J. Check the disk and its permissions."]

@@ -258,3 +258,15 @@ def test_an_unsupported_adapter_is_named(adapter, tmp_path, monkeypatch, change,
     (directory / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
         GPT.from_pretrained(directory)
+
+
+def test_each_problem_of_a_base_model_is_an_error_of_its_own(adapter, base, tmp_path, monkeypatch):
+    shutil.copytree(base, tmp_path / "base")
+    shutil.copytree(adapter[0], tmp_path / "run" / "model_00012")
+    config = json.loads((base / "config.json").read_text()) | {"n_layer": 0, "vocab_size": 0}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "base" / "checkpoint.json").unlink()
+    with pytest.raises(UserError) as error:
+        configure(["--resume", "--out", tmp_path / "run", "--init-from", tmp_path / "base"])
+    first, second = error.value.problems
+    assert "vocab_size is 0" in first and "n_layer is 0" in second and second.endswith("use --init-from.")

@@ -95,8 +95,7 @@ def _find_base_model(adapter: Path, verify: bool = True) -> Path:
     try:
         return find_model(lora.base_model_of(adapter), verify)
     except UserError as error:
-        hint = f"It is the base model of {adapter}, as adapter_config.json says."
-        raise UserError(f"{error} {hint}", this_rank_only=error.this_rank_only) from error
+        raise error.with_hint(f"It is the base model of {adapter}, as adapter_config.json says.") from error
 
 
 def read_config(directory: Path) -> ModelSizes:

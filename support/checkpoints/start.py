@@ -70,7 +70,7 @@ def _sizes_of(checkpoint: Checkpoint, given: Mapping[str, Any], dist: Distribute
         try:
             return huggingface.read_config(_find_once_per_node(base, dist))
         except UserError as error:
-            raise UserError(f"{error} If the base model of {checkpoint.path} has moved, use --init-from.") from error
+            raise error.with_hint(f"If the base model of {checkpoint.path} has moved, use --init-from.") from error
     return huggingface.read_config(checkpoint.path)
 
 
