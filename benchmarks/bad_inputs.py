@@ -1,0 +1,391 @@
+"""The random inputs of bench_bad_input.py: fixtures, mutations of them, and the commands that read them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gzip
+import hashlib
+import io
+import json
+import math
+import os
+import pickle
+import random
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+import fineweb
+import hellaswag
+import sample
+import train_gpt2
+
+SCRIPTS: dict[str, ModuleType] = {m.__name__: m for m in (train_gpt2, fineweb, hellaswag, sample)}
+CANARY = Path("executed")  # what the pickles would create
+FIXTURES = Path("../../../fixtures")  # from the folder of an input
+
+TINY = (
+    "--n-layer 1 --n-head 2 --n-embd 8 --block-size 16 --total-batch-size 64 --batch-size 4 --warmup-steps 1 "
+    "--val-every 2 --val-tokens 64 --sample-every 0 --checkpoint-every 2 --device cpu --dtype fp32"
+).split()
+RESUME = "--resume --max-steps 6 --device cpu --out".split()
+SHARDS = "--output shards --tokenizer bytes --shard-size 1000 --workers 1 --input text".split()
+
+# -----------------------------------------------------------------------------
+# Mutations
+
+NUMBERS = (0, -1, 1, 2, 3, 2**31, 2**63, 10**30, 0.5, -0.0, 1e308, 1e-320, math.nan, math.inf, -math.inf)
+STRINGS = (
+    "",
+    "x",
+    "a" * 70_000,
+    "\ud800",
+    "a\nb",
+    "\x1b[2J\x00",
+    "é🙂",
+    "../../x",
+    "/proc/nope",
+    "data",
+    "nan",
+    "%s{}",
+)
+DEEP, HUGE = "<deep>", "<huge>"  # become 100,000 nested lists and a number of 5,000 digits
+STRANGE = (None, True, False, *NUMBERS, *STRINGS, [], {}, [[]], [1, "a"], {"": 0}, {"a": [None]}, DEEP, HUGE)
+TENSORS: tuple[Callable[[], torch.Tensor], ...] = (
+    lambda: torch.zeros(0), lambda: torch.zeros(3, 3), lambda: torch.zeros((), dtype=torch.int64),
+    lambda: torch.tensor(math.nan), lambda: torch.tensor(-1.0), lambda: torch.zeros(8, dtype=torch.complex64),
+    lambda: torch.zeros(1).expand(257, 8), lambda: torch.eye(8).to_sparse(), lambda: torch.zeros(24, 8).bool(),
+    lambda: torch.zeros(320, 8, dtype=torch.float64), lambda: torch.empty(8, device="meta"),
+)  # fmt: skip
+
+
+def mutate_bytes(rng: random.Random, content: bytes) -> bytes:
+    """Some random edits, mostly near the beginning or the end, where the structure of a file is."""
+    data = bytearray(content)
+    for _ in range(rng.choice((1, 1, 2, 6))):
+        near = rng.choice((100, 1000, len(data) + 1))
+        start = min(rng.randrange(near), len(data))
+        start = rng.choice((start, len(data) - start))
+        end = start + rng.choice((1, 2, 8, 100))
+        edit = rng.choice(("flip", "cut", "insert", "delete", "repeat", "fill"))
+        if edit == "flip" and start < len(data):
+            data[start] ^= 1 << rng.randrange(8)
+        elif edit == "cut":
+            del data[start:]
+        elif edit == "insert":
+            data[start:start] = rng.randbytes(end - start)
+        elif edit == "delete":
+            del data[start:end]
+        elif edit == "repeat":
+            data[end:end] = data[start:end] * rng.choice((1, 1, 500))
+        elif edit == "fill":
+            data[start:end] = rng.choice((b"\0", b"\xff", b"9", b"[", b'"')) * (end - start)
+    return bytes(data)
+
+
+def mutate_tree(rng: random.Random, tree: object, values: Sequence[object] = STRANGE) -> object:
+    """A copy of nested dicts and lists with one entry replaced, removed, renamed or repeated."""
+    root = [copy.deepcopy(tree)]
+    container, key = root, 0
+    while isinstance(child := container[key], dict | list) and child and rng.random() < 0.85:
+        container, key = child, rng.choice(list(child) if isinstance(child, dict) else range(len(child)))
+    action = rng.choice(("replace", "replace", "replace", "remove", "rename", "repeat"))
+    if action == "replace" or container is root:
+        container[key] = rng.choice(values)
+    elif action == "remove":
+        del container[key]
+    elif isinstance(container, list):
+        container.insert(0, copy.deepcopy(container[key]))
+    else:
+        container[rng.choice(("", "x", "0", "__class__", "a" * 9999))] = container.pop(key) if action == "rename" else 0
+    return root[0]
+
+
+def to_json(tree: object) -> bytes:
+    text = json.dumps(tree).replace(f'"{DEEP}"', "[" * 100_000 + "]" * 100_000).replace(f'"{HUGE}"', "9" * 5_000)
+    return text.encode()
+
+
+def mutate_file(rng: random.Random, path: Path) -> None:
+    """Changes bytes or, in JSON, a value; or puts a pickle, a folder or nothing in the file's place."""
+    content = path.read_bytes()
+    way = rng.random()
+    if path.suffix in (".json", ".jsonl") and way < 0.6:
+        lines = content.splitlines() if path.suffix == ".jsonl" else [content]
+        number = rng.randrange(len(lines))
+        lines[number] = to_json(mutate_tree(rng, json.loads(lines[number])))
+        path.write_bytes(b"\n".join(lines))
+    elif path.suffix == ".safetensors" and way < 0.5:
+        size = 8 + int.from_bytes(content[:8], "little")
+        header = to_json(mutate_tree(rng, json.loads(content[8:size])))
+        path.write_bytes(len(header).to_bytes(8, "little") + header + content[size:])
+    elif way < 0.95:
+        path.write_bytes(mutate_bytes(rng, content))
+    elif way < 0.98:
+        path.write_bytes(pickle.dumps(Evil(rng)))
+    else:
+        path.unlink()
+        if way < 0.99:
+            path.mkdir()
+
+
+class Evil:
+    """Creates the canary when it is unpickled."""
+
+    def __init__(self, rng: random.Random):
+        touch = f"open({str(CANARY)!r}, 'w')"
+        self.call = rng.choice(((open, (str(CANARY), "w")), (exec, (touch,)), (os.mkdir, (str(CANARY),))))
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return self.call
+
+
+def update_checksums(checkpoint: Path) -> None:
+    """Makes a mutated checkpoint look intact."""
+    paths = sorted(path for path in checkpoint.iterdir() if path.is_file() and path.name != "checkpoint.json")
+    listed = {p.name: {"bytes": p.stat().st_size, "sha256": hashlib.sha256(p.read_bytes()).hexdigest()} for p in paths}
+    (checkpoint / "checkpoint.json").write_text(json.dumps({"files": listed}))
+
+
+# -----------------------------------------------------------------------------
+# The kinds of input. Each function mutates files of the current folder and returns a command line.
+
+
+@dataclass(frozen=True)
+class Command:
+    """A script with its arguments, and the paths that it may change if it ends with 0 (a regular expression)."""
+
+    script: str
+    argv: list[str]
+    may_change: str = "nothing"
+
+
+def bad_command_line(rng: random.Random) -> Command:
+    """Flags with values that mostly do not suit them, and too few or too many of them."""
+    take("data", "run", "lora", "gpt2", "text", "items.jsonl")
+    shutil.copytree("data", "demo_data")
+    script = rng.choice(list(SCRIPTS))
+    argv = {
+        "train_gpt2": [*TINY, "--data", "data", "--out", "new", "--max-steps", "2"],
+        "fineweb": SHARDS,
+        "hellaswag": "-m gpt2 --data items.jsonl -d cpu".split(),
+        "sample": "--model run/model_00004 -d cpu --max-new-tokens 4".split(),
+    }[script]
+    argv = list(argv) if script == "train_gpt2" or rng.random() < 0.8 else ["--workers", "1"] * (script == "fineweb")
+    for _ in range(rng.choice((1, 1, 1, 2, 2, 6))):
+        name = rng.choice(FLAGS[script])
+        value = rng.choice(POOLS.get(name) or rng.choice((SMALL, SMALL, WORDS, TEXTS, PATHS)))
+        words = rng.choice(([name, value], [name, value], [name, value], [name], [f"{name}={value}"], [value]))
+        place = rng.randrange(len(argv) + 1)
+        argv[place:place] = words
+    return Command(script, argv, r"(run|log_demo|demo_data|new|shards|data|text)/.*|results\.json")
+
+
+def bad_shards(rng: random.Random) -> Command:
+    """A manifest or a shard, to train on, to check, or to continue."""
+    take("data", "run", "text", "finished", "partial")
+    folder = rng.choice(("data", "data", "finished", "partial"))
+    path = rng.choice(sorted(Path(folder).glob("*.npy")) + [Path(folder, "manifest.json")] * 3)
+    mutate_file(rng, path)
+    if path.suffix == ".npy" and path.is_file() and rng.random() < 0.2:
+        with open(path, "wb") as file:
+            np.save(file, np.array([Evil(rng)], dtype=object), allow_pickle=True)
+    if folder != "data" and rng.random() < 0.8:
+        return Command("fineweb", [*SHARDS, "--output", folder], f"{folder}/.*")
+    check = ("fineweb", ["--check", folder])
+    new = ("train_gpt2", [*TINY, "--data", "data", "--out", "new", "--max-steps", "2"])
+    script, argv = rng.choice((check, new, ("train_gpt2", [*RESUME, "run"])))
+    return Command(script, argv, r"run/log\.txt")
+
+
+def bad_checkpoint(rng: random.Random) -> Command:
+    """Bytes of any file of a checkpoint or an adapter; mostly the checksums are right."""
+    take("data", "run", "lora", "gpt2", "items.jsonl")
+    run = rng.choice(("run", "run", "lora"))
+    checkpoint = Path(run, "model_00004")
+    mutate_file(rng, rng.choice(sorted(checkpoint.iterdir())))
+    if rng.random() < 0.8 and not (checkpoint / "checkpoint.json").is_dir():
+        update_checksums(checkpoint)
+    return use_checkpoint(rng, run)
+
+
+def bad_gpt2(rng: random.Random) -> Command:
+    """A model of another tool, for HellaSwag."""
+    take("gpt2", "items.jsonl")
+    mutate_file(rng, rng.choice((Path("gpt2/config.json"), Path("gpt2/model.safetensors"))))
+    return Command("hellaswag", "-m gpt2 --data items.jsonl -d cpu --json results.json".split(), r"results\.json")
+
+
+def bad_trainer_file(rng: random.Random) -> Command:
+    """Values of trainer.pt, with right checksums."""
+    take("data", "run", "lora", "muon")
+    run = rng.choice(("run", "run", "lora", "muon"))
+    checkpoint = Path(run, "model_00004")
+    content = torch.load(checkpoint / "trainer.pt", weights_only=True)
+    for _ in range(rng.choice((1, 1, 2))):
+        key = rng.choice(list(content) or [""])
+        if isinstance(content.get(key), dict) and rng.random() < 0.9:
+            content[key] = mutate_tree(rng, content[key], (*STRANGE, *(make() for make in TENSORS)))
+        else:
+            content = mutate_tree(rng, content, (*STRANGE, *(make() for make in TENSORS)))
+        if not isinstance(content, dict):
+            break
+    torch.save(content, checkpoint / "trainer.pt")
+    update_checksums(checkpoint)
+    return use_checkpoint(rng, run, resume=True)
+
+
+def pickles(rng: random.Random) -> Command:
+    """Pickles that would create the canary, in the formats of torch.save and alone."""
+    take("data", "run", "lora", "gpt2", "items.jsonl")
+    run = rng.choice(("run", "lora"))
+    checkpoint = Path(run, "model_00004")
+    name = rng.choice(sorted(path.name for path in checkpoint.iterdir()) + ["trainer.pt", "pytorch_model.bin"] * 3)
+    evil = rng.choice((Evil(rng), {"config": Evil(rng)}, {"step": 4, "optimizer": {"state": {0: Evil(rng)}}}))
+    torch.save(evil, checkpoint / name, _use_new_zipfile_serialization=rng.random() < 0.5)
+    if rng.random() < 0.3:
+        (checkpoint / name).write_bytes(pickle.dumps(evil, protocol=rng.randrange(6)))
+    if name == "pytorch_model.bin":
+        (checkpoint / "model.safetensors").unlink(missing_ok=True)
+    if name != "checkpoint.json":
+        update_checksums(checkpoint)
+    return use_checkpoint(rng, run)
+
+
+def use_checkpoint(rng: random.Random, run: str, resume: bool = False) -> Command:
+    """A command that opens the last checkpoint of a run."""
+    checkpoint = f"{run}/model_00004"
+    start = [*TINY[8:], "--data", "data", "--out", "new", "--max-steps", "2", "--init-from", checkpoint]
+    commands = [
+        ("train_gpt2", [*RESUME, run]),
+        ("train_gpt2", start),
+        ("sample", f"--model {checkpoint} -d cpu --max-new-tokens 4".split()),
+        ("hellaswag", f"-m {checkpoint} --data items.jsonl -d cpu".split()),
+    ]
+    script, argv = rng.choice(commands[:1] if resume or rng.random() < 0.4 else commands)
+    return Command(script, argv, rf"{run}/(log\.txt|model_00004/.*)" + rf"|{run}/model_00002/.*" * resume)
+
+
+def bad_items(rng: random.Random) -> Command:
+    """HellaSwag's items."""
+    take("gpt2", "items.jsonl")
+    mutate_file(rng, Path("items.jsonl"))
+    style = rng.choice(("tokens", "harness"))
+    return Command("hellaswag", f"-m gpt2 --data items.jsonl -d cpu --style {style}".split())
+
+
+def bad_text(rng: random.Random) -> Command:
+    """Text for fineweb.py: .txt, .jsonl and .parquet, also compressed."""
+    take("text")
+    mutate_file(rng, rng.choice(sorted(Path("text").iterdir())))
+    more = rng.choice(([], ["--tokenizer", "gpt2"], ["--document-separator", "7"], ["--val-fraction", "0.1"]))
+    return Command("fineweb", [*SHARDS, *more])
+
+
+def bad_log(rng: random.Random) -> Command:
+    """The log and the run ID of Weights & Biases, before a run is resumed."""
+    take("data", "run")
+    Path("run/wandb_id.txt").write_text("abc123\n")
+    path = Path("run", rng.choice(("log.txt", "wandb_id.txt")))
+    mutate_file(rng, path)
+    keep = ["--keep", "1"] if rng.random() < 0.5 else []
+    argv = [*RESUME, "run", "--wandb", *keep]
+    return Command("train_gpt2", argv, r"run/(log|wandb_id)\.txt" + r"|run/model_.*" * bool(keep))
+
+
+KINDS = {
+    kind.__name__.replace("_", " "): kind
+    for kind in (
+        bad_command_line, bad_shards, bad_checkpoint, bad_gpt2, bad_trainer_file, pickles, bad_items, bad_text, bad_log,
+    )
+}  # fmt: skip
+
+# Values of flags. The numbers are small, since large ones are valid and take long.
+SMALL = (*"0 -1 1 2 3 7 16 1.5 1e-3 nan -inf 1e400 x 0x10 1_0 \u0663".split(), " 2", "9" * 5000)
+WORDS = "gpt2 bytes auto cpu mps fp16 bf16 fast muon adamw wsd cosine harness tokens val test tiktoken newest".split()
+TEXTS = ("1e9", "9" * 30, "a" * 70_000, "é🙂", "\udcff", "a\nb", "\x1b[2J", "%s{}", "-", "--", "=", "--out", "\\n")
+PATHS = (*"run run/model_00004 lora/model_00004 data data/manifest.json text text/a.txt text/b.jsonl text/*.parquet".split(),
+         *"items.jsonl nothing new/er ../../x . /proc/nope /dev/null /dev/null/x gpt2 nobody/nothing http://x".split(),
+         *"~ * [ a\\b -x \udcff".split(), "é 🙂", "a\nb", "a" * 300)  # fmt: skip
+PATH_FLAGS = "--data --out --init-from --hellaswag-data --input --dataset --check --output --model --json -m".split()
+SIZE_FLAGS = ("--n-layer --n-head --n-embd --block-size --total-batch-size --batch-size --max-steps --lora-rank "
+              "--max-new-tokens -n --profile").split()  # fmt: skip
+POOLS = dict.fromkeys(PATH_FLAGS, PATHS) | dict.fromkeys(SIZE_FLAGS, SMALL)
+POOLS |= {"--text": TEXTS, "--shard-size": ("100", "1e3", "-1", "1.5", "nan", *TEXTS)}  # smaller ones are slow
+# Not tried yet: empty path names (PATHS has none), contradictory learning rates, sizes beyond memory (SIZE_FLAGS),
+# several workers. --compile would take minutes, and a valid --text starts fineweb.py.
+EXCLUDED_FLAGS = {"--min-lr", "--workers", "--compile", "--help"}
+FLAGS: dict[str, list[str]] = {}  # of each script, from its --help
+
+# -----------------------------------------------------------------------------
+# Fixtures
+
+
+def make_fixtures(folder: Path) -> None:
+    """What a valid input consists of: small, and the same in every run."""
+    folder.mkdir()
+    os.chdir(folder)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    rng = random.Random(0)
+    texts = [" ".join(f"{rng.randrange(50)} and {rng.randrange(50)}." for _ in range(40)) for _ in range(12)]
+    records = "".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(texts))
+    Path("text").mkdir()
+    Path("text/a.txt").write_text("\n\n".join(texts))
+    Path("text/b.jsonl").write_text(records)
+    Path("text/c.jsonl.gz").write_bytes(gzip.compress(records.encode(), mtime=0))
+    Path("text/d.txt.zst").write_bytes(pa.compress("\n".join(texts).encode(), codec="zstd", asbytes=True))
+    pq.write_table(pa.table({"text": texts, "id": list(range(12))}), "text/e.parquet", row_group_size=5)
+    for path in Path("text").iterdir():
+        os.utime(path, (1e9, 1e9))  # a manifest has a hash of it
+    item = {"ctx": "A cat", "activity_label": "Pets", "ctx_a": "A cat", "ctx_b": "it", "label": 1, "ind": 4}
+    item |= {"endings": [f"sits on {n} mats." for n in "abcd"]}
+    Path("items.jsonl").write_text("".join(json.dumps(item | {"label": i}) + "\n" for i in range(4)))
+    for folder in ("data", "finished"):
+        fineweb.main([*SHARDS, "--output", folder])
+    shutil.copytree("finished", "partial")
+    manifest = json.loads(Path("partial/manifest.json").read_text())
+    manifest |= {"complete": False, "shards": manifest["shards"][:-3], "counted": [], "all_counted": False}
+    Path("partial/manifest.json").write_text(json.dumps(manifest))
+    train = [*TINY, "--data", "data", "--max-steps", "4"]
+    call(train_gpt2, [*train, "--out", "run"])
+    call(train_gpt2, [*train, "--out", "muon", "--recipe", "fast", "--dtype", "fp16"])
+    shutil.copytree("run/model_00004", "base")
+    call(train_gpt2, [*train[8:], "--out", "lora", "--init-from", "base", "--lora-rank", "2"])
+    for checkpoint in Path("lora").glob("model_*"):
+        config = json.loads((checkpoint / "adapter_config.json").read_text())
+        (checkpoint / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "base"}))
+        update_checksums(checkpoint)
+    train_gpt2.GPT(train_gpt2.GPTConfig(16, 50257, 1, 2, 8)).save_pretrained("gpt2")
+
+
+def take(*names: str) -> None:
+    """Copies fixtures into the current folder."""
+    for name in ("base", *names):
+        source = FIXTURES / name
+        (shutil.copytree if source.is_dir() else shutil.copy2)(source, name)
+
+
+def call(script: ModuleType, argv: list[str]) -> None:
+    with contextlib.suppress(SystemExit):  # train_gpt2.py ends with one
+        script.main(argv)
+
+
+def flags_of(script: ModuleType) -> list[str]:
+    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
+        script.main(["--help"])
+    return sorted(set(re.findall(r"(?<![\w-])--?[a-z][a-z0-9-]*(?=[ ,\n])", text.getvalue())) - EXCLUDED_FLAGS)
+
+
+def random_kind(number: int, seed: int) -> tuple[str, random.Random]:
+    """The kind of an input, and the generator that makes the rest of it."""
+    rng = random.Random(f"{seed} {number}")
+    return rng.choice(list(KINDS)), rng

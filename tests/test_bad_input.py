@@ -1,0 +1,28 @@
+"""Random bad input ends in error lines: benchmarks/bench_bad_input.py, run as a script."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from helpers import needs_gpt2_vocabulary, run_script
+
+pytestmark = [pytest.mark.slow, needs_gpt2_vocabulary]
+
+
+def test_bad_input_ends_in_errors(tmp_path):
+    done = run_script("benchmarks/bench_bad_input.py", "--inputs", 300, cwd=tmp_path, TMPDIR=str(tmp_path))
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
+    rows = re.findall(r"^\| (.+?) \| (\d+) \| (\d+) \| (\d+) \|$", done.stdout, re.MULTILINE)
+    assert len(rows) == 9 and sum(int(good) + int(refused) for _, good, refused, _ in rows) == 300
+    assert all(int(good) and int(refused) and not int(other) for _, good, refused, other in rows), done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_broken_promises_are_noticed(tmp_path):
+    done = run_script("benchmarks/bench_bad_input.py", "--self-test", cwd=tmp_path, TMPDIR=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    noticed = done.stdout.splitlines()
+    assert len(noticed) == 7 and all(line.startswith("noticed: ") for line in noticed)
+    assert any("ZeroDivisionError" in line for line in noticed)
+    assert any("changed: " in line for line in noticed) and any("executed: " in line for line in noticed)
