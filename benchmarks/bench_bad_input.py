@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType, ModuleType, SimpleNamespace
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,7 +44,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALL
 import datasets  # noqa: E402, F401  imported once, before the forks
 import peft  # noqa: E402, F401
 import torch  # noqa: E402
-from bad_inputs import CANARY, FLAGS, KINDS, SCRIPTS, Command, Evil, flags_of, make_fixtures, random_kind  # noqa: E402
+from bad_inputs import CANARY, EXCLUDED_FLAGS, FLAGS, KINDS, SCRIPTS, Command, Evil, make_fixtures  # noqa: E402
 from torch.utils import tensorboard  # noqa: E402, F401
 from transformers import GPT2LMHeadModel  # noqa: E402, F401
 
@@ -65,6 +65,18 @@ class Outcome:
     seconds: float
     problem: str | None
     output: str = ""
+
+
+def flags_of(script: ModuleType) -> list[str]:
+    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
+        script.main(["--help"])
+    return sorted(set(re.findall(r"(?<![\w-])--?[a-z][a-z0-9-]*(?=[ ,\n])", text.getvalue())) - EXCLUDED_FLAGS)
+
+
+def random_kind(number: int, seed: int) -> tuple[str, random.Random]:
+    """The kind of an input, and the generator that makes the rest of it."""
+    rng = random.Random(f"{seed} {number}")
+    return rng.choice(list(KINDS)), rng
 
 
 class TooLong(BaseException):
@@ -101,9 +113,7 @@ def run_input(number: int, seed: int, seconds: float) -> Outcome:
     code: int | str = "no exit"
     began = time.monotonic()
     signal.setitimer(signal.ITIMER_REAL, seconds)
-    warnings.simplefilter(
-        "ignore", ResourceWarning
-    )  # a lock that an earlier input left open, as no process of ours can
+    warnings.simplefilter("ignore", ResourceWarning)  # of the input before, in another process in reality
     try:
         run_cli(lambda: SCRIPTS[command.script].main(command.argv))
     except SystemExit as end:
@@ -141,8 +151,8 @@ def find_problem(
         return f"something was executed: {started}"
     after = contents(Path())
     lost = [path for path in before if after.get(path) != before[path] and not may_change(path, command, code)]
-    logs = [path for path in before if Path(path).name == "log.txt" and path in after]
-    lost += [path for path in logs if not early_lines(before[path]) <= early_lines(after[path])]
+    logs = (path for path in before if Path(path).name == "log.txt")
+    lost += [path for path in logs if not early_lines(before[path]) <= early_lines(after.get(path))]
     return f"changed: {', '.join(lost)}" if lost else None
 
 
