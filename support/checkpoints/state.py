@@ -193,8 +193,10 @@ def _find_misfit(saved: Mapping[int, object], optimizer: torch.optim.Optimizer) 
     expected: list[dict[str, torch.Size]] = []  # shapes by name, for each parameter
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            adamw = {"step": torch.Size(), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
-            expected.append({"momentum_buffer": parameter.shape} if "num_splits" in group else adamw)
+            if "num_splits" in group:  # Muon's
+                expected.append({"momentum_buffer": parameter.shape})
+            else:
+                expected.append({"step": torch.Size(), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape})
     if saved and saved.keys() != set(range(len(expected))):
         return f"the optimizer has {len(expected)} parameters, and the state is that of {len(saved)}"
     for index, tensors in saved.items():
