@@ -148,3 +148,20 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(UserError, match=r"cannot write to .*out \(File exists\)\. Use another --output"):
         fineweb.make_shards(corpus_of(["x" * 99]), tmp_path / "out", tokenizer="bytes")
     assert (tmp_path / "out").read_text() == "a file"
+
+
+def test_a_folder_in_the_place_of_a_shard_is_named_and_nothing_changes(tmp_path):
+    def make():
+        fineweb.make_shards(corpus_of(LONG), tmp_path, tokenizer="bytes", shard_size=500)
+
+    make()
+    shard = sorted(tmp_path.glob("*_train_*.npy"))[1]
+    shard.unlink()
+    shard.mkdir()
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    with pytest.raises(UserError, match=f"{shard.name} is a folder, not a shard. Remove it"):
+        make()
+    assert before == {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    shard.rmdir()
+    make()
+    assert shard.is_file()

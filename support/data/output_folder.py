@@ -123,8 +123,11 @@ def _read_matching_manifest(directory: Path, manifest: Manifest, prefix: str | N
     """The manifest of an earlier run with the same source and settings, if there is one.
 
     Raises:
-        UserError: the folder has other shards.
+        UserError: the folder has other shards, or a folder in the place of one.
     """
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if parse_shard_name(path.name) and path.is_dir():
+            raise UserError(f"{path} is a folder, not a shard. Remove it, or use another --output.")
     earlier: Manifest | None = None
     differences = ["source"]
     if (directory / MANIFEST).exists():
