@@ -61,18 +61,15 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("allow_abbrev", False)
         super().__init__(**options)
 
-    def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:  # type: ignore[override]
-        for arg in sys.argv[1:] if args is None else args:
-            if arg.startswith("-") and arg.endswith("=--"):  # an empty list for argparse of Python 3.11, of any type
-                self.error(f"argument {arg[:-3]}: expected one argument")
-        return super().parse_args(args)
-
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}. See --help for the flags.")
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # of several types in argparse
+    def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:  # type: ignore[override]
         """As argparse does, but a flag with nothing in it, as of an unset shell variable, is an error."""
-        parsed = super().parse_args(args, namespace)
+        for arg in sys.argv[1:] if args is None else args:
+            if arg.startswith("-") and arg.endswith("=--"):  # an empty list for argparse of Python 3.11, of any type
+                self.error(f"argument {arg.removesuffix('=--')}: expected one argument")
+        parsed = super().parse_args(args)
         empty = [name for name, value in vars(parsed).items() if value == "" or isinstance(value, list) and "" in value]
         if problems := [f"{flag_name(name)} is empty. Pass a value." for name in empty if name not in MAY_BE_EMPTY]:
             raise UserError(*problems)
@@ -325,12 +322,13 @@ def _exit_code(main: Callable[[], None]) -> int:
         _print_errors(f"{error.strerror}{where}. Check the disk and its permissions.")
         return 2
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+        with contextlib.suppress(BrokenPipeError):
+            print("\ninterrupted", file=sys.stderr, flush=True)
         return 130
 
 
 def _print_errors(*problems: str) -> None:
-    with contextlib.suppress(BrokenPipeError):  # nobody reads them
+    with contextlib.suppress(BrokenPipeError):
         for problem in problems:
             print(f"error: {_on_one_line(problem)}", file=sys.stderr, flush=True)
 
