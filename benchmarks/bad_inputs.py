@@ -286,15 +286,15 @@ WORDS = "gpt2 bytes auto cpu mps fp16 bf16 fast muon adamw wsd cosine harness to
 TEXTS = ("1e9", "9" * 30, "a" * 70_000, "é🙂", "\udcff", "a\nb", "\x1b[2J", "%s{}", "-", "--", "=", "--out", "\\n")
 PATHS = (*"run run/model_00004 lora/model_00004 data data/manifest.json text text/a.txt text/b.jsonl text/*.parquet".split(),
          *"items.jsonl nothing new/er ../../x . /proc/nope /dev/null /dev/null/x gpt2 nobody/nothing http://x".split(),
-         *"~ * [ a\\b -x \udcff".split(), "é 🙂", "a\nb", "a" * 300)  # fmt: skip
+         *"~ * [ a\\b -x \udcff".split(), "", "é 🙂", "a\nb", "a" * 300)  # fmt: skip
 PATH_FLAGS = "--data --out --init-from --hellaswag-data --input --dataset --check --output --model --json -m".split()
 SIZE_FLAGS = ("--n-layer --n-head --n-embd --block-size --total-batch-size --batch-size --max-steps --lora-rank "
               "--max-new-tokens -n --profile").split()  # fmt: skip
 POOLS = dict.fromkeys(PATH_FLAGS, PATHS) | dict.fromkeys(SIZE_FLAGS, SMALL)
 POOLS |= {"--text": TEXTS, "--shard-size": ("100", "1e3", "-1", "1.5", "nan", *TEXTS)}  # smaller ones are slow
-# Not tried yet: empty path names (PATHS has none), contradictory learning rates, sizes beyond memory (SIZE_FLAGS),
-# several workers. --compile would take minutes, and a valid --text starts fineweb.py.
-EXCLUDED_FLAGS = {"--min-lr", "--workers", "--compile", "--help"}
+POOLS |= dict.fromkeys(("--n-layer", "--n-embd", "--block-size", "--batch-size"), (*SMALL, "1000000", "100000000"))
+# Workers and --compile would take minutes, and a valid --text starts fineweb.py.
+EXCLUDED_FLAGS = {"--workers", "--compile", "--help"}
 FLAGS: dict[str, list[str]] = {}  # of each script; from --help
 
 # -----------------------------------------------------------------------------

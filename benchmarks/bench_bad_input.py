@@ -49,7 +49,9 @@ from torch.utils import tensorboard  # noqa: E402, F401
 from transformers import GPT2LMHeadModel  # noqa: E402, F401
 
 from support.cli import UserError, run_cli  # noqa: E402
+from support.data import download  # noqa: E402
 
+download.DEFAULT_ATTEMPTS = 1  # without a network, an input that needs the GPT-2 vocabulary should fail at once
 FORK = multiprocessing.get_context("fork")
 INPUTS_PER_FORK = 50
 MEMORY = 8 << 30  # bytes of address space that an input may add
