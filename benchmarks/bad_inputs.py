@@ -172,7 +172,7 @@ def bad_command_line(rng: random.Random) -> Command:
         name = rng.choice(FLAGS[script])
         value = rng.choice(POOLS.get(name) or rng.choice((SMALL, SMALL, WORDS, TEXTS, PATHS)))
         words = rng.choice(([name, value], [name, value], [name, value], [name], [f"{name}={value}"], [value]))
-        place = rng.randrange(len(argv) + 1)
+        place = rng.choice((0, len(argv), rng.randrange(len(argv) + 1)))
         argv[place:place] = words
     return Command(script, argv, r"(run|log_demo|demo_data|new|shards|data|text)/.*|results\.json")
 

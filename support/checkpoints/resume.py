@@ -71,7 +71,7 @@ def resumed_flags(
     flags = {**stored, "out": str(out), "resume": "newest", "profile": 0, **given}
     if checkpoint.step > flags["max_steps"]:
         raise UserError(f"{checkpoint.path} is past --max-steps {flags['max_steps']}. Raise it, or leave it out.")
-    if "data" not in given:
+    if "data" in stored and "data" not in given:
         flags["data"] = _find_data(flags, checkpoint.path)
     return flags
 
