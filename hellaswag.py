@@ -548,7 +548,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         problems.append("--split names a download, and --data a file. Leave out one of them.")
     if args.split == "test" and not args.json:
         problems.append("the test split has no labels, so there are no scores. Give a file for the losses with --json.")
-    problems += [f"--{name} needs the name of a file." for name in ("data", "json") if getattr(args, name) == ""]
     if problems:
         raise UserError(*problems)
     if args.json:

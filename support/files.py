@@ -46,7 +46,7 @@ def atomic_write(path: Path, unique: bool = False) -> Iterator[Path]:
     except BaseException as error:
         with contextlib.suppress(OSError):
             remove(tmp)
-        if isinstance(error, OSError) and error.filename is None:  # as of a write to a full disk
+        if isinstance(error, OSError) and error.errno and error.filename is None:  # as of a write to a full disk
             error.filename = str(path)
         raise
     replace(tmp, path)

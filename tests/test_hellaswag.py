@@ -718,7 +718,7 @@ def test_corrupt_weights_are_not_scored(tmp_path, capsys, corruption, message):
         ("-m tiny --data items.jsonl --json ./items.jsonl", "items.jsonl exists and has other content"),
         ("-m tiny --json tiny/config.json", "tiny/config.json exists and has other content"),
         ("-m tiny --data unlabelled.jsonl", "the items have no labels"),
-        ("-m tiny --data= --json=", "--data needs the name of a file"),
+        ("-m tiny --data= --json=", "--data is empty. Pass a value."),
         ("-m tiny --json items.jsonl/scores", "cannot write items.jsonl/scores (Not a directory)"),
         (f"-m tiny --json {'x' * 300}", "cannot write xxx"),
         ("-m tiny --split test", "the test split has no labels, so there are no scores"),
