@@ -297,6 +297,8 @@ def test_samples_continue_the_prompt(byte_shards, tmp_path, capsys):
         ("--init-from .", "--init-from brings its own sizes. Leave out --n-layer, --n-head, --n-embd."),
         ("--max-lr nan", "--max-lr is nan. It must be a finite number."),
         ("--min-lr 1", "--min-lr 1 is above --max-lr 0.003. Lower it."),
+        ("--n-layer 1000000", "--n-layer is 1000000. It must be 10000 or less."),
+        ("--n-embd 1000000", "the model has 24,000,301,000,000 parameters, which take 96,001.2 GB"),
         ("--out /proc/nowhere", "cannot write to /proc/nowhere"),
         ("--resume", "no checkpoint in log to resume from"),
         ("--device mps", "no mps device on this machine"),
@@ -314,6 +316,30 @@ def test_bad_flags(byte_shards, tmp_path, monkeypatch, capsys, flags, message):
     assert exit.value.code == 2
     assert message in captured.err and captured.err.startswith("error: ") and captured.err.count("\n") == 1
     assert os.listdir(tmp_path) == ["book.txt"]  # nothing that would be in the way of the corrected command
+
+
+@pytest.mark.parametrize(
+    "flags, note",
+    [
+        ("--max-lr 1", "--max-lr 1 is very high: a step moves weights, which start near 0.02, by about that much"),
+        (
+            "--warmup-steps 2 --decay-steps 2",
+            "--decay-steps 2 is in the warm-up of 2 steps: after it comes --min-lr at once",
+        ),
+        (
+            "--decay-steps 3",
+            "from step 3 on, the learning rate stays at its lowest, 0.0003; --decay-steps moves the end",
+        ),
+        ("--warmup-steps 4", "all 4 steps are in the warm-up, which takes 4; see --warmup-steps"),
+        ("--decay-steps 5", None),
+    ],
+)
+def test_settings_that_nobody_can_mean_are_noted(byte_shards, tmp_path, capsys, flags, note):
+    trained(tmp_path / "run", "--data", byte_shards, "--warmup-steps", 1, "--max-steps", 4, *flags.split())
+    words = ("very high", "warm-up", "--decay-steps")
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
+    found = [line.removeprefix("note    ") for line in notes if any(word in line for word in words)]
+    assert len(found) == (note is not None) and all(line.startswith(note) for line in found)
 
 
 @pytest.mark.slow
