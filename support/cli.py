@@ -9,6 +9,7 @@ import dataclasses
 import errno
 import math
 import os
+import signal
 import sys
 import types
 import typing
@@ -322,6 +323,7 @@ def _exit_code(main: Callable[[], None]) -> int:
         _print_errors(f"{error.strerror}{where}. Check the disk and its permissions.")
         return 2
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would be a traceback of the interpreter's own exit
         with contextlib.suppress(BrokenPipeError):
             print("\ninterrupted", file=sys.stderr, flush=True)
         return 130

@@ -181,6 +181,40 @@ def test_workers_that_do_not_start_are_reported(tmp_path, how):
     assert run.returncode == 1 and "a worker" in run.stderr and "fewer --workers" in run.stderr, run.stderr
 
 
+INTERRUPTED = """
+import multiprocessing, os, signal, sys, threading, time
+from support.cli import run_cli
+from support.data import encode
+from support.data.corpus import Texts
+
+def interrupt_all():
+    while len(multiprocessing.active_children()) < 2:
+        pass
+    time.sleep(float(sys.argv[1]))
+    os.killpg(0, signal.SIGINT)
+
+def main():
+    threading.Thread(target=interrupt_all).start()
+    batches = (Texts(cursor=[i], content=["word " * 500_000], source="source") for i in range(10**6))
+    for _ in encode.encode_batches(batches, "bytes", "tiktoken", 2):
+        pass
+
+if __name__ == "__main__":
+    run_cli(main)
+"""
+
+
+@pytest.mark.parametrize("seconds", [0, 0.1, 0.3])
+def test_an_interrupt_ends_starting_workers_without_a_word(tmp_path, seconds):
+    """Ctrl-C reaches all processes of a terminal."""
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED)
+    command = [sys.executable, tmp_path / "interrupted.py", str(seconds)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    options = dict(env=environment, capture_output=True, text=True, start_new_session=True, timeout=60)
+    run = subprocess.run(command, **options)
+    assert (run.returncode, run.stderr) == (130, "\ninterrupted\n")
+
+
 def test_batches_are_encoded_a_few_at_a_time(monkeypatch):
     """So memory does not grow with the corpus."""
     taken = []

@@ -16,6 +16,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeAlias
@@ -201,7 +202,7 @@ class Worker:
 
 def _serve(connection: Connection, tokenizer: str, engine: str) -> None:
     """Answers each batch with its tokens, or with an exception, until the other end of the connection is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(EOFError, OSError):
         while True:
             batch = connection.recv()
@@ -212,6 +213,13 @@ def _serve(connection: Connection, tokenizer: str, engine: str) -> None:
                 error.add_note(traceback.format_exc())
                 result = error
             connection.send(result)
+
+
+def _block_interrupts() -> None:
+    """Leaves Ctrl-C to the main thread: processes started by this one inherit that, and do not end in their imports."""
+    if hasattr(signal, "pthread_sigmask"):  # not on Windows
+        resource_tracker.ensure_running()  # otherwise the first process starts it, which unblocks the signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
 def encode_batches(batches: Iterable[Batch], tokenizer: str, engine: str, workers: int) -> Iterator[EncodedBatch]:
@@ -239,7 +247,7 @@ def encode_batches(batches: Iterable[Batch], tokenizer: str, engine: str, worker
             started.append(of_this_thread.worker)
         return of_this_thread.worker.encode(batch)
 
-    threads = ThreadPoolExecutor(workers)  # one for each worker, to wait for it
+    threads = ThreadPoolExecutor(workers, initializer=_block_interrupts)  # one for each worker, to wait for it
     pending: deque[tuple[Batch, Future[npt.NDArray[np.uint16]]]] = deque()
     try:
         for batch in batches:
