@@ -99,8 +99,8 @@ def file_source(patterns: list[str], text_field: str, separator: str | None = No
         paths += [Path(match) for match in map(os.path.normpath, matches) if os.path.isfile(match)]
         if not matches:
             raise UserError(f"no file matches {pattern}. Give files or folders of {TEXT_TYPES}.")
-        special = (match for match in matches if not os.path.isfile(match) and not os.path.isdir(match))
-        problems += [f"{path} is not a regular file, or its link leads nowhere. Leave it out." for path in special]
+        not_regular = (match for match in matches if not os.path.isfile(match) and not os.path.isdir(match))
+        problems += [f"{path} is not a regular file, or its link leads nowhere. Leave it out." for path in not_regular]
     paths = list(dict.fromkeys(paths))  # a file that two patterns match is read once
     problems += [
         f"{path} is none of {TEXT_TYPES}. Convert it, or leave it out." for path in paths if not text_suffix(path)

@@ -15,7 +15,7 @@ from support.data.tokenizer import get_tokenizer, name_for_vocab_size
 from support.runtime import devices
 from train_gpt2 import GPT, sample
 
-MAX_BATCH = 64  # texts that are generated together
+MAX_BATCH = 64  # texts generated at a time
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -57,8 +57,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = (args.max_new_tokens, generator, args.temperature, args.top_k or None)
     for first in range(0, args.n, MAX_BATCH):
         texts = sample(model, tokenizer, args.prompt, min(MAX_BATCH, args.n - first), *options)
-        print("\n---\n" * (first > 0) + "\n---\n".join(texts), end="", flush=True)
-    print()
+        if first:
+            print("---")
+        print("\n---\n".join(texts), flush=True)
 
 
 if __name__ == "__main__":

@@ -713,18 +713,18 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
             step, last = state.step, state.step == config.max_steps
             if config.dropout:
                 model.eval()  # otherwise both modes compute the same, and torch.compile would compile each
-            if val_loader and due(config.val_every) and not logger.has(step, "val"):
+            if val_loader and due(config.val_every) and not logger.already_reported(step, "val"):
                 val_loss = validation_loss(compiled, val_loader, config.val_tokens, dist, stop, amp)
                 if val_loss is None:
                     break
                 logger.validation(step, val_loss)
-            if examples and due(config.hellaswag_every) and not logger.has(step, "hella"):
+            if examples and due(config.hellaswag_every) and not logger.already_reported(step, "hella"):
                 started = time.perf_counter()
                 score = hellaswag_score(model, examples, dist, stop, amp)
                 if score is None:
                     break
                 logger.hellaswag(step, *score, len(examples), time.perf_counter() - started)
-            if rank == 0 and step > 0 and due(config.sample_every) and not logger.has(step, "samples"):
+            if rank == 0 and step > 0 and due(config.sample_every) and not logger.already_reported(step, "samples"):
                 generator = devices.seeded_generator(device, config.seed, step, rank)
                 length = 32 if tokenizer.name == "gpt2" else 128  # a GPT-2 token is about four bytes
                 with amp:  # uncompiled: every length would be compiled again

@@ -31,12 +31,12 @@ SCRIPTS: dict[str, ModuleType] = {m.__name__: m for m in (train_gpt2, fineweb, h
 CANARY = Path("executed")  # what the pickles would create
 FIXTURES = Path("../../../fixtures")  # from the folder of an input
 
-TINY = (
+TINY_FLAGS = (
     "--n-layer 1 --n-head 2 --n-embd 8 --block-size 16 --total-batch-size 64 --batch-size 4 --warmup-steps 1 "
     "--val-every 2 --val-tokens 64 --sample-every 0 --checkpoint-every 2 --device cpu --dtype fp32"
 ).split()
-RESUME = "--resume --max-steps 6 --device cpu --out".split()
-SHARDS = "--output shards --tokenizer bytes --shard-size 1000 --workers 1 --input text".split()
+RESUME_FLAGS = "--resume --max-steps 6 --device cpu --out".split()
+SHARD_FLAGS = "--output shards --tokenizer bytes --shard-size 1000 --workers 1 --input text".split()
 
 # -----------------------------------------------------------------------------
 # Mutations
@@ -118,14 +118,14 @@ def mutate_file(rng: random.Random, path: Path) -> None:
     elif way < 0.95:
         path.write_bytes(mutate_bytes(rng, content))
     elif way < 0.98:
-        path.write_bytes(pickle.dumps(Evil(rng)))
+        path.write_bytes(pickle.dumps(MaliciousPickle(rng)))
     else:
         path.unlink()
         if way < 0.99:
             path.mkdir()
 
 
-class Evil:
+class MaliciousPickle:
     """Creates the canary when it is unpickled."""
 
     def __init__(self, rng: random.Random):
@@ -158,12 +158,12 @@ class Command:
 
 def bad_command_line(rng: random.Random) -> Command:
     """Flags with values that mostly do not suit them, and too few or too many of them."""
-    take("data", "run", "lora", "gpt2", "text", "items.jsonl")
+    copy_fixtures("data", "run", "lora", "gpt2", "text", "items.jsonl")
     shutil.copytree("data", "demo_data")
     script = rng.choice(list(SCRIPTS))
     argv = {
-        "train_gpt2": [*TINY, "--data", "data", "--out", "new", "--max-steps", "2"],
-        "fineweb": SHARDS,
+        "train_gpt2": [*TINY_FLAGS, "--data", "data", "--out", "new", "--max-steps", "2"],
+        "fineweb": SHARD_FLAGS,
         "hellaswag": "-m gpt2 --data items.jsonl -d cpu".split(),
         "sample": "--model run/model_00004 -d cpu --max-new-tokens 4".split(),
     }[script]
@@ -179,24 +179,24 @@ def bad_command_line(rng: random.Random) -> Command:
 
 def bad_shards(rng: random.Random) -> Command:
     """A manifest or a shard, to train on, to check, or to continue."""
-    take("data", "run", "text", "finished", "partial")
+    copy_fixtures("data", "run", "text", "finished", "partial")
     folder = rng.choice(("data", "data", "finished", "partial"))
     path = rng.choice(sorted(Path(folder).glob("*.npy")) + [Path(folder, "manifest.json")] * 3)
     mutate_file(rng, path)
     if path.suffix == ".npy" and path.is_file() and rng.random() < 0.2:
         with open(path, "wb") as file:
-            np.save(file, np.array([Evil(rng)], dtype=object), allow_pickle=True)
+            np.save(file, np.array([MaliciousPickle(rng)], dtype=object), allow_pickle=True)
     if folder != "data" and rng.random() < 0.8:
-        return Command("fineweb", [*SHARDS, "--output", folder], f"{folder}/.*")
+        return Command("fineweb", [*SHARD_FLAGS, "--output", folder], f"{folder}/.*")
     check = ("fineweb", ["--check", folder])
-    new = ("train_gpt2", [*TINY, "--data", "data", "--out", "new", "--max-steps", "2"])
-    script, argv = rng.choice((check, new, ("train_gpt2", [*RESUME, "run"])))
+    new = ("train_gpt2", [*TINY_FLAGS, "--data", "data", "--out", "new", "--max-steps", "2"])
+    script, argv = rng.choice((check, new, ("train_gpt2", [*RESUME_FLAGS, "run"])))
     return Command(script, argv, r"run/log\.txt")
 
 
 def bad_checkpoint(rng: random.Random) -> Command:
     """Bytes of any file of a checkpoint or an adapter; mostly the checksums are right."""
-    take("data", "run", "lora", "gpt2", "items.jsonl")
+    copy_fixtures("data", "run", "lora", "gpt2", "items.jsonl")
     run = rng.choice(("run", "run", "lora"))
     checkpoint = Path(run, "model_00004")
     mutate_file(rng, rng.choice(sorted(checkpoint.iterdir())))
@@ -207,7 +207,7 @@ def bad_checkpoint(rng: random.Random) -> Command:
 
 def bad_trainer_file(rng: random.Random) -> Command:
     """Values of trainer.pt, with right checksums."""
-    take("data", "run", "lora", "muon")
+    copy_fixtures("data", "run", "lora", "muon")
     run = rng.choice(("run", "run", "lora", "muon"))
     checkpoint = Path(run, "model_00004")
     content = torch.load(checkpoint / "trainer.pt", weights_only=True)
@@ -220,11 +220,17 @@ def bad_trainer_file(rng: random.Random) -> Command:
 
 def pickles(rng: random.Random) -> Command:
     """Pickles that would create the canary, in the formats of torch.save and alone."""
-    take("data", "run", "lora", "gpt2", "items.jsonl")
+    copy_fixtures("data", "run", "lora", "gpt2", "items.jsonl")
     run = rng.choice(("run", "lora"))
     checkpoint = Path(run, "model_00004")
     name = rng.choice(sorted(path.name for path in checkpoint.iterdir()) + ["trainer.pt", "pytorch_model.bin"] * 3)
-    evil = rng.choice((Evil(rng), {"config": Evil(rng)}, {"step": 4, "optimizer": {"state": {0: Evil(rng)}}}))
+    evil = rng.choice(
+        (
+            MaliciousPickle(rng),
+            {"config": MaliciousPickle(rng)},
+            {"step": 4, "optimizer": {"state": {0: MaliciousPickle(rng)}}},
+        )
+    )
     torch.save(evil, checkpoint / name, _use_new_zipfile_serialization=rng.random() < 0.5)
     if rng.random() < 0.3:
         (checkpoint / name).write_bytes(pickle.dumps(evil, protocol=rng.randrange(6)))
@@ -238,9 +244,9 @@ def pickles(rng: random.Random) -> Command:
 def use_checkpoint(rng: random.Random, run: str, resume: bool = False) -> Command:
     """A command that opens the last checkpoint of a run."""
     checkpoint = f"{run}/model_00004"
-    start = [*TINY[8:], "--data", "data", "--out", "new", "--max-steps", "2", "--init-from", checkpoint]
+    start = [*TINY_FLAGS[8:], "--data", "data", "--out", "new", "--max-steps", "2", "--init-from", checkpoint]
     commands = [
-        ("train_gpt2", [*RESUME, run]),
+        ("train_gpt2", [*RESUME_FLAGS, run]),
         ("train_gpt2", start),
         ("sample", f"--model {checkpoint} -d cpu --max-new-tokens 4".split()),
         ("hellaswag", f"-m {checkpoint} --data items.jsonl -d cpu".split()),
@@ -251,7 +257,7 @@ def use_checkpoint(rng: random.Random, run: str, resume: bool = False) -> Comman
 
 def bad_hellaswag(rng: random.Random) -> Command:
     """HellaSwag's items, or a model of another tool to score on them."""
-    take("gpt2", "items.jsonl")
+    copy_fixtures("gpt2", "items.jsonl")
     mutate_file(rng, Path(rng.choice(("items.jsonl", "items.jsonl", "gpt2/config.json", "gpt2/model.safetensors"))))
     argv = f"-m gpt2 --data items.jsonl -d cpu --json results.json --style {rng.choice(('tokens', 'harness'))}".split()
     return Command("hellaswag", argv, r"results\.json")
@@ -259,20 +265,20 @@ def bad_hellaswag(rng: random.Random) -> Command:
 
 def bad_text(rng: random.Random) -> Command:
     """Text for fineweb.py: .txt, .jsonl and .parquet, also compressed."""
-    take("text")
+    copy_fixtures("text")
     mutate_file(rng, rng.choice(sorted(Path("text").iterdir())))
     more = rng.choice(([], ["--tokenizer", "gpt2"], ["--document-separator", "7"], ["--val-fraction", "0.1"]))
-    return Command("fineweb", [*SHARDS, *more])
+    return Command("fineweb", [*SHARD_FLAGS, *more])
 
 
 def bad_log(rng: random.Random) -> Command:
     """The log and the run ID of Weights & Biases, before a run is resumed."""
-    take("data", "run")
+    copy_fixtures("data", "run")
     Path("run/wandb_id.txt").write_text("abc123\n")
     path = Path("run", rng.choice(("log.txt", "wandb_id.txt")))
     mutate_file(rng, path)
     keep = ["--keep", "1"] if rng.random() < 0.5 else []
-    argv = [*RESUME, "run", "--wandb", *keep]
+    argv = [*RESUME_FLAGS, "run", "--wandb", *keep]
     return Command("train_gpt2", argv, r"run/(log|wandb_id)\.txt" + r"|run/model_.*" * bool(keep))
 
 
@@ -321,12 +327,12 @@ def make_fixtures(folder: Path) -> None:
     item |= {"endings": [f"sits on {n} mats." for n in "abcd"]}
     Path("items.jsonl").write_text("".join(json.dumps(item | {"label": i}) + "\n" for i in range(4)))
     for folder in ("data", "finished"):
-        fineweb.main([*SHARDS, "--output", folder])
+        fineweb.main([*SHARD_FLAGS, "--output", folder])
     shutil.copytree("finished", "partial")
     manifest = json.loads(Path("partial/manifest.json").read_text())
     manifest |= {"complete": False, "shards": manifest["shards"][:-3], "counted": [], "all_counted": False}
     Path("partial/manifest.json").write_text(json.dumps(manifest))
-    train = [*TINY, "--data", "data", "--max-steps", "4"]
+    train = [*TINY_FLAGS, "--data", "data", "--max-steps", "4"]
     call(train_gpt2, [*train, "--out", "run"])
     call(train_gpt2, [*train, "--out", "muon", "--recipe", "fast", "--dtype", "fp16"])
     shutil.copytree("run/model_00004", "base")
@@ -338,7 +344,7 @@ def make_fixtures(folder: Path) -> None:
     train_gpt2.GPT(train_gpt2.GPTConfig(16, 50257, 1, 2, 8)).save_pretrained("gpt2")
 
 
-def take(*names: str) -> None:
+def copy_fixtures(*names: str) -> None:
     """Copies fixtures into the current folder."""
     for name in ("base", *names):
         source = FIXTURES / name

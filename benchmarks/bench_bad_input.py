@@ -44,7 +44,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALL
 import datasets  # noqa: E402, F401  imported once, before the forks
 import peft  # noqa: E402, F401
 import torch  # noqa: E402
-from bad_inputs import CANARY, EXCLUDED_FLAGS, FLAGS, KINDS, SCRIPTS, Command, Evil, make_fixtures  # noqa: E402
+from bad_inputs import CANARY, EXCLUDED_FLAGS, FLAGS, KINDS, SCRIPTS, Command, MaliciousPickle, make_fixtures  # noqa: E402
 from torch.utils import tensorboard  # noqa: E402, F401
 from transformers import GPT2LMHeadModel  # noqa: E402, F401
 
@@ -267,7 +267,7 @@ BROKEN_PROMISES: dict[str, Callable[[], object]] = {  # what is found, and a scr
     "no line with an error": lambda: sys.exit(2),
     "lines other than errors": lambda: run_cli(lambda: os.write(2, b"bad\n") and change_and_fail()),
     "changed: ": change_and_fail,
-    "was executed": lambda: pickle.loads(pickle.dumps(Evil(random.Random(0)))),
+    "was executed": lambda: pickle.loads(pickle.dumps(MaliciousPickle(random.Random(0)))),
     "too long": lambda: time.sleep(60),
     "the interpreter ended": os.abort,
 }

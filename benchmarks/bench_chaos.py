@@ -4,13 +4,13 @@
     python benchmarks/bench_chaos.py --minutes 10 --seed 1           # other faults, at other moments
     python benchmarks/bench_chaos.py --scenarios train --faults 5    # one scenario, once
 
-Each scenario is one command: fineweb.py with two workers, or train_gpt2.py with checkpoints, validation and TensorBoard, in
-one process, in two under torchrun, or in two that torchrun restarts. Whenever it has exited, it is started again. It suffers
-one fault after the other: SIGKILL, SIGTERM or SIGSTOP of one of its processes, a full disk, a folder without permission, a
-corrupt file, a console that nobody reads, a clock that jumps, a slow disk. After each one, within a minute and a half, all
-processes must have exited, with a documented exit code, or make progress again; there must be no traceback, and nothing
-incomplete under a final name. At the end, the log, the weights and the optimizer, or the shards and the manifest, must be
-those of a run without faults, bit by bit, and TensorBoard's curves those of the log.
+Each scenario is one command: fineweb.py with two workers, or train_gpt2.py with checkpoints, validation and
+TensorBoard, in one process, in two under torchrun, or in two that torchrun restarts. Whenever it has exited, it is
+started again. It suffers one fault after the other: SIGKILL, SIGTERM or SIGSTOP of one of its processes, a full disk, a
+folder without permission, a corrupt file, a console that nobody reads, a clock that jumps, a slow disk. After each one,
+within a minute and a half, all processes must have exited, with a documented exit code, or make progress again; there
+must be no traceback, and nothing incomplete under a final name. At the end, the log, the weights and the optimizer, or
+the shards and the manifest, must be those of a run without faults, bit by bit, and TensorBoard's curves those of the log.
 
 The seed determines the faults; which step they hit depends on the machine. The first violation ends the benchmark, with
 exit code 1, and its files are kept.
@@ -207,7 +207,7 @@ def must_exit(scenario: Scenario, fault: Fault, target: str) -> bool:
     return fault.kind in ("SIGKILL", "SIGTERM") and not survives
 
 
-def suffer(run: Run, fault: Fault) -> str | None:
+def inject_and_check(run: Run, fault: Fault) -> str | None:
     """One fault and the checks after it. Returns what happened; None if the command succeeded before.
 
     Raises:
@@ -318,7 +318,7 @@ def run_scenario(setting: Setting, scenario: Scenario, faults: Sequence[Fault], 
     setting.inject(sync=SYNC_SECONDS)
     try:
         for fault in faults:
-            happened = suffer(run, fault)
+            happened = inject_and_check(run, fault)
             if happened is None:  # the command was faster than the faults
                 break
             report.line(f"{scenario.name}: {happened}")

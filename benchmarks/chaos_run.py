@@ -1,4 +1,4 @@
-"""The commands of bench_chaos.py: their processes, what must hold after each fault, and what must be the same at the end."""
+"""The commands of bench_chaos.py: their processes, the checks after each fault, and the comparison at the end."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ from support.console.log import read_values  # noqa: E402
 from support.console.trackers import CURVES  # noqa: E402
 from support.files import LOCK, sha256_of  # noqa: E402
 
-PATIENCE = 90  # seconds until all processes have exited or make progress; torchrun alone waits 30 for a process to stop
-PROGRESS = 3  # new values in the log, or shards, that show it
-MANY = 25  # that show that it ignores a signal
+TIMEOUT_SECONDS = (
+    90  # seconds until all processes have exited or make progress; torchrun alone waits 30 for a process to stop
+)
+STEPS_OF_PROGRESS = 3  # new values in the log, or shards, that show it
+MAX_STEPS_AFTER_SIGNAL = 25  # that show that it ignores a signal
 SYNC_SECONDS = 0.02  # that each fsync takes, so that a kill can hit a save
 # Runs in each Python process: `time.time` and `os.fsync` add what the benchmark writes into the control file.
 SITECUSTOMIZE = """
@@ -169,7 +171,7 @@ class Run:
         """What a save, or a shard, is being written to."""
         return list(self.out.glob(".*.npy.partial" if self.scenario.tokenises else ".model_*.partial"))
 
-    def wait_for(self, condition: Callable[[], object], seconds: float = PATIENCE) -> None:
+    def wait_for(self, condition: Callable[[], object], seconds: float = TIMEOUT_SECONDS) -> None:
         """Waits until the condition holds, the command has exited, or time is over."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self.exit_code() is None and not condition():
@@ -185,7 +187,7 @@ class Run:
             if self.exit_code() == 0:
                 return False
             if moment == "start" or self.exit_code() is not None or self.process is None:
-                self._start_and_wait(self.startup * delay if moment == "start" else PATIENCE)
+                self._start_and_wait(self.startup * delay if moment == "start" else TIMEOUT_SECONDS)
             if moment == "step":
                 for _ in range(1 + int(10 * delay)):
                     self.wait_for_change(self.progress())
@@ -205,7 +207,7 @@ class Run:
         if self.progress() != before:
             self.startup = time.monotonic() - began
 
-    def wait_for_change(self, before: tuple[int, ...], seconds: float = PATIENCE) -> None:
+    def wait_for_change(self, before: tuple[int, ...], seconds: float = TIMEOUT_SECONDS) -> None:
         self.wait_for(lambda: self.progress() != before, seconds)
 
     def settle(self, must_exit: bool) -> str:
@@ -214,7 +216,7 @@ class Run:
         Raises:
             Violation: neither happened in time, or the exit code is not a documented one.
         """
-        seen, steps, deadline = self.progress(), 0, time.monotonic() + PATIENCE
+        seen, steps, deadline = self.progress(), 0, time.monotonic() + TIMEOUT_SECONDS
         while time.monotonic() < deadline:
             processes = find_processes(self.mark)
             if not processes and (code := self.exit_code()) is not None:
@@ -223,13 +225,13 @@ class Run:
                 return f"exit code {code}"
             if self.progress() != seen:
                 seen, steps = self.progress(), steps + 1
-            if steps >= PROGRESS and not must_exit:
+            if steps >= STEPS_OF_PROGRESS and not must_exit:
                 return "it went on"
-            if steps >= MANY:
+            if steps >= MAX_STEPS_AFTER_SIGNAL:
                 raise Violation(f"{', '.join(processes.values())} did not stop")
             time.sleep(0.05)
         problem = "did not exit" if must_exit else "neither exited nor made progress"
-        raise Violation(f"{', '.join(processes.values())} {problem} within {PATIENCE} s")
+        raise Violation(f"{', '.join(processes.values())} {problem} within {TIMEOUT_SECONDS} s")
 
     def check(self) -> None:
         """Checks output and files, also while the command runs.

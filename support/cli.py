@@ -212,7 +212,7 @@ READER_CLOSED = (errno.EPIPE, errno.EIO)  # of a pipe, of a terminal
 
 
 class GuardedStream:
-    """stdout or stderr, of which training must not depend: what cannot be written is dropped.
+    """stdout or stderr, on which training must not depend: what cannot be written is dropped.
 
     If the reader has closed it, `on_close` is called; without `on_close`, the error is raised. A `required` stream, to
     which a script prints its result, raises a `UserError` instead of dropping anything.
@@ -250,8 +250,8 @@ class GuardedStream:
 
     def _discard(self) -> None:
         """Redirects the stream to the null device: what is buffered would fail again when the process ends."""
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+        with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as null:
+            os.dup2(null.fileno(), self._stream.fileno())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -336,5 +336,5 @@ def _print_errors(*problems: str) -> None:
 
 
 def _on_one_line(text: str) -> str:
-    r"""Shows a line break, as names of files can have, as \n, and so on. Bytes of file names stay (`_encode_for_console`)."""
+    r"""Shows a line break as \n, and other control characters so, too: names of files can have them."""
     return "".join(c if c.isprintable() or _is_byte(c) else c.encode("unicode_escape").decode() for c in text)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from support.cli import UserError
+from support.cli import DISK_ERRORS, UserError
 
 LOCK = ".lock"  # in a locked folder; the operating system releases it when the process ends, however it ends
 
@@ -185,8 +185,8 @@ def _lock_file(file: TextIO) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def folder_for_temporary_files() -> Path:
-    """The system's, or that of the variable TMPDIR.
+def temp_dir() -> Path:
+    """The folder for temporary files: that of the variable TMPDIR, or the system's.
 
     Raises:
         UserError: there is none that can be written.
@@ -204,11 +204,13 @@ def temporary_folder() -> Iterator[Path]:
     Raises:
         UserError: it cannot be made, or the block cannot write to it.
     """
-    parent = folder_for_temporary_files()
+    parent = temp_dir()
     try:
         with tempfile.TemporaryDirectory(dir=parent) as folder:
             yield Path(folder)
     except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
         raise UserError(
             f"cannot write to {parent} ({error.strerror}). Free some space there, or name another folder in TMPDIR."
         ) from error

@@ -56,7 +56,7 @@ def test_a_different_log_weight_or_curve_is_a_violation(byte_shards, tmp_path, r
 
 
 def test_a_hang_a_traceback_and_a_corrupt_file_are_violations(tmp_path, run, monkeypatch):
-    monkeypatch.setattr("chaos_run.PATIENCE", 0.5)
+    monkeypatch.setattr("chaos_run.TIMEOUT_SECONDS", 0.5)
     (tmp_path / "control").touch()
     (tmp_path / "run" / "model_00004").mkdir(parents=True)
     monkeypatch.setattr(Setting, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
@@ -67,7 +67,7 @@ def test_a_hang_a_traceback_and_a_corrupt_file_are_violations(tmp_path, run, mon
         with pytest.raises(Violation, match="checkpoint.json is missing"):
             run.check()
         monkeypatch.setattr(Setting, "command", lambda *_: [sys.executable, "-c", "1 / 0"])
-        monkeypatch.setattr("chaos_run.PATIENCE", 30)
+        monkeypatch.setattr("chaos_run.TIMEOUT_SECONDS", 30)
         run.start()
         with pytest.raises(Violation, match="exit code 1, expected"):
             run.settle(must_exit=False)

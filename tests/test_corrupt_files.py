@@ -158,7 +158,7 @@ def poisoned(place, data, run, evil):
     "place, message",
     [
         ("trainer.pt", "trainer.pt is not readable"),
-        ("trainer.pt, bare", "trainer.pt is not readable"),
+        ("trainer.pt, bare", "trainer.pt is truncated or corrupt"),
         ("model.safetensors", "cannot read .*model.safetensors"),
         ("config.json", "config.json is not a GPT-2 configuration"),
         ("checkpoint.json", "all checkpoints in .* are corrupt"),

@@ -6,7 +6,9 @@ import shutil
 
 import pytest
 
+from support.cli import UserError
 from support.console.log import RunLog, read_values
+from support.files import lock_folder
 
 
 def test_the_log_continues_from_a_step(tmp_path):
@@ -68,6 +70,32 @@ def test_a_log_that_was_removed_is_written_again(tmp_path, capsys):
     log.close()
     assert path.read_text() == "0 train 2.000000\n1 train 1.000000\n2 train 0.500000\n"
     assert capsys.readouterr().err == f"warning: {path} was removed. It is written again.\n"
+
+
+def test_a_folder_that_was_removed_is_locked_again_or_left_to_another_run(tmp_path):
+    out, path = tmp_path / "run", tmp_path / "run" / "log.txt"
+    out.mkdir()
+    log = RunLog(path)
+    log.write(0, "train", 2.0)
+    shutil.rmtree(out)
+    log.sync()
+    with pytest.raises(UserError, match="is in use"):
+        lock_folder(out, "--out")
+    shutil.rmtree(out)
+    out.mkdir()
+    with lock_folder(out, "--out"), pytest.raises(UserError, match="is in use"):
+        log.sync()
+    path.write_text("0 train 9.000000\n")
+    with pytest.raises(OSError, match="log.txt is that of another run"):
+        log.sync()
+    assert path.read_text() == "0 train 9.000000\n"
+
+
+def test_malformed_lines_are_counted(tmp_path, capsys):
+    path = tmp_path / "log.txt"
+    path.write_text("0 train 1.000000\n0 vax 1.0000\nmine\n1 train 1.0000")
+    RunLog(path, 1)
+    assert capsys.readouterr().err == f"warning: {path} had malformed lines (1), which are dropped.\n"
 
 
 def test_only_finite_values_are_read(tmp_path):

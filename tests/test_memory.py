@@ -111,14 +111,15 @@ def test_parameters_are_counted(config):
 
 
 def flags_of(config, **changes):
-    return vars(config) | {"batch_size": 4, "lora_rank": None} | changes
+    return vars(config) | {"batch_size": 4, "optimizer": "adamw", "lora_rank": None} | changes
 
 
 @pytest.mark.parametrize(
     "config, changes, gigabytes, problem",
     [
-        (GPTConfig(), {}, 2.2, None),
-        (GPTConfig(), {}, 1.4, "training 124,439,808 parameters takes at least 1.5 GB, and cpu has 1.4 GB."),
+        (GPTConfig(), {}, 2.7, None),
+        (GPTConfig(), {}, 1.9, "training 124,439,808 parameters takes at least 2.0 GB, and 1.9 GB are available."),
+        (GPTConfig(), {"optimizer": "muon"}, 1.4, "takes at least 1.5 GB, and 1.4 GB are available."),
         (GPTConfig(), {"lora_rank": 8}, 1.4, None),
         (
             GPTConfig(),
@@ -130,7 +131,7 @@ def flags_of(config, **changes):
             GPTConfig(),
             {"batch_size": 512},
             80.0,
-            "micro-batches of 512 rows of 1024 tokens take at least 88.5 GB, and cpu",
+            "micro-batches of 512 rows of 1024 tokens take at least 89.0 GB, and 80.0 GB",
         ),
         (GPTConfig(n_layer=10_000, n_embd=1), {}, 0.3, "which take 401.2 MB"),
         (GPTConfig(), {"batch_size": 10**9}, None, None),

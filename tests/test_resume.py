@@ -313,7 +313,10 @@ def test_shards_that_moved_are_found_or_asked_for(byte_shards, tmp_path, monkeyp
     with pytest.raises(UserError) as error:
         resumed(tmp_path / "run")
     checkpoint = tmp_path / "run" / "model_00003"
-    assert str(error.value) == f"no train shards in mine, where {checkpoint} had them. Pass their folder with --data."
+    assert (
+        str(error.value)
+        == f"the shards that {checkpoint} was trained on are not in mine. Pass their folder with --data."
+    )
     assert resumed(tmp_path / "run", "--data", "../mine", "--max-steps", 4).step == 4
     assert resumed(tmp_path / "run", "--data", tmp_path / "mine").step == 4
 
@@ -329,7 +332,7 @@ def test_a_run_on_a_text_may_move_with_its_shards(tmp_path, monkeypatch):
     assert resumed(tmp_path / "elsewhere" / "moved", "--max-steps", 3).step == 3
     shutil.rmtree("moved/data")
     with pytest.raises(
-        UserError, match="no train shards in .*moved/data, where .*model_00003 had them. Pass their folder"
+        UserError, match="the shards that .*model_00003 was trained on are not in .*moved/data. Pass their"
     ):
         resumed(tmp_path / "elsewhere" / "moved", "--max-steps", 4)
 

@@ -163,7 +163,7 @@ from support.cli import run_cli
 from support.data import shards
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[2])))
-shards.OTHER_FILES = 16
+shards.OTHER_OPEN_FILES = 16
 run_cli(lambda: print(len(shards.open_shards(sys.argv[1], "train")), len(shards.open_shards(sys.argv[1], "val"))))
 """
 

@@ -188,5 +188,5 @@ def test_a_pickle_that_ends_early_is_not_readable(tmp_path):
     with zipfile.ZipFile(tmp_path / "good.pt") as good, zipfile.ZipFile(tmp_path / "trainer.pt", "w") as bad:
         for name in good.namelist():
             bad.writestr(name, good.read(name).replace(b"bad_steps", b"bad\xffsteps"))
-    with pytest.raises(UserError, match="trainer.pt is not readable"):
+    with pytest.raises(UserError, match="trainer.pt is truncated or corrupt"):
         Checkpoint.open(tmp_path)

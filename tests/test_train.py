@@ -321,10 +321,10 @@ def test_bad_flags(byte_shards, tmp_path, monkeypatch, capsys, flags, message):
 @pytest.mark.parametrize(
     "flags, note",
     [
-        ("--max-lr 1", "--max-lr 1 is very high: a step moves weights, which start near 0.02, by about that much"),
+        ("--max-lr 1", "--max-lr 1 is very high: weights start near 0.02, and a step changes them by up to about that"),
         (
             "--warmup-steps 2 --decay-steps 2",
-            "--decay-steps 2 is in the warm-up of 2 steps: after it comes --min-lr at once",
+            "--decay-steps 2 is in the warm-up of 2 steps: the learning rate falls to --min-lr right after it",
         ),
         (
             "--decay-steps 3",

@@ -121,10 +121,11 @@ def read_config(directory: Path) -> ModelSizes:
         for field, supported in (SUPPORTED_MODEL_VALUES | {"n_inner": (None, 4 * sizes["n_embd"])}).items()
         if config.get(field, supported[0]) not in supported
     ]
+    limits = dict.fromkeys(sizes, MAX_SIZE) | {"n_layer": MAX_LAYERS}
     problems += [
-        f"{path}: {name} is {size}. It must be from 1 to {limit:,}."
+        f"{path}: {name} is {size}. It must be from 1 to {limits[name]:,}."
         for name, size in sizes.items()
-        if not 1 <= size <= (limit := MAX_LAYERS if name == "n_layer" else MAX_SIZE)
+        if not 1 <= size <= limits[name]
     ]
     if not problems and sizes["n_embd"] % sizes["n_head"]:
         problems.append(f"{path}: n_embd {sizes['n_embd']} is not a multiple of n_head {sizes['n_head']}.")

@@ -82,17 +82,17 @@ def _find_data(flags: Mapping[str, Any], checkpoint: Path) -> str:
     Raises:
         UserError: they are in neither, and cannot be made again.
     """
-    text, places = flags.get("text"), [flags["data"]]
+    text, folders = flags.get("text"), [flags["data"]]
     if text is not None:
-        places.append(str(checkpoint.parent / "data"))  # the folder of the run may have moved
-    for place in places:
-        if shards.shard_paths(place, "train"):
-            return place
+        folders.append(str(checkpoint.parent / "data"))  # the folder of the run may have moved
+    for folder in folders:
+        if shards.shard_paths(folder, "train"):
+            return folder
     if not flags.get("demo") and (text is None or not Path(text).exists()):
         raise UserError(
-            f"no train shards in {flags['data']}, where {checkpoint} had them. Pass their folder with --data."
+            f"the shards that {checkpoint} was trained on are not in {flags['data']}. Pass their folder with --data."
         )
-    return flags["data"]
+    return flags["data"]  # --demo and --text make them again
 
 
 def data_identity(folder: str, train: list[np.memmap], val: list[np.memmap], model: torch.nn.Module) -> DataIdentity:

@@ -85,8 +85,8 @@ class TrainState:
         Raises:
             UserError: the optimizer's tensors do not fit the model.
         """
-        if misfit := _find_misfit(checkpoint.optimizer["state"], self.optimizer):
-            raise _unusable(checkpoint.path, f"does not fit the run ({misfit})")
+        if mismatch := _find_mismatch(checkpoint.optimizer["state"], self.optimizer):
+            raise _unusable(checkpoint.path, f"does not fit the run ({mismatch})")
         param_groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": checkpoint.take_optimizer_state(), "param_groups": param_groups})
         if checkpoint.scaler:
@@ -132,8 +132,7 @@ class Checkpoint:
         except pickle.UnpicklingError as error:
             raise _unusable(path, "is not readable as plain tensors and containers") from error
         except Exception as error:  # a corrupt zip file or pickle raises many kinds
-            reason = str(error).split("\n")[0]
-            raise _unusable(path, f"is not readable ({reason})") from error
+            raise _unusable(path, f"is truncated or corrupt ({type(error).__name__})") from error
         if invalid := _find_invalid(content):
             raise _unusable(path, f"was not written by this trainer ({invalid} is missing or not valid)")
         if step_of(path) not in (-1, content["step"]):
@@ -154,10 +153,10 @@ def _unusable(path: Path, problem: str) -> UserError:
 def _find_invalid(content: object) -> str | None:
     """What in the content of `trainer.pt` is missing or of a wrong type; None if nothing is.
 
-    The values of flags are left to `resume.stored_flags`, and the optimizer's tensors to `_find_misfit`.
+    The values of flags are left to `resume.stored_flags`, and the optimizer's tensors to `_find_mismatch`.
     """
     if not isinstance(content, dict):
-        return "all of it"
+        return "its dictionary"
     for name, kind in REQUIRED.items():
         if not isinstance(content.get(name), kind):
             return name
@@ -188,7 +187,7 @@ def _is_shard_list(value: object) -> bool:
     return all(isinstance(name, str) and _is_count(n) and isinstance(sha, str | None) for name, n, sha in value)
 
 
-def _find_misfit(saved: Mapping[int, object], optimizer: torch.optim.Optimizer) -> str | None:
+def _find_mismatch(saved: Mapping[int, object], optimizer: torch.optim.Optimizer) -> str | None:
     """Which part of an optimizer's saved state does not fit its parameters; None if all does, or nothing was saved."""
     expected: list[dict[str, torch.Size]] = []  # shapes by name, for each parameter
     for group in optimizer.param_groups:
@@ -203,13 +202,13 @@ def _find_misfit(saved: Mapping[int, object], optimizer: torch.optim.Optimizer) 
         if not isinstance(tensors, dict) or tensors.keys() != expected[index].keys():
             return f"the optimizer's state of parameter {index} is incomplete"
         for name, shape in expected[index].items():
-            if not _is_dense(tensors[name]) or tensors[name].shape != shape:
+            if not _is_fp32_cpu_tensor(tensors[name]) or tensors[name].shape != shape:
                 return f"{name} of the optimizer's parameter {index} has another shape or type"
     return None
 
 
-def _is_dense(value: object) -> bool:
-    """Whether it is an ordinary fp32 tensor in memory or in a mapped file."""
+def _is_fp32_cpu_tensor(value: object) -> bool:
+    """Whether it is an ordinary fp32 tensor, in memory or in a mapped file."""
     if not isinstance(value, torch.Tensor):
         return False
     return (value.layout, value.device.type, value.dtype) == (torch.strided, "cpu", torch.float32)

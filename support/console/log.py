@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -10,9 +11,10 @@ import threading
 from collections.abc import Collection
 from io import FileIO
 from pathlib import Path
+from typing import TextIO
 
 from support.cli import UserError
-from support.files import atomic_write
+from support.files import atomic_write, lock_folder
 
 LINE = re.compile(r"(\d{1,12}) ([a-z]+) (nan|-?inf|-?\d+\.\d+)\n")
 FORMATS = {"train": ".6f", "val": ".4f", "hella": ".4f"}
@@ -40,6 +42,7 @@ class RunLog:
     def __init__(self, path: Path | None = None, first_step: int = 0, kept_names: Collection[str] = ()):
         self.kept: dict[str, float] = {}
         self._file: FileIO | None = None
+        self._folder_lock: TextIO | None = None  # only of a folder that was removed and made again
         self._pending, self._warned = b"", False
         self._lock = threading.Lock()  # the thread that writes a checkpoint syncs the log
         if path is None:
@@ -50,8 +53,9 @@ class RunLog:
 
     def _drop_lines_from(self, path: Path, first_step: int, kept_names: Collection[str]) -> None:
         lines = path.read_bytes().decode("utf-8", "replace").split("\n")[:-1] if path.exists() else []
-        with_a_loss, kept = set(), []
-        for match in filter(None, (LINE.fullmatch(f"{line}\n") for line in lines)):
+        matches = [LINE.fullmatch(f"{line}\n") for line in lines]
+        steps_with_loss, kept = set(), []
+        for match in filter(None, matches):
             step, name = int(match[1]), match[2]
             if step == first_step and name in kept_names:
                 self.kept[name] = float(match[3])
@@ -59,11 +63,12 @@ class RunLog:
                 continue
             kept.append(match[0])
             if name == "train":
-                with_a_loss.add(step)
+                steps_with_loss.add(step)
         with atomic_write(path) as tmp:
             tmp.write_text("".join(kept), encoding="utf-8", newline="\n")
-        missing = sorted(set(range(first_step)) - with_a_loss)
-        if missing:
+        if malformed := matches.count(None):
+            _warn(f"{path} had malformed lines ({malformed:,}), which are dropped.")
+        if missing := sorted(set(range(first_step)) - steps_with_loss):
             _warn(f"{path} lacks {len(missing):,} of the {first_step:,} steps so far, step {missing[0]} first.")
 
     def write(self, step: int, name: str, value: float) -> None:
@@ -107,17 +112,26 @@ class RunLog:
             ) from error
         finally:
             self._file.close()
+            if self._folder_lock:
+                self._folder_lock.close()
 
     def _restore_if_removed(self) -> None:
-        """Writes the log again if somebody has removed it: the open file still has its lines."""
+        """Writes the log again if somebody has removed it: the open file still has its lines.
+
+        Raises:
+            OSError, UserError: it was removed, and another run writes to the folder now.
+        """
         assert self._file is not None
         path = Path(str(self._file.name))
         if path.exists():
+            if not os.path.samestat(path.stat(), os.fstat(self._file.fileno())):
+                raise FileExistsError(errno.EEXIST, f"{path} is that of another run")
             return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._folder_lock = lock_folder(path.parent, "--out")  # the lock was removed, too
         self._file.seek(0)
         self._pending = self._file.read() + self._pending
         self._file.close()
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
         _warn(f"{path} was removed. It is written again.")
 

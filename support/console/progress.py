@@ -85,14 +85,20 @@ def notes(options: RunOptions, flags: Mapping[str, Any], first_step: int, checkp
     if warmup_steps >= max_steps:
         yield f"all {max_steps:,} steps are in the warm-up, which takes {warmup_steps:,}; see --warmup-steps"
     elif warmup_steps >= decay_steps:
-        yield f"--decay-steps {decay_steps} is in the warm-up of {warmup_steps:,} steps: after it comes --min-lr at once"
+        yield (
+            f"--decay-steps {decay_steps} is in the warm-up of {warmup_steps:,} steps: the learning rate falls to "
+            "--min-lr right after it"
+        )
     elif first_step < max_steps and max_steps > decay_steps:
         yield (
-            f"from step {decay_steps:,} on, the learning rate stays at its lowest, {flags['min_lr']:.3g}; --decay-steps "
-            "moves the end of the schedule, in a resumed run only before the cooldown of --schedule wsd"
+            f"from step {decay_steps:,} on, the learning rate stays at its lowest, {flags['min_lr']:.3g}; "
+            "--decay-steps moves the end of the schedule, in a resumed run only before the cooldown of --schedule wsd"
         )
     if flags["max_lr"] > HIGH_LR:
-        yield f"--max-lr {flags['max_lr']:g} is very high: a step moves weights, which start near 0.02, by about that much"
+        yield (
+            f"--max-lr {flags['max_lr']:g} is very high: weights start near 0.02, and a step changes them by up to "
+            "about that"
+        )
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and options.resume != "auto":
         yield "torchrun restarts a failed run, but only with --resume auto does that resume from a checkpoint"
     if checkpoint_bytes and options.checkpoint_every:

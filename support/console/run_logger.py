@@ -21,8 +21,7 @@ from support.runtime.signals import TORCHRUN_GRACE_SECONDS
 
 STARTED = time.perf_counter()
 ETA_EVERY, ETA_WINDOW = 50, 250  # steps between two estimates of the remaining time, and steps that they are based on
-# After so many steps, threads that wait for each other on busy cores show in the median over the shortest step: with a
-# second program on two cores it was 5, without 1.1.
+# The median of so many step times over the shortest was 5 where two threads shared their cores with another program.
 STEPS_COMPARED, MAX_SPREAD = 20, 2.0
 
 
@@ -30,7 +29,7 @@ class RunLogger:
     """Reports validations, scores, samples and steps; on all ranks but 0 it does nothing.
 
     Values go to `log.txt` in `--out` and to the trackers, until the end of a `with`. A `first_step` above 0 continues
-    the log and the curves of an earlier process at that step; what that one has reported of it need not be repeated.
+    the log and the curves of an earlier process at that step; what that one has logged of it is not computed again.
 
     Raises:
         UserError: on all ranks, if a tracker cannot start; at the end, if the last lines of the log cannot be written.
@@ -58,12 +57,12 @@ class RunLogger:
         # every rank must know, or the others wait forever in the next evaluation
         self._reported = {name for name in due if dist.all_reduce_min(dist.rank > 0 or name in self._log.kept)}
         if due and self._reported == set(due) and not (options.tensorboard or options.wandb):
-            self._reported.add("samples")  # they come after the values
+            self._reported.add("samples")  # which come right after the values
         self._threads = torch.get_num_threads() if dist.device.type == "cpu" else 1
         self._step_times: list[float] = []  # of the first steps, in seconds
         self._marks: deque[tuple[int, float]] = deque(maxlen=ETA_WINDOW // ETA_EVERY)  # steps, and when they ended
 
-    def has(self, step: int, name: str) -> bool:
+    def already_reported(self, step: int, name: str) -> bool:
         """Whether an earlier process has reported this already: "val", "hella" or "samples" of the first step."""
         return step == self.first_step and name in self._reported
 

@@ -160,9 +160,9 @@ def encode_batch(batch: Batch, tokenizer: str, engine: str) -> npt.NDArray[np.ui
 class Worker:
     """A process that encodes one batch at a time.
 
-    Each has a pipe of its own, so that whatever becomes of one, the other end knows: if the worker dies, `encode` raises,
-    and if this process dies, the worker exits. (Until 3.11.7, and in part later, `ProcessPoolExecutor` hangs when a
-    worker is killed as it starts.)
+    It has a pipe of its own, so that each end notices when the other is gone: if the worker dies, `encode` raises, and
+    if this process dies, the worker exits after its batch. (`ProcessPoolExecutor` of Python 3.11 hangs when a worker
+    is killed as it starts.)
     """
 
     def __init__(self, tokenizer: str, engine: str):
@@ -239,19 +239,19 @@ def encode_batches(batches: Iterable[Batch], tokenizer: str, engine: str, worker
             yield batch, encode_batch(batch, tokenizer, engine)
         return
     started: list[Worker] = []
-    of_this_thread = threading.local()
+    local = threading.local()
 
     def encode(batch: Batch) -> npt.NDArray[np.uint16]:
-        if not hasattr(of_this_thread, "worker"):
-            of_this_thread.worker = Worker(tokenizer, engine)
-            started.append(of_this_thread.worker)
-        return of_this_thread.worker.encode(batch)
+        if not hasattr(local, "worker"):
+            local.worker = Worker(tokenizer, engine)
+            started.append(local.worker)
+        return local.worker.encode(batch)
 
-    threads = ThreadPoolExecutor(workers, initializer=_block_interrupts)  # one for each worker, to wait for it
+    executor = ThreadPoolExecutor(workers, initializer=_block_interrupts)  # a thread for each worker, to wait for it
     pending: deque[tuple[Batch, Future[npt.NDArray[np.uint16]]]] = deque()
     try:
         for batch in batches:
-            pending.append((batch, threads.submit(encode, batch)))
+            pending.append((batch, executor.submit(encode, batch)))
             if len(pending) > 2 * workers:
                 first, future = pending.popleft()
                 yield first, future.result()
@@ -259,6 +259,6 @@ def encode_batches(batches: Iterable[Batch], tokenizer: str, engine: str, worker
             first, future = pending.popleft()
             yield first, future.result()
     finally:
-        threads.shutdown(cancel_futures=True)
+        executor.shutdown(cancel_futures=True)
         for worker in started:
             worker.close()

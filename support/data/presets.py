@@ -132,7 +132,8 @@ def _text_bytes(path: Path, field: str) -> float:
 def make_preset_shards(data: str, text: str | None, field: str, tokenizer: str, rank: int, resumed: bool) -> None:
     """Makes the shards of --text, or without `text` those of --demo, with fineweb.py on rank 0, unless they exist.
 
-    `field` is that of --text-field. For a new run of --text, fineweb.py also checks that existing shards were made from this text.
+    `field` is that of --text-field. For a new run of --text, fineweb.py also checks that existing shards were made from
+    this text.
 
     Raises:
         UserError: it failed, and has said why.
@@ -142,16 +143,9 @@ def make_preset_shards(data: str, text: str | None, field: str, tokenizer: str, 
     if rank > 0 or (shards.is_complete(data) and (text is None or resumed)):
         return
     source = ["--demo"]
-    if text is not None:  # joined with ".", a text named "-x" does not look like a flag
-        source = [
-            "--tokenizer",
-            tokenizer,
-            "--text-field",
-            field,
-            "--split-documents",
-            "--input",
-            os.path.join(".", text),
-        ]
+    if text is not None:  # with "=" and ".", values that begin with "-" do not look like flags
+        flags = [f"--tokenizer={tokenizer}", f"--text-field={field}", "--split-documents"]
+        source = [*flags, "--input", os.path.join(".", text)]
     fineweb = Path(__file__).parents[2] / "fineweb.py"
     if run_child_process([sys.executable, str(fineweb), "--output", data, *source]):
         raise UserError(

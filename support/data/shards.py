@@ -22,7 +22,7 @@ from support.data.tokenizer import VOCAB_SIZES
 MANIFEST = "manifest.json"
 Setting: TypeAlias = str | int | float | bool | None
 
-OTHER_FILES = 256  # that a process opens besides shards
+OTHER_OPEN_FILES = 256  # that a process opens besides shards
 _MAKE_AGAIN = "Run the command that made these shards again."
 _SHARD_NAME = re.compile(r"(?P<prefix>.+)_(?P<split>train|val)_(?P<index>[0-9]{6,12})\.npy")
 
@@ -150,7 +150,7 @@ def load_shard(path: Path) -> np.memmap:
     if not path.is_file():  # a FIFO would wait for a writer
         raise UserError(f"{path} is not a file. {_MAKE_AGAIN}")
     try:
-        with warnings.catch_warnings(action="ignore"):  # of a header in Python 2's format
+        with warnings.catch_warnings(action="ignore"):  # numpy warns about headers in Python 2's format
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy's parser of the header raises many kinds
         if isinstance(error, OSError) and error.errno == errno.EMFILE:
@@ -171,14 +171,14 @@ def read_tokens(shard: np.memmap, start: int, count: int, vocab_size: int) -> np
     Raises:
         UserError: the file was truncated since it was opened, or a token id is not in the vocabulary.
     """
-    # Reading a page that the file no longer has would kill the process (SIGBUS). Other ranks may not read this shard.
+    # Reading a page that the file no longer has would kill the process (SIGBUS).
     if isinstance(shard.base, mmap.mmap) and shard.base.size() < shard.offset + shard.nbytes:
         raise UserError(f"{shard.filename} was truncated while it was in use. {_MAKE_AGAIN}", this_rank_only=True)
     tokens = shard[start : start + count]
     if tokens.max() >= vocab_size:
         raise UserError(
-            f"{shard.filename} has the id {tokens.max()} at offset {start + int(tokens.argmax())}, beyond the vocabulary "
-            f"of {vocab_size:,}. Make the shards again, with the model's tokenizer.",
+            f"{shard.filename} has the id {tokens.max()} at offset {start + int(tokens.argmax())}, beyond the "
+            f"vocabulary of {vocab_size:,}. Make the shards again, with the model's tokenizer.",
             this_rank_only=True,
         )
     return tokens
@@ -249,7 +249,7 @@ def shard_identities(directory: str | os.PathLike[str], shards: list[np.memmap])
 def _open_split(directory: str | os.PathLike[str], split: str) -> tuple[list[np.memmap], list[str]]:
     """The shards of a split that pass the quick check, and a sentence about each of the others."""
     paths = shard_paths(directory, split)
-    _allow_open_files(len(paths))
+    _raise_open_file_limit(len(paths))
     listed = read_manifest(directory)["shards"]
     expected_tokens = {shard["file"]: shard["tokens"] for shard in listed}
     missing = {shard["file"] for shard in listed if shard["split"] == split} - {path.name for path in paths}
@@ -271,17 +271,17 @@ def _open_split(directory: str | os.PathLike[str], split: str) -> tuple[list[np.
     return shards, problems
 
 
-def _allow_open_files(more: int) -> None:
-    """Raises the limit of open files, often 1,024, as far as needed and allowed: a file that is mapped stays open."""
+def _raise_open_file_limit(num_shards: int) -> None:
+    """Allows more open files, often only 1,024, as far as needed and possible: a mapped file stays open."""
     try:
         import resource
     except ImportError:  # on Windows, where there is no such limit
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = len(os.listdir("/dev/fd")) + more + OTHER_FILES
+    needed = len(os.listdir("/dev/fd")) + num_shards + OTHER_OPEN_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
-        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        new_limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard))
 
 
 def _path_of(tokens: np.memmap) -> Path:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from support.cli import UserError
 from support.data.download import download
-from support.files import folder_for_temporary_files
+from support.files import temp_dir
 
 if TYPE_CHECKING:
     import tiktoken
@@ -163,7 +163,7 @@ class Gpt2Tokenizer(Tokenizer):
 def _load_gpt2_encoding() -> tiktoken.Encoding:
     """tiktoken's encoding. We download its two files, because tiktoken has no timeout and does not retry."""
     folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
-    cache = Path(folder) if folder else folder_for_temporary_files() / "data-gym-cache"  # as in tiktoken
+    cache = Path(folder) if folder else temp_dir() / "data-gym-cache"  # as in tiktoken
     try:
         for url, sha256 in _GPT2_FILES.items():
             download(url, cache / hashlib.sha1(url.encode()).hexdigest(), sha256=sha256)

@@ -20,7 +20,7 @@ from support.runtime import devices
 
 T = TypeVar("T")
 
-CONNECT_TIMEOUT = timedelta(minutes=5)  # to the store of rank 0, which may start later than we
+CONNECT_TIMEOUT = timedelta(minutes=5)  # to the store of rank 0, which may start later than this process
 TORCHRUN_TIMEOUT = timedelta(seconds=20)  # to the store of torchrun, which starts before us: otherwise it is dead
 PREPARE_TIMEOUT = timedelta(hours=24)  # a node may download gigabytes; torchrun ends us if another process fails
 COLLECTIVE_TIMEOUT = timedelta(hours=1)  # the others wait while rank 0 writes tens of gigabytes to a slow disk
@@ -177,7 +177,7 @@ class Distributed:
 
 @contextlib.contextmanager
 def report_lost_processes() -> Iterator[None]:
-    """Reports that another process of the run has ended, which gloo and torchrun's store tell with errors of their own.
+    """Reports that another process of the run has ended, for which gloo and torchrun's store have errors of their own.
 
     Raises:
         UserError: instead of those errors.
@@ -187,7 +187,7 @@ def report_lost_processes() -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, distributed.DistNetworkError) and "gloo/transport" not in str(error):
             raise
-        message = "the connection to another process of the run was lost. See the messages of that one."
+        message = "lost the connection to torchrun or to another process of this run. See their messages."
         raise UserError(message, this_rank_only=True) from error
 
 

@@ -16,7 +16,7 @@ from support.runtime import devices
 
 RESERVED_BYTES = 10**9  # CUDA's own, and fragmentation
 COMPILED_FRACTION = 0.5  # torch.compile computes some activations again instead of saving them, but not half of them
-LAYER_BYTES = 40_000  # Python's objects for a block, measured
+LAYER_BYTES = 40_000  # of the Python objects of a block, about
 # Bytes that a layer saves of a token, per channel, in bf16: see test_activations_of_a_token_counted_by_hand.
 LAYER_ACTIVATION_BYTES = 36
 
@@ -47,10 +47,10 @@ def check_model_fits(sizes: Mapping[str, int], source: str) -> None:
 
 
 def check_training_fits(flags: Mapping[str, Any], vocab_size: int, device: torch.device) -> None:
-    """Checks that training a GPT can fit into memory: weights, gradients, at least one moment, and activations.
+    """Checks that training a GPT can fit into memory: weights, gradients, optimizer, and half of the activations.
 
     Args:
-        flags: the sizes of the model, batch_size (on CUDA, a smaller one may be found later) and lora_rank.
+        flags: the sizes of the model, batch_size (on CUDA, a smaller one may be found later), optimizer and lora_rank.
 
     Raises:
         UserError: it cannot, compiled or not; the flags to change are named.
@@ -61,26 +61,28 @@ def check_training_fits(flags: Mapping[str, Any], vocab_size: int, device: torch
     total = devices.free_and_total_memory(device)[1] if on_cuda else available_memory()
     if total is None:
         return
-    parameters, has = count_parameters(sizes), f"and {device} has {format_bytes(total)}"
-    persistent = parameters * (12 if flags["lora_rank"] is None else 4)
+    parameters, available = count_parameters(sizes), f"and {format_bytes(total)} are available"
+    copies = 4 if flags["optimizer"] == "adamw" else 3  # weights, gradients, two moments (Muon: mostly one)
+    persistent = 4 * parameters * (copies if flags["lora_rank"] is None else 1)
     if persistent > total:
         raise UserError(
-            f"training {parameters:,} parameters takes at least {format_bytes(persistent)}, {has}. "
-            "Use a smaller --model, --n-embd or --block-size."
+            f"training {parameters:,} parameters takes at least {format_bytes(persistent)}, {available}. "
+            "Use a smaller --model, or smaller --n-layer, --n-embd or --block-size."
         )
     B, T = flags["batch_size"], flags["block_size"]
     activations = COMPILED_FRACTION * LAYER_ACTIVATION_BYTES * B * T * flags["n_layer"] * flags["n_embd"]
     if persistent + activations > total and not on_cuda:
         raise UserError(
-            f"micro-batches of {B} rows of {T} tokens take at least {format_bytes(persistent + activations)}, {has}. "
+            f"micro-batches of {B} rows of {T} tokens take at least {format_bytes(persistent + activations)}, "
+            f"{available}. "
             "Lower --batch-size (a step keeps its number of tokens), or --block-size."
         )
 
 
 def available_memory() -> int | None:
-    """Bytes of this machine's memory, swap included, that are free or can be freed; None where that is not known.
+    """Bytes of this machine's memory that are free or can be freed, swap included, and at most a container's limit.
 
-    That is on Linux, where the limit of a container counts, too.
+    None where that is not known: it is on Linux.
     """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -30,8 +30,8 @@ class RunOptions:
         default_help="train on the shards in --data",
         metavar="PATH",
     )
-    text_field: str = flag("text", "field or column of --text that has the text", "files", metavar="FIELD")
-    tokenizer: str = flag("gpt2", "tokenizer of --text", "files", choices=("gpt2", "bytes"))
+    text_field: str = flag("text", "JSON field or parquet column with the text, for --text", "files", metavar="FIELD")
+    tokenizer: str = flag("gpt2", "tokenizer for --text", "files", choices=("gpt2", "bytes"))
     out: str = flag("log", "folder for the log and the checkpoints", "files", metavar="DIR")
     resume: str | None = flag(
         None,

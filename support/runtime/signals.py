@@ -46,6 +46,7 @@ class StopHandler:
     def requested(self) -> bool:
         if self._reason is None and "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != LAUNCHER:
             self._reason = signal.SIGTERM
+            print("torchrun has exited: stopping", file=sys.stderr, flush=True)
         return self._reason is not None
 
     @property
