@@ -689,7 +689,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     stop = StopHandler(world_size)
     logger = RunLogger(
         config, dist, first_step=state.step, max_steps=config.max_steps, tokens_per_step=config.total_batch_size,
-        flops_per_token=model.flops_per_token(),
+        flops_per_token=model.flops_per_token(), earlier_flags=checkpoint.config if checkpoint else {},
     )  # fmt: skip
     run_info = RunInfo(config.to_save(), identity, asdict(model.config), tokenizer, logger.sync)
     checkpoints = CheckpointManager(config.out, config.keep, stop, run_info, newest=state.step)

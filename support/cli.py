@@ -261,6 +261,9 @@ class GuardedStream:
 def guarded_console(prints_result: bool) -> Iterator[None]:
     """Guards stdout and stderr, and makes them print anything: what their encoding lacks is escaped."""
     codecs.register_error("console", _encode_for_console)
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass  # if the parent process has closed 0, 1 or 2, no other file must get that number
+    os.close(descriptor)
     guarded = []
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the parent process; tqdm and print need something to write to

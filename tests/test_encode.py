@@ -191,6 +191,8 @@ def interrupt_all():
     while len(multiprocessing.active_children()) < 2:
         pass
     time.sleep(float(sys.argv[1]))
+    if sys.argv[2:]:
+        os.kill(multiprocessing.active_children()[0].pid, signal.SIGSTOP)
     os.killpg(0, signal.SIGINT)
 
 def main():
@@ -204,11 +206,11 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("seconds", [0, 0.1, 0.3])
-def test_an_interrupt_ends_starting_workers_without_a_word(tmp_path, seconds):
-    """Ctrl-C reaches all processes of a terminal."""
+@pytest.mark.parametrize("arguments", [["0"], ["0.1"], ["0.3"], ["0.3", "stop one"]])
+def test_an_interrupt_ends_all_workers_without_a_word(tmp_path, arguments):
+    """Ctrl-C reaches all processes of a terminal: as the workers start, and where one is stopped."""
     (tmp_path / "interrupted.py").write_text(INTERRUPTED)
-    command = [sys.executable, tmp_path / "interrupted.py", str(seconds)]
+    command = [sys.executable, tmp_path / "interrupted.py", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     options = dict(env=environment, capture_output=True, text=True, start_new_session=True, timeout=60)
     run = subprocess.run(command, **options)

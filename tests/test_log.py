@@ -91,6 +91,13 @@ def test_a_folder_that_was_removed_is_locked_again_or_left_to_another_run(tmp_pa
     assert path.read_text() == "0 train 9.000000\n"
 
 
+def test_line_ends_of_windows_are_read(tmp_path, capsys):
+    path = tmp_path / "log.txt"
+    path.write_bytes(b"0 train 2.000000\r\n1 train 1.000000\r\n")
+    RunLog(path, 2)
+    assert path.read_bytes() == b"0 train 2.000000\n1 train 1.000000\n" and not capsys.readouterr().err
+
+
 def test_malformed_lines_are_counted(tmp_path, capsys):
     path = tmp_path / "log.txt"
     path.write_text("0 train 1.000000\n0 vax 1.0000\nmine\n1 train 1.0000")

@@ -57,6 +57,18 @@ def test_what_the_log_has_is_not_evaluated_again(byte_shards, tmp_path, world_si
     assert_same_run(tmp_path / "resumed", tmp_path / "straight")
 
 
+@pytest.mark.parametrize(
+    "flags, val, sample",
+    [((), 0, 0), (("--val-tokens", 128), 1, 1), (("--prompt", "7"), 0, 1), (("--sample-every", 2), 0, 1)],
+)
+def test_an_evaluation_whose_flags_have_changed_is_repeated(byte_shards, tmp_path, capsys, flags, val, sample):
+    trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 4, "--sample-every", 4)
+    capsys.readouterr()
+    resumed(tmp_path / "run", *flags)
+    printed = capsys.readouterr().out
+    assert (printed.count("step     4 | val loss"), printed.count("step     4 | sample 0")) == (val, sample)
+
+
 def test_what_the_log_lacks_is_evaluated(byte_shards, tmp_path, capsys):
     """As after a signal during the validation."""
     flags = ["--data", byte_shards, "--max-steps", 10, "--checkpoint-every", 5, "--sample-every", 5]

@@ -38,7 +38,7 @@ def logger_of(
     )  # fmt: skip
     return RunLogger(
         config_of("--out", out), dist, first_step=first_step, max_steps=max_steps, tokens_per_step=256,
-        flops_per_token=FLOPS_PER_TOKEN,
+        flops_per_token=FLOPS_PER_TOKEN, earlier_flags={},
     )  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def _find_data(flags: Mapping[str, Any], checkpoint: Path) -> str:
     """
     text, folders = flags.get("text"), [flags["data"]]
     if text is not None:
-        folders.append(str(checkpoint.parent / "data"))  # the folder of the run may have moved
+        folders.insert(0, str(checkpoint.parent / "data"))  # the folder of the run may have moved
     for folder in folders:
         if shards.shard_paths(folder, "train"):
             return folder

@@ -53,7 +53,7 @@ class RunLog:
 
     def _drop_lines_from(self, path: Path, first_step: int, kept_names: Collection[str]) -> None:
         lines = path.read_bytes().decode("utf-8", "replace").split("\n")[:-1] if path.exists() else []
-        matches = [LINE.fullmatch(f"{line}\n") for line in lines]
+        matches = [LINE.fullmatch(line.removesuffix("\r") + "\n") for line in lines]
         steps_with_loss, kept = set(), []
         for match in filter(None, matches):
             step, name = int(match[1]), match[2]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -23,13 +24,19 @@ STARTED = time.perf_counter()
 ETA_EVERY, ETA_WINDOW = 50, 250  # steps between two estimates of the remaining time, and steps that they are based on
 # The median of so many step times over the shortest was 5 where two threads shared their cores with another program.
 STEPS_COMPARED, MAX_SPREAD = 20, 2.0
+EVALUATION_FLAGS = {
+    "val": ("val_tokens",),
+    "hella": ("hellaswag_data", "hellaswag_limit"),
+    "samples": ("sample_every", "prompt"),
+}
 
 
 class RunLogger:
     """Reports validations, scores, samples and steps; on all ranks but 0 it does nothing.
 
     Values go to `log.txt` in `--out` and to the trackers, until the end of a `with`. A `first_step` above 0 continues
-    the log and the curves of an earlier process at that step; what that one has logged of it is not computed again.
+    the log and the curves of an earlier process at that step, which had `earlier_flags`. What it has logged of that step
+    is not computed again, unless the flags for it have changed.
 
     Raises:
         UserError: on all ranks, if a tracker cannot start; at the end, if the last lines of the log cannot be written.
@@ -44,19 +51,21 @@ class RunLogger:
         max_steps: int,
         tokens_per_step: int,
         flops_per_token: int,
+        earlier_flags: Mapping[str, Any],
     ):
         self.print0, self.world_size = dist.print0, dist.world_size
         self.first_step, self.max_steps, self.tokens_per_step = first_step, max_steps, tokens_per_step
         self.flops_per_token, self.peak_flops = flops_per_token, devices.peak_flops(dist.device)
         self._trackers = Trackers(dist.on_rank_zero(lambda: start_trackers(options, first_step)) or [])
         every = {"val": options.val_every, "hella": options.hellaswag_every}
-        due = [name for name, n in every.items() if n > 0 and (first_step % n == 0 or first_step == max_steps)]
-        self._log = RunLog(Path(options.out) / "log.txt" if dist.rank == 0 else None, first_step, due)
+        due = {name for name, n in every.items() if n > 0 and (first_step % n == 0 or first_step == max_steps)}
+        unchanged = _unchanged_evaluations(options, earlier_flags)
+        self._log = RunLog(Path(options.out) / "log.txt" if dist.rank == 0 else None, first_step, due & unchanged)
         for name, value in self._log.kept.items():  # trackers hide what they have of first_step and later
             self._trackers.log_value(first_step, name, value)
         # every rank must know, or the others wait forever in the next evaluation
-        self._reported = {name for name in due if dist.all_reduce_min(dist.rank > 0 or name in self._log.kept)}
-        if due and self._reported == set(due) and not (options.tensorboard or options.wandb):
+        self._reported = {name for name in sorted(due) if dist.all_reduce_min(dist.rank > 0 or name in self._log.kept)}
+        if due and self._reported == due and "samples" in unchanged and not (options.tensorboard or options.wandb):
             self._reported.add("samples")  # which come right after the values
         self._threads = torch.get_num_threads() if dist.device.type == "cpu" else 1
         self._step_times: list[float] = []  # of the first steps, in seconds
@@ -145,6 +154,16 @@ class RunLogger:
                 f"a step takes {dt:.0f}s, and torchrun kills its processes {TORCHRUN_GRACE_SECONDS}s after a signal: "
                 "a stopped run will resume from its last checkpoint"
             )
+
+
+def _unchanged_evaluations(options: RunOptions, earlier_flags: Mapping[str, Any]) -> set[str]:
+    """The evaluations whose flags are those of an earlier process of the run."""
+    flags = options.to_dict()
+    return {
+        name
+        for name, needed in EVALUATION_FLAGS.items()
+        if all(flags[flag] == earlier_flags.get(flag) for flag in needed)
+    }
 
 
 def _duration(seconds: float) -> str:

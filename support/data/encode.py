@@ -195,6 +195,9 @@ class Worker:
             raise result
         return result
 
+    def kill(self) -> None:
+        self._process.kill()
+
     def close(self) -> None:
         self._connection.close()
         self._process.join()
@@ -258,6 +261,10 @@ def encode_batches(batches: Iterable[Batch], tokenizer: str, engine: str, worker
         while pending:
             first, future = pending.popleft()
             yield first, future.result()
+    except BaseException:  # also if nobody wants the rest
+        for worker in started:
+            worker.kill()
+        raise
     finally:
         executor.shutdown(cancel_futures=True)
         for worker in started:
