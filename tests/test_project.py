@@ -99,6 +99,12 @@ def test_the_readme_names_flags_files_and_commands_that_exist(capsys):
             assert (ROOT / file).exists(), file
 
 
+def test_all_pages_name_files_that_exist():
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        named = re.findall(r"\b(?:benchmarks|docs|support|tests)/[\w./]*\w\.\w+", page.read_text())
+        assert [file for file in named if not (ROOT / file).exists()] == [], page
+
+
 def test_requirements_are_pinned():
     for path in (ROOT / "requirements.txt", ROOT / "tests" / "requirements.txt"):
         lines = [line.split("#")[0].strip() for line in path.read_text().splitlines()]
