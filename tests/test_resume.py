@@ -347,6 +347,9 @@ def test_a_run_on_a_text_may_move_with_its_shards(tmp_path, monkeypatch):
         UserError, match="the shards that .*model_00003 was trained on are not in .*moved/data. Pass their"
     ):
         resumed(tmp_path / "elsewhere" / "moved", "--max-steps", 4)
+    shutil.copy(tmp_path / "book.txt", "book.txt")  # they are made again, in the folder of the run
+    assert resumed(tmp_path / "elsewhere" / "moved", "--max-steps", 4).step == 4
+    assert sorted(os.listdir()) == ["book.txt", "moved"]
 
 
 def remove_the_folder_at_step_3(rank):

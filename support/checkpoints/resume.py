@@ -92,7 +92,7 @@ def _find_data(flags: Mapping[str, Any], checkpoint: Path) -> str:
         raise UserError(
             f"the shards that {checkpoint} was trained on are not in {flags['data']}. Pass their folder with --data."
         )
-    return flags["data"]  # --demo and --text make them again
+    return folders[0]  # --demo and --text make them again
 
 
 def data_identity(folder: str, train: list[np.memmap], val: list[np.memmap], model: torch.nn.Module) -> DataIdentity:
