@@ -145,3 +145,15 @@ def test_an_estimate_of_the_text_needs_no_reading(tmp_path):
     estimate = Files("files", paths[:3], "text").estimate_text_bytes()
     assert estimate == sizes[0] + 2 * sizes[1] + parquet
     assert Files("files", paths, "text").estimate_text_bytes() is None
+
+
+def test_parquet_that_pyarrow_does_not_implement_is_named(tmp_path, monkeypatch):
+    """As a bit flipped in the schema can ask for."""
+
+    def read_metadata(path):
+        raise pa.ArrowNotImplementedError("Integers with less than 8 bits not implemented")
+
+    pa.parquet.write_table(pa.table({"text": ["fine"]}), tmp_path / "a.parquet")
+    monkeypatch.setattr(pa.parquet, "read_metadata", read_metadata)
+    with pytest.raises(UserError, match=r"a.parquet is not a parquet file \(Integers with less than 8 bits"):
+        list(Files("files", [tmp_path / "a.parquet"], "text").batches())

@@ -122,6 +122,7 @@ def saved_state() -> dict:
         ("step", -1),
         ("bad_steps", None),
         ("overflows", "1"),
+        ("config", {"lora_rank": torch.zeros(2)}),
         ("data", {}),
         ("data", {"train": [["a", 1]], "val": []}),
         ("data", {"train": [["a", "1", None]], "val": []}),

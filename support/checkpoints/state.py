@@ -163,6 +163,8 @@ def _find_invalid(content: object) -> str | None:
     for name in COUNTERS:
         if not _is_count(content.get(name, 0)):
             return name
+    if not all(isinstance(value, str | int | float | None) for value in content["config"].values()):
+        return "config"
     data, scaler = content["data"], content["scaler"]
     shard_lists = data.get("train"), data.get("val")
     if not all(map(_is_shard_list, shard_lists)) or not isinstance(data.get("base"), str | None):

@@ -194,10 +194,10 @@ class Files(FileCorpus):
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turns errors of the disk and of decompression into a UserError."""
+    """Turns errors of the disk, of decompression and of pyarrow into a UserError."""
     try:
         yield
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, NotImplementedError) as error:
         raise UserError(f"{path} cannot be read ({_one_line(error)}). Check the file, or get it again.") from error
 
 
@@ -372,7 +372,7 @@ def _read_parquet_metadata(path: Path, *version: int) -> pyarrow.parquet.FileMet
 
     try:
         return pyarrow.parquet.read_metadata(path)
-    except (OSError, ValueError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise UserError(
             f"{path} is not a parquet file ({_one_line(error)}). Check the file, or get it again."
         ) from error
