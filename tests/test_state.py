@@ -128,6 +128,8 @@ def saved_state() -> dict:
         ("data", {"train": [["a", "1", None]], "val": []}),
         ("data", {"train": [], "val": [], "base": torch.zeros(2)}),
         ("scaler", {"scale": 8.0}),
+        ("scaler", {"scale": 8.0, "_growth_tracker": 10**30}),
+        ("scaler", {"scale": 10**400, "_growth_tracker": 0}),
         ("scaler", {"scale": float("nan"), "_growth_tracker": 0}),
         ("scaler", {"scale": 8.0, "_growth_tracker": torch.zeros(2)}),
         ("optimizer", {}),

@@ -175,18 +175,18 @@ def _find_invalid(content: object) -> str | None:
 
 
 def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0  # isinstance would accept True
+    return type(value) is int and 0 <= value < 2**31  # isinstance would accept True
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, float | int) and 0 < value < math.inf
+    return isinstance(value, float) and 0 < value < math.inf
 
 
 def _is_shard_list(value: object) -> bool:
     """Whether it is a list of [file name, tokens, SHA-256 or None]."""
     if not isinstance(value, list) or not all(isinstance(shard, list) and len(shard) == 3 for shard in value):
         return False
-    return all(isinstance(name, str) and _is_count(n) and isinstance(sha, str | None) for name, n, sha in value)
+    return all(isinstance(name, str) and type(n) is int and isinstance(sha, str | None) for name, n, sha in value)
 
 
 def _find_mismatch(saved: Mapping[int, object], optimizer: torch.optim.Optimizer) -> str | None:
