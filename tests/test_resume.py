@@ -428,7 +428,7 @@ def test_a_checkpoint_from_before_there_were_recipes_resumes(byte_shards, tmp_pa
     assert_same_run(out, tmp_path / "straight")
 
 
-@pytest.mark.parametrize("state", [[1], {"step": 1}, "no config", "config", "range"])
+@pytest.mark.parametrize("state", [[1], {"step": 1}, "no config", "config", "range", "lora"])
 def test_a_state_of_another_trainer_is_refused(byte_shards, tmp_path, state):
     trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 1)
     path = tmp_path / "run" / "model_00001"
@@ -437,6 +437,8 @@ def test_a_state_of_another_trainer_is_refused(byte_shards, tmp_path, state):
         state = good | {"config": None}
     elif state in ("config", "range"):
         state = good | {"config": good["config"] | {"max_steps": "many" if state == "config" else -1}}
+    elif state == "lora":
+        state = good | {"config": good["config"] | {"lora_rank": 2}}  # and no base model
     shutil.move(path, tmp_path / "good")
     copy_with_state(tmp_path / "good", path, state)
     with pytest.raises(UserError, match="cannot resume from .*trainer.pt"):

@@ -66,7 +66,11 @@ def gather_flags(
 def _sizes_of(checkpoint: Checkpoint, given: Mapping[str, Any], dist: Distributed) -> ModelSizes:
     """The sizes of the model in a checkpoint. For an adapter, those of its base model, which may have moved."""
     if checkpoint.config.get("lora_rank"):
-        base = given.get("init_from", checkpoint.config["init_from"])
+        base = given.get("init_from", checkpoint.config.get("init_from"))
+        if not isinstance(base, str):
+            raise UserError(
+                f"cannot resume from {checkpoint.path}: trainer.pt does not name the base model. Pass it with --init-from."
+            )
         try:
             return huggingface.read_config(_find_once_per_node(base, dist))
         except UserError as error:
