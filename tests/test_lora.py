@@ -270,3 +270,9 @@ def test_each_problem_of_a_base_model_is_an_error_of_its_own(adapter, base, tmp_
         configure(["--resume", "--out", tmp_path / "run", "--init-from", tmp_path / "base"])
     first, second = error.value.problems
     assert "vocab_size is 0" in first and "n_layer is 0" in second and second.endswith("use --init-from.")
+
+
+def test_an_adapter_nested_too_deeply_is_named(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="adapter_config.json is not an adapter's configuration"):
+        lora.base_model_of(tmp_path)

@@ -124,7 +124,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         _ = Path(config["base_model_name_or_path"]), config["lora_alpha"] / config["r"]
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, RecursionError) as error:
         raise UserError(f"{path} is not an adapter's configuration ({error!r}). Use another adapter.") from error
     for field, supported in SUPPORTED_ADAPTER_VALUES.items():
         if config.get(field, supported[0]) not in supported:
