@@ -16,7 +16,7 @@ from helpers import ROOT, TINY_FLAGS, TINY_TRAINING_FLAGS, losses, run_script, r
 from safetensors.torch import load_file, save_file
 from training import ONE_PROCESS, configure, resumed, trained
 
-from support.checkpoints import huggingface
+from support.checkpoints import huggingface, lora
 from support.cli import UserError
 from train_gpt2 import GPT, TrainConfig, train
 
