@@ -169,8 +169,20 @@ def lock_folder(folder: Path, flag: str) -> TextIO:
 def write_lock_holder(file: TextIO) -> None:
     """Records in a lock file which process holds the lock."""
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.write(_lock_holder())
     file.flush()
+
+
+def is_lock_holder(folder: Path) -> bool:
+    """Whether the lock file of a folder names this process."""
+    try:
+        return (folder / LOCK).read_text(encoding="utf-8") == _lock_holder()
+    except OSError:
+        return False
+
+
+def _lock_holder() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}\n"
 
 
 def _lock_file(file: TextIO) -> None:

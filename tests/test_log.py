@@ -8,7 +8,7 @@ import pytest
 
 from support.cli import UserError
 from support.console.log import RunLog, read_values
-from support.files import lock_folder
+from support.files import lock_folder, write_lock_holder
 
 
 def test_the_log_continues_from_a_step(tmp_path):
@@ -69,7 +69,22 @@ def test_a_log_that_was_removed_is_written_again(tmp_path, capsys):
     log.write(2, "train", 0.5)
     log.close()
     assert path.read_text() == "0 train 2.000000\n1 train 1.000000\n2 train 0.500000\n"
-    assert capsys.readouterr().err == f"warning: {path} was removed. It is written again.\n"
+    assert capsys.readouterr().err == f"warning: {path} was removed or replaced. It is written again.\n"
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_the_log_alone_may_be_removed_or_replaced(tmp_path, replaced):
+    """The folder stays locked by this run. Editors replace a file when they save it."""
+    path = tmp_path / "log.txt"
+    log = RunLog(path)
+    with lock_folder(tmp_path, "--out") as lock:
+        write_lock_holder(lock)
+        log.write(0, "train", 2.0)
+        path.unlink()
+        if replaced:
+            path.write_text("edited")
+        log.sync()
+    assert path.read_text() == "0 train 2.000000\n"
 
 
 def test_a_folder_that_was_removed_is_locked_again_or_left_to_another_run(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from support.cli import UserError
-from support.files import atomic_write, lock_folder
+from support.files import atomic_write, is_lock_holder, lock_folder, write_lock_holder
 
 LINE = re.compile(r"(\d{1,12}) ([a-z]+) (nan|-?inf|-?\d+\.\d+)\n")
 FORMATS = {"train": ".6f", "val": ".4f", "hella": ".4f"}
@@ -116,24 +117,30 @@ class RunLog:
                 self._folder_lock.close()
 
     def _restore_if_removed(self) -> None:
-        """Writes the log again if somebody has removed it: the open file still has its lines.
+        """Writes the log again if somebody has removed or replaced it: the open file still has its lines.
 
         Raises:
-            OSError, UserError: it was removed, and another run writes to the folder now.
+            OSError, UserError: its folder was removed, and another run has used that path since.
         """
         assert self._file is not None
         path = Path(str(self._file.name))
-        if path.exists():
-            if not os.path.samestat(path.stat(), os.fstat(self._file.fileno())):
-                raise FileExistsError(errno.EEXIST, f"{path} is that of another run")
+        if path.exists() and os.path.samestat(path.stat(), os.fstat(self._file.fileno())):
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._folder_lock = lock_folder(path.parent, "--out")  # the lock was removed, too
+        if not is_lock_holder(path.parent):  # the folder was removed, and its lock with it
+            with contextlib.ExitStack() as stack:
+                lock = stack.enter_context(lock_folder(path.parent, "--out"))
+                if path.exists():
+                    raise FileExistsError(errno.EEXIST, f"{path} is that of another run")
+                write_lock_holder(lock)
+                self._folder_lock = lock
+                stack.pop_all()
         self._file.seek(0)
         self._pending = self._file.read() + self._pending
         self._file.close()
+        path.unlink(missing_ok=True)
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
-        _warn(f"{path} was removed. It is written again.")
+        _warn(f"{path} was removed or replaced. It is written again.")
 
     def _write_pending(self, file: FileIO) -> None:
         while self._pending:
