@@ -34,18 +34,19 @@ from support.checkpoints.resume import check_same_data, data_identity
 from support.checkpoints.start import check_pretrained, gather_flags
 from support.checkpoints.state import Checkpoint, TrainState
 from support.cli import UserError, flag, parse_flags, run_cli
-from support.console.progress import demo_result, header, progress_bar
+from support.console.progress import demo_result, print_header, progress_bar
 from support.console.run_logger import RunLogger
 from support.console.trackers import check_installed
 from support.data import presets, shards
 from support.data.tokenizer import Tokenizer, get_tokenizer
 from support.optim.loss import chunked_cross_entropy
 from support.optim.muon import Muon
-from support.runtime import batch_size, devices, memory
-from support.runtime.distributed import COLLECTIVE_TIMEOUT, Distributed, report_lost_processes
+from support.runtime import batch_size, devices, fsdp, memory, preflight
+from support.runtime.distributed import Distributed, report_lost_processes
 from support.runtime.options import MACHINE_FLAGS, RunOptions
 from support.runtime.profiler import Profiler
 from support.runtime.signals import StopHandler
+from support.runtime.watchdog import Watchdog
 
 # -----------------------------------------------------------------------------
 # The model. B is batch, T is time, C is channels (n_embd), nh is heads, hs is head size (C / nh), V is vocabulary.
@@ -574,9 +575,9 @@ def train_step(
         if stop.agreed:  # several ranks agree at the end of a step only
             return None
         x, y = loader.next_batch()  # (B, T) each
-        if isinstance(model, DistributedDataParallel):
-            # DDP averages gradients over the ranks during backward. Once per step is enough: in the last micro-step.
-            # The flag must be set before the forward pass, which prepares the reduction.
+        # DDP, and FSDP, average gradients over the ranks during backward. Once per step is enough: in the last
+        # micro-step. The flag must be set before the forward pass, which prepares the reduction.
+        if isinstance(model, DistributedDataParallel | fsdp.ShardedModel):
             model.require_backward_grad_sync = micro_step == loader.grad_accum - 1
         with amp:
             _, loss = model(x, y)
@@ -591,9 +592,8 @@ def train_step(
         except UserError as error:
             stop.fail(error)  # this step is good: apply and save it first
     scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-    # One all-reduce for everything that the ranks must agree on. They have the same norm already, so its mean is the
-    # norm.
+    norm = fsdp.full_tensor(nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf))
+    # One all-reduce for all that the ranks must agree on. They have the same norm already, so its mean is the norm.
     reduced = dist.all_reduce_mean(torch.stack([loss_sum, norm, torch.full_like(norm, stop.requested)]))
     finite = reduced.isfinite().all()
     if scaler.is_enabled():  # fp16: skips the step after an overflow of the gradients, and lowers their scale
@@ -619,6 +619,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     """
     device, rank, world_size, print0 = dist.device, dist.rank, dist.world_size, dist.print0
     dtype, T = devices.DTYPES[config.dtype], config.block_size
+    sharded = config.parallel == "fsdp" and world_size > 1  # each rank keeps a part of every weight
     resume_from = checkpoint.path if checkpoint else None
     rank_rows = batch_size.rows_per_rank(config.total_batch_size, T, world_size)  # in each step
 
@@ -635,48 +636,43 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         train_shards = shards.open_shards(config.data, "train")
         val_shards = shards.open_shards(config.data, "val") if config.val_every else []
         tokenizer = get_tokenizer(shards.read_manifest(config.data)["tokenizer"])
-        memory.check_training_fits(config.to_dict(), tokenizer.vocab_size, device)
-        model = initial_model(config, tokenizer, resume_from).to(device)
+        memory.check_training_fits(config.to_dict(), tokenizer.vocab_size, device, world_size if sharded else 1)
+        with fsdp.weights_on_rank_zero(sharded, rank):
+            model = initial_model(config, tokenizer, resume_from)
+        memory.recompute_activations(model.transformer.h if config.recompute else [])
+        full_model = fsdp.without_weights(model) if sharded else model.to(device)  # has all weights: for evaluation
         identity = data_identity(config.data, train_shards, val_shards, model)
         if checkpoint:
             check_same_data(checkpoint, identity)
         train_rows, val_rows = (sum(rows_in_shard(shard, T) for shard in split) for split in (train_shards, val_shards))
-        batch_size.check_enough_data(config.data, train_rows, rank_rows * world_size, T)
-        if config.val_every:
-            batch_size.check_enough_val_data(config.data, val_rows, T, config.val_tokens)
+        val_tokens = config.val_tokens if config.val_every else None
+        batch_size.check_enough_data(config.data, T, train_rows, rank_rows * world_size, val_rows, val_tokens)
         examples = []
         if config.hellaswag_every:
             examples = hellaswag.load_examples(config.hellaswag_data, tokenizer, print0, config.hellaswag_limit)
         devices.prepare(device, config.tf32)
         amp = devices.autocast(device, dtype)
-        compiled = devices.compile(model, device, print0) if config.compile else model
-        B = batch_size.largest_batch_size(config.batch_size, rank_rows, T, compiled, dtype, world_size, print0)
+        compiled = devices.compile(full_model, device, print0) if config.compile else full_model
+        B = batch_size.largest_batch_size(config.batch_size, rank_rows, T, compiled, dtype, dist, sharded)
 
-    if world_size > 1:  # now the ranks can exchange tensors: through NCCL between GPUs, gloo between CPUs
-        torch.distributed.init_process_group(
-            dist.backend, store=dist.store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
-        )
-    muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    optimizer = model.configure_optimizers(
-        config.weight_decay,
-        config.max_lr,
-        (config.beta1, config.beta2),
-        muon_dtype if config.optimizer == "muon" else None,
-    )
+    # Ranks that differ would wait for each other forever. Connected, they exchange tensors: by NCCL on GPUs, else gloo.
+    watchdog = Watchdog(dist, config.out)
+    network_seconds = preflight.connect(dist, watchdog, config, identity, checkpoint.step if checkpoint else 0, model)
+    parallel_model = compiled
+    if sharded:
+        parallel_model = fsdp.ShardedModel(model, model.transformer.h, device, dtype, compiled is not full_model)
+    elif world_size > 1:
+        # The graph compiled so far is one piece. DDP needs it cut at its buckets, to send gradients during backward.
+        torch.compiler.reset()
+        parallel_model = DistributedDataParallel(compiled, gradient_as_bucket_view=True)
+    muon_dtype = None if config.optimizer != "muon" else torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    optimizer = model.configure_optimizers(config.weight_decay, config.max_lr, (config.beta1, config.beta2), muon_dtype)
     state = TrainState(model, optimizer, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16))
     if checkpoint:
         state.restore(checkpoint)  # the model has its weights already
 
-    # Every rank must agree on what it found for itself, or the others wait forever in the next all-reduce.
-    if not dist.all_equal(state.step):
-        raise UserError(f"the nodes found different checkpoints in {config.out}. All nodes must see the same folder.")
     examples = examples if dist.all_reduce_min(len(examples)) else []
     B = dist.all_reduce_min(B)
-    ddp_model = compiled
-    if world_size > 1:
-        # The graph compiled so far is one piece. DDP needs it cut at its buckets, to send gradients during backward.
-        torch.compiler.reset()
-        ddp_model = DistributedDataParallel(compiled, gradient_as_bucket_view=True)
     new_loader = partial(
         DataLoaderLite, B=B, T=T, vocab_size=tokenizer.vocab_size, rank=rank, world_size=world_size, device=device
     )
@@ -690,29 +686,31 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     logger = RunLogger(
         config, dist, first_step=state.step, max_steps=config.max_steps, tokens_per_step=config.total_batch_size,
         flops_per_token=model.flops_per_token(), earlier_flags=checkpoint.config if checkpoint else {},
+        network_seconds=network_seconds,
     )  # fmt: skip
     run_info = RunInfo(config.to_save(), identity, asdict(model.config), tokenizer, logger.sync)
-    checkpoints = CheckpointManager(config.out, config.keep, stop, run_info, newest=state.step)
+    checkpoints = CheckpointManager(config.out, config.keep, stop, run_info, rank, newest=state.step)
     profiler = Profiler(config.profile, config.out, device, rank, print0)
     synchronize = devices.synchronizer(device)
 
-    sizes = asdict(model.config) | {"padded_vocab_size": model.config.padded_vocab_size}
-    for line in header(
-        config, dist, model, sizes, config.describe(), B=B, grad_accum=loader.grad_accum, rows_per_epoch=train_rows,
-        resume_from=resume_from, first_step=state.step,
-    ):  # fmt: skip
-        print0(line)
+    print_header(
+        config, dist, model, asdict(model.config), config.describe(), B=B, grad_accum=loader.grad_accum,
+        rows_per_epoch=train_rows, resume_from=resume_from, first_step=state.step,
+    )  # fmt: skip
 
-    def due(every: int) -> bool:
-        """Whether something is due before the next step, or after the last one."""
-        return every > 0 and (state.step % every == 0 or state.step == config.max_steps)
+    def due(*intervals: int) -> bool:
+        """Whether one of several things is due before the next step, or after the last one."""
+        return any(every > 0 and (state.step % every == 0 or state.step == config.max_steps) for every in intervals)
 
-    with lock or nullcontext(), stop, logger, checkpoints, profiler:
+    with lock or nullcontext(), watchdog, stop, logger, checkpoints, profiler:
         finished = False
         while not stop.agreed:
             step, last = state.step, state.step == config.max_steps
+            evaluates = due(config.val_every, config.hellaswag_every, config.sample_every, config.checkpoint_every)
+            if evaluates or last:
+                fsdp.gather_weights(full_model, model)
             if config.dropout:
-                model.eval()  # otherwise both modes compute the same, and torch.compile would compile each
+                full_model.eval()  # otherwise both modes compute the same, and torch.compile would compile each
             if val_loader and due(config.val_every) and not logger.already_reported(step, "val"):
                 val_loss = validation_loss(compiled, val_loader, config.val_tokens, dist, stop, amp)
                 if val_loss is None:
@@ -720,7 +718,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
                 logger.validation(step, val_loss)
             if examples and due(config.hellaswag_every) and not logger.already_reported(step, "hella"):
                 started = time.perf_counter()
-                score = hellaswag_score(model, examples, dist, stop, amp)
+                score = hellaswag_score(full_model, examples, dist, stop, amp)
                 if score is None:
                     break
                 logger.hellaswag(step, *score, len(examples), time.perf_counter() - started)
@@ -728,14 +726,15 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
                 generator = devices.seeded_generator(device, config.seed, step, rank)
                 length = 32 if tokenizer.name == "gpt2" else 128  # a GPT-2 token is about four bytes
                 with amp:  # uncompiled: every length would be compiled again
-                    logger.samples(step, sample(model, tokenizer, config.prompt, 4, length, generator))
-            if rank == 0 and due(config.checkpoint_every):
+                    logger.samples(step, sample(full_model, tokenizer, config.prompt, 4, length, generator))
+            if due(config.checkpoint_every):
                 checkpoints.save(state, final=last)
-            if any(map(due, (config.val_every, config.hellaswag_every, config.sample_every, config.checkpoint_every))):
+            if evaluates:
                 devices.trim_memory(device)  # evaluations fragment the heap of a CPU
             if last:
                 finished = True
                 break
+            fsdp.drop_weights(full_model, model)
 
             lr = get_lr(step, config)
             if config.dropout:
@@ -744,7 +743,8 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
                 torch.manual_seed(devices.derive_seed(config.seed, step, rank))
             synchronize()  # the clock must not count what an evaluation left in the GPU's queue
             started = time.perf_counter()
-            result = train_step(ddp_model, state, loader, lr, config, dist, stop, amp)
+            with watchdog.step(step):
+                result = train_step(parallel_model, state, loader, lr, config, dist, stop, amp)
             if result is None:
                 break
             dt = time.perf_counter() - started  # without evaluation, logging and checkpoints
@@ -755,7 +755,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
             profiler.step()
 
         if not finished:  # a signal or a failure, on any rank: save, then exit on all ranks
-            if rank == 0 and config.checkpoint_every:
+            if config.checkpoint_every:
                 checkpoints.save(state, final=True)
             checkpoints.finish()
             if not stop.failure:
@@ -763,7 +763,9 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
             stop.exit_all_ranks(dist.all_reduce_min)
     if config.demo and rank == 0:
         with amp:
-            [text] = sample(model.eval(), tokenizer, "The ", 1, 500, devices.seeded_generator(device, config.seed), 0.8)
+            [text] = sample(
+                full_model.eval(), tokenizer, "The ", 1, 500, devices.seeded_generator(device, config.seed), 0.8
+            )
         demo_result(config, config.max_steps, text)
     return state
 
@@ -784,12 +786,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = resolve(flags, dist.device, dist.world_size)
     exit_code: int | str | None = 0
     try:
-        train(config, dist, checkpoint)
+        with memory.report_out_of_memory():
+            train(config, dist, checkpoint)
     except SystemExit as stopped:
         exit_code = stopped.code
-    except torch.OutOfMemoryError as error:
-        message = f"{str(error).split('. ')[0]}. Lower --batch-size: a step keeps its number of tokens."
-        raise UserError(message, this_rank_only=True) from error
     dist.close()  # train has returned, so DDP's model is gone: gloo's threads and ours would deadlock otherwise
     sys.exit(exit_code)
 

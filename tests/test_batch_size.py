@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -80,31 +81,33 @@ def test_the_trial_includes_the_optimizer_and_validation(tiny_model, monkeypatch
         return forward(idx, targets)
 
     monkeypatch.setattr(tiny_model, "forward", spy)
-    assert batch_size.largest_batch_size(8, 8, 16, tiny_model, torch.float32, 1, print) == 2
+    assert batch_size.largest_batch_size(8, 8, 16, tiny_model, torch.float32, ONE_PROCESS) == 2
     tried = [(B, True, with_gradients) for B in (8, 4, 2) for with_gradients in (False, True)]
     assert seen == [*tried, (2, False, True)]
     assert sum(allocated) == 3 * 2 * sum(p.numel() for p in tiny_model.parameters())  # two moments, three trials
     allocated.clear()
-    batch_size.largest_batch_size(1, 1, 16, tiny_model, torch.float32, 2, print)  # DDP's buckets are one more
+    two = replace(ONE_PROCESS, world_size=2)
+    batch_size.largest_batch_size(1, 1, 16, tiny_model, torch.float32, two)  # DDP's buckets are one more
     assert sum(allocated) == 3 * sum(p.numel() for p in tiny_model.parameters())
     assert all(p.grad is None and torch.equal(p, before[name]) for name, p in tiny_model.named_parameters())
 
 
-def test_what_clearly_cannot_fit_is_not_tried(tiny_model, monkeypatch):
+def test_what_clearly_cannot_fit_is_not_tried(tiny_model, monkeypatch, capsys):
     """Of 64, 32, ... 1 rows, with the memory that 8 take at least."""
     monkeypatch.setattr(batch_size, "PROBED", ("cpu",))
     total = 2 * 10**9
     estimates = {B: estimate_memory(tiny_model, B, 16, torch.float32, 1, total) for B in (8, 64)}
     monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (int(estimates[8].minimum), total))
-    tried, lines, real = [], [], batch_size._try_batch_size
+    tried, real = [], batch_size._try_batch_size
 
     def spy(B, *args):
         tried.append(B)
         real(B, *args)
 
     monkeypatch.setattr(batch_size, "_try_batch_size", spy)
-    assert batch_size.largest_batch_size(64, 64, 16, tiny_model, torch.float32, 1, lines.append) == 8
+    assert batch_size.largest_batch_size(64, 64, 16, tiny_model, torch.float32, ONE_PROCESS) == 8
     assert tried == [8]
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"memory  about {estimates[64].total / 2**30:.1f} of 1.9 GiB with 64 rows"
     assert "a micro-batch of 64 rows does not fit into memory; using 8" in lines[1]
 

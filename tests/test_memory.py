@@ -111,7 +111,7 @@ def test_parameters_are_counted(config):
 
 
 def flags_of(config, **changes):
-    return vars(config) | {"batch_size": 4, "optimizer": "adamw", "lora_rank": None} | changes
+    return vars(config) | {"batch_size": 4, "optimizer": "adamw", "lora_rank": None, "recompute": False} | changes
 
 
 @pytest.mark.parametrize(

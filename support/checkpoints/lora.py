@@ -63,8 +63,8 @@ def add_adapter(model: torch.nn.Module, n_embd: int, rank: int, alpha: float, se
 
 
 def frozen_sha256(model: torch.nn.Module) -> str | None:
-    """SHA-256 of the frozen weights; None if all weights are trained."""
-    frozen, digest = [p for p in model.parameters() if not p.requires_grad], hashlib.sha256()
+    """SHA-256 of the frozen weights; None if all weights are trained, or if they are not on this rank (FSDP)."""
+    frozen, digest = [p for p in model.parameters() if not (p.requires_grad or p.is_meta)], hashlib.sha256()
     for parameter in frozen:
         digest.update(parameter.cpu().contiguous().numpy().data)
     return digest.hexdigest() if frozen else None

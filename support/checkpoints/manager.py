@@ -43,12 +43,13 @@ class CheckpointManager:
     Training waits only for a copy of the state in host memory. A save that fails (a full disk, no permission) is
     reported on stderr and leaves earlier checkpoints as they are; if the next one fails too, the run is asked to stop.
     The newest `keep` checkpoints are kept, the latest included (0: all), and the one with the best validation loss in
-    the log.
+    the log. Rank 0 writes; the others take part in `save`, because under FSDP each has only a part of the state.
     """
 
-    def __init__(self, out: str, keep: int, stop: StopHandler, run: RunInfo, newest: int = 0):
+    def __init__(self, out: str, keep: int, stop: StopHandler, run: RunInfo, rank: int = 0, newest: int = 0):
         """`newest` is the step of the newest checkpoint, 0 if there is none."""
         self.out, self.keep, self.stop, self.run, self.newest = Path(out), keep, stop, run, newest
+        self.rank = rank
         self._failures = 0  # saves in a row
         self._thread: threading.Thread | None = None
 
@@ -60,13 +61,17 @@ class CheckpointManager:
         """
         self.wait()
         step, run = train_state.step, self.run
-        if step == self.newest or self._failures > 1:  # saved already (or step 0), or the run ends because saving fails
+        # The ranks agree on these two conditions; they must, or the others would wait forever for a rank's parts.
+        if step == self.newest:  # saved already, or step 0
             return
         if train_state.bad_steps and not final:
-            print(f"step {step:5d} | no checkpoint while steps are skipped", flush=True)
+            if self.rank == 0:
+                print(f"step {step:5d} | no checkpoint while steps are skipped", flush=True)
             return
-        weights = state.copy_to_host(train_state.trained_weights())
-        trainer_file = train_state.trainer_file(run.config, run.data)
+        weights = state.copy_to_host(train_state.trained_weights(), keep=self.rank == 0)
+        trainer_file = train_state.trainer_file(run.config, run.data, keep=self.rank == 0)
+        if self.rank > 0 or self._failures > 1:  # the run ends because saving fails
+            return
 
         def write_files(directory: Path) -> None:
             if not all(torch.isfinite(tensor).all() for tensor in weights.values()):

@@ -111,7 +111,7 @@ def check_same_data(checkpoint: Checkpoint, data: DataIdentity) -> None:
         UserError: a split has other shards, or shards with other content; or the frozen weights differ.
     """
     saved = checkpoint.data
-    if saved.get("base") != data["base"]:
+    if data["base"] is not None and saved.get("base") != data["base"]:
         raise UserError(
             f"the weights of --init-from are not those that {checkpoint.path} was trained with. "
             "Pass the folder of the original ones with --init-from."

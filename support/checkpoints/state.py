@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from support.checkpoints.directory import step_of
 from support.cli import UserError
+from support.runtime import fsdp
 
 FILE = "trainer.pt"
 REQUIRED = {"step": int, "bad_steps": int, "config": dict, "data": dict, "optimizer": dict, "scaler": dict}
@@ -88,21 +89,22 @@ class TrainState:
         if mismatch := _find_mismatch(checkpoint.optimizer["state"], self.optimizer):
             raise _unusable(checkpoint.path, f"does not fit the run ({mismatch})")
         param_groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": checkpoint.take_optimizer_state(), "param_groups": param_groups})
+        optimizer_state = checkpoint.take_optimizer_state(self.optimizer)
+        self.optimizer.load_state_dict({"state": optimizer_state, "param_groups": param_groups})
         if checkpoint.scaler:
             saved = {name: checkpoint.scaler[name] for name in SCALER_STATE}
             self.scaler.load_state_dict(self.scaler.state_dict() | saved)
         self.step, self.bad_steps, self.overflows = checkpoint.step, checkpoint.bad_steps, checkpoint.overflows
 
-    def trainer_file(self, config: dict[str, Any], data: DataIdentity) -> dict[str, Any]:
-        """The content of `trainer.pt`: a copy in host memory, which later steps do not change."""
+    def trainer_file(self, config: dict[str, Any], data: DataIdentity, keep: bool = True) -> dict[str, Any]:
+        """The content of `trainer.pt`: a copy in host memory, as by `copy_to_host`."""
         return {
             "step": self.step,
             "bad_steps": self.bad_steps,
             "overflows": self.overflows,
             "config": config,
             "data": data,
-            "optimizer": copy_to_host(self.optimizer.state_dict()),
+            "optimizer": copy_to_host(self.optimizer.state_dict(), keep),
             "scaler": self.scaler.state_dict(),
         }
 
@@ -139,11 +141,18 @@ class Checkpoint:
             raise _unusable(path, f"is that of step {content['step']}")
         return cls(path, overflows=content.get("overflows", 0), **{name: content[name] for name in REQUIRED})
 
-    def take_optimizer_state(self) -> dict[int, dict[str, torch.Tensor]]:
-        """The optimizer's tensors, copied into memory. Unmaps the file: Windows and NFS cannot remove an open one."""
-        tensors = copy_to_host(self.optimizer["state"])
+    def take_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, torch.Tensor]]:
+        """The tensors for `optimizer`, copied into memory; under FSDP, only this rank's parts of them.
+
+        Unmaps the file: Windows and NFS cannot remove an open one.
+        """
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        copies = {
+            i: {name: fsdp.shard_like(tensor, parameters[i]).clone() for name, tensor in tensors.items()}
+            for i, tensors in self.optimizer["state"].items()
+        }
         self.optimizer.clear()
-        return tensors
+        return copies
 
 
 def _unusable(path: Path, problem: str) -> UserError:
@@ -216,9 +225,20 @@ def _is_fp32_cpu_tensor(value: object) -> bool:
     return (value.layout, value.device.type, value.dtype) == (torch.strided, "cpu", torch.float32)
 
 
-def copy_to_host(state: Tree) -> Tree:
-    """A copy of a state dict with its tensors on the CPU, which training does not change."""
-    return tree_map(lambda x: x.detach().to("cpu", copy=True) if isinstance(x, torch.Tensor) else x, state)
+def copy_to_host(state: Tree, keep: bool = True) -> Tree:
+    """A copy of a state dict with its tensors on the CPU, which training does not change.
+
+    Tensors that FSDP has sharded are gathered one after the other, by all ranks. Ranks that do not `keep` the copy have
+    None instead of each tensor.
+    """
+
+    def copy(x: object) -> object:
+        if not isinstance(x, torch.Tensor):
+            return x
+        full = fsdp.full_tensor(x.detach())
+        return full.to("cpu", copy=True) if keep else None
+
+    return tree_map(copy, state)
 
 
 def nbytes(state: object) -> int:

@@ -30,7 +30,7 @@ def progress_bar(items: Iterable[T], name: str, rank: int) -> Iterable[T]:
     return tqdm(items, desc=name, leave=False, disable=True if rank or sys.stderr is None else None)
 
 
-def header(
+def print_header(
     options: RunOptions,
     dist: Distributed,
     model: nn.Module,
@@ -42,41 +42,44 @@ def header(
     rows_per_epoch: int,
     resume_from: Path | None,
     first_step: int,
-) -> Iterator[str]:
-    """The lines before the first step: the figures that people compare and ask each other for.
+) -> None:
+    """Prints the lines before the first step: the figures that people compare and ask each other for.
 
     Args:
-        sizes: of the model, by attribute of GPTConfig.
+        sizes: of the model, by field of GPTConfig.
         recipe: optimizer and schedule in words.
     """
-    T, world_size, flags = sizes["block_size"], dist.world_size, options.to_dict()
+    T, world_size, flags, print0 = sizes["block_size"], dist.world_size, options.to_dict(), dist.print0
     max_steps = flags["max_steps"]
     step_rows = B * world_size * grad_accum
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     trained_text = f" ({trained:,} trained)" if trained < parameters else ""
     epochs = max_steps * step_rows / rows_per_epoch
-    yield f"device  {world_size} x {devices.describe(dist.device)}, {options.dtype}, torch {torch.__version__}"
-    yield (
+    several = f" ({options.parallel})" if world_size > 1 else ""
+    print0(
+        f"device  {world_size} x {devices.describe(dist.device)}{several}, {options.dtype}, torch {torch.__version__}"
+    )
+    print0(
         f"model   {parameters:,} parameters{trained_text}: {sizes['n_layer']} layers, {sizes['n_head']} heads, "
         f"{sizes['n_embd']} channels, context {T}, "
-        f"vocabulary {sizes['vocab_size']} (padded to {sizes['padded_vocab_size']})"
+        f"vocabulary {sizes['vocab_size']} (padded to {len(model.get_parameter('lm_head.weight'))})"
     )
-    yield (
+    print0(
         f"step    {step_rows * T:,} tokens = {B} rows x {T} tokens x {world_size} processes x {grad_accum} micro-steps"
     )
-    yield (
+    print0(
         f"data    {options.data}: {rows_per_epoch * T:,} tokens, {rows_per_epoch / step_rows:,.1f} steps per epoch; "
         f"{max_steps:,} steps are {epochs:.2f} epochs{', so text is read again' if epochs > 1 else ''}"
     )
-    yield f"recipe  {recipe}"
+    print0(f"recipe  {recipe}")
     if options.text:
-        yield f"text    {options.text}: {describe_text_flags(flags)}"
+        print0(f"text    {options.text}: {describe_text_flags(flags)}")
     checkpoint_bytes = 3 * sum(p.nbytes for p in model.parameters())  # AdamW has two moments, Muon one
     if resume_from:
-        yield f"note    resuming from {resume_from}"
+        print0(f"note    resuming from {resume_from}")
     for note in notes(options, flags, first_step, checkpoint_bytes if dist.rank == 0 else 0):
-        yield f"note    {note}"
+        print0(f"note    {note}")
 
 
 def notes(options: RunOptions, flags: Mapping[str, Any], first_step: int, checkpoint_bytes: int) -> Iterator[str]:

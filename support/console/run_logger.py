@@ -24,6 +24,7 @@ STARTED = time.perf_counter()
 ETA_EVERY, ETA_WINDOW = 50, 250  # steps between two estimates of the remaining time, and steps that they are based on
 # The median of so many step times over the shortest was 5 where two threads shared their cores with another program.
 STEPS_COMPARED, MAX_SPREAD = 20, 2.0
+NETWORK_FRACTION = 0.25  # of a step's time: more is worth advice
 EVALUATION_FLAGS = {
     "val": ("val_tokens",),
     "hella": ("hellaswag_data", "hellaswag_limit"),
@@ -36,7 +37,8 @@ class RunLogger:
 
     Values go to `log.txt` in `--out` and to the trackers, until the end of a `with`. A `first_step` above 0 continues
     the log and the curves of an earlier process at that step, which had `earlier_flags`. What it has logged of that step
-    is not computed again, unless the flags for it have changed.
+    is not computed again, unless the flags for it have changed. `network_seconds` is the time of an all-reduce of the
+    gradients.
 
     Raises:
         UserError: on all ranks, if a tracker cannot start; at the end, if the last lines of the log cannot be written.
@@ -52,8 +54,9 @@ class RunLogger:
         tokens_per_step: int,
         flops_per_token: int,
         earlier_flags: Mapping[str, Any],
+        network_seconds: float = 0.0,
     ):
-        self.print0, self.world_size = dist.print0, dist.world_size
+        self.print0, self.world_size, self.network_seconds = dist.print0, dist.world_size, network_seconds
         self.first_step, self.max_steps, self.tokens_per_step = first_step, max_steps, tokens_per_step
         self.flops_per_token, self.peak_flops = flops_per_token, devices.peak_flops(dist.device)
         self._trackers = Trackers(dist.on_rank_zero(lambda: start_trackers(options, first_step)) or [])
@@ -149,6 +152,10 @@ class RunLogger:
                     f"half of the steps took {median / shortest:.1f} times as long as the shortest, or longer: the "
                     f"{self._threads} threads seem to share busy cores. OMP_NUM_THREADS=1 may be much faster"
                 )
+        if step == self.first_step + 1 and self.world_size > 1:
+            share = self.network_seconds / dt
+            advice = "; a larger --total-batch-size sends them less often" if share > NETWORK_FRACTION else ""
+            yield f"an all-reduce of the gradients alone takes {share:.1%} of a step{advice}"
         if step == self.first_step + 1 and self.world_size > 1 and dt > TORCHRUN_GRACE_SECONDS:
             yield (
                 f"a step takes {dt:.0f}s, and torchrun kills its processes {TORCHRUN_GRACE_SECONDS}s after a signal: "

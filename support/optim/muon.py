@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import distributed
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: steep at 0, so that few steps lift small singular values
 NEWTON_SCHULZ_STEPS = 5
@@ -47,6 +50,7 @@ class Muon(torch.optim.AdamW):
     the root). `dtype` is the precision of the matrix products. A true `found_inf` skips the step, as in fused AdamW.
 
     Under torch.distributed all ranks must have the same gradients, already unscaled; they end with the same weights.
+    Under FSDP each has a part of them.
     """
 
     def __init__(
@@ -71,44 +75,92 @@ class Muon(torch.optim.AdamW):
             self.param_groups = groups
 
     def _muon_step(self, group: dict[str, Any]) -> None:
-        by_shape: dict[tuple[int, int], list[tuple[torch.Tensor, ...]]] = {}
+        connected = distributed.is_available() and distributed.is_initialized()
+        rank, world_size = (distributed.get_rank(), distributed.get_world_size()) if connected else (0, 1)
+        by_shape: dict[tuple[int, ...], list[tuple[torch.Tensor, ...]]] = {}
         for parameter, num_splits in zip(group["params"], group["num_splits"], strict=True):
             state = self.state[parameter]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
             tensors = (parameter, parameter.grad, state["momentum_buffer"])
+            if hasattr(parameter, "to_local"):  # a DTensor: FSDP has sharded it
+                by_shape.setdefault((*parameter.shape, num_splits), []).append(tensors)
+                continue
             for matrix in zip(*(tensor.chunk(num_splits) for tensor in tensors), strict=True):
                 n, m = sorted(matrix[0].shape)
                 by_shape.setdefault((n, m), []).append(matrix)
-        connected = distributed.is_available() and distributed.is_initialized()
-        rank, world_size = (distributed.get_rank(), distributed.get_world_size()) if connected else (0, 1)
-        for (n, m), matrices in by_shape.items():
-            batch = max(1, MAX_BATCH_NUMEL // (n * m)) * world_size
-            for first in range(0, len(matrices), batch):
-                self._update(group, matrices[first : first + batch], rank, world_size)
+        for (n, m, *splits), matrices in by_shape.items():
+            size = max(1, MAX_BATCH_NUMEL // (n * m)) * world_size
+            for batch in (matrices[first : first + size] for first in range(0, len(matrices), size)):
+                if splits:
+                    self._update_sharded(group, cast("list[tuple[DTensor, ...]]", batch), splits[0])
+                else:
+                    self._update(group, batch, rank, world_size)
 
     def _update(
         self, group: dict[str, Any], matrices: list[tuple[torch.Tensor, ...]], rank: int, world_size: int
     ) -> None:
         """Updates matrices of one shape, each given as (weight, gradient, momentum)."""
-        mu, found_inf = self.momentum, getattr(self, "found_inf", None)
-        applied = 1.0 if found_inf is None else 1.0 - found_inf  # 0 leaves weights and momenta as they are
         per_rank = -(-len(matrices) // world_size)  # the last ranks may have fewer; zeros fill them up
         own = torch.zeros(per_rank, *sorted(matrices[0][0].shape), dtype=self.dtype, device=matrices[0][0].device)
         for i, (_, gradient, momentum) in enumerate(matrices):
-            if found_inf is not None:
-                gradient = torch.where(found_inf > 0, 0.0, gradient)  # inf * 0 would be NaN
-            momentum.lerp_(gradient, (1.0 - mu) * applied)
+            gradient = self._update_momentum(gradient, momentum)
             if i // per_rank == rank:
-                direction = gradient.lerp(momentum, mu)
+                direction = gradient.lerp(momentum, self.momentum)
                 own[i % per_rank] = direction if len(direction) <= direction.size(1) else direction.mT
-        directions, scale = orthogonalize(own), SCALE * math.sqrt(own.size(2) / own.size(1))
+        directions = orthogonalize(own)
         if world_size > 1:
             directions, own = directions.new_empty(per_rank * world_size, *directions.shape[1:]), directions
             # its name since torch 2.13, and before
             gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
             gather(directions, own)
+        n, m = directions.shape[1:]
         for (weight, _, _), direction in zip(matrices, directions, strict=False):
             direction = direction if direction.shape == weight.shape else direction.mT
-            weight.mul_(1.0 - group["lr"] * group["weight_decay"] * applied)
-            weight.sub_(direction.float() * (scale * group["lr"] * applied))
+            self._update_weight(group, weight, direction, math.sqrt(m / n))
+
+    def _update_sharded(self, group: dict[str, Any], parameters: list[tuple[DTensor, ...]], num_splits: int) -> None:
+        """Updates parameters of one shape that FSDP has sharded, each given as (weight, gradient, momentum).
+
+        Each rank exchanges its parts of all of them for some complete ones, orthogonalizes these, and sends them back.
+        """
+        from torch.distributed.tensor import DTensor, Shard
+
+        directions = []
+        for _, gradient, momentum in parameters:
+            local_momentum = momentum.to_local()
+            local_gradient = self._update_momentum(gradient.to_local(), local_momentum)
+            directions.append(local_gradient.lerp(local_momentum, self.momentum))
+        weight = parameters[0][0]
+        mesh, shape = weight.device_mesh, torch.Size([len(parameters), *weight.shape])
+        stride = (weight.numel(), weight.size(1), 1)
+        local = torch.stack(directions).to(self.dtype)
+        parts = DTensor.from_local(local, mesh, [Shard(1)], shape=shape, stride=stride)
+        own = parts.redistribute(placements=[Shard(0)]).to_local()  # (K, n, m): the complete parameters of this rank
+        matrices = own.reshape(len(own) * num_splits, shape[1] // num_splits, shape[2])
+        tall = matrices.size(1) > matrices.size(2)
+        matrices = orthogonalize(matrices.mT).mT if tall else orthogonalize(matrices)
+        complete = DTensor.from_local(matrices.reshape(own.shape), mesh, [Shard(0)], shape=shape, stride=stride)
+        n, m = sorted(matrices.shape[1:])
+        parts = complete.redistribute(placements=[Shard(1)])
+        for (weight, _, _), direction in zip(parameters, parts.to_local(), strict=True):
+            self._update_weight(group, weight.to_local(), direction, math.sqrt(m / n))
+
+    def _applied(self) -> torch.Tensor | float:
+        """0 in a step that is skipped: it leaves weights and momenta as they are. Otherwise 1."""
+        found_inf = getattr(self, "found_inf", None)
+        return 1.0 if found_inf is None else 1.0 - found_inf
+
+    def _update_momentum(self, gradient: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        """Updates the momentum in place; returns the gradient, or zeros in a step that is skipped."""
+        applied = self._applied()
+        if isinstance(applied, torch.Tensor):
+            gradient = torch.where(applied > 0, gradient, 0.0)  # inf * 0 would be NaN
+        momentum.lerp_(gradient, (1.0 - self.momentum) * applied)
+        return gradient
+
+    def _update_weight(
+        self, group: dict[str, Any], weight: torch.Tensor, direction: torch.Tensor, side_ratio: float
+    ) -> None:
+        weight.mul_(1.0 - group["lr"] * group["weight_decay"] * self._applied())
+        weight.sub_(direction.float() * (SCALE * side_ratio * group["lr"] * self._applied()))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from support.cli import UserError
 from support.runtime import devices
+from support.runtime.distributed import Distributed
 from support.runtime.memory import estimate_memory
 
 PROBED = ("cuda",)  # device types whose memory is tried out; others swap
@@ -53,10 +52,10 @@ def largest_batch_size(
     T: int,
     model: torch.nn.Module,
     dtype: torch.dtype,
-    world_size: int,
-    notice: Callable[[str], None],
+    dist: Distributed,
+    sharded: bool = False,
 ) -> int:
-    """The largest micro-batch, up to `batch_size`, with which a run fits into the memory of the model's device.
+    """The largest micro-batch, up to `batch_size`, with which a run fits into the memory of this process's device.
 
     Tries those that may fit, by an estimate that it prints: allocates what a run needs at the same time, which is the
     optimizer's two moments, gradients (and DDP's copy of them with several ranks), micro-batches of (B, T) tokens
@@ -66,32 +65,24 @@ def largest_batch_size(
         rows: rows of a step on this rank; the result divides them.
         model: compiled or not.
         dtype: precision of the matrix products.
+        sharded: the model is to be sharded by FSDP. Then only the estimate decides: a trial would take all ranks.
 
     Raises:
         UserError: not even one row fits.
     """
-    device = next(model.parameters()).device
+    device, world_size, notice = dist.device, dist.world_size, dist.print0
     if device.type not in PROBED:
         return batch_size
     free, total = devices.free_and_total_memory(device)
     for B in range(batch_size, 0, -1):
         if rows % B:
             continue
-        estimate = estimate_memory(model, B, T, dtype, world_size, total)
+        estimate = estimate_memory(model, B, T, dtype, world_size, total, sharded)
         if batch_size == B:
             notice(f"memory  about {estimate.total / 2**30:.1f} of {total / 2**30:.1f} GiB with {B} rows")
         if estimate.minimum > free:
             continue
-        try:
-            _try_batch_size(B, T, model, devices.autocast(device, dtype), world_size, device)
-            fits = True
-        except RuntimeError as error:
-            if not devices.is_out_of_memory(error):
-                raise
-            fits = False  # what the failed attempt holds is freed with its traceback, after this block
-        model.zero_grad(set_to_none=True)
-        devices.free_memory(device)
-        if fits:
+        if estimate.total <= free if sharded else _fits(B, T, model, dtype, world_size, device):
             if batch_size != B:
                 notice(
                     f"note    a micro-batch of {batch_size} rows does not fit into memory; using {B}. "
@@ -103,6 +94,21 @@ def largest_batch_size(
         f"not even one row of {T} tokens fits into the memory of {device}, of which {free / 2**30:.1f} GiB are free. "
         "Use a smaller --model or --block-size."
     )
+
+
+def _fits(
+    B: int, T: int, model: torch.nn.Module, dtype: torch.dtype, world_size: int, device: torch.device
+) -> bool:  # fmt: skip
+    try:
+        _try_batch_size(B, T, model, devices.autocast(device, dtype), world_size, device)
+        fits = True
+    except RuntimeError as error:
+        if not devices.is_out_of_memory(error):
+            raise
+        fits = False  # what the failed attempt holds is freed with its traceback, after this block
+    model.zero_grad(set_to_none=True)
+    devices.free_memory(device)
+    return fits
 
 
 def _try_batch_size(
@@ -129,8 +135,13 @@ def _try_batch_size(
     del reserved
 
 
-def check_enough_data(data: str, train_rows: int, step_rows: int, T: int) -> None:
-    """Checks that the train shards in `data` have the rows of T tokens that a step takes.
+def check_enough_data(
+    data: str, T: int, train_rows: int, step_rows: int, val_rows: int, val_tokens: int | None
+) -> None:  # fmt: skip
+    """Checks that the shards in `data` have the rows of T tokens that a step takes, and one to validate on.
+
+    Args:
+        val_tokens: tokens to validate on at most; None without validation.
 
     Raises:
         UserError: they have fewer.
@@ -140,15 +151,7 @@ def check_enough_data(data: str, train_rows: int, step_rows: int, T: int) -> Non
             f"{data} has {train_rows} train rows of {T} tokens, and one step takes {step_rows}. "
             "Use more text, or lower --total-batch-size or --block-size."
         )
-
-
-def check_enough_val_data(data: str, val_rows: int, T: int, val_tokens: int) -> None:
-    """Checks that there is a row of T tokens to validate on: in the val shards, and in `val_tokens`.
-
-    Raises:
-        UserError: there is none.
-    """
-    if val_rows == 0 or val_tokens < T:
+    if val_tokens is not None and (val_rows == 0 or val_tokens < T):
         raise UserError(
             f"no row of {T} tokens to validate on in {data}. Use more text, a lower --block-size, or --val-every 0."
         )

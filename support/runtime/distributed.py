@@ -128,6 +128,13 @@ class Distributed:
 
     # Collectives
 
+    def init_process_group(self) -> None:
+        """Connects the ranks, if there are several."""
+        if self.world_size > 1:
+            distributed.init_process_group(
+                self.backend, store=self.store, rank=self.rank, world_size=self.world_size, timeout=COLLECTIVE_TIMEOUT
+            )
+
     def all_reduce_mean(self, tensor: torch.Tensor) -> torch.Tensor:
         """The mean over ranks; in place."""
         if self.world_size > 1:
@@ -149,10 +156,6 @@ class Distributed:
         if self.world_size > 1:
             distributed.all_reduce(tensor, distributed.ReduceOp.MIN)
         return int(tensor)
-
-    def all_equal(self, value: int) -> bool:
-        """Whether all ranks have the same value."""
-        return self.all_reduce_min(value) == -self.all_reduce_min(-value)
 
     def on_rank_zero(self, function: Callable[[], T]) -> T | None:
         """Calls `function` on rank 0 and returns its result there, None on the others.

@@ -2,23 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from support.cli import UserError
 from support.files import format_bytes
 from support.optim import loss
-from support.runtime import devices
+from support.runtime import devices, fsdp
 
 RESERVED_BYTES = 10**9  # CUDA's own, and fragmentation
 COMPILED_FRACTION = 0.5  # torch.compile computes some activations again instead of saving them, but not half of them
 LAYER_BYTES = 40_000  # of the Python objects of a block, about
 # Bytes that a layer saves of a token, per channel, in bf16: see test_activations_of_a_token_counted_by_hand.
 LAYER_ACTIVATION_BYTES = 36
+
+
+@contextlib.contextmanager
+def report_out_of_memory() -> Iterator[None]:
+    """Turns torch.OutOfMemoryError into a UserError that says what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        message = (
+            f"{str(error).split('. ')[0]}. Lower --batch-size (a step keeps its number of tokens), or --recompute."
+        )
+        raise UserError(message, this_rank_only=True) from error
+
+
+def recompute_activations(blocks: Iterable[torch.nn.Module]) -> None:
+    """Makes each block save only its input, and compute its activations again in the backward pass.
+
+    This is activation checkpointing (arXiv:1604.06174): a third more arithmetic in the blocks, and the same results.
+    """
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 # -----------------------------------------------------------------------------
@@ -46,11 +70,13 @@ def check_model_fits(sizes: Mapping[str, int], source: str) -> None:
         )
 
 
-def check_training_fits(flags: Mapping[str, Any], vocab_size: int, device: torch.device) -> None:
+def check_training_fits(flags: Mapping[str, Any], vocab_size: int, device: torch.device, parts: int = 1) -> None:
     """Checks that training a GPT can fit into memory: weights, gradients, optimizer, and half of the activations.
 
     Args:
-        flags: the sizes of the model, batch_size (on CUDA, a smaller one may be found later), optimizer and lora_rank.
+        flags: the sizes of the model, batch_size (on CUDA, a smaller one may be found later), optimizer, lora_rank and
+            recompute.
+        parts: ranks among which FSDP divides the state.
 
     Raises:
         UserError: it cannot, compiled or not; the flags to change are named.
@@ -64,18 +90,21 @@ def check_training_fits(flags: Mapping[str, Any], vocab_size: int, device: torch
     parameters, available = count_parameters(sizes), f"and {format_bytes(total)} are available"
     copies = 4 if flags["optimizer"] == "adamw" else 3  # weights, gradients, two moments (Muon: mostly one)
     persistent = 4 * parameters * (copies if flags["lora_rank"] is None else 1)
+    persistent //= parts if on_cuda else 1  # ranks on a CPU share its memory
     if persistent > total:
         raise UserError(
             f"training {parameters:,} parameters takes at least {format_bytes(persistent)}, {available}. "
-            "Use a smaller --model, or smaller --n-layer, --n-embd or --block-size."
+            "Use a smaller --model, or smaller --n-layer, --n-embd or --block-size"
+            f"{', or several GPUs with --parallel fsdp' if on_cuda and parts == 1 else ''}."
         )
     B, T = flags["batch_size"], flags["block_size"]
-    activations = COMPILED_FRACTION * LAYER_ACTIVATION_BYTES * B * T * flags["n_layer"] * flags["n_embd"]
+    saved = 4 if flags["recompute"] else COMPILED_FRACTION * LAYER_ACTIVATION_BYTES  # bytes per layer and channel
+    activations = saved * B * T * flags["n_layer"] * flags["n_embd"]
     if persistent + activations > total and not on_cuda:
         raise UserError(
             f"micro-batches of {B} rows of {T} tokens take at least {format_bytes(persistent + activations)}, "
             f"{available}. "
-            "Lower --batch-size (a step keeps its number of tokens), or --block-size."
+            "Lower --batch-size (a step keeps its number of tokens) or --block-size, or use --recompute."
         )
 
 
@@ -118,24 +147,31 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    model: torch.nn.Module, B: int, T: int, dtype: torch.dtype, world_size: int, device_memory: int
-) -> MemoryEstimate:
+    model: torch.nn.Module, B: int, T: int, dtype: torch.dtype, world_size: int, device_memory: int, sharded: bool = False
+) -> MemoryEstimate:  # fmt: skip
     """The memory that training on CUDA takes, with AdamW and micro-batches of (B, T) tokens.
 
     Args:
         model: `model(idx, targets)` returns logits and loss. Compiled or not; its weights are not read.
         dtype: precision of the matrix products.
         device_memory: of the GPU, in bytes. The chunks of the loss depend on it.
+        sharded: by FSDP.
     """
     parameters = list(model.parameters())
     weights = 4 * sum(p.numel() for p in parameters)
     trained = 4 * sum(p.numel() for p in parameters if p.requires_grad)
-    copies = 3 if world_size == 1 else 4  # gradients, two moments, and the buckets in which DDP sends gradients
+    if sharded:  # a part of the weights, gradients and two moments; gradients until they are sent; gathered weights
+        persistent = (weights + 3 * trained) // world_size + trained
+        if fsdp.keeps_gathered(weights // 4, dtype, device_memory):
+            persistent += dtype.itemsize * weights // 4
+    else:
+        copies = 3 if world_size == 1 else 4  # gradients, two moments, and the buckets in which DDP sends gradients
+        persistent = weights + copies * trained
     width = len(model.get_parameter("lm_head.weight"))  # the padded vocabulary
     rows = min(loss.chunk_rows(loss.chunk_numel("cuda", device_memory), width), B * T)
     compiled = hasattr(model, "_orig_mod")
     logit_bytes = dtype.itemsize + (0 if compiled else 8)  # eager: logits and log-probabilities in fp32, too
-    return MemoryEstimate(weights + copies * trained, saved_bytes(model, B, T, dtype) + logit_bytes * rows * width)
+    return MemoryEstimate(persistent, saved_bytes(model, B, T, dtype) + logit_bytes * rows * width)
 
 
 def saved_bytes(model: torch.nn.Module, B: int, T: int, dtype: torch.dtype) -> int:

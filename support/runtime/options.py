@@ -111,6 +111,15 @@ class RunOptions:
         at_least=1,
         below=2**31,
     )
+    parallel: str = flag(
+        "ddp",
+        "with several processes: ddp, each has all weights, or fsdp, each keeps a part of them",
+        "device",
+        choices=("ddp", "fsdp"),
+    )
+    recompute: bool = flag(
+        False, "compute the activations of the blocks again in the backward pass: less memory, more time", "device"
+    )
     tf32: bool = flag(True, "TF32 on CUDA, for matrix products that stay in fp32", "device")
     compile: bool = flag(True, "torch.compile the model", "device", default_help="on with CUDA")
     profile: int = flag(

@@ -1,0 +1,140 @@
+"""Fully sharded data parallelism, PyTorch's FSDP2 (arXiv:2304.11277): models larger than the memory of one GPU.
+
+Each rank keeps an equal part of every weight, gradient and optimizer tensor, a DTensor split along dimension 0. The
+weights of a block are gathered for its forward and its backward pass, and dropped afterwards; gradients are averaged
+into the parts. The functions here accept ordinary tensors and models, too, and then do nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import torch
+from torch import distributed, nn
+
+from support.runtime import devices
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+Model = TypeVar("Model", bound=nn.Module)
+GATHERED_FRACTION = 1 / 8  # of the memory of a GPU
+
+
+class ShardedModel(nn.Module):
+    """A model whose weights are divided among the ranks; it is called as DistributedDataParallel is.
+
+    Args:
+        model: with its weights on rank 0; the other ranks have it on the meta device (`weights_on_rank_zero`), and
+            receive the weights one block at a time. It is changed in place: its parameters become DTensors.
+        blocks: submodules that are gathered as a whole, one after the other. The rest of the model stays gathered
+            during a micro-step. (A tied weight must not be in two of them.)
+        dtype: precision of the matrix products. On CUDA, the weights of the blocks are sent and used in it; gradients
+            are averaged in fp32.
+        compiled: compile the blocks and the loss. They are compiled one by one, as communication cannot be.
+
+    Weights are gathered once per step where memory allows (`keeps_gathered`), otherwise twice in each micro-step.
+    """
+
+    def __init__(
+        self, model: nn.Module, blocks: Iterable[nn.Module], device: torch.device, dtype: torch.dtype, compiled: bool
+    ):
+        from torch.distributed import fsdp
+
+        super().__init__()
+        mesh = distributed.init_device_mesh(device.type, (distributed.get_world_size(),))
+        device_memory = devices.free_and_total_memory(device)[1] if device.type == "cuda" else None
+        self.keep_gathered = keeps_gathered(sum(p.numel() for p in model.parameters()), dtype, device_memory)
+        self.require_backward_grad_sync = True  # as in DistributedDataParallel: false in all but the last micro-step
+        # Between matrix products, activations stay in fp32, as under autocast.
+        policy = fsdp.MixedPrecisionPolicy(
+            dtype if device.type == "cuda" else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        for block in blocks:
+            _receive_weights(block, device)
+            if compiled:
+                block.forward = torch.compile(block.forward, dynamic=False)
+            fsdp.fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not self.keep_gathered)
+        _receive_weights(model, device)
+        fsdp.fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        self.module = model
+
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        sharded, last = cast("FSDPModule", self.module), self.require_backward_grad_sync
+        sharded.set_requires_gradient_sync(last)
+        sharded.set_reshard_after_backward(last or not self.keep_gathered)
+        return self.module(idx, targets)
+
+
+def keeps_gathered(parameters: int, dtype: torch.dtype, device_memory: int | None) -> bool:
+    """Whether a rank keeps all weights from the first to the last micro-step of a step: if they are small."""
+    return device_memory is None or dtype.itemsize * parameters <= GATHERED_FRACTION * device_memory
+
+
+def weights_on_rank_zero(sharded: bool, rank: int) -> contextlib.AbstractContextManager[object]:
+    """Models are made without memory on the other ranks."""
+    return torch.device("meta") if sharded and rank > 0 else contextlib.nullcontext()
+
+
+def _receive_weights(module: nn.Module, device: torch.device) -> None:
+    """Replaces the parameters by those of rank 0, on `device`. Tied ones stay tied; sharded ones are left alone."""
+    received: dict[nn.Parameter, nn.Parameter] = {}
+    for submodule in module.modules():
+        for name, parameter in submodule.named_parameters(recurse=False):
+            if hasattr(parameter, "full_tensor"):
+                continue
+            if parameter not in received:
+                on_rank_zero = not parameter.is_meta
+                tensor = parameter.detach().to(device) if on_rank_zero else torch.empty_like(parameter, device=device)
+                distributed.broadcast(tensor, src=0)
+                received[parameter] = nn.Parameter(tensor, parameter.requires_grad)
+            setattr(submodule, name, received[parameter])
+
+
+# -----------------------------------------------------------------------------
+# Evaluation. Ranks score different numbers of batches, and one rank alone generates text, so they cannot gather weights
+# in each forward pass.
+
+
+def without_weights(model: Model) -> Model:
+    """A copy of the model on the meta device, for `gather_weights`."""
+    on_meta = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
+    return copy.deepcopy(model, on_meta)
+
+
+@torch.no_grad()
+def gather_weights(full_model: nn.Module, model: nn.Module) -> None:
+    """Gives `full_model` the weights of the sharded `model`, on every rank, until `drop_weights`."""
+    if full_model is model:
+        return
+    full = {parameter: full_tensor(parameter) for parameter in model.parameters()}  # a tied one once
+    weights = {name: full[parameter] for name, parameter in model.state_dict(keep_vars=True).items()}
+    full_model.load_state_dict(weights, assign=True)
+
+
+def drop_weights(full_model: nn.Module, model: nn.Module) -> None:
+    """Frees what `gather_weights` has gathered, if it has."""
+    if full_model is not model and not next(full_model.parameters()).is_meta:
+        full_model.to("meta")
+
+
+# -----------------------------------------------------------------------------
+# Tensors
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a sharded tensor. All ranks must call it."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def shard_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that all ranks have, divided as `other` is; the tensor itself if that is not."""
+    if not hasattr(other, "full_tensor") or tensor.shape != other.shape:
+        return tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    other = cast(DTensor, other)
+    return distribute_tensor(tensor, other.device_mesh, other.placements, src_data_rank=None)
