@@ -232,6 +232,21 @@ def test_lower_precision_is_that_of_ddp(byte_shards, tmp_path, dtype):
     assert ddp[-1] < ddp[0] - 0.5
 
 
+def nothing_is_compiled_twice(rank):
+    torch._dynamo.config.error_on_recompile = True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--recompute"]], ids=["saved", "recomputed"])
+def test_one_compiled_block_serves_all(byte_shards, tmp_path, more):
+    """Its losses are those of DDP that is not compiled, to rounding."""
+    flags = ["--data", byte_shards, "--max-steps", 5, "--val-every", 0]
+    run_to_the_end(*flags, "--out", "ddp", cwd=tmp_path, world_size=2)
+    flags += ["--parallel", "fsdp", "--compile", *more]
+    run_to_the_end(*flags, "--out", "fsdp", cwd=tmp_path, world_size=2, sabotage=nothing_is_compiled_twice)
+    assert_close(losses(tmp_path / "fsdp" / "log.txt"), losses(tmp_path / "ddp" / "log.txt"), 1e-4)
+
+
 # ---- memory
 
 

@@ -59,6 +59,8 @@ class ShardedModel(nn.Module):
                 block.forward = torch.compile(block.forward, dynamic=False)
             fsdp.fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not self.keep_gathered)
         _receive_weights(model, device)
+        if compiled:  # in effect, the loss: the loop over the blocks cannot be
+            model.forward = torch.compile(model.forward, dynamic=False)
         fsdp.fully_shard(model, mesh=mesh, reshard_after_forward=False)
         self.module = model
 
