@@ -41,7 +41,7 @@ from support.data import presets, shards
 from support.data.tokenizer import Tokenizer, get_tokenizer
 from support.optim.loss import chunked_cross_entropy
 from support.optim.muon import Muon
-from support.runtime import batch_size, devices, fsdp, memory, preflight
+from support.runtime import batch_size, devices, fsdp, memory, plan, preflight
 from support.runtime.distributed import Distributed, report_lost_processes
 from support.runtime.options import MACHINE_FLAGS, RunOptions
 from support.runtime.profiler import Profiler
@@ -782,6 +782,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     cli_flags = parse_flags(TrainConfig, argv, "Train GPT-2 on shards of fineweb.py, or on a text (--text).", groups)
     dist = Distributed.from_environment()
     flags, checkpoint = gather_flags(TrainConfig, cli_flags, dist, same_schedule_so_far)
+    if flags.get("plan"):
+        return plan.print_report(resolve({"dtype": "bf16"} | flags, torch.device("cuda"), flags.get("gpus", 1)))
     dist = dist.with_device(flags.get("device", "auto"))
     config = resolve(flags, dist.device, dist.world_size)
     exit_code: int | str | None = 0

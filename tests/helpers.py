@@ -47,6 +47,12 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["train_gpt2", "torch._dynamo", "fineweb"])
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
 def start_run(
     *flags: object, cwd: Path, world_size: int = 1, sabotage: Callable[[int], None] | None = None, tiny: bool = True
 ) -> list[BaseProcess]:
@@ -55,10 +61,7 @@ def start_run(
     `sabotage(rank)` is called first in each: a function of a test module that breaks something there. Without `tiny`,
     the flags of the model are left out.
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
-    address |= {"WORLD_SIZE": str(world_size)}
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     ranks: list[BaseProcess] = []
     for rank in range(world_size):
         environment = address | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size > 1 else {}

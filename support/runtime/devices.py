@@ -12,7 +12,7 @@ import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -39,6 +39,24 @@ PEAK_FLOPS = {
     "NVIDIA GeForce RTX 3090": 71e12,  # GA102 white paper
     "NVIDIA GeForce RTX 4090": 165.2e12,  # Ada white paper
     "NVIDIA RTX 6000 Ada Generation": 364.2e12,  # Ada white paper for professional cards
+}
+
+
+class Gpu(NamedTuple):
+    name: str  # CUDA's, a key of PEAK_FLOPS
+    gib: float  # of memory that a program can have
+
+
+GPUS = {  # by the names of --gpu
+    "A100": Gpu("NVIDIA A100-SXM4-80GB", 79.1),
+    "A100-40GB": Gpu("NVIDIA A100-SXM4-40GB", 39.4),
+    "H100": Gpu("NVIDIA H100 80GB HBM3", 79.1),
+    "H200": Gpu("NVIDIA H200", 139.8),
+    "L4": Gpu("NVIDIA L4", 22.0),
+    "L40S": Gpu("NVIDIA L40S", 44.4),
+    "A10": Gpu("NVIDIA A10", 22.0),
+    "RTX3090": Gpu("NVIDIA GeForce RTX 3090", 23.6),
+    "RTX4090": Gpu("NVIDIA GeForce RTX 4090", 23.5),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -63,6 +63,7 @@ class ShardedModel(nn.Module):
             model.forward = torch.compile(model.forward, dynamic=False)
         fsdp.fully_shard(model, mesh=mesh, reshard_after_forward=False)
         self.module = model
+        devices.trim_memory(device)  # rank 0 had all weights
 
     def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         sharded, last = cast("FSDPModule", self.module), self.require_backward_grad_sync

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from support.cli import flag
+from support.runtime import devices
 
 # What a new run may replace in its folder: nothing, a log without checkpoints, or everything of an earlier run.
 OverwritePolicy = Literal["nothing", "log", "run"]
@@ -13,6 +14,8 @@ OverwritePolicy = Literal["nothing", "log", "run"]
 MACHINE_FLAGS = {"device", "dtype", "compile", "batch_size", "hellaswag_every"}
 # What the shards were made from. A resumed run continues on those shards, so it must not name anything else.
 SOURCE_FLAGS = {"text", "text_field", "tokenizer"}
+# Those of --plan, which ends before a run.
+PLAN_FLAGS = {"plan", "gpus", "gpu", "price", "mfu"}
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,21 @@ class RunOptions:
         0, "profile N steps, after the first 3, into trace.json.gz in --out; 0 disables it", "device", at_least=0
     )
 
+    plan: bool = flag(False, "print what the run will take (memory, time, cost, network), and exit", "plan")
+    gpus: int = flag(1, "GPUs of --plan", "plan", at_least=1, below=2**31)
+    gpu: str = flag(
+        "A100", "kind of GPU of --plan, 80 GB unless it says otherwise", "plan", choices=tuple(devices.GPUS)
+    )
+    price: float | None = flag(None, "price of a GPU per hour, for --plan", "plan", default_help="none", at_least=0)
+    mfu: float | None = flag(
+        None,
+        "model FLOPs utilization of --plan, a fraction",
+        "plan",
+        default_help="a published one",
+        at_least=0.001,
+        at_most=1,
+    )
+
     given: frozenset[str] = frozenset()  # names of the flags set by the command line, a preset or the checkpoint
 
     @property
@@ -141,4 +159,5 @@ class RunOptions:
 
     def to_save(self) -> dict[str, Any]:
         """What a checkpoint stores of them."""
-        return {name: value for name, value in self.to_dict().items() if name not in MACHINE_FLAGS - self.given}
+        left_out = PLAN_FLAGS | MACHINE_FLAGS - self.given
+        return {name: value for name, value in self.to_dict().items() if name not in left_out}

@@ -1,0 +1,154 @@
+"""--plan: its formulas against published runs, arithmetic, and PyTorch's own counts."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from helpers import run_script
+from training import config_of
+
+from support.cli import UserError
+from support.runtime import devices, memory, plan
+from support.runtime.plan import Sizes, bytes_sent, plan_memory, seconds_of_training
+from train_gpt2 import GPT, MODELS, GPTConfig, TrainConfig, main, resolve
+
+
+def sizes_of(name):
+    return plan.sizes_of(resolve({"model": name, "dtype": "bf16"}, torch.device("cuda"), 1))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_and_flops_are_those_of_the_model(name):
+    sizes = sizes_of(name)
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**MODELS[name]))
+    assert sizes.parameters == sum(p.numel() for p in model.parameters())
+    assert sizes.flops_per_token == model.flops_per_token()
+
+
+@pytest.mark.parametrize(
+    "name, gpu, tokens_per_second, tokens, hours",
+    [
+        ("gpt2", "A100", 218_000, 10e9, 1.6),
+        ("gpt2-medium", "A100", 80_000, None, None),
+        ("gpt2-large", "A100", 38_600, None, None),
+        ("gpt2-xl", "H100", 46_800, 32e9, 24.0),
+    ],
+)
+def test_published_runs_on_8_gpus_take_the_time_that_was_published(name, gpu, tokens_per_second, tokens, hours):
+    """llm.c's, see MEASURED_MFU."""
+    sizes, peak = sizes_of(name), devices.PEAK_FLOPS[devices.GPUS[gpu].name]
+    mfu, _ = plan.mfu(gpu, sizes.parameters)
+    seconds = seconds_of_training(sizes, 1e9, peak, 8, mfu, recompute=False)
+    assert 1e9 / seconds / 8 == pytest.approx(tokens_per_second, rel=0.05)
+    if hours:
+        assert seconds_of_training(sizes, tokens, peak, 8, mfu, recompute=False) / 3600 == pytest.approx(
+            hours, rel=0.05
+        )
+
+
+def test_recomputing_repeats_the_forward_pass_of_the_blocks():
+    """Of 124M: 85M weights in the blocks, twice, and attention's products."""
+    plain, repeated = (seconds_of_training(sizes_of("gpt2"), 1, 1.0, 1, 1.0, r) for r in (False, True))
+    assert repeated - plain == 2 * 84_934_656 + 4 * 12 * 768 * 1024
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_activations_are_those_that_pytorch_saves(itemsize):
+    """Per token, where what does not depend on the tokens drops out."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig())
+    dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
+    real = memory.saved_bytes(model, 6, 1024, dtype) - memory.saved_bytes(model, 2, 1024, dtype)
+    options = dict(world_size=1, parallel="ddp", recompute=False, micro_steps=2, itemsize=itemsize)
+    planned = [plan_memory(sizes_of("gpt2"), B, **options).activations for B in (2, 6)]
+    assert planned[1] - planned[0] == pytest.approx(real, rel=0.02)
+
+
+def test_recomputed_activations_are_an_input_per_block_and_one_block():
+    options = dict(world_size=1, parallel="ddp", micro_steps=2, itemsize=4)
+    sizes = sizes_of("gpt2")
+    saved, recomputed = (plan_memory(sizes, 4, recompute=r, **options).activations for r in (False, True))
+    assert saved - recomputed == pytest.approx(4096 * (11 * 64 - 12 * 4) * 768, rel=0.01)
+
+
+def test_model_state_is_16_bytes_per_parameter_and_divided_by_fsdp():
+    sizes = sizes_of("gpt2-xl")
+    for W, parallel, parts in ((1, "ddp", 1), (8, "ddp", 1), (8, "fsdp", 8)):
+        memory_plan = plan_memory(sizes, 8, world_size=W, parallel=parallel, recompute=False, micro_steps=1)
+        state = memory_plan.weights + memory_plan.gradients + memory_plan.optimizer
+        assert state == pytest.approx(16 * sizes.parameters / parts)
+    muon = plan_memory(sizes, 8, world_size=1, parallel="ddp", recompute=False, micro_steps=1, optimizer="muon")
+    assert muon.optimizer == 8 * sizes.parameters - 4 * sizes.block_parameters
+
+
+def test_the_largest_micro_batch_fits_and_the_next_does_not():
+    options = dict(world_size=1, parallel="ddp", recompute=False)
+    for name, gib in (("gpt2", 23.5), ("gpt2-large", 79.1)):
+        B = plan.largest_micro_batch(sizes_of(name), 512, gib, **options)
+        totals = [
+            plan_memory(sizes_of(name), b, micro_steps=512 // b, device_memory=int(gib * 2**30), **options).total
+            for b in (B, 2 * B)
+        ]
+        assert 1 <= B < 64 and totals[0] <= gib * 2**30 < totals[1]
+    assert plan.largest_micro_batch(sizes_of("gpt2-xl"), 512, 23.5, **options) == 0
+    sharded = dict(world_size=8, parallel="fsdp", recompute=True)
+    assert plan.largest_micro_batch(sizes_of("gpt2-xl"), 64, 23.5, **sharded) > 0
+
+
+def test_what_a_ring_sends():
+    """3 of 4 parts of a tensor to gather or to scatter it. Gradients in fp32; blocks in bf16, once or twice each time."""
+    sizes = Sizes(2, 2, 8, 16, 64, parameters=1000)
+    blocks, rest = 2 * 12 * 64, 1000 - 2 * 12 * 64
+    assert bytes_sent(sizes, 4, "ddp", 3, True) == 0.75 * 2 * 4 * 1000
+    assert bytes_sent(sizes, 4, "fsdp", 3, True) == 0.75 * (4 * 1000 + 2 * blocks + 4 * rest)
+    assert bytes_sent(sizes, 4, "fsdp", 3, False) == 0.75 * (4 * 1000 + 6 * 2 * blocks + 3 * 4 * rest)
+
+
+def test_the_command_prints_it_and_trains_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main("--plan --model gpt2-xl --gpus 64 --gpu H100 --price 2.5 --max-steps 61035".split())
+    out = capsys.readouterr().out
+    assert "1,557,686,400 parameters" in out and "61,035 steps of 524,288 tokens, 32.0 billion" in out
+    [hours] = re.findall(r"time +(\S+) hours at 49% MFU \(llm\.c's with 1558M parameters on H100\)", out)
+    assert float(hours) == pytest.approx(24 / 8, rel=0.05)
+    [gpu_hours, cost] = re.findall(r"cost +(\S+) GPU-hours, (\S+) at 2.5 per GPU and hour", out)[0]
+    assert float(cost) == pytest.approx(2.5 * float(gpu_hours), abs=0.2)
+    rows = [line for line in out.splitlines() if re.match(r" *(ddp|fsdp)", line)]
+    assert len(rows) == 4
+    for row in rows:
+        *parts, total, B = map(float, re.findall(r"\d+\.\d+|\d+$", row))
+        assert total == pytest.approx(sum(parts), abs=0.04) and total < 79.1 * 1.0737 and 8 % B == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_flags_of_the_plan_are_checked(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="is not a multiple of"):
+        main("--plan --gpus 1000".split())
+    with pytest.raises(UserError, match="invalid choice: 'H99'"):
+        main("--plan --gpu H99".split())
+    lora = resolve({"init_from": "x", "lora_rank": 4, "dtype": "bf16"}, torch.device("cuda"), 1)
+    with pytest.raises(UserError, match="Leave out --lora-rank"):
+        plan.print_report(lora)
+    main("--plan --gpu L4 --mfu 0.5 --recompute".split())
+    out = capsys.readouterr().out
+    assert "at 50% MFU (--mfu)" in out and "network" not in out and "one GPU recompute" in out
+
+
+def test_a_checkpoint_knows_nothing_of_a_plan():
+    assert not {"plan", "gpus", "gpu", "price", "mfu"} & config_of("--out", "x").to_save().keys()
+    assert {"plan", "gpus"} <= set(TrainConfig.__dataclass_fields__)
+
+
+def test_the_benchmark_measures_what_is_planned(tmp_path):
+    flags = "--sizes 1x2x32x16 --vocabulary bytes --steps 1 --batch-size 2".split()
+    done = run_script("benchmarks/bench_parallel.py", *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr + done.stdout
+    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| ")][1:]
+    assert [int(row[0]) for row in rows] == [1, 1, 2, 2, 2, 2, 4, 4, 4, 4]
+    assert all(float(row[2]) > 0 and 0.1 < float(row[3]) < 2 for row in rows)
+    for row in rows[2:4]:  # DDP sends what the formula says, and the loss
+        assert float(row[6]) >= float(row[7]) * 0.9
