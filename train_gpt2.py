@@ -707,7 +707,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         while not stop.agreed:
             step, last = state.step, state.step == config.max_steps
             evaluates = due(config.val_every, config.hellaswag_every, config.sample_every, config.checkpoint_every)
-            if evaluates or last:
+            if evaluates or (last and config.demo):  # which ends with a text
                 fsdp.gather_weights(full_model, model)
             if config.dropout:
                 full_model.eval()  # otherwise both modes compute the same, and torch.compile would compile each

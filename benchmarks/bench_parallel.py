@@ -3,12 +3,13 @@
     python benchmarks/bench_parallel.py                     # 1, 2 and 4 ranks of this machine's CPU, DDP and FSDP
 
 Each row is a run of train_gpt2.py on random tokens in processes of its own. Memory is the largest private memory of a rank; bytes
-sent are those that went over the loopback device, less what the same run sends with no step, divided among ranks and steps.
+sent are those that went over the loopback device after the first step, divided among ranks and steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import statistics
@@ -23,6 +24,9 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from fineweb import make_shards  # noqa: E402
+from support.data.corpus import Documents  # noqa: E402
+from support.data.tokenizer import VOCAB_SIZES  # noqa: E402
 from support.runtime import memory  # noqa: E402
 from support.runtime.plan import Sizes, bytes_sent, plan_memory  # noqa: E402
 
@@ -54,75 +58,76 @@ def loopback_bytes() -> int:
     return next(int(line.split()[9]) for line in lines if line.strip().startswith("lo:"))
 
 
-def run(world_size: int, flags: list[str], cwd: Path) -> tuple[list[float], list[int], int]:
-    """Seconds of each step, the largest private memory of each rank, and all bytes sent."""
+def run(world_size: int, flags: list[str], cwd: Path) -> tuple[list[float], int, int]:
+    """Seconds of each step, the largest private memory of a rank, and the bytes sent after the first step."""
     launcher = (
         ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"] if world_size > 1 else []
     )
-    before, peaks = loopback_bytes(), dict[int, int]()
-    with open(cwd / "output.txt", "w") as output:
-        command = [sys.executable, *launcher, str(ROOT / "train_gpt2.py"), *flags]
+    command = [sys.executable, *launcher, str(ROOT / "train_gpt2.py"), *flags]
+    peak, after_first_step, output = 0, None, cwd / "output.txt"
+    with open(output, "w") as file:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(command, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, cwd=cwd, env=environment, stdout=file, stderr=subprocess.STDOUT)
         while process.poll() is None:
-            for pid in ranks_below(process.pid):
-                peaks[pid] = max(peaks.get(pid, 0), private_bytes(pid))
+            peak = max(peak, *map(private_bytes, ranks_below(process.pid)))
+            if after_first_step is None and "| dt: " in output.read_text():
+                after_first_step = loopback_bytes()
             time.sleep(0.02)
-    text = (cwd / "output.txt").read_text()
+    sent, text = loopback_bytes() - (after_first_step or 0), output.read_text()
     if process.returncode:
         raise SystemExit(text)
-    seconds = [float(ms) / 1000 for ms in re.findall(r"\| dt: ([\d.]+)ms", text)]
-    largest = sorted(peaks.values())[-world_size:]
-    return seconds, largest, loopback_bytes() - before
+    return [float(ms) / 1000 for ms in re.findall(r"\| dt: ([\d.]+)ms", text)], peak, sent
+
+
+def make_data(folder: Path, tokenizer: str, tokens: int) -> None:
+    """Random letters, at least so many tokens."""
+    letters = np.random.default_rng(0).integers(97, 123, 10 * tokens, dtype=np.uint8)
+    documents = Documents("random letters", lambda: [letters.tobytes().decode()])
+    make_shards(documents, folder, tokenizer=tokenizer, split_documents=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default="6x8x512x256", metavar="LxHxCxT", help="layers, heads, channels, context")
-    parser.add_argument("--batch-size", type=int, default=4, metavar="N", help="rows of a micro-batch (default: 4)")
-    parser.add_argument("--micro-steps", type=int, default=2, metavar="N", help="of each rank in a step (default: 2)")
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="default: 3")
-    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
-    parser.add_argument("--vocabulary", default="gpt2", choices=("gpt2", "bytes"))
+    add = parser.add_argument
+    add("--ranks", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="numbers of ranks (default: 1 2 4)")
+    add("--sizes", default="6x8x512x256", metavar="LxHxCxT", help="layers, heads, channels, context")
+    add("--batch-size", type=int, default=4, metavar="N", help="rows of a micro-batch (default: 4)")
+    add("--micro-steps", type=int, default=2, metavar="N", help="of each rank in a step (default: 2)")
+    add("--steps", type=int, default=3, metavar="N", help="that are measured, after a first one (default: 3)")
+    add("--dtype", default="fp32", choices=("fp32", "bf16"))
+    add("--tokenizer", default="gpt2", choices=("gpt2", "bytes"), help="which gives the vocabulary")
     args = parser.parse_args()
     L, H, C, T = map(int, args.sizes.split("x"))
-    vocab_size = {"gpt2": 50257, "bytes": 257}[args.vocabulary]
-    padded = -(-vocab_size // 64) * 64
+    padded = -(-VOCAB_SIZES[args.tokenizer] // 64) * 64
     parameters = memory.count_parameters(dict(n_layer=L, n_embd=C, block_size=T, vocab_size=padded, bias=True))
     sizes = Sizes(L, H, C, T, padded, parameters)
-    print(f"{parameters:,} parameters, {args.batch_size} x {T} tokens x {args.micro_steps} micro-steps, {args.dtype}\n")
+    B, micro_steps, itemsize = args.batch_size, args.micro_steps, {"fp32": 4, "bf16": 2}[args.dtype]
+    print(f"{parameters:,} parameters, {B} x {T} tokens x {micro_steps} micro-steps on each rank, {args.dtype}\n")
     titles = ["ranks", "", "s per step", "GB per rank", "planned", "", "MB sent per rank and step", "planned"]
     print("| " + " | ".join(titles) + " |\n|" + "---|" * len(titles))
     with tempfile.TemporaryDirectory() as folder:
         cwd = Path(folder)
-        rng = np.random.default_rng(0)
-        needed = 2 * (args.steps + 1) * 4 * args.batch_size * args.micro_steps * (T + 1)
-        for split in ("val_000000", "train_000001"):
-            np.save(cwd / f"random_{split}", rng.integers(0, vocab_size - 1, needed, dtype=np.uint16))
-        if args.vocabulary == "bytes":
-            (cwd / "manifest.json").write_text('{"tokenizer": "bytes", "vocab_size": 257, "shards": []}')
-        for world_size, parallel in LAYOUTS:
-            for recompute in (False, True):
-                step_tokens = args.batch_size * T * args.micro_steps * world_size
-                flags = (
-                    f"--data . --n-layer {L} --n-head {H} --n-embd {C} --block-size {T} --batch-size {args.batch_size} "
-                    f"--total-batch-size {step_tokens} --warmup-steps 1 --val-every 0 --sample-every 0 --hellaswag-every 0 "
-                    f"--checkpoint-every 0 --device cpu --dtype {args.dtype} --parallel {parallel} --resume auto"
-                ).split() + ["--recompute"] * recompute
-                _, _, start_bytes = run(world_size, [*flags, "--max-steps", "1"], cwd)
-                seconds, peaks, all_bytes = run(world_size, [*flags, "--max-steps", str(1 + args.steps)], cwd)
-                planned = plan_memory(
-                    sizes, args.batch_size, world_size=world_size, parallel=parallel, recompute=recompute,
-                    micro_steps=args.micro_steps, itemsize={"fp32": 4, "bf16": 2}[args.dtype],
-                ).total  # fmt: skip
-                sent = (all_bytes - start_bytes) / args.steps / world_size
-                sent_planned = bytes_sent(sizes, world_size, parallel, args.micro_steps, True, itemsize=4)
-                cells = [
-                    world_size, ("" if world_size == 1 else parallel) + (" --recompute" if recompute else ""),
-                    f"{statistics.median(seconds[1:]):.2f}", f"{max(peaks) / 1e9:.2f}", f"{planned / 1e9:.2f}",
-                    f"{planned / max(peaks) - 1:+.0%}", f"{sent / 1e6:,.0f}", f"{sent_planned / 1e6:,.0f}",
-                ]  # fmt: skip
-                print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+        make_data(cwd / "data", args.tokenizer, 2 * max(args.ranks) * B * T * micro_steps)
+        layouts = [layout for layout in LAYOUTS if layout[0] in args.ranks]
+        for number, ((ranks, parallel), recompute) in enumerate(itertools.product(layouts, (False, True))):
+            flags = (
+                f"--data data --n-layer {L} --n-head {H} --n-embd {C} --block-size {T} --batch-size {B} --out log{number} "
+                f"--total-batch-size {ranks * B * T * micro_steps} --max-steps {1 + args.steps} --warmup-steps 1 "
+                "--val-every 0 --sample-every 0 --hellaswag-every 0 --checkpoint-every 0 --device cpu "
+                f"--dtype {args.dtype} --parallel {parallel}"
+            ).split() + ["--recompute"] * recompute
+            seconds, peak, sent = run(ranks, flags, cwd)
+            planned = plan_memory(
+                sizes, B, world_size=ranks, parallel=parallel, recompute=recompute, micro_steps=micro_steps,
+                itemsize=itemsize,
+            ).total  # fmt: skip
+            sent_planned = bytes_sent(sizes, ranks, parallel, micro_steps, keeps_gathered=True, itemsize=4)
+            cells = [
+                ranks, ("" if ranks == 1 else parallel) + (" --recompute" if recompute else ""),
+                f"{statistics.median(seconds[1:]):.2f}", f"{peak / 1e9:.2f}", f"{planned / 1e9:.2f}",
+                f"{planned / peak - 1:+.0%}", f"{sent / args.steps / ranks / 1e6:,.1f}", f"{sent_planned / 1e6:,.1f}",
+            ]  # fmt: skip
+            print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
 if __name__ == "__main__":

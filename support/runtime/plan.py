@@ -27,9 +27,8 @@ MEASURED_MFU = {
     "H200": {124: 0.40, 1558: 0.49},  # the same chip as the H100's
 }
 ASSUMED_MFU = 0.4  # where nothing was measured
-# On a CPU, for Python, PyTorch and the libraries of matrix products, by itemsize: what made the other formulas fit the
-# measurements in docs/scaling.md.
-PROGRAM_BYTES = {2: 4.0e8, 4: 6.0e8}
+# On a CPU: Python and PyTorch.
+PROGRAM_BYTES = 2.5e8
 DISK_BYTES_PER_SECOND = 1e9  # of a checkpoint's disk: a fast network file system, or a slow SSD
 
 
@@ -101,21 +100,23 @@ def plan_memory(
         saved += itemsize * blocks  # autocast's copies, which the backward pass needs; FSDP gathers them in bf16
     numel = loss.chunk_numel("cuda" if on_gpu else "cpu", device_memory or 0)
     rows = min(loss.chunk_rows(numel, V), tokens)
-    logits = rows * V * (itemsize if on_gpu else itemsize + 8)  # eager: in fp32, and log-probabilities, too
+    # Eager: logits and log-probabilities in fp32, too, and on a CPU about as much for copies inside matrix products.
+    logits = rows * V * (itemsize if on_gpu else itemsize + 16)
     logits += (4 + 4) * embedding  # the gradient of the embedding, and of one chunk, in fp32
     logits += itemsize * embedding if itemsize == 2 else 0  # the embedding in bf16
+    largest = 4 * max(N - blocks, blocks / L)  # what is sent at once: the gradients of the embeddings. gloo copies it
     if sharded:
         width = itemsize if on_gpu else 4
         keeps = fsdp.keeps_gathered(N, devices.DTYPES["bf16" if itemsize == 2 else "fp32"], device_memory)
         gathered = width * blocks if keeps else 2 * width * blocks / L  # two blocks: this one and the next
-        sent = 4 * max(N - blocks, blocks / L)  # the gradients of the embeddings, or of a block; gloo copies them again
-        buffers = gathered + 4 * (N - blocks) + (sent if on_gpu else 2 * sent)
+        buffers = gathered + 4 * (N - blocks) + (largest if on_gpu else 3 * largest)
         # complete until the last micro-step sends them
         gradients = 4 * N / parts + (4.0 * N if micro_steps > 1 else 0.0)
     else:
-        gradients, buffers = 4.0 * N, 4.0 * N if world_size > 1 else 0.0  # DDP's buckets
+        gradients = 4.0 * N
+        buffers = 4.0 * N + (0.0 if on_gpu else largest) if world_size > 1 else 0.0  # DDP's buckets
     weights, moments = 4 * N / parts, moments / parts
-    buffers += memory.RESERVED_BYTES if on_gpu else PROGRAM_BYTES[itemsize]
+    buffers += memory.RESERVED_BYTES if on_gpu else PROGRAM_BYTES
     return MemoryPlan(weights, gradients, moments, saved, logits, buffers)
 
 
