@@ -12,8 +12,6 @@ import pytest
 from helpers import ROOT, TINY_FLAGS, free_port, run_to_the_end, steps_done, wait_for
 from training import assert_same_run
 
-pytestmark = pytest.mark.slow
-
 
 class Nodes:
     """Starts nodes as docs/cluster.md says; node n works and prints in the folder `n`."""
@@ -37,6 +35,7 @@ class Nodes:
         return (self.folder / str(n) / "output.txt").read_text()
 
 
+@pytest.mark.slow
 def test_two_nodes_of_which_one_starts_late_train_as_one(byte_shards, tmp_path):
     flags = ["--data", byte_shards, "--max-steps", 10, "--parallel", "fsdp"]
     nodes = Nodes(tmp_path, *flags, "--out", tmp_path / "shared" / "log")
@@ -48,6 +47,7 @@ def test_two_nodes_of_which_one_starts_late_train_as_one(byte_shards, tmp_path):
     assert_same_run(tmp_path / "shared" / "log", tmp_path / "one_node")
 
 
+@pytest.mark.slow
 def test_a_node_whose_agent_is_killed_can_be_started_again(byte_shards, tmp_path):
     """The other node saves, restarts its process and waits."""
     flags = ["--data", byte_shards, "--shuffle", "--decay-steps", 10000]
@@ -73,6 +73,7 @@ def test_a_node_whose_agent_is_killed_can_be_started_again(byte_shards, tmp_path
     assert train[0] == train[1]
 
 
+@pytest.mark.slow
 def test_a_node_with_other_flags_is_named(byte_shards, tmp_path):
     nodes = Nodes(tmp_path, "--data", byte_shards, "--max-steps", 4, "--out", tmp_path / "log")
     first, second = nodes.start(0), nodes.start(1, "--seed", 7)
@@ -80,3 +81,57 @@ def test_a_node_with_other_flags_is_named(byte_shards, tmp_path):
     expected = r"error: the nodes differ in --seed: 7 on \S+ \(rank 1\), 1337 on \S+ \(rank 0\)\. Pass the same flags"
     assert re.search(expected, nodes.output(0)) and re.search(expected, nodes.output(1))
     assert not (tmp_path / "log").exists()
+
+
+# ---- the scripts of docs/cluster.md, with stand-ins for the programs of a cluster
+
+
+def script(kind):
+    """The script in docs/cluster.md under a heading."""
+    page = (ROOT / "docs" / "cluster.md").read_text().split(f"## {kind}\n")[1]
+    return re.search(r"```sh\n(#!.*?)```", page, re.DOTALL)[1]
+
+
+def run_with_stand_ins(name, text, programs, *args, cwd, **variables):
+    """Runs a script; each of the programs appends its arguments, and what it is told to, to `calls.txt`."""
+    (cwd / "bin").mkdir()
+    for program, body in programs.items():
+        (cwd / "bin" / program).write_text(f'#!/bin/bash\necho {program} "$@" >> {cwd}/calls.txt\n{body}\n')
+        (cwd / "bin" / program).chmod(0o755)
+    (cwd / name).write_text(text)
+    environment = os.environ | {"PATH": f"{cwd}/bin:{os.environ['PATH']}"} | variables
+    done = subprocess.run(["bash", name, *args], cwd=cwd, env=environment, capture_output=True, text=True, timeout=30)
+    assert done.stderr == ""
+    return done.returncode, sorted((cwd / "calls.txt").read_text().splitlines())
+
+
+def test_the_ssh_script_starts_torchrun_on_each_node(tmp_path):
+    programs = {"ssh": 'bash -c "$3"', "torchrun": ""}
+    _, calls = run_with_stand_ins(
+        "train.sh", script("ssh"), programs, "a", "b", "--", "--model", "gpt2-xl", cwd=tmp_path
+    )
+    torchrun = [call for call in calls if call.startswith("torchrun")]
+    expected = (
+        "torchrun --nnodes=2 --node_rank={} --master_addr=a --master_port=29500 --nproc_per_node=gpu --max-restarts=3 "
+    )
+    assert torchrun == [expected.format(n) + "train_gpt2.py --resume auto --model gpt2-xl" for n in (0, 1)]
+    assert [call.split()[2] for call in calls if call.startswith("ssh")] == ["a", "b"]
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_the_slurm_script_queues_a_run_again_that_was_stopped_and_no_other(tmp_path, stopped):
+    line = (
+        "step   120 | stopped. The newest checkpoint is log/model_00120; --resume" if stopped else "error: no shards."
+    )
+    (tmp_path / "train.out").write_text(line + "\n")
+    programs = {"srun": 'shift; "$@"', "torchrun": "exit 1", "scontrol": "echo node-a; echo node-b"}
+    variables = dict(SLURM_JOB_NODELIST="node-[a-b]", SLURM_NNODES="2", SLURM_NODEID="1", SLURM_GPUS_ON_NODE="8")
+    code, calls = run_with_stand_ins(
+        "train.sbatch", script("Slurm"), programs, "--model", "gpt2-xl", cwd=tmp_path, SLURM_JOB_ID="7", **variables
+    )
+    [torchrun] = [call for call in calls if call.startswith("torchrun")]
+    assert torchrun == (
+        "torchrun --nnodes=2 --node_rank=1 --master_addr=node-a --master_port=29500 --nproc_per_node=8 "
+        "train_gpt2.py --resume auto --model gpt2-xl"
+    )
+    assert code == 1 and ("scontrol requeue 7" in calls) == stopped

@@ -91,8 +91,8 @@ def test_the_readme_names_flags_files_and_commands_that_exist(capsys):
         known |= set(FLAG.findall(capsys.readouterr().out))
     for script in (ROOT / "benchmarks").glob("*.py"):
         known |= set(re.findall(r"""add(?:_argument)?\(\s*(?:"-\w", )?"(--[a-z-]+)""", script.read_text()))
-    known |= {"--nnodes", "--nproc_per_node", "--standalone", "--rdzv-backend", "--rdzv-endpoint", "--max-restarts"}
-    known |= {"--logdir"}  # TensorBoard's
+    known |= {"--nnodes", "--node_rank", "--nproc_per_node", "--master_addr", "--master_port", "--standalone"}
+    known |= {"--max-restarts", "--logdir"}  # torchrun's, like those before, and TensorBoard's
     assert set(FLAG.findall(readme)) <= known
     for file in re.findall(r"^\| `([\w./]+)`", readme, re.M):
         if "." in file or file.endswith("/"):
