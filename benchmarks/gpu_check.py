@@ -487,16 +487,19 @@ def scoring(context: Context) -> None:
 
 @check("c")
 def two_ranks(context: Context) -> None:
-    """Two processes on one device through gloo, compiled: the trial of the micro-batch, reset, DDP"""
+    """Two processes on one device through gloo, compiled: the trial of the micro-batch, reset, DDP; FSDP"""
     data = text_shards(context)
-    flags = run_flags(context, data, "two", 8)
+    flags = run_flags(context, data, "ddp", 8)
     flags += "--dtype fp32 --no-tf32 --compile --val-tokens 2048 --val-every".split() + [0 if context.small else 4]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     context.run(*torchrun, __file__, "--rank-with", *flags)
+    sharded = ["--parallel", "fsdp", "--out", "fsdp", *(["--no-compile"] if context.small else ["--recompute"])]
+    context.run(*torchrun, __file__, "--rank-with", *flags, *sharded)
     context.run(ROOT / "train_gpt2.py", *flags, "--no-compile", "--out", "one")
-    difference = largest_difference(context.folder / "two", context.folder / "one")
-    context.figure("two processes against one: largest difference of a loss", f"{difference:.1e}")
-    expect(difference < 1e-3, f"the losses differ by {difference:.1e}")
+    for parallel in ("ddp", "fsdp"):
+        difference = largest_difference(context.folder / parallel, context.folder / "one")
+        context.figure(f"two processes ({parallel}) against one: largest difference of a loss", f"{difference:.1e}")
+        expect(difference < 1e-3, f"the losses of {parallel} differ by {difference:.1e}")
 
 
 def train_on_a_shared_device(flags: list[str]) -> None:

@@ -13,6 +13,7 @@ from training import ONE_PROCESS, assert_same_run, config_of
 
 from support.cli import UserError
 from support.runtime import batch_size, devices
+from support.runtime.fsdp import without_weights
 from support.runtime.memory import estimate_memory
 from train_gpt2 import GPT, train
 
@@ -133,3 +134,25 @@ def test_a_failure_of_one_rank_before_the_first_step_is_reported(byte_shards, tm
     assert finish_run(ranks, timeout=20) == [-signal.SIGTERM, 2]
     assert (tmp_path / "1.txt").read_text().startswith("error: not even one row of 16 tokens fits into the memory")
     assert "error" not in (tmp_path / "0.txt").read_text() and not (tmp_path / "run").exists()
+
+
+def test_a_sharded_model_is_not_tried_but_estimated(tiny_model, monkeypatch, capsys):
+    """A trial would take all ranks. Of 4 of them, with the memory that 8 rows take by the estimate."""
+    monkeypatch.setattr(batch_size, "PROBED", ("cpu",))
+    monkeypatch.setattr(batch_size, "_try_batch_size", lambda *args: pytest.fail("tried"))
+    total, four = 2 * 10**9, replace(ONE_PROCESS, world_size=4)
+    needed = estimate_memory(tiny_model, 8, 16, torch.float32, 4, total, sharded=True).total
+    monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (needed, total))
+    model = without_weights(tiny_model)
+    assert batch_size.largest_batch_size(64, 64, 16, model, torch.float32, four, sharded=True) == 8
+    assert "does not fit into memory; using 8" in capsys.readouterr().out
+
+
+def test_the_estimate_of_a_sharded_model_is_its_part_and_what_is_gathered(tiny_model):
+    """Complete gradients, and all weights where they are small."""
+    numel = sum(p.numel() for p in tiny_model.parameters())
+    persistent = [
+        estimate_memory(tiny_model, 4, 16, torch.bfloat16, 4, memory, sharded=True).persistent
+        for memory in (10**10, 8 * 2 * numel, 8 * 2 * numel - 8)
+    ]
+    assert persistent == [4 * numel + 4 * numel + 2 * numel] * 2 + [4 * numel + 4 * numel]

@@ -148,6 +148,17 @@ def test_what_cannot_fit_is_refused(monkeypatch, config, changes, gigabytes, pro
     assert problem in str(error.value)
 
 
+def test_fsdp_divides_what_must_fit_among_the_gpus(monkeypatch):
+    monkeypatch.setattr(memory, "available_memory", lambda: 10**12)
+    monkeypatch.setattr(memory.devices, "free_and_total_memory", lambda device: (24 * 10**9, 24 * 10**9))
+    flags, gpu = flags_of(GPTConfig(n_layer=48, n_head=25, n_embd=1600)), torch.device("cuda")
+    with pytest.raises(
+        UserError, match=r"takes at least 24\.9 GB, and 24\.0 GB are .+ several GPUs with --parallel fsdp\.$"
+    ):
+        memory.check_training_fits(flags, 50257, gpu)
+    memory.check_training_fits(flags, 50257, gpu, parts=2)
+
+
 def test_what_is_refused_is_less_than_training_takes(gpt2):
     """In bf16, which takes least; of four more rows, without what does not depend on them."""
     layers = memory.LAYER_ACTIVATION_BYTES * 4 * 1024 * gpt2.config.n_layer * gpt2.config.n_embd
