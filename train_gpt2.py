@@ -692,7 +692,6 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     checkpoints = CheckpointManager(config.out, config.keep, stop, run_info, rank, newest=state.step)
     profiler = Profiler(config.profile, config.out, device, rank, print0)
     synchronize = devices.synchronizer(device)
-
     print_header(
         config, dist, model, asdict(model.config), config.describe(), B=B, grad_accum=loader.grad_accum,
         rows_per_epoch=train_rows, resume_from=resume_from, first_step=state.step,
@@ -783,7 +782,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     dist = Distributed.from_environment()
     flags, checkpoint = gather_flags(TrainConfig, cli_flags, dist, same_schedule_so_far)
     if flags.get("plan"):
-        return plan.print_report(resolve({"dtype": "bf16"} | flags, torch.device("cuda"), flags.get("gpus", 1)))
+        gpus = flags.setdefault("gpus", dist.world_size)
+        return plan.print_report(resolve({"dtype": "bf16"} | flags, torch.device("cuda"), gpus), dist.rank)
     dist = dist.with_device(flags.get("device", "auto"))
     config = resolve(flags, dist.device, dist.world_size)
     exit_code: int | str | None = 0

@@ -123,8 +123,12 @@ def test_the_slurm_script_queues_a_run_again_that_was_stopped_and_no_other(tmp_p
     line = (
         "step   120 | stopped. The newest checkpoint is log/model_00120; --resume" if stopped else "error: no shards."
     )
-    (tmp_path / "train.out").write_text(line + "\n")
-    programs = {"srun": 'shift; "$@"', "torchrun": "exit 1", "scontrol": "echo node-a; echo node-b"}
+    (tmp_path / "train.out").write_text("step   100 | stopped. The newest checkpoint is that of an earlier start\n")
+    programs = {
+        "srun": 'shift; "$@"',
+        "torchrun": f"echo '{line}' >> {tmp_path}/train.out; exit 1",
+        "scontrol": "echo node-a; echo node-b",
+    }
     variables = dict(SLURM_JOB_NODELIST="node-[a-b]", SLURM_NNODES="2", SLURM_NODEID="1", SLURM_GPUS_ON_NODE="8")
     code, calls = run_with_stand_ins(
         "train.sbatch", script("Slurm"), programs, "--model", "gpt2-xl", cwd=tmp_path, SLURM_JOB_ID="7", **variables

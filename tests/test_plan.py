@@ -41,18 +41,18 @@ def test_published_runs_on_8_gpus_take_the_time_that_was_published(name, gpu, to
     """llm.c's, see MEASURED_MFU."""
     sizes, peak = sizes_of(name), devices.PEAK_FLOPS[devices.GPUS[gpu].name]
     mfu, _ = plan.mfu(gpu, sizes.parameters)
-    seconds = seconds_of_training(sizes, 1e9, peak, 8, mfu, recompute=False)
+    seconds = seconds_of_training(sizes, 1e9, peak, 8, mfu)
     assert 1e9 / seconds / 8 == pytest.approx(tokens_per_second, rel=0.05)
     if hours:
-        assert seconds_of_training(sizes, tokens, peak, 8, mfu, recompute=False) / 3600 == pytest.approx(
-            hours, rel=0.05
-        )
+        assert seconds_of_training(sizes, tokens, peak, 8, mfu) / 3600 == pytest.approx(hours, rel=0.05)
 
 
 def test_recomputing_repeats_the_forward_pass_of_the_blocks():
-    """Of 124M: 85M weights in the blocks, twice, and attention's products."""
-    plain, repeated = (seconds_of_training(sizes_of("gpt2"), 1, 1.0, 1, 1.0, r) for r in (False, True))
-    assert repeated - plain == 2 * 84_934_656 + 4 * 12 * 768 * 1024
+    """Of 124M: 85M weights in the blocks, twice, and attention's products. The FLOP/s stay the same."""
+    sizes = sizes_of("gpt2")
+    repeated = 2 * 84_934_656 + 4 * 12 * 768 * 1024
+    left = plan.with_recomputing(sizes, 0.6)
+    assert left * (sizes.flops_per_token + repeated) == pytest.approx(0.6 * sizes.flops_per_token)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -87,15 +87,15 @@ def test_model_state_is_16_bytes_per_parameter_and_divided_by_fsdp():
 def test_the_largest_micro_batch_fits_and_the_next_does_not():
     options = dict(world_size=1, parallel="ddp", recompute=False)
     for name, gib in (("gpt2", 23.5), ("gpt2-large", 79.1)):
-        B = plan.largest_micro_batch(sizes_of(name), 512, gib, **options)
+        B = plan.largest_micro_batch(sizes_of(name), 512, 64, gib, **options)
         totals = [
             plan_memory(sizes_of(name), b, micro_steps=512 // b, device_memory=int(gib * 2**30), **options).total
             for b in (B, 2 * B)
         ]
         assert 1 <= B < 64 and totals[0] <= gib * 2**30 < totals[1]
-    assert plan.largest_micro_batch(sizes_of("gpt2-xl"), 512, 23.5, **options) == 0
+    assert plan.largest_micro_batch(sizes_of("gpt2-xl"), 512, 64, 23.5, **options) == 0
     sharded = dict(world_size=8, parallel="fsdp", recompute=True)
-    assert plan.largest_micro_batch(sizes_of("gpt2-xl"), 64, 23.5, **sharded) > 0
+    assert plan.largest_micro_batch(sizes_of("gpt2-xl"), 64, 64, 23.5, **sharded) > 0
 
 
 def test_what_a_ring_sends():
@@ -111,17 +111,50 @@ def test_the_command_prints_it_and_trains_nothing(tmp_path, capsys, monkeypatch)
     monkeypatch.chdir(tmp_path)
     main("--plan --model gpt2-xl --gpus 64 --gpu H100 --price 2.5 --max-steps 61035".split())
     out = capsys.readouterr().out
-    assert "1,557,686,400 parameters" in out and "61,035 steps of 524,288 tokens, 32.0 billion" in out
-    [hours] = re.findall(r"time +(\S+) hours at 49% MFU \(llm\.c's with 1558M parameters on H100\)", out)
+    assert "1,557,686,400 parameters" in out and "61,035 steps of 524,288 tokens, 32.0 billion tokens in all" in out
+    [hours] = re.findall(r"time +(\S+) hours at 49\.0% MFU \(llm\.c's with 1558M parameters on H100\)", out)
     assert float(hours) == pytest.approx(24 / 8, rel=0.05)
-    [gpu_hours, cost] = re.findall(r"cost +(\S+) GPU-hours, (\S+) at 2.5 per GPU and hour", out)[0]
+    [gpu_hours, cost] = re.findall(r"cost +(\S+) GPU-hours, (\S+) at 2.5 per GPU-hour", out)[0]
     assert float(cost) == pytest.approx(2.5 * float(gpu_hours), abs=0.2)
-    rows = [line for line in out.splitlines() if re.match(r" *(ddp|fsdp)", line)]
+    rows = [line for line in out.splitlines() if line.startswith(("ddp", "fsdp"))]
     assert len(rows) == 4
     for row in rows:
         *parts, total, B = map(float, re.findall(r"\d+\.\d+|\d+$", row))
-        assert total == pytest.approx(sum(parts), abs=0.04) and total < 79.1 * 1.0737 and 8 % B == 0
+        assert total == pytest.approx(sum(parts), abs=0.04) and total < 84.9 and 8 % B == 0
+    [(sent, bandwidth)] = re.findall(r"ddp sends (\S+) GB per step; with less than (\S+) Gbit/s per node of 8", out)
+    [seconds] = re.findall(r"(\S+) s per step", out)
+    assert float(bandwidth) == pytest.approx(8 * float(sent) / float(seconds), rel=0.01)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_layout_that_does_not_fit_has_neither_time_nor_price(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main("--plan --model gpt2-xl --gpus 8 --gpu RTX4090".split())
+    out = capsys.readouterr().out
+    assert out.endswith("note     not even one row fits. Add --parallel fsdp.\n") and "cost" not in out
+    main("--plan --model gpt2-xl --gpu RTX4090".split())
+    assert "Use more or larger GPUs, or a smaller model." in capsys.readouterr().out
+
+
+def test_the_vocabulary_is_that_of_the_shards(byte_shards, capsys):
+    main(
+        [
+            "--plan",
+            "--data",
+            str(byte_shards),
+            "--n-layer",
+            "2",
+            "--n-head",
+            "2",
+            "--n-embd",
+            "32",
+            "--block-size",
+            "16",
+        ]
+    )
+    assert "model    36,224 parameters" in capsys.readouterr().out
+    main(["--plan", "--demo"])
+    assert "model    644,224 parameters" in capsys.readouterr().out
 
 
 def test_flags_of_the_plan_are_checked(tmp_path, monkeypatch, capsys):
@@ -133,9 +166,14 @@ def test_flags_of_the_plan_are_checked(tmp_path, monkeypatch, capsys):
     lora = resolve({"init_from": "x", "lora_rank": 4, "dtype": "bf16"}, torch.device("cuda"), 1)
     with pytest.raises(UserError, match="Leave out --lora-rank"):
         plan.print_report(lora)
-    main("--plan --gpu L4 --mfu 0.5 --recompute".split())
+    with pytest.raises(UserError, match="^--gpus and --price: only for --plan. Add --plan"):
+        main("--gpus 8 --price 3".split())
+    with pytest.raises(UserError, match="--plan knows bf16 only. Leave out --dtype fp32."):
+        main("--plan --dtype fp32".split())
+    main("--plan --gpu L4 --mfu 0.5 --recompute --batch-size 8".split())
     out = capsys.readouterr().out
-    assert "at 50% MFU (--mfu)" in out and "network" not in out and "one GPU recompute" in out
+    assert "at 50.0% MFU (--mfu)" in out and "\nnetwork " not in out and "\none GPU --recompute" in out
+    assert all(line.endswith(" 8") for line in out.splitlines() if line.startswith("one GPU"))
 
 
 def test_a_checkpoint_knows_nothing_of_a_plan():

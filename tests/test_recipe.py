@@ -76,7 +76,17 @@ def test_defaults_follow_the_machine():
 
 def test_no_field_is_left_to_be_decided_later():
     """None is the value of flags that name something optional, and of no other."""
-    optional = {"text", "resume", "init_from", "lora_rank", "hellaswag_data", "hellaswag_limit", "wandb"}
+    optional = {
+        "text",
+        "resume",
+        "init_from",
+        "lora_rank",
+        "hellaswag_data",
+        "hellaswag_limit",
+        "wandb",
+        "price",
+        "mfu",
+    }
     for flags in ([], ["--demo"], ["--recipe", "fast"], ["--model", "gpt2-xl"]):
         config, _ = configure(flags)
         assert {name for name, value in config.to_dict().items() if value in (None, "auto")} == optional

@@ -16,6 +16,7 @@ from support.cli import UserError, flag_name
 from support.data.presets import DEMO, preset_flags
 from support.data.tokenizer import Tokenizer
 from support.runtime.distributed import Distributed
+from support.runtime.options import PLAN_FLAGS
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -40,6 +41,8 @@ def gather_flags(
     Raises:
         UserError: flags contradict each other or the checkpoint, one line each; or there is no intact checkpoint.
     """
+    if not given.get("plan") and (unused := sorted(PLAN_FLAGS & given.keys() - {"plan"})):
+        raise UserError(f"{' and '.join(map(flag_name, unused))}: only for --plan. Add --plan, or leave it out.")
     out = str(given.get("out", DEMO["out"] if given.get("demo") else "log"))
     if "resume" in given:
         newest = dist.once_per_node("checkpoint", lambda: str(newest_checkpoint(out) or ""))

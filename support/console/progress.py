@@ -57,6 +57,7 @@ def print_header(
     trained_text = f" ({trained:,} trained)" if trained < parameters else ""
     epochs = max_steps * step_rows / rows_per_epoch
     several = f" ({options.parallel})" if world_size > 1 else ""
+    several += ", recomputing activations" if options.recompute else ""
     print0(
         f"device  {world_size} x {devices.describe(dist.device)}{several}, {options.dtype}, torch {torch.__version__}"
     )
@@ -76,6 +77,10 @@ def print_header(
     if options.text:
         print0(f"text    {options.text}: {describe_text_flags(flags)}")
     checkpoint_bytes = 3 * sum(p.nbytes for p in model.parameters())  # AdamW has two moments, Muon one
+    if options.parallel == "fsdp" and world_size == 1:
+        print0(
+            "note    --parallel fsdp divides the model among several processes, and this is one: start them with torchrun"
+        )
     if resume_from:
         print0(f"note    resuming from {resume_from}")
     for note in notes(options, flags, first_step, checkpoint_bytes if dist.rank == 0 else 0):

@@ -155,7 +155,7 @@ class RunLogger:
         if step == self.first_step + 1 and self.world_size > 1:
             share = self.network_seconds / dt
             advice = "; a larger --total-batch-size sends them less often" if share > NETWORK_FRACTION else ""
-            yield f"an all-reduce of the gradients alone takes {share:.1%} of a step{advice}"
+            yield f"an all-reduce of the gradients takes {share:.1%} of a step's time{advice}"
         if step == self.first_step + 1 and self.world_size > 1 and dt > TORCHRUN_GRACE_SECONDS:
             yield (
                 f"a step takes {dt:.0f}s, and torchrun kills its processes {TORCHRUN_GRACE_SECONDS}s after a signal: "

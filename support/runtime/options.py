@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -121,7 +122,10 @@ class RunOptions:
         choices=("ddp", "fsdp"),
     )
     recompute: bool = flag(
-        False, "compute the activations of the blocks again in the backward pass: less memory, more time", "device"
+        False,
+        "compute the activations of the blocks again in the backward pass: less memory, more time",
+        "device",
+        action=argparse.BooleanOptionalAction,
     )
     tf32: bool = flag(True, "TF32 on CUDA, for matrix products that stay in fp32", "device")
     compile: bool = flag(True, "torch.compile the model", "device", default_help="on with CUDA")
@@ -130,16 +134,20 @@ class RunOptions:
     )
 
     plan: bool = flag(False, "print what the run will take (memory, time, cost, network), and exit", "plan")
-    gpus: int = flag(1, "GPUs of --plan", "plan", at_least=1, below=2**31)
-    gpu: str = flag(
-        "A100", "kind of GPU of --plan, 80 GB unless it says otherwise", "plan", choices=tuple(devices.GPUS)
+    gpus: int = flag(
+        1, "number of GPUs to plan for", "plan", default_help="1, or torchrun's processes", at_least=1, below=2**31
     )
-    price: float | None = flag(None, "price of a GPU per hour, for --plan", "plan", default_help="none", at_least=0)
+    gpu: str = flag(
+        "A100", "model of GPU to plan for; A100 and H100 are those with 80 GB", "plan", choices=tuple(devices.GPUS)
+    )
+    price: float | None = flag(
+        None, "price of a GPU-hour to plan with, in any currency", "plan", default_help="none", at_least=0, at_most=1e6
+    )
     mfu: float | None = flag(
         None,
-        "model FLOPs utilization of --plan, a fraction",
+        "model FLOPs utilization to plan with, as 0.4",
         "plan",
-        default_help="a published one",
+        default_help="a published one of this GPU, or 0.4",
         at_least=0.001,
         at_most=1,
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from support.cli import UserError
+from support.data import shards
 from support.data.tokenizer import VOCAB_SIZES
 from support.files import format_bytes
 from support.optim import loss
@@ -29,6 +30,8 @@ MEASURED_MFU = {
 ASSUMED_MFU = 0.4  # where nothing was measured
 # On a CPU: Python and PyTorch.
 PROGRAM_BYTES = 2.5e8
+GPUS_PER_NODE = 8
+SMALL = 60e6  # parameters: half of the smallest model in the table
 DISK_BYTES_PER_SECOND = 1e9  # of a checkpoint's disk: a fast network file system, or a slow SSD
 
 
@@ -120,12 +123,12 @@ def plan_memory(
     return MemoryPlan(weights, gradients, moments, saved, logits, buffers)
 
 
-def largest_micro_batch(sizes: Sizes, rows: int, gib: float, **options: Any) -> int:
-    """The largest divisor of the `rows` of a step, up to 64, whose micro-batch fits into a GPU; 0 if none does."""
+def largest_micro_batch(sizes: Sizes, rows: int, at_most: int, gib: float, **options: Any) -> int:
+    """The largest divisor of the `rows` of a step whose micro-batch fits into a GPU; 0 if none does."""
     memory_bytes = int(gib * 2**30)
     fitting = (
         B
-        for B in range(min(rows, 64), 0, -1)
+        for B in range(min(rows, at_most), 0, -1)
         if rows % B == 0
         and plan_memory(sizes, B, micro_steps=rows // B, device_memory=memory_bytes, **options).total <= memory_bytes
     )
@@ -146,10 +149,15 @@ def mfu(gpu: str, parameters: int) -> tuple[float, str]:
     return measured[nearest], f"llm.c's with {nearest}M parameters on {'H100' if family == 'H200' else family}"
 
 
-def seconds_of_training(sizes: Sizes, tokens: float, peak: float, gpus: int, mfu: float, recompute: bool) -> float:
-    """FLOPs over FLOP/s. Recomputing repeats the forward pass of the blocks, a third of their 6 FLOPs per weight."""
-    repeated = 2 * sizes.block_parameters + 4 * sizes.n_layer * sizes.n_embd * sizes.block_size if recompute else 0
-    return tokens * (sizes.flops_per_token + repeated) / (gpus * peak * mfu)
+def with_recomputing(sizes: Sizes, mfu: float) -> float:
+    """The MFU that is left if the forward pass of the blocks is repeated, which MFU does not count as useful."""
+    repeated = 2 * sizes.block_parameters + 4 * sizes.n_layer * sizes.n_embd * sizes.block_size
+    return mfu * sizes.flops_per_token / (sizes.flops_per_token + repeated)
+
+
+def seconds_of_training(sizes: Sizes, tokens: float, peak: float, gpus: int, mfu: float) -> float:
+    """FLOPs over FLOP/s."""
+    return tokens * sizes.flops_per_token / (gpus * peak * mfu)
 
 
 def bytes_sent(
@@ -173,103 +181,140 @@ def bytes_sent(
 # The report
 
 
-def print_report(options: RunOptions) -> None:
-    """Prints what --plan prints, for the flags of a run on `options.gpus` GPUs of the kind `options.gpu`.
+def print_report(options: RunOptions, rank: int = 0) -> None:
+    """Prints, on rank 0, what --plan prints: for a run on `options.gpus` GPUs of the kind `options.gpu`.
 
     Raises:
         UserError: the run is of a kind that the formulas do not know.
     """
     if options.to_dict()["lora_rank"]:
         raise UserError("--plan knows training of all weights only. Leave out --lora-rank.")
-    for line in report(options, sizes_of(options)):
+    if options.dtype != "bf16":
+        raise UserError(f"--plan knows bf16 only. Leave out --dtype {options.dtype}.")
+    for line in report(options, sizes_of(options)) if rank == 0 else ():
         print(line)
 
 
 def sizes_of(options: RunOptions) -> Sizes:
-    """The sizes of a run's model; its vocabulary is that of --tokenizer."""
-    flags = options.to_dict()
-    padded = -(-VOCAB_SIZES[options.tokenizer] // 64) * 64
+    """The sizes of a run's model. The vocabulary is that of its shards, if there are any yet."""
+    flags, tokenizer = options.to_dict(), "bytes" if options.demo else options.tokenizer
+    if shards.shard_paths(options.data, "train"):
+        tokenizer = shards.read_manifest(options.data)["tokenizer"]
+    padded = -(-VOCAB_SIZES[tokenizer] // 64) * 64
     parameters = memory.count_parameters({**flags, "vocab_size": padded})
     return Sizes(flags["n_layer"], flags["n_head"], flags["n_embd"], flags["block_size"], padded, parameters)
 
 
 def report(options: RunOptions, sizes: Sizes) -> Iterator[str]:
     """The lines of --plan."""
-    flags = options.to_dict()
-    gpus, gpu = options.gpus, devices.GPUS[options.gpu]
-    peak, steps, T = devices.PEAK_FLOPS[gpu.name], flags["max_steps"], sizes.block_size
-    step_tokens, rows = flags["total_batch_size"], flags["total_batch_size"] // T // gpus
-    tokens = steps * step_tokens
+    flags, gpus, gpu = options.to_dict(), options.gpus, devices.GPUS[options.gpu]
+    peak, steps, T, step_tokens = (
+        devices.PEAK_FLOPS[gpu.name],
+        flags["max_steps"],
+        sizes.block_size,
+        flags["total_batch_size"],
+    )
+    rows, tokens = step_tokens // T // gpus, steps * step_tokens
     yield (
         f"model    {sizes.parameters:,} parameters: {sizes.n_layer} layers, {sizes.n_head} heads, {sizes.n_embd} channels, "
         f"context {T}"
     )
     yield (
-        f"run      {steps:,} steps of {step_tokens:,} tokens, {tokens / 1e9:,.1f} billion: "
-        f"{tokens * sizes.flops_per_token:.2e} FLOPs, {sizes.flops_per_token / 1e9:.2f} billion per token"
+        f"run      {steps:,} steps of {step_tokens:,} tokens, {short_number(tokens)} tokens in all; "
+        f"{tokens * sizes.flops_per_token:.2e} FLOPs, {short_number(sizes.flops_per_token)} per token"
     )
-    yield f"GPUs     {gpus} x {gpu.name}, {peak / 1e12:.0f} TFLOP/s in bf16 each; {rows} rows of a step on each"
-    yield ""
-    yield from memory_table(options, sizes, rows, gpu, gpus)
-    yield ""
-    utilization, source = (options.mfu, "--mfu") if options.mfu else mfu(options.gpu, sizes.parameters)
-    seconds = seconds_of_training(sizes, tokens, peak, gpus, utilization, options.recompute)
-    per_step = seconds / steps
     yield (
-        f"time     {duration(seconds)} at {utilization:.0%} MFU ({source}): {tokens / seconds:,.0f} tokens/s, "
-        f"{tokens / seconds / gpus:,.0f} per GPU, {per_step:.3g} s per step; without evaluations"
+        f"GPUs     {gpus:,} x {gpu.name}, {peak / 1e12:.0f} TFLOP/s in bf16 each; of each step, a GPU has "
+        f"{rows:,} row{'s' if rows > 1 else ''} of {T:,} tokens"
+    )
+    yield ""
+    layouts = {
+        (parallel, recompute): Layout(options, sizes, rows, gpu, parallel, recompute)
+        for parallel in (("ddp", "fsdp") if gpus > 1 else ("ddp",))
+        for recompute in (False, True)
+    }
+    title = f"GB of {gpu.gib * 2**30 / 1e9:.1f} on each GPU"
+    yield f"{title:<24}" + "".join(f"{column:>13}" for column in (*MemoryPlan._fields, "total", "--batch-size"))
+    yield from (layout.row() for layout in layouts.values())
+    yield ""
+    chosen = layouts["fsdp" if options.parallel == "fsdp" and gpus > 1 else "ddp", options.recompute]
+    if chosen.B == 0:
+        fitting = [layout.flags for layout in layouts.values() if layout.B]
+        advice = f"Add {fitting[0]}." if fitting else "Use more or larger GPUs, or a smaller model."
+        yield f"note     not even one row fits. {advice}"
+        return
+    utilization, source = (options.mfu, "--mfu") if options.mfu else mfu(options.gpu, sizes.parameters)
+    if options.recompute and not options.mfu:
+        utilization, source = with_recomputing(sizes, utilization), f"{source}, less what is recomputed"
+    seconds = seconds_of_training(sizes, tokens, peak, gpus, utilization)
+    yield (
+        f"time     {duration(seconds)} at {utilization:.1%} MFU ({source}): {tokens / seconds:,.0f} tokens/s, "
+        f"{tokens / seconds / gpus:,.0f} per GPU, {seconds / steps:.3g} s per step"
+    )
+    yield "         without evaluations, checkpoints and what the network adds" + (
+        "; so small a model will not reach that MFU" if sizes.parameters < SMALL and not options.mfu else ""
     )
     gpu_hours = gpus * seconds / 3600
-    cost = f", {gpu_hours * options.price:,.2f} at {options.price:g} per GPU and hour" if options.price else ""
+    cost = "" if options.price is None else f", {gpu_hours * options.price:,.2f} at {options.price:g} per GPU-hour"
     yield f"cost     {gpu_hours:,.1f} GPU-hours{cost}"
-    yield f"data     {2 * tokens / seconds / 1e6:,.1f} MB/s are read, {2 * tokens / 1e9:,.1f} GB of shards in all"
-    checkpoint_bytes = (
-        12 * sizes.parameters if flags["optimizer"] == "adamw" else 12 * sizes.parameters - 4 * sizes.block_parameters
-    )
-    yield (
-        f"disk     {format_bytes(checkpoint_bytes)} per checkpoint, {checkpoint_bytes / DISK_BYTES_PER_SECOND:.0f} s at "
-        "1 GB/s while training continues"
-    )
-    if gpus > 1:
-        yield from network_lines(options, sizes, rows, gpu, per_step)
+    yield f"data     {2 * tokens / seconds / 1e6:,.1f} MB/s of tokens are read, {format_bytes(2 * tokens)} in all"
+    moments = 8 * sizes.parameters - (4 * sizes.block_parameters if flags["optimizer"] == "muon" else 0)
+    size = 4 * sizes.parameters + moments
+    yield f"disk     {format_bytes(size)} per checkpoint, {size / DISK_BYTES_PER_SECOND:,.1f} s at 1 GB/s, in the background"
+    for layout in (layouts.get((parallel, options.recompute)) for parallel in ("ddp", "fsdp")):
+        if gpus > 1 and layout and layout.B:
+            yield layout.network_line(seconds / steps)
 
 
-def memory_table(options: RunOptions, sizes: Sizes, rows: int, gpu: devices.Gpu, gpus: int) -> Iterator[str]:
-    """Memory by part, with the micro-batch that fits, for each way to train."""
-    optimizer = options.to_dict()["optimizer"]
-    header = ("GB on each GPU", *MemoryPlan._fields, "total", "--batch-size")
-    yield "  ".join(f"{title:>{max(11, len(title))}}" for title in header)
-    for parallel in ("ddp", "fsdp") if gpus > 1 else ("ddp",):
-        for recompute in (False, True):
-            layout = dict(world_size=gpus, parallel=parallel, recompute=recompute, optimizer=optimizer)
-            B = largest_micro_batch(sizes, rows, gpu.gib, **layout)
-            if B and "batch_size" in options.given:
-                B = min(B, options.batch_size)
-            parts = plan_memory(
-                sizes, B or 1, micro_steps=rows // (B or 1), device_memory=int(gpu.gib * 2**30), **layout
-            )
-            name = (parallel if gpus > 1 else "one GPU") + (" recompute" if recompute else "")
-            fits = str(B) if B else "does not fit"
-            yield (
-                f"{name:>14}  " + "  ".join(f"{part / 1e9:>11.2f}" for part in (*parts, parts.total)) + f"  {fits:>12}"
-            )
+class Layout:
+    """A way to train, with the largest micro-batch that fits; `B` is 0 if none does."""
+
+    def __init__(
+        self, options: RunOptions, sizes: Sizes, rows: int, gpu: devices.Gpu, parallel: str, recompute: bool
+    ):  # fmt: skip
+        self.sizes, self.rows, self.gpus, self.parallel, self.recompute = sizes, rows, options.gpus, parallel, recompute
+        self.memory = int(gpu.gib * 2**30)
+        how = dict(
+            world_size=options.gpus, parallel=parallel, recompute=recompute, optimizer=options.to_dict()["optimizer"]
+        )
+        self.B = largest_micro_batch(sizes, rows, options.batch_size, gpu.gib, **how)
+        self.plan = plan_memory(
+            sizes, self.B or 1, micro_steps=rows // (self.B or 1), device_memory=self.memory, **how
+        )  # fmt: skip
+
+    @property
+    def flags(self) -> str:
+        return " ".join(["--parallel fsdp"] * (self.parallel == "fsdp") + ["--recompute"] * self.recompute)
+
+    def row(self) -> str:
+        name = ("one GPU" if self.gpus == 1 else self.parallel) + (" --recompute" if self.recompute else "")
+        numbers = "".join(f"{part / 1e9:>13.2f}" for part in (*self.plan, self.plan.total))
+        return f"{name:<24}{numbers}{self.B if self.B else 'does not fit':>13}"
+
+    def network_line(self, seconds: float) -> str:
+        """What a step sends, and the bandwidth below which that takes longer than the step's arithmetic.
+
+        A ring through all GPUs enters and leaves each node once, so a node sends as much as a GPU does.
+        """
+        keeps = fsdp.keeps_gathered(self.sizes.parameters, devices.DTYPES["bf16"], self.memory)
+        sent = bytes_sent(self.sizes, self.gpus, self.parallel, self.rows // self.B, keeps)
+        where = "GPU" if self.gpus <= GPUS_PER_NODE else f"node of {GPUS_PER_NODE}"
+        return (
+            f"network  {self.parallel} sends {format_bytes(sent)} per step; with less than "
+            f"{8 * sent / seconds / 1e9:,.0f} Gbit/s per {where}, that takes longer than computing"
+        )
 
 
-def network_lines(options: RunOptions, sizes: Sizes, rows: int, gpu: devices.Gpu, seconds: float) -> Iterator[str]:
-    """What a step sends, and the bandwidth below which that takes longer than the step's arithmetic."""
-    gib = int(gpu.gib * 2**30)
-    for parallel in ("ddp", "fsdp"):
-        layout = dict(world_size=options.gpus, parallel=parallel, recompute=options.recompute)
-        B = largest_micro_batch(sizes, rows, gpu.gib, **layout)
-        if B:
-            keeps = fsdp.keeps_gathered(sizes.parameters, devices.DTYPES["bf16"], gib)
-            sent = bytes_sent(sizes, options.gpus, parallel, rows // B, keeps)
-            yield (
-                f"network  {parallel} sends {format_bytes(sent)} per GPU and step: below {8 * sent / seconds / 1e9:,.1f} "
-                "Gbit/s per GPU, it takes longer than computing"
-            )
+def short_number(number: float) -> str:
+    for name, size in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
+        if number >= size:
+            return f"{number / size:,.1f} {name}"
+    return f"{number:,.0f}"
 
 
 def duration(seconds: float) -> str:
-    """In hours or days."""
-    return f"{seconds / 3600:,.1f} hours" if seconds < 48 * 3600 else f"{seconds / 86400:,.1f} days"
+    """In seconds, minutes, hours or days."""
+    for name, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size or (name == "hours" and seconds >= size):
+            return f"{seconds / size:,.1f} {name}"
+    return f"{seconds:,.1f} seconds"

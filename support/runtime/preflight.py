@@ -13,6 +13,7 @@ import torch
 from torch import distributed, nn
 
 from support.cli import UserError, flag_name
+from support.files import format_bytes
 from support.runtime import devices
 from support.runtime.distributed import Distributed
 from support.runtime.options import RunOptions
@@ -64,8 +65,10 @@ def connect(
     synchronize()
     seconds = time.perf_counter() - started
     watchdog.no_limit()
-    gigabytes = repetitions * buffer.nbytes / 1e9
-    dist.print0(f"network {gigabytes:.3g} GB of gradients in {seconds:.3g}s, {gigabytes / seconds:.3g} GB/s")
+    size = repetitions * buffer.nbytes
+    dist.print0(
+        f"network an all-reduce of {format_bytes(size)}, as of the gradients, takes {seconds:.3g}s: {size / seconds / 1e9:.3g} GB/s"
+    )
     return seconds
 
 
