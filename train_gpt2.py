@@ -705,7 +705,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         finished = False
         while not stop.agreed:
             step, last = state.step, state.step == config.max_steps
-            evaluates = due(config.val_every, config.hellaswag_every, config.sample_every, config.checkpoint_every)
+            evaluates = due(config.val_every, config.hellaswag_every, config.sample_every)
             if evaluates or (last and config.demo):  # which ends with a text
                 fsdp.gather_weights(full_model, model)
             if config.dropout:
@@ -728,7 +728,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
                     logger.samples(step, sample(full_model, tokenizer, config.prompt, 4, length, generator))
             if due(config.checkpoint_every):
                 checkpoints.save(state, final=last)
-            if evaluates:
+            if evaluates or due(config.checkpoint_every):
                 devices.trim_memory(device)  # evaluations fragment the heap of a CPU
             if last:
                 finished = True

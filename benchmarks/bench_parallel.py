@@ -124,7 +124,7 @@ def main() -> None:
             sent_planned = bytes_sent(sizes, ranks, parallel, micro_steps, keeps_gathered=True, itemsize=4)
             cells = [
                 ranks, ("" if ranks == 1 else parallel) + (" --recompute" if recompute else ""),
-                f"{statistics.median(seconds[1:]):.2f}", f"{peak / 1e9:.2f}", f"{planned / 1e9:.2f}",
+                f"{statistics.median(seconds[1:]):.3g}", f"{peak / 1e9:.2f}", f"{planned / 1e9:.2f}",
                 f"{planned / peak - 1:+.0%}", f"{sent / args.steps / ranks / 1e6:,.1f}", f"{sent_planned / 1e6:,.1f}",
             ]  # fmt: skip
             print("| " + " | ".join(map(str, cells)) + " |", flush=True)

@@ -119,6 +119,8 @@ def plan_memory(
         gradients = 4.0 * N
         buffers = 4.0 * N + (0.0 if on_gpu else largest) if world_size > 1 else 0.0  # DDP's buckets
     weights, moments = 4 * N / parts, moments / parts
+    if sharded:  # evaluations have all weights in fp32, but no gradients and activations
+        buffers += max(0.0, 4 * N - (gradients + saved + buffers))
     buffers += memory.RESERVED_BYTES if on_gpu else PROGRAM_BYTES
     return MemoryPlan(weights, gradients, moments, saved, logits, buffers)
 

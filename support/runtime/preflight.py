@@ -28,8 +28,8 @@ HINTS = {
     "the val shards": "Copy those of one node to the others.",
 }  # the others are flags
 PATHS = {"data", "text", "out", "resume", "init_from", "hellaswag_data"}  # flags that may differ between nodes
-COMPARE_SECONDS, CONNECT_SECONDS = 30, 50  # time limits
-BUFFER_BYTES = 2**28  # sent at once
+ASK_SECONDS, CONNECT_SECONDS = 20, 50  # after which it is asked which ranks are alive, and the run ends
+BUFFER_BYTES = 2**28  # that are sent; more gradients take proportionally longer
 
 
 def connect(
@@ -49,25 +49,26 @@ def connect(
     """
     if dist.world_size == 1:
         return 0.0
-    watchdog.limit("the comparison of versions and flags", COMPARE_SECONDS)
+    watchdog.start("the comparison of versions and flags", ASK_SECONDS, CONNECT_SECONDS)
     check_ranks_agree(dist, collect_facts(dist, options, data, step))
-    watchdog.limit("the first all-reduce", CONNECT_SECONDS)
+    watchdog.start("the first all-reduce", ASK_SECONDS, CONNECT_SECONDS)
     dist.init_process_group()
     gradient_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     buffer = torch.zeros(min(gradient_bytes, BUFFER_BYTES) // 4, device=dist.device)
-    repetitions = -(-gradient_bytes // BUFFER_BYTES)
     synchronize = devices.synchronizer(dist.device)
-    distributed.all_reduce(buffer)  # connects
+    distributed.all_reduce(buffer[:1])  # connects
+    synchronize()
+    watchdog.start("measuring the network")
+    distributed.all_reduce(buffer)
     synchronize()
     started = time.perf_counter()
-    for _ in range(repetitions):
-        distributed.all_reduce(buffer)
+    distributed.all_reduce(buffer)
     synchronize()
-    seconds = time.perf_counter() - started
-    watchdog.no_limit()
-    size = repetitions * buffer.nbytes
+    seconds = (time.perf_counter() - started) * gradient_bytes / buffer.nbytes
+    watchdog.start("preparing the model")
     dist.print0(
-        f"network an all-reduce of {format_bytes(size)}, as of the gradients, takes {seconds:.3g}s: {size / seconds / 1e9:.3g} GB/s"
+        f"network an all-reduce of {format_bytes(gradient_bytes)}, as of the gradients, takes {seconds:.3g}s: "
+        f"{gradient_bytes / seconds / 1e9:.3g} GB/s"
     )
     return seconds
 
