@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import TINY, assert_same_run, trained, trainer_file
 
 import train_gpt2
+from support.checkpoints import lora
 from support.data.tokenizer import BytesTokenizer
 from support.runtime import fsdp
 from support.runtime.memory import recompute_activations, saved_bytes
@@ -53,17 +54,23 @@ def rows():
     return torch.randint(257, (8, 17), generator=torch.Generator().manual_seed(0))
 
 
-def plain_gradients(config):
+def make_model(config, lora_rank):
     torch.manual_seed(0)
     model = GPT(config)
+    if lora_rank:
+        lora.add_adapter(model, config.n_embd, lora_rank, 16.0, 0, None)
+    return model
+
+
+def plain_gradients(config, lora_rank):
+    model = make_model(config, lora_rank)
     model(rows()[:, :-1], rows()[:, 1:])[1].backward()
-    return {name: p.grad.numpy() for name, p in model.named_parameters()}
+    return {name: p.grad.numpy() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def gradients_of_two_micro_steps(rank, config, parallel, keep_gathered):
-    torch.manual_seed(0)
+def gradients_of_two_micro_steps(rank, config, lora_rank, parallel, keep_gathered):
     with fsdp.weights_on_rank_zero(parallel == "fsdp", rank):
-        model = GPT(config)
+        model = make_model(config, lora_rank)
     if parallel == "fsdp":
         assert all(p.is_meta for p in model.parameters()) == (rank > 0)
         wrapped = fsdp.ShardedModel(model, model.transformer.h, CPU, torch.float32, compiled=False)
@@ -75,18 +82,26 @@ def gradients_of_two_micro_steps(rank, config, parallel, keep_gathered):
     for i, batch in enumerate(batches):
         wrapped.require_backward_grad_sync = i == 1
         (wrapped(batch[:, :-1], batch[:, 1:])[1] / 2).backward()
-    return {name: fsdp.full_tensor(p.grad).numpy() for name, p in model.named_parameters()}
+    return {name: fsdp.full_tensor(p.grad).numpy() for name, p in model.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("config", [TINY, pytest.param(UNEVEN, marks=pytest.mark.slow)], ids=["even", "uneven"])
-def test_raw_gradients_are_those_of_one_process_and_of_ddp(tmp_path, world_size, config):
+@pytest.mark.parametrize(
+    "config, lora_rank, world_size",
+    [
+        (TINY, 0, 2),
+        pytest.param(TINY, 0, 4, marks=pytest.mark.slow),
+        pytest.param(UNEVEN, 0, 4, marks=pytest.mark.slow),
+        pytest.param(TINY, 4, 4, marks=pytest.mark.slow),
+    ],
+    ids=["2", "4", "uneven-4", "lora-4"],
+)
+def test_raw_gradients_are_those_of_one_process_and_of_ddp(tmp_path, world_size, config, lora_rank):
     """Before clipping and the optimizer, which would hide a sum where a mean belongs."""
-    expected = plain_gradients(config)
+    expected = plain_gradients(config, lora_rank)
     for case in (("ddp", False), ("fsdp", False), ("fsdp", True)):
         folder = tmp_path / f"{case[0]}{case[1]}"
         folder.mkdir()
-        for gradients in on_ranks(gradients_of_two_micro_steps, world_size, folder, config, *case).values():
+        for gradients in on_ranks(gradients_of_two_micro_steps, world_size, folder, config, lora_rank, *case).values():
             assert gradients.keys() == expected.keys()
             for name, gradient in gradients.items():
                 assert abs(gradient - expected[name]).max() <= 1e-6 * abs(expected[name]).max(), (case, name)
