@@ -701,7 +701,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         """Whether one of several things is due before the next step, or after the last one."""
         return any(every > 0 and (state.step % every == 0 or state.step == config.max_steps) for every in intervals)
 
-    with lock or nullcontext(), watchdog, stop, logger, checkpoints, profiler:
+    with lock or nullcontext(), stop, logger, checkpoints, profiler, watchdog:
         finished = False
         while not stop.agreed:
             step, last = state.step, state.step == config.max_steps

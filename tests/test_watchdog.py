@@ -12,14 +12,15 @@ import pytest
 from helpers import finish_run, run_to_the_end, start_run, steps_done, wait_for
 
 import train_gpt2
+from support.checkpoints import manager
 from support.runtime import preflight, watchdog
 from support.runtime.distributed import Distributed
 
 
 def short_limits(rank):
     watchdog.STEP_SECONDS = watchdog.STEP_FACTOR = watchdog.OTHER_SECONDS = watchdog.EXIT_SECONDS = 1.0
-    watchdog.ANSWER_SECONDS, watchdog.STORE_SECONDS, watchdog.POLL_SECONDS = 3.0, 4.0, 0.1
-    preflight.ASK_SECONDS, preflight.CONNECT_SECONDS = 1, 2
+    watchdog.SILENCE_SECONDS, watchdog.BEAT_SECONDS = 3.0, 0.1
+    preflight.ALIVE_SECONDS, preflight.CONNECT_SECONDS = 1, 2
 
 
 def one_rank_is_late_to_connect(rank):
@@ -58,7 +59,7 @@ def test_a_rank_that_does_not_connect_is_named(byte_shards, tmp_path, sabotage, 
     output = "".join((tmp_path / f"{rank}.txt").read_text() for rank in range(4))
     # of one rank, whichever asked; others may lose the connection to rank 0, which has the store here
     errors = [line for line in output.splitlines() if line.startswith("error: rank")]
-    expected = rf"error: rank {missing} \(\S+\) did not arrive in {task} within \d+ s: at tests/test_watchdog.py:\d+, others at \w+"
+    expected = rf"error: rank {missing} \(\S+\) did not arrive in {task} within \d+ s. rank {missing} .* at tests/test_watchdog.py:\d+, most"
     assert len(errors) == 1 and re.match(expected, errors[0])
 
 
@@ -69,7 +70,7 @@ def test_a_rank_that_is_stopped_in_a_step_is_named(byte_shards, tmp_path, parall
     assert wait_for(lambda: steps_done(tmp_path / "run") >= 3)
     os.kill(ranks[1].pid, signal.SIGSTOP)
     assert ended_by_the_watchdog(ranks, missing=1)
-    expected = r"error: rank 1 \(.+\) did not arrive in .*step \d+ within \d+ s and gives no sign of life\. Look there .+ rerun with --resume\.\n"
+    expected = r"error: rank 1 \(.+\) did not arrive in .*step \d+ and gives no sign of life\. Look there .+ rerun with --resume\.\n"
     assert re.search(expected, (tmp_path / "0.txt").read_text())
 
 
@@ -81,7 +82,7 @@ def test_a_store_that_does_not_answer_is_no_reason_to_wait(byte_shards, tmp_path
     os.kill(ranks[0].pid, signal.SIGSTOP)
     assert ended_by_the_watchdog(ranks, missing=0)
     assert re.search(
-        r"error: .*step \d+ takes \d+ s, and the node of rank 0 does not answer", (tmp_path / "1.txt").read_text()
+        r"error: step \d+ does not end, and the node of rank 0 does not answer", (tmp_path / "1.txt").read_text()
     )
 
 
@@ -130,8 +131,29 @@ def first_step_is_slow(rank):
     train_gpt2.train_step = step
 
 
+def last_checkpoint_is_slow(rank):
+    """The others leave, and rank 0 must not miss them."""
+    short_limits(rank)
+    real = manager.write_checkpoint
+    manager.write_checkpoint = lambda *args: (time.sleep(8), real(*args))
+
+
+def rank_0_is_busy_and_then_slow(rank):
+    """It arrives long after the others, in a step that takes several beats."""
+    rank_0_is_busy_between_steps(rank)
+    real, calls = train_gpt2.train_step, []
+
+    def step(*args):
+        calls.append(1)
+        if len(calls) == 6 and rank == 0:
+            time.sleep(1.5)
+        return real(*args)
+
+    train_gpt2.train_step = step
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("sabotage", [first_step_is_slow, rank_0_is_busy_between_steps])
+@pytest.mark.parametrize("sabotage", [first_step_is_slow, rank_0_is_busy_and_then_slow, last_checkpoint_is_slow])
 def test_ranks_that_are_busy_are_waited_for(byte_shards, tmp_path, sabotage):
     run_to_the_end("--data", byte_shards, "--max-steps", 12, cwd=tmp_path, world_size=2, sabotage=sabotage)
 
@@ -149,15 +171,21 @@ def all_ranks_wait_for_nothing(rank):
     train_gpt2.train_step = step
 
 
-def test_a_step_in_which_all_ranks_wait_ends(byte_shards, tmp_path):
+def test_a_step_in_which_all_ranks_wait_is_reported(byte_shards, tmp_path):
+    """They are alive, so only the collectives' own timeout would end the run."""
     flags = ["--data", byte_shards, "--max-steps", 12, "--val-every", 0]
     ranks = start_run(*flags, cwd=tmp_path, world_size=2, sabotage=all_ranks_wait_for_nothing)
-    assert finish_run(ranks, timeout=60) == [2, 2]
-    output = "".join((tmp_path / f"{rank}.txt").read_text() for rank in range(2))
-    errors = re.findall(
-        r"error: step 2 has not ended in \d+ s, though all ranks arrived at tests/test_watchdog.py:\d+\. Check", output
+    warning = (
+        r"warning: step 2 takes longer than \d+ s\. All ranks are at tests/test_watchdog.py:\d+\. All ranks are alive"
     )
-    assert len(errors) == output.count("error:") == 1
+    try:
+        assert wait_for(lambda: re.search(warning, "".join(path.read_text() for path in tmp_path.glob("?.txt"))))
+        time.sleep(5)
+        assert all(process.is_alive() for process in ranks)
+        assert sum((tmp_path / f"{rank}.txt").read_text().count("warning:") for rank in range(2)) == 1
+    finally:
+        for process in ranks:
+            process.kill()
 
 
 def stderr_is_blocked(rank):
@@ -179,8 +207,10 @@ def block_stderr():
 
 def test_a_blocked_console_does_not_keep_the_processes(byte_shards, tmp_path):
     flags = ["--data", byte_shards, "--max-steps", 12, "--val-every", 0]
-    ranks = start_run(*flags, cwd=tmp_path, world_size=2, sabotage=stderr_is_blocked)
-    assert finish_run(ranks, timeout=60) == [2, 2]
+    ranks = start_run(*flags, "--out", "run", cwd=tmp_path, world_size=2, sabotage=stderr_is_blocked)
+    assert wait_for(lambda: steps_done(tmp_path / "run") >= 2)
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    assert ended_by_the_watchdog(ranks, missing=1)
 
 
 def test_time_in_which_the_process_is_stopped_is_no_time_of_a_step(monkeypatch):
@@ -190,4 +220,4 @@ def test_time_in_which_the_process_is_stopped_is_no_time_of_a_step(monkeypatch):
         with dog.step(1):
             dog._seconds = seconds
     with dog.step(2):
-        assert dog._end_after == watchdog.LONGEST_LIMIT < 3600
+        assert dog._limit == watchdog.LONGEST_LIMIT < 3600

@@ -28,7 +28,7 @@ HINTS = {
     "the val shards": "Copy those of one node to the others.",
 }  # the others are flags
 PATHS = {"data", "text", "out", "resume", "init_from", "hellaswag_data"}  # flags that may differ between nodes
-ASK_SECONDS, CONNECT_SECONDS = 20, 50  # after which it is asked which ranks are alive, and the run ends
+ALIVE_SECONDS, CONNECT_SECONDS = 20, 50  # after which ranks are looked for, and the run ends
 BUFFER_BYTES = 2**28  # that are sent; more gradients take proportionally longer
 
 
@@ -49,9 +49,13 @@ def connect(
     """
     if dist.world_size == 1:
         return 0.0
-    watchdog.start("the comparison of versions and flags", ASK_SECONDS, CONNECT_SECONDS)
-    check_ranks_agree(dist, collect_facts(dist, options, data, step))
-    watchdog.start("the first all-reduce", ASK_SECONDS, CONNECT_SECONDS)
+    watchdog.start("the comparison of versions and flags", ALIVE_SECONDS, CONNECT_SECONDS)
+    try:
+        check_ranks_agree(dist, collect_facts(dist, options, data, step))
+    except UserError:
+        watchdog.close()
+        raise
+    watchdog.start("the first all-reduce", ALIVE_SECONDS, CONNECT_SECONDS)
     dist.init_process_group()
     gradient_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     buffer = torch.zeros(min(gradient_bytes, BUFFER_BYTES) // 4, device=dist.device)

@@ -1,4 +1,4 @@
-"""Ends a run in which ranks wait for another one that does not arrive, and names that one."""
+"""Ends a run in which ranks wait for another one that is stopped, dead or cut off, and names that one."""
 
 from __future__ import annotations
 
@@ -10,180 +10,167 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
 
 import torch
 
-from support.runtime.distributed import COLLECTIVE_TIMEOUT, Distributed
+from support.runtime.distributed import Distributed
 
 # A step may take so many seconds, plus so many times the longest step before it.
-STEP_SECONDS, STEP_FACTOR = 60.0, 10.0
-LONGEST_LIMIT = COLLECTIVE_TIMEOUT.total_seconds() / 2
-OTHER_SECONDS = 60.0  # between two questions whether all ranks are alive, in everything that is not a step
-ANSWER_SECONDS = 30.0  # that a rank has to answer
-POLL_SECONDS, TICK_SECONDS = 1.0, 0.25
-STORE_SECONDS = 30.0  # that the store may take to answer
+STEP_SECONDS, STEP_FACTOR, LONGEST_LIMIT = 60.0, 10.0, 1800.0
+OTHER_SECONDS = 60.0  # and everything else that is done together
+SILENCE_SECONDS = 30.0  # without a sign of life, after that: a rank, or the store, is lost
+BEAT_SECONDS = 2.0  # between two signs of life
 EXIT_SECONDS = 3.0  # between the error and the end: the end of rank 0 may be that of the store, which others still read
-LOOK = (
-    "Look there for a process that is stopped or waits for a disk, and for a broken GPU or network (dmesg). Then rerun with "
-    "--resume."
-)
 ROOT = Path(__file__).resolve().parents[2]
+LOOK = "Look there for a stopped process, a broken GPU, or a lost network (dmesg). Then rerun with --resume."
 
 
 class Watchdog:
     """Watches what this rank does together with the others. With one process, it does nothing.
 
-    When a rank has been busy with one task for long, a thread asks all ranks, through torchrun's store, what they are
-    doing, and their threads answer. A rank that does not answer is stopped, dead or cut off: the run ends, with exit
-    code 2 and an error that names it. It also ends if all ranks have been in the same step for too long. What NCCL's
-    flight recorder has is then written to `nccl_trace_rank_*` in `out`, for `torchfrtrace`. If a rank is alive but busy
-    with something else, as rank 0 with a checkpoint, the others wait, at most until the collectives' own timeout.
+    A thread of each rank writes a sign of life to torchrun's store every other second, with what the rank is doing. When
+    a rank has been busy with one thing for long, it looks for those of the others. If one gives none for another while,
+    the run ends, with exit code 2 and an error that names it. What NCCL's flight recorder has is then written to
+    `nccl_trace_rank_*` in `out`, for `torchfrtrace`.
 
-    Time is counted in ticks of a thread, so that in which the process is stopped does not count.
+    As long as all are alive, they wait for each other (at most until the collectives' own timeout): rank 0 may be
+    writing a checkpoint. If a step takes long, a warning says where they are. Time is counted in beats of the thread,
+    so that in which this process is stopped does not count.
     """
 
     def __init__(self, dist: Distributed, out: str):
         self.dist, self.out = dist, Path(out)
         self._task, self._seconds = "the start", 0.0  # what this rank does, and for how long
-        self._ask_after, self._end_after = math.inf, math.inf
+        self._limit, self._end_after = math.inf, math.inf
+        self._in_step, self._warned = False, False
         self._longest_step: float | None = None
-        self._silence = 0.0  # seconds since the store has answered
-        self._answered = 0  # number of the last question that this rank has answered
-        self._main_thread = threading.current_thread()
+        self._store_answered = threading.Event()
+        self._main_thread, self._closed = threading.current_thread(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         if dist.store is not None:
-            # a connection of its own: the main thread may be waiting on the other
-            self._store = dist.store.clone()  # type: ignore[attr-defined]
-            self._store.set(f"host/{dist.rank}", socket.gethostname())
-            for target in (self._count, self._listen):
-                threading.Thread(target=target, name="watchdog", daemon=True).start()
+            self._connect()
+            self._thread.start()
 
-    def start(self, task: str, ask_after: float | None = None, end_after: float = math.inf) -> None:
-        """Says what this rank does from now on, and after how many seconds the others are asked, or the run ends."""
-        self._task, self._seconds = task, 0.0
-        self._ask_after, self._end_after = OTHER_SECONDS if ask_after is None else ask_after, end_after
+    def start(self, task: str, limit: float | None = None, end_after: float = math.inf) -> None:
+        """Says what this rank does from now on.
+
+        Args:
+            limit: seconds after which it looks for lost ranks.
+            end_after: seconds after which the run ends if some are alive, but at another line than most.
+        """
+        self._task, self._seconds, self._in_step, self._warned = task, 0.0, False, False
+        self._limit, self._end_after = OTHER_SECONDS if limit is None else limit, end_after
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """A training step. The first step of a process may compile, so it may take any time."""
-        if self._longest_step is None:
-            self.start(f"step {step}")
-        else:
-            limit = min(STEP_SECONDS + STEP_FACTOR * self._longest_step, LONGEST_LIMIT)
-            self.start(f"step {step}", limit, limit)
+        """A training step. The first one of a process may compile, so it may take any time."""
+        longest = self._longest_step
+        limit = LONGEST_LIMIT if longest is None else min(STEP_SECONDS + STEP_FACTOR * longest, LONGEST_LIMIT)
+        self.start(f"step {step}", limit)
+        self._in_step = True
         yield
-        self._longest_step = max(self._longest_step or 0.0, self._seconds)
+        self._longest_step = max(longest or 0.0, self._seconds)
         self.start(f"what follows step {step}")
+
+    def close(self, left: bool = True) -> None:
+        """Stops watching. A rank that has `left` is not missed by the others."""
+        self._left = left
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=5)
 
     def __enter__(self) -> Watchdog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.start("the end", math.inf)
+        self.close(left=kind is None or issubclass(kind, SystemExit))
 
-    # The threads
+    # The thread
 
-    def _count(self) -> None:
-        while True:
-            time.sleep(TICK_SECONDS)
-            self._seconds += TICK_SECONDS
-            self._silence += TICK_SECONDS
-            if self._seconds > self._ask_after and self._silence > STORE_SECONDS:
-                self._end(
-                    f"{self._task} takes {self._seconds:.0f} s, and the node of rank 0 does not answer. Look there."
-                )
+    def _connect(self) -> None:
+        """A connection of its own: the main thread may be waiting on the other."""
+        self._store = self.dist.store.clone()  # type: ignore[union-attr]
+        self._store.set_timeout(timedelta(seconds=SILENCE_SECONDS))
 
-    def _listen(self) -> None:
-        attempts = 0
-        while True:
-            time.sleep(POLL_SECONDS)
+    def _watch(self) -> None:
+        beat, seen = 0, dict[int, tuple[bytes, float]]()
+        threading.Thread(target=self._watch_store, name="watchdog of the store", daemon=True).start()
+        while not self._closed.wait(BEAT_SECONDS):
+            self._seconds += BEAT_SECONDS
+            beat += 1
             try:
-                self._answer()
-                if self._seconds > min(self._ask_after, self._end_after):
-                    attempts += 1
-                    asker, rank = self._store.compare_set("asker", "", str(self.dist.rank)), self.dist.rank
-                    if (
-                        asker == str(rank).encode() or attempts * POLL_SECONDS > 3 * ANSWER_SECONDS
-                    ):  # one rank is enough
-                        self._ask()
-                        self._store.set("asker", "")
-                        attempts = 0
-            except RuntimeError:  # the connection is lost, which _count notices
-                continue
+                self._store.set(self._key(self.dist.rank), self._sign_of_life(beat))
+                if self._store.check(["end"]):
+                    os._exit(2)  # another rank has found somebody lost, and says so
+                self._store_answered.set()
+                if self._seconds > self._limit:
+                    self._look_for_lost_ranks(seen)
+                else:
+                    seen.clear()
+            except RuntimeError:
+                with contextlib.suppress(RuntimeError):
+                    self._connect()
+        if self._left:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(self._key(self.dist.rank), "left")
 
-    def _answer(self) -> None:
-        """Answers the newest question, if there is one, and ends the process if the run has ended."""
-        self._silence = 0.0
-        if self._store.check(["end"]):
-            self._write_flight_record()
-            os._exit(2)
-        question = self._store.add("questions", 0)
-        if question > self._answered:
-            self._answered = question
-            self._store.set(
-                f"answer/{question}/{self.dist.rank}", json.dumps([self._task, current_line(self._main_thread)])
-            )
+    def _watch_store(self) -> None:
+        """Ends this process if it is in a step for too long while the store does not answer either."""
+        silence = 0.0
+        while not self._closed.wait(BEAT_SECONDS):
+            silence = 0.0 if self._store_answered.is_set() else silence + BEAT_SECONDS
+            self._store_answered.clear()
+            if self._in_step and self._seconds + silence > self._limit and silence > SILENCE_SECONDS + 2 * BEAT_SECONDS:
+                self._end(f"{self._task} does not end, and the node of rank 0 does not answer. {LOOK}", tell=False)
 
-    def _ask(self) -> None:
-        """Asks all ranks what they are doing, and ends the run if one does not answer, or if it is too late."""
-        question, task = self._store.add("questions", 1), self._task
-        keys = {rank: f"answer/{question}/{rank}" for rank in range(self.dist.world_size)}
-        waited = 0.0
-        while waited < ANSWER_SECONDS:
-            self._answer()
-            if self._task != task:  # it goes on
-                return
-            missing = [rank for rank, key in keys.items() if not self._store.check([key])]
-            if not missing:
-                break
-            time.sleep(POLL_SECONDS)
-            waited += POLL_SECONDS
-        if missing:
-            self._end(
-                f"{self._name(missing)} did not arrive in {task} within {self._seconds:.0f} s and gives no sign of life. {LOOK}"
-            )
-        elif self._seconds > self._end_after:
-            answers = {rank: json.loads(self._store.get(key)) for rank, key in keys.items()}
-            if error := self._find_late_ranks(task, answers):
-                self._end(error)
-        self._ask_after = self._seconds + OTHER_SECONDS
+    def _sign_of_life(self, beat: int) -> str:
+        return json.dumps([beat, socket.gethostname(), self._task, current_line(self._main_thread)])
 
-    def _find_late_ranks(self, task: str, answers: Mapping[int, tuple[str, str]]) -> str | None:
-        """The error if ranks are late without a reason; None if one is still busy with something before this step."""
-        elsewhere = [rank for rank, (its_task, _) in answers.items() if its_task != task]
-        if elsewhere and task.startswith("step"):
-            return None
-        lines: dict[str, list[int]] = {}
-        for rank, (_, line) in answers.items():
-            lines.setdefault(line, []).append(rank)
-        (line, late), *others = sorted(lines.items(), key=lambda ranks: len(ranks[1]))
-        if not others:
-            return (
-                f"{task} has not ended in {self._seconds:.0f} s, though all ranks arrived at {line}. Check the network between "
-                "the nodes (NCCL_DEBUG=INFO shows what NCCL uses, NCCL_SOCKET_IFNAME chooses it). Then rerun with --resume."
-            )
-        most = others[-1][0]
-        return f"{self._name(late)} did not arrive in {task} within {self._seconds:.0f} s: at {line}, others at {most}. {LOOK}"
+    @staticmethod
+    def _key(rank: int) -> str:
+        return f"alive/{rank}"
 
-    def _name(self, ranks: Sequence[int]) -> str:
-        hosts = {
-            rank: self._store.get(f"host/{rank}").decode() if self._store.check([f"host/{rank}"]) else "unknown node"
-            for rank in ranks[:8]
-        }
-        more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-        return ", ".join(f"rank {rank} ({host})" for rank, host in hosts.items()) + more
+    def _look_for_lost_ranks(self, seen: dict[int, tuple[bytes, float]]) -> None:
+        """Compares the signs of life with those in `seen`, and since when each is there."""
+        waited, task = self._seconds, self._task
+        for rank in range(self.dist.world_size):
+            value = self._store.get(self._key(rank)) if self._store.check([self._key(rank)]) else b""
+            if rank not in seen or seen[rank][0] != value:
+                seen[rank] = (value, waited)
+        others = {rank: value for rank, (value, _) in seen.items() if value != b"left"}
+        lost = [rank for rank in others if waited - seen[rank][1] >= SILENCE_SECONDS]
+        if self._task != task:  # it has ended meanwhile
+            return
+        if lost:
+            self._end(f"{_name(lost, others)} did not arrive in {task} and gives no sign of life. {LOOK}")
+        if self._in_step or waited > self._end_after:
+            late, where = _find_late(others)
+            if late and waited > self._end_after:
+                self._end(f"{_name(late, others)} did not arrive in {task} within {waited:.0f} s. {where}. {LOOK}")
+            if self._in_step and not self._warned:
+                self._warned = True
+                text = f"warning: {task} takes longer than {waited:.0f} s. {where}. All ranks are alive: waiting."
+                if self._is_first(f"warned/{task}"):
+                    print(text, file=sys.stderr, flush=True)
 
-    def _end(self, error: str) -> None:
+    def _end(self, error: str, tell: bool = True) -> None:
         """Ends the run although the main thread is inside a collective, which nothing else ends."""
         threading.Timer(EXIT_SECONDS, os._exit, (2,)).start()  # whatever blocks below
+        if tell and not self._is_first("end"):
+            os._exit(2)
         with contextlib.suppress(OSError, ValueError):
             print(f"error: {error}", file=sys.stderr, flush=True)
-        with contextlib.suppress(RuntimeError):
-            self._store.set("end", "")
         self._write_flight_record()
         time.sleep(2 * EXIT_SECONDS)
+
+    def _is_first(self, key: str) -> bool:
+        """Whether this rank is the first to ask for this key."""
+        own = str(self.dist.rank)
+        return self._store.compare_set(key, "", own) == own.encode()
 
     def _write_flight_record(self) -> None:
         """What NCCL has done last: the function is PyTorch's, but not documented."""
@@ -191,6 +178,23 @@ class Watchdog:
         if dump is not None and self.dist.device.type == "cuda":
             with contextlib.suppress(OSError, RuntimeError):
                 (self.out / f"nccl_trace_rank_{self.dist.rank}").write_bytes(dump())
+
+
+def _find_late(signs: dict[int, bytes]) -> tuple[list[int], str]:
+    """The ranks at another line than most, if any, and a sentence on where the ranks are."""
+    lines: dict[str, list[int]] = {}
+    for rank, sign in signs.items():
+        lines.setdefault(json.loads(sign)[3] if sign else "an unknown line", []).append(rank)
+    (line, late), *others = sorted(lines.items(), key=lambda ranks: len(ranks[1]))
+    if not others:
+        return [], f"All ranks are at {line}"
+    return late, f"{_name(late, signs)} at {line}, most others at {others[-1][0]}"
+
+
+def _name(ranks: list[int], signs: dict[int, bytes]) -> str:
+    hosts = {rank: json.loads(signs[rank])[1] if signs[rank] else "unknown node" for rank in ranks[:8]}
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return ", ".join(f"rank {rank} ({host})" for rank, host in hosts.items()) + more
 
 
 def current_line(thread: threading.Thread) -> str:
