@@ -111,7 +111,7 @@ class Watchdog:
                     self._look_for_lost_ranks(seen)
                 else:
                     seen.clear()
-            except RuntimeError:
+            except Exception:  # whatever it is: a thread that ended would look like a lost rank
                 with contextlib.suppress(RuntimeError):
                     self._connect()
         if self._left:
@@ -137,8 +137,12 @@ class Watchdog:
     def _look_for_lost_ranks(self, seen: dict[int, tuple[bytes, float]]) -> None:
         """Compares the signs of life with those in `seen`, and since when each is there."""
         waited, task = self._seconds, self._task
-        for rank in range(self.dist.world_size):
-            value = self._store.get(self._key(rank)) if self._store.check([self._key(rank)]) else b""
+        keys = [self._key(rank) for rank in range(self.dist.world_size)]
+        if self._store.check(keys):
+            values = self._store.multi_get(keys)
+        else:  # some have not even started
+            values = [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
+        for rank, value in enumerate(values):
             if rank not in seen or seen[rank][0] != value:
                 seen[rank] = (value, waited)
         others = {rank: value for rank, (value, _) in seen.items() if value != b"left"}
