@@ -99,6 +99,19 @@ def test_a_short_pause_ends_nothing(byte_shards, tmp_path):
     assert finish_run(ranks) == [0, 0]
 
 
+def sleep_in_step(number, seconds):
+    """Makes a step of this rank take so much longer; the first one of the process is number 1."""
+    real, calls = train_gpt2.train_step, []
+
+    def step(*args):
+        calls.append(1)
+        if len(calls) == number:
+            time.sleep(seconds)
+        return real(*args)
+
+    train_gpt2.train_step = step
+
+
 def rank_0_is_busy_between_steps(rank):
     """As with a checkpoint, a profile or a console that nobody reads; and all of them, with an evaluation."""
     short_limits(rank)
@@ -120,15 +133,7 @@ def rank_0_is_busy_between_steps(rank):
 
 def first_step_is_slow(rank):
     short_limits(rank)
-    real, calls = train_gpt2.train_step, []
-
-    def step(*args):
-        calls.append(1)
-        if len(calls) == 1:
-            time.sleep(6)
-        return real(*args)
-
-    train_gpt2.train_step = step
+    sleep_in_step(1, 6)
 
 
 def last_checkpoint_is_slow(rank):
@@ -141,15 +146,8 @@ def last_checkpoint_is_slow(rank):
 def rank_0_is_busy_and_then_slow(rank):
     """It arrives long after the others, in a step that takes several beats."""
     rank_0_is_busy_between_steps(rank)
-    real, calls = train_gpt2.train_step, []
-
-    def step(*args):
-        calls.append(1)
-        if len(calls) == 6 and rank == 0:
-            time.sleep(1.5)
-        return real(*args)
-
-    train_gpt2.train_step = step
+    if rank == 0:
+        sleep_in_step(6, 1.5)
 
 
 @pytest.mark.slow
@@ -160,15 +158,7 @@ def test_ranks_that_are_busy_are_waited_for(byte_shards, tmp_path, sabotage):
 
 def all_ranks_wait_for_nothing(rank):
     short_limits(rank)
-    real, calls = train_gpt2.train_step, []
-
-    def step(*args):
-        calls.append(1)
-        if len(calls) == 3:
-            time.sleep(600)
-        return real(*args)
-
-    train_gpt2.train_step = step
+    sleep_in_step(3, 600)
 
 
 def test_a_step_in_which_all_ranks_wait_is_reported(byte_shards, tmp_path):

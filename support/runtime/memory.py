@@ -30,9 +30,8 @@ def report_out_of_memory() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        message = (
-            f"{str(error).split('. ')[0]}. Lower --batch-size (a step keeps its number of tokens), or --recompute."
-        )
+        reason = str(error).split(". ")[0]
+        message = f"{reason}. Lower --batch-size (a step keeps its number of tokens), or use --recompute."
         raise UserError(message, this_rank_only=True) from error
 
 
