@@ -64,7 +64,8 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # without a closure
-        groups = self.param_groups
+        groups, found_inf = self.param_groups, getattr(self, "found_inf", None)
+        self._applied = 1.0 if found_inf is None else 1.0 - found_inf  # 0 leaves weights and momenta as they are
         for group in groups:
             if "num_splits" in group:
                 self._muon_step(group)
@@ -146,21 +147,15 @@ class Muon(torch.optim.AdamW):
         for (weight, _, _), direction in zip(parameters, parts.to_local(), strict=True):
             self._update_weight(group, weight.to_local(), direction, math.sqrt(m / n))
 
-    def _applied(self) -> torch.Tensor | float:
-        """0 in a step that is skipped: it leaves weights and momenta as they are. Otherwise 1."""
-        found_inf = getattr(self, "found_inf", None)
-        return 1.0 if found_inf is None else 1.0 - found_inf
-
     def _update_momentum(self, gradient: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
         """Updates the momentum in place; returns the gradient, or zeros in a step that is skipped."""
-        applied = self._applied()
-        if isinstance(applied, torch.Tensor):
-            gradient = torch.where(applied > 0, gradient, 0.0)  # inf * 0 would be NaN
-        momentum.lerp_(gradient, (1.0 - self.momentum) * applied)
+        if isinstance(self._applied, torch.Tensor):
+            gradient = torch.where(self._applied > 0, gradient, 0.0)  # inf * 0 would be NaN
+        momentum.lerp_(gradient, (1.0 - self.momentum) * self._applied)
         return gradient
 
     def _update_weight(
         self, group: dict[str, Any], weight: torch.Tensor, direction: torch.Tensor, side_ratio: float
     ) -> None:
-        weight.mul_(1.0 - group["lr"] * group["weight_decay"] * self._applied())
-        weight.sub_(direction.float() * (SCALE * side_ratio * group["lr"] * self._applied()))
+        weight.mul_(1.0 - group["lr"] * group["weight_decay"] * self._applied)
+        weight.sub_(direction.float() * (SCALE * side_ratio * group["lr"] * self._applied))
