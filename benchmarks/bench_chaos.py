@@ -5,12 +5,13 @@
     python benchmarks/bench_chaos.py --scenarios train --faults 5    # one scenario, once
 
 Each scenario is one command: fineweb.py with two workers, or train_gpt2.py with checkpoints, validation and
-TensorBoard, in one process, in two under torchrun, or in two that torchrun restarts. Whenever it has exited, it is
-started again. It suffers one fault after the other: SIGKILL, SIGTERM or SIGSTOP of one of its processes, a full disk, a
-folder without permission, a corrupt file, a console that nobody reads, a clock that jumps, a slow disk. After each one,
-within a minute and a half, all processes must have exited, with a documented exit code, or make progress again; there
-must be no traceback, and nothing incomplete under a final name. At the end, the log, the weights and the optimizer, or
-the shards and the manifest, must be those of a run without faults, bit by bit, and TensorBoard's curves those of the log.
+TensorBoard, in one process, in two under torchrun, or in two that torchrun restarts, with DDP or FSDP. Whenever it has
+exited, it is started again. It suffers one fault after the other: SIGKILL, SIGTERM or SIGSTOP of one of its processes, a
+full disk, a folder without permission, a corrupt file, a console that nobody reads, a clock that jumps, a slow disk.
+After each one, within a minute and a half, all processes must have exited, with a documented exit code, or make progress
+again; there must be no traceback, and nothing incomplete under a final name. At the end, the log, the weights and the
+optimizer, or the shards and the manifest, must be those of a run without faults, bit by bit, and TensorBoard's curves
+those of the log.
 
 The seed determines the faults; which step they hit depends on the machine. The first violation ends the benchmark, with
 exit code 1, and its files are kept.
@@ -32,7 +33,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -96,6 +97,7 @@ SCENARIOS = (
     Scenario("train", "1 process"),
     Scenario("torchrun", "torchrun, 2 processes", 2),
     Scenario("restarts", "torchrun --max-restarts", 2, 3),
+    Scenario("fsdp", "the same with --parallel fsdp", 2, 3, "fsdp"),
 )
 
 
@@ -308,10 +310,11 @@ def run_scenario(setting: Setting, scenario: Scenario, faults: Sequence[Fault], 
     Raises:
         Violation: a check failed.
     """
-    reference = setting.disk / f"reference_{'tokens' if scenario.tokenises else scenario.processes}"
+    kind = "tokens" if scenario.tokenises else f"{scenario.parallel}_{scenario.processes}"
+    reference = setting.disk / f"reference_{kind}"
     if not reference.exists():
         setting.inject()
-        plain = Scenario(scenario.name, scenario.title, scenario.processes)
+        plain = replace(scenario, restarts=0)
         Run(setting, plain, reference).finish()
         report.line(f"{scenario.name}: {scenario.title}, without faults")
     run = Run(setting, scenario, setting.disk / f"{scenario.name}_{number}")

@@ -61,6 +61,7 @@ class Scenario:
     title: str
     processes: int = 1
     restarts: int = 0  # by torchrun
+    parallel: str = "ddp"
 
     @property
     def tokenises(self) -> bool:
@@ -95,7 +96,7 @@ class Setting:
             f"-m torch.distributed.run --standalone --nproc_per_node=2 --max-restarts={scenario.restarts}".split()
         )
         script = [*(torchrun if scenario.processes > 1 else []), str(ROOT / "train_gpt2.py")]
-        flags = ["--data", str(self.folder / "data"), "--out", str(out), "--max-steps", str(self.steps)]
+        flags = f"--data {self.folder}/data --out {out} --max-steps {self.steps} --parallel {scenario.parallel}".split()
         return [sys.executable, *script, *TRAINING_FLAGS, *flags]
 
 

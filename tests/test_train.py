@@ -69,9 +69,9 @@ def test_the_micro_batch_does_not_change_the_losses(byte_shards, tmp_path, batch
 
 @pytest.mark.slow
 def test_losses_do_not_depend_on_processes_and_micro_batch(byte_shards, tmp_path):
-    """20 steps on 1, 2 and 4 processes, in micro-batches of 1, 2 and 4 rows, and resumed from one layout to another."""
+    """20 steps on 1, 2 and 4 processes in several micro-batches, and resumed from one layout to another."""
     flags = ["--data", byte_shards, "--shuffle", "--max-steps", 20, "--decay-steps", 20]
-    layouts = [(1, 4), (1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4)]
+    layouts = [(1, 4), (1, 1), (2, 2), (4, 1), (4, 4)]
     logs = []
     for world_size, B in layouts:
         out = f"{world_size}x{B}"
