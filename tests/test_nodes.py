@@ -135,7 +135,7 @@ def test_the_slurm_script_queues_a_run_again_that_was_stopped_and_no_other(tmp_p
     )
     [torchrun] = [call for call in calls if call.startswith("torchrun")]
     assert torchrun == (
-        "torchrun --nnodes=2 --node_rank=1 --master_addr=node-a --master_port=29500 --nproc_per_node=8 "
+        "torchrun --nnodes=2 --node_rank=1 --master_addr=node-a --master_port=29500 --nproc_per_node=8 --max-restarts=3 "
         "train_gpt2.py --resume auto --model gpt2-xl"
     )
     assert code == 1 and ("scontrol requeue 7" in calls) == stopped

@@ -112,7 +112,7 @@ def test_the_command_prints_it_and_trains_nothing(tmp_path, capsys, monkeypatch)
     main("--plan --model gpt2-xl --gpus 64 --gpu H100 --price 2.5 --max-steps 61035".split())
     out = capsys.readouterr().out
     assert "1,557,686,400 parameters" in out and "61,035 steps of 524,288 tokens, 32.0 billion tokens in all" in out
-    [hours] = re.findall(r"time +(\S+) hours at 49\.0% MFU \(llm\.c's with 1558M parameters on H100\)", out)
+    [hours] = re.findall(r"time +ddp: (\S+) hours at 49\.0% MFU \(llm\.c's with 1558M parameters on H100\)", out)
     assert float(hours) == pytest.approx(24 / 8, rel=0.05)
     [gpu_hours, cost] = re.findall(r"cost +(\S+) GPU-hours, (\S+) at 2.5 per GPU-hour", out)[0]
     assert float(cost) == pytest.approx(2.5 * float(gpu_hours), abs=0.2)
@@ -127,11 +127,12 @@ def test_the_command_prints_it_and_trains_nothing(tmp_path, capsys, monkeypatch)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_layout_that_does_not_fit_has_neither_time_nor_price(tmp_path, capsys, monkeypatch):
+def test_if_the_layout_does_not_fit_another_one_is_planned(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     main("--plan --model gpt2-xl --gpus 8 --gpu RTX4090".split())
     out = capsys.readouterr().out
-    assert out.endswith("note     not even one row fits. Add --parallel fsdp.\n") and "cost" not in out
+    assert "note     ddp: not even one row fits. Add --parallel fsdp, as below.\ntime     fsdp: " in out
+    assert "network  fsdp" in out and "network  ddp" not in out
     main("--plan --model gpt2-xl --gpu RTX4090".split())
     assert "Use more or larger GPUs, or a smaller model." in capsys.readouterr().out
 

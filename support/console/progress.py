@@ -79,7 +79,7 @@ def print_header(
     checkpoint_bytes = 3 * sum(p.nbytes for p in model.parameters())  # AdamW has two moments, Muon one
     if options.parallel == "fsdp" and world_size == 1:
         print0(
-            "note    --parallel fsdp divides the model among several processes, and this is one: start them with torchrun"
+            "note    --parallel fsdp has no effect on one process"
         )
     if resume_from:
         print0(f"note    resuming from {resume_from}")

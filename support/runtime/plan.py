@@ -241,16 +241,18 @@ def report(options: RunOptions, sizes: Sizes) -> Iterator[str]:
     yield ""
     chosen = layouts["fsdp" if options.parallel == "fsdp" and gpus > 1 else "ddp", options.recompute]
     if chosen.B == 0:
-        fitting = [layout.flags for layout in layouts.values() if layout.B]
-        advice = f"Add {fitting[0]}." if fitting else "Use more or larger GPUs, or a smaller model."
-        yield f"note     not even one row fits. {advice}"
-        return
+        fitting = next((layout for layout in layouts.values() if layout.B), None)
+        advice = f"Add {fitting.flags}, as below." if fitting else "Use more or larger GPUs, or a smaller model."
+        yield f"note     {chosen.name}: not even one row fits. {advice}"
+        if not fitting:
+            return
+        chosen = fitting
     utilization, source = (options.mfu, "--mfu") if options.mfu else mfu(options.gpu, sizes.parameters)
-    if options.recompute and not options.mfu:
+    if chosen.recompute and not options.mfu:
         utilization, source = with_recomputing(sizes, utilization), f"{source}, less what is recomputed"
     seconds = seconds_of_training(sizes, tokens, peak, gpus, utilization)
     yield (
-        f"time     {duration(seconds)} at {utilization:.1%} MFU ({source}): {tokens / seconds:,.0f} tokens/s, "
+        f"time     {chosen.name}: {duration(seconds)} at {utilization:.1%} MFU ({source}): {tokens / seconds:,.0f} tokens/s, "
         f"{tokens / seconds / gpus:,.0f} per GPU, {seconds / steps:.3g} s per step"
     )
     yield "         without evaluations, checkpoints and what the network adds" + (
@@ -263,7 +265,7 @@ def report(options: RunOptions, sizes: Sizes) -> Iterator[str]:
     moments = 8 * sizes.parameters - (4 * sizes.block_parameters if flags["optimizer"] == "muon" else 0)
     size = 4 * sizes.parameters + moments
     yield f"disk     {format_bytes(size)} per checkpoint, {size / DISK_BYTES_PER_SECOND:,.1f} s at 1 GB/s, in the background"
-    for layout in (layouts.get((parallel, options.recompute)) for parallel in ("ddp", "fsdp")):
+    for layout in (layouts.get((parallel, chosen.recompute)) for parallel in ("ddp", "fsdp")):
         if gpus > 1 and layout and layout.B:
             yield layout.network_line(seconds / steps)
 
@@ -288,10 +290,13 @@ class Layout:
     def flags(self) -> str:
         return " ".join(["--parallel fsdp"] * (self.parallel == "fsdp") + ["--recompute"] * self.recompute)
 
+    @property
+    def name(self) -> str:
+        return ("one GPU" if self.gpus == 1 else self.parallel) + (" --recompute" if self.recompute else "")
+
     def row(self) -> str:
-        name = ("one GPU" if self.gpus == 1 else self.parallel) + (" --recompute" if self.recompute else "")
         numbers = "".join(f"{part / 1e9:>13.2f}" for part in (*self.plan, self.plan.total))
-        return f"{name:<24}{numbers}{self.B if self.B else 'does not fit':>13}"
+        return f"{self.name:<24}{numbers}{self.B if self.B else 'does not fit':>13}"
 
     def network_line(self, seconds: float) -> str:
         """What a step sends, and the bandwidth below which that takes longer than the step's arithmetic.
