@@ -622,6 +622,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     sharded = config.parallel == "fsdp" and world_size > 1  # each rank keeps a part of every weight
     resume_from = checkpoint.path if checkpoint else None
     rank_rows = batch_size.rows_per_rank(config.total_batch_size, T, world_size)  # in each step
+    watchdog = Watchdog(dist, config.out)
 
     # Everything that can fail or take long comes before the first step. The first rank of each node goes first, and
     # downloads for the others.
@@ -656,7 +657,6 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         B = batch_size.largest_batch_size(config.batch_size, rank_rows, T, compiled, dtype, dist, sharded)
 
     # Ranks that differ would wait for each other forever. Connected, they exchange tensors: by NCCL on GPUs, else gloo.
-    watchdog = Watchdog(dist, config.out)
     network_seconds = preflight.connect(dist, watchdog, config, identity, checkpoint.step if checkpoint else 0, model)
     parallel_model = compiled
     if sharded:
@@ -782,8 +782,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     dist = Distributed.from_environment()
     flags, checkpoint = gather_flags(TrainConfig, cli_flags, dist, same_schedule_so_far)
     if flags.get("plan"):
-        gpus = flags.setdefault("gpus", dist.world_size)
-        return plan.print_report(resolve({"dtype": "bf16"} | flags, torch.device("cuda"), gpus), dist.rank)
+        gpus, dtype = flags.setdefault("gpus", dist.world_size), cli_flags.get("dtype", "auto").replace("auto", "bf16")
+        return plan.print_report(resolve(flags | {"dtype": dtype}, torch.device("cuda"), gpus), dist.rank)
     dist = dist.with_device(flags.get("device", "auto"))
     config = resolve(flags, dist.device, dist.world_size)
     exit_code: int | str | None = 0

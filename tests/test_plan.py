@@ -158,6 +158,12 @@ def test_the_vocabulary_is_that_of_the_shards(byte_shards, capsys):
     assert "model    644,224 parameters" in capsys.readouterr().out
 
 
+def test_the_vocabulary_is_that_of_the_pretrained_weights(tiny_model, tmp_path, capsys):
+    tiny_model.save_pretrained(tmp_path / "base")
+    main(["--plan", "--init-from", str(tmp_path / "base"), "--block-size", "16", "--dtype", "auto"])
+    assert "model    36,224 parameters" in capsys.readouterr().out
+
+
 def test_flags_of_the_plan_are_checked(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="is not a multiple of"):

@@ -18,7 +18,7 @@ from support.runtime.distributed import Distributed
 
 
 def short_limits(rank):
-    watchdog.STEP_SECONDS = watchdog.STEP_FACTOR = watchdog.OTHER_SECONDS = watchdog.EXIT_SECONDS = 1.0
+    watchdog.STEP_SECONDS = watchdog.STEP_FACTOR = watchdog.WAIT_SECONDS = watchdog.EXIT_SECONDS = 1.0
     watchdog.SILENCE_SECONDS, watchdog.BEAT_SECONDS = 3.0, 0.1
     preflight.ALIVE_SECONDS, preflight.CONNECT_SECONDS = 1, 2
 
@@ -33,6 +33,26 @@ def one_rank_does_not_compare(rank):
     short_limits(rank)
     if rank == 2:
         preflight.collect_facts = lambda *args: time.sleep(600)
+
+
+def one_rank_is_stopped_while_it_prepares(rank):
+    short_limits(rank)
+    if rank == 1:
+        train_gpt2.memory.check_training_fits = lambda *args: os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def one_rank_fails_while_it_prepares(rank):
+    short_limits(rank)
+    if rank == 1:
+        train_gpt2.memory.check_training_fits = lambda *args: os._exit(2)
+
+
+@pytest.mark.parametrize("sabotage", [one_rank_is_stopped_while_it_prepares, one_rank_fails_while_it_prepares])
+def test_a_rank_that_does_not_finish_its_preparation_is_named(byte_shards, tmp_path, sabotage):
+    ranks = start_run("--data", byte_shards, "--max-steps", 4, cwd=tmp_path, world_size=2, sabotage=sabotage)
+    assert ended_by_the_watchdog(ranks, missing=1)
+    expected = r"error: rank 1 \(\S+\) did not arrive in the preparation and gives no sign of life\."
+    assert re.search(expected, (tmp_path / "0.txt").read_text())
 
 
 def ended_by_the_watchdog(ranks, missing):
@@ -84,6 +104,28 @@ def test_a_store_that_does_not_answer_is_no_reason_to_wait(byte_shards, tmp_path
     assert re.search(
         r"error: step \d+ does not end, and the node of rank 0 does not answer", (tmp_path / "1.txt").read_text()
     )
+
+
+def store_answers_nothing(rank):
+    """From step 3 on; steps go on."""
+    short_limits(rank)
+    real = train_gpt2.train_step
+
+    def step(state, *args):
+        time.sleep(0.1)
+        return real(state, *args)
+
+    def look(self):
+        if self._task.startswith("step") and int(self._task.split()[1]) >= 3:
+            time.sleep(600)
+        return "[]"
+
+    train_gpt2.train_step, watchdog.Watchdog._sign_of_life = step, lambda self, beat: look(self)
+
+
+def test_steps_that_go_on_need_no_store(byte_shards, tmp_path):
+    flags = ["--data", byte_shards, "--max-steps", 60, "--val-every", 0]
+    run_to_the_end(*flags, cwd=tmp_path, world_size=2, sabotage=store_answers_nothing)
 
 
 def test_a_short_pause_ends_nothing(byte_shards, tmp_path):
@@ -197,8 +239,8 @@ def test_a_blocked_console_does_not_keep_the_processes(byte_shards, tmp_path):
 def test_time_in_which_the_process_is_stopped_is_no_time_of_a_step(monkeypatch):
     """A long step must not move the limit beyond that of the collectives."""
     dog = watchdog.Watchdog(Distributed(0, 0, 1), "log")
-    for seconds in (1.0, 10_000.0):
+    for seconds in (1.0, 1.0, 10_000.0):
         with dog.step(1):
             dog._seconds = seconds
     with dog.step(2):
-        assert dog._limit == watchdog.LONGEST_LIMIT < 3600
+        assert dog._warn_after == watchdog.LONGEST_LIMIT + watchdog.SILENCE_SECONDS < 3600

@@ -78,9 +78,7 @@ def print_header(
         print0(f"text    {options.text}: {describe_text_flags(flags)}")
     checkpoint_bytes = 3 * sum(p.nbytes for p in model.parameters())  # AdamW has two moments, Muon one
     if options.parallel == "fsdp" and world_size == 1:
-        print0(
-            "note    --parallel fsdp has no effect on one process"
-        )
+        print0("note    --parallel fsdp has no effect on one process")
     if resume_from:
         print0(f"note    resuming from {resume_from}")
     for note in notes(options, flags, first_step, checkpoint_bytes if dist.rank == 0 else 0):

@@ -22,7 +22,8 @@ T = TypeVar("T")
 
 CONNECT_TIMEOUT = timedelta(minutes=5)  # to the store of rank 0, which may start later than this process
 TORCHRUN_TIMEOUT = timedelta(seconds=20)  # to the store of torchrun, which starts before us: otherwise it is dead
-PREPARE_TIMEOUT = timedelta(hours=24)  # a node may download gigabytes; torchrun ends us if another process fails
+START_TIMEOUT = timedelta(minutes=30)  # of all processes; a node may have to be replaced first
+PREPARE_TIMEOUT = timedelta(hours=24)  # a node may download gigabytes; the watchdog ends us if another process fails
 COLLECTIVE_TIMEOUT = timedelta(hours=1)  # the others wait while rank 0 writes tens of gigabytes to a slow disk
 
 
@@ -203,8 +204,10 @@ def connect(rank: int, world_size: int) -> distributed.Store:
     launched_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     timeout = TORCHRUN_TIMEOUT if launched_by_torchrun else CONNECT_TIMEOUT
     store, _, _ = next(distributed.rendezvous("env://", rank, world_size, timeout=timeout))
+    store.set_timeout(START_TIMEOUT)
+    attempt = agree_on_attempt(store, rank, world_size)
     store.set_timeout(PREPARE_TIMEOUT)
-    return distributed.PrefixStore(agree_on_attempt(store, rank, world_size), store)
+    return distributed.PrefixStore(attempt, store)
 
 
 def agree_on_attempt(store: distributed.Store, rank: int, world_size: int) -> str:
@@ -213,15 +216,24 @@ def agree_on_attempt(store: distributed.Store, rank: int, world_size: int) -> st
     After a restart, torchrun's store still holds what the earlier processes wrote, addresses of dead ones among it, and
     the restart counts that torchrun reports differ between nodes. So each rank writes a nonce, and rank 0 answers every
     nonce that it finds with its own until each rank has confirmed that one: no earlier process can have answered it.
+
+    Raises:
+        UserError: a rank did not start in time.
     """
-    own = uuid.uuid4().hex
+    own, deadline = uuid.uuid4().hex, time.monotonic() + START_TIMEOUT.total_seconds()
     if rank > 0:
         store.set(f"nonce/{rank}", own)
-        shared = store.get(f"answer/{own}").decode()  # waits for it
+        try:
+            shared = store.get(f"answer/{own}").decode()  # waits for it
+        except distributed.DistStoreError:
+            raise UserError("rank 0 did not start. See its messages.", this_rank_only=True) from None
         store.set(f"confirmed/{shared}/{rank}", "")
         return shared
     missing = set(range(1, world_size))
     while missing:
+        if time.monotonic() > deadline:
+            names = ", ".join(f"rank {other}" for other in sorted(missing)[:8])
+            raise UserError(f"{names} did not start in time. See the messages of all nodes.")
         for other in missing:
             if store.check([f"nonce/{other}"]):
                 store.set(f"answer/{store.get(f'nonce/{other}').decode()}", own)

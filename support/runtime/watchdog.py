@@ -19,10 +19,12 @@ import torch
 
 from support.runtime.distributed import Distributed
 
-# A step may take so many seconds, plus so many times the longest step before it.
+WAIT_SECONDS = 60.0  # that anything may take before this rank looks for lost ones
+SILENCE_SECONDS = 30.0  # without a sign of life, after that: a rank is lost; in a step, the store, too
+LONG_SILENCE_SECONDS = 300.0  # the store outside a step
+START_SECONDS = 1800.0  # without a first sign of life: a rank that may be downloading a model
+# A step is reported if it takes so many seconds, plus so many times the longest step before it.
 STEP_SECONDS, STEP_FACTOR, LONGEST_LIMIT = 60.0, 10.0, 1800.0
-OTHER_SECONDS = 60.0  # and everything else that is done together
-SILENCE_SECONDS = 30.0  # without a sign of life, after that: a rank, or the store, is lost
 BEAT_SECONDS = 2.0  # between two signs of life
 EXIT_SECONDS = 3.0  # between the error and the end: the end of rank 0 may be that of the store, which others still read
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,15 +40,14 @@ class Watchdog:
     `nccl_trace_rank_*` in `out`, for `torchfrtrace`.
 
     As long as all are alive, they wait for each other (at most until the collectives' own timeout): rank 0 may be
-    writing a checkpoint. If a step takes long, a warning says where they are. Time is counted in beats of the thread,
+    writing a checkpoint. If a step takes long, a warning says where they are. Another thread counts the time, in beats,
     so that in which this process is stopped does not count.
     """
 
     def __init__(self, dist: Distributed, out: str):
         self.dist, self.out = dist, Path(out)
-        self._task, self._seconds = "the start", 0.0  # what this rank does, and for how long
-        self._limit, self._end_after = math.inf, math.inf
-        self._in_step, self._warned = False, False
+        self.start("the preparation")
+        self._first_step = True
         self._longest_step: float | None = None
         self._store_answered = threading.Event()
         self._main_thread, self._closed = threading.current_thread(), threading.Event()
@@ -63,17 +64,20 @@ class Watchdog:
             end_after: seconds after which the run ends if some are alive, but at another line than most.
         """
         self._task, self._seconds, self._in_step, self._warned = task, 0.0, False, False
-        self._limit, self._end_after = OTHER_SECONDS if limit is None else limit, end_after
+        self._limit, self._end_after = WAIT_SECONDS if limit is None else limit, end_after
+        self._warn_after = math.inf
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """A training step. The first one of a process may compile, so it may take any time."""
+        """A training step. The first one of a process may compile, so it is no measure of the next."""
         longest = self._longest_step
         limit = LONGEST_LIMIT if longest is None else min(STEP_SECONDS + STEP_FACTOR * longest, LONGEST_LIMIT)
-        self.start(f"step {step}", limit)
-        self._in_step = True
+        self.start(f"step {step}")
+        self._in_step, self._warn_after = True, limit + SILENCE_SECONDS  # by then it has looked for lost ranks
         yield
-        self._longest_step = max(longest or 0.0, self._seconds)
+        if not self._first_step:
+            self._longest_step = max(longest or 0.0, self._seconds)
+        self._first_step = False
         self.start(f"what follows step {step}")
 
     def close(self, left: bool = True) -> None:
@@ -89,7 +93,7 @@ class Watchdog:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.close(left=kind is None or issubclass(kind, SystemExit))
 
-    # The thread
+    # The threads
 
     def _connect(self) -> None:
         """A connection of its own: the main thread may be waiting on the other."""
@@ -98,9 +102,8 @@ class Watchdog:
 
     def _watch(self) -> None:
         beat, seen = 0, dict[int, tuple[bytes, float]]()
-        threading.Thread(target=self._watch_store, name="watchdog of the store", daemon=True).start()
+        threading.Thread(target=self._count_time, name="watchdog's clock", daemon=True).start()
         while not self._closed.wait(BEAT_SECONDS):
-            self._seconds += BEAT_SECONDS
             beat += 1
             try:
                 self._store.set(self._key(self.dist.rank), self._sign_of_life(beat))
@@ -118,13 +121,15 @@ class Watchdog:
             with contextlib.suppress(RuntimeError):
                 self._store.set(self._key(self.dist.rank), "left")
 
-    def _watch_store(self) -> None:
-        """Ends this process if it is in a step for too long while the store does not answer either."""
+    def _count_time(self) -> None:
+        """Ends this process, too, if what it does takes long while the store does not answer the other thread."""
         silence = 0.0
         while not self._closed.wait(BEAT_SECONDS):
+            self._seconds += BEAT_SECONDS
             silence = 0.0 if self._store_answered.is_set() else silence + BEAT_SECONDS
             self._store_answered.clear()
-            if self._in_step and self._seconds + silence > self._limit and silence > SILENCE_SECONDS + 2 * BEAT_SECONDS:
+            patience = SILENCE_SECONDS + 2 * BEAT_SECONDS if self._in_step else LONG_SILENCE_SECONDS
+            if self._seconds > self._limit and silence > patience:
                 self._end(f"{self._task} does not end, and the node of rank 0 does not answer. {LOOK}", tell=False)
 
     def _sign_of_life(self, beat: int) -> str:
@@ -146,16 +151,17 @@ class Watchdog:
             if rank not in seen or seen[rank][0] != value:
                 seen[rank] = (value, waited)
         others = {rank: value for rank, (value, _) in seen.items() if value != b"left"}
-        lost = [rank for rank in others if waited - seen[rank][1] >= SILENCE_SECONDS]
+        silence = {rank: waited - seen[rank][1] for rank in others}
+        lost = [rank for rank in others if silence[rank] >= (SILENCE_SECONDS if others[rank] else START_SECONDS)]
         if self._task != task:  # it has ended meanwhile
             return
         if lost:
             self._end(f"{_name(lost, others)} did not arrive in {task} and gives no sign of life. {LOOK}")
-        if self._in_step or waited > self._end_after:
+        if waited > min(self._warn_after, self._end_after):
             late, where = _find_late(others)
             if late and waited > self._end_after:
                 self._end(f"{_name(late, others)} did not arrive in {task} within {waited:.0f} s. {where}. {LOOK}")
-            if self._in_step and not self._warned:
+            if waited > self._warn_after and not self._warned:
                 self._warned = True
                 text = f"warning: {task} takes longer than {waited:.0f} s. {where}. All ranks are alive: waiting."
                 if self._is_first(f"warned/{task}"):
