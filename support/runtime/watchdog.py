@@ -54,6 +54,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         if dist.store is not None:
             self._connect()
+            self._store.set(self._key(dist.rank), self._sign_of_life(0))  # before anything can stop this rank
             self._thread.start()
 
     def start(self, task: str, limit: float | None = None, end_after: float = math.inf) -> None:
