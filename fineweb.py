@@ -28,15 +28,16 @@ from decimal import Decimal, DecimalException
 from pathlib import Path
 
 from support.cli import Parser, UserError, add_flags, flag, range_errors, run_cli
-from support.data import hub
+from support.data import bpe, hub
 from support.data.corpus import Corpus, Cursor, Documents, slug
 from support.data.encode import ENGINES, EncodedBatch, default_engine, encode_batches
 from support.data.output_folder import new_manifest, open_output_folder, read_partial_manifest
 from support.data.readers import TEXT_TYPES, Files, find_text_files, text_suffix
 from support.data.ready_made import download_shards
 from support.data.shard_writer import ShardWriter, check_space_for_shards, report_interrupt
-from support.data.shards import Manifest, Setting, read_manifest, verify_shards
-from support.data.tokenizer import VOCAB_SIZES, get_tokenizer
+from support.data.shards import MANIFEST, Manifest, Setting, read_manifest, verify_shards
+from support.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_JSON, VOCAB_SIZES, get_tokenizer
+from support.files import sha256_of
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 SHARD_SIZE = 10**8  # tokens
@@ -146,6 +147,8 @@ def make_shards(
     output: str | os.PathLike[str],
     *,
     tokenizer: str = "gpt2",
+    vocab_size: int | None = None,
+    tokenizer_file: Path | None = None,
     engine: str | None = None,
     shard_size: int = SHARD_SIZE,
     max_tokens: int | None = None,
@@ -158,7 +161,9 @@ def make_shards(
     Shards that an earlier call with the same arguments has finished are kept.
 
     Args:
-        tokenizer: "gpt2" or "bytes".
+        tokenizer: "gpt2", "bytes", or "bpe", which is trained on the corpus.
+        vocab_size: the largest number of tokens of "bpe" (default: one that fits the amount of text).
+        tokenizer_file: the `tokenizer.json` of an earlier "bpe", to use that one.
         engine: "gigatoken" or "tiktoken" (default: gigatoken if it is installed). The bytes do not depend on it.
         shard_size, max_tokens: numbers of tokens.
         val_fraction: fraction of the corpus, at its end, for validation (default: shard 0, or a tenth of a corpus
@@ -175,16 +180,22 @@ def make_shards(
         "max_tokens": max_tokens,
         "val_fraction": val_fraction,
         "split_documents": split_documents or None,
+        "vocab_size": vocab_size,
+        "tokenizer_from": sha256_of(tokenizer_file) if tokenizer_file else None,
         **corpus.settings,
     }
     manifest = new_manifest(corpus.name, corpus.revision, tokenizer, settings)
 
-    def encode_from(cursor: Cursor | None) -> Iterator[EncodedBatch]:
-        return encode_batches(corpus.batches(cursor), tokenizer, engine or default_engine(), workers)
-
     with open_output_folder(Path(output), manifest, corpus.prefix) as folder, report_interrupt(folder):
         if not folder.is_finished:
             check_space_for_shards(folder, corpus, max_tokens, copies=1 if val_fraction is None else 2)
+            name_or_path = (
+                bpe.write_tokenizer(folder, corpus, vocab_size, tokenizer_file) if tokenizer == "bpe" else tokenizer
+            )
+
+            def encode_from(cursor: Cursor | None) -> Iterator[EncodedBatch]:
+                return encode_batches(corpus.batches(cursor), name_or_path, engine or default_engine(), workers)
+
             with ShardWriter(folder, corpus, shard_size) as writer:
                 if val_fraction is None:
                     writer.write_in_order(encode_from, max_tokens)
@@ -246,7 +257,7 @@ class Arguments:
     shards_from: str | None = flag(
         None, "download the .npy shards of this Hugging Face data set", "source", default_help="make shards from text"
     )
-    demo: bool = flag(False, "this Python's own documentation, as bytes; needs no network", "source")
+    demo: bool = flag(False, "this Python's own documentation; needs no network", "source")
     check: str | None = flag(
         None,
         "check the shards in DIR against their manifest, and exit",
@@ -262,7 +273,28 @@ class Arguments:
         metavar="DIR",
     )
     tokenizer: str | None = flag(
-        None, "tokenizer", "shards", default_help="gpt2; with --demo bytes", choices=tuple(VOCAB_SIZES)
+        None,
+        "GPT-2's, bytes, or one that is trained on the text",
+        "shards",
+        default_help="gpt2; with --demo bpe",
+        choices=(*VOCAB_SIZES, "bpe"),
+    )
+    vocab_size: int | None = flag(
+        None,
+        "tokens of --tokenizer bpe",
+        "shards",
+        default_help="as suits the amount of text",
+        at_least=258,
+        at_most=MAX_VOCAB_SIZE,
+        type=count,
+        metavar="N",
+    )
+    tokenizer_from: str | None = flag(
+        None,
+        "use the trained tokenizer of this model, or of these shards",
+        "shards",
+        default_help="train a new one",
+        metavar="NAME_OR_DIR",
     )
     shard_size: int = flag(
         SHARD_SIZE,
@@ -297,6 +329,10 @@ class Arguments:
         choices=ENGINES,
     )
     keep_downloads: bool = flag(False, "keep FineWeb's files after they are encoded", PERFORMANCE)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.tokenizer or ("bpe" if self.demo else "gpt2")
 
 
 def parse_arguments(argv: list[str] | None) -> Arguments:
@@ -338,6 +374,11 @@ def _invalid_arguments(args: Arguments) -> list[str]:
         problems.append("no folder for the shards. Pass one with --output.")
     if args.document_separator is not None and not args.input:
         problems.append("--document-separator is for --input.")
+    if args.tokenizer_name != "bpe":
+        given = {"--vocab-size": args.vocab_size, "--tokenizer-from": args.tokenizer_from}
+        problems += [f"{name} is for --tokenizer bpe." for name, value in given.items() if value is not None]
+    elif args.vocab_size is not None and args.tokenizer_from is not None:
+        problems.append("--tokenizer-from brings its own vocabulary. Leave out --vocab-size.")
     if args.name is not None and (args.input or args.demo):
         problems.append("--name is for data sets.")
     return problems
@@ -354,6 +395,22 @@ def default_output(args: Arguments) -> str:
         return "demo_data"
     size = (args.name or "sample-10BT").removeprefix("sample-").removesuffix("T")
     return ("fineweb" if args.dataset == "HuggingFaceFW/fineweb" else "edu_fineweb") + slug(size)
+
+
+def find_tokenizer(name_or_dir: str) -> Path:
+    """The `tokenizer.json` of a model, or of a folder of shards.
+
+    Raises:
+        UserError: there is none.
+    """
+    directory = Path(name_or_dir)
+    if not (directory / MANIFEST).exists():
+        from support.checkpoints import huggingface  # imports torch
+
+        directory = huggingface.find_model(name_or_dir, verify=False)
+    if not (directory / TOKENIZER_JSON).is_file():
+        raise UserError(f"{directory} has no {TOKENIZER_JSON}. Use another --tokenizer-from.")
+    return directory / TOKENIZER_JSON
 
 
 def source_of(args: Arguments, output: Path) -> Corpus:
@@ -387,14 +444,17 @@ def main(argv: list[str] | None = None) -> None:
     if args.shards_from is not None:
         manifest = download_shards(args.shards_from, args.name, output, args.tokenizer, args.max_tokens)
     else:
-        tokenizer = args.tokenizer or ("bytes" if args.demo else "gpt2")
+        tokenizer = args.tokenizer_name
         if tokenizer == "gpt2" and args.engine is None and default_engine() == "tiktoken":
             print('gigatoken is not installed: tiktoken encodes, several times slower ("pip install gigatoken")')
-        get_tokenizer(tokenizer)  # downloaded here, once, and not by every worker
+        if tokenizer != "bpe":
+            get_tokenizer(tokenizer)  # downloaded here, once, and not by every worker
         manifest = make_shards(
             source_of(args, output),
             output,
             tokenizer=tokenizer,
+            vocab_size=args.vocab_size,
+            tokenizer_file=find_tokenizer(args.tokenizer_from) if args.tokenizer_from else None,
             engine=args.engine,
             shard_size=args.shard_size,
             max_tokens=args.max_tokens,

@@ -38,7 +38,7 @@ from support.checkpoints import huggingface
 from support.cli import Parser, UserError, add_device_flag, run_cli
 from support.console.progress import progress_bar
 from support.data.download import download as download_file
-from support.data.tokenizer import Tokenizer, get_tokenizer, name_for_vocab_size
+from support.data.tokenizer import Tokenizer, tokenizer_of_model
 from support.runtime import devices
 
 if TYPE_CHECKING:
@@ -561,7 +561,7 @@ def load_model(directory: Path, device: torch.device) -> tuple[GPT2LMHeadModel, 
     Raises:
         UserError: the checkpoint is corrupt, or its tokenizer is not GPT-2's, on which HellaSwag's scores are defined.
     """
-    tokenizer = get_tokenizer(name_for_vocab_size(huggingface.read_config(directory)["vocab_size"]))
+    tokenizer = tokenizer_of_model(directory, huggingface.read_config(directory)["vocab_size"])
     if tokenizer.name != "gpt2":
         raise UserError(
             f"{directory} was trained on {tokenizer.name}, and HellaSwag's scores are defined on GPT-2 tokens. "

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
+from support.checkpoints.huggingface import find_model
 from support.cli import Parser, UserError, add_device_flag, run_cli
-from support.data.tokenizer import get_tokenizer, name_for_vocab_size
+from support.data.tokenizer import tokenizer_of_model
 from support.runtime import devices
 from train_gpt2 import GPT, sample
 
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     device = torch.device(devices.pick_device_type(args.device))
     model = GPT.from_pretrained(args.model).to(device)
-    tokenizer = get_tokenizer(name_for_vocab_size(model.config.vocab_size))
+    tokenizer = tokenizer_of_model(find_model(args.model, verify=False), model.config.vocab_size)
     length = len(tokenizer.encode(args.prompt))
     if length > model.config.block_size:
         raise UserError(

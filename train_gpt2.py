@@ -35,13 +35,13 @@ from support.checkpoints.start import check_pretrained, gather_flags
 from support.checkpoints.state import Checkpoint, TrainState
 from support.cli import UserError, flag, parse_flags, run_cli
 from support.console.progress import demo_result, print_header, progress_bar
-from support.console.run_logger import RunLogger
+from support.console.run_logger import STARTED, RunLogger
 from support.console.trackers import check_installed
 from support.data import presets, shards
-from support.data.tokenizer import Tokenizer, get_tokenizer
+from support.data.tokenizer import Tokenizer
 from support.optim.loss import chunked_cross_entropy
 from support.optim.muon import Muon
-from support.runtime import batch_size, devices, fsdp, memory, plan, preflight
+from support.runtime import batch_size, budget, devices, fsdp, memory, plan, preflight
 from support.runtime.distributed import Distributed, report_lost_processes
 from support.runtime.options import MACHINE_FLAGS, RunOptions
 from support.runtime.profiler import Profiler
@@ -631,12 +631,11 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
             run_folder.check_folder(config.out, resume_from, config.overwrite_policy)
             check_installed(config)
         if config.demo or config.text is not None:
-            presets.make_preset_shards(
-                config.data, config.text, config.text_field, config.tokenizer, rank, resumed=checkpoint is not None
-            )
+            presets.make_preset_shards(config.to_dict(), rank, resumed=checkpoint is not None)
         train_shards = shards.open_shards(config.data, "train")
         val_shards = shards.open_shards(config.data, "val") if config.val_every else []
-        tokenizer = get_tokenizer(shards.read_manifest(config.data)["tokenizer"])
+        tokenizer = shards.read_tokenizer(config.data)
+        bytes_per_token = shards.bytes_per_token([*val_shards, *train_shards][0], tokenizer)
         memory.check_training_fits(config.to_dict(), tokenizer.vocab_size, device, world_size if sharded else 1)
         with fsdp.weights_on_rank_zero(sharded, rank):
             model = initial_model(config, tokenizer, resume_from)
@@ -679,6 +678,10 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     loader = new_loader(train_shards, grad_accum=rank_rows // B, shuffle=config.shuffle, seed=config.seed)
     loader.seek(state.step)
     val_loader = new_loader(val_shards) if val_shards else None
+    if config.minutes and not checkpoint:
+        idle = model.configure_optimizers(0.0, 0.0, (0.9, 0.95), muon_dtype)  # leaves the weights as they are
+        chosen = budget.flags_for_minutes(config, STARTED, parallel_model, idle, loader, val_loader, amp, dist)
+        config = replace(config, **chosen)
 
     # Locks --out. A new run replaces an earlier one here, if it may.
     lock = dist.on_rank_zero(lambda: run_folder.claim_folder(config.out, resume_from, config.overwrite_policy))
@@ -694,7 +697,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     synchronize = devices.synchronizer(device)
     print_header(
         config, dist, model, asdict(model.config), config.describe(), B=B, grad_accum=loader.grad_accum,
-        rows_per_epoch=train_rows, resume_from=resume_from, first_step=state.step,
+        rows_per_epoch=train_rows, bytes_per_token=bytes_per_token, resume_from=resume_from, first_step=state.step,
     )  # fmt: skip
 
     def due(*intervals: int) -> bool:
@@ -723,7 +726,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
                 logger.hellaswag(step, *score, len(examples), time.perf_counter() - started)
             if rank == 0 and step > 0 and due(config.sample_every) and not logger.already_reported(step, "samples"):
                 generator = devices.seeded_generator(device, config.seed, step, rank)
-                length = 32 if tokenizer.name == "gpt2" else 128  # a GPT-2 token is about four bytes
+                length = 128 if tokenizer.name == "bytes" else 32  # a GPT-2 token is about four bytes
                 with amp:  # uncompiled: every length would be compiled again
                     logger.samples(step, sample(full_model, tokenizer, config.prompt, 4, length, generator))
             if due(config.checkpoint_every):
@@ -762,16 +765,10 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
             stop.exit_all_ranks(dist.all_reduce_min)
     if config.demo and rank == 0:
         with amp:
-            [text] = sample(
-                full_model.eval(), tokenizer, "The ", 1, 500, devices.seeded_generator(device, config.seed), 0.8
-            )
-        demo_result(config, config.max_steps, text)
+            generator, length = devices.seeded_generator(device, config.seed), 500 if tokenizer.name == "bytes" else 150
+            [text] = sample(full_model.eval(), tokenizer, "The ", 1, length, generator, 0.8)
+        demo_result(config, config.max_steps, bytes_per_token, text)
     return state
-
-
-def same_schedule_so_far(a: TrainConfig, b: TrainConfig, step: int) -> bool:
-    """Whether both schedules are still constant at `step`: then a resumed run may change from one to the other."""
-    return all(c.schedule == "wsd" and step <= c.decay_steps - c.cooldown_steps for c in (a, b))
 
 
 @report_lost_processes()
@@ -780,7 +777,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # command line -> all flags, with those of a preset or of the checkpoint to resume -> configuration -> run
     cli_flags = parse_flags(TrainConfig, argv, "Train GPT-2 on shards of fineweb.py, or on a text (--text).", groups)
     dist = Distributed.from_environment()
-    flags, checkpoint = gather_flags(TrainConfig, cli_flags, dist, same_schedule_so_far)
+    flags, checkpoint = gather_flags(TrainConfig, cli_flags, dist)
     if flags.get("plan"):
         gpus, dtype = flags.setdefault("gpus", dist.world_size), cli_flags.get("dtype", "auto").replace("auto", "bf16")
         return plan.print_report(resolve(flags | {"dtype": dtype}, torch.device("cuda"), gpus), dist.rank)

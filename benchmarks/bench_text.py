@@ -1,11 +1,13 @@
-"""What `--text` makes of one text, as bytes: from random weights, against nanoGPT's small recipe, and fine-tuned.
+"""What `--text` makes of one text, and `--demo` of its own: from random weights, and fine-tuned.
 
     python benchmarks/bench_text.py tinyshakespeare.txt
+    python benchmarks/bench_text.py tinyshakespeare.txt --seeds 1 2 3 --only recipe bytes bpe demo
 
-The small recipe: 4 layers, 4 heads, 128 channels, context 64, 12 rows a step, 2,000 steps of AdamW. `--text` uses its own
-defaults. Then the model of `--demo`, which was trained on Python's documentation, is fine-tuned for 200 steps of 1,024
-tokens, completely and by LoRA, and a model of its size is trained on the text alone for as long. All hold out the last
-tenth of the text, are validated on all of that, and are timed from start to end.
+`recipe` is nanoGPT's for a small character model on a CPU, with bytes: 4 layers, 4 heads, 128 channels, context 64, 12
+rows a step, 2,000 steps of AdamW. `bytes` and `bpe` are `--text` with its own defaults and these tokenizers, `demo` is `--demo`.
+`short`, `tuned` and `lora` train for 200 steps of 1,024 tokens: a model of the demo's size from random weights, and the
+demo's own, completely and by LoRA. All hold out the last tenth of the text, are validated on all of that, and are
+timed from start to end, shards included.
 """
 
 from __future__ import annotations
@@ -18,44 +20,66 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SMALL = (
-    "--recipe gpt2 --n-layer 4 --n-head 4 --n-embd 128 --block-size 64 --batch-size 12 --total-batch-size 768 "
-    "--max-steps 2000 --warmup-steps 100 --max-lr 1e-3 --beta2 0.99"
+sys.path.insert(0, str(ROOT))
+
+from support.checkpoints.directory import newest_checkpoint  # noqa: E402
+from support.console.log import read_values  # noqa: E402
+from support.data import shards  # noqa: E402
+
+RECIPE = (
+    "--tokenizer bytes --recipe gpt2 --n-layer 4 --n-head 4 --n-embd 128 --block-size 64 --batch-size 12 "
+    "--total-batch-size 768 --max-steps 2000 --warmup-steps 100 --max-lr 1e-3 --beta2 0.99 "
+    "--val-every 2000 --sample-every 0 --checkpoint-every 0"
 )
 SHORT = "--batch-size 16 --total-batch-size 1024 --max-steps 200"
+# rows by name: flags besides --text; {demo} is the checkpoint of the demo
+ROWS = {
+    "recipe": RECIPE,
+    "bytes": "--tokenizer bytes",
+    "bpe": "--tokenizer bpe",
+    "demo": None,
+    "short": f"--tokenizer bpe --n-layer 3 --n-head 4 --n-embd 128 --block-size 64 {SHORT}",
+    "tuned": f"--init-from {{demo}} {SHORT}",
+    "lora": f"--init-from {{demo}} --lora-rank 8 {SHORT}",
+}
 
 
-def train(out: Path, *flags: object) -> None:
+def train(out: Path, *flags: object) -> float:
+    """Trains, and returns the seconds from start to end."""
     command = [sys.executable, ROOT / "train_gpt2.py", "--out", out, *flags]
+    started = time.perf_counter()
     if subprocess.run(list(map(str, command)), stdout=subprocess.DEVNULL).returncode:
         sys.exit("a run failed, see above")
+    return time.perf_counter() - started
 
 
-def print_row(name: str, text: str, flags: str) -> None:
-    """Trains on the text with these flags, and prints steps, seconds and the last validation loss."""
-    with tempfile.TemporaryDirectory() as out:
-        started = time.perf_counter()
-        train(Path(out), "--text", text, "--tokenizer", "bytes", *flags.split())
-        seconds = time.perf_counter() - started
-        values = [line.split() for line in (Path(out) / "log.txt").read_text().splitlines()]
-    step, _, loss = [value for value in values if value[1] == "val"][-1]
-    print(f"| {name} | {step} | {seconds:.0f} | {loss} |", flush=True)
+def print_row(name: str, seed: int, out: Path, data: Path, seconds: float) -> None:
+    """Prints steps, seconds, and the last validation loss per token and per byte."""
+    step, loss = max(read_values(out / "log.txt", "val").items())
+    [val] = shards.open_shards(data, "val")
+    per_byte = loss / shards.bytes_per_token(val, shards.read_tokenizer(data))
+    print(f"| {name} | {seed} | {step:,} | {seconds:.0f} | {loss:.4f} | {per_byte:.4f} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", metavar="FILE")
-    text = parser.parse_args().text
-    print("| | steps | seconds | validation loss |\n|---|---|---|---|")
-    print_row("small recipe", text, f"{SMALL} --val-every 2000 --sample-every 0 --checkpoint-every 0")
-    print_row("--text", text, "")
-    with tempfile.TemporaryDirectory() as folder:
-        base = Path(folder) / "log"
-        train(base, "--demo", "--data", Path(folder) / "data")
-        [weights] = base.glob("model_*")
-        print_row("short: random weights", text, f"{SHORT} --n-layer 3 --n-head 4 --n-embd 128 --block-size 64")
-        print_row("short: --init-from the demo's", text, f"{SHORT} --init-from {weights}")
-        print_row("short: --init-from the demo's --lora-rank 8", text, f"{SHORT} --init-from {weights} --lora-rank 8")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1337], metavar="N", help="(default: 1337)")
+    parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), help="rows (default: all)")
+    args = parser.parse_args()
+    if {"tuned", "lora"} & set(args.only) and "demo" not in args.only:
+        parser.error("tuned and lora need demo")
+    print("| | seed | steps | seconds | nats per token | nats per byte |\n|---|---|---|---|---|---|")
+    for seed in args.seeds:
+        with tempfile.TemporaryDirectory() as folder:
+            for name in (name for name in ROWS if name in args.only):
+                out, demo = Path(folder) / name, Path(folder) / "demo"
+                if name == "demo":
+                    data, flags = Path(folder) / "demo_data", ["--demo", "--data", Path(folder) / "demo_data"]
+                else:
+                    data, flags = out / "data", ["--text", args.text]
+                    flags += ROWS[name].format(demo=newest_checkpoint(demo)).split()
+                print_row(name, seed, out, data, train(out, "--seed", seed, *flags))
 
 
 if __name__ == "__main__":

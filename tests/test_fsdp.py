@@ -213,7 +213,7 @@ def bytes_as_gpt2_tokens(rank):
     class Gpt2Named(BytesTokenizer):
         name, vocab_size = "gpt2", 257
 
-    train_gpt2.get_tokenizer = lambda name: Gpt2Named()
+    train_gpt2.shards.read_tokenizer = lambda data: Gpt2Named()
 
 
 def test_scores_and_samples_are_those_of_one_process(byte_shards, tmp_path):

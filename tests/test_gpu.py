@@ -33,7 +33,7 @@ from support.runtime import batch_size, devices
 from support.runtime.distributed import Distributed
 from support.runtime.memory import estimate_memory
 from support.runtime.signals import StopHandler
-from train_gpt2 import GPT, GPTConfig, TrainConfig, resolve, same_schedule_so_far, train
+from train_gpt2 import GPT, GPTConfig, TrainConfig, resolve, train
 
 ON_CPU = os.environ.get("GPU_TESTS_DEVICE") == "cpu"
 DEVICE = torch.device("cpu") if ON_CPU else torch.device("cuda", 0)
@@ -212,7 +212,7 @@ def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(byte_shards, tmp_
     out = tmp_path / "resumed"
     train(config_on_gpu(byte_shards, out, *flags, "--max-steps", 7, "--decay-steps", 12), gpu)
     resume = parse_flags(TrainConfig, ["--resume", "--out", str(out), "--max-steps", "12"], "")
-    given, checkpoint = gather_flags(TrainConfig, resume, gpu, same_schedule_so_far)
+    given, checkpoint = gather_flags(TrainConfig, resume, gpu)
     train(resolve(given | {"device": DEVICE.type}, DEVICE, 1), gpu, checkpoint)
     resumed, straight = (np.array(losses(folder / "log.txt")) for folder in (out, tmp_path / "straight"))
     assert len(resumed) == 12 and np.abs(resumed - straight).max() < 1e-3

@@ -22,6 +22,7 @@ from training import ONE_PROCESS
 import hellaswag
 from hellaswag import Example
 from support.cli import UserError, run_cli
+from support.data.tokenizer import get_tokenizer
 from support.runtime.signals import StopHandler
 from train_gpt2 import GPT, GPTConfig, hellaswag_score
 
@@ -348,7 +349,7 @@ def test_the_harness_style_by_hand(tmp_path, record, context, continuations):
     encode = tiktoken.get_encoding("gpt2").encode
     (tmp_path / "items.jsonl").write_text(json.dumps(record))
     [loaded] = hellaswag.load(tmp_path / "items.jsonl", style="harness")
-    example = hellaswag.render(loaded, hellaswag.get_tokenizer("gpt2"), "harness")
+    example = hellaswag.render(loaded, get_tokenizer("gpt2"), "harness")
     assert example.context == encode(context)
     assert [example.context + c for c in example.completions] == [encode(context + c) for c in continuations]
     spaces = 2 if context == "x: Wait." else 1  # one separates context and ending; a second one was the context's last
@@ -360,7 +361,7 @@ def test_an_empty_context_becomes_an_end_of_text_token():
     """The harness rejects an empty context; here the endings are scored as the start of a document."""
     empty = hellaswag.Item(["a"] * 4, 0, activity_label="[", ctx_a="]")
     for style, expected in (("harness", [50256]), ("tokens", [50256])):
-        example = hellaswag.render(empty, hellaswag.get_tokenizer("gpt2"), style)
+        example = hellaswag.render(empty, get_tokenizer("gpt2"), style)
         assert example.context == expected and example.completions == [[257]] * 4  # " a"
 
 
@@ -370,7 +371,7 @@ def test_the_tokens_style_by_hand():
 
     encode = tiktoken.get_encoding("gpt2").encode
     loaded = hellaswag.Item(["a b", "", " c", "it's"], 3, ctx="Wait. [step] he")
-    example = hellaswag.render(loaded, hellaswag.get_tokenizer("gpt2"))
+    example = hellaswag.render(loaded, get_tokenizer("gpt2"))
     assert example == Example(encode("Wait. [step] he"), [encode(c) for c in (" a b", " ", "  c", " it's")], 3)
 
 
@@ -519,7 +520,7 @@ def test_items_without_labels_give_only_losses(checkpoint, tmp_path, capsys, mon
     assert (
         out.endswith(f"no labels, so no scores; the losses go to {tmp_path / 'without.json'}\n") and "OpenAI" not in out
     )
-    tokenizer = hellaswag.get_tokenizer("gpt2")
+    tokenizer = get_tokenizer("gpt2")
     with pytest.raises(UserError, match="no labels, so there is nothing to score"):
         hellaswag.load_examples(str(unlabelled), tokenizer, print)
     assert len(hellaswag.load_examples(str(labelled), tokenizer, print, limit=2)) == 2

@@ -155,7 +155,7 @@ def test_the_vocabulary_is_that_of_the_shards(byte_shards, capsys):
     )
     assert "model    36,224 parameters" in capsys.readouterr().out
     main(["--plan", "--demo"])
-    assert "model    644,224 parameters" in capsys.readouterr().out
+    assert "model    1,127,552 parameters" in capsys.readouterr().out
 
 
 def test_the_vocabulary_is_that_of_the_pretrained_weights(tiny_model, tmp_path, capsys):

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import losses, run_script
-from training import ONE_PROCESS, configure
+from training import ONE_PROCESS, config_of, configure
 
 from support.cli import UserError
 from support.data.presets import make_preset_shards, run_child_process
@@ -65,8 +65,13 @@ def test_flags_fit_the_amount_of_text(tmp_path, size, n_layer, context, tokens_p
 
 
 def test_gpt2_tokens_are_fewer(tmp_path):
-    config, _ = configure(["--text", str(file_of_size(tmp_path, 1e7))])
+    config, _ = configure(["--text", str(file_of_size(tmp_path, 1e7)), "--tokenizer", "gpt2"])
     assert config.total_batch_size * config.max_steps == pytest.approx(1e7 * 0.9 / 4, rel=0.01)
+
+
+def test_a_large_text_gets_gpt2s_tokens_and_others_their_own(tmp_path):
+    sizes = {1e4: "bpe", 4e8: "bpe", 4.1e8: "gpt2"}
+    assert {size: configure(["--text", str(file_of_size(tmp_path, size))])[0].tokenizer for size in sizes} == sizes
 
 
 def test_a_given_flag_replaces_the_presets(tmp_path):
@@ -230,12 +235,12 @@ def test_a_folder_means_all_text_in_it_and_changed_text_is_rejected(tmp_path, ca
 def test_one_process_of_all_nodes_makes_the_shards(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     data = tmp_path / "run" / "data"
-    flags = (str(data), str(tmp_path / "text.txt"), "text", "bytes")
-    other_node = threading.Thread(target=make_preset_shards, args=(*flags, 1, False), daemon=True)
+    flags = config_of("--text", tmp_path / "text.txt", "--out", tmp_path / "run", "--tokenizer", "bytes").to_dict()
+    other_node = threading.Thread(target=make_preset_shards, args=(flags, 1, False), daemon=True)
     other_node.start()
     other_node.join(2)
     assert other_node.is_alive() and not (tmp_path / "run").exists()
-    make_preset_shards(*flags, 0, False)
+    make_preset_shards(flags, 0, False)
     other_node.join(60)
     assert not other_node.is_alive() and (data / "manifest.json").exists()
 

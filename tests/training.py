@@ -14,7 +14,7 @@ from support.checkpoints.start import gather_flags
 from support.checkpoints.state import Checkpoint, TrainState
 from support.cli import parse_flags
 from support.runtime.distributed import Distributed
-from train_gpt2 import GPTConfig, TrainConfig, resolve, same_schedule_so_far, train
+from train_gpt2 import GPTConfig, TrainConfig, resolve, train
 
 torch.set_num_threads(1)  # models this small gain nothing from a second thread, and lose much where cores are shared
 TINY = GPTConfig(**TINY_SIZES)
@@ -25,7 +25,7 @@ FP32 = torch.autocast("cpu", enabled=False)
 def configure(flags: list[str] | tuple[str, ...]) -> tuple[TrainConfig, Checkpoint | None]:
     """The configuration that `main` makes of a command line, and the checkpoint that it resumes from."""
     given = parse_flags(TrainConfig, [str(flag) for flag in flags], "")
-    all_flags, checkpoint = gather_flags(TrainConfig, given, ONE_PROCESS, same_schedule_so_far)
+    all_flags, checkpoint = gather_flags(TrainConfig, given, ONE_PROCESS)
     return resolve(all_flags, ONE_PROCESS.device, 1), checkpoint
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from support.checkpoints import huggingface, lora
 from support.checkpoints.directory import newest_checkpoint
@@ -14,7 +14,7 @@ from support.checkpoints.resume import resumed_flags, stored_flags
 from support.checkpoints.state import Checkpoint
 from support.cli import UserError, flag_name
 from support.data.presets import DEMO, preset_flags
-from support.data.tokenizer import Tokenizer, name_for_vocab_size
+from support.data.tokenizer import TOKENIZER_JSON, VOCAB_SIZES, Tokenizer
 from support.runtime.distributed import Distributed
 from support.runtime.options import PLAN_FLAGS
 
@@ -28,7 +28,6 @@ def gather_flags(
     config_class: type[Config],
     given: Mapping[str, Any],
     dist: Distributed,
-    same_schedule_so_far: Callable[[Config, Config, int], bool],
 ) -> tuple[dict[str, Any], Checkpoint | None]:
     """All flags that a run has a value for, and the checkpoint that it resumes from, if any.
 
@@ -36,7 +35,6 @@ def gather_flags(
 
     Args:
         given: the flags on the command line.
-        same_schedule_so_far: whether two configurations with other ends of the schedule agree up to a step.
 
     Raises:
         UserError: flags contradict each other or the checkpoint, one line each; or there is no intact checkpoint.
@@ -51,7 +49,10 @@ def gather_flags(
             stored = stored_flags(config_class, checkpoint, _sizes_of(checkpoint, given, dist))
             schedule_end = {name: given[name] for name in ("decay_steps", "cooldown_fraction") if name in given}
             before = config_class(**stored)
-            movable = same_schedule_so_far(before, replace(before, **schedule_end), checkpoint.step)
+            movable = all(
+                _is_constant(cast("Schedule", config), checkpoint.step)
+                for config in (before, replace(before, **schedule_end))
+            )
             return resumed_flags(config_class, stored, given, checkpoint, schedule_end if movable else ()), checkpoint
         if given["resume"] == "newest":
             raise UserError(
@@ -64,8 +65,21 @@ def gather_flags(
     sizes = huggingface.read_config(_find_once_per_node(given["init_from"], dist))
     model_flags: dict[str, Any] = {name: sizes[name] for name in ("n_layer", "n_head", "n_embd", "block_size", "bias")}
     if given.get("plan"):
-        model_flags["tokenizer"] = name_for_vocab_size(sizes["vocab_size"])
+        model_flags["tokenizer"] = next((n for n, size in VOCAB_SIZES.items() if size == sizes["vocab_size"]), "bpe")
     return model_flags | preset_flags(given, sizes["vocab_size"], sizes["n_embd"]) | dict(given), None
+
+
+class Schedule(Protocol):
+    schedule: str
+    decay_steps: int
+
+    @property
+    def cooldown_steps(self) -> int: ...
+
+
+def _is_constant(config: Schedule, step: int) -> bool:
+    """Whether the learning rate is still constant at a step: then a resumed run may move the end of the schedule."""
+    return config.schedule == "wsd" and step <= config.decay_steps - config.cooldown_steps
 
 
 def _sizes_of(checkpoint: Checkpoint, given: Mapping[str, Any], dist: Distributed) -> ModelSizes:
@@ -115,5 +129,8 @@ def check_pretrained(
             f"{tokenizer.vocab_size:,} ({tokenizer.name}). Use --data with shards made with its tokenizer; "
             "with --text, its --tokenizer and another --out."
         )
+    theirs = Path(source) / TOKENIZER_JSON
+    if tokenizer.name == "bpe" and theirs.exists() and theirs.read_text(encoding="utf-8") != tokenizer.huggingface_json:
+        raise UserError(f"{source} has another tokenizer than the shards in {data}. Make shards with --tokenizer-from.")
     if block_size > context:
         raise UserError(f"{source} has a context of {context} tokens. Leave out --block-size, or lower it.")

@@ -40,6 +40,7 @@ def print_header(
     B: int,
     grad_accum: int,
     rows_per_epoch: int,
+    bytes_per_token: float,
     resume_from: Path | None,
     first_step: int,
 ) -> None:
@@ -47,6 +48,7 @@ def print_header(
 
     Args:
         sizes: of the model, by field of GPTConfig.
+        bytes_per_token: of the validation split, if there is one.
         recipe: optimizer and schedule in words.
     """
     T, world_size, flags, print0 = sizes["block_size"], dist.world_size, options.to_dict(), dist.print0
@@ -70,7 +72,7 @@ def print_header(
         f"step    {step_rows * T:,} tokens = {B} rows x {T} tokens x {world_size} processes x {grad_accum} micro-steps"
     )
     print0(
-        f"data    {options.data}: {rows_per_epoch * T:,} tokens, {rows_per_epoch / step_rows:,.1f} steps per epoch; "
+        f"data    {options.data}: {rows_per_epoch * T:,} tokens of {bytes_per_token:.2f} bytes, {rows_per_epoch / step_rows:,.1f} steps per epoch; "
         f"{max_steps:,} steps are {epochs:.2f} epochs{', so text is read again' if epochs > 1 else ''}"
     )
     print0(f"recipe  {recipe}")
@@ -116,12 +118,13 @@ def notes(options: RunOptions, flags: Mapping[str, Any], first_step: int, checkp
         yield f"this run has finished its {max_steps:,} steps; raise --max-steps for more"
 
 
-def demo_result(options: RunOptions, max_steps: int, text: str) -> None:
+def demo_result(options: RunOptions, max_steps: int, bytes_per_token: float, text: str) -> None:
     """Prints the demo's sample, its validation loss and the path of its checkpoint."""
     print(f"\n{text}\n")
     if options.val_every:
         val = read_values(Path(options.out) / "log.txt", "val")
-        print(f"validation loss {val[max_steps]:.4f} nats per token")
+        loss = val[max_steps]
+        print(f"validation loss {loss:.4f} nats per token, {loss / bytes_per_token:.4f} per byte")
     if options.checkpoint_every:
         directory = Path(options.out) / f"model_{max_steps:05d}"
         print(f'checkpoint in {directory}; for more text: python sample.py --model {directory} --prompt "The "')

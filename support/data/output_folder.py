@@ -23,7 +23,7 @@ from support.data.shards import (
     verify_shards,
     write_manifest,
 )
-from support.data.tokenizer import VOCAB_SIZES
+from support.data.tokenizer import TOKENIZER_JSON, VOCAB_SIZES
 
 
 class OutputFolder:
@@ -60,7 +60,7 @@ def new_manifest(source: str, revision: str | None, tokenizer: str, settings: Ma
     """The manifest of a folder without shards. Settings that are None are left out."""
     return {
         "tokenizer": tokenizer,
-        "vocab_size": VOCAB_SIZES[tokenizer],
+        "vocab_size": VOCAB_SIZES.get(tokenizer, 0),  # 0 until it is trained
         "source": source,
         "revision": revision,
         "settings": {key: value for key, value in settings.items() if value is not None},
@@ -187,6 +187,8 @@ def adopt_finished_shards(folder: OutputFolder, earlier: Manifest, in_order: boo
             manifest["shards"].append(entry)
         elif in_order:
             break
+    if folder.finished_shards and "tokenizer_sha256" in earlier:
+        manifest["tokenizer_sha256"] = earlier["tokenizer_sha256"]
     for entry in folder.finished_shards:
         cursor, tokens = json.loads(entry.get("end", "[null, 0]"))
         if not isinstance(cursor, list | None) or type(tokens) is not int or tokens < 0:
@@ -208,6 +210,7 @@ def remove_if_empty(folder: OutputFolder) -> None:
     if not folder.finished_shards:
         with contextlib.suppress(OSError):
             (folder.directory / MANIFEST).unlink()
+            (folder.directory / TOKENIZER_JSON).unlink(missing_ok=True)
             (folder.directory / files.LOCK).unlink()
             folder.directory.rmdir()
 

@@ -23,13 +23,15 @@ from support.data.readers import (
     parquet_text_bytes,
     text_suffix,
 )
+from support.data.tokenizer import VOCAB_SIZES
 
 # About two minutes on two CPU cores.
 DEMO = dict(
     data="demo_data", out="log_demo", n_layer=3, n_head=4, n_embd=128, block_size=64, batch_size=16,
     total_batch_size=1024, max_steps=1500, warmup_steps=40, max_lr=4e-3, shuffle=True,
-    val_every=200, val_tokens=65536, hellaswag_every=0, sample_every=0,
+    val_tokens=65536, hellaswag_every=0,
 )  # fmt: skip
+DEMO_TEXT_BYTES, DEMO_MINUTES = 2e6, 2.0
 MODEL_FLAGS = {"n_layer", "n_head", "n_embd", "block_size"}
 # Model sizes by the largest text, in bytes, that each suits. A large model memorizes a small text.
 MODEL_BY_TEXT_SIZE = {
@@ -38,7 +40,8 @@ MODEL_BY_TEXT_SIZE = {
     4e8: dict(n_layer=8, n_head=8, n_embd=512, block_size=512),
     math.inf: {},  # gpt2
 }
-BYTES_PER_TOKEN = {"gpt2": 4, "bytes": 1}
+BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0, "bpe": 3.0}
+LARGEST_TEXT_FOR_BPE = 4e8  # bytes; larger ones get GPT-2's tokens
 FLAGS_CHOSEN_FOR_TEXT = (
     "tokenizer", "recipe", "max_lr", "total_batch_size", "max_steps", "warmup_steps", "val_every", "sample_every",
     "checkpoint_every", "keep",
@@ -62,16 +65,21 @@ def preset_flags(given: Mapping[str, Any], vocab_size: int = 50257, n_embd: int 
         return _text_flags(given, vocab_size, n_embd)
     if for_text := [flag_name(name) for name in ("text_field", "tokenizer") if name in given]:
         raise UserError(*(f"{name} is for --text. Add --text, or leave out {name}." for name in for_text))
-    flags = DEMO if given.get("demo") else {}
+    if not given.get("demo"):
+        if "minutes" in given:
+            raise UserError("--minutes is for --text and --demo. Use --max-steps.")
+        return {}
+    flags = DEMO | flags_for_steps(given.get("max_steps", DEMO["max_steps"]), demo=True) | _minutes(given, DEMO_MINUTES)
     other_sizes = given.keys() & {"model", "init_from"}
     return {name: value for name, value in flags.items() if not other_sizes or name not in MODEL_FLAGS}
 
 
 def _text_flags(given: Mapping[str, Any], vocab_size: int, n_embd: int) -> dict[str, Any]:
     fine_tuned = "init_from" in given
-    field = given.get("text_field", "text")
-    size = sum(_text_bytes(path, field) for path in find_texts(given["text"]))
-    tokenizer = given.get("tokenizer", "bytes" if fine_tuned and vocab_size == 257 else "gpt2")
+    size = text_bytes(given)
+    known = {size: name for name, size in VOCAB_SIZES.items()}
+    tokenizer = known.get(vocab_size, "bpe") if fine_tuned else "bpe" if size <= LARGEST_TEXT_FOR_BPE else "gpt2"
+    tokenizer = given.get("tokenizer", tokenizer)
     tokens = 0.9 * size / BYTES_PER_TOKEN[tokenizer]  # the last tenth is held out
     flags: dict[str, Any]
     if fine_tuned:  # few epochs, at a low learning rate
@@ -87,12 +95,28 @@ def _text_flags(given: Mapping[str, Any], vocab_size: int, n_embd: int) -> dict[
     tokens_per_step = min(2**19, max(smallest_step, 2 ** int(math.log2(max(1.0, total_tokens / steps)))))
     tokens_per_step = given.get("total_batch_size", tokens_per_step)
     steps = given.get("max_steps", max(1, round(total_tokens / max(1, tokens_per_step))))
-    quarter = max(1, steps // 4)
-    return flags | dict(
+    return flags | flags_for_steps(steps, demo=False) | _minutes(given, None) | dict(
         data=str(Path(given.get("out", "log")) / "data"), tokenizer=tokenizer, shuffle=True,
-        total_batch_size=tokens_per_step, max_steps=steps, warmup_steps=steps // 12, val_every=quarter,
-        sample_every=quarter, checkpoint_every=quarter, keep=1,
+        total_batch_size=tokens_per_step, keep=1,
     )  # fmt: skip
+
+
+def flags_for_steps(steps: int, demo: bool) -> dict[str, Any]:
+    """The flags that follow from the number of steps: a warm-up, four validations, and with --text what comes with them."""
+    quarter = max(1, steps // 4)
+    every = dict(sample_every=0) if demo else dict(sample_every=quarter, checkpoint_every=quarter)
+    return dict(max_steps=steps, decay_steps=steps, warmup_steps=steps // 12, val_every=quarter) | every
+
+
+def _minutes(given: Mapping[str, Any], default: float | None) -> dict[str, Any]:
+    """The value of --minutes, None if the steps are given instead.
+
+    Raises:
+        UserError: both are given.
+    """
+    if "max_steps" in given and "minutes" in given:
+        raise UserError("--minutes chooses the number of steps. Leave out --max-steps, or --minutes.")
+    return {} if "max_steps" in given else {"minutes": default}
 
 
 def describe_text_flags(flags: Mapping[str, Any]) -> str:
@@ -119,7 +143,14 @@ def find_texts(name: str) -> list[Path]:
     return texts
 
 
-def _text_bytes(path: Path, field: str) -> float:
+def text_bytes(flags: Mapping[str, Any]) -> float:
+    """Bytes of the text that --text names, or that of --demo, nearly."""
+    if not flags.get("text"):
+        return DEMO_TEXT_BYTES
+    return sum(_bytes_in_file(path, flags.get("text_field", "text")) for path in find_texts(flags["text"]))
+
+
+def _bytes_in_file(path: Path, field: str) -> float:
     if path.suffix.lower() == ".parquet":
         return parquet_text_bytes(path, field)
     return path.stat().st_size * (TYPICAL_COMPRESSION_RATIO if path.suffix.lower() in COMPRESSION_CODECS else 1)
@@ -129,23 +160,28 @@ def _text_bytes(path: Path, field: str) -> float:
 # Shards
 
 
-def make_preset_shards(data: str, text: str | None, field: str, tokenizer: str, rank: int, resumed: bool) -> None:
-    """Makes the shards of --text, or without `text` those of --demo, with fineweb.py on rank 0, unless they exist.
+def make_preset_shards(flags: Mapping[str, Any], rank: int, resumed: bool) -> None:
+    """Makes the shards of --text or --demo with fineweb.py on rank 0, unless they exist.
 
-    `field` is that of --text-field. For a new run of --text, fineweb.py also checks that existing shards were made from
-    this text.
+    For a new run of --text, fineweb.py also checks that existing shards were made from this text.
+
+    Args:
+        flags: all flags of the run.
 
     Raises:
         UserError: it failed, and has said why.
     """
+    data, text, tokenizer = flags["data"], flags["text"], flags["tokenizer"]
     while rank > 0 and not shards.is_complete(data):  # all nodes see this folder, as they do that of the run
         time.sleep(1)
     if rank > 0 or (shards.is_complete(data) and (text is None or resumed)):
         return
     source = ["--demo"]
     if text is not None:  # with "=" and ".", values that begin with "-" do not look like flags
-        flags = [f"--tokenizer={tokenizer}", f"--text-field={field}", "--split-documents"]
-        source = [*flags, "--input", os.path.join(".", text)]
+        source = [f"--tokenizer={tokenizer}", f"--text-field={flags['text_field']}", "--split-documents"]
+        source += ["--input", os.path.join(".", text)]
+        if flags["init_from"] and tokenizer == "bpe":
+            source.append(f"--tokenizer-from={flags['init_from']}")
     fineweb = Path(__file__).parents[2] / "fineweb.py"
     if run_child_process([sys.executable, str(fineweb), "--output", data, *source]):
         raise UserError(

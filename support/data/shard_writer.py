@@ -313,7 +313,7 @@ def check_space_for_shards(folder: OutputFolder, corpus: Corpus, max_tokens: int
     text_bytes = corpus.estimate_text_bytes()
     total_tokens = float("inf") if max_tokens is None else max_tokens
     if text_bytes is not None:
-        bytes_per_token = 1 if folder.manifest["tokenizer"] == "bytes" else CHARS_PER_TOKEN
+        bytes_per_token = {"bytes": 1, "bpe": 2}.get(folder.manifest["tokenizer"], CHARS_PER_TOKEN)
         total_tokens = min(total_tokens, text_bytes / bytes_per_token)
     if total_tokens < float("inf"):
         finished_tokens = sum(entry["tokens"] for entry in folder.finished_shards)

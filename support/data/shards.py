@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from support import files
 from support.cli import UserError
-from support.data.tokenizer import VOCAB_SIZES
+from support.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_JSON, VOCAB_SIZES, Tokenizer, get_tokenizer
 
 MANIFEST = "manifest.json"
 Setting: TypeAlias = str | int | float | bool | None
@@ -43,6 +43,7 @@ class Manifest(TypedDict):
 
     tokenizer: str
     vocab_size: int
+    tokenizer_sha256: NotRequired[str]  # of the `tokenizer.json` of a trained one
     source: str | None
     revision: NotRequired[str | None]
     settings: NotRequired[dict[str, Setting]]
@@ -100,7 +101,8 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
                 raise ValueError(f"{shard['file']!r} is not the name of a shard")
             if type(shard["tokens"]) is not int:
                 raise TypeError(f"tokens of {shard['file']}: {shard['tokens']!r}")
-        tokenizer_is_known = VOCAB_SIZES.get(tokenizer) == vocab_size
+        sizes = range(257, MAX_VOCAB_SIZE + 1) if tokenizer == "bpe" else [VOCAB_SIZES.get(tokenizer)]
+        tokenizer_is_known = type(vocab_size) is int and vocab_size in sizes
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} is not a manifest of shards ({error!r}). Make the shards again.") from error
     if not complete:
@@ -113,6 +115,21 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
             f"{path} names an unknown tokenizer, {tokenizer!r} with {vocab_size} tokens. Make the shards again."
         )
     return manifest
+
+
+def read_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a folder of shards.
+
+    Raises:
+        UserError: the manifest, or a `tokenizer.json` next to it, cannot be read or was altered.
+    """
+    manifest = read_manifest(directory)
+    if manifest["tokenizer"] != "bpe":
+        return get_tokenizer(manifest["tokenizer"])
+    path = Path(directory).absolute() / TOKENIZER_JSON
+    if not path.is_file() or files.sha256_of(path) != manifest.get("tokenizer_sha256"):
+        raise UserError(f"{path} is missing, or was altered. {_MAKE_AGAIN}")
+    return get_tokenizer(str(path))
 
 
 def is_complete(directory: str | os.PathLike[str]) -> bool:
@@ -211,6 +228,7 @@ def verify_shards(directory: str | os.PathLike[str]) -> list[np.memmap]:
     from tqdm import tqdm
 
     manifest = read_manifest(directory)
+    read_tokenizer(directory) if manifest["tokenizer"] == "bpe" else None
     expected_sha256 = {shard["file"]: shard.get("sha256") for shard in manifest["shards"]}
     (train, problems), (val, val_problems) = _open_split(directory, "train"), _open_split(directory, "val")
     if not train and not problems:
@@ -228,6 +246,12 @@ def verify_shards(directory: str | os.PathLike[str]) -> list[np.memmap]:
     if problems:
         raise UserError(*problems)
     return [*train, *val]
+
+
+def bytes_per_token(tokens: np.memmap, tokenizer: Tokenizer) -> float:
+    """Bytes of text in a token, on average over the beginning of a shard: nats per token over this are nats per byte."""
+    sample = tokens[: 1 << 20]
+    return tokenizer.count_bytes(sample) / len(sample)
 
 
 def check_ids(tokens: np.memmap, vocab_size: int) -> None:

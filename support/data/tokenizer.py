@@ -1,7 +1,8 @@
 """Tokenizers by name, and the same tokenizers as Hugging Face files.
 
 `gpt2` is OpenAI's vocabulary of 50,257 tokens through tiktoken. `bytes` is the 256 byte values and an end-of-text
-token, and needs no download. In both, end-of-text is the last id.
+token, and `bpe` an encoding trained on a text (`support/data/bpe.py`), in a `tokenizer.json`; both need no download. In
+all, end-of-text is the last id.
 """
 
 from __future__ import annotations
@@ -28,8 +29,13 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZES = {"gpt2": 50257, "bytes": 257}
+MAX_VOCAB_SIZE = 2**16  # ids are uint16
+TOKENIZER_JSON = "tokenizer.json"
 
 TokenIds: TypeAlias = npt.NDArray[np.unsignedinteger]  # one-dimensional, of some unsigned type
+
+# GPT-2's pattern of words, each of which is encoded on its own.
+GPT2_WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 _GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 _GPT2_FILES = {  # SHA-256, as in tiktoken
@@ -40,11 +46,13 @@ _GPT2_FILES = {  # SHA-256, as in tiktoken
 
 @functools.cache
 def get_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer called `name`, "gpt2" or "bytes".
+    """The tokenizer called "gpt2" or "bytes", or the one in a `tokenizer.json` with this path.
 
     Raises:
         UserError: the name is unknown, or the vocabulary is not on this machine and cannot be downloaded.
     """
+    if Path(name).name == TOKENIZER_JSON:
+        return load_bpe(Path(name))
     if name not in VOCAB_SIZES:
         raise UserError(f"unknown tokenizer {name!r}. Choose one of {', '.join(VOCAB_SIZES)}.")
     return Gpt2Tokenizer() if name == "gpt2" else BytesTokenizer()
@@ -63,6 +71,23 @@ def name_for_vocab_size(vocab_size: int) -> str:
     raise UserError(f"no tokenizer has a vocabulary of {vocab_size:,} tokens. Use a model with one of these: {known}.")
 
 
+def tokenizer_of_model(directory: Path, vocab_size: int) -> Tokenizer:
+    """The tokenizer of the model in a directory, by the size of its vocabulary.
+
+    Raises:
+        UserError: it is none that is known, and there is no `tokenizer.json` of one that this project has trained.
+    """
+    if vocab_size in VOCAB_SIZES.values() or not (directory / TOKENIZER_JSON).exists():
+        return get_tokenizer(name_for_vocab_size(vocab_size))
+    tokenizer = get_tokenizer(str((directory / TOKENIZER_JSON).absolute()))
+    if tokenizer.vocab_size != vocab_size:
+        raise UserError(
+            f"{directory / TOKENIZER_JSON} has {tokenizer.vocab_size:,} tokens, and the model {vocab_size:,}. "
+            "Use another model."
+        )
+    return tokenizer
+
+
 class Tokenizer(abc.ABC):
     """Text to token ids and back. `encode` never produces `eot`, the id of the end-of-text token."""
 
@@ -75,6 +100,15 @@ class Tokenizer(abc.ABC):
     @property
     def eot(self) -> int:
         return self.vocab_size - 1
+
+    @abc.abstractmethod
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of all tokens except end-of-text, in order of id."""
+
+    def count_bytes(self, ids: npt.NDArray[np.integer]) -> int:
+        """Bytes of text that the tokens stand for; an end-of-text counts as one."""
+        lengths = np.array([*map(len, self.token_bytes()), 1])
+        return int(lengths[ids].sum())
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]: ...
@@ -115,6 +149,9 @@ class BytesTokenizer(Tokenizer):
 
     name = "bytes"
 
+    def token_bytes(self) -> list[bytes]:
+        return [bytes([i]) for i in range(256)]
+
     def encode(self, text: str) -> list[int]:
         return list(to_utf8(text))
 
@@ -126,16 +163,30 @@ class BytesTokenizer(Tokenizer):
 
     @functools.cached_property
     def huggingface_json(self) -> str:
-        return _huggingface_bpe([bytes([i]) for i in range(256)], merges=[], eot=self.eot, split_words=False)
+        return _huggingface_bpe(self.token_bytes(), merges=[], eot=self.eot, split_words=False)
 
 
-class Gpt2Tokenizer(Tokenizer):
-    """GPT-2's byte-pair encoding. `encode` treats the text of a special token as ordinary text."""
+class BpeTokenizer(Tokenizer):
+    """A byte-pair encoding of words that are cut as GPT-2's. `encode` treats the text of a special token as ordinary.
 
-    name = "gpt2"
+    Args:
+        tokens: the bytes of all tokens except end-of-text, in order of id, which is that of the merges.
+    """
 
-    def __init__(self) -> None:
-        self._encoding = _load_gpt2_encoding()
+    name = "bpe"
+
+    def __init__(self, tokens: list[bytes]):
+        import tiktoken
+
+        ranks = {token: rank for rank, token in enumerate(tokens)}
+        end_of_text = {END_OF_TEXT: len(tokens)}
+        self._encoding = tiktoken.Encoding(
+            self.name, pat_str=GPT2_WORDS, mergeable_ranks=ranks, special_tokens=end_of_text
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return self._encoding.n_vocab
 
     def encode(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(text)
@@ -150,13 +201,43 @@ class Gpt2Tokenizer(Tokenizer):
         return self._encoding.decode(list(ids))
 
     def token_bytes(self) -> list[bytes]:
-        """The bytes of all tokens except end-of-text, in order of id."""
         return [self._encoding.decode_single_token_bytes(i) for i in range(self.eot)]
 
     @functools.cached_property
     def huggingface_json(self) -> str:
         tokens = self.token_bytes()
         return _huggingface_bpe(tokens, _recover_merges(tokens), eot=self.eot, split_words=True)
+
+
+class Gpt2Tokenizer(BpeTokenizer):
+    """GPT-2's own."""
+
+    name = "gpt2"
+
+    def __init__(self) -> None:
+        self._encoding = _load_gpt2_encoding()
+
+
+def load_bpe(path: Path) -> BpeTokenizer:
+    """The encoding in a `tokenizer.json` that `huggingface_json` has made.
+
+    Raises:
+        UserError: the file is not one of those.
+    """
+    byte_of = {char: byte for byte, char in enumerate(printable_bytes())}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        vocabulary = content["model"]["vocab"]
+        tokens = [bytes(byte_of[char] for char in token) for token in sorted(vocabulary, key=vocabulary.get)[:-1]]
+        complete = set(tokens) >= {bytes([byte]) for byte in range(256)} and len(set(tokens)) == len(tokens)
+        if not complete or sorted(vocabulary.values()) != list(range(len(tokens) + 1)) or len(tokens) >= MAX_VOCAB_SIZE:
+            raise ValueError("its vocabulary is not that of a byte-pair encoding")
+        tokenizer = BpeTokenizer(tokens)
+        if json.loads(tokenizer.huggingface_json) != content:
+            raise ValueError("it differs from what fineweb.py writes")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} is not a tokenizer of this project ({error}). Make it again.") from error
+    return tokenizer
 
 
 @functools.cache
@@ -204,7 +285,7 @@ def _recover_merges(tokens: list[bytes]) -> list[tuple[bytes, bytes]]:
 
 def _huggingface_bpe(tokens: list[bytes], merges: list[tuple[bytes, bytes]], eot: int, split_words: bool) -> str:
     """A byte-level BPE as JSON of the `tokenizers` library, in which each byte is one printable character."""
-    printable = _printable_bytes()
+    printable = printable_bytes()
 
     def spell(token: bytes) -> str:
         return "".join(printable[b] for b in token)
@@ -244,7 +325,7 @@ def _huggingface_bpe(tokens: list[bytes], merges: list[tuple[bytes, bytes]], eot
     return json.dumps(tokenizer, ensure_ascii=False)
 
 
-def _printable_bytes() -> list[str]:
+def printable_bytes() -> list[str]:
     """GPT-2's printable character for each byte value: Latin-1 where that is printable, else 256, 257, ... in turn."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]

@@ -13,8 +13,8 @@ from support.runtime import devices
 OverwritePolicy = Literal["nothing", "log", "run"]
 # Their defaults depend on the machine, so a resumed run chooses them anew unless they were given.
 MACHINE_FLAGS = {"device", "dtype", "compile", "batch_size", "hellaswag_every"}
-# What the shards were made from. A resumed run continues on those shards, so it must not name anything else.
-SOURCE_FLAGS = {"text", "text_field", "tokenizer"}
+# What the shards were made from, and the steps chosen by. A resumed run keeps these, so it must not name anything else.
+SOURCE_FLAGS = {"text", "text_field", "tokenizer", "minutes"}
 # Those of --plan, which ends before a run.
 PLAN_FLAGS = {"plan", "gpus", "gpu", "price", "mfu"}
 
@@ -35,7 +35,22 @@ class RunOptions:
         metavar="PATH",
     )
     text_field: str = flag("text", "JSON field or parquet column with the text, for --text", "files", metavar="FIELD")
-    tokenizer: str = flag("gpt2", "tokenizer for --text", "files", choices=("gpt2", "bytes"))
+    tokenizer: str = flag(
+        "gpt2",
+        "for --text: GPT-2's, bytes, or one that is trained on the text",
+        "files",
+        default_help="bpe up to 400 MB, then gpt2; that of --init-from",
+        choices=("gpt2", "bytes", "bpe"),
+    )
+    minutes: float | None = flag(
+        None,
+        "for --text and --demo: as many steps as end after so many minutes, on this machine",
+        "schedule",
+        default_help="2 with --demo; otherwise as many as suit the text",
+        at_least=0.1,
+        below=1e6,
+        metavar="M",
+    )
     out: str = flag("log", "folder for the log and the checkpoints", "files", metavar="DIR")
     resume: str | None = flag(
         None,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from support.cli import UserError
-from support.data import shards
+from support.data import bpe, presets, shards
 from support.data.tokenizer import VOCAB_SIZES
 from support.files import format_bytes
 from support.optim import loss
@@ -199,10 +199,11 @@ def print_report(options: RunOptions, rank: int = 0) -> None:
 
 def sizes_of(options: RunOptions) -> Sizes:
     """The sizes of a run's model. The vocabulary is that of its shards, if there are any yet."""
-    flags, tokenizer = options.to_dict(), "bytes" if options.demo else options.tokenizer
+    flags, tokenizer = options.to_dict(), "bpe" if options.demo else options.tokenizer
+    vocab_size = VOCAB_SIZES.get(tokenizer) or bpe.fitting_vocab_size(presets.text_bytes(flags))
     if shards.shard_paths(options.data, "train"):
-        tokenizer = shards.read_manifest(options.data)["tokenizer"]
-    padded = -(-VOCAB_SIZES[tokenizer] // 64) * 64
+        vocab_size = shards.read_manifest(options.data)["vocab_size"]
+    padded = -(-vocab_size // 64) * 64
     parameters = memory.count_parameters({**flags, "vocab_size": padded})
     return Sizes(flags["n_layer"], flags["n_head"], flags["n_embd"], flags["block_size"], padded, parameters)
 

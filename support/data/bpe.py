@@ -1,0 +1,87 @@
+"""Byte-pair encodings that are trained on a text: as GPT-2's, with a vocabulary that fits the amount of text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+from support.cli import UserError
+from support.data.corpus import Corpus
+from support.data.output_folder import OutputFolder
+from support.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_JSON, BpeTokenizer, load_bpe, printable_bytes
+from support.files import atomic_write, sha256_of
+
+TRAINING_CHARS = 1 << 25  # of a corpus, at its beginning, that its encoding is trained on
+HELD_OUT = 0.1  # of a smaller corpus: the validation split is at its end
+CHARS_PER_TOKEN_OF_VOCABULARY = 500
+
+
+def fitting_vocab_size(chars: float) -> int:
+    """The power of two that suits a text: measured, see docs/recipes.md. A rare token would hardly be trained."""
+    exponent = round(math.log2(max(1.0, chars / CHARS_PER_TOKEN_OF_VOCABULARY)))
+    return min(max(2**exponent, 512), MAX_VOCAB_SIZE // 2)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
+    """Trains an encoding with at most `vocab_size` tokens, end-of-text among them; fewer if the text has no more pairs.
+
+    The tokenizers library counts and merges; the same texts give the same tokens.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1, min_frequency=2, initial_alphabet=printable_bytes(), show_progress=False
+    )
+    trained.train_from_iterator(texts, trainer)
+    byte_of = {char: byte for byte, char in enumerate(printable_bytes())}
+    vocabulary = trained.get_vocab()
+    return BpeTokenizer(
+        [bytes(byte_of[char] for char in token) for token in sorted(vocabulary, key=vocabulary.__getitem__)]
+    )
+
+
+def write_tokenizer(folder: OutputFolder, corpus: Corpus, vocab_size: int | None, copy_of: Path | None) -> str:
+    """Trains the encoding of a corpus, or copies one, into `folder`; returns the path of `tokenizer.json`.
+
+    If shards were made with it already, it is kept. Its vocabulary and checksum are noted in the manifest.
+
+    Args:
+        vocab_size: the largest allowed (default: `fitting_vocab_size`).
+        copy_of: a `tokenizer.json`.
+
+    Raises:
+        UserError: that of earlier shards was altered, or the corpus cannot be read.
+    """
+    path = folder.directory / TOKENIZER_JSON
+    if sha256 := folder.manifest.get("tokenizer_sha256"):  # of the finished shards
+        if not path.exists() or sha256_of(path) != sha256:
+            raise UserError(f"{path} was altered. Remove {folder.directory} and run the command again.")
+    else:
+        if copy_of:
+            tokenizer = load_bpe(copy_of)
+        else:
+            texts = training_texts(corpus)
+            tokenizer = train_bpe(texts, vocab_size or fitting_vocab_size(sum(map(len, texts))))
+        with atomic_write(path) as tmp:
+            tmp.write_text(tokenizer.huggingface_json, encoding="utf-8", newline="\n")
+        folder.manifest["tokenizer_sha256"] = sha256_of(path)
+    folder.manifest["vocab_size"] = load_bpe(path).vocab_size
+    return str(path)
+
+
+def training_texts(corpus: Corpus) -> list[str]:
+    """The beginning of a corpus, or nine tenths of a small one."""
+    texts: list[str] = []
+    chars = 0
+    for batch in corpus.batches():
+        texts += batch.texts()
+        chars = sum(map(len, texts))
+        if chars >= TRAINING_CHARS:
+            return texts
+    excess = int(HELD_OUT * chars)
+    while texts and excess >= len(texts[-1]):
+        excess -= len(texts.pop())
+    return [*texts[:-1], texts[-1][: len(texts[-1]) - excess]] if texts else []

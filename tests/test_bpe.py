@@ -1,0 +1,206 @@
+"""Encodings that are trained on a text: against the method written out, against Hugging Face, and as shards."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from helpers import TINY_MODEL_FLAGS, losses, run_script
+from test_tokenizer import TEXTS
+from training import ONE_PROCESS, configure, trained
+
+import fineweb
+import sample
+from support.cli import UserError
+from support.data import bpe, shards
+from support.data.corpus import Documents
+from support.data.tokenizer import get_tokenizer, load_bpe
+from train_gpt2 import GPT, GPTConfig, train
+
+RHYME = "one two three four five, once I caught a fish alive; six seven eight nine ten, then I let it go again. "
+TEXT = "".join(RHYME + f"{n} and {n + 1} are {2 * n + 1}.\n" for n in range(300))
+SMALL = [*TINY_MODEL_FLAGS, *"--max-steps 4 --val-tokens 512 --device cpu --dtype fp32 --sample-every 0".split()]
+
+
+def pairs_by_count(text, merges):
+    """The frequencies of neighbouring tokens in the words of a text after some merges."""
+    counts = Counter()
+    for word, times in Counter(re.findall(r" ?[a-z]+| ?[^\sa-z]+|\s+", text)).items():
+        parts = [bytes([b]) for b in word.encode()]
+        for a, b in merges:
+            i = 0
+            while i < len(parts) - 1:
+                if (parts[i], parts[i + 1]) == (a, b):
+                    parts[i : i + 2] = [a + b]
+                i += 1
+        for pair in pairwise(parts):
+            counts[pair] += times
+    return counts
+
+
+def test_each_merge_is_the_most_frequent_pair():
+    """As in Sennrich et al. (arXiv:1508.07909): counted anew after every merge."""
+    text = "low lower lowest slow slower slowest new newer newest wide wider widest " * 3 + "blow low low"
+    tokens = bpe.train_bpe([text], 257 + 12).token_bytes()
+    assert sorted(tokens[:256]) == [bytes([i]) for i in range(256)] and len(tokens) == 268
+    merges = []
+    for token in tokens[256:]:
+        counts = pairs_by_count(text, merges)
+        made_by = [pair for pair in counts if b"".join(pair) == token]
+        assert max(counts[pair] for pair in made_by) == max(counts.values()), token
+        merges.append(max(made_by, key=counts.get))
+
+
+def test_hugging_face_opens_it_and_has_the_same_tokens(tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = bpe.train_bpe([TEXT], 400)
+    tokenizer.save_pretrained(tmp_path, model_max_length=64)
+    opened, loaded = AutoTokenizer.from_pretrained(tmp_path), get_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert len(opened) == tokenizer.vocab_size == loaded.vocab_size == 400
+    assert opened.eos_token_id == tokenizer.eot == 399
+    for text in [TEXT, *(t.replace("<|endoftext|>", "") for t in TEXTS)]:
+        ids = tokenizer.encode(text)
+        assert opened(text)["input_ids"] == ids == loaded.encode(text) == tokenizer.encode_array(text).tolist()
+        assert tokenizer.decode(ids) == text and tokenizer.count_bytes(np.array(ids, int)) == len(text.encode())
+    assert len(tokenizer.encode(TEXT)) < len(TEXT) / 2
+    assert tokenizer.decode(tokenizer.encode("a<|endoftext|>")) == "a<|endoftext|>"
+    assert tokenizer.eot not in tokenizer.encode("a<|endoftext|>")
+
+
+def test_a_text_with_few_pairs_has_few_tokens():
+    assert bpe.train_bpe(["ab ab"], 1000).token_bytes()[256:] == [b"ab"]
+    assert bpe.train_bpe([], 1000).vocab_size == 257
+
+
+@pytest.mark.parametrize(("chars", "size"), [(0, 512), (1e6, 2048), (2e6, 4096), (1e9, 32768)])
+def test_the_vocabulary_fits_the_text(chars, size):
+    assert bpe.fitting_vocab_size(chars) == size
+
+
+def test_the_held_out_text_is_not_trained_on():
+    corpus = Documents("d", lambda: ["x" * 60, "y" * 30, "z" * 10])
+    assert bpe.training_texts(corpus) == ["x" * 60, "y" * 30]
+    assert "".join(bpe.training_texts(Documents("d", lambda: ["0123456789" * 10]))) == "0123456789" * 9
+    assert bpe.training_texts(Documents("d", lambda: [])) == []
+
+
+def make(folder, text=TEXT, **options):
+    return fineweb.make_shards(
+        Documents("rhymes", lambda: [text, text[:999]]), folder, tokenizer="bpe", shard_size=3000, **options
+    )
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+
+
+def test_shards_have_the_text_and_do_not_depend_on_workers_and_interruptions(tmp_path, monkeypatch):
+    manifest = make(tmp_path / "a")
+    tokenizer = shards.read_tokenizer(tmp_path / "a")
+    assert manifest["vocab_size"] == tokenizer.vocab_size and len(manifest["shards"]) > 2
+    tokens = np.concatenate([np.load(tmp_path / "a" / shard["file"]) for shard in manifest["shards"]])
+    assert tokenizer.decode(tokens.tolist()) == f"<|endoftext|>{TEXT}<|endoftext|>{TEXT[:999]}"
+    make(tmp_path / "b", workers=2)
+    assert content(tmp_path / "b") == content(tmp_path / "a")
+    # as after a kill: shards are missing, and the manifest does not list them
+    listed = json.loads((tmp_path / "b" / "manifest.json").read_text())
+    listed |= {"complete": False, "counted": [], "all_counted": False}
+    for shard in listed["shards"][1:]:
+        (tmp_path / "b" / shard["file"]).unlink()
+    listed["shards"] = listed["shards"][:1]
+    (tmp_path / "b" / "manifest.json").write_text(json.dumps(listed))
+    monkeypatch.setattr(bpe, "train_bpe", lambda *args: pytest.fail("trained again"))
+    make(tmp_path / "b")
+    assert content(tmp_path / "b") == content(tmp_path / "a")
+
+
+def test_an_altered_tokenizer_is_noticed(tmp_path):
+    make(tmp_path / "data")
+    path = tmp_path / "data" / "tokenizer.json"
+    altered = json.loads(path.read_text())
+    altered["model"]["merges"].reverse()
+    path.write_text(json.dumps(altered))
+    for read in (shards.read_tokenizer, shards.verify_shards):
+        with pytest.raises(UserError, match=r"tokenizer\.json is missing, or was altered"):
+            read(tmp_path / "data")
+    with pytest.raises(UserError, match=r"was altered\. Remove"):
+        make(tmp_path / "data")
+    with pytest.raises(UserError, match="is not a tokenizer of this project"):
+        load_bpe(path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tokenizer", "bytes", "--vocab-size", "300"], "--vocab-size is for --tokenizer bpe."),
+        (["--tokenizer-from", "x"], "--tokenizer-from is for --tokenizer bpe."),
+        (["--tokenizer", "bpe", "--tokenizer-from", "x", "--vocab-size", "300"], "--tokenizer-from brings its own"),
+        (["--tokenizer", "bpe", "--tokenizer-from", "empty"], "empty is not a checkpoint: it has no config.json."),
+        (["--tokenizer", "bpe", "--vocab-size", "257"], "--vocab-size is 257. It must be 258 or more."),
+    ],
+)
+def test_wrong_flags_are_errors(tmp_path, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.txt").write_text(TEXT)
+    with pytest.raises(UserError) as error:
+        fineweb.main(["--input", "text.txt", "--output", "out", *flags])
+    assert error.value.problems[0].startswith(message)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run on a text, with a checkpoint model_00004."""
+    folder = tmp_path_factory.mktemp("bpe")
+    (folder / "text.txt").write_text(TEXT)
+    flags = ["--text", str(folder / "text.txt"), "--out", str(folder / "run"), *SMALL]
+    train(configure(flags)[0], ONE_PROCESS)
+    return folder / "run"
+
+
+def test_a_run_on_a_text_uses_it_unless_told_otherwise(run, capsys):
+    tokenizer = get_tokenizer(str(run / "model_00004" / "tokenizer.json"))
+    assert (run / "model_00004" / "tokenizer.json").read_text() == (run / "data" / "tokenizer.json").read_text()
+    assert tokenizer.vocab_size == GPT.from_pretrained(run / "model_00004").config.vocab_size == 512
+    sample.main(["--model", str(run / "model_00004"), "--prompt", "once I ", "-n", "1", "-d", "cpu"])
+    assert capsys.readouterr().out.startswith("once I ")
+
+
+def test_it_resumes_bit_by_bit(run, tmp_path):
+    flags = ["--data", run / "data", "--max-steps", 6]
+    trained(tmp_path / "straight", *flags)
+    trained(tmp_path / "resumed", *flags[:2], "--max-steps", 3, "--decay-steps", 6)
+    done = run_script("train_gpt2.py", "--resume", "--out", "resumed", "--max-steps", 6, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "resumed" / "log.txt") == losses(tmp_path / "straight" / "log.txt")
+
+
+def test_fine_tuning_keeps_the_tokenizer_of_the_base(run, tmp_path):
+    (tmp_path / "other.txt").write_text("nine or ten fish, " * 500)
+    flags = ["--text", str(tmp_path / "other.txt"), "--init-from", str(run / "model_00004"), *SMALL[8:]]
+    train(configure([*flags, "--out", str(tmp_path / "tuned")])[0], ONE_PROCESS)
+    assert (tmp_path / "tuned/data/tokenizer.json").read_text() == (run / "data/tokenizer.json").read_text()
+
+
+def test_another_tokenizer_of_the_same_size_is_refused(run, tmp_path):
+    shutil.copytree(run / "model_00004", tmp_path / "base")
+    other = bpe.train_bpe([TEXT[::-1]], 512)
+    assert other.vocab_size == 512
+    (tmp_path / "base" / "tokenizer.json").write_text(other.huggingface_json)
+    (tmp_path / "base" / "checkpoint.json").unlink()
+    with pytest.raises(UserError, match="has another tokenizer than the shards in"):
+        flags = ["--data", run / "data", "--init-from", tmp_path / "base", "--out", tmp_path / "out", *SMALL[8:]]
+        train(configure([*flags, "--total-batch-size", 256])[0], ONE_PROCESS)
+
+
+def test_a_checkpoint_whose_tokenizer_has_another_size_is_refused(tmp_path):
+    GPT(GPTConfig(8, 300, 1, 1, 4)).save_pretrained(tmp_path)
+    bpe.train_bpe([TEXT], 299).save_pretrained(tmp_path, 8)
+    with pytest.raises(UserError, match=r"tokenizer\.json has 299 tokens, and the model 300"):
+        sample.main(["--model", str(tmp_path), "-d", "cpu"])

@@ -1,0 +1,99 @@
+"""--minutes: the arithmetic, and that measuring leaves no trace."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from helpers import TINY_MODEL_FLAGS, finish_run, start_run
+from training import FP32, ONE_PROCESS, assert_same_run, config_of, configure, trainer_file
+
+from support.checkpoints.directory import newest_checkpoint
+from support.cli import UserError
+from support.runtime import budget
+from train_gpt2 import GPT, GPTConfig, train
+
+TEXT = "".join(f"{a} and {b} are {a + b}.\n" for a in range(40) for b in range(60))
+SMALL = [*TINY_MODEL_FLAGS, *"--val-tokens 512 --device cpu --dtype fp32 --tokenizer bytes".split()]
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    return ["--text", str(tmp_path / "text.txt"), *SMALL]
+
+
+def hurry(monkeypatch):
+    monkeypatch.setattr(budget, "MEASURED_SECONDS", 0.1)
+    monkeypatch.setattr("train_gpt2.STARTED", time.perf_counter() + 6)  # while shards are made
+
+
+def measured_run(folder, text, *more):
+    """Trains for a few seconds; returns its flags."""
+    config, _ = configure([*text, "--minutes", "0.1", "--out", str(folder), *more])
+    train(config, ONE_PROCESS)
+    return trainer_file(newest_checkpoint(folder))["config"]
+
+
+def test_the_run_is_that_of_as_many_steps(tmp_path, text, monkeypatch):
+    hurry(monkeypatch)
+    flags = measured_run(tmp_path / "measured", text)
+    steps = flags["max_steps"]
+    assert steps > 3 and flags["decay_steps"] == steps and flags["warmup_steps"] == steps // 12
+    same = [*text, "--max-steps", str(steps), "--out", str(tmp_path / "given")]
+    train(configure(same)[0], ONE_PROCESS)
+    assert_same_run(tmp_path / "measured", tmp_path / "given")
+    config, checkpoint = configure(["--resume", "--out", str(tmp_path / "measured")])
+    assert config.max_steps == steps and config.minutes == 0.1
+    log = (tmp_path / "measured" / "log.txt").read_bytes()
+    train(config, ONE_PROCESS, checkpoint)
+    assert (tmp_path / "measured" / "log.txt").read_bytes() == log
+    with pytest.raises(UserError, match=r"--minutes is 3\.0, but the run in .* has 0\.1\. Leave it out"):
+        configure(["--resume", "--out", str(tmp_path / "measured"), "--minutes", "3"])
+
+
+def test_given_flags_stay(tmp_path, text, monkeypatch):
+    hurry(monkeypatch)
+    flags = measured_run(tmp_path / "run", text, "--warmup-steps", "2", "--val-every", "0")
+    assert (flags["warmup_steps"], flags["val_every"]) == (2, 0)
+    assert flags["checkpoint_every"] == flags["max_steps"] // 4
+
+
+def test_the_number_of_steps(monkeypatch):
+    """By hand: 3 minutes less 10 s so far, 1.5 s for the first step, 2 s for the end, and five validations of 4 s."""
+    seconds = iter([0.05, 0.1, 0.01])  # of a micro-batch, an update, a micro-batch without gradients
+    monkeypatch.setattr(budget, "_seconds", lambda work, dist: next(seconds))
+    monkeypatch.setattr(time, "perf_counter", lambda: 110.0)
+    options = config_of("--val-tokens", 100_000)
+    options = options.__class__(**{**options.to_dict(), "minutes": 3.0})
+    loader = SimpleNamespace(B=8, T=16, grad_accum=4, rows_per_epoch=9999, vocab_size=257)
+    val_loader = SimpleNamespace(B=8, T=16, grad_accum=1, rows_per_epoch=3200, vocab_size=257)
+    model = GPT(GPTConfig(16, 257, 1, 1, 8))
+    optimizer = model.configure_optimizers(0.0, 0.0, (0.9, 0.95))
+    chosen = budget.flags_for_minutes(options, 100.0, model, optimizer, loader, val_loader, FP32, ONE_PROCESS)
+    assert chosen["max_steps"] == int((180 - 10 - 1.5 - 2 - 5 * 0.01 * 3200 / 8) / (4 * 0.05 + 0.1)) == 488
+
+
+def test_ranks_agree(tmp_path, text):
+    process = start_run(*text, "--minutes", 0.2, "--out", "run", cwd=tmp_path, world_size=2, tiny=False)
+    assert finish_run(process) == [0, 0], (tmp_path / "0.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--minutes", "5"], "--minutes is for --text and --demo. Use --max-steps."),
+        (["--demo", "--minutes", "5", "--max-steps", "5"], "--minutes chooses the number of steps. Leave out --max-steps"),
+        (["--demo", "--minutes", "0"], "--minutes is 0.0. It must be 0.1 or more."),
+    ],
+)  # fmt: skip
+def test_wrong_flags_are_errors(flags, message):
+    with pytest.raises(UserError) as error:
+        configure(flags)
+    assert error.value.problems[0].startswith(message)
+
+
+def test_the_demo_takes_two_minutes_unless_told_otherwise():
+    minutes = [configure(["--demo", *more])[0].minutes for more in ([], ["--minutes", "7"], ["--max-steps", "9"])]
+    assert minutes == [2.0, 7.0, None]
