@@ -650,7 +650,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         examples = []
         if config.hellaswag_every:
             examples = hellaswag.load_examples(config.hellaswag_data, tokenizer, print0, config.hellaswag_limit)
-        devices.prepare(device, config.tf32)
+        devices.prepare(device, config.tf32, dtype, T)
         amp = devices.autocast(device, dtype)
         compiled = devices.compile(full_model, device, print0) if config.compile else full_model
         B = batch_size.largest_batch_size(config.batch_size, rank_rows, T, compiled, dtype, dist, sharded)

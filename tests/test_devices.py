@@ -230,3 +230,18 @@ def test_generators_depend_on_each_seed_and_their_order():
 def test_each_step_and_rank_has_its_own_seed():
     seeds = {devices.derive_seed(1337, step, rank) for step in range(20) for rank in range(4)}
     assert len(seeds) == 80
+
+
+@pytest.mark.parametrize(
+    ("dtype", "context", "fused"),
+    [(torch.bfloat16, 64, False), (torch.bfloat16, 256, True), (torch.float32, 64, True)],
+)
+def test_short_rows_in_bf16_on_a_cpu_do_without_fused_attention(dtype, context, fused):
+    try:
+        devices.prepare(CPU, True, dtype, context)
+        q = torch.randn(2, 2, context, 16, dtype=dtype, requires_grad=True)
+        with torch.profiler.profile() as profile:
+            torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+        assert any("flash" in event.key for event in profile.key_averages()) == fused
+    finally:
+        devices.prepare(CPU, True)

@@ -42,12 +42,12 @@ def hub_has(monkeypatch: pytest.MonkeyPatch, folder: Path, config: GPTConfig) ->
 # Flags
 
 
-# by hand: nine tenths of the bytes are tokens; 10 epochs up to 1.5 million tokens, otherwise one; 1,000 steps or more
+# by hand: nine tenths of the bytes are tokens; 10 epochs up to 1.65 million tokens, otherwise one; 1,000 steps or more
 @pytest.mark.parametrize(
     "size, n_layer, context, tokens_per_step, steps",
     [
-        (1e5, 4, 64, 2048, 439),  # 90,000 tokens 10 times
-        (1e6, 4, 64, 2048, 732),  # 1.5 million
+        (1e5, 4, 64, 1024, 879),  # 90,000 tokens 10 times
+        (1e6, 4, 64, 1024, 1611),  # 1.65 million
         (4e6, 4, 64, 2048, 1758),
         (1e7, 6, 256, 8192, 1099),
         (1e8, 8, 512, 65536, 1373),
@@ -61,7 +61,9 @@ def test_flags_fit_the_amount_of_text(tmp_path, size, n_layer, context, tokens_p
     assert (config.total_batch_size, config.max_steps) == (tokens_per_step, steps)
     assert (config.recipe, config.data, config.shuffle, config.keep) == ("fast", "mine/data", True, 1)
     assert (config.warmup_steps, config.val_every, config.checkpoint_every) == (steps // 12, steps // 4, steps // 4)
-    assert (config.optimizer, config.schedule, config.max_lr, config.decay_steps) == ("muon", "wsd", 3.6e-3, steps)
+    assert (config.optimizer, config.schedule, config.decay_steps) == ("muon", "wsd", steps)
+    rates = {1024: 0.9e-3, 2048: 1.27e-3, 8192: 2.55e-3, 65536: 3.6e-3, 524288: 3.6e-3}  # with the square root
+    assert config.max_lr == pytest.approx(rates[tokens_per_step], rel=0.01)
 
 
 def test_gpt2_tokens_are_fewer(tmp_path):
@@ -79,7 +81,7 @@ def test_a_given_flag_replaces_the_presets(tmp_path):
         "--recipe gpt2 --n-layer 2 --block-size 32 --total-batch-size 4096 --max-steps 7 --max-lr 1e-3 --keep 0".split()
     )
     config, _ = configure(["--text", str(file_of_size(tmp_path, 1e6)), *given])
-    assert (config.recipe, config.n_layer, config.n_head, config.block_size) == ("gpt2", 2, 4, 32)
+    assert (config.recipe, config.n_layer, config.n_head, config.block_size) == ("gpt2", 2, 2, 32)
     assert (config.total_batch_size, config.max_steps, config.val_every) == (4096, 7, 1)
     assert (config.max_lr, config.keep) == (1e-3, 0)
     config, _ = configure(["--text", str(file_of_size(tmp_path, 1e6)), "--model", "gpt2-medium"])
@@ -134,7 +136,7 @@ def test_parquet_counts_uncompressed(tmp_path, field):
     pyarrow.parquet.write_table(pyarrow.table({field: [text]}), path, compression="zstd", use_dictionary=False)
     assert path.stat().st_size < 1e5
     config, _ = configure(["--text", str(path), "--text-field", field, "--tokenizer", "bytes"])
-    assert config.total_batch_size * config.max_steps == pytest.approx(1.5e6, rel=0.01)
+    assert config.total_batch_size * config.max_steps == pytest.approx(1.65e6, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +174,7 @@ def test_the_header_lists_what_was_chosen(tmp_path, capsys):
     flags = ["--text", str(tmp_path / "text.txt"), "--tokenizer", "bytes", "--out", str(tmp_path / "run"), *SMALL]
     train(configure(flags)[0], ONE_PROCESS)
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("text")]
-    chosen = "--shuffle --tokenizer bytes --recipe fast --max-lr 0.0036 --total-batch-size 2048 --max-steps 4"
+    chosen = "--shuffle --tokenizer bytes --recipe fast --max-lr 0.0009 --total-batch-size 1024 --max-steps 4"
     chosen += " --warmup-steps 0 --val-every 1 --sample-every 0 --checkpoint-every 1 --keep 1"
     assert line == f"text    {tmp_path / 'text.txt'}: {chosen}"
 

@@ -119,7 +119,7 @@ def test_auto_is_a_value_of_device_and_dtype_only():
 
 def test_the_demo_with_another_model():
     config, _ = configure(["--demo"])
-    assert (config.n_layer, config.n_head, config.n_embd, config.block_size) == (3, 4, 128, 64)
+    assert (config.n_layer, config.n_head, config.n_embd, config.block_size) == (3, 2, 128, 64)
     config, _ = configure(["--demo", "--model", "gpt2-medium", "--total-batch-size", "1024"])
     sizes = dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd)
     assert (sizes, config.block_size) == (MODELS["gpt2-medium"], 1024)

@@ -27,15 +27,15 @@ from support.data.tokenizer import VOCAB_SIZES
 
 # About two minutes on two CPU cores.
 DEMO = dict(
-    data="demo_data", out="log_demo", n_layer=3, n_head=4, n_embd=128, block_size=64, batch_size=16,
-    total_batch_size=1024, max_steps=1500, warmup_steps=40, max_lr=4e-3, shuffle=True,
+    data="demo_data", out="log_demo", n_layer=3, n_head=2, n_embd=128, block_size=64, batch_size=16,
+    recipe="fast", total_batch_size=1024, max_steps=1200, max_lr=9e-4, cooldown_fraction=0.7, shuffle=True,
     val_tokens=65536, hellaswag_every=0,
 )  # fmt: skip
 DEMO_TEXT_BYTES, DEMO_MINUTES = 2e6, 2.0
 MODEL_FLAGS = {"n_layer", "n_head", "n_embd", "block_size"}
 # Model sizes by the largest text, in bytes, that each suits. A large model memorizes a small text.
 MODEL_BY_TEXT_SIZE = {
-    4e6: dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=32),
+    4e6: dict(n_layer=4, n_head=2, n_embd=128, block_size=64, batch_size=16),
     4e7: dict(n_layer=6, n_head=4, n_embd=256, block_size=256),
     4e8: dict(n_layer=8, n_head=8, n_embd=512, block_size=512),
     math.inf: {},  # gpt2
@@ -87,18 +87,25 @@ def _text_flags(given: Mapping[str, Any], vocab_size: int, n_embd: int) -> dict[
         # These learning rates suit GPT-2; AdamW's best one grows as models get narrower (arXiv:2203.03466).
         flags = dict(max_lr=(1e-3 if "lora_rank" in given else 1e-4) * max(1.0, 768 / n_embd))
     else:  # several epochs of a small text, but not so many that it is memorized
-        total_tokens, steps, smallest_step = max(tokens, min(1.5e6, 10 * tokens)), 1000, 2048
+        total_tokens, steps, smallest_step = max(tokens, min(1.65e6, 10 * tokens)), 1000, 1024
         flags = dict(recipe="fast")
         if "model" not in given:
             flags |= next(model for largest, model in MODEL_BY_TEXT_SIZE.items() if size <= largest)
     # The largest power of two that still leaves so many steps; not below smallest_step, and not above GPT-2's.
     tokens_per_step = min(2**19, max(smallest_step, 2 ** int(math.log2(max(1.0, total_tokens / steps)))))
     tokens_per_step = given.get("total_batch_size", tokens_per_step)
+    if flags.get("recipe") == "fast" and given.get("recipe", "fast") == "fast":
+        flags |= dict(max_lr=fast_lr(tokens_per_step), cooldown_fraction=0.7)
     steps = given.get("max_steps", max(1, round(total_tokens / max(1, tokens_per_step))))
     return flags | flags_for_steps(steps, demo=False) | _minutes(given, None) | dict(
         data=str(Path(given.get("out", "log")) / "data"), tokenizer=tokenizer, shuffle=True,
         total_batch_size=tokens_per_step, keep=1,
     )  # fmt: skip
+
+
+def fast_lr(tokens_per_step: int) -> float:
+    """The peak learning rate of --recipe fast in small steps: with the square root of their size, see docs/recipes.md."""
+    return 3.6e-3 * math.sqrt(min(1.0, tokens_per_step / 16384))
 
 
 def flags_for_steps(steps: int, demo: bool) -> dict[str, Any]:

@@ -58,6 +58,7 @@ GPUS = {  # by the names of --gpu
     "RTX3090": Gpu("NVIDIA GeForce RTX 3090", 23.6),
     "RTX4090": Gpu("NVIDIA GeForce RTX 4090", 23.5),
 }
+LONGEST_UNFUSED_CONTEXT = 128  # in bf16 on a CPU; measured, see docs/performance.md
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -232,10 +233,17 @@ def _uses_glibc(device: torch.device) -> bool:
 # Settings of the process
 
 
-def prepare(device: torch.device, tf32: bool) -> None:
-    """Sets what must be set before the first matrix product."""
+def prepare(device: torch.device, tf32: bool, dtype: torch.dtype = torch.float32, context: int = 1024) -> None:
+    """Sets what must be set before the first matrix product.
+
+    Args:
+        dtype, context: of the matrix products, and the length of the rows, in training.
+    """
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")  # of products that stay in fp32
+    if device.type == "cpu":
+        # The backward pass of PyTorch's fused attention is slow in bf16 on short rows. The setting serves CPUs, too.
+        torch.backends.cuda.enable_flash_sdp(dtype != torch.bfloat16 or context > LONGEST_UNFUSED_CONTEXT)
     keep_memory(device)
 
 
