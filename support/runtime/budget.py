@@ -15,10 +15,12 @@ from support.runtime import devices
 from support.runtime.distributed import Distributed
 from support.runtime.options import RunOptions
 
-MEASURED_SECONDS = 0.7  # for each of steps, updates and validations
+MEASURED_SECONDS = 1.0  # for each of steps and validations
+MEASURED_MICRO_STEPS = 4  # of a step; the rest takes as long
 MAX_CALLS = 100
-FIRST_STEP_SECONDS = 1.5  # that the first step of a process takes more: PyTorch imports and prepares
-END_SECONDS = 2.0  # for the last checkpoint, a sample, and the end of the process
+START_SECONDS = 3.0  # before `started`, and what the first step of a process takes more: PyTorch imports
+END_SECONDS = 3.0  # for the last checkpoint, a sample, and the end of the process
+BETWEEN_STEPS = 1.03  # a step with the loader and the log, to one without
 VALIDATIONS = 5  # see presets.flags_for_steps
 
 
@@ -57,16 +59,23 @@ def flags_for_minutes(
         with amp:
             return model(tokens[:, :-1], tokens[:, 1:])[1]
 
-    micro_step = _seconds(lambda: loss().backward(), dist)
-    update = _seconds(optimizer.step, dist)
-    optimizer.zero_grad(set_to_none=True)
+    micro_steps = min(loader.grad_accum, MEASURED_MICRO_STEPS)
+
+    def step() -> None:
+        for _ in range(micro_steps):
+            loss().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step_seconds = BETWEEN_STEPS * _seconds(step, dist) * loader.grad_accum / micro_steps
     with torch.no_grad():
         forward = _seconds(loss, dist)
     val_rows = min(flags["val_tokens"] // loader.T, val_loader.rows_per_epoch) if val_loader else 0
     validation = forward * val_rows / (loader.B * dist.world_size)
-    step = micro_step * loader.grad_accum + update
-    fixed = time.perf_counter() - started + FIRST_STEP_SECONDS + END_SECONDS + VALIDATIONS * validation
-    steps = dist.all_reduce_min(max(1, int((60 * flags["minutes"] - fixed) / step)))
+    fixed = START_SECONDS + time.perf_counter() - started + END_SECONDS + VALIDATIONS * validation
+    steps = dist.all_reduce_min(max(1, int((60 * flags["minutes"] - fixed) / step_seconds)))
+    steps -= steps % 4 if steps > 4 else 0  # or two validations might come one after the other
     unmeasured = presets.flags_for_steps(flags["max_steps"], flags["demo"])
     measured = presets.flags_for_steps(steps, flags["demo"])
     return {name: measured[name] for name, value in unmeasured.items() if flags[name] == value}  # or it was given
