@@ -106,9 +106,9 @@ class Tokenizer(abc.ABC):
         """The bytes of all tokens except end-of-text, in order of id."""
 
     def count_bytes(self, ids: npt.NDArray[np.integer]) -> int:
-        """Bytes of text that the tokens stand for; an end-of-text counts as one."""
+        """Bytes of text that the tokens stand for; an end-of-text, or an id that does not exist, counts as one."""
         lengths = np.array([*map(len, self.token_bytes()), 1])
-        return int(lengths[ids].sum())
+        return int(lengths[np.minimum(ids, len(lengths) - 1)].sum())
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]: ...
