@@ -82,7 +82,8 @@ def worker(job: dict[str, Any]) -> None:
             **job.get("flags", {}),
         )  # fmt: skip
         config = train_gpt2.resolve(flags, dist.device, dist.world_size)
-        tokenizer = SimpleNamespace(name="bytes", vocab_size=job["vocab_size"], eot=0)  # needs no vocabulary file
+        # needs no vocabulary file
+        tokenizer = SimpleNamespace(name="bytes", vocab_size=job["vocab_size"], eot=0, count_bytes=len)
         train_gpt2.shards.read_tokenizer = lambda data: tokenizer
         chunked, product = [], loss._fp32_product  # not counted by a mock, which would keep the tensors
         loss._fp32_product = lambda *tensors: chunked.append(True) or product(*tensors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,14 @@ if has_space and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC:  # torch.compile'
 def no_network(monkeypatch):
     """A look-up on the hub is an error at once, and not a minute of retries."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(autouse=True)
+def usual_attention():
+    """Short rows in bf16 turn PyTorch's fused attention off for the process."""
+    yield
+    if "torch" in sys.modules:
+        sys.modules["torch"].backends.cuda.enable_flash_sdp(True)
 
 
 @pytest.fixture

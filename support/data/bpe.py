@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
+import re
+import signal
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from support.cli import UserError
 from support.data.corpus import Corpus
 from support.data.output_folder import OutputFolder
-from support.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_JSON, BpeTokenizer, load_bpe, printable_bytes
+from support.data.tokenizer import (
+    MAX_TOKEN_BYTES,
+    MAX_VOCAB_SIZE,
+    TOKENIZER_JSON,
+    BpeTokenizer,
+    load_bpe,
+    printable_bytes,
+    to_utf8,
+)
 from support.files import atomic_write, sha256_of
 
 TRAINING_CHARS = 1 << 25  # of a corpus, at its beginning, that its encoding is trained on
 HELD_OUT = 0.1  # of a smaller corpus: the validation split is at its end
 CHARS_PER_TOKEN_OF_VOCABULARY = 500
+_LONG_WORD, _PIECE = re.compile(r"\S{257}|\s{257}"), re.compile(r"\s{0,256}\S{1,256}|\s{1,256}")
 
 
 def fitting_vocab_size(chars: float) -> int:
@@ -30,17 +42,38 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+    texts = (piece for text in texts for piece in _cut_long_words(to_utf8(text).decode()))
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1, min_frequency=2, initial_alphabet=printable_bytes(), show_progress=False
-    )
-    trained.train_from_iterator(texts, trainer)
+        vocab_size=vocab_size - 1, min_frequency=2, max_token_length=MAX_TOKEN_BYTES,
+        initial_alphabet=printable_bytes(), show_progress=False,
+    )  # fmt: skip
+    with _ended_by_interrupts():
+        trained.train_from_iterator(texts, trainer)
     byte_of = {char: byte for byte, char in enumerate(printable_bytes())}
     vocabulary = trained.get_vocab()
     return BpeTokenizer(
         [bytes(byte_of[char] for char in token) for token in sorted(vocabulary, key=vocabulary.__getitem__)]
     )
+
+
+def _cut_long_words(text: str) -> list[str]:
+    """The text, or pieces of it with words of a length that can be trained on in reasonable time."""
+    return _PIECE.findall(text) if _LONG_WORD.search(text) else [text]
+
+
+@contextlib.contextmanager
+def _ended_by_interrupts() -> Iterator[None]:
+    """Ctrl-C ends the process: Python would only notice it after the library's call, and there is nothing to save."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def write_tokenizer(folder: OutputFolder, corpus: Corpus, vocab_size: int | None, copy_of: Path | None) -> str:
@@ -53,13 +86,10 @@ def write_tokenizer(folder: OutputFolder, corpus: Corpus, vocab_size: int | None
         copy_of: a `tokenizer.json`.
 
     Raises:
-        UserError: that of earlier shards was altered, or the corpus cannot be read.
+        UserError: the corpus, or `copy_of`, cannot be read.
     """
     path = folder.directory / TOKENIZER_JSON
-    if sha256 := folder.manifest.get("tokenizer_sha256"):  # of the finished shards
-        if not path.exists() or sha256_of(path) != sha256:
-            raise UserError(f"{path} was altered. Remove {folder.directory} and run the command again.")
-    else:
+    if "tokenizer_sha256" not in folder.manifest:  # no shards are finished
         if copy_of:
             tokenizer = load_bpe(copy_of)
         else:

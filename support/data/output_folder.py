@@ -175,6 +175,10 @@ def _is_intact(directory: Path, manifest: Manifest) -> bool:
 
 def adopt_finished_shards(folder: OutputFolder, earlier: Manifest, in_order: bool) -> None:
     """Adds the intact shards of an earlier manifest to that of the folder; with `in_order`, only up to a lost one."""
+    sha256 = earlier.get("tokenizer_sha256")
+    tokenizer = folder.directory / TOKENIZER_JSON
+    if sha256 and not (tokenizer.is_file() and files.sha256_of(tokenizer) == sha256):
+        return  # its tokens mean nothing without it
     read_all = earlier["complete"]  # all were made, and one is corrupt
     counted = earlier.get("counted", [])
     manifest = folder.manifest
@@ -187,8 +191,8 @@ def adopt_finished_shards(folder: OutputFolder, earlier: Manifest, in_order: boo
             manifest["shards"].append(entry)
         elif in_order:
             break
-    if folder.finished_shards and "tokenizer_sha256" in earlier:
-        manifest["tokenizer_sha256"] = earlier["tokenizer_sha256"]
+    if folder.finished_shards and sha256:
+        manifest["tokenizer_sha256"] = sha256
     for entry in folder.finished_shards:
         cursor, tokens = json.loads(entry.get("end", "[null, 0]"))
         if not isinstance(cursor, list | None) or type(tokens) is not int or tokens < 0:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZES = {"gpt2": 50257, "bytes": 257}
 MAX_VOCAB_SIZE = 2**16  # ids are uint16
+MAX_TOKEN_BYTES = 64  # of a trained encoding
 TOKENIZER_JSON = "tokenizer.json"
 
 TokenIds: TypeAlias = npt.NDArray[np.unsignedinteger]  # one-dimensional, of some unsigned type
@@ -230,13 +231,14 @@ def load_bpe(path: Path) -> BpeTokenizer:
         vocabulary = content["model"]["vocab"]
         tokens = [bytes(byte_of[char] for char in token) for token in sorted(vocabulary, key=vocabulary.get)[:-1]]
         complete = set(tokens) >= {bytes([byte]) for byte in range(256)} and len(set(tokens)) == len(tokens)
+        complete &= max(map(len, tokens), default=0) <= MAX_TOKEN_BYTES
         if not complete or sorted(vocabulary.values()) != list(range(len(tokens) + 1)) or len(tokens) >= MAX_VOCAB_SIZE:
-            raise ValueError("its vocabulary is not that of a byte-pair encoding")
+            raise ValueError
         tokenizer = BpeTokenizer(tokens)
         if json.loads(tokenizer.huggingface_json) != content:
-            raise ValueError("it differs from what fineweb.py writes")
+            raise ValueError
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} is not a tokenizer of this project ({error}). Make it again.") from error
+        raise UserError(f"{path} is not a tokenizer that fineweb.py has trained. Make it again.") from error
     return tokenizer
 
 

@@ -230,6 +230,8 @@ def report(options: RunOptions, sizes: Sizes) -> Iterator[str]:
         f"GPUs     {gpus:,} x {gpu.name}, {peak / 1e12:.0f} TFLOP/s in bf16 each; of each step, a GPU has "
         f"{rows:,} row{'s' if rows > 1 else ''} of {T:,} tokens"
     )
+    if options.minutes:
+        yield f"note     --minutes measures a machine at the start of a run; this plan is for {steps:,} steps"
     yield ""
     layouts = {
         (parallel, recompute): Layout(options, sizes, rows, gpu, parallel, recompute)
