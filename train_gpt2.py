@@ -766,7 +766,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     if config.demo and rank == 0:
         with amp:
             generator, length = devices.seeded_generator(device, config.seed), 500 if tokenizer.name == "bytes" else 150
-            [text] = sample(full_model.eval(), tokenizer, "The ", 1, length, generator, 0.8)
+            [text] = sample(full_model.eval(), tokenizer, "The", 1, length, generator, 0.8)
         demo_result(config, config.max_steps, bytes_per_token, text)
     return state
 

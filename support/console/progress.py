@@ -127,4 +127,4 @@ def demo_result(options: RunOptions, max_steps: int, bytes_per_token: float, tex
         print(f"validation loss {loss:.4f} nats per token, {loss / bytes_per_token:.4f} per byte")
     if options.checkpoint_every:
         directory = Path(options.out) / f"model_{max_steps:05d}"
-        print(f'checkpoint in {directory}; for more text: python sample.py --model {directory} --prompt "The "')
+        print(f'checkpoint in {directory}; for more text: python sample.py --model {directory} --prompt "The"')
