@@ -679,9 +679,10 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     loader.seek(state.step)
     val_loader = new_loader(val_shards) if val_shards else None
     if config.minutes and not checkpoint:
-        idle = model.configure_optimizers(0.0, 0.0, (0.9, 0.95), muon_dtype)  # leaves the weights as they are
-        chosen = budget.flags_for_minutes(config, STARTED, parallel_model, idle, loader, val_loader, amp, dist)
-        config = replace(config, **chosen)
+        config = replace(config, **budget.flags_for_minutes(
+            config, STARTED, parallel_model, loader, val_loader, amp, dist,
+            model.configure_optimizers(0.0, 0.0, (0.9, 0.95), muon_dtype),  # leaves the weights as they are
+        ))  # fmt: skip
 
     # Locks --out. A new run replaces an earlier one here, if it may.
     lock = dist.on_rank_zero(lambda: run_folder.claim_folder(config.out, resume_from, config.overwrite_policy))

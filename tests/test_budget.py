@@ -71,7 +71,7 @@ def test_the_number_of_steps(monkeypatch):
     val_loader = SimpleNamespace(B=8, T=16, grad_accum=1, rows_per_epoch=3200, vocab_size=257)
     model = GPT(GPTConfig(16, 257, 1, 1, 8))
     optimizer = model.configure_optimizers(0.0, 0.0, (0.9, 0.95))
-    chosen = budget.flags_for_minutes(options, 100.0, model, optimizer, loader, val_loader, FP32, ONE_PROCESS)
+    chosen = budget.flags_for_minutes(options, 100.0, model, loader, val_loader, FP32, ONE_PROCESS, optimizer)
     assert chosen["max_steps"] == 464  # four times 116; (180 - 3 - 10 - 3 - 5 * 0.01 * 3200 / 8) / (1.03 * 0.3) is 466
 
 

@@ -38,11 +38,11 @@ def flags_for_minutes(
     options: RunOptions,
     started: float,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
     loader: Loader,
     val_loader: Loader | None,
     amp: torch.autocast,
     dist: Distributed,
+    optimizer: torch.optim.Optimizer,
 ) -> dict[str, Any]:
     """The number of steps that end --minutes after the start, and what follows from it, the same on all ranks.
 
@@ -50,7 +50,7 @@ def flags_for_minutes(
 
     Args:
         started: when the process did, by `time.perf_counter`.
-        optimizer: for this only; its learning rates must be 0.
+        optimizer: for this only, so that its moments are freed; its learning rates must be 0.
     """
     flags = options.to_dict()
     tokens = torch.randint(loader.vocab_size, (loader.B, loader.T + 1), device=dist.device)
