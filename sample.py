@@ -47,8 +47,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     device = torch.device(devices.pick_device_type(args.device))
-    model = GPT.from_pretrained(args.model).to(device)
-    tokenizer = tokenizer_of_model(find_model(args.model, verify=False), model.config.vocab_size)
+    directory = find_model(args.model)
+    model = GPT.from_pretrained(directory, verify=False).to(device)
+    tokenizer = tokenizer_of_model(directory, model.config.vocab_size)
     length = len(tokenizer.encode(args.prompt))
     if length > model.config.block_size:
         raise UserError(

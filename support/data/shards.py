@@ -228,7 +228,8 @@ def verify_shards(directory: str | os.PathLike[str]) -> list[np.memmap]:
     from tqdm import tqdm
 
     manifest = read_manifest(directory)
-    read_tokenizer(directory) if manifest["tokenizer"] == "bpe" else None
+    if manifest["tokenizer"] == "bpe":
+        read_tokenizer(directory)
     expected_sha256 = {shard["file"]: shard.get("sha256") for shard in manifest["shards"]}
     (train, problems), (val, val_problems) = _open_split(directory, "train"), _open_split(directory, "val")
     if not train and not problems:
