@@ -784,6 +784,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         return plan.print_report(resolve(flags | {"dtype": dtype}, torch.device("cuda"), gpus), dist.rank)
     dist = dist.with_device(flags.get("device", "auto"))
     config = resolve(flags, dist.device, dist.world_size)
+    if config.minutes and config.recipe == "fast" and not checkpoint:
+        sizes = budget.sizes_for_minutes(config, cli_flags, dist, lambda **sizes: GPT(GPTConfig(**sizes)))
+        config = resolve(flags | sizes, dist.device, dist.world_size)
     exit_code: int | str | None = 0
     try:
         with memory.report_out_of_memory():

@@ -37,6 +37,7 @@ TINY_FLAGS = (
 ).split()
 RESUME_FLAGS = "--resume --max-steps 6 --device cpu --out".split()
 SHARD_FLAGS = "--output shards --tokenizer bytes --shard-size 1000 --workers 1 --input text".split()
+BPE_FLAGS = [*SHARD_FLAGS, *"--tokenizer bpe --vocab-size 320".split()]
 
 # -----------------------------------------------------------------------------
 # Mutations
@@ -179,25 +180,28 @@ def bad_command_line(rng: random.Random) -> Command:
 
 def bad_shards(rng: random.Random) -> Command:
     """A manifest or a shard, to train on, to check, or to continue."""
-    copy_fixtures("data", "run", "text", "finished", "partial")
-    folder = rng.choice(("data", "data", "finished", "partial"))
-    path = rng.choice(sorted(Path(folder).glob("*.npy")) + [Path(folder, "manifest.json")] * 3)
+    copy_fixtures("data", "run", "text", "finished", "partial", "bpe_data", "bpe")
+    folder = rng.choice(("data", "data", "finished", "partial", "bpe_data"))
+    path = rng.choice(sorted(Path(folder).glob("*.npy")) + sorted(Path(folder).glob("*.json")) * 3)
     mutate_file(rng, path)
     if path.suffix == ".npy" and path.is_file() and rng.random() < 0.2:
         with open(path, "wb") as file:
             np.save(file, np.array([MaliciousPickle(rng)], dtype=object), allow_pickle=True)
-    if folder != "data" and rng.random() < 0.8:
+    if folder in ("finished", "partial") and rng.random() < 0.8:
         return Command("fineweb", [*SHARD_FLAGS, "--output", folder], f"{folder}/.*")
+    if folder == "bpe_data" and rng.random() < 0.3:
+        return Command("fineweb", [*BPE_FLAGS, "--output", folder], f"{folder}/.*")
+    run, data = ("bpe", "bpe_data") if folder == "bpe_data" else ("run", "data")
     check = ("fineweb", ["--check", folder])
-    new = ("train_gpt2", [*TINY_FLAGS, "--data", "data", "--out", "new", "--max-steps", "2"])
-    script, argv = rng.choice((check, new, ("train_gpt2", [*RESUME_FLAGS, "run"])))
-    return Command(script, argv, r"run/log\.txt")
+    new = ("train_gpt2", [*TINY_FLAGS, "--data", data, "--out", "new", "--max-steps", "2"])
+    script, argv = rng.choice((check, new, ("train_gpt2", [*RESUME_FLAGS, run])))
+    return Command(script, argv, rf"{run}/log\.txt")
 
 
 def bad_checkpoint(rng: random.Random) -> Command:
     """Bytes of any file of a checkpoint or an adapter; mostly the checksums are right."""
-    copy_fixtures("data", "run", "lora", "gpt2", "items.jsonl")
-    run = rng.choice(("run", "run", "lora"))
+    copy_fixtures("data", "run", "lora", "gpt2", "items.jsonl", "bpe_data", "bpe")
+    run = rng.choice(("run", "run", "lora", "bpe"))
     checkpoint = Path(run, "model_00004")
     mutate_file(rng, rng.choice(sorted(checkpoint.iterdir())))
     if rng.random() < 0.8 and not (checkpoint / "checkpoint.json").is_dir():
@@ -244,7 +248,8 @@ def pickles(rng: random.Random) -> Command:
 def use_checkpoint(rng: random.Random, run: str, resume: bool = False) -> Command:
     """A command that opens the last checkpoint of a run."""
     checkpoint = f"{run}/model_00004"
-    start = [*TINY_FLAGS[8:], "--data", "data", "--out", "new", "--max-steps", "2", "--init-from", checkpoint]
+    data = "bpe_data" if run == "bpe" else "data"
+    start = [*TINY_FLAGS[8:], "--data", data, "--out", "new", "--max-steps", "2", "--init-from", checkpoint]
     commands = [
         ("train_gpt2", [*RESUME_FLAGS, run]),
         ("train_gpt2", start),
@@ -328,12 +333,14 @@ def make_fixtures(folder: Path) -> None:
     Path("items.jsonl").write_text("".join(json.dumps(item | {"label": i}) + "\n" for i in range(4)))
     for folder in ("data", "finished"):
         fineweb.main([*SHARD_FLAGS, "--output", folder])
+    fineweb.main([*BPE_FLAGS, "--output", "bpe_data"])
     shutil.copytree("finished", "partial")
     manifest = json.loads(Path("partial/manifest.json").read_text())
     manifest |= {"complete": False, "shards": manifest["shards"][:-3], "counted": [], "all_counted": False}
     Path("partial/manifest.json").write_text(json.dumps(manifest))
     train = [*TINY_FLAGS, "--data", "data", "--max-steps", "4"]
     call(train_gpt2, [*train, "--out", "run"])
+    call(train_gpt2, [*train, "--out", "bpe", "--data", "bpe_data"])
     call(train_gpt2, [*train, "--out", "muon", "--recipe", "fast", "--dtype", "fp16"])
     shutil.copytree("run/model_00004", "base")
     call(train_gpt2, [*train[8:], "--out", "lora", "--init-from", "base", "--lora-rank", "2"])

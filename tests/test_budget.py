@@ -6,13 +6,15 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers import TINY_MODEL_FLAGS, finish_run, start_run
 from training import FP32, ONE_PROCESS, assert_same_run, config_of, configure, trainer_file
 
 from support.checkpoints.directory import newest_checkpoint
-from support.cli import UserError
+from support.cli import UserError, parse_flags
+from support.data import presets
 from support.runtime import budget
-from train_gpt2 import GPT, GPTConfig, train
+from train_gpt2 import GPT, GPTConfig, TrainConfig, train
 
 TEXT = "".join(f"{a} and {b} are {a + b}.\n" for a in range(40) for b in range(60))
 SMALL = [*TINY_MODEL_FLAGS, *"--val-tokens 512 --device cpu --dtype fp32 --tokenizer bytes".split()]
@@ -25,8 +27,10 @@ def text(tmp_path):
 
 
 def hurry(monkeypatch):
-    monkeypatch.setattr(budget, "MEASURED_SECONDS", 0.1)
-    monkeypatch.setattr("train_gpt2.STARTED", time.perf_counter() + 6)  # while shards are made
+    """Calls that take 0.2 s, and a start that a busy machine will not miss: 200 steps, nearly."""
+    real = budget._seconds
+    monkeypatch.setattr(budget, "_seconds", lambda work, **options: 0 * real(work, **{**options, "limit": 0.0}) + 0.2)
+    monkeypatch.setattr("train_gpt2.STARTED", time.perf_counter() + 60)
 
 
 def measured_run(folder, text, *more):
@@ -63,7 +67,7 @@ def test_given_flags_stay(tmp_path, text, monkeypatch):
 def test_the_number_of_steps(monkeypatch):
     """By hand: 3 minutes less 3 s for imports, 10 s so far, 3 s for the end, and five validations of 4 s."""
     seconds = iter([0.3, 0.01])  # of a step of four micro-batches, and of one without gradients
-    monkeypatch.setattr(budget, "_seconds", lambda work, dist: next(seconds))
+    monkeypatch.setattr(budget, "_seconds", lambda work, **options: next(seconds))
     monkeypatch.setattr(time, "perf_counter", lambda: 110.0)
     options = config_of("--val-tokens", 100_000)
     options = options.__class__(**{**options.to_dict(), "minutes": 3.0})
@@ -73,6 +77,50 @@ def test_the_number_of_steps(monkeypatch):
     optimizer = model.configure_optimizers(0.0, 0.0, (0.9, 0.95))
     chosen = budget.flags_for_minutes(options, 100.0, model, loader, val_loader, FP32, ONE_PROCESS, optimizer)
     assert chosen["max_steps"] == 464  # four times 116; (180 - 3 - 10 - 3 - 5 * 0.01 * 3200 / 8) / (1.03 * 0.3) is 466
+
+
+def sizes_for(text_bytes, tokens, monkeypatch, *flags, world_size=1):
+    """The sizes for a text, of which any model can be trained on so many tokens in time."""
+    monkeypatch.setattr(presets, "text_bytes", lambda flags: text_bytes)
+    monkeypatch.setattr(budget, "_tokens_in_time", lambda *args: tokens)
+    config, _ = configure(["--text", "a.txt", "--minutes", "3", *flags])
+    given = parse_flags(TrainConfig, flags, "")
+    return budget.sizes_for_minutes(config, given, ONE_PROCESS, GPT)
+
+
+# five tokens for each weight of the blocks, 12 C^2 each: 331,776 of 3 x 96, 786,432 of 4 x 128, 4.7M of 6 x 256
+@pytest.mark.parametrize(
+    ("text_bytes", "tokens", "sizes", "step"),
+    [
+        (3e6, 1e5, (3, 96), 1024),
+        (3e6, 3.93e6, (3, 96), 1024),
+        (3e6, 3.94e6, (4, 128), 1024),
+        (3e7, 2.3e7, (4, 128), 8192),
+        (3e7, 2.4e7, (6, 256), 8192),
+        (1e6, 2.4e7, (3, 96), 8192),  # the text is too small for more
+        (1e10, 5e10, (12, 768), 524288),
+    ],
+)
+def test_the_largest_model_that_sees_enough_tokens(text_bytes, tokens, sizes, step, monkeypatch):
+    chosen = sizes_for(text_bytes, tokens, monkeypatch)
+    assert (chosen["n_layer"], chosen["n_embd"], chosen["total_batch_size"]) == (*sizes, step)
+    assert chosen["max_lr"] == pytest.approx(3.6e-3 * min(1, (step / 16384) ** 0.5))
+
+
+def test_given_sizes_stay(monkeypatch):
+    given = "--n-layer 2 --total-batch-size 4096 --max-lr 1e-3".split()
+    assert sizes_for(3e6, 2.4e7, monkeypatch, *given).keys() == {"n_head", "n_embd", "block_size"}
+
+
+def test_the_tokens_of_a_model_in_time(monkeypatch):
+    """By hand: 0.7 of 3 minutes, 8 rows of 64 tokens in 0.01 s, on two ranks."""
+    monkeypatch.setattr(budget, "_seconds", lambda work, *args, **options: work() or 0.01)
+    config = config_of("--batch-size", 8)
+    options = config.__class__(**{**config.to_dict(), "minutes": 3.0})
+    two_ranks = SimpleNamespace(device=torch.device("cpu"), world_size=2)
+    sizes = dict(n_layer=1, n_head=1, n_embd=16, block_size=64)
+    tokens = budget._tokens_in_time(options, sizes, 257, two_ranks, lambda **sizes: GPT(GPTConfig(**sizes)))
+    assert tokens == pytest.approx(0.7 * 180 / 0.01 * 8 * 64 * 2)
 
 
 def test_ranks_agree(tmp_path, text):

@@ -42,16 +42,16 @@ def hub_has(monkeypatch: pytest.MonkeyPatch, folder: Path, config: GPTConfig) ->
 # Flags
 
 
-# by hand: nine tenths of the bytes are tokens; 10 epochs up to 1.65 million tokens, otherwise one; 1,000 steps or more
+# by hand: nine tenths of the bytes are tokens; 10 epochs up to 2.4 million tokens, otherwise one; 2,000 steps or more
 @pytest.mark.parametrize(
     "size, n_layer, context, tokens_per_step, steps",
     [
-        (1e5, 4, 64, 1024, 879),  # 90,000 tokens 10 times
-        (1e6, 4, 64, 1024, 1611),  # 1.65 million
-        (4e6, 4, 64, 2048, 1758),
-        (1e7, 6, 256, 8192, 1099),
-        (1e8, 8, 512, 65536, 1373),
-        (1e9, 12, 1024, 524288, 1717),
+        (1e5, 3, 64, 1024, 879),  # 90,000 tokens 10 times
+        (1e6, 3, 64, 1024, 2344),  # 2.4 million
+        (4e6, 4, 64, 1024, 3516),
+        (1e7, 6, 256, 4096, 2197),
+        (1e8, 8, 512, 32768, 2747),
+        (1e9, 12, 1024, 262144, 3433),
         (1e10, 12, 1024, 524288, 17166),
     ],
 )
@@ -62,13 +62,13 @@ def test_flags_fit_the_amount_of_text(tmp_path, size, n_layer, context, tokens_p
     assert (config.recipe, config.data, config.shuffle, config.keep) == ("fast", "mine/data", True, 1)
     assert (config.warmup_steps, config.val_every, config.checkpoint_every) == (steps // 12, steps // 4, steps // 4)
     assert (config.optimizer, config.schedule, config.decay_steps) == ("muon", "wsd", steps)
-    rates = {1024: 0.9e-3, 2048: 1.27e-3, 8192: 2.55e-3, 65536: 3.6e-3, 524288: 3.6e-3}  # with the square root
+    rates = {1024: 0.9e-3, 4096: 1.8e-3, 32768: 3.6e-3, 262144: 3.6e-3, 524288: 3.6e-3}  # with the square root
     assert config.max_lr == pytest.approx(rates[tokens_per_step], rel=0.01)
 
 
 def test_gpt2_tokens_are_fewer(tmp_path):
-    config, _ = configure(["--text", str(file_of_size(tmp_path, 1e7)), "--tokenizer", "gpt2"])
-    assert config.total_batch_size * config.max_steps == pytest.approx(1e7 * 0.9 / 4, rel=0.01)
+    config, _ = configure(["--text", str(file_of_size(tmp_path, 2e7)), "--tokenizer", "gpt2"])
+    assert config.total_batch_size * config.max_steps == pytest.approx(2e7 * 0.9 / 4, rel=0.01)
 
 
 def test_a_large_text_gets_gpt2s_tokens_and_others_their_own(tmp_path):
@@ -136,7 +136,7 @@ def test_parquet_counts_uncompressed(tmp_path, field):
     pyarrow.parquet.write_table(pyarrow.table({field: [text]}), path, compression="zstd", use_dictionary=False)
     assert path.stat().st_size < 1e5
     config, _ = configure(["--text", str(path), "--text-field", field, "--tokenizer", "bytes"])
-    assert config.total_batch_size * config.max_steps == pytest.approx(1.65e6, rel=0.01)
+    assert config.total_batch_size * config.max_steps == pytest.approx(2.4e6, rel=0.01)
 
 
 @pytest.mark.parametrize(

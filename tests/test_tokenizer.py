@@ -10,7 +10,7 @@ import pytest
 from helpers import GPT2_VOCABULARY, ROOT, needs_gpt2_vocabulary
 
 from support.cli import UserError
-from support.data.tokenizer import get_tokenizer, name_for_vocab_size
+from support.data.tokenizer import get_tokenizer, name_for_vocab_size, tokenizer_of_model
 
 TEXTS = [
     "Hello, I'm a language model,",
@@ -67,10 +67,10 @@ def test_the_recovered_merges_are_the_published_ones():
     assert [" ".join(pair) for pair in recovered] == published
 
 
-def test_a_tokenizer_is_known_by_its_vocabulary_size():
-    assert [name_for_vocab_size(n) for n in (50257, 257)] == ["gpt2", "bytes"]
+def test_a_tokenizer_is_known_by_its_vocabulary_size(tmp_path):
+    assert [name_for_vocab_size(n) for n in (50257, 257, 32000)] == ["gpt2", "bytes", "bpe"]
     with pytest.raises(UserError, match="vocabulary of 32,000 tokens. .* one of these: gpt2: 50,257, bytes: 257"):
-        name_for_vocab_size(32000)
+        tokenizer_of_model(tmp_path, 32000)
 
 
 def test_without_the_vocabulary_the_error_says_how_to_get_it(tmp_path):

@@ -14,7 +14,7 @@ from support.checkpoints.resume import resumed_flags, stored_flags
 from support.checkpoints.state import Checkpoint
 from support.cli import UserError, flag_name
 from support.data.presets import DEMO, preset_flags
-from support.data.tokenizer import TOKENIZER_JSON, VOCAB_SIZES, Tokenizer
+from support.data.tokenizer import TOKENIZER_JSON, Tokenizer, name_for_vocab_size
 from support.runtime.distributed import Distributed
 from support.runtime.options import PLAN_FLAGS
 
@@ -65,7 +65,7 @@ def gather_flags(
     sizes = huggingface.read_config(_find_once_per_node(given["init_from"], dist))
     model_flags: dict[str, Any] = {name: sizes[name] for name in ("n_layer", "n_head", "n_embd", "block_size", "bias")}
     if given.get("plan"):
-        model_flags["tokenizer"] = next((n for n, size in VOCAB_SIZES.items() if size == sizes["vocab_size"]), "bpe")
+        model_flags["tokenizer"] = name_for_vocab_size(sizes["vocab_size"])
     return model_flags | preset_flags(given, sizes["vocab_size"], sizes["n_embd"]) | dict(given), None
 
 

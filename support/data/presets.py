@@ -23,7 +23,7 @@ from support.data.readers import (
     parquet_text_bytes,
     text_suffix,
 )
-from support.data.tokenizer import VOCAB_SIZES
+from support.data.tokenizer import name_for_vocab_size
 
 # About two minutes on two CPU cores.
 DEMO = dict(
@@ -33,14 +33,16 @@ DEMO = dict(
 )  # fmt: skip
 DEMO_TEXT_BYTES, DEMO_MINUTES = 2e6, 2.0
 MODEL_FLAGS = {"n_layer", "n_head", "n_embd", "block_size"}
-# Model sizes by the largest text, in bytes, that each suits. A large model memorizes a small text.
-MODEL_BY_TEXT_SIZE = {
+# Models by the largest text, in bytes, that each suits. A large model memorizes a small text.
+MODEL_BY_TEXT_SIZE: dict[float, dict[str, int]] = {
+    2e6: dict(n_layer=3, n_head=2, n_embd=96, block_size=64, batch_size=16),
     4e6: dict(n_layer=4, n_head=2, n_embd=128, block_size=64, batch_size=16),
     4e7: dict(n_layer=6, n_head=4, n_embd=256, block_size=256),
     4e8: dict(n_layer=8, n_head=8, n_embd=512, block_size=512),
-    math.inf: {},  # gpt2
+    math.inf: dict(n_layer=12, n_head=12, n_embd=768, block_size=1024),  # gpt2
 }
 BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0, "bpe": 3.0}
+LEAST_TOKENS = 2.4e6  # to train on; a text that has fewer is read up to ten times
 LARGEST_TEXT_FOR_BPE = 4e8  # bytes; larger ones get GPT-2's tokens
 FLAGS_CHOSEN_FOR_TEXT = (
     "tokenizer", "recipe", "max_lr", "total_batch_size", "max_steps", "warmup_steps", "val_every", "sample_every",
@@ -77,23 +79,20 @@ def preset_flags(given: Mapping[str, Any], vocab_size: int = 50257, n_embd: int 
 def _text_flags(given: Mapping[str, Any], vocab_size: int, n_embd: int) -> dict[str, Any]:
     fine_tuned = "init_from" in given
     size = text_bytes(given)
-    known = {size: name for name, size in VOCAB_SIZES.items()}
-    tokenizer = known.get(vocab_size, "bpe") if fine_tuned else "bpe" if size <= LARGEST_TEXT_FOR_BPE else "gpt2"
-    tokenizer = given.get("tokenizer", tokenizer)
+    tokenizer = "bpe" if size <= LARGEST_TEXT_FOR_BPE else "gpt2"
+    tokenizer = given.get("tokenizer", name_for_vocab_size(vocab_size) if fine_tuned else tokenizer)
     tokens = 0.9 * size / BYTES_PER_TOKEN[tokenizer]  # the last tenth is held out
     flags: dict[str, Any]
     if fine_tuned:  # few epochs, at a low learning rate
-        total_tokens, steps, smallest_step = tokens * (3 if size < 4e7 else 1), 200, 1024
+        total_tokens, steps = tokens * (3 if size < 4e7 else 1), 200
         # These learning rates suit GPT-2; AdamW's best one grows as models get narrower (arXiv:2203.03466).
         flags = dict(max_lr=(1e-3 if "lora_rank" in given else 1e-4) * max(1.0, 768 / n_embd))
     else:  # several epochs of a small text, but not so many that it is memorized
-        total_tokens, steps, smallest_step = max(tokens, min(1.65e6, 10 * tokens)), 1000, 1024
+        total_tokens, steps = max(tokens, min(LEAST_TOKENS, 10 * tokens)), 2000
         flags = dict(recipe="fast")
         if "model" not in given:
-            flags |= next(model for largest, model in MODEL_BY_TEXT_SIZE.items() if size <= largest)
-    # The largest power of two that still leaves so many steps; not below smallest_step, and not above GPT-2's.
-    tokens_per_step = min(2**19, max(smallest_step, 2 ** int(math.log2(max(1.0, total_tokens / steps)))))
-    tokens_per_step = given.get("total_batch_size", tokens_per_step)
+            flags |= models_for_text(size)[-1]
+    tokens_per_step = given.get("total_batch_size", step_size(total_tokens, steps))
     if flags.get("recipe") == "fast" and given.get("recipe", "fast") == "fast":
         flags |= dict(max_lr=fast_lr(tokens_per_step), cooldown_fraction=0.7)
     steps = given.get("max_steps", max(1, round(total_tokens / max(1, tokens_per_step))))
@@ -101,6 +100,17 @@ def _text_flags(given: Mapping[str, Any], vocab_size: int, n_embd: int) -> dict[
         data=str(Path(given.get("out", "log")) / "data"), tokenizer=tokenizer, shuffle=True,
         total_batch_size=tokens_per_step, keep=1,
     )  # fmt: skip
+
+
+def models_for_text(size: float) -> list[dict[str, int]]:
+    """The models that suit a text of `size` bytes, as flags, the smallest first."""
+    largest = next(limit for limit in MODEL_BY_TEXT_SIZE if size <= limit)
+    return [model for limit, model in MODEL_BY_TEXT_SIZE.items() if limit <= largest]
+
+
+def step_size(total_tokens: float, steps: int = 2000) -> int:
+    """Tokens of a step: the largest power of two that still leaves so many steps, from 1,024 to GPT-2's 2**19."""
+    return min(2**19, max(1024, 2 ** int(math.log2(max(1.0, total_tokens / steps)))))
 
 
 def fast_lr(tokens_per_step: int) -> float:

@@ -60,16 +60,8 @@ def get_tokenizer(name: str) -> Tokenizer:
 
 
 def name_for_vocab_size(vocab_size: int) -> str:
-    """The name of the tokenizer with `vocab_size` tokens.
-
-    Raises:
-        UserError: there is none.
-    """
-    for name, size in VOCAB_SIZES.items():
-        if size == vocab_size:
-            return name
-    known = ", ".join(f"{name}: {size:,}" for name, size in VOCAB_SIZES.items())
-    raise UserError(f"no tokenizer has a vocabulary of {vocab_size:,} tokens. Use a model with one of these: {known}.")
+    """The tokenizer with `vocab_size` tokens; "bpe", trained on some text, if it is none of the others."""
+    return next((name for name, size in VOCAB_SIZES.items() if size == vocab_size), "bpe")
 
 
 def tokenizer_of_model(directory: Path, vocab_size: int) -> Tokenizer:
@@ -78,8 +70,14 @@ def tokenizer_of_model(directory: Path, vocab_size: int) -> Tokenizer:
     Raises:
         UserError: it is none that is known, and there is no `tokenizer.json` of one that this project has trained.
     """
-    if vocab_size in VOCAB_SIZES.values() or not (directory / TOKENIZER_JSON).exists():
-        return get_tokenizer(name_for_vocab_size(vocab_size))
+    if (name := name_for_vocab_size(vocab_size)) != "bpe":
+        return get_tokenizer(name)
+    if not (directory / TOKENIZER_JSON).exists():
+        known = ", ".join(f"{name}: {size:,}" for name, size in VOCAB_SIZES.items())
+        raise UserError(
+            f"{directory} has no {TOKENIZER_JSON}, and no tokenizer has a vocabulary of {vocab_size:,} tokens. Use a "
+            f"model with one of these: {known}."
+        )
     tokenizer = get_tokenizer(str((directory / TOKENIZER_JSON).absolute()))
     if tokenizer.vocab_size != vocab_size:
         raise UserError(

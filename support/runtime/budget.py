@@ -1,16 +1,21 @@
-"""--minutes: as many steps as this machine makes in a given time."""
+"""--minutes: the sizes and the number of steps that suit this machine and the time."""
 
 from __future__ import annotations
 
+import json
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from support.data import presets
+from support.data import bpe, presets
+from support.data.tokenizer import VOCAB_SIZES
 from support.runtime import devices
 from support.runtime.distributed import Distributed
 from support.runtime.options import RunOptions
@@ -20,6 +25,8 @@ MEASURED_MICRO_STEPS = 4  # of a step; the rest takes as long
 MAX_CALLS = 100
 START_SECONDS = 3.0  # before `started`, and what the first step of a process takes more: PyTorch imports
 END_SECONDS = 3.0  # for the last checkpoint, a sample, and the end of the process
+TOKENS_PER_WEIGHT = 5  # of the blocks, that a model should see in its time; measured, see docs/recipes.md
+TRAINING_FRACTION = 0.7  # of the time, before it is known better: the rest is for validations, optimizer and imports
 BETWEEN_STEPS = 1.03  # a step with the loader and the log, to one without
 VALIDATIONS = 5  # see presets.flags_for_steps
 
@@ -32,6 +39,68 @@ class Loader(Protocol):
     grad_accum: int
     rows_per_epoch: int
     vocab_size: int
+
+
+def sizes_for_minutes(
+    options: RunOptions, given: Mapping[str, Any], dist: Distributed, new_model: Callable[..., nn.Module]
+) -> dict[str, Any]:
+    """The sizes of model and step for --minutes on this machine, the same on all ranks, except those that are given.
+
+    The model is the largest that suits the text and sees TOKENS_PER_WEIGHT tokens for each weight of its blocks in time.
+
+    Args:
+        given: the flags on the command line, or from a checkpoint.
+        new_model: makes a model from fields of GPTConfig.
+    """
+    flags = options.to_dict()
+    tokenizer, text_bytes = "bpe" if options.demo else options.tokenizer, presets.text_bytes(flags)
+    vocab_size = VOCAB_SIZES.get(tokenizer) or bpe.fitting_vocab_size(text_bytes)
+    sized = given.keys() & {*presets.MODEL_FLAGS, "model"}
+    own_sizes = {name: flags[name] for name in sorted(presets.MODEL_FLAGS)}
+    models = [own_sizes] if sized else presets.models_for_text(text_bytes)
+
+    def choose() -> str:
+        chosen, tokens = models[0], math.inf
+        for model in models:
+            needed = TOKENS_PER_WEIGHT * 12 * model["n_layer"] * model["n_embd"] ** 2
+            if tokens < needed:  # so many of the smaller model
+                break
+            sizes = {name: model[name] for name in own_sizes}
+            measured = _tokens_in_time(replace(options, **model), sizes, vocab_size, dist, new_model)
+            if model is not models[0] and measured < needed:
+                break
+            chosen, tokens = model, measured
+        step = given.get("total_batch_size", presets.step_size(tokens))
+        return json.dumps({**chosen, "total_batch_size": step, "max_lr": presets.fast_lr(step)})
+
+    chosen = json.loads(dist.once("sizes", choose))
+    return {name: value for name, value in chosen.items() if name not in given}
+
+
+def _tokens_in_time(
+    options: RunOptions,
+    sizes: Mapping[str, int],
+    vocab_size: int,
+    dist: Distributed,
+    new_model: Callable[..., nn.Module],
+) -> float:
+    """About as many tokens as all ranks can train on in --minutes, from the speed of this one."""
+    model = new_model(**sizes, vocab_size=vocab_size).to(dist.device)
+    tokens = torch.randint(vocab_size, (options.batch_size, sizes["block_size"] + 1), device=dist.device)
+    dtype = devices.DTYPES[options.dtype]
+    devices.prepare(dist.device, options.tf32, dtype, sizes["block_size"])
+
+    def micro_step() -> None:
+        with devices.autocast(dist.device, dtype):
+            loss = model(tokens[:, :-1], tokens[:, 1:])[1]
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    assert options.minutes is not None
+    seconds = _seconds(micro_step, dist.device, limit=0.5)
+    return (
+        TRAINING_FRACTION * 60 * options.minutes / seconds * options.batch_size * sizes["block_size"] * dist.world_size
+    )
 
 
 def flags_for_minutes(
@@ -68,9 +137,10 @@ def flags_for_minutes(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    step_seconds = BETWEEN_STEPS * _seconds(step, dist) * loader.grad_accum / micro_steps
+    seconds = partial(_seconds, device=dist.device, agree=dist.all_reduce_min)
+    step_seconds = BETWEEN_STEPS * seconds(step) * loader.grad_accum / micro_steps
     with torch.no_grad():
-        forward = _seconds(loss, dist)
+        forward = seconds(loss)
     val_rows = min(flags["val_tokens"] // loader.T, val_loader.rows_per_epoch) if val_loader else 0
     validation = forward * val_rows / (loader.B * dist.world_size)
     fixed = START_SECONDS + time.perf_counter() - started + END_SECONDS + VALIDATIONS * validation
@@ -81,9 +151,11 @@ def flags_for_minutes(
     return {name: measured[name] for name, value in unmeasured.items() if flags[name] == value}  # or it was given
 
 
-def _seconds(work: Callable[[], object], dist: Distributed) -> float:
-    """The median of some calls, after the first."""
-    synchronize = devices.synchronizer(dist.device)
+def _seconds(
+    work: Callable[[], object], device: torch.device, limit: float = MEASURED_SECONDS, agree: Callable[[int], int] = int
+) -> float:
+    """The median of some calls, after the first, in `limit` seconds; `agree` makes their number the same on all ranks."""
+    synchronize = devices.synchronizer(device)
 
     def timed() -> float:
         synchronize()
@@ -93,5 +165,5 @@ def _seconds(work: Callable[[], object], dist: Distributed) -> float:
         return time.perf_counter() - began
 
     timed()
-    calls = dist.all_reduce_min(min(max(3, int(MEASURED_SECONDS / timed())), MAX_CALLS))  # ranks must agree
+    calls = agree(min(max(3, int(limit / timed())), MAX_CALLS))
     return statistics.median(timed() for _ in range(calls))

@@ -111,10 +111,17 @@ class Distributed:
         Raises:
             UserError: on all ranks of the node, if `function` did.
         """
+        return self._once(name, self.rank - self.local_rank, function)
+
+    def once(self, name: str, function: Callable[[], str]) -> str:
+        """As `once_per_node`, with one call for all nodes, on rank 0."""
+        return self._once(name, 0, function)
+
+    def _once(self, name: str, caller: int, function: Callable[[], str]) -> str:
         if self.store is None:
             return function()
-        key = f"{name}/{self.rank - self.local_rank}"
-        if self.local_rank > 0:
+        key = f"{name}/{caller}"
+        if self.rank != caller:
             answer = json.loads(self.store.get(key))
             if answer["problems"]:
                 raise UserError(*answer["problems"])
