@@ -2,11 +2,12 @@
 
     python benchmarks/bench_text.py tinyshakespeare.txt
     python benchmarks/bench_text.py tinyshakespeare.txt --seeds 1 2 3 --only recipe bytes bpe demo
+    python benchmarks/bench_text.py tinyshakespeare.txt --only --try "--n-layer 4 --n-embd 128 --max-steps 1600"
 
 `recipe` is nanoGPT's for a small character model on a CPU, with bytes: 4 layers, 4 heads, 128 channels, context 64, 12
 rows a step, 2,000 steps of AdamW. `bytes` and `bpe` are `--text` with its own defaults and these tokenizers, `demo` is `--demo`.
 `short`, `tuned` and `lora` train for 200 steps of 1,024 tokens: a model of the demo's size from random weights, and the
-demo's own, completely and by LoRA. All hold out the last tenth of the text, are validated on all of that, and are
+demo's own, completely and by LoRA. `--try` adds rows: `bytes` with other flags. All hold out the last tenth of the text, are validated on all of that, and are
 timed from start to end, shards included.
 """
 
@@ -65,20 +66,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", metavar="FILE")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337], metavar="N", help="(default: 1337)")
-    parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), help="rows (default: all)")
+    parser.add_argument("--only", nargs="*", choices=ROWS, default=list(ROWS), help="rows (default: all)")
+    parser.add_argument("--try", nargs="+", default=[], dest="tried", metavar="FLAGS", help="rows with these flags")
     args = parser.parse_args()
+    rows = {name: ROWS[name] for name in ROWS if name in args.only}
+    rows |= {flags: f"{ROWS['bytes']} {flags}" for flags in args.tried}
     if {"tuned", "lora"} & set(args.only) and "demo" not in args.only:
         parser.error("tuned and lora need demo")
     print("| | seed | steps | seconds | nats per token | nats per byte |\n|---|---|---|---|---|---|")
     for seed in args.seeds:
         with tempfile.TemporaryDirectory() as folder:
-            for name in (name for name in ROWS if name in args.only):
-                out, demo = Path(folder) / name, Path(folder) / "demo"
-                if name == "demo":
+            for number, (name, flags_of_row) in enumerate(rows.items()):
+                out, demo = Path(folder) / str(number), Path(folder) / "demo"
+                if flags_of_row is None:
+                    out = demo
                     data, flags = Path(folder) / "demo_data", ["--demo", "--data", Path(folder) / "demo_data"]
                 else:
                     data, flags = out / "data", ["--text", args.text]
-                    flags += ROWS[name].format(demo=newest_checkpoint(demo)).split()
+                    flags += flags_of_row.format(demo=newest_checkpoint(demo)).split()
                 print_row(name, seed, out, data, train(out, "--seed", seed, *flags))
 
 
