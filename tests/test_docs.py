@@ -324,7 +324,8 @@ def test_torchruns_message_is_quoted_as_it_is():
 
 
 def sentences(page: Path) -> set[str]:
-    text = re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", without_code(page))
+    text = re.sub(r"^#.*|^- |\n\n", "|", without_code(page), flags=re.M)
+    text = re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", text)
     parts = re.split(r"(?<=[.:;])\s+|\|", " ".join(text.split()))
     return {part.strip() for part in parts if len(part.strip()) >= 60}
 
