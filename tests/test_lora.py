@@ -97,13 +97,14 @@ def test_an_adapter_without_its_base_model_is_named(base, adapter, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_lines_in_the_readme_merge_an_adapter(adapter, base, tmp_path):
+def test_the_lines_in_the_docs_merge_an_adapter(adapter, base, tmp_path):
     """The result is a plain checkpoint with the logits of peft's merge_and_unload, and with its tokenizer."""
     from peft import PeftModel
     from transformers import AutoTokenizer, GPT2LMHeadModel
 
     directory, logits = adapter
-    lines = re.findall(r"^(?:python -c .*save_pretrained|cp .*tokenizer).*$", (ROOT / "README.md").read_text(), re.M)
+    page = (ROOT / "docs" / "training.md").read_text()
+    lines = re.findall(r"^(?:python -c .*save_pretrained|cp .*tokenizer).*$", page, re.M)
     assert len(lines) == 2 and all("mine/model_00732" in line for line in lines)
     (tmp_path / "mine").mkdir()
     shutil.copytree(directory, tmp_path / "mine" / "model_00732")

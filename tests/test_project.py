@@ -1,4 +1,4 @@
-"""What a newcomer meets: the README's commands, the demo, the notebook."""
+"""What a newcomer meets: the demo, the notebook, the requirements."""
 
 from __future__ import annotations
 
@@ -8,11 +8,6 @@ import nbformat
 import numpy as np
 import pytest
 from helpers import ROOT, losses, run_script
-
-import fineweb
-import hellaswag
-import sample
-import train_gpt2
 
 
 @pytest.fixture(scope="module")
@@ -75,34 +70,6 @@ def test_the_notebook_runs_and_is_saved_with_its_outputs(demo, monkeypatch):
     assert "the same: True" in printed and "4 micro-batches, divided    : 1.0000" in printed
     assert "4 micro-batches, not divided: 4.0000" in printed and "the hub cannot be reached" in printed.lower()
     assert sum("image/png" in output.get("data", {}) for cell in code for output in cell.outputs) == 2
-
-
-FLAG = re.compile(r"--[a-z][a-z0-9_-]+")
-
-
-def test_the_readme_names_flags_files_and_commands_that_exist(capsys):
-    readme = (ROOT / "README.md").read_text()
-    [test_command] = re.findall(r"^(pip install -r tests/requirements\.txt && python -m pytest)\s+#", readme, re.M)
-    assert test_command in (ROOT / ".ci" / "run").read_text().replace("-q ", "")
-    known = set()
-    for script in (train_gpt2, fineweb, hellaswag, sample):
-        with pytest.raises(SystemExit):
-            script.main(["--help"])
-        known |= set(FLAG.findall(capsys.readouterr().out))
-    for script in (ROOT / "benchmarks").glob("*.py"):
-        known |= set(re.findall(r"""add(?:_argument)?\(\s*(?:"-\w", )?"(--[a-z-]+)""", script.read_text()))
-    known |= {"--nnodes", "--node_rank", "--nproc_per_node", "--master_addr", "--master_port", "--standalone"}
-    known |= {"--max-restarts", "--logdir"}  # torchrun's, like those before, and TensorBoard's
-    assert set(FLAG.findall(readme)) <= known
-    for file in re.findall(r"^\| `([\w./]+)`", readme, re.M):
-        if "." in file or file.endswith("/"):
-            assert (ROOT / file).exists(), file
-
-
-def test_all_pages_name_files_that_exist():
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
-        named = re.findall(r"\b(?:benchmarks|docs|support|tests)/[\w./]*\w\.\w+", page.read_text())
-        assert [file for file in named if not (ROOT / file).exists()] == [], page
 
 
 def test_requirements_are_pinned():

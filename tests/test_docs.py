@@ -1,0 +1,338 @@
+"""The README and docs/: their commands, links, files and messages are those of the code."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT
+from torch.distributed.run import get_args_parser
+
+import fineweb
+import hellaswag
+import sample
+import train_gpt2
+from support.cli import parse_flags
+
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Commands, flags and files that these pages name and that do not exist yet.
+COMING = ["compare.py", "--log-every", "--top-p", "sample.py --dtype", "--version", "docs/run.png", "docs/terminal.svg"]
+# Command lines that are no script of ours, without a mark; pip, hf and torchrun's are checked by their marks.
+OTHER_COMMANDS = {
+    "python3 -m venv .venv": "runs in .ci/run",
+    "source .venv/bin/activate": "runs in .ci/run",
+    "python -m pytest": "runs in .ci/run",
+    'python -m pytest -m "not slow"': "the same, with a marker of pyproject.toml",
+    "ruff check": "runs in .ci/run",
+    "ruff format --check": "runs in .ci/run",
+    "mypy": "runs in .ci/run",
+    "cp mine/model_00732/tokenizer*.json merged": "runs in test_lora.py",
+    "python -c \"from train_gpt2 import GPT; GPT.from_pretrained('mine/model_00732').save_pretrained('merged')\"": "runs in test_lora.py",
+}
+MARK = re.compile(r"\bneeds (a GPU|\d+ GPUs|a network|\d+ nodes)\b")
+PLACEHOLDERS = {"RATE": "1e-3", "BEST": "1e-3", "N": "9000", "M": "5", "NAME": "gpt2", "GPU": "H100"}
+
+
+def fenced(page: Path, kind: str) -> list[str]:
+    """The blocks of code of a page."""
+    return re.findall(rf"^```{kind}\n(.*?)^```", page.read_text(), re.M | re.DOTALL)
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"^```.*?^```\n", "", page.read_text(), flags=re.M | re.DOTALL)
+
+
+def split_command(line: str) -> list[str]:
+    """The words of a command, without its comment and the variables set for it."""
+    words = shlex.split(line, comments=True)
+    while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+        words = words[1:]
+    return [PLACEHOLDERS.get(word, word) for word in words]
+
+
+def commands_of(page: Path) -> list[tuple[str, str]]:
+    """The commands in the blocks of a page, without comment, each with the text of its line.
+
+    Scripts (`#!`) are left out: test_nodes.py runs them.
+    """
+    lines = []
+    for block in fenced(page, "sh"):
+        if not block.startswith("#!"):
+            lines += block.replace("\\\n", " ").splitlines()
+    return [(re.sub(r"\s+#.*", "", command).strip(), line) for line in lines if line for command in line.split(" && ")]
+
+
+def inline_commands(page: Path) -> list[str]:
+    text = re.findall(r"(?<!`)`([^`]+)`(?!`)", without_code(page))
+    return [
+        " ".join(code.split())
+        for code in text
+        if re.match(r"(python|torchrun) .*\w\.py\b", code) and "--help" not in code
+    ]
+
+
+ALL_COMMANDS = [(page.name, command, line) for page in PAGES for command, line in commands_of(page)]
+ALL_COMMANDS += [
+    (page.name, command, "needs a GPU, needs a network") for page in PAGES for command in inline_commands(page)
+]
+
+
+def is_coming(command: str) -> bool:
+    return any(all(word in command.split() for word in coming.split()) for coming in COMING)
+
+
+def parse_with_script(script: str, args: list[str], monkeypatch: pytest.MonkeyPatch, world_size: int = 1) -> None:
+    """Parses a command line as the script does; an unknown flag or a bad value raises."""
+    if script == "train_gpt2.py":
+        flags = parse_flags(train_gpt2.TrainConfig, args, "")
+        if not flags.keys() & {"text", "demo", "resume", "init_from"}:  # these read files
+            train_gpt2.resolve({"dtype": "bf16", **flags}, torch.device("cuda"), world_size)
+    elif script in ("fineweb.py", "hellaswag.py", "sample.py"):
+        {"fineweb.py": fineweb, "hellaswag.py": hellaswag, "sample.py": sample}[script].parse_arguments(args)
+    else:
+        parse_with_benchmark(ROOT / script, args, monkeypatch)
+
+
+class Parsed(Exception):
+    pass
+
+
+def parse_with_benchmark(path: Path, args: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert path.is_file() and path.parent.name == "benchmarks"
+    if "ArgumentParser" not in path.read_text():
+        assert args == []
+        return
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(parser, *given, **options):
+        parse_args(parser, *given, **options)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    monkeypatch.setattr(sys, "argv", [str(path), *args])
+    monkeypatch.syspath_prepend(path.parent)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, path.stem, module)  # its dataclasses look for it there
+    spec.loader.exec_module(module)
+    with pytest.raises(Parsed):
+        module.main()
+
+
+def required_marks(words: list[str]) -> set[str]:
+    """What a command of ours cannot do without, by its flags."""
+    script = next((word for word in words if word.endswith(".py")), "")
+    value = dict(zip(words, words[1:], strict=False))
+    marks = set()
+    if words[0] == "torchrun" or (
+        script == "train_gpt2.py" and not {"--text", "--demo", "--plan", "--n-layer"} & {*words}
+    ):
+        marks.add("GPU")
+    if value.get("--out") == "mine" or "log_demo" in " ".join(words):  # small models, on any device
+        marks.discard("GPU")
+    hub_names = {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"}
+    if {value.get(flag) for flag in ("-m", "--init-from")} & hub_names or (
+        script == "sample.py" and value.get("--model") in hub_names
+    ):
+        marks.add("network")
+    if script == "fineweb.py" and not {"--input", "--check", "--demo"} & {*words}:
+        marks.add("network")
+    if words[0] == "hf" or words[:2] == ["pip", "install"] or (script == "hellaswag.py" and "--data" not in words):
+        marks.add("network")
+    return marks
+
+
+@pytest.mark.parametrize(("page", "command", "line"), ALL_COMMANDS)
+def test_a_command_is_parsed_by_its_script_and_says_what_it_needs(page, command, line, monkeypatch, tmp_path):
+    if is_coming(command) or command in OTHER_COMMANDS:
+        return
+    monkeypatch.chdir(tmp_path)
+    words = split_command(command)
+    if words[0] == "torchrun":
+        launch = get_args_parser().parse_args(words[1:])
+        nodes, processes = int(launch.nnodes.split(":")[0]), int(launch.nproc_per_node)
+        parse_with_script(launch.training_script, launch.training_script_args, monkeypatch, nodes * processes)
+    elif words[:2] == ["python", "-c"]:
+        exec(words[2], {})
+    elif words[0] == "python":
+        parse_with_script(words[1], words[2:], monkeypatch)
+    elif words[:3] == ["pip", "install", "-r"]:
+        assert f"pip install -q {words[2]} {words[3]}" in (ROOT / ".ci" / "run").read_text()
+    else:
+        assert words[:2] == ["hf", "upload"], "an unknown command: test it, and add it to OTHER_COMMANDS"
+    found = " ".join(MARK.findall(line)).replace("nodes", "GPU")
+    assert {mark for mark in required_marks(words) if mark not in found} == set()
+
+
+def test_marked_commands_are_found():
+    """The test above sees the commands of all pages: some that must be there."""
+    found = {(page, command) for page, command, _ in ALL_COMMANDS}
+    assert ("README.md", "python train_gpt2.py --demo") in found
+    assert ("data.md", "python fineweb.py --check my_data") in found
+    assert ("training.md", "torchrun --standalone --nproc_per_node=8 train_gpt2.py") in found  # in a table
+    assert any(page == "normal.md" and "--batch-size 12" in command for page, command in found)  # on two lines
+    for bad, error in (("--max-stepz 3", "--max-stepz"), ("--n-embd 100", "multiple"), ("--recipe slow", "slow")):
+        with pytest.raises(Exception, match=error):
+            parse_with_script("train_gpt2.py", bad.split(), pytest.MonkeyPatch())
+
+
+def test_ci_runs_the_readmes_test_command():
+    ci = (ROOT / ".ci" / "run").read_text()
+    [command] = re.findall(
+        r"^(pip install -r tests/requirements\.txt && python -m pytest)\s+#", README.read_text(), re.M
+    )
+    assert command in ci.replace("-q ", "")
+    for command, reason in OTHER_COMMANDS.items():
+        if reason == "runs in .ci/run" and "venv" not in command:
+            assert re.search(rf"(^|&& ){re.escape(command)}$", ci, re.M), command
+
+
+def test_flags_in_the_text_exist(capsys):
+    known = {"--nnodes", "--node_rank", "--nproc_per_node", "--master_addr", "--master_port", "--standalone"}
+    known |= {"--max-restarts", "--rdzv-backend", "--logdir", "--local-dir", "--pid"}  # torchrun's, and other tools'
+    for script in (train_gpt2, fineweb, hellaswag, sample):
+        with pytest.raises(SystemExit):
+            script.main(["--help"])
+        known |= set(re.findall(r"--[a-z][a-z0-9_-]+", capsys.readouterr().out))
+    for script in (ROOT / "benchmarks").glob("*.py"):
+        known |= set(re.findall(r"""add(?:_argument)?\(\s*(?:"-\w", )?"(--[a-z-]+)""", script.read_text()))
+    for page in PAGES:
+        if page.name != "comparison.md":  # other projects' flags
+            text = re.sub(r"<?https?://\S+", "", without_code(page))
+            assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+", text)) - known - set(COMING) == set(), page
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).strip().replace(" ", "-")
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        links = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", without_code(page)))
+        for link in links:
+            if link.startswith("http"):
+                continue
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            if str(target.relative_to(ROOT)) in COMING:
+                continue
+            assert target.exists(), f"{page.name}: {link}"
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", without_code(target), re.M)
+                assert anchor in map(slug, headings), f"{page.name}: {link}"
+
+
+def test_named_files_exist():
+    for page in PAGES:
+        named = re.findall(r"(?<![\w./-])(?:benchmarks|docs|support|tests)/[\w./]*\w\.\w+", page.read_text())
+        assert [file for file in named if file not in COMING and not (ROOT / file).exists()] == [], page
+    for file in re.findall(r"^\| `([\w./]+)`", README.read_text(), re.M):
+        assert file in COMING or (ROOT / file).exists(), file
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} <= set(
+        re.findall(r"\[docs/([\w.]+)\]", README.read_text())
+    )
+
+
+def test_the_readme_is_short_and_its_counts_are_right():
+    text = README.read_text()
+    assert len(text.splitlines()) <= 170
+    [script, support] = re.findall(r"\| (\d+), and about ([\d,]+) in `support/` \|", text)[0]
+    lines = {
+        path: len(path.read_text().splitlines()) for path in [ROOT / "train_gpt2.py", *(ROOT / "support").rglob("*.py")]
+    }
+    assert int(script) == pytest.approx(lines.pop(ROOT / "train_gpt2.py"), abs=10)
+    assert int(support.replace(",", "")) == pytest.approx(sum(lines.values()), rel=0.1)
+
+
+def test_the_loss_at_the_start_is_as_docs_normal_says():
+    """ln V + n_embd * 0.02^2 / 2, for a wide model, where the formula's own error is small."""
+    torch.manual_seed(0)
+    config = train_gpt2.GPTConfig(vocab_size=4096, n_layer=1, n_head=4, n_embd=1024, block_size=64)
+    tokens = torch.randint(4096, (8, 65))
+    with torch.no_grad():
+        _, loss = train_gpt2.GPT(config)(tokens[:, :-1], tokens[:, 1:])
+    expected = torch.log(torch.tensor(4096.0)) + 1024 * 0.02**2 / 2
+    assert loss == pytest.approx(expected.item(), abs=0.05)
+    assert "10.82 + 0.15 = 10.98" in (ROOT / "docs" / "normal.md").read_text()
+
+
+# ---- messages
+
+
+VALUE = "\0"  # where the code formats a value
+
+
+def messages_in_the_code() -> list[str]:
+    """The texts in the code, as literals with VALUE."""
+    texts = []
+    for path in [*ROOT.glob("*.py"), *(ROOT / "support").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            if all(isinstance(part, ast.FormattedValue | ast.Constant) for part in parts):
+                values = [part.value if isinstance(part, ast.Constant) else VALUE for part in parts]
+                if all(isinstance(value, str) for value in values):
+                    texts.append(re.sub(r"^(error: |warning: |note +)", "", "".join(values)))
+    return texts
+
+
+def pattern(text: str) -> re.Pattern[str]:
+    return re.compile(".+".join(map(re.escape, text.split(VALUE))))
+
+
+def split_sentences(text: str) -> list[str]:
+    return re.split(r"(?<=\.) ", text)
+
+
+FROM_OTHER_PROGRAMS = ("externally-managed-environment", "Setting OMP_NUM_THREADS environment", "CUDA out of memory.")
+
+
+def test_the_messages_in_troubleshooting_are_those_of_the_code():
+    """A literal gives the whole line, or literals, or sentences of them, give each of its sentences."""
+    texts = [text for text in messages_in_the_code() if len(text.replace(VALUE, "")) >= 12]
+    whole = [pattern(text) for text in texts if not text.endswith(VALUE)]
+    parts = [pattern(part) for text in texts for part in split_sentences(text) if len(part.replace(VALUE, "")) >= 12]
+    lines = [line for block in fenced(ROOT / "docs" / "troubleshooting.md", "text") for line in block.splitlines()]
+    assert len(lines) > 40
+    for line in lines:
+        message = re.sub(r"^(error: |warning: |note +|step +\d+ \| )", "", line)
+        if any(text.fullmatch(message) for text in whole):
+            continue
+        for sentence in split_sentences(message):
+            known = sentence.startswith(FROM_OTHER_PROGRAMS) or any(part.fullmatch(sentence) for part in parts)
+            assert known, f"{sentence!r} of: {line}"
+
+
+def test_torchruns_message_is_quoted_as_it_is():
+    source = Path(importlib.util.find_spec("torch.distributed.run").origin).read_text()
+    words = " ".join(re.findall(r'"([^"\n]*)"', source))
+    [line] = [
+        line
+        for line in (ROOT / "docs" / "troubleshooting.md").read_text().splitlines()
+        if line.startswith("Setting OMP")
+    ]
+    for part in re.split(r" 1 in default,", line):
+        assert " ".join(part.split()).rstrip(".") in " ".join(words.split())
+
+
+def sentences(page: Path) -> set[str]:
+    text = re.sub(r"^#.*|^- |\n\n", "|", without_code(page), flags=re.M)
+    text = re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    parts = re.split(r"(?<=[.:;])\s+|\|", " ".join(text.split()))
+    return {part.strip() for part in parts if len(part.strip()) >= 60}
+
+
+def test_no_sentence_is_on_two_pages():
+    seen: dict[str, str] = {}
+    for page in PAGES:
+        for sentence in sentences(page):
+            assert sentence not in seen, f"{page.name} and {seen[sentence]}: {sentence}"
+        seen |= dict.fromkeys(sentences(page), page.name)
