@@ -34,7 +34,7 @@ from support.checkpoints.resume import check_same_data, data_identity
 from support.checkpoints.start import check_pretrained, gather_flags
 from support.checkpoints.state import Checkpoint, TrainState
 from support.cli import UserError, flag, parse_flags, run_cli
-from support.console.progress import demo_result, print_header, progress_bar
+from support.console.progress import print_header, print_summary, progress_bar
 from support.console.run_logger import STARTED, RunLogger
 from support.console.trackers import check_installed
 from support.data import presets, shards
@@ -706,7 +706,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         return any(every > 0 and (state.step % every == 0 or state.step == config.max_steps) for every in intervals)
 
     with lock or nullcontext(), stop, logger, checkpoints, profiler, watchdog:
-        finished = False
+        finished, text = False, ""
         while not stop.agreed:
             step, last = state.step, state.step == config.max_steps
             evaluates = due(config.val_every, config.hellaswag_every, config.sample_every)
@@ -768,7 +768,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         with amp:
             generator, length = devices.seeded_generator(device, config.seed), 500 if tokenizer.name == "bytes" else 150
             [text] = sample(full_model.eval(), tokenizer, "The", 1, length, generator, 0.8)
-        demo_result(config, config.max_steps, bytes_per_token, text)
+    print_summary(config, dist, logger.first_step, bytes_per_token, text)
     return state
 
 

@@ -173,7 +173,8 @@ def test_the_header_lists_what_was_chosen(tmp_path, capsys):
     (tmp_path / "text.txt").write_text(TEXT)
     flags = ["--text", str(tmp_path / "text.txt"), "--tokenizer", "bytes", "--out", str(tmp_path / "run"), *SMALL]
     train(configure(flags)[0], ONE_PROCESS)
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("text")]
+    output = capsys.readouterr().out.replace("\n        ", " ")  # a long line continues below its label
+    [line] = [line for line in output.splitlines() if line.startswith("text")]
     chosen = "--shuffle --tokenizer bytes --recipe fast --max-lr 0.0009 --total-batch-size 1024 --max-steps 4"
     chosen += " --warmup-steps 0 --val-every 1 --sample-every 0 --checkpoint-every 1 --keep 1"
     assert line == f"text    {tmp_path / 'text.txt'}: {chosen}"

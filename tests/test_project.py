@@ -23,14 +23,13 @@ def demo(tmp_path_factory):
 def test_the_demo_ends_with_a_score_a_text_and_a_checkpoint(demo):
     folder, done = demo
     assert re.search(
-        r"validation loss \d\.\d{4} nats per token, \d\.\d{4} per byte\n"
-        r"checkpoint in log_demo/model_00060; for more text: python sample.py --model log_demo/model_00060",
-        done.stdout,
+        r"\nbest    validation loss \d\.\d{4} nats per token, \d\.\d{4} per byte, at step 60\n", done.stdout
     )
-    assert "\nThe" in done.stdout and (folder / "log_demo" / "model_00060" / "model.safetensors").is_file()
+    assert "\nsample  The" in done.stdout and "\nsaved   log_demo/model_00060\n" in done.stdout
+    assert (folder / "log_demo" / "model_00060" / "model.safetensors").is_file()
     val = losses(folder / "log_demo" / "log.txt", "val")
     assert val[0] == pytest.approx(np.log(4096), abs=0.1) and val[-1] < 7
-    [command] = re.findall(r"for more text: python (.*)", done.stdout)
+    [command] = re.findall(r"\nnext    python (.*)", done.stdout)
     done = run_script(*[word.strip('"') for word in re.findall(r'".*?"|\S+', command)], "-d", "cpu", cwd=folder)
     assert done.returncode == 0 and done.stdout.startswith("The"), done.stderr
 

@@ -166,7 +166,8 @@ def test_more_steps_keep_the_schedule(byte_shards, tmp_path, capsys):
     assert (config.max_steps, config.decay_steps, get_lr(8, config)) == (9, 6, config.min_lr)
     written = (checkpoint.path / "checkpoint.json").stat().st_mtime_ns
     train(config, ONE_PROCESS, checkpoint)
-    [note] = [line for line in capsys.readouterr().out.splitlines() if "--decay-steps" in line]
+    output = capsys.readouterr().out.replace("\n        ", " ")  # a long note continues below its label
+    [note] = [line for line in output.splitlines() if "--decay-steps" in line]
     assert note.startswith("note    from step 6 on, the learning rate stays at its lowest, 0.0003;")
     assert (checkpoint.path / "checkpoint.json").stat().st_mtime_ns == written  # not saved again
     trained(tmp_path / "straight", "--data", byte_shards, "--max-steps", 9, "--decay-steps", 6)

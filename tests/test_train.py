@@ -330,15 +330,20 @@ def test_bad_flags(byte_shards, tmp_path, monkeypatch, capsys, flags, message):
             "--decay-steps 3",
             "from step 3 on, the learning rate stays at its lowest, 0.0003; --decay-steps moves the end",
         ),
-        ("--warmup-steps 4", "all 4 steps are in the warm-up, which takes 4; see --warmup-steps"),
+        (
+            "--warmup-steps 4",
+            "the warm-up of 4 steps takes the whole run of 4, and the learning rate never falls. "
+            "Set --warmup-steps 0, or raise --max-steps.",
+        ),
         ("--decay-steps 5", None),
     ],
 )
 def test_settings_that_nobody_can_mean_are_noted(byte_shards, tmp_path, capsys, flags, note):
     trained(tmp_path / "run", "--data", byte_shards, "--warmup-steps", 1, "--max-steps", 4, *flags.split())
     words = ("very high", "warm-up", "--decay-steps")
-    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
-    found = [line.removeprefix("note    ") for line in notes if any(word in line for word in words)]
+    output = capsys.readouterr().out.replace("\n        ", " ")  # a long note continues below its label
+    notes = [line[8:] for line in output.splitlines() if line.startswith(("note    ", "warning "))]
+    found = [line for line in notes if any(word in line for word in words)]
     assert len(found) == (note is not None) and all(line.startswith(note) for line in found)
 
 

@@ -20,6 +20,7 @@ from support.checkpoints.directory import check_files, checkpoint_path, list_che
 from support.checkpoints.state import DataIdentity, TrainState
 from support.cli import UserError
 from support.console.log import read_values
+from support.console.terminal import GREEN, styled
 from support.data.tokenizer import Tokenizer
 from support.runtime.signals import StopHandler
 
@@ -135,7 +136,8 @@ class CheckpointManager:
                 self.stop.fail(UserError(f"{problem}; neither could the one before. {_RERUN}"))
             return
         self._failures, self.newest = 0, step
-        print(f"step {step:5d} | saved {directory}\n", end="", flush=True)  # one write: the loop prints too
+        line = styled(f"step {step:5d} | saved {directory}", GREEN)
+        print(line + "\n", end="", flush=True)  # one write: the loop prints too
         try:
             self._remove_old(step)
         except OSError as error:

@@ -1,11 +1,13 @@
-"""The lines before the first step and after the demo, and progress bars."""
+"""The lines before the first step and after the last one, and progress bars."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +15,8 @@ import torch
 from torch import nn
 
 from support.console.log import read_values
+from support.console.run_logger import STARTED, clock
+from support.console.terminal import BOLD, YELLOW, StatusLine, count, labelled, on_one_line, styled
 from support.data.presets import describe_text_flags
 from support.files import format_bytes
 from support.runtime import devices
@@ -23,11 +27,21 @@ T = TypeVar("T")
 HIGH_LR = 0.1
 
 
-def progress_bar(items: Iterable[T], name: str, rank: int) -> Iterable[T]:
-    """The items, with a progress bar that disappears at the end; on rank 0 and on a terminal only."""
-    from tqdm import tqdm
+def progress_bar(items: Iterable[T], name: str, rank: int) -> Iterator[T]:
+    """The items, counted in the status line; without one, a bar on stderr, if that is a terminal. Rank 0 only."""
+    status: StatusLine | None = getattr(sys.stdout, "status_line", None)
+    if status is None:
+        from tqdm import tqdm
 
-    return tqdm(items, desc=name, leave=False, disable=True if rank or sys.stderr is None else None)
+        yield from tqdm(items, desc=name, leave=False, disable=True if rank or sys.stderr is None else None)
+        return
+    total = f"/{len(items):,}" if isinstance(items, Sized) else ""
+    try:
+        for n, item in enumerate(items):
+            status.show_activity(f"{name} {n:,}{total}")
+            yield item
+    finally:
+        status.show_activity("")
 
 
 def print_header(
@@ -51,48 +65,67 @@ def print_header(
         bytes_per_token: of the validation split, if there is one.
         recipe: optimizer and schedule in words.
     """
-    T, world_size, flags, print0 = sizes["block_size"], dist.world_size, options.to_dict(), dist.print0
-    max_steps = flags["max_steps"]
-    step_rows = B * world_size * grad_accum
+    flags, T = options.to_dict(), sizes["block_size"]
+    step_rows, max_steps = B * dist.world_size * grad_accum, flags["max_steps"]
+    epochs = max_steps * step_rows / rows_per_epoch
+    parallel = f" ({options.parallel})" if dist.world_size > 1 else ""
+    parallel += ", recomputing activations" if options.recompute else ""
+    device = f"{dist.world_size} x {devices.describe(dist.device)}{parallel}"
+    facts = [
+        ("device", f"{device}, {options.dtype}, torch {torch.__version__}"),
+        ("model", describe_model(model, sizes)),
+        (
+            "step",
+            f"{step_rows * T:,} tokens = {count(B, 'row')} x {T:,} tokens x {count(dist.world_size, 'process')} x "
+            f"{count(grad_accum, 'micro-step')}",
+        ),
+        ("data", f"{options.data}: {rows_per_epoch * T:,} tokens of {bytes_per_token:.2f} bytes"),
+        ("epochs", f"{epochs:.2f} = {count(max_steps, 'step')} / {rows_per_epoch / step_rows:,.1f} steps per epoch"),
+        ("recipe", recipe),
+    ]
+    if options.text:
+        facts.append(("text", f"{options.text}: {describe_text_flags(flags)}"))
+    if options.parallel == "fsdp" and dist.world_size == 1:
+        facts.append(("note", "--parallel fsdp has no effect on one process"))
+    if resume_from:
+        facts.append(("note", f"resuming from {resume_from}"))
+    for label, text in facts:
+        dist.print0(labelled(label, text))
+    if warning := warmup_warning(flags, first_step):
+        dist.print0(styled(labelled("warning", warning), YELLOW))
+    checkpoint_bytes = 3 * sum(p.nbytes for p in model.parameters())  # AdamW has two moments, Muon one
+    for note in notes(options, flags, first_step, checkpoint_bytes if dist.rank == 0 else 0):
+        dist.print0(labelled("note", note))
+
+
+def describe_model(model: nn.Module, sizes: Mapping[str, int]) -> str:
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     trained_text = f" ({trained:,} trained)" if trained < parameters else ""
-    epochs = max_steps * step_rows / rows_per_epoch
-    several = f" ({options.parallel})" if world_size > 1 else ""
-    several += ", recomputing activations" if options.recompute else ""
-    print0(
-        f"device  {world_size} x {devices.describe(dist.device)}{several}, {options.dtype}, torch {torch.__version__}"
+    padded = len(model.get_parameter("lm_head.weight"))
+    padding = f" (padded to {padded})" if padded > sizes["vocab_size"] else ""
+    return (
+        f"{parameters:,} parameters{trained_text}: {count(sizes['n_layer'], 'layer')}, {count(sizes['n_head'], 'head')}, "
+        f"{count(sizes['n_embd'], 'channel')}, context {sizes['block_size']}, vocabulary {sizes['vocab_size']}{padding}"
     )
-    print0(
-        f"model   {parameters:,} parameters{trained_text}: {sizes['n_layer']} layers, {sizes['n_head']} heads, "
-        f"{sizes['n_embd']} channels, context {T}, "
-        f"vocabulary {sizes['vocab_size']} (padded to {len(model.get_parameter('lm_head.weight'))})"
+
+
+def warmup_warning(flags: Mapping[str, Any], first_step: int) -> str | None:
+    """What is wrong with a warm-up that is not shorter than the run, and what to do. `flags` are all flags of the run."""
+    max_steps, warmup_steps = flags["max_steps"], flags["warmup_steps"]
+    if warmup_steps < max_steps:
+        return None
+    advice = "Raise --max-steps." if first_step else f"Set --warmup-steps {max_steps // 10}, or raise --max-steps."
+    return (
+        f"the warm-up of {count(warmup_steps, 'step')} takes the whole run of {max_steps:,}, and the learning rate "
+        f"never falls. {advice}"
     )
-    print0(
-        f"step    {step_rows * T:,} tokens = {B} rows x {T} tokens x {world_size} processes x {grad_accum} micro-steps"
-    )
-    print0(
-        f"data    {options.data}: {rows_per_epoch * T:,} tokens of {bytes_per_token:.2f} bytes, {rows_per_epoch / step_rows:,.1f} steps per epoch; "
-        f"{max_steps:,} steps are {epochs:.2f} epochs{', so text is read again' if epochs > 1 else ''}"
-    )
-    print0(f"recipe  {recipe}")
-    if options.text:
-        print0(f"text    {options.text}: {describe_text_flags(flags)}")
-    checkpoint_bytes = 3 * sum(p.nbytes for p in model.parameters())  # AdamW has two moments, Muon one
-    if options.parallel == "fsdp" and world_size == 1:
-        print0("note    --parallel fsdp has no effect on one process")
-    if resume_from:
-        print0(f"note    resuming from {resume_from}")
-    for note in notes(options, flags, first_step, checkpoint_bytes if dist.rank == 0 else 0):
-        print0(f"note    {note}")
 
 
 def notes(options: RunOptions, flags: Mapping[str, Any], first_step: int, checkpoint_bytes: int) -> Iterator[str]:
-    """Warnings before the first step, one line each. `flags` are all flags of the run."""
+    """What is worth knowing before the first step. `flags` are all flags of the run."""
     max_steps, warmup_steps, decay_steps = flags["max_steps"], flags["warmup_steps"], flags["decay_steps"]
-    if warmup_steps >= max_steps:
-        yield f"all {max_steps:,} steps are in the warm-up, which takes {warmup_steps:,}; see --warmup-steps"
-    elif warmup_steps >= decay_steps:
+    if decay_steps <= warmup_steps < max_steps:
         yield (
             f"--decay-steps {decay_steps} is in the warm-up of {warmup_steps:,} steps: the learning rate falls to "
             "--min-lr right after it"
@@ -118,13 +151,31 @@ def notes(options: RunOptions, flags: Mapping[str, Any], first_step: int, checkp
         yield f"this run has finished its {max_steps:,} steps; raise --max-steps for more"
 
 
-def demo_result(options: RunOptions, max_steps: int, bytes_per_token: float, text: str) -> None:
-    """Prints the demo's sample, its validation loss and the path of its checkpoint."""
-    print(f"\n{text}\n")
-    if options.val_every:
-        val = read_values(Path(options.out) / "log.txt", "val")
-        loss = val[max_steps]
-        print(f"validation loss {loss:.4f} nats per token, {loss / bytes_per_token:.4f} per byte")
-    if options.checkpoint_every:
-        directory = Path(options.out) / f"model_{max_steps:05d}"
-        print(f'checkpoint in {directory}; for more text: python sample.py --model {directory} --prompt "The"')
+def print_summary(options: RunOptions, dist: Distributed, first_step: int, bytes_per_token: float, text: str) -> None:
+    """Prints the end of a finished run: losses, time, tokens, the checkpoint, and the command to run next.
+
+    Args:
+        first_step: of this process; above 0 if it has resumed the run.
+        bytes_per_token: of the validation split, if there is one.
+        text: a sample, or "".
+    """
+    if dist.rank > 0:
+        return
+    flags, out = options.to_dict(), Path(options.out)
+    max_steps, since = flags["max_steps"], f" since step {first_step:,}" if first_step else ""
+    tokens, seconds = max_steps * flags["total_batch_size"], time.perf_counter() - STARTED
+    lines = [labelled("done", f"{count(max_steps, 'step')}, {tokens:,} tokens; {clock(seconds)} elapsed{since}")]
+    val = read_values(out / "log.txt", "val") if options.val_every else {}
+    best = min(val, key=lambda step: val[step], default=max_steps)
+    for step, name in {max_steps: "last", best: "best"}.items():  # one line if they are the same
+        if step in val:
+            loss = f"{val[step]:.4f} nats per token, {val[step] / bytes_per_token:.4f} per byte, at step {step:,}"
+            lines.append(styled(labelled(name, f"validation loss {loss}"), BOLD))
+    if text:
+        lines.append(labelled("sample", on_one_line(text)))
+    checkpoint = out / f"model_{max_steps:05d}"
+    if checkpoint.is_dir():
+        prompt = ' --prompt "The"' if options.demo else ""
+        lines.append(f"saved   {checkpoint}")
+        lines.append(f"next    python sample.py --model {shlex.quote(str(checkpoint))}{prompt}")  # in one line, to copy
+    print("\n" + "\n".join(lines), flush=True)

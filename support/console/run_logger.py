@@ -6,13 +6,13 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from support.console import terminal
 from support.console.log import RunLog
 from support.console.trackers import Trackers, start_trackers
 from support.runtime import devices
@@ -24,6 +24,8 @@ STARTED = time.perf_counter()
 ETA_EVERY, ETA_WINDOW = 50, 250  # steps between two estimates of the remaining time, and steps that they are based on
 # The median of so many step times over the shortest was 5 where two threads shared their cores with another program.
 STEPS_COMPARED, MAX_SPREAD = 20, 2.0
+# Lines of steps on a terminal: not more often than this, and between so many in a run.
+LINE_SECONDS, MIN_LINES, MAX_LINES = 0.2, 50, 500
 NETWORK_FRACTION = 0.25  # of a step's time: more is worth advice
 EVALUATION_FLAGS = {
     "val": ("val_tokens",),
@@ -39,6 +41,8 @@ class RunLogger:
     the log and the curves of an earlier process at that step, which had `earlier_flags`. What it has logged of that step
     is not computed again, unless the flags for it have changed. `network_seconds` is the time of an all-reduce of the
     gradients.
+
+    On a terminal, a status line shows how far the run is, and only some of the steps get a line of their own.
 
     Raises:
         UserError: on all ranks, if a tracker cannot start; at the end, if the last lines of the log cannot be written.
@@ -73,6 +77,8 @@ class RunLogger:
         self._threads = torch.get_num_threads() if dist.device.type == "cpu" else 1
         self._step_times: list[float] = []  # of the first steps, in seconds
         self._marks: deque[tuple[int, float]] = deque(maxlen=ETA_WINDOW // ETA_EVERY)  # steps, and when they ended
+        self._status = terminal.StatusLine(dist.rank == 0 and terminal.is_terminal())
+        self._line_every, self._log_every = 1, options.log_every
 
     def already_reported(self, step: int, name: str) -> bool:
         """Whether an earlier process has reported this already: "val", "hella" or "samples" of the first step."""
@@ -80,32 +86,45 @@ class RunLogger:
 
     def validation(self, step: int, loss: float) -> None:
         self._value(step, "val", loss)
-        self.print0(f"step {step:5d} | val loss: {loss:.4f}")
+        self.print0(terminal.styled(f"step {step:5d} | val loss: {loss:.4f}", terminal.BOLD))
 
     def hellaswag(self, step: int, acc_norm: float, stderr: float, n: int, seconds: float) -> None:
         self._value(step, "hella", acc_norm)
         score = f"{acc_norm:.4f} ± {stderr:.4f}"
-        self.print0(f"step {step:5d} | HellaSwag acc_norm: {score} of {n:,} items | {seconds:.1f}s")
+        line = f"step {step:5d} | HellaSwag acc_norm: {score} of {n:,} items | {seconds:.1f}s"
+        self.print0(terminal.styled(line, terminal.BOLD))
 
     def samples(self, step: int, texts: Sequence[str]) -> None:
         self._trackers.log_samples(step, texts)
         for i, text in enumerate(texts):
-            self.print0(f"step {step:5d} | sample {i}: {text}")
+            line = f"step {step:5d} | sample {i}: {terminal.on_one_line(text)}"
+            self.print0(terminal.styled(terminal.fit_lines(line, 2), terminal.CYAN))
 
     def step(self, step: int, loss: float, lr: float, norm: float, dt: float, skipped: str | None) -> None:
         """A step that took `dt` seconds; `skipped` says why it was not applied.
 
         MFU is the fraction of the GPUs' peak FLOP/s that the model's arithmetic reaches, where that peak is known.
         """
+        now = time.perf_counter()
         speed = self.tokens_per_step / dt
         mfu = speed * self.flops_per_token / (self.peak_flops * self.world_size) if self.peak_flops else None
         self._value(step, "train", loss)
-        line = f"step {step:5d} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f} | dt: {dt * 1000:.2f}ms"
-        self.print0(f"{line} | tok/sec: {speed:.2f}" + (f" | mfu: {mfu:.1%}" if mfu is not None else ""))
+        due = self._line_due(step, dt)
+        eta = self._eta(step, now)
+        notes = list(self._notes(step, dt, now))
+        self._status.show(self._describe_progress(step, loss, speed, now, eta))
+        if due or skipped or notes:
+            line = f"step {step:5d} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f} | dt: {dt * 1000:.2f}ms"
+            line += f" | tok/sec: {speed:.2f}" + (f" | mfu: {mfu:.1%}" if mfu is not None else "")
+            self.print0(terminal.fit_fields(line))
         if skipped:
-            self.print0(f"step {step:5d} | {skipped}")
-        for note in self._notes(step, dt):
-            self.print0(f"note    {note}")
+            self.print0(terminal.styled(f"step {step:5d} | {skipped}", terminal.YELLOW))
+        if eta is not None and due and not self._status.enabled and self._marks[-1][0] == step:
+            done, total = ((n * self.tokens_per_step) for n in (step + 1, self.max_steps))
+            since = " since the resume" if self.first_step else ""
+            notes.insert(0, f"{done:,} of {total:,} tokens; {clock(now - STARTED)} elapsed{since}, ETA {clock(eta)}")
+        for note in notes:
+            self.print0(terminal.labelled("note", note))
         # these names stay, so that a resumed run continues its curves
         values = {"update/lr": lr, "update/norm": norm, "speed/tokens_per_second": speed}
         self._trackers.log(step, values | ({"speed/mfu": mfu} if mfu is not None else {}))
@@ -120,9 +139,12 @@ class RunLogger:
         self._trackers.flush()
 
     def __enter__(self) -> RunLogger:
+        self._status.open()
+        self._status.show(f"step {self.first_step}/{self.max_steps}")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self._status.close()
         self._trackers.close(succeeded=kind is None)
         if kind is None:
             self._log.close()
@@ -131,18 +153,38 @@ class RunLogger:
         self._trackers.log_value(step, name, value)
         self._log.write(step, name, value)
 
-    def _notes(self, step: int, dt: float) -> Iterator[str]:
-        now = time.perf_counter()
-        if not self._marks:  # the first step compiles, so it would spoil the estimate
-            yield f"the first step ended {now - STARTED:.1f}s after the start"
-            self._marks.append((step, now))
-        elif step % ETA_EVERY == 0 or step == self.max_steps - 1:
+    def _line_due(self, step: int, dt: float) -> bool:
+        """Whether a step gets a line, without regard to what else there is to say about it.
+
+        On a terminal, the lines are 1, 2, 5, 10, 20, ... steps apart, as the fastest step so far suggests.
+        """
+        every = self._log_every or self._line_every
+        if self._status.enabled and self._log_every is None:
+            steps = self.max_steps - self.first_step
+            wanted = max(LINE_SECONDS / dt, steps / MAX_LINES)
+            allowed = [n * 10**e for e in range(10) for n in (1, 2, 5) if n * 10**e <= max(1, steps / MIN_LINES)]
+            self._line_every = max(self._line_every, next((n for n in allowed if n >= wanted), allowed[-1]))
+        return step % every == 0 or step in (self.first_step, self.max_steps - 1)
+
+    def _eta(self, step: int, now: float) -> float | None:
+        """The remaining seconds, evaluations and checkpoints included. None at first: that step compiles."""
+        eta = None
+        if self._marks:
             earlier, then = self._marks[0]
+            eta = (now - then) / (step - earlier) * (self.max_steps - step - 1)
+        if not self._marks or step % ETA_EVERY == 0 or step == self.max_steps - 1:
             self._marks.append((step, now))
-            eta = (now - then) / (step - earlier) * (self.max_steps - step - 1)  # evaluations and checkpoints included
-            done, total = ((n * self.tokens_per_step) for n in (step + 1, self.max_steps))
-            since = " since the resume" if self.first_step else ""
-            yield f"{done:,} of {total:,} tokens; {_duration(now - STARTED)} elapsed{since}, ETA {_duration(eta)}"
+        return eta
+
+    def _describe_progress(self, step: int, loss: float, speed: float, now: float, eta: float | None) -> str:
+        tokens = f"{speed:,.0f}" if speed < 1e5 else f"{speed / 1e3:,.0f}k"
+        remaining = "" if eta is None else f", ETA {clock(eta)}"
+        elapsed = f"{clock(now - STARTED)} elapsed{remaining}"
+        return f"step {step + 1}/{self.max_steps} | loss {loss:.4f} | {tokens} tok/s | {elapsed}"
+
+    def _notes(self, step: int, dt: float, now: float) -> Iterator[str]:
+        if step == self.first_step:
+            yield f"the first step ended {now - STARTED:.1f}s after the start"
         if self.first_step < step <= self.first_step + STEPS_COMPARED:
             self._step_times.append(dt)
         if step == self.first_step + STEPS_COMPARED and self._threads > 1:
@@ -173,5 +215,7 @@ def _unchanged_evaluations(options: RunOptions, earlier_flags: Mapping[str, Any]
     }
 
 
-def _duration(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
+def clock(seconds: float) -> str:
+    """`1:02:03`; hours are not limited to a day."""
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"

@@ -261,6 +261,7 @@ class TokenProgress:
             initial=finished_tokens,
             total=max_tokens,
             smoothing=0.05,
+            leave=False,
             disable=None,
         )
 

@@ -84,6 +84,14 @@ class RunOptions:
     sample_every: int = flag(250, "steps between samples; 0 disables them", "evaluation", at_least=0)
     prompt: str = flag("Hello, I'm a language model,", "text that samples continue", "evaluation", metavar="TEXT")
 
+    log_every: int | None = flag(
+        None,
+        "steps between lines on the console",
+        "tracking",
+        default_help="every step; on a terminal, 50 to 500 lines in a run, at most about five a second",
+        at_least=1,
+        below=2**31,
+    )
     tensorboard: bool = flag(False, "write curves and samples for TensorBoard to --out", "tracking")
     wandb: str | None = flag(
         None,

@@ -95,17 +95,24 @@ class StopHandler:
         sys.stdout, sys.stderr = (guarded.unguard() for guarded in self._streams)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        # A terminal has the ^C, and maybe a status line, on the line of the cursor.
+        start = "\r\x1b[K" if os.isatty(2) and os.environ.get("TERM") != "dumb" else "\n"
         if number == signal.SIGINT:
             now = time.monotonic()
             # Ctrl-C in the terminal of torchrun signals us twice: torchrun passes its own signal on.
             passed_on = "TORCHELASTIC_RUN_ID" in os.environ and now - (self._interrupted_at or now) <= 1
             if self._interrupted_at is not None and not passed_on:
+                self._write(start)
                 os._exit(128 + number)
             self._interrupted_at = self._interrupted_at or now
         self._reason = self._reason or number
         hint = " (again to exit immediately)" if number == signal.SIGINT else ""
+        self._write(f"{start}{signal.Signals(number).name} received: stopping{hint}\n")
+
+    @staticmethod
+    def _write(text: str) -> None:
         with contextlib.suppress(OSError):  # not print, which may be in the middle of a line of its own
-            os.write(2, f"\n{signal.Signals(number).name} received: stopping{hint}\n".encode())
+            os.write(2, text.encode())
 
     def _reader_closed(self) -> None:
         self._reason = self._reason or _CLOSED_PIPE

@@ -1,0 +1,245 @@
+"""What a terminal shows of a run, read from a pseudo-terminal, against what a file gets."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import signal
+import struct
+import sys
+import termios
+import threading
+import time
+import unicodedata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from helpers import finish_run, losses, start_run, steps_done, wait_for
+from training import config_of, trained
+
+from support.console import run_logger, terminal
+from support.console.progress import print_summary
+from support.console.run_logger import RunLogger
+from train_gpt2 import GPT
+
+COLUMNS = 80
+ESCAPE = r"\x1b\[[\d;]*[A-Za-z]"
+
+
+class Terminal:
+    """A pseudo-terminal of COLUMNS columns, for a run in `cwd`."""
+
+    def __init__(self, cwd: Path):
+        self._ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
+        (cwd / "terminal").write_text(os.ttyname(theirs))
+        self._theirs, self._output = theirs, b""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                self._output += os.read(self._ours, 65536)
+            except OSError:  # no process has it open any more
+                return
+
+    def output(self) -> str:
+        """All that was written to it, after the run."""
+        os.close(self._theirs)
+        self._reader.join()
+        os.close(self._ours)
+        return self._output.decode()
+
+
+def screen(output: str) -> list[str]:
+    """The lines that remain: \\r goes to the beginning of a line, ESC [K clears from there on, colours change nothing."""
+    lines, column = [""], 0
+    for token in re.findall(rf"{ESCAPE}|.|\n", output, re.DOTALL):
+        line = lines[-1]
+        if token == "\r":
+            column = 0
+        elif token == "\n":
+            lines.append("")
+        elif token == "\x1b[K":
+            lines[-1] = line[:column]
+        elif not token.startswith("\x1b"):
+            lines[-1], column = line[:column].ljust(column) + token + line[column + 1 :], column + 1
+    return lines
+
+
+def on_a_terminal(rank: int) -> None:
+    """Both streams are the terminal; each step is drawn, and none is slow enough for a line of its own."""
+    tty = os.open(Path("terminal").read_text(), os.O_RDWR | os.O_NOCTTY)
+    os.dup2(tty, 1)
+    os.dup2(tty, 2)
+    os.close(tty)
+    sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+    os.environ["TERM"] = "xterm"
+    os.environ.pop("NO_COLOR", None)
+    os.environ.pop("COLUMNS", None)
+    terminal.REDRAW_SECONDS, run_logger.LINE_SECONDS = 0, 100
+
+
+def with_a_warning(rank: int) -> None:
+    on_a_terminal(rank)
+    real = RunLogger.step
+
+    def step(self, number, *figures):
+        real(self, number, *figures)
+        if number == 7:
+            print("warning:", "from a library", file=sys.stderr)
+
+    RunLogger.step = step
+
+
+def test_a_terminal_shows_some_steps_and_a_status_line_that_goes(byte_shards, tmp_path):
+    flags = ["--data", byte_shards, "--max-steps", 150, "--warmup-steps", 150, "--out", "run"]
+    flags += [word for what in ("val", "sample", "checkpoint") for word in (f"--{what}-every", 75)]
+    shown = Terminal(tmp_path)
+    assert finish_run(start_run(*flags, cwd=tmp_path, sabotage=with_a_warning)) == [0]
+    output = shown.output()
+    lines = screen(output)
+    status = [re.sub(ESCAPE, "", text) for text in re.findall(r"\r([^\r\n]+)\x1b\[K\r", output)]
+    assert max(map(len, status)) < COLUMNS  # in the last column, it would wrap
+    assert re.search(
+        r"^step 100/150 \| loss \d\.\d{4} \| [\d,k]+ tok/s \| \d:\d\d:\d\d elapsed, ETA \d:\d\d:\d\d$",
+        "\n".join(status),
+        re.M,
+    )
+    assert any(re.fullmatch(r"step 75/150 \| validation \d+/\d+", text) for text in status)
+    assert not any("/150 |" in line for line in lines) and lines[-1] == ""
+    assert "warning: from a library" in lines
+    steps = [int(match[1]) for line in lines if (match := re.match(r"step +(\d+) \| loss: \d\.\d{6} ", line))]
+    assert steps[0] == 0 and steps[-1] == 149 and 50 <= len(steps) <= 80
+    assert not any(line.startswith("note    ") and "ETA" in line for line in lines)
+    widths = {line: sum(not unicodedata.combining(c) for c in line) for line in lines}
+    long_lines = [line for line, width in widths.items() if width > COLUMNS * (1 + ("| sample" in line))]
+    assert all(str(byte_shards) in line for line in long_lines)
+    assert "\x1b[1mstep    75 | val loss: " in output and "step    75 | saved run/model_00075" in lines
+    assert lines[-2] == "next    python sample.py --model run/model_00150"
+    assert any(line.startswith("warning the warm-up of 150 steps takes the whole run of 150") for line in lines)
+    assert "step    256 tokens = 4 rows x 16 tokens x 1 process x 4 micro-steps" in lines
+
+
+def slow_steps(rank: int) -> None:
+    on_a_terminal(rank)
+    real = GPT.forward
+
+    def forward(self, *args):
+        time.sleep(0.02)
+        return real(self, *args)
+
+    GPT.forward = forward
+
+
+def test_ctrl_c_leaves_no_status_line(byte_shards, tmp_path):
+    flags = ["--data", byte_shards, "--max-steps", 100000, "--val-every", 0, "--out", "run"]
+    shown = Terminal(tmp_path)
+    [process] = start_run(*flags, cwd=tmp_path, sabotage=slow_steps)
+    assert wait_for(lambda: steps_done(tmp_path / "run") >= 3)
+    os.kill(process.pid, signal.SIGINT)
+    assert finish_run([process]) == [130]
+    output = shown.output()
+    lines = screen(output)
+    assert "/100000 | loss" in output and not any("/100000" in line for line in lines)
+    assert "SIGINT received: stopping (again to exit immediately)" in lines
+    assert any(line.endswith("--resume --out run continues from it.") for line in lines)
+    assert not any(line.startswith("done") for line in lines)
+
+
+def failing_after_step_2(rank: int) -> None:
+    on_a_terminal(rank)
+    real = RunLogger.step
+
+    def step(self, number, *figures):
+        real(self, number, *figures)
+        if number == 2:
+            raise RuntimeError("broken")
+
+    RunLogger.step = step
+
+
+def test_an_error_leaves_no_status_line(byte_shards, tmp_path):
+    shown = Terminal(tmp_path)
+    flags = ["--data", byte_shards, "--max-steps", 9, "--val-every", 0, "--out", "run"]
+    assert finish_run(start_run(*flags, cwd=tmp_path, sabotage=failing_after_step_2)) == [1]
+    output = shown.output()
+    assert "step 3/9 | loss" in output and not any("3/9" in line for line in screen(output))
+    assert "RuntimeError: broken" in screen(output)
+
+
+def test_a_file_gets_every_step_and_no_escape_codes(byte_shards, tmp_path, capsys):
+    flags = ["--data", byte_shards, "--max-steps", 12, "--val-every", 6, "--sample-every", 6]
+    trained(tmp_path / "run", *flags)
+    out = capsys.readouterr().out
+    assert re.findall(r"^step +(\d+) \| loss: ", out, re.M) == [str(step) for step in range(12)]
+    assert "\x1b" not in out and "\r" not in out and "note    3,072 of 3,072 tokens; " in out
+    samples = re.findall(r"^step +6 \| sample \d: Hello, I'm a language model,.{100,}$", out, re.M)
+    assert len(samples) == 4
+    trained(tmp_path / "thinned", *flags, "--log-every", 5)
+    out = capsys.readouterr().out
+    assert re.findall(r"^step +(\d+) \| loss: ", out, re.M) == ["0", "5", "10", "11"]
+    assert (tmp_path / "thinned" / "log.txt").read_text() == (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_the_summary_agrees_with_the_log(byte_shards, tmp_path, capsys):
+    out = tmp_path / "my run"
+    trained(out, "--data", byte_shards, "--max-steps", 6, "--val-every", 3, "--max-lr", 0)  # so that all are equal
+    first, *_ = losses(out / "log.txt", "val")
+    (out / "log.txt").write_text("0 val 5.0000\n3 val 3.0000\n6 val 4.0000\n")
+    capsys.readouterr()
+    dist = SimpleNamespace(rank=0)
+    config = config_of("--out", out, "--max-steps", 6)
+    print_summary(config, dist, 0, 2.0, "a\nb\x1b[2Jc")
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"done    6 steps, 1,536 tokens; \d+:\d\d:\d\d elapsed", lines[1])
+    assert lines[2:] == [
+        "last    validation loss 4.0000 nats per token, 2.0000 per byte, at step 6",
+        "best    validation loss 3.0000 nats per token, 1.5000 per byte, at step 3",
+        "sample  a b [2Jc",
+        f"saved   {out}/model_00006",
+        f"next    python sample.py --model '{out}/model_00006'",
+    ]
+    (out / "log.txt").write_text("0 val 5.0000\n6 val 4.0000\n")
+    print_summary(config, dist, 2, 2.0, "")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].endswith(" elapsed since step 2") and [line[:8] for line in lines[2:]] == [
+        "best    ",
+        "saved   ",
+        "next    ",
+    ]
+    print_summary(config, SimpleNamespace(rank=1), 0, 2.0, "")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "term, no_color, expected",
+    [("xterm", "", "\x1b[1mtext\x1b[0m"), ("xterm", "1", "text"), ("dumb", "", "text"), (None, "", "text")],
+)
+def test_colours_only_where_they_are_wanted(monkeypatch, term, no_color, expected):
+    monkeypatch.setenv("TERM", term or "xterm")
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: term is not None))
+    assert terminal.styled("text", terminal.BOLD) == expected
+
+
+def test_texts_are_cut_by_their_width():
+    assert terminal.cut("twelve chars", 12) == "twelve chars" and terminal.cut("twelve chars", 11) == "twelve c..."
+    assert terminal.cut("中文中文中文", 12) == "中文中文中文" and terminal.cut("中文中文中文", 11) == "中文中文..."
+    assert terminal.cut("e\u0301" * 12, 12) == "e\u0301" * 12
+    assert terminal.on_one_line("a\r\n\n b\x1b[31m\x07\u202ec") == "a b [31m c"
+
+
+def test_labels_are_aligned_and_numbers_agree_with_their_nouns():
+    words = ["word"] * 30
+    lines = terminal.labelled("note", " ".join(words)).splitlines()
+    assert all(len(line) <= 80 and line.startswith(("note    word", " " * 8 + "word")) for line in lines)
+    assert sum(line.split().count("word") for line in lines) == 30
+    path = "x" * 90 + "/--max-steps"
+    assert terminal.labelled("data", f"{path}: 5 tokens") == f"data    {path}:\n        5 tokens"
+    counted = [terminal.count(n, noun) for n in (1, 2000) for noun in ("process", "step")]
+    assert counted == ["1 process", "1 step", "2,000 processes", "2,000 steps"]
