@@ -1,11 +1,11 @@
 """Turns text into token shards for train_gpt2.py.
 
-    python fineweb.py                               # FineWeb-Edu, 10 billion tokens
-    python fineweb.py --name sample-100BT           # 100 billion
+    python fineweb.py                          # FineWeb-Edu, 10 billion tokens
+    python fineweb.py --name sample-100BT      # 100 billion
     python fineweb.py --input book.txt 'notes/*.jsonl' --output my_data
     python fineweb.py --dataset roneneldan/TinyStories --output tinystories
-    python fineweb.py --demo                        # Python's own documentation
-    python fineweb.py --check my_data               # are all shards intact?
+    python fineweb.py --demo                   # Python's own documentation
+    python fineweb.py --check my_data          # are all shards intact?
 
 If the command is killed, the same command resumes after the last finished shard.
 

@@ -1,9 +1,9 @@
 """Scores a GPT-2 on HellaSwag: which of four endings of a short text does the model find most likely?
 
-    python hellaswag.py -m gpt2                   # a model of the Hugging Face hub
-    python hellaswag.py -m log/model_19073        # a checkpoint
-    python hellaswag.py -m gpt2 --limit 1000      # only the first 1000 items
-    python hellaswag.py -m gpt2 --style harness   # as lm-evaluation-harness scores
+    python hellaswag.py -m gpt2                  # a model of the Hugging Face hub
+    python hellaswag.py -m log/model_19073       # a checkpoint
+    python hellaswag.py -m gpt2 --limit 1000     # only the first 1000 items
+    python hellaswag.py -m gpt2 --style harness  # as lm-evaluation-harness
 
 The loss of an ending is the cross-entropy of its tokens, given the context. `acc` predicts the ending with the lowest
 summed loss, `acc_norm` the one with the lowest loss after normalising by length. There are two styles:
