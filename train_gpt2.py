@@ -693,7 +693,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         flops_per_token=model.flops_per_token(), earlier_flags=checkpoint.config if checkpoint else {},
         network_seconds=network_seconds,
     )  # fmt: skip
-    run_info = RunInfo(config.to_save(), identity, asdict(model.config), tokenizer, logger.sync)
+    run_info = RunInfo(config, identity, asdict(model.config), tokenizer, logger.sync, bytes_per_token)
     checkpoints = CheckpointManager(config.out, config.keep, stop, run_info, rank, newest=state.step)
     profiler = Profiler(config.profile, config.out, device, rank, print0)
     synchronize = devices.synchronizer(device)
@@ -775,9 +775,8 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
 
 @report_lost_processes()
 def main(argv: Sequence[str] | None = None) -> None:
-    groups = ("text", "model", "schedule", "optimizer", "randomness")
     # command line -> all flags, with those of a preset or of the checkpoint to resume -> configuration -> run
-    cli_flags = parse_flags(TrainConfig, argv, __doc__, groups)
+    cli_flags = parse_flags(TrainConfig, argv, __doc__, ("text", "model", "schedule", "optimizer", "randomness"))
     dist = Distributed.from_environment()
     flags, checkpoint = gather_flags(TrainConfig, cli_flags, dist)
     if flags.get("plan"):
