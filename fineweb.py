@@ -1,16 +1,17 @@
 """Turns text into token shards for train_gpt2.py.
 
-    python fineweb.py                                            # FineWeb-Edu, 10 billion tokens, into edu_fineweb10B/
-    python fineweb.py --name sample-100BT                        # 100 billion, into edu_fineweb100B/
+    python fineweb.py                          # FineWeb-Edu, 10 billion tokens
+    python fineweb.py --name sample-100BT      # 100 billion
     python fineweb.py --input book.txt 'notes/*.jsonl' --output my_data
     python fineweb.py --dataset roneneldan/TinyStories --output tinystories
-    python fineweb.py --shards-from NAME --output their_shards   # ready-made .npy shards of a data set
-    python fineweb.py --demo                                     # Python's own documentation, into demo_data/
+    python fineweb.py --demo                   # Python's own documentation
+    python fineweb.py --check my_data          # are all shards intact?
+
+If the command is killed, the same command resumes after the last finished shard.
 
 A shard is a one-dimensional uint16 .npy file. Every document is preceded by <|endoftext|>. Shard 0 is for validation
-and the others for training, unless --val-fraction or a small text holds out a fraction instead. `manifest.json` next to
-them describes them. The bytes do not depend on the number of workers. If the command is killed, the same command
-resumes after the last finished shard.
+and the others for training, unless --val-fraction or a small text holds out a fraction instead. manifest.json next to
+them describes them. The bytes do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 from decimal import Decimal, DecimalException
 from pathlib import Path
 
-from support.cli import Parser, UserError, add_flags, flag, range_errors, run_cli
+from support.cli import MAIN_GROUP, Parser, UserError, add_flags, flag, range_errors, run_cli
 from support.data import bpe, hub
 from support.data.corpus import Corpus, Cursor, Documents, slug
 from support.data.encode import ENGINES, EncodedBatch, default_engine, encode_batches
@@ -232,18 +233,18 @@ class Arguments:
 
     input: list[str] | None = flag(
         None,
-        f"{TEXT_TYPES} files, folders of them, or patterns such as 'texts/*.txt'",
-        "source",
+        f"files, folders or patterns such as 'texts/*.txt': {TEXT_TYPES}",
+        MAIN_GROUP,
         default_help="a data set",
         type=str,
         nargs="+",
         metavar="FILE",
     )
     dataset: str | None = flag(
-        None, "Hugging Face data set, or a local folder of its files", "source", default_help=FINEWEB_EDU
+        None, "Hugging Face data set, or a local folder of its files", MAIN_GROUP, default_help=FINEWEB_EDU
     )
     name: str | None = flag(
-        None, "configuration of the data set", "source", default_help="sample-10BT for FineWeb", metavar="CONFIG"
+        None, "configuration of the data set", MAIN_GROUP, default_help="sample-10BT for FineWeb", metavar="CONFIG"
     )
     split: str = flag("train", "split of the data set", "source")
     text_field: str = flag("text", "field or column with the text", "source", metavar="FIELD")
@@ -257,33 +258,33 @@ class Arguments:
     shards_from: str | None = flag(
         None, "download the .npy shards of this Hugging Face data set", "source", default_help="make shards from text"
     )
-    demo: bool = flag(False, "this Python's own documentation; needs no network", "source")
+    demo: bool = flag(False, "the documentation of this Python; needs no network", MAIN_GROUP)
     check: str | None = flag(
         None,
-        "check the shards in DIR against their manifest, and exit",
-        "source",
+        "read the shards in DIR, compare them with their manifest, and exit",
+        MAIN_GROUP,
         default_help="make shards",
         metavar="DIR",
     )
     output: str | None = flag(
         None,
         "folder for the shards",
-        "shards",
+        MAIN_GROUP,
         default_help="edu_fineweb10B or similar for FineWeb, demo_data with --demo",
         metavar="DIR",
     )
     tokenizer: str | None = flag(
         None,
-        "GPT-2's, bytes, or one that is trained on the text",
-        "shards",
+        "GPT-2's tokens, bytes, or bpe, which is trained on the text",
+        MAIN_GROUP,
         default_help="gpt2; with --demo bpe",
         choices=(*VOCAB_SIZES, "bpe"),
     )
     vocab_size: int | None = flag(
         None,
-        "tokens of --tokenizer bpe",
+        "tokens in the vocabulary of --tokenizer bpe",
         "shards",
-        default_help="as suits the amount of text",
+        default_help="what suits the amount of text",
         at_least=258,
         at_most=MAX_VOCAB_SIZE,
         type=count,
@@ -300,13 +301,12 @@ class Arguments:
         SHARD_SIZE,
         "tokens of a shard",
         "shards",
-        default_help=f"{SHARD_SIZE:,}",
         at_least=2,
         at_most=MAX_SHARD_SIZE,
         type=count,
     )
     max_tokens: int | None = flag(
-        None, "stop after this many tokens, such as 1e9", "shards", default_help="all", at_least=2, type=count
+        None, "stop after this many tokens, such as 1e9", MAIN_GROUP, default_help="all", at_least=2, type=count
     )
     val_fraction: float | None = flag(
         None,
@@ -341,10 +341,7 @@ def parse_arguments(argv: list[str] | None) -> Arguments:
     Raises:
         UserError: it is not valid; one line for each problem.
     """
-    parser = Parser(
-        description="Turn text into token shards for train_gpt2.py. Without flags: FineWeb-Edu, 10 billion tokens. "
-        "After an interruption, the same command resumes after the last finished shard."
-    )
+    parser = Parser(__doc__)
     add_flags(parser, Arguments)
     given = vars(parser.parse_args(argv))
     args = Arguments(**given)

@@ -1,15 +1,18 @@
 """Scores a GPT-2 on HellaSwag: which of four endings of a short text does the model find most likely?
 
-    python hellaswag.py -m gpt2                          # a model of the Hugging Face hub
-    python hellaswag.py -m log/model_19073 -d cuda       # a checkpoint
-    python hellaswag.py -m gpt2 --style harness          # the same scores as lm-evaluation-harness
+    python hellaswag.py -m gpt2                  # a model of the Hugging Face hub
+    python hellaswag.py -m log/model_19073       # a checkpoint
+    python hellaswag.py -m gpt2 --limit 1000     # only the first 1000 items
+    python hellaswag.py -m gpt2 --style harness  # as lm-evaluation-harness
 
 The loss of an ending is the cross-entropy of its tokens, given the context. `acc` predicts the ending with the lowest
 summed loss, `acc_norm` the one with the lowest loss after normalising by length. There are two styles:
 
-    tokens    the context is encoded, and separately a space and the ending; `acc_norm` divides by the ending's tokens
-    harness   EleutherAI's task `hellaswag`, 0-shot: the texts are cleaned, the context begins with the activity,
-              context and ending are encoded together; `acc_norm` divides by the ending's characters
+    tokens   The context is encoded, and separately a space and the ending.
+             acc_norm divides by the tokens of the ending.
+    harness  As EleutherAI's task hellaswag, 0-shot: the texts are cleaned, the
+             context begins with the activity, context and ending are encoded
+             together. acc_norm divides by the characters of the ending.
 
 Data: Zellers et al., arXiv:1905.07830.
 """
@@ -520,23 +523,24 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(description="Score a GPT-2 on HellaSwag.")
-    add = parser.add_argument
-    add("-m", "--model", default="gpt2", help="hub name or checkpoint directory (default: gpt2)")
+    parser = Parser(__doc__)
+    group = parser.add_argument_group("flags")
+    add = group.add_argument
+    add("-m", "--model", default="gpt2", metavar="NAME_OR_DIR", help="hub name or checkpoint directory (default: gpt2)")
     add(
         "--style",
         default="tokens",
         choices=tuple(STYLE_FIELDS),
-        help="how texts are encoded and losses normalised; harness is as in lm-evaluation-harness (default: tokens)",
+        help="how texts are encoded and losses normalised (default: tokens)",
     )
-    add_device_flag(parser)
+    add_device_flag(group)
     add(
         "--dtype",
         default="fp32",
         choices=("auto", *devices.DTYPES),
         help="precision of matrix products; logits and losses are always fp32 (default: fp32)",
     )
-    add("--split", choices=tuple(GIT_BLOBS), help="the split to download (once); test has no labels (default: val)")
+    add("--split", choices=tuple(GIT_BLOBS), help="split, downloaded once; test has no labels (default: val)")
     add("--data", metavar="FILE", help="a HellaSwag .jsonl file instead of the download")
     add("--limit", type=int, metavar="N", help="score only the first N items (default: all)")
     add("--json", metavar="FILE", help="write the scores, and each item's losses, predictions and label, to a file")

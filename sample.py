@@ -1,6 +1,10 @@
-"""Generates text with a checkpoint or a model on the Hugging Face hub.
+"""Generates text with a checkpoint or a model of the Hugging Face hub.
 
-python sample.py --model log/model_19073 --prompt "Hello, I'm a language model,"
+    python sample.py --model log/model_19073 --prompt "Hello, I'm a"
+    python sample.py --model gpt2 -n 1 --max-new-tokens 99  # one longer text
+    python sample.py --model gpt2 --temperature 0           # the likeliest tokens
+
+Several texts are separated by lines of three dashes.
 """
 
 from __future__ import annotations
@@ -20,18 +24,33 @@ MAX_BATCH = 64  # texts generated at a time
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        description="Generate text with a GPT-2: a checkpoint directory or a model on the Hugging Face hub."
+    parser = Parser(__doc__)
+    group = parser.add_argument_group("flags")
+    add = group.add_argument
+    add(
+        "--model",
+        required=True,
+        metavar="NAME_OR_DIR",
+        help="hub name, such as gpt2, or checkpoint directory (required)",
     )
-    add = parser.add_argument
-    add("--model", required=True, metavar="NAME_OR_DIR", help="hub name, such as gpt2, or checkpoint directory")
-    add("--prompt", default="Hello, I'm a language model,", help="text to continue (default: %(default)s)")
+    add(
+        "--prompt",
+        default="Hello, I'm a language model,",
+        metavar="TEXT",
+        help="text to continue (default: %(default)s)",
+    )
     add("-n", type=int, default=4, metavar="N", help="number of texts (default: 4)")
-    add("--max-new-tokens", type=int, default=32, metavar="N", help="tokens to generate (default: 32)")
+    add("--max-new-tokens", type=int, default=32, metavar="N", help="tokens to add to the prompt (default: 32)")
     add("--temperature", type=float, default=1.0, metavar="X", help="less than 1 for likelier tokens, 0 for the likeliest (default: 1.0)")  # fmt: skip
-    add("--top-k", type=int, default=50, metavar="K", help="sample from the K likeliest tokens; 0 is all (default: 50)")
+    add(
+        "--top-k",
+        type=int,
+        default=50,
+        metavar="K",
+        help="sample from the K likeliest tokens; 0: from all (default: 50)",
+    )
     add("--seed", type=int, default=1337, metavar="N", help="random seed (default: 1337)")
-    add_device_flag(parser)
+    add_device_flag(group)
     args = parser.parse_args(argv)
     lowest = {"n": 1, "max_new_tokens": 1, "temperature": 0, "top_k": 0, "seed": 0}
     problems = [

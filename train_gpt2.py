@@ -1,11 +1,12 @@
-"""Trains GPT-2 on token shards, in one file: the model, its data, its recipe and its training loop.
+"""Trains GPT-2 on token shards or on a text: the model, its data, its recipe and its training loop, in one file.
 
-    python train_gpt2.py --demo                                  # see it all work: small, without a network
-    python train_gpt2.py                                         # GPT-2 124M on one GPU, a CPU or an Apple GPU
-    torchrun --standalone --nproc_per_node=8 train_gpt2.py       # the same run on a node of 8 GPUs
-    python train_gpt2.py --resume                                # continue where it stopped
+    python train_gpt2.py --demo                             # see it work, offline
+    python train_gpt2.py --text book.txt --out mine         # train on your text
+    python train_gpt2.py                                    # GPT-2 124M, one GPU
+    torchrun --standalone --nproc_per_node=8 train_gpt2.py  # the same on 8 GPUs
+    python train_gpt2.py --resume                           # continue in --out
 
-`python fineweb.py` makes the shards. `--help` lists all flags; their defaults are the recipe of GPT-2 124M.
+fineweb.py makes the shards. The defaults are the recipe of GPT-2 124M on 10 billion tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from support.checkpoints.manager import CheckpointManager, RunInfo
 from support.checkpoints.resume import check_same_data, data_identity
 from support.checkpoints.start import check_pretrained, gather_flags
 from support.checkpoints.state import Checkpoint, TrainState
-from support.cli import UserError, flag, parse_flags, run_cli
+from support.cli import MAIN_GROUP, UserError, flag, parse_flags, run_cli
 from support.console.progress import print_header, print_summary, progress_bar
 from support.console.run_logger import STARTED, RunLogger
 from support.console.trackers import check_installed
@@ -384,7 +385,7 @@ class TrainConfig(RunOptions):
     """
 
     # fmt: off
-    model: str = flag("gpt2", "model size", "model", choices=tuple(MODELS))
+    model: str = flag("gpt2", "model size", MAIN_GROUP, choices=tuple(MODELS))
     n_layer: int = flag(12, "layers", "model", default_help="set by --model", at_least=1, at_most=10_000)
     n_head: int = flag(12, "attention heads", "model", default_help="set by --model", at_least=1, below=2**31)
     n_embd: int = flag(768, "channels", "model", default_help="set by --model", at_least=1, below=2**31)
@@ -393,16 +394,16 @@ class TrainConfig(RunOptions):
     bias: bool = flag(True, "biases in linear layers and layer norms", "model")
     dropout: float = flag(0.0, "dropout probability", "model", at_least=0, below=1)
     init_from: str | None = flag(None, "pretrained weights to start from: a hub name or a checkpoint directory",
-                                 "model", default_help="random weights", metavar="NAME_OR_DIR")
+                                 MAIN_GROUP, default_help="random weights", metavar="NAME_OR_DIR")
     lora_rank: int | None = flag(None, "train only LoRA matrices of this rank, next to c_attn and c_proj", "model",
                                  default_help="train all weights", at_least=1, below=2**31)
     lora_alpha: float = flag(16.0, "LoRA alpha (scale = alpha / rank)", "model", at_least=0)
 
-    total_batch_size: int = flag(524288, "tokens of a step, over all micro-batches and devices", "batch", at_least=1)
+    total_batch_size: int = flag(524288, "tokens of a step, over all micro-batches and devices", "schedule", at_least=1)
 
     recipe: str = flag("gpt2", "defaults of --optimizer, --schedule and --max-lr: GPT-2's, or fast, the same loss with "
-                       "fewer tokens", "schedule", choices=tuple(RECIPES))
-    max_steps: int = flag(19073, "total steps", "schedule", at_least=1, below=2**31)
+                       "fewer tokens", MAIN_GROUP, choices=tuple(RECIPES))
+    max_steps: int = flag(19073, "total steps", MAIN_GROUP, at_least=1, below=2**31)
     warmup_steps: int = flag(715, "steps of linear warm-up", "schedule", at_least=0)
     schedule: str = flag("cosine", "after the warm-up: cosine decay, or wsd, constant with a linear cooldown",
                          "schedule", default_help="cosine; wsd with --recipe fast", choices=("cosine", "wsd"))
@@ -420,7 +421,7 @@ class TrainConfig(RunOptions):
     weight_decay: float = flag(0.1, "weight decay of tensors with 2 or more dimensions", "optimizer", at_least=0)
     beta1: float = flag(0.9, "AdamW's beta1", "optimizer", at_least=0, below=1)
     beta2: float = flag(0.95, "AdamW's beta2", "optimizer", at_least=0, below=1)
-    grad_clip: float = flag(1.0, "largest gradient norm; 0 turns clipping off", "optimizer", at_least=0)
+    grad_clip: float = flag(1.0, "largest gradient norm; 0: no clipping", "optimizer", at_least=0)
 
     seed: int = flag(1337, "seed of weights, shuffling, dropout and samples", "randomness", at_least=0, below=2**32)
     shuffle: bool = flag(False, "read shards, and the rows of each, in a new random order every epoch", "randomness")
@@ -692,7 +693,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         flops_per_token=model.flops_per_token(), earlier_flags=checkpoint.config if checkpoint else {},
         network_seconds=network_seconds,
     )  # fmt: skip
-    run_info = RunInfo(config.to_save(), identity, asdict(model.config), tokenizer, logger.sync)
+    run_info = RunInfo(config, identity, asdict(model.config), tokenizer, logger.sync, bytes_per_token)
     checkpoints = CheckpointManager(config.out, config.keep, stop, run_info, rank, newest=state.step)
     profiler = Profiler(config.profile, config.out, device, rank, print0)
     synchronize = devices.synchronizer(device)
@@ -774,9 +775,8 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
 
 @report_lost_processes()
 def main(argv: Sequence[str] | None = None) -> None:
-    groups = ("files", "model", "batch", "schedule", "optimizer", "randomness")
     # command line -> all flags, with those of a preset or of the checkpoint to resume -> configuration -> run
-    cli_flags = parse_flags(TrainConfig, argv, "Train GPT-2 on shards of fineweb.py, or on a text (--text).", groups)
+    cli_flags = parse_flags(TrainConfig, argv, __doc__, ("text", "model", "schedule", "optimizer", "randomness"))
     dist = Distributed.from_environment()
     flags, checkpoint = gather_flags(TrainConfig, cli_flags, dist)
     if flags.get("plan"):

@@ -8,3 +8,5 @@ Each package may import those below it, and never a script:
     data, optim     text to tokens on disk; the loss and the optimizer Muon
     files, cli      atomic writes and locks; flags and errors
 """
+
+__version__ = "1.0.0"  # of the project

@@ -6,15 +6,23 @@ import argparse
 import codecs
 import contextlib
 import dataclasses
+import difflib
 import errno
 import math
 import os
+import platform
+import re
+import shutil
 import signal
 import sys
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
+
+from support import __version__
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -55,26 +63,152 @@ class UserError(Exception):
         return UserError(*others, f"{last} {hint}", this_rank_only=self.this_rank_only)
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse, raising `UserError` for a bad command line, and without abbreviated flags."""
+# -----------------------------------------------------------------------------
+# Command lines
 
-    def __init__(self, **options: Any):
-        options.setdefault("allow_abbrev", False)
-        super().__init__(**options)
+MAIN_GROUP = "the flags that matter"
+MAX_HELP_WIDTH = 100  # columns; longer lines are hard to read
+# Some flags that only one script has, for whoever passes them to another one.
+SCRIPT_OF_FLAG = {
+    "--input": "fineweb.py",
+    "--dataset": "fineweb.py",
+    "--shards-from": "fineweb.py",
+    "--max-tokens": "fineweb.py",
+    "--val-fraction": "fineweb.py",
+    "--style": "hellaswag.py",
+    "--temperature": "sample.py",
+    "--top-k": "sample.py",
+    "--max-new-tokens": "sample.py",
+    "--max-steps": "train_gpt2.py",
+    "--resume": "train_gpt2.py",
+    "--text": "train_gpt2.py",
+}
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Help that wraps paragraphs, keeps indented examples as they are, and never divides the name of a flag."""
+
+    def __init__(self, prog: str):
+        width = min(shutil.get_terminal_size().columns, MAX_HELP_WIDTH) - 2
+        super().__init__(prog, max_help_position=26, width=width)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.strip().split("\n\n")
+        return "\n\n".join(
+            textwrap.indent(textwrap.dedent(paragraph), "  ")
+            if paragraph.startswith(" ")
+            else "\n".join(self._split_lines(paragraph, width))
+            for paragraph in paragraphs
+        )
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with errors that say what to do, all of them at once, and without abbreviated flags.
+
+    `hints` has, by name of a parsed value, what to say if it is none of the choices of its flag.
+    """
+
+    def __init__(self, description: str | None = None, **options: Any):
+        options |= {"usage": "%(prog)s [flags]", "formatter_class": HelpFormatter, "allow_abbrev": False}
+        super().__init__(description=description, add_help=False, **options)
+        self.hints: dict[str, str] = {}
+        self._problems: list[str] = []
+        self._help_group = self.add_argument_group("help")
+        self._help_group.add_argument("-h", "--help", action="help", help="print this help and exit")
+        self._help_group.add_argument(
+            "--version", action=_PrintVersion, nargs=0, default=argparse.SUPPRESS, help="print versions and exit"
+        )
+
+    def format_help(self) -> str:
+        self._action_groups.sort(key=lambda group: group is self._help_group)  # which comes last
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}. See --help for the flags.")
+        raise UserError(*self._problems, _reword(message))
 
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:  # type: ignore[override]
         """As argparse does, but a flag with nothing in it, as of an unset shell variable, is an error."""
+        self._problems = []
         for arg in sys.argv[1:] if args is None else args:
             if arg.startswith("-") and arg.endswith("=--"):  # an empty list for argparse of Python 3.11, of any type
                 self.error(f"argument {arg.removesuffix('=--')}: expected one argument")
-        parsed = super().parse_args(args)
+        parsed, unknown = self.parse_known_args(args)
         empty = [name for name, value in vars(parsed).items() if value == "" or isinstance(value, list) and "" in value]
-        if problems := [f"{flag_name(name)} is empty. Pass a value." for name in empty if name not in MAY_BE_EMPTY]:
-            raise UserError(*problems)
+        self._problems += [f"{flag_name(name)} is empty. Pass a value." for name in empty if name not in MAY_BE_EMPTY]
+        self._problems += self._unknown_flags(unknown)
+        if self._problems:
+            raise UserError(*self._problems)
         return parsed
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """argparse's conversion of a value; a wrong one is noted, so that the others are still looked at."""
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError:
+            kind = "a number" if action.type is float else "a whole number"  # no other conversion fails
+            problem = f"is {arg_string!r}. It must be {kind}." if arg_string else "is empty. Pass a value."
+            self._problems.append(f"{action.option_strings[-1]} {problem}")
+            return None
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if value is None or action.choices is None or value in action.choices:
+            return
+        choices, name = [str(choice) for choice in action.choices], action.option_strings[-1]
+        advice = f"It must be {', '.join(choices[:-1])} or {choices[-1]}."
+        if near := difflib.get_close_matches(value, choices, 1):
+            advice = f"Did you mean {near[0]}? {advice}"
+        elif action.dest in self.hints:
+            advice = self.hints[action.dest]
+        self._problems.append(f"{name} is {value!r}. {advice}")
+
+    def _unknown_flags(self, words: Sequence[str]) -> Iterator[str]:
+        """A sentence for each word that is not a flag of this script, nor the value of such a word."""
+        follows_flag = False
+        for word in words:
+            name = word.split("=")[0]
+            is_flag = name.startswith("-") and not name[1:2].isdigit()
+            script = SCRIPT_OF_FLAG.get(name, self.prog)
+            if script != self.prog:
+                yield f"{name} is a flag of {script}, not of {self.prog}. See --help."
+            elif is_flag or not follows_flag:
+                near = self._nearest_flag(name)
+                what = f"unknown flag {name}." if is_flag else f"{word!r} is not a flag."
+                yield f"{what} Did you mean {near}? See --help." if near else f"{what} See --help."
+            follows_flag = "=" not in word if is_flag else follows_flag
+
+    def _nearest_flag(self, name: str) -> str | None:
+        """The flag that begins or ends with the words of an unknown one, or else is spelled nearly like it."""
+        name = name.lstrip("-").replace("_", "-")
+        known = [flag[2:] for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+        parts = [flag for flag in known if f"{flag}-".startswith(f"{name}-") or flag.endswith(f"-{name}")]
+        near = sorted(parts, key=len) or difflib.get_close_matches(name, known, 1)
+        return f"--{near[0]}" if near else None
+
+
+def _reword(message: str) -> str:
+    """An error message of argparse in the words of this project."""
+    if match := re.fullmatch(r"argument (?:-\w/)?(\S+): expected (?:one|at least one) argument", message):
+        return f"{match[1]} needs a value. See --help."
+    if match := re.fullmatch(r"argument (?:-\w/)?(\S+): ignored explicit argument .*", message, re.DOTALL):
+        return f"{match[1]} takes no value. Leave out what follows it."
+    if match := re.fullmatch(r"the following arguments are required: (\S+)", message):
+        return f"{match[1]} is missing. See --help."
+    return f"{message}. See --help."
+
+
+class _PrintVersion(argparse.Action):
+    """Prints the versions that matter in a report of a problem, without importing torch."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        try:
+            torch_version = metadata.version("torch")
+        except metadata.PackageNotFoundError:
+            torch_version = "not installed"
+        print(f"{parser.prog} {__version__}, Python {platform.python_version()}, torch {torch_version}")
+        parser.exit()
 
 
 # -----------------------------------------------------------------------------
@@ -90,6 +224,7 @@ def flag(
     at_least: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
+    hint: str | None = None,
     **argparse_options: Any,
 ) -> T:
     """A dataclass field that is also a command-line flag.
@@ -97,11 +232,12 @@ def flag(
     Args:
         default_help: the default in words, for --help, where it depends on other flags or on the machine.
         at_least, at_most, below: bounds of the value, see `range_errors`.
+        hint: what to do if the value is none of the choices.
         argparse_options: passed to `add_argument`.
     """
     bounds = {"at_least": at_least, "at_most": at_most, "below": below}
-    metadata = {"help": help, "group": group, "default_help": default_help, "options": argparse_options} | bounds
-    return dataclasses.field(default=default, metadata=metadata)
+    words = {"help": help, "group": group, "default_help": default_help, "hint": hint}
+    return dataclasses.field(default=default, metadata=words | bounds | {"options": argparse_options})
 
 
 def flag_name(field: str) -> str:
@@ -114,11 +250,14 @@ def flag_fields(config_class: type[DataclassInstance]) -> list[dataclasses.Field
 
 
 def parse_flags(
-    config_class: type[DataclassInstance], argv: Sequence[str] | None, description: str, groups: Sequence[str] = ()
+    config_class: type[DataclassInstance],
+    argv: Sequence[str] | None,
+    description: str | None = None,
+    groups: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Parses a command line with a flag for each field made by `flag`; returns the values of the flags that were given.
 
-    `groups` are those that --help lists first.
+    `groups` are those that --help lists first, after MAIN_GROUP.
 
     Raises:
         UserError: the command line is not valid, or a value is out of its range.
@@ -131,22 +270,22 @@ def parse_flags(
     return given
 
 
-def add_flags(
-    parser: argparse.ArgumentParser, config_class: type[DataclassInstance], first_groups: Sequence[str] = ()
-) -> None:
+def add_flags(parser: Parser, config_class: type[DataclassInstance], first_groups: Sequence[str] = ()) -> None:
     """Adds a flag for each field made by `flag`, with its default in the help.
 
     The parsed namespace holds only the flags that were given, so that the others can come from somewhere else.
     """
     hints = typing.get_type_hints(config_class)
-    groups = {name: parser.add_argument_group(name) for name in first_groups}
+    groups = {name: parser.add_argument_group(name) for name in (MAIN_GROUP, *first_groups)}
     for field in flag_fields(config_class):
         meta = field.metadata
         if meta["group"] not in groups:
             groups[meta["group"]] = parser.add_argument_group(meta["group"])
         help = meta["help"]
         if field.default is not False:
-            help += f" (default: {meta['default_help'] or field.default})"
+            help += f" (default: {meta['default_help'] or _in_words(field.default)})"
+        if meta["hint"]:
+            parser.hints[field.name] = meta["hint"]
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": help.replace("%", "%%")}
         kind = _plain_type(hints[field.name])
         if kind is bool:
@@ -193,9 +332,15 @@ def type_errors(config_class: type[DataclassInstance], values: Mapping[str, Any]
     return problems
 
 
-def add_device_flag(parser: argparse.ArgumentParser) -> None:
-    names, help = ("auto", "cuda", "cpu", "mps"), "device (default: the best available)"
-    parser.add_argument("-d", "--device", default="auto", choices=names, help=help)
+def add_device_flag(group: argparse._ArgumentGroup) -> None:
+    names, help = ("auto", "cuda", "cpu", "mps"), "device (default: auto, the best available)"
+    group.add_argument("-d", "--device", default="auto", choices=names, help=help)
+
+
+def _in_words(value: object) -> str:
+    if value is True:
+        return "on"
+    return f"{value:,}" if type(value) is int and value >= 10_000 else str(value)
 
 
 def _plain_type(hint: Any) -> type:

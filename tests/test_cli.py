@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
 
 import pytest
+import torch
 from helpers import ROOT
 
 import fineweb
 import hellaswag
 import sample
 import train_gpt2
+from support import __version__
 from support.cli import (
+    SCRIPT_OF_FLAG,
     Parser,
     UserError,
     add_flags,
@@ -46,7 +52,7 @@ def test_flags_are_the_fields():
     help = parser.format_help()
     assert "how fast (default: 0.5)" in help and "how big (default: as it fits)" in help and "\nspeed:" in help
     assert "not-a-flag" not in help
-    with pytest.raises(UserError, match="unrecognized arguments: --siz 3"):
+    with pytest.raises(UserError, match="unknown flag --siz. Did you mean --size"):
         parser.parse_args(["--siz", "3"])
 
 
@@ -70,13 +76,113 @@ def test_help_lists_every_flag_with_its_default(tmp_path, monkeypatch, capsys):
     for field in flag_fields(train_gpt2.TrainConfig):
         assert flag_name(field.name) in help
     for text in (
-        "(default: 524288)",
-        "(default: 19073)",
+        "(default: 524,288)",
+        "(default: 19,073)",
         "(default: 6e-4; 3.6e-3 with --recipe fast)",
         "(default: 64 on CUDA, otherwise 4)",
         "schedule:",
     ):
         assert text in " ".join(help.split())
+
+
+SCRIPTS = {script.__name__: script for script in (train_gpt2, fineweb, hellaswag, sample)}
+
+
+def output_of(script, flag, capsys):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as exit:
+        patch.setattr(sys, "argv", [f"{script.__name__}.py"])
+        script.main([flag])
+    assert not exit.value.code
+    return capsys.readouterr().out
+
+
+def flags_in(help):
+    """The flags that have an entry of their own, in order."""
+    return [flag for entry in re.findall(r"^  (-.*?)(?:  |$)", help, re.M) for flag in re.findall(r"--[\w-]+", entry)]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_has_examples_first_and_fits_any_width(name, capsys, monkeypatch):
+    for columns in (50, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        help = output_of(SCRIPTS[name], "--help", capsys)
+        usage, _, examples, *_ = help.split("\n\n")
+        assert usage == f"usage: {name}.py [flags]"
+        assert all(f"{name}.py" in line for line in examples.splitlines()) and 3 <= examples.count("\n") + 1 <= 6
+        flags = flags_in(help)
+        assert len(set(flags)) == len(flags) and flags[-2:] == ["--help", "--version"]
+        words = {word.strip("(),.;:") for word in re.split(r"[\s/]+", help) if word.startswith("--")}
+        assert {word for word in words if not word.startswith("--nproc")} <= {*flags, "--standalone"}  # none is divided
+        assert max(map(len, help.splitlines())) <= min(max(columns, 80), 100)  # examples are not wrapped
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_examples_of_help_are_valid(name, capsys, monkeypatch):
+    examples = output_of(SCRIPTS[name], "--help", capsys).split("\n\n")[2]
+    for example in examples.splitlines():
+        script, *flags = shlex.split(
+            example.partition(f"{name}.py")[1] + example.partition(f"{name}.py")[2], comments=True
+        )
+        assert script == f"{name}.py"
+        if name == "train_gpt2":
+            parse_flags(train_gpt2.TrainConfig, flags)
+        else:
+            SCRIPTS[name].parse_arguments(flags)
+
+
+def test_the_flags_that_matter_are_few_and_come_first(capsys):
+    help = output_of(train_gpt2, "--help", capsys)
+    matter = flags_in(help.split("the flags that matter:")[1].split("\n\n")[0])
+    assert matter == flags_in(help)[: len(matter)] and 9 <= len(matter) <= 11
+    assert {"--demo", "--text", "--data", "--out", "--resume", "--max-steps"} < set(matter)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_versions_are_printed(name, capsys):
+    expected = f"{name}.py {__version__}, Python {platform.python_version()}, torch {torch.__version__}\n"
+    assert output_of(SCRIPTS[name], "--version", capsys) == expected
+
+
+PROBLEMS = {
+    "--max-step 3 --seed x --recipe fats": (
+        "--seed is 'x'. It must be a whole number.",
+        "--recipe is 'fats'. Did you mean fast? It must be gpt2 or fast.",
+        "unknown flag --max-step. Did you mean --max-steps? See --help.",
+    ),
+    "--lr=1e-3 --batch_size 8 --val 3 -x": (
+        "unknown flag --lr. Did you mean --max-lr? See --help.",
+        "unknown flag --batch_size. Did you mean --batch-size? See --help.",
+        "unknown flag --val. Did you mean --val-every? See --help.",
+        "unknown flag -x. See --help.",
+    ),
+    "resume -1 --seed 1": ("'resume' is not a flag. Did you mean --resume? See --help.", "'-1' is not a flag. See --help."),
+    "--resume runs/a": (
+        "--resume is 'runs/a'. It takes no folder: it continues the run in --out, as python train_gpt2.py --resume "
+        "--out DIR does.",
+    ),
+    "--max-steps 10k --max-lr high --seed=": (
+        "--max-steps is '10k'. It must be a whole number.",
+        "--max-lr is 'high'. It must be a number.",
+        "--seed is empty. Pass a value.",
+    ),
+    "--max-lr high --out": ("--max-lr is 'high'. It must be a number.", "--out needs a value. See --help."),
+    "--demo=yes": ("--demo takes no value. Leave out what follows it.",),
+    "--input a.txt b.txt --max-steps=2": ("--input is a flag of fineweb.py, not of train_gpt2.py. See --help.",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", PROBLEMS)
+def test_each_problem_of_a_command_line_says_what_to_do(flags, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train_gpt2.py"])
+    with pytest.raises(UserError) as error:
+        train_gpt2.main(flags.split())
+    assert error.value.problems == PROBLEMS[flags]
+
+
+def test_flags_of_other_scripts_are_theirs_alone(capsys):
+    flags = {name: flags_in(output_of(script, "--help", capsys)) for name, script in SCRIPTS.items()}
+    for name, script in SCRIPT_OF_FLAG.items():
+        assert [f"{other}.py" for other in flags if name in flags[other]] == [script]
 
 
 STRINGS = [field for field in flag_fields(train_gpt2.TrainConfig) if field.type in ("str", "str | None")]
@@ -144,7 +250,7 @@ def test_the_bytes_of_a_file_name_are_printed_as_they_are():
 
 def test_two_dashes_are_no_value():
     """In Python 3.11, argparse makes an empty list of them, whatever the type of the flag."""
-    with pytest.raises(UserError, match="argument --size: expected one argument"):
+    with pytest.raises(UserError, match="--size needs a value"):
         parse_flags(Config, ["--size=--"], "")
 
 

@@ -203,7 +203,7 @@ def test_a_folder_that_is_a_data_set_is_another_source_when_edited(tmp_path, mon
     flags = ["--dataset", "./set", "--output", "out", "--tokenizer", "bytes"]
     fineweb.main(flags)
     os.utime("set/train.jsonl", (0, 0))
-    with pytest.raises(UserError, match=r"another source or setting \(revision: "):
+    with pytest.raises(UserError, match=r"another source or setting. There: revision .* In this command: revision "):
         fineweb.main(flags)
 
 

@@ -36,14 +36,14 @@ def test_what_differs_is_named(tmp_path):
     options = {"tokenizer": "bytes", "shard_size": 100}
     fineweb.make_shards(corpus_of(["a" * 250]), tmp_path, **options)
     for change, difference in (
-        ({"shard_size": 50}, "shard_size: 100, not 50"),
-        ({"max_tokens": 60}, "max_tokens: None, not 60"),
+        ({"shard_size": 50}, "There: --shard-size 100. In this command: --shard-size 50."),
+        ({"max_tokens": 60}, "There: no --max-tokens. In this command: --max-tokens 60."),
         (
             {"split_documents": True, "val_fraction": 0.5},
-            "val_fraction: None, not 0.5; split_documents: None, not True",
+            "There: no --val-fraction, no --split-documents. In this command: --val-fraction 0.5, --split-documents.",
         ),
     ):
-        with pytest.raises(UserError, match=rf"another source or setting \({difference}\)\. Use another --output"):
+        with pytest.raises(UserError, match=rf"another source or setting. {difference} Use another --output"):
             fineweb.make_shards(corpus_of(["a" * 250]), tmp_path, **(options | change))
 
 
@@ -128,7 +128,9 @@ def test_another_run_may_make_the_shards_before_the_folder_is_locked(tmp_path, m
         return files.lock_folder(*arguments)
 
     monkeypatch.setattr(files, "lock_folder", lock_late)
-    with pytest.raises(UserError, match="another source or setting .shard_size: 50, not 100"):
+    with pytest.raises(
+        UserError, match="another source or setting. There: --shard-size 50. In this command: --shard-size 100."
+    ):
         fineweb.make_shards(corpus_of(["a" * 250]), tmp_path, tokenizer="bytes", shard_size=100)
     assert shards_in(tmp_path)[0] == ("val", 0, [256] + [98] * 49) and shards.is_complete(tmp_path)
 

@@ -168,7 +168,7 @@ def test_flags_of_the_plan_are_checked(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="is not a multiple of"):
         main("--plan --gpus 1000".split())
-    with pytest.raises(UserError, match="invalid choice: 'H99'"):
+    with pytest.raises(UserError, match="--gpu is 'H99'. It must be A100, "):
         main("--plan --gpu H99".split())
     lora = resolve({"init_from": "x", "lora_rank": 4, "dtype": "bf16"}, torch.device("cuda"), 1)
     with pytest.raises(UserError, match="Leave out --lora-rank"):

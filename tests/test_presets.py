@@ -153,7 +153,7 @@ def test_parquet_counts_uncompressed(tmp_path, field):
             "no text in empty: only .txt, .jsonl, .parquet (.txt and .jsonl also with .gz or .zst) are read.",
         ),
         (["--text", ".", "--demo"], "--demo brings its own text. Leave out --text, or --demo."),
-        (["--text", ".", "--tokenizer", "words"], "argument --tokenizer: invalid choice: 'words'"),
+        (["--text", ".", "--tokenizer", "words"], "--tokenizer is 'words'. It must be gpt2, bytes or bpe"),
     ],
 )
 def test_bad_text_is_rejected(tmp_path, monkeypatch, flags, message):

@@ -49,7 +49,7 @@ def test_checkpoints_hold_plain_data_and_their_own_checksums(byte_shards, tmp_pa
     assert (state["step"], state["config"]["n_embd"]) == (3, 32)
     assert state.keys() == {"step", "bad_steps", "overflows", "config", "data", "optimizer", "scaler"}
     listed = json.loads((directory / "checkpoint.json").read_text())["files"]
-    assert sorted([*listed, "checkpoint.json"]) == sorted(os.listdir(directory))
+    assert sorted([*listed, "checkpoint.json", "README.md"]) == sorted(os.listdir(directory))
     assert {
         "config.json",
         "model.safetensors",

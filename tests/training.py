@@ -66,7 +66,9 @@ def differences(a: Path, b: Path) -> list[str]:
         return [*found, f"{last.name} and {other.name}"]
     listed = json.loads((last / "checkpoint.json").read_text())["files"]
     found += [
-        name for name in listed if name != "trainer.pt" and (last / name).read_bytes() != (other / name).read_bytes()
+        name
+        for name in (*listed, directory.MODEL_CARD)
+        if name != "trainer.pt" and (last / name).read_bytes() != (other / name).read_bytes()
     ]
     ours, theirs = trainer_file(last), trainer_file(other)
     found += [f"{key} in trainer.pt" for key in ("step", "data", "scaler") if ours[key] != theirs[key]]

@@ -1,7 +1,7 @@
 """Checkpoint directories on disk: written atomically, verified by checksum, listed by step.
 
-The folder of a run holds `model_{step:05d}/`. The files of such a directory are listed, with sizes and SHA-256, in its
-`checkpoint.json`, which is written last.
+The folder of a run holds `model_{step:05d}/`. The files of such a directory, except the model card, are listed with
+sizes and SHA-256 in its `checkpoint.json`, which is written last.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from support import files
 from support.cli import UserError
 
 CONTENTS = "checkpoint.json"
+MODEL_CARD = "README.md"  # not listed: its owner adds a licence
 _NAME = re.compile(r"model_(\d{5,})")
 _LEFTOVER = re.compile(r"\.model_\d{5,}\.(partial|removed)")
 
@@ -48,7 +49,7 @@ def write_checkpoint(directory: Path, write_files: Callable[[Path], None]) -> No
     with files.atomic_write(directory) as tmp:
         tmp.mkdir()
         write_files(tmp)
-        listed = {path.name: _size_and_sha256(path) for path in sorted(tmp.iterdir())}
+        listed = {path.name: _size_and_sha256(path) for path in sorted(tmp.iterdir()) if path.name != MODEL_CARD}
         (tmp / CONTENTS).write_text(json.dumps({"files": listed}, indent=2) + "\n", encoding="utf-8")
         for path in tmp.iterdir():
             path.chmod((tmp / CONTENTS).stat().st_mode)  # safetensors creates files that only their owner can read

@@ -16,12 +16,21 @@ import torch
 
 from support import files
 from support.checkpoints import huggingface, lora, state
-from support.checkpoints.directory import check_files, checkpoint_path, list_checkpoints, step_of, write_checkpoint
+from support.checkpoints.directory import (
+    MODEL_CARD,
+    check_files,
+    checkpoint_path,
+    list_checkpoints,
+    step_of,
+    write_checkpoint,
+)
+from support.checkpoints.model_card import Score, model_card
 from support.checkpoints.state import DataIdentity, TrainState
 from support.cli import UserError
 from support.console.log import read_values
 from support.console.terminal import GREEN, styled
 from support.data.tokenizer import Tokenizer
+from support.runtime.options import RunOptions
 from support.runtime.signals import StopHandler
 
 _RERUN = "Fix this, then rerun with --resume."
@@ -31,11 +40,12 @@ _RERUN = "Fix this, then rerun with --resume."
 class RunInfo:
     """The constant part of a run's checkpoints, and how to sync its log."""
 
-    config: dict[str, Any]  # flags, by field of TrainConfig
+    config: RunOptions
     data: DataIdentity
     sizes: Mapping[str, int]  # of the model, by field of GPTConfig
     tokenizer: Tokenizer
     sync_log: Callable[[], None]  # waits until all that was logged is on the disk
+    bytes_per_token: float  # of the validation split, if there is one
 
 
 class CheckpointManager:
@@ -70,19 +80,33 @@ class CheckpointManager:
                 print(f"step {step:5d} | no checkpoint while steps are skipped", flush=True)
             return
         weights = state.copy_to_host(train_state.trained_weights(), keep=self.rank == 0)
-        trainer_file = train_state.trainer_file(run.config, run.data, keep=self.rank == 0)
+        trainer_file = train_state.trainer_file(run.config.to_save(), run.data, keep=self.rank == 0)
         if self.rank > 0 or self._failures > 1:  # the run ends because saving fails
             return
 
         def write_files(directory: Path) -> None:
             if not all(torch.isfinite(tensor).all() for tensor in weights.values()):
                 raise ValueError("the weights are not finite")
-            _write_weights(directory, weights, run.config, run.sizes)
+            _write_weights(directory, weights, run.config.to_dict(), run.sizes)
             run.tokenizer.save_pretrained(directory, model_max_length=run.sizes["block_size"])
             torch.save(trainer_file, directory / state.FILE)
             run.sync_log()  # a checkpoint must never be ahead of its log
+            card = self._model_card(step, sum(tensor.numel() for tensor in weights.values()))
+            (directory / MODEL_CARD).write_text(card, encoding="utf-8", newline="\n")
 
         self.start(step, write_files, state.nbytes([weights, trainer_file]))
+
+    def _model_card(self, step: int, trained: int) -> str:
+        """The model card of the checkpoint of `step`, with the newest values in the log up to that step."""
+        run, scores = self.run, {}
+        for name in ("val", "hella"):
+            values = {at: value for at, value in read_values(self.out / "log.txt", name).items() if at <= step}
+            scores[name] = Score(max(values), values[max(values)]) if values else None
+        return model_card(
+            run.config, run.sizes, step=step, trained=trained, tokenizer=run.tokenizer.name,
+            source=run.data.get("source"), bytes_per_token=run.bytes_per_token, val=scores["val"],
+            hellaswag=scores["hella"],
+        )  # fmt: skip
 
     def start(self, step: int, write_files: Callable[[Path], None], size: int) -> None:
         """Starts to write the checkpoint of `step`, of about `size` bytes, with the files of `write_files(folder)`."""

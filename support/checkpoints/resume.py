@@ -101,6 +101,7 @@ def data_identity(folder: str, train: list[np.memmap], val: list[np.memmap], mod
         "train": shards.shard_identities(folder, train),
         "val": shards.shard_identities(folder, val),
         "base": lora.frozen_sha256(model),
+        "source": shards.read_manifest(folder)["source"],
     }
 
 

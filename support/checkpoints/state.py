@@ -18,7 +18,7 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, NotRequired, TypedDict, TypeVar
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -35,11 +35,15 @@ Tree = TypeVar("Tree")
 
 
 class DataIdentity(TypedDict):
-    """Which data a run is trained on: file name, tokens and SHA-256 of each shard, and the frozen weights' SHA-256."""
+    """Which data a run is trained on: file name, tokens and SHA-256 of each shard, and the frozen weights' SHA-256.
+
+    `source` is the manifest's name of the text, for people; older checkpoints do not have it.
+    """
 
     train: list[list[str | int | None]]
     val: list[list[str | int | None]]
     base: str | None
+    source: NotRequired[str | None]
 
 
 @dataclass

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from support import files
-from support.cli import UserError
+from support.cli import UserError, flag_name
 from support.data.shards import (
     MANIFEST,
     Manifest,
@@ -129,14 +129,14 @@ def _read_matching_manifest(directory: Path, manifest: Manifest, prefix: str | N
         if parse_shard_name(path.name) and path.is_dir():
             raise UserError(f"{path} is a folder, not a shard. Remove it, or use another --output.")
     earlier: Manifest | None = None
-    differences = ["source"]
+    differences: Mapping[str, tuple[object, object]] = {"source": (None, manifest["source"])}
     if (directory / MANIFEST).exists():
         earlier = _load_manifest(directory)
         differences = _differences(manifest, earlier)
         if differences and (earlier["shards"] or earlier.get("counted")):
             raise UserError(
-                f"{directory} has shards of another source or setting ({'; '.join(differences)}). "
-                "Use another --output, or remove it."
+                f"{directory} has shards of another source or setting. There: {_in_words(differences, 0)}. "
+                f"In this command: {_in_words(differences, 1)}. Use another --output, or remove {directory}."
             )
     for shard in itertools.chain(shard_paths(directory, "train"), shard_paths(directory, "val")):
         name = parse_shard_name(shard.name)
@@ -152,12 +152,32 @@ def _load_manifest(directory: Path) -> Manifest:
     return json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
 
 
-def _differences(manifest: Manifest, earlier: Manifest) -> list[str]:
-    """What the shards of two manifests differ in; empty if one can be continued with the other."""
-    pairs = {key: (earlier.get(key), manifest.get(key)) for key in ("tokenizer", "source", "revision")}
+def _differences(manifest: Manifest, earlier: Manifest) -> dict[str, tuple[object, object]]:
+    """What the shards of two manifests differ in, (earlier, now); empty if one can be continued with the other."""
+    pairs: dict[str, tuple[object, object]] = {
+        key: (earlier.get(key), manifest.get(key)) for key in ("tokenizer", "source", "revision")
+    }
     old, new = earlier["settings"], manifest["settings"]
     pairs |= {key: (old.get(key), new.get(key)) for key in (*new, *old)}
-    return [f"{key}: {before}, not {now}" for key, (before, now) in pairs.items() if before != now]
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _in_words(differences: Mapping[str, tuple[object, object]], side: int) -> str:
+    """One side of what differs, as flags where it is set by flags."""
+    words = []
+    for key, pair in differences.items():
+        value = pair[side]
+        if key in ("source", "revision"):
+            words.append(f"{key} {value}")
+        elif value is None:
+            words.append(f"no {flag_name(key)}")
+        elif key == "tokenizer_from":  # of which the manifest has the SHA-256
+            words.append(f"{flag_name(key)} with SHA-256 {value}")
+        elif value is True:
+            words.append(flag_name(key))
+        else:
+            words.append(f"{flag_name(key)} {value if str(value).isalnum() else repr(value)}")
+    return ", ".join(words)
 
 
 def _is_intact(directory: Path, manifest: Manifest) -> bool:

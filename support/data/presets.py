@@ -202,7 +202,7 @@ def make_preset_shards(flags: Mapping[str, Any], rank: int, resumed: bool) -> No
     fineweb = Path(__file__).parents[2] / "fineweb.py"
     if run_child_process([sys.executable, str(fineweb), "--output", data, *source]):
         raise UserError(
-            f"the shards in {data} could not be made, see above. For another text or tokenizer, use another --out.",
+            "no shards were made, see above. For another text or tokenizer, use another --out.",
             this_rank_only=True,
         )
 

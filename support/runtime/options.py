@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from support.cli import flag
+from support.cli import MAIN_GROUP, flag
 from support.runtime import devices
 
 # What a new run may replace in its folder: nothing, a log without checkpoints, or everything of an earlier run.
@@ -26,62 +26,73 @@ class RunOptions:
     A resumed run may change these, except SOURCE_FLAGS. Its shards are compared, wherever they are now.
     """
 
-    data: str = flag("edu_fineweb10B", "folder of token shards", "files", metavar="DIR")
+    demo: bool = flag(
+        False, "train a small model on Python's documentation, offline, in demo_data/ and log_demo/", MAIN_GROUP
+    )
     text: str | None = flag(
         None,
         "train on this text file or folder, with settings that suit its size",
-        "files",
+        MAIN_GROUP,
         default_help="train on the shards in --data",
         metavar="PATH",
     )
-    text_field: str = flag("text", "JSON field or parquet column with the text, for --text", "files", metavar="FIELD")
-    tokenizer: str = flag(
-        "gpt2",
-        "for --text: GPT-2's, bytes, or one that is trained on the text",
-        "files",
-        default_help="bpe up to 400 MB, then gpt2; that of --init-from",
-        choices=("gpt2", "bytes", "bpe"),
-    )
-    minutes: float | None = flag(
-        None,
-        "for --text and --demo: as many steps as end after so many minutes, on this machine",
-        "schedule",
-        default_help="2 with --demo; otherwise as many as suit the text",
-        at_least=0.1,
-        below=1e6,
-        metavar="M",
-    )
-    out: str = flag("log", "folder for the log and the checkpoints", "files", metavar="DIR")
+    data: str = flag("edu_fineweb10B", "folder of token shards", MAIN_GROUP, metavar="DIR")
+    out: str = flag("log", "folder for the log and the checkpoints", MAIN_GROUP, metavar="DIR")
     resume: str | None = flag(
         None,
         "resume from the newest checkpoint in --out; with auto, start a new run if there is none",
-        "files",
+        MAIN_GROUP,
         default_help="a new run",
+        hint="It takes no folder: it continues the run in --out, as python train_gpt2.py --resume --out DIR does.",
         choices=("newest", "auto"),
         nargs="?",
         const="newest",
         metavar="auto",
     )
-    demo: bool = flag(False, "train a small model on Python's documentation, in demo_data/ and log_demo/", "files")
+    minutes: float | None = flag(
+        None,
+        "with --text and --demo: as many steps as end within so many minutes on this machine",
+        MAIN_GROUP,
+        default_help="2 with --demo; otherwise as many as suit the text",
+        at_least=0.1,
+        below=1e6,
+        metavar="M",
+    )
+    batch_size: int = flag(
+        64,
+        "rows of a micro-batch on one device; fewer take less memory, and a step has the same tokens",
+        MAIN_GROUP,
+        default_help="64 on CUDA, otherwise 4",
+        at_least=1,
+        below=2**31,
+    )
+    text_field: str = flag("text", "JSON field or parquet column with the text, for --text", "text", metavar="FIELD")
+    tokenizer: str = flag(
+        "gpt2",
+        "for --text: GPT-2's tokens, bytes, or bpe, which is trained on the text",
+        "text",
+        default_help="bpe up to 400 MB, then gpt2; that of --init-from",
+        choices=("gpt2", "bytes", "bpe"),
+    )
 
-    val_every: int = flag(250, "steps between validations; 0 disables them", "evaluation", at_least=0)
+    val_every: int = flag(250, "steps between validations; 0: never", "evaluation", at_least=0)
     val_tokens: int = flag(
         10485760, "tokens per validation, or the complete split if it has fewer", "evaluation", at_least=1
     )
     hellaswag_every: int = flag(
         250,
-        "steps between HellaSwag scores; 0 disables them",
+        "steps between HellaSwag scores; 0: never",
         "evaluation",
         default_help="250 on CUDA or with --hellaswag-data or --hellaswag-limit, otherwise 0",
         at_least=0,
     )
     hellaswag_data: str | None = flag(
-        None, "HellaSwag items, a .jsonl file", "evaluation", default_help="downloaded once", metavar="FILE"
+        None, "HellaSwag items, a .jsonl file", "evaluation", default_help="download them once", metavar="FILE"
     )
     hellaswag_limit: int | None = flag(
-        None, "score only the first N items", "evaluation", default_help="all", at_least=1
+        None, "score only the first N HellaSwag items", "evaluation", default_help="all", at_least=1
     )
-    sample_every: int = flag(250, "steps between samples; 0 disables them", "evaluation", at_least=0)
+    sample_every: int = flag(250, "steps between samples; 0: never", "evaluation", at_least=0)
     prompt: str = flag("Hello, I'm a language model,", "text that samples continue", "evaluation", metavar="TEXT")
 
     log_every: int | None = flag(
@@ -95,7 +106,7 @@ class RunOptions:
     tensorboard: bool = flag(False, "write curves and samples for TensorBoard to --out", "tracking")
     wandb: str | None = flag(
         None,
-        "log to this Weights & Biases project (gpt2 if no name is given)",
+        "log to this Weights & Biases project; without a name, to gpt2",
         "tracking",
         default_help="off",
         metavar="PROJECT",
@@ -104,11 +115,11 @@ class RunOptions:
     )
 
     checkpoint_every: int = flag(
-        5000, "steps between checkpoints; 0 disables them, even when the run is stopped", "checkpoints", at_least=0
+        5000, "steps between checkpoints; 0: never, not even when the run is stopped", "checkpoints", at_least=0
     )
     keep: int = flag(
         0,
-        "keep the newest N checkpoints and the one with the best validation loss; 0 keeps all",
+        "keep the newest N checkpoints and the one with the best validation loss; 0: all",
         "checkpoints",
         at_least=0,
     )
@@ -130,47 +141,42 @@ class RunOptions:
         default_help="auto, the fastest that the device has natively",
         choices=("auto", "fp32", "bf16", "fp16"),
     )
-    batch_size: int = flag(
-        64,
-        "rows of a micro-batch on one device",
-        "batch",
-        default_help="64 on CUDA, otherwise 4",
-        at_least=1,
-        below=2**31,
-    )
     parallel: str = flag(
         "ddp",
-        "with several processes: ddp, each has all weights, or fsdp, each keeps a part of them",
+        "several processes: with ddp each has all weights, with fsdp a part of them",
         "device",
         choices=("ddp", "fsdp"),
     )
     recompute: bool = flag(
         False,
-        "compute the activations of the blocks again in the backward pass: less memory, more time",
+        "recompute the activations of the blocks in the backward pass: less memory, more time",
         "device",
         action=argparse.BooleanOptionalAction,
     )
-    tf32: bool = flag(True, "TF32 on CUDA, for matrix products that stay in fp32", "device")
+    tf32: bool = flag(True, "TF32 on CUDA for the matrix products that stay in fp32", "device")
     compile: bool = flag(True, "torch.compile the model", "device", default_help="on with CUDA")
     profile: int = flag(
-        0, "profile N steps, after the first 3, into trace.json.gz in --out; 0 disables it", "device", at_least=0
+        0, "profile N steps, after the first 3, into trace.json.gz in --out; 0: none", "device", at_least=0
     )
 
     plan: bool = flag(False, "print what the run will take (memory, time, cost, network), and exit", "plan")
     gpus: int = flag(
-        1, "number of GPUs to plan for", "plan", default_help="1, or torchrun's processes", at_least=1, below=2**31
+        1,
+        "number of GPUs to plan for",
+        "plan",
+        default_help="1; under torchrun, its processes",
+        at_least=1,
+        below=2**31,
     )
-    gpu: str = flag(
-        "A100", "model of GPU to plan for; A100 and H100 are those with 80 GB", "plan", choices=tuple(devices.GPUS)
-    )
+    gpu: str = flag("A100", "GPU to plan for; A100 and H100 have 80 GB", "plan", choices=tuple(devices.GPUS))
     price: float | None = flag(
         None, "price of a GPU-hour to plan with, in any currency", "plan", default_help="none", at_least=0, at_most=1e6
     )
     mfu: float | None = flag(
         None,
-        "model FLOPs utilization to plan with, as 0.4",
+        "model FLOPs utilization to plan with, such as 0.4",
         "plan",
-        default_help="a published one of this GPU, or 0.4",
+        default_help="one published for this GPU, or 0.4",
         at_least=0.001,
         at_most=1,
     )

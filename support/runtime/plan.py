@@ -241,6 +241,8 @@ def report(options: RunOptions, sizes: Sizes) -> Iterator[str]:
     title = f"GB of {gpu.gib * 2**30 / 1e9:.1f} on each GPU"
     yield f"{title:<24}" + "".join(f"{column:>13}" for column in (*MemoryPlan._fields, "total", "--batch-size"))
     yield from (layout.row() for layout in layouts.values())
+    yield "logits: what the loss takes, with the gradient of the embedding. buffers: weights and gradients on their way"
+    yield f"between GPUs, and what CUDA takes for itself. --batch-size: the largest that fits, up to {options.batch_size}."
     yield ""
     chosen = layouts["fsdp" if options.parallel == "fsdp" and gpus > 1 else "ddp", options.recompute]
     if chosen.B == 0:

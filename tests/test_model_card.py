@@ -1,0 +1,148 @@
+"""The README.md of a checkpoint, read by the hub's own library."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import pytest
+from helpers import TINY_FLAGS, steps_done, wait_for
+from huggingface_hub import ModelCard
+from training import ONE_PROCESS, assert_same_run, configure, resumed, trained
+
+from support.checkpoints import manager
+from support.checkpoints.directory import find_corruption
+from support.checkpoints.model_card import Score, model_card
+from support.cli import parse_flags
+from train_gpt2 import GPT, TrainConfig, train
+
+SIZES = dict(block_size=1024, vocab_size=50257, n_layer=12, n_head=12, n_embd=768, bias=True)
+
+
+def card_of(*flags, **facts):
+    options = TrainConfig(**parse_flags(TrainConfig, flags))
+    facts = (
+        dict(step=5, trained=7, tokenizer="gpt2", source="a.txt", bytes_per_token=4.0, val=None, hellaswag=None) | facts
+    )
+    text = model_card(options, SIZES, **facts)
+    return text, ModelCard(text).data.to_dict()
+
+
+@pytest.fixture(scope="module")
+def run(byte_shards, tmp_path_factory):
+    """A run with two checkpoints, of which the first is written when the log is past it."""
+    out, write = tmp_path_factory.mktemp("card") / "log", manager.write_checkpoint
+
+    def write_late(directory, write_files):
+        if directory.name == "model_00004":
+            assert wait_for(lambda: steps_done(out) >= 7)
+        write(directory, write_files)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "write_checkpoint", write_late)
+        trained(out, "--data", byte_shards, "--max-steps", 8, "--checkpoint-every", 4, "--shuffle", "--max-lr", "2e-3")
+    return out
+
+
+def test_a_checkpoint_has_a_card_that_the_hub_reads(run, byte_shards):
+    from transformers import GPT2LMHeadModel
+
+    card = ModelCard.load(run / "model_00004" / "README.md")
+    assert card.data.to_dict() == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["gpt2"],
+    }
+    parameters = GPT2LMHeadModel.from_pretrained(run / "model_00004").num_parameters()
+    assert f"**parameters**: {parameters:,}\n" in card.text
+    assert "**tokens seen**: 1,024, in 4 steps of 256\n" in card.text
+    assert f"**data**: `{json.loads((byte_shards / 'manifest.json').read_text())['source']}`\n" in card.text
+    # validated before the steps 0, 5 and 8
+    values = dict(re.findall(r"^(\d+) val (.*)$", (run / "log.txt").read_text(), re.M))
+    assert f"**validation loss**: {values['0']} nats per token" in card.text
+    last = ModelCard.load(run / "model_00008" / "README.md").text
+    loss, per_byte = re.search(r"loss\*\*: (\S+) nats per token, (\S+) per byte \(step 8\)", last).groups()
+    assert loss == values["8"] and float(per_byte) == pytest.approx(float(loss), abs=0.05)  # a token is a byte
+    assert "HellaSwag" not in last.split("##")[0] and "hellaswag.py" not in last  # which is for GPT-2 tokens
+
+
+def test_the_flags_of_the_card_repeat_the_run(run, byte_shards, tmp_path):
+    text = (run / "model_00008" / "README.md").read_text()
+    [flags] = re.findall(r"## How it was trained.*?```\n(.*?)\n```", text, re.S)
+    others = (
+        "--data --out --batch-size --val-every --val-tokens --sample-every --hellaswag-every --device --dtype".split()
+    )
+    kept = [word for i, word in enumerate(TINY_FLAGS) if word in others or TINY_FLAGS[i - 1] in others]
+    config, _ = configure([*flags.split(), *kept, "--data", str(byte_shards), "--out", str(tmp_path / "again")])
+    train(config, ONE_PROCESS)
+    assert_same_run(tmp_path / "again", run)
+
+
+def test_an_edited_or_removed_card_is_no_corruption(run, tmp_path):
+    out = tmp_path / "log"
+    shutil.copytree(run, out)
+    shutil.rmtree(out / "model_00008")
+    card = out / "model_00004" / "README.md"
+    card.write_text(card.read_text().replace("# license: mit", "license: mit"))
+    assert ModelCard.load(card).data.license == "mit"
+    assert find_corruption(card.parent) is None
+    edited = GPT.from_pretrained(card.parent).state_dict()
+    card.unlink()
+    assert (
+        find_corruption(card.parent) is None and edited.keys() == GPT.from_pretrained(card.parent).state_dict().keys()
+    )
+    resumed(out)
+    assert_same_run(out, run)  # the card of step 8, too
+
+
+def test_the_card_does_not_depend_on_where_a_run_is(run, byte_shards, tmp_path):
+    card = (run / "model_00008" / "README.md").read_text()
+    assert str(run.parent) not in card and str(byte_shards) not in card
+    flags = ["--keep", "1", "--tensorboard", "--device", "cpu", "--data", "/x/y", "--out", "/x/z", "--prompt", "x"]
+    assert card_of(*flags) == card_of()
+    assert "/x" not in card_of("--init-from", "/x/mine", source="/x/texts [train]")[0]
+
+
+def test_what_is_known_about_the_data_is_in_the_front_matter():
+    assert card_of(source="HuggingFaceFW/fineweb-edu/sample-10BT [train]")[1]["datasets"] == [
+        "HuggingFaceFW/fineweb-edu"
+    ]
+    assert card_of(source="HuggingFaceFW/fineweb/default [train]")[1]["language"] == "en"
+    assert card_of(source="documentation of CPython")[1]["language"] == "en"
+    for source in ("book.txt", "someone/stories [train]", None):
+        assert card_of(source=source)[1].keys() == {"library_name", "pipeline_tag", "tags"}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "someone/gpt2", "1e3", "null", "on"])
+def test_a_base_model_of_the_hub_is_named_whatever_it_is_called(name):
+    text, data = card_of("--init-from", name)
+    assert data["base_model"] == name and f"fine-tuned from `{name}`" in text
+
+
+@pytest.mark.parametrize("name", ["log/model_00004", "/x/mine", "../mine", "mine"])
+def test_a_base_model_on_this_disk_is_no_base_model_of_the_hub(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    text, data = card_of("--init-from", name)
+    assert "base_model" not in data and f"fine-tuned from `{name.split('/')[-1]}`" in text
+
+
+def test_an_adapter_is_opened_with_peft_on_its_base():
+    text, data = card_of("--init-from", "gpt2", "--lora-rank", "8")
+    assert (data["library_name"], data["base_model"]) == ("peft", "gpt2") and "lora" in data["tags"]
+    assert 'PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained("gpt2"), "NAME")' in text
+    assert "**parameters**: 124,439,808, and 7 of the adapter\n" in text
+
+
+def test_names_of_files_cannot_break_the_card():
+    text, data = card_of(source="a`b\n---\nlicense: x\udcff.txt")
+    assert "license" not in data and "**data**: `a?b?---?license: x?.txt`\n" in text and text.encode()
+
+
+def test_scores_and_the_size_are_those_given():
+    text, _ = card_of(val=Score(250, 3.2), hellaswag=Score(200, 0.31))
+    assert "**validation loss**: 3.2000 nats per token, 0.8000 per byte (step 250)\n" in text
+    assert "**HellaSwag**: 0.3100 acc_norm over all items (step 200)\n" in text and "# GPT-2, 124M parameters\n" in text
+    assert "hellaswag.py -m FOLDER" in text and "With the default flags of `train_gpt2.py`.\n" in text
+    assert "over the first 50 items" in card_of("--hellaswag-limit", "50", hellaswag=Score(200, 0.31))[0]
