@@ -35,6 +35,7 @@ from support.checkpoints.start import check_pretrained, gather_flags
 from support.checkpoints.state import Checkpoint, TrainState
 from support.cli import UserError, flag, parse_flags, run_cli
 from support.console.progress import demo_result, print_header, progress_bar
+from support.console.record import describe_run
 from support.console.run_logger import STARTED, RunLogger
 from support.console.trackers import check_installed
 from support.data import presets, shards
@@ -690,7 +691,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     logger = RunLogger(
         config, dist, first_step=state.step, max_steps=config.max_steps, tokens_per_step=config.total_batch_size,
         flops_per_token=model.flops_per_token(), earlier_flags=checkpoint.config if checkpoint else {},
-        network_seconds=network_seconds,
+        network_seconds=network_seconds, record=describe_run(config, dist, model, identity, tokenizer, bytes_per_token),
     )  # fmt: skip
     run_info = RunInfo(config.to_save(), identity, asdict(model.config), tokenizer, logger.sync)
     checkpoints = CheckpointManager(config.out, config.keep, stop, run_info, rank, newest=state.step)
