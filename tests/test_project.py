@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers import ROOT, losses, run_script
 
+import compare
 import fineweb
 import hellaswag
 import sample
@@ -50,10 +51,16 @@ def test_a_second_demo_replaces_its_own_run_and_nothing_else(demo):
     assert "replacing the earlier run in log_demo\n" in done.stdout
     assert sorted(p.name for p in (folder / "log_demo").iterdir()) == [
         ".lock",
+        "curves.earlier.png",
+        "curves.png",
         "log.earlier.txt",
         "log.txt",
+        "metrics.earlier.jsonl",
+        "metrics.jsonl",
         "model_00002",
         "notes.txt",
+        "run.earlier.json",
+        "run.json",
     ]
     assert shards == {p: p.stat().st_mtime_ns for p in (folder / "demo_data").iterdir()}
     bad = run_script("train_gpt2.py", "--demo", "--batch-size", 3, "--device", "cpu", cwd=folder)
@@ -85,7 +92,7 @@ def test_the_readme_names_flags_files_and_commands_that_exist(capsys):
     [test_command] = re.findall(r"^(pip install -r tests/requirements\.txt && python -m pytest)\s+#", readme, re.M)
     assert test_command in (ROOT / ".ci" / "run").read_text().replace("-q ", "")
     known = set()
-    for script in (train_gpt2, fineweb, hellaswag, sample):
+    for script in (train_gpt2, fineweb, hellaswag, sample, compare):
         with pytest.raises(SystemExit):
             script.main(["--help"])
         known |= set(FLAG.findall(capsys.readouterr().out))

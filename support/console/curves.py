@@ -5,7 +5,7 @@ A picture is a `matplotlib.figure.Figure` of its own: no pyplot, no display and 
 
 from __future__ import annotations
 
-import math
+import logging
 import re
 import sys
 import time
@@ -75,8 +75,9 @@ class Run:
     @property
     def hours(self) -> float | None:
         """The time of all steps; None if that of some is not known."""
-        seconds = [self.seconds.get(step, math.nan) for step in range(self.steps)]
-        return None if math.isnan(total := sum(seconds)) else total / 3600
+        if len(self.seconds) < self.steps or any(step not in self.seconds for step in range(self.steps)):
+            return None
+        return sum(self.seconds[step] for step in range(self.steps)) / 3600
 
     def positions(self, steps: Sequence[int], axis: str) -> Array | None:
         """Where steps are on an axis, one of AXES; None if the files do not say it."""
@@ -158,10 +159,9 @@ def loss_limits(curves: Sequence[tuple[Array, Array]]) -> tuple[float, float]:
 
 def draw_run(run: Run) -> Figure:
     """One run by steps: loss, learning rate and HellaSwag, as far as its files have them."""
-    from matplotlib.figure import Figure
+    figure = _new_figure()
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(10, 7), dpi=100)
     below = [draw for draw, values in ((_draw_lr, run.lr), (_draw_hellaswag, run.hella)) if values]
     ratios = [5, 2] if below else [1]
     margins = dict(left=0.075, right=0.975, bottom=0.075, top=0.84 if run.record else 0.9, hspace=0.25, wspace=0.2)
@@ -184,11 +184,10 @@ def draw_runs(labels: Sequence[str], runs: Sequence[Run], axis: str = "steps") -
         labels: a different one for each run.
         axis: a key of AXES, on which all runs have positions.
     """
+    figure = _new_figure()
     from matplotlib import colormaps
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    figure = Figure(figsize=(10, 7), dpi=100)
     axes = figure.add_axes((0.075, 0.085, 0.9, 0.82))
     per_byte, curves, handles = compares_per_byte(runs), [], []
     for i, run in enumerate(runs):
@@ -196,10 +195,13 @@ def draw_runs(labels: Sequence[str], runs: Sequence[Run], axis: str = "steps") -
         color = f"C{i}" if len(runs) <= 10 else colormaps["turbo"](i / len(runs))
         (x, y), (val_x, val_y) = (_points(run, values, axis, scale) for values in (run.train, run.val))
         axes.plot(*thin(x, smooth(y)), color=color, linewidth=1, alpha=0.5)
-        axes.plot(val_x, val_y, color=color, marker=_marker(val_x), markersize=4)
+        axes.plot(val_x, val_y, color=color, marker=_marker(val_x), markersize=3)
         curves += [(x, smooth(y)), (val_x, val_y)]
         handles.append(Line2D([], [], color=color, linewidth=3))
-    for label, options in (("train, smoothed", dict(linewidth=1, alpha=0.5)), ("validation", dict(marker="."))):
+    for label, options in (
+        ("train, smoothed", dict(linewidth=1, alpha=0.5)),
+        ("validation", dict(marker="o", markersize=3)),
+    ):
         handles.append(Line2D([], [], color="black", label=label, **options))
     _legend(axes, handles, [*labels, "train, smoothed", "validation"])
     axes.set_ylim(*loss_limits(curves))
@@ -221,6 +223,18 @@ def save(figure: Figure, path: Path) -> None:
         figure.savefig(tmp, format="png")
 
 
+def _new_figure() -> Figure:
+    """An empty picture. The first import may build a cache of fonts, about which matplotlib logs what nobody needs."""
+    logger = logging.getLogger("matplotlib")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        from matplotlib.figure import Figure
+    finally:
+        logger.setLevel(level)
+    return Figure(figsize=(10, 7), dpi=100)
+
+
 def _draw_loss(axes: Axes, run: Run) -> None:
     (x, y), (val_x, val_y) = (_points(run, values) for values in (run.train, run.val))
     curves = [(x, smooth(y)), (val_x, val_y)]
@@ -233,7 +247,7 @@ def _draw_loss(axes: Axes, run: Run) -> None:
     if len(val_y):
         best = int(val_x[val_y.argmin()])
         label = f"validation: best {val_y.min():.4f}, at step {best:,}"
-        axes.plot(val_x, val_y, color="C1", marker=_marker(val_x), markersize=4, label=label)
+        axes.plot(val_x, val_y, color="C1", marker=_marker(val_x), markersize=3, label=label)
     if run.has_gpt2_tokens and run.validates_on_fineweb_edu:
         label = f"OpenAI's GPT-2 124M, validation: {OPENAI_LOSS}"
         axes.axhline(OPENAI_LOSS, color="black", linestyle="--", linewidth=1, label=label)
@@ -257,7 +271,7 @@ def _draw_lr(axes: Axes, run: Run) -> None:
 
 def _draw_hellaswag(axes: Axes, run: Run) -> None:
     x, y = _points(run, run.hella)
-    axes.plot(x, y, color="C3", marker=_marker(x), markersize=4, label=f"acc_norm, now {y[-1]:.4f}")
+    axes.plot(x, y, color="C3", marker=_marker(x), markersize=3, label=f"acc_norm, now {y[-1]:.4f}")
     for model in dict.fromkeys(("gpt2", run.flags.get("model"))) if run.has_gpt2_tokens else ():
         if model in OPENAI_HELLASWAG:
             size, score = OPENAI_HELLASWAG[model]
@@ -274,7 +288,7 @@ def _points(run: Run, values: Mapping[int, float], axis: str = "steps", scale: f
 
 
 def _marker(x: Array) -> str:
-    return "." if len(x) <= 100 else ""
+    return "o" if len(x) <= 100 else ""
 
 
 def _legend(axes: Axes, handles: Sequence[Any], labels: Sequence[str]) -> None:
@@ -308,7 +322,7 @@ def _key_flags(run: Run) -> str:
     flags = run.flags
     schedule = f"{flags.get('optimizer')}, {flags.get('schedule')}, learning rate {flags.get('max_lr'):g}"
     sizes = f"{short_count(run.record['parameters'])} parameters, {run.record['tokens_per_step']:,} tokens per step"
-    return _printable(f"{sizes}; {schedule}; data {Path(str(flags.get('data'))).name}")
+    return _printable(f"{sizes}; {schedule}; data {Path(str(flags.get('text') or flags.get('data'))).name}")
 
 
 def short_count(n: float) -> str:

@@ -217,7 +217,8 @@ def _parse_metrics(line: str) -> dict[str, Any] | None:
         metrics = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return metrics if isinstance(metrics, dict) and type(metrics.get("step")) is int else None
+    sound = isinstance(metrics, dict) and type(metrics.get("step")) is int and metrics["step"] >= 0
+    return metrics if sound else None
 
 
 def _warn(text: str) -> None:
