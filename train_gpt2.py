@@ -35,9 +35,9 @@ from support.checkpoints.resume import check_same_data, data_identity
 from support.checkpoints.start import check_pretrained, gather_flags
 from support.checkpoints.state import Checkpoint, TrainState
 from support.cli import MAIN_GROUP, UserError, flag, parse_flags, run_cli
+from support.console import record, trackers
 from support.console.progress import print_header, print_summary, progress_bar
 from support.console.run_logger import STARTED, RunLogger
-from support.console.trackers import check_installed
 from support.data import presets, shards
 from support.data.tokenizer import Tokenizer
 from support.optim.loss import chunked_cross_entropy
@@ -379,10 +379,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class TrainConfig(RunOptions):
-    """The flags of a run. A resumed run may change max_steps and those of RunOptions (its text excepted), no others.
-
-    The defaults train GPT-2 124M on 10 billion tokens.
-    """
+    """The flags of a run. A resumed run may change max_steps and those of RunOptions (its text excepted), no others."""
 
     # fmt: off
     model: str = flag("gpt2", "model size", MAIN_GROUP, choices=tuple(MODELS))
@@ -630,7 +627,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     with dist.local_rank_zero_first():
         if rank == 0:
             run_folder.check_folder(config.out, resume_from, config.overwrite_policy)
-            check_installed(config)
+            trackers.check_installed(config)
         if config.demo or config.text is not None:
             presets.make_preset_shards(config.to_dict(), rank, resumed=checkpoint is not None)
         train_shards = shards.open_shards(config.data, "train")
@@ -692,6 +689,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         config, dist, first_step=state.step, max_steps=config.max_steps, tokens_per_step=config.total_batch_size,
         flops_per_token=model.flops_per_token(), earlier_flags=checkpoint.config if checkpoint else {},
         network_seconds=network_seconds,
+        record=record.describe_run(config, dist, model, identity, tokenizer, bytes_per_token),
     )  # fmt: skip
     run_info = RunInfo(config, identity, asdict(model.config), tokenizer, logger.sync, bytes_per_token)
     checkpoints = CheckpointManager(config.out, config.keep, stop, run_info, rank, newest=state.step)

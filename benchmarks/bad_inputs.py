@@ -277,10 +277,10 @@ def bad_text(rng: random.Random) -> Command:
 
 
 def bad_log(rng: random.Random) -> Command:
-    """The log and the run ID of Weights & Biases, before a run is resumed."""
+    """The log, the metrics, the record and the run ID of Weights & Biases, before a run is resumed."""
     copy_fixtures("data", "run")
     Path("run/wandb_id.txt").write_text("abc123\n")
-    path = Path("run", rng.choice(("log.txt", "wandb_id.txt")))
+    path = Path("run", rng.choice(("log.txt", "metrics.jsonl", "run.json", "wandb_id.txt")))
     mutate_file(rng, path)
     keep = ["--keep", "1"] if rng.random() < 0.5 else []
     argv = [*RESUME_FLAGS, "run", "--wandb", *keep]

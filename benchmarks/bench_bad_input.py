@@ -159,8 +159,10 @@ def find_problem(
 
 
 def may_change(path: str, command: Command, code: int | str) -> bool:
-    progress = path in ("run/log.txt", "lora/log.txt", "muon/log.txt", "partial/manifest.json")
-    return progress or (code == 0 and re.fullmatch(command.may_change, path, re.DOTALL) is not None)
+    progress = r"(run|lora|muon)/(log\.txt|metrics\.jsonl|run\.json|curves\.png)|partial/manifest\.json"
+    return re.fullmatch(progress, path) is not None or (
+        code == 0 and re.fullmatch(command.may_change, path, re.DOTALL) is not None
+    )
 
 
 def early_lines(log: bytes | None) -> set[bytes]:

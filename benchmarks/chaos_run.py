@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from support.checkpoints.directory import find_corruption, list_checkpoints, newest_checkpoint  # noqa: E402
 from support.console.log import read_values  # noqa: E402
+from support.console.record import read_record  # noqa: E402
 from support.console.trackers import CURVES  # noqa: E402
 from support.files import LOCK, sha256_of  # noqa: E402
 
@@ -288,9 +289,17 @@ def inode_of(path: Path) -> int | None:
 # What must be the same
 
 
+def metrics_without_time(out: Path) -> list[dict[str, object]]:
+    """The lines of metrics.jsonl, without the seconds of each step."""
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if name != "seconds"} for line in lines]
+
+
 def differences(a: Path, b: Path) -> list[str]:
-    """What differs between two runs, in any bit of the log or of the last checkpoint."""
+    """What differs between two runs, in any bit of the log, the metrics or the last checkpoint."""
     found = [] if (a / "log.txt").read_bytes() == (b / "log.txt").read_bytes() else ["log.txt"]
+    if metrics_without_time(a) != metrics_without_time(b):
+        found.append("metrics.jsonl")
     last, other = newest_checkpoint(a), newest_checkpoint(b)
     if last is None or other is None or last.name != other.name:
         return [*found, f"{last} and {other}"]
@@ -334,5 +343,6 @@ def check_results(run: Run, reference: Path) -> None:
         found = different_files(run.out, reference)
     else:
         found = differences(run.out, reference) + wrong_curves(run.out, run.curves_complete)
+        found += [] if read_record(run.out / "run.json") else ["run.json"]
     if found:
         raise Violation(f"not those of {reference}: {', '.join(found[:9])}")

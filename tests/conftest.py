@@ -25,6 +25,13 @@ def no_network(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
+def no_pictures(monkeypatch, request):
+    """A picture takes longer to draw than most of these runs take to train; `curves` marks tests of it."""
+    if "curves" not in request.keywords:
+        monkeypatch.setattr("support.console.curves.CurvesFile.draw", lambda self: None)
+
+
+@pytest.fixture(autouse=True)
 def usual_attention():
     """Short rows in bf16 turn PyTorch's fused attention off for the process."""
     yield

@@ -80,6 +80,7 @@ def _run_rank(
 
     import train_gpt2
     from support.cli import run_cli
+    from support.console.curves import CurvesFile
 
     os.chdir(cwd)
     os.environ.update(environment | {"HF_HUB_OFFLINE": "1"})
@@ -87,6 +88,7 @@ def _run_rank(
     os.dup2(output, 1)
     os.dup2(output, 2)
     torch.set_num_threads(1)
+    CurvesFile.draw = lambda self: None  # which takes longer than most of these runs
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     if sabotage:
         sabotage(rank)

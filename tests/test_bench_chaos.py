@@ -50,8 +50,13 @@ def test_a_different_log_weight_or_curve_is_a_violation(byte_shards, tmp_path, r
     with pytest.raises(Violation, match="log.txt, TensorBoard's loss/train"):
         check_results(run, tmp_path / "same")
     log.write_text(lines)
+    (tmp_path / "run" / "run.json").write_text("{")
+    with pytest.raises(Violation, match="same: run.json$"):
+        check_results(run, tmp_path / "same")
     run_to_the_end(*flags, "--seed", 2, "--out", "other", cwd=tmp_path)
-    with pytest.raises(Violation, match="log.txt, model.safetensors, optimizer in trainer.pt$"):
+    with pytest.raises(
+        Violation, match="log.txt, metrics.jsonl, model.safetensors, optimizer in trainer.pt, run.json$"
+    ):
         check_results(run, tmp_path / "other")
 
 

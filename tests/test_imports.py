@@ -13,7 +13,7 @@ import pytest
 from helpers import ROOT
 
 SUPPORT = sorted((ROOT / "support").rglob("*.py"))
-SCRIPTS = [ROOT / name for name in ("train_gpt2.py", "fineweb.py", "hellaswag.py", "sample.py")]
+SCRIPTS = [ROOT / name for name in ("train_gpt2.py", "fineweb.py", "hellaswag.py", "sample.py", "compare.py")]
 # What a module of support may import besides its own package: what has a lower level.
 LEVELS = {"checkpoints": 5, "console": 4, "runtime": 3, "data": 2, "optim": 2, "files": 1, "cli": 0}
 
@@ -104,6 +104,7 @@ HEAVY = (
     [
         ("train_gpt2, hellaswag, sample", ["torch._dynamo", "torch._inductor"]),  # which take longer than --help may
         ("fineweb", ["torch"]),  # each of its workers imports it again
+        ("compare", ["torch"]),
     ],
 )
 def test_an_import_does_nothing_and_loads_nothing_heavy(modules, heavy, tmp_path):

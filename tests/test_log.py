@@ -1,13 +1,15 @@
-"""The log file: its lines, and what a resumed run keeps of them."""
+"""The log and the metrics: their lines, and what a resumed run keeps of them."""
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
+from shard_helpers import file_size_limit
 
 from support.cli import UserError
-from support.console.log import RunLog, read_values
+from support.console.log import MetricsLog, RunLog, read_metrics, read_values
 from support.files import lock_folder, write_lock_holder
 
 
@@ -127,3 +129,91 @@ def test_only_finite_values_are_read(tmp_path):
         log.write(step, "val", value)
     log.write(4, "train", 3.0)
     assert read_values(path, "val") == {0: 2.0, 3: -1.5}
+
+
+# ---- metrics.jsonl
+
+
+def write_steps(metrics: MetricsLog, steps) -> None:
+    for step in steps:
+        metrics.write(step, 2.0, 1e-3, 0.5, 0.25, 256 * (step + 1), False)
+
+
+def test_a_line_of_the_metrics_is_json_whatever_the_numbers_are(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsLog(path)
+    metrics.write(0, 10.824905395507812, 9e-4, 0.1 + 0.2, 0.0650000001, 1024, False)
+    metrics.write(1, float("nan"), 9e-4, float("inf"), 0.065, 2048, True)
+    first, second = path.read_text().splitlines()
+    assert first == '{"step": 0, "loss": 10.824905, "lr": 0.0009, "norm": 0.3, "seconds": 0.065, "tokens": 1024}'
+
+    def fail(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    assert json.loads(second, parse_constant=fail) == {
+        "step": 1, "loss": None, "lr": 9e-4, "norm": None, "seconds": 0.065, "tokens": 2048, "skipped": True
+    }  # fmt: skip
+    assert read_metrics(path) == {
+        "step": {0: 0, 1: 1}, "loss": {0: 10.824905}, "lr": {0: 9e-4, 1: 9e-4}, "norm": {0: 0.3},
+        "seconds": {0: 0.065, 1: 0.065}, "tokens": {0: 1024, 1: 2048},
+    }  # fmt: skip
+
+
+def test_the_metrics_continue_from_a_step(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(MetricsLog(path), range(6))
+    complete = path.read_text()
+    with open(path, "a") as file:
+        file.write('{"step": 6, "lo')  # a crash cut it off
+    write_steps(MetricsLog(path, 4), (4, 5))
+    assert path.read_text() == complete and not capsys.readouterr().err
+    with open(path, "a") as file:
+        file.write("mine\n[1]\n{}\n" + '{"step": true}\n{"step": -1}\n{"step": 1e400}\n' + "[" * 100_000 + "\n")
+    write_steps(MetricsLog(path, 5), [5])
+    assert path.read_text() == complete
+    assert capsys.readouterr().err == f"warning: {path} had malformed lines (7), which are dropped.\n"
+
+
+def test_a_run_without_metrics_gets_them_from_the_first_resumed_step_on(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(MetricsLog(path, 100), [100, 101])
+    assert read_metrics(path)["tokens"] == {100: 25856, 101: 26112} and not capsys.readouterr().err
+    write_steps(MetricsLog(path, 101), [101])
+    assert read_metrics(path)["tokens"] == {100: 25856, 101: 26112} and not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind, name", [(RunLog, "log.txt"), (MetricsLog, "metrics.jsonl")])
+def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path, capsys, kind, name):
+    def write(file, step):
+        file.write(step, "train", 1.0) if kind is RunLog else write_steps(file, [step])
+
+    expected, full = kind(tmp_path / "expected"), kind(tmp_path / name)
+    for step in range(20):
+        write(expected, step)
+    with file_size_limit(250):
+        for step in range(15):
+            write(full, step)
+        with pytest.raises(OSError):
+            full.sync()
+    assert (tmp_path / name).stat().st_size == 250  # a part of a line, too
+    for step in range(15, 20):
+        write(full, step)
+    full.close()
+    assert (tmp_path / name).read_text() == (tmp_path / "expected").read_text()
+    assert capsys.readouterr().err.count("Its lines are kept in memory") == 1
+
+
+def test_both_files_of_a_folder_that_was_removed_are_written_again(tmp_path, capsys):
+    out = tmp_path / "run"
+    out.mkdir()
+    log, metrics = RunLog(out / "log.txt"), MetricsLog(out / "metrics.jsonl")
+    log.write(0, "train", 2.0)
+    write_steps(metrics, [0])
+    before = (out / "metrics.jsonl").read_text()
+    shutil.rmtree(out)
+    for file in (log, metrics, log, metrics):
+        file.sync()
+    metrics.close()
+    log.close()
+    assert (out / "log.txt").read_text() == "0 train 2.000000\n" and (out / "metrics.jsonl").read_text() == before
+    assert capsys.readouterr().err.count("was removed or replaced") == 2

@@ -44,10 +44,16 @@ def test_a_second_demo_replaces_its_own_run_and_nothing_else(demo):
     assert "replacing the earlier run in log_demo\n" in done.stdout
     assert sorted(p.name for p in (folder / "log_demo").iterdir()) == [
         ".lock",
+        "curves.earlier.png",
+        "curves.png",
         "log.earlier.txt",
         "log.txt",
+        "metrics.earlier.jsonl",
+        "metrics.jsonl",
         "model_00002",
         "notes.txt",
+        "run.earlier.json",
+        "run.json",
     ]
     assert shards == {p: p.stat().st_mtime_ns for p in (folder / "demo_data").iterdir()}
     bad = run_script("train_gpt2.py", "--demo", "--batch-size", 3, "--device", "cpu", cwd=folder)

@@ -34,19 +34,27 @@ def test_a_second_run_in_the_same_folder_is_refused(byte_shards, tmp_path):
 def test_a_new_run_replaces_a_run_and_nothing_else(tmp_path):
     for name in ("model_00001", "model_of_mine", ".model_00002.partial", ".model_00001.removed"):
         (tmp_path / name).mkdir()
-    for name in ("log.txt", "notes.md"):
+    for name in ("log.txt", "metrics.jsonl", "run.json", "curves.png", "notes.md"):
         (tmp_path / name).write_text("x")
     with pytest.raises(UserError, match="already contains a run"):
         run_folder.claim_folder(str(tmp_path), None, "nothing").close()
     with pytest.raises(UserError, match="another run saved .*model_00001 while this one was starting"):
         run_folder.claim_folder(str(tmp_path), None, "log").close()
-    assert len(os.listdir(tmp_path)) == 7
+    assert len(os.listdir(tmp_path)) == 10
     run_folder.claim_folder(str(tmp_path), None, "run").close()
-    assert sorted(os.listdir(tmp_path)) == [".lock", "log.earlier.txt", "model_of_mine", "notes.md"]
+    kept = [
+        "curves.earlier.png",
+        "log.earlier.txt",
+        "metrics.earlier.jsonl",
+        "model_of_mine",
+        "notes.md",
+        "run.earlier.json",
+    ]
+    assert sorted(os.listdir(tmp_path)) == [".lock", *kept]
     (tmp_path / ".model_00002.partial").mkdir()
     (tmp_path / "model_00003").mkdir()
     run_folder.claim_folder(str(tmp_path), tmp_path / "model_00003", "nothing").close()
-    assert sorted(os.listdir(tmp_path)) == [".lock", "log.earlier.txt", "model_00003", "model_of_mine", "notes.md"]
+    assert sorted(os.listdir(tmp_path)) == sorted([".lock", "model_00003", *kept])
     write_checkpoint(tmp_path / "model_00004", lambda folder: (folder / "x").write_text("x"))
     with pytest.raises(UserError, match="another run saved .*model_00004"):
         run_folder.claim_folder(str(tmp_path), tmp_path / "model_00003", "nothing").close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,6 +63,8 @@ def test_remaining_time_is_estimated_every_fifty_steps(tmp_path, monkeypatch, li
     assert notes[300] == "note    77,056 of 102,656 tokens; 0:06:10 elapsed, ETA 0:01:40"  # 100 at 1 s
     assert notes[400] == "note    102,656 of 102,656 tokens; 0:07:50 elapsed, ETA 0:00:00"
     assert len((tmp_path / "log.txt").read_text().splitlines()) == 401
+    last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
+    assert last == ('{"step": 400, "loss": 1.0, "lr": 0.001, "norm": 1.0, "seconds": 0.5, "tokens": 102656}')
 
 
 def test_mfu_counts_all_gpus_and_time_counts_from_the_resume(tmp_path, monkeypatch, lines):
@@ -121,3 +124,5 @@ def test_a_skipped_step_is_explained_below_its_line(tmp_path, monkeypatch, lines
     assert lines[0].startswith("step     0 | loss: nan | ")
     assert lines[1] == "step     0 | skipped: the loss or the gradient is not finite"
     assert (tmp_path / "log.txt").read_text() == "0 train nan\n"
+    [metrics] = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert metrics["skipped"] is True and metrics["loss"] is None

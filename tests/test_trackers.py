@@ -202,7 +202,13 @@ def test_mfu_is_shown_where_the_peak_is_known(byte_shards, tmp_path, monkeypatch
 
 def test_nothing_is_tracked_by_default(byte_shards, tmp_path):
     train(config_of("--data", byte_shards, "--out", tmp_path / "run", "--max-steps", 2), ONE_PROCESS)
-    assert {p.name for p in (tmp_path / "run").iterdir()} <= {".lock", "log.txt", "model_00002"}
+    assert {p.name for p in (tmp_path / "run").iterdir()} <= {
+        ".lock",
+        "log.txt",
+        "metrics.jsonl",
+        "model_00002",
+        "run.json",
+    }
 
 
 def test_only_tensorboards_threads_fail_without_a_traceback():

@@ -57,9 +57,17 @@ def checkpoint_names(out: Path) -> list[str]:
     return sorted(path.name for path in out.iterdir() if "model" in path.name)
 
 
+def metrics_without_time(out: Path) -> list[dict]:
+    """The lines of `metrics.jsonl`, without the seconds of each step."""
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if name != "seconds"} for line in lines]
+
+
 def differences(a: Path, b: Path) -> list[str]:
-    """What differs between two runs, in any bit of the log or of the last checkpoint."""
+    """What differs between two runs, in any bit of the log, the metrics or the last checkpoint."""
     found = [] if (a / "log.txt").read_bytes() == (b / "log.txt").read_bytes() else ["log.txt"]
+    if metrics_without_time(a) != metrics_without_time(b):
+        found.append("metrics.jsonl")
     last, other = directory.newest_checkpoint(a), directory.newest_checkpoint(b)
     assert last is not None and other is not None
     if last.name != other.name:

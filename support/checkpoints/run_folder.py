@@ -12,6 +12,8 @@ from support.checkpoints.directory import find_corruption, list_checkpoints, rem
 from support.cli import UserError
 from support.runtime.options import OverwritePolicy
 
+RUN_FILES = ("run.json", "metrics.jsonl", "curves.png", "log.txt")
+
 
 def check_folder(out: str, resume_from: Path | None, overwrite_policy: OverwritePolicy) -> None:
     """Checks that a run may write into its folder: it is writable, not in use, and loses nothing. Writes nothing.
@@ -33,7 +35,7 @@ def check_folder(out: str, resume_from: Path | None, overwrite_policy: Overwrite
 def claim_folder(out: str, resume_from: Path | None, overwrite_policy: OverwritePolicy) -> TextIO:
     """Creates the folder and locks it, until the returned file is closed or the process ends.
 
-    If a new run replaces an earlier one, that one's checkpoints are removed and its log is renamed to
+    If a new run replaces an earlier one, that one's checkpoints are removed and its RUN_FILES are renamed, for example to
     `log.earlier.txt`. Files that a killed process left half-written are removed, too. The arguments are those of
     `check_folder`.
 
@@ -48,8 +50,9 @@ def claim_folder(out: str, resume_from: Path | None, overwrite_policy: Overwrite
         files.write_lock_holder(lock)
         remove_leftovers(folder)
         if resume_from is None:
-            with contextlib.suppress(FileNotFoundError):
-                os.replace(folder / "log.txt", folder / "log.earlier.txt")
+            for path in (folder / name for name in RUN_FILES):
+                with contextlib.suppress(FileNotFoundError):
+                    os.replace(path, path.with_name(f"{path.stem}.earlier{path.suffix}"))
             if replaced := list_checkpoints(folder):
                 print(f"replacing the earlier run in {out}")
             for directory in replaced:

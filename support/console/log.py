@@ -1,9 +1,18 @@
-"""`log.txt`: one line per value, `{step} {name} {value}`."""
+"""The files of a run that grow with each step.
+
+`log.txt` has one line per value, `{step} {name} {value}`. `metrics.jsonl` has one JSON object per step, for example
+
+    {"step": 12, "loss": 3.21, "lr": 0.0009, "norm": 0.51, "seconds": 0.065, "tokens": 13312}
+
+where `tokens` are all those that the run has read after the step, numbers that are not finite are null, and steps that
+were not applied have `"skipped": true`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import math
 import os
 import re
@@ -12,7 +21,7 @@ import threading
 from collections.abc import Collection
 from io import FileIO
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from support.cli import UserError
 from support.files import atomic_write, is_lock_holder, lock_folder, write_lock_holder
@@ -31,53 +40,60 @@ def read_values(path: Path, name: str) -> dict[int, float]:
     return values
 
 
-class RunLog:
-    """The log of a run, written line by line; a `first_step` above 0 continues an existing log at that step.
+def read_metrics(path: Path) -> dict[str, dict[int, float]]:
+    """The finite numbers in a `metrics.jsonl`: by name, then by step."""
+    numbers: dict[str, dict[int, float]] = {}
+    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
+        for metrics in filter(None, map(_parse_metrics, file)):
+            for name, value in metrics.items():
+                if type(value) in (int, float) and math.isfinite(value):
+                    numbers.setdefault(name, {})[metrics["step"]] = value
+    return numbers
+
+
+class StepFile:
+    """A file of lines about steps, written line by line; a `first_step` above 0 continues an existing one at that step.
 
     Lines at or past `first_step` are dropped, since those steps run again, and so are malformed lines, such as one that
-    a crash cut off. Values of `first_step` whose names are in `kept_names` were measured before that step: they stay,
-    and are in `kept`. While the disk is full, lines are kept in memory. Without a path, as on all ranks but 0, nothing
-    is read or written.
+    a crash cut off. While the disk is full, lines are kept in memory. Without a path, as on all ranks but 0, nothing is
+    read or written.
     """
 
-    def __init__(self, path: Path | None = None, first_step: int = 0, kept_names: Collection[str] = ()):
-        self.kept: dict[str, float] = {}
+    def __init__(self, path: Path | None = None, first_step: int = 0):
         self._file: FileIO | None = None
         self._folder_lock: TextIO | None = None  # only of a folder that was removed and made again
         self._pending, self._warned = b"", False
-        self._lock = threading.Lock()  # the thread that writes a checkpoint syncs the log
+        self._lock = threading.Lock()  # the thread that writes a checkpoint syncs the file
         if path is None:
             return
         if first_step > 0:
-            self._drop_lines_from(path, first_step, kept_names)
+            self._drop_lines_from(path, first_step)
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115  open as long as the run
 
-    def _drop_lines_from(self, path: Path, first_step: int, kept_names: Collection[str]) -> None:
+    def _is_earlier(self, line: str, first_step: int) -> bool:
+        """Whether a complete line stays, since it is about a step before `first_step`; a ValueError if it is malformed."""
+        raise NotImplementedError
+
+    def _drop_lines_from(self, path: Path, first_step: int) -> None:
         lines = path.read_bytes().decode("utf-8", "replace").split("\n")[:-1] if path.exists() else []
-        matches = [LINE.fullmatch(line.removesuffix("\r") + "\n") for line in lines]
-        steps_with_loss, kept = set(), []
-        for match in filter(None, matches):
-            step, name = int(match[1]), match[2]
-            if step == first_step and name in kept_names:
-                self.kept[name] = float(match[3])
-            elif step >= first_step:
-                continue
-            kept.append(match[0])
-            if name == "train":
-                steps_with_loss.add(step)
+        kept, malformed = [], 0
+        for line in (line.removesuffix("\r") + "\n" for line in lines):
+            try:
+                if self._is_earlier(line, first_step):
+                    kept.append(line)
+            except ValueError:
+                malformed += 1
         with atomic_write(path) as tmp:
             tmp.write_text("".join(kept), encoding="utf-8", newline="\n")
-        if malformed := matches.count(None):
+        if malformed:
             _warn(f"{path} had malformed lines ({malformed:,}), which are dropped.")
-        if missing := sorted(set(range(first_step)) - steps_with_loss):
-            _warn(f"{path} lacks {len(missing):,} of the {first_step:,} steps so far, step {missing[0]} first.")
 
-    def write(self, step: int, name: str, value: float) -> None:
+    def _append(self, line: str) -> None:
         if self._file is None:
             return
         try:
             with self._lock:
-                self._pending += f"{step} {name} {value:{FORMATS[name]}}\n".encode()
+                self._pending += line.encode()
                 self._write_pending(self._file)
         except OSError as error:
             if not self._warned:
@@ -85,7 +101,7 @@ class RunLog:
             self._warned = True
 
     def sync(self) -> None:
-        """Waits until all lines are on the disk: a checkpoint must never be ahead of the log of its run.
+        """Waits until all lines are on the disk: a checkpoint must never be ahead of the files of its run.
 
         Raises:
             OSError: some lines could not be written.
@@ -117,7 +133,7 @@ class RunLog:
                 self._folder_lock.close()
 
     def _restore_if_removed(self) -> None:
-        """Writes the log again if somebody has removed or replaced it: the open file still has its lines.
+        """Writes the file again if somebody has removed or replaced it: the open one still has its lines.
 
         Raises:
             OSError, UserError: its folder was removed, and another run has used that path since.
@@ -145,6 +161,64 @@ class RunLog:
     def _write_pending(self, file: FileIO) -> None:
         while self._pending:
             self._pending = self._pending[file.write(self._pending) :]
+
+
+class RunLog(StepFile):
+    """`log.txt`.
+
+    Values of `first_step` whose names are in `kept_names` were measured before that step: they stay, and are in `kept`.
+    """
+
+    def __init__(self, path: Path | None = None, first_step: int = 0, kept_names: Collection[str] = ()):
+        self.kept: dict[str, float] = {}
+        self._kept_names, self._steps_with_loss = kept_names, set[int]()
+        super().__init__(path, first_step)
+        if path and (missing := sorted(set(range(first_step)) - self._steps_with_loss)):
+            _warn(f"{path} lacks {len(missing):,} of the {first_step:,} steps so far, step {missing[0]} first.")
+
+    def _is_earlier(self, line: str, first_step: int) -> bool:
+        match = LINE.fullmatch(line)
+        if match is None:
+            raise ValueError(line)
+        step, name = int(match[1]), match[2]
+        if step == first_step and name in self._kept_names:
+            self.kept[name] = float(match[3])
+            return True
+        if step < first_step and name == "train":
+            self._steps_with_loss.add(step)
+        return step < first_step
+
+    def write(self, step: int, name: str, value: float) -> None:
+        self._append(f"{step} {name} {value:{FORMATS[name]}}\n")
+
+
+class MetricsLog(StepFile):
+    """`metrics.jsonl`. Steps may be missing: runs of earlier versions have no such file."""
+
+    def _is_earlier(self, line: str, first_step: int) -> bool:
+        metrics = _parse_metrics(line)
+        if metrics is None:
+            raise ValueError(line)
+        return metrics["step"] < first_step
+
+    def write(
+        self, step: int, loss: float, lr: float, norm: float, seconds: float, tokens: int, skipped: bool
+    ) -> None:  # fmt: skip
+        """A step that took `seconds`; `tokens` are all those of the run, up to and including this step."""
+        values = {"loss": loss, "lr": lr, "norm": norm, "seconds": seconds}
+        numbers = {name: float(f"{x:.8g}") if math.isfinite(x) else None for name, x in values.items()}
+        line = {"step": step, **numbers, "tokens": tokens} | ({"skipped": True} if skipped else {})
+        self._append(json.dumps(line) + "\n")
+
+
+def _parse_metrics(line: str) -> dict[str, Any] | None:
+    """The object in a line of `metrics.jsonl`; None if the line is malformed."""
+    try:
+        metrics = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    sound = isinstance(metrics, dict) and type(metrics.get("step")) is int and metrics["step"] >= 0
+    return metrics if sound else None
 
 
 def _warn(text: str) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from support.console import terminal
-from support.console.log import RunLog
+from support.console.curves import CurvesFile
+from support.console.log import MetricsLog, RunLog
+from support.console.record import RunRecord
 from support.console.trackers import Trackers, start_trackers
 from support.runtime import devices
 from support.runtime.distributed import Distributed
@@ -37,10 +39,10 @@ EVALUATION_FLAGS = {
 class RunLogger:
     """Reports validations, scores, samples and steps; on all ranks but 0 it does nothing.
 
-    Values go to `log.txt` in `--out` and to the trackers, until the end of a `with`. A `first_step` above 0 continues
-    the log and the curves of an earlier process at that step, which had `earlier_flags`. What it has logged of that step
-    is not computed again, unless the flags for it have changed. `network_seconds` is the time of an all-reduce of the
-    gradients.
+    Values go to `log.txt`, `metrics.jsonl` and `curves.png` in `--out` and to the trackers, until the end of a `with`;
+    the `record` goes to `run.json` at once. A `first_step` above 0 continues the files and the curves of an earlier
+    process at that step, which had `earlier_flags`. What it has logged of that step is not computed again, unless the
+    flags for it have changed. `network_seconds` is the time of an all-reduce of the gradients.
 
     On a terminal, a status line shows how far the run is, and only some of the steps get a line of their own.
 
@@ -59,6 +61,7 @@ class RunLogger:
         flops_per_token: int,
         earlier_flags: Mapping[str, Any],
         network_seconds: float = 0.0,
+        record: Mapping[str, Any] | None = None,
     ):
         self.print0, self.world_size, self.network_seconds = dist.print0, dist.world_size, network_seconds
         self.first_step, self.max_steps, self.tokens_per_step = first_step, max_steps, tokens_per_step
@@ -67,7 +70,13 @@ class RunLogger:
         every = {"val": options.val_every, "hella": options.hellaswag_every}
         due = {name for name, n in every.items() if n > 0 and (first_step % n == 0 or first_step == max_steps)}
         unchanged = _unchanged_evaluations(options, earlier_flags)
-        self._log = RunLog(Path(options.out) / "log.txt" if dist.rank == 0 else None, first_step, due & unchanged)
+        folder = Path(options.out) if dist.rank == 0 else None
+        self._log = RunLog(folder and folder / "log.txt", first_step, due & unchanged)
+        self._metrics = MetricsLog(folder and folder / "metrics.jsonl", first_step)
+        self._record = RunRecord(folder, record, first_step) if folder and record else None
+        if self._record and self._record.written_anew:
+            self.print0("note    run.json was missing or damaged: a new one begins with this resume")
+        self._curves = CurvesFile(folder)
         for name, value in self._log.kept.items():  # trackers hide what they have of first_step and later
             self._trackers.log_value(first_step, name, value)
         # every rank must know, or the others wait forever in the next evaluation
@@ -109,6 +118,8 @@ class RunLogger:
         speed = self.tokens_per_step / dt
         mfu = speed * self.flops_per_token / (self.peak_flops * self.world_size) if self.peak_flops else None
         self._value(step, "train", loss)
+        self._metrics.write(step, loss, lr, norm, dt, (step + 1) * self.tokens_per_step, skipped is not None)
+        self._curves.update()
         due = self._line_due(step, dt)
         eta = self._eta(step, now)
         notes = list(self._notes(step, dt, now))
@@ -136,6 +147,9 @@ class RunLogger:
             OSError: some of it could not be written.
         """
         self._log.sync()
+        self._metrics.sync()
+        if self._record:
+            self._record.restore()
         self._trackers.flush()
 
     def __enter__(self) -> RunLogger:
@@ -147,11 +161,16 @@ class RunLogger:
         self._status.close()
         self._trackers.close(succeeded=kind is None)
         if kind is None:
-            self._log.close()
+            try:
+                self._metrics.close()
+            finally:
+                self._log.close()
+            self._curves.draw()
 
     def _value(self, step: int, name: str, value: float) -> None:
         self._trackers.log_value(step, name, value)
         self._log.write(step, name, value)
+        self._curves.outdated |= name != "train"
 
     def _line_due(self, step: int, dt: float) -> bool:
         """Whether a step gets a line, without regard to what else there is to say about it.

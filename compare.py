@@ -1,0 +1,135 @@
+"""Compares runs: draws their losses into one picture, and prints the flags in which they differ and a table.
+
+python compare.py log log_fast --x tokens -o compare.png
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from support.cli import Parser, UserError, flag_name, run_cli
+from support.console.curves import AXES, Run, compares_per_byte, draw_runs, read_run, save
+from support.files import check_output_file
+
+IGNORED_FLAGS = {"out", "resume"}
+UNKNOWN = "-"
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(description="Compare runs: a picture of their losses, the flags in which they differ, a table.")
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="DIR", help="folder of a run, its --out")
+    add("--x", choices=tuple(AXES), default="steps", help="what the losses are drawn over; hours are those of the steps, without evaluation (default: steps)")  # fmt: skip
+    add("-o", "--output", default="compare.png", metavar="FILE", help="picture to write (default: compare.png)")
+    args = parser.parse_args(argv)
+    if Path(args.output).suffix != ".png":
+        raise UserError(f"-o {args.output} is not a .png file. Use another name.")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    check_output_file(Path(args.output), "-o", "\ufffdPNG")
+    runs = read_runs(args.runs, args.x)
+    labels = label_runs(runs)
+    save(draw_runs(labels, runs, args.x), Path(args.output))
+    if len(runs) > 1:
+        print_differences(labels, runs)
+    print_columns([("run", *labels), *results(runs)])
+    print(f"\nsaved {args.output}")
+
+
+def read_runs(folders: Sequence[str], axis: str) -> list[Run]:
+    """The runs in these folders.
+
+    Raises:
+        UserError: some are no runs, are named twice, or have no positions on the `axis`; one line for each.
+    """
+    runs, problems = [], list[str]()
+    for folder in map(Path, folders):
+        try:
+            run = read_run(folder)
+        except UserError as error:
+            problems += error.problems
+            continue
+        if run.positions([], axis) is None:
+            lacking = "run.json" if axis == "tokens" else "metrics.jsonl of all its steps"
+            problems.append(f"{folder} has no {lacking}, so its {axis} are not known. Use --x steps.")
+        runs.append(run)
+    count = Counter(run.folder.resolve() for run in runs)
+    problems += [f"{folder} is named twice. Name each run once." for folder, n in count.items() if n > 1]
+    if problems:
+        raise UserError(*problems)
+    return runs
+
+
+def label_runs(runs: Sequence[Run]) -> list[str]:
+    """The names of the runs' folders, or the complete paths of those with the same name."""
+    count = Counter(run.name for run in runs)
+    return [run.name if count[run.name] == 1 else str(run.folder.resolve()) for run in runs]
+
+
+def print_differences(labels: Sequence[str], runs: Sequence[Run]) -> None:
+    """Prints the flags that are not the same in all runs, and what else makes their losses differ."""
+    known = [(label, run) for label, run in zip(labels, runs, strict=True) if run.record]
+    names = dict.fromkeys(name for _, run in known for name in run.flags if name not in IGNORED_FLAGS)
+    values = {name: [run.flags.get(name) for _, run in known] for name in names}
+    different = [name for name in names if any(value != values[name][0] for value in values[name])]
+    if different:
+        rows = [(flag_name(name), *(_show(value) for value in values[name])) for name in different]
+        print_columns(list(zip(*[("flag", *(label for label, _ in known)), *rows], strict=True)))
+    elif len(known) > 1:
+        print("The runs have the same flags.")
+    for label, run in zip(labels, runs, strict=True):
+        if not run.record:
+            print(f"note: {label} has no run.json, so its flags and sizes are not known.")
+    val_data = [run.record["data"].get("val") for run in runs if run.record]
+    if any(data != val_data[0] for data in val_data):
+        print("note: the runs have different validation data.")
+    print()
+
+
+def results(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """The columns of the table, each with its title; those about which no run says anything are left out."""
+    final = [run.val[max(run.val)] if run.val else None for run in runs]
+    best = [min(run.val.values(), default=None) for run in runs]
+    best_step = [min(run.val, key=lambda step: run.val[step], default=None) for run in runs]
+    columns: list[tuple[str, str, Sequence[float | None]]] = [
+        ("parameters", ",", [run.record["parameters"] if run.record else None for run in runs]),
+        ("steps", ",", [run.steps for run in runs]),
+        ("tokens", ",", [run.steps * run.record["tokens_per_step"] if run.record else None for run in runs]),
+        ("hours", ".2f", [run.hours for run in runs]),
+        ("val loss", ".4f", final),
+        ("best", ".4f", best),
+        ("at step", ",", best_step),
+    ]
+    if compares_per_byte(runs):
+        for title, losses in (("val loss per byte", final), ("best per byte", best)):
+            per_byte = [
+                None if loss is None else loss / (run.bytes_per_token or 1)
+                for loss, run in zip(losses, runs, strict=True)
+            ]
+            columns.append((title, ".4f", per_byte))
+    columns.append(("HellaSwag", ".4f", [run.hella[max(run.hella)] if run.hella else None for run in runs]))
+    known = [column for column in columns if any(value is not None for value in column[2])]
+    return [(title, *(UNKNOWN if v is None else f"{v:{spec}}" for v in values)) for title, spec, values in known]
+
+
+def print_columns(columns: Sequence[Sequence[str]]) -> None:
+    """Prints columns of text: the first one flush left, the others flush right."""
+    widths = [max(map(len, column)) for column in columns]
+    for first, *others in zip(*columns, strict=True):
+        cells = [f"{first:{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))]
+        print("  ".join(cells).rstrip())
+
+
+def _show(value: Any) -> str:
+    return UNKNOWN if value is None else f"{value:g}" if type(value) is float else str(value)
+
+
+if __name__ == "__main__":
+    run_cli(main, prints_result=True)

@@ -1,0 +1,151 @@
+"""`run.json`, the record of a run: command, flags, versions, device, data and sizes, for people and for curves.py.
+
+It describes the process that wrote it first. Each process that resumed the run adds what was different to `resumes`.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from support.data import shards
+from support.files import atomic_write
+
+if TYPE_CHECKING:  # reading a record must not take as long as importing torch
+    from torch import nn
+
+    from support.data.tokenizer import Tokenizer
+    from support.runtime.distributed import Distributed
+    from support.runtime.options import RunOptions
+
+FILE = "run.json"
+ROOT = Path(__file__).resolve().parents[2]
+# What a record must have to be used, by the types that its readers rely on.
+REQUIRED = {
+    "flags": dict, "versions": dict, "data": dict, "tokenizer": dict, "parameters": int, "tokens_per_step": int,
+    "bytes_per_token": float, "resumes": list,
+}  # fmt: skip
+# What may be different in a resumed process.
+CHANGEABLE = ("versions", "device", "processes")
+
+
+def describe_run(
+    options: RunOptions,
+    dist: Distributed,
+    model: nn.Module,
+    data: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    bytes_per_token: float,
+) -> dict[str, Any]:
+    """What this process has to say about its run, in the layout of `run.json`.
+
+    Args:
+        data: the shards, see `data_identity`.
+        bytes_per_token: of the validation split, if there is one.
+    """
+    import torch
+
+    from support.runtime import devices
+    from support.runtime.options import PLAN_FLAGS
+
+    flags = {name: value for name, value in options.to_dict().items() if name not in PLAN_FLAGS}
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+    return {
+        "command": sys.argv,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "flags": flags,
+        "versions": versions | ({"commit": commit} if (commit := _read_commit(ROOT / ".git")) else {}),
+        "device": devices.describe(dist.device),
+        "processes": dist.world_size,
+        "data": {"source": shards.read_manifest(options.data)["source"], **data},
+        "tokenizer": {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size},
+        "bytes_per_token": bytes_per_token,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "tokens_per_step": flags["total_batch_size"],
+    }
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """The content of a `run.json`; None if it is missing or damaged."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        sound = all(type(record[name]) is kind for name, kind in REQUIRED.items())
+        sound = sound and all(record[name] > 0 for name in ("parameters", "tokens_per_step", "bytes_per_token"))
+        return record if sound and all(type(resume["flags"]) is dict for resume in record["resumes"]) else None
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+
+
+def latest_flags(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags of the process that last started or resumed a run."""
+    flags = dict(record["flags"])
+    for resume in record["resumes"]:
+        flags |= resume["flags"]
+    return flags
+
+
+class RunRecord:
+    """`run.json` in the folder of a run, written when a process starts or resumes it.
+
+    It is not worth a run: if it cannot be written, that is a warning.
+    """
+
+    def __init__(self, folder: Path, description: Mapping[str, Any], first_step: int):
+        self._path = folder / FILE
+        earlier = read_record(self._path) if first_step > 0 else None
+        self.written_anew = first_step > 0 and earlier is None
+        self._record = {"step": first_step, **description, "resumes": []}
+        if earlier is not None:
+            self._record = {**earlier, "resumes": [*earlier["resumes"], _changes(earlier, description, first_step)]}
+        self._write()
+
+    def restore(self) -> None:
+        """Writes the file again if somebody has removed it."""
+        if not self._path.exists():
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            with atomic_write(self._path) as tmp:
+                tmp.write_text(json.dumps(self._record, indent=2) + "\n", encoding="utf-8", newline="\n")
+        except OSError as error:
+            print(f"warning: cannot write {self._path} ({error.strerror}).", file=sys.stderr, flush=True)
+
+
+def _changes(record: Mapping[str, Any], description: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """What a process that resumes the run at `step` adds to its record."""
+    flags, latest = latest_flags(record), dict(record)
+    for resume in record["resumes"]:
+        latest |= resume
+    entry = {"step": step, "started": description["started"], "command": description["command"]}
+    changed = {
+        name: value
+        for name, value in description["flags"].items()
+        if name != "resume" and (name not in flags or flags[name] != value)
+    }
+    return {**entry, "flags": changed} | {
+        name: description[name] for name in CHANGEABLE if latest.get(name) != description[name]
+    }
+
+
+def _read_commit(git: Path) -> str | None:
+    """The commit that a `.git` folder has checked out; None if there is no such folder, or one of another layout."""
+    try:
+        commit = (git / "HEAD").read_text(encoding="utf-8").strip()
+        if commit.startswith("ref: "):
+            ref = commit.removeprefix("ref: ")
+            if (git / ref).exists():
+                return (git / ref).read_text(encoding="utf-8").strip()
+            packed = (git / "packed-refs").read_text(encoding="utf-8")
+            [commit] = re.findall(rf"^(\w+) {re.escape(ref)}$", packed, re.MULTILINE)
+        return commit
+    except (OSError, ValueError):
+        return None

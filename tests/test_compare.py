@@ -1,0 +1,122 @@
+"""compare.py: the table, the flags that differ, and errors."""
+
+from __future__ import annotations
+
+import pytest
+from test_curves import PNG, write_run
+from training import trained
+
+import compare
+from support.cli import UserError
+
+
+def flags(**changed: object) -> dict[str, object]:
+    return {"max_lr": 6e-4, "optimizer": "adamw", "seed": 1337, "out": "x", "resume": None, "init_from": None} | changed
+
+
+def compared(tmp_path, capsys, *argv: object) -> list[str]:
+    """The lines that it prints."""
+    compare.main([*map(str, argv), "-o", str(tmp_path / "picture.png")])
+    assert (tmp_path / "picture.png").read_bytes().startswith(PNG)
+    *lines, _, saved = capsys.readouterr().out.splitlines()
+    assert saved == f"saved {tmp_path / 'picture.png'}"
+    return lines
+
+
+def test_two_runs_are_compared(tmp_path, capsys):
+    one = write_run(tmp_path / "log", [5.0] * 100, {0: 6.0, 50: 3.5, 100: 3.6}, {100: 0.31}, flags=flags(out="log"))
+    changed = flags(max_lr=3.6e-3, optimizer="muon", init_from="gpt2", resume="newest")
+    two = write_run(tmp_path / "log_fast", [5.0] * 5, {5: 4.0}, parameters=7, tokens_per_step=5000, flags=changed)
+    for axis in ("steps", "tokens", "hours"):
+        assert compared(tmp_path, capsys, one, two, "--x", axis) == [
+            "flag            log  log_fast",
+            "--max-lr     0.0006    0.0036",
+            "--optimizer   adamw      muon",
+            "--init-from       -      gpt2",
+            "",
+            "run        parameters  steps   tokens  hours  val loss    best  at step  HellaSwag",
+            "log       124,475,904    100  100,000   1.00    3.6000  3.5000       50     0.3100",
+            "log_fast            7      5   25,000   0.05    4.0000  4.0000        5          -",
+        ]
+
+
+def test_runs_with_other_tokens_are_compared_per_byte(tmp_path, capsys):
+    runs = [
+        write_run(tmp_path / name, [5.0], {1: loss}, bytes_per_token=length, data={"val": [name]})
+        for name, loss, length in (("a", 4.0, 4.0), ("b", 3.0, 2.0))
+    ]
+    assert compared(tmp_path, capsys, *runs) == [
+        "The runs have the same flags.",
+        "note: the runs have different validation data.",
+        "",
+        "run   parameters  steps  tokens  hours  val loss    best  at step  val loss per byte  best per byte",
+        "a    124,475,904      1   1,000   0.01    4.0000  4.0000        1             1.0000         1.0000",
+        "b    124,475,904      1   1,000   0.01    3.0000  3.0000        1             1.5000         1.5000",
+    ]
+
+
+def test_a_run_of_an_earlier_version_has_what_its_log_says(tmp_path, capsys):
+    old, new = write_run(tmp_path / "old", [5.0], {1: 4.0}), write_run(tmp_path / "new", [5.0], {}, keep=1)
+    assert compared(tmp_path, capsys, old, new) == [
+        "note: old has no run.json, so its flags and sizes are not known.",
+        "",
+        "run   parameters  steps  tokens  hours  val loss    best  at step",
+        "old            -      1       -      -    4.0000  4.0000        1",
+        "new  124,475,904      1   1,000   0.01         -       -        -",
+    ]
+    assert compared(tmp_path, capsys, old) == [
+        "run  steps  val loss    best  at step",
+        "old      1    4.0000  4.0000        1",
+    ]
+
+
+def test_folders_of_the_same_name_are_told_apart(tmp_path, capsys, monkeypatch):
+    runs = [write_run(tmp_path / parent / "log", [5.0], {1: 4.0}) for parent in "ab"]
+    lines = compared(tmp_path, capsys, *runs, write_run(tmp_path / "c", [5.0], {1: 4.0}))
+    assert [line.split()[0] for line in lines[-3:]] == [str(runs[0]), str(runs[1]), "c"]
+    monkeypatch.chdir(runs[0])
+    assert compared(tmp_path, capsys, ".")[-1].split()[0] == "log"
+
+
+def test_runs_of_the_trainer_are_compared(byte_shards, tmp_path, capsys):
+    for name, lr in (("a", 1e-3), ("b", 2e-3)):
+        trained(tmp_path / name, "--data", byte_shards, "--max-steps", 3, "--max-lr", lr)
+    capsys.readouterr()
+    lines = compared(tmp_path, capsys, tmp_path / "a", tmp_path / "b", "--x", "hours")
+    assert [line.split() for line in lines[:4]] == [
+        ["flag", "a", "b"], ["--max-lr", "0.001", "0.002"], ["--min-lr", "0.0001", "0.0002"], [],
+    ]  # fmt: skip
+    assert lines[5].split()[1:4] == ["36,224", "3", "768"]
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["nothing"], "nothing is not a folder. Pass the folder of a run"),
+        (["empty"], "empty has no log.txt. Pass"),
+        (["log", "log/"], "log is named twice. Name each run once."),
+        (["old", "--x", "tokens"], "old has no run.json, so its tokens are not known. Use --x steps."),
+        (["old", "--x", "hours"], "old has no metrics.jsonl of all its steps, so its hours are not known"),
+        (["log", "--x", "days"], "invalid choice: 'days'"),
+        (["log", "-o", "picture.svg"], "-o picture.svg is not a .png file. Use another name."),
+        (["log", "-o", "other.png"], "other.png exists and has other content. Use another file with -o."),
+        (["log", "-o", "no/where.png"], "cannot write no/where.png"),
+        ([], "the following arguments are required: DIR"),
+    ],
+)
+def test_errors_say_what_to_do(tmp_path, monkeypatch, argv, message):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "log", [5.0], {}, keep=1)
+    write_run(tmp_path / "old", [5.0], {})
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other.png").write_text("a picture of mine")
+    with pytest.raises(UserError) as error:
+        compare.main(argv)
+    assert message in str(error.value)
+    assert not (tmp_path / "compare.png").exists() and (tmp_path / "other.png").read_text() == "a picture of mine"
+
+
+def test_all_problems_are_named(tmp_path):
+    with pytest.raises(UserError) as error:
+        compare.main([str(tmp_path / "a"), str(tmp_path / "b")])
+    assert len(error.value.problems) == 2

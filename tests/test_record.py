@@ -1,0 +1,186 @@
+"""run.json: what it says about a run, and what survives resumes, kills and damage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from datetime import UTC, datetime
+
+import pytest
+import torch
+from helpers import ROOT, finish_run, run_to_the_end, start_run, steps_done, wait_for
+from safetensors.torch import load_file
+from training import assert_same_run, metrics_without_time, resumed, trained
+
+import train_gpt2
+from support.checkpoints.directory import newest_checkpoint
+from support.console import record
+from support.console.record import latest_flags, read_record
+
+FLAGS = ["--max-steps", 6, "--checkpoint-every", 2]
+
+
+class Killed(BaseException):
+    pass
+
+
+def read(out):
+    return json.loads((out / "run.json").read_text())
+
+
+def test_it_is_there_before_the_first_step_and_says_what_is_trained(byte_shards, tmp_path, monkeypatch):
+    seen = []
+
+    def die(*args):
+        seen.append(read(tmp_path / "run"))
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(train_gpt2, "train_step", die)
+        trained(tmp_path / "run", "--data", byte_shards, *FLAGS)
+    trained(tmp_path / "other", "--data", byte_shards, *FLAGS)
+    [run] = seen
+    assert run == read(tmp_path / "run") and run["step"] == 0 and run["resumes"] == []
+    assert abs((datetime.now(UTC) - datetime.fromisoformat(run["started"])).total_seconds()) < 60
+
+    weights = load_file(newest_checkpoint(tmp_path / "other") / "model.safetensors")
+    padding = (320 - 257) * 32  # rows that files do not have
+    assert run["parameters"] == sum(w.numel() for w in weights.values()) + padding
+    manifest = json.loads((byte_shards / "manifest.json").read_text())
+    for split in ("train", "val"):
+        shards = [s for s in manifest["shards"] if s["split"] == split]
+        assert run["data"][split] == [[s["file"], s["tokens"], s["sha256"]] for s in shards] and shards
+    assert run["data"]["source"] == manifest["source"] == "sums"
+    assert run["bytes_per_token"] == 1
+    assert run["tokenizer"] == {"name": "bytes", "vocab_size": 257} and run["tokens_per_step"] == 256
+    assert (run["device"], run["processes"], run["flags"]["dtype"]) == ("cpu", 1, "fp32")
+    assert run["flags"]["max_lr"] == 3e-3 and run["flags"]["n_layer"] == 2 and run["flags"]["decay_steps"] == 6
+    assert run["versions"]["torch"] == torch.__version__ and "gpus" not in run["flags"]
+
+
+def test_the_commit_is_that_of_git(tmp_path):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    assert record._read_commit(tmp_path / ".git") is None
+    try:
+        subprocess.run([*git, "init", "-q", "-b", "main"], check=True)
+        subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no git")
+    for command in (["status"], ["pack-refs", "--all"], ["checkout", "-q", "--detach"]):
+        subprocess.run([*git, *command], check=True, capture_output=True)
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+        assert record._read_commit(tmp_path / ".git") == head and len(head) == 40
+    (tmp_path / ".git" / "HEAD").write_text("ref: refs/heads/nothing\n")
+    assert record._read_commit(tmp_path / ".git") is None
+    (tmp_path / "worktree").write_text("gitdir: elsewhere\n")
+    assert record._read_commit(tmp_path / "worktree") is None
+    assert (ROOT / "support" / "console" / "record.py").samefile(record.__file__) and ROOT == record.ROOT
+
+
+def test_each_resume_adds_what_has_changed(byte_shards, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    trained(out, "--data", byte_shards, *FLAGS)
+    first = read(out)
+    resumed(out, "--max-steps", 8, "--keep", 2)
+    monkeypatch.setattr(record.platform, "python_version", lambda: "9.9")
+    resumed(out, "--max-steps", 8, "--dtype", "bf16")
+    resumed(out)
+    run = read(out)
+    assert {**run, "resumes": []} == first
+    steps, changes = zip(*[(r["step"], {**r, "flags": r["flags"]}) for r in run["resumes"]], strict=True)
+    assert steps == (6, 8, 8)
+    one, two, three = changes
+    assert one["flags"] == {"max_steps": 8, "keep": 2, "decay_steps": 8} or one["flags"] == {"max_steps": 8, "keep": 2}
+    assert two["flags"] == {"dtype": "bf16"} and two["versions"] == {**first["versions"], "python": "9.9"}
+    assert not {"versions", "device", "processes"} & (one.keys() | three.keys())
+    assert latest_flags(run)["max_steps"] == 8 and latest_flags(run)["keep"] == 2
+
+
+@pytest.mark.parametrize("damage", [None, "", "{", "[]", "{}", '{"flags": {}}', "[" * 100_000])
+def test_a_missing_or_damaged_record_is_written_anew_with_one_note(byte_shards, tmp_path, capsys, damage):
+    out = tmp_path / "run"
+    trained(out, "--data", byte_shards, "--max-steps", 2)
+    (out / "run.json").unlink()
+    if damage is not None:
+        (out / "run.json").write_text(damage)
+    assert read_record(out / "run.json") is None
+    capsys.readouterr()
+    resumed(out, "--max-steps", 3)
+    resumed(out, "--max-steps", 4)
+    assert capsys.readouterr().out.count("note    run.json was missing or damaged") == 1
+    run = read_record(out / "run.json")
+    assert (run["step"], run["flags"]["max_steps"], run["parameters"]) == (2, 3, 36224)
+    assert [(r["step"], r["flags"]) for r in run["resumes"]] == [(3, {"max_steps": 4})]
+
+
+def test_a_run_of_an_earlier_version_gets_its_files_when_it_is_resumed(byte_shards, tmp_path, capsys):
+    flags = ["--data", byte_shards, "--max-steps", 4, "--checkpoint-every", 2]
+    trained(tmp_path / "straight", *flags)
+    out = tmp_path / "old"
+    trained(out, *flags)
+    shutil.rmtree(out / "model_00004")
+    for name in ("run.json", "metrics.jsonl"):
+        (out / name).unlink()
+    resumed(out)
+    assert (out / "log.txt").read_bytes() == (tmp_path / "straight" / "log.txt").read_bytes()
+    assert metrics_without_time(out) == metrics_without_time(tmp_path / "straight")[2:]
+    assert not capsys.readouterr().err
+
+
+def test_a_record_that_cannot_be_written_is_a_warning(byte_shards, tmp_path, monkeypatch, capsys):
+    def full(path, *args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(record, "atomic_write", full)
+    trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 3)
+    assert (
+        capsys.readouterr().err
+        == f"warning: cannot write {tmp_path / 'run' / 'run.json'} (No space left on device).\n" * 2
+    )
+    assert newest_checkpoint(tmp_path / "run").name == "model_00003" and not (tmp_path / "run" / "run.json").exists()
+
+
+def test_a_folder_that_was_removed_gets_its_files_back(byte_shards, tmp_path, monkeypatch):
+    out, real, calls = tmp_path / "run", train_gpt2.train_step, []
+
+    def step(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            shutil.copytree(out, tmp_path / "copy")
+            shutil.rmtree(out)
+        return real(*args)
+
+    monkeypatch.setattr(train_gpt2, "train_step", step)
+    trained(out, "--data", byte_shards, "--max-steps", 3)
+    assert read(out) == read(tmp_path / "copy")
+    assert [line["step"] for line in metrics_without_time(out)] == [0, 1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_all_files_survive_a_kill_and_two_resumes(byte_shards, tmp_path, world_size):
+    flags = ["--data", byte_shards, "--max-steps", 400, "--checkpoint-every", 10, "--keep", 1]
+    start = dict(cwd=tmp_path, world_size=world_size)
+    out = tmp_path / "killed"
+    ranks = start_run(*flags, "--out", "killed", **start)
+    assert wait_for(lambda: out.exists() and newest_checkpoint(out) and steps_done(out) % 10 > 4)
+    for process in ranks:
+        process.kill()
+    for process in ranks:
+        process.join()
+    first, killed_at = read(out), steps_done(out)
+    ranks = start_run("--resume", "--out", "killed", **start)
+    assert wait_for(lambda: steps_done(out) > killed_at + 10)
+    ranks[0].terminate()
+    assert set(finish_run(ranks)) == {143}
+    stopped_at = steps_done(out)
+    ends = ["--max-steps", stopped_at + 4, "--decay-steps", 400]
+    run_to_the_end("--resume", *ends[:2], "--out", "killed", **start)
+    run_to_the_end(*flags, *ends, "--out", "straight", **start)
+    assert_same_run(out, tmp_path / "straight")
+    run = read(out)
+    assert {**run, "resumes": []} == first and run["processes"] == world_size
+    assert [resume["step"] for resume in run["resumes"]][1:] == [stopped_at]
+    assert 0 < run["resumes"][0]["step"] <= killed_at and run["resumes"][0]["step"] % 10 == 0
+    assert [line["tokens"] for line in metrics_without_time(out)] == [256 * (i + 1) for i in range(stopped_at + 4)]
