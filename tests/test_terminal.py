@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -168,7 +169,7 @@ def test_an_error_leaves_no_status_line(byte_shards, tmp_path):
     flags = ["--data", byte_shards, "--max-steps", 9, "--val-every", 0, "--out", "run"]
     assert finish_run(start_run(*flags, cwd=tmp_path, sabotage=failing_after_step_2)) == [1]
     output = shown.output()
-    assert "step 3/9 | loss" in output and not any("3/9" in line for line in screen(output))
+    assert "step 3/9 | loss" in output and not any("elapsed" in line for line in screen(output))
     assert "RuntimeError: broken" in screen(output)
 
 
@@ -225,6 +226,23 @@ def test_colours_only_where_they_are_wanted(monkeypatch, term, no_color, expecte
     monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: term is not None))
     assert terminal.styled("text", terminal.BOLD) == expected
+
+
+def test_the_status_line_is_cut_to_the_terminal(monkeypatch):
+    stdout = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setenv("COLUMNS", "20")
+    status = terminal.StatusLine(enabled=True)
+    status.open()
+    status.show("step 1/100 | loss 1.2345")
+    print("one", end="")
+    status.show_activity("not drawn inside a line")
+    print(" line")
+    status.close()
+    assert sys.stdout is stdout
+    assert screen(stdout.getvalue()) == ["one line", ""]
+    drawn = re.findall(r"\r([^\r\n]+)\x1b\[K\r", stdout.getvalue())
+    assert drawn == ["step 1/100 | los...", "step 1/100 | not..."]
 
 
 def test_texts_are_cut_by_their_width():

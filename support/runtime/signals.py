@@ -96,7 +96,8 @@ class StopHandler:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # A terminal has the ^C, and maybe a status line, on the line of the cursor.
-        start = "\r\x1b[K" if os.isatty(2) and os.environ.get("TERM") != "dumb" else "\n"
+        redraws = os.name == "posix" and os.isatty(2) and os.environ.get("TERM") != "dumb"
+        start = "\r\x1b[K" if redraws else "\n"
         if number == signal.SIGINT:
             now = time.monotonic()
             # Ctrl-C in the terminal of torchrun signals us twice: torchrun passes its own signal on.
