@@ -18,7 +18,7 @@ from support.checkpoints import manager
 from support.checkpoints.directory import checkpoint_path, list_checkpoints, newest_checkpoint, step_of
 from support.checkpoints.manager import CheckpointManager
 from support.cli import UserError
-from support.console.log import RunLog
+from support.console.log import MetricsLog, RunLog
 from support.runtime.signals import StopHandler
 from train_gpt2 import train
 
@@ -98,11 +98,12 @@ def test_a_file_that_cannot_grow_ends_the_run_with_the_old_checkpoint_intact(byt
     assert newest_checkpoint(out) is not None and not any(out.glob(".model*"))
 
 
-def test_no_checkpoint_is_ahead_of_its_log(byte_shards, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", [RunLog, MetricsLog])
+def test_no_checkpoint_is_ahead_of_its_log_or_metrics(byte_shards, tmp_path, monkeypatch, kind):
     def full(self):
         raise OSError("the log of the run could not be written")
 
-    monkeypatch.setattr(RunLog, "sync", full)
+    monkeypatch.setattr(kind, "sync", full)
     with pytest.raises(UserError, match="could not be saved"):
         train(config_for(byte_shards, tmp_path / "run", 20), ONE_PROCESS)
     assert checkpoint_names(tmp_path / "run") == []

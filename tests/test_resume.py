@@ -183,7 +183,8 @@ def test_a_constant_rate_can_end_earlier_or_later(byte_shards, tmp_path):
         trained(tmp_path / f"{steps}", *flags, "--max-steps", steps)
         out = tmp_path / f"to_{steps}"
         shutil.copytree(tmp_path / "20" / "model_00006", out / "model_00006")
-        shutil.copy(tmp_path / "20" / "log.txt", out)
+        for name in ("log.txt", "metrics.jsonl"):
+            shutil.copy(tmp_path / "20" / name, out)
         run_to_the_end("--resume", "--out", out, "--max-steps", steps, "--decay-steps", steps, cwd=tmp_path)
         assert_same_run(out, tmp_path / f"{steps}")
     assert losses(tmp_path / "10" / "log.txt") != losses(tmp_path / "30" / "log.txt")[:10]
@@ -423,6 +424,7 @@ def test_a_checkpoint_from_before_there_were_recipes_resumes(byte_shards, tmp_pa
     out = tmp_path / "run"
     copy_with_state(tmp_path / "straight" / "model_00003", out / "model_00003", state)
     (out / "log.txt").write_text(straight)
+    shutil.copy(tmp_path / "straight" / "metrics.jsonl", out)
     config, _ = configure(["--resume", "--out", out])
     assert (config.recipe, config.optimizer, config.schedule) == ("gpt2", "adamw", "cosine")
     resumed(out)
