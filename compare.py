@@ -1,6 +1,10 @@
 """Compares runs: draws their losses into one picture, and prints the flags in which they differ and a table.
 
-python compare.py log log_fast --x tokens -o compare.png
+    python compare.py log log_fast               # by steps, into compare.png
+    python compare.py log log_fast --x tokens    # for steps of different sizes
+    python compare.py log -o log.png             # one run alone
+
+DIR is the folder of a run: the one that train_gpt2.py writes to.
 """
 
 from __future__ import annotations
@@ -20,9 +24,9 @@ UNKNOWN = "-"
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(description="Compare runs: a picture of their losses, the flags in which they differ, a table.")
-    add = parser.add_argument
-    add("runs", nargs="+", metavar="DIR", help="folder of a run, its --out")
+    parser = Parser(__doc__, usage="%(prog)s DIR [DIR ...] [flags]")
+    parser.add_argument("runs", nargs="+", metavar="DIR", help=argparse.SUPPRESS)
+    add = parser.add_argument_group("flags").add_argument
     add("--x", choices=tuple(AXES), default="steps", help="what the losses are drawn over; hours are those of the steps, without evaluation (default: steps)")  # fmt: skip
     add("-o", "--output", default="compare.png", metavar="FILE", help="picture to write (default: compare.png)")
     args = parser.parse_args(argv)

@@ -112,8 +112,10 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, description: str | None = None, **options: Any):
-        options |= {"usage": "%(prog)s [flags]", "formatter_class": HelpFormatter, "allow_abbrev": False}
-        super().__init__(description=description, add_help=False, **options)
+        options = {"usage": "%(prog)s [flags]", **options}
+        super().__init__(
+            description=description, add_help=False, formatter_class=HelpFormatter, allow_abbrev=False, **options
+        )
         self.hints: dict[str, str] = {}
         self._problems: list[str] = []
         self._help_group = self.add_argument_group("help")

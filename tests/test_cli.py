@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers import ROOT
 
+import compare
 import fineweb
 import hellaswag
 import sample
@@ -85,7 +86,7 @@ def test_help_lists_every_flag_with_its_default(tmp_path, monkeypatch, capsys):
         assert text in " ".join(help.split())
 
 
-SCRIPTS = {script.__name__: script for script in (train_gpt2, fineweb, hellaswag, sample)}
+SCRIPTS = {script.__name__: script for script in (train_gpt2, fineweb, hellaswag, sample, compare)}
 
 
 def output_of(script, flag, capsys):
@@ -107,7 +108,7 @@ def test_help_has_examples_first_and_fits_any_width(name, capsys, monkeypatch):
         monkeypatch.setenv("COLUMNS", str(columns))
         help = output_of(SCRIPTS[name], "--help", capsys)
         usage, _, examples, *_ = help.split("\n\n")
-        assert usage == f"usage: {name}.py [flags]"
+        assert usage == f"usage: {name}.py {'DIR [DIR ...] ' * (name == 'compare')}[flags]"
         assert all(f"{name}.py" in line for line in examples.splitlines()) and 3 <= examples.count("\n") + 1 <= 6
         flags = flags_in(help)
         assert len(set(flags)) == len(flags) and flags[-2:] == ["--help", "--version"]

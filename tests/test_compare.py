@@ -97,11 +97,11 @@ def test_runs_of_the_trainer_are_compared(byte_shards, tmp_path, capsys):
         (["log", "log/"], "log is named twice. Name each run once."),
         (["old", "--x", "tokens"], "old has no run.json, so its tokens are not known. Use --x steps."),
         (["old", "--x", "hours"], "old has no metrics.jsonl of all its steps, so its hours are not known"),
-        (["log", "--x", "days"], "invalid choice: 'days'"),
+        (["log", "--x", "days"], "--x is 'days'. It must be steps, tokens or hours."),
         (["log", "-o", "picture.svg"], "-o picture.svg is not a .png file. Use another name."),
         (["log", "-o", "other.png"], "other.png exists and has other content. Use another file with -o."),
         (["log", "-o", "no/where.png"], "cannot write no/where.png"),
-        ([], "the following arguments are required: DIR"),
+        ([], "DIR is missing. See --help."),
     ],
 )
 def test_errors_say_what_to_do(tmp_path, monkeypatch, argv, message):

@@ -15,16 +15,18 @@ import torch
 from helpers import ROOT
 from torch.distributed.run import get_args_parser
 
+import compare
 import fineweb
 import hellaswag
 import sample
 import train_gpt2
 from support.cli import parse_flags
 
+SCRIPTS = {"fineweb.py": fineweb, "hellaswag.py": hellaswag, "sample.py": sample, "compare.py": compare}
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Commands, flags and files that these pages name and that do not exist yet.
-COMING = ["compare.py", "--log-every", "--top-p", "sample.py --dtype", "--version", "docs/run.png", "docs/terminal.svg"]
+COMING = ["--top-p", "sample.py --dtype", "docs/run.png", "docs/terminal.svg"]
 # Command lines that are no script of ours, without a mark; pip, hf and torchrun's are checked by their marks.
 OTHER_COMMANDS = {
     "python3 -m venv .venv": "runs in .ci/run",
@@ -95,8 +97,8 @@ def parse_with_script(script: str, args: list[str], monkeypatch: pytest.MonkeyPa
         flags = parse_flags(train_gpt2.TrainConfig, args, "")
         if not flags.keys() & {"text", "demo", "resume", "init_from"}:  # these read files
             train_gpt2.resolve({"dtype": "bf16", **flags}, torch.device("cuda"), world_size)
-    elif script in ("fineweb.py", "hellaswag.py", "sample.py"):
-        {"fineweb.py": fineweb, "hellaswag.py": hellaswag, "sample.py": sample}[script].parse_arguments(args)
+    elif script in SCRIPTS:
+        SCRIPTS[script].parse_arguments(args)
     else:
         parse_with_benchmark(ROOT / script, args, monkeypatch)
 
@@ -197,8 +199,8 @@ def test_ci_runs_the_readmes_test_command():
 
 def test_flags_in_the_text_exist(capsys):
     known = {"--nnodes", "--node_rank", "--nproc_per_node", "--master_addr", "--master_port", "--standalone"}
-    known |= {"--max-restarts", "--rdzv-backend", "--logdir", "--local-dir", "--pid"}  # torchrun's, and other tools'
-    for script in (train_gpt2, fineweb, hellaswag, sample):
+    known |= {"--max-restarts", "--rdzv-backend", "--logdir", "--local-dir", "--exclude", "--pid"}  # torchrun's, and other tools'
+    for script in (train_gpt2, *SCRIPTS.values()):
         with pytest.raises(SystemExit):
             script.main(["--help"])
         known |= set(re.findall(r"--[a-z][a-z0-9_-]+", capsys.readouterr().out))
