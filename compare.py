@@ -106,7 +106,7 @@ def results(runs: Sequence[Run]) -> list[tuple[str, ...]]:
         ("parameters", ",", [run.record["parameters"] if run.record else None for run in runs]),
         ("steps", ",", [run.steps for run in runs]),
         ("tokens", ",", [run.steps * run.record["tokens_per_step"] if run.record else None for run in runs]),
-        ("hours", ".2f", [run.hours for run in runs]),
+        ("hours", ".3f", [run.hours for run in runs]),
         ("val loss", ".4f", final),
         ("best", ".4f", best),
         ("at step", ",", best_step),

@@ -35,8 +35,8 @@ def test_two_runs_are_compared(tmp_path, capsys):
             "--init-from       -      gpt2",
             "",
             "run        parameters  steps   tokens  hours  val loss    best  at step  HellaSwag",
-            "log       124,475,904    100  100,000   1.00    3.6000  3.5000       50     0.3100",
-            "log_fast            7      5   25,000   0.05    4.0000  4.0000        5          -",
+            "log       124,475,904    100  100,000  1.000    3.6000  3.5000       50     0.3100",
+            "log_fast            7      5   25,000  0.050    4.0000  4.0000        5          -",
         ]
 
 
@@ -50,8 +50,8 @@ def test_runs_with_other_tokens_are_compared_per_byte(tmp_path, capsys):
         "note: the runs have different validation data.",
         "",
         "run   parameters  steps  tokens  hours  val loss    best  at step  val loss per byte  best per byte",
-        "a    124,475,904      1   1,000   0.01    4.0000  4.0000        1             1.0000         1.0000",
-        "b    124,475,904      1   1,000   0.01    3.0000  3.0000        1             1.5000         1.5000",
+        "a    124,475,904      1   1,000  0.010    4.0000  4.0000        1             1.0000         1.0000",
+        "b    124,475,904      1   1,000  0.010    3.0000  3.0000        1             1.5000         1.5000",
     ]
 
 
@@ -62,7 +62,7 @@ def test_a_run_of_an_earlier_version_has_what_its_log_says(tmp_path, capsys):
         "",
         "run   parameters  steps  tokens  hours  val loss    best  at step",
         "old            -      1       -      -    4.0000  4.0000        1",
-        "new  124,475,904      1   1,000   0.01         -       -        -",
+        "new  124,475,904      1   1,000  0.010         -       -        -",
     ]
     assert compared(tmp_path, capsys, old) == [
         "run  steps  val loss    best  at step",

@@ -320,7 +320,7 @@ def _key_flags(run: Run) -> str:
     if not run.record:
         return ""
     flags = run.flags
-    schedule = f"{flags.get('optimizer')}, {flags.get('schedule')}, learning rate {flags.get('max_lr'):g}"
+    schedule = f"{flags.get('optimizer')}, {flags.get('schedule')}, learning rate {flags.get('max_lr')}"
     sizes = f"{short_count(run.record['parameters'])} parameters, {run.record['tokens_per_step']:,} tokens per step"
     return _printable(f"{sizes}; {schedule}; data {Path(str(flags.get('text') or flags.get('data'))).name}")
 
