@@ -305,7 +305,7 @@ def test_the_messages_in_troubleshooting_are_those_of_the_code():
     lines = [line for block in fenced(ROOT / "docs" / "troubleshooting.md", "text") for line in block.splitlines()]
     assert len(lines) > 40
     for line in lines:
-        message = re.sub(r"^(error: |warning: |note +|step +\d+ \| )", "", line)
+        message = re.sub(r"^(error: |warning:? |note +|step +\d+ \| )", "", line)
         if any(text.fullmatch(message) for text in whole):
             continue
         for sentence in split_sentences(message):
