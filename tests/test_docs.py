@@ -199,7 +199,14 @@ def test_ci_runs_the_readmes_test_command():
 
 def test_flags_in_the_text_exist(capsys):
     known = {"--nnodes", "--node_rank", "--nproc_per_node", "--master_addr", "--master_port", "--standalone"}
-    known |= {"--max-restarts", "--rdzv-backend", "--logdir", "--local-dir", "--exclude", "--pid"}  # torchrun's, and other tools'
+    known |= {
+        "--max-restarts",
+        "--rdzv-backend",
+        "--logdir",
+        "--local-dir",
+        "--exclude",
+        "--pid",
+    }  # torchrun's, and other tools'
     for script in (train_gpt2, *SCRIPTS.values()):
         with pytest.raises(SystemExit):
             script.main(["--help"])

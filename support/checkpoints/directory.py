@@ -17,7 +17,7 @@ from support import files
 from support.cli import UserError
 
 CONTENTS = "checkpoint.json"
-MODEL_CARD = "README.md"  # not listed: its owner adds a licence
+MODEL_CARD = "README.md"  # not listed: its owner adds a license
 _NAME = re.compile(r"model_(\d{5,})")
 _LEFTOVER = re.compile(r"\.model_\d{5,}\.(partial|removed)")
 

@@ -21,7 +21,7 @@ from support.runtime.options import RunOptions
 
 DEMO_SOURCE = "documentation of CPython"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_NOTICE = """<!-- To publish this folder, choose a licence above, then
+_NOTICE = """<!-- To publish this folder, choose a license above, then
 
 hf upload NAME FOLDER --exclude trainer.pt --exclude checkpoint.json
 
@@ -102,8 +102,8 @@ def model_card(
 def _front_matter(metadata: Mapping[str, Any]) -> str:
     """YAML. JSON's values are YAML, too, and quoted: a name such as "on" or "1e3" stays a string."""
     lines = [f"{key}: {json.dumps(value)}" for key, value in metadata.items()]
-    licence = ['# The licence is yours to choose. Then remove the "# " of the next line.', "# license: mit"]
-    return "\n".join(["---", *licence, *lines, "---"])
+    license = ['# The license is yours to choose. Then remove the "# " of the next line.', "# license: mit"]
+    return "\n".join(["---", *license, *lines, "---"])
 
 
 def _about_data(source: str | None) -> dict[str, Any]:
