@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import codecs
-import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -188,15 +187,22 @@ def converse(
 
     The first text has the seed of --seed; the seed of a further one depends on --seed and the number of texts before.
     """
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  (gives `input` line editing and a history)
+    try:  # only here: in a pipe, importing it may print a control sequence
+        import readline  # with it, `input` has line editing and a history
+    except ImportError:  # on Windows
+        readline = None  # type: ignore[assignment]
     sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # for `encode_prompt` to find
     num_texts = 0
     while True:
         try:
             prompt = input("> ")
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             print()
+            return
+        except KeyboardInterrupt:
+            print()
+            if readline and readline.get_line_buffer():
+                continue
             return
         if not prompt:
             continue
@@ -207,8 +213,10 @@ def converse(
             continue
         generator = devices.seeded_generator(device, *((seed, num_texts) if num_texts else (seed,)))
         num_texts += 1
-        with contextlib.suppress(KeyboardInterrupt):
+        try:
             stream(ids, generator)
+        except KeyboardInterrupt:
+            print()
         print()
 
 

@@ -8,6 +8,7 @@ import re
 import select
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -216,9 +217,8 @@ class Terminal:
 
     def __init__(self, *flags: object):
         self.screen, terminal = os.openpty()
-        self.process = FORKS.Process(
-            target=_run_on_terminal, args=(os.ttyname(terminal), [str(flag) for flag in flags])
-        )
+        arguments = (os.ttyname(terminal), [str(flag) for flag in flags])
+        self.process = FORKS.Process(target=_run_on_terminal, args=arguments, daemon=True)  # killed if a test fails
         self.process.start()
         assert select.select([self.screen], [], [], 60)[0]
         os.close(terminal)  # only now: the other process has it open
@@ -230,9 +230,9 @@ class Terminal:
         """What is shown from now on, to the first `end`."""
         shown = b""
         while not shown.replace(b"\r\n", b"\n").endswith(end.encode()):
-            assert select.select([self.screen], [], [], 60)[0], shown
+            assert select.select([self.screen], [], [], 30)[0], shown
             shown += os.read(self.screen, 1)
-        return shown.decode().replace("\r\n", "\n")
+        return shown.decode(errors="replace").replace("\r\n", "\n")
 
     def exit_code(self) -> int | None:
         [code] = finish_run([self.process], timeout=30)
@@ -281,7 +281,11 @@ def test_ctrl_c_stops_a_text_and_then_the_session(checkpoint):
     terminal.type("The\n")
     terminal.read_until("The\nThe")
     terminal.type("\x03")
-    terminal.read_until("\n\n> ")
+    assert terminal.read_until("> ").endswith("^C\n\n> ")
+    terminal.type("half a li")
+    terminal.read_until("half a li")
+    terminal.type("\x03")
+    terminal.read_until("> ")
     terminal.type("\x03")
     assert terminal.exit_code() == 0
 
@@ -318,7 +322,13 @@ def test_sample_runs_as_a_script(run):
             ["--model", "log/model_00003", "--prompt", "x" * 17],
             "the prompt has 17 tokens, and the context of log/model_00003 is 16. Shorten it.",
         ),
+        (
+            ["--model", "log/model_00003", "--prompt", "caf\udce9"],
+            "the prompt is not valid UTF-8. Convert it to UTF-8.",
+        ),
         (["--model", "log/model_00003", "-n", "0"], "-n must be 1 or more"),
+        (["--model", "log/model_00003", "--top-p", "0"], "--top-p must be more than 0, and 1 or less."),
+        (["--model", "log/model_00003", "--top-p", "nan"], "--top-p must be more than 0, and 1 or less."),
         (["--model", "log/model_00003", "--temperature", "nan"], "--temperature must be 0 or more"),
     ],
 )
@@ -328,3 +338,16 @@ def test_bad_input_is_named(run, monkeypatch, flags, message):
         sample.main(flags)
     [problem] = error.value.problems
     assert re.match(message, problem), problem
+
+
+def test_a_model_without_a_tokenizer_or_with_a_broken_weight_is_named(run, tmp_path, tiny_model):
+    GPT(replace(TINY, vocab_size=300)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="no tokenizer has a vocabulary of 300 tokens. Use a model with"):
+        sample.main(["--model", str(tmp_path)])
+    tiny_model.transformer.ln_f.bias.data[0] = torch.inf
+    with pytest.raises(UserError, match="the logits are not finite numbers. Try --dtype fp32"):
+        list(sample.generate(tiny_model, prompts(3), 2, torch.Generator()))
+
+
+def test_an_empty_prompt_is_an_end_of_text(run, capsys):
+    assert texts_of(run, capsys, "--prompt", "")[0].startswith("<|endoftext|>")
