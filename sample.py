@@ -1,8 +1,9 @@
-"""Generates text with a checkpoint or a model of the Hugging Face hub.
+"""Continues texts with a GPT-2: a checkpoint, or a model of the Hugging Face hub.
 
-    python sample.py --model log/model_19073 --prompt "Hello, I'm a"
-    python sample.py --model gpt2 -n 1 --max-new-tokens 99  # one longer text
-    python sample.py --model gpt2 --temperature 0           # the likeliest tokens
+    python sample.py --model log/model_19073     # on a terminal: type a beginning
+    python sample.py --model gpt2 --prompt "Once upon a time" -n 4
+    python sample.py --model gpt2 --prompt "The cat" -n 1 --temperature 0
+    python sample.py --model gpt2 --prompt "The cat" --top-k 0 --top-p 0.9
 
 Several texts are separated by lines of three dashes.
 """
@@ -10,17 +11,219 @@ Several texts are separated by lines of three dashes.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import codecs
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+from typing import cast
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from support.checkpoints.huggingface import find_model
+from support.checkpoints.huggingface import find_model, read_config
 from support.cli import Parser, UserError, add_device_flag, run_cli
-from support.data.tokenizer import tokenizer_of_model
+from support.data.tokenizer import END_OF_TEXT, Tokenizer, tokenizer_of_model
 from support.runtime import devices
-from train_gpt2 import GPT, sample
+from train_gpt2 import GPT, Block, CausalSelfAttention, GPTConfig, next_token_probs
 
+DEFAULT_PROMPT, DEFAULT_NUM_TEXTS = "Hello, I'm a language model,", 4
 MAX_BATCH = 64  # texts generated at a time
+MAX_CACHE_BYTES = 2 << 30  # of their keys and values; fewer texts at a time if they would take more
+CONTROL_CHARACTERS = {c: f"\\x{c:02x}" for c in (*range(32), *range(127, 160)) if chr(c) not in "\t\n"}
+
+# -----------------------------------------------------------------------------
+# Generation. B is batch, T is time, C is channels, nh is heads, hs is head size, V is vocabulary, as in train_gpt2.py.
+
+
+class CachedTransformer:
+    """A model's `Transformer` that keeps the keys and values of all tokens, so that each token is read once.
+
+    The model must be in eval mode: there is no dropout here.
+
+    Args:
+        capacity: tokens of a row that there is space for, at most the model's context.
+    """
+
+    def __init__(self, model: GPT, capacity: int):
+        self.transformer, self.capacity = model.transformer, capacity
+        self.length = 0  # tokens read so far
+        self.caches: dict[CausalSelfAttention, Tensor] = {}  # (2, B, nh, capacity, hs): keys and values
+
+    def __call__(self, idx: Tensor) -> Tensor:
+        """Reads the next tokens (B, T) and returns the last one's final hidden state (B, C).
+
+        The first call reads any number of tokens, every further one a single token.
+        """
+        pos = torch.arange(self.length, self.length + idx.size(1), device=idx.device)  # (T)
+        x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
+        for block in cast(list[Block], self.transformer.h):
+            x = x + self._attend(block.attn, block.ln_1(x))
+            x = x + block.mlp(block.ln_2(x))
+        self.length += idx.size(1)
+        return self.transformer.ln_f(x[:, -1])
+
+    def _attend(self, attn: CausalSelfAttention, x: Tensor) -> Tensor:
+        """Attention of new tokens (B, T, C) to themselves and to all earlier ones."""
+        B, T, C = x.shape
+        q, k, v = (t.view(B, T, attn.n_head, C // attn.n_head).transpose(1, 2) for t in attn.c_attn(x).split(C, dim=2))
+        if attn not in self.caches:
+            self.caches[attn] = k.new_empty(2, B, attn.n_head, self.capacity, C // attn.n_head)
+        cache = self.caches[attn][:, :, :, : self.length + T]
+        cache[:, :, :, self.length :] = torch.stack((k, v))
+        # a single new token may attend to all keys, so it needs no mask
+        y = F.scaled_dot_product_attention(q, cache[0], cache[1], is_causal=T > 1)  # (B, nh, T, hs)
+        return attn.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+def cache_capacity(config: GPTConfig, prompt_length: int, max_new_tokens: int) -> int:
+    """Tokens of a row whose keys and values are kept: the last one is not read, and a full context is read anew."""
+    return min(prompt_length + max_new_tokens - 1, config.block_size)
+
+
+def rows_in_memory(config: GPTConfig, prompt_length: int, max_new_tokens: int) -> int:
+    """How many texts are generated at a time: as many as MAX_BATCH and MAX_CACHE_BYTES allow, in any precision."""
+    row_bytes = 2 * 4 * config.n_layer * config.n_embd * cache_capacity(config, prompt_length, max_new_tokens)
+    return min(MAX_BATCH, max(1, MAX_CACHE_BYTES // row_bytes))
+
+
+@torch.no_grad()
+def generate(
+    model: GPT, idx: Tensor, max_new_tokens: int, generator: torch.Generator, temperature: float = 1.0,
+    top_k: int | None = None, top_p: float = 1.0,
+) -> Iterator[Tensor]:  # fmt: skip
+    """Yields the next token (B,) of each row of (B, T) ids: those of `GPT.generate`, with the work of one token each.
+
+    Once the context is full, a new token moves all others to an earlier position, where they have other keys and
+    values: from then on, each token takes a pass over the whole context, as in `GPT.generate`.
+
+    Raises:
+        UserError: the logits are not finite.
+    """
+    length, block_size = idx.size(1), model.config.block_size
+    read = CachedTransformer(model, cache_capacity(model.config, length, max_new_tokens))
+    new = idx
+    for _ in range(max_new_tokens):
+        x = read(new) if length <= block_size else model.transformer(idx[:, -block_size:])[:, -1]  # (B, C)
+        logits = model.logits(x)  # (B, V)
+        if not logits.sum().isfinite():  # as if all are, in a third of the time
+            raise UserError("the logits are not finite numbers. Try --dtype fp32, or use another model.")
+        probs = nucleus(next_token_probs(logits, temperature, top_k), top_p)
+        new = torch.multinomial(probs, 1, generator=generator)  # (B, 1)
+        idx, length = torch.cat((idx, new), dim=1)[:, -block_size:], length + 1
+        yield new[:, 0]
+
+
+def nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """Limits probabilities (B, V) to the fewest tokens that have `top_p` together, the likeliest (arXiv:1904.09751)."""
+    if top_p == 1.0:
+        return probs
+    ascending, order = probs.sort()
+    dropped = ascending.cumsum(-1) <= 1 - top_p
+    dropped[:, -1] = False  # one token always remains
+    kept = torch.zeros_like(probs).scatter(-1, order, ascending.masked_fill(dropped, 0.0))
+    return kept / kept.sum(-1, keepdim=True)
+
+
+# -----------------------------------------------------------------------------
+# Texts
+
+Continue = Callable[..., Iterator[Tensor]]  # `generate` with its options; called with (B, T) ids and a generator
+
+
+def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int, model_name: str) -> list[int]:
+    """The tokens of a prompt: an end-of-text token if it is empty.
+
+    Raises:
+        UserError: it was not UTF-8, or it is longer than the context.
+    """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UserError("the prompt is not valid UTF-8. Convert it to UTF-8.") from error
+    ids = tokenizer.encode(prompt)
+    if len(ids) > block_size:
+        raise UserError(
+            f"the prompt has {len(ids)} tokens, and the context of {model_name} is {block_size}. Shorten it."
+        )
+    return ids or [tokenizer.eot]
+
+
+def print_texts(
+    continue_ids: Continue, tokenizer: Tokenizer, ids: list[int], n: int, batch: int, generator: torch.Generator
+) -> None:
+    """Prints `n` continuations of a prompt, `batch` of which are generated at a time, with a line --- between them."""
+    for first in range(0, n, batch):
+        idx = torch.tensor([ids], device=generator.device).repeat(min(batch, n - first), 1)  # (B, T)
+        new = torch.stack(list(continue_ids(idx, generator=generator)), dim=1)  # (B, max_new_tokens)
+        texts = [tokenizer.decode(ids + tokens) for tokens in new.tolist()]
+        if first:
+            print("---")
+        print("\n---\n".join(texts), flush=True)
+
+
+def decode_pieces(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """The text of the tokens, piece by piece: a character appears with the last of its tokens."""
+    token_bytes = [*tokenizer.token_bytes(), END_OF_TEXT.encode()]
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for token in tokens:
+        yield decoder.decode(token_bytes[token])
+    yield decoder.decode(b"", final=True)
+
+
+def stream_text(continue_ids: Continue, tokenizer: Tokenizer, ids: list[int], generator: torch.Generator) -> None:
+    """Prints a prompt and its continuation on a terminal, while it is generated."""
+    new = continue_ids(torch.tensor([ids], device=generator.device), generator=generator)
+    for piece in decode_pieces(chain(ids, (int(token) for token in new)), tokenizer):
+        # a model could produce any control sequence of a terminal
+        print(piece.translate(CONTROL_CHARACTERS), end="", flush=True)
+    print(flush=True)
+
+
+def converse(
+    encode: Callable[[str], list[int]], stream: Callable[[list[int], torch.Generator], None], seed: int,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """Streams a continuation of each prompt that is typed, until Ctrl-D, or Ctrl-C on an empty line.
+
+    The first text has the seed of --seed; the seed of a further one depends on --seed and the number of texts before.
+    """
+    try:  # only here: in a pipe, importing it may print a control sequence
+        import readline  # with it, `input` has line editing and a history
+    except ImportError:  # on Windows
+        readline = None  # type: ignore[assignment]
+    sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # for `encode_prompt` to find
+    num_texts = 0
+    while True:
+        try:
+            prompt = input("> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+            if readline and readline.get_line_buffer():
+                continue
+            return
+        if not prompt:
+            continue
+        try:
+            ids = encode(prompt)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            continue
+        generator = devices.seeded_generator(device, *((seed, num_texts) if num_texts else (seed,)))
+        num_texts += 1
+        try:
+            stream(ids, generator)
+        except KeyboardInterrupt:
+            print()
+        print()
+
+
+# -----------------------------------------------------------------------------
+# Command line
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -33,13 +236,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME_OR_DIR",
         help="hub name, such as gpt2, or checkpoint directory (required)",
     )
-    add(
-        "--prompt",
-        default="Hello, I'm a language model,",
-        metavar="TEXT",
-        help="text to continue (default: %(default)s)",
-    )
-    add("-n", type=int, default=4, metavar="N", help="number of texts (default: 4)")
+    add("--prompt", metavar="TEXT", help=f"text to continue; on a terminal, without it and -n, what you type (default: {DEFAULT_PROMPT})")  # fmt: skip
+    add("-n", type=int, metavar="N", help=f"number of texts (default: {DEFAULT_NUM_TEXTS})")
     add("--max-new-tokens", type=int, default=32, metavar="N", help="tokens to add to the prompt (default: 32)")
     add("--temperature", type=float, default=1.0, metavar="X", help="less than 1 for likelier tokens, 0 for the likeliest (default: 1.0)")  # fmt: skip
     add(
@@ -49,15 +247,19 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="K",
         help="sample from the K likeliest tokens; 0: from all (default: 50)",
     )
+    add("--top-p", type=float, default=1.0, metavar="P", help="of these, from the fewest with probability P together; 1: from all (default: 1.0)")  # fmt: skip
     add("--seed", type=int, default=1337, metavar="N", help="random seed (default: 1337)")
+    add("--dtype", default="fp32", choices=("auto", *devices.DTYPES), help="precision of matrix products; auto is the fastest native one (default: fp32)")  # fmt: skip
     add_device_flag(group)
     args = parser.parse_args(argv)
     lowest = {"n": 1, "max_new_tokens": 1, "temperature": 0, "top_k": 0, "seed": 0}
     problems = [
         f"{'-' if name == 'n' else '--'}{name.replace('_', '-')} must be {bound} or more."
         for name, bound in lowest.items()
-        if not getattr(args, name) >= bound
+        if getattr(args, name) is not None and not getattr(args, name) >= bound
     ]
+    if not 0 < args.top_p <= 1:
+        problems.append("--top-p must be more than 0, and 1 or less.")
     if problems:
         raise UserError(*problems)
     return args
@@ -66,21 +268,32 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     device = torch.device(devices.pick_device_type(args.device))
+    dtype = devices.DTYPES[devices.pick_dtype(args.dtype, device)]
     directory = find_model(args.model)
-    model = GPT.from_pretrained(directory, verify=False).to(device)
-    tokenizer = tokenizer_of_model(directory, model.config.vocab_size)
-    length = len(tokenizer.encode(args.prompt))
-    if length > model.config.block_size:
-        raise UserError(
-            f"the prompt has {length} tokens, and the context of {args.model} is {model.config.block_size}. Shorten it."
-        )
+    sizes = read_config(directory)
+    tokenizer = tokenizer_of_model(directory, sizes["vocab_size"])
+    encode = partial(encode_prompt, tokenizer=tokenizer, block_size=sizes["block_size"], model_name=args.model)
+    on_terminal = sys.stdout.isatty()
+    interactive = (
+        args.prompt is None and args.n is None and on_terminal and sys.stdin is not None and sys.stdin.isatty()
+    )
+    # an error in the prompt comes before the weights, which take longer
+    ids = [] if interactive else encode(DEFAULT_PROMPT if args.prompt is None else args.prompt)
+    model = GPT.from_pretrained(directory, verify=False).to(device).eval()
+
+    options = {"temperature": args.temperature, "top_k": args.top_k or None, "top_p": args.top_p}
+    continue_ids = partial(generate, model, max_new_tokens=args.max_new_tokens, **options)
     generator = devices.seeded_generator(device, args.seed)
-    options = (args.max_new_tokens, generator, args.temperature, args.top_k or None)
-    for first in range(0, args.n, MAX_BATCH):
-        texts = sample(model, tokenizer, args.prompt, min(MAX_BATCH, args.n - first), *options)
-        if first:
-            print("---")
-        print("\n---\n".join(texts), flush=True)
+    # autocast keeps the cast weights until its end: cast for each token, they would take longer than the token
+    with devices.autocast(device, dtype), devices.attention_without_cudnn(device):
+        if interactive:
+            print(f"{args.model} continues what you type. Ctrl-C stops a text, Ctrl-D leaves.")
+            converse(encode, partial(stream_text, continue_ids, tokenizer), args.seed, device)
+        elif args.n == 1 and on_terminal:
+            stream_text(continue_ids, tokenizer, ids, generator)
+        else:
+            batch = rows_in_memory(model.config, len(ids), args.max_new_tokens)
+            print_texts(continue_ids, tokenizer, ids, args.n or DEFAULT_NUM_TEXTS, batch, generator)
 
 
 if __name__ == "__main__":

@@ -78,6 +78,7 @@ SCRIPT_OF_FLAG = {
     "--style": "hellaswag.py",
     "--temperature": "sample.py",
     "--top-k": "sample.py",
+    "--top-p": "sample.py",
     "--max-new-tokens": "sample.py",
     "--max-steps": "train_gpt2.py",
     "--resume": "train_gpt2.py",

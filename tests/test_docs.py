@@ -26,7 +26,7 @@ SCRIPTS = {"fineweb.py": fineweb, "hellaswag.py": hellaswag, "sample.py": sample
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Commands, flags and files that these pages name and that do not exist yet.
-COMING = ["--top-p", "sample.py --dtype", "docs/run.png", "docs/terminal.svg"]
+COMING = ["docs/run.png", "docs/terminal.svg"]
 # Command lines that are no script of ours, without a mark; pip, hf and torchrun's are checked by their marks.
 OTHER_COMMANDS = {
     "python3 -m venv .venv": "runs in .ci/run",

@@ -1,16 +1,128 @@
-"""sample.py: text from a checkpoint, and what it says about bad input."""
+"""sample.py: the cache, the choice of tokens, texts on a terminal and in a pipe, and what it says about bad input."""
 
 from __future__ import annotations
 
+import io
+import os
 import re
+import select
+import signal
+import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
-from helpers import run_script
-from training import trained
+import torch
+from helpers import FORKS, finish_run, run_script
+from hf_models import copy_of, hf_model
+from training import TINY, trained
 
 import sample
-from support.cli import UserError
+from support.cli import UserError, run_cli
+from support.data.tokenizer import BytesTokenizer
+from support.runtime.devices import seeded_generator
+from train_gpt2 import GPT, next_token_probs
+from train_gpt2 import sample as trainers_sample
+
+# -----------------------------------------------------------------------------
+# The cache, with GPT.generate as the reference
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    """A model of TINY's sizes with large random weights, whose likeliest token depends on the tokens before."""
+    model = copy_of(hf_model()).eval()
+    with torch.no_grad():
+        for block in model.transformer.h:
+            for linear in (block.attn.c_attn, block.attn.c_proj, block.mlp.c_proj):
+                linear.weight *= 3
+                linear.bias *= 0.3
+        model.transformer.ln_f.bias *= 0.1  # else the likeliest token is always the same
+    return model
+
+
+def prompts(length: int, rows: int = 3) -> torch.Tensor:
+    return torch.randint(0, TINY.vocab_size, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+@pytest.mark.parametrize("length", [1, 5, TINY.block_size - 1, TINY.block_size, TINY.block_size + 3])
+@pytest.mark.parametrize("temperature, top_k", [(0.0, None), (1.0, None), (1.3, 20)])
+def test_the_cache_gives_the_tokens_of_generate_past_the_context_too(model, length, temperature, top_k):
+    idx, num_new = prompts(length), TINY.block_size + 10
+    generators = [torch.Generator().manual_seed(7) for _ in range(2)]
+    expected = model.generate(idx, num_new, temperature, top_k, generators[0])
+    tokens = torch.stack(list(sample.generate(model, idx, num_new, generators[1], temperature, top_k)), dim=1)
+    assert torch.equal(tokens, expected[:, length:]) and tokens.unique().numel() > 5
+    assert torch.equal(generators[0].get_state(), generators[1].get_state())
+
+
+def test_each_token_is_read_once_until_the_context_is_full(model):
+    read: list[int] = []
+    hook = model.transformer.wte.register_forward_hook(lambda module, inputs, output: read.append(inputs[0].size(1)))
+    list(sample.generate(model, prompts(6), 13, torch.Generator()))
+    hook.remove()
+    assert read == [6] + 10 * [1] + 2 * [TINY.block_size]  # after 6 + 10 tokens the context of 16 is full
+
+
+def test_in_bf16_the_cache_is_as_exact_as_the_model_without_it(model):
+    idx = prompts(TINY.block_size, rows=8)
+    with torch.no_grad():
+        exact = model(idx)[0]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            uncached = model(idx)[0]
+            read = sample.CachedTransformer(model, TINY.block_size)
+            cached = [read(idx[:, :4]), *(read(idx[:, i : i + 1]) for i in range(4, TINY.block_size))]
+            cached_logits = torch.stack([model.logits(x) for x in cached], dim=1)
+    error, uncached_error = ((logits - exact[:, 3:]).abs().max() for logits in (cached_logits, uncached[:, 3:]))
+    assert 0 < error < 2 * uncached_error < exact.std()
+    assert {cache.dtype for cache in read.caches.values()} == {torch.bfloat16}
+
+
+def test_long_texts_are_generated_fewer_at_a_time(monkeypatch):
+    assert sample.rows_in_memory(TINY, 10, 100) == sample.MAX_BATCH
+    cache = sample.CachedTransformer(GPT(TINY), sample.cache_capacity(TINY, 10, 4))
+    cache(prompts(10, rows=1))
+    row_bytes = sum(tensor.nbytes for tensor in cache.caches.values())
+    monkeypatch.setattr(sample, "MAX_CACHE_BYTES", 5 * row_bytes)
+    assert sample.rows_in_memory(TINY, 10, 4) == 5
+    assert sample.rows_in_memory(TINY, 10, 10**9) == 4  # 16 instead of 13 tokens per row
+    monkeypatch.setattr(sample, "MAX_CACHE_BYTES", 1)
+    assert sample.rows_in_memory(TINY, 10, 4) == 1
+
+
+# -----------------------------------------------------------------------------
+# Which tokens may be drawn
+
+
+@pytest.mark.parametrize(
+    "temperature, top_k, top_p", [(1.0, None, 0.9), (0.7, 20, 0.5), (1.5, 100, 0.99), (1.0, 5, 1e-6)]
+)
+def test_top_p_is_that_of_transformers_after_temperature_and_top_k(temperature, top_k, top_p):
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = 3 * torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
+    expected = TemperatureLogitsWarper(temperature)(None, logits)
+    if top_k is not None:
+        expected = TopKLogitsWarper(top_k)(None, expected)
+    expected = TopPLogitsWarper(top_p)(None, expected).softmax(-1)
+    probs = sample.nucleus(next_token_probs(logits, temperature, top_k), top_p)
+    torch.testing.assert_close(probs, expected, rtol=1e-5, atol=0)
+    assert ((probs > 0).sum(-1) < (top_k or 300)).any()
+
+
+def test_a_character_appears_with_the_last_of_its_tokens():
+    text = "naïve 你好 😀 "
+    ids = [*text.encode(), 256, 0xE4, 0xBD, ord("x"), 0xF0, 0x9F]  # end-of-text, and characters that are cut off
+    pieces = list(sample.decode_pieces(ids, BytesTokenizer()))
+    assert "".join(pieces) == BytesTokenizer().decode(ids) == text + "<|endoftext|>\ufffdx\ufffd"
+    assert pieces[2:4] == ["", "ï"] and pieces.index("😀") == len("naïve 你好 😀".encode()) - 1
+    noise = np.random.default_rng(0).integers(0, 257, 5000).tolist()
+    assert "".join(sample.decode_pieces(noise, BytesTokenizer())) == BytesTokenizer().decode(noise)
+
+
+# -----------------------------------------------------------------------------
+# Texts
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +156,152 @@ def test_temperature_0_takes_the_likeliest_token(run, capsys):
     assert texts == texts_of(run, capsys, "--top-k", "1", "--seed", "2")
 
 
+def test_the_texts_are_those_of_the_trainer_without_a_cache(run, capsys):
+    checkpoint, tokenizer = GPT.from_pretrained(run / "model_00003"), BytesTokenizer()
+    expected = trainers_sample(checkpoint, tokenizer, "The ", 2, 32, seeded_generator(torch.device("cpu"), 1337))
+    assert "\n---\n".join(expected) + "\n" == "\n---\n".join(texts_of(run, capsys))
+
+
+def test_top_p_and_dtype_are_used(run, capsys, monkeypatch):
+    likeliest = texts_of(run, capsys, "--temperature", "0")
+    assert texts_of(run, capsys, "--top-p", "1e-6") == likeliest
+    precisions: list[torch.dtype] = []
+    monkeypatch.setattr(sample, "generate", lambda model, idx, **options: precisions.append(model.transformer.h[0].mlp.c_fc(torch.ones(1, 32)).dtype) or iter(idx.T))  # fmt: skip
+    for name in ("fp32", "bf16", "fp16"):
+        texts_of(run, capsys, "--dtype", name)
+    assert precisions == [torch.float32, torch.bfloat16, torch.float16]
+
+
+# -----------------------------------------------------------------------------
+# On a terminal
+
+
+def as_on_terminal(text: str) -> str:
+    """A text as it is streamed: control characters are spelled out."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+def test_one_text_is_streamed_to_a_terminal(run, capsys, monkeypatch):
+    [text] = texts_of(run, capsys, "-n", "1", "--top-k", "0")
+    writes: list[str] = []
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stdout, "write", lambda piece: writes.append(piece))
+    assert texts_of(run, capsys, "-n", "1", "--top-k", "0") == [""]
+    assert "".join(writes) == as_on_terminal(text) != text and len(writes) > 20
+
+
+def test_each_text_of_a_session_has_a_seed_of_its_own(monkeypatch):
+    lines, seeds = iter(["a", "", "too long", "a", "b"]), []
+
+    def read_line(prompt: str) -> str:
+        if (line := next(lines, None)) is None:
+            raise EOFError
+        return line
+
+    def encode(prompt: str) -> list[int]:
+        if len(prompt) > 1:
+            raise UserError("too long")
+        return [1]
+
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setattr("builtins.input", read_line)
+    for _ in range(2):
+        sample.converse(encode, lambda ids, generator: seeds.append(generator.initial_seed()), 7, torch.device("cpu"))
+        lines = iter(["a", "a", "a"])
+    assert seeds[0] == seeded_generator(torch.device("cpu"), 7).initial_seed()
+    assert seeds[:3] == seeds[3:] and len(set(seeds)) == 3
+
+
+class Terminal:
+    """sample.py in a process of its own, on a terminal."""
+
+    def __init__(self, *flags: object):
+        self.screen, terminal = os.openpty()
+        arguments = (os.ttyname(terminal), [str(flag) for flag in flags])
+        self.process = FORKS.Process(target=_run_on_terminal, args=arguments, daemon=True)  # killed if a test fails
+        self.process.start()
+        assert select.select([self.screen], [], [], 60)[0]
+        os.close(terminal)  # only now: the other process has it open
+
+    def type(self, text: str) -> None:
+        os.write(self.screen, text.encode("utf-8", "surrogateescape"))
+
+    def read_until(self, end: str) -> str:
+        """What is shown from now on, to the first `end`."""
+        shown = b""
+        while not shown.replace(b"\r\n", b"\n").endswith(end.encode()):
+            assert select.select([self.screen], [], [], 30)[0], shown
+            shown += os.read(self.screen, 1)
+        return shown.decode(errors="replace").replace("\r\n", "\n")
+
+    def exit_code(self) -> int | None:
+        [code] = finish_run([self.process], timeout=30)
+        os.close(self.screen)
+        return code
+
+
+def _run_on_terminal(terminal: str, flags: list[str]) -> None:
+    os.setsid()  # the first terminal that is opened now becomes that of the process, with its Ctrl-C
+    opened = os.open(terminal, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(opened, descriptor)
+    os.environ |= {"TERM": "dumb", "HF_HUB_OFFLINE": "1"}
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    run_cli(lambda: sample.main(flags), prints_result=True)
+
+
+@pytest.fixture
+def checkpoint(run) -> Path:
+    return run / "model_00003"
+
+
+def test_a_session_continues_what_is_typed(run, checkpoint, capsys):
+    [text] = texts_of(run, capsys, "-n", "1", "--prompt", "Thé")
+    terminal = Terminal("--model", checkpoint, "-d", "cpu")
+    assert terminal.read_until("> ") == f"{checkpoint} continues what you type. Ctrl-C stops a text, Ctrl-D leaves.\n> "
+    terminal.type("Thé\n")
+    assert terminal.read_until("\n> ") == f"Thé\n{as_on_terminal(text)}\n> "
+    terminal.type("Thé\n")
+    assert as_on_terminal(text) not in terminal.read_until("\n> ")
+    terminal.type("x" * 17 + "\n")
+    assert terminal.read_until("> ").endswith(
+        f"the prompt has 17 tokens, and the context of {checkpoint} is 16. Shorten it.\n> "
+    )
+    terminal.type("\udcff\n")
+    assert "error: the prompt is not valid UTF-8." in terminal.read_until("\n> ")
+    terminal.type("\x04")
+    assert terminal.exit_code() == 0
+
+
+def test_ctrl_c_stops_a_text_and_then_the_session(checkpoint):
+    terminal = Terminal("--model", checkpoint, "-d", "cpu", "--max-new-tokens", 10**9)
+    terminal.read_until("> ")
+    terminal.type("The\n")
+    terminal.read_until("The\nThe")
+    terminal.type("\x03")
+    assert terminal.read_until("> ").endswith("^C\n\n> ")
+    terminal.type("half a li")
+    terminal.read_until("half a li")
+    terminal.type("\x03")
+    terminal.read_until("> ")
+    terminal.type("\x03")
+    assert terminal.exit_code() == 0
+
+
+def test_ctrl_c_ends_a_text_that_nobody_typed_for(checkpoint):
+    terminal = Terminal("--model", checkpoint, "-d", "cpu", "--prompt", "The", "-n", 1, "--max-new-tokens", 10**9)
+    terminal.read_until("The")
+    terminal.type("\x03")
+    terminal.read_until("interrupted")
+    assert terminal.exit_code() == 130
+
+
+# -----------------------------------------------------------------------------
+# As a script, and bad input
+
+
 @pytest.mark.slow
 def test_sample_runs_as_a_script(run):
     flags = ["--model", "log/model_00003", "--prompt", "The ", "-n", 2, "-d", "cpu"]
@@ -64,7 +322,13 @@ def test_sample_runs_as_a_script(run):
             ["--model", "log/model_00003", "--prompt", "x" * 17],
             "the prompt has 17 tokens, and the context of log/model_00003 is 16. Shorten it.",
         ),
+        (
+            ["--model", "log/model_00003", "--prompt", "caf\udce9"],
+            "the prompt is not valid UTF-8. Convert it to UTF-8.",
+        ),
         (["--model", "log/model_00003", "-n", "0"], "-n must be 1 or more"),
+        (["--model", "log/model_00003", "--top-p", "0"], "--top-p must be more than 0, and 1 or less."),
+        (["--model", "log/model_00003", "--top-p", "nan"], "--top-p must be more than 0, and 1 or less."),
         (["--model", "log/model_00003", "--temperature", "nan"], "--temperature must be 0 or more"),
     ],
 )
@@ -74,3 +338,16 @@ def test_bad_input_is_named(run, monkeypatch, flags, message):
         sample.main(flags)
     [problem] = error.value.problems
     assert re.match(message, problem), problem
+
+
+def test_a_model_without_a_tokenizer_or_with_a_broken_weight_is_named(run, tmp_path, tiny_model):
+    GPT(replace(TINY, vocab_size=300)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="no tokenizer has a vocabulary of 300 tokens. Use a model with"):
+        sample.main(["--model", str(tmp_path)])
+    tiny_model.transformer.ln_f.bias.data[0] = torch.inf
+    with pytest.raises(UserError, match="the logits are not finite numbers. Try --dtype fp32"):
+        list(sample.generate(tiny_model, prompts(3), 2, torch.Generator()))
+
+
+def test_an_empty_prompt_is_an_end_of_text(run, capsys):
+    assert texts_of(run, capsys, "--prompt", "")[0].startswith("<|endoftext|>")
