@@ -33,16 +33,19 @@ DEMO = dict(
 )  # fmt: skip
 DEMO_TEXT_BYTES, DEMO_MINUTES = 2e6, 2.0
 MODEL_FLAGS = {"n_layer", "n_head", "n_embd", "block_size"}
-# Models by the largest text, in bytes, that each suits. A large model memorizes a small text.
-MODEL_BY_TEXT_SIZE: dict[float, dict[str, int]] = {
-    2e6: dict(n_layer=3, n_head=2, n_embd=96, block_size=64, batch_size=16),
-    4e6: dict(n_layer=4, n_head=2, n_embd=128, block_size=64, batch_size=16),
-    4e7: dict(n_layer=6, n_head=4, n_embd=256, block_size=256),
-    4e8: dict(n_layer=8, n_head=8, n_embd=512, block_size=512),
-    math.inf: dict(n_layer=12, n_head=12, n_embd=768, block_size=1024),  # gpt2
-}
+MODELS_FOR_TEXT: tuple[dict[str, int], ...] = (
+    dict(n_layer=3, n_head=2, n_embd=96, block_size=64, batch_size=16),
+    dict(n_layer=3, n_head=2, n_embd=128, block_size=64, batch_size=16),
+    dict(n_layer=4, n_head=2, n_embd=128, block_size=64, batch_size=16),
+    dict(n_layer=6, n_head=4, n_embd=256, block_size=256),
+    dict(n_layer=8, n_head=8, n_embd=512, block_size=512),
+    dict(n_layer=12, n_head=12, n_embd=768, block_size=1024),  # gpt2
+)
+# Of text that a model reads, repetitions included, for each weight of its blocks: measured, see docs/recipes.md. A model
+# must not have more weights than the text has bytes, either: it would memorize it.
+BYTES_PER_WEIGHT = 8
 BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0, "bpe": 3.0}
-LEAST_TOKENS = 2.4e6  # to train on; a text that has fewer is read up to ten times
+LEAST_TOKENS = {"gpt2": 1.65e6, "bytes": 2.4e6, "bpe": 1.65e6}  # a text that has fewer is read up to ten times
 LARGEST_TEXT_FOR_BPE = 4e8  # bytes; larger ones get GPT-2's tokens
 FLAGS_CHOSEN_FOR_TEXT = (
     "tokenizer", "recipe", "max_lr", "total_batch_size", "max_steps", "warmup_steps", "val_every", "sample_every",
@@ -88,24 +91,29 @@ def _text_flags(given: Mapping[str, Any], vocab_size: int, n_embd: int) -> dict[
         # These learning rates suit GPT-2; AdamW's best one grows as models get narrower (arXiv:2203.03466).
         flags = dict(max_lr=(1e-3 if "lora_rank" in given else 1e-4) * max(1.0, 768 / n_embd))
     else:  # several epochs of a small text, but not so many that it is memorized
-        total_tokens, steps = max(tokens, min(LEAST_TOKENS, 10 * tokens)), 2000
+        total_tokens, steps = max(tokens, min(LEAST_TOKENS[tokenizer], 10 * tokens)), 2000
         flags = dict(recipe="fast")
         if "model" not in given:
-            flags |= models_for_text(size)[-1]
+            flags |= models_for_text(size, total_tokens * BYTES_PER_TOKEN[tokenizer])[-1]
     tokens_per_step = given.get("total_batch_size", step_size(total_tokens, steps))
     if flags.get("recipe") == "fast" and given.get("recipe", "fast") == "fast":
         flags |= dict(max_lr=fast_lr(tokens_per_step), cooldown_fraction=0.7)
     steps = given.get("max_steps", max(1, round(total_tokens / max(1, tokens_per_step))))
-    return flags | flags_for_steps(steps, demo=False) | _minutes(given, None) | dict(
+    return flags | flags_for_steps(steps, False, fine_tuned) | _minutes(given, None) | dict(
         data=str(Path(given.get("out", "log")) / "data"), tokenizer=tokenizer, shuffle=True,
         total_batch_size=tokens_per_step, keep=1,
     )  # fmt: skip
 
 
-def models_for_text(size: float) -> list[dict[str, int]]:
-    """The models that suit a text of `size` bytes, as flags, the smallest first."""
-    largest = next(limit for limit in MODEL_BY_TEXT_SIZE if size <= limit)
-    return [model for limit, model in MODEL_BY_TEXT_SIZE.items() if limit <= largest]
+def models_for_text(text_bytes: float, bytes_read: float = math.inf) -> list[dict[str, int]]:
+    """The flags of the models, the smallest first, that suit a text of which, with repetitions, so many bytes are read."""
+    most_weights = min(text_bytes, bytes_read / BYTES_PER_WEIGHT)
+    return [model for model in MODELS_FOR_TEXT if model is MODELS_FOR_TEXT[0] or block_weights(model) <= most_weights]
+
+
+def block_weights(model: Mapping[str, int]) -> int:
+    """The weights of a model's blocks, without biases and norms."""
+    return 12 * model["n_layer"] * model["n_embd"] ** 2
 
 
 def step_size(total_tokens: float, steps: int = 2000) -> int:
@@ -118,11 +126,11 @@ def fast_lr(tokens_per_step: int) -> float:
     return 3.6e-3 * math.sqrt(min(1.0, tokens_per_step / 16384))
 
 
-def flags_for_steps(steps: int, demo: bool) -> dict[str, Any]:
+def flags_for_steps(steps: int, demo: bool, fine_tuned: bool = False) -> dict[str, Any]:
     """The flags that follow from the number of steps: a warm-up, four validations, and with --text what comes with them."""
-    quarter = max(1, steps // 4)
+    quarter, warmup_steps = max(1, steps // 4), steps // (12 if fine_tuned else 30)
     every = dict(sample_every=0) if demo else dict(sample_every=quarter, checkpoint_every=quarter)
-    return dict(max_steps=steps, decay_steps=steps, warmup_steps=steps // 12, val_every=quarter) | every
+    return dict(max_steps=steps, decay_steps=steps, warmup_steps=warmup_steps, val_every=quarter) | every
 
 
 def _minutes(given: Mapping[str, Any], default: float | None) -> dict[str, Any]:

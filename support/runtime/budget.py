@@ -25,7 +25,6 @@ MEASURED_MICRO_STEPS = 4  # of a step; the rest takes as long
 MAX_CALLS = 100
 START_SECONDS = 3.0  # before `started`, and what the first step of a process takes more: PyTorch imports
 END_SECONDS = 3.0  # for the last checkpoint, a sample, and the end of the process
-TOKENS_PER_WEIGHT = 5  # of the blocks, that a model should see in its time; measured, see docs/recipes.md
 TRAINING_FRACTION = 0.7  # of the time, before it is known better: the rest is for validations, optimizer and imports
 BETWEEN_STEPS = 1.03  # a step with the loader and the log, to one without
 VALIDATIONS = 5  # see presets.flags_for_steps
@@ -46,7 +45,7 @@ def sizes_for_minutes(
 ) -> dict[str, Any]:
     """The sizes of model and step for --minutes on this machine, the same on all ranks, except those that are given.
 
-    The model is the largest that suits the text and sees TOKENS_PER_WEIGHT tokens for each weight of its blocks in time.
+    The model is the largest that suits the text and reads enough of it in time, see `presets.models_for_text`.
 
     Args:
         given: the flags on the command line, or from a checkpoint.
@@ -55,6 +54,7 @@ def sizes_for_minutes(
     flags = options.to_dict()
     tokenizer, text_bytes = "bpe" if options.demo else options.tokenizer, presets.text_bytes(flags)
     vocab_size = VOCAB_SIZES.get(tokenizer) or bpe.fitting_vocab_size(text_bytes)
+    bytes_per_token = presets.BYTES_PER_TOKEN[tokenizer]
     sized = given.keys() & {*presets.MODEL_FLAGS, "model"}
     own_sizes = {name: flags[name] for name in sorted(presets.MODEL_FLAGS)}
     models = [own_sizes] if sized else presets.models_for_text(text_bytes)
@@ -62,7 +62,7 @@ def sizes_for_minutes(
     def choose() -> str:
         chosen, tokens = models[0], math.inf
         for model in models:
-            needed = TOKENS_PER_WEIGHT * 12 * model["n_layer"] * model["n_embd"] ** 2
+            needed = presets.BYTES_PER_WEIGHT * presets.block_weights(model) / bytes_per_token
             if tokens < needed:  # so many of the smaller model
                 break
             sizes = {name: model[name] for name in own_sizes}
@@ -146,8 +146,9 @@ def flags_for_minutes(
     fixed = START_SECONDS + time.perf_counter() - started + END_SECONDS + VALIDATIONS * validation
     steps = dist.all_reduce_min(max(1, int((60 * flags["minutes"] - fixed) / step_seconds)))
     steps -= steps % 4 if steps > 4 else 0  # or two validations might come one after the other
-    unmeasured = presets.flags_for_steps(flags["max_steps"], flags["demo"])
-    measured = presets.flags_for_steps(steps, flags["demo"])
+    unmeasured, measured = (
+        presets.flags_for_steps(n, flags["demo"], flags["init_from"] is not None) for n in (flags["max_steps"], steps)
+    )
     return {name: measured[name] for name, value in unmeasured.items() if flags[name] == value}  # or it was given
 
 
