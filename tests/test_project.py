@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import html
 import re
 
 import nbformat
 import numpy as np
 import pytest
+import torch
 from helpers import ROOT, losses, run_script
 
 
@@ -63,18 +65,40 @@ def test_a_second_demo_replaces_its_own_run_and_nothing_else(demo):
 @pytest.mark.slow
 def test_the_notebook_runs_and_is_saved_with_its_outputs(demo, monkeypatch):
     from nbclient import NotebookClient
+    from transformers import AutoTokenizer, GPT2LMHeadModel
 
     folder, _ = demo
-    notebook = nbformat.read(ROOT / "play.ipynb", as_version=4)
+    path = ROOT / "play.ipynb"
+    notebook = nbformat.read(path, as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert all(cell.outputs for cell in code if "print(" in cell.source or "plt" in cell.source)
+
+    def pictures() -> set[str]:
+        return {cell.id for cell in code for output in cell.outputs if "image/png" in output.get("data", {})}
+
+    shown = pictures()
+    assert all(cell.outputs for cell in code if re.search(r"print\(|plt\.|draw_run|display\(", cell.source))
+    assert path.stat().st_size < 600_000
     monkeypatch.setenv("RUN", str(folder / "log_demo"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    # Its cells compare attention, the last row of the lens and the loss of each token with the model's own.
     NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(folder)}}).execute()
     printed = "".join(output.get("text", "") for cell in code for output in cell.outputs)
     assert "the same: True" in printed and "4 micro-batches, divided    : 1.0000" in printed
     assert "4 micro-batches, not divided: 4.0000" in printed and "the hub cannot be reached" in printed.lower()
-    assert sum("image/png" in output.get("data", {}) for cell in code for output in cell.outputs) == 2
+    assert re.search(r"--optimizer +muon +adamw\n", printed)
+    assert pictures() == shown and len(shown) == 6
+    [page] = [
+        output.data["text/html"] for cell in code for output in cell.outputs if "text/html" in output.get("data", {})
+    ]
+    spans = re.findall(r'title="([\d.]+) nats, [^>]*>([^<]*)<', page)
+    [model_dir] = (folder / "log_demo").glob("model_*")
+    ids = AutoTokenizer.from_pretrained(model_dir)("<|endoftext|>" + html.unescape("".join(text for _, text in spans)))
+    ids = torch.tensor([ids["input_ids"]])
+    with torch.no_grad():
+        loss = GPT2LMHeadModel.from_pretrained(model_dir)(ids, labels=ids).loss.item()
+    assert len(spans) == ids.size(1) - 1
+    assert np.mean([float(nats) for nats, _ in spans]) == pytest.approx(loss, abs=0.005)
+    assert float(re.findall(r"([\d.]+) per token, ", printed)[0]) == pytest.approx(loss, abs=1e-3)
 
 
 def test_requirements_are_pinned():
