@@ -20,11 +20,11 @@ from support.runtime import devices
 from support.runtime.distributed import Distributed
 from support.runtime.options import RunOptions
 
-MEASURED_SECONDS = 1.0  # for each of steps and validations
+MEASURED_SECONDS = 1.5  # for each of steps and validations
 MEASURED_MICRO_STEPS = 4  # of a step; the rest takes as long
 MAX_CALLS = 100
 START_SECONDS = 3.0  # before `started`, and what the first step of a process takes more: PyTorch imports
-END_SECONDS = 3.0  # for the last checkpoint, a sample, and the end of the process
+END_SECONDS = 5.0  # for the last checkpoint, a sample, curves.png, and the end of the process
 TRAINING_FRACTION = 0.7  # of the time, before it is known better: the rest is for validations, optimizer and imports
 BETWEEN_STEPS = 1.03  # a step with the loader and the log, to one without
 VALIDATIONS = 5  # see presets.flags_for_steps
@@ -155,7 +155,7 @@ def flags_for_minutes(
 def _seconds(
     work: Callable[[], object], device: torch.device, limit: float = MEASURED_SECONDS, agree: Callable[[int], int] = int
 ) -> float:
-    """The median of some calls, after the first, in `limit` seconds; `agree` makes their number the same on all ranks."""
+    """The mean of some calls, after the first, in `limit` seconds; `agree` makes their number the same on all ranks."""
     synchronize = devices.synchronizer(device)
 
     def timed() -> float:
@@ -167,4 +167,4 @@ def _seconds(
 
     timed()
     calls = agree(min(max(3, int(limit / timed())), MAX_CALLS))
-    return statistics.median(timed() for _ in range(calls))
+    return statistics.fmean(timed() for _ in range(calls))
