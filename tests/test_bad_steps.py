@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import run_to_the_end
-from training import ONE_PROCESS, assert_same_run, checkpoint_names, config_of, resumed, trainer_file
+from training import (
+    ONE_PROCESS,
+    assert_same_run,
+    checkpoint_names,
+    config_of,
+    remove_skipped_step,
+    resumed,
+    trainer_file,
+)
 
 import train_gpt2
 from support.cli import UserError
@@ -67,6 +75,10 @@ def test_one_bad_step_on_one_rank_is_skipped_on_all(byte_shards, tmp_path, bad):
         assert "3 train inf\n" in log_lines
         line = (tmp_path / "skipped" / "log.txt").read_text().splitlines()[3]
         (tmp_path / "bad" / "log.txt").write_text(log_lines.replace("3 train inf", line))
+    remove_skipped_step(tmp_path / "skipped", 3)
+    metrics = remove_skipped_step(tmp_path / "bad", 3)
+    assert metrics["step"] == 3 and metrics["skipped"] is True
+    assert metrics["loss" if bad is infinite_loss_at_step_3_on_rank_1 else "norm"] is None
     assert_same_run(tmp_path / "bad", tmp_path / "skipped")
 
 

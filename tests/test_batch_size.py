@@ -49,7 +49,7 @@ def test_the_largest_micro_batch_that_fits_is_found(byte_shards, tmp_path, littl
     train(config_of(*flags, "--out", tmp_path / "sixteen", "--batch-size", 16), ONE_PROCESS)
     out = capsys.readouterr().out
     assert "a micro-batch of 16 rows does not fit into memory; using 4." in out
-    assert out.count("256 tokens = 4 rows x 16 tokens x 1 processes x 4 micro-steps") == 2
+    assert out.count("256 tokens = 4 rows x 16 tokens x 1 process x 4 micro-steps") == 2
     assert_same_run(tmp_path / "sixteen", tmp_path / "four")  # the trial changed nothing
     little_memory(0)
     with pytest.raises(UserError, match="not even one row of 16 tokens fits into the memory of cpu"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import FORKS, finish_run, losses, run_to_the_end
-from training import TINY, assert_same_run, trained, trainer_file
+from training import TINY, assert_same_run, remove_skipped_step, trained, trainer_file
 
 import train_gpt2
 from support.optim.muon import Muon, orthogonalize
@@ -223,6 +223,8 @@ def test_a_bad_step_is_skipped_on_all_ranks(byte_shards, tmp_path):
     run_to_the_end(*flags, "--out", "bad", cwd=tmp_path, world_size=2, sabotage=bad_gradient_at_step_3_on_rank_1)
     assert "step     3 | skipped" in (tmp_path / "0.txt").read_text()
     run_to_the_end(*flags, "--out", "skipped", cwd=tmp_path, world_size=2, sabotage=no_step_3)
+    remove_skipped_step(tmp_path / "skipped", 3)
+    assert remove_skipped_step(tmp_path / "bad", 3)["skipped"] is True
     assert_same_run(tmp_path / "bad", tmp_path / "skipped")
 
 

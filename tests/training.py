@@ -85,6 +85,14 @@ def differences(a: Path, b: Path) -> list[str]:
     return found + ([] if all(same) else ["optimizer in trainer.pt"])
 
 
+def remove_skipped_step(out: Path, step: int) -> dict:
+    """Removes a step from `metrics.jsonl`, for a comparison with a run that skipped it for another reason."""
+    lines = (out / "metrics.jsonl").read_text().splitlines(True)
+    removed = json.loads(lines.pop(step))
+    (out / "metrics.jsonl").write_text("".join(lines))
+    return removed
+
+
 def assert_same_run(out: Path, expected: Path) -> None:
     """The log, and weights and optimizer of the last checkpoint, are those of another run, bit by bit."""
     assert differences(out, expected) == []
