@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from types import SimpleNamespace
 
@@ -61,7 +62,7 @@ def test_given_flags_stay(tmp_path, text, monkeypatch):
     hurry(monkeypatch)
     flags = measured_run(tmp_path / "run", text, "--warmup-steps", "2", "--val-every", "0")
     assert (flags["warmup_steps"], flags["val_every"]) == (2, 0)
-    assert flags["checkpoint_every"] == flags["max_steps"] // 4
+    assert flags["checkpoint_every"] == math.ceil(flags["max_steps"] / 4)
 
 
 def test_the_number_of_steps(monkeypatch):
@@ -76,7 +77,7 @@ def test_the_number_of_steps(monkeypatch):
     model = GPT(GPTConfig(16, 257, 1, 1, 8))
     optimizer = model.configure_optimizers(0.0, 0.0, (0.9, 0.95))
     chosen = budget.flags_for_minutes(options, 100.0, model, loader, val_loader, FP32, ONE_PROCESS, optimizer)
-    assert chosen["max_steps"] == 456  # four times 114; (180 - 3 - 10 - 5 - 5 * 0.01 * 3200 / 8) / (1.03 * 0.3) is 459
+    assert chosen["max_steps"] == 459  # (180 - 3 - 10 - 5 - 5 * 0.01 * 3200 / 8) / (1.03 * 0.3)
 
 
 def sizes_for(text_bytes, tokens, monkeypatch, *flags, world_size=1):

@@ -25,6 +25,7 @@ from support.runtime.options import RunOptions
 
 T = TypeVar("T")
 HIGH_LR = 0.1
+FEW_STEPS = 100
 
 
 def progress_bar(items: Iterable[T], name: str, rank: int) -> Iterator[T]:
@@ -139,6 +140,11 @@ def notes(options: RunOptions, flags: Mapping[str, Any], first_step: int, checkp
         yield (
             f"--max-lr {flags['max_lr']:g} is very high: weights start near 0.02, and a step changes them by up to "
             "about that"
+        )
+    if options.minutes and max_steps < FEW_STEPS:
+        yield (
+            f"--minutes {options.minutes:g} leaves time for {count(max_steps, 'step')} only, next to start and validations: "
+            "the model will hardly learn anything"
         )
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and options.resume != "auto":
         yield "torchrun restarts a failed run, but only with --resume auto does that resume from a checkpoint"

@@ -57,6 +57,7 @@ def describe_run(
     from support.runtime.options import PLAN_FLAGS
 
     flags = {name: value for name, value in options.to_dict().items() if name not in PLAN_FLAGS}
+    flags["tokenizer"] = tokenizer.name  # the flag is for --text only
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     return {
         "command": sys.argv,

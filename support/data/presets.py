@@ -128,7 +128,7 @@ def fast_lr(tokens_per_step: int) -> float:
 
 def flags_for_steps(steps: int, demo: bool, fine_tuned: bool = False) -> dict[str, Any]:
     """The flags that follow from the number of steps: a warm-up, four validations, and with --text what comes with them."""
-    quarter, warmup_steps = max(1, steps // 4), steps // (12 if fine_tuned else 30)
+    quarter, warmup_steps = -(-steps // 4), steps // (12 if fine_tuned else 30)
     every = dict(sample_every=0) if demo else dict(sample_every=quarter, checkpoint_every=quarter)
     return dict(max_steps=steps, decay_steps=steps, warmup_steps=warmup_steps, val_every=quarter) | every
 

@@ -145,7 +145,6 @@ def flags_for_minutes(
     validation = forward * val_rows / (loader.B * dist.world_size)
     fixed = START_SECONDS + time.perf_counter() - started + END_SECONDS + VALIDATIONS * validation
     steps = dist.all_reduce_min(max(1, int((60 * flags["minutes"] - fixed) / step_seconds)))
-    steps -= steps % 4 if steps > 4 else 0  # or two validations might come one after the other
     unmeasured, measured = (
         presets.flags_for_steps(n, flags["demo"], flags["init_from"] is not None) for n in (flags["max_steps"], steps)
     )
