@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from support.cli import Parser, UserError, flag_name, run_cli
+from support.cli import DISK_ERRORS, Parser, UserError, flag_name, run_cli
 from support.console.curves import AXES, Run, compares_per_byte, draw_runs, read_run, save
 from support.files import check_output_file
 
@@ -40,10 +40,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_output_file(Path(args.output), "-o", "\ufffdPNG")
     runs = read_runs(args.runs, args.x)
     labels = label_runs(runs)
-    save(draw_runs(labels, runs, args.x), Path(args.output))
     if len(runs) > 1:
         print_differences(labels, runs)
     print_columns([("run", *labels), *results(runs)])
+    draw(labels, runs, args.x, Path(args.output))
     print(f"\nsaved {args.output}")
 
 
@@ -72,9 +72,28 @@ def read_runs(folders: Sequence[str], axis: str) -> list[Run]:
 
 
 def label_runs(runs: Sequence[Run]) -> list[str]:
-    """The names of the runs' folders, or the complete paths of those with the same name."""
+    """The names of the runs' folders, or the complete paths of those with the same name, numbered if they look alike."""
     count = Counter(run.name for run in runs)
-    return [run.name if count[run.name] == 1 else str(run.folder.resolve()) for run in runs]
+    labels = [run.name if count[run.name] == 1 else run.path for run in runs]
+    count = Counter(labels)
+    return [label if count[label] == 1 else f"{i}: {label}" for i, label in enumerate(labels, start=1)]
+
+
+def draw(labels: Sequence[str], runs: Sequence[Run], axis: str, path: Path) -> None:
+    """Writes the picture.
+
+    Raises:
+        UserError: matplotlib is missing or cannot be used.
+        OSError: the file cannot be written.
+    """
+    try:
+        save(draw_runs(labels, runs, axis), path, unique=True)
+    except Exception as error:  # matplotlib has many
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            raise
+        raise UserError(
+            f"cannot draw {path} ({error}). Check that matplotlib is installed, and its settings."
+        ) from error
 
 
 def print_differences(labels: Sequence[str], runs: Sequence[Run]) -> None:

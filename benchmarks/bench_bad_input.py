@@ -159,7 +159,7 @@ def find_problem(
 
 
 def may_change(path: str, command: Command, code: int | str) -> bool:
-    progress = r"(run|lora|muon)/(log\.txt|metrics\.jsonl|run\.json|curves\.png)|partial/manifest\.json"
+    progress = r"(run|lora|muon|bpe)/(log\.txt|metrics\.jsonl|run\.json|curves\.png)|partial/manifest\.json"
     return re.fullmatch(progress, path) is not None or (
         code == 0 and re.fullmatch(command.may_change, path, re.DOTALL) is not None
     )

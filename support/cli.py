@@ -84,6 +84,8 @@ SCRIPT_OF_FLAG = {
     "--resume": "train_gpt2.py",
     "--text": "train_gpt2.py",
 }
+# What other trainers call some flags.
+OTHER_NAMES = {"learning-rate": "max-lr", "epochs": "max-steps", "steps": "max-steps"}
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -110,6 +112,7 @@ class Parser(argparse.ArgumentParser):
     """argparse, with errors that say what to do, all of them at once, and without abbreviated flags.
 
     `hints` has, by name of a parsed value, what to say if it is none of the choices of its flag.
+    `check_values` returns what else is wrong with values, of which those that could not be converted are None.
     """
 
     def __init__(self, description: str | None = None, **options: Any):
@@ -118,6 +121,7 @@ class Parser(argparse.ArgumentParser):
             description=description, add_help=False, formatter_class=HelpFormatter, allow_abbrev=False, **options
         )
         self.hints: dict[str, str] = {}
+        self.check_values: Callable[[Mapping[str, Any]], Sequence[str]] = lambda values: ()
         self._problems: list[str] = []
         self._help_group = self.add_argument_group("help")
         self._help_group.add_argument("-h", "--help", action="help", help="print this help and exit")
@@ -135,16 +139,38 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:  # type: ignore[override]
         """As argparse does, but a flag with nothing in it, as of an unset shell variable, is an error."""
         self._problems = []
-        for arg in sys.argv[1:] if args is None else args:
-            if arg.startswith("-") and arg.endswith("=--"):  # an empty list for argparse of Python 3.11, of any type
-                self.error(f"argument {arg.removesuffix('=--')}: expected one argument")
-        parsed, unknown = self.parse_known_args(args)
-        empty = [name for name, value in vars(parsed).items() if value == "" or isinstance(value, list) and "" in value]
+        args = sys.argv[1:] if args is None else list(args)
+        for arg in args:
+            name, _, value = arg.partition("=")
+            if name.startswith("-") and value == "--":  # an empty list for argparse of Python 3.11, of any type
+                self.error(f"argument {name}: expected one argument")
+        if "--" in args and not self._get_positional_actions():  # argparse would take no word after it as a flag
+            self._problems.append("-- is not used here. Leave it out.")
+            args = [arg for arg in args if arg != "--"]
+        with self._nothing_required() as required:
+            parsed, unknown = self.parse_known_args(args)
+        values = vars(parsed)
+        empty = [name for name, value in values.items() if value == "" or isinstance(value, list) and "" in value]
         self._problems += [f"{flag_name(name)} is empty. Pass a value." for name in empty if name not in MAY_BE_EMPTY]
-        self._problems += self._unknown_flags(unknown)
+        self._problems += self.check_values(values)
+        missing = [_name_of(action) for action in required if action.dest not in values]
+        self._problems += self._unknown_flags(unknown, missing)
+        self._problems += [f"{name} is missing. See --help." for name in missing]
         if self._problems:
             raise UserError(*self._problems)
         return parsed
+
+    @contextlib.contextmanager
+    def _nothing_required(self) -> Iterator[list[argparse.Action]]:
+        """Yields what is required, and makes argparse leave out what is missing: its error would be the only one."""
+        required = [(action, action.default) for action in self._actions if action.required]
+        for action, _ in required:
+            action.required, action.default = False, argparse.SUPPRESS
+        try:
+            yield [action for action, _ in required]
+        finally:
+            for action, default in required:
+                action.required, action.default = True, default
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         """argparse's conversion of a value; a wrong one is noted, so that the others are still looked at."""
@@ -167,8 +193,11 @@ class Parser(argparse.ArgumentParser):
             advice = self.hints[action.dest]
         self._problems.append(f"{name} is {value!r}. {advice}")
 
-    def _unknown_flags(self, words: Sequence[str]) -> Iterator[str]:
-        """A sentence for each word that is not a flag of this script, nor the value of such a word."""
+    def _unknown_flags(self, words: Sequence[str], missing: Sequence[str]) -> Iterator[str]:
+        """A sentence for each word that is not a flag of this script, nor the value of such a word.
+
+        If a flag is missing, a word may have been meant as its value.
+        """
         follows_flag = False
         for word in words:
             name = word.split("=")[0]
@@ -178,6 +207,8 @@ class Parser(argparse.ArgumentParser):
                 yield f"{name} is a flag of {script}, not of {self.prog}. See --help."
             elif is_flag or not follows_flag:
                 near = self._nearest_flag(name)
+                if not is_flag and not near and missing and missing[0].startswith("-"):
+                    near = f"{missing[0]} {word}"
                 what = f"unknown flag {name}." if is_flag else f"{word!r} is not a flag."
                 yield f"{what} Did you mean {near}? See --help." if near else f"{what} See --help."
             follows_flag = "=" not in word if is_flag else follows_flag
@@ -187,7 +218,8 @@ class Parser(argparse.ArgumentParser):
         name = name.lstrip("-").replace("_", "-")
         known = [flag[2:] for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         parts = [flag for flag in known if f"{flag}-".startswith(f"{name}-") or flag.endswith(f"-{name}")]
-        near = sorted(parts, key=len) or difflib.get_close_matches(name, known, 1)
+        near = [flag for flag in known if flag == OTHER_NAMES.get(name)]
+        near = near or sorted(parts, key=len) or difflib.get_close_matches(name, known, 1)
         return f"--{near[0]}" if near else None
 
 
@@ -197,9 +229,11 @@ def _reword(message: str) -> str:
         return f"{match[1]} needs a value. See --help."
     if match := re.fullmatch(r"argument (?:-\w/)?(\S+): ignored explicit argument .*", message, re.DOTALL):
         return f"{match[1]} takes no value. Leave out what follows it."
-    if match := re.fullmatch(r"the following arguments are required: (\S+)", message):
-        return f"{match[1]} is missing. See --help."
     return f"{message}. See --help."
+
+
+def _name_of(action: argparse.Action) -> str:
+    return action.option_strings[-1] if action.option_strings else str(action.metavar)
 
 
 class _PrintVersion(argparse.Action):
@@ -267,10 +301,8 @@ def parse_flags(
     """
     parser = Parser(description=description)
     add_flags(parser, config_class, groups)
-    given = vars(parser.parse_args(argv))
-    if problems := range_errors(config_class, given):
-        raise UserError(*problems)
-    return given
+    parser.check_values = lambda values: range_errors(config_class, values)
+    return vars(parser.parse_args(argv))
 
 
 def add_flags(parser: Parser, config_class: type[DataclassInstance], first_groups: Sequence[str] = ()) -> None:

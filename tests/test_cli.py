@@ -66,6 +66,13 @@ def test_values_out_of_range_are_reported_together():
         "--size is 10. It must be less than 10.",
         "--part is 2.0. It must be 1 or less.",
     )
+    with pytest.raises(UserError) as error:
+        parse_flags(Config, "--rate nan --size x --siz 3".split(), "")
+    assert error.value.problems == (
+        "--size is 'x'. It must be a whole number.",
+        "--rate is nan. It must be a finite number.",
+        "unknown flag --siz. Did you mean --size? See --help.",
+    )
 
 
 def test_help_lists_every_flag_with_its_default(tmp_path, monkeypatch, capsys):
@@ -168,6 +175,12 @@ PROBLEMS = {
     ),
     "--max-lr high --out": ("--max-lr is 'high'. It must be a number.", "--out needs a value. See --help."),
     "--demo=yes": ("--demo takes no value. Leave out what follows it.",),
+    "--learning-rate=1 --epochs 2 --steps 3": (
+        "unknown flag --learning-rate. Did you mean --max-lr? See --help.",
+        "unknown flag --epochs. Did you mean --max-steps? See --help.",
+        "unknown flag --steps. Did you mean --max-steps? See --help.",
+    ),
+    "-- --max-steps 3 --seed x": ("-- is not used here. Leave it out.", "--seed is 'x'. It must be a whole number."),
     "--input a.txt b.txt --max-steps=2": ("--input is a flag of fineweb.py, not of train_gpt2.py. See --help.",),
 }  # fmt: skip
 
@@ -178,6 +191,20 @@ def test_each_problem_of_a_command_line_says_what_to_do(flags, monkeypatch):
     with pytest.raises(UserError) as error:
         train_gpt2.main(flags.split())
     assert error.value.problems == PROBLEMS[flags]
+
+
+@pytest.mark.parametrize(
+    "flags, problem",
+    [
+        ("--modl x", "unknown flag --modl. Did you mean --model? See --help."),
+        ("log/model_00004 --top-k 3", "'log/model_00004' is not a flag. Did you mean --model log/model_00004? See --help."),
+        ("--top-k=x", "--top-k is 'x'. It must be a whole number."),
+    ],
+)  # fmt: skip
+def test_a_missing_flag_is_named_with_the_other_problems(flags, problem):
+    with pytest.raises(UserError) as error:
+        sample.main(flags.split())
+    assert error.value.problems == (problem, "--model is missing. See --help.")
 
 
 def test_flags_of_other_scripts_are_theirs_alone(capsys):
@@ -253,6 +280,8 @@ def test_two_dashes_are_no_value():
     """In Python 3.11, argparse makes an empty list of them, whatever the type of the flag."""
     with pytest.raises(UserError, match="--size needs a value"):
         parse_flags(Config, ["--size=--"], "")
+    for prompt in ("hello =--", "a=b=--", "--x=--"):
+        assert parse_flags(train_gpt2.TrainConfig, [f"--prompt={prompt}"], "") == {"prompt": prompt}
 
 
 def test_values_of_other_types_are_named():

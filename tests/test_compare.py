@@ -78,6 +78,51 @@ def test_folders_of_the_same_name_are_told_apart(tmp_path, capsys, monkeypatch):
     assert compared(tmp_path, capsys, ".")[-1].split()[0] == "log"
 
 
+def test_labels_are_printable_and_told_apart(tmp_path, capsys):
+    runs = [write_run(tmp_path / parent / "log", [5.0], {1: 4.0}) for parent in ("a\udcff", "a\udcfe", "a\nb", "c")]
+    lines = compared(tmp_path, capsys, *runs)
+    labels = [line.split("  ")[0] for line in lines[-4:]]
+    assert labels == [f"1: {tmp_path}/a?/log", f"2: {tmp_path}/a?/log", f"{tmp_path}/a?b/log", f"{tmp_path}/c/log"]
+
+
+@pytest.mark.parametrize(
+    "problem", [ImportError("no"), ValueError("no"), RuntimeError("no"), FileNotFoundError(2, "no")]
+)
+def test_without_matplotlib_there_is_the_table(tmp_path, capsys, monkeypatch, problem):
+    def fail(*_):
+        raise problem
+
+    runs = [write_run(tmp_path / name, [5.0], {1: 4.0}, flags=flags(seed=seed)) for seed, name in enumerate("ab")]
+    monkeypatch.setattr(compare, "draw_runs", fail)
+    with pytest.raises(UserError) as error:
+        compare.main([*map(str, runs), "-o", str(tmp_path / "picture.png")])
+    assert error.value.problems == (
+        f"cannot draw {tmp_path / 'picture.png'} ({problem}). Check that matplotlib is installed, and its settings.",
+    )
+    printed = capsys.readouterr().out
+    assert "--seed  0  1" in printed and "4.0000" in printed and "saved" not in printed
+
+
+def test_two_at_once_write_the_same_picture(tmp_path, capsys, monkeypatch):
+    """The second one does it all while the first one writes."""
+    run, path = write_run(tmp_path / "log", [5.0], {1: 4.0}), tmp_path / "picture.png"
+
+    class Picture:
+        def __init__(self, others: int):
+            self.others = others
+
+        def savefig(self, tmp, format):
+            tmp.write_bytes(PNG + bytes([self.others]))
+            if self.others:
+                monkeypatch.setattr(compare, "draw_runs", lambda *_: Picture(0))
+                compare.main([str(run), "-o", str(path)])
+                assert path.read_bytes() == PNG + b"\0"
+
+    monkeypatch.setattr(compare, "draw_runs", lambda *_: Picture(1))
+    compare.main([str(run), "-o", str(path)])
+    assert path.read_bytes() == PNG + b"\1" and capsys.readouterr().out.count("saved") == 2
+
+
 def test_runs_of_the_trainer_are_compared(byte_shards, tmp_path, capsys):
     for name, lr in (("a", 1e-3), ("b", 2e-3)):
         trained(tmp_path / name, "--data", byte_shards, "--max-steps", 3, "--max-lr", lr)

@@ -77,6 +77,16 @@ def test_damaged_files_count_as_missing(tmp_path, damage):
 
 
 @pytest.mark.parametrize(
+    "damage",
+    [{name: 10**400} for name in ("parameters", "tokens_per_step")]
+    + [{"bytes_per_token": size} for size in (1e-320, float("nan"), float("inf"))],
+)
+def test_a_record_with_numbers_that_no_run_has_counts_as_missing(tmp_path, damage):
+    run = read_run(write_run(tmp_path / "run", [5.0, 4.0], {0: 5.1}, **damage))
+    assert run.record is None and len(draw_run(run).axes) == 2
+
+
+@pytest.mark.parametrize(
     "log, message", [(None, "has no log.txt"), ("", "has no loss yet"), ("0 hella 0.2500\n", "has no loss yet")]
 )
 def test_what_is_no_run_is_an_error(tmp_path, log, message):

@@ -134,6 +134,13 @@ def test_only_finite_values_are_read(tmp_path):
 # ---- metrics.jsonl
 
 
+@pytest.mark.parametrize("name", ["step", "tokens"])
+def test_a_line_with_a_number_that_no_run_has_is_malformed(tmp_path, name):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 3, "lr": 0.5, "{name}": {10**400}}}\n{{"step": 4, "lr": 0.25}}\n')
+    assert read_metrics(path) == {"step": {4: 4}, "lr": {4: 0.25}}
+
+
 def write_steps(metrics: MetricsLog, steps) -> None:
     for step in steps:
         metrics.write(step, 2.0, 1e-3, 0.5, 0.25, 256 * (step + 1), False)

@@ -96,6 +96,20 @@ def test_an_edited_or_removed_card_is_no_corruption(run, tmp_path):
     assert_same_run(out, run)  # the card of step 8, too
 
 
+def test_a_run_needs_no_card_and_no_source(byte_shards, tmp_path, monkeypatch, capsys):
+    """Of shards whose manifest does not say where the text is from."""
+    data, out = tmp_path / "data", tmp_path / "log"
+    shutil.copytree(byte_shards, data)
+    manifest = json.loads((data / "manifest.json").read_text())
+    del manifest["source"]
+    (data / "manifest.json").write_text(json.dumps(manifest))
+    monkeypatch.setattr(manager, "model_card", lambda *_, **facts: facts["source"] + "")  # None: a TypeError
+    trained(out, "--data", data, "--max-steps", 2)
+    assert capsys.readouterr().err.count("warning: the checkpoint of step 2 has no model card (unsupported") == 1
+    assert find_corruption(out / "model_00002") is None and not (out / "model_00002" / "README.md").exists()
+    assert json.loads((out / "run.json").read_text())["data"]["source"] is None
+
+
 def test_the_card_does_not_depend_on_where_a_run_is(run, byte_shards, tmp_path):
     card = (run / "model_00008" / "README.md").read_text()
     assert str(run.parent) not in card and str(byte_shards) not in card

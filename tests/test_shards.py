@@ -133,6 +133,7 @@ GOOD_MANIFEST = {
         {"shards": [{"file": "x_train_000001.npy", "tokens": 9}]},
         {"shards": [{"file": None, "split": "train", "tokens": 9}]},
         {"complete": "no"},
+        {"source": 7},
     ],
 )
 def test_a_bad_manifest_is_rejected(tmp_path, change):
@@ -142,6 +143,12 @@ def test_a_bad_manifest_is_rejected(tmp_path, change):
     shards.write_manifest(tmp_path, GOOD_MANIFEST | change)
     with pytest.raises(UserError, match="manifest|not complete"):
         shards.open_shards(tmp_path, "train")
+
+
+def test_a_manifest_need_not_say_where_its_text_is_from(tmp_path):
+    for manifest in (GOOD_MANIFEST, GOOD_MANIFEST | {"source": None}):
+        shards.write_manifest(tmp_path, manifest)
+        assert shards.read_manifest(tmp_path)["source"] is None
 
 
 def test_shards_that_are_not_as_in_the_manifest_are_named(tmp_path):

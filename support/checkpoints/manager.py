@@ -91,22 +91,29 @@ class CheckpointManager:
             run.tokenizer.save_pretrained(directory, model_max_length=run.sizes["block_size"])
             torch.save(trainer_file, directory / state.FILE)
             run.sync_log()  # a checkpoint must never be ahead of its log
-            card = self._model_card(step, sum(tensor.numel() for tensor in weights.values()))
-            (directory / MODEL_CARD).write_text(card, encoding="utf-8", newline="\n")
+            if card := self._model_card(step, sum(tensor.numel() for tensor in weights.values())):
+                (directory / MODEL_CARD).write_bytes(card)
 
         self.start(step, write_files, state.nbytes([weights, trainer_file]))
 
-    def _model_card(self, step: int, trained: int) -> str:
-        """The model card of the checkpoint of `step`, with the newest values in the log up to that step."""
+    def _model_card(self, step: int, trained: int) -> bytes | None:
+        """The model card of the checkpoint of `step`, with the newest values in the log up to that step.
+
+        If there can be none, that is a warning: the weights are worth more.
+        """
         run, scores = self.run, {}
-        for name in ("val", "hella"):
-            values = {at: value for at, value in read_values(self.out / "log.txt", name).items() if at <= step}
-            scores[name] = Score(max(values), values[max(values)]) if values else None
-        return model_card(
-            run.config, run.sizes, step=step, trained=trained, tokenizer=run.tokenizer.name,
-            source=run.data.get("source"), bytes_per_token=run.bytes_per_token, val=scores["val"],
-            hellaswag=scores["hella"],
-        )  # fmt: skip
+        try:
+            for name in ("val", "hella"):
+                values = {at: value for at, value in read_values(self.out / "log.txt", name).items() if at <= step}
+                scores[name] = Score(max(values), values[max(values)]) if values else None
+            return model_card(
+                run.config, run.sizes, step=step, trained=trained, tokenizer=run.tokenizer.name,
+                source=run.data.get("source"), bytes_per_token=run.bytes_per_token, val=scores["val"],
+                hellaswag=scores["hella"],
+            ).encode()  # fmt: skip
+        except Exception as error:
+            _warn(f"the checkpoint of step {step} has no model card ({error}).")
+            return None
 
     def start(self, step: int, write_files: Callable[[Path], None], size: int) -> None:
         """Starts to write the checkpoint of `step`, of about `size` bytes, with the files of `write_files(folder)`."""

@@ -59,6 +59,10 @@ class Run:
         return _printable(self.folder.resolve().name)
 
     @property
+    def path(self) -> str:
+        return _printable(str(self.folder.resolve()))
+
+    @property
     def steps(self) -> int:
         """Steps that the run has done."""
         return max(self.train, default=-1) + 1
@@ -83,7 +87,7 @@ class Run:
         """Where steps are on an axis, one of AXES; None if the files do not say it."""
         x = np.array(steps, dtype=np.int64)
         if axis == "tokens":
-            return None if self.record is None else x * self.record["tokens_per_step"]
+            return None if self.record is None else x * float(self.record["tokens_per_step"])
         if axis == "hours":
             if self.hours is None:
                 return None
@@ -217,9 +221,12 @@ def compares_per_byte(runs: Sequence[Run]) -> bool:
     return None not in lengths and len(set(lengths)) > 1
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Writes a picture as a PNG, atomically."""
-    with atomic_write(path) as tmp, warnings.catch_warnings(action="ignore"):  # of characters that the font lacks
+def save(figure: Figure, path: Path, unique: bool = False) -> None:
+    """Writes a picture as a PNG, atomically; `unique` as in `atomic_write`."""
+    with (
+        atomic_write(path, unique) as tmp,
+        warnings.catch_warnings(action="ignore"),
+    ):  # of characters that the font lacks
         figure.savefig(tmp, format="png")
 
 

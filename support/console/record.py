@@ -33,6 +33,8 @@ REQUIRED = {
     "flags": dict, "versions": dict, "data": dict, "tokenizer": dict, "parameters": int, "tokens_per_step": int,
     "bytes_per_token": float, "resumes": list,
 }  # fmt: skip
+# The smallest and the largest value that a damaged file may have and still be used.
+BOUNDS = {"parameters": (1, 10**15), "tokens_per_step": (1, 10**12), "bytes_per_token": (1e-6, 1e6)}
 # What may be different in a resumed process.
 CHANGEABLE = ("versions", "device", "processes")
 
@@ -79,7 +81,7 @@ def read_record(path: Path) -> dict[str, Any] | None:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         sound = all(type(record[name]) is kind for name, kind in REQUIRED.items())
-        sound = sound and all(record[name] > 0 for name in ("parameters", "tokens_per_step", "bytes_per_token"))
+        sound = sound and all(low <= record[name] <= high for name, (low, high) in BOUNDS.items())
         return record if sound and all(type(resume["flags"]) is dict for resume in record["resumes"]) else None
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None

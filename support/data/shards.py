@@ -101,6 +101,8 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
                 raise ValueError(f"{shard['file']!r} is not the name of a shard")
             if type(shard["tokens"]) is not int:
                 raise TypeError(f"tokens of {shard['file']}: {shard['tokens']!r}")
+        if not isinstance(manifest.setdefault("source", None), str | None):
+            raise TypeError(f"source: {manifest['source']!r}")
         sizes = range(257, MAX_VOCAB_SIZE + 1) if tokenizer == "bpe" else [VOCAB_SIZES.get(tokenizer)]
         tokenizer_is_known = type(vocab_size) is int and vocab_size in sizes
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
