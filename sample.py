@@ -252,7 +252,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="K",
         help="sample from the K likeliest tokens; 0: from all (default: 50)",
     )
-    add("--top-p", type=float, default=1.0, metavar="P", help="of these, from the fewest with probability P together; 1: from all (default: 1.0)")  # fmt: skip
+    add("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling: of these, from the fewest with probability P together; 1: from all (default: 1.0)")  # fmt: skip
     add("--seed", type=int, default=1337, metavar="N", help="random seed (default: 1337)")
     add("--dtype", default="fp32", choices=("auto", *devices.DTYPES), help="precision of matrix products; auto is the fastest native one (default: fp32)")  # fmt: skip
     add_device_flag(group)

@@ -269,7 +269,7 @@ def _draw_loss(axes: Axes, run: Run) -> None:
         above.xaxis.set_major_formatter(lambda x, _: short_count(x))
 
 
-def _draw_validation(axes: Axes, x: Array, y: Array, color: str, label: str | None = None) -> None:
+def _draw_validation(axes: Axes, x: Array, y: Array, color: Any, label: str | None = None) -> None:
     """A line with markers; from the value of step 0 there is none, because it would pass far above the training loss."""
     first = int(len(x) > 1 and x[0] == 0)
     axes.plot(x[first:], y[first:], color=color, marker=_marker(x), markersize=3, label=label)
