@@ -10,6 +10,7 @@ DIR is the folder of a run: the one that train_gpt2.py writes to.
 from __future__ import annotations
 
 import argparse
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 from support.cli import DISK_ERRORS, Parser, UserError, flag_name, run_cli
 from support.console.curves import AXES, Run, compares_per_byte, draw_runs, read_run, save
+from support.console.terminal import is_terminal
 from support.files import check_output_file
 
 IGNORED_FLAGS = {"out", "resume"}
@@ -131,7 +133,7 @@ def results(runs: Sequence[Run]) -> list[tuple[str, ...]]:
         ("at step", ",", best_step),
     ]
     if compares_per_byte(runs):
-        for title, losses in (("val loss per byte", final), ("best per byte", best)):
+        for title, losses in (("val/byte", final), ("best/byte", best)):
             per_byte = [
                 None if loss is None else loss / (run.bytes_per_token or 1)
                 for loss, run in zip(losses, runs, strict=True)
@@ -143,11 +145,26 @@ def results(runs: Sequence[Run]) -> list[tuple[str, ...]]:
 
 
 def print_columns(columns: Sequence[Sequence[str]]) -> None:
-    """Prints columns of text: the first one flush left, the others flush right."""
+    """Prints columns of text: the first one flush left, the others flush right.
+
+    On a terminal that is too narrow, each row becomes lines of its own.
+    """
     widths = [max(map(len, column)) for column in columns]
+    if is_terminal() and sum(widths) + 2 * len(widths[1:]) > shutil.get_terminal_size().columns:
+        return print_blocks(columns)
     for first, *others in zip(*columns, strict=True):
         cells = [f"{first:{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))]
         print("  ".join(cells).rstrip())
+
+
+def print_blocks(columns: Sequence[Sequence[str]]) -> None:
+    """Prints each row of columns of text as its first cell and, below it, the titles and texts of the others."""
+    (of_first, *titles), *rows = zip(*columns, strict=True)
+    width = max(map(len, titles)) + 1
+    for first, *cells in rows:
+        print(f"{of_first} {first}")
+        for title, cell in zip(titles, cells, strict=True):
+            print(f"  {title + ':':{width}} {cell}")
 
 
 def _show(value: Any) -> str:

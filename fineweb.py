@@ -429,7 +429,9 @@ def check_shards(directory: str) -> None:
     """
     shards, manifest = verify_shards(directory), read_manifest(directory)
     verdict = "all as in the manifest" if manifest["shards"] else "well-formed; there is no manifest to compare with"
-    print(f"{directory}: {len(shards)} shards, {sum(map(len, shards)):,} tokens ({manifest['tokenizer']}), {verdict}")
+    print(
+        f"{directory}: {len(shards)} shard{'s' if len(shards) > 1 else ''}, {sum(map(len, shards)):,} tokens ({manifest['tokenizer']}), {verdict}"
+    )
 
 
 def main(argv: list[str] | None = None) -> None:

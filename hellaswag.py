@@ -40,9 +40,11 @@ from support import files
 from support.checkpoints import huggingface
 from support.cli import Parser, UserError, add_device_flag, run_cli
 from support.console.progress import progress_bar
+from support.console.terminal import labelled
 from support.data.download import download as download_file
 from support.data.tokenizer import Tokenizer, tokenizer_of_model
 from support.runtime import devices
+from support.runtime.options import RunOptions
 
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel
@@ -190,25 +192,28 @@ def _clean(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
-def load_examples(
-    path: str | None, tokenizer: Tokenizer, notice: Callable[[str], None], limit: int | None = None
-) -> list[Example]:
-    """The examples that a training run scores: of a file, or of the downloaded validation split if `path` is None.
+def load_examples(options: RunOptions, tokenizer: Tokenizer, notice: Callable[[str], None]) -> list[Example]:
+    """The examples that a training run scores: of --hellaswag-data, or of the downloaded validation split.
 
     Returns an empty list, and calls `notice` with the reason, if the tokenizer is not GPT-2's or the download failed.
 
     Raises:
-        UserError: `path` is not a file of HellaSwag items with labels.
+        UserError: the file does not have HellaSwag items with labels, or a flag asks for scores and the tokenizer is not
+        GPT-2's.
     """
+    path, limit = options.hellaswag_data, options.hellaswag_limit
     if tokenizer.name != "gpt2":
-        notice(f"HellaSwag is off: its scores are defined on GPT-2 tokens, and the tokenizer is {tokenizer.name!r}.")
+        problem = f"scores are defined on GPT-2 tokens, and {options.data} has {tokenizer.name} tokens"
+        if path is not None or limit is not None or "hellaswag_every" in options.given:
+            raise UserError(f"HellaSwag's {problem}. Train with --tokenizer gpt2, or with --hellaswag-every 0.")
+        notice(labelled("note", f"HellaSwag is off: its {problem}"))
         return []
     try:
         items = load(download() if path is None else path, limit)
     except UserError as error:
         if path is not None:
             raise
-        notice(f"HellaSwag is off: {error}")
+        notice(labelled("note", f"HellaSwag is off: {error}"))
         return []
     if items[0].label is None:
         raise UserError(f"the items in {path} have no labels, so there is nothing to score. Use another file.")
@@ -495,7 +500,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     start = time.perf_counter()
     with devices.autocast(device, dtype):
         sums, normalised = completion_losses(
-            from_huggingface(model), examples, progress=lambda rows: progress_bar(rows, "HellaSwag", rank=0)
+            from_huggingface(model), examples, progress=lambda rows: progress_bar(rows, "HellaSwag, texts", rank=0)
         )
     seconds = time.perf_counter() - start
     check_finite(sums, directory, dtype)
@@ -569,7 +574,7 @@ def load_model(directory: Path, device: torch.device) -> tuple[GPT2LMHeadModel, 
     if tokenizer.name != "gpt2":
         raise UserError(
             f"{directory} was trained on {tokenizer.name}, and HellaSwag's scores are defined on GPT-2 tokens. "
-            "Use another checkpoint."
+            "Train with --tokenizer gpt2."
         )
     model = huggingface.load_hf_model(directory)
     model.to(device)  # type: ignore[arg-type]  # transformers decorates `to` in a way that mypy misreads

@@ -150,6 +150,11 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int, model_name
     return ids or [tokenizer.eot]
 
 
+def shown_ids(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a prompt that are printed: not the end-of-text token that stands for an empty one."""
+    return [] if ids == [tokenizer.eot] else ids
+
+
 def print_texts(
     continue_ids: Continue, tokenizer: Tokenizer, ids: list[int], n: int, batch: int, generator: torch.Generator
 ) -> None:
@@ -157,7 +162,7 @@ def print_texts(
     for first in range(0, n, batch):
         idx = torch.tensor([ids], device=generator.device).repeat(min(batch, n - first), 1)  # (B, T)
         new = torch.stack(list(continue_ids(idx, generator=generator)), dim=1)  # (B, max_new_tokens)
-        texts = [tokenizer.decode(ids + tokens) for tokens in new.tolist()]
+        texts = [tokenizer.decode(shown_ids(ids, tokenizer) + tokens) for tokens in new.tolist()]
         if first:
             print("---")
         print("\n---\n".join(texts), flush=True)
@@ -175,7 +180,7 @@ def decode_pieces(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
 def stream_text(continue_ids: Continue, tokenizer: Tokenizer, ids: list[int], generator: torch.Generator) -> None:
     """Prints a prompt and its continuation on a terminal, while it is generated."""
     new = continue_ids(torch.tensor([ids], device=generator.device), generator=generator)
-    for piece in decode_pieces(chain(ids, (int(token) for token in new)), tokenizer):
+    for piece in decode_pieces(chain(shown_ids(ids, tokenizer), (int(token) for token in new)), tokenizer):
         # a model could produce any control sequence of a terminal
         print(piece.translate(CONTROL_CHARACTERS), end="", flush=True)
     print(flush=True)
@@ -247,7 +252,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="K",
         help="sample from the K likeliest tokens; 0: from all (default: 50)",
     )
-    add("--top-p", type=float, default=1.0, metavar="P", help="of these, from the fewest with probability P together; 1: from all (default: 1.0)")  # fmt: skip
+    add("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling: of these, from the fewest with probability P together; 1: from all (default: 1.0)")  # fmt: skip
     add("--seed", type=int, default=1337, metavar="N", help="random seed (default: 1337)")
     add("--dtype", default="fp32", choices=("auto", *devices.DTYPES), help="precision of matrix products; auto is the fastest native one (default: fp32)")  # fmt: skip
     add_device_flag(group)
@@ -287,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # autocast keeps the cast weights until its end: cast for each token, they would take longer than the token
     with devices.autocast(device, dtype), devices.attention_without_cudnn(device):
         if interactive:
-            print(f"{args.model} continues what you type. Ctrl-C stops a text, Ctrl-D leaves.")
+            print(f"{args.model} continues what you type.\nCtrl-C stops a text, Ctrl-D leaves.")
             converse(encode, partial(stream_text, continue_ids, tokenizer), args.seed, device)
         elif args.n == 1 and on_terminal:
             stream_text(continue_ids, tokenizer, ids, generator)

@@ -38,6 +38,7 @@ from support.cli import MAIN_GROUP, UserError, flag, parse_flags, run_cli
 from support.console import record, trackers
 from support.console.progress import print_header, print_summary, progress_bar
 from support.console.run_logger import STARTED, RunLogger
+from support.console.terminal import count
 from support.data import presets, shards
 from support.data.tokenizer import Tokenizer
 from support.optim.loss import chunked_cross_entropy
@@ -396,7 +397,8 @@ class TrainConfig(RunOptions):
                                  default_help="train all weights", at_least=1, below=2**31)
     lora_alpha: float = flag(16.0, "LoRA alpha (scale = alpha / rank)", "model", at_least=0)
 
-    total_batch_size: int = flag(524288, "tokens of a step, over all micro-batches and devices", "schedule", at_least=1)
+    total_batch_size: int = flag(524288, "tokens of an optimizer step, over all micro-batches and devices", "schedule",
+                                 at_least=1)
 
     recipe: str = flag("gpt2", "defaults of --optimizer, --schedule and --max-lr: GPT-2's, or fast, the same loss with "
                        "fewer tokens", MAIN_GROUP, choices=tuple(RECIPES))
@@ -431,10 +433,11 @@ class TrainConfig(RunOptions):
 
     def describe(self) -> str:
         """Optimizer and schedule in words."""
-        cooldown = f"constant, and a cooldown of {self.cooldown_steps:,} steps"
+        cooldown = f"constant, and a cooldown of {count(self.cooldown_steps, 'step')}"
         decay = "cosine decay" if self.schedule == "cosine" else cooldown
-        warmup = f"warm-up to learning rate {self.max_lr:.3g} in {self.warmup_steps:,} steps"
-        return f"{self.optimizer}; {warmup}, then {decay} to {self.min_lr:.3g} at step {self.decay_steps:,}"
+        warmup = f"warm-up in {count(self.warmup_steps, 'step')} to " if self.warmup_steps else ""
+        peak = f"{warmup}learning rate {self.max_lr:.3g}"
+        return f"{self.optimizer}; {peak}, then {decay} to {self.min_lr:.3g} at step {self.decay_steps:,}"
 
 
 def get_lr(step: int, config: TrainConfig) -> float:
@@ -503,7 +506,7 @@ def validation_loss(
 ) -> float | None:
     """Mean loss in nats over the first `tokens` tokens of a split, or all. It depends neither on the ranks nor on B."""
     rows = min(tokens // loader.T, loader.rows_per_epoch)
-    total = count = 0.0
+    total = n = 0.0
     first_rows = range(dist.rank * loader.B, rows, dist.world_size * loader.B)
     for first in stop.interruptible(progress_bar(first_rows, "validation", dist.rank)):
         try:
@@ -514,9 +517,9 @@ def validation_loss(
         with amp:
             _, loss = model(x, y)
         total += loss.item() * len(x)
-        count += len(x)
-    total, count, stop_requests = dist.all_reduce_sum(total, count, stop.requested)
-    return None if stop.agree(stop_requests) else total / count
+        n += len(x)
+    total, n, stop_requests = dist.all_reduce_sum(total, n, stop.requested)
+    return None if stop.agree(stop_requests) else total / n
 
 
 @torch.no_grad()
@@ -530,7 +533,7 @@ def hellaswag_score(
         _, losses = hellaswag.completion_losses(
             scoring_model,
             rank_examples,
-            progress=lambda rows: stop.interruptible(progress_bar(rows, "HellaSwag", dist.rank)),
+            progress=lambda rows: stop.interruptible(progress_bar(rows, "HellaSwag, texts", dist.rank)),
         )
     correct, total, stop_requests = dist.all_reduce_sum(
         hellaswag.count_correct(losses, rank_examples), len(rank_examples), stop.requested
@@ -645,9 +648,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         train_rows, val_rows = (sum(rows_in_shard(shard, T) for shard in split) for split in (train_shards, val_shards))
         val_tokens = config.val_tokens if config.val_every else None
         batch_size.check_enough_data(config.data, T, train_rows, rank_rows * world_size, val_rows, val_tokens)
-        examples = []
-        if config.hellaswag_every:
-            examples = hellaswag.load_examples(config.hellaswag_data, tokenizer, print0, config.hellaswag_limit)
+        examples = hellaswag.load_examples(config, tokenizer, print0) if config.hellaswag_every else []
         devices.prepare(device, config.tf32, dtype, T)
         amp = devices.autocast(device, dtype)
         compiled = devices.compile(full_model, device, print0) if config.compile else full_model

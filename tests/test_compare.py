@@ -49,10 +49,36 @@ def test_runs_with_other_tokens_are_compared_per_byte(tmp_path, capsys):
         "The runs have the same flags.",
         "note: the runs have different validation data.",
         "",
-        "run   parameters  steps  tokens  hours  val loss    best  at step  val loss per byte  best per byte",
-        "a    124,475,904      1   1,000  0.010    4.0000  4.0000        1             1.0000         1.0000",
-        "b    124,475,904      1   1,000  0.010    3.0000  3.0000        1             1.5000         1.5000",
+        "run   parameters  steps  tokens  hours  val loss    best  at step  val/byte  best/byte",
+        "a    124,475,904      1   1,000  0.010    4.0000  4.0000        1    1.0000     1.0000",
+        "b    124,475,904      1   1,000  0.010    3.0000  3.0000        1    1.5000     1.5000",
     ]
+
+
+def test_tables_that_a_terminal_is_too_narrow_for_become_lines(tmp_path, capsys, monkeypatch):
+    name = "a_long_name_of_a_run"
+    runs = [
+        write_run(tmp_path / name, [5.0], {1: 4.0}, flags=flags(max_lr=1e-3)),
+        write_run(tmp_path / "b", [5.0], {1: 3.0}, flags=flags(max_lr=2e-3, optimizer="muon")),
+    ]
+    monkeypatch.setenv("COLUMNS", "50")
+    table = compared(tmp_path, capsys, *runs)
+    assert len(table[-1]) > 50  # in a file
+    monkeypatch.setattr(compare, "is_terminal", lambda: True)
+    assert compared(tmp_path, capsys, *runs) == [
+        *table[:4],  # which fits
+        f"run {name}",
+        *("  parameters: 124,475,904", "  steps:      1", "  tokens:     1,000", "  hours:      0.010"),
+        *("  val loss:   4.0000", "  best:       4.0000", "  at step:    1"),
+        "run b",
+        *("  parameters: 124,475,904", "  steps:      1", "  tokens:     1,000", "  hours:      0.010"),
+        *("  val loss:   3.0000", "  best:       3.0000", "  at step:    1"),
+    ]
+    monkeypatch.setenv("COLUMNS", "30")
+    assert compared(tmp_path, capsys, *runs)[:6] == [
+        "flag --max-lr", f"  {name}: 0.001", "  b:                    0.002",
+        "flag --optimizer", f"  {name}: adamw", "  b:                    muon",
+    ]  # fmt: skip
 
 
 def test_a_run_of_an_earlier_version_has_what_its_log_says(tmp_path, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from training import assert_same_run, trained
 
 from support.cli import UserError
 from support.console import curves
-from support.console.curves import CurvesFile, draw_run, draw_runs, loss_limits, read_run, smooth, thin
+from support.console.curves import CurvesFile, draw_run, draw_runs, loss_limits, read_run, settled, smooth, thin
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -118,10 +119,28 @@ def test_a_thinned_curve_has_all_its_peaks():
 
 def test_the_first_losses_do_not_flatten_the_others():
     x = np.arange(1000)
-    low, high = loss_limits([(x, np.where(x < 50, 11.0, 4 - x / 1000)), (np.array([0, 999]), np.array([11.0, 3.2]))])
+    losses, val = np.where(x < 50, 11.0, 4 - x / 1000), (np.array([0, 999]), np.array([11.0, 3.2]))
+    run = SimpleNamespace(steps=1000)
+    low, high = loss_limits([settled(run, x, losses), settled(run, *val)])
     assert 2.9 < low < 3.001 and 3.95 < high < 4.05
-    low, high = loss_limits([(np.array([0]), np.array([5.0])), (x[:0], np.zeros(0))])
+    low, high = loss_limits([settled(run, np.array([0]), np.array([5.0])), settled(run, x[:0], np.zeros(0))])
     assert low < 5 < high
+
+
+def test_a_short_run_is_shown_from_its_first_loss_on(tmp_path):
+    losses = [10.0, *(5 - i / 100 for i in range(148))]
+    run = read_run(write_run(tmp_path / "run", losses, {0: 10.1, 149: 3.6}))
+    for figure in (draw_run(run), draw_runs(["run"], [run])):
+        assert figure.axes[0].get_ylim()[1] > 10.1 and figure.axes[0].get_xlim()[0] == 0
+
+
+def test_the_validation_of_step_0_is_a_point_without_a_line(tmp_path):
+    runs = [read_run(write_run(tmp_path / name, [9.0, 5.0, 4.0], {0: 9.5, 2: 4.5, 3: 4.2})) for name in ("one", "two")]
+    figure = draw_runs(["one", "two"], runs)
+    for axes, count in ((draw_run(runs[0]).axes[0], 1), (figure.axes[0], 2)):
+        lines = [line.get_xydata().tolist() for line in axes.get_lines()]
+        assert lines.count([[2, 4.5], [3, 4.2]]) == lines.count([[0, 9.5]]) == count
+    assert figure.texts[0].get_text() == "one, two"
 
 
 @pytest.mark.parametrize(
@@ -148,9 +167,10 @@ def test_a_picture_shows_the_values_of_its_run(tmp_path):
     folder = write_run(tmp_path / "a$b$_\udcff", losses, {0: 11.0, 100: 6.0, 200: 6.5}, {200: 0.3}, bytes_per_token=4.0)
     figure = draw_run(read_run(folder))
     loss, lr, hella = figure.axes
-    raw, smoothed, val, *_ = loss.get_lines()
-    assert raw.get_ydata().tolist() == pytest.approx(losses) and val.get_ydata().tolist() == [11.0, 6.0, 6.5]
-    assert val.get_xdata().tolist() == [0, 100, 200] and "best 6.0000, at step 100" in labels_of(figure)[2]
+    raw, smoothed, val, first_val = loss.get_lines()
+    assert raw.get_ydata().tolist() == pytest.approx(losses) and val.get_ydata().tolist() == [6.0, 6.5]
+    assert val.get_xdata().tolist() == [100, 200] and first_val.get_xydata().tolist() == [[0, 11.0]]
+    assert "best 6.0000, at step 100" in labels_of(figure)[2]
     assert len(lr.get_lines()[0].get_ydata()) == 200 and hella.get_lines()[0].get_ydata().tolist() == [0.3]
     low, high = loss.get_ylim()
     assert low < min(losses) and 10 < high < 11

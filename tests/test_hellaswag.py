@@ -23,6 +23,7 @@ import hellaswag
 from hellaswag import Example
 from support.cli import UserError, run_cli
 from support.data.tokenizer import get_tokenizer
+from support.runtime.options import RunOptions
 from support.runtime.signals import StopHandler
 from train_gpt2 import GPT, GPTConfig, hellaswag_score
 
@@ -522,8 +523,9 @@ def test_items_without_labels_give_only_losses(checkpoint, tmp_path, capsys, mon
     )
     tokenizer = get_tokenizer("gpt2")
     with pytest.raises(UserError, match="no labels, so there is nothing to score"):
-        hellaswag.load_examples(str(unlabelled), tokenizer, print)
-    assert len(hellaswag.load_examples(str(labelled), tokenizer, print, limit=2)) == 2
+        hellaswag.load_examples(RunOptions(hellaswag_data=str(unlabelled)), tokenizer, print)
+    options = RunOptions(hellaswag_data=str(labelled), hellaswag_limit=2)
+    assert len(hellaswag.load_examples(options, tokenizer, print)) == 2
 
 
 @needs_gpt2_vocabulary
@@ -711,7 +713,10 @@ def test_corrupt_weights_are_not_scored(tmp_path, capsys, corruption, message):
         ("-m nowhere/model --data items.jsonl", "no model 'nowhere/model'"),
         ("-m . --data items.jsonl", ". is not a checkpoint"),
         ("-m tiny --data none.jsonl", "cannot read HellaSwag items from none.jsonl"),
-        ("-m tiny --data items.jsonl", "tiny was trained on bytes"),
+        (
+            "-m tiny --data items.jsonl",
+            "tiny was trained on bytes, and HellaSwag's scores are defined on GPT-2 tokens. Train with --tokenizer gpt2.",
+        ),
         ("-m gpt2 --limit 0", "--limit must be 1 or more"),
         ("-m gpt2 --split val --data items.jsonl", "--split names a download, and --data a file"),
         ("-m gpt2 --json no/where.json", "cannot write no/where.json"),

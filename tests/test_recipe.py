@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from training import configure
+from training import config_of, configure
 
 from support.cli import UserError
 from train_gpt2 import MODELS, TrainConfig, get_lr, resolve
@@ -180,3 +181,11 @@ def test_all_problems_are_reported_together():
     with pytest.raises(UserError) as error:
         configure(["--max-lr", "-1", "--max-steps", "0", "--beta2", "1.5"])
     assert {p.split()[0] for p in error.value.problems} == {"--max-steps", "--max-lr", "--beta2"}
+
+
+def test_the_recipe_in_words():
+    config = config_of("--max-steps", 10, "--max-lr", 0.001, "--warmup-steps", 0)
+    assert config.describe() == "adamw; learning rate 0.001, then cosine decay to 0.0001 at step 10"
+    config = replace(config, warmup_steps=1, schedule="wsd", cooldown_fraction=0.1)
+    schedule = "warm-up in 1 step to learning rate 0.001, then constant, and a cooldown of 1 step to 0.0001 at step 10"
+    assert config.describe() == f"adamw; {schedule}"

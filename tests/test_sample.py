@@ -261,7 +261,9 @@ def checkpoint(run) -> Path:
 def test_a_session_continues_what_is_typed(run, checkpoint, capsys):
     [text] = texts_of(run, capsys, "-n", "1", "--prompt", "Thé")
     terminal = Terminal("--model", checkpoint, "-d", "cpu")
-    assert terminal.read_until("> ") == f"{checkpoint} continues what you type. Ctrl-C stops a text, Ctrl-D leaves.\n> "
+    assert terminal.read_until("> ") == (
+        f"{checkpoint} continues what you type.\nCtrl-C stops a text, Ctrl-D leaves.\n> "
+    )
     terminal.type("Thé\n")
     assert terminal.read_until("\n> ") == f"Thé\n{as_on_terminal(text)}\n> "
     terminal.type("Thé\n")
@@ -352,4 +354,8 @@ def test_a_model_without_a_tokenizer_or_with_a_broken_weight_is_named(run, tmp_p
 
 
 def test_an_empty_prompt_is_an_end_of_text(run, capsys):
-    assert texts_of(run, capsys, "--prompt", "")[0].startswith("<|endoftext|>")
+    """It starts the text, and is not printed."""
+    model = GPT.from_pretrained(run / "model_00003").eval()
+    new = model.generate(torch.full((1, 1), 256), 32, temperature=0)
+    text = BytesTokenizer().decode(new[0, 1:].tolist())
+    assert texts_of(run, capsys, "-n", "1", "--prompt", "", "--temperature", "0") == [text + "\n"]

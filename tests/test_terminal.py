@@ -118,7 +118,7 @@ def test_a_terminal_shows_some_steps_and_a_status_line_that_goes(byte_shards, tm
     assert steps[0] == 0 and steps[-1] == 149 and 50 <= len(steps) <= 80
     assert not any(line.startswith("note    ") and "ETA" in line for line in lines)
     widths = {line: sum(not unicodedata.combining(c) for c in line) for line in lines}
-    long_lines = [line for line, width in widths.items() if width > COLUMNS * (1 + ("| sample" in line))]
+    long_lines = [line for line, width in widths.items() if width > COLUMNS]
     assert all(str(byte_shards) in line for line in long_lines)
     assert "\x1b[1mstep    75 | val loss: " in output and "step    75 | saved run/model_00075" in lines
     assert lines[-2] == "next    python sample.py --model run/model_00150"
@@ -148,7 +148,8 @@ def test_ctrl_c_leaves_no_status_line(byte_shards, tmp_path):
     lines = screen(output)
     assert "/100000 | loss" in output and not any("/100000" in line for line in lines)
     assert "SIGINT received: stopping (again to exit immediately)" in lines
-    assert any(line.endswith("--resume --out run continues from it.") for line in lines)
+    stopped = next(i for i, line in enumerate(lines) if "| stopped. The newest checkpoint is run/model_" in line)
+    assert lines[stopped + 1] == "next    python train_gpt2.py --resume --out run"
     assert not any(line.startswith("done") for line in lines)
 
 
@@ -250,6 +251,26 @@ def test_texts_are_cut_by_their_width():
     assert terminal.cut("中文中文中文", 12) == "中文中文中文" and terminal.cut("中文中文中文", 11) == "中文中文..."
     assert terminal.cut("e\u0301" * 12, 12) == "e\u0301" * 12
     assert terminal.on_one_line("a\r\n\n b\x1b[31m\x07\u202ec") == "a b [31m c"
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("a short one", "a short one"),
+        ("twenty columns and word", "twenty columns and\n        word"),
+        ("twenty columns, and a space", "twenty columns, and\n        a space"),
+        ("twenty columns, and the rest of it", "twenty columns, and\n        the rest ..."),
+        ("no space in the half", "no space in the half"),
+        ("no " + "x" * 25, "no " + "x" * 17 + "\n        " + "x" * 8),
+        ("中" * 16, "中" * 10 + "\n        " + "中" * 6),
+        ("中" * 17, "中" * 10 + "\n        " + "中" * 4 + "..."),
+    ],
+)
+def test_samples_are_broken_at_spaces_on_a_terminal_only(monkeypatch, text, expected):
+    monkeypatch.setenv("COLUMNS", "20")
+    assert terminal.fit_lines(text, 2) == text
+    monkeypatch.setattr(terminal, "is_terminal", lambda: True)
+    assert terminal.fit_lines(text, 2) == expected
 
 
 def test_labels_are_aligned_and_numbers_agree_with_their_nouns():

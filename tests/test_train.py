@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -227,8 +228,22 @@ def test_training_continues_without_hellaswag(gpt2_shards, byte_shards, tmp_path
     assert "hella" not in log and read_values(tmp_path / "run" / "log.txt", "train").keys() == {0, 1}
     assert out.index("HellaSwag is off: cannot download it.") < out.index("step     0")
     monkeypatch.undo()
-    trained(tmp_path / "bytes", "--data", byte_shards, "--max-steps", 1, "--hellaswag-every", 1)
-    assert "HellaSwag is off: its scores are defined on GPT-2 tokens" in capsys.readouterr().out
+    assert "note    HellaSwag is off: cannot" in out
+
+
+def test_hellaswag_on_other_tokens_is_an_error_if_a_flag_asks_for_it(byte_shards, tmp_path, capsys):
+    every = TINY_FLAGS.index("--hellaswag-every")
+    default = [*TINY_FLAGS[:every], *TINY_FLAGS[every + 2 :], "--data", byte_shards, "--max-steps", 1, "--out"]
+    for name, value in (("every", 1), ("data", "items.jsonl"), ("limit", 5)):
+        config, _ = configure([*default, tmp_path / name, f"--hellaswag-{name}", value])
+        with pytest.raises(
+            UserError, match="on GPT-2 tokens, and .* has bytes tokens. Train with --tokenizer gpt2, or "
+        ):
+            train(config, ONE_PROCESS)
+    config, _ = configure([*default, tmp_path / "run"])
+    train(replace(config, hellaswag_every=1), ONE_PROCESS)  # as by default on a GPU
+    out = capsys.readouterr().out.replace("\n        ", " ")
+    assert "note    HellaSwag is off: its scores are defined on GPT-2 tokens, and " in out
 
 
 def test_training_starts_from_pretrained_weights(byte_shards, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shlex
 import shutil
 import sys
 import threading
@@ -133,11 +134,12 @@ class CheckpointManager:
             self.stop.fail(UserError(f"the last checkpoint could not be saved in {self.out}, see above. {_RERUN}"))
 
     def describe_newest(self) -> str:
-        """A sentence on where a resumed run would start."""
+        """Where a resumed run would start, and a line with the command for it."""
         if self.newest == 0:
             return "There is no checkpoint yet."
-        path = checkpoint_path(self.out, self.newest)
-        return f"The newest checkpoint is {path}; --resume --out {self.out} continues from it."
+        launcher = "python" if self.stop.world_size == 1 else "torchrun ..."  # with the flags that it had
+        command = f"{launcher} train_gpt2.py --resume --out {shlex.quote(str(self.out))}"
+        return f"The newest checkpoint is {checkpoint_path(self.out, self.newest)}.\nnext    {command}"
 
     def __enter__(self) -> CheckpointManager:
         return self

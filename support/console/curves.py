@@ -21,6 +21,7 @@ from support.cli import UserError
 from support.console.log import read_metrics, read_values
 from support.console.record import FILE as RECORD
 from support.console.record import latest_flags, read_record
+from support.console.terminal import cut
 from support.files import atomic_write
 
 if TYPE_CHECKING:  # importing it takes as long as drawing a picture
@@ -29,7 +30,9 @@ if TYPE_CHECKING:  # importing it takes as long as drawing a picture
 
 Array = np.ndarray
 AXES = {"steps": "step", "tokens": "tokens", "hours": "hours of training steps"}
-SETTLED = 0.05  # the loss of this first part of a run may be above the picture, so that the rest is not flat
+SETTLED = 0.05  # the loss of this first part of a run may be above the picture, so that the rest is not flat,
+SHORT = 200  # but not if it has fewer steps
+TITLE_WIDTH = 80  # characters
 MAX_POINTS = 4000  # of a curve; of more, each 1/1000 is drawn as its smallest and its largest value
 DRAW_SECONDS = 10.0  # at least, between two pictures of a run that is being trained
 MAX_DRAW_FRACTION = 0.01  # of a run's time
@@ -149,10 +152,14 @@ def thin(x: Array, y: Array) -> tuple[Array, Array]:
     return x[kept], y[kept]
 
 
-def loss_limits(curves: Sequence[tuple[Array, Array]]) -> tuple[float, float]:
-    """Limits of the axis of a loss, for curves of (x, y): without the first values, which would flatten all others."""
-    settled = [y[x >= SETTLED * x.max()] for x, y in curves if len(y)]
-    low, high = min(y.min() for y in settled), max(y.max() for y in settled)
+def settled(run: Run, x: Array, y: Array) -> Array:
+    """The values of a curve (x, y) of a run without the first ones, which would flatten all others; of a short run, all."""
+    return y if run.steps < SHORT or not len(x) else y[x >= SETTLED * x.max()]
+
+
+def loss_limits(curves: Sequence[Array]) -> tuple[float, float]:
+    """Limits of the axis of a loss that shows these values."""
+    low, high = min(y.min() for y in curves if len(y)), max(y.max() for y in curves if len(y))
     margin = 0.05 * (high - low) or 0.1
     return low - margin, high + margin
 
@@ -193,14 +200,15 @@ def draw_runs(labels: Sequence[str], runs: Sequence[Run], axis: str = "steps") -
     from matplotlib.lines import Line2D
 
     axes = figure.add_axes((0.075, 0.085, 0.9, 0.82))
-    per_byte, curves, handles = compares_per_byte(runs), [], []
+    per_byte, curves, handles, end = compares_per_byte(runs), list[Array](), [], 0.0
     for i, run in enumerate(runs):
         scale = 1 / (run.bytes_per_token or 1) if per_byte else 1.0
         color = f"C{i}" if len(runs) <= 10 else colormaps["turbo"](i / len(runs))
         (x, y), (val_x, val_y) = (_points(run, values, axis, scale) for values in (run.train, run.val))
         axes.plot(*thin(x, smooth(y)), color=color, linewidth=1, alpha=0.5)
-        axes.plot(val_x, val_y, color=color, marker=_marker(val_x), markersize=3)
-        curves += [(x, smooth(y)), (val_x, val_y)]
+        _draw_validation(axes, val_x, val_y, color=color)
+        curves += [settled(run, x, smooth(y)), settled(run, val_x, val_y)]
+        end = max([end, *x, *val_x])
         handles.append(Line2D([], [], color=color, linewidth=3))
     for label, options in (
         ("train, smoothed", dict(linewidth=1, alpha=0.5)),
@@ -210,8 +218,8 @@ def draw_runs(labels: Sequence[str], runs: Sequence[Run], axis: str = "steps") -
     _legend(axes, handles, [*labels, "train, smoothed", "validation"])
     axes.set_ylim(*loss_limits(curves))
     axes.set_ylabel(f"loss, nats per {'byte' if per_byte else 'token'}")
-    _style(axes, axis, max(float(x.max()) for x, _ in curves if len(x)))
-    _title(figure, *((f"{len(runs)} runs", "") if len(runs) > 1 else (labels[0], _key_flags(runs[0]))))
+    _style(axes, axis, end)
+    _title(figure, cut(", ".join(labels), TITLE_WIDTH), _key_flags(runs[0]) if len(runs) == 1 else "")
     return figure
 
 
@@ -244,21 +252,20 @@ def _new_figure() -> Figure:
 
 def _draw_loss(axes: Axes, run: Run) -> None:
     (x, y), (val_x, val_y) = (_points(run, values) for values in (run.train, run.val))
-    curves = [(x, smooth(y)), (val_x, val_y)]
+    curves = [settled(run, x, smooth(y)), settled(run, val_x, val_y)]
     if len(y):
         if len(y) >= 100:
             axes.plot(*thin(x, y), color="C0", linewidth=0.7, alpha=0.3, label="train")
         axes.plot(*thin(x, smooth(y)), color="C0", label="train, smoothed" if len(y) >= 100 else "train")
-        settled = y[x >= SETTLED * x.max()]
-        curves.append((np.zeros(2), np.quantile(settled, (0.005, 0.995))))
+        curves.append(y if run.steps < SHORT else np.quantile(settled(run, x, y), (0.005, 0.995)))
     if len(val_y):
         best = int(val_x[val_y.argmin()])
         label = f"validation: best {val_y.min():.4f}, at step {best:,}"
-        axes.plot(val_x, val_y, color="C1", marker=_marker(val_x), markersize=3, label=label)
+        _draw_validation(axes, val_x, val_y, color="C1", label=label)
     if run.has_gpt2_tokens and run.validates_on_fineweb_edu:
         label = f"OpenAI's GPT-2 124M, validation: {OPENAI_LOSS}"
         axes.axhline(OPENAI_LOSS, color="black", linestyle="--", linewidth=1, label=label)
-        curves.append((np.zeros(1), np.array([OPENAI_LOSS])))
+        curves.append(np.array([OPENAI_LOSS]))
     axes.set_ylim(*loss_limits(curves))
     axes.set_ylabel("loss, nats per token")
     _legend(axes, *axes.get_legend_handles_labels())
@@ -267,6 +274,13 @@ def _draw_loss(axes: Axes, run: Run) -> None:
         above = axes.secondary_xaxis("top", functions=(lambda x: x * per_step, lambda x: x / per_step))
         above.set_xlabel("tokens")
         above.xaxis.set_major_formatter(lambda x, _: short_count(x))
+
+
+def _draw_validation(axes: Axes, x: Array, y: Array, color: Any, label: str | None = None) -> None:
+    """A line with markers; from the value of step 0 there is none, because it would pass far above the training loss."""
+    first = int(len(x) > 1 and x[0] == 0)
+    axes.plot(x[first:], y[first:], color=color, marker=_marker(x), markersize=3, label=label)
+    axes.plot(x[:first], y[:first], color=color, marker="o", markersize=3)
 
 
 def _draw_lr(axes: Axes, run: Run) -> None:

@@ -128,7 +128,7 @@ def notes(options: RunOptions, flags: Mapping[str, Any], first_step: int, checkp
     max_steps, warmup_steps, decay_steps = flags["max_steps"], flags["warmup_steps"], flags["decay_steps"]
     if decay_steps <= warmup_steps < max_steps:
         yield (
-            f"--decay-steps {decay_steps} is in the warm-up of {warmup_steps:,} steps: the learning rate falls to "
+            f"--decay-steps {decay_steps} is in the warm-up of {count(warmup_steps, 'step')}: the learning rate falls to "
             "--min-lr right after it"
         )
     elif first_step < max_steps and max_steps > decay_steps:
@@ -154,7 +154,7 @@ def notes(options: RunOptions, flags: Mapping[str, Any], first_step: int, checkp
             size = format_bytes(checkpoint_bytes)
             yield f"a checkpoint takes {size}, and {options.out} has {format_bytes(free)} free"
     if first_step == max_steps:
-        yield f"this run has finished its {max_steps:,} steps; raise --max-steps for more"
+        yield f"this run has finished its {count(max_steps, 'step')}; raise --max-steps for more"
 
 
 def print_summary(options: RunOptions, dist: Distributed, first_step: int, bytes_per_token: float, text: str) -> None:

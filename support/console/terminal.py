@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 import unicodedata
+from itertools import accumulate
 from typing import Any, TextIO
 
 WIDTH = 80  # of the header and of notes, on a terminal and in a file
@@ -44,15 +45,14 @@ def labelled(label: str, text: str) -> str:
 
 
 def cut(text: str, columns: int) -> str:
-    """The beginning of a text that is wider than so many columns, and "...". Chinese, for example, is two wide."""
-    widths = [0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text]
-    if sum(widths) <= columns:
-        return text
-    end = total = 0
-    while total + widths[end] <= columns - 3:
-        total += widths[end]
-        end += 1
-    return text[:end] + "..."
+    """The beginning of a text that is wider than so many columns, and "..."."""
+    return text if _fitting(text, columns) == len(text) else text[: _fitting(text, columns - 3)] + "..."
+
+
+def _fitting(text: str, columns: int) -> int:
+    """How many characters of a text fit into so many columns. Chinese ones, for example, are two wide."""
+    widths = (0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
+    return sum(total <= columns for total in accumulate(widths))
 
 
 def on_one_line(text: str) -> str:
@@ -61,8 +61,16 @@ def on_one_line(text: str) -> str:
 
 
 def fit_lines(text: str, lines: int) -> str:
-    """The text, on a terminal cut to so many of its lines."""
-    return cut(text, lines * shutil.get_terminal_size().columns) if is_terminal() else text
+    """The text, on a terminal in at most so many lines, broken at spaces and indented as those of `labelled`."""
+    if not is_terminal():
+        return text
+    columns, complete = shutil.get_terminal_size().columns, list[str]()
+    while len(complete) < lines - 1 and (end := _fitting(text, columns)) < len(text):
+        space = text.rfind(" ", end // 2, end + 1)  # there may be none: Chinese, or a text of random tokens
+        end = space if space >= 0 else end
+        complete.append(text[:end])
+        text = " " * 8 + text[end:].lstrip()
+    return "\n".join([*complete, cut(text, columns)])
 
 
 def fit_fields(line: str) -> str:

@@ -177,7 +177,7 @@ class ShardWriter:
             return
         cursor, skip = json.loads(finished[-1]["end"]) if finished else (None, 0)
         if finished:
-            print(f"resuming after {number} finished shards, {finished_tokens:,} tokens")
+            print(f"resuming after {number} finished shard{'s' if number > 1 else ''}, {finished_tokens:,} tokens")
         with TokenProgress(finished_tokens, max_tokens) as progress:
             stream = progress.watch(encode_from(cursor))
             yield from enumerate(cut_into_chunks(stream, self.shard_size, skip, limit), start=number)
@@ -237,7 +237,7 @@ class ShardWriter:
         except OSError as error:
             finished = len(self.folder.finished_shards)
             raise UserError(
-                f"cannot write to {self.folder.directory} ({error.strerror}). {finished} shards are finished: "
+                f"cannot write to {self.folder.directory} ({error.strerror}). {finished} {'shard is' if finished == 1 else 'shards are'} finished: "
                 "fix this, then run the same command again to resume."
             ) from error
 

@@ -101,7 +101,7 @@ def check_training_fits(flags: Mapping[str, Any], vocab_size: int, device: torch
     activations = saved * B * T * flags["n_layer"] * flags["n_embd"]
     if persistent + activations > total and not on_cuda:
         raise UserError(
-            f"micro-batches of {B} rows of {T} tokens take at least {format_bytes(persistent + activations)}, "
+            f"micro-batches of {B} row{'s' if B > 1 else ''} of {T} tokens take at least {format_bytes(persistent + activations)}, "
             f"{available}. "
             "Lower --batch-size (a step keeps its number of tokens) or --block-size, or use --recompute."
         )

@@ -60,7 +60,7 @@ class RunOptions:
     )
     batch_size: int = flag(
         64,
-        "rows of a micro-batch on one device; fewer take less memory, and a step has the same tokens",
+        "sequences of a micro-batch on one device; fewer take less memory, and a step has the same tokens",
         MAIN_GROUP,
         default_help="64 on CUDA, otherwise 4",
         at_least=1,

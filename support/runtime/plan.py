@@ -7,6 +7,7 @@ of context, B rows of a micro-batch, W GPUs.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,7 +33,12 @@ ASSUMED_MFU = 0.4  # where nothing was measured
 PROGRAM_BYTES = 2.5e8
 GPUS_PER_NODE = 8
 SMALL = 60e6  # parameters: half of the smallest model in the table
+WIDTH, LABEL = 80, 9  # columns of a line and of its label
 DISK_BYTES_PER_SECOND = 1e9  # of a checkpoint's disk: a fast network file system, or a slow SSD
+
+
+# Titles and widths of the table: MemoryPlan's fields, their sum, and the largest micro-batch.
+COLUMNS = dict(weights=8, grads=7, optim=7, activ=7, logits=7, buffers=8, total=8, batch=6)
 
 
 @dataclass(frozen=True)
@@ -194,7 +200,9 @@ def print_report(options: RunOptions, rank: int = 0) -> None:
     if options.dtype != "bf16":
         raise UserError(f"--plan knows bf16 only. Leave out --dtype {options.dtype}.")
     for line in report(options, sizes_of(options)) if rank == 0 else ():
-        print(line)
+        label, text = line[:LABEL], line[LABEL:]
+        wraps = len(line) > WIDTH
+        print(textwrap.fill(text, WIDTH, initial_indent=label, subsequent_indent=" " * LABEL) if wraps else line)
 
 
 def sizes_of(options: RunOptions) -> Sizes:
@@ -230,6 +238,8 @@ def report(options: RunOptions, sizes: Sizes) -> Iterator[str]:
         f"GPUs     {gpus:,} x {gpu.name}, {peak / 1e12:.0f} TFLOP/s in bf16 each; of each step, a GPU has "
         f"{rows:,} row{'s' if rows > 1 else ''} of {T:,} tokens"
     )
+    if "gpu" not in options.given:
+        yield f"note     planned for {'an' if options.gpu == 'A100' else 'a'} {options.gpu}; --gpu names another"
     if options.minutes:
         yield f"note     --minutes measures a machine at the start of a run; this plan is for {steps:,} steps"
     yield ""
@@ -238,11 +248,14 @@ def report(options: RunOptions, sizes: Sizes) -> Iterator[str]:
         for parallel in (("ddp", "fsdp") if gpus > 1 else ("ddp",))
         for recompute in (False, True)
     }
-    title = f"GB of {gpu.gib * 2**30 / 1e9:.1f} on each GPU"
-    yield f"{title:<24}" + "".join(f"{column:>13}" for column in (*MemoryPlan._fields, "total", "--batch-size"))
+    yield f"memory   GB on each GPU, which has {gpu.gib * 2**30 / 1e9:.1f}"
+    yield f"{'':<19}" + "".join(f"{title:>{width}}" for title, width in COLUMNS.items())
     yield from (layout.row() for layout in layouts.values())
-    yield "logits: what the loss takes, with the gradient of the embedding. buffers: weights and gradients on their way"
-    yield f"between GPUs, and what CUDA takes for itself. --batch-size: the largest that fits, up to {options.batch_size}."
+    yield (
+        "columns  grads: gradients. optim: the optimizer's state. activ: activations. logits: what the loss takes, with "
+        "the gradient of the embedding. buffers: weights and gradients on their way between GPUs, and what CUDA takes "
+        f"for itself. batch: the largest --batch-size that fits, up to {options.batch_size}; none: not even one row fits."
+    )
     yield ""
     chosen = layouts["fsdp" if options.parallel == "fsdp" and gpus > 1 else "ddp", options.recompute]
     if chosen.B == 0:
@@ -300,8 +313,9 @@ class Layout:
         return ("one GPU" if self.gpus == 1 else self.parallel) + (" --recompute" if self.recompute else "")
 
     def row(self) -> str:
-        numbers = "".join(f"{part / 1e9:>13.2f}" for part in (*self.plan, self.plan.total))
-        return f"{self.name:<24}{numbers}{self.B if self.B else 'does not fit':>13}"
+        sizes = (f"{part / 1e9:.2f}" if part < 1e12 else f"{part / 1e9:,.0f}" for part in (*self.plan, self.plan.total))
+        cells = zip((*sizes, str(self.B or "none")), COLUMNS.values(), strict=True)
+        return f"{self.name:<19}" + "".join(f"{cell:>{width}}" for cell, width in cells)
 
     def network_line(self, seconds: float) -> str:
         """What a step sends, and the bandwidth below which that takes longer than the step's arithmetic.

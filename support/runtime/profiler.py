@@ -64,6 +64,8 @@ class Profiler:
         except (OSError, RuntimeError) as error:  # a full disk must not end a run
             return self.notice(f"profile not written: {error}")
         ms = 1e3 * (self.ended - self.started) / steps
-        self.notice(f"profile {steps} steps of {ms:.1f}ms; open {self.file} in ui.perfetto.dev")
+        self.notice(
+            f"profile {steps} step{'s' if steps > 1 else ''} of {ms:.1f}ms; open {self.file} in ui.perfetto.dev"
+        )
         key = "self_cuda_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
         self.notice(recorded.key_averages().table(sort_by=key, row_limit=ROWS, max_name_column_width=50))
