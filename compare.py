@@ -18,7 +18,7 @@ from typing import Any
 
 from support.cli import DISK_ERRORS, Parser, UserError, flag_name, run_cli
 from support.console.curves import AXES, Run, compares_per_byte, draw_runs, read_run, save
-from support.console.terminal import is_terminal
+from support.console.terminal import is_terminal, on_one_line
 from support.files import check_output_file
 
 IGNORED_FLAGS = {"out", "resume"}
@@ -168,7 +168,7 @@ def print_blocks(columns: Sequence[Sequence[str]]) -> None:
 
 
 def _show(value: Any) -> str:
-    return UNKNOWN if value is None else f"{value:g}" if type(value) is float else str(value)
+    return UNKNOWN if value is None else f"{value:g}" if type(value) is float else on_one_line(str(value))
 
 
 if __name__ == "__main__":
