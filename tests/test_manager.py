@@ -190,3 +190,14 @@ def test_training_only_waits_for_a_copy(byte_shards, tmp_path, monkeypatch):
     assert newest_checkpoint(tmp_path / "run") == checkpoint_path(tmp_path / "run", 2)
     resumed(tmp_path / "run")
     assert_same_run(tmp_path / "run", tmp_path / "straight")
+
+
+def test_the_command_that_resumes_can_be_copied(tmp_path):
+    out = tmp_path / "my run"
+    for world_size, launcher in ((1, "python"), (2, "torchrun ...")):
+        checkpoints = CheckpointManager(out, 0, StopHandler(world_size), run=None, newest=7)
+        assert checkpoints.describe_newest().splitlines() == [
+            f"The newest checkpoint is {out}/model_00007.",
+            f"next    {launcher} train_gpt2.py --resume --out '{out}'",
+        ]
+    assert CheckpointManager(out, 0, StopHandler(), run=None).describe_newest() == "There is no checkpoint yet."
