@@ -44,7 +44,7 @@ def hub_has(monkeypatch: pytest.MonkeyPatch, folder: Path, config: GPTConfig) ->
 
 
 # By hand: nine tenths of the bytes are tokens; 10 epochs up to 2.4 million tokens, otherwise one; 2,000 steps or more.
-# An eighth of those bytes: 112,500, 300,000, 450,000, 1.1M, 11M, 112M and 1.1G weights; those of the blocks are 12 L C^2.
+# A seventh of those bytes: 130,000, 340,000, 510,000, 1.3M, 13M, 130M and 1.3G weights; those of the blocks are 12 L C^2.
 @pytest.mark.parametrize(
     "size, n_layer, context, tokens_per_step, steps",
     [

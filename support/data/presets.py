@@ -43,7 +43,7 @@ MODELS_FOR_TEXT: tuple[dict[str, int], ...] = (
 )
 # Of text that a model reads, repetitions included, for each weight of its blocks: measured, see docs/recipes.md. A model
 # must not have more weights than the text has bytes, either: it would memorize it.
-BYTES_PER_WEIGHT = 8
+BYTES_PER_WEIGHT = 7
 BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0, "bpe": 3.0}
 LEAST_TOKENS = {"gpt2": 1.65e6, "bytes": 2.4e6, "bpe": 1.65e6}  # a text that has fewer is read up to ten times
 LARGEST_TEXT_FOR_BPE = 4e8  # bytes; larger ones get GPT-2's tokens
