@@ -25,8 +25,6 @@ from support.cli import parse_flags
 SCRIPTS = {"fineweb.py": fineweb, "hellaswag.py": hellaswag, "sample.py": sample, "compare.py": compare}
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
-# Commands, flags and files that these pages name and that do not exist yet.
-COMING = ["docs/run.png", "docs/terminal.svg"]
 # Command lines that are no script of ours, without a mark; pip, hf and torchrun's are checked by their marks.
 OTHER_COMMANDS = {
     "python3 -m venv .venv": "runs in .ci/run",
@@ -85,10 +83,6 @@ ALL_COMMANDS = [(page.name, command, line) for page in PAGES for command, line i
 ALL_COMMANDS += [
     (page.name, command, "needs a GPU, needs a network") for page in PAGES for command in inline_commands(page)
 ]
-
-
-def is_coming(command: str) -> bool:
-    return any(all(word in command.split() for word in coming.split()) for coming in COMING)
 
 
 def parse_with_script(script: str, args: list[str], monkeypatch: pytest.MonkeyPatch, world_size: int = 1) -> None:
@@ -154,7 +148,7 @@ def required_marks(words: list[str]) -> set[str]:
 
 @pytest.mark.parametrize(("page", "command", "line"), ALL_COMMANDS)
 def test_a_command_is_parsed_by_its_script_and_says_what_it_needs(page, command, line, monkeypatch, tmp_path):
-    if is_coming(command) or command in OTHER_COMMANDS:
+    if command in OTHER_COMMANDS:
         return
     monkeypatch.chdir(tmp_path)
     words = split_command(command)
@@ -216,7 +210,7 @@ def test_flags_in_the_text_exist(capsys):
     for page in PAGES:
         if page.name != "comparison.md":  # other projects' flags
             text = re.sub(r"<?https?://\S+", "", without_code(page))
-            assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+", text)) - known - set(COMING) == set(), page
+            assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+", text)) - known == set(), page
 
 
 def slug(heading: str) -> str:
@@ -232,8 +226,6 @@ def test_links_lead_somewhere():
                 continue
             path, _, anchor = link.partition("#")
             target = (page.parent / path).resolve() if path else page
-            if str(target.relative_to(ROOT)) in COMING:
-                continue
             assert target.exists(), f"{page.name}: {link}"
             if anchor:
                 headings = re.findall(r"^#+ (.*)$", without_code(target), re.M)
@@ -243,9 +235,9 @@ def test_links_lead_somewhere():
 def test_named_files_exist():
     for page in PAGES:
         named = re.findall(r"(?<![\w./-])(?:benchmarks|docs|support|tests)/[\w./]*\w\.\w+", page.read_text())
-        assert [file for file in named if file not in COMING and not (ROOT / file).exists()] == [], page
+        assert [file for file in named if not (ROOT / file).exists()] == [], page
     for file in re.findall(r"^\| `([\w./]+)`", README.read_text(), re.M):
-        assert file in COMING or (ROOT / file).exists(), file
+        assert (ROOT / file).exists(), file
     assert {page.name for page in (ROOT / "docs").glob("*.md")} <= set(
         re.findall(r"\[docs/([\w.]+)\]", README.read_text())
     )
