@@ -51,7 +51,6 @@ from transformers import GPT2LMHeadModel  # noqa: E402, F401
 from support.cli import UserError, run_cli  # noqa: E402
 from support.data import download  # noqa: E402
 
-download.DEFAULT_ATTEMPTS = 1  # without a network, an input that needs the GPT-2 vocabulary should fail at once
 FORK = multiprocessing.get_context("fork")
 INPUTS_PER_FORK = 50
 MEMORY = 8 << 30  # bytes of address space that an input may add
@@ -295,6 +294,7 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.set_num_threads(1)
+    download.DEFAULT_ATTEMPTS = 1  # without a network, an input that needs the GPT-2 vocabulary should fail at once
     FLAGS.update({name: flags_of(script) for name, script in SCRIPTS.items()})
     folder = Path(tempfile.mkdtemp(prefix="bench_bad_input_"))
     os.environ["HF_HOME"] = str(folder / "cache")

@@ -262,7 +262,7 @@ def curves_of_rank(rank: int) -> None:
 
 @pytest.mark.slow
 def test_one_of_two_processes_draws(byte_shards, tmp_path):
-    flags = ["--data", byte_shards, "--max-steps", 3, "--out", "run"]
+    flags = ["--data", byte_shards, "--max-steps", 4, "--out", "run"]
     run_to_the_end(*flags, cwd=tmp_path, world_size=2, sabotage=curves_of_rank)
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(PNG)
     assert "warning" not in (tmp_path / "0.txt").read_text() + (tmp_path / "1.txt").read_text()
