@@ -115,6 +115,22 @@ def test_given_sizes_stay(monkeypatch):
     assert sizes_for(3e6, 2.4e7, monkeypatch, *given).keys() == {"n_head", "n_embd", "block_size"}
 
 
+def test_pretrained_weights_keep_their_sizes():
+    config = config_of()
+    options = config.__class__(**{**config.to_dict(), "minutes": 3.0, "init_from": "gpt2"})
+    assert budget.sizes_for_minutes(options, {}, ONE_PROCESS, GPT) == {}
+
+
+def test_a_model_that_does_not_fit_is_not_chosen(monkeypatch):
+    def too_large(work, *args, **options):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(budget, "_seconds", too_large)
+    sizes = dict(n_layer=1, n_head=1, n_embd=16, block_size=64)
+    options = config_of().__class__(**{**config_of().to_dict(), "minutes": 3.0})
+    assert budget._tokens_in_time(options, sizes, 257, ONE_PROCESS, lambda **sizes: GPT(GPTConfig(**sizes))) == 0.0
+
+
 def test_the_tokens_of_a_model_in_time(monkeypatch):
     """By hand: 0.7 of 3 minutes, 8 rows of 64 tokens in 0.01 s, on two ranks."""
     monkeypatch.setattr(budget, "_seconds", lambda work, *args, **options: work() or 0.01)

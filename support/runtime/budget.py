@@ -48,10 +48,12 @@ def sizes_for_minutes(
     The model is the largest that suits the text and reads enough of it in time, see `presets.models_for_text`.
 
     Args:
-        given: the flags on the command line, or from a checkpoint.
+        given: the flags on the command line.
         new_model: makes a model from fields of GPTConfig.
     """
     flags = options.to_dict()
+    if flags["init_from"]:  # which brings its sizes and its rates
+        return {}
     tokenizer, text_bytes = "bpe" if options.demo else options.tokenizer, presets.text_bytes(flags)
     vocab_size = VOCAB_SIZES.get(tokenizer) or bpe.fitting_vocab_size(text_bytes)
     bytes_per_token = presets.BYTES_PER_TOKEN[tokenizer]
@@ -97,7 +99,10 @@ def _tokens_in_time(
         model.zero_grad(set_to_none=True)
 
     assert options.minutes is not None
-    seconds = _seconds(micro_step, dist.device, limit=0.5)
+    try:
+        seconds = _seconds(micro_step, dist.device, limit=0.5)
+    except torch.OutOfMemoryError:  # a smaller model will do
+        return 0.0
     return (
         TRAINING_FRACTION * 60 * options.minutes / seconds * options.batch_size * sizes["block_size"] * dist.world_size
     )
