@@ -37,7 +37,7 @@ from support.data.readers import TEXT_TYPES, Files, find_text_files, text_suffix
 from support.data.ready_made import download_shards
 from support.data.shard_writer import ShardWriter, check_space_for_shards, report_interrupt
 from support.data.shards import MANIFEST, Manifest, Setting, read_manifest, verify_shards
-from support.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_JSON, VOCAB_SIZES, get_tokenizer
+from support.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_JSON, VOCAB_SIZES, find_tokenizer, get_tokenizer
 from support.files import sha256_of
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
@@ -394,20 +394,23 @@ def default_output(args: Arguments) -> str:
     return ("fineweb" if args.dataset == "HuggingFaceFW/fineweb" else "edu_fineweb") + slug(size)
 
 
-def find_tokenizer(name_or_dir: str) -> Path:
+def find_trained_tokenizer(name_or_dir: str) -> Path:
     """The `tokenizer.json` of a model, or of a folder of shards.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or it is not a trained one.
     """
     directory = Path(name_or_dir)
     if not (directory / MANIFEST).exists():
         from support.checkpoints import huggingface  # imports torch
 
-        directory = huggingface.find_model(name_or_dir, verify=False)
-    if not (directory / TOKENIZER_JSON).is_file():
+        directory = huggingface.tokenizer_folder(huggingface.find_model(name_or_dir, verify=False))
+    name = find_tokenizer(directory)
+    if name is None:
         raise UserError(f"{directory} has no {TOKENIZER_JSON}. Use another --tokenizer-from.")
-    return directory / TOKENIZER_JSON
+    if name in VOCAB_SIZES:
+        raise UserError(f"{name_or_dir} has the tokenizer {name}. Use --tokenizer {name}, without --tokenizer-from.")
+    return Path(name)
 
 
 def source_of(args: Arguments, output: Path) -> Corpus:
@@ -453,7 +456,7 @@ def main(argv: list[str] | None = None) -> None:
             output,
             tokenizer=tokenizer,
             vocab_size=args.vocab_size,
-            tokenizer_file=find_tokenizer(args.tokenizer_from) if args.tokenizer_from else None,
+            tokenizer_file=find_trained_tokenizer(args.tokenizer_from) if args.tokenizer_from else None,
             engine=args.engine,
             shard_size=args.shard_size,
             max_tokens=args.max_tokens,

@@ -568,9 +568,10 @@ def load_model(directory: Path, device: torch.device) -> tuple[GPT2LMHeadModel, 
     """Hugging Face's own GPT-2 with the weights of a checkpoint in fp32, and its tokenizer.
 
     Raises:
-        UserError: the checkpoint is corrupt, or its tokenizer is not GPT-2's, on which HellaSwag's scores are defined.
+        UserError: the files are corrupt, or the tokenizer is not GPT-2's, on which HellaSwag's scores are defined.
     """
-    tokenizer = tokenizer_of_model(directory, huggingface.read_config(directory)["vocab_size"])
+    vocab_size = huggingface.read_config(directory)["vocab_size"]
+    tokenizer = tokenizer_of_model(huggingface.tokenizer_folder(directory), vocab_size)
     if tokenizer.name != "gpt2":
         raise UserError(
             f"{directory} was trained on {tokenizer.name}, and HellaSwag's scores are defined on GPT-2 tokens. "

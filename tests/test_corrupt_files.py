@@ -133,6 +133,7 @@ def poisoned(place, data, run, evil):
         return lambda: train_gpt2.main([*TINY_TRAINING_FLAGS, "--data", str(folder), "--out", str(run / "new"), "--init-from", str(before)])  # fmt: skip
     if place == "pytorch_model.bin, scored":
         GPT(train_gpt2.GPTConfig(16, 50257, 1, 2, 8)).save_pretrained(before)
+        (before / "tokenizer.json").unlink()
         (before / "model.safetensors").unlink()
         torch.save({"transformer.wte.weight": evil}, before / "pytorch_model.bin")
         items = run / "items.jsonl"

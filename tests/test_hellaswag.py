@@ -737,6 +737,7 @@ def test_bad_flags_and_files_are_user_errors(tiny_model, tmp_path, monkeypatch, 
     write_items(tmp_path / "unlabelled.jsonl", label=None)
     (tmp_path / "empty.jsonl").touch()
     tiny_model.save_pretrained(tmp_path / "tiny")
+    get_tokenizer("bytes").save_pretrained(tmp_path / "tiny", 16)
     with pytest.raises(SystemExit) as exit:
         run_cli(lambda: hellaswag.main(flags.split()))
     assert exit.value.code == 2 and f"error: {message}" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from helpers import run_script
 from training import config_of
 
 from support.cli import UserError
+from support.data.tokenizer import get_tokenizer
 from support.runtime import devices, memory, plan
 from support.runtime.plan import Sizes, bytes_sent, plan_memory, seconds_of_training
 from train_gpt2 import GPT, MODELS, GPTConfig, TrainConfig, main, resolve
@@ -169,6 +170,7 @@ def test_the_vocabulary_is_that_of_the_shards(byte_shards, capsys):
 
 def test_the_vocabulary_is_that_of_the_pretrained_weights(tiny_model, tmp_path, capsys):
     tiny_model.save_pretrained(tmp_path / "base")
+    get_tokenizer("bytes").save_pretrained(tmp_path / "base", 16)
     main(["--plan", "--init-from", str(tmp_path / "base"), "--block-size", "16", "--dtype", "auto"])
     assert "model    36,224 parameters" in printed(capsys)
 

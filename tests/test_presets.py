@@ -16,6 +16,7 @@ from training import ONE_PROCESS, config_of, configure
 
 from support.cli import UserError
 from support.data.presets import make_preset_shards, run_child_process
+from support.data.tokenizer import get_tokenizer
 from train_gpt2 import GPT, MODELS, GPTConfig, train
 
 TEXT = "".join(f"{a} and {b} are {a + b}.\n" for a in range(40) for b in range(60))
@@ -102,6 +103,7 @@ def test_fine_tuning_takes_few_epochs_at_a_low_rate(tmp_path, monkeypatch):
     assert (config.optimizer, config.max_lr) == ("adamw", 1e-3)
     for n_embd, factor in ((64, 12), (768, 1), (1536, 1)):  # a higher rate for a narrower model
         GPT(GPTConfig(8, 257, 1, 1, n_embd)).save_pretrained(tmp_path / "model")
+        get_tokenizer("bytes").save_pretrained(tmp_path / "model", 8)
         config, _ = configure(["--text", text, "--init-from", str(tmp_path / "model")])
         assert config.max_lr == pytest.approx(factor * 1e-4)
 
@@ -109,6 +111,8 @@ def test_fine_tuning_takes_few_epochs_at_a_low_rate(tmp_path, monkeypatch):
 def test_a_checkpoint_brings_its_tokenizer(tmp_path):
     for vocab_size, tokenizer in ((257, "bytes"), (50257, "gpt2")):
         GPT(GPTConfig(8, vocab_size, 1, 1, 4)).save_pretrained(tmp_path / tokenizer)
+        if tokenizer == "bytes":  # GPT-2's vocabulary may not be on this machine
+            get_tokenizer(tokenizer).save_pretrained(tmp_path / tokenizer, 8)
         flags = ["--text", str(file_of_size(tmp_path, 1e6)), "--init-from", str(tmp_path / tokenizer)]
         assert configure(flags)[0].tokenizer == tokenizer
 

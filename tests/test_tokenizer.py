@@ -3,14 +3,32 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 from helpers import GPT2_VOCABULARY, ROOT, needs_gpt2_vocabulary
 
+import fineweb
+import hellaswag
+import sample
+from support.checkpoints import huggingface
+from support.checkpoints.start import check_pretrained
 from support.cli import UserError
-from support.data.tokenizer import get_tokenizer, name_for_vocab_size, tokenizer_of_model
+from support.data.shards import read_tokenizer
+from support.data.tokenizer import (
+    BpeTokenizer,
+    Gpt2Tokenizer,
+    Tokenizer,
+    find_tokenizer,
+    get_tokenizer,
+    tokenizer_name,
+    tokenizer_of_model,
+)
+from train_gpt2 import GPT, GPTConfig
 
 TEXTS = [
     "Hello, I'm a language model,",
@@ -67,10 +85,127 @@ def test_the_recovered_merges_are_the_published_ones():
     assert [" ".join(pair) for pair in recovered] == published
 
 
-def test_a_tokenizer_is_known_by_its_vocabulary_size(tmp_path):
-    assert [name_for_vocab_size(n) for n in (50257, 257, 32000)] == ["gpt2", "bytes", "bpe"]
-    with pytest.raises(UserError, match="vocabulary of 32,000 tokens. .* one of these: gpt2: 50,257, bytes: 257"):
-        tokenizer_of_model(tmp_path, 32000)
+# -----------------------------------------------------------------------------
+# The tokenizer of a model: what its files say, not what its size suggests
+
+
+def pairs_of_bytes(vocab_size: int, reverse: bool = False) -> BpeTokenizer:
+    """A trained tokenizer of any size: all bytes, then as many pairs of them as it takes."""
+    pairs = [bytes([a, b]) for a in range(256) for b in range(256)]
+    pairs = pairs[::-1] if reverse else pairs
+    return BpeTokenizer([*(bytes([a]) for a in range(256)), *pairs[: vocab_size - 257]])
+
+
+def save_model(folder: Path, vocab_size: int, tokenizer: Tokenizer | None = None) -> Path:
+    GPT(GPTConfig(16, vocab_size, 1, 1, 4)).save_pretrained(folder)
+    if tokenizer:
+        tokenizer.save_pretrained(folder, 16)
+    return folder
+
+
+@needs_gpt2_vocabulary
+def test_gpt2s_tokenizer_is_known_by_its_content_in_each_form_of_its_files(tmp_path):
+    from transformers import GPT2TokenizerFast
+
+    old, new, ours = (tmp_path / name for name in ("old", "new", "ours"))
+    for folder in (old, new, ours):
+        folder.mkdir()
+    for name, url in (("merges.txt", "vocab.bpe"), ("vocab.json", "encoder.json")):
+        url = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{url}"
+        shutil.copy(GPT2_VOCABULARY.parent / hashlib.sha1(url.encode()).hexdigest(), old / name)
+    GPT2TokenizerFast(vocab=str(old / "vocab.json"), merges=str(old / "merges.txt")).save_pretrained(new)
+    get_tokenizer("gpt2").save_pretrained(ours, 1024)
+    hub = json.loads((new / "tokenizer.json").read_text())  # as older versions of the library have written it
+    hub["model"]["merges"] = [" ".join(pair) for pair in hub["model"]["merges"]]
+    del hub["pre_tokenizer"]["use_regex"]
+    assert [find_tokenizer(folder, 50257) for folder in (old, new, ours)] == ["gpt2"] * 3
+    (new / "tokenizer.json").write_text(json.dumps(hub))
+    assert find_tokenizer(new, 50257) == "gpt2"
+    hub["model"]["merges"][7], hub["model"]["merges"][8] = hub["model"]["merges"][8], hub["model"]["merges"][7]
+    (new / "tokenizer.json").write_text(json.dumps(hub))
+    with pytest.raises(UserError, match="not a byte-level BPE as"):  # its ids are not in the order of its merges
+        find_tokenizer(new, 50257)
+    merges = (old / "merges.txt").read_text().splitlines(keepends=True)
+    (old / "merges.txt").write_text("".join([*merges[:-2], merges[-1], merges[-2]]))
+    with pytest.raises(UserError, match="Use another model"):
+        find_tokenizer(old, 50257)
+
+
+@pytest.mark.parametrize("vocab_size", [257, 258, 50257])
+def test_a_trained_tokenizer_of_any_size_is_not_taken_for_another(vocab_size, tmp_path, capsys):
+    tokenizer = pairs_of_bytes(vocab_size) if vocab_size > 257 else get_tokenizer("bytes")
+    model = save_model(tmp_path, vocab_size, tokenizer)
+    found = tokenizer_of_model(model, vocab_size)
+    assert found.is_same_as(tokenizer) and found.encode("a text") == tokenizer.encode("a text")
+    sample.main(["--model", str(model), "--prompt", "A \x00\x01 text", "-n", "1", "-d", "cpu"])
+    assert capsys.readouterr().out.startswith("A \x00\x01 text")
+    with pytest.raises(UserError, match="defined on GPT-2 tokens"):
+        hellaswag.load_model(model, torch.device("cpu"))
+
+
+def test_shards_with_another_tokenizer_than_the_models_are_refused(tmp_path):
+    own, other, same = pairs_of_bytes(300), pairs_of_bytes(300, reverse=True), pairs_of_bytes(300)
+    model = save_model(tmp_path / "model", 300, own)
+    check_pretrained(model, 300, same, 16, 16, str(tmp_path))
+    with pytest.raises(UserError, match=f"another tokenizer than the shards .* bpe --tokenizer-from {model}"):
+        check_pretrained(model, 300, other, 16, 16, str(tmp_path))
+    model = save_model(tmp_path / "large", 50257, pairs_of_bytes(50257))
+    with pytest.raises(UserError, match="another tokenizer than the shards"):  # which have GPT-2's tokens
+        check_pretrained(model, 50257, UnreadGpt2(), 16, 16, str(tmp_path))
+
+
+class UnreadGpt2(Gpt2Tokenizer):
+    """GPT-2's tokenizer where its vocabulary is not at hand."""
+
+    def __init__(self):
+        pass
+
+    vocab_size = 50257
+
+
+def test_a_model_without_a_tokenizer_is_refused_unless_its_vocabulary_is_gpt2s(tmp_path, capfd):
+    model = save_model(tmp_path / "model", 300)
+    with pytest.raises(UserError, match=r"has no tokenizer\.json, so its 300 tokens are unknown"):
+        sample.main(["--model", str(model), "-d", "cpu"])
+    with pytest.raises(UserError, match=r"no tokenizer\.json to compare with"):
+        check_pretrained(model, 300, pairs_of_bytes(300), 16, 16, str(tmp_path))
+    check_pretrained(save_model(tmp_path / "gpt2", 50257), 50257, UnreadGpt2(), 16, 16, str(tmp_path))
+    assert tokenizer_name(tmp_path / "gpt2", 50257) == "gpt2"
+    assert "are taken for GPT-2's" in capfd.readouterr().err
+
+
+def test_shards_made_with_tokenizer_from_say_which_tokenizer_a_model_without_one_has(tmp_path):
+    save_model(tmp_path / "named", 300, pairs_of_bytes(300))
+    (tmp_path / "text.txt").write_text("one, two, three, " * 100)
+    flags = ["--input", str(tmp_path / "text.txt"), "--output", str(tmp_path / "data"), "--tokenizer", "bpe"]
+    fineweb.main([*flags, "--split-documents", "--tokenizer-from", str(tmp_path / "named")])
+    check_pretrained(
+        save_model(tmp_path / "bare", 300), 300, read_tokenizer(tmp_path / "data"), 16, 16, str(tmp_path / "data")
+    )
+
+
+def test_an_adapter_has_the_tokenizer_of_its_base_unless_it_has_its_own(tmp_path):
+    base = save_model(tmp_path / "base", 300, pairs_of_bytes(300))
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": str(base), "peft_type": "LORA", "r": 1, "lora_alpha": 1})
+    )
+    assert huggingface.tokenizer_folder(adapter) == base
+    pairs_of_bytes(300).save_pretrained(adapter, 16)
+    assert huggingface.tokenizer_folder(adapter) == adapter
+
+
+@needs_gpt2_vocabulary
+def test_gpt2s_tokenizer_is_not_copied_as_a_trained_one(tmp_path):
+    save_model(tmp_path / "model", 50257, get_tokenizer("gpt2"))
+    (tmp_path / "text.txt").write_text("one, two, three, " * 100)
+    flags = ["--input", str(tmp_path / "text.txt"), "--output", str(tmp_path / "data"), "--tokenizer", "bpe"]
+    with pytest.raises(UserError, match="has the tokenizer gpt2. Use --tokenizer gpt2"):
+        fineweb.main([*flags, "--tokenizer-from", str(tmp_path / "model")])
+
+
+# -----------------------------------------------------------------------------
 
 
 def test_without_the_vocabulary_the_error_says_how_to_get_it(tmp_path):

@@ -1,4 +1,4 @@
-"""GPT-2 weights in Hugging Face's files (`config.json`, `model.safetensors`): found, read and written.
+"""GPT-2 models in Hugging Face's files (`config.json`, `model.safetensors`): found, read and written.
 
 The formats are those of transformers' GPT2LMHeadModel; transformers itself is imported by `load_hf_model` only.
 """
@@ -17,6 +17,7 @@ from support.checkpoints import lora
 from support.checkpoints.directory import CONTENTS, find_corruption, newest_checkpoint
 from support.cli import UserError
 from support.data.hub import hub_error_reason
+from support.data.tokenizer import TOKENIZER_FILES
 from support.runtime.memory import check_model_fits
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ HF_NAMES = {  # in config.json, and in GPTConfig
     "n_head": "n_head",
     "n_embd": "n_embd",
 }
+FILES = ["config.json", "model.safetensors", *TOKENIZER_FILES, lora.CONFIG, lora.WEIGHTS]  # what is read of a hub model
 MAX_SIZE, MAX_LAYERS = 2**20, 10_000  # far beyond any real model: a corrupt file gives a message and not a traceback
 # The values that our model implements; the first one is the default of a missing field.
 SUPPORTED_MODEL_VALUES: dict[str, tuple[object, ...]] = {
@@ -57,7 +59,7 @@ TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "ml
 
 
 def find_model(name_or_dir: str | os.PathLike[str], verify: bool = True) -> Path:
-    """The folder with `config.json` and `model.safetensors` of a model: a directory, or a hub name, downloaded once.
+    """The folder of a model, or of an adapter: a directory, or a hub name, of which FILES are downloaded once.
 
     With `verify`, the files of a checkpoint directory, and of an adapter's base model, are compared with their
     checksums.
@@ -74,19 +76,23 @@ def find_model(name_or_dir: str | os.PathLike[str], verify: bool = True) -> Path
         corruption = find_corruption(directory) if verify and (directory / CONTENTS).exists() else None
         if corruption:
             raise UserError(f"{directory} is corrupt: {corruption}. Use another checkpoint.")
-        if verify and lora.is_adapter(directory):
-            _find_base_model(directory)
-        return directory
-    if directory.is_absolute() or (len(directory.parts) > 1 and directory.parent.is_dir()):
+    elif directory.is_absolute() or (len(directory.parts) > 1 and directory.parent.is_dir()):
         raise UserError(f"{directory} does not exist. Check the path.")
+    else:
+        directory = _download(str(name_or_dir))
+    if verify and lora.is_adapter(directory):
+        _find_base_model(directory)
+    return directory
+
+
+def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(name_or_dir), allow_patterns=["config.json", "model.safetensors"]))
+        return Path(snapshot_download(name, allow_patterns=FILES))
     except Exception as error:  # the hub's own errors and the HTTP library's have no base class in common
         raise UserError(
-            f"no model {str(name_or_dir)!r}: it is not a directory, and {hub_error_reason(error)}. "
-            "Check the name and the network.",
+            f"no model {name!r}: it is not a directory, and {hub_error_reason(error)}. Check the name and the network.",
             this_rank_only=True,
         ) from error
 
@@ -96,6 +102,12 @@ def _find_base_model(adapter: Path, verify: bool = True) -> Path:
         return find_model(lora.base_model_of(adapter), verify)
     except UserError as error:
         raise error.with_hint(f"It is the base model of {adapter}, as adapter_config.json says.") from error
+
+
+def tokenizer_folder(directory: Path) -> Path:
+    """The folder that has the tokenizer of a model: its own, or for an adapter that has none, that of its base model."""
+    has_tokenizer = any((directory / name).exists() for name in TOKENIZER_FILES)
+    return directory if has_tokenizer or not lora.is_adapter(directory) else _find_base_model(directory, verify=False)
 
 
 def read_config(directory: Path) -> ModelSizes:

@@ -14,7 +14,8 @@ from support.checkpoints.resume import resumed_flags, stored_flags
 from support.checkpoints.state import Checkpoint
 from support.cli import UserError, flag_name
 from support.data.presets import DEMO, preset_flags
-from support.data.tokenizer import TOKENIZER_JSON, Tokenizer, name_for_vocab_size
+from support.data.shards import read_manifest
+from support.data.tokenizer import VOCAB_SIZES, Tokenizer, find_tokenizer, get_tokenizer, tokenizer_name
 from support.runtime.distributed import Distributed
 from support.runtime.options import PLAN_FLAGS
 
@@ -62,11 +63,13 @@ def gather_flags(
         raise UserError(*problems)
     if "init_from" not in given:
         return preset_flags(given) | dict(given), None
-    sizes = huggingface.read_config(_find_once_per_node(given["init_from"], dist))
-    model_flags: dict[str, Any] = {name: sizes[name] for name in ("n_layer", "n_head", "n_embd", "block_size", "bias")}
-    if given.get("plan"):
-        model_flags["tokenizer"] = name_for_vocab_size(sizes["vocab_size"])
-    return model_flags | preset_flags(given, sizes["vocab_size"], sizes["n_embd"]) | dict(given), None
+    directory = _find_once_per_node(given["init_from"], dist)
+    sizes = huggingface.read_config(directory)
+    flags: dict[str, Any] = {name: sizes[name] for name in ("n_layer", "n_head", "n_embd", "block_size", "bias")}
+    if given.get("plan") or "text" in given:
+        name = tokenizer_name(huggingface.tokenizer_folder(directory), sizes["vocab_size"])
+        flags["tokenizer"] = name if name in VOCAB_SIZES else "bpe"
+    return flags | preset_flags(given, flags.get("tokenizer"), sizes["n_embd"]) | dict(given), None
 
 
 class Schedule(Protocol):
@@ -129,8 +132,16 @@ def check_pretrained(
             f"{tokenizer.vocab_size:,} ({tokenizer.name}). Use --data with shards made with its tokenizer; "
             "with --text, its --tokenizer and another --out."
         )
-    theirs = Path(source) / TOKENIZER_JSON
-    if tokenizer.name == "bpe" and theirs.exists() and theirs.read_text(encoding="utf-8") != tokenizer.huggingface_json:
-        raise UserError(f"{source} has another tokenizer than the shards in {data}. Make shards with --tokenizer-from.")
+    name = find_tokenizer(huggingface.tokenizer_folder(huggingface.find_model(source, verify=False)), vocab_size)
+    if name is None and tokenizer.name != "gpt2" and not read_manifest(data).get("settings", {}).get("tokenizer_from"):
+        raise UserError(
+            f"{source} has no tokenizer.json to compare with the tokenizer of {data}. "
+            "Copy the one that it was trained with into it."
+        )
+    if name is not None and not get_tokenizer(name).is_same_as(tokenizer):
+        raise UserError(
+            f"{source} has another tokenizer than the shards in {data}. Make shards with its tokenizer: --tokenizer "
+            f"{name if name in VOCAB_SIZES else f'bpe --tokenizer-from {source}'}."
+        )
     if block_size > context:
         raise UserError(f"{source} has a context of {context} tokens. Leave out --block-size, or lower it.")

@@ -23,7 +23,6 @@ from support.data.readers import (
     parquet_text_bytes,
     text_suffix,
 )
-from support.data.tokenizer import name_for_vocab_size
 
 # About two minutes on two CPU cores.
 DEMO = dict(
@@ -53,11 +52,11 @@ FLAGS_CHOSEN_FOR_TEXT = (
 )  # fmt: skip
 
 
-def preset_flags(given: Mapping[str, Any], vocab_size: int = 50257, n_embd: int = 768) -> dict[str, Any]:
+def preset_flags(given: Mapping[str, Any], tokenizer: str | None = None, n_embd: int = 768) -> dict[str, Any]:
     """Flags that --demo or --text sets unless they are given; none without those two.
 
     Args:
-        vocab_size, n_embd: of the model of --init-from; not used without that flag.
+        tokenizer, n_embd: of the model of --init-from; not used without that flag.
 
     Raises:
         UserError: --text names no text, or does not go together with another flag.
@@ -67,7 +66,7 @@ def preset_flags(given: Mapping[str, Any], vocab_size: int = 50257, n_embd: int 
             raise UserError("--demo brings its own text. Leave out --text, or --demo.")
         if "data" in given:
             raise UserError("--text makes its own shards, in --out. Leave out --data, or --text to train on shards.")
-        return _text_flags(given, vocab_size, n_embd)
+        return _text_flags(given, tokenizer, n_embd)
     if for_text := [flag_name(name) for name in ("text_field", "tokenizer") if name in given]:
         raise UserError(*(f"{name} is for --text. Add --text, or leave out {name}." for name in for_text))
     if not given.get("demo"):
@@ -79,11 +78,10 @@ def preset_flags(given: Mapping[str, Any], vocab_size: int = 50257, n_embd: int 
     return {name: value for name, value in flags.items() if not other_sizes or name not in MODEL_FLAGS}
 
 
-def _text_flags(given: Mapping[str, Any], vocab_size: int, n_embd: int) -> dict[str, Any]:
+def _text_flags(given: Mapping[str, Any], tokenizer: str | None, n_embd: int) -> dict[str, Any]:
     fine_tuned = "init_from" in given
     size = text_bytes(given)
-    tokenizer = "bpe" if size <= LARGEST_TEXT_FOR_BPE else "gpt2"
-    tokenizer = given.get("tokenizer", name_for_vocab_size(vocab_size) if fine_tuned else tokenizer)
+    tokenizer = given.get("tokenizer", tokenizer or ("bpe" if size <= LARGEST_TEXT_FOR_BPE else "gpt2"))
     tokens = 0.9 * size / BYTES_PER_TOKEN[tokenizer]  # the last tenth is held out
     flags: dict[str, Any]
     if fine_tuned:  # few epochs, at a low learning rate

@@ -13,9 +13,10 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,12 +33,14 @@ VOCAB_SIZES = {"gpt2": 50257, "bytes": 257}
 MAX_VOCAB_SIZE = 2**16  # ids are uint16
 MAX_TOKEN_BYTES = 64  # of a trained encoding
 TOKENIZER_JSON = "tokenizer.json"
+TOKENIZER_FILES = (TOKENIZER_JSON, "vocab.json", "merges.txt")  # one of the first two has a model's vocabulary
 
 TokenIds: TypeAlias = npt.NDArray[np.unsignedinteger]  # one-dimensional, of some unsigned type
 
 # GPT-2's pattern of words, each of which is encoded on its own.
 GPT2_WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
+_GPT2_DEFINITION_SHA256 = "1d5a9da12a2cb5cee343bcb0ffcffa54f7ce0c9a3bc4b4c5c4f3e7bd2092f4bc"  # of `_definition`
 _GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 _GPT2_FILES = {  # SHA-256, as in tiktoken
     _GPT2_URL + "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
@@ -59,32 +62,85 @@ def get_tokenizer(name: str) -> Tokenizer:
     return Gpt2Tokenizer() if name == "gpt2" else BytesTokenizer()
 
 
-def name_for_vocab_size(vocab_size: int) -> str:
-    """The tokenizer with `vocab_size` tokens; "bpe", trained on some text, if it is none of the others."""
-    return next((name for name, size in VOCAB_SIZES.items() if size == vocab_size), "bpe")
+def find_tokenizer(directory: Path, vocab_size: int | None = None) -> str | None:
+    """The tokenizer of a model, by the files in its directory, as `get_tokenizer` takes it; None if there are none.
+
+    The content of `tokenizer.json`, or of `vocab.json` and `merges.txt`, decides: vocabularies of one size can differ.
+
+    Args:
+        vocab_size: of the model, if it has to fit.
+
+    Raises:
+        UserError: the tokenizer is of a kind that this project cannot read, or has another vocabulary size.
+    """
+    try:
+        content = _read_tokenizer_files(directory)
+        if content is None:
+            return None
+        definition = _definition(content)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"the tokenizer in {directory} is not a byte-level BPE ({error!r}). Use another model."
+        ) from error
+    if hashlib.sha256(definition.encode()).hexdigest() == _GPT2_DEFINITION_SHA256:
+        name, size = "gpt2", VOCAB_SIZES["gpt2"]
+    elif definition == _definition(json.loads(BytesTokenizer().huggingface_json)):
+        name, size = "bytes", VOCAB_SIZES["bytes"]
+    else:
+        name = str((directory / TOKENIZER_JSON).absolute())
+        size = get_tokenizer(name).vocab_size
+    if vocab_size not in (None, size):
+        raise UserError(
+            f"the tokenizer in {directory} has {size:,} tokens, and the model {vocab_size:,}. Use another model."
+        )
+    return name
+
+
+def tokenizer_name(directory: Path, vocab_size: int) -> str:
+    """`find_tokenizer`, but a model that comes without one and has GPT-2's vocabulary size is taken for GPT-2's.
+
+    Raises:
+        UserError: as `find_tokenizer`, or the model comes without a tokenizer.
+    """
+    name = find_tokenizer(directory, vocab_size)
+    if name is None and vocab_size != VOCAB_SIZES["gpt2"]:
+        raise UserError(
+            f"{directory} has no {TOKENIZER_JSON}, so its {vocab_size:,} tokens are unknown. "
+            "Copy the one that it was trained with into it."
+        )
+    if name is None and os.environ.get("RANK", "0") == "0":
+        warning = f"{directory} has no {TOKENIZER_JSON}: its {vocab_size:,} tokens are taken for GPT-2's"
+        print(f"warning: {warning}.", file=sys.stderr, flush=True)
+    return name or "gpt2"
 
 
 def tokenizer_of_model(directory: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of the model in a directory, by the size of its vocabulary.
+    """The tokenizer of the model in a directory; errors as in `tokenizer_name`."""
+    return get_tokenizer(tokenizer_name(directory, vocab_size))
 
-    Raises:
-        UserError: it is none that is known, and there is no `tokenizer.json` of one that this project has trained.
-    """
-    if (name := name_for_vocab_size(vocab_size)) != "bpe":
-        return get_tokenizer(name)
-    if not (directory / TOKENIZER_JSON).exists():
-        known = ", ".join(f"{name}: {size:,}" for name, size in VOCAB_SIZES.items())
-        raise UserError(
-            f"{directory} has no {TOKENIZER_JSON}, and no tokenizer has a vocabulary of {vocab_size:,} tokens. Use a "
-            f"model with one of these: {known}."
-        )
-    tokenizer = get_tokenizer(str((directory / TOKENIZER_JSON).absolute()))
-    if tokenizer.vocab_size != vocab_size:
-        raise UserError(
-            f"{directory / TOKENIZER_JSON} has {tokenizer.vocab_size:,} tokens, and the model {vocab_size:,}. "
-            "Use another model."
-        )
-    return tokenizer
+
+def _read_tokenizer_files(directory: Path) -> dict[str, Any] | None:
+    """The content of `tokenizer.json`, or that of the older `vocab.json` and `merges.txt` in its form."""
+    if (directory / TOKENIZER_JSON).exists():
+        return json.loads((directory / TOKENIZER_JSON).read_text(encoding="utf-8"))
+    if not (directory / "vocab.json").exists():
+        return None
+    vocabulary = json.loads((directory / "vocab.json").read_text(encoding="utf-8"))
+    _version, *merges = (directory / "merges.txt").read_text(encoding="utf-8").splitlines()
+    return {
+        "model": {"vocab": vocabulary, "merges": merges},
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False},
+        "added_tokens": [{"content": END_OF_TEXT, "id": vocabulary[END_OF_TEXT]}],
+    }
+
+
+def _definition(content: Mapping[str, Any]) -> str:
+    """What in a `tokenizer.json` decides the ids of a text, in one form for all versions of the `tokenizers` library."""
+    model, words = content["model"], content["pre_tokenizer"]
+    special = {token["content"]: token["id"] for token in content["added_tokens"]}
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    split = [words["type"], words["add_prefix_space"], words.get("use_regex", True), content.get("normalizer")]
+    return json.dumps([model["vocab"] | special, special, merges, split], sort_keys=True)
 
 
 class Tokenizer(abc.ABC):
@@ -108,6 +164,10 @@ class Tokenizer(abc.ABC):
         """Bytes of text that the tokens stand for; an end-of-text, or an id that does not exist, counts as one."""
         lengths = np.array([*map(len, self.token_bytes()), 1])
         return int(lengths[np.minimum(ids, len(lengths) - 1)].sum())
+
+    def is_same_as(self, other: Tokenizer) -> bool:
+        """Whether all texts have the same ids in both; two vocabularies of one size are two tokenizers."""
+        return self.name == other.name and (self.name != "bpe" or self.token_bytes() == other.token_bytes())
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]: ...
@@ -218,10 +278,10 @@ class Gpt2Tokenizer(BpeTokenizer):
 
 
 def load_bpe(path: Path) -> BpeTokenizer:
-    """The encoding in a `tokenizer.json` that `huggingface_json` has made.
+    """The encoding in a `tokenizer.json`: a byte-level BPE of GPT-2's kind whose last id is end-of-text.
 
     Raises:
-        UserError: the file is not one of those.
+        UserError: the file is missing, or has another kind of tokenizer.
     """
     byte_of = {char: byte for byte, char in enumerate(printable_bytes())}
     try:
@@ -233,10 +293,12 @@ def load_bpe(path: Path) -> BpeTokenizer:
         if not complete or sorted(vocabulary.values()) != list(range(len(tokens) + 1)) or len(tokens) >= MAX_VOCAB_SIZE:
             raise ValueError
         tokenizer = BpeTokenizer(tokens)
-        if json.loads(tokenizer.huggingface_json) != content:
+        if _definition(json.loads(tokenizer.huggingface_json)) != _definition(content):
             raise ValueError
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} is not a tokenizer that fineweb.py has trained. Make it again.") from error
+        raise UserError(
+            f"{path} is not a byte-level BPE as fineweb.py makes it, with end-of-text as its last token. Use another model."
+        ) from error
     return tokenizer
 
 
