@@ -28,7 +28,7 @@ TEXTS = [f"page {i}: " + "words and more of them. " * (i % 9) for i in range(300
 
 
 class Hub:
-    """A server of data sets, which are files by path.
+    """A server of data sets and models, which are files by path.
 
     Attributes:
         failures: what goes wrong with the next requests for files: a status, "stall", "silence", "cut off", or None.
@@ -82,8 +82,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    def dataset_path(self) -> str:
+        """The path of a request; that of a model in the form of a data set's."""
+        path = urllib.parse.unquote(self.path.split("?")[0]).replace("/api/models/", "/api/datasets/")
+        path = path.replace("/revision/main", f"/revision/{COMMIT}").replace("/resolve/main/", f"/resolve/{COMMIT}/")
+        return path if path.startswith(("/api/", "/datasets/")) else f"/datasets{path}"
+
     def do_HEAD(self):
-        path = urllib.parse.unquote(self.path)
+        path = self.dataset_path()
         name, file = path.removeprefix("/datasets/").split(f"/resolve/{COMMIT}/")
         body = self.hub.repositories[name].get(file)
         headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{git_blob(body or b"")}"', "Accept-Ranges": "bytes"}
@@ -102,7 +108,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.reply(200, json.dumps([e for e in self.hub.tree(files, "") if e["path"] in paths]).encode())
 
     def do_GET(self):
-        path = urllib.parse.unquote(self.path.split("?")[0])
+        path = self.dataset_path()
         for name, files in self.hub.repositories.items():
             if path.startswith(f"/api/datasets/{name}/tree/{COMMIT}"):
                 folder = path.removeprefix(f"/api/datasets/{name}/tree/{COMMIT}").strip("/")

@@ -7,15 +7,20 @@ import re
 import shutil
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from helpers import TINY_MODEL_FLAGS, losses, run_script
+from hub_server import running_hub
 from test_tokenizer import TEXTS
 from training import ONE_PROCESS, configure, trained
 
 import fineweb
+import hellaswag
 import sample
+from support.checkpoints.huggingface import find_model
 from support.cli import UserError
 from support.data import bpe, shards
 from support.data.corpus import Documents
@@ -214,3 +219,36 @@ def test_a_checkpoint_whose_tokenizer_has_another_size_is_refused(tmp_path):
     bpe.train_bpe([TEXT], 299).save_pretrained(tmp_path, 8)
     with pytest.raises(UserError, match="the tokenizer in .* has 299 tokens, and the model 300"):
         sample.main(["--model", str(tmp_path), "-d", "cpu"])
+
+
+def test_an_uploaded_checkpoint_is_used_from_the_hub(run, tmp_path, monkeypatch, capsys):
+    """What `hf upload NAME model --exclude trainer.pt --exclude checkpoint.json` puts there is enough."""
+    files = {path.name: path.read_bytes() for path in (run / "model_00004").iterdir()}
+    del files["trainer.pt"], files["checkpoint.json"]
+    (tmp_path / "other.txt").write_text("nine or ten fish, " * 500)
+    flags = ["--text", "other.txt", "--out", "tuned", *SMALL[8:]]
+    with running_hub(monkeypatch, tmp_path) as hub:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+        for name, value in (("HF_ENDPOINT", hub.url), ("HF_HUB_OFFLINE", "0"), ("HF_HUB_CACHE", tmp_path / "cache")):
+            monkeypatch.setenv(name, str(value))  # for fineweb.py, which --text starts
+        hub.repositories["me/own"] = files
+        sample.main(["--model", "me/own", "--prompt", "once I ", "-n", "1", "--temperature", "0", "-d", "cpu"])
+        from_hub = capsys.readouterr()
+        with pytest.raises(UserError, match="was trained on bpe, and HellaSwag's scores are defined on GPT-2 tokens"):
+            hellaswag.load_model(find_model("me/own"), torch.device("cpu"))
+        train(configure([*flags, "--init-from", "me/own", "--lora-rank", "2"])[0], ONE_PROCESS)
+        adapter = {path.name: path.read_bytes() for path in Path("tuned/model_00004").iterdir()}
+        hub.repositories["me/adapter"] = adapter
+        sample.main(["--model", "me/adapter", "--prompt", "once I ", "-n", "1", "-d", "cpu"])
+        fineweb.main(["--input", "other.txt", "--output", "more", "--tokenizer", "bpe", "--tokenizer-from", "me/own", "--split-documents"])  # fmt: skip
+        other = {**files, "tokenizer.json": bpe.train_bpe([TEXT[::-1]], 512).huggingface_json.encode()}
+        hub.repositories["me/other"] = other
+        with pytest.raises(UserError, match="me/other has another tokenizer than the shards in more"):
+            train(configure(["--data", "more", "--init-from", "me/other", "--total-batch-size", "256", "--out", "x", *SMALL[8:]])[0], ONE_PROCESS)  # fmt: skip
+    assert (tmp_path / "tuned/data/tokenizer.json").read_text() == (run / "data/tokenizer.json").read_text()
+    assert (tmp_path / "more/tokenizer.json").read_text() == (run / "data/tokenizer.json").read_text()
+    capsys.readouterr()
+    sample.main(
+        ["--model", str(run / "model_00004"), "--prompt", "once I ", "-n", "1", "--temperature", "0", "-d", "cpu"]
+    )
+    assert from_hub.out == capsys.readouterr().out and not from_hub.err.startswith("warning")

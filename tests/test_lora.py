@@ -96,6 +96,21 @@ def test_an_adapter_without_its_base_model_is_named(base, adapter, tmp_path):
         GPT.from_pretrained(tmp_path)
 
 
+def test_an_adapter_is_not_merged_into_other_weights_of_the_same_shape(base, adapter, tmp_path):
+    other = shutil.copytree(base, tmp_path / "other", ignore=shutil.ignore_patterns("checkpoint.json"))
+    weights = load_file(other / "model.safetensors")
+    weights["transformer.h.1.attn.c_proj.weight"][3, 5] += 0.01
+    save_file(weights, other / "model.safetensors")
+    own = shutil.copytree(adapter[0], tmp_path / "adapter", ignore=shutil.ignore_patterns("checkpoint.json"))
+    config = json.loads((own / "adapter_config.json").read_text())
+    (own / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(other)}))
+    with pytest.raises(UserError, match=f"trained on another model than {other}: its weights differ"):
+        GPT.from_pretrained(own)
+    unprefixed = {name.removeprefix("transformer."): tensor for name, tensor in load_file(base / "model.safetensors").items()}  # fmt: skip
+    save_file(unprefixed, other / "model.safetensors")  # as OpenAI's on the hub
+    assert torch.equal(GPT.from_pretrained(own)(TOKENS)[0], GPT.from_pretrained(adapter[0])(TOKENS)[0])
+
+
 @pytest.mark.slow
 def test_the_lines_in_the_docs_merge_an_adapter(adapter, base, tmp_path):
     """The result is a plain checkpoint with the logits of peft's merge_and_unload, and with its tokenizer."""

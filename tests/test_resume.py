@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from helpers import TINY_FLAGS, finish_run, losses, run_to_the_end, start_run
+from helpers import TINY_FLAGS, finish_run, losses, needs_gpt2_vocabulary, run_to_the_end, start_run
 from training import ONE_PROCESS, assert_same_run, configure, resumed, trained, trainer_file
 
 import train_gpt2
@@ -301,15 +301,20 @@ def test_the_end_of_a_cosine_is_kept(byte_shards, tmp_path):
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_a_run_does_not_resume_with_other_data_of_the_same_size(byte_shards, tmp_path, split):
+@pytest.mark.parametrize("has_manifest", [True, pytest.param(False, marks=needs_gpt2_vocabulary)])
+def test_a_run_does_not_resume_with_other_data_of_the_same_size(byte_shards, tmp_path, split, has_manifest):
     folder, out = tmp_path / "data", tmp_path / "run"
     shutil.copytree(byte_shards, folder)
-    trained(out, "--data", folder, "--max-steps", 2)
     manifest = json.loads((folder / "manifest.json").read_text())
+    if not has_manifest:
+        (folder / "manifest.json").unlink()
+    trained(out, "--data", folder, "--max-steps", 2)
+    resumed(out, "--max-steps", "2")
     changed = next(shard for shard in manifest["shards"] if shard["split"] == split)
     tokens = np.load(folder / changed["file"])[::-1].copy()
     changed["sha256"] = shards.write_shard(folder / changed["file"], tokens)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    if has_manifest:
+        (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=f"the {split} shards are not those that .*model_00002 was trained on"):
         resumed(out, "--max-steps", "3")
 

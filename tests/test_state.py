@@ -47,7 +47,7 @@ def test_checkpoints_hold_plain_data_and_their_own_checksums(byte_shards, tmp_pa
     directory = tmp_path / "run" / "model_00003"
     state = trainer_file(directory)
     assert (state["step"], state["config"]["n_embd"]) == (3, 32)
-    assert state.keys() == {"step", "bad_steps", "overflows", "config", "data", "optimizer", "scaler"}
+    assert state.keys() == {"step", "bad_steps", "overflows", "config", "data", "parameters", "optimizer", "scaler"}
     listed = json.loads((directory / "checkpoint.json").read_text())["files"]
     assert sorted([*listed, "checkpoint.json", "README.md"]) == sorted(os.listdir(directory))
     assert {
@@ -162,6 +162,19 @@ def test_tensors_that_do_not_fit_the_optimizer_are_named(tmp_path, change, messa
     change(content["optimizer"]["state"])
     torch.save(content, tmp_path / "trainer.pt")
     with pytest.raises(UserError, match=f"trainer.pt does not fit the run .*{message}"):
+        new_state(scale=8.0).restore(Checkpoint.open(tmp_path))
+
+
+@pytest.mark.parametrize("change", [list.reverse, lambda names: names.append("more"), lambda names: names.clear()])
+def test_parameters_in_another_order_are_refused(tmp_path, change):
+    """Their state is stored by number: tensors of one shape would silently change places."""
+    content = saved_state()
+    content["parameters"] = new_state(scale=8.0).parameter_names()
+    torch.save(content, tmp_path / "trainer.pt")
+    new_state(scale=8.0).restore(Checkpoint.open(tmp_path))
+    change(content["parameters"])
+    torch.save(content, tmp_path / "trainer.pt")
+    with pytest.raises(UserError, match="its parameters have other names, or another order"):
         new_state(scale=8.0).restore(Checkpoint.open(tmp_path))
 
 

@@ -14,6 +14,7 @@ from support.cli import UserError
 
 TARGET_MODULES = ["c_attn", "c_proj"]  # of the attention, and the projection of the MLP
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE_SHA256 = "base_sha256"  # in the metadata of WEIGHTS
 HF_PREFIX = "base_model.model."  # of peft's parameter names
 # Values of an adapter's configuration for which the adapted weight is W + alpha / rank * B A.
 SUPPORTED_ADAPTER_VALUES: dict[str, tuple[object, ...]] = {
@@ -53,7 +54,7 @@ def add_adapter(model: torch.nn.Module, n_embd: int, rank: int, alpha: float, se
     torch.manual_seed(seed)
     inject_adapter_in_model(LoraConfig(**_options(rank, alpha)), model)
     if adapter is not None:
-        saved = _read_matrices(adapter)
+        saved, _ = _read_matrices(adapter)
         trained = {hf_name(name): p for name, p in model.named_parameters() if p.requires_grad}
         if saved.keys() != trained.keys():
             raise UserError(f"the matrices in {adapter} do not fit --lora-rank {rank}. Use another checkpoint.")
@@ -70,8 +71,28 @@ def frozen_sha256(model: torch.nn.Module) -> str | None:
     return digest.hexdigest() if frozen else None
 
 
-def write_adapter(directory: Path, matrices: Mapping[str, torch.Tensor], base: str, rank: int, alpha: float) -> None:
-    """Writes an adapter as peft does: `PeftModel.from_pretrained` opens it on Hugging Face's model of its base."""
+def adapted_sha256(model: torch.nn.Module) -> str | None:
+    """SHA-256 of the base model's matrices that LoRA adapts, as `merge` computes it; None without LoRA, or elsewhere."""
+    names = {name: p for name, p in model.named_parameters() if name.endswith(".base_layer.weight") and not p.is_meta}
+    return _sha256({name.replace(".base_layer", ""): p.detach().t() for name, p in names.items()}) if names else None
+
+
+def _sha256(matrices: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 of matrices in Hugging Face's layout, in order of their names with or without `transformer.`"""
+    digest = hashlib.sha256()
+    for _, matrix in sorted((name.removeprefix("transformer."), matrix) for name, matrix in matrices.items()):
+        digest.update(matrix.float().cpu().contiguous().numpy().data)
+    return digest.hexdigest()
+
+
+def write_adapter(
+    directory: Path, matrices: Mapping[str, torch.Tensor], base: str, rank: int, alpha: float, base_sha256: str | None
+) -> None:
+    """Writes an adapter as peft does: `PeftModel.from_pretrained` opens it on Hugging Face's model of its base.
+
+    Args:
+        base_sha256: `adapted_sha256` of the base model. It is stored, for `merge` to compare.
+    """
     from peft import LoraConfig
     from safetensors.torch import save_file
 
@@ -79,7 +100,9 @@ def write_adapter(directory: Path, matrices: Mapping[str, torch.Tensor], base: s
     config = LoraConfig(**options, fan_in_fan_out=True)  # Hugging Face's GPT-2 stores these weights transposed
     config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
     config.save_pretrained(str(directory))
-    save_file({hf_name(name): matrix.contiguous() for name, matrix in matrices.items()}, directory / WEIGHTS)
+    metadata = {"format": "pt"} | ({BASE_SHA256: base_sha256} if base_sha256 else {})
+    matrices = {hf_name(name): matrix.contiguous() for name, matrix in matrices.items()}
+    save_file(matrices, directory / WEIGHTS, metadata)
 
 
 def is_adapter(directory: Path) -> bool:
@@ -95,19 +118,31 @@ def base_model_of(directory: Path) -> str:
 
 
 def merge(weights: Mapping[str, torch.Tensor], directory: Path) -> dict[str, torch.Tensor]:
-    """The base model's weights, under Hugging Face's names, with an adapter merged in: W + alpha / rank * B A."""
-    config, matrices, merged = _read_config(directory), _read_matrices(directory), dict(weights)
+    """The base model's weights, under Hugging Face's names, with an adapter merged in: W + alpha / rank * B A.
+
+    Raises:
+        UserError: the adapter is unreadable, or was trained on other weights.
+    """
+    config, (matrices, base_sha256), merged = _read_config(directory), _read_matrices(directory), dict(weights)
+    adapted = {}
     for name in (name for name in matrices if ".lora_A." in name):
         a, b = matrices[name], matrices[name.replace(".lora_A.", ".lora_B.")]  # (rank, in), (out, rank)
         key = name.split(".lora_A.")[0].removeprefix(HF_PREFIX) + ".weight"
         key = key if key in merged else key.removeprefix("transformer.")
         if key not in merged or merged[key].shape != (a.size(1), len(b)):
-            raise UserError(
-                f"{directory} was trained on another model than {base_model_of(directory)}: {key} does not fit. "
-                "Put its own base model into adapter_config.json."
-            )
+            raise _other_base(directory, f"{key} does not fit")
+        adapted[key] = merged[key]
         merged[key] = merged[key] + (b @ a).t() * (config["lora_alpha"] / config["r"])
+    if base_sha256 not in (None, _sha256(adapted)):
+        raise _other_base(directory, "its weights differ")
     return merged
+
+
+def _other_base(directory: Path, difference: str) -> UserError:
+    return UserError(
+        f"{directory} was trained on another model than {base_model_of(directory)}: {difference}. "
+        "Put its own base model into adapter_config.json."
+    )
 
 
 def hf_name(name: str) -> str:
@@ -134,16 +169,18 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _read_matrices(directory: Path) -> dict[str, torch.Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+def _read_matrices(directory: Path) -> tuple[dict[str, torch.Tensor], str | None]:
+    """The matrices of an adapter, and the SHA-256 of its base model if it is known."""
+    from safetensors import SafetensorError, safe_open
 
     try:
-        matrices = load_file(directory / WEIGHTS)
+        with safe_open(directory / WEIGHTS, framework="pt") as file:
+            matrices = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
+            base_sha256 = (file.metadata() or {}).get(BASE_SHA256)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot read {directory / WEIGHTS}: {error}. Use another adapter.") from error
     for name in matrices:
         other = name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
         if other == name or other not in matrices:
             raise UserError(f"{directory / WEIGHTS}: {name} lacks its other LoRA matrix. Use another adapter.")
-    return matrices
+    return matrices, base_sha256

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -88,7 +87,7 @@ class CheckpointManager:
         def write_files(directory: Path) -> None:
             if not all(torch.isfinite(tensor).all() for tensor in weights.values()):
                 raise ValueError("the weights are not finite")
-            _write_weights(directory, weights, run.config.to_dict(), run.sizes)
+            _write_weights(directory, weights, run)
             run.tokenizer.save_pretrained(directory, model_max_length=run.sizes["block_size"])
             torch.save(trainer_file, directory / state.FILE)
             run.sync_log()  # a checkpoint must never be ahead of its log
@@ -191,13 +190,13 @@ class CheckpointManager:
                 files.remove(directory)
 
 
-def _write_weights(
-    directory: Path, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], sizes: Mapping[str, int]
-) -> None:
-    if config["lora_rank"]:
-        lora.write_adapter(directory, weights, config["init_from"], config["lora_rank"], config["lora_alpha"])
+def _write_weights(directory: Path, weights: Mapping[str, torch.Tensor], run: RunInfo) -> None:
+    flags = run.config.to_dict()
+    if rank := flags["lora_rank"]:
+        base_sha256 = run.data.get("adapted")
+        lora.write_adapter(directory, weights, flags["init_from"], rank, flags["lora_alpha"], base_sha256)
     else:
-        huggingface.write_model(directory, sizes, huggingface.to_hf(weights, sizes["vocab_size"]))
+        huggingface.write_model(directory, run.sizes, huggingface.to_hf(weights, run.sizes["vocab_size"]))
 
 
 def _warn(text: str) -> None:

@@ -101,6 +101,7 @@ def data_identity(folder: str, train: list[np.memmap], val: list[np.memmap], mod
         "train": shards.shard_identities(folder, train),
         "val": shards.shard_identities(folder, val),
         "base": lora.frozen_sha256(model),
+        "adapted": lora.adapted_sha256(model),
         "source": shards.read_manifest(folder)["source"],
     }
 
@@ -118,7 +119,7 @@ def check_same_data(checkpoint: Checkpoint, data: DataIdentity) -> None:
             "Pass the folder of the original ones with --init-from."
         )
     for split, before, now in (("train", saved["train"], data["train"]), ("val", saved["val"], data["val"])):
-        differ = [b[0] for a, b in zip(before, now, strict=False) if a[:2] != b[:2] or (a[2] and b[2] and a[2] != b[2])]
+        differ = [b[0] for a, b in zip(before, now, strict=False) if not shards.is_same_shard(a, b)]
         if before and now and (len(before) != len(now) or differ):
             reason = f"{differ[0]} differs" if differ else f"{len(now)} instead of {len(before)}"
             raise UserError(

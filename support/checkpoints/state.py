@@ -7,6 +7,7 @@
     overflows   steps skipped because of an fp16 overflow, in total (not in the oldest files)
     config      flags of the run, by field of TrainConfig
     data        which shards the run reads, and the SHA-256 of the weights that LoRA leaves unchanged
+    parameters  names of the optimizer's parameters, in its order (not in older files)
     optimizer   its state dict, of which only the tensors are read: the rest follows from the flags
     scaler      that of the gradient scaler; empty unless fp16. Only its scale and its count of good steps are read
 """
@@ -38,12 +39,14 @@ Tree = TypeVar("Tree")
 class DataIdentity(TypedDict):
     """Which data a run is trained on: file name, tokens and SHA-256 of each shard, and the frozen weights' SHA-256.
 
-    `source` is the manifest's name of the text, for people; older checkpoints do not have it.
+    `adapted` is the SHA-256 of the matrices that LoRA adapts. `source` is the manifest's name of the text, for people.
+    Older checkpoints have neither.
     """
 
     train: list[list[str | int | None]]
     val: list[list[str | int | None]]
     base: str | None
+    adapted: NotRequired[str | None]
     source: NotRequired[str | None]
 
 
@@ -85,13 +88,21 @@ class TrainState:
         """The weights that are trained, by name: all of them, or LoRA's."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
+    def parameter_names(self) -> list[str]:
+        """The names of the optimizer's parameters: its state has only their numbers."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        return [names[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
+
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restores optimizer, scaler and counters; the model has its weights already.
 
         Raises:
             UserError: the optimizer's tensors do not fit the model.
         """
-        if mismatch := _find_mismatch(checkpoint.optimizer["state"], self.optimizer):
+        mismatch = _find_mismatch(checkpoint.optimizer["state"], self.optimizer)
+        if not mismatch and checkpoint.parameters not in (None, self.parameter_names()):
+            mismatch = "its parameters have other names, or another order"
+        if mismatch:
             raise _unusable(checkpoint.path, f"does not fit the run ({mismatch})")
         param_groups = self.optimizer.state_dict()["param_groups"]
         optimizer_state = checkpoint.take_optimizer_state(self.optimizer)
@@ -109,6 +120,7 @@ class TrainState:
             "overflows": self.overflows,
             "config": config,
             "data": data,
+            "parameters": self.parameter_names(),
             "optimizer": copy_to_host(self.optimizer.state_dict(), keep),
             "scaler": self.scaler.state_dict(),
         }
@@ -124,6 +136,7 @@ class Checkpoint:
     overflows: int
     config: dict[str, Any]
     data: DataIdentity
+    parameters: list[str] | None
     optimizer: dict[str, Any]
     scaler: dict[str, Any]
 
@@ -144,7 +157,8 @@ class Checkpoint:
             raise _unusable(path, f"was not written by this trainer ({invalid} is missing or not valid)")
         if step_of(path) not in (-1, content["step"]):
             raise _unusable(path, f"is that of step {content['step']}")
-        return cls(path, overflows=content.get("overflows", 0), **{name: content[name] for name in REQUIRED})
+        required = {name: content[name] for name in REQUIRED}
+        return cls(path, overflows=content.get("overflows", 0), parameters=content.get("parameters"), **required)
 
     def take_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, torch.Tensor]]:
         """The tensors for `optimizer`, copied into memory; under FSDP, only this rank's parts of them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import mmap
 import os
@@ -22,6 +23,7 @@ from support.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_JSON, VOCAB_SIZES, 
 MANIFEST = "manifest.json"
 Setting: TypeAlias = str | int | float | bool | None
 
+TOKENS_OF_AN_END, ENDS_PREFIX = 2**15, "ends "  # of a shard without a manifest, which is known by its ends
 OTHER_OPEN_FILES = 256  # that a process opens besides shards
 _MAKE_AGAIN = "Run the command that made these shards again."
 _SHARD_NAME = re.compile(r"(?P<prefix>.+)_(?P<split>train|val)_(?P<index>[0-9]{6,12})\.npy")
@@ -267,10 +269,25 @@ def check_ids(tokens: np.memmap, vocab_size: int) -> None:
 
 
 def shard_identities(directory: str | os.PathLike[str], shards: list[np.memmap]) -> list[list[str | int | None]]:
-    """[file name, tokens, SHA-256] of each shard, to recognise the data. Without a manifest, the SHA-256 is None."""
+    """[file name, tokens, SHA-256] of each shard, to recognise the data. Without a manifest, the SHA-256 of both ends."""
     sha256_of = {shard["file"]: shard.get("sha256") for shard in read_manifest(directory)["shards"]}
     names = [_path_of(tokens).name for tokens in shards]
-    return [[name, len(tokens), sha256_of.get(name)] for name, tokens in zip(names, shards, strict=True)]
+    return [
+        [name, len(tokens), sha256_of.get(name) or _sha256_of_ends(tokens)]
+        for name, tokens in zip(names, shards, strict=True)
+    ]
+
+
+def _sha256_of_ends(tokens: np.memmap) -> str:
+    ends = hashlib.sha256(tokens[:TOKENS_OF_AN_END].tobytes() + tokens[-TOKENS_OF_AN_END:].tobytes())
+    return ENDS_PREFIX + ends.hexdigest()
+
+
+def is_same_shard(a: list[str | int | None], b: list[str | int | None]) -> bool:
+    """Whether two entries of `shard_identities` are of one shard, as far as their checksums are of the same kind."""
+    digests = [str(entry[2]) for entry in (a, b)]
+    comparable = None not in (a[2], b[2]) and len({digest.startswith(ENDS_PREFIX) for digest in digests}) == 1
+    return a[:2] == b[:2] and (not comparable or a[2] == b[2])
 
 
 def _open_split(directory: str | os.PathLike[str], split: str) -> tuple[list[np.memmap], list[str]]:
