@@ -142,8 +142,11 @@ def test_the_tokens_of_a_model_in_time(monkeypatch):
     assert tokens == pytest.approx(0.7 * 180 / 0.01 * 8 * 64 * 2)
 
 
-def test_ranks_agree(tmp_path, text):
-    process = start_run(*text, "--minutes", 0.2, "--out", "run", cwd=tmp_path, world_size=2, tiny=False)
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_ranks_agree(tmp_path, text, parallel):
+    """Under FSDP, the weights are gathered for validation after forward passes that were only timed."""
+    flags = [*text, "--minutes", 0.2, "--out", "run", "--parallel", parallel]
+    process = start_run(*flags, cwd=tmp_path, world_size=2, tiny=False)
     assert finish_run(process) == [0, 0], (tmp_path / "0.txt").read_text()
 
 

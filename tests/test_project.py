@@ -43,7 +43,7 @@ def test_a_second_demo_replaces_its_own_run_and_nothing_else(demo):
     shards = {p: p.stat().st_mtime_ns for p in (folder / "demo_data").iterdir()}
     done = run_script("train_gpt2.py", "--demo", "--max-steps", 2, "--val-every", 0, "--device", "cpu", cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert "replacing the earlier run in log_demo\n" in done.stdout
+    assert "replacing the earlier run: log_demo/model_00060.earlier is removed when" in done.stdout
     assert sorted(p.name for p in (folder / "log_demo").iterdir()) == [
         ".lock",
         "curves.earlier.png",

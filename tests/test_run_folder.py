@@ -10,7 +10,7 @@ from training import checkpoint_names
 
 import train_gpt2
 from support.checkpoints import run_folder
-from support.checkpoints.directory import newest_checkpoint, write_checkpoint
+from support.checkpoints.directory import list_earlier, newest_checkpoint, write_checkpoint
 from support.cli import UserError
 
 
@@ -46,6 +46,7 @@ def test_a_new_run_replaces_a_run_and_nothing_else(tmp_path):
         "curves.earlier.png",
         "log.earlier.txt",
         "metrics.earlier.jsonl",
+        "model_00001.earlier",
         "model_of_mine",
         "notes.md",
         "run.earlier.json",
@@ -60,6 +61,28 @@ def test_a_new_run_replaces_a_run_and_nothing_else(tmp_path):
         run_folder.claim_folder(str(tmp_path), tmp_path / "model_00003", "nothing").close()
     (tmp_path / "model_00004" / "x").unlink()  # a corrupt checkpoint counts as none
     run_folder.claim_folder(str(tmp_path), tmp_path / "model_00003", "nothing").close()
+
+
+def start_over(folder, step=None, content=""):
+    """A run that replaces the one in `folder`, and saves one checkpoint unless it ends before."""
+    run_folder.claim_folder(str(folder), None, "run").close()
+    (folder / "log.txt").write_text(content)
+    if step is not None:
+        write_checkpoint(folder / f"model_{step:05d}", lambda directory: (directory / "x").write_text(content))
+
+
+def test_a_model_is_removed_only_when_there_is_a_newer_one(tmp_path):
+    """Runs that end before their first save leave the last model, and its log, as they are."""
+    start_over(tmp_path, 60, "first")
+    start_over(tmp_path, None, "crashed")
+    for _ in range(2):
+        assert (tmp_path / "model_00060.earlier" / "x").read_text() == "first"
+        assert (tmp_path / "log.earlier.txt").read_text() == "first"
+        start_over(tmp_path, None, "crashed again")
+    start_over(tmp_path, 50, "second")  # no CheckpointManager here, which removes the first one's now
+    start_over(tmp_path, None)
+    assert [path.name for path in list_earlier(tmp_path)] == ["model_00050.earlier"]
+    assert (tmp_path / "log.earlier.txt").read_text() == "second"
 
 
 def test_an_occupied_folder_is_found_before_a_text_is_tokenised(tmp_path):

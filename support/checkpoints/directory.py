@@ -19,6 +19,7 @@ from support.cli import UserError
 CONTENTS = "checkpoint.json"
 MODEL_CARD = "README.md"  # not listed: its owner adds a license
 _NAME = re.compile(r"model_(\d{5,})")
+_EARLIER = re.compile(r"model_\d{5,}\.earlier")
 _LEFTOVER = re.compile(r"\.model_\d{5,}\.(partial|removed)")
 
 
@@ -38,6 +39,11 @@ def list_checkpoints(out: str | os.PathLike[str]) -> list[Path]:
     out = Path(out)
     found = [path for path in out.iterdir() if step_of(path) >= 0 and path.is_dir()] if out.is_dir() else []
     return sorted(found, key=step_of)
+
+
+def list_earlier(out: str | os.PathLike[str]) -> list[Path]:
+    """The checkpoint directories of a run that the one in `out` replaces; they stay until it has saved its first."""
+    return sorted(path for path in Path(out).iterdir() if _EARLIER.fullmatch(path.name))
 
 
 def write_checkpoint(directory: Path, write_files: Callable[[Path], None]) -> None:

@@ -21,6 +21,7 @@ from support.checkpoints.directory import (
     check_files,
     checkpoint_path,
     list_checkpoints,
+    list_earlier,
     step_of,
     write_checkpoint,
 )
@@ -171,6 +172,8 @@ class CheckpointManager:
         line = styled(f"step {step:5d} | saved {directory}", GREEN)
         print(line + "\n", end="", flush=True)  # one write: the loop prints too
         try:
+            for replaced in list_earlier(self.out):
+                files.remove(replaced)
             self._remove_old(step)
         except OSError as error:
             _warn(f"cannot remove old checkpoints in {self.out}: {error.strerror}.")

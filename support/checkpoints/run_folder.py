@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from support import files
-from support.checkpoints.directory import find_corruption, list_checkpoints, remove_leftovers, step_of
+from support.checkpoints.directory import find_corruption, list_checkpoints, list_earlier, remove_leftovers, step_of
 from support.cli import UserError
 from support.runtime.options import OverwritePolicy
 
@@ -35,9 +35,8 @@ def check_folder(out: str, resume_from: Path | None, overwrite_policy: Overwrite
 def claim_folder(out: str, resume_from: Path | None, overwrite_policy: OverwritePolicy) -> TextIO:
     """Creates the folder and locks it, until the returned file is closed or the process ends.
 
-    If a new run replaces an earlier one, that one's checkpoints are removed and its RUN_FILES are renamed, for example to
-    `log.earlier.txt`. Files that a killed process left half-written are removed, too. The arguments are those of
-    `check_folder`.
+    If a new run replaces an earlier one, that one's files are renamed: `model_00005.earlier`, `log.earlier.txt`. Files
+    that a killed process left half-written are removed. The arguments are those of `check_folder`.
 
     Raises:
         UserError: as in `check_folder`; another run may have been faster.
@@ -50,16 +49,28 @@ def claim_folder(out: str, resume_from: Path | None, overwrite_policy: Overwrite
         files.write_lock_holder(lock)
         remove_leftovers(folder)
         if resume_from is None:
-            for path in (folder / name for name in RUN_FILES):
-                with contextlib.suppress(FileNotFoundError):
-                    os.replace(path, path.with_name(f"{path.stem}.earlier{path.suffix}"))
-            if replaced := list_checkpoints(folder):
-                print(f"replacing the earlier run in {out}")
-            for directory in replaced:
-                files.remove(directory)
+            _set_aside_earlier_run(folder)
     except OSError as error:
         raise UserError(f"cannot write to {out} ({error.strerror}). Use another --out.") from error
     return lock
+
+
+def _set_aside_earlier_run(folder: Path) -> None:
+    """Renames the files of the run in `folder`; if that has saved nothing, those of the run before it stay instead."""
+    checkpoints, before = list_checkpoints(folder), list_earlier(folder)
+    for path in (folder / name for name in RUN_FILES):  # before the checkpoints: a kill in between loses no log
+        with contextlib.suppress(FileNotFoundError):
+            if before and not checkpoints:
+                path.unlink()
+            else:
+                os.replace(path, path.with_name(f"{path.stem}.earlier{path.suffix}"))
+    if checkpoints:
+        for directory in before:
+            files.remove(directory)
+        for directory in checkpoints:
+            directory.rename(directory.with_name(f"{directory.name}.earlier"))
+    if kept := list_earlier(folder):
+        print(f"replacing the earlier run: {kept[-1]} is removed when this one has saved its first checkpoint")
 
 
 def _check_contents(out: Path, resume_from: Path | None, overwrite_policy: OverwritePolicy) -> None:

@@ -113,6 +113,11 @@ def gather_weights(full_model: nn.Module, model: nn.Module) -> None:
     """Gives `full_model` the weights of the sharded `model`, on every rank, until `drop_weights`."""
     if full_model is model:
         return
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward pass without gradients, some are still whole, and not DTensors
     full = {parameter: full_tensor(parameter) for parameter in model.parameters()}  # a tied one once
     weights = {name: full[parameter] for name, parameter in model.state_dict(keep_vars=True).items()}
     full_model.load_state_dict(weights, assign=True)
