@@ -45,7 +45,7 @@ from support.optim.loss import chunked_cross_entropy
 from support.optim.muon import Muon
 from support.runtime import batch_size, budget, devices, fsdp, memory, plan, preflight
 from support.runtime.distributed import Distributed, report_lost_processes
-from support.runtime.options import MACHINE_FLAGS, RunOptions
+from support.runtime.options import MACHINE_FLAGS, MAX_STEPS, RunOptions
 from support.runtime.profiler import Profiler
 from support.runtime.signals import StopHandler
 from support.runtime.watchdog import Watchdog
@@ -402,12 +402,12 @@ class TrainConfig(RunOptions):
 
     recipe: str = flag("gpt2", "defaults of --optimizer, --schedule and --max-lr: GPT-2's, or fast, the same loss with "
                        "fewer tokens", MAIN_GROUP, choices=tuple(RECIPES))
-    max_steps: int = flag(19073, "total steps", MAIN_GROUP, at_least=1, below=2**31)
+    max_steps: int = flag(19073, "total steps", MAIN_GROUP, at_least=1, at_most=MAX_STEPS)
     warmup_steps: int = flag(715, "steps of linear warm-up", "schedule", at_least=0)
     schedule: str = flag("cosine", "after the warm-up: cosine decay, or wsd, constant with a linear cooldown",
                          "schedule", default_help="cosine; wsd with --recipe fast", choices=("cosine", "wsd"))
     decay_steps: int = flag(19073, "step at which the cosine or the cooldown ends", "schedule",
-                            default_help="--max-steps", at_least=1, below=2**31)
+                            default_help="--max-steps", at_least=1, at_most=MAX_STEPS)
     cooldown_fraction: float = flag(0.4, "length of wsd's cooldown, as a fraction of --decay-steps", "schedule",
                                     at_least=0, at_most=1)
     max_lr: float = flag(6e-4, "peak learning rate", "schedule", default_help="6e-4; 3.6e-3 with --recipe fast",

@@ -11,8 +11,9 @@ import torch
 from helpers import TINY_MODEL_FLAGS, finish_run, start_run
 from training import FP32, ONE_PROCESS, assert_same_run, config_of, configure, trainer_file
 
+import train_gpt2
 from support.checkpoints.directory import newest_checkpoint
-from support.cli import UserError, parse_flags
+from support.cli import UserError, parse_flags, range_errors
 from support.data import presets
 from support.runtime import budget
 from train_gpt2 import GPT, GPTConfig, TrainConfig, train
@@ -110,6 +111,32 @@ def test_the_largest_model_that_sees_enough_tokens(text_bytes, tokens, sizes, st
     assert chosen["max_lr"] == pytest.approx(3.6e-3 * min(1, (step / 16384) ** 0.5))
 
 
+def flags_for(minutes, step_seconds, monkeypatch, val_seconds=0.0):
+    """What `flags_for_minutes` chooses if steps and validations take so long."""
+    seconds = iter([step_seconds, val_seconds])
+    monkeypatch.setattr(budget, "_seconds", lambda work, **options: next(seconds))
+    options = config_of().__class__(**{**config_of("--val-tokens", 16).to_dict(), "minutes": minutes})
+    loader = SimpleNamespace(B=1, T=16, grad_accum=1, rows_per_epoch=9999, vocab_size=257)
+    model = GPT(GPTConfig(16, 257, 1, 1, 8))
+    optimizer = model.configure_optimizers(0.0, 0.0, (0.9, 0.95))
+    return budget.flags_for_minutes(options, time.perf_counter(), model, loader, loader, FP32, ONE_PROCESS, optimizer)
+
+
+def test_the_chosen_steps_are_steps_that_a_resumed_run_accepts(monkeypatch):
+    chosen = flags_for(999_999.0, 1e-6, monkeypatch)
+    assert chosen["max_steps"] == 2**31 - 1 and not range_errors(TrainConfig, chosen)
+
+
+def test_a_time_without_a_single_step_is_refused(monkeypatch):
+    """By hand: 3 s for imports, 5 s for the end, 5 validations of 2 s, and a step of 1.03 * 81 s are 1.7 minutes."""
+    expected = (
+        r"--minutes 1\.6 is too short: a step takes 83\.4 s here, and everything else 18 s\. Use --minutes 1\.7 or"
+    )
+    with pytest.raises(UserError, match=expected):
+        flags_for(1.6, 81.0, monkeypatch, 2.0)
+    assert flags_for(1.7, 81.0, monkeypatch, 2.0)["max_steps"] == 1
+
+
 def test_given_sizes_stay(monkeypatch):
     given = "--n-layer 2 --total-batch-size 4096 --max-lr 1e-3".split()
     assert sizes_for(3e6, 2.4e7, monkeypatch, *given).keys() == {"n_head", "n_embd", "block_size"}
@@ -142,11 +169,18 @@ def test_the_tokens_of_a_model_in_time(monkeypatch):
     assert tokens == pytest.approx(0.7 * 180 / 0.01 * 8 * 64 * 2)
 
 
+def measure_by_rank(rank):
+    """Rank 1 is half as fast as rank 0, and takes longer than it to start."""
+    real = budget._seconds
+    budget._seconds = lambda *args, **options: 0 * real(*args, **{**options, "limit": 0.0}) + 0.5 * (1 + rank)
+    train_gpt2.STARTED = time.perf_counter() + 60 - rank
+
+
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_ranks_agree(tmp_path, text, parallel):
     """Under FSDP, the weights are gathered for validation after forward passes that were only timed."""
-    flags = [*text, "--minutes", 0.2, "--out", "run", "--parallel", parallel]
-    process = start_run(*flags, cwd=tmp_path, world_size=2, tiny=False)
+    flags = [*text, "--minutes", 0.1, "--out", "run", "--parallel", parallel]
+    process = start_run(*flags, cwd=tmp_path, world_size=2, tiny=False, sabotage=measure_by_rank)
     assert finish_run(process) == [0, 0], (tmp_path / "0.txt").read_text()
 
 

@@ -28,6 +28,7 @@ from support.checkpoints.directory import step_of
 from support.cli import UserError
 from support.console.terminal import count
 from support.runtime import fsdp
+from support.runtime.options import MAX_STEPS
 
 FILE = "trainer.pt"
 REQUIRED = {"step": int, "bad_steps": int, "config": dict, "data": dict, "optimizer": dict, "scaler": dict}
@@ -203,7 +204,7 @@ def _find_invalid(content: object) -> str | None:
 
 
 def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**31  # isinstance would accept True
+    return type(value) is int and 0 <= value <= MAX_STEPS  # isinstance would accept True
 
 
 def _is_positive(value: object) -> bool:

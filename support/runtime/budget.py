@@ -14,11 +14,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from support.cli import UserError
 from support.data import bpe, presets
 from support.data.tokenizer import VOCAB_SIZES
 from support.runtime import devices
 from support.runtime.distributed import Distributed
-from support.runtime.options import RunOptions
+from support.runtime.options import MAX_STEPS, RunOptions
 
 MEASURED_SECONDS = 1.5  # for each of steps and validations
 MEASURED_MICRO_STEPS = 4  # of a step; the rest takes as long
@@ -125,6 +126,9 @@ def flags_for_minutes(
     Args:
         started: when the process did, by `time.perf_counter`.
         optimizer: for this only, so that its moments are freed; its learning rates must be 0.
+
+    Raises:
+        UserError: on all ranks, if there is no time for a single step.
     """
     flags = options.to_dict()
     tokens = torch.randint(loader.vocab_size, (loader.B, loader.T + 1), device=dist.device)
@@ -149,7 +153,13 @@ def flags_for_minutes(
     val_rows = min(flags["val_tokens"] // loader.T, val_loader.rows_per_epoch) if val_loader else 0
     validation = forward * val_rows / (loader.B * dist.world_size)
     fixed = START_SECONDS + time.perf_counter() - started + END_SECONDS + VALIDATIONS * validation
-    steps = dist.all_reduce_min(max(1, int((60 * flags["minutes"] - fixed) / step_seconds)))
+    steps = dist.all_reduce_min(min(int((60 * flags["minutes"] - fixed) / step_seconds), MAX_STEPS))
+    if steps < 1:
+        enough = math.ceil((fixed + step_seconds) / 6) / 10
+        raise UserError(
+            f"--minutes {flags['minutes']:g} is too short: a step takes {step_seconds:.3g} s here, and everything else "
+            f"{fixed:.3g} s. Use --minutes {enough:g} or more, a smaller model, or a machine that is less busy."
+        )
     unmeasured, measured = (
         presets.flags_for_steps(n, flags["demo"], flags["init_from"] is not None) for n in (flags["max_steps"], steps)
     )
@@ -159,7 +169,7 @@ def flags_for_minutes(
 def _seconds(
     work: Callable[[], object], device: torch.device, limit: float = MEASURED_SECONDS, agree: Callable[[int], int] = int
 ) -> float:
-    """The mean of some calls, after the first, in `limit` seconds; `agree` makes their number the same on all ranks."""
+    """The mean of the calls that fit into `limit` seconds, after a first one. `agree` makes their number one for all."""
     synchronize = devices.synchronizer(device)
 
     def timed() -> float:
@@ -170,5 +180,6 @@ def _seconds(
         return time.perf_counter() - began
 
     timed()
-    calls = agree(min(max(3, int(limit / timed())), MAX_CALLS))
-    return statistics.fmean(timed() for _ in range(calls))
+    seconds = timed()
+    calls = agree(min(int(limit / seconds), MAX_CALLS))
+    return statistics.fmean(timed() for _ in range(calls)) if calls > 1 else seconds

@@ -11,6 +11,7 @@ from support.runtime import devices
 
 # What a new run may replace in its folder: nothing, a log without checkpoints, or everything of an earlier run.
 OverwritePolicy = Literal["nothing", "log", "run"]
+MAX_STEPS = 2**31 - 1  # of a run
 # Their defaults depend on the machine, so a resumed run chooses them anew unless they were given.
 MACHINE_FLAGS = {"device", "dtype", "compile", "batch_size", "hellaswag_every"}
 # What the shards were made from, and the steps chosen by. A resumed run keeps these, so it must not name anything else.
