@@ -9,6 +9,11 @@ DIR is the folder of a run: the one that train_gpt2.py writes to.
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports, which take seconds, without a traceback
+
 import argparse
 import shutil
 from collections import Counter
@@ -90,7 +95,7 @@ def draw(labels: Sequence[str], runs: Sequence[Run], axis: str, path: Path) -> N
     """
     try:
         save(draw_runs(labels, runs, axis), path, unique=True)
-    except Exception as error:  # matplotlib has many
+    except (Exception, SystemExit) as error:  # matplotlib has many; a broken one may exit
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             raise
         raise UserError(
@@ -145,10 +150,11 @@ def results(runs: Sequence[Run]) -> list[tuple[str, ...]]:
 
 
 def print_columns(columns: Sequence[Sequence[str]]) -> None:
-    """Prints columns of text: the first one flush left, the others flush right.
+    """Prints columns of text, which may come from a stranger's files: the first one flush left, the others flush right.
 
     On a terminal that is too narrow, each row becomes lines of its own.
     """
+    columns = [[on_one_line(cell) for cell in column] for column in columns]
     widths = [max(map(len, column)) for column in columns]
     if is_terminal() and sum(widths) + 2 * len(widths[1:]) > shutil.get_terminal_size().columns:
         return print_blocks(columns)
@@ -168,7 +174,7 @@ def print_blocks(columns: Sequence[Sequence[str]]) -> None:
 
 
 def _show(value: Any) -> str:
-    return UNKNOWN if value is None else f"{value:g}" if type(value) is float else on_one_line(str(value))
+    return UNKNOWN if value is None else f"{value:g}" if type(value) is float else str(value)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,11 @@ Data: Zellers et al., arXiv:1905.07830.
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports, which take seconds, without a traceback
+
 import argparse
 import json
 import math
@@ -620,17 +625,19 @@ def report(results: Results, block_size: int, json_file: str | None) -> str:
     if math.isnan(r.acc):
         return "\n\n".join([*paragraphs, f"no labels, so no scores; the losses go to {json_file}"])
     paragraphs.append(table(results))
-    if r.data != "val" or r.items != NUM_VAL_ITEMS:
+    if r.truncated:
+        paragraphs.append("Published scores are of models that read the complete contexts: there is no comparison.")
+    elif r.data != "val" or r.items != NUM_VAL_ITEMS:
         paragraphs.append(f"Published scores are for all {NUM_VAL_ITEMS:,} validation items.")
     return "\n\n".join(paragraphs)
 
 
 def table(results: Results) -> str:
-    """The model's scores with their standard errors, above the published ones in the same style."""
+    """The model's scores with their standard errors, above the published ones in the same style if they compare."""
     acc = f"{results.acc:.4f} ± {results.acc_stderr:.4f}"
     acc_norm = f"{results.acc_norm:.4f} ± {results.acc_norm_stderr:.4f}"
     lines = [("", "acc", "acc_norm"), (results.model, acc, acc_norm)]
-    for name, published in PUBLISHED_SCORES[results.style].items():
+    for name, published in PUBLISHED_SCORES[results.style].items() if not results.truncated else ():
         acc, acc_norm = ("-" if value is None else f"{value:.4f}" for value in published)
         lines.append((name, acc, acc_norm))
     width = max(len(name) for name, _, _ in lines)

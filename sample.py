@@ -10,6 +10,11 @@ Several texts are separated by lines of three dashes.
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports, which take seconds, without a traceback
+
 import argparse
 import codecs
 import sys
@@ -29,6 +34,7 @@ from support.runtime import devices
 from train_gpt2 import GPT, Block, CausalSelfAttention, GPTConfig, next_token_probs
 
 DEFAULT_PROMPT, DEFAULT_NUM_TEXTS = "Hello, I'm a language model,", 4
+MAX_NEW_TOKENS = 1_000_000
 MAX_BATCH = 64  # texts generated at a time
 MAX_CACHE_BYTES = 2 << 30  # of their keys and values; fewer texts at a time if they would take more
 CONTROL_CHARACTERS = {c: f"\\x{c:02x}" for c in (*range(32), *range(127, 160)) if chr(c) not in "\t\n"}
@@ -263,6 +269,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         for name, bound in lowest.items()
         if getattr(args, name) is not None and not getattr(args, name) >= bound
     ]
+    if args.max_new_tokens > MAX_NEW_TOKENS:
+        problems.append(f"--max-new-tokens must be {MAX_NEW_TOKENS:,} or less.")
     if not 0 < args.top_p <= 1:
         problems.append("--top-p must be more than 0, and 1 or less.")
     if problems:

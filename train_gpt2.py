@@ -11,6 +11,11 @@ fineweb.py makes the shards. The defaults are the recipe of GPT-2 124M on 10 bil
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports, which take seconds, without a traceback
+
 import math
 import os
 import sys
@@ -36,9 +41,8 @@ from support.checkpoints.start import check_pretrained, gather_flags
 from support.checkpoints.state import Checkpoint, TrainState
 from support.cli import MAIN_GROUP, UserError, flag, parse_flags, run_cli
 from support.console import record, trackers
-from support.console.progress import print_header, print_summary, progress_bar
+from support.console.progress import describe_recipe, print_header, print_summary, progress_bar
 from support.console.run_logger import STARTED, RunLogger
-from support.console.terminal import count
 from support.data import presets, shards
 from support.data.tokenizer import Tokenizer
 from support.optim.loss import chunked_cross_entropy
@@ -431,14 +435,6 @@ class TrainConfig(RunOptions):
         """Steps of the cooldown of a wsd schedule, which does not start before the warm-up ends."""
         return max(0, min(round(self.cooldown_fraction * self.decay_steps), self.decay_steps - self.warmup_steps))
 
-    def describe(self) -> str:
-        """Optimizer and schedule in words."""
-        cooldown = f"constant, and a cooldown of {count(self.cooldown_steps, 'step')}"
-        decay = "cosine decay" if self.schedule == "cosine" else cooldown
-        warmup = f"warm-up in {count(self.warmup_steps, 'step')} to " if self.warmup_steps else ""
-        peak = f"{warmup}learning rate {self.max_lr:.3g}"
-        return f"{self.optimizer}; {peak}, then {decay} to {self.min_lr:.3g} at step {self.decay_steps:,}"
-
 
 def get_lr(step: int, config: TrainConfig) -> float:
     """Learning rate of a step: linear warm-up, then a cosine from max_lr to min_lr, then min_lr.
@@ -697,7 +693,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     profiler = Profiler(config.profile, config.out, device, rank, print0)
     synchronize = devices.synchronizer(device)
     print_header(
-        config, dist, model, asdict(model.config), config.describe(), B=B, grad_accum=loader.grad_accum,
+        config, dist, model, asdict(model.config), describe_recipe(config), B=B, grad_accum=loader.grad_accum,
         rows_per_epoch=train_rows, bytes_per_token=bytes_per_token, resume_from=resume_from, first_step=state.step,
     )  # fmt: skip
 

@@ -484,6 +484,8 @@ def run_cli(main: Callable[[], None], prints_result: bool = False) -> NoReturn:
     Ctrl-C; 1 if the reader of stdout has closed it. A console that cannot be written is no error, unless the script
     `prints_result` to stdout.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as the scripts set it for their imports
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with guarded_console(prints_result):
         sys.exit(_exit_code(main))
 

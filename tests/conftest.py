@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import TINY_SIZES
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background, as with nohup: children inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Files of the tests are kept in memory where it is large: thousands of them are synced, which a busy disk does slowly.
 MEMORY = Path("/dev/shm")

@@ -31,7 +31,9 @@ TINY_TRAINING_FLAGS = (
 TINY_FLAGS = [*TINY_MODEL_FLAGS, *TINY_TRAINING_FLAGS]
 
 
-def run_script(*args: str | Path | int, cwd: Path, torchrun: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+def run_script(
+    *args: str | Path | int, cwd: Path, torchrun: int = 0, timeout: float = 300, **env: str
+) -> subprocess.CompletedProcess[str]:
     """Runs a script of this project in its own process; `torchrun` is a number of ranks."""
     launcher = [
         sys.executable,
@@ -39,7 +41,7 @@ def run_script(*args: str | Path | int, cwd: Path, torchrun: int = 0, **env: str
     ]
     command = [*launcher, str(ROOT / str(args[0])), *map(str, args[1:])]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | env
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
 # Processes that start with torch already imported: a hundred of them take seconds, and a kill is as real as any.

@@ -6,13 +6,14 @@ import os
 import platform
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, wait_for
 
 import compare
 import fineweb
@@ -312,3 +313,30 @@ def test_an_error_is_one_line_whatever_a_file_is_called(capsysbinary, error):
         assert lines == [rb"error: no a\nb\x1b[2J " + "\udcff é.".encode(errors="surrogateescape"), b"error: 2"]
     else:
         assert lines == [rb"error: no: a\nb\x1b[2J. Check the disk and its permissions."]
+
+
+# What the scripts import first, in its place: it takes until there is a file "go".
+SLOW_IMPORT = """import pathlib, sys, time
+pathlib.Path("importing").touch()
+while not pathlib.Path("go").exists():
+    time.sleep(0.01)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("script", ["train_gpt2.py", "fineweb.py", "hellaswag.py", "sample.py", "compare.py"])
+@pytest.mark.parametrize("ignored", [False, True])  # as in the background of a shell
+def test_ctrl_c_during_the_imports_is_no_traceback(script, ignored, tmp_path):
+    for name in ("torch", "numpy"):
+        (tmp_path / f"{name}.py").write_text(SLOW_IMPORT)
+    process = subprocess.Popen(
+        [sys.executable, ROOT / script], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if ignored else None,
+    )  # fmt: skip
+    assert wait_for((tmp_path / "importing").exists)
+    process.send_signal(signal.SIGINT)
+    if ignored:
+        (tmp_path / "go").touch()
+    printed = process.communicate(timeout=30)
+    assert (process.returncode, *printed) == (7 if ignored else -signal.SIGINT, b"", b"")  # -2 is 130 to a shell

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+from helpers import run_script
 from test_curves import PNG, write_run
 from training import trained
 
 import compare
 from support.cli import UserError
+from support.console import curves
+
+CURVES_FILE_DRAW = curves.CurvesFile.draw  # which a fixture replaces
 
 
 def flags(**changed: object) -> dict[str, object]:
@@ -127,6 +133,41 @@ def test_without_matplotlib_there_is_the_table(tmp_path, capsys, monkeypatch, pr
     )
     printed = capsys.readouterr().out
     assert "--seed  0  1" in printed and "4.0000" in printed and "saved" not in printed
+
+
+def test_what_a_strangers_run_says_cannot_act_on_the_terminal(tmp_path, capsys):
+    changed = {"evil\x1b[2J\nval loss  0.0001": "x\x1b]0;title\x07", "seed": "\r\nfake row"}
+    runs = [write_run(tmp_path / "a", [5.0], {1: 4.0}, flags=flags()), write_run(tmp_path / "b", [5.0], {1: 4.0}, flags=flags(**changed))]  # fmt: skip
+    lines = compared(tmp_path, capsys, *runs)
+    assert all(line.isprintable() for line in lines)
+    assert [line.split()[0] for line in lines[:4] if line] == ["flag", "--seed", "--evil"]
+
+
+def test_what_is_no_regular_file_is_not_read(tmp_path):
+    """A FIFO would wait for a writer."""
+    write_run(tmp_path / "log", [5.0], {1: 4.0}, flags=flags())
+    for name in ("run.json", "metrics.jsonl"):
+        (tmp_path / "log" / name).unlink()
+        os.mkfifo(tmp_path / "log" / name)
+    done = run_script("compare.py", "log", cwd=tmp_path, timeout=60)
+    assert done.returncode == 0 and "has no run.json" not in done.stderr, done.stderr
+    (tmp_path / "log" / "log.txt").unlink()
+    os.mkfifo(tmp_path / "log" / "log.txt")
+    done = run_script("compare.py", "log", cwd=tmp_path, timeout=60)
+    assert done.returncode == 2 and "log has no log.txt" in done.stderr
+
+
+def test_a_matplotlib_that_exits_is_an_error_here_and_a_warning_in_training(tmp_path, byte_shards, monkeypatch, capsys):
+    def leave(*_):
+        raise SystemExit("no display")
+
+    run = write_run(tmp_path / "log", [5.0], {1: 4.0})
+    monkeypatch.setattr(compare, "draw_runs", leave)
+    with pytest.raises(UserError, match="cannot draw .*no display"):
+        compare.main([str(run), "-o", str(tmp_path / "picture.png")])
+    monkeypatch.setattr(curves, "draw_run", leave)
+    CURVES_FILE_DRAW(curves.CurvesFile(run))
+    assert "cannot draw" in capsys.readouterr().err
 
 
 def test_two_at_once_write_the_same_picture(tmp_path, capsys, monkeypatch):

@@ -149,11 +149,12 @@ def test_the_validation_of_step_0_is_a_point_without_a_line(tmp_path):
         ("gpt2", {"source": "HuggingFaceFW/fineweb-edu sample-10BT", "val": []}, True, ["3.2924", "124M: 0.2955", "350M: 0.3752"]),
         ("gpt2", {"source": None, "val": [["edufineweb_val_000000.npy", 9, None]]}, False, ["3.2924"]),
         ("gpt2", {"source": "book", "val": []}, True, ["124M: 0.2955", "350M: 0.3752"]),
+        ("gpt2", {"source": "short contexts", "val": []}, True, []),
         ("bpe", {"source": "HuggingFaceFW/fineweb-edu sample-10BT", "val": []}, True, []),
     ],
 )  # fmt: skip
 def test_openais_figures_are_drawn_where_they_can_be_compared(tmp_path, tokenizer, data, hella, lines):
-    flags = {"model": "gpt2-medium", "max_lr": 1e-3}
+    flags = {"model": "gpt2-medium", "max_lr": 1e-3, "block_size": 32 if "short" in str(data) else 1024}
     scores = {0: 0.25, 3: 0.26} if hella else {}
     run = write_run(
         tmp_path / "run", [5.0, 4.0, 3.5], {3: 3.4}, scores, tokenizer={"name": tokenizer}, data=data, flags=flags

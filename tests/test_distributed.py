@@ -16,7 +16,13 @@ from torch.distributed import HashStore
 import train_gpt2
 from support.cli import UserError
 from support.runtime import distributed
-from support.runtime.distributed import Distributed, agree_on_attempt, connect, report_lost_processes
+from support.runtime.distributed import (
+    Distributed,
+    agree_on_attempt,
+    connect,
+    read_environment,
+    report_lost_processes,
+)
 
 
 def in_threads(world_size, function):
@@ -39,6 +45,34 @@ def in_threads(world_size, function):
 
 def a_node(rank, world_size, store):
     return Distributed(rank, rank, world_size, torch.device("cpu"), store)
+
+
+TORCHRUN = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"RANK": None, "LOCAL_RANK": None, "MASTER_ADDR": None, "MASTER_PORT": None}, "RANK, LOCAL_RANK, MASTER_PORT, MASTER_ADDR: not set"),
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc' in the environment, but WORLD_SIZE: not set, or not valid"),
+        ({"WORLD_SIZE": "0"}, "RANK is 1, and LOCAL_RANK 1"),
+        ({"RANK": "2"}, "RANK is 2, and LOCAL_RANK 1"),
+        ({"MASTER_PORT": "-1"}, "MASTER_PORT: not set, or not valid. Start with torchrun, or unset WORLD_SIZE"),
+    ],
+)  # fmt: skip
+def test_an_environment_that_is_not_torchruns_is_named(monkeypatch, changed, message):
+    for name, value in (TORCHRUN | changed).items():
+        monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match=message):
+        Distributed.from_environment()
+
+
+def test_the_environment_of_torchrun_is_read(monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert read_environment() == (1, 1, 2)
+    monkeypatch.setenv("WORLD_SIZE", "1")  # a variable that was left over does not make a rank that writes nothing
+    assert read_environment() == (0, 0, 1)
 
 
 @pytest.mark.parametrize("value", ["found", None])

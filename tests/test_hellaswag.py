@@ -613,6 +613,7 @@ def test_truncated_endings_are_counted_and_reported(checkpoint, tmp_path, capsys
     items = write_items(tmp_path / "items.jsonl", 2, ctx="a" + " a" * 63)  # 64 tokens
     out = score(capsys, "-m", directory, "--data", items, "--json", tmp_path / "x.json")
     assert "8 endings with their contexts are longer than the model's 64 tokens; the beginning of the context" in out
+    assert "OpenAI" not in out and "there is no comparison" in out
     assert json.loads((tmp_path / "x.json").read_text())["truncated"] == 8
 
 

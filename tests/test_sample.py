@@ -278,7 +278,7 @@ def test_a_session_continues_what_is_typed(run, checkpoint, capsys):
 
 
 def test_ctrl_c_stops_a_text_and_then_the_session(checkpoint):
-    terminal = Terminal("--model", checkpoint, "-d", "cpu", "--max-new-tokens", 10**9)
+    terminal = Terminal("--model", checkpoint, "-d", "cpu", "--max-new-tokens", 10**6)
     terminal.read_until("> ")
     terminal.type("The\n")
     terminal.read_until("The\nThe")
@@ -295,7 +295,7 @@ def test_ctrl_c_stops_a_text_and_then_the_session(checkpoint):
 
 
 def test_ctrl_c_ends_a_text_that_nobody_typed_for(checkpoint):
-    terminal = Terminal("--model", checkpoint, "-d", "cpu", "--prompt", "The", "-n", 1, "--max-new-tokens", 10**9)
+    terminal = Terminal("--model", checkpoint, "-d", "cpu", "--prompt", "The", "-n", 1, "--max-new-tokens", 10**6)
     terminal.read_until("The")
     terminal.type("\x03")
     terminal.read_until("interrupted")
@@ -334,6 +334,10 @@ def test_sample_runs_as_a_script(run):
         (["--model", "log/model_00003", "--top-p", "0"], "--top-p must be more than 0, and 1 or less."),
         (["--model", "log/model_00003", "--top-p", "nan"], "--top-p must be more than 0, and 1 or less."),
         (["--model", "log/model_00003", "--temperature", "nan"], "--temperature must be 0 or more"),
+        (
+            ["--model", "log/model_00003", "--max-new-tokens", "1000000000000"],
+            "--max-new-tokens must be 1,000,000 or less",
+        ),
     ],
 )
 def test_bad_input_is_named(run, monkeypatch, flags, message):

@@ -293,7 +293,8 @@ def _draw_lr(axes: Axes, run: Run) -> None:
 def _draw_hellaswag(axes: Axes, run: Run) -> None:
     x, y = _points(run, run.hella)
     axes.plot(x, y, color="C3", marker=_marker(x), markersize=3, label=f"acc_norm, now {y[-1]:.4f}")
-    for model in dict.fromkeys(("gpt2", run.flags.get("model"))) if run.has_gpt2_tokens else ():
+    comparable = run.has_gpt2_tokens and run.flags.get("block_size", 0) >= 1024  # a shorter context may be cut off
+    for model in dict.fromkeys(("gpt2", run.flags.get("model"))) if comparable else ():
         if model in OPENAI_HELLASWAG:
             size, score = OPENAI_HELLASWAG[model]
             axes.axhline(score, color="black", linestyle="--", linewidth=1, label=f"OpenAI's GPT-2 {size}: {score:.4f}")
@@ -385,7 +386,7 @@ class CurvesFile:
         started = time.monotonic()
         try:
             save(draw_run(read_run(self._folder)), self._folder / "curves.png")
-        except Exception as error:  # matplotlib has many, and may be missing
+        except (Exception, SystemExit) as error:  # matplotlib has many; it may be missing, and a broken one may exit
             if not self._warned:
                 print(f"warning: cannot draw {self._folder / 'curves.png'} ({error}).", file=sys.stderr, flush=True)
             self._warned = True

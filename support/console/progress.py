@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -97,6 +97,34 @@ def print_header(
     checkpoint_bytes = 3 * sum(p.nbytes for p in model.parameters())  # AdamW has two moments, Muon one
     for note in notes(options, flags, first_step, checkpoint_bytes if dist.rank == 0 else 0):
         dist.print0(labelled("note", note))
+
+
+class Recipe(Protocol):
+    """The fields of TrainConfig that say how a run learns."""
+
+    @property
+    def optimizer(self) -> str: ...
+    @property
+    def schedule(self) -> str: ...
+    @property
+    def warmup_steps(self) -> int: ...
+    @property
+    def cooldown_steps(self) -> int: ...
+    @property
+    def decay_steps(self) -> int: ...
+    @property
+    def max_lr(self) -> float: ...
+    @property
+    def min_lr(self) -> float: ...
+
+
+def describe_recipe(recipe: Recipe) -> str:
+    """Optimizer and schedule in words."""
+    cooldown = f"constant, and a cooldown of {count(recipe.cooldown_steps, 'step')}"
+    decay = "cosine decay" if recipe.schedule == "cosine" else cooldown
+    warmup = f"warm-up in {count(recipe.warmup_steps, 'step')} to " if recipe.warmup_steps else ""
+    peak = f"{warmup}learning rate {recipe.max_lr:.3g}"
+    return f"{recipe.optimizer}; {peak}, then {decay} to {recipe.min_lr:.3g} at step {recipe.decay_steps:,}"
 
 
 def describe_model(model: nn.Module, sizes: Mapping[str, int]) -> str:

@@ -78,6 +78,8 @@ def describe_run(
 
 def read_record(path: Path) -> dict[str, Any] | None:
     """The content of a `run.json`; None if it is missing or damaged."""
+    if not path.is_file():  # a FIFO would wait for a writer
+        return None
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         sound = all(type(record[name]) is kind for name, kind in REQUIRED.items())

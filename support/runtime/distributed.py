@@ -43,10 +43,12 @@ class Distributed:
 
     @classmethod
     def from_environment(cls) -> Distributed:
-        """Reads torchrun's environment variables; without them, this is the only process."""
-        rank, local_rank, world_size = (
-            int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
-        )
+        """Reads torchrun's environment variables; without them, this is the only process.
+
+        Raises:
+            UserError: they are incomplete, or not valid.
+        """
+        rank, local_rank, world_size = read_environment()
         store = connect(rank, world_size) if world_size > 1 else None
         return cls(rank, local_rank, world_size, store=store)
 
@@ -63,7 +65,8 @@ class Distributed:
         if device_type == "mps" and self.world_size > 1:
             raise UserError("an Apple GPU trains in one process. Run python train_gpt2.py, without torchrun.")
         if device_type != "cuda":
-            devices.share_cpu_cores()
+            if self.world_size > 1:
+                devices.share_cpu_cores()
             return replace(self, device=torch.device(device_type))
         if self.local_rank >= torch.cuda.device_count():
             raise UserError(
@@ -204,6 +207,30 @@ def report_lost_processes() -> Iterator[None]:
 
 # -----------------------------------------------------------------------------
 # Finding each other
+
+
+def read_environment() -> tuple[int, int, int]:
+    """RANK, LOCAL_RANK and WORLD_SIZE as torchrun sets them; 0, 0 and 1 for a single process.
+
+    Raises:
+        UserError: a variable is missing or not valid.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return 0, 0, 1
+    values = {name: os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
+    invalid = [name for name, value in values.items() if not value.isdecimal()]
+    invalid += [] if "MASTER_ADDR" in os.environ else ["MASTER_ADDR"]
+    problem = f"{', '.join(invalid)}: not set, or not valid"
+    if not invalid:
+        rank, local_rank, world_size, _ = map(int, values.values())
+        if local_rank <= rank < world_size:
+            return rank, local_rank, world_size
+        problem = f"RANK is {rank}, and LOCAL_RANK {local_rank}"
+    raise UserError(
+        f"WORLD_SIZE is {values['WORLD_SIZE']!r} in the environment, but {problem}. "
+        "Start with torchrun, or unset WORLD_SIZE for a single process.",
+        this_rank_only=True,
+    )
 
 
 def connect(rank: int, world_size: int) -> distributed.Store:
