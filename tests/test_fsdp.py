@@ -111,6 +111,22 @@ def test_raw_gradients_are_those_of_one_process_and_of_ddp(tmp_path, world_size,
                 assert abs(gradient - expected[name]).max() <= 1e-6 * abs(expected[name]).max(), (layout, name)
 
 
+def new_groups(rank):
+    """How many process groups FSDP makes where CUDA seems to be there."""
+    from torch.distributed import distributed_c10d
+
+    torch.cuda.is_available, before = (lambda: True), distributed_c10d.get_pg_count()
+    with fsdp.weights_on_rank_zero(True, rank):
+        model = make_model(TINY, 0)
+    fsdp.ShardedModel(model, model.transformer.h, CPU, torch.float32, compiled=False)
+    return distributed_c10d.get_pg_count() - before
+
+
+def test_fsdp_uses_the_group_that_exists(tmp_path):
+    """With gloo, and CUDA at hand, PyTorch's own choice is another group with NCCL."""
+    assert on_ranks(new_groups, 2, tmp_path) == {0: 0, 1: 0}
+
+
 # ---- runs
 
 

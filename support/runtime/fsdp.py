@@ -43,9 +43,11 @@ class ShardedModel(nn.Module):
         self, model: nn.Module, blocks: Iterable[nn.Module], device: torch.device, dtype: torch.dtype, compiled: bool
     ):
         from torch.distributed import fsdp
+        from torch.distributed.device_mesh import DeviceMesh
 
         super().__init__()
-        mesh = distributed.init_device_mesh(device.type, (distributed.get_world_size(),))
+        # the group that exists: init_device_mesh may add one with NCCL, which refuses two ranks on one GPU
+        mesh = DeviceMesh.from_group(cast(distributed.ProcessGroup, distributed.group.WORLD), device.type)
         device_memory = devices.free_and_total_memory(device)[1] if device.type == "cuda" else None
         self.keep_gathered = keeps_gathered(sum(p.numel() for p in model.parameters()), dtype, device_memory)
         self.require_backward_grad_sync = True  # as in DistributedDataParallel: false in all but the last micro-step
