@@ -648,7 +648,9 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         devices.prepare(device, config.tf32, dtype, T)
         amp = devices.autocast(device, dtype)
         compiled = devices.compile(full_model, device, print0) if config.compile else full_model
-        B = batch_size.largest_batch_size(config.batch_size, rank_rows, T, compiled, dtype, dist, sharded)
+        B = batch_size.largest_batch_size(
+            config.batch_size, rank_rows, T, compiled, dtype, dist, sharded, config.optimizer
+        )
 
     # Ranks that differ would wait for each other forever. Connected, they exchange tensors: by NCCL on GPUs, else gloo.
     network_seconds = preflight.connect(dist, watchdog, config, identity, checkpoint.step if checkpoint else 0, model)

@@ -61,14 +61,20 @@ def test_the_trial_includes_the_optimizer_and_validation(tiny_model, monkeypatch
     """The sizes that are tried, and what exists during each trial."""
     monkeypatch.setattr(batch_size, "PROBED", ("cpu",))
     monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (10**11, 10**11))
-    seen, allocated, real = [], [], torch.empty_like
+    seen, allocated, spared, real, empty = [], [], [], torch.empty_like, torch.empty
 
     def empty_like(tensor, **options):
         if type(tensor) is torch.nn.Parameter and not options:  # others are in the loss and in PyTorch
             allocated.append(tensor.numel())
         return real(tensor, **options)
 
+    def spy_on_empty(*size, **options):
+        if options.get("dtype") == torch.uint8:
+            spared.append(size[0])
+        return empty(*size, **options)
+
     monkeypatch.setattr(torch, "empty_like", empty_like)
+    monkeypatch.setattr(torch, "empty", spy_on_empty)
     before = {name: p.clone() for name, p in tiny_model.named_parameters()}
     forward = tiny_model.forward
 
@@ -90,6 +96,7 @@ def test_the_trial_includes_the_optimizer_and_validation(tiny_model, monkeypatch
     two = replace(ONE_PROCESS, world_size=2)
     batch_size.largest_batch_size(1, 1, 16, tiny_model, torch.float32, two)  # DDP's buckets are one more
     assert sum(allocated) == 3 * sum(p.numel() for p in tiny_model.parameters())
+    assert spared == [2**29] * 3 + [2**31]  # bytes: several ranks will be connected by NCCL
     assert all(p.grad is None and torch.equal(p, before[name]) for name, p in tiny_model.named_parameters())
 
 
@@ -98,7 +105,7 @@ def test_what_clearly_cannot_fit_is_not_tried(tiny_model, monkeypatch, capsys):
     monkeypatch.setattr(batch_size, "PROBED", ("cpu",))
     total = 2 * 10**9
     estimates = {B: estimate_memory(tiny_model, B, 16, torch.float32, 1, total) for B in (8, 64)}
-    monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (int(estimates[8].minimum), total))
+    monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (int(estimates[8].minimum) + 1, total))
     tried, real = [], batch_size._try_batch_size
 
     def spy(B, *args):
@@ -141,10 +148,12 @@ def test_a_sharded_model_is_not_tried_but_estimated(tiny_model, monkeypatch, cap
     monkeypatch.setattr(batch_size, "PROBED", ("cpu",))
     monkeypatch.setattr(batch_size, "_try_batch_size", lambda *args: pytest.fail("tried"))
     total, four = 2 * 10**9, replace(ONE_PROCESS, world_size=4)
-    needed = estimate_memory(tiny_model, 8, 16, torch.float32, 4, total, sharded=True).total
+    needed = estimate_memory(tiny_model, 8, 16, torch.float32, 4, total, sharded=True).total + 2 * 2**30
     monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (needed, total))
     model = without_weights(tiny_model)
     assert batch_size.largest_batch_size(64, 64, 16, model, torch.float32, four, sharded=True) == 8
+    with pytest.raises(UserError, match="not even one row"):  # Muon's all-to-all takes more
+        batch_size.largest_batch_size(64, 64, 16, model, torch.float32, four, sharded=True, optimizer="muon")
     assert "does not fit into memory; using 8" in capsys.readouterr().out
 
 

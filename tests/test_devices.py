@@ -245,3 +245,12 @@ def test_short_rows_in_bf16_on_a_cpu_do_without_fused_attention(dtype, context, 
         assert any("flash" in event.key for event in profile.key_averages()) == fused
     finally:
         devices.prepare(CPU, True)
+
+
+@pytest.mark.parametrize(("version", "fast"), [("2.13.0+cu130", False), ("2.14.0", True)])
+def test_the_launcher_with_a_dangling_pointer_is_not_used(monkeypatch, version, fast):
+    config = pytest.importorskip("torch._inductor.config")
+    monkeypatch.setattr(config, "use_fast_triton_launcher", True, raising=False)
+    monkeypatch.setattr(torch, "__version__", version)
+    devices.prepare(torch.device("cuda"), tf32=False)
+    assert config.use_fast_triton_launcher == fast

@@ -306,7 +306,9 @@ def test_the_estimate_of_memory_holds(gpu, compiled):
     total = devices.free_and_total_memory(DEVICE)[1]
     estimate = estimate_memory(model_or_compiled, 16, 1024, torch.bfloat16, 1, total)
     torch.cuda.reset_peak_memory_stats()
-    batch_size._try_batch_size(16, 1024, model_or_compiled, devices.autocast(DEVICE, torch.bfloat16), 1, DEVICE)
+    batch_size._try_batch_size(
+        16, 1024, model_or_compiled, devices.autocast(DEVICE, torch.bfloat16), 1, DEVICE, batch_size.SPARE_BYTES
+    )
     taken = torch.cuda.max_memory_allocated() - before - batch_size.SPARE_BYTES
     assert estimate.minimum < taken < estimate.total
 

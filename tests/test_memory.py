@@ -117,10 +117,10 @@ def flags_of(config, **changes):
 @pytest.mark.parametrize(
     "config, changes, gigabytes, problem",
     [
-        (GPTConfig(), {}, 2.7, None),
+        (GPTConfig(), {}, 3.3, None),
         (GPTConfig(), {}, 1.9, "training 124,439,808 parameters takes at least 2.0 GB, and 1.9 GB are available."),
         (GPTConfig(), {"optimizer": "muon"}, 1.4, "takes at least 1.5 GB, and 1.4 GB are available."),
-        (GPTConfig(), {"lora_rank": 8}, 1.4, None),
+        (GPTConfig(), {"lora_rank": 8}, 1.8, None),
         (
             GPTConfig(),
             {},
@@ -131,7 +131,7 @@ def flags_of(config, **changes):
             GPTConfig(),
             {"batch_size": 512},
             80.0,
-            "micro-batches of 512 rows of 1024 tokens take at least 89.0 GB, and 80.0 GB",
+            "micro-batches of 512 rows of 1024 tokens take at least 158.5 GB, and 80.0 GB",
         ),
         (GPTConfig(n_layer=10_000, n_embd=1), {}, 0.3, "which take 401.2 MB"),
         (GPTConfig(), {"batch_size": 10**9}, None, None),
@@ -164,7 +164,29 @@ def test_what_is_refused_is_less_than_training_takes(gpt2):
     layers = memory.LAYER_ACTIVATION_BYTES * 4 * 1024 * gpt2.config.n_layer * gpt2.config.n_embd
     less, more = (memory.saved_bytes(gpt2, B, 1024, torch.bfloat16) for B in (2, 6))
     saved = more - less
-    assert 0.9 * saved < layers < saved and memory.COMPILED_FRACTION < 1
+    assert 0.9 * saved < layers < saved
+
+
+def test_the_fraction_that_a_compiled_model_saves():
+    """By PyTorch's partitioner, as for Inductor; of four more rows, without what does not depend on them."""
+    model = GPT(GPTConfig(block_size=128, vocab_size=257, n_layer=2, n_head=2, n_embd=128))
+
+    def saved_by(forward, B):
+        tokens, saved = torch.zeros((B, 128), dtype=torch.int64), {}
+
+        def count(tensor):
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
+        with hooks, torch.autocast("cpu", torch.bfloat16):
+            _, loss = forward(tokens, tokens)  # the result holds what is saved
+        return sum(saved.values()), loss
+
+    compiled = torch.compile(model, dynamic=False, backend="aot_eager_decomp_partition")
+    eager, partitioned = (saved_by(f, 8)[0] - saved_by(f, 4)[0] for f in (model, compiled))
+    fraction = partitioned / eager
+    assert memory.COMPILED_FRACTION < fraction < memory.COMPILED_FRACTION + 0.15
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_built(tiny_model, tmp_path, monkeypatch):

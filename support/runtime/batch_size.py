@@ -10,7 +10,10 @@ from support.runtime.distributed import Distributed
 from support.runtime.memory import estimate_memory
 
 PROBED = ("cuda",)  # device types whose memory is tried out; others swap
-SPARE_BYTES = 512 * 2**20  # left free for communication buffers and fragmentation
+SPARE_BYTES = 512 * 2**20  # left free for fragmentation
+# NCCL connects after the trial. It was seen to take 0.7 and 1.6 GB (NVIDIA/nccl#964, #864), and 3 GB more for the
+# all-to-all (#1685) by which Muon collects what FSDP has divided.
+SPARE_BYTES_OF_RANKS, SPARE_BYTES_OF_SHARDED_MUON = 2 * 2**30, 5 * 2**30
 
 
 def rows_per_rank(total_batch_size: int, T: int, world_size: int) -> int:
@@ -54,11 +57,12 @@ def largest_batch_size(
     dtype: torch.dtype,
     dist: Distributed,
     sharded: bool = False,
+    optimizer: str = "adamw",
 ) -> int:
     """The largest micro-batch, up to `batch_size`, with which a run fits into the memory of this process's device.
 
-    Tries those that may fit, by an estimate that it prints: allocates what a run needs at the same time, which is the
-    optimizer's two moments, gradients (and DDP's copy of them with several ranks), micro-batches of (B, T) tokens
+    Tries those that may fit, by an estimate that it prints: allocates what a run needs at the same time, which is
+    `spare_bytes`, the optimizer's two moments, gradients (and DDP's copy of them with several ranks), micro-batches of (B, T) tokens
     forward and backward, and validation. Weights are unchanged, and no other rank is waited for.
 
     Args:
@@ -74,6 +78,7 @@ def largest_batch_size(
     if device.type not in PROBED:
         return batch_size
     free, total = devices.free_and_total_memory(device)
+    spare = spare_bytes(world_size, sharded, optimizer)
     for B in range(batch_size, 0, -1):
         if rows % B:
             continue
@@ -82,7 +87,7 @@ def largest_batch_size(
             notice(f"memory  about {estimate.total / 2**30:.1f} of {total / 2**30:.1f} GiB with {B} rows")
         if estimate.minimum > free:
             continue
-        if estimate.total <= free if sharded else _fits(B, T, model, dtype, world_size, device):
+        if estimate.total + spare <= free if sharded else _fits(B, T, model, dtype, world_size, device, spare):
             if batch_size != B:
                 notice(
                     f"note    a micro-batch of {batch_size} rows does not fit into memory; using {B}. "
@@ -96,11 +101,18 @@ def largest_batch_size(
     )
 
 
+def spare_bytes(world_size: int, sharded: bool, optimizer: str) -> int:
+    """What is left free on each GPU."""
+    if world_size == 1:
+        return SPARE_BYTES
+    return SPARE_BYTES_OF_SHARDED_MUON if sharded and optimizer == "muon" else SPARE_BYTES_OF_RANKS
+
+
 def _fits(
-    B: int, T: int, model: torch.nn.Module, dtype: torch.dtype, world_size: int, device: torch.device
+    B: int, T: int, model: torch.nn.Module, dtype: torch.dtype, world_size: int, device: torch.device, spare: int
 ) -> bool:  # fmt: skip
     try:
-        _try_batch_size(B, T, model, devices.autocast(device, dtype), world_size, device)
+        _try_batch_size(B, T, model, devices.autocast(device, dtype), world_size, device, spare)
         fits = True
     except RuntimeError as error:
         if not devices.is_out_of_memory(error):
@@ -118,8 +130,9 @@ def _try_batch_size(
     amp: torch.autocast,
     world_size: int,
     device: torch.device,
+    spare: int,
 ) -> None:
-    reserved = [torch.empty(SPARE_BYTES, dtype=torch.uint8, device=device)]
+    reserved = [torch.empty(spare, dtype=torch.uint8, device=device)]
     copies = 2 if world_size == 1 else 3  # AdamW's moments, and the buckets in which DDP sends gradients
     reserved += [torch.empty_like(p) for p in model.parameters() if p.requires_grad for _ in range(copies)]
     tokens = torch.zeros((B, T + 1), dtype=torch.int64, device=device)

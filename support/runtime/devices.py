@@ -241,6 +241,11 @@ def prepare(device: torch.device, tf32: bool, dtype: torch.dtype = torch.float32
     """
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")  # of products that stay in fp32
+        if torch.__version__.startswith("2.13."):
+            from torch._inductor import config
+
+            # This launcher may call a kernel that autotuning has unloaded (pytorch#188607). Others take 2 us longer.
+            config.use_fast_triton_launcher = False
     if device.type == "cpu":
         # The backward pass of PyTorch's fused attention is slow in bf16 on short rows. The setting serves CPUs, too.
         torch.backends.cuda.enable_flash_sdp(dtype != torch.bfloat16 or context > LONGEST_UNFUSED_CONTEXT)
