@@ -461,7 +461,8 @@ def resolve(flags: Mapping[str, Any], device: torch.device, world_size: int) -> 
     on_gpu = device.type == "cuda"
     flags = {name: value for name, value in flags.items() if name not in MACHINE_FLAGS or value != "auto"}
     values = MODELS[flags.get("model", "gpt2")] | RECIPES[flags.get("recipe", "gpt2")]
-    values |= {"decay_steps": flags.get("max_steps", TrainConfig.max_steps), "compile": on_gpu, **flags}
+    values |= {"decay_steps": flags.get("max_steps", TrainConfig.max_steps), **flags}
+    values.setdefault("compile", on_gpu and presets.is_worth_compiling(values))
     values.setdefault("min_lr", values["max_lr"] / (50 if values["schedule"] == "wsd" else 10))
     values.setdefault("hellaswag_every", 250 if on_gpu or flags.keys() & {"hellaswag_data", "hellaswag_limit"} else 0)
     values |= {"device": device.type, "dtype": devices.pick_dtype(flags.get("dtype", "auto"), device)}
@@ -647,7 +648,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         examples = hellaswag.load_examples(config, tokenizer, print0) if config.hellaswag_every else []
         devices.prepare(device, config.tf32, dtype, T)
         amp = devices.autocast(device, dtype)
-        compiled = devices.compile(full_model, device, print0) if config.compile else full_model
+        compiled = devices.compile(full_model, device) if config.compile else full_model
         B = batch_size.largest_batch_size(
             config.batch_size, rank_rows, T, compiled, dtype, dist, sharded, config.optimizer
         )
@@ -688,7 +689,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         config, dist, first_step=state.step, max_steps=config.max_steps, tokens_per_step=config.total_batch_size,
         flops_per_token=model.flops_per_token(), earlier_flags=checkpoint.config if checkpoint else {},
         network_seconds=network_seconds,
-        record=record.describe_run(config, dist, model, identity, tokenizer, bytes_per_token),
+        record=record.describe_run(config, dist, model, asdict(model.config), identity, tokenizer, bytes_per_token),
     )  # fmt: skip
     run_info = RunInfo(config, identity, asdict(model.config), tokenizer, logger.sync, bytes_per_token)
     checkpoints = CheckpointManager(config.out, config.keep, stop, run_info, rank, newest=state.step)

@@ -15,9 +15,12 @@ from helpers import ROOT
 from training import ONE_PROCESS, config_of
 
 import hellaswag
+from support.checkpoints.start import gather_flags
+from support.cli import parse_flags
 from support.runtime import devices
 from support.runtime.distributed import Distributed
-from train_gpt2 import DataLoaderLite, train
+from support.runtime.options import describe_speed
+from train_gpt2 import DataLoaderLite, TrainConfig, resolve, train
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 on_linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
@@ -86,15 +89,15 @@ def test_what_torch_compile_needs(missing, reason, monkeypatch, tmp_path):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(devices.sysconfig, "get_config_var", lambda name: str(tmp_path / "include"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    model, notices = torch.nn.Linear(1, 1), []
+    model = torch.nn.Linear(1, 1)
     for device in (CPU, CUDA):
-        assert devices.compile(model, device, notices.append) is not model and not notices
+        assert devices.compile(model, device) is not model and not devices.why_not_compile(device)
     for name in missing.split():
         (tmp_path / ("include/Python.h" if name == "Python.h" else name)).unlink(missing_ok=True)
-    assert devices.compile(model, CUDA, notices.append) is model and reason in notices[0]
-    assert (devices.compile(model, CPU, notices.append) is model) == (reason == "C++ compiler")
+    assert devices.compile(model, CUDA) is model and reason in str(devices.why_not_compile(CUDA))
+    assert (devices.compile(model, CPU) is model) == (reason == "C++ compiler")
     monkeypatch.setenv("CC", "cc")
-    assert (devices.compile(model, CUDA, notices.append) is model) == (reason != "C compiler for CUDA")
+    assert (devices.compile(model, CUDA) is model) == (reason != "C compiler for CUDA")
 
 
 def test_attention_for_many_shapes_avoids_cudnn_on_cuda_alone(tiny_model, monkeypatch):
@@ -254,3 +257,38 @@ def test_the_launcher_with_a_dangling_pointer_is_not_used(monkeypatch, version, 
     monkeypatch.setattr(torch, "__version__", version)
     devices.prepare(torch.device("cuda"), tf32=False)
     assert config.use_fast_triton_launcher == fast
+
+
+def test_what_decides_the_speed_is_said(monkeypatch):
+    """Of a run of the flags: compiled or why not, and PyTorch's attention."""
+
+    def speed(*flags):
+        config = config_of(*flags)
+        return describe_speed(config, CPU, dict(n_layer=2, n_head=2, n_embd=32, block_size=16))
+
+    assert speed() == {"compiled": "no (--compile turns it on)", "attention": "flash"}
+    assert speed("--compile")["compiled"] == "yes"
+    monkeypatch.setattr(devices.shutil, "which", lambda name: None)
+    assert "C++ compiler" in speed("--compile")["compiled"]
+    torch.backends.cuda.enable_flash_sdp(False)
+    assert speed()["attention"] == "not fused"
+
+
+@pytest.mark.parametrize(
+    ("flags", "compiled"),
+    [
+        (["--data", "x"], True),
+        (["--demo"], False),  # 22 of 120 s for 3 layers
+        (["--demo", "--minutes", "4"], True),
+        (["--demo", "--minutes", "4", "--n-layer", "5"], False),
+        (["--demo", "--max-steps", "1000"], False),  # 6 s
+        (["--demo", "--max-steps", "40000"], True),
+        (["--demo", "--compile"], True),
+        (["--data", "x", "--no-compile"], False),
+    ],
+)
+def test_a_short_run_on_a_gpu_is_not_compiled(flags, compiled, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    given = parse_flags(TrainConfig, flags, "")
+    flags, _ = gather_flags(TrainConfig, given, ONE_PROCESS)
+    assert resolve(flags, CUDA, 1).compile == compiled

@@ -21,7 +21,7 @@ from support.data.presets import describe_text_flags
 from support.files import format_bytes
 from support.runtime import devices
 from support.runtime.distributed import Distributed
-from support.runtime.options import RunOptions
+from support.runtime.options import RunOptions, describe_speed
 
 T = TypeVar("T")
 HIGH_LR = 0.1
@@ -74,6 +74,7 @@ def print_header(
     device = f"{dist.world_size} x {devices.describe(dist.device)}{parallel}"
     facts = [
         ("device", f"{device}, {options.dtype}, torch {torch.__version__}"),
+        ("speed", "; ".join(f"{name}: {text}" for name, text in describe_speed(options, dist.device, sizes).items())),
         ("model", describe_model(model, sizes)),
         (
             "step",

@@ -36,13 +36,14 @@ REQUIRED = {
 # The smallest and the largest value that a damaged file may have and still be used.
 BOUNDS = {"parameters": (1, 10**15), "tokens_per_step": (1, 10**12), "bytes_per_token": (1e-6, 1e6)}
 # What may be different in a resumed process.
-CHANGEABLE = ("versions", "device", "processes")
+CHANGEABLE = ("versions", "device", "speed", "processes")
 
 
 def describe_run(
     options: RunOptions,
     dist: Distributed,
     model: nn.Module,
+    sizes: Mapping[str, int],
     data: Mapping[str, Any],
     tokenizer: Tokenizer,
     bytes_per_token: float,
@@ -50,13 +51,14 @@ def describe_run(
     """What this process has to say about its run, in the layout of `run.json`.
 
     Args:
+        sizes: of the model, by field of GPTConfig.
         data: the shards, see `data_identity`.
         bytes_per_token: of the validation split, if there is one.
     """
     import torch
 
     from support.runtime import devices
-    from support.runtime.options import PLAN_FLAGS
+    from support.runtime.options import PLAN_FLAGS, describe_speed
 
     flags = {name: value for name, value in options.to_dict().items() if name not in PLAN_FLAGS}
     flags["tokenizer"] = tokenizer.name  # the flag is for --text only
@@ -67,6 +69,7 @@ def describe_run(
         "flags": flags,
         "versions": versions | ({"commit": commit} if (commit := _read_commit(ROOT / ".git")) else {}),
         "device": devices.describe(dist.device),
+        "speed": describe_speed(options, dist.device, sizes),
         "processes": dist.world_size,
         "data": {"source": shards.read_manifest(options.data)["source"], **data},
         "tokenizer": {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size},

@@ -31,6 +31,7 @@ DEMO = dict(
     val_tokens=65536, hellaswag_every=0,
 )  # fmt: skip
 DEMO_TEXT_BYTES, DEMO_MINUTES = 2e6, 2.0
+COMPILING_FRACTION = 0.1  # of a run of --text or --demo that may be spent on compiling, at most
 MODEL_FLAGS = {"n_layer", "n_head", "n_embd", "block_size"}
 MODELS_FOR_TEXT: tuple[dict[str, int], ...] = (
     dict(n_layer=3, n_head=2, n_embd=96, block_size=64, batch_size=16),
@@ -112,6 +113,27 @@ def models_for_text(text_bytes: float, bytes_read: float = math.inf) -> list[dic
 def block_weights(model: Mapping[str, int]) -> int:
     """The weights of a model's blocks, without biases and norms."""
     return 12 * model["n_layer"] * model["n_embd"] ** 2
+
+
+def compile_seconds(n_layer: int) -> float:
+    """About how long torch.compile takes on a GPU: a minute for 12 layers, as nanoGPT says. Not measured here."""
+    return 10.0 + 4.0 * n_layer
+
+
+def is_worth_compiling(flags: Mapping[str, Any]) -> bool:
+    """Whether compiling takes a small part of a run on a GPU: of --text and --demo by arithmetic, of others always.
+
+    Args:
+        flags: those of the run, with n_layer and n_embd.
+    """
+    if not flags.get("demo") and flags.get("text") is None:
+        return True
+    if flags.get("minutes"):
+        seconds = 60 * flags["minutes"]
+    else:  # launching the kernels of a layer takes about 2 ms; large steps run at about 100 TFLOP/s
+        flops = 6 * block_weights(flags) * flags["total_batch_size"]
+        seconds = flags["max_steps"] * (2e-3 * flags["n_layer"] + flops / 1e14)
+    return compile_seconds(flags["n_layer"]) <= COMPILING_FRACTION * seconds
 
 
 def step_size(total_tokens: float, steps: int = 2000) -> int:

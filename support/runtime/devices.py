@@ -100,17 +100,16 @@ def _cpu_has_bf16() -> bool:
     return any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16"))
 
 
-def compile(model: torch.nn.Module, device: torch.device, notice: Callable[[str], None]) -> torch.nn.Module:
-    """The model through torch.compile, or the model itself and a notice where that cannot work."""
-    reason = _why_not_compile(device)
-    if reason is not None:
-        notice(f"note    not compiled: {reason}")
+def compile(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """The model through torch.compile, or the model itself where that cannot work."""
+    if why_not_compile(device):
         return model
     # one graph per shape: faster, and there are few shapes; the model itself stays uncompiled
     return cast(torch.nn.Module, torch.compile(model, dynamic=False))
 
 
-def _why_not_compile(device: torch.device) -> str | None:
+def why_not_compile(device: torch.device) -> str | None:
+    """What is missing for torch.compile on this machine; None if nothing is."""
     if platform.system() == "Windows":
         return "torch.compile is not used on Windows"
     if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
@@ -138,6 +137,18 @@ def attention_without_cudnn(device: torch.device) -> Iterator[None]:
     # Not with set_priority: if this were the first attention of the process, PyTorch's later order would lack cuDNN.
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         yield
+
+
+def describe_attention(device: torch.device, dtype: torch.dtype, n_head: int, n_embd: int, T: int) -> str:
+    """Which of its implementations PyTorch takes for the model's attention in training."""
+    if device.type == "mps":
+        return "Metal"
+    from torch.nn.attention import SDPBackend
+
+    qkv = torch.zeros((1, T, 3 * n_embd), device=device, dtype=dtype, requires_grad=True)  # strides as in the model
+    q, k, v = (t.view(1, T, n_head, n_embd // n_head).transpose(1, 2) for t in qkv.split(n_embd, dim=2))
+    name = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True)).name.removesuffix("_ATTENTION").lower()
+    return f"cuDNN {torch.backends.cudnn.version()}" if name == "cudnn" else {"math": "not fused"}.get(name, name)
 
 
 def synchronizer(device: torch.device) -> Callable[[], None]:

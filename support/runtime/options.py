@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+import torch
+
 from support.cli import MAIN_GROUP, flag
+from support.data import presets
 from support.runtime import devices
 
 # What a new run may replace in its folder: nothing, a log without checkpoints, or everything of an earlier run.
@@ -199,3 +203,20 @@ class RunOptions:
         """What a checkpoint stores of them."""
         left_out = PLAN_FLAGS | MACHINE_FLAGS - self.given
         return {name: value for name, value in self.to_dict().items() if name not in left_out}
+
+
+def describe_speed(options: RunOptions, device: torch.device, sizes: Mapping[str, int]) -> dict[str, str]:
+    """What decides the speed of a run: whether it is compiled or why not, and which attention it has.
+
+    Args:
+        sizes: of the model, by field of GPTConfig.
+    """
+    if options.compile:
+        reason = devices.why_not_compile(device)
+    elif device.type == "cuda" and not presets.is_worth_compiling(options.to_dict()):
+        reason = f"it would take about {presets.compile_seconds(sizes['n_layer']):.0f} s of a short run"
+    else:
+        reason = "--compile turns it on"
+    dtype = devices.DTYPES[options.dtype]
+    attention = devices.describe_attention(device, dtype, sizes["n_head"], sizes["n_embd"], sizes["block_size"])
+    return {"compiled": f"no ({reason})" if reason else "yes", "attention": attention}
