@@ -21,11 +21,13 @@ import json
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -112,6 +114,8 @@ def worker(job: dict[str, Any]) -> None:
         train_gpt2.train_step, train_gpt2.DataLoaderLite.batch = timed_step, timed_batch
         with contextlib.redirect_stdout(io.StringIO()) as output:
             state = train_gpt2.train(config, dist)
+        if job.get("trace"):
+            shutil.copy(Path(out) / "trace.json.gz", job["trace"])
         answer = summarize(job, config, dist, state, times, bool(chunked), kept.call_count > 0)
         answer |= {"B": rows[0], "output": output.getvalue()}
         dist.close()
@@ -219,6 +223,17 @@ def remove_features(removed: set[str], patches: contextlib.ExitStack) -> None:
         train_gpt2.chunked_cross_entropy = lambda x, w, y, V: F.cross_entropy(F.linear(x, w)[:, :V].float(), y)
     if "kept memory" in removed:
         devices.keep_memory = lambda device: None
+    if "cuDNN" in removed:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    if "mix-order reductions" in removed:
+        from torch._inductor import config
+
+        config.triton.mix_order_reduction = False
+    if "untuned loss" in removed:
+        from support.optim import loss
+
+        tuned = {"coordinate_descent_tuning": True}
+        loss._compiled = cache(lambda function: torch.compile(function, dynamic=False, options=tuned))
 
 
 def matmul_flops(dtype: torch.dtype, device: torch.device, small: bool) -> float:

@@ -18,9 +18,9 @@ import pytest
 from helpers import FORKS, ROOT, finish_run, run_script, wait_for
 
 CHECKS = {
-    "a": ["environment", "tests"],
-    "b": ["attention_backends", "loss_alone", "training", "larger"],
-    "c": ["resume", "scoring", "two_ranks", "variants"],
+    "a": ["environment", "tests", "training", "large_model"],
+    "b": ["pairs", "loss_alone", "attention_backends", "larger"],
+    "c": ["two_ranks", "variants", "scoring", "resume"],
 }
 
 
@@ -50,7 +50,7 @@ def test_without_a_gpu_it_says_so(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        (["--only", "resume", "nonsense"], "no check nonsense. There are environment, tests, attention_backends,"),
+        (["--only", "resume", "nonsense"], "no check nonsense. There are environment, tests, training, large_model,"),
         (["--stage", "a", "--only", "resume"], "stage a has no check resume. Leave out --stage."),
         (["--keep", "."], ". exists. Use a new folder for --keep."),
     ],
@@ -110,7 +110,7 @@ def dies_in_the_first_check(name, context):
 def hangs(name, context):
     context.figure("measured", 1)
     child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    (context.folder / "child").write_text(str(child.pid))
+    (context.folder.parent / "child").write_text(str(child.pid))
     time.sleep(600)
 
 
@@ -125,9 +125,32 @@ def test_a_check_that_dies_or_hangs_fails_and_the_stage_goes_on(gpu_check, tmp_p
     assert verdicts == ["FAILED: not finished after 2 s", "skipped: out of time"] and figures == [
         ("a", "measured", "1")
     ]
-    child = (tmp_path / "late/environment/child").read_text()
+    child = (tmp_path / "late/child").read_text()
     assert wait_for(lambda: not Path(f"/proc/{child}").exists() or " Z " in Path(f"/proc/{child}/stat").read_text())
-    assert "\n[a] tests, 0 s: skipped: out of time\n" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "\n    measured: 1\n[a] environment, " in printed and "\n[a] tests, 0 s: skipped: out of time\n" in printed
+    assert (tmp_path / "late/figures.md").read_text() == "| a | measured | 1 |\n"  # as it came, not at the end
+
+
+def test_kernels_are_divided_into_classes(gpu_check):
+    """A step by hand, in microseconds: two kernels overlap, and nothing runs from 40 to 50."""
+    kernels = [
+        ("nvjet_sm90_tst_128x256_64x4", 0, 10),
+        ("triton_poi_fused_add_native_layer_norm_backward_3", 10, 5),
+        ("triton_red_fused__to_copy_mul_sum_7", 15, 5),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 20, 20),
+        ("void at::native::reduce_kernel<512>", 30, 8),
+        ("nvjet_sm90_tst_128x256_64x4", 50, 7),
+    ]
+    events = [{"cat": "kernel", "name": name, "ts": 1000 + ts, "dur": dur} for name, ts, dur in reversed(kernels)]
+    events += [{"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "ts": 1057, "dur": 1}]
+    events += [{"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9999}, {"name": "no category", "ts": 0}]
+    classes, by_kernel = gpu_check.classify_kernels(events)
+    assert classes == {"GEMM": 17, "attention": 20, "reductions": 13, "pointwise": 5, "copies": 1, "idle": 10}
+    assert by_kernel[:2] == [
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 20),
+        ("nvjet_sm90_tst_128x256_64x4", 17),
+    ]
 
 
 def run_a_check_that(how, folder):
