@@ -38,6 +38,7 @@ from support.data import bpe, hub
 from support.data.corpus import Corpus, Cursor, Documents, slug
 from support.data.encode import ENGINES, EncodedBatch, default_engine, encode_batches
 from support.data.output_folder import new_manifest, open_output_folder, read_partial_manifest
+from support.data.presets import DEMO_SOURCE
 from support.data.readers import TEXT_TYPES, Files, find_text_files, text_suffix
 from support.data.ready_made import download_shards
 from support.data.shard_writer import ShardWriter, check_space_for_shards, report_interrupt
@@ -56,7 +57,7 @@ MAX_SHARD_SIZE = 10**9  # two shards are in memory at a time
 def demo_source() -> Corpus:
     """The documentation that comes with every CPython, about 2 MB of English: language reference and docstrings."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return Documents("documentation of CPython", _python_documentation, version, "pydoc")
+    return Documents(DEMO_SOURCE, _python_documentation, version, "pydoc")
 
 
 def _python_documentation() -> list[str]:
@@ -108,7 +109,10 @@ def file_source(patterns: list[str], text_field: str, separator: str | None = No
             raise UserError(f"no file matches {pattern}. Give files or folders of {TEXT_TYPES}.")
         not_regular = (match for match in matches if not os.path.isfile(match) and not os.path.isdir(match))
         problems += [f"{path} is not a regular file, or its link leads nowhere. Leave it out." for path in not_regular]
-    paths = list(dict.fromkeys(paths))  # a file that two patterns match is read once
+    unique: dict[Path, Path] = {}  # a file that is named twice, or linked, is read once: its copy could validate
+    for path in paths:
+        unique.setdefault(path.resolve(), path)
+    paths = list(unique.values())
     problems += [
         f"{path} is none of {TEXT_TYPES}. Convert it, or leave it out." for path in paths if not text_suffix(path)
     ]

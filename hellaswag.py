@@ -197,10 +197,13 @@ def _clean(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
-def load_examples(options: RunOptions, tokenizer: Tokenizer, notice: Callable[[str], None]) -> list[Example]:
+def load_examples(
+    options: RunOptions, tokenizer: Tokenizer, block_size: int, notice: Callable[[str], None]
+) -> list[Example]:
     """The examples that a training run scores: of --hellaswag-data, or of the downloaded validation split.
 
     Returns an empty list, and calls `notice` with the reason, if the tokenizer is not GPT-2's or the download failed.
+    A notice also says whether contexts have to be cut for a model that reads `block_size` tokens.
 
     Raises:
         UserError: the file does not have HellaSwag items with labels, or a flag asks for scores and the tokenizer is not
@@ -222,7 +225,18 @@ def load_examples(options: RunOptions, tokenizer: Tokenizer, notice: Callable[[s
         return []
     if items[0].label is None:
         raise UserError(f"the items in {path} have no labels, so there is nothing to score. Use another file.")
-    return [render(item, tokenizer) for item in items]
+    examples = [render(item, tokenizer) for item in items]
+    if truncated := count_truncated(examples, block_size):
+        problem = (
+            f"{truncated:,} endings with their contexts are longer than {block_size} tokens, and cut at the beginning"
+        )
+        notice(labelled("note", f"HellaSwag: {problem}. Do not compare with published scores"))
+    return examples
+
+
+def count_truncated(examples: Sequence[Example], block_size: int) -> int:
+    """How many endings are, with their contexts, longer than a model's context."""
+    return sum(length > block_size for example in examples for length in example.row_lengths())
 
 
 def examples_for_rank(examples: Sequence[Example], rank: int, world_size: int, block_size: int) -> list[Example]:
@@ -519,7 +533,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         dtype=str(dtype).removeprefix("torch."),
         device=device.type,
         seconds=round(seconds, 3),
-        truncated=sum(n > model.config.n_positions for example in examples for n in example.row_lengths()),
+        truncated=count_truncated(examples, model.config.n_positions),
         acc=acc,
         acc_stderr=acc_stderr,
         acc_norm=acc_norm,
@@ -620,7 +634,7 @@ def report(results: Results, block_size: int, json_file: str | None) -> str:
     if r.truncated:
         paragraphs.append(
             f"{r.truncated:,} endings with their contexts are longer than the model's {block_size} tokens; "
-            "the beginning of the context was cut off"
+            "the beginning was cut off"
         )
     if math.isnan(r.acc):
         return "\n\n".join([*paragraphs, f"no labels, so no scores; the losses go to {json_file}"])

@@ -269,7 +269,7 @@ class GPT(nn.Module):
 
 def next_token_probs(logits: Tensor, temperature: float = 1.0, top_k: int | None = None) -> Tensor:
     """Probabilities to sample from, for logits (B, V): divided by the temperature, limited to the `top_k` largest."""
-    logits = logits / max(temperature, 1e-5)
+    logits = logits / max(temperature, 1e-10)
     if top_k is not None:
         kth = torch.topk(logits, min(top_k, logits.size(-1))).values[:, -1:]  # (B, 1)
         logits = logits.masked_fill(logits < kth, -math.inf)
@@ -631,7 +631,8 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         if config.demo or config.text is not None:
             presets.make_preset_shards(config.to_dict(), rank, resumed=checkpoint is not None)
         train_shards = shards.open_shards(config.data, "train")
-        val_shards = shards.open_shards(config.data, "val") if config.val_every else []
+        has_val = config.val_every or shards.shard_paths(config.data, "val")
+        val_shards = shards.open_shards(config.data, "val") if has_val else []
         tokenizer = shards.read_tokenizer(config.data)
         bytes_per_token = shards.bytes_per_token([*val_shards, *train_shards][0], tokenizer)
         memory.check_training_fits(config.to_dict(), tokenizer.vocab_size, device, world_size if sharded else 1)
@@ -641,11 +642,11 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         full_model = fsdp.without_weights(model) if sharded else model.to(device)  # has all weights: for evaluation
         identity = data_identity(config.data, train_shards, val_shards, model)
         if checkpoint:
-            check_same_data(checkpoint, identity)
+            check_same_data(checkpoint, identity, config.data)
         train_rows, val_rows = (sum(rows_in_shard(shard, T) for shard in split) for split in (train_shards, val_shards))
         val_tokens = config.val_tokens if config.val_every else None
         batch_size.check_enough_data(config.data, T, train_rows, rank_rows * world_size, val_rows, val_tokens)
-        examples = hellaswag.load_examples(config, tokenizer, print0) if config.hellaswag_every else []
+        examples = hellaswag.load_examples(config, tokenizer, T, print0) if config.hellaswag_every else []
         devices.prepare(device, config.tf32, dtype, T)
         amp = devices.autocast(device, dtype)
         compiled = devices.compile(full_model, device) if config.compile else full_model
@@ -675,7 +676,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     )
     loader = new_loader(train_shards, grad_accum=rank_rows // B, shuffle=config.shuffle, seed=config.seed)
     loader.seek(state.step)
-    val_loader = new_loader(val_shards) if val_shards else None
+    val_loader = new_loader(val_shards) if config.val_every else None
     if config.minutes and not checkpoint:
         config = replace(config, **budget.flags_for_minutes(
             config, STARTED, parallel_model, loader, val_loader, amp, dist,
@@ -691,7 +692,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         network_seconds=network_seconds,
         record=record.describe_run(config, dist, model, asdict(model.config), identity, tokenizer, bytes_per_token),
     )  # fmt: skip
-    run_info = RunInfo(config, identity, asdict(model.config), tokenizer, logger.sync, bytes_per_token)
+    run_info = RunInfo(config, identity, asdict(model.config), tokenizer, logger.sync, bytes_per_token, len(examples))
     checkpoints = CheckpointManager(config.out, config.keep, stop, run_info, rank, newest=state.step)
     profiler = Profiler(config.profile, config.out, device, rank, print0)
     synchronize = devices.synchronizer(device)

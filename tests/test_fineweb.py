@@ -297,3 +297,14 @@ def test_check_without_a_manifest_reads_the_ids(tmp_path, capsys):
     expected = r"x_train_000001\.npy has the id 50257 at offset 70, beyond the vocabulary of 50,257"
     with pytest.raises(UserError, match=expected):
         fineweb.main(["--check", str(tmp_path)])
+
+
+def test_a_file_that_is_named_twice_is_read_once(tmp_path, monkeypatch):
+    """Otherwise its copy would be the validation split."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("one")
+    (tmp_path / "notes" / "b.txt").write_text("two")
+    (tmp_path / "link.txt").symlink_to("notes/a.txt")
+    corpus = fineweb.file_source(["notes/b.txt", "notes/../notes", "link.txt", "notes/*.txt"], "text")
+    assert [text for batch in corpus.batches() for text in batch.texts()] == ["two", "one"]

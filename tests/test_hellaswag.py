@@ -523,9 +523,12 @@ def test_items_without_labels_give_only_losses(checkpoint, tmp_path, capsys, mon
     )
     tokenizer = get_tokenizer("gpt2")
     with pytest.raises(UserError, match="no labels, so there is nothing to score"):
-        hellaswag.load_examples(RunOptions(hellaswag_data=str(unlabelled)), tokenizer, print)
+        hellaswag.load_examples(RunOptions(hellaswag_data=str(unlabelled)), tokenizer, 1024, print)
     options = RunOptions(hellaswag_data=str(labelled), hellaswag_limit=2)
-    assert len(hellaswag.load_examples(options, tokenizer, print)) == 2
+    notices = []
+    assert len(hellaswag.load_examples(options, tokenizer, 1024, notices.append)) == 2 and not notices
+    hellaswag.load_examples(options, tokenizer, 4, notices.append)
+    assert "8 endings with their contexts are longer than 4 tokens" in " ".join(notices[0].split())
 
 
 @needs_gpt2_vocabulary
@@ -612,7 +615,7 @@ def test_truncated_endings_are_counted_and_reported(checkpoint, tmp_path, capsys
     _, directory = checkpoint
     items = write_items(tmp_path / "items.jsonl", 2, ctx="a" + " a" * 63)  # 64 tokens
     out = score(capsys, "-m", directory, "--data", items, "--json", tmp_path / "x.json")
-    assert "8 endings with their contexts are longer than the model's 64 tokens; the beginning of the context" in out
+    assert "8 endings with their contexts are longer than the model's 64 tokens; the beginning was cut off" in out
     assert "OpenAI" not in out and "there is no comparison" in out
     assert json.loads((tmp_path / "x.json").read_text())["truncated"] == 8
 

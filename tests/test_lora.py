@@ -96,6 +96,12 @@ def test_an_adapter_without_its_base_model_is_named(base, adapter, tmp_path):
         GPT.from_pretrained(tmp_path)
 
 
+def test_an_adapter_of_an_adapter_is_refused(adapter, byte_shards, tmp_path):
+    """peft would open it on the base of its base."""
+    with pytest.raises(UserError, match="is an adapter, and another one needs a complete model. Merge it"):
+        config_with_lora(byte_shards, adapter[0], tmp_path)
+
+
 def test_an_adapter_is_not_merged_into_other_weights_of_the_same_shape(base, adapter, tmp_path):
     other = shutil.copytree(base, tmp_path / "other", ignore=shutil.ignore_patterns("checkpoint.json"))
     weights = load_file(other / "model.safetensors")
@@ -257,7 +263,10 @@ def test_a_lora_matrix_without_its_other_one_is_named(adapter, tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"use_rslora": True}, "use_rslora is True, and only False is supported."),
+        ({"use_rslora": True}, "use_rslora is True, and this is not supported."),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', and only True is supported."),
+        ({"alora_invocation_tokens": [1, 2]}, "and this is not supported."),
+        ({"a_variant_of_tomorrow": {"x": 1}}, "a_variant_of_tomorrow is {'x': 1}, and this is not supported."),
         ({"base_model_name_or_path": "no-such-model"}, "no model 'no-such-model'"),
         ({"r": 0}, "is not an adapter's configuration"),
         ({"base_model_name_or_path": None}, "is not an adapter's configuration"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 import shutil
@@ -10,7 +11,7 @@ import shutil
 import pytest
 import torch
 from helpers import finish_run, start_run, steps_done, wait_for
-from training import ONE_PROCESS, assert_same_run, checkpoint_names, config_of, resumed
+from training import ONE_PROCESS, assert_same_run, checkpoint_names, config_of, resumed, trained
 
 import train_gpt2
 from support import files
@@ -174,11 +175,11 @@ def test_training_only_waits_for_a_copy(byte_shards, tmp_path, monkeypatch):
     """What is saved is the state of its step, though it is written while later steps change it."""
     real, done = manager.write_checkpoint, []
 
-    def save_late(directory, write):
+    def save_late(directory, write, *args):
         if directory.name == "model_00002":
             wait_for(lambda: steps_done(tmp_path / "run") >= 4, timeout=20)
         done.append((directory.name, steps_done(tmp_path / "run")))
-        return real(directory, write)
+        return real(directory, write, *args)
 
     monkeypatch.setattr(manager, "write_checkpoint", save_late)
     train(config_for(byte_shards, tmp_path / "run", 5), ONE_PROCESS)
@@ -201,3 +202,16 @@ def test_the_command_that_resumes_can_be_copied(tmp_path):
             f"next    {launcher} train_gpt2.py --resume --out '{out}'",
         ]
     assert CheckpointManager(out, 0, StopHandler(), run=None).describe_newest() == "There is no checkpoint yet."
+
+
+def test_the_best_checkpoint_of_a_run_that_is_extended_is_kept(byte_shards, tmp_path):
+    """The log of the longer run has no validation at the end of the shorter one, but that checkpoint knows its own."""
+    out = tmp_path / "run"
+    trained(out, "--data", byte_shards, "--max-steps", 4, "--val-every", 3, "--checkpoint-every", 2, "--keep", 1)
+    path = out / "model_00004" / "checkpoint.json"
+    contents = json.loads(path.read_text())
+    assert f"4 val {contents['val']:.4f}\n" in (out / "log.txt").read_text()
+    path.write_text(json.dumps(contents | {"val": 0.001}))  # better than any other
+    resumed(out, "--max-steps", 9)
+    assert "\n4 val" not in (out / "log.txt").read_text()
+    assert checkpoint_names(out) == ["model_00004", "model_00009"]

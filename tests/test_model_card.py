@@ -23,7 +23,17 @@ SIZES = dict(block_size=1024, vocab_size=50257, n_layer=12, n_head=12, n_embd=76
 def card_of(*flags, **facts):
     options = TrainConfig(**parse_flags(TrainConfig, flags))
     facts = (
-        dict(step=5, trained=7, tokenizer="gpt2", source="a.txt", bytes_per_token=4.0, val=None, hellaswag=None) | facts
+        dict(
+            step=5,
+            trained=7,
+            tokenizer="gpt2",
+            source="a.txt",
+            bytes_per_token=4.0,
+            val=None,
+            hellaswag=None,
+            hellaswag_items=None,
+        )
+        | facts
     )
     text = model_card(options, SIZES, **facts)
     return text, ModelCard(text).data.to_dict()
@@ -34,10 +44,10 @@ def run(byte_shards, tmp_path_factory):
     """A run with two checkpoints, of which the first is written when the log is past it."""
     out, write = tmp_path_factory.mktemp("card") / "log", manager.write_checkpoint
 
-    def write_late(directory, write_files):
+    def write_late(directory, write_files, *args):
         if directory.name == "model_00004":
             assert wait_for(lambda: steps_done(out) >= 7)
-        write(directory, write_files)
+        write(directory, write_files, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manager, "write_checkpoint", write_late)
@@ -157,6 +167,7 @@ def test_names_of_files_cannot_break_the_card():
 def test_scores_and_the_size_are_those_given():
     text, _ = card_of(val=Score(250, 3.2), hellaswag=Score(200, 0.31))
     assert "**validation loss**: 3.2000 nats per token, 0.8000 per byte (step 250)\n" in text
-    assert "**HellaSwag**: 0.3100 acc_norm over all items (step 200)\n" in text and "# GPT-2, 124M parameters\n" in text
+    assert "**HellaSwag**: acc_norm 0.3100 (step 200)\n" in text and "# GPT-2, 124M parameters\n" in text
     assert "hellaswag.py -m FOLDER" in text and "With the default flags of `train_gpt2.py`.\n" in text
-    assert "over the first 50 items" in card_of("--hellaswag-limit", "50", hellaswag=Score(200, 0.31))[0]
+    # what was scored, not what was asked for
+    assert "acc_norm 0.3100 of 2,009 items" in card_of(hellaswag=Score(200, 0.31), hellaswag_items=2009)[0]

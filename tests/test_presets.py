@@ -14,6 +14,7 @@ import pytest
 from helpers import losses, run_script
 from training import ONE_PROCESS, config_of, configure
 
+import fineweb
 from support.cli import UserError
 from support.data.presets import make_preset_shards, run_child_process
 from support.data.tokenizer import get_tokenizer
@@ -264,3 +265,12 @@ def test_sigterm_ends_the_tokenization_too():
     assert not children.exists() or "sleep(1000)" not in "".join(
         Path(f"/proc/{child}/cmdline").read_text() for child in children.read_text().split()
     )
+
+
+def test_the_demo_does_not_train_on_other_shards_in_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.txt").write_text(TEXT)
+    fineweb.main(["--input", "mine.txt", "--output", "demo_data", "--tokenizer", "bytes"])
+    config, _ = configure(["--demo", *SMALL, "--max-steps", "2"])
+    with pytest.raises(UserError, match="demo_data has shards of mine.txt. Remove it: --demo makes its own."):
+        train(config, ONE_PROCESS)

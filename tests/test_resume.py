@@ -319,6 +319,38 @@ def test_a_run_does_not_resume_with_other_data_of_the_same_size(byte_shards, tmp
         resumed(out, "--max-steps", "3")
 
 
+@needs_gpt2_vocabulary
+@pytest.mark.parametrize("had_manifest", [True, False])
+def test_data_is_compared_if_only_one_of_two_folders_has_a_manifest(byte_shards, tmp_path, had_manifest):
+    folder, out = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(byte_shards, folder)
+    manifest = json.loads((folder / "manifest.json").read_text()) | {"tokenizer": "gpt2", "vocab_size": 50257}
+    texts = {True: json.dumps(manifest), False: None}
+
+    def set_manifest(text):
+        (folder / "manifest.json").write_text(text) if text else (folder / "manifest.json").unlink(missing_ok=True)
+
+    set_manifest(texts[had_manifest])
+    trained(out, "--data", folder, "--max-steps", 2)
+    set_manifest(texts[not had_manifest])
+    resumed(out, "--max-steps", "3")
+    changed = next(shard for shard in manifest["shards"] if shard["split"] == "train")
+    changed["sha256"] = shards.write_shard(folder / changed["file"], np.load(folder / changed["file"])[::-1].copy())
+    set_manifest(None if had_manifest else json.dumps(manifest))
+    shutil.rmtree(out / "model_00003")
+    with pytest.raises(UserError, match="the train shards are not those"):
+        resumed(out, "--max-steps", "3")
+
+
+def test_a_run_without_validation_knows_its_validation_data(byte_shards, tmp_path):
+    """So a resume that validates cannot take another split, and the bytes of a token are those of any other run."""
+    trained(tmp_path / "with", "--data", byte_shards, "--max-steps", 2)
+    trained(tmp_path / "without", "--data", byte_shards, "--max-steps", 2, "--val-every", 0)
+    with_val, without = (json.loads((tmp_path / name / "run.json").read_text()) for name in ("with", "without"))
+    assert without["data"] == with_val["data"] and without["data"]["val"]
+    assert without["bytes_per_token"] == with_val["bytes_per_token"]
+
+
 # ---- --resume, --resume auto, and neither
 
 

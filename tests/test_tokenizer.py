@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import GPT2_VOCABULARY, ROOT, needs_gpt2_vocabulary
@@ -18,7 +19,7 @@ import sample
 from support.checkpoints import huggingface
 from support.checkpoints.start import check_pretrained
 from support.cli import UserError
-from support.data.shards import read_tokenizer
+from support.data import shards
 from support.data.tokenizer import (
     BpeTokenizer,
     Gpt2Tokenizer,
@@ -167,21 +168,25 @@ def test_a_model_without_a_tokenizer_is_refused_unless_its_vocabulary_is_gpt2s(t
     model = save_model(tmp_path / "model", 300)
     with pytest.raises(UserError, match=r"has no tokenizer\.json, so its 300 tokens are unknown"):
         sample.main(["--model", str(model), "-d", "cpu"])
-    with pytest.raises(UserError, match=r"no tokenizer\.json to compare with"):
+    with pytest.raises(UserError, match=r"has no tokenizer\.json, so its 300 tokens are unknown"):
         check_pretrained(model, 300, pairs_of_bytes(300), 16, 16, str(tmp_path))
     check_pretrained(save_model(tmp_path / "gpt2", 50257), 50257, UnreadGpt2(), 16, 16, str(tmp_path))
     assert tokenizer_name(tmp_path / "gpt2", 50257) == "gpt2"
     assert "are taken for GPT-2's" in capfd.readouterr().err
 
 
-def test_shards_made_with_tokenizer_from_say_which_tokenizer_a_model_without_one_has(tmp_path):
-    save_model(tmp_path / "named", 300, pairs_of_bytes(300))
-    (tmp_path / "text.txt").write_text("one, two, three, " * 100)
-    flags = ["--input", str(tmp_path / "text.txt"), "--output", str(tmp_path / "data"), "--tokenizer", "bpe"]
-    fineweb.main([*flags, "--split-documents", "--tokenizer-from", str(tmp_path / "named")])
-    check_pretrained(
-        save_model(tmp_path / "bare", 300), 300, read_tokenizer(tmp_path / "data"), 16, 16, str(tmp_path / "data")
-    )
+@needs_gpt2_vocabulary
+def test_shards_without_a_manifest_have_gpt2s_tokens_unless_a_tokenizer_says_otherwise(tmp_path):
+    shards.write_shard(tmp_path / "a_train_000000.npy", np.arange(100, dtype=np.uint16))
+    assert shards.read_tokenizer(tmp_path).name == "gpt2"
+    get_tokenizer("gpt2").save_pretrained(tmp_path, 16)
+    assert shards.read_tokenizer(tmp_path).name == "gpt2"
+    (tmp_path / "tokenizer_config.json").write_text('{"add_prefix_space": true}')  # then ids differ
+    with pytest.raises(UserError, match="Use another model"):
+        shards.read_tokenizer(tmp_path)
+    pairs_of_bytes(300).save_pretrained(tmp_path, 16)
+    with pytest.raises(UserError, match="has a tokenizer of its own, but no manifest.json to say so"):
+        shards.read_tokenizer(tmp_path)
 
 
 def test_an_adapter_has_the_tokenizer_of_its_base_unless_it_has_its_own(tmp_path):

@@ -46,19 +46,29 @@ def list_earlier(out: str | os.PathLike[str]) -> list[Path]:
     return sorted(path for path in Path(out).iterdir() if _EARLIER.fullmatch(path.name))
 
 
-def write_checkpoint(directory: Path, write_files: Callable[[Path], None]) -> None:
+def write_checkpoint(directory: Path, write_files: Callable[[Path], None], val: float | None = None) -> None:
     """Writes a checkpoint: `write_files(folder)` fills a temporary folder, which then becomes `directory`.
 
-    An earlier checkpoint of that name is replaced once the new one is on the disk. On a failure nothing changes.
+    `val` is its validation loss, if it is known. An earlier checkpoint of that name is replaced once the new one is on the disk. On a failure nothing changes.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     with files.atomic_write(directory) as tmp:
         tmp.mkdir()
         write_files(tmp)
         listed = {path.name: _size_and_sha256(path) for path in sorted(tmp.iterdir()) if path.name != MODEL_CARD}
-        (tmp / CONTENTS).write_text(json.dumps({"files": listed}, indent=2) + "\n", encoding="utf-8")
+        contents = {"files": listed} | ({} if val is None else {"val": val})
+        (tmp / CONTENTS).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
         for path in tmp.iterdir():
             path.chmod((tmp / CONTENTS).stat().st_mode)  # safetensors creates files that only their owner can read
+
+
+def validation_loss_of(directory: Path) -> float | None:
+    """The validation loss of a checkpoint; None if it does not have one."""
+    try:
+        val = json.loads((directory / CONTENTS).read_text(encoding="utf-8")).get("val")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+    return val if isinstance(val, float) else None
 
 
 def remove_leftovers(out: str | os.PathLike[str]) -> None:

@@ -17,7 +17,7 @@ from support.checkpoints import lora
 from support.checkpoints.directory import CONTENTS, find_corruption, newest_checkpoint
 from support.cli import UserError
 from support.data.hub import hub_error_reason
-from support.data.tokenizer import TOKENIZER_FILES
+from support.data.tokenizer import TOKENIZER_FILES, TOKENIZER_JSON
 from support.runtime.memory import check_model_fits
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _find_base_model(adapter: Path, verify: bool = True) -> Path:
 
 def tokenizer_folder(directory: Path) -> Path:
     """The folder that has the tokenizer of a model: its own, or for an adapter that has none, that of its base model."""
-    has_tokenizer = any((directory / name).exists() for name in TOKENIZER_FILES)
+    has_tokenizer = any((directory / name).exists() for name in (TOKENIZER_JSON, "vocab.json"))
     return directory if has_tokenizer or not lora.is_adapter(directory) else _find_base_model(directory, verify=False)
 
 

@@ -16,16 +16,18 @@ TARGET_MODULES = ["c_attn", "c_proj"]  # of the attention, and the projection of
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE_SHA256 = "base_sha256"  # in the metadata of WEIGHTS
 HF_PREFIX = "base_model.model."  # of peft's parameter names
-# Values of an adapter's configuration for which the adapted weight is W + alpha / rank * B A.
+# Values of an adapter's configuration for which the adapted weight is W + alpha / rank * B A. Some initializations change
+# W. Fields that are in neither of these must be empty: peft adds variants of LoRA.
 SUPPORTED_ADAPTER_VALUES: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "use_rslora": (False,),
-    "use_dora": (False,),
-    "modules_to_save": (None, []),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),
 }
+HARMLESS_ADAPTER_FIELDS = set(
+    "auto_mapping base_model_name_or_path exclude_modules fan_in_fan_out inference_mode layers_pattern "
+    "layers_to_transform lora_alpha lora_dropout megatron_config megatron_core peft_version qalora_group_size r revision "
+    "target_modules task_type".split()
+)
 
 
 def flag_conflicts(given: Mapping[str, Any]) -> list[str]:
@@ -161,11 +163,11 @@ def _read_config(directory: Path) -> dict[str, Any]:
         _ = Path(config["base_model_name_or_path"]), config["lora_alpha"] / config["r"]
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, RecursionError) as error:
         raise UserError(f"{path} is not an adapter's configuration ({error!r}). Use another adapter.") from error
-    for field, supported in SUPPORTED_ADAPTER_VALUES.items():
-        if config.get(field, supported[0]) not in supported:
-            raise UserError(
-                f"{path}: {field} is {config[field]!r}, and only {supported[0]!r} is supported. Use another adapter."
-            )
+    for field in config.keys() - HARMLESS_ADAPTER_FIELDS:
+        supported = SUPPORTED_ADAPTER_VALUES.get(field)
+        if config[field] not in supported if supported else config[field]:
+            only = f"only {supported[0]!r} is" if supported else "this is not"
+            raise UserError(f"{path}: {field} is {config[field]!r}, and {only} supported. Use another adapter.")
     return config
 
 

@@ -23,6 +23,7 @@ from support.checkpoints.directory import (
     list_checkpoints,
     list_earlier,
     step_of,
+    validation_loss_of,
     write_checkpoint,
 )
 from support.checkpoints.model_card import Score, model_card
@@ -47,6 +48,7 @@ class RunInfo:
     tokenizer: Tokenizer
     sync_log: Callable[[], None]  # waits until all that was logged is on the disk
     bytes_per_token: float  # of the validation split, if there is one
+    hellaswag_items: int = 0  # that this process scores
 
 
 class CheckpointManager:
@@ -61,6 +63,7 @@ class CheckpointManager:
     def __init__(self, out: str, keep: int, stop: StopHandler, run: RunInfo, rank: int = 0, newest: int = 0):
         """`newest` is the step of the newest checkpoint, 0 if there is none."""
         self.out, self.keep, self.stop, self.run, self.newest = Path(out), keep, stop, run, newest
+        self.first_step = newest
         self.rank = rank
         self._failures = 0  # saves in a row
         self._thread: threading.Thread | None = None
@@ -110,11 +113,15 @@ class CheckpointManager:
             return model_card(
                 run.config, run.sizes, step=step, trained=trained, tokenizer=run.tokenizer.name,
                 source=run.data.get("source"), bytes_per_token=run.bytes_per_token, val=scores["val"],
-                hellaswag=scores["hella"],
+                hellaswag=scores["hella"], hellaswag_items=self._items_of(scores["hella"]),
             ).encode()  # fmt: skip
         except Exception as error:
             _warn(f"the checkpoint of step {step} has no model card ({error}).")
             return None
+
+    def _items_of(self, score: Score | None) -> int | None:
+        """How many HellaSwag items a score is of; None if an earlier process may have scored others."""
+        return self.run.hellaswag_items if score and score.step >= self.first_step else None
 
     def start(self, step: int, write_files: Callable[[Path], None], size: int) -> None:
         """Starts to write the checkpoint of `step`, of about `size` bytes, with the files of `write_files(folder)`."""
@@ -156,7 +163,7 @@ class CheckpointManager:
             if free < size:
                 needed, free_text = files.format_bytes(size), files.format_bytes(free)
                 raise OSError(errno.ENOSPC, f"it takes {needed}, and {free_text} are free")
-            write_checkpoint(directory, write_files)
+            write_checkpoint(directory, write_files, self._logged_validation_loss(step))
         except Exception as error:  # the libraries that write have errors of their own
             self._failures += 1
             reason = getattr(error, "strerror", None) or str(error)
@@ -178,13 +185,18 @@ class CheckpointManager:
         except OSError as error:
             _warn(f"cannot remove old checkpoints in {self.out}: {error.strerror}.")
 
+    def _logged_validation_loss(self, step: int) -> float | None:
+        log = self.out / "log.txt"
+        return read_values(log, "val").get(step) if log.exists() else None
+
     def _remove_old(self, step: int) -> None:
         earlier = [directory for directory in list_checkpoints(self.out) if step_of(directory) < step]
         if self.keep == 0 or len(earlier) < self.keep or self.stop.requested:  # a stop should not take longer
             return
-        val = read_values(self.out / "log.txt", "val")
-        validated = [d for d in [*earlier, checkpoint_path(self.out, step)] if step_of(d) in val]
-        best = min(validated, key=lambda directory: val[step_of(directory)], default=None)
+        # Older checkpoints do not have their validation loss, and the log of a run that was extended lacks some.
+        logged = read_values(self.out / "log.txt", "val")
+        val = {d: validation_loss_of(d) or logged.get(step_of(d)) for d in [*earlier, checkpoint_path(self.out, step)]}
+        best = min((d for d in val if val[d] is not None), key=lambda d: val[d] or 0.0, default=None)
         kept = 1  # the one just saved
         for directory in reversed(earlier):
             if kept < self.keep and check_files(directory) is None:  # an error of the disk proves no corruption

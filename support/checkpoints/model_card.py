@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from support.checkpoints.directory import step_of
 from support.cli import flag_fields, flag_name
 from support.data.hub import FINEWEB_PREFIXES
+from support.data.presets import DEMO_SOURCE
 from support.runtime.memory import count_parameters
 from support.runtime.options import RunOptions
 
-DEMO_SOURCE = "documentation of CPython"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _NOTICE = """<!-- To publish this folder, choose a license above, then
 
@@ -55,7 +55,7 @@ class Score(NamedTuple):
 
 def model_card(
     options: RunOptions, sizes: Mapping[str, int], *, step: int, trained: int, tokenizer: str, source: str | None,
-    bytes_per_token: float, val: Score | None, hellaswag: Score | None,
+    bytes_per_token: float, val: Score | None, hellaswag: Score | None, hellaswag_items: int | None,
 ) -> str:  # fmt: skip
     """The text of the card.
 
@@ -64,6 +64,7 @@ def model_card(
         trained: number of parameters that are trained, all or LoRA's.
         source: what the manifest of the shards says about their text.
         val, hellaswag: the newest validation loss, in nats per token, and accuracy.
+        hellaswag_items: how many were scored, if that is known.
     """
     flags = options.to_dict()
     base = flags["init_from"]
@@ -87,8 +88,8 @@ def model_card(
         per_byte = val.value / bytes_per_token
         facts["validation loss"] = f"{val.value:.4f} nats per token, {per_byte:.4f} per byte (step {val.step:,})"
     if hellaswag:
-        items = f"the first {options.hellaswag_limit:,} items" if options.hellaswag_limit else "all items"
-        facts["HellaSwag"] = f"{hellaswag.value:.4f} acc_norm over {items} (step {hellaswag.step:,})"
+        items = f" of {hellaswag_items:,} items" if hellaswag_items else ""
+        facts["HellaSwag"] = f"acc_norm {hellaswag.value:.4f}{items} (step {hellaswag.step:,})"
     how = _OPEN_ADAPTER.format(base=base if on_hub else "BASE") if is_adapter else _OPEN_MODEL
     return "\n\n".join([
         _front_matter(metadata), _NOTICE, f"# GPT-2, {_rounded(parameters)} parameters",

@@ -106,8 +106,11 @@ def data_identity(folder: str, train: list[np.memmap], val: list[np.memmap], mod
     }
 
 
-def check_same_data(checkpoint: Checkpoint, data: DataIdentity) -> None:
+def check_same_data(checkpoint: Checkpoint, data: DataIdentity, folder: str) -> None:
     """Checks that a resumed run reads the shards that its checkpoint was trained on, and with LoRA the same base model.
+
+    Args:
+        data, folder: its shards, and where they are.
 
     Raises:
         UserError: a split has other shards, or shards with other content; or the frozen weights differ.
@@ -119,7 +122,7 @@ def check_same_data(checkpoint: Checkpoint, data: DataIdentity) -> None:
             "Pass the folder of the original ones with --init-from."
         )
     for split, before, now in (("train", saved["train"], data["train"]), ("val", saved["val"], data["val"])):
-        differ = [b[0] for a, b in zip(before, now, strict=False) if not shards.is_same_shard(a, b)]
+        differ = [b[0] for a, b in zip(before, now, strict=False) if not shards.is_same_shard(a, b, folder)]
         if before and now and (len(before) != len(now) or differ):
             reason = f"{differ[0]} differs" if differ else f"{len(now)} instead of {len(before)}"
             raise UserError(

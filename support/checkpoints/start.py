@@ -14,8 +14,7 @@ from support.checkpoints.resume import resumed_flags, stored_flags
 from support.checkpoints.state import Checkpoint
 from support.cli import UserError, flag_name
 from support.data.presets import DEMO, preset_flags
-from support.data.shards import read_manifest
-from support.data.tokenizer import VOCAB_SIZES, Tokenizer, find_tokenizer, get_tokenizer, tokenizer_name
+from support.data.tokenizer import VOCAB_SIZES, Tokenizer, get_tokenizer, tokenizer_name
 from support.runtime.distributed import Distributed
 from support.runtime.options import PLAN_FLAGS
 
@@ -64,6 +63,11 @@ def gather_flags(
     if "init_from" not in given:
         return preset_flags(given) | dict(given), None
     directory = _find_once_per_node(given["init_from"], dist)
+    if "lora_rank" in given and lora.is_adapter(directory):
+        raise UserError(
+            f"{given['init_from']} is an adapter, and another one needs a complete model. Merge it into its base model "
+            "first, as docs/training.md shows."
+        )
     sizes = huggingface.read_config(directory)
     flags: dict[str, Any] = {name: sizes[name] for name in ("n_layer", "n_head", "n_embd", "block_size", "bias")}
     if given.get("plan") or "text" in given:
@@ -132,13 +136,9 @@ def check_pretrained(
             f"{tokenizer.vocab_size:,} ({tokenizer.name}). Use --data with shards made with its tokenizer; "
             "with --text, its --tokenizer and another --out."
         )
-    name = find_tokenizer(huggingface.tokenizer_folder(huggingface.find_model(source, verify=False)), vocab_size)
-    if name is None and tokenizer.name != "gpt2" and not read_manifest(data).get("settings", {}).get("tokenizer_from"):
-        raise UserError(
-            f"{source} has no tokenizer.json to compare with the tokenizer of {data}. "
-            "Copy the one that it was trained with into it."
-        )
-    if name is not None and not get_tokenizer(name).is_same_as(tokenizer):
+    folder = huggingface.tokenizer_folder(huggingface.find_model(source, verify=False))
+    name = tokenizer_name(folder, vocab_size)
+    if name != tokenizer.name and not get_tokenizer(name).is_same_as(tokenizer):
         raise UserError(
             f"{source} has another tokenizer than the shards in {data}. Make shards with its tokenizer: --tokenizer "
             f"{name if name in VOCAB_SIZES else f'bpe --tokenizer-from {source}'}."

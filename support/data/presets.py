@@ -30,6 +30,7 @@ DEMO = dict(
     recipe="fast", total_batch_size=1024, max_steps=1200, max_lr=9e-4, cooldown_fraction=0.7, shuffle=True,
     val_tokens=65536, hellaswag_every=0,
 )  # fmt: skip
+DEMO_SOURCE = "documentation of CPython"
 DEMO_TEXT_BYTES, DEMO_MINUTES = 2e6, 2.0
 COMPILING_FRACTION = 0.1  # of a run of --text or --demo that may be spent on compiling, at most
 MODEL_FLAGS = {"n_layer", "n_head", "n_embd", "block_size"}
@@ -219,7 +220,12 @@ def make_preset_shards(flags: Mapping[str, Any], rank: int, resumed: bool) -> No
     data, text, tokenizer = flags["data"], flags["text"], flags["tokenizer"]
     while rank > 0 and not shards.is_complete(data):  # all nodes see this folder, as they do that of the run
         time.sleep(1)
-    if rank > 0 or (shards.is_complete(data) and (text is None or resumed)):
+    if rank > 0:
+        return
+    if shards.is_complete(data) and (text is None or resumed):
+        found = shards.read_manifest(data)["source"]
+        if data == DEMO["data"] and found != DEMO_SOURCE and not resumed:
+            raise UserError(f"{data} has shards of {found}. Remove it: --demo makes its own. Or pass it with --data.")
         return
     source = ["--demo"]
     if text is not None:  # with "=" and ".", values that begin with "-" do not look like flags

@@ -18,7 +18,14 @@ import numpy.typing as npt
 
 from support import files
 from support.cli import UserError
-from support.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_JSON, VOCAB_SIZES, Tokenizer, get_tokenizer
+from support.data.tokenizer import (
+    MAX_VOCAB_SIZE,
+    TOKENIZER_JSON,
+    VOCAB_SIZES,
+    Tokenizer,
+    find_tokenizer,
+    get_tokenizer,
+)
 
 MANIFEST = "manifest.json"
 Setting: TypeAlias = str | int | float | bool | None
@@ -90,10 +97,13 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     """The manifest of a folder of shards. Shards without one, made by another tool, are assumed to be GPT-2 tokens.
 
     Raises:
-        UserError: the manifest cannot be read, or says that the shards are incomplete.
+        UserError: the manifest cannot be read, or says that the shards are incomplete; or there is none, and a
+            `tokenizer.json` which is not GPT-2's.
     """
     path = Path(directory) / MANIFEST
     if not path.exists():
+        if find_tokenizer(Path(directory)) not in (None, "gpt2"):
+            raise UserError(f"{directory} has a tokenizer of its own, but no {MANIFEST} to say so. {_MAKE_AGAIN}")
         return {"tokenizer": "gpt2", "vocab_size": VOCAB_SIZES["gpt2"], "source": None, "shards": []}
     try:
         manifest: Manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -283,11 +293,13 @@ def _sha256_of_ends(tokens: np.memmap) -> str:
     return ENDS_PREFIX + ends.hexdigest()
 
 
-def is_same_shard(a: list[str | int | None], b: list[str | int | None]) -> bool:
-    """Whether two entries of `shard_identities` are of one shard, as far as their checksums are of the same kind."""
-    digests = [str(entry[2]) for entry in (a, b)]
-    comparable = None not in (a[2], b[2]) and len({digest.startswith(ENDS_PREFIX) for digest in digests}) == 1
-    return a[:2] == b[:2] and (not comparable or a[2] == b[2])
+def is_same_shard(before: list[str | int | None], now: list[str | int | None], folder: str) -> bool:
+    """Whether a shard in `folder` is one that a run had before, both as in `shard_identities`."""
+    had, has = (None if entry[2] is None else str(entry[2]) for entry in (before, now))
+    if had and has and had.startswith(ENDS_PREFIX) != has.startswith(ENDS_PREFIX):  # only one had a manifest
+        path = Path(folder) / str(now[0])
+        has = _sha256_of_ends(load_shard(path)) if had.startswith(ENDS_PREFIX) else files.sha256_of(path)
+    return before[:2] == now[:2] and (had is None or has is None or had == has)
 
 
 def _open_split(directory: str | os.PathLike[str], split: str) -> tuple[list[np.memmap], list[str]]:

@@ -33,7 +33,7 @@ VOCAB_SIZES = {"gpt2": 50257, "bytes": 257}
 MAX_VOCAB_SIZE = 2**16  # ids are uint16
 MAX_TOKEN_BYTES = 64  # of a trained encoding
 TOKENIZER_JSON = "tokenizer.json"
-TOKENIZER_FILES = (TOKENIZER_JSON, "vocab.json", "merges.txt")  # one of the first two has a model's vocabulary
+TOKENIZER_FILES = (TOKENIZER_JSON, "tokenizer_config.json", "vocab.json", "merges.txt")
 
 TokenIds: TypeAlias = npt.NDArray[np.unsignedinteger]  # one-dimensional, of some unsigned type
 
@@ -122,7 +122,11 @@ def tokenizer_of_model(directory: Path, vocab_size: int) -> Tokenizer:
 def _read_tokenizer_files(directory: Path) -> dict[str, Any] | None:
     """The content of `tokenizer.json`, or that of the older `vocab.json` and `merges.txt` in its form."""
     if (directory / TOKENIZER_JSON).exists():
-        return json.loads((directory / TOKENIZER_JSON).read_text(encoding="utf-8"))
+        content = json.loads((directory / TOKENIZER_JSON).read_text(encoding="utf-8"))
+        options = directory / "tokenizer_config.json"
+        if options.exists() and json.loads(options.read_text(encoding="utf-8")).get("add_prefix_space"):
+            content["pre_tokenizer"]["add_prefix_space"] = True  # as Hugging Face's library does
+        return content
     if not (directory / "vocab.json").exists():
         return None
     vocabulary = json.loads((directory / "vocab.json").read_text(encoding="utf-8"))
