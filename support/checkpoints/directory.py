@@ -49,7 +49,10 @@ def list_earlier(out: str | os.PathLike[str]) -> list[Path]:
 def write_checkpoint(directory: Path, write_files: Callable[[Path], None], val: float | None = None) -> None:
     """Writes a checkpoint: `write_files(folder)` fills a temporary folder, which then becomes `directory`.
 
-    `val` is its validation loss, if it is known. An earlier checkpoint of that name is replaced once the new one is on the disk. On a failure nothing changes.
+    An earlier checkpoint of that name is replaced once the new one is on the disk. On a failure nothing changes.
+
+    Args:
+        val: its validation loss, if that is known.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     with files.atomic_write(directory) as tmp:

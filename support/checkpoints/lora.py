@@ -163,7 +163,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
         _ = Path(config["base_model_name_or_path"]), config["lora_alpha"] / config["r"]
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, RecursionError) as error:
         raise UserError(f"{path} is not an adapter's configuration ({error!r}). Use another adapter.") from error
-    for field in config.keys() - HARMLESS_ADAPTER_FIELDS:
+    for field in sorted(config.keys() - HARMLESS_ADAPTER_FIELDS):
         supported = SUPPORTED_ADAPTER_VALUES.get(field)
         if config[field] not in supported if supported else config[field]:
             only = f"only {supported[0]!r} is" if supported else "this is not"
