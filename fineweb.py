@@ -382,7 +382,11 @@ def _invalid_arguments(args: Arguments) -> list[str]:
         problems.append("--document-separator is for --input.")
     if args.tokenizer_name != "bpe":
         given = {"--vocab-size": args.vocab_size, "--tokenizer-from": args.tokenizer_from}
-        problems += [f"{name} is for --tokenizer bpe." for name, value in given.items() if value is not None]
+        problems += [
+            f"{name} is for --tokenizer bpe. Add that, or leave {name} out."
+            for name, value in given.items()
+            if value is not None
+        ]
     elif args.vocab_size is not None and args.tokenizer_from is not None:
         problems.append("--tokenizer-from brings its own vocabulary. Leave out --vocab-size.")
     if args.name is not None and (args.input or args.demo):

@@ -127,6 +127,20 @@ def test_the_chosen_steps_are_steps_that_a_resumed_run_accepts(monkeypatch):
     assert chosen["max_steps"] == 2**31 - 1 and not range_errors(TrainConfig, chosen)
 
 
+def test_slow_validations_are_shortened_before_steps_are(monkeypatch):
+    """By hand: a twentieth of 2 minutes is 6 s, or 300 rows of 20 ms, and the row that that ends in."""
+    config = config_of("--demo", "--val-tokens", 65536)
+    options = config.__class__(**{**config.to_dict(), "minutes": 2.0})
+    seconds = iter([1.0, 0.02])
+    monkeypatch.setattr(budget, "_seconds", lambda work, **options: next(seconds))
+    loader = SimpleNamespace(B=1, T=16, grad_accum=1, rows_per_epoch=9999, vocab_size=257)
+    model = GPT(GPTConfig(16, 257, 1, 1, 8))
+    optimizer = model.configure_optimizers(0.0, 0.0, (0.9, 0.95))
+    chosen = budget.flags_for_minutes(options, time.perf_counter(), model, loader, loader, FP32, ONE_PROCESS, optimizer)
+    assert chosen["val_tokens"] == 16 * 301
+    assert chosen["max_steps"] == int((120 - 3 - 5 - 5 * 301 * 0.02) / 1.03)
+
+
 def test_a_time_without_a_single_step_is_refused(monkeypatch):
     """By hand: 3 s for imports, 5 s for the end, 5 validations of 2 s, and a step of 1.03 * 81 s are 1.7 minutes."""
     expected = (

@@ -252,8 +252,11 @@ def test_short_rows_in_bf16_on_a_cpu_do_without_fused_attention(dtype, context, 
 
 @pytest.mark.parametrize(("version", "fast"), [("2.13.0+cu130", False), ("2.14.0", True)])
 def test_the_launcher_with_a_dangling_pointer_is_not_used(monkeypatch, version, fast):
-    config = pytest.importorskip("torch._inductor.config")
-    monkeypatch.setattr(config, "use_fast_triton_launcher", True, raising=False)
+    from torch._inductor import config
+
+    if not hasattr(config, "use_fast_triton_launcher"):
+        pytest.skip("this PyTorch has no such launcher")
+    monkeypatch.setattr(config, "use_fast_triton_launcher", True)
     monkeypatch.setattr(torch, "__version__", version)
     devices.prepare(torch.device("cuda"), tf32=False)
     assert config.use_fast_triton_launcher == fast
@@ -266,7 +269,7 @@ def test_what_decides_the_speed_is_said(monkeypatch):
         config = config_of(*flags)
         return describe_speed(config, CPU, dict(n_layer=2, n_head=2, n_embd=32, block_size=16))
 
-    assert speed() == {"compiled": "no (--compile turns it on)", "attention": "flash"}
+    assert speed() == {"compiled": "no (the default without CUDA; --compile turns it on)", "attention": "flash"}
     assert speed("--compile")["compiled"] == "yes"
     monkeypatch.setattr(devices.shutil, "which", lambda name: None)
     assert "C++ compiler" in speed("--compile")["compiled"]

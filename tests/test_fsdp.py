@@ -164,6 +164,7 @@ TWO, FOUR = [("ddp", 2), ("fsdp", 2)], [("ddp", 4), ("fsdp", 4)]
 def test_one_process_ddp_and_fsdp_have_the_same_losses(byte_shards, tiny_model, tmp_path, flags, layouts):
     """Over 20 steps with accumulation and clipping, one of which is skipped because of one rank."""
     tiny_model.save_pretrained(tmp_path / "base")
+    BytesTokenizer().save_pretrained(tmp_path / "base", 16)
     logs = []
     for parallel, world_size in (("ddp", 1), *layouts):
         out = tmp_path / f"{parallel}{world_size}"

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from training import ONE_PROCESS, assert_same_run, checkpoint_names, config_of, 
 
 import train_gpt2
 from support import files
-from support.checkpoints import manager
+from support.checkpoints import manager, run_folder
 from support.checkpoints.directory import checkpoint_path, list_checkpoints, newest_checkpoint, step_of
-from support.checkpoints.manager import CheckpointManager
+from support.checkpoints.manager import CheckpointManager, RunInfo
 from support.cli import UserError
 from support.console.log import MetricsLog, RunLog
 from support.runtime.signals import StopHandler
@@ -215,3 +216,23 @@ def test_the_best_checkpoint_of_a_run_that_is_extended_is_kept(byte_shards, tmp_
     resumed(out, "--max-steps", 9)
     assert "\n4 val" not in (out / "log.txt").read_text()
     assert checkpoint_names(out) == ["model_00004", "model_00009"]
+
+
+def test_a_run_that_is_stopped_early_leaves_the_model_that_it_was_to_replace(byte_shards, tmp_path, capsys):
+    """Its state is saved, but a step or two are no reason to remove a better model."""
+    out = tmp_path / "log_demo"
+    trained(out, "--data", byte_shards, "--max-steps", 3)
+    run_folder.claim_folder(str(out), None, "run").close()
+
+    stop = SimpleNamespace(requested=True, failure=None, world_size=1)
+    info = RunInfo(config_of("--out", out), {}, {}, None, lambda: None, 1.0)
+    checkpoints = CheckpointManager(str(out), 0, stop, info)
+    checkpoints.start(2, lambda folder: (folder / "x").write_text("x"), 1)
+    checkpoints.wait()
+    assert checkpoint_names(out) == ["model_00002", "model_00003.earlier"]
+    assert f"The earlier run's model is still {out / 'model_00003.earlier'}." in checkpoints.describe_newest()
+    stop.requested = False
+    checkpoints.start(5, lambda folder: (folder / "x").write_text("x"), 1)
+    checkpoints.wait()
+    assert checkpoint_names(out) == ["model_00002", "model_00005"]
+    assert "earlier" not in checkpoints.describe_newest()

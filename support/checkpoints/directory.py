@@ -43,7 +43,8 @@ def list_checkpoints(out: str | os.PathLike[str]) -> list[Path]:
 
 def list_earlier(out: str | os.PathLike[str]) -> list[Path]:
     """The checkpoint directories of a run that the one in `out` replaces; they stay until it has saved its first."""
-    return sorted(path for path in Path(out).iterdir() if _EARLIER.fullmatch(path.name))
+    out = Path(out)
+    return sorted(path for path in out.iterdir() if _EARLIER.fullmatch(path.name)) if out.is_dir() else []
 
 
 def write_checkpoint(directory: Path, write_files: Callable[[Path], None], val: float | None = None) -> None:

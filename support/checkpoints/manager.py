@@ -141,12 +141,14 @@ class CheckpointManager:
             self.stop.fail(UserError(f"the last checkpoint could not be saved in {self.out}, see above. {_RERUN}"))
 
     def describe_newest(self) -> str:
-        """Where a resumed run would start, and a line with the command for it."""
+        """Where a resumed run would start, with a line for its command; and the model that it was to replace, if any."""
+        earlier = list_earlier(self.out)
+        kept = f" The earlier run's model is still {earlier[-1]}." if earlier else ""
         if self.newest == 0:
-            return "There is no checkpoint yet."
+            return f"There is no checkpoint yet.{kept}"
         launcher = "python" if self.stop.world_size == 1 else "torchrun ..."  # with the flags that it had
         command = f"{launcher} train_gpt2.py --resume --out {shlex.quote(str(self.out))}"
-        return f"The newest checkpoint is {checkpoint_path(self.out, self.newest)}.\nnext    {command}"
+        return f"The newest checkpoint is {checkpoint_path(self.out, self.newest)}.{kept}\nnext    {command}"
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -179,8 +181,11 @@ class CheckpointManager:
         line = styled(f"step {step:5d} | saved {directory}", GREEN)
         print(line + "\n", end="", flush=True)  # one write: the loop prints too
         try:
-            for replaced in list_earlier(self.out):
-                files.remove(replaced)
+            if (
+                not self.stop.requested
+            ):  # the save of a run that is stopped at once is no reason to remove a better model
+                for replaced in list_earlier(self.out):
+                    files.remove(replaced)
             self._remove_old(step)
         except OSError as error:
             _warn(f"cannot remove old checkpoints in {self.out}: {error.strerror}.")

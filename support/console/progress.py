@@ -170,7 +170,7 @@ def notes(options: RunOptions, flags: Mapping[str, Any], first_step: int, checkp
             f"--max-lr {flags['max_lr']:g} is very high: weights start near 0.02, and a step changes them by up to "
             "about that"
         )
-    if options.minutes and max_steps < FEW_STEPS:
+    if options.minutes and max_steps < FEW_STEPS and first_step == 0:
         yield (
             f"--minutes {options.minutes:g} leaves time for {count(max_steps, 'step')} only, next to start and validations: "
             "the model will hardly learn anything"

@@ -29,6 +29,7 @@ END_SECONDS = 5.0  # for the last checkpoint, a sample, curves.png, and the end 
 TRAINING_FRACTION = 0.7  # of the time, before it is known better: the rest is for validations, optimizer and imports
 BETWEEN_STEPS = 1.03  # a step with the loader and the log, to one without
 VALIDATIONS = 5  # see presets.flags_for_steps
+VALIDATION_FRACTION = 0.05  # of the time, for each of them at most: on a busy machine, they read fewer tokens
 
 
 class Loader(Protocol):
@@ -121,6 +122,8 @@ def flags_for_minutes(
 ) -> dict[str, Any]:
     """The number of steps that end --minutes after the start, and what follows from it, the same on all ranks.
 
+    Validations that would take too much of the time are shortened, unless their length was chosen.
+
     Steps and validations on random tokens are timed on the model itself, which stays as it is.
 
     Args:
@@ -150,8 +153,16 @@ def flags_for_minutes(
     step_seconds = BETWEEN_STEPS * seconds(step) * loader.grad_accum / micro_steps
     with torch.no_grad():
         forward = seconds(loss)
-    val_rows = min(flags["val_tokens"] // loader.T, val_loader.rows_per_epoch) if val_loader else 0
-    validation = forward * val_rows / (loader.B * dist.world_size)
+    val_rows = all_rows = min(flags["val_tokens"] // loader.T, val_loader.rows_per_epoch) if val_loader else 0
+    row_seconds = forward / (loader.B * dist.world_size)
+    if val_rows and flags["val_tokens"] in (
+        presets.DEMO["val_tokens"],
+        RunOptions.val_tokens,
+    ):  # not chosen by the user
+        val_rows = dist.all_reduce_min(
+            min(val_rows, 1 + int(VALIDATION_FRACTION * 60 * flags["minutes"] / row_seconds))
+        )
+    validation = row_seconds * val_rows
     fixed = START_SECONDS + time.perf_counter() - started + END_SECONDS + VALIDATIONS * validation
     steps = dist.all_reduce_min(min(int((60 * flags["minutes"] - fixed) / step_seconds), MAX_STEPS))
     if steps < 1:
@@ -163,7 +174,8 @@ def flags_for_minutes(
     unmeasured, measured = (
         presets.flags_for_steps(n, flags["demo"], flags["init_from"] is not None) for n in (flags["max_steps"], steps)
     )
-    return {name: measured[name] for name, value in unmeasured.items() if flags[name] == value}  # or it was given
+    shortened = {"val_tokens": val_rows * loader.T} if val_rows < all_rows else {}
+    return shortened | {name: measured[name] for name, value in unmeasured.items() if flags[name] == value}  # not given
 
 
 def _seconds(

@@ -216,7 +216,7 @@ def describe_speed(options: RunOptions, device: torch.device, sizes: Mapping[str
     elif device.type == "cuda" and not presets.is_worth_compiling(options.to_dict()):
         reason = f"it would take about {presets.compile_seconds(sizes['n_layer']):.0f} s of a short run"
     else:
-        reason = "--compile turns it on"
+        reason = "the default without CUDA; --compile turns it on"
     dtype = devices.DTYPES[options.dtype]
     attention = devices.describe_attention(device, dtype, sizes["n_head"], sizes["n_embd"], sizes["block_size"])
     return {"compiled": f"no ({reason})" if reason else "yes", "attention": attention}
