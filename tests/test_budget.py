@@ -151,6 +151,12 @@ def test_a_time_without_a_single_step_is_refused(monkeypatch):
     assert flags_for(1.7, 81.0, monkeypatch, 2.0)["max_steps"] == 1
 
 
+def test_a_model_that_is_far_too_slow_is_refused_at_once(monkeypatch):
+    """By hand: 0.7 of 3 minutes is enough for 1,000 of its 4,096 tokens, so those take 516 s."""
+    with pytest.raises(UserError, match="too short: on this machine, 4,096 tokens take this model 516 s"):
+        sizes_for(3e6, 1000, monkeypatch, "--model", "gpt2", "--batch-size", "4", "--total-batch-size", "4096")
+
+
 def test_given_sizes_stay(monkeypatch):
     given = "--n-layer 2 --total-batch-size 4096 --max-lr 1e-3".split()
     assert sizes_for(3e6, 2.4e7, monkeypatch, *given).keys() == {"n_head", "n_embd", "block_size"}

@@ -23,7 +23,7 @@ from support.runtime.options import MAX_STEPS, RunOptions
 
 MEASURED_SECONDS = 1.5  # for each of steps and validations
 MEASURED_MICRO_STEPS = 4  # of a step; the rest takes as long
-MAX_CALLS = 100
+MAX_CALLS, SLOW = 100, 10
 START_SECONDS = 3.0  # before `started`, and what the first step of a process takes more: PyTorch imports
 END_SECONDS = 5.0  # for the last checkpoint, a sample, curves.png, and the end of the process
 TRAINING_FRACTION = 0.7  # of the time, before it is known better: the rest is for validations, optimizer and imports
@@ -52,6 +52,9 @@ def sizes_for_minutes(
     Args:
         given: the flags on the command line.
         new_model: makes a model from fields of GPTConfig.
+
+    Raises:
+        UserError: not even a micro-batch of the smallest model is trained on in time.
     """
     flags = options.to_dict()
     if flags["init_from"]:  # which brings its sizes and its rates
@@ -71,6 +74,13 @@ def sizes_for_minutes(
                 break
             sizes = {name: model[name] for name in own_sizes}
             measured = _tokens_in_time(replace(options, **model), sizes, vocab_size, dist, new_model)
+            micro_batch = options.batch_size * sizes["block_size"] * dist.world_size
+            if model is models[0] and 0 < measured < micro_batch:
+                raise UserError(
+                    f"--minutes {options.minutes:g} is too short: on this machine, {micro_batch:,} tokens take this model "
+                    f"{60 * TRAINING_FRACTION * (options.minutes or 0) * micro_batch / measured:.3g} s. Use more minutes or "
+                    "a smaller model."
+                )
             if model is not models[0] and measured < needed:
                 break
             chosen, tokens = model, measured
@@ -191,7 +201,9 @@ def _seconds(
         synchronize()
         return time.perf_counter() - began
 
-    timed()
+    seconds = timed()
+    if not agree(seconds < SLOW * limit):  # what the first call takes more is a small part of it
+        return seconds
     seconds = timed()
     calls = agree(min(int(limit / seconds), MAX_CALLS))
     return statistics.fmean(timed() for _ in range(calls)) if calls > 1 else seconds
