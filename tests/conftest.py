@@ -12,14 +12,20 @@ import numpy as np
 import pytest
 from helpers import TINY_SIZES
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background, as with nohup: children inherit it
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # children inherit that of a shell's background: ignored
 
 # Files of the tests are kept in memory where it is large: thousands of them are synced, which a busy disk does slowly.
 MEMORY = Path("/dev/shm")
 has_space = os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30
 if has_space and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC:  # torch.compile's libraries are loaded from there
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+
+@pytest.fixture(autouse=True)
+def usual_interrupts():
+    """A script that was interrupted in this process ignores further ones, and the children of later tests would, too."""
+    yield
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

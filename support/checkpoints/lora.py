@@ -102,9 +102,9 @@ def write_adapter(
     config = LoraConfig(**options, fan_in_fan_out=True)  # Hugging Face's GPT-2 stores these weights transposed
     config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
     config.save_pretrained(str(directory))
-    metadata = {"format": "pt"} | ({BASE_SHA256: base_sha256} if base_sha256 else {})
     matrices = {hf_name(name): matrix.contiguous() for name, matrix in matrices.items()}
-    save_file(matrices, directory / WEIGHTS, metadata)
+    # a single entry: safetensors writes several in a random order, and files of one run would differ
+    save_file(matrices, directory / WEIGHTS, {BASE_SHA256: base_sha256} if base_sha256 else None)
 
 
 def is_adapter(directory: Path) -> bool:
