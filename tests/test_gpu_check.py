@@ -31,13 +31,14 @@ def test_every_check_runs_on_a_cpu(stage, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     verdicts = re.findall(rf"^\[{stage}\] (\w+), \d+ s: (.*)$", done.stdout, re.MULTILINE)
     assert [name for name, _ in verdicts] == CHECKS[stage]
-    assert all(verdict in ("ok", "ok, 6 of 13 skipped") for _, verdict in verdicts)
-    assert "FAILED" not in done.stdout and f"\n{len(verdicts)} ok, 0 failed, 0 skipped" in done.stdout
+    skipped = sum(verdict == "skipped: as training, with --small" for _, verdict in verdicts)
+    assert [verdict for _, verdict in verdicts].count("ok") + skipped == len(verdicts) and skipped == (stage == "a")
+    assert "FAILED" not in done.stdout
+    assert f"\n{len(verdicts) - skipped} ok, 0 failed, {skipped} skipped" in done.stdout
     figures = done.stdout[done.stdout.index("| stage | figure | value |") :]
     assert figures.count(f"\n| {stage} | ") >= 1
     if stage == "a":
-        found = re.findall(r"    tests, (.*): (ok|skipped: needs a CUDA GPU)\n", done.stdout)
-        assert len(found) == done.stdout.count("    tests, ") == 13 and [v for _, v in found].count("ok") == 7
+        assert re.findall(r"    tests, (.*): (.*)\n", done.stdout) == [("hellaswag equals one ending at a time", "ok")]
     assert not list(tmp_path.iterdir())
 
 
