@@ -181,9 +181,7 @@ class CheckpointManager:
         line = styled(f"step {step:5d} | saved {directory}", GREEN)
         print(line + "\n", end="", flush=True)  # one write: the loop prints too
         try:
-            if (
-                not self.stop.requested
-            ):  # the save of a run that is stopped at once is no reason to remove a better model
+            if not self.stop.requested:  # a run that is stopped early may have a worse model
                 for replaced in list_earlier(self.out):
                     files.remove(replaced)
             self._remove_old(step)
