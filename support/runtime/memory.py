@@ -18,7 +18,7 @@ from support.optim import loss
 from support.runtime import devices, fsdp
 
 RESERVED_BYTES = 10**9  # CUDA's own, and fragmentation
-COMPILED_FRACTION = 0.9  # torch.compile saves at least this part of the activations; its partitioner was seen to save 0.999
+COMPILED_FRACTION = 0.9  # of the activations are saved by torch.compile, at least: 0.999 was measured
 LAYER_BYTES = 40_000  # of the Python objects of a block, about
 # Bytes that a layer saves of a token, per channel, in bf16: see test_activations_of_a_token_counted_by_hand.
 LAYER_ACTIVATION_BYTES = 36
