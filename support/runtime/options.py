@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -24,8 +24,49 @@ SOURCE_FLAGS = {"text", "text_field", "tokenizer", "minutes"}
 PLAN_FLAGS = {"plan", "gpus", "gpu", "price", "mfu"}
 
 
+class Recipe(Protocol):
+    """The fields of TrainConfig that support reads, besides those of RunOptions: mypy checks that it has them."""
+
+    @property
+    def n_layer(self) -> int: ...
+    @property
+    def n_head(self) -> int: ...
+    @property
+    def n_embd(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def bias(self) -> bool: ...
+    @property
+    def init_from(self) -> str | None: ...
+    @property
+    def lora_rank(self) -> int | None: ...
+    @property
+    def lora_alpha(self) -> float: ...
+    @property
+    def total_batch_size(self) -> int: ...
+    @property
+    def max_steps(self) -> int: ...
+    @property
+    def warmup_steps(self) -> int: ...
+    @property
+    def cooldown_steps(self) -> int: ...
+    @property
+    def decay_steps(self) -> int: ...
+    @property
+    def schedule(self) -> str: ...
+    @property
+    def max_lr(self) -> float: ...
+    @property
+    def min_lr(self) -> float: ...
+    @property
+    def optimizer(self) -> str: ...
+    @property
+    def shuffle(self) -> bool: ...
+
+
 @dataclass(frozen=True)
-class RunOptions:
+class RunOptions(Recipe):
     """Files, evaluation, tracking, checkpoints and device.
 
     A resumed run may change these, except SOURCE_FLAGS. Its shards are compared, wherever they are now.
