@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -475,15 +475,18 @@ def resolve(flags: Mapping[str, Any], device: torch.device, world_size: int) -> 
     return replace(config, batch_size=batch_size.pick_batch_size(flags.get("batch_size"), rows, device.type))
 
 
+def new_model(config: TrainConfig, vocab_size: int) -> GPT:
+    """The model that the configuration describes, with random weights."""
+    sizes = {field.name: getattr(config, field.name) for field in fields(GPTConfig) if field.name != "vocab_size"}
+    return GPT(GPTConfig(vocab_size=vocab_size, **sizes))
+
+
 def initial_model(config: TrainConfig, tokenizer: Tokenizer, resume_from: Path | None) -> GPT:
     """The model at the start of this process, on the CPU: random weights, pretrained ones, or those of a checkpoint."""
     source = resume_from if resume_from and not config.lora_rank else config.init_from
     if source is None:
         torch.manual_seed(config.seed)  # on the CPU, so that every device starts from the same weights
-        return GPT(GPTConfig(
-            block_size=config.block_size, vocab_size=tokenizer.vocab_size, n_layer=config.n_layer,
-            n_head=config.n_head, n_embd=config.n_embd, bias=config.bias, dropout=config.dropout,
-        ))  # fmt: skip
+        return new_model(config, tokenizer.vocab_size)
     model = GPT.from_pretrained(source, config.dropout, verify=False)  # gather_flags has verified the checksums
     context = model.config.block_size
     check_pretrained(source, model.config.vocab_size, tokenizer, context, config.block_size, config.data)
