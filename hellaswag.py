@@ -197,22 +197,22 @@ def _clean(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
-def load_examples(
-    options: RunOptions, tokenizer: Tokenizer, block_size: int, notice: Callable[[str], None]
-) -> list[Example]:
+def load_examples(config: RunOptions, tokenizer: Tokenizer, notice: Callable[[str], None]) -> list[Example]:
     """The examples that a training run scores: of --hellaswag-data, or of the downloaded validation split.
 
     Returns an empty list, and calls `notice` with the reason, if the tokenizer is not GPT-2's or the download failed.
-    A notice also says whether contexts have to be cut for a model that reads `block_size` tokens.
+    A notice also says whether endings are longer than the model's context.
 
     Raises:
         UserError: the file does not have HellaSwag items with labels, or a flag asks for scores and the tokenizer is not
         GPT-2's.
     """
-    path, limit = options.hellaswag_data, options.hellaswag_limit
+    path, limit, block_size = config.hellaswag_data, config.hellaswag_limit, config.block_size
+    if config.hellaswag_every == 0:
+        return []
     if tokenizer.name != "gpt2":
-        problem = f"scores are defined on GPT-2 tokens, and {options.data} has {tokenizer.name} tokens"
-        if path is not None or limit is not None or "hellaswag_every" in options.given:
+        problem = f"scores are defined on GPT-2 tokens, and {config.data} has {tokenizer.name} tokens"
+        if path is not None or limit is not None or "hellaswag_every" in config.explicit:
             raise UserError(f"HellaSwag's {problem}. Train with --tokenizer gpt2, or with --hellaswag-every 0.")
         notice(labelled("note", f"HellaSwag is off: its {problem}"))
         return []

@@ -30,14 +30,14 @@ HARMLESS_ADAPTER_FIELDS = set(
 )
 
 
-def flag_conflicts(given: Mapping[str, Any]) -> list[str]:
-    """One sentence for each given flag that conflicts with LoRA, or needs it."""
-    if "lora_rank" not in given:
-        return ["--lora-alpha is for LoRA. Add --lora-rank, or leave it out."] if "lora_alpha" in given else []
+def flag_conflicts(cli_flags: Mapping[str, Any]) -> list[str]:
+    """One sentence for each flag of the command line that conflicts with LoRA, or needs it."""
+    if "lora_rank" not in cli_flags:
+        return ["--lora-alpha is for LoRA. Add --lora-rank, or leave it out."] if "lora_alpha" in cli_flags else []
     problems = []
-    if "init_from" not in given:
+    if "init_from" not in cli_flags:
         problems.append("--lora-rank needs pretrained weights to adapt. Pass them with --init-from.")
-    optimizer = given.get("optimizer", "muon" if given.get("recipe") == "fast" else "adamw")
+    optimizer = cli_flags.get("optimizer", "muon" if cli_flags.get("recipe") == "fast" else "adamw")
     if optimizer == "muon":
         problems.append("Muon does not suit LoRA's small matrices. Use --optimizer adamw, and --recipe gpt2.")
     return problems

@@ -8,9 +8,9 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 
@@ -27,28 +27,16 @@ from support.checkpoints.directory import (
     write_checkpoint,
 )
 from support.checkpoints.model_card import Score, model_card
-from support.checkpoints.state import DataIdentity, TrainState
+from support.checkpoints.state import TrainState
 from support.cli import UserError
 from support.console.log import read_values
 from support.console.terminal import GREEN, styled
-from support.data.tokenizer import Tokenizer
-from support.runtime.options import RunOptions
+from support.runtime import devices
+from support.runtime.distributed import Distributed
+from support.runtime.run_info import RunInfo
 from support.runtime.signals import StopHandler
 
 _RERUN = "Fix this, then rerun with --resume."
-
-
-@dataclass(frozen=True)
-class RunInfo:
-    """The constant part of a run's checkpoints, and how to sync its log."""
-
-    config: RunOptions
-    data: DataIdentity
-    sizes: Mapping[str, int]  # of the model, by field of GPTConfig
-    tokenizer: Tokenizer
-    sync_log: Callable[[], None]  # waits until all that was logged is on the disk
-    bytes_per_token: float  # of the validation split, if there is one
-    hellaswag_items: int = 0  # that this process scores
 
 
 class CheckpointManager:
@@ -60,11 +48,11 @@ class CheckpointManager:
     the log. Rank 0 writes; the others take part in `save`, because under FSDP each has only a part of the state.
     """
 
-    def __init__(self, out: str, keep: int, stop: StopHandler, run: RunInfo, rank: int = 0, newest: int = 0):
-        """`newest` is the step of the newest checkpoint, 0 if there is none."""
-        self.out, self.keep, self.stop, self.run, self.newest = Path(out), keep, stop, run, newest
-        self.first_step = newest
-        self.rank = rank
+    def __init__(self, run: RunInfo, stop: StopHandler, sync_log: Callable[[], None], rank: int = 0):
+        """`sync_log` waits until all that was logged is on the disk."""
+        self.run, self.stop, self.sync_log, self.rank = run, stop, sync_log, rank
+        self.out, self.keep = Path(run.config.out), run.config.keep
+        self.newest = run.first_step  # the step of the newest checkpoint, 0 if there is none
         self._failures = 0  # saves in a row
         self._thread: threading.Thread | None = None
 
@@ -84,7 +72,8 @@ class CheckpointManager:
                 print(f"step {step:5d} | no checkpoint while steps are skipped", flush=True)
             return
         weights = state.copy_to_host(train_state.trained_weights(), keep=self.rank == 0)
-        trainer_file = train_state.trainer_file(run.config.to_save(), run.data, keep=self.rank == 0)
+        trainer_file = train_state.trainer_file(run.config.to_save(), run.identity, keep=self.rank == 0)
+        devices.trim_memory(torch.device("cpu"))
         if self.rank > 0 or self._failures > 1:  # the run ends because saving fails
             return
 
@@ -92,9 +81,9 @@ class CheckpointManager:
             if not all(torch.isfinite(tensor).all() for tensor in weights.values()):
                 raise ValueError("the weights are not finite")
             _write_weights(directory, weights, run)
-            run.tokenizer.save_pretrained(directory, model_max_length=run.sizes["block_size"])
+            run.data.tokenizer.save_pretrained(directory, model_max_length=run.config.block_size)
             torch.save(trainer_file, directory / state.FILE)
-            run.sync_log()  # a checkpoint must never be ahead of its log
+            self.sync_log()  # a checkpoint must never be ahead of its log
             if card := self._model_card(step, sum(tensor.numel() for tensor in weights.values())):
                 (directory / MODEL_CARD).write_bytes(card)
 
@@ -110,18 +99,13 @@ class CheckpointManager:
             for name in ("val", "hella"):
                 values = {at: value for at, value in read_values(self.out / "log.txt", name).items() if at <= step}
                 scores[name] = Score(max(values), values[max(values)]) if values else None
-            return model_card(
-                run.config, run.sizes, step=step, trained=trained, tokenizer=run.tokenizer.name,
-                source=run.data.get("source"), bytes_per_token=run.bytes_per_token, val=scores["val"],
-                hellaswag=scores["hella"], hellaswag_items=self._items_of(scores["hella"]),
-            ).encode()  # fmt: skip
+            # an earlier process of this run may have scored other items
+            hella = scores["hella"]
+            items = run.hellaswag_items if hella and hella.step >= run.first_step else None
+            return model_card(run, step, trained, scores["val"], hella, items).encode()
         except Exception as error:
             _warn(f"the checkpoint of step {step} has no model card ({error}).")
             return None
-
-    def _items_of(self, score: Score | None) -> int | None:
-        """How many HellaSwag items a score is of; None if an earlier process may have scored others."""
-        return self.run.hellaswag_items if score and score.step >= self.first_step else None
 
     def start(self, step: int, write_files: Callable[[Path], None], size: int) -> None:
         """Starts to write the checkpoint of `step`, of about `size` bytes, with the files of `write_files(folder)`."""
@@ -139,6 +123,19 @@ class CheckpointManager:
         self.wait()
         if self._failures and not self.stop.failure:
             self.stop.fail(UserError(f"the last checkpoint could not be saved in {self.out}, see above. {_RERUN}"))
+
+    def save_and_exit(self, train_state: TrainState, dist: Distributed) -> NoReturn:
+        """Saves the last state of a run that is stopped, and ends all ranks with the same exit code.
+
+        Raises:
+            SystemExit, or the error of this rank that stopped the run.
+        """
+        if self.run.config.checkpoint_every:
+            self.save(train_state, final=True)
+        self.finish()
+        if not self.stop.failure:
+            dist.print0(f"step {train_state.step:5d} | stopped. {self.describe_newest()}")
+        self.stop.exit_all_ranks(dist.all_reduce_min)
 
     def describe_newest(self) -> str:
         """Where a resumed run would start, with a line for its command; and the model that it was to replace, if any."""
@@ -209,10 +206,10 @@ class CheckpointManager:
 
 
 def _write_weights(directory: Path, weights: Mapping[str, torch.Tensor], run: RunInfo) -> None:
-    flags = run.config.to_dict()
-    if rank := flags["lora_rank"]:
-        base_sha256 = run.data.get("adapted")
-        lora.write_adapter(directory, weights, flags["init_from"], rank, flags["lora_alpha"], base_sha256)
+    config = run.config
+    if config.lora_rank is not None and config.init_from is not None:
+        base_sha256 = run.identity.get("adapted")
+        lora.write_adapter(directory, weights, config.init_from, config.lora_rank, config.lora_alpha, base_sha256)
     else:
         huggingface.write_model(directory, run.sizes, huggingface.to_hf(weights, run.sizes["vocab_size"]))
 

@@ -19,6 +19,7 @@ from support.data.hub import FINEWEB_PREFIXES
 from support.data.presets import DEMO_SOURCE
 from support.runtime.memory import count_parameters
 from support.runtime.options import RunOptions
+from support.runtime.run_info import RunInfo
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _NOTICE = """<!-- To publish this folder, choose a license above, then
@@ -54,27 +55,24 @@ class Score(NamedTuple):
 
 
 def model_card(
-    options: RunOptions, sizes: Mapping[str, int], *, step: int, trained: int, tokenizer: str, source: str | None,
-    bytes_per_token: float, val: Score | None, hellaswag: Score | None, hellaswag_items: int | None,
-) -> str:  # fmt: skip
+    run: RunInfo, step: int, trained: int, val: Score | None, hellaswag: Score | None, hellaswag_items: int | None
+) -> str:
     """The text of the card.
 
     Args:
-        sizes: of the model, by field of GPTConfig.
         trained: number of parameters that are trained, all or LoRA's.
-        source: what the manifest of the shards says about their text.
         val, hellaswag: the newest validation loss, in nats per token, and accuracy.
         hellaswag_items: how many were scored, if that is known.
     """
-    flags = options.to_dict()
-    base = flags["init_from"]
-    is_adapter, on_hub = bool(flags["lora_rank"]), base is not None and _is_on_hub(base)
+    config, sizes, tokenizer, source = run.config, run.sizes, run.data.tokenizer.name, run.identity.get("source")
+    base, is_adapter = config.init_from, config.lora_rank is not None
+    on_hub = base is not None and _is_on_hub(base)
     metadata: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers"}
     metadata |= {"pipeline_tag": "text-generation", "tags": ["gpt2", "lora"] if is_adapter else ["gpt2"]}
     metadata |= {"base_model": base} if on_hub else {}
     metadata |= _about_data(source)
     parameters = count_parameters(sizes)
-    kind = f"An adapter (LoRA of rank {flags['lora_rank']}) for a GPT-2" if is_adapter else "A GPT-2"
+    kind = f"An adapter (LoRA of rank {config.lora_rank}) for a GPT-2" if is_adapter else "A GPT-2"
     origin = "trained from random weights" if base is None else f"fine-tuned from `{_local_name(base)}`"
     facts = {
         "parameters": f"{parameters:,}" + (f", and {trained:,} of the adapter" if is_adapter else ""),
@@ -82,10 +80,10 @@ def model_card(
         f"context of {sizes['block_size']:,} tokens",
         "vocabulary": f"{sizes['vocab_size']:,} tokens ({tokenizer})",
         "data": f"`{_printable(source)}`" if source else "token shards without a description",
-        "tokens seen": f"{step * flags['total_batch_size']:,}, in {step:,} steps of {flags['total_batch_size']:,}",
+        "tokens seen": f"{step * config.total_batch_size:,}, in {step:,} steps of {config.total_batch_size:,}",
     }
     if val:
-        per_byte = val.value / bytes_per_token
+        per_byte = val.value / run.data.bytes_per_token
         facts["validation loss"] = f"{val.value:.4f} nats per token, {per_byte:.4f} per byte (step {val.step:,})"
     if hellaswag:
         items = f" of {hellaswag_items:,} items" if hellaswag_items else ""
@@ -96,7 +94,7 @@ def model_card(
         f"{kind}, {origin} with `train_gpt2.py`. It continues text; it was not trained to follow instructions.",
         "\n".join(f"- **{name}**: {fact}" for name, fact in facts.items()),
         "## How to use it", "NAME is the name of this model on the hub or its folder, FOLDER its folder on your disk.", how,
-        _own_scripts(tokenizer), "## How it was trained", _command(options),
+        _own_scripts(tokenizer), "## How it was trained", _command(config),
     ]) + "\n"  # fmt: skip
 
 
@@ -141,11 +139,11 @@ def _own_scripts(tokenizer: str) -> str:
     return "With the scripts that trained it:\n\n```sh\n" + "\n".join(lines) + "\n```"
 
 
-def _command(options: RunOptions) -> str:
+def _command(config: RunOptions) -> str:
     """The flags that determine the weights, where they differ from the defaults."""
     words = []
-    for field in flag_fields(type(options)):
-        name, value = field.name, getattr(options, field.name)
+    for field in flag_fields(type(config)):
+        name, value = field.name, getattr(config, field.name)
         if name in RunOptions.__dataclass_fields__ or value == field.default:
             continue
         if isinstance(value, bool):

@@ -6,14 +6,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from support.checkpoints import lora
 from support.checkpoints.huggingface import ModelSizes
-from support.checkpoints.state import Checkpoint, DataIdentity
+from support.checkpoints.state import Checkpoint
 from support.cli import UserError, flag_fields, flag_name, range_errors, type_errors
 from support.data import shards
+from support.data.shards import DataIdentity
 from support.runtime.options import MACHINE_FLAGS, SOURCE_FLAGS, RunOptions
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def stored_flags(config_class: type[DataclassInstance], checkpoint: Checkpoint, 
 def resumed_flags(
     config_class: type[DataclassInstance],
     stored: Mapping[str, Any],
-    given: Mapping[str, Any],
+    cli_flags: Mapping[str, Any],
     checkpoint: Checkpoint,
     changeable: Collection[str],
 ) -> dict[str, Any]:
@@ -63,15 +63,15 @@ def resumed_flags(
         may_differ.add("init_from")  # the base model may have moved; check_same_data compares its weights
     for field in flag_fields(config_class):
         name, before = field.name, stored.get(field.name, field.default)
-        if name not in may_differ and given.get(name, before) != before:
+        if name not in may_differ and cli_flags.get(name, before) != before:
             had = "none" if before is None else before
-            problems.append(f"{flag_name(name)} is {given[name]}, but the run in {out} has {had}. Leave it out.")
+            problems.append(f"{flag_name(name)} is {cli_flags[name]}, but the run in {out} has {had}. Leave it out.")
     if problems:
         raise UserError(*problems)
-    flags = {**stored, "out": str(out), "resume": "newest", "profile": 0, **given}
+    flags = {**stored, "out": str(out), "resume": "newest", "profile": 0, **cli_flags}
     if checkpoint.step > flags["max_steps"]:
         raise UserError(f"{checkpoint.path} is past --max-steps {flags['max_steps']}. Raise it, or leave it out.")
-    if "data" in stored and "data" not in given:
+    if "data" in stored and "data" not in cli_flags:
         flags["data"] = _find_data(flags, checkpoint.path)
     return flags
 
@@ -95,33 +95,32 @@ def _find_data(flags: Mapping[str, Any], checkpoint: Path) -> str:
     return folders[0]  # --demo and --text make them again
 
 
-def data_identity(folder: str, train: list[np.memmap], val: list[np.memmap], model: torch.nn.Module) -> DataIdentity:
-    """Identifies what a run is trained on: the shards of `folder` that it reads, and frozen weights, if any."""
-    return {
-        "train": shards.shard_identities(folder, train),
-        "val": shards.shard_identities(folder, val),
-        "base": lora.frozen_sha256(model),
-        "adapted": lora.adapted_sha256(model),
-        "source": shards.read_manifest(folder)["source"],
-    }
-
-
-def check_same_data(checkpoint: Checkpoint, data: DataIdentity, folder: str) -> None:
-    """Checks that a resumed run reads the shards that its checkpoint was trained on, and with LoRA the same base model.
-
-    Args:
-        data, folder: its shards, and where they are.
+def identify_data(data: shards.TokenData, model: torch.nn.Module, checkpoint: Checkpoint | None) -> DataIdentity:
+    """Identifies what a run is trained on: its shards, and with LoRA the frozen weights.
 
     Raises:
-        UserError: a split has other shards, or shards with other content; or the frozen weights differ.
+        UserError: a run that resumes from `checkpoint` was trained on others.
     """
+    identity: DataIdentity = {
+        "train": shards.shard_identities(data.folder, data.train),
+        "val": shards.shard_identities(data.folder, data.val),
+        "base": lora.frozen_sha256(model),
+        "adapted": lora.adapted_sha256(model),
+        "source": shards.read_manifest(data.folder)["source"],
+    }
+    if checkpoint:
+        _check_same_data(checkpoint, identity, data.folder)
+    return identity
+
+
+def _check_same_data(checkpoint: Checkpoint, identity: DataIdentity, folder: str) -> None:
     saved = checkpoint.data
-    if data["base"] is not None and saved.get("base") != data["base"]:
+    if identity["base"] is not None and saved.get("base") != identity["base"]:
         raise UserError(
             f"the weights of --init-from are not those that {checkpoint.path} was trained with. "
             "Pass the folder of the original ones with --init-from."
         )
-    for split, before, now in (("train", saved["train"], data["train"]), ("val", saved["val"], data["val"])):
+    for split, before, now in (("train", saved["train"], identity["train"]), ("val", saved["val"], identity["val"])):
         differ = [b[0] for a, b in zip(before, now, strict=False) if not shards.is_same_shard(a, b, folder)]
         if before and now and (len(before) != len(now) or differ):
             reason = f"{differ[0]} differs" if differ else f"{len(now)} instead of {len(before)}"

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
 from support import files
 from support.checkpoints.directory import find_corruption, list_checkpoints, list_earlier, remove_leftovers, step_of
 from support.cli import UserError
-from support.runtime.options import OverwritePolicy
+from support.runtime.distributed import Distributed
+from support.runtime.options import OverwritePolicy, RunOptions
 
 RUN_FILES = ("run.json", "metrics.jsonl", "curves.png", "log.txt")
 
 
-def check_folder(out: str, resume_from: Path | None, overwrite_policy: OverwritePolicy) -> None:
+def check_folder(config: RunOptions, resume_from: Path | None) -> None:
     """Checks that a run may write into its folder: it is writable, not in use, and loses nothing. Writes nothing.
 
     Args:
@@ -24,35 +26,42 @@ def check_folder(out: str, resume_from: Path | None, overwrite_policy: Overwrite
     Raises:
         UserError: it may not.
     """
-    existing = files.nearest_existing(Path(out))
+    folder = Path(config.out)
+    existing = files.nearest_existing(folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise UserError(f"cannot write to {out}. Use another --out.")
-    if (Path(out) / files.LOCK).is_file():
-        files.lock_folder(Path(out), "--out").close()
-    _check_contents(Path(out), resume_from, overwrite_policy)
+        raise UserError(f"cannot write to {folder}. Use another --out.")
+    if (folder / files.LOCK).is_file():
+        files.lock_folder(folder, "--out").close()
+    _check_contents(folder, resume_from, config.overwrite_policy)
 
 
-def claim_folder(out: str, resume_from: Path | None, overwrite_policy: OverwritePolicy) -> TextIO:
-    """Creates the folder and locks it, until the returned file is closed or the process ends.
+def lock_and_replace_folder(
+    config: RunOptions, resume_from: Path | None, dist: Distributed
+) -> AbstractContextManager[Any]:
+    """Creates the folder and locks it on rank 0, until the returned file is closed or the process ends.
 
     If a new run replaces an earlier one, that one's files are renamed: `model_00005.earlier`, `log.earlier.txt`. Files
-    that a killed process left half-written are removed. The arguments are those of `check_folder`.
+    that a killed process left half-written are removed.
 
     Raises:
-        UserError: as in `check_folder`; another run may have been faster.
+        UserError: on all ranks, as in `check_folder`; another run may have been faster.
     """
-    folder = Path(out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = files.lock_folder(folder, "--out")
-        _check_contents(folder, resume_from, overwrite_policy)
-        files.write_lock_holder(lock)
-        remove_leftovers(folder)
-        if resume_from is None:
-            _set_aside_earlier_run(folder)
-    except OSError as error:
-        raise UserError(f"cannot write to {out} ({error.strerror}). Use another --out.") from error
-    return lock
+    folder = Path(config.out)
+
+    def lock_and_replace() -> AbstractContextManager[Any]:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = files.lock_folder(folder, "--out")
+            _check_contents(folder, resume_from, config.overwrite_policy)
+            files.write_lock_holder(lock)
+            remove_leftovers(folder)
+            if resume_from is None:
+                _set_aside_earlier_run(folder)
+        except OSError as error:
+            raise UserError(f"cannot write to {folder} ({error.strerror}). Use another --out.") from error
+        return lock
+
+    return dist.on_rank_zero(lock_and_replace) or nullcontext()
 
 
 def _set_aside_earlier_run(folder: Path) -> None:

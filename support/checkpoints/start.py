@@ -11,12 +11,15 @@ from support.checkpoints import huggingface, lora
 from support.checkpoints.directory import newest_checkpoint
 from support.checkpoints.huggingface import ModelSizes
 from support.checkpoints.resume import resumed_flags, stored_flags
+from support.checkpoints.run_folder import check_folder
 from support.checkpoints.state import Checkpoint
 from support.cli import UserError, flag_name
-from support.data.presets import DEMO, preset_flags
+from support.console.trackers import check_installed
+from support.data.presets import DEMO, make_preset_shards, preset_flags
+from support.data.shards import TokenData
 from support.data.tokenizer import VOCAB_SIZES, Tokenizer, get_tokenizer, tokenizer_name
 from support.runtime.distributed import Distributed
-from support.runtime.options import PLAN_FLAGS
+from support.runtime.options import PLAN_FLAGS, RunOptions
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 def gather_flags(
     config_class: type[Config],
-    given: Mapping[str, Any],
+    cli_flags: Mapping[str, Any],
     dist: Distributed,
 ) -> tuple[dict[str, Any], Checkpoint | None]:
     """All flags that a run has a value for, and the checkpoint that it resumes from, if any.
@@ -34,46 +37,71 @@ def gather_flags(
     Pretrained weights and checkpoints are downloaded and compared with their checksums here, by one rank of each node.
 
     Args:
-        given: the flags on the command line.
+        cli_flags: the flags on the command line.
 
     Raises:
         UserError: flags contradict each other or the checkpoint, one line each; or there is no intact checkpoint.
     """
-    if not given.get("plan") and (unused := sorted(PLAN_FLAGS & given.keys() - {"plan"})):
+    if not cli_flags.get("plan") and (unused := sorted(PLAN_FLAGS & cli_flags.keys() - {"plan"})):
         raise UserError(f"{' and '.join(map(flag_name, unused))}: only for --plan. Add --plan, or leave it out.")
-    out = str(given.get("out", DEMO["out"] if given.get("demo") else "log"))
-    if "resume" in given:
+    out = str(cli_flags.get("out", DEMO["out"] if cli_flags.get("demo") else "log"))
+    if "resume" in cli_flags:
         newest = dist.once_per_node("checkpoint", lambda: str(newest_checkpoint(out) or ""))
         if newest:
             checkpoint = Checkpoint.open(Path(newest))
-            stored = stored_flags(config_class, checkpoint, _sizes_of(checkpoint, given, dist))
-            schedule_end = {name: given[name] for name in ("decay_steps", "cooldown_fraction") if name in given}
+            stored = stored_flags(config_class, checkpoint, _sizes_of(checkpoint, cli_flags, dist))
+            schedule_end = {name: cli_flags[name] for name in ("decay_steps", "cooldown_fraction") if name in cli_flags}
             before = config_class(**stored)
             movable = all(
                 _is_constant(cast("Schedule", config), checkpoint.step)
                 for config in (before, replace(before, **schedule_end))
             )
-            return resumed_flags(config_class, stored, given, checkpoint, schedule_end if movable else ()), checkpoint
-        if given["resume"] == "newest":
+            return resumed_flags(config_class, stored, cli_flags, checkpoint, schedule_end if movable else ()), checkpoint
+        if cli_flags["resume"] == "newest":
             raise UserError(
                 f"no checkpoint in {out} to resume from. Pass its folder with --out, or leave out --resume."
             )
-    if problems := lora.flag_conflicts(given) + _init_from_conflicts(given, out):
+    if problems := lora.flag_conflicts(cli_flags) + _init_from_conflicts(cli_flags, out):
         raise UserError(*problems)
-    if "init_from" not in given:
-        return preset_flags(given) | dict(given), None
-    directory = _find_once_per_node(given["init_from"], dist)
-    if "lora_rank" in given and lora.is_adapter(directory):
+    if "init_from" not in cli_flags:
+        return preset_flags(cli_flags) | dict(cli_flags), None
+    directory = _find_once_per_node(cli_flags["init_from"], dist)
+    if "lora_rank" in cli_flags and lora.is_adapter(directory):
         raise UserError(
-            f"{given['init_from']} is an adapter, and another one needs a complete model. Merge it into its base model "
+            f"{cli_flags['init_from']} is an adapter, and another one needs a complete model. Merge it into its base model "
             "first, as docs/training.md shows."
         )
     sizes = huggingface.read_config(directory)
     flags: dict[str, Any] = {name: sizes[name] for name in ("n_layer", "n_head", "n_embd", "block_size", "bias")}
-    if given.get("plan") or "text" in given:
+    if cli_flags.get("plan") or "text" in cli_flags:
         name = tokenizer_name(huggingface.tokenizer_folder(directory), sizes["vocab_size"])
         flags["tokenizer"] = name if name in VOCAB_SIZES else "bpe"
-    return flags | preset_flags(given, flags.get("tokenizer"), sizes["n_embd"]) | dict(given), None
+    return flags | preset_flags(cli_flags, flags.get("tokenizer"), sizes["n_embd"]) | dict(cli_flags), None
+
+
+def check_outputs(config: RunOptions, rank: int, resume_from: Path | None) -> None:
+    """Checks on rank 0 that a run may write into its folder and that its trackers are installed. Writes nothing.
+
+    Raises:
+        UserError: it may not, or they are not.
+    """
+    if rank == 0:
+        check_folder(config, resume_from)
+        check_installed(config)
+
+
+def open_data(config: RunOptions, rank: int, resume_from: Path | None) -> TokenData:
+    """Opens the shards of a run; those of --text and --demo are made first, on rank 0, unless they exist.
+
+    Raises:
+        UserError: they could not be made, are missing or invalid, or have fewer tokens than a step takes.
+    """
+    if config.demo or config.text is not None:
+        make_preset_shards(config, rank, resumed=resume_from is not None)
+    data = TokenData.open(config.data, needs_val=config.val_every > 0)
+    T = config.block_size
+    data.check_rows(T, config.total_batch_size // T, config.val_tokens if config.val_every else None)
+    return data
 
 
 class Schedule(Protocol):
@@ -89,10 +117,10 @@ def _is_constant(config: Schedule, step: int) -> bool:
     return config.schedule == "wsd" and step <= config.decay_steps - config.cooldown_steps
 
 
-def _sizes_of(checkpoint: Checkpoint, given: Mapping[str, Any], dist: Distributed) -> ModelSizes:
+def _sizes_of(checkpoint: Checkpoint, cli_flags: Mapping[str, Any], dist: Distributed) -> ModelSizes:
     """The sizes of the model in a checkpoint. For an adapter, those of its base model, which may have moved."""
     if checkpoint.config.get("lora_rank"):
-        base = given.get("init_from", checkpoint.config.get("init_from"))
+        base = cli_flags.get("init_from", checkpoint.config.get("init_from"))
         if not isinstance(base, str):
             raise UserError(
                 f"cannot resume from {checkpoint.path}: trainer.pt does not name the base model. Pass it with --init-from."
@@ -108,16 +136,16 @@ def _find_once_per_node(name_or_dir: str, dist: Distributed) -> Path:
     return Path(dist.once_per_node("init_from", lambda: str(huggingface.find_model(name_or_dir))))
 
 
-def _init_from_conflicts(given: Mapping[str, Any], out: str) -> list[str]:
+def _init_from_conflicts(cli_flags: Mapping[str, Any], out: str) -> list[str]:
     """A sentence for each of the given flags that --init-from rules out."""
-    if "init_from" not in given:
+    if "init_from" not in cli_flags:
         return []
     problems, defaults = [], {"n_layer": None, "n_head": None, "n_embd": None, "model": "gpt2", "bias": True}
-    sized = [name for name, default in defaults.items() if given.get(name, default) != default]
+    sized = [name for name, default in defaults.items() if cli_flags.get(name, default) != default]
     if sized:
         named = ", ".join("--no-bias" if name == "bias" else flag_name(name) for name in sized)
         problems.append(f"--init-from brings its own sizes. Leave out {named}.")
-    if Path(given["init_from"]) == Path(out):
+    if Path(cli_flags["init_from"]) == Path(out):
         problems.append(f"--out is {out}, as --init-from. Use another --out.")
     return problems
 

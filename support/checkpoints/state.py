@@ -19,7 +19,7 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from support.checkpoints.directory import step_of
 from support.cli import UserError
 from support.console.terminal import count
+from support.data.shards import DataIdentity
 from support.runtime import fsdp
 from support.runtime.options import MAX_STEPS
 
@@ -35,20 +36,6 @@ REQUIRED = {"step": int, "bad_steps": int, "config": dict, "data": dict, "optimi
 COUNTERS = ("step", "bad_steps", "overflows")
 SCALER_STATE = ("scale", "_growth_tracker")
 Tree = TypeVar("Tree")
-
-
-class DataIdentity(TypedDict):
-    """Which data a run is trained on: file name, tokens and SHA-256 of each shard, and the frozen weights' SHA-256.
-
-    `adapted` is the SHA-256 of the matrices that LoRA adapts. `source` is the manifest's name of the text, for people.
-    Older checkpoints have neither.
-    """
-
-    train: list[list[str | int | None]]
-    val: list[list[str | int | None]]
-    base: str | None
-    adapted: NotRequired[str | None]
-    source: NotRequired[str | None]
 
 
 @dataclass
@@ -62,9 +49,8 @@ class TrainState:
     bad_steps: int = 0  # skipped steps just before it
     overflows: int = 0  # steps that the scaler skipped, in total
 
-    def finish_step(self, loss: float, norm: float) -> str | None:
-        """Counts a step; returns why it was not applied, or None if it was."""
-        self.step += 1
+    def record(self, loss: float, norm: float) -> str | None:
+        """Counts skipped steps; returns why this step was not applied, or None if it was."""
         if math.isfinite(loss) and math.isfinite(norm):
             self.bad_steps = 0
             return None

@@ -16,15 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from support.data import shards
 from support.files import atomic_write
 
 if TYPE_CHECKING:  # reading a record must not take as long as importing torch
-    from torch import nn
-
-    from support.data.tokenizer import Tokenizer
     from support.runtime.distributed import Distributed
-    from support.runtime.options import RunOptions
+    from support.runtime.run_info import RunInfo
 
 FILE = "run.json"
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,28 +35,15 @@ BOUNDS = {"parameters": (1, 10**15), "tokens_per_step": (1, 10**12), "bytes_per_
 CHANGEABLE = ("versions", "device", "speed", "processes")
 
 
-def describe_run(
-    options: RunOptions,
-    dist: Distributed,
-    model: nn.Module,
-    sizes: Mapping[str, int],
-    data: Mapping[str, Any],
-    tokenizer: Tokenizer,
-    bytes_per_token: float,
-) -> dict[str, Any]:
-    """What this process has to say about its run, in the layout of `run.json`.
-
-    Args:
-        sizes: of the model, by field of GPTConfig.
-        data: the shards, see `data_identity`.
-        bytes_per_token: of the validation split, if there is one.
-    """
+def describe_run(run: RunInfo, dist: Distributed) -> dict[str, Any]:
+    """What this process has to say about its run, in the layout of `run.json`."""
     import torch
 
     from support.runtime import devices
     from support.runtime.options import PLAN_FLAGS, describe_speed
 
-    flags = {name: value for name, value in options.to_dict().items() if name not in PLAN_FLAGS}
+    flags = {name: value for name, value in run.config.to_dict().items() if name not in PLAN_FLAGS}
+    tokenizer = run.data.tokenizer
     flags["tokenizer"] = tokenizer.name  # the flag is for --text only
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     return {
@@ -69,13 +52,13 @@ def describe_run(
         "flags": flags,
         "versions": versions | ({"commit": commit} if (commit := _read_commit(ROOT / ".git")) else {}),
         "device": devices.describe(dist.device),
-        "speed": describe_speed(options, dist.device, sizes),
+        "speed": describe_speed(run.config, dist.device),
         "processes": dist.world_size,
-        "data": {"source": shards.read_manifest(options.data)["source"], **data},
+        "data": dict(run.identity),
         "tokenizer": {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size},
-        "bytes_per_token": bytes_per_token,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "tokens_per_step": flags["total_batch_size"],
+        "bytes_per_token": run.data.bytes_per_token,
+        "parameters": sum(p.numel() for p in run.model.parameters()),
+        "tokens_per_step": run.config.total_batch_size,
     }
 
 
@@ -85,9 +68,9 @@ def read_record(path: Path) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        sound = all(type(record[name]) is kind for name, kind in REQUIRED.items())
-        sound = sound and all(low <= record[name] <= high for name, (low, high) in BOUNDS.items())
-        return record if sound and all(type(resume["flags"]) is dict for resume in record["resumes"]) else None
+        valid = all(type(record[name]) is kind for name, kind in REQUIRED.items())
+        valid = valid and all(low <= record[name] <= high for name, (low, high) in BOUNDS.items())
+        return record if valid and all(type(resume["flags"]) is dict for resume in record["resumes"]) else None
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
 
@@ -103,7 +86,7 @@ def latest_flags(record: Mapping[str, Any]) -> dict[str, Any]:
 class RunRecord:
     """`run.json` in the folder of a run, written when a process starts or resumes it.
 
-    It is not worth a run: if it cannot be written, that is a warning.
+    Best effort: if it cannot be written, that is a warning.
     """
 
     def __init__(self, folder: Path, description: Mapping[str, Any], first_step: int):

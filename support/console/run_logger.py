@@ -5,30 +5,27 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 
 from support.console import terminal
 from support.console.curves import CurvesFile
 from support.console.log import MetricsLog, RunLog
-from support.console.record import RunRecord
+from support.console.record import RunRecord, describe_run
 from support.console.trackers import Trackers, start_trackers
 from support.runtime import devices
 from support.runtime.distributed import Distributed
-from support.runtime.options import RunOptions
+from support.runtime.run_info import STARTED, RunInfo
 from support.runtime.signals import TORCHRUN_GRACE_SECONDS
 
-STARTED = time.perf_counter()
 ETA_EVERY, ETA_WINDOW = 50, 250  # steps between two estimates of the remaining time, and steps that they are based on
 # The median of so many step times over the shortest was 5 where two threads shared their cores with another program.
 STEPS_COMPARED, MAX_SPREAD = 20, 2.0
 # Lines of steps on a terminal: not more often than this, and between so many in a run.
 LINE_SECONDS, MIN_LINES, MAX_LINES = 0.2, 50, 500
-NETWORK_FRACTION = 0.25  # of a step's time: more is worth advice
 EVALUATION_FLAGS = {
     "val": ("val_tokens",),
     "hella": ("hellaswag_data", "hellaswag_limit"),
@@ -40,9 +37,8 @@ class RunLogger:
     """Reports validations, scores, samples and steps; on all ranks but 0 it does nothing.
 
     Values go to `log.txt`, `metrics.jsonl` and `curves.png` in `--out` and to the trackers, until the end of a `with`;
-    the `record` goes to `run.json` at once. A `first_step` above 0 continues the files and the curves of an earlier
-    process at that step, which had `earlier_flags`. What it has logged of that step is not computed again, unless the
-    flags for it have changed. `network_seconds` is the time of an all-reduce of the gradients.
+    the record goes to `run.json` at once. A resumed run continues the files and the curves of the process before it.
+    What that one has logged of the first step is not computed again, unless the flags for it have changed.
 
     On a terminal, a status line shows how far the run is, and only some of the steps get a line of their own.
 
@@ -50,48 +46,42 @@ class RunLogger:
         UserError: on all ranks, if a tracker cannot start; at the end, if the last lines of the log cannot be written.
     """
 
-    def __init__(
-        self,
-        options: RunOptions,
-        dist: Distributed,
-        *,
-        first_step: int,
-        max_steps: int,
-        tokens_per_step: int,
-        flops_per_token: int,
-        earlier_flags: Mapping[str, Any],
-        network_seconds: float = 0.0,
-        record: Mapping[str, Any] | None = None,
-    ):
-        self.print0, self.world_size, self.network_seconds = dist.print0, dist.world_size, network_seconds
-        self.first_step, self.max_steps, self.tokens_per_step = first_step, max_steps, tokens_per_step
-        self.flops_per_token, self.peak_flops = flops_per_token, devices.peak_flops(dist.device)
-        self._trackers = Trackers(dist.on_rank_zero(lambda: start_trackers(options, first_step)) or [])
-        every = {"val": options.val_every, "hella": options.hellaswag_every}
-        due = {name for name, n in every.items() if n > 0 and (first_step % n == 0 or first_step == max_steps)}
-        unchanged = _unchanged_evaluations(options, earlier_flags)
-        folder = Path(options.out) if dist.rank == 0 else None
+    def __init__(self, run: RunInfo, dist: Distributed):
+        self.config, self.print0, self.world_size = run.config, dist.print0, dist.world_size
+        self.first_step, self.max_steps = first_step, _ = run.first_step, run.config.max_steps
+        self.flops_per_token, self.peak_flops = run.model.flops_per_token(), devices.peak_flops(dist.device)
+        self._trackers = Trackers(dist.on_rank_zero(lambda: start_trackers(run.config, first_step)) or [])
+        due = self._due(first_step)
+        unchanged = _unchanged_evaluations(run)
+        folder = Path(run.config.out) if dist.rank == 0 else None
         self._log = RunLog(folder and folder / "log.txt", first_step, due & unchanged)
         self._metrics = MetricsLog(folder and folder / "metrics.jsonl", first_step)
-        self._record = RunRecord(folder, record, first_step) if folder and record else None
+        self._record = RunRecord(folder, describe_run(run, dist), first_step) if folder else None
         if self._record and self._record.written_anew:
             self.print0("note    run.json was missing or damaged: a new one begins with this resume")
         self._curves = CurvesFile(folder)
         for name, value in self._log.kept.items():  # trackers hide what they have of first_step and later
             self._trackers.log_value(first_step, name, value)
         # every rank must know, or the others wait forever in the next evaluation
-        self._reported = {name for name in sorted(due) if dist.all_reduce_min(dist.rank > 0 or name in self._log.kept)}
-        if due and self._reported == due and "samples" in unchanged and not (options.tensorboard or options.wandb):
+        values = sorted(due - {"samples"})
+        self._reported = {name for name in values if dist.all_reduce_min(dist.rank > 0 or name in self._log.kept)}
+        tracked = run.config.tensorboard or run.config.wandb
+        if values and self._reported == set(values) and "samples" in unchanged and not tracked:
             self._reported.add("samples")  # which come right after the values
         self._threads = torch.get_num_threads() if dist.device.type == "cpu" else 1
         self._step_times: list[float] = []  # of the first steps, in seconds
         self._marks: deque[tuple[int, float]] = deque(maxlen=ETA_WINDOW // ETA_EVERY)  # steps, and when they ended
         self._status = terminal.StatusLine(dist.rank == 0 and terminal.is_terminal())
-        self._line_every, self._log_every = 1, options.log_every
+        self._line_every, self._log_every = 1, run.config.log_every
 
-    def already_reported(self, step: int, name: str) -> bool:
-        """Whether an earlier process has reported this already: "val", "hella" or "samples" of the first step."""
-        return step == self.first_step and name in self._reported
+    def evaluations_due(self, step: int) -> set[str]:
+        """What is due before a step: "val", "hella" and "samples"; but not what an earlier process has logged."""
+        return self._due(step) - (self._reported if step == self.first_step else set())
+
+    def _due(self, step: int) -> set[str]:
+        c = self.config
+        every = {"val": c.val_every, "hella": c.hellaswag_every, "samples": c.sample_every if step > 0 else 0}
+        return {name for name, n in every.items() if c.is_due(n, step)}
 
     def validation(self, step: int, loss: float) -> None:
         self._value(step, "val", loss)
@@ -115,10 +105,10 @@ class RunLogger:
         MFU is the fraction of the GPUs' peak FLOP/s that the model's arithmetic reaches, where that peak is known.
         """
         now = time.perf_counter()
-        speed = self.tokens_per_step / dt
+        speed = self.config.total_batch_size / dt
         mfu = speed * self.flops_per_token / (self.peak_flops * self.world_size) if self.peak_flops else None
         self._value(step, "train", loss)
-        self._metrics.write(step, loss, lr, norm, dt, (step + 1) * self.tokens_per_step, skipped is not None)
+        self._metrics.write(step, loss, lr, norm, dt, (step + 1) * self.config.total_batch_size, skipped is not None)
         self._curves.update()
         due = self._line_due(step, dt)
         eta = self._eta(step, now)
@@ -131,7 +121,7 @@ class RunLogger:
         if skipped:
             self.print0(terminal.styled(f"step {step:5d} | {skipped}", terminal.YELLOW))
         if eta is not None and due and not self._status.enabled and self._marks[-1][0] == step:
-            done, total = ((n * self.tokens_per_step) for n in (step + 1, self.max_steps))
+            done, total = ((n * self.config.total_batch_size) for n in (step + 1, self.max_steps))
             since = " since the resume" if self.first_step else ""
             notes.insert(0, f"{done:,} of {total:,} tokens; {clock(now - STARTED)} elapsed{since}, ETA {clock(eta)}")
         for note in notes:
@@ -213,10 +203,6 @@ class RunLogger:
                     f"half of the steps took {median / shortest:.1f} times as long as the shortest, or longer: the "
                     f"{self._threads} threads seem to share busy cores. OMP_NUM_THREADS=1 may be much faster"
                 )
-        if step == self.first_step + 1 and self.world_size > 1:
-            share = self.network_seconds / dt
-            advice = "; a larger --total-batch-size sends them less often" if share > NETWORK_FRACTION else ""
-            yield f"an all-reduce of the gradients takes {share:.1%} of a step's time{advice}"
         if step == self.first_step + 1 and self.world_size > 1 and dt > TORCHRUN_GRACE_SECONDS:
             yield (
                 f"a step takes {dt:.0f}s, and torchrun kills its processes {TORCHRUN_GRACE_SECONDS}s after a signal: "
@@ -224,13 +210,13 @@ class RunLogger:
             )
 
 
-def _unchanged_evaluations(options: RunOptions, earlier_flags: Mapping[str, Any]) -> set[str]:
-    """The evaluations whose flags are those of an earlier process of the run."""
-    flags = options.to_dict()
+def _unchanged_evaluations(run: RunInfo) -> set[str]:
+    """The evaluations whose flags are those of the process before this one."""
+    earlier = run.resumed_from.config if run.resumed_from else {}
     return {
         name
         for name, needed in EVALUATION_FLAGS.items()
-        if all(flags[flag] == earlier_flags.get(flag) for flag in needed)
+        if all(getattr(run.config, flag) == earlier.get(flag) for flag in needed)
     }
 
 

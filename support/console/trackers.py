@@ -71,15 +71,15 @@ class Trackers:
                 print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
-def check_installed(options: RunOptions) -> None:
+def check_installed(config: RunOptions) -> None:
     """Checks that the packages of --tensorboard and --wandb are installed, before an earlier run is replaced.
 
     Raises:
         UserError: one is not.
     """
     for requested, name, module in (
-        (options.tensorboard, "tensorboard", "torch.utils.tensorboard"),
-        (options.wandb, "wandb", "wandb"),
+        (config.tensorboard, "tensorboard", "torch.utils.tensorboard"),
+        (config.wandb, "wandb", "wandb"),
     ):
         try:
             _ = requested and importlib.import_module(module)
@@ -87,17 +87,17 @@ def check_installed(options: RunOptions) -> None:
             raise UserError(f"--{name} needs its package. Run pip install {name}.") from error
 
 
-def start_trackers(options: RunOptions, first_step: int) -> list[Tracker]:
+def start_trackers(config: RunOptions, first_step: int) -> list[Tracker]:
     """Starts the trackers that were asked for; a `first_step` above 0 continues their curves at that step.
 
     Raises:
         UserError: Weights & Biases cannot start.
     """
     trackers: list[Tracker] = []
-    if options.tensorboard:
-        trackers.append(TensorBoard(options.out, options.to_dict(), first_step))
-    if options.wandb:
-        trackers.append(WeightsAndBiases(options.out, options.to_dict(), first_step, options.wandb))
+    if config.tensorboard:
+        trackers.append(TensorBoard(config.out, config.to_dict(), first_step))
+    if config.wandb:
+        trackers.append(WeightsAndBiases(config.out, config.to_dict(), first_step, config.wandb))
     return trackers
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from support.cli import UserError, flag_name
 from support.data import shards
@@ -54,7 +54,36 @@ FLAGS_CHOSEN_FOR_TEXT = (
 )  # fmt: skip
 
 
-def preset_flags(given: Mapping[str, Any], tokenizer: str | None = None, n_embd: int = 768) -> dict[str, Any]:
+class PresetConfig(Protocol):
+    """The fields of a run's configuration that are read here, besides the names in FLAGS_CHOSEN_FOR_TEXT."""
+
+    @property
+    def data(self) -> str: ...
+    @property
+    def demo(self) -> bool: ...
+    @property
+    def text(self) -> str | None: ...
+    @property
+    def text_field(self) -> str: ...
+    @property
+    def tokenizer(self) -> str: ...
+    @property
+    def init_from(self) -> str | None: ...
+    @property
+    def minutes(self) -> float | None: ...
+    @property
+    def n_layer(self) -> int: ...
+    @property
+    def n_embd(self) -> int: ...
+    @property
+    def total_batch_size(self) -> int: ...
+    @property
+    def max_steps(self) -> int: ...
+    @property
+    def shuffle(self) -> bool: ...
+
+
+def preset_flags(cli_flags: Mapping[str, Any], tokenizer: str | None = None, n_embd: int = 768) -> dict[str, Any]:
     """Flags that --demo or --text sets unless they are given; none without those two.
 
     Args:
@@ -63,44 +92,44 @@ def preset_flags(given: Mapping[str, Any], tokenizer: str | None = None, n_embd:
     Raises:
         UserError: --text names no text, or does not go together with another flag.
     """
-    if "text" in given:
-        if given.get("demo"):
+    if "text" in cli_flags:
+        if cli_flags.get("demo"):
             raise UserError("--demo brings its own text. Leave out --text, or --demo.")
-        if "data" in given:
+        if "data" in cli_flags:
             raise UserError("--text makes its own shards, in --out. Leave out --data, or --text to train on shards.")
-        return _text_flags(given, tokenizer, n_embd)
-    if for_text := [flag_name(name) for name in ("text_field", "tokenizer") if name in given]:
+        return _text_flags(cli_flags, tokenizer, n_embd)
+    if for_text := [flag_name(name) for name in ("text_field", "tokenizer") if name in cli_flags]:
         raise UserError(*(f"{name} is for --text. Add --text, or leave out {name}." for name in for_text))
-    if not given.get("demo"):
-        if "minutes" in given:
+    if not cli_flags.get("demo"):
+        if "minutes" in cli_flags:
             raise UserError("--minutes is for --text and --demo. Use --max-steps.")
         return {}
-    flags = DEMO | flags_for_steps(given.get("max_steps", DEMO["max_steps"]), demo=True) | _minutes(given, DEMO_MINUTES)
-    other_sizes = given.keys() & {"model", "init_from"}
+    flags = DEMO | flags_for_steps(cli_flags.get("max_steps", DEMO["max_steps"]), demo=True) | _minutes(cli_flags, DEMO_MINUTES)
+    other_sizes = cli_flags.keys() & {"model", "init_from"}
     return {name: value for name, value in flags.items() if not other_sizes or name not in MODEL_FLAGS}
 
 
-def _text_flags(given: Mapping[str, Any], tokenizer: str | None, n_embd: int) -> dict[str, Any]:
-    fine_tuned = "init_from" in given
-    size = text_bytes(given)
-    tokenizer = given.get("tokenizer", tokenizer or ("bpe" if size <= LARGEST_TEXT_FOR_BPE else "gpt2"))
+def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int) -> dict[str, Any]:
+    fine_tuned = "init_from" in cli_flags
+    size = text_bytes(cli_flags["text"], cli_flags.get("text_field", "text"))
+    tokenizer = cli_flags.get("tokenizer", tokenizer or ("bpe" if size <= LARGEST_TEXT_FOR_BPE else "gpt2"))
     tokens = 0.9 * size / BYTES_PER_TOKEN[tokenizer]  # the last tenth is held out
     flags: dict[str, Any]
     if fine_tuned:  # few epochs, at a low learning rate
         total_tokens, steps = tokens * (3 if size < 4e7 else 1), 200
         # These learning rates suit GPT-2; AdamW's best one grows as models get narrower (arXiv:2203.03466).
-        flags = dict(max_lr=(1e-3 if "lora_rank" in given else 1e-4) * max(1.0, 768 / n_embd))
+        flags = dict(max_lr=(1e-3 if "lora_rank" in cli_flags else 1e-4) * max(1.0, 768 / n_embd))
     else:  # several epochs of a small text, but not so many that it is memorized
         total_tokens, steps = max(tokens, min(LEAST_TOKENS[tokenizer], 10 * tokens)), 2000
         flags = dict(recipe="fast")
-        if "model" not in given:
+        if "model" not in cli_flags:
             flags |= models_for_text(size, total_tokens * BYTES_PER_TOKEN[tokenizer])[-1]
-    tokens_per_step = given.get("total_batch_size", step_size(total_tokens, steps))
-    if flags.get("recipe") == "fast" and given.get("recipe", "fast") == "fast":
+    tokens_per_step = cli_flags.get("total_batch_size", step_size(total_tokens, steps))
+    if flags.get("recipe") == "fast" and cli_flags.get("recipe", "fast") == "fast":
         flags |= dict(max_lr=fast_lr(tokens_per_step), cooldown_fraction=0.7)
-    steps = given.get("max_steps", max(1, round(total_tokens / max(1, tokens_per_step))))
-    return flags | flags_for_steps(steps, False, fine_tuned) | _minutes(given, None) | dict(
-        data=str(Path(given.get("out", "log")) / "data"), tokenizer=tokenizer, shuffle=True,
+    steps = cli_flags.get("max_steps", max(1, round(total_tokens / max(1, tokens_per_step))))
+    return flags | flags_for_steps(steps, False, fine_tuned) | _minutes(cli_flags, None) | dict(
+        data=str(Path(cli_flags.get("out", "log")) / "data"), tokenizer=tokenizer, shuffle=True,
         total_batch_size=tokens_per_step, keep=1,
     )  # fmt: skip
 
@@ -121,20 +150,16 @@ def compile_seconds(n_layer: int) -> float:
     return 10.0 + 4.0 * n_layer
 
 
-def is_worth_compiling(flags: Mapping[str, Any]) -> bool:
-    """Whether compiling takes a small part of a run on a GPU: of --text and --demo by arithmetic, of others always.
-
-    Args:
-        flags: those of the run, with n_layer and n_embd.
-    """
-    if not flags.get("demo") and flags.get("text") is None:
+def is_worth_compiling(config: PresetConfig) -> bool:
+    """Whether compiling takes a small part of a run on a GPU: of --text and --demo by arithmetic, of others always."""
+    if not config.demo and config.text is None:
         return True
-    if flags.get("minutes"):
-        seconds = 60 * flags["minutes"]
+    if config.minutes:
+        seconds = 60 * config.minutes
     else:  # launching the kernels of a layer takes about 2 ms; large steps run at about 100 TFLOP/s
-        flops = 6 * block_weights(flags) * flags["total_batch_size"]
-        seconds = flags["max_steps"] * (2e-3 * flags["n_layer"] + flops / 1e14)
-    return compile_seconds(flags["n_layer"]) <= COMPILING_FRACTION * seconds
+        flops = 6 * 12 * config.n_layer * config.n_embd**2 * config.total_batch_size
+        seconds = config.max_steps * (2e-3 * config.n_layer + flops / 1e14)
+    return compile_seconds(config.n_layer) <= COMPILING_FRACTION * seconds
 
 
 def step_size(total_tokens: float, steps: int = 2000) -> int:
@@ -154,22 +179,22 @@ def flags_for_steps(steps: int, demo: bool, fine_tuned: bool = False) -> dict[st
     return dict(max_steps=steps, decay_steps=steps, warmup_steps=warmup_steps, val_every=quarter) | every
 
 
-def _minutes(given: Mapping[str, Any], default: float | None) -> dict[str, Any]:
+def _minutes(cli_flags: Mapping[str, Any], default: float | None) -> dict[str, Any]:
     """The value of --minutes, None if the steps are given instead.
 
     Raises:
         UserError: both are given.
     """
-    if "max_steps" in given and "minutes" in given:
+    if "max_steps" in cli_flags and "minutes" in cli_flags:
         raise UserError("--minutes chooses the number of steps. Leave out --max-steps, or --minutes.")
-    return {} if "max_steps" in given else {"minutes": default}
+    return {} if "max_steps" in cli_flags else {"minutes": default}
 
 
-def describe_text_flags(flags: Mapping[str, Any]) -> str:
-    """The flags that --text chose, apart from the sizes of the model. `flags` are all flags of the run."""
-    words = ["--shuffle"] * flags["shuffle"]
+def describe_text_flags(config: PresetConfig) -> str:
+    """The flags that --text chose, apart from the sizes of the model."""
+    words = ["--shuffle"] * config.shuffle
     for name in FLAGS_CHOSEN_FOR_TEXT:
-        value = flags[name]
+        value = getattr(config, name)
         words.append(f"{flag_name(name)} {value:.3g}" if isinstance(value, float) else f"{flag_name(name)} {value}")
     return " ".join(words)
 
@@ -189,11 +214,11 @@ def find_texts(name: str) -> list[Path]:
     return texts
 
 
-def text_bytes(flags: Mapping[str, Any]) -> float:
-    """Bytes of the text that --text names, or that of --demo, nearly."""
-    if not flags.get("text"):
+def text_bytes(text: str | None, field: str = "text") -> float:
+    """Bytes of the text that --text names, about; None: of the demo's."""
+    if text is None:
         return DEMO_TEXT_BYTES
-    return sum(_bytes_in_file(path, flags.get("text_field", "text")) for path in find_texts(flags["text"]))
+    return sum(_bytes_in_file(path, field) for path in find_texts(text))
 
 
 def _bytes_in_file(path: Path, field: str) -> float:
@@ -206,18 +231,15 @@ def _bytes_in_file(path: Path, field: str) -> float:
 # Shards
 
 
-def make_preset_shards(flags: Mapping[str, Any], rank: int, resumed: bool) -> None:
+def make_preset_shards(config: PresetConfig, rank: int, resumed: bool) -> None:
     """Makes the shards of --text or --demo with fineweb.py on rank 0, unless they exist.
 
     For a new run of --text, fineweb.py also checks that existing shards were made from this text.
 
-    Args:
-        flags: all flags of the run.
-
     Raises:
         UserError: it failed, and has said why.
     """
-    data, text, tokenizer = flags["data"], flags["text"], flags["tokenizer"]
+    data, text, tokenizer = config.data, config.text, config.tokenizer
     while rank > 0 and not shards.is_complete(data):  # all nodes see this folder, as they do that of the run
         time.sleep(1)
     if rank > 0:
@@ -229,10 +251,10 @@ def make_preset_shards(flags: Mapping[str, Any], rank: int, resumed: bool) -> No
         return
     source = ["--demo"]
     if text is not None:  # with "=" and ".", values that begin with "-" do not look like flags
-        source = [f"--tokenizer={tokenizer}", f"--text-field={flags['text_field']}", "--split-documents"]
+        source = [f"--tokenizer={tokenizer}", f"--text-field={config.text_field}", "--split-documents"]
         source += ["--input", os.path.join(".", text)]
-        if flags["init_from"] and tokenizer == "bpe":
-            source.append(f"--tokenizer-from={flags['init_from']}")
+        if config.init_from and tokenizer == "bpe":
+            source.append(f"--tokenizer-from={config.init_from}")
     fineweb = Path(__file__).parents[2] / "fineweb.py"
     if run_child_process([sys.executable, str(fineweb), "--output", data, *source]):
         raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
 import mmap
@@ -87,6 +88,67 @@ def shard_paths(directory: str | os.PathLike[str], split: str) -> list[Path]:
     directory = Path(directory)
     paths = sorted(directory.iterdir()) if directory.is_dir() else []
     return [p for p in paths if (name := parse_shard_name(p.name)) and name.split == split and p.is_file()]
+
+
+class DataIdentity(TypedDict):
+    """Which data a run is trained on: file name, tokens and SHA-256 of each shard, and the frozen weights' SHA-256.
+
+    `adapted` is the SHA-256 of the matrices that LoRA adapts. `source` is the manifest's name of the text, for people.
+    Older checkpoints have neither.
+    """
+
+    train: list[list[str | int | None]]
+    val: list[list[str | int | None]]
+    base: str | None
+    adapted: NotRequired[str | None]
+    source: NotRequired[str | None]
+
+
+@dataclass(frozen=True)
+class TokenData:
+    """The data of a run: the opened shards of a folder, and the tokenizer that they were made with."""
+
+    folder: str
+    train: list[np.memmap]
+    val: list[np.memmap]  # may be empty
+    tokenizer: Tokenizer
+
+    @classmethod
+    def open(cls, folder: str, needs_val: bool = True) -> TokenData:
+        """Opens the shards after a quick check; those of the validation split if there are any, or they are needed.
+
+        Raises:
+            UserError: shards are missing or fail the check, or the tokenizer cannot be read.
+        """
+        train = open_shards(folder, "train")
+        val = open_shards(folder, "val") if needs_val or shard_paths(folder, "val") else []
+        return cls(folder, train, val, read_tokenizer(folder))
+
+    @functools.cached_property
+    def bytes_per_token(self) -> float:
+        """See the function of this name; of the validation split, if there is one."""
+        return bytes_per_token((self.val or self.train)[0], self.tokenizer)
+
+    def check_rows(self, T: int, step_rows: int, val_tokens: int | None) -> None:
+        """Checks that there are the rows of T tokens that a step takes, and one to validate on.
+
+        Args:
+            val_tokens: tokens to validate on at most; None without validation.
+
+        Raises:
+            UserError: there are fewer.
+        """
+        train_rows, val_rows = (sum(rows_in_shard(shard, T) for shard in split) for split in (self.train, self.val))
+        if train_rows < step_rows:
+            raise UserError(
+                f"{self.folder} has {train_rows} train row{'' if train_rows == 1 else 's'} of {T} tokens, and one step "
+                f"takes {step_rows}. Use more text, or lower --total-batch-size or --block-size."
+            )
+        if val_tokens is not None and (val_rows == 0 or val_tokens < T):
+            raise UserError(
+                f"no row of {T} tokens to validate on in {self.folder}. Use more text, a lower --block-size, or "
+                "--val-every 0."
+            )
 
 
 # -----------------------------------------------------------------------------
@@ -267,6 +329,11 @@ def bytes_per_token(tokens: np.memmap, tokenizer: Tokenizer) -> float:
     """Bytes of text in a token, on average over the beginning of a shard: nats per token over this are nats per byte."""
     sample = tokens[: 1 << 20]
     return tokenizer.count_bytes(sample) / len(sample)
+
+
+def rows_in_shard(shard: np.memmap, T: int) -> int:
+    """Number of rows of T+1 tokens. Neighbours share a token: the last target of one is the first input of the next."""
+    return max(0, (len(shard) - 1) // T)
 
 
 def check_ids(tokens: np.memmap, vocab_size: int) -> None:

@@ -146,25 +146,3 @@ def _try_batch_size(
         model(x, y)
     devices.synchronizer(device)()
     del reserved
-
-
-def check_enough_data(
-    data: str, T: int, train_rows: int, step_rows: int, val_rows: int, val_tokens: int | None
-) -> None:  # fmt: skip
-    """Checks that the shards in `data` have the rows of T tokens that a step takes, and one to validate on.
-
-    Args:
-        val_tokens: tokens to validate on at most; None without validation.
-
-    Raises:
-        UserError: they have fewer.
-    """
-    if train_rows < step_rows:
-        raise UserError(
-            f"{data} has {train_rows} train row{'' if train_rows == 1 else 's'} of {T} tokens, and one step takes {step_rows}. "
-            "Use more text, or lower --total-batch-size or --block-size."
-        )
-    if val_tokens is not None and (val_rows == 0 or val_tokens < T):
-        raise UserError(
-            f"no row of {T} tokens to validate on in {data}. Use more text, a lower --block-size, or --val-every 0."
-        )

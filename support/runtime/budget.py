@@ -20,12 +20,13 @@ from support.data.tokenizer import VOCAB_SIZES
 from support.runtime import devices
 from support.runtime.distributed import Distributed
 from support.runtime.options import MAX_STEPS, RunOptions
+from support.runtime.run_info import STARTED
 
 MEASURED_SECONDS = 1.5  # for each of steps and validations
 MEASURED_MICRO_STEPS = 4  # of a step; the rest takes as long
 MAX_CALLS, SLOW = 100, 10
-START_SECONDS = 3.0  # before `started`, and what the first step of a process takes more: PyTorch imports
-END_SECONDS = 5.0  # for the last checkpoint, a sample, curves.png, and the end of the process
+STARTUP_ESTIMATE = 3.0  # before STARTED, and what the first step of a process takes more: PyTorch imports
+SHUTDOWN_ESTIMATE = 5.0  # for the last checkpoint, a sample, curves.png, and the end of the process
 TRAINING_FRACTION = 0.7  # of the time, before it is known better: the rest is for validations, optimizer and imports
 BETWEEN_STEPS = 1.03  # a step with the loader and the log, to one without
 VALIDATIONS = 5  # see presets.flags_for_steps
@@ -43,66 +44,64 @@ class Loader(Protocol):
 
 
 def sizes_for_minutes(
-    options: RunOptions, given: Mapping[str, Any], dist: Distributed, new_model: Callable[..., nn.Module]
+    config: RunOptions, cli_flags: Mapping[str, Any], dist: Distributed, new_model: Callable[..., nn.Module]
 ) -> dict[str, Any]:
-    """The sizes of model and step for --minutes on this machine, the same on all ranks, except those that are given.
+    """The sizes of model and step for --minutes on this machine, the same on all ranks, except those on the command line.
 
     The model is the largest that suits the text and reads enough of it in time, see `presets.models_for_text`.
 
     Args:
-        given: the flags on the command line.
         new_model: makes a model from fields of GPTConfig.
 
     Raises:
         UserError: not even a micro-batch of the smallest model is trained on in time.
     """
-    flags = options.to_dict()
-    if flags["init_from"]:  # which brings its sizes and its rates
+    if config.init_from:  # which brings its sizes and its rates
         return {}
-    tokenizer, text_bytes = "bpe" if options.demo else options.tokenizer, presets.text_bytes(flags)
+    tokenizer, text_bytes = "bpe" if config.demo else config.tokenizer, presets.text_bytes(config.text, config.text_field)
     vocab_size = VOCAB_SIZES.get(tokenizer) or bpe.fitting_vocab_size(text_bytes)
     bytes_per_token = presets.BYTES_PER_TOKEN[tokenizer]
-    sized = given.keys() & {*presets.MODEL_FLAGS, "model"}
-    own_sizes = {name: flags[name] for name in sorted(presets.MODEL_FLAGS)}
+    sized = cli_flags.keys() & {*presets.MODEL_FLAGS, "model"}
+    own_sizes = {name: getattr(config, name) for name in sorted(presets.MODEL_FLAGS)}
     models = [own_sizes] if sized else presets.models_for_text(text_bytes)
 
     def choose() -> str:
         chosen, tokens = models[0], math.inf
         for model in models:
             needed = presets.BYTES_PER_WEIGHT * presets.block_weights(model) / bytes_per_token
-            if tokens < needed:  # so many of the smaller model
+            if tokens < needed:  # of the smaller model, in time
                 break
             sizes = {name: model[name] for name in own_sizes}
-            measured = _tokens_in_time(replace(options, **model), sizes, vocab_size, dist, new_model)
-            micro_batch = options.batch_size * sizes["block_size"] * dist.world_size
+            measured = _tokens_in_time(replace(config, **model), sizes, vocab_size, dist, new_model)
+            micro_batch = config.batch_size * sizes["block_size"] * dist.world_size
             if model is models[0] and 0 < measured < micro_batch:
                 raise UserError(
-                    f"--minutes {options.minutes:g} is too short: on this machine, {micro_batch:,} tokens take this model "
-                    f"{60 * TRAINING_FRACTION * (options.minutes or 0) * micro_batch / measured:.3g} s. Use more minutes or "
+                    f"--minutes {config.minutes:g} is too short: on this machine, {micro_batch:,} tokens take this model "
+                    f"{60 * TRAINING_FRACTION * (config.minutes or 0) * micro_batch / measured:.3g} s. Use more minutes or "
                     "a smaller model."
                 )
             if model is not models[0] and measured < needed:
                 break
             chosen, tokens = model, measured
-        step = given.get("total_batch_size", presets.step_size(tokens))
+        step = cli_flags.get("total_batch_size", presets.step_size(tokens))
         return json.dumps({**chosen, "total_batch_size": step, "max_lr": presets.fast_lr(step)})
 
     chosen = json.loads(dist.once("sizes", choose))
-    return {name: value for name, value in chosen.items() if name not in given}
+    return {name: value for name, value in chosen.items() if name not in cli_flags}
 
 
 def _tokens_in_time(
-    options: RunOptions,
+    config: RunOptions,
     sizes: Mapping[str, int],
     vocab_size: int,
     dist: Distributed,
     new_model: Callable[..., nn.Module],
 ) -> float:
-    """About as many tokens as all ranks can train on in --minutes, from the speed of this one."""
+    """About the tokens that all ranks can train on in --minutes, from the speed of this one."""
     model = new_model(**sizes, vocab_size=vocab_size).to(dist.device)
-    tokens = torch.randint(vocab_size, (options.batch_size, sizes["block_size"] + 1), device=dist.device)
-    dtype = devices.DTYPES[options.dtype]
-    devices.prepare(dist.device, options.tf32, dtype, sizes["block_size"])
+    tokens = torch.randint(vocab_size, (config.batch_size, sizes["block_size"] + 1), device=dist.device)
+    dtype = devices.DTYPES[config.dtype]
+    devices.prepare(dist.device, config.tf32, dtype, sizes["block_size"])
 
     def micro_step() -> None:
         with devices.autocast(dist.device, dtype):
@@ -110,26 +109,20 @@ def _tokens_in_time(
         loss.backward()
         model.zero_grad(set_to_none=True)
 
-    assert options.minutes is not None
+    assert config.minutes is not None
     try:
         seconds = _seconds(micro_step, dist.device, limit=0.5)
     except torch.OutOfMemoryError:  # a smaller model will do
         return 0.0
     return (
-        TRAINING_FRACTION * 60 * options.minutes / seconds * options.batch_size * sizes["block_size"] * dist.world_size
+        TRAINING_FRACTION * 60 * config.minutes / seconds * config.batch_size * sizes["block_size"] * dist.world_size
     )
 
 
 def flags_for_minutes(
-    options: RunOptions,
-    started: float,
-    model: nn.Module,
-    loader: Loader,
-    val_loader: Loader | None,
-    amp: torch.autocast,
-    dist: Distributed,
+    config: RunOptions, model: nn.Module, loader: Loader, val_loader: Loader | None, dist: Distributed,
     optimizer: torch.optim.Optimizer,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """The number of steps that end --minutes after the start, and what follows from it, the same on all ranks.
 
     Validations that would take too much of the time are shortened, unless their length was chosen.
@@ -137,14 +130,14 @@ def flags_for_minutes(
     Steps and validations on random tokens are timed on the model itself, which stays as it is.
 
     Args:
-        started: when the process did, by `time.perf_counter`.
         optimizer: for this only, so that its moments are freed; its learning rates must be 0.
 
     Raises:
         UserError: on all ranks, if there is no time for a single step.
     """
-    flags = options.to_dict()
+    assert config.minutes is not None
     tokens = torch.randint(loader.vocab_size, (loader.B, loader.T + 1), device=dist.device)
+    amp = devices.autocast(dist.device, devices.DTYPES[config.dtype])
 
     def loss() -> torch.Tensor:
         with amp:
@@ -163,29 +156,24 @@ def flags_for_minutes(
     step_seconds = BETWEEN_STEPS * seconds(step) * loader.grad_accum / micro_steps
     with torch.no_grad():
         forward = seconds(loss)
-    val_rows = all_rows = min(flags["val_tokens"] // loader.T, val_loader.rows_per_epoch) if val_loader else 0
+    val_rows = all_rows = min(config.val_tokens // loader.T, val_loader.rows_per_epoch) if val_loader else 0
     row_seconds = forward / (loader.B * dist.world_size)
-    if val_rows and flags["val_tokens"] in (
-        presets.DEMO["val_tokens"],
-        RunOptions.val_tokens,
-    ):  # not chosen by the user
-        val_rows = dist.all_reduce_min(
-            min(val_rows, 1 + int(VALIDATION_FRACTION * 60 * flags["minutes"] / row_seconds))
-        )
+    if val_rows and config.val_tokens in (presets.DEMO["val_tokens"], RunOptions.val_tokens):  # not chosen by the user
+        val_rows = dist.all_reduce_min(min(val_rows, 1 + int(VALIDATION_FRACTION * 60 * config.minutes / row_seconds)))
     validation = row_seconds * val_rows
-    fixed = START_SECONDS + time.perf_counter() - started + END_SECONDS + VALIDATIONS * validation
-    steps = dist.all_reduce_min(min(int((60 * flags["minutes"] - fixed) / step_seconds), MAX_STEPS))
+    fixed = STARTUP_ESTIMATE + time.perf_counter() - STARTED + SHUTDOWN_ESTIMATE + VALIDATIONS * validation
+    steps = dist.all_reduce_min(min(int((60 * config.minutes - fixed) / step_seconds), MAX_STEPS))
     if steps < 1:
         enough = math.ceil((fixed + step_seconds) / 6) / 10
         raise UserError(
-            f"--minutes {flags['minutes']:g} is too short: a step takes {step_seconds:.3g} s here, and everything else "
+            f"--minutes {config.minutes:g} is too short: a step takes {step_seconds:.3g} s here, and everything else "
             f"{fixed:.3g} s. Use --minutes {enough:g} or more, a smaller model, or a machine that is less busy."
         )
     unmeasured, measured = (
-        presets.flags_for_steps(n, flags["demo"], flags["init_from"] is not None) for n in (flags["max_steps"], steps)
+        presets.flags_for_steps(n, config.demo, config.init_from is not None) for n in (config.max_steps, steps)
     )
     shortened = {"val_tokens": val_rows * loader.T} if val_rows < all_rows else {}
-    return shortened | {name: measured[name] for name, value in unmeasured.items() if flags[name] == value}  # not given
+    return shortened | {name: measured[name] for name, n in unmeasured.items() if getattr(config, name) == n}
 
 
 def _seconds(

@@ -145,6 +145,7 @@ class Distributed:
             distributed.init_process_group(
                 self.backend, store=self.store, rank=self.rank, world_size=self.world_size, timeout=COLLECTIVE_TIMEOUT
             )
+            self.all_reduce_min(0)  # NCCL connects in its first collective
 
     def all_reduce_mean(self, tensor: torch.Tensor) -> torch.Tensor:
         """The mean over ranks; in place."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
@@ -105,16 +105,27 @@ def _receive_weights(module: nn.Module, device: torch.device) -> None:
 
 
 def without_weights(model: Model) -> Model:
-    """A copy of the model on the meta device, for `gather_weights`."""
+    """A copy of the model on the meta device, for `full_weights`."""
     on_meta = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, on_meta)
 
 
-@torch.no_grad()
-def gather_weights(full_model: nn.Module, model: nn.Module) -> None:
-    """Gives `full_model` the weights of the sharded `model`, on every rank, until `drop_weights`."""
-    if full_model is model:
+@contextlib.contextmanager
+def full_weights(eval_model: nn.Module, model: nn.Module) -> Iterator[None]:
+    """Gives `eval_model` the weights of the sharded `model`, on every rank, within the block. All ranks must enter it.
+
+    Without FSDP both are the same model, and nothing happens.
+    """
+    if eval_model is model:
+        yield
         return
+    _gather_weights(eval_model, model)
+    yield
+    eval_model.to("meta")  # which frees them
+
+
+@torch.no_grad()
+def _gather_weights(eval_model: nn.Module, model: nn.Module) -> None:
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -122,13 +133,7 @@ def gather_weights(full_model: nn.Module, model: nn.Module) -> None:
             module.reshard()  # after a forward pass without gradients, some are still whole, and not DTensors
     full = {parameter: full_tensor(parameter) for parameter in model.parameters()}  # a tied one once
     weights = {name: full[parameter] for name, parameter in model.state_dict(keep_vars=True).items()}
-    full_model.load_state_dict(weights, assign=True)
-
-
-def drop_weights(full_model: nn.Module, model: nn.Module) -> None:
-    """Frees what `gather_weights` has gathered, if it has."""
-    if full_model is not model and not next(full_model.parameters()).is_meta:
-        full_model.to("meta")
+    eval_model.load_state_dict(weights, assign=True)
 
 
 # -----------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol
 
@@ -16,7 +15,7 @@ from support.runtime import devices
 # What a new run may replace in its folder: nothing, a log without checkpoints, or everything of an earlier run.
 OverwritePolicy = Literal["nothing", "log", "run"]
 MAX_STEPS = 2**31 - 1  # of a run
-# Their defaults depend on the machine, so a resumed run chooses them anew unless they were given.
+# Their defaults depend on the machine, so a resumed run chooses them anew unless they were explicit.
 MACHINE_FLAGS = {"device", "dtype", "compile", "batch_size", "hellaswag_every"}
 # What the shards were made from, and the steps chosen by. A resumed run keeps these, so it must not name anything else.
 SOURCE_FLAGS = {"text", "text_field", "tokenizer", "minutes"}
@@ -227,7 +226,7 @@ class RunOptions(Recipe):
         at_most=1,
     )
 
-    given: frozenset[str] = frozenset()  # names of the flags set by the command line, a preset or the checkpoint
+    explicit: frozenset[str] = frozenset()  # names of the flags set by the command line, a preset or the checkpoint
 
     @property
     def overwrite_policy(self) -> OverwritePolicy:
@@ -236,28 +235,28 @@ class RunOptions(Recipe):
             return "run"
         return "log" if self.resume == "auto" else "nothing"
 
+    def is_due(self, every: int, step: int) -> bool:
+        """Whether what happens every so often (0: never) is due before a step, or after the last one."""
+        return every > 0 and (step % every == 0 or step == self.max_steps)
+
     def to_dict(self) -> dict[str, Any]:
         """The value of each flag."""
         return {field.name: getattr(self, field.name) for field in fields(self) if "group" in field.metadata}
 
     def to_save(self) -> dict[str, Any]:
         """What a checkpoint stores of them."""
-        left_out = PLAN_FLAGS | MACHINE_FLAGS - self.given
+        left_out = PLAN_FLAGS | MACHINE_FLAGS - self.explicit
         return {name: value for name, value in self.to_dict().items() if name not in left_out}
 
 
-def describe_speed(options: RunOptions, device: torch.device, sizes: Mapping[str, int]) -> dict[str, str]:
-    """What decides the speed of a run: whether it is compiled or why not, and which attention it has.
-
-    Args:
-        sizes: of the model, by field of GPTConfig.
-    """
-    if options.compile:
+def describe_speed(config: RunOptions, device: torch.device) -> dict[str, str]:
+    """What decides the speed of a run: whether it is compiled or why not, and which attention it has."""
+    if config.compile:
         reason = devices.why_not_compile(device)
-    elif device.type == "cuda" and not presets.is_worth_compiling(options.to_dict()):
-        reason = f"it would take about {presets.compile_seconds(sizes['n_layer']):.0f} s of a short run"
+    elif device.type == "cuda" and not presets.is_worth_compiling(config):
+        reason = f"it would take about {presets.compile_seconds(config.n_layer):.0f} s of a short run"
     else:
         reason = "the default without CUDA; --compile turns it on"
-    dtype = devices.DTYPES[options.dtype]
-    attention = devices.describe_attention(device, dtype, sizes["n_head"], sizes["n_embd"], sizes["block_size"])
+    dtype = devices.DTYPES[config.dtype]
+    attention = devices.describe_attention(device, dtype, config.n_head, config.n_embd, config.block_size)
     return {"compiled": f"no ({reason})" if reason else "yes", "attention": attention}

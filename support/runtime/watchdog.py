@@ -17,14 +17,16 @@ from types import FrameType, TracebackType
 
 import torch
 
+from support.cli import UserError
 from support.runtime.distributed import Distributed
 
 WAIT_SECONDS = 60.0  # that anything may take before this rank looks for lost ones
 SILENCE_SECONDS = 30.0  # without a sign of life, after that: a rank is lost; in a step, the store, too
 LONG_SILENCE_SECONDS = 300.0  # the store outside a step
-START_SECONDS = 1800.0  # without a first sign of life: a rank that may be downloading a model
+FIRST_SIGN_SECONDS = 1800.0  # without a first sign of life: a rank that may be downloading a model
 # A step is reported if it takes so many seconds, plus so many times the longest step before it.
 STEP_SECONDS, STEP_FACTOR, LONGEST_LIMIT = 60.0, 10.0, 1800.0
+ALIVE_SECONDS, CONNECT_SECONDS = 20, 50  # in which ranks connect: after them, lost ones are looked for, the run ends
 BEAT_SECONDS = 2.0  # between two signs of life
 EXIT_SECONDS = 3.0  # between the error and the end: the end of rank 0 may be that of the store, which others still read
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,15 +59,15 @@ class Watchdog:
             self._store.set(self._key(dist.rank), self._sign_of_life(0))  # before anything can stop this rank
             self._thread.start()
 
-    def start(self, task: str, limit: float | None = None, end_after: float = math.inf) -> None:
+    def start(self, task: str, limit: float | None = None, timeout: float = math.inf) -> None:
         """Says what this rank does from now on.
 
         Args:
             limit: seconds after which it looks for lost ranks.
-            end_after: seconds after which the run ends if some are alive, but at another line than most.
+            timeout: seconds after which the run ends if some are alive, but at another line than most.
         """
         self._task, self._seconds, self._in_step, self._warned = task, 0.0, False, False
-        self._limit, self._end_after = WAIT_SECONDS if limit is None else limit, end_after
+        self._limit, self._timeout = WAIT_SECONDS if limit is None else limit, timeout
         self._warn_after = math.inf
 
     @contextlib.contextmanager
@@ -80,6 +82,17 @@ class Watchdog:
             self._longest_step = max(longest or 0.0, self._seconds)
         self._first_step = False
         self.start(f"what follows step {step}")
+
+    @contextlib.contextmanager
+    def connecting(self) -> Iterator[None]:
+        """The first meeting of all ranks, which takes seconds."""
+        self.start("the connection of all ranks", ALIVE_SECONDS, CONNECT_SECONDS)
+        try:
+            yield
+        except UserError:
+            self.close()
+            raise
+        self.start("preparing the model")
 
     def close(self, left: bool = True) -> None:
         """Stops watching. A rank that has `left` is not missed by the others."""
@@ -153,14 +166,14 @@ class Watchdog:
                 seen[rank] = (value, waited)
         others = {rank: value for rank, (value, _) in seen.items() if value != b"left"}
         silence = {rank: waited - seen[rank][1] for rank in others}
-        lost = [rank for rank in others if silence[rank] >= (SILENCE_SECONDS if others[rank] else START_SECONDS)]
+        lost = [rank for rank in others if silence[rank] >= (SILENCE_SECONDS if others[rank] else FIRST_SIGN_SECONDS)]
         if self._task != task:  # it has ended meanwhile
             return
         if lost:
             self._end(f"{_name(lost, others)} did not arrive in {task} and gives no sign of life. {LOOK}")
-        if waited > min(self._warn_after, self._end_after):
+        if waited > min(self._warn_after, self._timeout):
             late, where = _find_late(others)
-            if late and waited > self._end_after:
+            if late and waited > self._timeout:
                 self._end(f"{_name(late, others)} did not arrive in {task} within {waited:.0f} s. {where}. {LOOK}")
             if waited > self._warn_after and not self._warned:
                 self._warned = True

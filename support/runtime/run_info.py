@@ -1,0 +1,60 @@
+"""What a run is: its configuration, its data and its model, for all that describes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+
+from support.data.shards import DataIdentity, TokenData
+from support.runtime.options import RunOptions
+
+STARTED = time.perf_counter()  # of this process, nearly
+
+
+class Model(Protocol):
+    """What is needed of a GPT."""
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+    def flops_per_token(self) -> int: ...
+
+
+class ResumedCheckpoint(Protocol):
+    """What is needed of the checkpoint that a run resumes from."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def config(self) -> Mapping[str, Any]: ...  # the flags of the process that saved it
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What stays the same during a run: header, record, log, checkpoints and summary take it from here."""
+
+    config: RunOptions
+    data: TokenData
+    identity: DataIdentity
+    model: Model
+    resumed_from: ResumedCheckpoint | None = None
+    hellaswag_items: int = 0  # that this process scores
+
+    @property
+    def first_step(self) -> int:
+        """Of this process; above 0 if it has resumed the run."""
+        return self.resumed_from.step if self.resumed_from else 0
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the model, by field of GPTConfig."""
+        c = self.config
+        return dict(
+            block_size=c.block_size, vocab_size=self.data.tokenizer.vocab_size, n_layer=c.n_layer, n_head=c.n_head,
+            n_embd=c.n_embd, bias=c.bias,
+        )  # fmt: skip
