@@ -371,7 +371,7 @@ def _batch_losses(model: ScoringModel, batch: list[Row]) -> torch.Tensor:
     """Cross-entropy (N,) of all completion tokens of a batch, row by row and completion by completion."""
 
     def send(values: np.ndarray | list[int]) -> torch.Tensor:
-        return devices.send(torch.as_tensor(values), model.device)
+        return devices.to_device(torch.as_tensor(values), model.device)
 
     packed = pack(batch)
     if any(len(row.completions) > 1 for row in batch):

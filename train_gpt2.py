@@ -21,7 +21,6 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -34,16 +33,16 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import hellaswag
-from support.checkpoints import huggingface, lora, run_folder
-from support.checkpoints.manager import CheckpointManager, RunInfo
-from support.checkpoints.resume import check_same_data, data_identity
+from support.checkpoints import huggingface, lora, run_folder, start
+from support.checkpoints.manager import CheckpointManager
+from support.checkpoints.resume import identify_data
 from support.checkpoints.start import check_pretrained, gather_flags
 from support.checkpoints.state import Checkpoint, TrainState
 from support.cli import MAIN_GROUP, UserError, flag, parse_flags, run_cli
-from support.console import record, trackers
-from support.console.progress import describe_recipe, print_header, print_summary, progress_bar
-from support.console.run_logger import STARTED, RunLogger
+from support.console.progress import print_header, print_summary, progress_bar
+from support.console.run_logger import RunLogger
 from support.data import presets, shards
+from support.data.shards import TokenData, rows_in_shard
 from support.data.tokenizer import Tokenizer
 from support.optim.loss import chunked_cross_entropy
 from support.optim.muon import Muon
@@ -51,6 +50,7 @@ from support.runtime import batch_size, budget, devices, fsdp, memory, plan, pre
 from support.runtime.distributed import Distributed, report_lost_processes
 from support.runtime.options import MACHINE_FLAGS, MAX_STEPS, RunOptions
 from support.runtime.profiler import Profiler
+from support.runtime.run_info import RunInfo
 from support.runtime.signals import StopHandler
 from support.runtime.watchdog import Watchdog
 
@@ -332,7 +332,7 @@ class DataLoaderLite:
             UserError: a shard was truncated, or a token id is not in the vocabulary; the message names the shard.
         """
         tokens = torch.from_numpy(np.stack([self._row(n) for n in rows]).astype(np.int64))  # (B, T+1)
-        tokens = devices.send(tokens, self.device)
+        tokens = devices.to_device(tokens, self.device)
         return tokens[:, :-1], tokens[:, 1:]
 
     def _row(self, n: int) -> np.ndarray:
@@ -360,9 +360,16 @@ class DataLoaderLite:
         return self._permuted[1]
 
 
-def rows_in_shard(shard: np.memmap, T: int) -> int:
-    """Number of rows of T+1 tokens. Neighbours share a token: the last target of one is the first input of the next."""
-    return max(0, (len(shard) - 1) // T)
+def new_loader(config: TrainConfig, data: TokenData, split: str, B: int, dist: Distributed) -> DataLoaderLite:
+    """This rank's loader of a split, "train" or "val", for micro-batches of B rows."""
+    options: dict[str, Any] = {}
+    if split == "train":
+        rows_per_step = batch_size.rows_per_rank(config.total_batch_size, config.block_size, dist.world_size)
+        options = dict(grad_accum=rows_per_step // B, shuffle=config.shuffle, seed=config.seed)
+    return DataLoaderLite(
+        data.train if split == "train" else data.val, B, config.block_size, vocab_size=data.tokenizer.vocab_size,
+        rank=dist.rank, world_size=dist.world_size, device=dist.device, **options,
+    )  # fmt: skip
 
 
 # -----------------------------------------------------------------------------
@@ -462,11 +469,11 @@ def resolve(flags: Mapping[str, Any], device: torch.device, world_size: int) -> 
     flags = {name: value for name, value in flags.items() if name not in MACHINE_FLAGS or value != "auto"}
     values = MODELS[flags.get("model", "gpt2")] | RECIPES[flags.get("recipe", "gpt2")]
     values |= {"decay_steps": flags.get("max_steps", TrainConfig.max_steps), **flags}
-    values.setdefault("compile", on_gpu and presets.is_worth_compiling(values))
     values.setdefault("min_lr", values["max_lr"] / (50 if values["schedule"] == "wsd" else 10))
     values.setdefault("hellaswag_every", 250 if on_gpu or flags.keys() & {"hellaswag_data", "hellaswag_limit"} else 0)
     values |= {"device": device.type, "dtype": devices.pick_dtype(flags.get("dtype", "auto"), device)}
-    config = TrainConfig(**values, given=frozenset(flags))
+    config = TrainConfig(**values, explicit=frozenset(flags))
+    config = replace(config, compile=flags.get("compile", on_gpu and presets.is_worth_compiling(config)))
     if config.n_embd % config.n_head:
         raise UserError(f"--n-embd {config.n_embd} is not a multiple of --n-head {config.n_head}. Change one.")
     if config.min_lr > config.max_lr:
@@ -542,7 +549,7 @@ def hellaswag_score(
 
 
 def sample(
-    model: GPT, tokenizer: Tokenizer, prompt: str, n: int, max_new_tokens: int, generator: torch.Generator,
+    model: GPT, tokenizer: Tokenizer, prompt: str, max_new_tokens: int, generator: torch.Generator, n: int = 4,
     temperature: float = 1.0, top_k: int | None = 50,
 ) -> list[str]:  # fmt: skip
     """`n` continuations of `prompt`, the prompt included."""
@@ -556,8 +563,8 @@ def sample(
 
 
 def train_step(
-    model: nn.Module, state: TrainState, loader: DataLoaderLite, lr: float, config: TrainConfig, dist: Distributed,
-    stop: StopHandler, amp: torch.autocast,
+    model: nn.Module, state: TrainState, loader: DataLoaderLite, config: TrainConfig, dist: Distributed,
+    stop: StopHandler,
 ) -> tuple[float, float] | None:  # fmt: skip
     """One optimizer step on `loader.grad_accum` micro-batches of each rank; `model` may be compiled and wrapped by DDP.
 
@@ -568,8 +575,7 @@ def train_step(
         the step, which only happens with one process; then nothing was applied.
     """
     optimizer, scaler = state.optimizer, state.scaler
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    amp = devices.autocast(dist.device, devices.DTYPES[config.dtype])
     optimizer.zero_grad(set_to_none=True)
     loss_sum = torch.zeros((), device=dist.device)
     for micro_step in range(loader.grad_accum):
@@ -618,160 +624,133 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         UserError: data, folder or model are unusable, too many steps in a row were not finite, or saving failed.
         SystemExit: a signal ended the run; its state is saved.
     """
-    device, rank, world_size, print0 = dist.device, dist.rank, dist.world_size, dist.print0
-    dtype, T = devices.DTYPES[config.dtype], config.block_size
-    sharded = config.parallel == "fsdp" and world_size > 1  # each rank keeps a part of every weight
+    device, rank, world_size = dist.device, dist.rank, dist.world_size
+    dtype, sharded = devices.DTYPES[config.dtype], config.parallel == "fsdp" and world_size > 1
     resume_from = checkpoint.path if checkpoint else None
-    rank_rows = batch_size.rows_per_rank(config.total_batch_size, T, world_size)  # in each step
-    watchdog = Watchdog(dist, config.out)
+    watchdog = Watchdog(dist, config.out)  # ends the run if the other ranks wait for one that is lost
 
-    # Everything that can fail or take long comes before the first step. The first rank of each node goes first, and
-    # downloads for the others.
+    # Everything that can fail or take long comes before the first step. The first rank of each node goes first: the
+    # others then find what it has downloaded and compiled.
     with dist.local_rank_zero_first():
-        if rank == 0:
-            run_folder.check_folder(config.out, resume_from, config.overwrite_policy)
-            trackers.check_installed(config)
-        if config.demo or config.text is not None:
-            presets.make_preset_shards(config.to_dict(), rank, resumed=checkpoint is not None)
-        train_shards = shards.open_shards(config.data, "train")
-        has_val = config.val_every or shards.shard_paths(config.data, "val")
-        val_shards = shards.open_shards(config.data, "val") if has_val else []
-        tokenizer = shards.read_tokenizer(config.data)
-        bytes_per_token = shards.bytes_per_token([*val_shards, *train_shards][0], tokenizer)
-        memory.check_training_fits(config.to_dict(), tokenizer.vocab_size, device, world_size if sharded else 1)
-        with fsdp.weights_on_rank_zero(sharded, rank):
-            model = initial_model(config, tokenizer, resume_from)
-        memory.recompute_activations(model.transformer.h if config.recompute else [])
-        full_model = fsdp.without_weights(model) if sharded else model.to(device)  # has all weights: for evaluation
-        identity = data_identity(config.data, train_shards, val_shards, model)
-        if checkpoint:
-            check_same_data(checkpoint, identity, config.data)
-        train_rows, val_rows = (sum(rows_in_shard(shard, T) for shard in split) for split in (train_shards, val_shards))
-        val_tokens = config.val_tokens if config.val_every else None
-        batch_size.check_enough_data(config.data, T, train_rows, rank_rows * world_size, val_rows, val_tokens)
-        examples = hellaswag.load_examples(config, tokenizer, T, print0) if config.hellaswag_every else []
-        devices.prepare(device, config.tf32, dtype, T)
-        amp = devices.autocast(device, dtype)
-        compiled = devices.compile(full_model, device) if config.compile else full_model
-        B = batch_size.largest_batch_size(
-            config.batch_size, rank_rows, T, compiled, dtype, dist, sharded, config.optimizer
-        )
+        start.check_outputs(config, rank, resume_from)
+        data = start.open_data(config, rank, resume_from)  # --text and --demo make their shards first
+        memory.check_training_fits(config, data.tokenizer.vocab_size, dist)
+        with fsdp.weights_on_rank_zero(sharded, rank):  # the other ranks receive their parts later
+            model = initial_model(config, data.tokenizer, resume_from)
+        identity = identify_data(data, model, checkpoint)
+        examples = hellaswag.load_examples(config, data.tokenizer, dist.print0)
+        devices.configure_backends(device, config.tf32, dtype, config.block_size)
+        amp = devices.autocast(device, dtype)  # matrix products in bf16 or fp16; weights, norms and sums in fp32
+        # What evaluates needs all weights: with FSDP it is an empty copy, filled when it is used.
+        eval_model = fsdp.without_weights(model) if sharded else model.to(device)
+        compiled = devices.compile(eval_model, device) if config.compile else eval_model
+        B = batch_size.largest_batch_size(config, compiled, dist)  # --batch-size, or what fits into the GPU
 
-    # Ranks that differ would wait for each other forever. Connected, they exchange tensors: by NCCL on GPUs, else gloo.
-    network_seconds = preflight.connect(dist, watchdog, config, identity, checkpoint.step if checkpoint else 0, model)
-    parallel_model = compiled
-    if sharded:
-        parallel_model = fsdp.ShardedModel(model, model.transformer.h, device, dtype, compiled is not full_model)
+    with watchdog.connecting():
+        # ranks that differ would wait for each other forever
+        preflight.check_ranks_agree(dist, config, identity, checkpoint.step if checkpoint else 0)
+        dist.init_process_group()  # NCCL on GPUs, otherwise gloo
+    B = dist.all_reduce_min(B)  # one GPU may have less free memory than another
+    examples = examples if dist.all_reduce_min(len(examples)) else []  # one node may have failed to download them
+
+    train_model = compiled
+    if sharded:  # each rank keeps a part of every weight; blocks are compiled one by one
+        train_model = fsdp.ShardedModel(model, model.transformer.h, device, dtype, compiled is not eval_model)
     elif world_size > 1:
         # The graph compiled so far is one piece. DDP needs it cut at its buckets, to send gradients during backward.
         torch.compiler.reset()
-        parallel_model = DistributedDataParallel(compiled, gradient_as_bucket_view=True)
-    muon_dtype = None if config.optimizer != "muon" else torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    optimizer = model.configure_optimizers(config.weight_decay, config.max_lr, (config.beta1, config.beta2), muon_dtype)
+        train_model = DistributedDataParallel(compiled, gradient_as_bucket_view=True)
+    muon_dtype, betas = dtype if config.optimizer == "muon" else None, (config.beta1, config.beta2)
+    optimizer = model.configure_optimizers(config.weight_decay, config.max_lr, betas, muon_dtype)
+    # in fp16, small gradients would become zero: the scaler multiplies the loss, and divides the gradients again
     state = TrainState(model, optimizer, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16))
     if checkpoint:
         state.restore(checkpoint)  # the model has its weights already
 
-    examples = examples if dist.all_reduce_min(len(examples)) else []
-    B = dist.all_reduce_min(B)
-    new_loader = partial(
-        DataLoaderLite, B=B, T=T, vocab_size=tokenizer.vocab_size, rank=rank, world_size=world_size, device=device
-    )
-    loader = new_loader(train_shards, grad_accum=rank_rows // B, shuffle=config.shuffle, seed=config.seed)
+    loader = new_loader(config, data, "train", B, dist)
     loader.seek(state.step)
-    val_loader = new_loader(val_shards) if config.val_every else None
-    if config.minutes and not checkpoint:
-        config = replace(config, **budget.flags_for_minutes(
-            config, STARTED, parallel_model, loader, val_loader, amp, dist,
-            model.configure_optimizers(0.0, 0.0, (0.9, 0.95), muon_dtype),  # leaves the weights as they are
-        ))  # fmt: skip
+    val_loader = new_loader(config, data, "val", B, dist) if data.val else None
+    if config.minutes and not checkpoint:  # the number of steps that this machine makes in the time
+        idle_optimizer = model.configure_optimizers(0.0, 0.0, betas, muon_dtype)
+        config = replace(
+            config, **budget.flags_for_minutes(config, train_model, loader, val_loader, dist, idle_optimizer)
+        )
+        del idle_optimizer
 
-    # Locks --out. A new run replaces an earlier one here, if it may.
-    lock = dist.on_rank_zero(lambda: run_folder.claim_folder(config.out, resume_from, config.overwrite_policy))
-    stop = StopHandler(world_size)
-    logger = RunLogger(
-        config, dist, first_step=state.step, max_steps=config.max_steps, tokens_per_step=config.total_batch_size,
-        flops_per_token=model.flops_per_token(), earlier_flags=checkpoint.config if checkpoint else {},
-        network_seconds=network_seconds,
-        record=record.describe_run(config, dist, model, asdict(model.config), identity, tokenizer, bytes_per_token),
-    )  # fmt: skip
-    run_info = RunInfo(config, identity, asdict(model.config), tokenizer, logger.sync, bytes_per_token, len(examples))
-    checkpoints = CheckpointManager(config.out, config.keep, stop, run_info, rank, newest=state.step)
-    profiler = Profiler(config.profile, config.out, device, rank, print0)
+    run = RunInfo(config, data, identity, model, checkpoint, len(examples))
+    folder = run_folder.lock_and_replace_folder(config, resume_from, dist)  # from here on, files are written
+    stop = StopHandler(world_size)  # a signal only sets a flag, which all ranks see at the end of a step
+    logger = RunLogger(run, dist)
+    checkpoints = CheckpointManager(run, stop, logger.sync, rank)
+    profiler = Profiler(config.profile, config.out, device, rank, dist.print0)
     synchronize = devices.synchronizer(device)
-    print_header(
-        config, dist, model, asdict(model.config), describe_recipe(config), B=B, grad_accum=loader.grad_accum,
-        rows_per_epoch=train_rows, bytes_per_token=bytes_per_token, resume_from=resume_from, first_step=state.step,
-    )  # fmt: skip
+    print_header(run, dist, loader)
 
-    def due(*intervals: int) -> bool:
-        """Whether one of several things is due before the next step, or after the last one."""
-        return any(every > 0 and (state.step % every == 0 or state.step == config.max_steps) for every in intervals)
+    def evaluate(step: int) -> bool:
+        """Measures what is due before a step. False if a signal interrupted that, on all ranks."""
+        due = logger.evaluations_due(step)
+        if config.dropout:
+            eval_model.eval()  # otherwise both modes compute the same, and torch.compile would compile each
+        if "val" in due and val_loader:
+            val_loss = validation_loss(compiled, val_loader, config.val_tokens, dist, stop, amp)
+            if val_loss is None:
+                return False
+            logger.validation(step, val_loss)
+        if "hella" in due and examples:
+            started = time.perf_counter()
+            score = hellaswag_score(eval_model, examples, dist, stop, amp)
+            if score is None:
+                return False
+            logger.hellaswag(step, *score, len(examples), time.perf_counter() - started)
+        if "samples" in due and rank == 0:
+            generator = devices.seeded_generator(device, config.seed, step, rank)
+            length = 128 if data.tokenizer.name == "bytes" else 32  # a GPT-2 token is about four bytes
+            with amp:  # uncompiled: every length would be compiled again
+                logger.samples(step, sample(eval_model, data.tokenizer, config.prompt, length, generator))
+        devices.trim_memory(device)  # evaluations fragment the heap of a CPU
+        return True
 
-    with lock or nullcontext(), stop, logger, checkpoints, profiler, watchdog:
-        finished, text = False, ""
+    # Left in reverse order: the log is complete before the folder is unlocked.
+    with folder, stop, logger, checkpoints, profiler, watchdog:
         while not stop.agreed:
-            step, last = state.step, state.step == config.max_steps
-            evaluates = due(config.val_every, config.hellaswag_every, config.sample_every)
-            if evaluates or (last and config.demo):  # which ends with a text
-                fsdp.gather_weights(full_model, model)
-            if config.dropout:
-                full_model.eval()  # otherwise both modes compute the same, and torch.compile would compile each
-            if val_loader and due(config.val_every) and not logger.already_reported(step, "val"):
-                val_loss = validation_loss(compiled, val_loader, config.val_tokens, dist, stop, amp)
-                if val_loss is None:
-                    break
-                logger.validation(step, val_loss)
-            if examples and due(config.hellaswag_every) and not logger.already_reported(step, "hella"):
-                started = time.perf_counter()
-                score = hellaswag_score(full_model, examples, dist, stop, amp)
-                if score is None:
-                    break
-                logger.hellaswag(step, *score, len(examples), time.perf_counter() - started)
-            if rank == 0 and step > 0 and due(config.sample_every) and not logger.already_reported(step, "samples"):
-                generator = devices.seeded_generator(device, config.seed, step, rank)
-                length = 128 if tokenizer.name == "bytes" else 32  # a GPT-2 token is about four bytes
-                with amp:  # uncompiled: every length would be compiled again
-                    logger.samples(step, sample(full_model, tokenizer, config.prompt, 4, length, generator))
-            if due(config.checkpoint_every):
+            last = state.step == config.max_steps
+            if logger.evaluations_due(state.step):
+                with fsdp.full_weights(eval_model, model):
+                    if not evaluate(state.step):
+                        continue
+            if config.is_due(config.checkpoint_every, state.step):
                 checkpoints.save(state, final=last)
-            if evaluates or due(config.checkpoint_every):
-                devices.trim_memory(device)  # evaluations fragment the heap of a CPU
             if last:
-                finished = True
                 break
-            fsdp.drop_weights(full_model, model)
 
-            lr = get_lr(step, config)
+            lr = get_lr(state.step, config)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
             if config.dropout:
                 model.train()
                 # The masks depend on (seed, step, rank) alone, so a resumed run draws the same ones.
-                torch.manual_seed(devices.derive_seed(config.seed, step, rank))
+                torch.manual_seed(devices.derive_seed(config.seed, state.step, rank))
             synchronize()  # the clock must not count what an evaluation left in the GPU's queue
             started = time.perf_counter()
-            with watchdog.step(step):
-                result = train_step(parallel_model, state, loader, lr, config, dist, stop, amp)
+            with watchdog.step(state.step):
+                result = train_step(train_model, state, loader, config, dist, stop)
             if result is None:
-                break
+                continue
             dt = time.perf_counter() - started  # without evaluation, logging and checkpoints
             loss, norm = result
-            skipped = state.finish_step(loss, norm)
-            logger.step(step, loss, lr, norm, dt, skipped)
+            logger.step(state.step, loss, lr, norm, dt, state.record(loss, norm))
+            state.step += 1
             state.check_bad_steps(config.max_bad_steps)
             profiler.step()
+        else:  # no break: a signal or a failure, on any rank
+            checkpoints.save_and_exit(state, dist)
 
-        if not finished:  # a signal or a failure, on any rank: save, then exit on all ranks
-            if config.checkpoint_every:
-                checkpoints.save(state, final=True)
-            checkpoints.finish()
-            if not stop.failure:
-                print0(f"step {state.step:5d} | stopped. {checkpoints.describe_newest()}")
-            stop.exit_all_ranks(dist.all_reduce_min)
-    if config.demo and rank == 0:
-        with amp:
-            generator, length = devices.seeded_generator(device, config.seed), 500 if tokenizer.name == "bytes" else 150
-            [text] = sample(full_model.eval(), tokenizer, "The", 1, length, generator, 0.8)
-    print_summary(config, dist, logger.first_step, bytes_per_token, text)
+    text = ""
+    if config.demo:
+        with fsdp.full_weights(eval_model, model), amp:
+            generator = devices.seeded_generator(device, config.seed)
+            text = sample(eval_model.eval(), data.tokenizer, "The", 150, generator, temperature=0.8)[0]
+    print_summary(run, dist, text)
     return state
 
 
@@ -782,8 +761,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dist = Distributed.from_environment()
     flags, checkpoint = gather_flags(TrainConfig, cli_flags, dist)
     if flags.get("plan"):
-        gpus, dtype = flags.setdefault("gpus", dist.world_size), cli_flags.get("dtype", "auto").replace("auto", "bf16")
-        return plan.print_report(resolve(flags | {"dtype": dtype}, torch.device("cuda"), gpus), dist.rank)
+        return print_plan(flags, cli_flags, dist)
     dist = dist.with_device(flags.get("device", "auto"))
     config = resolve(flags, dist.device, dist.world_size)
     if config.minutes and config.recipe == "fast" and not checkpoint:
@@ -797,6 +775,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         exit_code = stopped.code
     dist.close()  # train has returned, so DDP's model is gone: gloo's threads and ours would deadlock otherwise
     sys.exit(exit_code)
+
+
+def print_plan(flags: dict[str, Any], cli_flags: Mapping[str, Any], dist: Distributed) -> None:
+    """--plan: what the run would take on other GPUs, on which bf16 is the default."""
+    gpus = flags.setdefault("gpus", dist.world_size)
+    flags["dtype"] = cli_flags.get("dtype", "auto").replace("auto", "bf16")
+    config = resolve(flags, torch.device("cuda"), gpus)
+    plan.print_report(config, partial(new_model, config), dist.rank)
 
 
 if __name__ == "__main__":

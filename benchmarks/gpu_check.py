@@ -585,7 +585,7 @@ def scoring(context: Context) -> None:
     model = GPT(GPTConfig(vocab_size=257, **sizes)).to(device)
     examples = [hellaswag.render(item, tokenizer) for item in hellaswag.load(context.folder / "items.jsonl", None)]
     scoring_model = hellaswag.ScoringModel(model.transformer, model.logits, model.config.block_size, device)
-    devices.prepare(device, tf32=False)
+    devices.configure_backends(device, tf32=False)
     for attempt in ("first", "second"):
         with devices.autocast(device, torch.bfloat16):
             _, seconds = bench_hellaswag.timed(lambda: hellaswag.completion_losses(scoring_model, examples))

@@ -63,9 +63,9 @@ def test_prepare_sets_the_precision_of_fp32_products(monkeypatch):
     before = torch.get_float32_matmul_precision()
     try:
         for tf32, precision in ((True, "high"), (False, "highest")):
-            devices.prepare(CUDA, tf32)
+            devices.configure_backends(CUDA, tf32)
             assert torch.get_float32_matmul_precision() == precision
-        devices.prepare(CPU, True)
+        devices.configure_backends(CPU, True)
         assert torch.get_float32_matmul_precision() == "highest"  # as it was
     finally:
         torch.set_float32_matmul_precision(before)
@@ -241,13 +241,13 @@ def test_each_step_and_rank_has_its_own_seed():
 )
 def test_short_rows_in_bf16_on_a_cpu_do_without_fused_attention(dtype, context, fused):
     try:
-        devices.prepare(CPU, True, dtype, context)
+        devices.configure_backends(CPU, True, dtype, context)
         q = torch.randn(2, 2, context, 16, dtype=dtype, requires_grad=True)
         with torch.profiler.profile() as profile:
             torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
         assert any("flash" in event.key for event in profile.key_averages()) == fused
     finally:
-        devices.prepare(CPU, True)
+        devices.configure_backends(CPU, True)
 
 
 @pytest.mark.parametrize(("version", "fast"), [("2.13.0+cu130", False), ("2.14.0", True)])
@@ -258,7 +258,7 @@ def test_the_launcher_with_a_dangling_pointer_is_not_used(monkeypatch, version, 
         pytest.skip("this PyTorch has no such launcher")
     monkeypatch.setattr(config, "use_fast_triton_launcher", True)
     monkeypatch.setattr(torch, "__version__", version)
-    devices.prepare(torch.device("cuda"), tf32=False)
+    devices.configure_backends(torch.device("cuda"), tf32=False)
     assert config.use_fast_triton_launcher == fast
 
 

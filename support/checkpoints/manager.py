@@ -73,7 +73,7 @@ class CheckpointManager:
             return
         weights = state.copy_to_host(train_state.trained_weights(), keep=self.rank == 0)
         trainer_file = train_state.trainer_file(run.config.to_save(), run.identity, keep=self.rank == 0)
-        devices.trim_memory(torch.device("cpu"))
+        devices.trim_memory(next(train_state.model.parameters()).device)
         if self.rank > 0 or self._failures > 1:  # the run ends because saving fails
             return
 

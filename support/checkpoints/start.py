@@ -56,7 +56,9 @@ def gather_flags(
                 _is_constant(cast("Schedule", config), checkpoint.step)
                 for config in (before, replace(before, **schedule_end))
             )
-            return resumed_flags(config_class, stored, cli_flags, checkpoint, schedule_end if movable else ()), checkpoint
+            return resumed_flags(
+                config_class, stored, cli_flags, checkpoint, schedule_end if movable else ()
+            ), checkpoint
         if cli_flags["resume"] == "newest":
             raise UserError(
                 f"no checkpoint in {out} to resume from. Pass its folder with --out, or leave out --resume."

@@ -18,7 +18,7 @@ from support.console.run_logger import clock
 from support.console.terminal import BOLD, YELLOW, StatusLine, count, labelled, on_one_line, styled
 from support.data.presets import describe_text_flags
 from support.files import format_bytes
-from support.runtime import devices
+from support.runtime import devices, memory
 from support.runtime.distributed import Distributed
 from support.runtime.options import Recipe, RunOptions, describe_speed
 from support.runtime.run_info import STARTED, RunInfo
@@ -84,7 +84,9 @@ def print_header(run: RunInfo, dist: Distributed, loader: Loader) -> None:
         dist.print0(labelled(label, text))
     if warning := warmup_warning(config, run.first_step):
         dist.print0(styled(labelled("warning", warning), YELLOW))
-    checkpoint_bytes = 3 * sum(p.nbytes for p in run.model.parameters())  # AdamW has two moments, Muon one
+    checkpoint_bytes = memory.checkpoint_bytes(
+        config, sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+    )
     for note in notes(config, run.first_step, checkpoint_bytes if dist.rank == 0 else 0):
         dist.print0(labelled("note", note))
 

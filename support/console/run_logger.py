@@ -48,20 +48,20 @@ class RunLogger:
 
     def __init__(self, run: RunInfo, dist: Distributed):
         self.config, self.print0, self.world_size = run.config, dist.print0, dist.world_size
-        self.first_step, self.max_steps = first_step, _ = run.first_step, run.config.max_steps
+        self.first_step, self.max_steps = run.first_step, run.config.max_steps
         self.flops_per_token, self.peak_flops = run.model.flops_per_token(), devices.peak_flops(dist.device)
-        self._trackers = Trackers(dist.on_rank_zero(lambda: start_trackers(run.config, first_step)) or [])
-        due = self._due(first_step)
+        self._trackers = Trackers(dist.on_rank_zero(lambda: start_trackers(run.config, self.first_step)) or [])
+        due = self._due(self.first_step)
         unchanged = _unchanged_evaluations(run)
         folder = Path(run.config.out) if dist.rank == 0 else None
-        self._log = RunLog(folder and folder / "log.txt", first_step, due & unchanged)
-        self._metrics = MetricsLog(folder and folder / "metrics.jsonl", first_step)
-        self._record = RunRecord(folder, describe_run(run, dist), first_step) if folder else None
+        self._log = RunLog(folder and folder / "log.txt", self.first_step, due & unchanged)
+        self._metrics = MetricsLog(folder and folder / "metrics.jsonl", self.first_step)
+        self._record = RunRecord(folder, describe_run(run, dist), self.first_step) if folder else None
         if self._record and self._record.written_anew:
             self.print0("note    run.json was missing or damaged: a new one begins with this resume")
         self._curves = CurvesFile(folder)
         for name, value in self._log.kept.items():  # trackers hide what they have of first_step and later
-            self._trackers.log_value(first_step, name, value)
+            self._trackers.log_value(self.first_step, name, value)
         # every rank must know, or the others wait forever in the next evaluation
         values = sorted(due - {"samples"})
         self._reported = {name for name in values if dist.all_reduce_min(dist.rank > 0 or name in self._log.kept)}

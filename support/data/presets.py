@@ -104,7 +104,11 @@ def preset_flags(cli_flags: Mapping[str, Any], tokenizer: str | None = None, n_e
         if "minutes" in cli_flags:
             raise UserError("--minutes is for --text and --demo. Use --max-steps.")
         return {}
-    flags = DEMO | flags_for_steps(cli_flags.get("max_steps", DEMO["max_steps"]), demo=True) | _minutes(cli_flags, DEMO_MINUTES)
+    flags = (
+        DEMO
+        | flags_for_steps(cli_flags.get("max_steps", DEMO["max_steps"]), demo=True)
+        | _minutes(cli_flags, DEMO_MINUTES)
+    )
     other_sizes = cli_flags.keys() & {"model", "init_from"}
     return {name: value for name, value in flags.items() if not other_sizes or name not in MODEL_FLAGS}
 

@@ -47,7 +47,7 @@ class Muon(torch.optim.AdamW):
         W <- W - lr (weight_decay W + SCALE sqrt(max(n, m) / min(n, m)) orthogonalize(mu M + (1 - mu) G))
 
     So what a step changes in the outputs does not depend on the width (as in arXiv:2310.17813, which has n / m under
-    the root). `dtype` is the precision of the matrix products. A true `found_inf` skips the step, as in fused AdamW.
+    the root). `dtype` is the precision of the matrix products, in fp32 instead of fp16. A true `found_inf` skips the step, as in fused AdamW.
 
     Under torch.distributed all ranks must have the same gradients, already unscaled; they end with the same weights.
     Under FSDP each has a part of them.
@@ -57,7 +57,8 @@ class Muon(torch.optim.AdamW):
         self, groups: Iterable[dict[str, Any]], *, dtype: torch.dtype, momentum: float = 0.95, **adamw_options: Any
     ):
         super().__init__(groups, fused=True, **adamw_options)
-        self.dtype, self.momentum = dtype, momentum
+        self.momentum = momentum
+        self.dtype = torch.float32 if dtype == torch.float16 else dtype  # fp16's range is too small for the products
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.optim.Optimizer.__setstate__(self, state)  # AdamW's expects a count of steps in every state

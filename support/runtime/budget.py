@@ -58,7 +58,10 @@ def sizes_for_minutes(
     """
     if config.init_from:  # which brings its sizes and its rates
         return {}
-    tokenizer, text_bytes = "bpe" if config.demo else config.tokenizer, presets.text_bytes(config.text, config.text_field)
+    tokenizer, text_bytes = (
+        "bpe" if config.demo else config.tokenizer,
+        presets.text_bytes(config.text, config.text_field),
+    )
     vocab_size = VOCAB_SIZES.get(tokenizer) or bpe.fitting_vocab_size(text_bytes)
     bytes_per_token = presets.BYTES_PER_TOKEN[tokenizer]
     sized = cli_flags.keys() & {*presets.MODEL_FLAGS, "model"}
@@ -101,7 +104,7 @@ def _tokens_in_time(
     model = new_model(**sizes, vocab_size=vocab_size).to(dist.device)
     tokens = torch.randint(vocab_size, (config.batch_size, sizes["block_size"] + 1), device=dist.device)
     dtype = devices.DTYPES[config.dtype]
-    devices.prepare(dist.device, config.tf32, dtype, sizes["block_size"])
+    devices.configure_backends(dist.device, config.tf32, dtype, sizes["block_size"])
 
     def micro_step() -> None:
         with devices.autocast(dist.device, dtype):
@@ -114,9 +117,7 @@ def _tokens_in_time(
         seconds = _seconds(micro_step, dist.device, limit=0.5)
     except torch.OutOfMemoryError:  # a smaller model will do
         return 0.0
-    return (
-        TRAINING_FRACTION * 60 * config.minutes / seconds * config.batch_size * sizes["block_size"] * dist.world_size
-    )
+    return TRAINING_FRACTION * 60 * config.minutes / seconds * config.batch_size * sizes["block_size"] * dist.world_size
 
 
 def flags_for_minutes(

@@ -160,7 +160,7 @@ def synchronizer(device: torch.device) -> Callable[[], None]:
     return lambda: None
 
 
-def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copies a host tensor to the device. With CUDA, without waiting for the copy."""
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -244,7 +244,9 @@ def _uses_glibc(device: torch.device) -> bool:
 # Settings of the process
 
 
-def prepare(device: torch.device, tf32: bool, dtype: torch.dtype = torch.float32, context: int = 1024) -> None:
+def configure_backends(
+    device: torch.device, tf32: bool, dtype: torch.dtype = torch.float32, context: int = 1024
+) -> None:
     """Sets what must be set before the first matrix product.
 
     Args:

@@ -27,6 +27,7 @@ HINTS = {
 }  # the others are flags
 PATHS = {"data", "text", "out", "resume", "init_from", "hellaswag_data"}  # flags that may differ between nodes
 
+
 def check_ranks_agree(dist: Distributed, config: RunOptions, identity: DataIdentity, resumed_step: int) -> None:
     """Checks before the ranks are connected that they have the same versions, GPUs, flags, shards and checkpoint.
 
