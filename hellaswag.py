@@ -31,7 +31,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -49,7 +49,9 @@ from support.console.terminal import labelled
 from support.data.download import download as download_file
 from support.data.tokenizer import Tokenizer, tokenizer_of_model
 from support.runtime import devices
+from support.runtime.distributed import Distributed
 from support.runtime.options import RunOptions
+from support.runtime.signals import StopHandler
 
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel
@@ -237,6 +239,21 @@ def load_examples(config: RunOptions, tokenizer: Tokenizer, notice: Callable[[st
 def count_truncated(examples: Sequence[Example], block_size: int) -> int:
     """How many endings are, with their contexts, longer than a model's context."""
     return sum(length > block_size for example in examples for length in example.row_lengths())
+
+
+def score_with_ranks(
+    model: ScoringModel, examples: Sequence[Example], dist: Distributed, stop: StopHandler
+) -> tuple[float, float] | None:
+    """acc_norm over all examples, divided among the ranks, and its standard error; None if the run should stop."""
+    rank_examples = examples_for_rank(examples, dist.rank, dist.world_size, model.block_size)
+
+    def interruptible(rows: Iterable[list[Row]]) -> Iterator[list[Row]]:
+        return stop.interruptible(progress_bar(rows, "HellaSwag, texts", dist.rank))
+
+    _, losses = completion_losses(model, rank_examples, progress=interruptible)
+    correct = count_correct(losses, rank_examples)
+    correct, total, stop_requests = dist.all_reduce_sum(correct, len(rank_examples), stop.requested)
+    return None if stop.agree(stop_requests) else accuracy(correct, total)
 
 
 def examples_for_rank(examples: Sequence[Example], rank: int, world_size: int, block_size: int) -> list[Example]:

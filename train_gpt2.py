@@ -36,7 +36,6 @@ import hellaswag
 from support.checkpoints import huggingface, lora, run_folder, start
 from support.checkpoints.manager import CheckpointManager
 from support.checkpoints.resume import identify_data
-from support.checkpoints.start import check_pretrained, gather_flags
 from support.checkpoints.state import Checkpoint, TrainState
 from support.cli import MAIN_GROUP, UserError, flag, parse_flags, run_cli
 from support.console.progress import print_header, print_summary, progress_bar
@@ -49,7 +48,6 @@ from support.optim.muon import Muon
 from support.runtime import batch_size, budget, devices, fsdp, memory, plan, preflight
 from support.runtime.distributed import Distributed, report_lost_processes
 from support.runtime.options import MACHINE_FLAGS, MAX_STEPS, RunOptions
-from support.runtime.profiler import Profiler
 from support.runtime.run_info import RunInfo
 from support.runtime.signals import StopHandler
 from support.runtime.watchdog import Watchdog
@@ -362,13 +360,13 @@ class DataLoaderLite:
 
 def new_loader(config: TrainConfig, data: TokenData, split: str, B: int, dist: Distributed) -> DataLoaderLite:
     """This rank's loader of a split, "train" or "val", for micro-batches of B rows."""
-    options: dict[str, Any] = {}
-    if split == "train":
-        rows_per_step = batch_size.rows_per_rank(config.total_batch_size, config.block_size, dist.world_size)
-        options = dict(grad_accum=rows_per_step // B, shuffle=config.shuffle, seed=config.seed)
+    T, train = config.block_size, split == "train"
+    # A step has the same number of tokens on any hardware: what the ranks cannot hold at once, they do in turns.
+    grad_accum = config.total_batch_size // (B * T * dist.world_size)
     return DataLoaderLite(
-        data.train if split == "train" else data.val, B, config.block_size, vocab_size=data.tokenizer.vocab_size,
-        rank=dist.rank, world_size=dist.world_size, device=dist.device, **options,
+        data.train if train else data.val, B, T, vocab_size=data.tokenizer.vocab_size, rank=dist.rank,
+        world_size=dist.world_size, grad_accum=grad_accum, shuffle=config.shuffle and train, seed=config.seed,
+        device=dist.device,
     )  # fmt: skip
 
 
@@ -493,13 +491,16 @@ def initial_model(config: TrainConfig, tokenizer: Tokenizer, resume_from: Path |
     source = resume_from if resume_from and not config.lora_rank else config.init_from
     if source is None:
         torch.manual_seed(config.seed)  # on the CPU, so that every device starts from the same weights
-        return new_model(config, tokenizer.vocab_size)
-    model = GPT.from_pretrained(source, config.dropout, verify=False)  # gather_flags has verified the checksums
-    context = model.config.block_size
-    check_pretrained(source, model.config.vocab_size, tokenizer, context, config.block_size, config.data)
-    model.crop(config.block_size)
+        model = new_model(config, tokenizer.vocab_size)
+    else:
+        model = GPT.from_pretrained(source, config.dropout, verify=False)  # its checksums were compared already
+        c = model.config
+        start.check_pretrained(source, c.vocab_size, tokenizer, c.block_size, config.block_size, config.data)
+        model.crop(config.block_size)
     if config.lora_rank:
         lora.add_adapter(model, config.n_embd, config.lora_rank, config.lora_alpha, config.seed, resume_from)
+    if config.recompute:
+        memory.recompute_activations(model.transformer.h)
     return model
 
 
@@ -529,30 +530,22 @@ def validation_loss(
     return None if stop.agree(stop_requests) else total / n
 
 
-@torch.no_grad()
 def hellaswag_score(
     model: GPT, examples: Sequence[hellaswag.Example], dist: Distributed, stop: StopHandler, amp: torch.autocast
 ) -> tuple[float, float] | None:
-    """acc_norm over all examples, divided among the ranks, and its standard error."""
+    """acc_norm over all examples, which the ranks share, and its standard error."""
     scoring_model = hellaswag.ScoringModel(model.transformer, model.logits, model.config.block_size, dist.device)
-    rank_examples = hellaswag.examples_for_rank(examples, dist.rank, dist.world_size, model.config.block_size)
     with amp:
-        _, losses = hellaswag.completion_losses(
-            scoring_model,
-            rank_examples,
-            progress=lambda rows: stop.interruptible(progress_bar(rows, "HellaSwag, texts", dist.rank)),
-        )
-    correct, total, stop_requests = dist.all_reduce_sum(
-        hellaswag.count_correct(losses, rank_examples), len(rank_examples), stop.requested
-    )
-    return None if stop.agree(stop_requests) else hellaswag.accuracy(correct, total)
+        return hellaswag.score_with_ranks(scoring_model, examples, dist, stop)
 
 
 def sample(
-    model: GPT, tokenizer: Tokenizer, prompt: str, max_new_tokens: int, generator: torch.Generator, n: int = 4,
-    temperature: float = 1.0, top_k: int | None = 50,
+    model: GPT, tokenizer: Tokenizer, prompt: str, max_new_tokens: int, generator: torch.Generator,
+    temperature: float = 1.0, top_k: int | None = 50, n: int = 4,
 ) -> list[str]:  # fmt: skip
-    """`n` continuations of `prompt`, the prompt included."""
+    """`n` continuations of `prompt`, the prompt included; of bytes, four for each token of `max_new_tokens`."""
+    if tokenizer.name == "bytes":
+        max_new_tokens *= 4  # about the length of a GPT-2 token
     idx = torch.tensor([tokenizer.encode(prompt) or [tokenizer.eot]], device=generator.device).repeat(n, 1)  # (n, T)
     texts = model.generate(idx, max_new_tokens, temperature, top_k, generator)
     return [tokenizer.decode(text) for text in texts.tolist()]
@@ -576,6 +569,10 @@ def train_step(
     """
     optimizer, scaler = state.optimizer, state.scaler
     amp = devices.autocast(dist.device, devices.DTYPES[config.dtype])
+    if config.dropout:
+        state.model.train()  # after an evaluation
+        # The masks depend on (seed, step, rank) alone, so a resumed run draws the same ones.
+        torch.manual_seed(devices.derive_seed(config.seed, state.step, dist.rank))
     optimizer.zero_grad(set_to_none=True)
     loss_sum = torch.zeros((), device=dist.device)
     for micro_step in range(loader.grad_accum):
@@ -627,42 +624,39 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     device, rank, world_size = dist.device, dist.rank, dist.world_size
     dtype, sharded = devices.DTYPES[config.dtype], config.parallel == "fsdp" and world_size > 1
     resume_from = checkpoint.path if checkpoint else None
-    watchdog = Watchdog(dist, config.out)  # ends the run if the other ranks wait for one that is lost
+    watchdog = Watchdog(dist, config.out)  # ends the run if ranks wait for one that is lost
 
     # Everything that can fail or take long comes before the first step. The first rank of each node goes first: the
     # others then find what it has downloaded and compiled.
     with dist.local_rank_zero_first():
-        start.check_outputs(config, rank, resume_from)
-        data = start.open_data(config, rank, resume_from)  # --text and --demo make their shards first
-        memory.check_training_fits(config, data.tokenizer.vocab_size, dist)
-        with fsdp.weights_on_rank_zero(sharded, rank):  # the other ranks receive their parts later
+        data = start.check_and_open_data(config, dist, resume_from)  # --text and --demo make their shards first
+        with fsdp.weights_on_rank_zero(sharded, rank):
             model = initial_model(config, data.tokenizer, resume_from)
         identity = identify_data(data, model, checkpoint)
         examples = hellaswag.load_examples(config, data.tokenizer, dist.print0)
         devices.configure_backends(device, config.tf32, dtype, config.block_size)
         amp = devices.autocast(device, dtype)  # matrix products in bf16 or fp16; weights, norms and sums in fp32
-        # What evaluates needs all weights: with FSDP it is an empty copy, filled when it is used.
+        # HellaSwag and samples need all weights on each rank: with FSDP, in a copy that is filled when it is used.
         eval_model = fsdp.without_weights(model) if sharded else model.to(device)
         compiled = devices.compile(eval_model, device) if config.compile else eval_model
         B = batch_size.largest_batch_size(config, compiled, dist)  # --batch-size, or what fits into the GPU
 
-    with watchdog.connecting():
-        # ranks that differ would wait for each other forever
+    with watchdog.connecting():  # ranks that differ would wait for each other forever
         preflight.check_ranks_agree(dist, config, identity, checkpoint.step if checkpoint else 0)
         dist.init_process_group()  # NCCL on GPUs, otherwise gloo
     B = dist.all_reduce_min(B)  # one GPU may have less free memory than another
     examples = examples if dist.all_reduce_min(len(examples)) else []  # one node may have failed to download them
 
     train_model = compiled
-    if sharded:  # each rank keeps a part of every weight; blocks are compiled one by one
+    if sharded:  # each rank keeps a part of every weight
         train_model = fsdp.ShardedModel(model, model.transformer.h, device, dtype, compiled is not eval_model)
     elif world_size > 1:
         # The graph compiled so far is one piece. DDP needs it cut at its buckets, to send gradients during backward.
         torch.compiler.reset()
         train_model = DistributedDataParallel(compiled, gradient_as_bucket_view=True)
-    muon_dtype, betas = dtype if config.optimizer == "muon" else None, (config.beta1, config.beta2)
+    betas, muon_dtype = (config.beta1, config.beta2), dtype if config.optimizer == "muon" else None
     optimizer = model.configure_optimizers(config.weight_decay, config.max_lr, betas, muon_dtype)
-    # in fp16, small gradients would become zero: the scaler multiplies the loss, and divides the gradients again
+    # fp16 has no small gradients: they would be zero, so the scaler multiplies the loss, and divides them afterwards
     state = TrainState(model, optimizer, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16))
     if checkpoint:
         state.restore(checkpoint)  # the model has its weights already
@@ -670,19 +664,14 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     loader = new_loader(config, data, "train", B, dist)
     loader.seek(state.step)
     val_loader = new_loader(config, data, "val", B, dist) if data.val else None
-    if config.minutes and not checkpoint:  # the number of steps that this machine makes in the time
-        idle_optimizer = model.configure_optimizers(0.0, 0.0, betas, muon_dtype)
-        config = replace(
-            config, **budget.flags_for_minutes(config, train_model, loader, val_loader, dist, idle_optimizer)
-        )
-        del idle_optimizer
+    if config.minutes and not checkpoint:
+        config = budget.set_steps_for_minutes(config, train_model, optimizer, loader, val_loader, dist)
 
     run = RunInfo(config, data, identity, model, checkpoint, len(examples))
     folder = run_folder.lock_and_replace_folder(config, resume_from, dist)  # from here on, files are written
-    stop = StopHandler(world_size)  # a signal only sets a flag, which all ranks see at the end of a step
+    stop = StopHandler(world_size)  # a signal sets a flag, which all ranks read at the end of a step
     logger = RunLogger(run, dist)
     checkpoints = CheckpointManager(run, stop, logger.sync, rank)
-    profiler = Profiler(config.profile, config.out, device, rank, dist.print0)
     synchronize = devices.synchronizer(device)
     print_header(run, dist, loader)
 
@@ -690,28 +679,25 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         """Measures what is due before a step. False if a signal interrupted that, on all ranks."""
         due = logger.evaluations_due(step)
         if config.dropout:
-            eval_model.eval()  # otherwise both modes compute the same, and torch.compile would compile each
+            eval_model.eval()  # without dropout both modes compute the same, and torch.compile would compile each
         if "val" in due and val_loader:
             val_loss = validation_loss(compiled, val_loader, config.val_tokens, dist, stop, amp)
             if val_loss is None:
                 return False
             logger.validation(step, val_loss)
         if "hella" in due and examples:
-            started = time.perf_counter()
             score = hellaswag_score(eval_model, examples, dist, stop, amp)
             if score is None:
                 return False
-            logger.hellaswag(step, *score, len(examples), time.perf_counter() - started)
+            logger.hellaswag(step, *score)
         if "samples" in due and rank == 0:
             generator = devices.seeded_generator(device, config.seed, step, rank)
-            length = 128 if data.tokenizer.name == "bytes" else 32  # a GPT-2 token is about four bytes
             with amp:  # uncompiled: every length would be compiled again
-                logger.samples(step, sample(eval_model, data.tokenizer, config.prompt, length, generator))
+                logger.samples(step, sample(eval_model, data.tokenizer, config.prompt, 32, generator))
         devices.trim_memory(device)  # evaluations fragment the heap of a CPU
         return True
 
-    # Left in reverse order: the log is complete before the folder is unlocked.
-    with folder, stop, logger, checkpoints, profiler, watchdog:
+    with folder, stop, logger, checkpoints, watchdog:  # left in reverse: the log is complete before the folder is free
         while not stop.agreed:
             last = state.step == config.max_steps
             if logger.evaluations_due(state.step):
@@ -726,10 +712,6 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
             lr = get_lr(state.step, config)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            if config.dropout:
-                model.train()
-                # The masks depend on (seed, step, rank) alone, so a resumed run draws the same ones.
-                torch.manual_seed(devices.derive_seed(config.seed, state.step, rank))
             synchronize()  # the clock must not count what an evaluation left in the GPU's queue
             started = time.perf_counter()
             with watchdog.step(state.step):
@@ -741,16 +723,13 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
             logger.step(state.step, loss, lr, norm, dt, state.record(loss, norm))
             state.step += 1
             state.check_bad_steps(config.max_bad_steps)
-            profiler.step()
-        else:  # no break: a signal or a failure, on any rank
+        else:  # no break, but a signal, or a failure on any rank
             checkpoints.save_and_exit(state, dist)
 
-    text = ""
-    if config.demo:
-        with fsdp.full_weights(eval_model, model), amp:
-            generator = devices.seeded_generator(device, config.seed)
-            text = sample(eval_model.eval(), data.tokenizer, "The", 150, generator, temperature=0.8)[0]
-    print_summary(run, dist, text)
+    with fsdp.full_weights(eval_model, model), amp:
+        generator = devices.seeded_generator(device, config.seed)
+        texts = sample(eval_model.eval(), data.tokenizer, "The", 150, generator, 0.8) if config.demo else []
+    print_summary(run, dist, texts)
     return state
 
 
@@ -759,7 +738,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # command line -> all flags, with those of a preset or of the checkpoint to resume -> configuration -> run
     cli_flags = parse_flags(TrainConfig, argv, __doc__, ("text", "model", "schedule", "optimizer", "randomness"))
     dist = Distributed.from_environment()
-    flags, checkpoint = gather_flags(TrainConfig, cli_flags, dist)
+    flags, checkpoint = start.gather_flags(TrainConfig, cli_flags, dist)
     if flags.get("plan"):
         return print_plan(flags, cli_flags, dist)
     dist = dist.with_device(flags.get("device", "auto"))

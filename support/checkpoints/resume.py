@@ -101,30 +101,19 @@ def identify_data(data: shards.TokenData, model: torch.nn.Module, checkpoint: Ch
     Raises:
         UserError: a run that resumes from `checkpoint` was trained on others.
     """
-    identity: DataIdentity = {
-        "train": shards.shard_identities(data.folder, data.train),
-        "val": shards.shard_identities(data.folder, data.val),
-        "base": lora.frozen_sha256(model),
-        "adapted": lora.adapted_sha256(model),
-        "source": shards.read_manifest(data.folder)["source"],
-    }
-    if checkpoint:
-        _check_same_data(checkpoint, identity, data.folder)
-    return identity
-
-
-def _check_same_data(checkpoint: Checkpoint, identity: DataIdentity, folder: str) -> None:
-    saved = checkpoint.data
-    if identity["base"] is not None and saved.get("base") != identity["base"]:
+    base, adapted = lora.frozen_sha256(model), lora.adapted_sha256(model)
+    if checkpoint and base is not None and checkpoint.data.get("base") != base:
         raise UserError(
             f"the weights of --init-from are not those that {checkpoint.path} was trained with. "
             "Pass the folder of the original ones with --init-from."
         )
-    for split, before, now in (("train", saved["train"], identity["train"]), ("val", saved["val"], identity["val"])):
-        differ = [b[0] for a, b in zip(before, now, strict=False) if not shards.is_same_shard(a, b, folder)]
-        if before and now and (len(before) != len(now) or differ):
-            reason = f"{differ[0]} differs" if differ else f"{len(now)} instead of {len(before)}"
-            raise UserError(
-                f"the {split} shards are not those that {checkpoint.path} was trained on ({reason}). "
-                "Pass the folder of the original ones with --data."
-            )
+    train, val, source = shards.identify(data)
+    if checkpoint:
+        saved = checkpoint.data
+        for split, before, now in (("train", saved["train"], train), ("val", saved["val"], val)):
+            if difference := shards.find_difference(before, now, data.folder):
+                raise UserError(
+                    f"the {split} shards are not those that {checkpoint.path} was trained on ({difference}). "
+                    "Pass the folder of the original ones with --data."
+                )
+    return {"train": train, "val": val, "base": base, "adapted": adapted, "source": source}

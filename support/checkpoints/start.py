@@ -19,6 +19,7 @@ from support.data.presets import DEMO, make_preset_shards, preset_flags
 from support.data.shards import TokenData
 from support.data.tokenizer import VOCAB_SIZES, Tokenizer, get_tokenizer, tokenizer_name
 from support.runtime.distributed import Distributed
+from support.runtime.memory import check_training_fits
 from support.runtime.options import PLAN_FLAGS, RunOptions
 
 if TYPE_CHECKING:
@@ -81,28 +82,24 @@ def gather_flags(
     return flags | preset_flags(cli_flags, flags.get("tokenizer"), sizes["n_embd"]) | dict(cli_flags), None
 
 
-def check_outputs(config: RunOptions, rank: int, resume_from: Path | None) -> None:
-    """Checks on rank 0 that a run may write into its folder and that its trackers are installed. Writes nothing.
+def check_and_open_data(config: RunOptions, dist: Distributed, resume_from: Path | None) -> TokenData:
+    """Checks what a run needs before anything is written or allocated, and opens its shards.
+
+    On rank 0: that it may write into its folder, and that its trackers are installed. Then the shards, of which those of
+    --text and --demo are made first unless they exist, and that the model fits into memory.
 
     Raises:
-        UserError: it may not, or they are not.
+        UserError: a check failed, or the shards could not be made.
     """
-    if rank == 0:
+    if dist.rank == 0:
         check_folder(config, resume_from)
         check_installed(config)
-
-
-def open_data(config: RunOptions, rank: int, resume_from: Path | None) -> TokenData:
-    """Opens the shards of a run; those of --text and --demo are made first, on rank 0, unless they exist.
-
-    Raises:
-        UserError: they could not be made, are missing or invalid, or have fewer tokens than a step takes.
-    """
     if config.demo or config.text is not None:
-        make_preset_shards(config, rank, resumed=resume_from is not None)
+        make_preset_shards(config, dist.rank, resumed=resume_from is not None)
     data = TokenData.open(config.data, needs_val=config.val_every > 0)
     T = config.block_size
     data.check_rows(T, config.total_batch_size // T, config.val_tokens if config.val_every else None)
+    check_training_fits(config, data.tokenizer.vocab_size, dist)
     return data
 
 

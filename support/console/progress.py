@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -159,11 +159,11 @@ def notes(config: RunOptions, first_step: int, checkpoint_bytes: int) -> Iterato
         yield f"this run has finished its {count(max_steps, 'step')}; raise --max-steps for more"
 
 
-def print_summary(run: RunInfo, dist: Distributed, text: str) -> None:
+def print_summary(run: RunInfo, dist: Distributed, texts: Sequence[str]) -> None:
     """Prints the end of a finished run: losses, time, tokens, the checkpoint, and the command to run next.
 
     Args:
-        text: a sample, or "".
+        texts: samples, of which the first is shown.
     """
     if dist.rank > 0:
         return
@@ -178,8 +178,7 @@ def print_summary(run: RunInfo, dist: Distributed, text: str) -> None:
             per_byte = val[step] / run.data.bytes_per_token
             loss = f"{val[step]:.4f} nats per token, {per_byte:.4f} per byte, at step {step:,}"
             lines.append(styled(labelled(name, f"validation loss {loss}"), BOLD))
-    if text:
-        lines.append(labelled("sample", on_one_line(text)))
+    lines += [labelled("sample", on_one_line(text)) for text in texts[:1]]
     checkpoint = out / f"model_{max_steps:05d}"
     if checkpoint.is_dir():
         prompt = ' --prompt "The"' if config.demo else ""

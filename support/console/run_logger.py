@@ -18,6 +18,7 @@ from support.console.record import RunRecord, describe_run
 from support.console.trackers import Trackers, start_trackers
 from support.runtime import devices
 from support.runtime.distributed import Distributed
+from support.runtime.profiler import Profiler
 from support.runtime.run_info import STARTED, RunInfo
 from support.runtime.signals import TORCHRUN_GRACE_SECONDS
 
@@ -49,6 +50,7 @@ class RunLogger:
     def __init__(self, run: RunInfo, dist: Distributed):
         self.config, self.print0, self.world_size = run.config, dist.print0, dist.world_size
         self.first_step, self.max_steps = run.first_step, run.config.max_steps
+        self._hellaswag_items = run.hellaswag_items
         self.flops_per_token, self.peak_flops = run.model.flops_per_token(), devices.peak_flops(dist.device)
         self._trackers = Trackers(dist.on_rank_zero(lambda: start_trackers(run.config, self.first_step)) or [])
         due = self._due(self.first_step)
@@ -60,6 +62,7 @@ class RunLogger:
         if self._record and self._record.written_anew:
             self.print0("note    run.json was missing or damaged: a new one begins with this resume")
         self._curves = CurvesFile(folder)
+        self._profiler = Profiler(run.config.profile, run.config.out, dist.device, dist.rank, dist.print0)
         for name, value in self._log.kept.items():  # trackers hide what they have of first_step and later
             self._trackers.log_value(self.first_step, name, value)
         # every rank must know, or the others wait forever in the next evaluation
@@ -87,10 +90,10 @@ class RunLogger:
         self._value(step, "val", loss)
         self.print0(terminal.styled(f"step {step:5d} | val loss: {loss:.4f}", terminal.BOLD))
 
-    def hellaswag(self, step: int, acc_norm: float, stderr: float, n: int, seconds: float) -> None:
+    def hellaswag(self, step: int, acc_norm: float, stderr: float) -> None:
         self._value(step, "hella", acc_norm)
         score = f"{acc_norm:.4f} ± {stderr:.4f}"
-        line = f"step {step:5d} | HellaSwag acc_norm: {score} of {n:,} items | {seconds:.1f}s"
+        line = f"step {step:5d} | HellaSwag acc_norm: {score} of {self._hellaswag_items:,} items"
         self.print0(terminal.styled(line, terminal.BOLD))
 
     def samples(self, step: int, texts: Sequence[str]) -> None:
@@ -129,6 +132,7 @@ class RunLogger:
         # these names stay, so that a resumed run continues its curves
         values = {"update/lr": lr, "update/norm": norm, "speed/tokens_per_second": speed}
         self._trackers.log(step, values | ({"speed/mfu": mfu} if mfu is not None else {}))
+        self._profiler.step()
 
     def sync(self) -> None:
         """Waits until everything reported is on the disk: a checkpoint must never be ahead of its log.
@@ -143,11 +147,13 @@ class RunLogger:
         self._trackers.flush()
 
     def __enter__(self) -> RunLogger:
+        self._profiler.start()
         self._status.open()
         self._status.show(f"step {self.first_step}/{self.max_steps}")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self._profiler.stop()
         self._status.close()
         self._trackers.close(succeeded=kind is None)
         if kind is None:

@@ -30,6 +30,7 @@ from support.data.tokenizer import (
 
 MANIFEST = "manifest.json"
 Setting: TypeAlias = str | int | float | bool | None
+ShardIdentity: TypeAlias = list[str | int | None]  # file name, tokens, SHA-256; without a manifest, that of both ends
 
 TOKENS_OF_AN_END, ENDS_PREFIX = 2**15, "ends "  # of a shard without a manifest, which is known by its ends
 OTHER_OPEN_FILES = 256  # that a process opens besides shards
@@ -97,8 +98,8 @@ class DataIdentity(TypedDict):
     Older checkpoints have neither.
     """
 
-    train: list[list[str | int | None]]
-    val: list[list[str | int | None]]
+    train: list[ShardIdentity]
+    val: list[ShardIdentity]
     base: str | None
     adapted: NotRequired[str | None]
     source: NotRequired[str | None]
@@ -345,14 +346,26 @@ def check_ids(tokens: np.memmap, vocab_size: int) -> None:
         )
 
 
-def shard_identities(directory: str | os.PathLike[str], shards: list[np.memmap]) -> list[list[str | int | None]]:
-    """[file name, tokens, SHA-256] of each shard, to recognise the data. Without a manifest, the SHA-256 of both ends."""
-    sha256_of = {shard["file"]: shard.get("sha256") for shard in read_manifest(directory)["shards"]}
-    names = [_path_of(tokens).name for tokens in shards]
-    return [
-        [name, len(tokens), sha256_of.get(name) or _sha256_of_ends(tokens)]
-        for name, tokens in zip(names, shards, strict=True)
-    ]
+def identify(data: TokenData) -> tuple[list[ShardIdentity], list[ShardIdentity], str | None]:
+    """The train and val shards, to recognise them, and what their manifest says about the text."""
+    manifest = read_manifest(data.folder)
+    sha256_of = {shard["file"]: shard.get("sha256") for shard in manifest["shards"]}
+
+    def identity(tokens: np.memmap) -> ShardIdentity:
+        name = _path_of(tokens).name
+        return [name, len(tokens), sha256_of.get(name) or _sha256_of_ends(tokens)]
+
+    return [identity(shard) for shard in data.train], [identity(shard) for shard in data.val], manifest["source"]
+
+
+def find_difference(before: list[ShardIdentity], now: list[ShardIdentity], folder: str) -> str | None:
+    """In what the shards in `folder` are not those that a run had before; None if they are, or one list is empty."""
+    if not before or not now:
+        return None
+    differ = [b[0] for b, n in zip(before, now, strict=False) if not _is_same_shard(b, n, folder)]
+    if differ:
+        return f"{differ[0]} differs"
+    return f"{len(now)} instead of {len(before)}" if len(before) != len(now) else None
 
 
 def _sha256_of_ends(tokens: np.memmap) -> str:
@@ -360,8 +373,7 @@ def _sha256_of_ends(tokens: np.memmap) -> str:
     return ENDS_PREFIX + ends.hexdigest()
 
 
-def is_same_shard(before: list[str | int | None], now: list[str | int | None], folder: str) -> bool:
-    """Whether a shard in `folder` is one that a run had before, both as in `shard_identities`."""
+def _is_same_shard(before: ShardIdentity, now: ShardIdentity, folder: str) -> bool:
     had, has = (None if entry[2] is None else str(entry[2]) for entry in (before, now))
     if had and has and had.startswith(ENDS_PREFIX) != has.startswith(ENDS_PREFIX):  # only one had a manifest
         path = Path(folder) / str(now[0])

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from support.runtime.distributed import Distributed
 from support.runtime.options import MAX_STEPS, RunOptions
 from support.runtime.run_info import STARTED
 
+Config = TypeVar("Config", bound=RunOptions)
 MEASURED_SECONDS = 1.5  # for each of steps and validations
 MEASURED_MICRO_STEPS = 4  # of a step; the rest takes as long
 MAX_CALLS, SLOW = 100, 10
@@ -120,22 +121,21 @@ def _tokens_in_time(
     return TRAINING_FRACTION * 60 * config.minutes / seconds * config.batch_size * sizes["block_size"] * dist.world_size
 
 
-def flags_for_minutes(
-    config: RunOptions, model: nn.Module, loader: Loader, val_loader: Loader | None, dist: Distributed,
-    optimizer: torch.optim.Optimizer,
-) -> dict[str, Any]:  # fmt: skip
-    """The number of steps that end --minutes after the start, and what follows from it, the same on all ranks.
+def set_steps_for_minutes(
+    config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Loader, val_loader: Loader | None,
+    dist: Distributed,
+) -> Config:  # fmt: skip
+    """The configuration with the number of steps that end --minutes after the start, the same on all ranks.
 
-    Validations that would take too much of the time are shortened, unless their length was chosen.
-
-    Steps and validations on random tokens are timed on the model itself, which stays as it is.
-
-    Args:
-        optimizer: for this only, so that its moments are freed; its learning rates must be 0.
+    What follows from that number changes with it, unless it was chosen. Validations that would take too much of the time
+    are shortened, too. Steps and validations on random tokens are timed on the model itself, with learning rate 0; then
+    the optimizer's state is cleared.
 
     Raises:
         UserError: on all ranks, if there is no time for a single step.
     """
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
     assert config.minutes is not None
     tokens = torch.randint(loader.vocab_size, (loader.B, loader.T + 1), device=dist.device)
     amp = devices.autocast(dist.device, devices.DTYPES[config.dtype])
@@ -155,6 +155,7 @@ def flags_for_minutes(
 
     seconds = partial(_seconds, device=dist.device, agree=dist.all_reduce_min)
     step_seconds = BETWEEN_STEPS * seconds(step) * loader.grad_accum / micro_steps
+    optimizer.state.clear()
     with torch.no_grad():
         forward = seconds(loss)
     val_rows = all_rows = min(config.val_tokens // loader.T, val_loader.rows_per_epoch) if val_loader else 0
@@ -173,8 +174,8 @@ def flags_for_minutes(
     unmeasured, measured = (
         presets.flags_for_steps(n, config.demo, config.init_from is not None) for n in (config.max_steps, steps)
     )
-    shortened = {"val_tokens": val_rows * loader.T} if val_rows < all_rows else {}
-    return shortened | {name: measured[name] for name, n in unmeasured.items() if getattr(config, name) == n}
+    chosen = {name: measured[name] for name, value in unmeasured.items() if getattr(config, name) == value}
+    return replace(config, **chosen, val_tokens=val_rows * loader.T if val_rows < all_rows else config.val_tokens)
 
 
 def _seconds(

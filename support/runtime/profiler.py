@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -33,12 +32,11 @@ class Profiler:
             self.profile = profile(activities=activities, schedule=when, on_trace_ready=self._report)
             self.steps = steps
 
-    def __enter__(self) -> Profiler:
+    def start(self) -> None:
         if self.profile:
             self.profile.start()
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+    def stop(self) -> None:
         if self.profile:
             self.profile.stop()
             if self.done <= WARM_UP_STEPS:
