@@ -242,18 +242,19 @@ def count_truncated(examples: Sequence[Example], block_size: int) -> int:
 
 
 def score_with_ranks(
-    model: ScoringModel, examples: Sequence[Example], dist: Distributed, stop: StopHandler
+    model: ScoringModel, examples: Sequence[Example], dist: Distributed, stop: StopHandler, amp: torch.autocast
 ) -> tuple[float, float] | None:
-    """acc_norm over all examples, divided among the ranks, and its standard error; None if the run should stop."""
+    """acc_norm over all examples, which the ranks share, and its standard error; None if the run should stop."""
     rank_examples = examples_for_rank(examples, dist.rank, dist.world_size, model.block_size)
 
-    def interruptible(rows: Iterable[list[Row]]) -> Iterator[list[Row]]:
+    def interruptible(rows: Iterable[Row]) -> Iterator[Row]:
         return stop.interruptible(progress_bar(rows, "HellaSwag, texts", dist.rank))
 
-    _, losses = completion_losses(model, rank_examples, progress=interruptible)
+    with amp:
+        _, losses = completion_losses(model, rank_examples, progress=interruptible)
     correct = count_correct(losses, rank_examples)
-    correct, total, stop_requests = dist.all_reduce_sum(correct, len(rank_examples), stop.requested)
-    return None if stop.agree(stop_requests) else accuracy(correct, total)
+    right, total, stop_requests = dist.all_reduce_sum(correct, len(rank_examples), stop.requested)
+    return None if stop.agree(stop_requests) else accuracy(right, total)
 
 
 def examples_for_rank(examples: Sequence[Example], rank: int, world_size: int, block_size: int) -> list[Example]:

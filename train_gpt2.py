@@ -33,9 +33,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import hellaswag
-from support.checkpoints import huggingface, lora, run_folder, start
+from support.checkpoints import huggingface, lora, resume, run_folder, start
 from support.checkpoints.manager import CheckpointManager
-from support.checkpoints.resume import identify_data
 from support.checkpoints.state import Checkpoint, TrainState
 from support.cli import MAIN_GROUP, UserError, flag, parse_flags, run_cli
 from support.console.progress import print_header, print_summary, progress_bar
@@ -486,8 +485,9 @@ def new_model(config: TrainConfig, vocab_size: int) -> GPT:
     return GPT(GPTConfig(vocab_size=vocab_size, **sizes))
 
 
-def initial_model(config: TrainConfig, tokenizer: Tokenizer, resume_from: Path | None) -> GPT:
+def initial_model(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Checkpoint | None) -> GPT:
     """The model at the start of this process, on the CPU: random weights, pretrained ones, or those of a checkpoint."""
+    resume_from = checkpoint.path if checkpoint else None
     source = resume_from if resume_from and not config.lora_rank else config.init_from
     if source is None:
         torch.manual_seed(config.seed)  # on the CPU, so that every device starts from the same weights
@@ -528,15 +528,6 @@ def validation_loss(
         n += len(x)
     total, n, stop_requests = dist.all_reduce_sum(total, n, stop.requested)
     return None if stop.agree(stop_requests) else total / n
-
-
-def hellaswag_score(
-    model: GPT, examples: Sequence[hellaswag.Example], dist: Distributed, stop: StopHandler, amp: torch.autocast
-) -> tuple[float, float] | None:
-    """acc_norm over all examples, which the ranks share, and its standard error."""
-    scoring_model = hellaswag.ScoringModel(model.transformer, model.logits, model.config.block_size, dist.device)
-    with amp:
-        return hellaswag.score_with_ranks(scoring_model, examples, dist, stop)
 
 
 def sample(
@@ -623,16 +614,15 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     """
     device, rank, world_size = dist.device, dist.rank, dist.world_size
     dtype, sharded = devices.DTYPES[config.dtype], config.parallel == "fsdp" and world_size > 1
-    resume_from = checkpoint.path if checkpoint else None
     watchdog = Watchdog(dist, config.out)  # ends the run if ranks wait for one that is lost
 
     # Everything that can fail or take long comes before the first step. The first rank of each node goes first: the
     # others then find what it has downloaded and compiled.
     with dist.local_rank_zero_first():
-        data = start.check_and_open_data(config, dist, resume_from)  # --text and --demo make their shards first
+        data = start.check_and_open_data(config, dist, checkpoint)  # --text and --demo make their shards first
         with fsdp.weights_on_rank_zero(sharded, rank):
-            model = initial_model(config, data.tokenizer, resume_from)
-        identity = identify_data(data, model, checkpoint)
+            model = initial_model(config, data.tokenizer, checkpoint)
+        identity = resume.identify_data(data, model, checkpoint)
         examples = hellaswag.load_examples(config, data.tokenizer, dist.print0)
         devices.configure_backends(device, config.tf32, dtype, config.block_size)
         amp = devices.autocast(device, dtype)  # matrix products in bf16 or fp16; weights, norms and sums in fp32
@@ -668,11 +658,11 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         config = budget.set_steps_for_minutes(config, train_model, optimizer, loader, val_loader, dist)
 
     run = RunInfo(config, data, identity, model, checkpoint, len(examples))
-    folder = run_folder.lock_and_replace_folder(config, resume_from, dist)  # from here on, files are written
+    folder = run_folder.lock_and_replace_folder(run, dist)  # from here on, files are written
     stop = StopHandler(world_size)  # a signal sets a flag, which all ranks read at the end of a step
     logger = RunLogger(run, dist)
     checkpoints = CheckpointManager(run, stop, logger.sync, rank)
-    synchronize = devices.synchronizer(device)
+    scoring_model = hellaswag.ScoringModel(eval_model.transformer, eval_model.logits, config.block_size, device)
     print_header(run, dist, loader)
 
     def evaluate(step: int) -> bool:
@@ -681,21 +671,15 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         if config.dropout:
             eval_model.eval()  # without dropout both modes compute the same, and torch.compile would compile each
         if "val" in due and val_loader:
-            val_loss = validation_loss(compiled, val_loader, config.val_tokens, dist, stop, amp)
-            if val_loss is None:
-                return False
-            logger.validation(step, val_loss)
-        if "hella" in due and examples:
-            score = hellaswag_score(eval_model, examples, dist, stop, amp)
-            if score is None:
-                return False
-            logger.hellaswag(step, *score)
-        if "samples" in due and rank == 0:
+            logger.validation(step, validation_loss(compiled, val_loader, config.val_tokens, dist, stop, amp))
+        if "hella" in due and examples and not stop.agreed:
+            logger.hellaswag(step, hellaswag.score_with_ranks(scoring_model, examples, dist, stop, amp))
+        if "samples" in due and rank == 0 and not stop.agreed:
             generator = devices.seeded_generator(device, config.seed, step, rank)
             with amp:  # uncompiled: every length would be compiled again
                 logger.samples(step, sample(eval_model, data.tokenizer, config.prompt, 32, generator))
         devices.trim_memory(device)  # evaluations fragment the heap of a CPU
-        return True
+        return not stop.agreed
 
     with folder, stop, logger, checkpoints, watchdog:  # left in reverse: the log is complete before the folder is free
         while not stop.agreed:
@@ -712,7 +696,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
             lr = get_lr(state.step, config)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            synchronize()  # the clock must not count what an evaluation left in the GPU's queue
+            devices.synchronize(device)  # the clock must not count what an evaluation left in the GPU's queue
             started = time.perf_counter()
             with watchdog.step(state.step):
                 result = train_step(train_model, state, loader, config, dist, stop)
@@ -726,9 +710,11 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         else:  # no break, but a signal, or a failure on any rank
             checkpoints.save_and_exit(state, dist)
 
-    with fsdp.full_weights(eval_model, model), amp:
-        generator = devices.seeded_generator(device, config.seed)
-        texts = sample(eval_model.eval(), data.tokenizer, "The", 150, generator, 0.8) if config.demo else []
+    texts: list[str] = []
+    if config.demo:
+        with fsdp.full_weights(eval_model, model), amp:
+            generator = devices.seeded_generator(device, config.seed)
+            texts = sample(eval_model.eval(), data.tokenizer, "The", 150, generator, 0.8)
     print_summary(run, dist, texts)
     return state
 
@@ -740,7 +726,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     dist = Distributed.from_environment()
     flags, checkpoint = start.gather_flags(TrainConfig, cli_flags, dist)
     if flags.get("plan"):
-        return print_plan(flags, cli_flags, dist)
+        flags = {"gpus": dist.world_size} | flags | {"dtype": cli_flags.get("dtype", "auto").replace("auto", "bf16")}
+        config = resolve(flags, torch.device("cuda"), flags["gpus"])
+        return plan.print_report(config, partial(new_model, config), dist.rank)
     dist = dist.with_device(flags.get("device", "auto"))
     config = resolve(flags, dist.device, dist.world_size)
     if config.minutes and config.recipe == "fast" and not checkpoint:
@@ -754,14 +742,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         exit_code = stopped.code
     dist.close()  # train has returned, so DDP's model is gone: gloo's threads and ours would deadlock otherwise
     sys.exit(exit_code)
-
-
-def print_plan(flags: dict[str, Any], cli_flags: Mapping[str, Any], dist: Distributed) -> None:
-    """--plan: what the run would take on other GPUs, on which bf16 is the default."""
-    gpus = flags.setdefault("gpus", dist.world_size)
-    flags["dtype"] = cli_flags.get("dtype", "auto").replace("auto", "bf16")
-    config = resolve(flags, torch.device("cuda"), gpus)
-    plan.print_report(config, partial(new_model, config), dist.rank)
 
 
 if __name__ == "__main__":

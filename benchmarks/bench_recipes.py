@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -263,7 +264,7 @@ def overhead() -> None:
     dtype = devices.DTYPES[devices.pick_dtype("auto", device)]
     muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     devices.keep_memory(device)
-    synchronize, B, T = devices.synchronizer(device), 64 if device.type == "cuda" else 4, 1024
+    synchronize, B, T = partial(devices.synchronize, device), 64 if device.type == "cuda" else 4, 1024
     model = GPT(GPTConfig()).to(device)
     tokens = torch.randint(50257, (B, T + 1), device=device)
 

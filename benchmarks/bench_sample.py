@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,7 @@ def measure(
     model: GPT, hf_model: GPT2LMHeadModel, idx: torch.Tensor, dtype: torch.dtype, tokens: int, rounds: int
 ) -> list[tuple[float, float]]:
     """Seconds of ours and of transformers, for each round."""
-    synchronize = devices.synchronizer(idx.device)
+    synchronize = partial(devices.synchronize, idx.device)
     hf_model.to(dtype)
 
     def ours() -> None:

@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -243,7 +243,7 @@ def matmul_flops(dtype: torch.dtype, device: torch.device, small: bool) -> float
     from support.runtime import devices
 
     n, repeats = (8192, 10) if device.type == "cuda" else (1024 if small else 4096, 1)  # a sync costs a GPU 0.1 ms
-    synchronize = devices.synchronizer(device)
+    synchronize = partial(devices.synchronize, device)
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     out, best = torch.empty_like(a), math.inf
     for _ in range(10):

@@ -13,6 +13,7 @@ from support.checkpoints.directory import find_corruption, list_checkpoints, lis
 from support.cli import UserError
 from support.runtime.distributed import Distributed
 from support.runtime.options import OverwritePolicy, RunOptions
+from support.runtime.run_info import RunInfo
 
 RUN_FILES = ("run.json", "metrics.jsonl", "curves.png", "log.txt")
 
@@ -35,9 +36,7 @@ def check_folder(config: RunOptions, resume_from: Path | None) -> None:
     _check_contents(folder, resume_from, config.overwrite_policy)
 
 
-def lock_and_replace_folder(
-    config: RunOptions, resume_from: Path | None, dist: Distributed
-) -> AbstractContextManager[Any]:
+def lock_and_replace_folder(run: RunInfo, dist: Distributed) -> AbstractContextManager[Any]:
     """Creates the folder and locks it on rank 0, until the returned file is closed or the process ends.
 
     If a new run replaces an earlier one, that one's files are renamed: `model_00005.earlier`, `log.earlier.txt`. Files
@@ -46,13 +45,13 @@ def lock_and_replace_folder(
     Raises:
         UserError: on all ranks, as in `check_folder`; another run may have been faster.
     """
-    folder = Path(config.out)
+    folder, resume_from = Path(run.config.out), run.resumed_from.path if run.resumed_from else None
 
     def lock_and_replace() -> AbstractContextManager[Any]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = files.lock_folder(folder, "--out")
-            _check_contents(folder, resume_from, config.overwrite_policy)
+            _check_contents(folder, resume_from, run.config.overwrite_policy)
             files.write_lock_holder(lock)
             remove_leftovers(folder)
             if resume_from is None:

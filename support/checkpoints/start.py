@@ -82,7 +82,7 @@ def gather_flags(
     return flags | preset_flags(cli_flags, flags.get("tokenizer"), sizes["n_embd"]) | dict(cli_flags), None
 
 
-def check_and_open_data(config: RunOptions, dist: Distributed, resume_from: Path | None) -> TokenData:
+def check_and_open_data(config: RunOptions, dist: Distributed, checkpoint: Checkpoint | None) -> TokenData:
     """Checks what a run needs before anything is written or allocated, and opens its shards.
 
     On rank 0: that it may write into its folder, and that its trackers are installed. Then the shards, of which those of
@@ -92,10 +92,10 @@ def check_and_open_data(config: RunOptions, dist: Distributed, resume_from: Path
         UserError: a check failed, or the shards could not be made.
     """
     if dist.rank == 0:
-        check_folder(config, resume_from)
+        check_folder(config, checkpoint.path if checkpoint else None)
         check_installed(config)
     if config.demo or config.text is not None:
-        make_preset_shards(config, dist.rank, resumed=resume_from is not None)
+        make_preset_shards(config, dist.rank, resumed=checkpoint is not None)
     data = TokenData.open(config.data, needs_val=config.val_every > 0)
     T = config.block_size
     data.check_rows(T, config.total_batch_size // T, config.val_tokens if config.val_every else None)

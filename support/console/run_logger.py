@@ -86,14 +86,20 @@ class RunLogger:
         every = {"val": c.val_every, "hella": c.hellaswag_every, "samples": c.sample_every if step > 0 else 0}
         return {name for name, n in every.items() if c.is_due(n, step)}
 
-    def validation(self, step: int, loss: float) -> None:
+    def validation(self, step: int, loss: float | None) -> None:
+        """A validation loss, if it was not interrupted."""
+        if loss is None:
+            return
         self._value(step, "val", loss)
         self.print0(terminal.styled(f"step {step:5d} | val loss: {loss:.4f}", terminal.BOLD))
 
-    def hellaswag(self, step: int, acc_norm: float, stderr: float) -> None:
+    def hellaswag(self, step: int, score: tuple[float, float] | None) -> None:
+        """acc_norm and its standard error, if that was not interrupted."""
+        if score is None:
+            return
+        acc_norm, stderr = score
         self._value(step, "hella", acc_norm)
-        score = f"{acc_norm:.4f} ± {stderr:.4f}"
-        line = f"step {step:5d} | HellaSwag acc_norm: {score} of {self._hellaswag_items:,} items"
+        line = f"step {step:5d} | HellaSwag acc_norm: {acc_norm:.4f} ± {stderr:.4f} of {self._hellaswag_items:,} items"
         self.print0(terminal.styled(line, terminal.BOLD))
 
     def samples(self, step: int, texts: Sequence[str]) -> None:

@@ -132,5 +132,5 @@ def _try_batch_size(config: RunOptions, B: int, model: nn.Module, dist: Distribu
         loss.backward()
     with torch.no_grad(), amp:
         model(x, y)
-    devices.synchronizer(device)()
+    devices.synchronize(device)
     del reserved

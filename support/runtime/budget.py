@@ -182,13 +182,12 @@ def _seconds(
     work: Callable[[], object], device: torch.device, limit: float = MEASURED_SECONDS, agree: Callable[[int], int] = int
 ) -> float:
     """The mean of the calls that fit into `limit` seconds, after a first one. `agree` makes their number one for all."""
-    synchronize = devices.synchronizer(device)
 
     def timed() -> float:
-        synchronize()
+        devices.synchronize(device)
         began = time.perf_counter()
         work()
-        synchronize()
+        devices.synchronize(device)
         return time.perf_counter() - began
 
     seconds = timed()

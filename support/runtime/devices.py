@@ -10,7 +10,7 @@ import platform
 import re
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -151,13 +151,12 @@ def describe_attention(device: torch.device, dtype: torch.dtype, n_head: int, n_
     return f"cuDNN {torch.backends.cudnn.version()}" if name == "cudnn" else {"math": "not fused"}.get(name, name)
 
 
-def synchronizer(device: torch.device) -> Callable[[], None]:
-    """A function that waits until the device has finished its work; on a CPU there is nothing to wait for."""
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has finished its work; on a CPU there is nothing to wait for."""
     if device.type == "cuda":
-        return lambda: torch.cuda.synchronize(device)
-    if device.type == "mps":
-        return torch.mps.synchronize
-    return lambda: None
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
