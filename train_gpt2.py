@@ -18,11 +18,9 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 import math
 import os
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +43,8 @@ from support.data.tokenizer import Tokenizer
 from support.optim.loss import chunked_cross_entropy
 from support.optim.muon import Muon
 from support.runtime import batch_size, budget, devices, fsdp, memory, plan, preflight
-from support.runtime.distributed import Distributed, report_lost_processes
-from support.runtime.options import MACHINE_FLAGS, MAX_STEPS, RunOptions
+from support.runtime.distributed import ONE_PROCESS, Distributed, report_lost_processes
+from support.runtime.options import MACHINE_FLAGS, MAX_STEPS, RunOptions, check_consistent
 from support.runtime.run_info import RunInfo
 from support.runtime.signals import StopHandler
 from support.runtime.watchdog import Watchdog
@@ -76,7 +74,7 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.n_head = config.n_head
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, config.bias)  # query, key and value of all heads
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, config.bias)  # mixes what the heads have found
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -84,7 +82,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = self.c_attn(x).split(C, dim=2)  # (B, T, C) each
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
         # softmax(q @ k.mT / sqrt(hs) with the future masked) @ v, in one kernel that never stores the (T, T) matrix
-        p = self.dropout.p if self.training else 0.0
+        p = self.dropout.p if self.training else 0.0  # of the attention weights
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)  # (B, nh, T, hs)
         y = y.transpose(1, 2).reshape(B, T, C)  # concatenate the heads
         return self.dropout(self.c_proj(y))
@@ -93,13 +91,13 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, config.bias)
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, config.bias)  # each token for itself
         self.gelu = nn.GELU(approximate="tanh")  # as in GPT-2; the exact GELU would be as fast today
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
+        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))  # (B, T, 4C) inside, (B, T, C) outside
 
 
 class Block(nn.Module):
@@ -112,7 +110,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))  # the only place where tokens exchange information
-        x = x + self.mlp(self.ln_2(x))
+        x = x + self.mlp(self.ln_2(x))  # norms come first, so the sum itself, the residual stream, is never scaled
         return x
 
 
@@ -125,7 +123,7 @@ class Transformer(nn.Module):
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # position embeddings
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList([Block(config) for _ in range(config.n_layer)])
-        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)  # the sum of all blocks has grown
 
     def forward(self, idx: Tensor) -> Tensor:
         """Final hidden states (B, T, C) of token ids (B, T). A ValueError if T exceeds the context."""
@@ -156,11 +154,11 @@ class GPT(nn.Module):
             if name.endswith(".bias"):
                 parameter.zero_()
             elif parameter.dim() >= 2:
-                std = 0.02
+                std = 0.02  # logits near zero: the first loss is ln(V), 10.82 for GPT-2, as of a uniform guess
                 if name.endswith("c_proj.weight"):
                     # 2 per layer add to the residual stream: scaled, so that its variance does not grow with depth
                     std /= math.sqrt(2 * self.config.n_layer)
-                parameter.normal_(0.0, std)
+                parameter.normal_(0.0, std)  # gains of the layer norms stay 1
         self.lm_head.weight[self.config.vocab_size :] = 0.0  # the padding gets no gradient, so it stays zero
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
@@ -190,18 +188,15 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name_or_dir: str | os.PathLike[str], dropout: float = 0.0, verify: bool = True) -> GPT:
-        """Loads a model on the Hugging Face hub (`gpt2`, `gpt2-medium`, ...) or a checkpoint directory, onto the CPU.
-
-        With `verify`, the files of a checkpoint are compared with their checksums.
+        """Loads a hub model (`gpt2`, ...) or a checkpoint directory, onto the CPU; `verify` compares checksums first.
 
         Raises:
-            UserError: files are missing, corrupt, or of a model that this class does not implement; what differs is
-            named.
+            UserError: files are missing, corrupt, or of a model that this class does not implement.
         """
         directory = huggingface.find_model(name_or_dir, verify)
         config = GPTConfig(**huggingface.read_config(directory), dropout=dropout)
         model = cls(config)
-        weights = huggingface.read_weights(directory)
+        weights = huggingface.read_weights(directory)  # stored without the padding of the vocabulary
         model.load_state_dict(huggingface.from_hf(weights, model.state_dict(), config.vocab_size))
         return model
 
@@ -260,13 +255,13 @@ class GPT(nn.Module):
             with devices.attention_without_cudnn(idx.device):  # every length is another shape
                 x = self.transformer(idx[:, -self.config.block_size :])[:, -1]  # (B, C): the last position predicts
             probs = next_token_probs(self.logits(x), temperature, top_k)  # (B, V)
-            idx = torch.cat((idx, torch.multinomial(probs, 1, generator=generator)), dim=1)
+            idx = torch.cat((idx, torch.multinomial(probs, 1, generator=generator)), dim=1)  # (B, T + 1)
         return idx
 
 
 def next_token_probs(logits: Tensor, temperature: float = 1.0, top_k: int | None = None) -> Tensor:
     """Probabilities to sample from, for logits (B, V): divided by the temperature, limited to the `top_k` largest."""
-    logits = logits / max(temperature, 1e-10)
+    logits = logits / max(temperature, 1e-10)  # below 1: likely tokens become likelier
     if top_k is not None:
         kth = torch.topk(logits, min(top_k, logits.size(-1))).values[:, -1:]  # (B, 1)
         logits = logits.masked_fill(logits < kth, -math.inf)
@@ -289,12 +284,12 @@ class DataLoaderLite:
     """
 
     def __init__(
-        self, shards: Sequence[np.memmap], B: int, T: int, *, vocab_size: int, rank: int = 0, world_size: int = 1,
-        grad_accum: int = 1, shuffle: bool = False, seed: int = 1337, device: torch.device | str = "cpu",
+        self, shards: Sequence[np.memmap], B: int, T: int, vocab_size: int, dist: Distributed = ONE_PROCESS,
+        grad_accum: int = 1, shuffle: bool = False, seed: int = 1337,
     ):  # fmt: skip
         self.shards, self.B, self.T, self.vocab_size = shards, B, T, vocab_size
-        self.rank, self.world_size, self.grad_accum = rank, world_size, grad_accum
-        self.shuffle, self.seed, self.device = shuffle, seed, torch.device(device)
+        self.rank, self.world_size, self.device, self.grad_accum = dist.rank, dist.world_size, dist.device, grad_accum
+        self.shuffle, self.seed = shuffle, seed
         self.shard_rows = np.array([rows_in_shard(shard, T) for shard in shards])
         self.rows_per_epoch = int(self.shard_rows.sum())
         self._epoch = -1  # the epoch that _order and _ends describe
@@ -303,7 +298,7 @@ class DataLoaderLite:
 
     def seek(self, step: int) -> None:
         """Moves to the first micro-batch of a step."""
-        self.position = step * self.grad_accum
+        self.position = step * self.grad_accum  # in micro-batches of this rank
         self._prefetched: list[tuple[Tensor, Tensor]] = []  # the next micro-batch first
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
@@ -330,10 +325,10 @@ class DataLoaderLite:
         """
         tokens = torch.from_numpy(np.stack([self._row(n) for n in rows]).astype(np.int64))  # (B, T+1)
         tokens = devices.to_device(tokens, self.device)
-        return tokens[:, :-1], tokens[:, 1:]
+        return tokens[:, :-1], tokens[:, 1:]  # (B, T) each, views of one copy
 
     def _row(self, n: int) -> np.ndarray:
-        epoch, n = divmod(n, self.rows_per_epoch)
+        epoch, n = divmod(n, self.rows_per_epoch)  # nothing is skipped or repeated where epochs meet
         if epoch != self._epoch:
             self._start_epoch(epoch)
         i = int(np.searchsorted(self._ends, n, side="right"))  # the row is in the i-th shard of this epoch
@@ -353,27 +348,22 @@ class DataLoaderLite:
     def _permutation(self, epoch: int, shard: int) -> np.ndarray:
         if self._permuted is None or self._permuted[0] != (epoch, shard):
             generator = np.random.default_rng((self.seed, epoch, shard))
-            self._permuted = (epoch, shard), generator.permutation(self.shard_rows[shard])
+            self._permuted = (epoch, shard), generator.permutation(self.shard_rows[shard])  # of one shard at a time
         return self._permuted[1]
 
 
-def new_loader(config: TrainConfig, data: TokenData, split: str, B: int, dist: Distributed) -> DataLoaderLite:
-    """This rank's loader of a split, "train" or "val", for micro-batches of B rows."""
-    T, train = config.block_size, split == "train"
-    # A step has the same number of tokens on any hardware: what the ranks cannot hold at once, they do in turns.
+def train_loader(config: TrainConfig, data: TokenData, B: int, dist: Distributed) -> DataLoaderLite:
+    """Micro-batches of B rows for this rank. A step adds up the gradients of several, to reach its number of tokens."""
+    T, vocab_size = config.block_size, data.tokenizer.vocab_size
     grad_accum = config.total_batch_size // (B * T * dist.world_size)
-    return DataLoaderLite(
-        data.train if train else data.val, B, T, vocab_size=data.tokenizer.vocab_size, rank=dist.rank,
-        world_size=dist.world_size, grad_accum=grad_accum, shuffle=config.shuffle and train, seed=config.seed,
-        device=dist.device,
-    )  # fmt: skip
+    return DataLoaderLite(data.train, B, T, vocab_size, dist, grad_accum, config.shuffle, config.seed)
 
 
 # -----------------------------------------------------------------------------
 # The recipe
 
 MODELS = {
-    "gpt2": dict(n_layer=12, n_head=12, n_embd=768),  # 124M parameters
+    "gpt2": dict(n_layer=GPTConfig.n_layer, n_head=GPTConfig.n_head, n_embd=GPTConfig.n_embd),  # 124M parameters
     "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),  # 350M
     "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280),  # 774M
     "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),  # 1558M
@@ -382,8 +372,9 @@ MODELS = {
 # --recipe: how GPT-2 was trained, or how to reach the same loss with fewer tokens (docs/recipes.md).
 RECIPES: dict[str, dict[str, Any]] = {
     "gpt2": dict(optimizer="adamw", schedule="cosine", max_lr=6e-4),
-    "fast": dict(optimizer="muon", schedule="wsd", max_lr=3.6e-3),
+    "fast": dict(optimizer="muon", schedule="wsd", max_lr=presets.FAST_LR),  # for large steps
 }
+GPT2_RECIPE, FAST_RECIPE = RECIPES["gpt2"], RECIPES["fast"]
 
 
 @dataclass(frozen=True)
@@ -392,44 +383,38 @@ class TrainConfig(RunOptions):
 
     # fmt: off
     model: str = flag("gpt2", "model size", MAIN_GROUP, choices=tuple(MODELS))
-    n_layer: int = flag(12, "layers", "model", default_help="set by --model", at_least=1, at_most=10_000)
-    n_head: int = flag(12, "attention heads", "model", default_help="set by --model", at_least=1, below=2**31)
-    n_embd: int = flag(768, "channels", "model", default_help="set by --model", at_least=1, below=2**31)
-    block_size: int = flag(1024, "context length in tokens", "model", default_help="1024, or that of --init-from",
-                           at_least=1, below=2**31)
-    bias: bool = flag(True, "biases in linear layers and layer norms", "model")
-    dropout: float = flag(0.0, "dropout probability", "model", at_least=0, below=1)
+    n_layer: int = flag(GPTConfig.n_layer, "layers", "model", default_help="set by --model", at_least=1, at_most=10_000)
+    n_head: int = flag(GPTConfig.n_head, "heads", "model", default_help="set by --model", at_least=1, below=2**31)
+    n_embd: int = flag(GPTConfig.n_embd, "channels", "model", default_help="set by --model", at_least=1, below=2**31)
+    block_size: int = flag(GPTConfig.block_size, "context length in tokens", "model", at_least=1, below=2**31,
+                           default_help="1024, or that of --init-from")
+    bias: bool = flag(GPTConfig.bias, "biases in linear layers and layer norms", "model")
+    dropout: float = flag(GPTConfig.dropout, "dropout probability", "model", at_least=0, below=1)
     init_from: str | None = flag(None, "pretrained weights to start from: a hub name or a checkpoint directory",
                                  MAIN_GROUP, default_help="random weights", metavar="NAME_OR_DIR")
     lora_rank: int | None = flag(None, "train only LoRA matrices of this rank, next to c_attn and c_proj", "model",
                                  default_help="train all weights", at_least=1, below=2**31)
     lora_alpha: float = flag(16.0, "LoRA alpha (scale = alpha / rank)", "model", at_least=0)
-
-    total_batch_size: int = flag(524288, "tokens of an optimizer step, over all micro-batches and devices", "schedule",
-                                 at_least=1)
-
+    total_batch_size: int = flag(2**19, "tokens of an optimizer step, over all devices", "schedule", at_least=1)
     recipe: str = flag("gpt2", "defaults of --optimizer, --schedule and --max-lr: GPT-2's, or fast, the same loss with "
                        "fewer tokens", MAIN_GROUP, choices=tuple(RECIPES))
-    max_steps: int = flag(19073, "total steps", MAIN_GROUP, at_least=1, at_most=MAX_STEPS)
-    warmup_steps: int = flag(715, "steps of linear warm-up", "schedule", at_least=0)
-    schedule: str = flag("cosine", "after the warm-up: cosine decay, or wsd, constant with a linear cooldown",
+    max_steps: int = flag(19073, "total steps", MAIN_GROUP, at_least=1, at_most=MAX_STEPS)  # 10 billion tokens
+    warmup_steps: int = flag(715, "steps of linear warm-up", "schedule", at_least=0)  # 375 million tokens, as GPT-3 had
+    schedule: str = flag(GPT2_RECIPE["schedule"], "after the warm-up: cosine decay, or constant with a linear cooldown",
                          "schedule", default_help="cosine; wsd with --recipe fast", choices=("cosine", "wsd"))
     decay_steps: int = flag(19073, "step at which the cosine or the cooldown ends", "schedule",
                             default_help="--max-steps", at_least=1, at_most=MAX_STEPS)
-    cooldown_fraction: float = flag(0.4, "length of wsd's cooldown, as a fraction of --decay-steps", "schedule",
-                                    at_least=0, at_most=1)
-    max_lr: float = flag(6e-4, "peak learning rate", "schedule", default_help="6e-4; 3.6e-3 with --recipe fast",
-                         at_least=0)
-    min_lr: float = flag(6e-5, "final learning rate", "schedule", at_least=0,
+    cooldown_fraction: float = flag(0.4, "wsd's cooldown, of --decay-steps", "schedule", at_least=0, at_most=1)
+    max_lr: float = flag(GPT2_RECIPE["max_lr"], "peak learning rate", "schedule", at_least=0,
+                         default_help=f"{GPT2_RECIPE['max_lr']:g}; {FAST_RECIPE['max_lr']:g} with --recipe fast")
+    min_lr: float = flag(GPT2_RECIPE["max_lr"] / 10, "final learning rate", "schedule", at_least=0,
                          default_help="a tenth of --max-lr; a fiftieth with wsd")
-
-    optimizer: str = flag("adamw", "AdamW, or Muon for the matrices of the blocks and AdamW for the rest", "optimizer",
-                          default_help="adamw; muon with --recipe fast", choices=("adamw", "muon"))
+    optimizer: str = flag(GPT2_RECIPE["optimizer"], "AdamW; or Muon for the blocks' matrices, and AdamW for the rest",
+                          "optimizer", default_help="adamw; muon with --recipe fast", choices=("adamw", "muon"))
     weight_decay: float = flag(0.1, "weight decay of tensors with 2 or more dimensions", "optimizer", at_least=0)
     beta1: float = flag(0.9, "AdamW's beta1", "optimizer", at_least=0, below=1)
-    beta2: float = flag(0.95, "AdamW's beta2", "optimizer", at_least=0, below=1)
+    beta2: float = flag(0.95, "AdamW's beta2", "optimizer", at_least=0, below=1)  # 0.999 reacts too slowly
     grad_clip: float = flag(1.0, "largest gradient norm; 0: no clipping", "optimizer", at_least=0)
-
     seed: int = flag(1337, "seed of weights, shuffling, dropout and samples", "randomness", at_least=0, below=2**32)
     shuffle: bool = flag(False, "read shards, and the rows of each, in a new random order every epoch", "randomness")
     # fmt: on
@@ -448,11 +433,11 @@ def get_lr(step: int, config: TrainConfig) -> float:
     if step < config.warmup_steps:
         return config.max_lr * (step + 1) / config.warmup_steps  # + 1: a step at learning rate 0 would be wasted
     if step >= config.decay_steps:
-        return config.min_lr
+        return config.min_lr  # a run may be longer than its schedule
     if config.schedule == "wsd":
         left = (config.decay_steps - step) / config.cooldown_steps if config.cooldown_steps else 1.0
         return config.min_lr + min(1.0, left) * (config.max_lr - config.min_lr)
-    progress = (step - config.warmup_steps) / (config.decay_steps - config.warmup_steps)
+    progress = (step - config.warmup_steps) / (config.decay_steps - config.warmup_steps)  # from 0 to 1
     return config.min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (config.max_lr - config.min_lr)
 
 
@@ -465,18 +450,15 @@ def resolve(flags: Mapping[str, Any], device: torch.device, world_size: int) -> 
     on_gpu = device.type == "cuda"
     flags = {name: value for name, value in flags.items() if name not in MACHINE_FLAGS or value != "auto"}
     values = MODELS[flags.get("model", "gpt2")] | RECIPES[flags.get("recipe", "gpt2")]
-    values |= {"decay_steps": flags.get("max_steps", TrainConfig.max_steps), **flags}
+    values |= {"decay_steps": flags.get("max_steps", TrainConfig.max_steps), **flags}  # flags win
     values.setdefault("min_lr", values["max_lr"] / (50 if values["schedule"] == "wsd" else 10))
     values.setdefault("hellaswag_every", 250 if on_gpu or flags.keys() & {"hellaswag_data", "hellaswag_limit"} else 0)
     values |= {"device": device.type, "dtype": devices.pick_dtype(flags.get("dtype", "auto"), device)}
     config = TrainConfig(**values, explicit=frozenset(flags))
-    config = replace(config, compile=flags.get("compile", on_gpu and presets.is_worth_compiling(config)))
-    if config.n_embd % config.n_head:
-        raise UserError(f"--n-embd {config.n_embd} is not a multiple of --n-head {config.n_head}. Change one.")
-    if config.min_lr > config.max_lr:
-        raise UserError(f"--min-lr {config.min_lr:g} is above --max-lr {config.max_lr:g}. Lower it.")
+    check_consistent(config)
     rows = batch_size.rows_per_rank(config.total_batch_size, config.block_size, world_size)
-    return replace(config, batch_size=batch_size.pick_batch_size(flags.get("batch_size"), rows, device.type))
+    B = batch_size.pick_batch_size(flags.get("batch_size"), rows, device.type)
+    return replace(config, batch_size=B, compile=flags.get("compile", on_gpu and presets.is_worth_compiling(config)))
 
 
 def new_model(config: TrainConfig, vocab_size: int) -> GPT:
@@ -494,8 +476,7 @@ def initial_model(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Checkpo
         model = new_model(config, tokenizer.vocab_size)
     else:
         model = GPT.from_pretrained(source, config.dropout, verify=False)  # its checksums were compared already
-        c = model.config
-        start.check_pretrained(source, c.vocab_size, tokenizer, c.block_size, config.block_size, config.data)
+        start.check_pretrained(source, model.config.vocab_size, model.config.block_size, tokenizer, config)
         model.crop(config.block_size)
     if config.lora_rank:
         lora.add_adapter(model, config.n_embd, config.lora_rank, config.lora_alpha, config.seed, resume_from)
@@ -515,17 +496,13 @@ def validation_loss(
     """Mean loss in nats over the first `tokens` tokens of a split, or all. It depends neither on the ranks nor on B."""
     rows = min(tokens // loader.T, loader.rows_per_epoch)
     total = n = 0.0
-    first_rows = range(dist.rank * loader.B, rows, dist.world_size * loader.B)
+    first_rows = range(dist.rank * loader.B, rows, dist.world_size * loader.B)  # ranks take turns
     for first in stop.interruptible(progress_bar(first_rows, "validation", dist.rank)):
-        try:
+        with stop.saving_first(), amp:  # if a shard is corrupt
             x, y = loader.batch(range(first, min(first + loader.B, rows)))  # the last batch may be smaller
-        except UserError as error:
-            stop.fail(error)  # the training state is good: save it first
-            break
-        with amp:
             _, loss = model(x, y)
-        total += loss.item() * len(x)
-        n += len(x)
+            total += loss.item() * len(x)  # a sum over rows, so that smaller batches do not count more
+            n += len(x)
     total, n, stop_requests = dist.all_reduce_sum(total, n, stop.requested)
     return None if stop.agree(stop_requests) else total / n
 
@@ -538,7 +515,7 @@ def sample(
     if tokenizer.name == "bytes":
         max_new_tokens *= 4  # about the length of a GPT-2 token
     idx = torch.tensor([tokenizer.encode(prompt) or [tokenizer.eot]], device=generator.device).repeat(n, 1)  # (n, T)
-    texts = model.generate(idx, max_new_tokens, temperature, top_k, generator)
+    texts = model.generate(idx, max_new_tokens, temperature, top_k, generator)  # (n, T + max_new_tokens)
     return [tokenizer.decode(text) for text in texts.tolist()]
 
 
@@ -564,8 +541,8 @@ def train_step(
         state.model.train()  # after an evaluation
         # The masks depend on (seed, step, rank) alone, so a resumed run draws the same ones.
         torch.manual_seed(devices.derive_seed(config.seed, state.step, dist.rank))
-    optimizer.zero_grad(set_to_none=True)
-    loss_sum = torch.zeros((), device=dist.device)
+    optimizer.zero_grad(set_to_none=True)  # frees them: the first backward pass writes, and the others add
+    loss_sum = torch.zeros((), device=dist.device)  # on the device: reading it would make the host wait
     for micro_step in range(loader.grad_accum):
         if stop.agreed:  # several ranks agree at the end of a step only
             return None
@@ -582,11 +559,10 @@ def train_step(
         loss_sum += loss.detach()
         scaler.scale(loss).backward()  # scales only in fp16, where small gradients would become zero
     if state.step + 1 < config.max_steps:
-        try:
+        with stop.saving_first():  # if a shard is corrupt: this step is good
             loader.prefetch(loader.grad_accum)  # of the next step, while the device is still computing
-        except UserError as error:
-            stop.fail(error)  # this step is good: apply and save it first
-    scaler.unscale_(optimizer)
+    scaler.unscale_(optimizer)  # before clipping, which compares with the true norm
+    # Clipping keeps the direction: one batch with huge gradients must not undo the steps before it.
     norm = fsdp.full_tensor(nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf))
     # One all-reduce for all that the ranks must agree on. They have the same norm already, so its mean is the norm.
     reduced = dist.all_reduce_mean(torch.stack([loss_sum, norm, torch.full_like(norm, stop.requested)]))
@@ -619,12 +595,12 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     # Everything that can fail or take long comes before the first step. The first rank of each node goes first: the
     # others then find what it has downloaded and compiled.
     with dist.local_rank_zero_first():
-        data = start.check_and_open_data(config, dist, checkpoint)  # --text and --demo make their shards first
-        with fsdp.weights_on_rank_zero(sharded, rank):
+        data = start.check_and_open_data(config, dist, checkpoint)  # for --text and --demo, makes the shards first
+        with fsdp.weights_on_rank_zero(sharded, rank):  # which sends the others their parts
             model = initial_model(config, data.tokenizer, checkpoint)
-        identity = resume.identify_data(data, model, checkpoint)
-        examples = hellaswag.load_examples(config, data.tokenizer, dist.print0)
-        devices.configure_backends(device, config.tf32, dtype, config.block_size)
+        identity = resume.identify_data(data, model, checkpoint)  # checksums: a resumed run must read the same data
+        examples = hellaswag.load_examples(config, data.tokenizer, dist.print0)  # downloads them once
+        devices.configure_backends(device, config.tf32, dtype, config.block_size)  # TF32, attention, the allocator
         amp = devices.autocast(device, dtype)  # matrix products in bf16 or fp16; weights, norms and sums in fp32
         # HellaSwag and samples need all weights on each rank: with FSDP, in a copy that is filled when it is used.
         eval_model = fsdp.without_weights(model) if sharded else model.to(device)
@@ -646,28 +622,27 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         train_model = DistributedDataParallel(compiled, gradient_as_bucket_view=True)
     betas, muon_dtype = (config.beta1, config.beta2), dtype if config.optimizer == "muon" else None
     optimizer = model.configure_optimizers(config.weight_decay, config.max_lr, betas, muon_dtype)
-    # fp16 has no small gradients: they would be zero, so the scaler multiplies the loss, and divides them afterwards
+    # In fp16 small gradients would be zero, so the scaler multiplies the loss, and divides the gradients afterwards.
     state = TrainState(model, optimizer, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16))
     if checkpoint:
         state.restore(checkpoint)  # the model has its weights already
-
-    loader = new_loader(config, data, "train", B, dist)
+    loader = train_loader(config, data, B, dist)
     loader.seek(state.step)
-    val_loader = new_loader(config, data, "val", B, dist) if data.val else None
-    if config.minutes and not checkpoint:
+    val_loader = DataLoaderLite(data.val, B, config.block_size, data.tokenizer.vocab_size, dist) if data.val else None
+    if config.minutes and not checkpoint:  # how many steps this machine makes in the time
         config = budget.set_steps_for_minutes(config, train_model, optimizer, loader, val_loader, dist)
 
     run = RunInfo(config, data, identity, model, checkpoint, len(examples))
     folder = run_folder.lock_and_replace_folder(run, dist)  # from here on, files are written
     stop = StopHandler(world_size)  # a signal sets a flag, which all ranks read at the end of a step
-    logger = RunLogger(run, dist)
-    checkpoints = CheckpointManager(run, stop, logger.sync, rank)
+    logger = RunLogger(run, dist)  # log.txt, metrics.jsonl, run.json, curves.png, trackers, and the console
+    checkpoints = CheckpointManager(run, stop, logger.sync, rank)  # writes in a thread, after the log is on the disk
     scoring_model = hellaswag.ScoringModel(eval_model.transformer, eval_model.logits, config.block_size, device)
     print_header(run, dist, loader)
 
     def evaluate(step: int) -> bool:
         """Measures what is due before a step. False if a signal interrupted that, on all ranks."""
-        due = logger.evaluations_due(step)
+        due = logger.evaluations_due(step)  # without what the process before a resume has logged of this step
         if config.dropout:
             eval_model.eval()  # without dropout both modes compute the same, and torch.compile would compile each
         if "val" in due and val_loader:
@@ -685,14 +660,13 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         while not stop.agreed:
             last = state.step == config.max_steps
             if logger.evaluations_due(state.step):
-                with fsdp.full_weights(eval_model, model):
+                with fsdp.full_weights(eval_model, model):  # without FSDP, both are the same model
                     if not evaluate(state.step):
-                        continue
+                        continue  # to the end of the loop: the run is stopped
             if config.is_due(config.checkpoint_every, state.step):
                 checkpoints.save(state, final=last)
             if last:
                 break
-
             lr = get_lr(state.step, config)
             for group in optimizer.param_groups:
                 group["lr"] = lr
@@ -701,15 +675,14 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
             with watchdog.step(state.step):
                 result = train_step(train_model, state, loader, config, dist, stop)
             if result is None:
-                continue
+                continue  # stopped, too
             dt = time.perf_counter() - started  # without evaluation, logging and checkpoints
             loss, norm = result
             logger.step(state.step, loss, lr, norm, dt, state.record(loss, norm))
             state.step += 1
-            state.check_bad_steps(config.max_bad_steps)
+            state.check_bad_steps(config.max_bad_steps)  # too many in a row that were not finite end the run
         else:  # no break, but a signal, or a failure on any rank
             checkpoints.save_and_exit(state, dist)
-
     texts: list[str] = []
     if config.demo:
         with fsdp.full_weights(eval_model, model), amp:
@@ -728,7 +701,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if flags.get("plan"):
         flags = {"gpus": dist.world_size} | flags | {"dtype": cli_flags.get("dtype", "auto").replace("auto", "bf16")}
         config = resolve(flags, torch.device("cuda"), flags["gpus"])
-        return plan.print_report(config, partial(new_model, config), dist.rank)
+        return plan.print_report(config, lambda vocab_size: new_model(config, vocab_size), dist.rank)
     dist = dist.with_device(flags.get("device", "auto"))
     config = resolve(flags, dist.device, dist.world_size)
     if config.minutes and config.recipe == "fast" and not checkpoint:
@@ -741,7 +714,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except SystemExit as stopped:
         exit_code = stopped.code
     dist.close()  # train has returned, so DDP's model is gone: gloo's threads and ours would deadlock otherwise
-    sys.exit(exit_code)
+    raise SystemExit(exit_code)
 
 
 if __name__ == "__main__":

@@ -184,13 +184,10 @@ def test_a_step_with_an_infinite_gradient_changes_nothing(byte_shards, tmp_path,
     optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), torch.bfloat16 if muon else None)
     state = TrainState(model, optimizer, torch.amp.GradScaler(DEVICE.type, enabled=False))
     config = config_on_gpu(byte_shards, tmp_path, "--max-steps", 3)
-    loader = train_gpt2.DataLoaderLite(
-        [np.arange(4096, dtype=np.uint16) % 257], 4, 16, vocab_size=257, grad_accum=2, device=DEVICE
-    )
+    loader = train_gpt2.DataLoaderLite([np.arange(4096, dtype=np.uint16) % 257], 4, 16, 257, gpu, grad_accum=2)
 
     def step():
-        amp = devices.autocast(DEVICE, torch.bfloat16)
-        return train_gpt2.train_step(model, state, loader, 1e-3, config, gpu, StopHandler(), amp)
+        return train_gpt2.train_step(model, state, loader, config, gpu, StopHandler())
 
     assert np.isfinite(step()).all()
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))

@@ -13,6 +13,7 @@ from helpers import ROOT
 
 from support.cli import UserError
 from support.data import shards
+from support.runtime.distributed import Distributed
 from train_gpt2 import DataLoaderLite
 
 T = 4
@@ -55,7 +56,8 @@ def test_rows_of_an_epoch_by_hand(tmp_path):
 def test_a_step_has_the_same_rows_for_any_ranks_and_micro_batch(tmp_path, world_size, B):
     files, R = consecutive_shards(tmp_path, LENGTHS), 8
     ranks = [
-        loader(files, B, rank=r, world_size=world_size, grad_accum=R // (B * world_size)) for r in range(world_size)
+        loader(files, B, dist=Distributed(r, 0, world_size), grad_accum=R // (B * world_size))
+        for r in range(world_size)
     ]
     for step in range(4):
         # micro-step by micro-step, rank by rank, is the order of the rows
@@ -77,7 +79,7 @@ def test_seek_finds_the_data_of_a_step(tmp_path):
 def test_shuffling_permutes_each_epoch_in_a_new_order_that_all_ranks_share(tmp_path):
     files = consecutive_shards(tmp_path, (401, 201, 2, 301))  # 100, 50, 0 and 75 rows
     in_order = starts([loader(files, B=225).next_batch()])
-    ranks = [loader(files, B=1, rank=r, world_size=3, shuffle=True, seed=7) for r in range(3)]
+    ranks = [loader(files, B=1, dist=Distributed(r, 0, 3), shuffle=True, seed=7) for r in range(3)]
     epochs = [starts([rank.next_batch() for _ in range(75) for rank in ranks]) for _ in range(3)]
     for epoch in epochs:
         assert sorted(epoch) == in_order and epoch != in_order

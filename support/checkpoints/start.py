@@ -150,16 +150,19 @@ def _init_from_conflicts(cli_flags: Mapping[str, Any], out: str) -> list[str]:
 
 
 def check_pretrained(
-    source: str | Path, vocab_size: int, tokenizer: Tokenizer, context: int, block_size: int, data: str
+    source: str | Path, vocab_size: int, context: int, tokenizer: Tokenizer, config: RunOptions
 ) -> None:
-    """Checks that pretrained weights, of a `vocab_size` and a `context`, fit the shards in `data` and the `block_size`.
+    """Checks that pretrained weights of a vocabulary and a context fit the shards of a run and its context.
+
+    Args:
+        tokenizer: of the shards.
 
     Raises:
         UserError: they do not.
     """
     if vocab_size != tokenizer.vocab_size:
         raise UserError(
-            f"{source} has a vocabulary of {vocab_size:,} tokens, and the shards in {data} one of "
+            f"{source} has a vocabulary of {vocab_size:,} tokens, and the shards in {config.data} one of "
             f"{tokenizer.vocab_size:,} ({tokenizer.name}). Use --data with shards made with its tokenizer; "
             "with --text, its --tokenizer and another --out."
         )
@@ -167,8 +170,8 @@ def check_pretrained(
     name = tokenizer_name(folder, vocab_size)
     if name != tokenizer.name and not get_tokenizer(name).is_same_as(tokenizer):
         raise UserError(
-            f"{source} has another tokenizer than the shards in {data}. Make shards with its tokenizer: --tokenizer "
+            f"{source} has another tokenizer than the shards in {config.data}. Make shards with its tokenizer: --tokenizer "
             f"{name if name in VOCAB_SIZES else f'bpe --tokenizer-from {source}'}."
         )
-    if block_size > context:
+    if config.block_size > context:
         raise UserError(f"{source} has a context of {context} tokens. Leave out --block-size, or lower it.")

@@ -24,10 +24,11 @@ from support.data.readers import (
     text_suffix,
 )
 
+FAST_LR = 3.6e-3  # the peak learning rate of --recipe fast, in steps of 16,384 tokens or more: docs/recipes.md
 # About two minutes on two CPU cores.
 DEMO = dict(
     data="demo_data", out="log_demo", n_layer=3, n_head=2, n_embd=128, block_size=64, batch_size=16,
-    recipe="fast", total_batch_size=1024, max_steps=1200, max_lr=9e-4, cooldown_fraction=0.7, shuffle=True,
+    recipe="fast", total_batch_size=1024, max_steps=1200, max_lr=FAST_LR / 4, cooldown_fraction=0.7, shuffle=True,
     val_tokens=65536, hellaswag_every=0,
 )  # fmt: skip
 DEMO_SOURCE = "documentation of CPython"
@@ -173,7 +174,7 @@ def step_size(total_tokens: float, steps: int = 2000) -> int:
 
 def fast_lr(tokens_per_step: int) -> float:
     """The peak learning rate of --recipe fast in small steps: with the square root of their size, see docs/recipes.md."""
-    return 3.6e-3 * math.sqrt(min(1.0, tokens_per_step / 16384))
+    return FAST_LR * math.sqrt(min(1.0, tokens_per_step / 16384))
 
 
 def flags_for_steps(steps: int, demo: bool, fine_tuned: bool = False) -> dict[str, Any]:

@@ -190,6 +190,9 @@ class Distributed:
             distributed.destroy_process_group()
 
 
+ONE_PROCESS = Distributed(rank=0, local_rank=0, world_size=1)
+
+
 @contextlib.contextmanager
 def report_lost_processes() -> Iterator[None]:
     """Reports that another process of the run has ended, for which gloo and torchrun's store have errors of their own.

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from support.cli import MAIN_GROUP, flag
+from support.cli import MAIN_GROUP, UserError, flag
 from support.data import presets
 from support.runtime import devices
 
@@ -247,6 +247,21 @@ class RunOptions(Recipe):
         """What a checkpoint stores of them."""
         left_out = PLAN_FLAGS | MACHINE_FLAGS - self.explicit
         return {name: value for name, value in self.to_dict().items() if name not in left_out}
+
+
+def check_consistent(config: RunOptions) -> None:
+    """Checks values that depend on each other.
+
+    Raises:
+        UserError: some contradict each other, one line each.
+    """
+    problems = []
+    if config.n_embd % config.n_head:
+        problems.append(f"--n-embd {config.n_embd} is not a multiple of --n-head {config.n_head}. Change one.")
+    if config.min_lr > config.max_lr:
+        problems.append(f"--min-lr {config.min_lr:g} is above --max-lr {config.max_lr:g}. Lower it.")
+    if problems:
+        raise UserError(*problems)
 
 
 def describe_speed(config: RunOptions, device: torch.device) -> dict[str, str]:

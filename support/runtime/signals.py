@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, TracebackType
 from typing import NoReturn, TypeVar
 
-from support.cli import GuardedStream
+from support.cli import GuardedStream, UserError
 
 T = TypeVar("T")
 
@@ -61,6 +61,14 @@ class StopHandler:
     def fail(self, error: Exception) -> None:
         """Requests the stop because of an error that only this rank has. Any thread may call it."""
         self.failure, self._reason = error, _FAILURE
+
+    @contextlib.contextmanager
+    def saving_first(self) -> Iterator[None]:
+        """Turns a UserError into a request to stop: the training state is good, and is saved before the run ends."""
+        try:
+            yield
+        except UserError as error:
+            self.fail(error)
 
     def interruptible(self, items: Iterable[T]) -> Iterator[T]:
         """The items, until a stop is requested on this rank."""
