@@ -34,7 +34,7 @@ import hellaswag
 from support.checkpoints import huggingface, lora, resume, run_folder, start
 from support.checkpoints.manager import CheckpointManager
 from support.checkpoints.state import Checkpoint, TrainState
-from support.cli import MAIN_GROUP, UserError, flag, parse_flags, run_cli
+from support.cli import MAIN_GROUP, flag, parse_flags, run_cli
 from support.console.progress import print_header, print_summary, progress_bar
 from support.console.run_logger import RunLogger
 from support.data import presets, shards
@@ -649,12 +649,14 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
             logger.validation(step, validation_loss(compiled, val_loader, config.val_tokens, dist, stop, amp))
         if "hella" in due and examples and not stop.agreed:
             logger.hellaswag(step, hellaswag.score_with_ranks(scoring_model, examples, dist, stop, amp))
-        if "samples" in due and rank == 0 and not stop.agreed:
+        if stop.agreed:
+            return False
+        if "samples" in due and rank == 0:
             generator = devices.seeded_generator(device, config.seed, step, rank)
             with amp:  # uncompiled: every length would be compiled again
                 logger.samples(step, sample(eval_model, data.tokenizer, config.prompt, 32, generator))
         devices.trim_memory(device)  # evaluations fragment the heap of a CPU
-        return not stop.agreed
+        return True
 
     with folder, stop, logger, checkpoints, watchdog:  # left in reverse: the log is complete before the folder is free
         while not stop.agreed:
