@@ -638,7 +638,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         val_shards = shards.open_shards(config.data, "val") if has_val else []
         tokenizer = shards.read_tokenizer(config.data)
         bytes_per_token = shards.bytes_per_token([*val_shards, *train_shards][0], tokenizer)
-        memory.check_training_fits(config.to_dict(), tokenizer.vocab_size, device, world_size if sharded else 1)
+        memory.check_training_fits(config, tokenizer.vocab_size, dist)
         with fsdp.weights_on_rank_zero(sharded, rank):
             model = initial_model(config, tokenizer, resume_from)
         memory.recompute_activations(model.transformer.h if config.recompute else [])
@@ -653,9 +653,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         devices.prepare(device, config.tf32, dtype, T)
         amp = devices.autocast(device, dtype)
         compiled = devices.compile(full_model, device) if config.compile else full_model
-        B = batch_size.largest_batch_size(
-            config.batch_size, rank_rows, T, compiled, dtype, dist, sharded, config.optimizer
-        )
+        B = batch_size.largest_batch_size(config, compiled, dist)
 
     # Ranks that differ would wait for each other forever. Connected, they exchange tensors: by NCCL on GPUs, else gloo.
     network_seconds = preflight.connect(dist, watchdog, config, identity, checkpoint.step if checkpoint else 0, model)
@@ -783,7 +781,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags, checkpoint = gather_flags(TrainConfig, cli_flags, dist)
     if flags.get("plan"):
         gpus, dtype = flags.setdefault("gpus", dist.world_size), cli_flags.get("dtype", "auto").replace("auto", "bf16")
-        return plan.print_report(resolve(flags | {"dtype": dtype}, torch.device("cuda"), gpus), dist.rank)
+        config = resolve(flags | {"dtype": dtype}, torch.device("cuda"), gpus)
+        return plan.print_report(config, partial(new_model, config), dist.rank)
     dist = dist.with_device(flags.get("device", "auto"))
     config = resolve(flags, dist.device, dist.world_size)
     if config.minutes and config.recipe == "fast" and not checkpoint:

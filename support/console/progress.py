@@ -19,7 +19,7 @@ from support.console.run_logger import STARTED, clock
 from support.console.terminal import BOLD, YELLOW, StatusLine, count, labelled, on_one_line, styled
 from support.data.presets import describe_text_flags
 from support.files import format_bytes
-from support.runtime import devices
+from support.runtime import devices, memory
 from support.runtime.distributed import Distributed
 from support.runtime.options import RunOptions, describe_speed
 
@@ -95,7 +95,7 @@ def print_header(
         dist.print0(labelled(label, text))
     if warning := warmup_warning(flags, first_step):
         dist.print0(styled(labelled("warning", warning), YELLOW))
-    checkpoint_bytes = 3 * sum(p.nbytes for p in model.parameters())  # AdamW has two moments, Muon one
+    checkpoint_bytes = memory.checkpoint_bytes(options, sum(p.numel() for p in model.parameters() if p.requires_grad))
     for note in notes(options, flags, first_step, checkpoint_bytes if dist.rank == 0 else 0):
         dist.print0(labelled("note", note))
 

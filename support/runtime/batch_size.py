@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+from torch import nn
 
 from support.cli import UserError
 from support.runtime import devices
 from support.runtime.distributed import Distributed
-from support.runtime.memory import estimate_memory
+from support.runtime.memory import Sizes, training_memory
+from support.runtime.options import RunOptions
 
 PROBED = ("cuda",)  # device types whose memory is tried out; others swap
 SPARE_BYTES = 512 * 2**20  # left free for fragmentation
@@ -49,48 +53,40 @@ def pick_batch_size(batch_size: int | None, rows: int, device_type: str) -> int:
     return min(batch_size, rows)
 
 
-def largest_batch_size(
-    batch_size: int,
-    rows: int,
-    T: int,
-    model: torch.nn.Module,
-    dtype: torch.dtype,
-    dist: Distributed,
-    sharded: bool = False,
-    optimizer: str = "adamw",
-) -> int:
+def largest_batch_size(config: RunOptions, model: nn.Module, dist: Distributed) -> int:
     """The largest micro-batch, up to `batch_size`, with which a run fits into the memory of this process's device.
 
     Tries those that may fit, by an estimate that it prints: allocates what a run needs at the same time, which is
-    `spare_bytes`, the optimizer's two moments, gradients (and DDP's copy of them with several ranks), micro-batches of (B, T) tokens
-    forward and backward, and validation. Weights are unchanged, and no other rank is waited for.
+    `spare_bytes`, AdamW's two moments, gradients (and DDP's copy of them with several ranks), micro-batches of (B, T)
+    tokens forward and backward, and validation. Weights are unchanged, and no other rank is waited for.
+
+    Under FSDP only the estimate decides: a trial would take all ranks.
 
     Args:
-        rows: rows of a step on this rank; the result divides them.
         model: compiled or not.
-        dtype: precision of the matrix products.
-        sharded: the model is to be sharded by FSDP. Then only the estimate decides: a trial would take all ranks.
 
     Raises:
         UserError: not even one row fits.
     """
-    device, world_size, notice = dist.device, dist.world_size, dist.print0
+    device, world_size, T, most = dist.device, dist.world_size, config.block_size, config.batch_size
     if device.type not in PROBED:
-        return batch_size
+        return most
     free, total = devices.free_and_total_memory(device)
-    spare = spare_bytes(world_size, sharded, optimizer)
-    for B in range(batch_size, 0, -1):
+    config = replace(config, compile=hasattr(model, "_orig_mod"))  # not everywhere where it should be
+    rows, sizes = rows_per_rank(config.total_batch_size, T, world_size), Sizes.of(model)
+    sharded = config.parallel == "fsdp" and world_size > 1
+    for B in range(most, 0, -1):
         if rows % B:
             continue
-        estimate = estimate_memory(model, B, T, dtype, world_size, total, sharded)
-        if batch_size == B:
-            notice(f"memory  about {estimate.total / 2**30:.1f} of {total / 2**30:.1f} GiB with {B} rows")
-        if estimate.minimum > free:
+        needed = training_memory(config, sizes, B, world_size, total)
+        if most == B:
+            dist.print0(f"memory  about {needed.total / 2**30:.1f} of {total / 2**30:.1f} GiB with {B} rows")
+        if needed.minimum > free:
             continue
-        if estimate.total + spare <= free if sharded else _fits(B, T, model, dtype, world_size, device, spare):
-            if batch_size != B:
-                notice(
-                    f"note    a micro-batch of {batch_size} rows does not fit into memory; using {B}. "
+        if needed.total + spare_bytes(config, world_size) <= free if sharded else _fits(config, B, model, dist):
+            if most != B:
+                dist.print0(
+                    f"note    a micro-batch of {most} rows does not fit into memory; using {B}. "
                     "A step keeps its number of tokens."
                 )
             return B
@@ -101,41 +97,33 @@ def largest_batch_size(
     )
 
 
-def spare_bytes(world_size: int, sharded: bool, optimizer: str) -> int:
+def spare_bytes(config: RunOptions, world_size: int) -> int:
     """What is left free on each GPU."""
     if world_size == 1:
         return SPARE_BYTES
-    return SPARE_BYTES_OF_SHARDED_MUON if sharded and optimizer == "muon" else SPARE_BYTES_OF_RANKS
+    sharded_muon = config.parallel == "fsdp" and config.optimizer == "muon"
+    return SPARE_BYTES_OF_SHARDED_MUON if sharded_muon else SPARE_BYTES_OF_RANKS
 
 
-def _fits(
-    B: int, T: int, model: torch.nn.Module, dtype: torch.dtype, world_size: int, device: torch.device, spare: int
-) -> bool:  # fmt: skip
+def _fits(config: RunOptions, B: int, model: nn.Module, dist: Distributed) -> bool:
     try:
-        _try_batch_size(B, T, model, devices.autocast(device, dtype), world_size, device, spare)
+        _try_batch_size(config, B, model, dist)
         fits = True
     except RuntimeError as error:
         if not devices.is_out_of_memory(error):
             raise
         fits = False  # what the failed attempt holds is freed with its traceback, after this block
     model.zero_grad(set_to_none=True)
-    devices.free_memory(device)
+    devices.free_memory(dist.device)
     return fits
 
 
-def _try_batch_size(
-    B: int,
-    T: int,
-    model: torch.nn.Module,
-    amp: torch.autocast,
-    world_size: int,
-    device: torch.device,
-    spare: int,
-) -> None:
-    reserved = [torch.empty(spare, dtype=torch.uint8, device=device)]
-    copies = 2 if world_size == 1 else 3  # AdamW's moments, and the buckets in which DDP sends gradients
+def _try_batch_size(config: RunOptions, B: int, model: nn.Module, dist: Distributed) -> None:
+    device, amp = dist.device, devices.autocast(dist.device, devices.DTYPES[config.dtype])
+    reserved = [torch.empty(spare_bytes(config, dist.world_size), dtype=torch.uint8, device=device)]
+    copies = 2 if dist.world_size == 1 else 3  # AdamW's moments, and the buckets in which DDP sends gradients
     reserved += [torch.empty_like(p) for p in model.parameters() if p.requires_grad for _ in range(copies)]
-    tokens = torch.zeros((B, T + 1), dtype=torch.int64, device=device)
+    tokens = torch.zeros((B, config.block_size + 1), dtype=torch.int64, device=device)
     x, y = tokens[:, :-1], tokens[:, 1:]  # sliced as the loader does: other strides would cause a recompilation
     # the same calls as in training and validation: others would be compiled, and then those again
     for _ in range(2):  # in the second pass, gradients and activations exist together

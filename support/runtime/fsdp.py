@@ -36,7 +36,7 @@ class ShardedModel(nn.Module):
             are averaged in fp32.
         compiled: compile the blocks and the loss. They are compiled one by one, as communication cannot be.
 
-    Weights are gathered once per step where memory allows (`keeps_gathered`), otherwise twice in each micro-step.
+    Weights are gathered once per step where memory allows, otherwise twice in each micro-step (`reshard_after_forward`).
     """
 
     def __init__(
@@ -49,7 +49,8 @@ class ShardedModel(nn.Module):
         # the group that exists: init_device_mesh may add one with NCCL, which refuses two ranks on one GPU
         mesh = DeviceMesh.from_group(cast(distributed.ProcessGroup, distributed.group.WORLD), device.type)
         device_memory = devices.free_and_total_memory(device)[1] if device.type == "cuda" else None
-        self.keep_gathered = keeps_gathered(sum(p.numel() for p in model.parameters()), dtype, device_memory)
+        parameters = sum(p.numel() for p in model.parameters())
+        self.reshard_after_forward = reshard_after_forward(parameters, dtype, device_memory)
         self.require_backward_grad_sync = True  # as in DistributedDataParallel: false in all but the last micro-step
         # Between matrix products, activations stay in fp32, as under autocast.
         policy = fsdp.MixedPrecisionPolicy(
@@ -59,7 +60,7 @@ class ShardedModel(nn.Module):
             _receive_weights(block, device)
             if compiled:
                 block.forward = torch.compile(block.forward, dynamic=False)
-            fsdp.fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not self.keep_gathered)
+            fsdp.fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard_after_forward)
         _receive_weights(model, device)
         if compiled:  # in effect, the loss: the loop over the blocks cannot be
             model.forward = torch.compile(model.forward, dynamic=False)
@@ -70,13 +71,13 @@ class ShardedModel(nn.Module):
     def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         sharded, last = cast("FSDPModule", self.module), self.require_backward_grad_sync
         sharded.set_requires_gradient_sync(last)
-        sharded.set_reshard_after_backward(last or not self.keep_gathered)
+        sharded.set_reshard_after_backward(last or self.reshard_after_forward)
         return self.module(idx, targets)
 
 
-def keeps_gathered(parameters: int, dtype: torch.dtype, device_memory: int | None) -> bool:
-    """Whether a rank keeps all weights from the first to the last micro-step of a step: if they are small."""
-    return device_memory is None or dtype.itemsize * parameters <= GATHERED_FRACTION * device_memory
+def reshard_after_forward(parameters: int, dtype: torch.dtype, device_memory: int | None) -> bool:
+    """Whether a rank drops the gathered weights after each pass, or keeps them during a step, as small ones are."""
+    return device_memory is not None and dtype.itemsize * parameters > GATHERED_FRACTION * device_memory
 
 
 def weights_on_rank_zero(sharded: bool, rank: int) -> contextlib.AbstractContextManager[object]:

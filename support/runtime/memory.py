@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from support.cli import UserError
 from support.files import format_bytes
 from support.optim import loss
 from support.runtime import devices, fsdp
+from support.runtime.distributed import Distributed
+from support.runtime.options import RunOptions
 
 RESERVED_BYTES = 10**9  # CUDA's own, and fragmentation
+PROGRAM_BYTES = 2.5e8  # on a CPU: Python and PyTorch
 COMPILED_FRACTION = 0.9  # of the activations are saved by torch.compile, at least: 0.999 was measured
 LAYER_BYTES = 40_000  # of the Python objects of a block, about
-# Bytes that a layer saves of a token, per channel, in bf16: see test_activations_of_a_token_counted_by_hand.
-LAYER_ACTIVATION_BYTES = 36
 
 
 @contextlib.contextmanager
@@ -35,13 +36,128 @@ def report_out_of_memory() -> Iterator[None]:
         raise UserError(message, this_rank_only=True) from error
 
 
-def recompute_activations(blocks: Iterable[torch.nn.Module]) -> None:
+def recompute_activations(blocks: Iterable[nn.Module]) -> None:
     """Makes each block save only its input, and compute its activations again in the backward pass.
 
     This is activation checkpointing (arXiv:1604.06174): a third more arithmetic in the blocks, and the same results.
     """
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+# -----------------------------------------------------------------------------
+# What training takes. N parameters, of which V x C are the padded embedding; L layers, C channels, T tokens of context,
+# B rows of a micro-batch.
+
+
+class Model(Protocol):
+    """What is asked of a GPT, which may be on the meta device, compiled, or both."""
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+    def get_parameter(self, target: str) -> nn.Parameter: ...
+
+
+class Sizes(NamedTuple):
+    """Of a model, next to those of its configuration."""
+
+    parameters: int  # with the padded vocabulary, as they are in memory
+    trained: int  # of these: not all with LoRA
+    vocab_size: int  # padded
+
+    @classmethod
+    def of(cls, model: Model) -> Sizes:
+        numels = [(p.numel(), p.requires_grad) for p in model.parameters()]
+        trained = sum(numel for numel, requires_grad in numels if requires_grad)
+        return cls(sum(numel for numel, _ in numels), trained, len(model.get_parameter("lm_head.weight")))
+
+
+class TrainingMemory(NamedTuple):
+    """Bytes on each rank at the peak of a step, by what they are for."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    buffers: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+    @property
+    def state(self) -> float:
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def minimum(self) -> float:
+        """What a step of several micro-steps certainly takes, compiled or not."""
+        return self.state + COMPILED_FRACTION * self.activations
+
+
+def block_parameters(config: RunOptions) -> int:
+    """Those that are matrices of the blocks: attention 4 C^2 and MLP 8 C^2 in each."""
+    return 12 * config.n_layer * config.n_embd**2
+
+
+def optimizer_bytes(config: RunOptions, trained: int) -> int:
+    """AdamW has two moments of each trained weight; Muon has one of the matrices of the blocks, and AdamW the rest."""
+    return 8 * trained - (4 * block_parameters(config) if config.optimizer == "muon" else 0)
+
+
+def checkpoint_bytes(config: RunOptions, trained: int) -> int:
+    """Weights that are trained, and the optimizer's state."""
+    return 4 * trained + optimizer_bytes(config, trained)
+
+
+def training_memory(
+    config: RunOptions, sizes: Sizes, B: int, world_size: int, device_memory: int | None
+) -> TrainingMemory:
+    """Bytes on each of `world_size` devices at the peak of a step, with micro-batches of B rows.
+
+    FSDP is ZeRO (arXiv:1910.02054) of stage 3 or, where the weights stay gathered, 2.
+
+    Args:
+        device_memory: of the GPU in bytes; None for a CPU.
+    """
+    L, C, T, N, trained, V = config.n_layer, config.n_embd, config.block_size, *sizes
+    dtype = devices.DTYPES[config.dtype]
+    on_gpu, itemsize, blocks = device_memory is not None, dtype.itemsize, block_parameters(config)
+    tokens, embedding, accumulates = B * T, V * C, config.total_batch_size > world_size * B * T
+    sharded = config.parallel == "fsdp" and world_size > 1
+    parts = world_size if sharded else 1
+    # What a layer saves of each token in bf16, by its inputs: ln_1 (fp32) 4C, c_attn 2C, attention 6C + 2C and a number
+    # per head, c_proj (shared with attention), ln_2 (fp32) 4C, c_fc 2C, GELU 8C, c_proj 8C. In fp32, all of it is.
+    # With LoRA it is about the same: its matrices need the inputs that frozen ones would not.
+    layer = tokens * ((36 if itemsize == 2 else 64) * C + 4 * config.n_head + 16)
+    saved: float = L * tokens * 4 * C + layer if config.recompute else L * layer  # checkpointing: arXiv:1604.06174
+    saved += tokens * ((4 + itemsize) * C + 16)  # ln_f's input, the gradient that the loss saves, ids
+    if itemsize == 2 and not (sharded and on_gpu):
+        saved += itemsize * blocks  # autocast's copies, which the backward pass needs; FSDP gathers them in bf16
+    numel = loss.chunk_numel("cuda" if on_gpu else "cpu", device_memory or 0)
+    rows = tokens if dtype == torch.float16 else min(loss.chunk_rows(numel, V), tokens)
+    # Eager: logits and log-probabilities in fp32, too, and on a CPU about as much for copies inside matrix products.
+    logits = rows * V * (itemsize + (16 if not on_gpu else 0 if config.compile else 8))
+    if config.lora_rank is None:
+        logits += (4 + 4) * embedding  # the gradient of the embedding, and of one chunk, in fp32
+    logits += itemsize * embedding if itemsize == 2 else 0  # the embedding in bf16
+    # What is sent at once: the gradients of the embeddings. gloo copies it.
+    largest = min(4 * trained, 4 * max(N - blocks, blocks / L))
+    if sharded:
+        width = itemsize if on_gpu else 4
+        reshards = fsdp.reshard_after_forward(N, dtype, device_memory)
+        gathered = 2 * width * blocks / L if reshards else width * blocks  # two blocks: this one and the next
+        buffers = gathered + 4 * (N - blocks) + (largest if on_gpu else 3 * largest)
+        # complete until the last micro-step sends them
+        gradients = 4 * trained / parts + (4.0 * trained if accumulates else 0.0)
+        # evaluations have all weights in fp32, but no gradients and activations
+        buffers += max(0.0, 4 * N - (gradients + saved + buffers))
+    else:
+        gradients = 4.0 * trained
+        buffers = 4.0 * trained + (0.0 if on_gpu else largest) if world_size > 1 else 0.0  # DDP's buckets
+    buffers += RESERVED_BYTES if on_gpu else PROGRAM_BYTES
+    moments = optimizer_bytes(config, trained) / parts
+    return TrainingMemory(4 * N / parts, gradients, moments, saved, logits, buffers)
 
 
 # -----------------------------------------------------------------------------
@@ -69,39 +185,36 @@ def check_model_fits(sizes: Mapping[str, int], source: str) -> None:
         )
 
 
-def check_training_fits(flags: Mapping[str, Any], vocab_size: int, device: torch.device, parts: int = 1) -> None:
+def check_training_fits(config: RunOptions, vocab_size: int, dist: Distributed) -> None:
     """Checks that training a GPT can fit into memory: weights, gradients, optimizer, and most of the activations.
 
-    Args:
-        flags: the sizes of the model, batch_size (on CUDA, a smaller one may be found later), optimizer, lora_rank and
-            recompute.
-        parts: ranks among which FSDP divides the state.
+    On CUDA without the activations: a smaller micro-batch may be found later.
 
     Raises:
         UserError: it cannot, compiled or not; the flags to change are named.
     """
-    sizes = {**flags, "vocab_size": vocab_size}
-    check_model_fits(sizes, "the model")
-    on_cuda = device.type == "cuda"
-    total = devices.free_and_total_memory(device)[1] if on_cuda else available_memory()
+    shape = dict(n_layer=config.n_layer, n_embd=config.n_embd, block_size=config.block_size, bias=config.bias)
+    shape["vocab_size"] = vocab_size
+    check_model_fits(shape, "the model")
+    on_cuda = dist.device.type == "cuda"
+    total = devices.free_and_total_memory(dist.device)[1] if on_cuda else available_memory()
     if total is None:
         return
-    parameters, available = count_parameters(sizes), f"and {format_bytes(total)} are available"
-    copies = 4 if flags["optimizer"] == "adamw" else 3  # weights, gradients, two moments (Muon: mostly one)
-    persistent = 4 * parameters * (copies if flags["lora_rank"] is None else 1)
-    persistent //= parts if on_cuda else 1  # ranks on a CPU share its memory
-    if persistent > total:
+    parameters, available = count_parameters(shape), f"and {format_bytes(total)} are available"
+    sizes = Sizes(parameters, parameters if config.lora_rank is None else 0, vocab_size)  # LoRA's own are few
+    B, T, ranks = config.batch_size, config.block_size, dist.world_size if on_cuda else 1  # CPU's share its memory
+    needed = training_memory(config, sizes, B, ranks, total if on_cuda else None)
+    if needed.state > total:
         raise UserError(
-            f"training {parameters:,} parameters takes at least {format_bytes(persistent)}, {available}. "
+            f"training {parameters:,} parameters takes at least {format_bytes(needed.state)}, {available}. "
             "Use a smaller --model, or smaller --n-layer, --n-embd or --block-size"
-            f"{', or several GPUs with --parallel fsdp' if on_cuda and parts == 1 else ''}."
+            f"{', or several GPUs with --parallel fsdp' if on_cuda and (ranks == 1 or config.parallel == 'ddp') else ''}."
         )
-    B, T = flags["batch_size"], flags["block_size"]
-    saved = 4 if flags["recompute"] else COMPILED_FRACTION * LAYER_ACTIVATION_BYTES  # bytes per layer and channel
-    activations = saved * B * T * flags["n_layer"] * flags["n_embd"]
-    if persistent + activations > total and not on_cuda:
+    # In a single micro-step, gradients take the place of activations.
+    least = needed.minimum - (needed.gradients if config.total_batch_size == B * T else 0)
+    if least > total and not on_cuda:
         raise UserError(
-            f"micro-batches of {B} row{'s' if B > 1 else ''} of {T} tokens take at least {format_bytes(persistent + activations)}, "
+            f"micro-batches of {B} row{'s' if B > 1 else ''} of {T} tokens take at least {format_bytes(least)}, "
             f"{available}. "
             "Lower --batch-size (a step keeps its number of tokens) or --block-size, or use --recompute."
         )
@@ -122,80 +235,3 @@ def available_memory() -> int | None:
         return min(available, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     except (OSError, ValueError):  # no container, or "max"
         return available
-
-
-# -----------------------------------------------------------------------------
-# Training on CUDA
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes of weights, gradients and optimizer, and bytes that grow with the micro-batch if nothing is compiled."""
-
-    persistent: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        return self.persistent + self.activations + RESERVED_BYTES
-
-    @property
-    def minimum(self) -> float:
-        """What training certainly takes, compiled or not."""
-        return self.persistent + COMPILED_FRACTION * self.activations
-
-
-def estimate_memory(
-    model: torch.nn.Module, B: int, T: int, dtype: torch.dtype, world_size: int, device_memory: int, sharded: bool = False
-) -> MemoryEstimate:  # fmt: skip
-    """The memory that training on CUDA takes, with AdamW and micro-batches of (B, T) tokens.
-
-    Args:
-        model: `model(idx, targets)` returns logits and loss. Compiled or not; its weights are not read.
-        dtype: precision of the matrix products.
-        device_memory: of the GPU, in bytes. The chunks of the loss depend on it.
-        sharded: by FSDP.
-    """
-    parameters = list(model.parameters())
-    weights = 4 * sum(p.numel() for p in parameters)
-    trained = 4 * sum(p.numel() for p in parameters if p.requires_grad)
-    if sharded:  # a part of the weights, gradients and two moments; gradients until they are sent; gathered weights
-        persistent = (weights + 3 * trained) // world_size + trained
-        if fsdp.keeps_gathered(weights // 4, dtype, device_memory):
-            persistent += dtype.itemsize * weights // 4
-    else:
-        copies = 3 if world_size == 1 else 4  # gradients, two moments, and the buckets in which DDP sends gradients
-        persistent = weights + copies * trained
-    width = len(model.get_parameter("lm_head.weight"))  # the padded vocabulary
-    rows = min(loss.chunk_rows(loss.chunk_numel("cuda", device_memory), width), B * T)
-    compiled = hasattr(model, "_orig_mod")
-    logit_bytes = dtype.itemsize + (0 if compiled else 8)  # eager: logits and log-probabilities in fp32, too
-    return MemoryEstimate(persistent, saved_bytes(model, B, T, dtype) + logit_bytes * rows * width)
-
-
-def saved_bytes(model: torch.nn.Module, B: int, T: int, dtype: torch.dtype) -> int:
-    """Bytes that autograd saves in the forward pass of (B, T) tokens, not compiled; counted on tensors without data."""
-    from torch._subclasses.fake_tensor import FakeTensorMode  # loads the compiler
-
-    saved: dict[int, torch.UntypedStorage] = {}
-
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        return tensor
-
-    # Without dropout: its masks are small, but with it attention on a CPU, which this imitates, saves (T, T) matrices.
-    in_training = [module for module in model.modules() if module.training]
-    model.eval()
-    with FakeTensorMode(), torch.compiler.set_stance("force_eager"):
-        tensors = {
-            name: torch.empty(t.shape, dtype=t.dtype, requires_grad=t.requires_grad)
-            for name, t in (*model.named_parameters(), *model.named_buffers())
-        }
-        tokens = torch.zeros((B, T), dtype=torch.int64)
-        hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
-        with hooks, torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
-            torch.func.functional_call(model, tensors, (tokens, tokens))
-        weights = {t.untyped_storage()._cdata for t in tensors.values()}
-    for module in in_training:
-        module.training = True
-    return sum(storage.nbytes() for address, storage in saved.items() if address not in weights)

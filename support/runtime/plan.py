@@ -1,23 +1,24 @@
 """--plan: what a run will take, computed before anything is paid for: time, cost, memory, traffic.
 
-Each formula has its source. Sizes: N parameters, of which V x C are the padded embedding; L layers, C channels, T tokens
-of context, B rows of a micro-batch, W GPUs.
+Each formula has its source; those of memory are in memory.py. W is the number of GPUs.
 """
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Protocol
+
+import torch
 
 from support.cli import UserError
 from support.data import bpe, presets, shards
 from support.data.tokenizer import VOCAB_SIZES
 from support.files import format_bytes
-from support.optim import loss
 from support.runtime import devices, fsdp, memory
+from support.runtime.memory import Sizes, block_parameters, training_memory
 from support.runtime.options import RunOptions
 
 # Model FLOPs utilization that was reached with this architecture on 8 GPUs, by millions of parameters: tokens per
@@ -29,118 +30,38 @@ MEASURED_MFU = {
     "H200": {124: 0.40, 1558: 0.49},  # the same chip as the H100's
 }
 ASSUMED_MFU = 0.4  # where nothing was measured
-# On a CPU: Python and PyTorch.
-PROGRAM_BYTES = 2.5e8
 GPUS_PER_NODE = 8
 SMALL = 60e6  # parameters: half of the smallest model in the table
 WIDTH, LABEL = 80, 9  # columns of a line and of its label
 DISK_BYTES_PER_SECOND = 1e9  # of a checkpoint's disk: a fast network file system, or a slow SSD
 
-
-# Titles and widths of the table: MemoryPlan's fields, their sum, and the largest micro-batch.
+# Titles and widths of the table: TrainingMemory's fields, their sum, and the largest micro-batch.
 COLUMNS = dict(weights=8, grads=7, optim=7, activ=7, logits=7, buffers=8, total=8, batch=6)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The model of a plan; `parameters` with the padded vocabulary, as they are in memory."""
+class Model(memory.Model, Protocol):
+    """What is asked of the trainer's model."""
 
-    n_layer: int
-    n_head: int
-    n_embd: int
-    block_size: int
-    padded_vocab_size: int
-    parameters: int
-
-    @property
-    def flops_per_token(self) -> float:
-        """6N + 12 L C T, N without the position embeddings (PaLM, arXiv:2204.02311, appendix B)."""
-        N = self.parameters - self.block_size * self.n_embd
-        return 6 * N + 12 * self.n_layer * self.n_embd * self.block_size
-
-    @property
-    def block_parameters(self) -> int:
-        """Those that are matrices of the blocks: 12 C^2 per layer."""
-        return 12 * self.n_layer * self.n_embd**2
+    def flops_per_token(self) -> int: ...
 
 
-class MemoryPlan(NamedTuple):
-    """Bytes on each GPU, by what they are for."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-    activations: float
-    logits: float
-    buffers: float
-
-    @property
-    def total(self) -> float:
-        return sum(self)
-
-
-# -----------------------------------------------------------------------------
-# Memory
-
-
-def plan_memory(
-    sizes: Sizes, B: int, *, world_size: int, parallel: str, recompute: bool, micro_steps: int,
-    optimizer: str = "adamw", itemsize: int = 2, device_memory: int | None = None,
-) -> MemoryPlan:  # fmt: skip
-    """Bytes on each of `world_size` devices at the peak of a step.
-
-    Args:
-        parallel: "ddp", or "fsdp" (ZeRO, arXiv:1910.02054, stage 3 or, where the weights stay gathered, 2).
-        itemsize: of the dtype of the matrix products: 2 or 4.
-        device_memory: of the GPU in bytes; None for a CPU. On a GPU, the loss is compiled.
-    """
-    L, C, T, V, N = sizes.n_layer, sizes.n_embd, sizes.block_size, sizes.padded_vocab_size, sizes.parameters
-    on_gpu, tokens, embedding = device_memory is not None, B * T, V * C
-    sharded = parallel == "fsdp" and world_size > 1
-    parts = world_size if sharded else 1
-    blocks = sizes.block_parameters
-    moments: float = 8 * N if optimizer == "adamw" else 8 * (N - blocks) + 4 * blocks  # Muon has one of its matrices
-    # What a layer saves of each token in bf16, by its inputs: ln_1 (fp32) 4C, c_attn 2C, attention 6C + 2C and a number
-    # per head, c_proj (shared with attention), ln_2 (fp32) 4C, c_fc 2C, GELU 8C, c_proj 8C. In fp32, all of it is.
-    layer = tokens * ((36 if itemsize == 2 else 64) * C + 4 * sizes.n_head + 16)
-    saved = L * tokens * 4 * C + layer if recompute else L * layer  # checkpointing: arXiv:1604.06174
-    saved += tokens * ((4 + itemsize) * C + 16)  # ln_f's input, the gradient that the loss saves, ids
-    if itemsize == 2 and not (sharded and on_gpu):
-        saved += itemsize * blocks  # autocast's copies, which the backward pass needs; FSDP gathers them in bf16
-    numel = loss.chunk_numel("cuda" if on_gpu else "cpu", device_memory or 0)
-    rows = min(loss.chunk_rows(numel, V), tokens)
-    # Eager: logits and log-probabilities in fp32, too, and on a CPU about as much for copies inside matrix products.
-    logits = rows * V * (itemsize if on_gpu else itemsize + 16)
-    logits += (4 + 4) * embedding  # the gradient of the embedding, and of one chunk, in fp32
-    logits += itemsize * embedding if itemsize == 2 else 0  # the embedding in bf16
-    largest = 4 * max(N - blocks, blocks / L)  # what is sent at once: the gradients of the embeddings. gloo copies it
-    if sharded:
-        width = itemsize if on_gpu else 4
-        keeps = fsdp.keeps_gathered(N, devices.DTYPES["bf16" if itemsize == 2 else "fp32"], device_memory)
-        gathered = width * blocks if keeps else 2 * width * blocks / L  # two blocks: this one and the next
-        buffers = gathered + 4 * (N - blocks) + (largest if on_gpu else 3 * largest)
-        # complete until the last micro-step sends them
-        gradients = 4 * N / parts + (4.0 * N if micro_steps > 1 else 0.0)
-    else:
-        gradients = 4.0 * N
-        buffers = 4.0 * N + (0.0 if on_gpu else largest) if world_size > 1 else 0.0  # DDP's buckets
-    weights, moments = 4 * N / parts, moments / parts
-    if sharded:  # evaluations have all weights in fp32, but no gradients and activations
-        buffers += max(0.0, 4 * N - (gradients + saved + buffers))
-    buffers += memory.RESERVED_BYTES if on_gpu else PROGRAM_BYTES
-    return MemoryPlan(weights, gradients, moments, saved, logits, buffers)
-
-
-def largest_micro_batch(sizes: Sizes, rows: int, at_most: int, gib: float, **options: Any) -> int:
-    """The largest divisor of the `rows` of a step whose micro-batch fits into a GPU; 0 if none does."""
-    memory_bytes = int(gib * 2**30)
+def largest_micro_batch(config: RunOptions, sizes: Sizes) -> int:
+    """The largest divisor of the rows of a step whose micro-batch fits into a GPU; 0 if none does."""
+    rows, device_memory = rows_per_gpu(config), memory_of_gpu(config)
     fitting = (
         B
-        for B in range(min(rows, at_most), 0, -1)
-        if rows % B == 0
-        and plan_memory(sizes, B, micro_steps=rows // B, device_memory=memory_bytes, **options).total <= memory_bytes
+        for B in range(min(rows, config.batch_size), 0, -1)
+        if rows % B == 0 and training_memory(config, sizes, B, config.gpus, device_memory).total <= device_memory
     )
     return next(fitting, 0)
+
+
+def rows_per_gpu(config: RunOptions) -> int:
+    return config.total_batch_size // config.block_size // config.gpus
+
+
+def memory_of_gpu(config: RunOptions) -> int:
+    return int(devices.GPUS[config.gpu].gib * 2**30)
 
 
 # -----------------------------------------------------------------------------
@@ -157,94 +78,87 @@ def mfu(gpu: str, parameters: int) -> tuple[float, str]:
     return measured[nearest], f"llm.c's with {nearest}M parameters on {'H100' if family == 'H200' else family}"
 
 
-def with_recomputing(sizes: Sizes, mfu: float) -> float:
+def with_recomputing(config: RunOptions, flops_per_token: int, mfu: float) -> float:
     """The MFU that is left if the forward pass of the blocks is repeated, which MFU does not count as useful."""
-    repeated = 2 * sizes.block_parameters + 4 * sizes.n_layer * sizes.n_embd * sizes.block_size
-    return mfu * sizes.flops_per_token / (sizes.flops_per_token + repeated)
-
-
-def seconds_of_training(sizes: Sizes, tokens: float, peak: float, gpus: int, mfu: float) -> float:
-    """FLOPs over FLOP/s."""
-    return tokens * sizes.flops_per_token / (gpus * peak * mfu)
+    repeated = 2 * block_parameters(config) + 4 * config.n_layer * config.n_embd * config.block_size
+    return mfu * flops_per_token / (flops_per_token + repeated)
 
 
 def bytes_sent(
-    sizes: Sizes, gpus: int, parallel: str, micro_steps: int, keeps_gathered: bool, itemsize: int = 2
-) -> float:  # fmt: skip
+    config: RunOptions, parameters: int, gpus: int, micro_steps: int, reshard_after_forward: bool, itemsize: int = 2
+) -> float:
     """Bytes that each GPU sends in a step, and receives.
 
     A ring sends (W - 1) / W of a tensor to gather or to reduce-scatter it, and twice that to all-reduce it (Patarasu and
     Yuan, doi:10.1016/j.jpdc.2008.09.002). Gradients are fp32, gathered blocks of `itemsize`, embeddings fp32; these stay
     gathered during a micro-step.
     """
-    ring, blocks, N = (gpus - 1) / gpus, sizes.block_parameters, sizes.parameters
-    if parallel == "ddp":
-        return ring * 2 * 4 * N
-    gathers = 1 if keeps_gathered else 2 * micro_steps
-    roots = 1 if keeps_gathered else micro_steps
-    return ring * (4 * N + gathers * itemsize * blocks + roots * 4 * (N - blocks))
+    ring, blocks = (gpus - 1) / gpus, block_parameters(config)
+    if config.parallel == "ddp":
+        return ring * 2 * 4 * parameters
+    gathers = 2 * micro_steps if reshard_after_forward else 1
+    roots = micro_steps if reshard_after_forward else 1
+    return ring * (4 * parameters + gathers * itemsize * blocks + roots * 4 * (parameters - blocks))
 
 
 # -----------------------------------------------------------------------------
 # The report
 
 
-def print_report(options: RunOptions, rank: int = 0) -> None:
-    """Prints, on rank 0, what --plan prints: for a run on `options.gpus` GPUs of the kind `options.gpu`.
+def print_report(config: RunOptions, new_model: Callable[[int], Model], rank: int = 0) -> None:
+    """Prints, on rank 0, what --plan prints: for a run on `config.gpus` GPUs of the kind `config.gpu`.
+
+    Args:
+        new_model: makes the model from the size of its vocabulary; on the meta device, about 2 ms per layer.
 
     Raises:
         UserError: the run is of a kind that the formulas do not know.
     """
-    if options.to_dict()["lora_rank"]:
+    if config.lora_rank:
         raise UserError("--plan knows training of all weights only. Leave out --lora-rank.")
-    if options.dtype != "bf16":
-        raise UserError(f"--plan knows bf16 only. Leave out --dtype {options.dtype}.")
-    for line in report(options, sizes_of(options)) if rank == 0 else ():
+    if config.dtype != "bf16":
+        raise UserError(f"--plan knows bf16 only. Leave out --dtype {config.dtype}.")
+    if rank > 0:
+        return
+    with torch.device("meta"):
+        model = new_model(vocab_size_of(config))
+    for line in report(config, Sizes.of(model), model.flops_per_token()):
         label, text = line[:LABEL], line[LABEL:]
         wraps = len(line) > WIDTH
         print(textwrap.fill(text, WIDTH, initial_indent=label, subsequent_indent=" " * LABEL) if wraps else line)
 
 
-def sizes_of(options: RunOptions) -> Sizes:
-    """The sizes of a run's model. The vocabulary is that of its shards, if there are any yet."""
-    flags, tokenizer = options.to_dict(), "bpe" if options.demo else options.tokenizer
-    vocab_size = VOCAB_SIZES.get(tokenizer) or bpe.fitting_vocab_size(presets.text_bytes(flags))
-    if shards.shard_paths(options.data, "train"):
-        vocab_size = shards.read_manifest(options.data)["vocab_size"]
-    padded = -(-vocab_size // 64) * 64
-    parameters = memory.count_parameters({**flags, "vocab_size": padded})
-    return Sizes(flags["n_layer"], flags["n_head"], flags["n_embd"], flags["block_size"], padded, parameters)
+def vocab_size_of(config: RunOptions) -> int:
+    """The vocabulary of the run's shards, if there are any yet, otherwise of its tokenizer."""
+    if shards.shard_paths(config.data, "train"):
+        return shards.read_manifest(config.data)["vocab_size"]
+    tokenizer = "bpe" if config.demo else config.tokenizer
+    return VOCAB_SIZES.get(tokenizer) or bpe.fitting_vocab_size(presets.text_bytes(config.to_dict()))
 
 
-def report(options: RunOptions, sizes: Sizes) -> Iterator[str]:
+def report(config: RunOptions, sizes: Sizes, flops_per_token: int) -> Iterator[str]:
     """The lines of --plan."""
-    flags, gpus, gpu = options.to_dict(), options.gpus, devices.GPUS[options.gpu]
-    peak, steps, T, step_tokens = (
-        devices.PEAK_FLOPS[gpu.name],
-        flags["max_steps"],
-        sizes.block_size,
-        flags["total_batch_size"],
-    )
-    rows, tokens = step_tokens // T // gpus, steps * step_tokens
+    gpus, gpu, steps, T = config.gpus, devices.GPUS[config.gpu], config.max_steps, config.block_size
+    peak, rows, tokens = devices.PEAK_FLOPS[gpu.name], rows_per_gpu(config), steps * config.total_batch_size
     yield (
-        f"model    {sizes.parameters:,} parameters: {sizes.n_layer} layers, {sizes.n_head} heads, {sizes.n_embd} channels, "
+        f"model    {sizes.parameters:,} parameters: {config.n_layer} layers, {config.n_head} heads, {config.n_embd} channels, "
         f"context {T}"
     )
     yield (
-        f"run      {steps:,} steps of {step_tokens:,} tokens, {short_number(tokens)} tokens in all; "
-        f"{tokens * sizes.flops_per_token:.2e} FLOPs, {short_number(sizes.flops_per_token)} per token"
+        f"run      {steps:,} steps of {config.total_batch_size:,} tokens, {short_number(tokens)} tokens in all; "
+        f"{tokens * flops_per_token:.2e} FLOPs, {short_number(flops_per_token)} per token"
     )
     yield (
         f"GPUs     {gpus:,} x {gpu.name}, {peak / 1e12:.0f} TFLOP/s in bf16 each; of each step, a GPU has "
         f"{rows:,} row{'s' if rows > 1 else ''} of {T:,} tokens"
     )
-    if "gpu" not in options.given:
-        yield f"note     planned for {'an' if options.gpu == 'A100' else 'a'} {options.gpu}; --gpu names another"
-    if options.minutes:
+    if "gpu" not in config.given:
+        yield f"note     planned for {'an' if config.gpu == 'A100' else 'a'} {config.gpu}; --gpu names another"
+    if config.minutes:
         yield f"note     --minutes measures a machine at the start of a run; this plan is for {steps:,} steps"
     yield ""
     layouts = {
-        (parallel, recompute): Layout(options, sizes, rows, gpu, parallel, recompute)
+        (parallel, recompute): Layout(config, sizes, parallel, recompute)
         for parallel in (("ddp", "fsdp") if gpus > 1 else ("ddp",))
         for recompute in (False, True)
     }
@@ -254,10 +168,10 @@ def report(options: RunOptions, sizes: Sizes) -> Iterator[str]:
     yield (
         "columns  grads: gradients. optim: the optimizer's state. activ: activations. logits: what the loss takes, with "
         "the gradient of the embedding. buffers: weights and gradients on their way between GPUs, and what CUDA takes "
-        f"for itself. batch: the largest --batch-size that fits, up to {options.batch_size}; none: not even one row fits."
+        f"for itself. batch: the largest --batch-size that fits, up to {config.batch_size}; none: not even one row fits."
     )
     yield ""
-    chosen = layouts["fsdp" if options.parallel == "fsdp" and gpus > 1 else "ddp", options.recompute]
+    chosen = layouts["fsdp" if config.parallel == "fsdp" and gpus > 1 else "ddp", config.recompute]
     if chosen.B == 0:
         fitting = next((layout for layout in layouts.values() if layout.B), None)
         advice = f"Add {fitting.flags}, as below." if fitting else "Use more or larger GPUs, or a smaller model."
@@ -265,23 +179,23 @@ def report(options: RunOptions, sizes: Sizes) -> Iterator[str]:
         if not fitting:
             return
         chosen = fitting
-    utilization, source = (options.mfu, "--mfu") if options.mfu else mfu(options.gpu, sizes.parameters)
-    if chosen.recompute and not options.mfu:
-        utilization, source = with_recomputing(sizes, utilization), f"{source}, less what is recomputed"
-    seconds = seconds_of_training(sizes, tokens, peak, gpus, utilization)
+    utilization, source = (config.mfu, "--mfu") if config.mfu else mfu(config.gpu, sizes.parameters)
+    if chosen.recompute and not config.mfu:
+        utilization = with_recomputing(config, flops_per_token, utilization)
+        source += ", less what is recomputed"
+    seconds = tokens * flops_per_token / (gpus * peak * utilization)
     yield (
         f"time     {chosen.name}: {duration(seconds)} at {utilization:.1%} MFU ({source}): {tokens / seconds:,.0f} tokens/s, "
         f"{tokens / seconds / gpus:,.0f} per GPU, {seconds / steps:.3g} s per step"
     )
     yield "         without evaluations, checkpoints and what the network adds" + (
-        "; so small a model will not reach that MFU" if sizes.parameters < SMALL and not options.mfu else ""
+        "; so small a model will not reach that MFU" if sizes.parameters < SMALL and not config.mfu else ""
     )
     gpu_hours = gpus * seconds / 3600
-    cost = "" if options.price is None else f", {gpu_hours * options.price:,.2f} at {options.price:g} per GPU-hour"
+    cost = "" if config.price is None else f", {gpu_hours * config.price:,.2f} at {config.price:g} per GPU-hour"
     yield f"cost     {gpu_hours:,.1f} GPU-hours{cost}"
     yield f"data     {2 * tokens / seconds / 1e6:,.1f} MB/s of tokens are read, {format_bytes(2 * tokens)} in all"
-    moments = 8 * sizes.parameters - (4 * sizes.block_parameters if flags["optimizer"] == "muon" else 0)
-    size = 4 * sizes.parameters + moments
+    size = memory.checkpoint_bytes(config, sizes.trained)
     yield f"disk     {format_bytes(size)} per checkpoint, {size / DISK_BYTES_PER_SECOND:,.1f} s at 1 GB/s, in the background"
     for layout in (layouts.get((parallel, chosen.recompute)) for parallel in ("ddp", "fsdp")):
         if gpus > 1 and layout and layout.B:
@@ -291,18 +205,12 @@ def report(options: RunOptions, sizes: Sizes) -> Iterator[str]:
 class Layout:
     """A way to train, with the largest micro-batch that fits; `B` is 0 if none does."""
 
-    def __init__(
-        self, options: RunOptions, sizes: Sizes, rows: int, gpu: devices.Gpu, parallel: str, recompute: bool
-    ):  # fmt: skip
-        self.sizes, self.rows, self.gpus, self.parallel, self.recompute = sizes, rows, options.gpus, parallel, recompute
-        self.memory = int(gpu.gib * 2**30)
-        how = dict(
-            world_size=options.gpus, parallel=parallel, recompute=recompute, optimizer=options.to_dict()["optimizer"]
-        )
-        self.B = largest_micro_batch(sizes, rows, options.batch_size, gpu.gib, **how)
-        self.plan = plan_memory(
-            sizes, self.B or 1, micro_steps=rows // (self.B or 1), device_memory=self.memory, **how
-        )  # fmt: skip
+    def __init__(self, config: RunOptions, sizes: Sizes, parallel: str, recompute: bool):
+        self.config = replace(config, parallel=parallel, recompute=recompute, compile=True)
+        self.sizes, self.gpus, self.parallel, self.recompute = sizes, config.gpus, parallel, recompute
+        self.device_memory = memory_of_gpu(config)
+        self.B = largest_micro_batch(self.config, sizes)
+        self.memory = training_memory(self.config, sizes, self.B or 1, self.gpus, self.device_memory)
 
     @property
     def flags(self) -> str:
@@ -313,8 +221,9 @@ class Layout:
         return ("one GPU" if self.gpus == 1 else self.parallel) + (" --recompute" if self.recompute else "")
 
     def row(self) -> str:
-        sizes = (f"{part / 1e9:.2f}" if part < 1e12 else f"{part / 1e9:,.0f}" for part in (*self.plan, self.plan.total))
-        cells = zip((*sizes, str(self.B or "none")), COLUMNS.values(), strict=True)
+        parts = (*self.memory, self.memory.total)
+        gigabytes = (f"{part / 1e9:.2f}" if part < 1e12 else f"{part / 1e9:,.0f}" for part in parts)
+        cells = zip((*gigabytes, str(self.B or "none")), COLUMNS.values(), strict=True)
         return f"{self.name:<19}" + "".join(f"{cell:>{width}}" for cell, width in cells)
 
     def network_line(self, seconds: float) -> str:
@@ -322,8 +231,9 @@ class Layout:
 
         A ring through all GPUs enters and leaves each node once, so a node sends as much as a GPU does.
         """
-        keeps = fsdp.keeps_gathered(self.sizes.parameters, devices.DTYPES["bf16"], self.memory)
-        sent = bytes_sent(self.sizes, self.gpus, self.parallel, self.rows // self.B, keeps)
+        parameters, micro_steps = self.sizes.parameters, rows_per_gpu(self.config) // self.B
+        reshards = fsdp.reshard_after_forward(parameters, torch.bfloat16, self.device_memory)
+        sent = bytes_sent(self.config, parameters, self.gpus, micro_steps, reshards)
         where = "GPU" if self.gpus <= GPUS_PER_NODE else f"node of {GPUS_PER_NODE}"
         return (
             f"network  {self.parallel} sends {format_bytes(sent)} per step; with less than "
