@@ -17,9 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -27,8 +29,9 @@ sys.path.insert(0, str(ROOT))
 from fineweb import make_shards  # noqa: E402
 from support.data.corpus import Documents  # noqa: E402
 from support.data.tokenizer import VOCAB_SIZES  # noqa: E402
-from support.runtime import memory  # noqa: E402
-from support.runtime.plan import Sizes, bytes_sent, plan_memory  # noqa: E402
+from support.runtime.memory import Sizes, training_memory  # noqa: E402
+from support.runtime.plan import bytes_sent  # noqa: E402
+from train_gpt2 import TrainConfig, new_model  # noqa: E402
 
 LAYOUTS = [(1, "ddp"), (2, "ddp"), (2, "fsdp"), (4, "ddp"), (4, "fsdp")]
 
@@ -98,11 +101,11 @@ def main() -> None:
     add("--tokenizer", default="gpt2", choices=("gpt2", "bytes"), help="which gives the vocabulary")
     args = parser.parse_args()
     L, H, C, T = map(int, args.sizes.split("x"))
-    padded = -(-VOCAB_SIZES[args.tokenizer] // 64) * 64
-    parameters = memory.count_parameters(dict(n_layer=L, n_embd=C, block_size=T, vocab_size=padded, bias=True))
-    sizes = Sizes(L, H, C, T, padded, parameters)
-    B, micro_steps, itemsize = args.batch_size, args.micro_steps, {"fp32": 4, "bf16": 2}[args.dtype]
-    print(f"{parameters:,} parameters, {B} x {T} tokens x {micro_steps} micro-steps on each rank, {args.dtype}\n")
+    config = TrainConfig(n_layer=L, n_head=H, n_embd=C, block_size=T, dtype=args.dtype)
+    with torch.device("meta"):
+        sizes = Sizes.of(new_model(config, VOCAB_SIZES[args.tokenizer]))
+    B, micro_steps = args.batch_size, args.micro_steps
+    print(f"{sizes.parameters:,} parameters, {B} x {T} tokens x {micro_steps} micro-steps on each rank, {args.dtype}\n")
     titles = ["ranks", "", "s per step", "GB per rank", "planned", "", "MB sent per rank and step", "planned"]
     print("| " + " | ".join(titles) + " |\n|" + "---|" * len(titles))
     with tempfile.TemporaryDirectory() as folder:
@@ -117,11 +120,12 @@ def main() -> None:
                 f"--dtype {args.dtype} --parallel {parallel}"
             ).split() + ["--recompute"] * recompute
             seconds, peak, sent = run(ranks, flags, cwd)
-            planned = plan_memory(
-                sizes, B, world_size=ranks, parallel=parallel, recompute=recompute, micro_steps=micro_steps,
-                itemsize=itemsize,
-            ).total  # fmt: skip
-            sent_planned = bytes_sent(sizes, ranks, parallel, micro_steps, keeps_gathered=True, itemsize=4)
+            step = ranks * B * T * micro_steps
+            layout = replace(config, parallel=parallel, recompute=recompute, total_batch_size=step)
+            planned = training_memory(layout, sizes, B, ranks, device_memory=None).total
+            sent_planned = bytes_sent(
+                layout, sizes.parameters, ranks, micro_steps, reshard_after_forward=False, itemsize=4
+            )
             cells = [
                 ranks, ("" if ranks == 1 else parallel) + (" --recompute" if recompute else ""),
                 f"{statistics.median(seconds[1:]):.3g}", f"{peak / 1e9:.2f}", f"{planned / 1e9:.2f}",

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from dataclasses import replace
 
 import pytest
 import torch
 from helpers import finish_run, run_to_the_end, start_run, wait_for
-from torch._subclasses.fake_tensor import FakeTensor
-from training import ONE_PROCESS, assert_same_run, config_of
+from training import ONE_PROCESS, assert_same_run, config_of, saved_bytes
 
 from support.cli import UserError
 from support.runtime import batch_size, devices
 from support.runtime.fsdp import without_weights
-from support.runtime.memory import estimate_memory
+from support.runtime.memory import Sizes, training_memory
 from train_gpt2 import GPT, train
+
+EIGHT_ROWS = ["--batch-size", 8, "--total-batch-size", 8 * 16]
 
 
 def two_rows_fit_on_rank_1(rank):
@@ -27,7 +29,7 @@ def out_of_memory_beyond(rows):
     devices.free_and_total_memory = lambda device: (10**11, 10**11)
 
     def forward(self, idx, *args):
-        if len(idx) > rows and not isinstance(idx, FakeTensor):  # the estimate of memory takes none
+        if len(idx) > rows:
             raise torch.OutOfMemoryError("out of memory. Tried to allocate much.")
         return real(self, idx, *args)
 
@@ -79,8 +81,6 @@ def test_the_trial_includes_the_optimizer_and_validation(tiny_model, monkeypatch
     forward = tiny_model.forward
 
     def spy(idx, targets=None):
-        if isinstance(idx, FakeTensor):
-            return forward(idx, targets)
         gradients = all(p.grad is not None for p in tiny_model.parameters())
         seen.append((len(idx), torch.is_grad_enabled(), gradients))
         if len(idx) > 2 and len(seen) % 2 == 0:  # the second pass, while gradients exist, is too much
@@ -88,35 +88,36 @@ def test_the_trial_includes_the_optimizer_and_validation(tiny_model, monkeypatch
         return forward(idx, targets)
 
     monkeypatch.setattr(tiny_model, "forward", spy)
-    assert batch_size.largest_batch_size(8, 8, 16, tiny_model, torch.float32, ONE_PROCESS) == 2
+    assert batch_size.largest_batch_size(config_of(*EIGHT_ROWS), tiny_model, ONE_PROCESS) == 2
     tried = [(B, True, with_gradients) for B in (8, 4, 2) for with_gradients in (False, True)]
     assert seen == [*tried, (2, False, True)]
     assert sum(allocated) == 3 * 2 * sum(p.numel() for p in tiny_model.parameters())  # two moments, three trials
     allocated.clear()
     two = replace(ONE_PROCESS, world_size=2)
-    batch_size.largest_batch_size(1, 1, 16, tiny_model, torch.float32, two)  # DDP's buckets are one more
+    one_row = config_of("--batch-size", 1, "--total-batch-size", 2 * 16)
+    batch_size.largest_batch_size(one_row, tiny_model, two)  # DDP's buckets are one more
     assert sum(allocated) == 3 * sum(p.numel() for p in tiny_model.parameters())
     assert spared == [2**29] * 3 + [2**31]  # bytes: several ranks will be connected by NCCL
     assert all(p.grad is None and torch.equal(p, before[name]) for name, p in tiny_model.named_parameters())
 
 
 def test_what_clearly_cannot_fit_is_not_tried(tiny_model, monkeypatch, capsys):
-    """Of 64, 32, ... 1 rows, with the memory that 8 take at least."""
+    """Of 64, 32, ... 1 rows, with the memory of model state, and of what autograd saves of 8."""
     monkeypatch.setattr(batch_size, "PROBED", ("cpu",))
-    total = 2 * 10**9
-    estimates = {B: estimate_memory(tiny_model, B, 16, torch.float32, 1, total) for B in (8, 64)}
-    monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (int(estimates[8].minimum) + 1, total))
+    needed = 16 * sum(p.numel() for p in tiny_model.parameters()) + saved_bytes(tiny_model, 8, 16)
+    monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (needed, 2 * 10**9))
     tried, real = [], batch_size._try_batch_size
 
-    def spy(B, *args):
+    def spy(config, B, *args):
         tried.append(B)
-        real(B, *args)
+        real(config, B, *args)
 
     monkeypatch.setattr(batch_size, "_try_batch_size", spy)
-    assert batch_size.largest_batch_size(64, 64, 16, tiny_model, torch.float32, ONE_PROCESS) == 8
+    config = config_of("--batch-size", 64, "--total-batch-size", 64 * 16)
+    assert batch_size.largest_batch_size(config, tiny_model, ONE_PROCESS) == 8
     assert tried == [8]
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"memory  about {estimates[64].total / 2**30:.1f} of 1.9 GiB with 64 rows"
+    assert re.fullmatch(r"memory  about \d\.\d of 1\.9 GiB with 64 rows", lines[0])
     assert "a micro-batch of 64 rows does not fit into memory; using 8" in lines[1]
 
 
@@ -144,24 +145,15 @@ def test_a_failure_of_one_rank_before_the_first_step_is_reported(byte_shards, tm
 
 
 def test_a_sharded_model_is_not_tried_but_estimated(tiny_model, monkeypatch, capsys):
-    """A trial would take all ranks. Of 4 of them, with the memory that 8 rows take by the estimate."""
+    """A trial would take all ranks. Of 4 of them, with the memory that 8 rows take by the estimate, and 2 GiB for NCCL."""
     monkeypatch.setattr(batch_size, "PROBED", ("cpu",))
     monkeypatch.setattr(batch_size, "_try_batch_size", lambda *args: pytest.fail("tried"))
     total, four = 2 * 10**9, replace(ONE_PROCESS, world_size=4)
-    needed = estimate_memory(tiny_model, 8, 16, torch.float32, 4, total, sharded=True).total + 2 * 2**30
+    config = config_of("--batch-size", 64, "--total-batch-size", 4 * 64 * 16, "--parallel", "fsdp", "--no-compile")
+    needed = training_memory(config, Sizes.of(tiny_model), 8, 4, total).total + 2 * 2**30
     monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (needed, total))
     model = without_weights(tiny_model)
-    assert batch_size.largest_batch_size(64, 64, 16, model, torch.float32, four, sharded=True) == 8
+    assert batch_size.largest_batch_size(config, model, four) == 8
     with pytest.raises(UserError, match="not even one row"):  # Muon's all-to-all takes more
-        batch_size.largest_batch_size(64, 64, 16, model, torch.float32, four, sharded=True, optimizer="muon")
+        batch_size.largest_batch_size(replace(config, optimizer="muon"), model, four)
     assert "does not fit into memory; using 8" in capsys.readouterr().out
-
-
-def test_the_estimate_of_a_sharded_model_is_its_part_and_what_is_gathered(tiny_model):
-    """Complete gradients, and all weights where they are small."""
-    numel = sum(p.numel() for p in tiny_model.parameters())
-    persistent = [
-        estimate_memory(tiny_model, 4, 16, torch.bfloat16, 4, memory, sharded=True).persistent
-        for memory in (10**10, 8 * 2 * numel, 8 * 2 * numel - 8)
-    ]
-    assert persistent == [4 * numel + 4 * numel + 2 * numel] * 2 + [4 * numel + 4 * numel]

@@ -12,13 +12,13 @@ import torch
 from helpers import FORKS, finish_run, losses, run_to_the_end, start_run, steps_done, wait_for
 from test_kills import start_torchrun
 from torch.nn.parallel import DistributedDataParallel
-from training import TINY, assert_same_run, trained, trainer_file
+from training import TINY, assert_same_run, saved_bytes, trained, trainer_file
 
 import train_gpt2
 from support.checkpoints import lora
 from support.data.tokenizer import BytesTokenizer
 from support.runtime import fsdp
-from support.runtime.memory import recompute_activations, saved_bytes
+from support.runtime.memory import recompute_activations
 from train_gpt2 import GPT, GPTConfig
 
 CPU = torch.device("cpu")
@@ -70,18 +70,18 @@ def plain_gradients(config, lora_rank):
 
 def gradients_of_two_micro_steps(rank, config, lora_rank):
     """By layout: DDP, and FSDP that gathers the weights in each micro-step, or once."""
-    layouts = (("ddp", False), ("fsdp", False), ("fsdp", True))
+    layouts = (("ddp", False), ("fsdp", True), ("fsdp", False))
     return {layout: _gradients(rank, config, lora_rank, *layout) for layout in layouts}
 
 
-def _gradients(rank, config, lora_rank, parallel, keep_gathered):
+def _gradients(rank, config, lora_rank, parallel, reshard_after_forward):
     with fsdp.weights_on_rank_zero(parallel == "fsdp", rank):
         model = make_model(config, lora_rank)
     if parallel == "fsdp":
         assert all(p.is_meta for p in model.parameters()) == (rank > 0)
         wrapped = fsdp.ShardedModel(model, model.transformer.h, CPU, torch.float32, compiled=False)
-        wrapped.keep_gathered = keep_gathered
-        wrapped.module.set_reshard_after_forward(not keep_gathered)
+        wrapped.reshard_after_forward = reshard_after_forward
+        wrapped.module.set_reshard_after_forward(reshard_after_forward)
     else:
         wrapped = DistributedDataParallel(model)
     batches = rows().chunk(2 * torch.distributed.get_world_size())[rank :: torch.distributed.get_world_size()]
@@ -321,5 +321,5 @@ def test_a_block_whose_activations_are_recomputed_saves_only_its_input():
     for n_layer in (2, 4):
         model = GPT(replace(TINY, n_layer=n_layer))
         recompute_activations(model.transformer.h)
-        saved.append(saved_bytes(model, 8, 16, torch.float32))
+        saved.append(saved_bytes(model, 8, 16))
     assert saved[1] - saved[0] == 2 * 4 * 8 * 16 * TINY.n_embd

@@ -31,7 +31,7 @@ from support.data.corpus import Documents
 from support.optim import loss
 from support.runtime import batch_size, devices
 from support.runtime.distributed import Distributed
-from support.runtime.memory import estimate_memory
+from support.runtime.memory import Sizes, training_memory
 from support.runtime.signals import StopHandler
 from train_gpt2 import GPT, GPTConfig, TrainConfig, resolve, train
 
@@ -294,18 +294,17 @@ def test_a_micro_batch_that_does_not_fit_is_made_smaller(tmp_path, gpu, capsys):
 @cuda_only
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_the_estimate_of_memory_holds(gpu, compiled):
-    """For 16 rows of GPT-2 124M: what is allocated is between its minimum and its total."""
+    """For 16 rows of GPT-2 124M: what is allocated is not more, and not much less."""
+    config = TrainConfig(batch_size=16, compile=compiled)
     devices.free_memory(DEVICE)
     before = torch.cuda.memory_allocated()
     model = GPT(GPTConfig()).to(DEVICE)
     torch.compiler.reset()
     model_or_compiled = torch.compile(model, dynamic=False) if compiled else model
     total = devices.free_and_total_memory(DEVICE)[1]
-    estimate = estimate_memory(model_or_compiled, 16, 1024, torch.bfloat16, 1, total)
+    estimate = training_memory(config, Sizes.of(model_or_compiled), 16, 1, total)
     torch.cuda.reset_peak_memory_stats()
-    batch_size._try_batch_size(
-        16, 1024, model_or_compiled, devices.autocast(DEVICE, torch.bfloat16), 1, DEVICE, batch_size.SPARE_BYTES
-    )
+    batch_size._try_batch_size(config, 16, model_or_compiled, gpu)
     taken = torch.cuda.max_memory_allocated() - before - batch_size.SPARE_BYTES
     assert estimate.minimum < taken < estimate.total
 

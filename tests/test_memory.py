@@ -1,4 +1,4 @@
-"""The memory of training, estimated: against arithmetic, and against what a real forward pass saves."""
+"""The memory of training, from formulas: against what PyTorch saves and keeps in a real step, and against arithmetic."""
 
 from __future__ import annotations
 
@@ -9,94 +9,123 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import TINY_SIZES
-from plain import PlainGPT
+from training import ONE_PROCESS, saved_bytes
 
 from support.checkpoints import huggingface, lora
 from support.cli import UserError
-from support.runtime import memory
-from train_gpt2 import GPT, GPTConfig
+from support.runtime import devices, fsdp, memory
+from support.runtime.memory import Sizes, training_memory
+from train_gpt2 import MODELS, GPTConfig, TrainConfig, new_model
 
-GPT2_PARAMETERS = 124_475_904  # with the padded vocabulary
+GPU = replace(ONE_PROCESS, device=torch.device("cuda"))
+# Small, and with activations that are most of the memory.
+SMALL = TrainConfig(n_layer=4, n_head=2, n_embd=128, block_size=128, batch_size=8, total_batch_size=2 * 8 * 128)
+DTYPES = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 
 
-@pytest.fixture(scope="module")
-def gpt2():
+def model_of(config, vocab_size=257):
+    """As train() makes it; LoRA's without pretrained weights."""
+    model = new_model(config, vocab_size)
+    if config.lora_rank:
+        lora.add_adapter(model, config.n_embd, config.lora_rank, 16.0, 0, None)
+    memory.recompute_activations(model.transformer.h if config.recompute else [])
+    return model
+
+
+# ---- what a step takes
+
+
+def planned(config, model, B):
+    return training_memory(config, Sizes.of(model), B, 1, None)
+
+
+@DTYPES
+def test_activations_are_those_that_autograd_saves(dtype):
+    """And the gradient of the embedding, in fp32, which the loss computes: it is counted with the logits."""
+    config = replace(SMALL, dtype=dtype)
+    model = model_of(config)
+    gradient = 4 * model.lm_head.weight.numel()
+    for B in (2, 8):
+        saved = saved_bytes(model, B, 128, devices.DTYPES[dtype])
+        assert planned(config, model, B).activations == pytest.approx(saved - gradient, rel=0.01)
+
+
+@DTYPES
+def test_activations_with_lora_are_about_the_same(dtype):
+    config = replace(SMALL, dtype=dtype, lora_rank=4)
+    model = model_of(config)
+    saved = saved_bytes(model, 8, 128, devices.DTYPES[dtype])
+    assert planned(config, model, 8).activations == pytest.approx(saved, rel=0.08)
+
+
+def test_recomputed_activations_are_the_inputs_of_the_blocks_and_one_block():
+    """The block is the one that the backward pass computes again."""
+    recomputing = replace(SMALL, dtype="fp32", recompute=True)
+    model = model_of(recomputing)
+    gradient = 4 * model.lm_head.weight.numel()
+    four, three = (saved_bytes(model_of(replace(SMALL, n_layer=n)), 8, 128) for n in (4, 3))
+    saved = saved_bytes(model, 8, 128) - gradient + four - three
+    assert planned(recomputing, model, 8).activations == pytest.approx(saved, rel=0.02)
+
+
+@pytest.mark.parametrize("changes", [{}, {"optimizer": "muon"}, {"lora_rank": 4}], ids=["adamw", "muon", "lora"])
+def test_weights_gradients_and_optimizer_are_those_after_a_step(changes):
+    config = replace(SMALL, dtype="fp32", **changes)
+    model = model_of(config)
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), torch.float32 if "optimizer" in changes else None)
+    tokens = torch.zeros((1, 128), dtype=torch.int64)
+    model(tokens, tokens)[1].backward()
+    optimizer.step()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    moments = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.dim() > 0]
+    expected = [sum(t.nbytes for t in tensors) for tensors in (model.parameters(), gradients, moments)]
+    assert list(planned(config, model, 1)[:3]) == expected
+    trained = sum(gradient.numel() for gradient in gradients)
+    assert memory.checkpoint_bytes(config, trained) == 4 * trained + expected[2]
+
+
+def test_ddp_keeps_everything_and_fsdp_a_part():
+    """1.5 billion parameters: 16 bytes each, and 4 in DDP's buckets; gradients stay complete over several micro-steps."""
+    config = TrainConfig(**MODELS["gpt2-xl"], batch_size=8, total_batch_size=8 * 8 * 1024)
     with torch.device("meta"):
-        return GPT(GPTConfig())
+        sizes = Sizes.of(new_model(config, 50257))
+    N, gpu = sizes.parameters, 80 * 10**9
+    assert N == 1_557_611_200 + 47 * 1600
+    one, ddp = (training_memory(config, sizes, 8, ranks, gpu) for ranks in (1, 8))
+    assert one.state == ddp.state == 16 * N and ddp.buffers - one.buffers == 4 * N
+    sharded = replace(config, parallel="fsdp")
+    assert training_memory(sharded, sizes, 8, 8, gpu).state == 2 * N
+    assert training_memory(sharded, sizes, 4, 8, gpu).state == 2 * N + 4 * N
 
 
-def test_persistent_memory_is_four_numbers_per_parameter(gpt2):
-    estimate = memory.estimate_memory(gpt2, 1, 1024, torch.bfloat16, 1, 80 * 10**9)
-    assert estimate.persistent == 16 * GPT2_PARAMETERS
-    several = memory.estimate_memory(gpt2, 1, 1024, torch.bfloat16, 8, 80 * 10**9)
-    assert several.persistent == 20 * GPT2_PARAMETERS and several.activations == estimate.activations
-    for name, parameter in gpt2.named_parameters():
-        parameter.requires_grad_(name.endswith("c_attn.weight"))
-    frozen = memory.estimate_memory(gpt2, 1, 1024, torch.bfloat16, 1, 80 * 10**9)
-    assert frozen.persistent == 4 * GPT2_PARAMETERS + 12 * 12 * 768 * 3 * 768
-    gpt2.requires_grad_(True)
+def test_gathered_weights_stay_if_they_take_an_eighth_of_the_gpu():
+    assert not fsdp.reshard_after_forward(1000, torch.bfloat16, 16_000)
+    assert fsdp.reshard_after_forward(1000, torch.bfloat16, 15_999)
+    assert not fsdp.reshard_after_forward(10**12, torch.bfloat16, None)
 
 
-def test_activations_of_a_token_counted_by_hand(gpt2):
-    """In units of C = 768: what each layer keeps of a token for its backward pass."""
-    C, nh = 768, 12
-    layer = (
-        4 * C + 2 * C + 6 * C + 2 * C + 4 * C + 2 * C + 8 * C + 8 * C
-    )  # bytes: ln_1's input in fp32 and its output in
-    # bf16; query, key, value; attention's output; the same for ln_2; GELU's input and output
-    layer += 2 * 2 * 4 + 4 * nh  # mean and deviation of two norms; attention's log-sum-exp of each head
-    last = (
-        4 * C + 2 * 4 + 2 * C + 8
-    )  # ln_f's input, mean and deviation; the gradient that the loss saves; the token's id
-    per_token = (
-        memory.saved_bytes(gpt2, 3, 1024, torch.bfloat16) - memory.saved_bytes(gpt2, 2, 1024, torch.bfloat16)
-    ) / 1024
-    assert per_token == pytest.approx(12 * layer + last, rel=0.01)
+def test_logits_are_those_of_a_chunk_in_fp16_of_all_rows():
+    """On an H200, 16,384 rows of GPT-2's in bf16 and, where nothing is compiled, twice in fp32."""
+    config = TrainConfig(batch_size=64)
+    sizes = Sizes(124_475_904, 124_475_904, 50304)
+
+    def logits(B, **changes):
+        per_weight = 10 * 50304 * 768  # two gradients in fp32, and the weight in bf16
+        return training_memory(replace(config, **changes), sizes, B, 1, 150 * 10**9).logits - per_weight
+
+    assert logits(64) == logits(16) == 16384 * 50304 * 2
+    assert logits(2) == 2048 * 50304 * 2
+    assert logits(64, compile=False) == 16384 * 50304 * 10
+    assert logits(64, dtype="fp16") == 65536 * 50304 * 2
 
 
-@pytest.mark.parametrize("kind", ["ours", "compiled", "plain"])
-def test_what_a_forward_pass_really_saves(tiny_model, kind):
-    """Neither device nor data of the model matter. The plain model has buffers."""
-    model = PlainGPT(**TINY_SIZES) if kind == "plain" else tiny_model
-    saved = {}
-
-    def count(tensor):
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-        return tensor
-
-    tokens = torch.zeros((4, 16), dtype=torch.int64)
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        model(tokens, tokens)
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    real = sum(storage.nbytes() for address, storage in saved.items() if address not in own)
-    model = torch.compile(model.to("meta")) if kind == "compiled" else model.to("meta")
-    assert memory.saved_bytes(model, 4, 16, torch.float32) == real
-
-
-def test_dropout_and_lora_are_estimated_too(tiny_model):
-    """With dropout, attention on a CPU would save what flash attention on a GPU does not."""
-    dropout = GPT(replace(tiny_model.config, dropout=0.1))
-    plain = memory.saved_bytes(tiny_model, 4, 16, torch.float16)
-    assert memory.saved_bytes(dropout, 4, 16, torch.float16) == plain
-    assert dropout.training and all(block.training for block in dropout.transformer.h)
-    lora.add_adapter(tiny_model, 32, 2, 16.0, 0, None)
-    assert memory.saved_bytes(tiny_model, 4, 16, torch.bfloat16) > 0
-    assert memory.estimate_memory(tiny_model, 4, 16, torch.bfloat16, 1, 10**10).persistent < 16 * 36224
-
-
-def test_the_logits_of_a_chunk_are_counted(gpt2, tiny_model):
-    """16,384 rows of them on an H200; in fp32, too, where nothing is compiled."""
-    saved = memory.saved_bytes(gpt2, 16, 1024, torch.bfloat16)
-    for model, logit_bytes in ((gpt2, 10), (torch.compile(gpt2), 2)):
-        estimate = memory.estimate_memory(model, 16, 1024, torch.bfloat16, 1, 150 * 10**9)
-        assert estimate.activations == saved + 16384 * 50304 * logit_bytes
-        assert estimate.minimum < estimate.total
-    few = memory.estimate_memory(gpt2, 2, 1024, torch.bfloat16, 1, 150 * 10**9)  # less than a chunk
-    assert few.activations == memory.saved_bytes(gpt2, 2, 1024, torch.bfloat16) + 2048 * 50304 * 10
-    tiny_model.transformer.h[0].eval()
-    tiny = memory.estimate_memory(tiny_model, 4, 16, torch.float32, 1, 10**9)
-    assert tiny.activations == memory.saved_bytes(tiny_model, 4, 16, torch.float32) + 64 * 320 * 12
-    assert [block.training for block in tiny_model.transformer.h] == [False, True] and tiny_model.training
+@DTYPES
+def test_the_fraction_that_a_compiled_model_saves(dtype):
+    """By PyTorch's partitioner, as for Inductor."""
+    model = model_of(replace(SMALL, n_layer=2))
+    compiled = torch.compile(model, dynamic=False, backend="aot_eager_decomp_partition")
+    eager, partitioned = (saved_bytes(m, 8, 128, devices.DTYPES[dtype]) for m in (model, compiled))
+    assert memory.COMPILED_FRACTION < partitioned / eager < memory.COMPILED_FRACTION + 0.15
 
 
 # ---- before a model exists
@@ -105,88 +134,68 @@ def test_the_logits_of_a_chunk_are_counted(gpt2, tiny_model):
 @pytest.mark.parametrize("config", [GPTConfig(), GPTConfig(**TINY_SIZES), GPTConfig(7, 257, 3, 2, 8, bias=False)])
 def test_parameters_are_counted(config):
     with torch.device("meta"):
-        model = GPT(config)
+        model = new_model(
+            TrainConfig(**{k: v for k, v in vars(config).items() if k != "vocab_size"}), config.vocab_size
+        )
     padding = (config.padded_vocab_size - config.vocab_size) * config.n_embd
     assert memory.count_parameters(vars(config)) == sum(p.numel() for p in model.parameters()) - padding
 
 
-def flags_of(config, **changes):
-    return vars(config) | {"batch_size": 4, "optimizer": "adamw", "lora_rank": None, "recompute": False} | changes
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 4}, {"recompute": True}, {"total_batch_size": 8 * 128}], ids=str)
+@DTYPES
+def test_what_a_step_takes_is_not_refused_and_much_less_is(monkeypatch, dtype, changes):
+    """Weights, gradients, moments and what autograd saves; a single micro-step has no gradients while all is saved."""
+    config = replace(SMALL, dtype=dtype, **changes)
+    model = model_of(config)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    copies = 8 if config.total_batch_size == 8 * 128 else 12
+    needed = sum(p.nbytes for p in model.parameters()) + copies * trained
+    needed += saved_bytes(model, 8, 128, devices.DTYPES[dtype])
+    if config.recompute:  # the block that the backward pass computes again
+        four, three = (saved_bytes(model_of(replace(SMALL, n_layer=n)), 8, 128, devices.DTYPES[dtype]) for n in (4, 3))
+        needed += four - three
+    monkeypatch.setattr(memory, "available_memory", lambda: needed)
+    memory.check_training_fits(config, 257, ONE_PROCESS)
+    monkeypatch.setattr(memory, "available_memory", lambda: 3 * needed // 4)
+    with pytest.raises(UserError, match="take(s)? at least"):
+        memory.check_training_fits(config, 257, ONE_PROCESS)
 
 
 @pytest.mark.parametrize(
-    "config, changes, gigabytes, problem",
+    "changes, gigabytes, problem",
     [
-        (GPTConfig(), {}, 3.3, None),
-        (GPTConfig(), {}, 1.9, "training 124,439,808 parameters takes at least 2.0 GB, and 1.9 GB are available."),
-        (GPTConfig(), {"optimizer": "muon"}, 1.4, "takes at least 1.5 GB, and 1.4 GB are available."),
-        (GPTConfig(), {"lora_rank": 8}, 1.8, None),
-        (
-            GPTConfig(),
-            {},
-            0.4,
-            "the model has 124,439,808 parameters, which take 498.2 MB, and this machine has 400.0 MB",
-        ),
-        (
-            GPTConfig(),
-            {"batch_size": 512},
-            80.0,
-            "micro-batches of 512 rows of 1024 tokens take at least 158.5 GB, and 80.0 GB",
-        ),
-        (GPTConfig(n_layer=10_000, n_embd=1), {}, 0.3, "which take 401.2 MB"),
-        (GPTConfig(), {"batch_size": 10**9}, None, None),
+        ({}, 3.3, None),
+        ({}, 1.9, "training 124,439,808 parameters takes at least 2.0 GB, and 1.9 GB are available."),
+        ({"optimizer": "muon"}, 1.6, "takes at least 1.7 GB, and 1.6 GB are available."),
+        ({"lora_rank": 8}, 1.8, None),
+        ({}, 0.4, "the model has 124,439,808 parameters, which take 498.2 MB, and this machine has 400.0 MB"),
+        ({"batch_size": 512}, 80.0, "micro-batches of 512 rows of 1024 tokens take at least 1"),
+        ({"n_layer": 10_000, "n_embd": 1}, 0.3, "which take 401.2 MB"),
+        ({"batch_size": 10**9}, None, None),
     ],
 )
-def test_what_cannot_fit_is_refused(monkeypatch, config, changes, gigabytes, problem):
+def test_what_cannot_fit_is_refused(monkeypatch, changes, gigabytes, problem):
+    """AdamW has 16 bytes for each of 124 million parameters; Muon 12 for the 85 million in matrices of the blocks."""
     monkeypatch.setattr(memory, "available_memory", lambda: gigabytes and round(gigabytes * 1e9))
-    flags = flags_of(config, **changes)
+    config = TrainConfig(**{"batch_size": 2, **changes})
     if problem is None:
-        memory.check_training_fits(flags, config.vocab_size, torch.device("cpu"))
+        memory.check_training_fits(config, 50257, ONE_PROCESS)
         return
     with pytest.raises(UserError) as error:
-        memory.check_training_fits(flags, config.vocab_size, torch.device("cpu"))
+        memory.check_training_fits(config, 50257, ONE_PROCESS)
     assert problem in str(error.value)
 
 
 def test_fsdp_divides_what_must_fit_among_the_gpus(monkeypatch):
     monkeypatch.setattr(memory, "available_memory", lambda: 10**12)
-    monkeypatch.setattr(memory.devices, "free_and_total_memory", lambda device: (24 * 10**9, 24 * 10**9))
-    flags, gpu = flags_of(GPTConfig(n_layer=48, n_head=25, n_embd=1600)), torch.device("cuda")
-    with pytest.raises(
-        UserError, match=r"takes at least 24\.9 GB, and 24\.0 GB are .+ several GPUs with --parallel fsdp\.$"
-    ):
-        memory.check_training_fits(flags, 50257, gpu)
-    memory.check_training_fits(flags, 50257, gpu, parts=2)
-
-
-def test_what_is_refused_is_less_than_training_takes(gpt2):
-    """In bf16, which takes least; of four more rows, without what does not depend on them."""
-    layers = memory.LAYER_ACTIVATION_BYTES * 4 * 1024 * gpt2.config.n_layer * gpt2.config.n_embd
-    less, more = (memory.saved_bytes(gpt2, B, 1024, torch.bfloat16) for B in (2, 6))
-    saved = more - less
-    assert 0.9 * saved < layers < saved
-
-
-def test_the_fraction_that_a_compiled_model_saves():
-    """By PyTorch's partitioner, as for Inductor; of four more rows, without what does not depend on them."""
-    model = GPT(GPTConfig(block_size=128, vocab_size=257, n_layer=2, n_head=2, n_embd=128))
-
-    def saved_by(forward, B):
-        tokens, saved = torch.zeros((B, 128), dtype=torch.int64), {}
-
-        def count(tensor):
-            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
-        with hooks, torch.autocast("cpu", torch.bfloat16):
-            _, loss = forward(tokens, tokens)  # the result holds what is saved
-        return sum(saved.values()), loss
-
-    compiled = torch.compile(model, dynamic=False, backend="aot_eager_decomp_partition")
-    eager, partitioned = (saved_by(f, 8)[0] - saved_by(f, 4)[0] for f in (model, compiled))
-    fraction = partitioned / eager
-    assert memory.COMPILED_FRACTION < fraction < memory.COMPILED_FRACTION + 0.15
+    monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (24 * 10**9, 24 * 10**9))
+    config, two = TrainConfig(**MODELS["gpt2-xl"]), replace(GPU, world_size=2)
+    for dist in (GPU, two):
+        with pytest.raises(
+            UserError, match=r"takes at least 24\.9 GB, and 24\.0 GB are .+ several GPUs with --parallel fsdp\.$"
+        ):
+            memory.check_training_fits(config, 50257, dist)
+    memory.check_training_fits(replace(config, parallel="fsdp"), 50257, two)
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_built(tiny_model, tmp_path, monkeypatch):

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import torch
 from helpers import TINY_FLAGS, TINY_SIZES
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from support.checkpoints import directory
 from support.checkpoints.start import gather_flags
 from support.checkpoints.state import Checkpoint, TrainState
 from support.cli import parse_flags
+from support.runtime import devices
 from support.runtime.distributed import Distributed
 from train_gpt2 import GPTConfig, TrainConfig, resolve, train
 
@@ -45,6 +47,23 @@ def resumed(out: Path, *flags: object) -> TrainState:
     config, checkpoint = configure(["--resume", "--out", str(out), *map(str, flags)])
     assert checkpoint is not None
     return train(config, ONE_PROCESS, checkpoint)
+
+
+def saved_bytes(model: nn.Module, B: int, T: int, dtype: torch.dtype = torch.float32) -> int:
+    """Bytes that autograd saves in a forward pass of (B, T) tokens, besides the weights: counted in a real one."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    tokens = torch.zeros((B, T), dtype=torch.int64)
+    hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
+    with hooks, devices.autocast(torch.device("cpu"), dtype):
+        loss = model(tokens, tokens)  # holds what is saved, so that no address is used twice
+    del loss
+    return sum(nbytes for address, nbytes in saved.items() if address not in weights)
 
 
 def trainer_file(checkpoint: Path) -> dict:
