@@ -189,9 +189,10 @@ def make_plain(features: set[str]) -> None:
         model.configure_optimizers = lambda *how: plain_optimizer(model, features, *how)
         return model
 
-    def step(model: Any, state: Any, loader: Any, lr: float, *others: Any) -> tuple[float, float]:
-        amp, batches = others[-1], [loader.next_batch() for _ in range(loader.grad_accum)]
-        return plain_step(model, state.optimizer, batches, amp, lr)
+    def step(model: Any, state: Any, loader: Any, config: Any, dist: Any, stop: Any) -> tuple[float, float]:
+        amp = devices.autocast(dist.device, devices.DTYPES[config.dtype])
+        batches = [loader.next_batch() for _ in range(loader.grad_accum)]
+        return plain_step(model, state.optimizer, batches, amp, state.optimizer.param_groups[0]["lr"])
 
     original, train_gpt2.initial_model, train_gpt2.train_step = train_gpt2.initial_model, initial_model, step
     if "kept memory" not in features:

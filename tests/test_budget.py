@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import TINY_MODEL_FLAGS, finish_run, start_run
-from training import FP32, ONE_PROCESS, assert_same_run, config_of, configure, trainer_file
+from training import ONE_PROCESS, assert_same_run, config_of, configure, trainer_file
 
-import train_gpt2
 from support.checkpoints.directory import newest_checkpoint
 from support.cli import UserError, parse_flags, range_errors
 from support.data import presets
@@ -32,7 +31,7 @@ def hurry(monkeypatch):
     """Calls that take 0.2 s, and a start that a busy machine will not miss: 200 steps, nearly."""
     real = budget._seconds
     monkeypatch.setattr(budget, "_seconds", lambda work, **options: 0 * real(work, **{**options, "limit": 0.0}) + 0.2)
-    monkeypatch.setattr("train_gpt2.STARTED", time.perf_counter() + 60)
+    monkeypatch.setattr(budget, "STARTED", time.perf_counter() + 60)
 
 
 def measured_run(folder, text, *more):
@@ -76,14 +75,15 @@ def test_the_number_of_steps(monkeypatch):
     loader = SimpleNamespace(B=8, T=16, grad_accum=4, rows_per_epoch=9999, vocab_size=257)
     val_loader = SimpleNamespace(B=8, T=16, grad_accum=1, rows_per_epoch=3200, vocab_size=257)
     model = GPT(GPTConfig(16, 257, 1, 1, 8))
-    optimizer = model.configure_optimizers(0.0, 0.0, (0.9, 0.95))
-    chosen = budget.flags_for_minutes(options, 100.0, model, loader, val_loader, FP32, ONE_PROCESS, optimizer)
-    assert chosen["max_steps"] == 459  # (180 - 3 - 10 - 5 - 5 * 0.01 * 3200 / 8) / (1.03 * 0.3)
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95))
+    monkeypatch.setattr(budget, "STARTED", 100.0)
+    chosen = budget.set_steps_for_minutes(options, model, optimizer, loader, val_loader, ONE_PROCESS)
+    assert chosen.max_steps == 459  # (180 - 3 - 10 - 5 - 5 * 0.01 * 3200 / 8) / (1.03 * 0.3)
 
 
 def sizes_for(text_bytes, tokens, monkeypatch, *flags, world_size=1):
     """The sizes for a text, of which any model can be trained on so many tokens in time."""
-    monkeypatch.setattr(presets, "text_bytes", lambda flags: text_bytes)
+    monkeypatch.setattr(presets, "text_bytes", lambda *args: text_bytes)
     monkeypatch.setattr(budget, "_tokens_in_time", lambda *args: tokens)
     config, _ = configure(["--text", "a.txt", "--minutes", "3", *flags])
     given = parse_flags(TrainConfig, flags, "")
@@ -111,20 +111,21 @@ def test_the_largest_model_that_sees_enough_tokens(text_bytes, tokens, sizes, st
     assert chosen["max_lr"] == pytest.approx(3.6e-3 * min(1, (step / 16384) ** 0.5))
 
 
-def flags_for(minutes, step_seconds, monkeypatch, val_seconds=0.0):
-    """What `flags_for_minutes` chooses if steps and validations take so long."""
+def config_for(minutes, step_seconds, monkeypatch, val_seconds=0.0):
+    """What `set_steps_for_minutes` chooses if steps and validations take so long."""
     seconds = iter([step_seconds, val_seconds])
     monkeypatch.setattr(budget, "_seconds", lambda work, **options: next(seconds))
     options = config_of().__class__(**{**config_of("--val-tokens", 16).to_dict(), "minutes": minutes})
     loader = SimpleNamespace(B=1, T=16, grad_accum=1, rows_per_epoch=9999, vocab_size=257)
     model = GPT(GPTConfig(16, 257, 1, 1, 8))
-    optimizer = model.configure_optimizers(0.0, 0.0, (0.9, 0.95))
-    return budget.flags_for_minutes(options, time.perf_counter(), model, loader, loader, FP32, ONE_PROCESS, optimizer)
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95))
+    monkeypatch.setattr(budget, "STARTED", time.perf_counter())
+    return budget.set_steps_for_minutes(options, model, optimizer, loader, loader, ONE_PROCESS)
 
 
 def test_the_chosen_steps_are_steps_that_a_resumed_run_accepts(monkeypatch):
-    chosen = flags_for(999_999.0, 1e-6, monkeypatch)
-    assert chosen["max_steps"] == 2**31 - 1 and not range_errors(TrainConfig, chosen)
+    chosen = config_for(999_999.0, 1e-6, monkeypatch)
+    assert chosen.max_steps == 2**31 - 1 and not range_errors(TrainConfig, chosen.to_dict())
 
 
 def test_slow_validations_are_shortened_before_steps_are(monkeypatch):
@@ -135,10 +136,11 @@ def test_slow_validations_are_shortened_before_steps_are(monkeypatch):
     monkeypatch.setattr(budget, "_seconds", lambda work, **options: next(seconds))
     loader = SimpleNamespace(B=1, T=16, grad_accum=1, rows_per_epoch=9999, vocab_size=257)
     model = GPT(GPTConfig(16, 257, 1, 1, 8))
-    optimizer = model.configure_optimizers(0.0, 0.0, (0.9, 0.95))
-    chosen = budget.flags_for_minutes(options, time.perf_counter(), model, loader, loader, FP32, ONE_PROCESS, optimizer)
-    assert chosen["val_tokens"] == 16 * 301
-    assert chosen["max_steps"] == int((120 - 3 - 5 - 5 * 301 * 0.02) / 1.03)
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95))
+    monkeypatch.setattr(budget, "STARTED", time.perf_counter())
+    chosen = budget.set_steps_for_minutes(options, model, optimizer, loader, loader, ONE_PROCESS)
+    assert chosen.val_tokens == 16 * 301
+    assert chosen.max_steps == int((120 - 3 - 5 - 5 * 301 * 0.02) / 1.03)
 
 
 def test_a_time_without_a_single_step_is_refused(monkeypatch):
@@ -147,8 +149,8 @@ def test_a_time_without_a_single_step_is_refused(monkeypatch):
         r"--minutes 1\.6 is too short: a step takes 83\.4 s here, and everything else 18 s\. Use --minutes 1\.7 or"
     )
     with pytest.raises(UserError, match=expected):
-        flags_for(1.6, 81.0, monkeypatch, 2.0)
-    assert flags_for(1.7, 81.0, monkeypatch, 2.0)["max_steps"] == 1
+        config_for(1.6, 81.0, monkeypatch, 2.0)
+    assert config_for(1.7, 81.0, monkeypatch, 2.0).max_steps == 1
 
 
 def test_a_model_that_is_far_too_slow_is_refused_at_once(monkeypatch):
@@ -193,7 +195,7 @@ def measure_by_rank(rank):
     """Rank 1 is half as fast as rank 0, and takes longer than it to start."""
     real = budget._seconds
     budget._seconds = lambda *args, **options: 0 * real(*args, **{**options, "limit": 0.0}) + 0.5 * (1 + rank)
-    train_gpt2.STARTED = time.perf_counter() + 60 - rank
+    budget.STARTED = time.perf_counter() + 60 - rank
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])

@@ -13,7 +13,7 @@ import torch
 from helpers import finish_run, run_to_the_end, start_run
 from torch.distributed import HashStore
 
-import train_gpt2
+from support.checkpoints import start
 from support.cli import UserError
 from support.runtime import distributed
 from support.runtime.distributed import (
@@ -132,8 +132,8 @@ def test_ranks_agree_on_an_attempt_whatever_earlier_attempts_left():
 
 def no_checkpoint_on_rank_1(rank):
     if rank == 1:
-        real = train_gpt2.gather_flags
-        train_gpt2.gather_flags = lambda *args: (real(*args)[0], None)
+        real = start.gather_flags
+        start.gather_flags = lambda *args: (real(*args)[0], None)
 
 
 def test_nodes_that_see_different_checkpoints_do_not_train(byte_shards, tmp_path):

@@ -17,15 +17,14 @@ import pytest
 import torch
 from helpers import losses, needs_gpt2_vocabulary, run_to_the_end
 from torch.nn import functional as F
-from training import ONE_PROCESS
+from training import ONE_PROCESS, config_of
 
 import hellaswag
 from hellaswag import Example
 from support.cli import UserError, run_cli
 from support.data.tokenizer import get_tokenizer
-from support.runtime.options import RunOptions
 from support.runtime.signals import StopHandler
-from train_gpt2 import GPT, GPTConfig, hellaswag_score
+from train_gpt2 import GPT, GPTConfig
 
 CPU = torch.device("cpu")
 FP32 = torch.autocast("cpu", enabled=False)
@@ -216,6 +215,12 @@ def test_progress_gets_all_rows_and_may_stop_early(models):
     np.testing.assert_allclose(sums[sums > 0], expected[sums > 0], atol=1e-4)
 
 
+def score_of(model, examples, stop=None, amp=FP32):
+    """What a run scores."""
+    scoring_model = hellaswag.ScoringModel(model.transformer, model.logits, model.config.block_size, ONE_PROCESS.device)
+    return hellaswag.score_with_ranks(scoring_model, examples, ONE_PROCESS, stop or StopHandler(), amp)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 50])
 def test_ranks_share_the_examples_by_cost(models, sharp_model, world_size):
     examples = random_examples()
@@ -231,7 +236,7 @@ def test_ranks_share_the_examples_by_cost(models, sharp_model, world_size):
     assert max(map(cost, parts)) - min(map(cost, parts)) <= max(cost([e]) for e in examples)
     total = correct(examples)
     assert sum(map(correct, parts)) == total
-    assert hellaswag_score(sharp_model, examples, ONE_PROCESS, StopHandler(), FP32)[0] == total / len(examples)
+    assert score_of(sharp_model, examples)[0] == total / len(examples)
 
 
 def test_scoring_in_training_stops_after_a_signal(sharp_model, monkeypatch):
@@ -244,7 +249,7 @@ def test_scoring_in_training_stops_after_a_signal(sharp_model, monkeypatch):
 
     monkeypatch.setattr(sharp_model.transformer, "forward", interrupted_forward)
     with StopHandler() as stop:
-        assert hellaswag_score(sharp_model, random_examples(400), ONE_PROCESS, stop, FP32) is None
+        assert score_of(sharp_model, random_examples(400), stop) is None
     assert batch_sizes == [48]  # rows of 16 tokens in the first batch; there are some 1,600 rows
 
 
@@ -477,7 +482,7 @@ def test_training_scores_in_its_own_precision(sharp_model, monkeypatch):
     for enabled in (True, False):
         autocast_states.clear()
         amp = torch.autocast("cpu", torch.bfloat16, enabled=enabled)
-        hellaswag_score(sharp_model, random_examples(), ONE_PROCESS, StopHandler(), amp)
+        score_of(sharp_model, random_examples(), amp=amp)
         assert set(autocast_states) == {enabled}
 
 
@@ -521,13 +526,14 @@ def test_items_without_labels_give_only_losses(checkpoint, tmp_path, capsys, mon
     assert (
         out.endswith(f"no labels, so no scores; the losses go to {tmp_path / 'without.json'}\n") and "OpenAI" not in out
     )
-    tokenizer = get_tokenizer("gpt2")
+    tokenizer, scored = get_tokenizer("gpt2"), ["--hellaswag-every", 1]
     with pytest.raises(UserError, match="no labels, so there is nothing to score"):
-        hellaswag.load_examples(RunOptions(hellaswag_data=str(unlabelled)), tokenizer, 1024, print)
-    options = RunOptions(hellaswag_data=str(labelled), hellaswag_limit=2)
+        hellaswag.load_examples(config_of(*scored, "--hellaswag-data", unlabelled), tokenizer, print)
+    limited = [*scored, "--hellaswag-data", labelled, "--hellaswag-limit", 2]
     notices = []
-    assert len(hellaswag.load_examples(options, tokenizer, 1024, notices.append)) == 2 and not notices
-    hellaswag.load_examples(options, tokenizer, 4, notices.append)
+    long = config_of(*limited, "--block-size", 1024, "--total-batch-size", 4096)
+    assert len(hellaswag.load_examples(long, tokenizer, notices.append)) == 2 and not notices
+    hellaswag.load_examples(config_of(*limited, "--block-size", 4), tokenizer, notices.append)
     assert "8 endings with their contexts are longer than 4 tokens" in " ".join(notices[0].split())
 
 

@@ -12,13 +12,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import finish_run, start_run, steps_done, wait_for
-from training import ONE_PROCESS, assert_same_run, checkpoint_names, config_of, resumed, trained
+from training import (
+    ONE_PROCESS,
+    assert_same_run,
+    checkpoint_names,
+    config_of,
+    lock_and_replace,
+    resumed,
+    run_info,
+    trained,
+)  # fmt: skip
 
 import train_gpt2
 from support import files
-from support.checkpoints import manager, run_folder
+from support.checkpoints import manager
 from support.checkpoints.directory import checkpoint_path, list_checkpoints, newest_checkpoint, step_of
-from support.checkpoints.manager import CheckpointManager, RunInfo
+from support.checkpoints.manager import CheckpointManager
 from support.cli import UserError
 from support.console.log import MetricsLog, RunLog
 from support.runtime.signals import StopHandler
@@ -27,6 +36,11 @@ from train_gpt2 import train
 
 def write_x(folder):
     (folder / "x").write_text("x")
+
+
+def manager_of(out, keep=0, stop=None):
+    """The manager of a run in this folder."""
+    return CheckpointManager(run_info("--out", out, "--keep", keep), stop or StopHandler(), lambda: None)
 
 
 def full_disk(monkeypatch, which):
@@ -113,7 +127,7 @@ def test_no_checkpoint_is_ahead_of_its_log_or_metrics(byte_shards, tmp_path, mon
 
 def test_the_newest_and_the_best_are_kept(tmp_path, capsys):
     values = {10: 3.0, 20: 2.0, 30: 2.5, 40: 2.4, 50: 2.6}
-    log, checkpoints = RunLog(tmp_path / "log.txt", 0), CheckpointManager(tmp_path, 2, StopHandler(), run=None)
+    log, checkpoints = RunLog(tmp_path / "log.txt", 0), manager_of(tmp_path, keep=2)
     kept = []
     for step in (10, 20, 25, 30, 40, 50):
         if step in values:
@@ -122,7 +136,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path, capsys):
         checkpoints.wait()
         kept.append([step_of(directory) for directory in list_checkpoints(tmp_path)])
     assert kept == [[10], [10, 20], [20, 25], [20, 25, 30], [20, 30, 40], [20, 40, 50]]
-    keeps_all = CheckpointManager(tmp_path, 0, StopHandler(), run=None)
+    keeps_all = manager_of(tmp_path)
     keeps_all.start(60, write_x, 1)
     keeps_all.finish()
     assert len(list_checkpoints(tmp_path)) == 4
@@ -130,7 +144,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path, capsys):
 
 def test_corrupt_checkpoints_do_not_count_as_kept(tmp_path, capsys):
     def save_one(step, keep):
-        checkpoints = CheckpointManager(tmp_path, keep, StopHandler(), run=None)
+        checkpoints = manager_of(tmp_path, keep)
         checkpoints.start(step, write_x, 1)
         checkpoints.wait()
         return checkpoint_names(tmp_path)
@@ -165,7 +179,7 @@ def test_weights_that_are_not_finite_are_not_saved(byte_shards, tmp_path, monkey
 
 
 def test_a_failed_save_removes_nothing(tmp_path, capsys):
-    checkpoints = CheckpointManager(tmp_path, 1, StopHandler(), run=None)
+    checkpoints = manager_of(tmp_path, keep=1)
     checkpoints.start(1, write_x, 1)
     checkpoints.start(2, lambda folder: (folder / "missing" / "x").write_text("x"), 1)
     checkpoints.wait()
@@ -197,12 +211,13 @@ def test_training_only_waits_for_a_copy(byte_shards, tmp_path, monkeypatch):
 def test_the_command_that_resumes_can_be_copied(tmp_path):
     out = tmp_path / "my run"
     for world_size, launcher in ((1, "python"), (2, "torchrun ...")):
-        checkpoints = CheckpointManager(out, 0, StopHandler(world_size), run=None, newest=7)
+        checkpoints = manager_of(out, stop=StopHandler(world_size))
+        checkpoints.newest = 7
         assert checkpoints.describe_newest().splitlines() == [
             f"The newest checkpoint is {out}/model_00007.",
             f"next    {launcher} train_gpt2.py --resume --out '{out}'",
         ]
-    assert CheckpointManager(out, 0, StopHandler(), run=None).describe_newest() == "There is no checkpoint yet."
+    assert manager_of(out).describe_newest() == "There is no checkpoint yet."
 
 
 def test_the_best_checkpoint_of_a_run_that_is_extended_is_kept(byte_shards, tmp_path):
@@ -222,11 +237,10 @@ def test_a_run_that_is_stopped_early_leaves_the_model_that_it_was_to_replace(byt
     """Its state is saved, but a step or two are no reason to remove a better model."""
     out = tmp_path / "log_demo"
     trained(out, "--data", byte_shards, "--max-steps", 3)
-    run_folder.claim_folder(str(out), None, "run").close()
+    lock_and_replace(out, "run")
 
     stop = SimpleNamespace(requested=True, failure=None, world_size=1)
-    info = RunInfo(config_of("--out", out), {}, {}, None, lambda: None, 1.0)
-    checkpoints = CheckpointManager(str(out), 0, stop, info)
+    checkpoints = manager_of(out, stop=stop)
     checkpoints.start(2, lambda folder: (folder / "x").write_text("x"), 1)
     checkpoints.wait()
     assert checkpoint_names(out) == ["model_00002", "model_00003.earlier"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from helpers import TINY_FLAGS, steps_done, wait_for
@@ -15,27 +16,16 @@ from support.checkpoints import manager
 from support.checkpoints.directory import find_corruption
 from support.checkpoints.model_card import Score, model_card
 from support.cli import parse_flags
+from support.runtime.run_info import RunInfo
 from train_gpt2 import GPT, TrainConfig, train
 
-SIZES = dict(block_size=1024, vocab_size=50257, n_layer=12, n_head=12, n_embd=768, bias=True)
 
-
-def card_of(*flags, **facts):
-    options = TrainConfig(**parse_flags(TrainConfig, flags))
-    facts = (
-        dict(
-            step=5,
-            trained=7,
-            tokenizer="gpt2",
-            source="a.txt",
-            bytes_per_token=4.0,
-            val=None,
-            hellaswag=None,
-            hellaswag_items=None,
-        )
-        | facts
-    )
-    text = model_card(options, SIZES, **facts)
+def card_of(*flags, source="a.txt", val=None, hellaswag=None, hellaswag_items=None):
+    """The card of step 5 of a run on GPT-2's tokens, of four bytes each."""
+    tokenizer = SimpleNamespace(name="gpt2", vocab_size=50257)
+    data = SimpleNamespace(tokenizer=tokenizer, bytes_per_token=4.0)
+    run = RunInfo(TrainConfig(**parse_flags(TrainConfig, flags)), data, {"source": source}, None)
+    text = model_card(run, 5, 7, val, hellaswag, hellaswag_items)
     return text, ModelCard(text).data.to_dict()
 
 
@@ -113,7 +103,7 @@ def test_a_run_needs_no_card_and_no_source(byte_shards, tmp_path, monkeypatch, c
     manifest = json.loads((data / "manifest.json").read_text())
     del manifest["source"]
     (data / "manifest.json").write_text(json.dumps(manifest))
-    monkeypatch.setattr(manager, "model_card", lambda *_, **facts: facts["source"] + "")  # None: a TypeError
+    monkeypatch.setattr(manager, "model_card", lambda run, *_: run.identity["source"] + "")  # None: a TypeError
     trained(out, "--data", data, "--max-steps", 2)
     assert capsys.readouterr().err.count("warning: the checkpoint of step 2 has no model card (unsupported") == 1
     assert find_corruption(out / "model_00002") is None and not (out / "model_00002" / "README.md").exists()

@@ -246,7 +246,7 @@ def test_a_folder_means_all_text_in_it_and_changed_text_is_rejected(tmp_path, ca
 def test_one_process_of_all_nodes_makes_the_shards(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     data = tmp_path / "run" / "data"
-    flags = config_of("--text", tmp_path / "text.txt", "--out", tmp_path / "run", "--tokenizer", "bytes").to_dict()
+    flags = config_of("--text", tmp_path / "text.txt", "--out", tmp_path / "run", "--tokenizer", "bytes")
     other_node = threading.Thread(target=make_preset_shards, args=(flags, 1, False), daemon=True)
     other_node.start()
     other_node.join(2)

@@ -49,15 +49,19 @@ def test_profile_says_if_the_run_is_too_short(byte_shards, tmp_path, capsys, ste
 
 def test_a_trace_that_cannot_be_written_is_a_notice(tmp_path):
     notices = []
-    with Profiler(1, str(tmp_path / "missing"), torch.device("cpu"), 0, notices.append) as profiler:
-        for _ in range(5):
-            torch.zeros(1)
-            profiler.step()
+    profiler = Profiler(1, str(tmp_path / "missing"), torch.device("cpu"), 0, notices.append)
+    profiler.start()
+    for _ in range(5):
+        torch.zeros(1)
+        profiler.step()
+    profiler.stop()
     assert len(notices) == 1 and notices[0].startswith("profile not written: ")
 
 
 def test_only_the_first_rank_records(tmp_path):
-    with Profiler(1, str(tmp_path), torch.device("cpu"), 1, pytest.fail) as profiler:
-        for _ in range(5):
-            profiler.step()
+    profiler = Profiler(1, str(tmp_path), torch.device("cpu"), 1, pytest.fail)
+    profiler.start()
+    for _ in range(5):
+        profiler.step()
+    profiler.stop()
     assert not list(tmp_path.iterdir())

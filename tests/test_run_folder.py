@@ -6,7 +6,7 @@ import os
 
 import pytest
 from helpers import TINY_FLAGS, start_run, wait_for
-from training import checkpoint_names
+from training import checkpoint_names, config_of, lock_and_replace
 
 import train_gpt2
 from support.checkpoints import run_folder
@@ -26,9 +26,9 @@ def test_a_second_run_in_the_same_folder_is_refused(byte_shards, tmp_path):
     assert first.is_alive()
     first.kill()
     first.join()
-    run_folder.check_folder(str(out), newest_checkpoint(out), "nothing")
+    run_folder.check_folder(config_of("--out", out), newest_checkpoint(out))
     with pytest.raises(UserError, match="already contains a run. Continue it with --resume"):
-        run_folder.check_folder(str(out), None, "nothing")
+        run_folder.check_folder(config_of("--out", out), None)
 
 
 def test_a_new_run_replaces_a_run_and_nothing_else(tmp_path):
@@ -37,11 +37,11 @@ def test_a_new_run_replaces_a_run_and_nothing_else(tmp_path):
     for name in ("log.txt", "metrics.jsonl", "run.json", "curves.png", "notes.md"):
         (tmp_path / name).write_text("x")
     with pytest.raises(UserError, match="already contains a run"):
-        run_folder.claim_folder(str(tmp_path), None, "nothing").close()
+        lock_and_replace(tmp_path, "nothing")
     with pytest.raises(UserError, match="another run saved .*model_00001 while this one was starting"):
-        run_folder.claim_folder(str(tmp_path), None, "log").close()
+        lock_and_replace(tmp_path, "log")
     assert len(os.listdir(tmp_path)) == 10
-    run_folder.claim_folder(str(tmp_path), None, "run").close()
+    lock_and_replace(tmp_path, "run")
     kept = [
         "curves.earlier.png",
         "log.earlier.txt",
@@ -54,18 +54,18 @@ def test_a_new_run_replaces_a_run_and_nothing_else(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [".lock", *kept]
     (tmp_path / ".model_00002.partial").mkdir()
     (tmp_path / "model_00003").mkdir()
-    run_folder.claim_folder(str(tmp_path), tmp_path / "model_00003", "nothing").close()
+    lock_and_replace(tmp_path, "nothing", tmp_path / "model_00003")
     assert sorted(os.listdir(tmp_path)) == sorted([".lock", "model_00003", *kept])
     write_checkpoint(tmp_path / "model_00004", lambda folder: (folder / "x").write_text("x"))
     with pytest.raises(UserError, match="another run saved .*model_00004"):
-        run_folder.claim_folder(str(tmp_path), tmp_path / "model_00003", "nothing").close()
+        lock_and_replace(tmp_path, "nothing", tmp_path / "model_00003")
     (tmp_path / "model_00004" / "x").unlink()  # a corrupt checkpoint counts as none
-    run_folder.claim_folder(str(tmp_path), tmp_path / "model_00003", "nothing").close()
+    lock_and_replace(tmp_path, "nothing", tmp_path / "model_00003")
 
 
 def start_over(folder, step=None, content=""):
     """A run that replaces the one in `folder`, and saves one checkpoint unless it ends before."""
-    run_folder.claim_folder(str(folder), None, "run").close()
+    lock_and_replace(folder, "run")
     (folder / "log.txt").write_text(content)
     if step is not None:
         write_checkpoint(folder / f"model_{step:05d}", lambda directory: (directory / "x").write_text(content))

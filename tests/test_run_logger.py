@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from training import TINY, config_of
+from training import TINY, run_info
 
 from support.console import run_logger
 from support.console.run_logger import RunLogger
@@ -37,10 +37,10 @@ def logger_of(
         rank=0, world_size=world_size, device=torch.device("cpu"), print0=lines.append, on_rank_zero=lambda f: f(),
         all_reduce_min=int,
     )  # fmt: skip
-    return RunLogger(
-        config_of("--out", out), dist, first_step=first_step, max_steps=max_steps, tokens_per_step=256,
-        flops_per_token=FLOPS_PER_TOKEN, earlier_flags={},
-    )  # fmt: skip
+    checkpoint = SimpleNamespace(step=first_step, path=out, config={}) if first_step else None
+    logger = RunLogger(run_info("--out", out, "--max-steps", max_steps, checkpoint=checkpoint), dist)
+    lines.clear()  # of a resumed run without a record
+    return logger
 
 
 def test_remaining_time_is_estimated_every_fifty_steps(tmp_path, monkeypatch, lines):

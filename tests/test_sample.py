@@ -158,7 +158,7 @@ def test_temperature_0_takes_the_likeliest_token(run, capsys):
 
 def test_the_texts_are_those_of_the_trainer_without_a_cache(run, capsys):
     checkpoint, tokenizer = GPT.from_pretrained(run / "model_00003"), BytesTokenizer()
-    expected = trainers_sample(checkpoint, tokenizer, "The ", 2, 32, seeded_generator(torch.device("cpu"), 1337))
+    expected = trainers_sample(checkpoint, tokenizer, "The ", 8, seeded_generator(torch.device("cpu"), 1337), n=2)
     assert "\n---\n".join(expected) + "\n" == "\n---\n".join(texts_of(run, capsys))
 
 

@@ -82,8 +82,8 @@ def new_state(scale: float | None = None) -> TrainState:
 def test_skipped_steps_are_counted(scale, loss, norm, bad_steps, overflows, message):
     state = new_state(scale)
     state.bad_steps = 1
-    answer = state.finish_step(loss, norm)
-    assert (state.step, state.bad_steps, state.overflows) == (1, bad_steps, overflows)
+    answer = state.record(loss, norm)
+    assert (state.bad_steps, state.overflows) == (bad_steps, overflows)
     assert (answer is None) if message is None else message in answer
 
 
@@ -92,7 +92,8 @@ def test_a_saved_state_is_restored(tmp_path):
     state = new_state(scale=8.0)
     state.model(torch.ones(1, 2)).sum().backward()
     state.optimizer.step()
-    state.finish_step(1.0, float("inf"))
+    state.record(1.0, float("inf"))
+    state.step += 1
     content = state.trainer_file({"seed": 1}, {"train": [["a", 1, None]], "val": [], "base": None})
     state.optimizer.step()
     torch.save(content, tmp_path / "trainer.pt")
@@ -111,7 +112,8 @@ def saved_state() -> dict:
     state = new_state(scale=8.0)
     state.model(torch.ones(1, 2)).sum().backward()
     state.optimizer.step()
-    state.finish_step(1.0, 1.0)
+    state.record(1.0, 1.0)
+    state.step += 1
     return state.trainer_file({"seed": 1}, {"train": [["a", 1, None]], "val": [], "base": None})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import io
 import os
@@ -19,7 +20,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import finish_run, losses, start_run, steps_done, wait_for
-from training import config_of, trained
+from training import ONE_PROCESS, run_info, trained
 
 from support.console import run_logger, terminal
 from support.console.progress import print_summary
@@ -194,9 +195,9 @@ def test_the_summary_agrees_with_the_log(byte_shards, tmp_path, capsys):
     first, *_ = losses(out / "log.txt", "val")
     (out / "log.txt").write_text("0 val 5.0000\n3 val 3.0000\n6 val 4.0000\n")
     capsys.readouterr()
-    dist = SimpleNamespace(rank=0)
-    config = config_of("--out", out, "--max-steps", 6)
-    print_summary(config, dist, 0, 2.0, "a\nb\x1b[2Jc")
+    run = run_info("--out", out, "--max-steps", 6)
+    run.data.__dict__["bytes_per_token"] = 2.0
+    print_summary(run, ONE_PROCESS, ["a\nb\x1b[2Jc", "another"])
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"done    6 steps, 1,536 tokens; \d+:\d\d:\d\d elapsed", lines[1])
     assert lines[2:] == [
@@ -207,14 +208,14 @@ def test_the_summary_agrees_with_the_log(byte_shards, tmp_path, capsys):
         f"next    python sample.py --model '{out}/model_00006'",
     ]
     (out / "log.txt").write_text("0 val 5.0000\n6 val 4.0000\n")
-    print_summary(config, dist, 2, 2.0, "")
+    print_summary(dataclasses.replace(run, resumed_from=SimpleNamespace(step=2)), ONE_PROCESS, [])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].endswith(" elapsed since step 2") and [line[:8] for line in lines[2:]] == [
         "best    ",
         "saved   ",
         "next    ",
     ]
-    print_summary(config, SimpleNamespace(rank=1), 0, 2.0, "")
+    print_summary(run, SimpleNamespace(rank=1), [])
     assert capsys.readouterr().out == ""
 
 

@@ -12,7 +12,7 @@ import pytest
 from helpers import finish_run, run_to_the_end, start_run, steps_done, wait_for
 
 import train_gpt2
-from support.checkpoints import manager
+from support.checkpoints import manager, start
 from support.runtime import preflight, watchdog
 from support.runtime.distributed import Distributed
 
@@ -20,7 +20,7 @@ from support.runtime.distributed import Distributed
 def short_limits(rank):
     watchdog.STEP_SECONDS = watchdog.STEP_FACTOR = watchdog.WAIT_SECONDS = watchdog.EXIT_SECONDS = 1.0
     watchdog.SILENCE_SECONDS, watchdog.BEAT_SECONDS = 3.0, 0.1
-    preflight.ALIVE_SECONDS, preflight.CONNECT_SECONDS = 1, 2
+    watchdog.ALIVE_SECONDS, watchdog.CONNECT_SECONDS = 1, 2
 
 
 def one_rank_is_late_to_connect(rank):
@@ -38,13 +38,13 @@ def one_rank_does_not_compare(rank):
 def one_rank_is_stopped_while_it_prepares(rank):
     short_limits(rank)
     if rank == 1:
-        train_gpt2.memory.check_training_fits = lambda *args: os.kill(os.getpid(), signal.SIGSTOP)
+        start.check_training_fits = lambda *args: os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def one_rank_fails_while_it_prepares(rank):
     short_limits(rank)
     if rank == 1:
-        train_gpt2.memory.check_training_fits = lambda *args: os._exit(2)
+        start.check_training_fits = lambda *args: os._exit(2)
 
 
 @pytest.mark.parametrize("sabotage", [one_rank_is_stopped_while_it_prepares, one_rank_fails_while_it_prepares])
@@ -67,8 +67,8 @@ def ended_by_the_watchdog(ranks, missing):
 @pytest.mark.parametrize(
     "sabotage, missing, task",
     [
-        (one_rank_is_late_to_connect, 1, "the first all-reduce"),
-        (one_rank_does_not_compare, 2, "the comparison of versions and flags"),
+        (one_rank_is_late_to_connect, 1, "the connection of all ranks"),
+        (one_rank_does_not_compare, 2, "the connection of all ranks"),
     ],
 )
 def test_a_rank_that_does_not_connect_is_named(byte_shards, tmp_path, sabotage, missing, task):

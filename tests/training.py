@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from helpers import TINY_FLAGS, TINY_SIZES
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from support.checkpoints import directory
+from support.checkpoints import directory, run_folder
 from support.checkpoints.start import gather_flags
 from support.checkpoints.state import Checkpoint, TrainState
 from support.cli import parse_flags
+from support.data.shards import DataIdentity, TokenData
+from support.data.tokenizer import BytesTokenizer
 from support.runtime import devices
-from support.runtime.distributed import Distributed
-from train_gpt2 import GPTConfig, TrainConfig, resolve, train
+from support.runtime.distributed import ONE_PROCESS
+from support.runtime.run_info import RunInfo
+from train_gpt2 import GPT, GPTConfig, TrainConfig, resolve, train
 
 torch.set_num_threads(1)  # models this small gain nothing from a second thread, and lose much where cores are shared
 TINY = GPTConfig(**TINY_SIZES)
-ONE_PROCESS = Distributed(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 FP32 = torch.autocast("cpu", enabled=False)
 
 
@@ -34,6 +37,14 @@ def configure(flags: list[str] | tuple[str, ...]) -> tuple[TrainConfig, Checkpoi
 def config_of(*flags: object) -> TrainConfig:
     """The configuration of TINY_FLAGS and these."""
     return configure([*TINY_FLAGS, *map(str, flags)])[0]
+
+
+def run_info(*flags: object, checkpoint: Checkpoint | None = None, hellaswag_items: int = 0) -> RunInfo:
+    """What is constant in a run of TINY_FLAGS and these: on bytes, without shards."""
+    data = TokenData("data", [], [], BytesTokenizer())
+    data.__dict__["bytes_per_token"] = 1.0  # it would be measured on the shards
+    identity: DataIdentity = {"train": [], "val": [], "base": None}
+    return RunInfo(config_of(*flags), data, identity, GPT(TINY), checkpoint, hellaswag_items)
 
 
 def trained(out: Path, *flags: object) -> str:
@@ -64,6 +75,13 @@ def saved_bytes(model: nn.Module, B: int, T: int, dtype: torch.dtype = torch.flo
         loss = model(tokens, tokens)  # holds what is saved, so that no address is used twice
     del loss
     return sum(nbytes for address, nbytes in saved.items() if address not in weights)
+
+
+def lock_and_replace(out: Path, policy: str, resume_from: Path | None = None) -> None:
+    """What a run does to its folder before it writes; `policy` is its `overwrite_policy`."""
+    config = SimpleNamespace(out=str(out), overwrite_policy=policy)
+    resumed_from = resume_from and SimpleNamespace(path=resume_from)
+    run_folder.lock_and_replace_folder(SimpleNamespace(config=config, resumed_from=resumed_from), ONE_PROCESS).close()
 
 
 def trainer_file(checkpoint: Path) -> dict:

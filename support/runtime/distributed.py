@@ -181,7 +181,10 @@ class Distributed:
         except UserError as error:
             failure = error
         if not self.all_reduce_min(failure is None):
-            raise failure or UserError("rank 0 failed. See its message.")
+            try:
+                raise failure or UserError("rank 0 failed. See its message.")
+            finally:
+                del failure  # or it would keep itself alive, and a lock that it holds
         return result
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ def check_ranks_agree(dist: Distributed, config: RunOptions, identity: DataIdent
             node.
     """
     if dist.world_size > 1:
-        _compare_facts(dist, collect_facts(dist, config, identity, resumed_step))
+        compare_facts(dist, collect_facts(dist, config, identity, resumed_step))
 
 
 def collect_facts(dist: Distributed, config: RunOptions, identity: DataIdentity, step: int) -> dict[str, str]:
@@ -57,8 +57,12 @@ def collect_facts(dist: Distributed, config: RunOptions, identity: DataIdentity,
     }
 
 
-def _compare_facts(dist: Distributed, facts: Mapping[str, str]) -> None:
-    """Compares them through torchrun's store."""
+def compare_facts(dist: Distributed, facts: Mapping[str, str]) -> None:
+    """Compares the facts of all ranks through torchrun's store.
+
+    Raises:
+        UserError: as in `check_ranks_agree`.
+    """
     store = dist.store
     assert store is not None
     store.set(f"facts/{dist.rank}", json.dumps([socket.gethostname(), facts]))
