@@ -288,8 +288,7 @@ class DataLoaderLite:
         grad_accum: int = 1, shuffle: bool = False, seed: int = 1337,
     ):  # fmt: skip
         self.shards, self.B, self.T, self.vocab_size = shards, B, T, vocab_size
-        self.rank, self.world_size, self.device, self.grad_accum = dist.rank, dist.world_size, dist.device, grad_accum
-        self.shuffle, self.seed = shuffle, seed
+        self.dist, self.grad_accum, self.shuffle, self.seed = dist, grad_accum, shuffle, seed
         self.shard_rows = np.array([rows_in_shard(shard, T) for shard in shards])
         self.rows_per_epoch = int(self.shard_rows.sum())
         self._epoch = -1  # the epoch that _order and _ends describe
@@ -313,8 +312,8 @@ class DataLoaderLite:
 
         It takes no time while a GPU computes, and a corrupt row is found while the current state can still be saved.
         """
-        first = self.position * self.world_size + self.rank  # micro-batches are numbered over all ranks
-        batches = range(first, first + n * self.world_size, self.world_size)
+        first = self.position * self.dist.world_size + self.dist.rank  # micro-batches are numbered over all ranks
+        batches = range(first, first + n * self.dist.world_size, self.dist.world_size)
         self._prefetched = [self.batch(range(b * self.B, (b + 1) * self.B)) for b in batches]
 
     def batch(self, rows: Iterable[int]) -> tuple[Tensor, Tensor]:
@@ -324,7 +323,7 @@ class DataLoaderLite:
             UserError: a shard was truncated, or a token id is not in the vocabulary; the message names the shard.
         """
         tokens = torch.from_numpy(np.stack([self._row(n) for n in rows]).astype(np.int64))  # (B, T+1)
-        tokens = devices.to_device(tokens, self.device)
+        tokens = devices.to_device(tokens, self.dist.device)
         return tokens[:, :-1], tokens[:, 1:]  # (B, T) each, views of one copy
 
     def _row(self, n: int) -> np.ndarray:
@@ -480,8 +479,6 @@ def initial_model(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Checkpo
         model.crop(config.block_size)
     if config.lora_rank:
         lora.add_adapter(model, config.n_embd, config.lora_rank, config.lora_alpha, config.seed, resume_from)
-    if config.recompute:
-        memory.recompute_activations(model.transformer.h)
     return model
 
 
@@ -491,10 +488,10 @@ def initial_model(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Checkpo
 
 @torch.no_grad()
 def validation_loss(
-    model: nn.Module, loader: DataLoaderLite, tokens: int, dist: Distributed, stop: StopHandler, amp: torch.autocast
+    model: nn.Module, loader: DataLoaderLite, tokens: int, stop: StopHandler, amp: torch.autocast
 ) -> float | None:
     """Mean loss in nats over the first `tokens` tokens of a split, or all. It depends neither on the ranks nor on B."""
-    rows = min(tokens // loader.T, loader.rows_per_epoch)
+    dist, rows = loader.dist, min(tokens // loader.T, loader.rows_per_epoch)
     total = n = 0.0
     first_rows = range(dist.rank * loader.B, rows, dist.world_size * loader.B)  # ranks take turns
     for first in stop.interruptible(progress_bar(first_rows, "validation", dist.rank)):
@@ -524,8 +521,8 @@ def sample(
 
 
 def train_step(
-    model: nn.Module, state: TrainState, loader: DataLoaderLite, config: TrainConfig, dist: Distributed,
-    stop: StopHandler,
+    model: nn.Module, state: TrainState, loader: DataLoaderLite, config: TrainConfig, stop: StopHandler,
+    amp: torch.autocast,
 ) -> tuple[float, float] | None:  # fmt: skip
     """One optimizer step on `loader.grad_accum` micro-batches of each rank; `model` may be compiled and wrapped by DDP.
 
@@ -535,8 +532,7 @@ def train_step(
         The mean loss in nats and the gradient norm before clipping, the same on all ranks. None if a signal interrupted
         the step, which only happens with one process; then nothing was applied.
     """
-    optimizer, scaler = state.optimizer, state.scaler
-    amp = devices.autocast(dist.device, devices.DTYPES[config.dtype])
+    optimizer, scaler, dist = state.optimizer, state.scaler, loader.dist
     if config.dropout:
         state.model.train()  # after an evaluation
         # The masks depend on (seed, step, rank) alone, so a resumed run draws the same ones.
@@ -592,8 +588,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     dtype, sharded = devices.DTYPES[config.dtype], config.parallel == "fsdp" and world_size > 1
     watchdog = Watchdog(dist, config.out)  # ends the run if ranks wait for one that is lost
 
-    # Everything that can fail or take long comes before the first step. The first rank of each node goes first: the
-    # others then find what it has downloaded and compiled.
+    # What can fail or take long comes before the first step. One rank of each node downloads and compiles for the others.
     with dist.local_rank_zero_first():
         data = start.check_and_open_data(config, dist, checkpoint)  # for --text and --demo, makes the shards first
         with fsdp.weights_on_rank_zero(sharded, rank):  # which sends the others their parts
@@ -602,10 +597,11 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         examples = hellaswag.load_examples(config, data.tokenizer, dist.print0)  # downloads them once
         devices.configure_backends(device, config.tf32, dtype, config.block_size)  # TF32, attention, the allocator
         amp = devices.autocast(device, dtype)  # matrix products in bf16 or fp16; weights, norms and sums in fp32
+        memory.recompute_activations(model.transformer.h if config.recompute else [])
         # HellaSwag and samples need all weights on each rank: with FSDP, in a copy that is filled when it is used.
         eval_model = fsdp.without_weights(model) if sharded else model.to(device)
         compiled = devices.compile(eval_model, device) if config.compile else eval_model
-        B = batch_size.largest_batch_size(config, compiled, dist)  # --batch-size, or what fits into the GPU
+        B = batch_size.largest_batch_size(config, compiled, dist, amp)  # --batch-size, or what fits into the GPU
 
     with watchdog.connecting():  # ranks that differ would wait for each other forever
         preflight.check_ranks_agree(dist, config, identity, checkpoint.step if checkpoint else 0)
@@ -631,7 +627,6 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     val_loader = DataLoaderLite(data.val, B, config.block_size, data.tokenizer.vocab_size, dist) if data.val else None
     if config.minutes and not checkpoint:  # how many steps this machine makes in the time
         config = budget.set_steps_for_minutes(config, train_model, optimizer, loader, val_loader, dist)
-
     run = RunInfo(config, data, identity, model, checkpoint, len(examples))
     folder = run_folder.lock_and_replace_folder(run, dist)  # from here on, files are written
     stop = StopHandler(world_size)  # a signal sets a flag, which all ranks read at the end of a step
@@ -646,7 +641,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         if config.dropout:
             eval_model.eval()  # without dropout both modes compute the same, and torch.compile would compile each
         if "val" in due and val_loader:
-            logger.validation(step, validation_loss(compiled, val_loader, config.val_tokens, dist, stop, amp))
+            logger.validation(step, validation_loss(compiled, val_loader, config.val_tokens, stop, amp))
         if "hella" in due and examples and not stop.agreed:
             logger.hellaswag(step, hellaswag.score_with_ranks(scoring_model, examples, dist, stop, amp))
         if stop.agreed:
@@ -675,7 +670,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
             devices.synchronize(device)  # the clock must not count what an evaluation left in the GPU's queue
             started = time.perf_counter()
             with watchdog.step(state.step):
-                result = train_step(train_model, state, loader, config, dist, stop)
+                result = train_step(train_model, state, loader, config, stop, amp)
             if result is None:
                 continue  # stopped, too
             dt = time.perf_counter() - started  # without evaluation, logging and checkpoints

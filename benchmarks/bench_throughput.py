@@ -189,8 +189,7 @@ def make_plain(features: set[str]) -> None:
         model.configure_optimizers = lambda *how: plain_optimizer(model, features, *how)
         return model
 
-    def step(model: Any, state: Any, loader: Any, config: Any, dist: Any, stop: Any) -> tuple[float, float]:
-        amp = devices.autocast(dist.device, devices.DTYPES[config.dtype])
+    def step(model: Any, state: Any, loader: Any, config: Any, stop: Any, amp: Any) -> tuple[float, float]:
         batches = [loader.next_batch() for _ in range(loader.grad_accum)]
         return plain_step(model, state.optimizer, batches, amp, state.optimizer.param_groups[0]["lr"])
 

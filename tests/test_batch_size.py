@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import finish_run, run_to_the_end, start_run, wait_for
-from training import ONE_PROCESS, assert_same_run, config_of, saved_bytes
+from training import FP32, ONE_PROCESS, assert_same_run, config_of, saved_bytes
 
 from support.cli import UserError
 from support.runtime import batch_size, devices
@@ -88,14 +88,14 @@ def test_the_trial_includes_the_optimizer_and_validation(tiny_model, monkeypatch
         return forward(idx, targets)
 
     monkeypatch.setattr(tiny_model, "forward", spy)
-    assert batch_size.largest_batch_size(config_of(*EIGHT_ROWS), tiny_model, ONE_PROCESS) == 2
+    assert batch_size.largest_batch_size(config_of(*EIGHT_ROWS), tiny_model, ONE_PROCESS, FP32) == 2
     tried = [(B, True, with_gradients) for B in (8, 4, 2) for with_gradients in (False, True)]
     assert seen == [*tried, (2, False, True)]
     assert sum(allocated) == 3 * 2 * sum(p.numel() for p in tiny_model.parameters())  # two moments, three trials
     allocated.clear()
     two = replace(ONE_PROCESS, world_size=2)
     one_row = config_of("--batch-size", 1, "--total-batch-size", 2 * 16)
-    batch_size.largest_batch_size(one_row, tiny_model, two)  # DDP's buckets are one more
+    batch_size.largest_batch_size(one_row, tiny_model, two, FP32)  # DDP's buckets are one more
     assert sum(allocated) == 3 * sum(p.numel() for p in tiny_model.parameters())
     assert spared == [2**29] * 3 + [2**31]  # bytes: several ranks will be connected by NCCL
     assert all(p.grad is None and torch.equal(p, before[name]) for name, p in tiny_model.named_parameters())
@@ -114,7 +114,7 @@ def test_what_clearly_cannot_fit_is_not_tried(tiny_model, monkeypatch, capsys):
 
     monkeypatch.setattr(batch_size, "_try_batch_size", spy)
     config = config_of("--batch-size", 64, "--total-batch-size", 64 * 16)
-    assert batch_size.largest_batch_size(config, tiny_model, ONE_PROCESS) == 8
+    assert batch_size.largest_batch_size(config, tiny_model, ONE_PROCESS, FP32) == 8
     assert tried == [8]
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"memory  about \d\.\d of 1\.9 GiB with 64 rows", lines[0])
@@ -153,7 +153,7 @@ def test_a_sharded_model_is_not_tried_but_estimated(tiny_model, monkeypatch, cap
     needed = training_memory(config, Sizes.of(tiny_model), 8, 4, total).total + 2 * 2**30
     monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (needed, total))
     model = without_weights(tiny_model)
-    assert batch_size.largest_batch_size(config, model, four) == 8
+    assert batch_size.largest_batch_size(config, model, four, FP32) == 8
     with pytest.raises(UserError, match="not even one row"):  # Muon's all-to-all takes more
-        batch_size.largest_batch_size(replace(config, optimizer="muon"), model, four)
+        batch_size.largest_batch_size(replace(config, optimizer="muon"), model, four, FP32)
     assert "does not fit into memory; using 8" in capsys.readouterr().out

@@ -186,8 +186,10 @@ def test_a_step_with_an_infinite_gradient_changes_nothing(byte_shards, tmp_path,
     config = config_on_gpu(byte_shards, tmp_path, "--max-steps", 3)
     loader = train_gpt2.DataLoaderLite([np.arange(4096, dtype=np.uint16) % 257], 4, 16, 257, gpu, grad_accum=2)
 
+    amp = devices.autocast(DEVICE, torch.bfloat16)
+
     def step():
-        return train_gpt2.train_step(model, state, loader, config, gpu, StopHandler())
+        return train_gpt2.train_step(model, state, loader, config, StopHandler(), amp)
 
     assert np.isfinite(step()).all()
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -304,7 +306,7 @@ def test_the_estimate_of_memory_holds(gpu, compiled):
     total = devices.free_and_total_memory(DEVICE)[1]
     estimate = training_memory(config, Sizes.of(model_or_compiled), 16, 1, total)
     torch.cuda.reset_peak_memory_stats()
-    batch_size._try_batch_size(config, 16, model_or_compiled, gpu)
+    batch_size._try_batch_size(config, 16, model_or_compiled, gpu, devices.autocast(DEVICE, torch.bfloat16))
     taken = torch.cuda.max_memory_allocated() - before - batch_size.SPARE_BYTES
     assert estimate.minimum < taken < estimate.total
 

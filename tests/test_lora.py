@@ -16,7 +16,7 @@ from helpers import ROOT, TINY_FLAGS, TINY_TRAINING_FLAGS, losses, run_script, r
 from safetensors.torch import load_file, save_file
 from training import ONE_PROCESS, configure, resumed, trained
 
-from support.checkpoints import huggingface, lora
+from support.checkpoints import huggingface
 from support.cli import UserError
 from train_gpt2 import GPT, TrainConfig, train
 
@@ -300,4 +300,4 @@ def test_each_problem_of_a_base_model_is_an_error_of_its_own(adapter, base, tmp_
 def test_an_adapter_nested_too_deeply_is_named(tmp_path):
     (tmp_path / "adapter_config.json").write_text("[" * 100_000)
     with pytest.raises(UserError, match="adapter_config.json is not an adapter's configuration"):
-        lora.base_model_of(tmp_path)
+        huggingface.base_model_of(tmp_path)

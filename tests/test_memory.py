@@ -201,7 +201,7 @@ def test_fsdp_divides_what_must_fit_among_the_gpus(monkeypatch):
 def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_built(tiny_model, tmp_path, monkeypatch):
     tiny_model.save_pretrained(tmp_path)
     monkeypatch.setattr(memory, "available_memory", lambda: 100_000)
-    with pytest.raises(UserError, match=r"config.json has 34,\d\d\d parameters, which take 0.2 MB"):
+    with pytest.raises(UserError, match=r"the model has 34,\d\d\d parameters, which take 0.2 MB"):
         huggingface.read_config(tmp_path)
 
 

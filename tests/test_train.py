@@ -134,7 +134,7 @@ def test_validation_is_the_mean_over_its_rows(byte_shards, tiny_model, tokens, r
     logits = tiny_model(all_rows[:, :-1])[0]
     expected = F.cross_entropy(logits.flatten(0, 1), all_rows[:, 1:].flatten()).item()
     loader = DataLoaderLite(shards.open_shards(byte_shards, "val"), B, 16, vocab_size=257)
-    measured = validation_loss(tiny_model, loader, tokens, ONE_PROCESS, StopHandler(), FP32)
+    measured = validation_loss(tiny_model, loader, tokens, StopHandler(), FP32)
     assert measured == pytest.approx(expected, abs=1e-5)
 
 
@@ -165,7 +165,7 @@ def test_the_last_validation_and_checkpoint_are_of_the_last_step(byte_shards, tm
     trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 7)
     saved = GPT.from_pretrained(tmp_path / "run" / "model_00007")
     loader = DataLoaderLite(shards.open_shards(byte_shards, "val"), 4, 16, vocab_size=257)
-    measured = validation_loss(saved, loader, 512, ONE_PROCESS, StopHandler(), FP32)
+    measured = validation_loss(saved, loader, 512, StopHandler(), FP32)
     assert losses(tmp_path / "run" / "log.txt", "val")[-1] == pytest.approx(measured, abs=6e-5)
 
 

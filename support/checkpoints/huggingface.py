@@ -5,6 +5,7 @@ The formats are those of transformers' GPT2LMHeadModel; transformers itself is i
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import torch
 
-from support.checkpoints import lora
 from support.checkpoints.directory import CONTENTS, find_corruption, newest_checkpoint
 from support.cli import UserError
 from support.data.hub import hub_error_reason
@@ -42,7 +42,29 @@ HF_NAMES = {  # in config.json, and in GPTConfig
     "n_head": "n_head",
     "n_embd": "n_embd",
 }
-FILES = ["config.json", "model.safetensors", *TOKENIZER_FILES, lora.CONFIG, lora.WEIGHTS]  # what is read of a hub model
+TARGET_MODULES = ["c_attn", "c_proj"]  # of the attention, and the projection of the MLP
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE_SHA256 = "base_sha256"  # in the metadata of ADAPTER_WEIGHTS
+HF_PREFIX = "base_model.model."  # of peft's parameter names
+# Values of an adapter's configuration for which the adapted weight is W + alpha / rank * B A. Some initializations change
+# W. Fields that are in neither of these must be empty: peft adds variants of LoRA.
+SUPPORTED_ADAPTER_VALUES: dict[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),
+}
+HARMLESS_ADAPTER_FIELDS = set(
+    "auto_mapping base_model_name_or_path exclude_modules fan_in_fan_out inference_mode layers_pattern "
+    "layers_to_transform lora_alpha lora_dropout megatron_config megatron_core peft_version qalora_group_size r revision "
+    "target_modules task_type".split()
+)
+FILES = [
+    "config.json",
+    "model.safetensors",
+    *TOKENIZER_FILES,
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+]  # what is read of a hub model
 MAX_SIZE, MAX_LAYERS = 2**20, 10_000  # far beyond any real model: a corrupt file gives a message and not a traceback
 # The values that our model implements; the first one is the default of a missing field.
 SUPPORTED_MODEL_VALUES: dict[str, tuple[object, ...]] = {
@@ -69,7 +91,7 @@ def find_model(name_or_dir: str | os.PathLike[str], verify: bool = True) -> Path
     """
     directory = Path(name_or_dir)
     if directory.exists():
-        if not (directory / "config.json").is_file() and not lora.is_adapter(directory):
+        if not (directory / "config.json").is_file() and not is_adapter(directory):
             inside = newest_checkpoint(directory) if directory.is_dir() else None
             hint = f"Did you mean {inside}?" if inside else "Use a checkpoint directory, or a model on the hub."
             raise UserError(f"{directory} is not a checkpoint: it has no config.json. {hint}")
@@ -80,7 +102,7 @@ def find_model(name_or_dir: str | os.PathLike[str], verify: bool = True) -> Path
         raise UserError(f"{directory} does not exist. Check the path.")
     else:
         directory = _download(str(name_or_dir))
-    if verify and lora.is_adapter(directory):
+    if verify and is_adapter(directory):
         _find_base_model(directory)
     return directory
 
@@ -99,7 +121,7 @@ def _download(name: str) -> Path:
 
 def _find_base_model(adapter: Path, verify: bool = True) -> Path:
     try:
-        return find_model(lora.base_model_of(adapter), verify)
+        return find_model(base_model_of(adapter), verify)
     except UserError as error:
         raise error.with_hint(f"It is the base model of {adapter}, as adapter_config.json says.") from error
 
@@ -107,7 +129,7 @@ def _find_base_model(adapter: Path, verify: bool = True) -> Path:
 def tokenizer_folder(directory: Path) -> Path:
     """The folder that has the tokenizer of a model: its own, or for an adapter that has none, that of its base model."""
     has_tokenizer = any((directory / name).exists() for name in (TOKENIZER_JSON, "vocab.json"))
-    return directory if has_tokenizer or not lora.is_adapter(directory) else _find_base_model(directory, verify=False)
+    return directory if has_tokenizer or not is_adapter(directory) else _find_base_model(directory, verify=False)
 
 
 def read_config(directory: Path) -> ModelSizes:
@@ -118,7 +140,7 @@ def read_config(directory: Path) -> ModelSizes:
     Raises:
         UserError: it is unreadable, or describes a model that ours does not compute, or that does not fit into memory.
     """
-    if lora.is_adapter(directory):
+    if is_adapter(directory):
         return read_config(_find_base_model(directory, verify=False))
     path = directory / "config.json"
     try:
@@ -144,7 +166,7 @@ def read_config(directory: Path) -> ModelSizes:
     if problems:
         raise UserError(*problems)
     sizes["bias"] = config.get("bias") is not False
-    check_model_fits(sizes, str(path))
+    check_model_fits(sizes)
     return cast(ModelSizes, sizes)
 
 
@@ -153,8 +175,8 @@ def read_weights(directory: Path) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    if lora.is_adapter(directory):
-        return lora.merge(read_weights(_find_base_model(directory, verify=False)), directory)
+    if is_adapter(directory):
+        return merge_adapter(read_weights(_find_base_model(directory, verify=False)), directory)
     path = directory / "model.safetensors"
     try:
         return load_file(path)
@@ -280,3 +302,120 @@ def write_model(directory: Path, sizes: Mapping[str, int], hf_weights: dict[str,
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file(hf_weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+# -----------------------------------------------------------------------------
+# Adapters: LoRA's matrices in peft's files (`adapter_config.json`, `adapter_model.safetensors`)
+
+
+def sha256_of_matrices(matrices: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 of matrices in Hugging Face's layout, in order of their names with or without `transformer.`"""
+    digest = hashlib.sha256()
+    for _, matrix in sorted((name.removeprefix("transformer."), matrix) for name, matrix in matrices.items()):
+        digest.update(matrix.float().cpu().contiguous().numpy().data)
+    return digest.hexdigest()
+
+
+def write_adapter(
+    directory: Path, matrices: Mapping[str, torch.Tensor], base: str, rank: int, alpha: float, base_sha256: str | None
+) -> None:
+    """Writes an adapter as peft does: `PeftModel.from_pretrained` opens it on Hugging Face's model of its base.
+
+    Args:
+        base_sha256: `adapted_sha256` of the base model. It is stored, for `merge` to compare.
+    """
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    options = lora_options(rank, alpha) | dict(task_type="CAUSAL_LM", inference_mode=True)
+    config = LoraConfig(**options, fan_in_fan_out=True)  # Hugging Face's GPT-2 stores these weights transposed
+    config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
+    config.save_pretrained(str(directory))
+    matrices = {hf_name(name): matrix.contiguous() for name, matrix in matrices.items()}
+    # a single entry: safetensors writes several in a random order, and files of one run would differ
+    save_file(matrices, directory / ADAPTER_WEIGHTS, {BASE_SHA256: base_sha256} if base_sha256 else None)
+
+
+def is_adapter(directory: Path) -> bool:
+    return (directory / ADAPTER_CONFIG).is_file()
+
+
+def base_model_of(directory: Path) -> str:
+    """The name or folder of the model that an adapter belongs to."""
+    base = _read_adapter_config(directory)["base_model_name_or_path"]
+    if Path(base).resolve() == directory.resolve():
+        raise UserError(f"{directory} names itself as its base model. Use another adapter.")
+    return base
+
+
+def merge_adapter(weights: Mapping[str, torch.Tensor], directory: Path) -> dict[str, torch.Tensor]:
+    """The base model's weights, under Hugging Face's names, with an adapter merged in: W + alpha / rank * B A.
+
+    Raises:
+        UserError: the adapter is unreadable, or was trained on other weights.
+    """
+    config, (matrices, base_sha256), merged = (
+        _read_adapter_config(directory),
+        read_adapter_matrices(directory),
+        dict(weights),
+    )
+    adapted = {}
+    for name in (name for name in matrices if ".lora_A." in name):
+        a, b = matrices[name], matrices[name.replace(".lora_A.", ".lora_B.")]  # (rank, in), (out, rank)
+        key = name.split(".lora_A.")[0].removeprefix(HF_PREFIX) + ".weight"
+        key = key if key in merged else key.removeprefix("transformer.")
+        if key not in merged or merged[key].shape != (a.size(1), len(b)):
+            raise _other_base(directory, f"{key} does not fit")
+        adapted[key] = merged[key]
+        merged[key] = merged[key] + (b @ a).t() * (config["lora_alpha"] / config["r"])
+    if base_sha256 not in (None, sha256_of_matrices(adapted)):
+        raise _other_base(directory, "its weights differ")
+    return merged
+
+
+def _other_base(directory: Path, difference: str) -> UserError:
+    return UserError(
+        f"{directory} was trained on another model than {base_model_of(directory)}: {difference}. "
+        "Put its own base model into adapter_config.json."
+    )
+
+
+def hf_name(name: str) -> str:
+    """peft's name of one of our parameters."""
+    return HF_PREFIX + name.replace(".default.", ".")
+
+
+def lora_options(rank: int, alpha: float) -> dict[str, Any]:
+    return dict(r=rank, lora_alpha=alpha, target_modules=TARGET_MODULES)
+
+
+def _read_adapter_config(directory: Path) -> dict[str, Any]:
+    path = directory / ADAPTER_CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        _ = Path(config["base_model_name_or_path"]), config["lora_alpha"] / config["r"]
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, RecursionError) as error:
+        raise UserError(f"{path} is not an adapter's configuration ({error!r}). Use another adapter.") from error
+    for field in sorted(config.keys() - HARMLESS_ADAPTER_FIELDS):
+        supported = SUPPORTED_ADAPTER_VALUES.get(field)
+        if config[field] not in supported if supported else config[field]:
+            only = f"only {supported[0]!r} is" if supported else "this is not"
+            raise UserError(f"{path}: {field} is {config[field]!r}, and {only} supported. Use another adapter.")
+    return config
+
+
+def read_adapter_matrices(directory: Path) -> tuple[dict[str, torch.Tensor], str | None]:
+    """The matrices of an adapter, and the SHA-256 of its base model if it is known."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(directory / ADAPTER_WEIGHTS, framework="pt") as file:
+            matrices = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
+            base_sha256 = (file.metadata() or {}).get(BASE_SHA256)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot read {directory / ADAPTER_WEIGHTS}: {error}. Use another adapter.") from error
+    for name in matrices:
+        other = name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
+        if other == name or other not in matrices:
+            raise UserError(f"{directory / ADAPTER_WEIGHTS}: {name} lacks its other LoRA matrix. Use another adapter.")
+    return matrices, base_sha256

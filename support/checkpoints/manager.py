@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch
 
 from support import files
-from support.checkpoints import huggingface, lora, state
+from support.checkpoints import huggingface, state
 from support.checkpoints.directory import (
     MODEL_CARD,
     check_files,
@@ -209,7 +209,9 @@ def _write_weights(directory: Path, weights: Mapping[str, torch.Tensor], run: Ru
     config = run.config
     if config.lora_rank is not None and config.init_from is not None:
         base_sha256 = run.identity.get("adapted")
-        lora.write_adapter(directory, weights, config.init_from, config.lora_rank, config.lora_alpha, base_sha256)
+        huggingface.write_adapter(
+            directory, weights, config.init_from, config.lora_rank, config.lora_alpha, base_sha256
+        )
     else:
         huggingface.write_model(directory, run.sizes, huggingface.to_hf(weights, run.sizes["vocab_size"]))
 

@@ -69,7 +69,7 @@ def gather_flags(
     if "init_from" not in cli_flags:
         return preset_flags(cli_flags) | dict(cli_flags), None
     directory = _find_once_per_node(cli_flags["init_from"], dist)
-    if "lora_rank" in cli_flags and lora.is_adapter(directory):
+    if "lora_rank" in cli_flags and huggingface.is_adapter(directory):
         raise UserError(
             f"{cli_flags['init_from']} is an adapter, and another one needs a complete model. Merge it into its base model "
             "first, as docs/training.md shows."

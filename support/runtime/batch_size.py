@@ -53,7 +53,7 @@ def pick_batch_size(batch_size: int | None, rows: int, device_type: str) -> int:
     return min(batch_size, rows)
 
 
-def largest_batch_size(config: RunOptions, model: nn.Module, dist: Distributed) -> int:
+def largest_batch_size(config: RunOptions, model: nn.Module, dist: Distributed, amp: torch.autocast) -> int:
     """The largest micro-batch, up to `batch_size`, with which a run fits into the memory of this process's device.
 
     Tries those that may fit, by an estimate that it prints: allocates what a run needs at the same time, which is
@@ -68,7 +68,8 @@ def largest_batch_size(config: RunOptions, model: nn.Module, dist: Distributed) 
     Raises:
         UserError: not even one row fits.
     """
-    device, world_size, T, most = dist.device, dist.world_size, config.block_size, config.batch_size
+    device, world_size = dist.device, dist.world_size
+    T, most = config.block_size, config.batch_size
     if device.type not in PROBED:
         return most
     free, total = devices.free_and_total_memory(device)
@@ -83,7 +84,7 @@ def largest_batch_size(config: RunOptions, model: nn.Module, dist: Distributed) 
             dist.print0(f"memory  about {needed.total / 2**30:.1f} of {total / 2**30:.1f} GiB with {B} rows")
         if needed.minimum > free:
             continue
-        if needed.total + spare_bytes(config, world_size) <= free if sharded else _fits(config, B, model, dist):
+        if needed.total + spare_bytes(config, world_size) <= free if sharded else _fits(config, B, model, dist, amp):
             if most != B:
                 dist.print0(
                     f"note    a micro-batch of {most} rows does not fit into memory; using {B}. "
@@ -105,9 +106,9 @@ def spare_bytes(config: RunOptions, world_size: int) -> int:
     return SPARE_BYTES_OF_SHARDED_MUON if sharded_muon else SPARE_BYTES_OF_RANKS
 
 
-def _fits(config: RunOptions, B: int, model: nn.Module, dist: Distributed) -> bool:
+def _fits(config: RunOptions, B: int, model: nn.Module, dist: Distributed, amp: torch.autocast) -> bool:
     try:
-        _try_batch_size(config, B, model, dist)
+        _try_batch_size(config, B, model, dist, amp)
         fits = True
     except RuntimeError as error:
         if not devices.is_out_of_memory(error):
@@ -118,8 +119,8 @@ def _fits(config: RunOptions, B: int, model: nn.Module, dist: Distributed) -> bo
     return fits
 
 
-def _try_batch_size(config: RunOptions, B: int, model: nn.Module, dist: Distributed) -> None:
-    device, amp = dist.device, devices.autocast(dist.device, devices.DTYPES[config.dtype])
+def _try_batch_size(config: RunOptions, B: int, model: nn.Module, dist: Distributed, amp: torch.autocast) -> None:
+    device = dist.device
     reserved = [torch.empty(spare_bytes(config, dist.world_size), dtype=torch.uint8, device=device)]
     copies = 2 if dist.world_size == 1 else 3  # AdamW's moments, and the buckets in which DDP sends gradients
     reserved += [torch.empty_like(p) for p in model.parameters() if p.requires_grad for _ in range(copies)]

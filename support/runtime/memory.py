@@ -171,8 +171,8 @@ def count_parameters(sizes: Mapping[str, int]) -> int:
     return (sizes["vocab_size"] + sizes["block_size"]) * C + L * block + (2 if bias else 1) * C
 
 
-def check_model_fits(sizes: Mapping[str, int], source: str) -> None:
-    """Checks that the weights of a GPT of these sizes fit into the memory of this machine; `source` names them.
+def check_model_fits(sizes: Mapping[str, int]) -> None:
+    """Checks that the weights of a GPT of these sizes fit into the memory of this machine.
 
     Raises:
         UserError: they do not.
@@ -180,7 +180,7 @@ def check_model_fits(sizes: Mapping[str, int], source: str) -> None:
     needed, available = 4 * count_parameters(sizes) + LAYER_BYTES * sizes["n_layer"], available_memory()
     if available is not None and needed > available:
         raise UserError(
-            f"{source} has {count_parameters(sizes):,} parameters, which take {format_bytes(needed)}, and this machine "
+            f"the model has {count_parameters(sizes):,} parameters, which take {format_bytes(needed)}, and this machine "
             f"has {format_bytes(available)} of memory available. Use a smaller model."
         )
 
@@ -195,7 +195,7 @@ def check_training_fits(config: RunOptions, vocab_size: int, dist: Distributed) 
     """
     shape = dict(n_layer=config.n_layer, n_embd=config.n_embd, block_size=config.block_size, bias=config.bias)
     shape["vocab_size"] = vocab_size
-    check_model_fits(shape, "the model")
+    check_model_fits(shape)
     on_cuda = dist.device.type == "cuda"
     total = devices.free_and_total_memory(dist.device)[1] if on_cuda else available_memory()
     if total is None:
