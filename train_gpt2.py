@@ -588,7 +588,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     dtype, sharded = devices.DTYPES[config.dtype], config.parallel == "fsdp" and world_size > 1
     watchdog = Watchdog(dist, config.out)  # ends the run if ranks wait for one that is lost
 
-    # What can fail or take long comes before the first step. One rank of each node downloads and compiles for the others.
+    # What can fail or take long comes before the first step. One rank of each node downloads and compiles for all of them.
     with dist.local_rank_zero_first():
         data = start.check_and_open_data(config, dist, checkpoint)  # for --text and --demo, makes the shards first
         with fsdp.weights_on_rank_zero(sharded, rank):  # which sends the others their parts
