@@ -26,10 +26,11 @@ from training import (
 import train_gpt2
 from support import files
 from support.checkpoints import manager
-from support.checkpoints.directory import checkpoint_path, list_checkpoints, newest_checkpoint, step_of
+from support.checkpoints.directory import list_checkpoints, newest_checkpoint, step_of
 from support.checkpoints.manager import CheckpointManager
 from support.cli import UserError
 from support.console.log import MetricsLog, RunLog
+from support.runtime.run_info import checkpoint_path
 from support.runtime.signals import StopHandler
 from train_gpt2 import train
 

@@ -1,9 +1,12 @@
-"""What a newcomer meets: the demo, the notebook, the requirements."""
+"""What a newcomer meets: the demo, the notebook, the requirements, and a trainer that can be read."""
 
 from __future__ import annotations
 
+import ast
 import html
+import io
 import re
+import tokenize
 
 import nbformat
 import numpy as np
@@ -105,3 +108,39 @@ def test_requirements_are_pinned():
     for path in (ROOT / "requirements.txt", ROOT / "tests" / "requirements.txt"):
         lines = [line.split("#")[0].strip() for line in path.read_text().splitlines()]
         assert all(re.fullmatch(r"[\w-]+==[\w.]+", line) for line in lines if line)
+
+
+# -----------------------------------------------------------------------------
+# The trainer
+
+
+SOURCE = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
+TREE = ast.parse(SOURCE)
+[TRAIN] = [node for node in TREE.body if isinstance(node, ast.FunctionDef) and node.name == "train"]
+
+
+def test_the_trainer_is_short_and_explained():
+    comments = [t for t in tokenize.generate_tokens(io.StringIO(SOURCE).readline) if t.type == tokenize.COMMENT]
+    lines = SOURCE.splitlines()
+    assert len(lines) <= 720 and len(comments) >= 0.2 * len(lines)
+    nested = [node for node in ast.walk(TREE) if isinstance(node, ast.IfExp) and isinstance(node.orelse, ast.IfExp)]
+    assert not nested, "a conditional expression inside another one"
+    # but for the table of flags, only signatures are not as the formatter has them
+    skipped = [line for line in lines if line.endswith("# fmt: skip")]
+    assert skipped and all(re.fullmatch(r" *\)( -> [^:]+)?:  # fmt: skip", line) for line in skipped)
+
+
+def test_the_training_loop_is_short():
+    """With the function inside it: lines, names of its own, calls with many arguments, and what it takes from support."""
+    assert TRAIN.end_lineno - TRAIN.lineno < 110
+    [evaluate] = [node for node in ast.walk(TRAIN) if isinstance(node, ast.FunctionDef) and node is not TRAIN]
+    inner = {id(node) for node in ast.walk(evaluate)}
+    own = {node.id for node in ast.walk(TRAIN) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+           and id(node) not in inner}  # fmt: skip
+    assert len(own | {arg.arg for arg in TRAIN.args.args}) <= 40
+    calls = [node for node in ast.walk(TRAIN) if isinstance(node, ast.Call)]
+    assert [ast.unparse(call) for call in calls if len(call.args) + len(call.keywords) > 6] == []
+    imports = [node for node in TREE.body if isinstance(node, ast.ImportFrom) and node.module.startswith("support")]
+    from_support = {alias.name for node in imports for alias in node.names}
+    called = {ast.unparse(call.func) for call in calls}
+    assert len({name for name in called if name.split(".")[0] in from_support}) <= 30

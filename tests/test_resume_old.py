@@ -1,6 +1,6 @@
 """Checkpoints that were written at commit ce63d66 resume: fixtures/ce63d66 has three, with the logs of uninterrupted runs.
 
-Each run has six steps, and its checkpoint is that of step 3: AdamW with dropout and shuffling, Muon in fp16, and LoRA on
+Each run has six steps, and its checkpoint belongs to step 3: AdamW with dropout and shuffling, Muon in fp16, and LoRA on
 AdamW's checkpoint.
 """
 

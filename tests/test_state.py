@@ -148,7 +148,7 @@ def test_an_invalid_value_is_named(tmp_path, name, value):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda state: state.pop(0), "has 2 parameters, and the state is that of 1"),
+        (lambda state: state.pop(0), "has 2 parameters, and the state belongs to 1"),
         (lambda state: state.update({0: 5}), "state of parameter 0 is incomplete"),
         (lambda state: state[1].pop("exp_avg"), "state of parameter 1 is incomplete"),
         (lambda state: state[1].update(more=1), "state of parameter 1 is incomplete"),
@@ -194,7 +194,7 @@ def test_the_rest_of_the_optimizer_follows_from_the_flags(tmp_path):
 def test_the_step_is_that_of_the_folder(tmp_path):
     (tmp_path / "model_00002").mkdir()
     torch.save(saved_state(), tmp_path / "model_00002" / "trainer.pt")
-    with pytest.raises(UserError, match="trainer.pt is that of step 1"):
+    with pytest.raises(UserError, match="trainer.pt belongs to step 1"):
         Checkpoint.open(tmp_path / "model_00002")
 
 

@@ -23,11 +23,6 @@ _EARLIER = re.compile(r"model_\d{5,}\.earlier")
 _LEFTOVER = re.compile(r"\.model_\d{5,}\.(partial|removed)")
 
 
-def checkpoint_path(out: str | os.PathLike[str], step: int) -> Path:
-    """The directory of the checkpoint of `step` in the run's folder `out`."""
-    return Path(out) / f"model_{step:05d}"
-
-
 def step_of(directory: Path) -> int:
     """The step in the name of a checkpoint directory; -1 for any other name."""
     match = _NAME.fullmatch(directory.name)

@@ -19,7 +19,6 @@ from support.checkpoints import huggingface, state
 from support.checkpoints.directory import (
     MODEL_CARD,
     check_files,
-    checkpoint_path,
     list_checkpoints,
     list_earlier,
     step_of,
@@ -33,7 +32,7 @@ from support.console.log import read_values
 from support.console.terminal import GREEN, styled
 from support.runtime import devices
 from support.runtime.distributed import Distributed
-from support.runtime.run_info import RunInfo
+from support.runtime.run_info import RunInfo, checkpoint_path
 from support.runtime.signals import StopHandler
 
 _RERUN = "Fix this, then rerun with --resume."

@@ -143,7 +143,7 @@ class Checkpoint:
         if invalid := _find_invalid(content):
             raise _unusable(path, f"was not written by this trainer ({invalid} is missing or not valid)")
         if step_of(path) not in (-1, content["step"]):
-            raise _unusable(path, f"is that of step {content['step']}")
+            raise _unusable(path, f"belongs to step {content['step']}")
         required = {name: content[name] for name in REQUIRED}
         return cls(path, overflows=content.get("overflows", 0), parameters=content.get("parameters"), **required)
 
@@ -214,7 +214,7 @@ def _find_mismatch(saved: Mapping[int, object], optimizer: torch.optim.Optimizer
             else:
                 expected.append({"step": torch.Size(), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape})
     if saved and saved.keys() != set(range(len(expected))):
-        return f"the optimizer has {len(expected)} parameters, and the state is that of {len(saved)}"
+        return f"the optimizer has {len(expected)} parameters, and the state belongs to {len(saved)}"
     for index, tensors in saved.items():
         if not isinstance(tensors, dict) or tensors.keys() != expected[index].keys():
             return f"the optimizer's state of parameter {index} is incomplete"

@@ -147,7 +147,7 @@ class StepFile:
             with contextlib.ExitStack() as stack:
                 lock = stack.enter_context(lock_folder(path.parent, "--out"))
                 if path.exists():
-                    raise FileExistsError(errno.EEXIST, f"{path} is that of another run")
+                    raise FileExistsError(errno.EEXIST, f"{path} belongs to another run")
                 write_lock_holder(lock)
                 self._folder_lock = lock
                 stack.pop_all()

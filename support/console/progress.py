@@ -21,7 +21,7 @@ from support.files import format_bytes
 from support.runtime import devices, memory
 from support.runtime.distributed import Distributed
 from support.runtime.options import Recipe, RunOptions, describe_speed
-from support.runtime.run_info import STARTED, RunInfo
+from support.runtime.run_info import STARTED, RunInfo, checkpoint_path
 
 T = TypeVar("T")
 HIGH_LR = 0.1
@@ -179,7 +179,7 @@ def print_summary(run: RunInfo, dist: Distributed, texts: Sequence[str]) -> None
             loss = f"{val[step]:.4f} nats per token, {per_byte:.4f} per byte, at step {step:,}"
             lines.append(styled(labelled(name, f"validation loss {loss}"), BOLD))
     lines += [labelled("sample", on_one_line(text)) for text in texts[:1]]
-    checkpoint = out / f"model_{max_steps:05d}"
+    checkpoint = checkpoint_path(out, max_steps)
     if checkpoint.is_dir():
         prompt = ' --prompt "The"' if config.demo else ""
         lines.append(f"saved   {checkpoint}")

@@ -23,9 +23,9 @@ from support.runtime.run_info import STARTED, RunInfo
 from support.runtime.signals import TORCHRUN_GRACE_SECONDS
 
 ETA_EVERY, ETA_WINDOW = 50, 250  # steps between two estimates of the remaining time, and steps that they are based on
-# The median of so many step times over the shortest was 5 where two threads shared their cores with another program.
+# The median of STEPS_COMPARED step times over the shortest was 5 where two threads shared their cores with another program.
 STEPS_COMPARED, MAX_SPREAD = 20, 2.0
-# Lines of steps on a terminal: not more often than this, and between so many in a run.
+# Lines of steps on a terminal: not more often than LINE_SECONDS, and MIN_LINES to MAX_LINES of them in a run.
 LINE_SECONDS, MIN_LINES, MAX_LINES = 0.2, 50, 500
 EVALUATION_FLAGS = {
     "val": ("val_tokens",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,11 @@ from support.data.shards import DataIdentity, TokenData
 from support.runtime.options import RunOptions
 
 STARTED = time.perf_counter()  # of this process, nearly
+
+
+def checkpoint_path(out: str | os.PathLike[str], step: int) -> Path:
+    """The directory of the checkpoint of `step` in the run's folder `out`."""
+    return Path(out) / f"model_{step:05d}"
 
 
 class Model(Protocol):
