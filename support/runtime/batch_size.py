@@ -149,8 +149,8 @@ def check_enough_data(
     """
     if train_rows < step_rows:
         raise UserError(
-            f"{data} has {train_rows} train row{'' if train_rows == 1 else 's'} of {T} tokens, and one step takes {step_rows}. "
-            "Use more text, or lower --total-batch-size or --block-size."
+            f"{data} has {train_rows} train row{'' if train_rows == 1 else 's'} of {T} tokens, "
+            f"and one step takes {step_rows}. Use more text, or lower --total-batch-size or --block-size."
         )
     if val_tokens is not None and (val_rows == 0 or val_tokens < T):
         raise UserError(

@@ -70,7 +70,7 @@ def sizes_for_minutes(
         chosen, tokens = models[0], math.inf
         for model in models:
             needed = presets.BYTES_PER_WEIGHT * presets.block_weights(model) / bytes_per_token
-            if tokens < needed:  # so many of the smaller model
+            if tokens < needed:  # even the smaller model reads fewer
                 break
             sizes = {name: model[name] for name in own_sizes}
             measured = _tokens_in_time(replace(options, **model), sizes, vocab_size, dist, new_model)
@@ -98,7 +98,7 @@ def _tokens_in_time(
     dist: Distributed,
     new_model: Callable[..., nn.Module],
 ) -> float:
-    """About as many tokens as all ranks can train on in --minutes, from the speed of this one."""
+    """About the number of tokens that all ranks can train on in --minutes, from the speed of this one."""
     model = new_model(**sizes, vocab_size=vocab_size).to(dist.device)
     tokens = torch.randint(vocab_size, (options.batch_size, sizes["block_size"] + 1), device=dist.device)
     dtype = devices.DTYPES[options.dtype]
