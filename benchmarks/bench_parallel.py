@@ -2,8 +2,8 @@
 
     python benchmarks/bench_parallel.py                     # 1, 2 and 4 ranks of this machine's CPU, DDP and FSDP
 
-Each row is a run of train_gpt2.py on random tokens in processes of its own. Memory is the largest private memory of a rank; bytes
-sent are those that went over the loopback device after the first step, divided among ranks and steps.
+Each row is a run of train_gpt2.py on random tokens in processes of its own. Memory is the largest private memory
+of a rank; bytes sent are those that went over the loopback device after the first step, divided among ranks and steps.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def run(world_size: int, flags: list[str], cwd: Path) -> tuple[list[float], int,
 
 
 def make_data(folder: Path, tokenizer: str, tokens: int) -> None:
-    """Random letters, at least so many tokens."""
+    """Random letters, at least this number of tokens."""
     letters = np.random.default_rng(0).integers(97, 123, 10 * tokens, dtype=np.uint8)
     documents = Documents("random letters", lambda: [letters.tobytes().decode()])
     make_shards(documents, folder, tokenizer=tokenizer, split_documents=True)
@@ -114,9 +114,9 @@ def main() -> None:
         layouts = [layout for layout in LAYOUTS if layout[0] in args.ranks]
         for number, ((ranks, parallel), recompute) in enumerate(itertools.product(layouts, (False, True))):
             flags = (
-                f"--data data --n-layer {L} --n-head {H} --n-embd {C} --block-size {T} --batch-size {B} --out log{number} "
-                f"--total-batch-size {ranks * B * T * micro_steps} --max-steps {1 + args.steps} --warmup-steps 1 "
-                "--val-every 0 --sample-every 0 --hellaswag-every 0 --checkpoint-every 0 --device cpu "
+                f"--data data --n-layer {L} --n-head {H} --n-embd {C} --block-size {T} --batch-size {B} "
+                f"--out log{number} --total-batch-size {ranks * B * T * micro_steps} --max-steps {1 + args.steps} "
+                "--warmup-steps 1 --val-every 0 --sample-every 0 --hellaswag-every 0 --checkpoint-every 0 --device cpu "
                 f"--dtype {args.dtype} --parallel {parallel}"
             ).split() + ["--recompute"] * recompute
             seconds, peak, sent = run(ranks, flags, cwd)

@@ -145,7 +145,7 @@ def test_a_failure_of_one_rank_before_the_first_step_is_reported(byte_shards, tm
 
 
 def test_a_sharded_model_is_not_tried_but_estimated(tiny_model, monkeypatch, capsys):
-    """A trial would take all ranks. Of 4 of them, with the memory that 8 rows take by the estimate, and 2 GiB for NCCL."""
+    """A trial would take all ranks. Of 4, with the memory that 8 rows take by the formulas, and 2 GiB for NCCL."""
     monkeypatch.setattr(batch_size, "PROBED", ("cpu",))
     monkeypatch.setattr(batch_size, "_try_batch_size", lambda *args: pytest.fail("tried"))
     total, four = 2 * 10**9, replace(ONE_PROCESS, world_size=4)

@@ -1,4 +1,4 @@
-"""The memory of training, from formulas: against what PyTorch saves and keeps in a real step, and against arithmetic."""
+"""The memory of training, from formulas: against what PyTorch saves and keeps in a real step, and arithmetic."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_weights_gradients_and_optimizer_are_those_after_a_step(changes):
 
 
 def test_ddp_keeps_everything_and_fsdp_a_part():
-    """1.5 billion parameters: 16 bytes each, and 4 in DDP's buckets; gradients stay complete over several micro-steps."""
+    """1.5 billion parameters: 16 bytes each, 4 in DDP's buckets; gradients are complete until the last micro-step."""
     config = TrainConfig(**MODELS["gpt2-xl"], batch_size=8, total_batch_size=8 * 8 * 1024)
     with torch.device("meta"):
         sizes = Sizes.of(new_model(config, 50257))

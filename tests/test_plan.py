@@ -67,7 +67,7 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not():
 
 
 def test_what_a_ring_sends():
-    """3 of 4 parts of a tensor to gather or to scatter it. Gradients in fp32; blocks in bf16, once or twice each time."""
+    """3 of 4 parts of a tensor to gather or to scatter it. Gradients in fp32; blocks in bf16, once or twice."""
     ddp, sharded = (TrainConfig(n_layer=2, n_embd=8, parallel=parallel) for parallel in ("ddp", "fsdp"))
     blocks, rest = 2 * 12 * 64, 1000 - 2 * 12 * 64
     assert plan.bytes_sent(ddp, 1000, 4, 3, False) == 0.75 * 2 * 4 * 1000
@@ -86,7 +86,7 @@ def test_the_command_prints_it_and_trains_nothing(tmp_path, capsys, monkeypatch)
     monkeypatch.chdir(tmp_path)
     main("--plan --model gpt2-xl --gpus 64 --gpu H100 --price 2.5 --max-steps 61035".split())
     out = printed(capsys)
-    assert "1,557,686,400 parameters" in out and "61,035 steps of 524,288 tokens, 32.0 billion tokens in all" in out
+    assert "1,557,686,400 parameters" in out and "61,035 steps of 524,288 tokens, 32.0 billion tokens in total" in out
     [hours] = re.findall(r"time +ddp: (\S+) hours at 49\.0% MFU \(llm\.c's with 1558M parameters on H100\)", out)
     assert float(hours) == pytest.approx(24 / 8, rel=0.05)
     [gpu_hours, cost] = re.findall(r"cost +(\S+) GPU-hours, (\S+) at 2.5 per GPU-hour", out)[0]

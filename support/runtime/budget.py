@@ -73,7 +73,7 @@ def sizes_for_minutes(
         chosen, tokens = models[0], math.inf
         for model in models:
             needed = presets.BYTES_PER_WEIGHT * presets.block_weights(model) / bytes_per_token
-            if tokens < needed:  # of the smaller model, in time
+            if tokens < needed:  # even the smaller model reads fewer
                 break
             sizes = {name: model[name] for name in own_sizes}
             measured = _tokens_in_time(replace(config, **model), sizes, vocab_size, dist, new_model)
@@ -101,7 +101,7 @@ def _tokens_in_time(
     dist: Distributed,
     new_model: Callable[..., nn.Module],
 ) -> float:
-    """About the tokens that all ranks can train on in --minutes, from the speed of this one."""
+    """About the number of tokens that all ranks can train on in --minutes, from the speed of this one."""
     model = new_model(**sizes, vocab_size=vocab_size).to(dist.device)
     tokens = torch.randint(vocab_size, (config.batch_size, sizes["block_size"] + 1), device=dist.device)
     dtype = devices.DTYPES[config.dtype]

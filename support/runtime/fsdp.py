@@ -36,7 +36,8 @@ class ShardedModel(nn.Module):
             are averaged in fp32.
         compiled: compile the blocks and the loss. They are compiled one by one, as communication cannot be.
 
-    Weights are gathered once per step where memory allows, otherwise twice in each micro-step (`reshard_after_forward`).
+    Weights are gathered once per step where memory allows, otherwise (`reshard_after_forward`) twice in each
+    micro-step.
     """
 
     def __init__(

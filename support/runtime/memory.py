@@ -205,10 +205,11 @@ def check_training_fits(config: RunOptions, vocab_size: int, dist: Distributed) 
     B, T, ranks = config.batch_size, config.block_size, dist.world_size if on_cuda else 1  # CPU's share its memory
     needed = training_memory(config, sizes, B, ranks, total if on_cuda else None)
     if needed.state > total:
+        divisible = on_cuda and (ranks == 1 or config.parallel == "ddp")
         raise UserError(
             f"training {parameters:,} parameters takes at least {format_bytes(needed.state)}, {available}. "
             "Use a smaller --model, or smaller --n-layer, --n-embd or --block-size"
-            f"{', or several GPUs with --parallel fsdp' if on_cuda and (ranks == 1 or config.parallel == 'ddp') else ''}."
+            f"{', or several GPUs with --parallel fsdp' if divisible else ''}."
         )
     # In a single micro-step, gradients take the place of activations.
     least = needed.minimum - (needed.gradients if config.total_batch_size == B * T else 0)

@@ -89,9 +89,9 @@ def bytes_sent(
 ) -> float:
     """Bytes that each GPU sends in a step, and receives.
 
-    A ring sends (W - 1) / W of a tensor to gather or to reduce-scatter it, and twice that to all-reduce it (Patarasu and
-    Yuan, doi:10.1016/j.jpdc.2008.09.002). Gradients are fp32, gathered blocks of `itemsize`, embeddings fp32; these stay
-    gathered during a micro-step.
+    A ring sends (W - 1) / W of a tensor to gather or to reduce-scatter it, and twice that to all-reduce it (Patarasu
+    and Yuan, doi:10.1016/j.jpdc.2008.09.002). Gradients are fp32, gathered blocks of `itemsize`, embeddings fp32; these
+    stay gathered during a micro-step.
     """
     ring, blocks = (gpus - 1) / gpus, block_parameters(config)
     if config.parallel == "ddp":
@@ -141,11 +141,11 @@ def report(config: RunOptions, sizes: Sizes, flops_per_token: int) -> Iterator[s
     gpus, gpu, steps, T = config.gpus, devices.GPUS[config.gpu], config.max_steps, config.block_size
     peak, rows, tokens = devices.PEAK_FLOPS[gpu.name], rows_per_gpu(config), steps * config.total_batch_size
     yield (
-        f"model    {sizes.parameters:,} parameters: {config.n_layer} layers, {config.n_head} heads, {config.n_embd} channels, "
-        f"context {T}"
+        f"model    {sizes.parameters:,} parameters: {config.n_layer} layers, {config.n_head} heads, "
+        f"{config.n_embd} channels, context {T}"
     )
     yield (
-        f"run      {steps:,} steps of {config.total_batch_size:,} tokens, {short_number(tokens)} tokens in all; "
+        f"run      {steps:,} steps of {config.total_batch_size:,} tokens, {short_number(tokens)} tokens in total; "
         f"{tokens * flops_per_token:.2e} FLOPs, {short_number(flops_per_token)} per token"
     )
     yield (
@@ -166,9 +166,10 @@ def report(config: RunOptions, sizes: Sizes, flops_per_token: int) -> Iterator[s
     yield f"{'':<19}" + "".join(f"{title:>{width}}" for title, width in COLUMNS.items())
     yield from (layout.row() for layout in layouts.values())
     yield (
-        "columns  grads: gradients. optim: the optimizer's state. activ: activations. logits: what the loss takes, with "
-        "the gradient of the embedding. buffers: weights and gradients on their way between GPUs, and what CUDA takes "
-        f"for itself. batch: the largest --batch-size that fits, up to {config.batch_size}; none: not even one row fits."
+        "columns  grads: gradients. optim: the optimizer's state. activ: activations. logits: what the loss takes, "
+        "with the gradient of the embedding. buffers: weights and gradients on their way between GPUs, and what CUDA "
+        f"takes for itself. batch: the largest --batch-size that fits, up to {config.batch_size}; none: not even one "
+        "row fits."
     )
     yield ""
     chosen = layouts["fsdp" if config.parallel == "fsdp" and gpus > 1 else "ddp", config.recompute]
@@ -185,8 +186,8 @@ def report(config: RunOptions, sizes: Sizes, flops_per_token: int) -> Iterator[s
         source += ", less what is recomputed"
     seconds = tokens * flops_per_token / (gpus * peak * utilization)
     yield (
-        f"time     {chosen.name}: {duration(seconds)} at {utilization:.1%} MFU ({source}): {tokens / seconds:,.0f} tokens/s, "
-        f"{tokens / seconds / gpus:,.0f} per GPU, {seconds / steps:.3g} s per step"
+        f"time     {chosen.name}: {duration(seconds)} at {utilization:.1%} MFU ({source}): "
+        f"{tokens / seconds:,.0f} tokens/s, {tokens / seconds / gpus:,.0f} per GPU, {seconds / steps:.3g} s per step"
     )
     yield "         without evaluations, checkpoints and what the network adds" + (
         "; so small a model will not reach that MFU" if sizes.parameters < SMALL and not config.mfu else ""
@@ -194,9 +195,10 @@ def report(config: RunOptions, sizes: Sizes, flops_per_token: int) -> Iterator[s
     gpu_hours = gpus * seconds / 3600
     cost = "" if config.price is None else f", {gpu_hours * config.price:,.2f} at {config.price:g} per GPU-hour"
     yield f"cost     {gpu_hours:,.1f} GPU-hours{cost}"
-    yield f"data     {2 * tokens / seconds / 1e6:,.1f} MB/s of tokens are read, {format_bytes(2 * tokens)} in all"
+    yield f"data     {2 * tokens / seconds / 1e6:,.1f} MB/s of tokens are read, {format_bytes(2 * tokens)} in total"
     size = memory.checkpoint_bytes(config, sizes.trained)
-    yield f"disk     {format_bytes(size)} per checkpoint, {size / DISK_BYTES_PER_SECOND:,.1f} s at 1 GB/s, in the background"
+    writing = f"{size / DISK_BYTES_PER_SECOND:,.1f} s at 1 GB/s, in the background"
+    yield f"disk     {format_bytes(size)} per checkpoint, {writing}"
     for layout in (layouts.get((parallel, chosen.recompute)) for parallel in ("ddp", "fsdp")):
         if gpus > 1 and layout and layout.B:
             yield layout.network_line(seconds / steps)
