@@ -16,7 +16,7 @@ from torch import nn
 
 from support.console.log import read_values
 from support.console.run_logger import STARTED, clock
-from support.console.terminal import BOLD, YELLOW, StatusLine, count, labelled, on_one_line, styled
+from support.console.terminal import BOLD, YELLOW, StatusLine, labelled, on_one_line, pluralize, styled
 from support.data.presets import describe_text_flags
 from support.files import format_bytes
 from support.runtime import devices
@@ -78,11 +78,11 @@ def print_header(
         ("model", describe_model(model, sizes)),
         (
             "step",
-            f"{step_rows * T:,} tokens = {count(B, 'row')} x {T:,} tokens x {count(dist.world_size, 'process')} x "
-            f"{count(grad_accum, 'micro-step')}",
+            f"{step_rows * T:,} tokens = {pluralize(B, 'row')} x {T:,} tokens x {pluralize(dist.world_size, 'process')} x "
+            f"{pluralize(grad_accum, 'micro-step')}",
         ),
         ("data", f"{options.data}: {rows_per_epoch * T:,} tokens of {bytes_per_token:.2f} bytes"),
-        ("epochs", f"{epochs:.2f} = {count(max_steps, 'step')} / {rows_per_epoch / step_rows:,.1f} steps per epoch"),
+        ("epochs", f"{epochs:.2f} = {pluralize(max_steps, 'step')} / {rows_per_epoch / step_rows:,.1f} steps per epoch"),
         ("recipe", recipe),
     ]
     if options.text:
@@ -121,9 +121,9 @@ class Recipe(Protocol):
 
 def describe_recipe(recipe: Recipe) -> str:
     """Optimizer and schedule in words."""
-    cooldown = f"constant, and a cooldown of {count(recipe.cooldown_steps, 'step')}"
+    cooldown = f"constant, and a cooldown of {pluralize(recipe.cooldown_steps, 'step')}"
     decay = "cosine decay" if recipe.schedule == "cosine" else cooldown
-    warmup = f"warm-up in {count(recipe.warmup_steps, 'step')} to " if recipe.warmup_steps else ""
+    warmup = f"warm-up in {pluralize(recipe.warmup_steps, 'step')} to " if recipe.warmup_steps else ""
     peak = f"{warmup}learning rate {recipe.max_lr:.3g}"
     return f"{recipe.optimizer}; {peak}, then {decay} to {recipe.min_lr:.3g} at step {recipe.decay_steps:,}"
 
@@ -135,8 +135,8 @@ def describe_model(model: nn.Module, sizes: Mapping[str, int]) -> str:
     padded = len(model.get_parameter("lm_head.weight"))
     padding = f" (padded to {padded})" if padded > sizes["vocab_size"] else ""
     return (
-        f"{parameters:,} parameters{trained_text}: {count(sizes['n_layer'], 'layer')}, {count(sizes['n_head'], 'head')}, "
-        f"{count(sizes['n_embd'], 'channel')}, context {sizes['block_size']}, vocabulary {sizes['vocab_size']}{padding}"
+        f"{parameters:,} parameters{trained_text}: {pluralize(sizes['n_layer'], 'layer')}, {pluralize(sizes['n_head'], 'head')}, "
+        f"{pluralize(sizes['n_embd'], 'channel')}, context {sizes['block_size']}, vocabulary {sizes['vocab_size']}{padding}"
     )
 
 
@@ -147,7 +147,7 @@ def warmup_warning(flags: Mapping[str, Any], first_step: int) -> str | None:
         return None
     advice = "Raise --max-steps." if first_step else f"Set --warmup-steps {max_steps // 10}, or raise --max-steps."
     return (
-        f"the warm-up of {count(warmup_steps, 'step')} takes the whole run of {max_steps:,}, and the learning rate "
+        f"the warm-up of {pluralize(warmup_steps, 'step')} takes the whole run of {max_steps:,}, and the learning rate "
         f"never falls. {advice}"
     )
 
@@ -157,7 +157,7 @@ def notes(options: RunOptions, flags: Mapping[str, Any], first_step: int, checkp
     max_steps, warmup_steps, decay_steps = flags["max_steps"], flags["warmup_steps"], flags["decay_steps"]
     if decay_steps <= warmup_steps < max_steps:
         yield (
-            f"--decay-steps {decay_steps} is in the warm-up of {count(warmup_steps, 'step')}: the learning rate falls to "
+            f"--decay-steps {decay_steps} is in the warm-up of {pluralize(warmup_steps, 'step')}: the learning rate falls to "
             "--min-lr right after it"
         )
     elif first_step < max_steps and max_steps > decay_steps:
@@ -172,7 +172,7 @@ def notes(options: RunOptions, flags: Mapping[str, Any], first_step: int, checkp
         )
     if options.minutes and max_steps < FEW_STEPS and first_step == 0:
         yield (
-            f"--minutes {options.minutes:g} leaves time for {count(max_steps, 'step')} only, next to start and validations: "
+            f"--minutes {options.minutes:g} leaves time for {pluralize(max_steps, 'step')} only, next to start and validations: "
             "the model will hardly learn anything"
         )
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and options.resume != "auto":
@@ -183,7 +183,7 @@ def notes(options: RunOptions, flags: Mapping[str, Any], first_step: int, checkp
             size = format_bytes(checkpoint_bytes)
             yield f"a checkpoint takes {size}, and {options.out} has {format_bytes(free)} free"
     if first_step == max_steps:
-        yield f"this run has finished its {count(max_steps, 'step')}; raise --max-steps for more"
+        yield f"this run has finished its {pluralize(max_steps, 'step')}; raise --max-steps for more"
 
 
 def print_summary(options: RunOptions, dist: Distributed, first_step: int, bytes_per_token: float, text: str) -> None:
@@ -199,7 +199,7 @@ def print_summary(options: RunOptions, dist: Distributed, first_step: int, bytes
     flags, out = options.to_dict(), Path(options.out)
     max_steps, since = flags["max_steps"], f" since step {first_step:,}" if first_step else ""
     tokens, seconds = max_steps * flags["total_batch_size"], time.perf_counter() - STARTED
-    lines = [labelled("done", f"{count(max_steps, 'step')}, {tokens:,} tokens; {clock(seconds)} elapsed{since}")]
+    lines = [labelled("done", f"{pluralize(max_steps, 'step')}, {tokens:,} tokens; {clock(seconds)} elapsed{since}")]
     val = read_values(out / "log.txt", "val") if options.val_every else {}
     best = min(val, key=lambda step: val[step], default=max_steps)
     for step, name in {max_steps: "last", best: "best"}.items():  # one line if they are the same
