@@ -222,7 +222,7 @@ def make_shards(
 # The command line
 
 
-def count(text: str) -> int:
+def parse_count(text: str) -> int:
     """An integer, also written as 1e9 or 10_000_000."""
     try:
         number = Decimal(text)
@@ -230,7 +230,7 @@ def count(text: str) -> int:
             return int(number)
     except (DecimalException, OverflowError):
         pass
-    raise ValueError(text)  # argparse calls it an "invalid count value"
+    raise ValueError(text)
 
 
 PERFORMANCE = "performance (does not change the shards)"  # a group of flags
@@ -296,7 +296,7 @@ class Arguments:
         default_help="what suits the amount of text",
         at_least=258,
         at_most=MAX_VOCAB_SIZE,
-        type=count,
+        type=parse_count,
         metavar="N",
     )
     tokenizer_from: str | None = flag(
@@ -312,10 +312,10 @@ class Arguments:
         "shards",
         at_least=2,
         at_most=MAX_SHARD_SIZE,
-        type=count,
+        type=parse_count,
     )
     max_tokens: int | None = flag(
-        None, "stop after this many tokens, such as 1e9", MAIN_GROUP, default_help="all", at_least=2, type=count
+        None, "stop after this many tokens, such as 1e9", MAIN_GROUP, default_help="all", at_least=2, type=parse_count
     )
     val_fraction: float | None = flag(
         None,

@@ -336,7 +336,7 @@ def make_fixtures(folder: Path) -> None:
     fineweb.main([*BPE_FLAGS, "--output", "bpe_data"])
     shutil.copytree("finished", "partial")
     manifest = json.loads(Path("partial/manifest.json").read_text())
-    manifest |= {"complete": False, "shards": manifest["shards"][:-3], "counted": [], "all_counted": False}
+    manifest |= {"complete": False, "shards": manifest["shards"][:-3], "unsplit": [], "unsplit_complete": False}
     Path("partial/manifest.json").write_text(json.dumps(manifest))
     train = [*TINY_FLAGS, "--data", "data", "--max-steps", "4"]
     call(train_gpt2, [*train, "--out", "run"])

@@ -124,7 +124,7 @@ def test_shards_have_the_text_and_do_not_depend_on_workers_and_interruptions(tmp
     assert content(tmp_path / "b") == content(tmp_path / "a")
     # as after a kill: shards are missing, and the manifest does not list them
     listed = json.loads((tmp_path / "b" / "manifest.json").read_text())
-    listed |= {"complete": False, "counted": [], "all_counted": False}
+    listed |= {"complete": False, "unsplit": [], "unsplit_complete": False}
     for shard in listed["shards"][1:]:
         (tmp_path / "b" / shard["file"]).unlink()
     listed["shards"] = listed["shards"][:1]

@@ -47,19 +47,20 @@ def test_what_differs_is_named(tmp_path):
             fineweb.make_shards(corpus_of(["a" * 250]), tmp_path, **(options | change))
 
 
-@pytest.mark.parametrize("hidden", ["", "."])  # names of an earlier version of this program, and of this one
-def test_leftovers_of_a_killed_run_are_removed(tmp_path, monkeypatch, hidden):
+# names of earlier versions of this program, and of this one
+@pytest.mark.parametrize("hidden, unsplit", [("", "counted"), (".", "counted"), (".", "unsplit")])
+def test_leftovers_of_a_killed_run_are_removed(tmp_path, monkeypatch, hidden, unsplit):
     def make():
         fineweb.make_shards(corpus_of(LONG), tmp_path, tokenizer="bytes", shard_size=500, val_fraction=0.3)
 
     leftovers = [
-        "texts_counted_000003.npy",
+        f"texts_{unsplit}_000003.npy",
         "texts_train_000099.npy",
         f"{hidden}texts_train_000003.npy.partial",
         f"{hidden}texts_val_000000.npy.partial",
-        f"{hidden}texts_counted_000003.npy.partial",
+        f"{hidden}texts_{unsplit}_000003.npy.partial",
     ]
-    others = ["notes.txt", "other_counted_000001.npy", f"{hidden}notes.npy.partial"]
+    others = ["notes.txt", f"other_{unsplit}_000001.npy", f"{hidden}notes.npy.partial"]
 
     def leave(names):
         for name in names:
@@ -91,7 +92,7 @@ def test_leftovers_of_a_killed_run_are_removed(tmp_path, monkeypatch, hidden):
         (lambda m: m.pop("settings"), "is not a manifest of shards"),
         (lambda m: m.update(shards=5), "is not a manifest of shards"),
         (lambda m: m["shards"][1].update(file="../precious.npy", tokens=9), None),
-        (lambda m: m["counted"].append({"file": "../precious.npy", "split": "counted", "tokens": 9}), None),
+        (lambda m: m["unsplit"].append({"file": "../precious.npy", "split": "unsplit", "tokens": 9}), None),
     ],
 )
 def test_a_manifest_that_was_edited_by_hand_loses_nothing(tmp_path, monkeypatch, change, message):

@@ -159,7 +159,7 @@ def test_killed_at_any_moment_the_same_command_makes_the_same_bytes(tmp_path, mo
         for path, stamp in stamps.items():
             assert not path.exists() or path.stat().st_mtime_ns == stamp, f"{path.name} was written again"
         manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-        listed = [tmp_path / "out" / s["file"] for s in (*manifest["shards"], *manifest.get("counted", []))]
+        listed = [tmp_path / "out" / s["file"] for s in (*manifest["shards"], *manifest.get("unsplit", []))]
         stamps = {path: path.stat().st_mtime_ns for path in listed}
         if process.exitcode == 0:
             break
@@ -249,6 +249,29 @@ def test_a_run_of_an_earlier_version_resumes(tmp_path, name, options):
     }
 
 
+@pytest.mark.parametrize("after", [3, 9, 10, 14])  # 9 parts, then 9 shards of the two splits
+def test_a_folder_with_the_keys_of_an_earlier_version_is_continued(tmp_path, monkeypatch, after):
+    """Earlier versions called the parts of a corpus that is not split yet `counted`, in keys and in file names."""
+    out, options = tmp_path / "out", {"tokenizer": "bytes", "shard_size": 500, "val_fraction": 0.3}
+    interrupt(LONG, out, monkeypatch, after, shard_size=500, val_fraction=0.3)
+    manifest = json.loads((out / "manifest.json").read_text())
+    parts, complete = manifest.pop("unsplit"), manifest.pop("unsplit_complete")
+    assert len(parts) == min(after, 9) and complete == (after > 9)
+    for part in parts:
+        old_name = part["file"].replace("_unsplit_", "_counted_")
+        (out / part["file"]).rename(out / old_name)
+        part |= {"file": old_name, "split": "counted"}
+    (out / "manifest.json").write_text(json.dumps(manifest | {"counted": parts, "all_counted": complete}))
+    fineweb.make_shards(corpus_of(LONG), tmp_path / "expected", **options)
+    written, write = [], shard_writer.write_shard
+    monkeypatch.setattr(shard_writer, "write_shard", lambda path, tokens: written.append(path) or write(path, tokens))
+    fineweb.make_shards(corpus_of(LONG), out, **options)
+    assert len(written) == 18 - after  # no part and no shard is made again
+    assert {path.name: path.read_bytes() for path in out.iterdir() if path.name != ".lock"} == {
+        path.name: path.read_bytes() for path in (tmp_path / "expected").iterdir() if path.name != ".lock"
+    }
+
+
 # ---- disks
 
 
@@ -271,7 +294,7 @@ def test_a_resumed_run_needs_only_the_rest_of_the_space(tmp_path, monkeypatch):
     source = fineweb.file_source([str(tmp_path / "a.txt")], "text")
     set_batch_chars(monkeypatch, 300)
     atomic_write = shards.files.atomic_write
-    for max_shards, error in ((30, "broken"), (70, "broken"), (999, None)):  # while it is counted, while it is split
+    for max_shards, error in ((30, "broken"), (70, "broken"), (999, None)):  # before the split, during it
         written = []
 
         def fail_after(path, written=written, max_shards=max_shards):

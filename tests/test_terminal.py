@@ -281,5 +281,5 @@ def test_labels_are_aligned_and_numbers_agree_with_their_nouns():
     assert sum(line.split().count("word") for line in lines) == 30
     path = "x" * 90 + "/--max-steps"
     assert terminal.labelled("data", f"{path}: 5 tokens") == f"data    {path}:\n        5 tokens"
-    counted = [terminal.count(n, noun) for n in (1, 2000) for noun in ("process", "step")]
-    assert counted == ["1 process", "1 step", "2,000 processes", "2,000 steps"]
+    numbers = [terminal.pluralize(n, noun) for n in (1, 2000) for noun in ("process", "step")]
+    assert numbers == ["1 process", "1 step", "2,000 processes", "2,000 steps"]

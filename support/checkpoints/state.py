@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from support.checkpoints.directory import step_of
 from support.cli import UserError
-from support.console.terminal import count
+from support.console.terminal import pluralize
 from support.data.shards import DataIdentity
 from support.runtime import fsdp
 from support.runtime.options import MAX_STEPS
@@ -66,7 +66,7 @@ class TrainState:
         """Raises a UserError after `at_most` steps in a row that were not applied, fp16 overflows not counted."""
         if self.bad_steps >= at_most:
             raise UserError(
-                f"{count(self.bad_steps, 'step')} in a row had a loss or gradients that are not finite, the last one at step "
+                f"{pluralize(self.bad_steps, 'step')} in a row had a loss or gradients that are not finite, the last one at step "
                 f"{self.step - 1}, and none was applied. A resumed run would meet them again: check the data with "
                 "fineweb.py --check, or lower --max-lr in a new run."
             )

@@ -15,7 +15,7 @@ import torch
 
 from support.console.log import read_values
 from support.console.run_logger import clock
-from support.console.terminal import BOLD, YELLOW, StatusLine, count, labelled, on_one_line, styled
+from support.console.terminal import BOLD, YELLOW, StatusLine, labelled, on_one_line, pluralize, styled
 from support.data.presets import describe_text_flags
 from support.files import format_bytes
 from support.runtime import devices, memory
@@ -67,11 +67,11 @@ def print_header(run: RunInfo, dist: Distributed, loader: Loader) -> None:
         ("model", describe_model(run)),
         (
             "step",
-            f"{step_rows * T:,} tokens = {count(loader.B, 'row')} x {T:,} tokens x {count(dist.world_size, 'process')} "
-            f"x {count(loader.grad_accum, 'micro-step')}",
+            f"{step_rows * T:,} tokens = {pluralize(loader.B, 'row')} x {T:,} tokens x {pluralize(dist.world_size, 'process')} "
+            f"x {pluralize(loader.grad_accum, 'micro-step')}",
         ),
         ("data", f"{config.data}: {loader.rows_per_epoch * T:,} tokens of {run.data.bytes_per_token:.2f} bytes"),
-        ("epochs", f"{epochs:.2f} = {count(config.max_steps, 'step')} / {steps_per_epoch:,.1f} steps per epoch"),
+        ("epochs", f"{epochs:.2f} = {pluralize(config.max_steps, 'step')} / {steps_per_epoch:,.1f} steps per epoch"),
         ("recipe", describe_recipe(config)),
     ]
     if config.text:
@@ -93,9 +93,9 @@ def print_header(run: RunInfo, dist: Distributed, loader: Loader) -> None:
 
 def describe_recipe(recipe: Recipe) -> str:
     """Optimizer and schedule in words."""
-    cooldown = f"constant, and a cooldown of {count(recipe.cooldown_steps, 'step')}"
+    cooldown = f"constant, and a cooldown of {pluralize(recipe.cooldown_steps, 'step')}"
     decay = "cosine decay" if recipe.schedule == "cosine" else cooldown
-    warmup = f"warm-up in {count(recipe.warmup_steps, 'step')} to " if recipe.warmup_steps else ""
+    warmup = f"warm-up in {pluralize(recipe.warmup_steps, 'step')} to " if recipe.warmup_steps else ""
     peak = f"{warmup}learning rate {recipe.max_lr:.3g}"
     return f"{recipe.optimizer}; {peak}, then {decay} to {recipe.min_lr:.3g} at step {recipe.decay_steps:,}"
 
@@ -108,8 +108,8 @@ def describe_model(run: RunInfo) -> str:
     padded = len(next(run.model.parameters()))  # the embedding of the tokens
     padding = f" (padded to {padded})" if padded > vocab_size else ""
     return (
-        f"{parameters:,} parameters{trained_text}: {count(config.n_layer, 'layer')}, {count(config.n_head, 'head')}, "
-        f"{count(config.n_embd, 'channel')}, context {config.block_size}, vocabulary {vocab_size}{padding}"
+        f"{parameters:,} parameters{trained_text}: {pluralize(config.n_layer, 'layer')}, {pluralize(config.n_head, 'head')}, "
+        f"{pluralize(config.n_embd, 'channel')}, context {config.block_size}, vocabulary {vocab_size}{padding}"
     )
 
 
@@ -120,7 +120,7 @@ def warmup_warning(config: Recipe, first_step: int) -> str | None:
         return None
     advice = "Raise --max-steps." if first_step else f"Set --warmup-steps {max_steps // 10}, or raise --max-steps."
     return (
-        f"the warm-up of {count(warmup_steps, 'step')} takes the whole run of {max_steps:,}, and the learning rate "
+        f"the warm-up of {pluralize(warmup_steps, 'step')} takes the whole run of {max_steps:,}, and the learning rate "
         f"never falls. {advice}"
     )
 
@@ -130,7 +130,7 @@ def notes(config: RunOptions, first_step: int, checkpoint_bytes: int) -> Iterato
     max_steps, warmup_steps, decay_steps = config.max_steps, config.warmup_steps, config.decay_steps
     if decay_steps <= warmup_steps < max_steps:
         yield (
-            f"--decay-steps {decay_steps} is in the warm-up of {count(warmup_steps, 'step')}: the learning rate falls to "
+            f"--decay-steps {decay_steps} is in the warm-up of {pluralize(warmup_steps, 'step')}: the learning rate falls to "
             "--min-lr right after it"
         )
     elif first_step < max_steps and max_steps > decay_steps:
@@ -145,7 +145,7 @@ def notes(config: RunOptions, first_step: int, checkpoint_bytes: int) -> Iterato
         )
     if config.minutes and max_steps < FEW_STEPS and first_step == 0:
         yield (
-            f"--minutes {config.minutes:g} leaves time for {count(max_steps, 'step')} only, next to start and validations: "
+            f"--minutes {config.minutes:g} leaves time for {pluralize(max_steps, 'step')} only, next to start and validations: "
             "the model will hardly learn anything"
         )
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and config.resume != "auto":
@@ -156,7 +156,7 @@ def notes(config: RunOptions, first_step: int, checkpoint_bytes: int) -> Iterato
             size = format_bytes(checkpoint_bytes)
             yield f"a checkpoint takes {size}, and {config.out} has {format_bytes(free)} free"
     if first_step == max_steps:
-        yield f"this run has finished its {count(max_steps, 'step')}; raise --max-steps for more"
+        yield f"this run has finished its {pluralize(max_steps, 'step')}; raise --max-steps for more"
 
 
 def print_summary(run: RunInfo, dist: Distributed, texts: Sequence[str]) -> None:
@@ -170,7 +170,7 @@ def print_summary(run: RunInfo, dist: Distributed, texts: Sequence[str]) -> None
     config, max_steps, out = run.config, run.config.max_steps, Path(run.config.out)
     since = f" since step {run.first_step:,}" if run.first_step else ""
     tokens, seconds = max_steps * config.total_batch_size, time.perf_counter() - STARTED
-    lines = [labelled("done", f"{count(max_steps, 'step')}, {tokens:,} tokens; {clock(seconds)} elapsed{since}")]
+    lines = [labelled("done", f"{pluralize(max_steps, 'step')}, {tokens:,} tokens; {clock(seconds)} elapsed{since}")]
     val = read_values(out / "log.txt", "val") if config.val_every else {}
     best = min(val, key=lambda step: val[step], default=max_steps)
     for step, name in {max_steps: "last", best: "best"}.items():  # one line if they are the same

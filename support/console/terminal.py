@@ -29,7 +29,7 @@ def styled(text: str, style: str) -> str:
     return f"\x1b[{style}m{text}\x1b[0m" if is_terminal() and not os.environ.get("NO_COLOR") else text
 
 
-def count(n: int, noun: str) -> str:
+def pluralize(n: int, noun: str) -> str:
     """`1 process`, `8 processes`."""
     plural = "" if n == 1 else "es" if noun.endswith("s") else "s"
     return f"{n:,} {noun}{plural}"

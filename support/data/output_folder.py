@@ -7,8 +7,10 @@ import errno
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, cast
 
 from support import files
 from support.cli import UserError, flag_name
@@ -35,21 +37,21 @@ class OutputFolder:
     @property
     def finished_shards(self) -> list[ShardEntry]:
         """Those of both splits, and the parts of a corpus that is not split yet."""
-        return [*self.manifest.get("counted", []), *self.manifest["shards"]]
+        return [*self.manifest.get("unsplit", []), *self.manifest["shards"]]
 
     def add(self, entry: ShardEntry) -> None:
         """Lists a shard that was written."""
-        self.manifest["counted" if entry["split"] == "counted" else "shards"].append(entry)
+        self.manifest["unsplit" if entry["split"] == "unsplit" else "shards"].append(entry)
         write_manifest(self.directory, self.manifest)
 
-    def mark_all_counted(self) -> None:
+    def mark_unsplit_complete(self) -> None:
         """Notes that the parts of a corpus that is not split yet are all there."""
-        self.manifest["all_counted"] = bool(self.manifest["counted"])
+        self.manifest["unsplit_complete"] = bool(self.manifest["unsplit"])
 
     def finish(self) -> None:
         """Marks the shards as complete, and removes the parts of a corpus that is now split."""
-        parts = self.manifest.pop("counted")
-        self.manifest.pop("all_counted")
+        parts = self.manifest.pop("unsplit")
+        self.manifest.pop("unsplit_complete")
         self.manifest["complete"] = True
         write_manifest(self.directory, self.manifest)
         for part in parts:
@@ -66,8 +68,8 @@ def new_manifest(source: str, revision: str | None, tokenizer: str, settings: Ma
         "settings": {key: value for key, value in settings.items() if value is not None},
         "complete": False,
         "shards": [],
-        "counted": [],
-        "all_counted": False,
+        "unsplit": [],
+        "unsplit_complete": False,
     }
 
 
@@ -133,7 +135,7 @@ def _read_matching_manifest(directory: Path, manifest: Manifest, prefix: str | N
     if (directory / MANIFEST).exists():
         earlier = _load_manifest(directory)
         differences = _differences(manifest, earlier)
-        if differences and (earlier["shards"] or earlier.get("counted")):
+        if differences and (earlier["shards"] or earlier.get("unsplit")):
             raise UserError(
                 f"{directory} has shards of another source or setting. There: {_in_words(differences, 0)}. "
                 f"In this command: {_in_words(differences, 1)}. Use another --output, or remove {directory}."
@@ -149,7 +151,18 @@ def _read_matching_manifest(directory: Path, manifest: Manifest, prefix: str | N
 
 
 def _load_manifest(directory: Path) -> Manifest:
-    return json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+    return _rename_old_keys(json.loads((directory / MANIFEST).read_text(encoding="utf-8")))
+
+
+def _rename_old_keys(manifest: dict[str, Any]) -> Manifest:
+    """A manifest with the keys of this version: earlier ones called the parts of a corpus before its split `counted`."""
+    for old, new in (("counted", "unsplit"), ("all_counted", "unsplit_complete")):
+        if old in manifest:
+            manifest[new] = manifest[old]
+            del manifest[old]
+    if "unsplit" in manifest:
+        manifest["unsplit"] = [entry | {"split": "unsplit"} for entry in manifest["unsplit"]]
+    return cast(Manifest, manifest)
 
 
 def _differences(manifest: Manifest, earlier: Manifest) -> dict[str, tuple[object, object]]:
@@ -200,12 +213,12 @@ def adopt_finished_shards(folder: OutputFolder, earlier: Manifest, in_order: boo
     if sha256 and not (tokenizer.is_file() and files.sha256_of(tokenizer) == sha256):
         return  # its tokens mean nothing without it
     read_all = earlier["complete"]  # all were made, and one is corrupt
-    counted = earlier.get("counted", [])
+    unsplit = earlier.get("unsplit", [])
     manifest = folder.manifest
-    manifest["counted"] = list(
-        itertools.takewhile(lambda entry: _shard_is_intact(folder.directory, entry, read_all), counted)
+    manifest["unsplit"] = list(
+        itertools.takewhile(lambda entry: _shard_is_intact(folder.directory, entry, read_all), unsplit)
     )
-    manifest["all_counted"] = bool(earlier.get("all_counted")) and len(manifest["counted"]) == len(counted)
+    manifest["unsplit_complete"] = bool(earlier.get("unsplit_complete")) and len(manifest["unsplit"]) == len(unsplit)
     for entry in earlier["shards"]:
         if _shard_is_intact(folder.directory, entry, read_all):
             manifest["shards"].append(entry)
@@ -249,6 +262,6 @@ def _remove_leftovers(folder: OutputFolder, prefix: str) -> None:
         final_name = path.name
         if final_name.endswith(".partial"):
             final_name = final_name.removesuffix(".partial").removeprefix(".")
-        shard = parse_shard_name(final_name.replace("_counted_", "_train_"))
+        shard = parse_shard_name(re.sub("_(unsplit|counted)_", "_train_", final_name))
         if shard and shard.prefix == prefix and path.name not in listed:
             path.unlink()

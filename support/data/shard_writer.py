@@ -157,13 +157,13 @@ class ShardWriter:
             UserError: the corpus has too little text to be split, or the shards cannot be written.
         """
         manifest = self.folder.manifest
-        if not manifest["all_counted"]:
-            with contextlib.closing(self._new_chunks(manifest["counted"], encode_from, max_tokens)) as chunks:
+        if not manifest["unsplit_complete"]:
+            with contextlib.closing(self._new_chunks(manifest["unsplit"], encode_from, max_tokens)) as chunks:
                 for index, chunk in chunks:
-                    self._write("counted", index, chunk.tokens, chunk.end)
+                    self._write("unsplit", index, chunk.tokens, chunk.end)
             self._wait()
-            self.folder.mark_all_counted()
-        parts = [load_shard(self.folder.directory / part["file"]) for part in manifest["counted"]]
+            self.folder.mark_unsplit_complete()
+        parts = [load_shard(self.folder.directory / part["file"]) for part in manifest["unsplit"]]
         self._write_split(parts, val_fraction)
         self._wait()
 
@@ -306,7 +306,7 @@ def check_space_for_shards(folder: OutputFolder, corpus: Corpus, max_tokens: int
     """Compares the free space with an estimate of what the shards still need, if there is one.
 
     Args:
-        copies: how often each token is on the disk, 2 while a counted corpus is split.
+        copies: how often each token is on the disk, 2 while a corpus in parts is split.
 
     Raises:
         UserError: there is clearly not enough.

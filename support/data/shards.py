@@ -42,7 +42,7 @@ class ShardEntry(TypedDict):
     """What a manifest says about a shard."""
 
     file: str
-    split: str  # "train" or "val"; "counted" for a part of a corpus that is not split yet
+    split: str  # "train" or "val"; "unsplit" for a part of a corpus that is not split yet
     tokens: int
     documents: NotRequired[int]
     sha256: NotRequired[str]
@@ -60,8 +60,8 @@ class Manifest(TypedDict):
     settings: NotRequired[dict[str, Setting]]
     complete: NotRequired[bool]
     shards: list[ShardEntry]
-    counted: NotRequired[list[ShardEntry]]  # parts of a corpus that is split into train and val when all are counted
-    all_counted: NotRequired[bool]
+    unsplit: NotRequired[list[ShardEntry]]  # parts of a corpus, to be split into train and val when all are there
+    unsplit_complete: NotRequired[bool]
 
 
 @dataclass(frozen=True)
