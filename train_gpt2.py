@@ -324,7 +324,7 @@ class DataLoaderLite:
         """
         tokens = torch.from_numpy(np.stack([self._row(n) for n in rows]).astype(np.int64))  # (B, T+1)
         tokens = devices.to_device(tokens, self.dist.device)
-        return tokens[:, :-1], tokens[:, 1:]  # (B, T) each, views of one copy
+        return tokens[:, :-1], tokens[:, 1:]  # every position has a target: no padding, so no -100 to ignore
 
     def _row(self, n: int) -> np.ndarray:
         epoch, n = divmod(n, self.rows_per_epoch)  # nothing is skipped or repeated where epochs meet
@@ -371,7 +371,7 @@ MODELS = {
 # --recipe: how GPT-2 was trained, or how to reach the same loss with fewer tokens (docs/recipes.md).
 RECIPES: dict[str, dict[str, Any]] = {
     "gpt2": dict(optimizer="adamw", schedule="cosine", max_lr=6e-4),
-    "fast": dict(optimizer="muon", schedule="wsd", max_lr=presets.FAST_LR),  # for large steps
+    "fast": dict(optimizer="muon", schedule="wsd", max_lr=presets.FAST_LR),  # --text, --demo: lower in small steps
 }
 GPT2_RECIPE, FAST_RECIPE = RECIPES["gpt2"], RECIPES["fast"]
 
