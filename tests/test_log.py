@@ -103,7 +103,7 @@ def test_a_folder_that_was_removed_is_locked_again_or_left_to_another_run(tmp_pa
     with lock_folder(out, "--out"), pytest.raises(UserError, match="is in use"):
         log.sync()
     path.write_text("0 train 9.000000\n")
-    with pytest.raises(OSError, match="log.txt is that of another run"):
+    with pytest.raises(OSError, match="log.txt belongs to another run"):
         log.sync()
     assert path.read_text() == "0 train 9.000000\n"
 

@@ -97,9 +97,9 @@ class RunOptions(Recipe):
     )
     minutes: float | None = flag(
         None,
-        "with --text and --demo: as many steps as end within so many minutes on this machine",
+        "with --text and --demo: train for about M minutes on this machine",
         MAIN_GROUP,
-        default_help="2 with --demo; otherwise as many as suit the text",
+        default_help="2 with --demo; otherwise steps that suit the text",
         at_least=0.1,
         below=1e6,
         metavar="M",
