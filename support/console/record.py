@@ -85,9 +85,9 @@ def read_record(path: Path) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        sound = all(type(record[name]) is kind for name, kind in REQUIRED.items())
-        sound = sound and all(low <= record[name] <= high for name, (low, high) in BOUNDS.items())
-        return record if sound and all(type(resume["flags"]) is dict for resume in record["resumes"]) else None
+        valid = all(type(record[name]) is kind for name, kind in REQUIRED.items())
+        valid = valid and all(low <= record[name] <= high for name, (low, high) in BOUNDS.items())
+        return record if valid and all(type(resume["flags"]) is dict for resume in record["resumes"]) else None
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
 
@@ -103,7 +103,7 @@ def latest_flags(record: Mapping[str, Any]) -> dict[str, Any]:
 class RunRecord:
     """`run.json` in the folder of a run, written when a process starts or resumes it.
 
-    It is not worth a run: if it cannot be written, that is a warning.
+    It is best effort: if it cannot be written, that is a warning.
     """
 
     def __init__(self, folder: Path, description: Mapping[str, Any], first_step: int):

@@ -45,12 +45,12 @@ def labelled(label: str, text: str) -> str:
 
 
 def cut(text: str, columns: int) -> str:
-    """The beginning of a text that is wider than so many columns, and "..."."""
+    """The text, or if it is wider than `columns`, its beginning and "..."."""
     return text if _fitting(text, columns) == len(text) else text[: _fitting(text, columns - 3)] + "..."
 
 
 def _fitting(text: str, columns: int) -> int:
-    """How many characters of a text fit into so many columns. Chinese ones, for example, are two wide."""
+    """How many characters of a text fit into `columns`. Chinese ones, for example, are two wide."""
     widths = (0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
     return sum(total <= columns for total in accumulate(widths))
 
@@ -61,7 +61,7 @@ def on_one_line(text: str) -> str:
 
 
 def fit_lines(text: str, lines: int) -> str:
-    """The text, on a terminal in at most so many lines, broken at spaces and indented as those of `labelled`."""
+    """The text, on a terminal in at most `lines` lines, broken at spaces and indented as those of `labelled`."""
     if not is_terminal():
         return text
     columns, complete = shutil.get_terminal_size().columns, list[str]()
