@@ -34,7 +34,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__, usage="%(prog)s DIR [DIR ...] [flags]")
     parser.add_argument("runs", nargs="+", metavar="DIR", help=argparse.SUPPRESS)
     add = parser.add_argument_group("flags").add_argument
-    add("--x", choices=tuple(AXES), default="steps", help="what the losses are drawn over; hours are those of the steps, without evaluation (default: steps)")  # fmt: skip
+    over = "what the losses are drawn over; hours count the steps, not the evaluations (default: steps)"
+    add("--x", choices=tuple(AXES), default="steps", help=over)
     add("-o", "--output", default="compare.png", metavar="FILE", help="picture to write (default: compare.png)")
     args = parser.parse_args(argv)
     if Path(args.output).suffix != ".png":

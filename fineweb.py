@@ -114,7 +114,9 @@ def file_source(patterns: list[str], text_field: str, separator: str | None = No
         unique.setdefault(path.resolve(), path)
     paths = list(unique.values())
     problems += [
-        f"{path} is none of {TEXT_TYPES}. Convert it, or leave it out." for path in paths if not text_suffix(path)
+        f"{path} has an unsupported type. It must be one of {TEXT_TYPES}. Convert it, or leave it out."
+        for path in paths
+        if not text_suffix(path)
     ]
     if not paths and not problems:
         problems.append(f"there is no text in {' '.join(patterns)}. Give files or folders of {TEXT_TYPES}.")

@@ -288,7 +288,7 @@ class ScoringModel:
 
 @dataclass(frozen=True)
 class Row:
-    """A context and one or more completions, none of which attends to another."""
+    """A context and one or more completions, which do not attend to each other."""
 
     context: list[int]
     completions: list[Sequence[int]]

@@ -89,7 +89,7 @@ def cache_capacity(config: GPTConfig, prompt_length: int, max_new_tokens: int) -
 
 
 def rows_in_memory(config: GPTConfig, prompt_length: int, max_new_tokens: int) -> int:
-    """How many texts are generated at a time: as many as MAX_BATCH and MAX_CACHE_BYTES allow, in any precision."""
+    """How many texts are generated at a time, limited by MAX_BATCH and MAX_CACHE_BYTES, in any precision."""
     row_bytes = 2 * 4 * config.n_layer * config.n_embd * cache_capacity(config, prompt_length, max_new_tokens)
     return min(MAX_BATCH, max(1, MAX_CACHE_BYTES // row_bytes))
 

@@ -10,8 +10,8 @@ exited, it is started again. It suffers one fault after the other: SIGKILL, SIGT
 full disk, a folder without permission, a corrupt file, a console that nobody reads, a clock that jumps, a slow disk.
 After each one, within a minute and a half, all processes must have exited, with a documented exit code, or make progress
 again; there must be no traceback, and nothing incomplete under a final name. At the end, the log, the weights and the
-optimizer, or the shards and the manifest, must be those of a run without faults, bit by bit, and TensorBoard's curves
-those of the log.
+optimizer, or the shards and the manifest, must equal those of a run without faults, bit by bit, and TensorBoard's
+curves those of the log.
 
 The seed determines the faults; which step they hit depends on the machine. The first violation ends the benchmark, with
 exit code 1, and its files are kept.

@@ -3,10 +3,10 @@
     python benchmarks/bench_fineweb.py                             # 200 MB of the text files of this Python
     python benchmarks/bench_fineweb.py --input 'texts/*.parquet'   # of other text
 
-The plain loop is what scripts of this kind do: a pool of half as many workers as cores that receive one document per
-message ("plain16": 16), tiktoken's `encode_ordinary`, a shard that is filled in memory, `np.save`. All variants read
+The plain loop is what scripts of this kind do: a pool with one worker per two cores, each of which receives one document
+per message ("plain16": 16), tiktoken's `encode_ordinary`, a shard that is filled in memory, `np.save`. All variants read
 the same .parquet file, one after the other, each in its own process. This is repeated, and the median is printed. Start-up
-is the time from the start of the process to its first tokens; the rate is that of all later tokens.
+is the time from the start of the process to its first tokens; the rate counts all later tokens.
 """
 
 from __future__ import annotations

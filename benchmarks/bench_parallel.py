@@ -83,7 +83,7 @@ def run(world_size: int, flags: list[str], cwd: Path) -> tuple[list[float], int,
 
 
 def make_data(folder: Path, tokenizer: str, tokens: int) -> None:
-    """Random letters, at least this number of tokens."""
+    """Random letters, at least `tokens` tokens."""
     letters = np.random.default_rng(0).integers(97, 123, 10 * tokens, dtype=np.uint8)
     documents = Documents("random letters", lambda: [letters.tobytes().decode()])
     make_shards(documents, folder, tokenizer=tokenizer, split_documents=True)

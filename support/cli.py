@@ -111,7 +111,7 @@ class HelpFormatter(argparse.HelpFormatter):
 class Parser(argparse.ArgumentParser):
     """argparse, with errors that say what to do, all of them at once, and without abbreviated flags.
 
-    `hints` has, by name of a parsed value, what to say if it is none of the choices of its flag.
+    `hints` has, by name of a parsed value, what to say if it is not a choice of its flag.
     `check_values` returns what else is wrong with values, of which those that could not be converted are None.
     """
 
@@ -269,7 +269,7 @@ def flag(
     Args:
         default_help: the default in words, for --help, where it depends on other flags or on the machine.
         at_least, at_most, below: bounds of the value, see `range_errors`.
-        hint: what to do if the value is none of the choices.
+        hint: what to do if the value is not one of the choices.
         argparse_options: passed to `add_argument`.
     """
     bounds = {"at_least": at_least, "at_most": at_most, "below": below}
@@ -363,7 +363,7 @@ def type_errors(config_class: type[DataclassInstance], values: Mapping[str, Any]
         if type(value) is not kind and not (kind is float and type(value) is int):
             problems.append(f"{flag_name(field.name)} is of the type {type(value).__name__}, not {kind.__name__}.")
         elif choices and value not in choices:
-            problems.append(f"{flag_name(field.name)} is {value!r}, none of {', '.join(choices)}.")
+            problems.append(f"{flag_name(field.name)} is {value!r}. It must be one of {', '.join(choices)}.")
     return problems
 
 

@@ -58,7 +58,7 @@ def free_port() -> int:
 def start_run(
     *flags: object, cwd: Path, world_size: int = 1, sabotage: Callable[[int], None] | None = None, tiny: bool = True
 ) -> list[BaseProcess]:
-    """Starts `train_gpt2.py` with TINY_FLAGS and these, in as many processes as ranks; rank r prints to `cwd/r.txt`.
+    """Starts `train_gpt2.py` with TINY_FLAGS and these, one process per rank; rank r prints to `cwd/r.txt`.
 
     `sabotage(rank)` is called first in each: a function of a test module that breaks something there. Without `tiny`,
     the flags of the model are left out.

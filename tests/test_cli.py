@@ -294,7 +294,7 @@ def test_values_of_other_types_are_named():
         "--check is of the type list, not bool.",
     ]
     [problem] = type_errors(train_gpt2.TrainConfig, {"optimizer": "sgd"})
-    assert problem == "--optimizer is 'sgd', none of adamw, muon."
+    assert problem == "--optimizer is 'sgd'. It must be one of adamw, muon."
 
 
 def fail(error):

@@ -1,4 +1,4 @@
-"""The README and docs/: their commands, links, files and messages are those of the code."""
+"""The README and docs/: their commands, links, files and messages match the code."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_the_demo_text(tmp_path):
     [
         ("--input nothing.txt --output out", "no file matches nothing.txt"),
         ("--input empty --output out", "there is no text in empty. Give files or folders of"),
-        ("--input book.pdf --output out", "book.pdf is none of .txt, .jsonl, .parquet"),
+        ("--input book.pdf --output out", "book.pdf has an unsupported type. It must be one of .txt, .jsonl, .parquet"),
         ("--input latin.txt --output out", "latin.txt is not UTF-8 text"),
         ("--input bad.jsonl --output out", "bad.jsonl, line 2 is not JSON"),
         ("--input list.jsonl --output out", "list.jsonl, line 1 has no fields"),

@@ -123,7 +123,7 @@ def test_the_slurm_script_queues_a_run_again_that_was_stopped_and_no_other(tmp_p
     line = (
         "step   120 | stopped. The newest checkpoint is log/model_00120; --resume" if stopped else "error: no shards."
     )
-    (tmp_path / "train.out").write_text("step   100 | stopped. The newest checkpoint is that of an earlier start\n")
+    (tmp_path / "train.out").write_text("step   100 | stopped. The newest checkpoint belongs to an earlier start\n")
     programs = {
         "srun": 'shift; "$@"',
         "torchrun": f"echo '{line}' >> {tmp_path}/train.out; exit 1",

@@ -91,7 +91,7 @@ def test_the_recovered_merges_are_the_published_ones():
 
 
 def pairs_of_bytes(vocab_size: int, reverse: bool = False) -> BpeTokenizer:
-    """A trained tokenizer of any size: all bytes, then as many pairs of them as it takes."""
+    """A trained tokenizer of any size: all bytes, then pairs of them."""
     pairs = [bytes([a, b]) for a in range(256) for b in range(256)]
     pairs = pairs[::-1] if reverse else pairs
     return BpeTokenizer([*(bytes([a]) for a in range(256)), *pairs[: vocab_size - 257]])

@@ -133,7 +133,7 @@ def read_run(folder: Path) -> Run:
 
 
 def smooth(values: Array) -> Array:
-    """The mean around each value: of itself and a hundredth of all values on each side, as far as there are any."""
+    """The mean around each value: of itself and a hundredth of all values on each side, fewer at the ends."""
     n, i = len(values), np.arange(len(values))
     first, end = np.maximum(i - n // 100, 0), np.minimum(i + n // 100 + 1, n)
     sums = np.concatenate([[0.0], np.cumsum(values)])
@@ -367,7 +367,7 @@ def _printable(text: str) -> str:
 class CurvesFile:
     """`curves.png` in the folder of a run, drawn while it trains; without a folder, nothing is.
 
-    Drawing takes at most MAX_DRAW_FRACTION of the time. Best effort: what fails is one warning.
+    Drawing takes at most MAX_DRAW_FRACTION of the time. It is best effort: a failure is one warning.
     """
 
     def __init__(self, folder: Path | None):

@@ -217,9 +217,9 @@ def _parse_metrics(line: str) -> dict[str, Any] | None:
         metrics = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    sound = isinstance(metrics, dict) and type(metrics.get("step")) is int and metrics["step"] >= 0
-    sound = sound and all(type(value) is not int or abs(value) < 2**63 for value in metrics.values())  # as NumPy's
-    return metrics if sound else None
+    valid = isinstance(metrics, dict) and type(metrics.get("step")) is int and metrics["step"] >= 0
+    valid = valid and all(type(value) is not int or abs(value) < 2**63 for value in metrics.values())  # as NumPy's
+    return metrics if valid else None
 
 
 def _warn(text: str) -> None:

@@ -86,7 +86,7 @@ def latest_flags(record: Mapping[str, Any]) -> dict[str, Any]:
 class RunRecord:
     """`run.json` in the folder of a run, written when a process starts or resumes it.
 
-    Best effort: if it cannot be written, that is a warning.
+    It is best effort: if it cannot be written, that is a warning.
     """
 
     def __init__(self, folder: Path, description: Mapping[str, Any], first_step: int):

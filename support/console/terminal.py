@@ -45,7 +45,7 @@ def labelled(label: str, text: str) -> str:
 
 
 def cut(text: str, columns: int) -> str:
-    """The text, cut and with "..." at its end if it is wider than `columns`."""
+    """The text, or if it is wider than `columns`, its beginning and "..."."""
     return text if _fitting(text, columns) == len(text) else text[: _fitting(text, columns - 3)] + "..."
 
 

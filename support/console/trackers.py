@@ -65,7 +65,7 @@ class Trackers:
         for tracker in tuple(self._trackers):
             try:
                 call(tracker)
-            except Exception as error:  # a full disk or the network: not worth losing a run
+            except Exception as error:  # a full disk or the network: tracking is best effort
                 self._trackers.remove(tracker)
                 message = f"{tracker.name} stopped ({error}). Training continues without it."
                 print(f"warning: {message}", file=sys.stderr, flush=True)

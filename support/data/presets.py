@@ -124,7 +124,7 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
         total_tokens, steps = tokens * (3 if size < 4e7 else 1), 200
         # These learning rates suit GPT-2; AdamW's best one grows as models get narrower (arXiv:2203.03466).
         flags = dict(max_lr=(1e-3 if "lora_rank" in cli_flags else 1e-4) * max(1.0, 768 / n_embd))
-    else:  # several epochs of a small text, but not so many that it is memorized
+    else:  # several epochs of a small text, but too few to memorize it
         total_tokens, steps = max(tokens, min(LEAST_TOKENS[tokenizer], 10 * tokens)), 2000
         flags = dict(recipe="fast")
         if "model" not in cli_flags:
@@ -140,7 +140,7 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
 
 
 def models_for_text(text_bytes: float, bytes_read: float = math.inf) -> list[dict[str, int]]:
-    """The flags of the models, the smallest first, that suit a text of which, with repetitions, so many bytes are read."""
+    """The flags of the models, the smallest first, that suit a text; `bytes_read` includes its repetitions."""
     most_weights = min(text_bytes, bytes_read / BYTES_PER_WEIGHT)
     return [model for model in MODELS_FOR_TEXT if model is MODELS_FOR_TEXT[0] or block_weights(model) <= most_weights]
 
@@ -168,7 +168,7 @@ def is_worth_compiling(config: PresetConfig) -> bool:
 
 
 def step_size(total_tokens: float, steps: int = 2000) -> int:
-    """Tokens of a step: the largest power of two that still leaves so many steps, from 1,024 to GPT-2's 2**19."""
+    """Tokens of a step: the largest power of two that leaves at least `steps` steps, from 1,024 to GPT-2's 2**19."""
     return min(2**19, max(1024, 2 ** int(math.log2(max(1.0, total_tokens / steps)))))
 
 

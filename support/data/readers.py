@@ -126,7 +126,7 @@ class FileCorpus(Corpus):
                 yield from pack_pieces(self._txt_pieces(indices, start), self.name)
             else:
                 yield from self._record_batches(indices, start)
-            start = []  # it is that of the first file only
+            start = []  # only the first file starts inside
 
     def _txt_pieces(self, indices: list[int], start: list[int]) -> Iterator[Piece]:
         for index in indices:

@@ -35,7 +35,7 @@ def download_shards(
     Args:
         folder: the one in the data set that has the shards, needed if there are several.
         tokenizer: that of shards without a manifest (default: gpt2).
-        max_tokens: download only as many shards as have that many tokens together.
+        max_tokens: download only the first shards that have this many tokens together.
 
     Raises:
         UserError: the data set has no shards or bad ones, or they cannot be downloaded or written.
@@ -117,7 +117,7 @@ def _check_against_manifest(repository: str, manifest: Manifest, shards: Sequenc
 
 
 def _enough_shards(shards: Sequence[HubFile], max_tokens: int | None) -> list[HubFile]:
-    """The first shards, as many as have `max_tokens` together."""
+    """The first shards that have `max_tokens` together, or all."""
     enough, tokens = [], 0
     for file in shards:
         if max_tokens is None or tokens < max_tokens:

@@ -1,8 +1,8 @@
 """Tokenizers by name, and the same tokenizers as Hugging Face files.
 
 `gpt2` is OpenAI's vocabulary of 50,257 tokens through tiktoken. `bytes` is the 256 byte values and an end-of-text
-token, and `bpe` an encoding trained on a text (`support/data/bpe.py`), in a `tokenizer.json`; both need no download. In
-all, end-of-text is the last id.
+token, and `bpe` an encoding trained on a text (`support/data/bpe.py`), in a `tokenizer.json`; both need no download.
+End-of-text is always the last id.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class BpeTokenizer(Tokenizer):
     """A byte-pair encoding of words that are cut as GPT-2's. `encode` treats the text of a special token as ordinary.
 
     Args:
-        tokens: the bytes of all tokens except end-of-text, in order of id, which is that of the merges.
+        tokens: the bytes of all tokens except end-of-text, in order of id, which is the order of the merges.
     """
 
     name = "bpe"

@@ -98,7 +98,7 @@ class RunOptions(Recipe):
         None,
         "with --text and --demo: train for about M minutes on this machine",
         MAIN_GROUP,
-        default_help="2 with --demo; otherwise what suits the text",
+        default_help="2 with --demo; otherwise steps that suit the text",
         at_least=0.1,
         below=1e6,
         metavar="M",
