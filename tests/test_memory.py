@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import TINY_SIZES
-from plain import PlainGPT
 
+from benchmarks.plain_loop import PlainGPT
 from support.checkpoints import huggingface, lora
 from support.cli import UserError
 from support.runtime import memory
@@ -57,7 +57,7 @@ def test_activations_of_a_token_counted_by_hand(gpt2):
 @pytest.mark.parametrize("kind", ["ours", "compiled", "plain"])
 def test_what_a_forward_pass_really_saves(tiny_model, kind):
     """Neither device nor data of the model matter. The plain model has buffers."""
-    model = PlainGPT(**TINY_SIZES) if kind == "plain" else tiny_model
+    model = PlainGPT(GPTConfig(**TINY_SIZES)) if kind == "plain" else tiny_model
     saved = {}
 
     def count(tensor):
