@@ -44,6 +44,7 @@ from torch.nn import functional as F
 from support import files
 from support.checkpoints import huggingface
 from support.cli import Parser, UserError, add_device_flag, run_cli
+from support.console.curves import OPENAI_HELLASWAG
 from support.console.progress import progress_bar
 from support.console.terminal import labelled
 from support.data.download import download as download_file
@@ -65,20 +66,6 @@ GIT_BLOBS = {  # the SHA-1 by which git names each file's content
 DATA_FOLDER = "hellaswag_data"
 NUM_VAL_ITEMS = 10042
 STYLE_FIELDS = {"tokens": ("ctx",), "harness": ("activity_label", "ctx_a", "ctx_b")}  # what each style reads of an item
-PUBLISHED_SCORES: dict[
-    str, dict[str, tuple[float | None, float | None]]
-] = {  # (acc, acc_norm) on all validation items; None where no figure was published
-    "tokens": {
-        "OpenAI GPT-2 124M": (0.2859, 0.2955),
-        "OpenAI GPT-2 350M": (None, 0.3752),
-        "OpenAI GPT-2 774M": (None, 0.4320),
-        "OpenAI GPT-2 1558M": (0.3842, 0.4893),
-    },
-    "harness": {
-        "OpenAI GPT-2 124M": (0.2892, 0.3114),
-        "OpenAI GPT-2 1558M": (0.4004, 0.5089),
-    },
-}
 
 # -----------------------------------------------------------------------------
 # Items
@@ -669,9 +656,9 @@ def table(results: Results) -> str:
     acc = f"{results.acc:.4f} ± {results.acc_stderr:.4f}"
     acc_norm = f"{results.acc_norm:.4f} ± {results.acc_norm_stderr:.4f}"
     lines = [("", "acc", "acc_norm"), (results.model, acc, acc_norm)]
-    for name, published in PUBLISHED_SCORES[results.style].items() if not results.truncated else ():
+    for size, published in OPENAI_HELLASWAG[results.style].items() if not results.truncated else ():
         acc, acc_norm = ("-" if value is None else f"{value:.4f}" for value in published)
-        lines.append((name, acc, acc_norm))
+        lines.append((f"OpenAI GPT-2 {size}", acc, acc_norm))
     width = max(len(name) for name, _, _ in lines)
     return "\n".join(f"{name:{width}}   {acc:15}   {acc_norm}" for name, acc, acc_norm in lines)
 

@@ -1,69 +1,66 @@
-"""The plain PyTorch loop that bench_throughput.py compares with: GPT-2 as everybody writes it first.
+"""GPT-2 and its training loop as one writes them first, in plain PyTorch: the reference of tests and benchmarks.
 
-Features of train_gpt2.py can be added one at a time; their names are in `bench_throughput.FEATURES`.
+Attention with its explicit (T, T) matrix, the logits of all tokens at once, AdamW with its defaults, nothing compiled.
+It takes only the configuration, the learning rates and the initial weights from train_gpt2.py. bench_throughput.py adds
+features to it one at a time; their names are in `bench_throughput.FEATURES`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Collection, Iterator
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from support.optim.loss import chunked_cross_entropy
-from train_gpt2 import GPTConfig
+from support.optim.loss import chunked_cross_entropy  # for the feature "chunked loss"
+from train_gpt2 import GPT, GPTConfig, TrainConfig, get_lr
+
+Batch = tuple[Tensor, Tensor]  # (B, T) tokens and the (B, T) tokens that follow them
 
 
-class Attention(nn.Module):
+class PlainBlock(nn.Module):
     def __init__(self, config: GPTConfig, flash: bool):
         super().__init__()
         C, T = config.n_embd, config.block_size
         self.n_head, self.flash = config.n_head, flash
-        self.c_attn, self.c_proj = nn.Linear(C, 3 * C), nn.Linear(C, C)
-        self.register_buffer("mask", torch.ones(T, T, dtype=torch.bool).tril(), persistent=False)
+        self.ln_1, self.attn = (
+            nn.LayerNorm(C),
+            nn.ModuleDict({"c_attn": nn.Linear(C, 3 * C), "c_proj": nn.Linear(C, C)}),
+        )
+        self.ln_2, self.mlp = (
+            nn.LayerNorm(C),
+            nn.ModuleDict({"c_fc": nn.Linear(C, 4 * C), "c_proj": nn.Linear(4 * C, C)}),
+        )
+        self.register_buffer("past", torch.ones(T, T, dtype=torch.bool).tril(), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def attention(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
-        heads = (t.view(B, T, self.n_head, C // self.n_head) for t in self.c_attn(x).split(C, dim=2))
-        q, k, v = (t.transpose(1, 2) for t in heads)
+        heads = (t.view(B, T, self.n_head, C // self.n_head) for t in self.attn["c_attn"](x).split(C, dim=2))
+        q, k, v = (t.transpose(1, 2) for t in heads)  # (B, nh, T, hs)
         if self.flash:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
-            scores = q @ k.transpose(-2, -1) / math.sqrt(C // self.n_head)
-            y = F.softmax(scores.masked_fill(~self.mask[:T, :T], -math.inf), dim=-1) @ v
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
-
-
-class MLP(nn.Module):
-    def __init__(self, C: int):
-        super().__init__()
-        self.c_fc, self.c_proj = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
+            scores = q @ k.transpose(-2, -1) / math.sqrt(C // self.n_head)  # (B, nh, T, T)
+            y = F.softmax(scores.masked_fill(~self.past[:T, :T], -math.inf), dim=-1) @ v  # (B, nh, T, hs)
+        return self.attn["c_proj"](y.transpose(1, 2).reshape(B, T, C))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
-
-
-class Block(nn.Module):
-    def __init__(self, config: GPTConfig, flash: bool):
-        super().__init__()
-        C = config.n_embd
-        self.ln_1, self.attn, self.ln_2, self.mlp = nn.LayerNorm(C), Attention(config, flash), nn.LayerNorm(C), MLP(C)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
+        x = x + self.attention(self.ln_1(x))
+        return x + self.mlp["c_proj"](F.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate="tanh"))
 
 
 class PlainGPT(nn.Module):
     """With the parameter names of train_gpt2.GPT."""
 
-    def __init__(self, config: GPTConfig, features: set[str]):
+    def __init__(self, config: GPTConfig, features: Collection[str] = ()):
         super().__init__()
         self.vocab_size, self.chunks = config.vocab_size, "chunked loss" in features
         rows = config.padded_vocab_size if "padded vocabulary" in features else config.vocab_size
-        blocks = nn.ModuleList(Block(config, "flash" in features) for _ in range(config.n_layer))
+        blocks = nn.ModuleList(PlainBlock(config, "flash" in features) for _ in range(config.n_layer))
         wte, wpe = nn.Embedding(rows, config.n_embd), nn.Embedding(config.block_size, config.n_embd)
         self.transformer = nn.ModuleDict(dict(wte=wte, wpe=wpe, h=blocks, ln_f=nn.LayerNorm(config.n_embd)))
         self.lm_head = nn.Linear(config.n_embd, rows, bias=False)
@@ -78,7 +75,7 @@ class PlainGPT(nn.Module):
         if self.chunks:
             x, targets = x.flatten(0, 1), targets.flatten()
             return None, chunked_cross_entropy(x, self.lm_head.weight, targets, self.vocab_size)
-        logits = self.lm_head(x)[..., : self.vocab_size]  # all of them at once
+        logits = self.lm_head(x)[..., : self.vocab_size]  # (B, T, V)
         return None, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def copy_weights(self, model: nn.Module) -> PlainGPT:
@@ -96,7 +93,7 @@ class PlainAdamW(torch.optim.AdamW):
 
 
 def plain_optimizer(
-    model: nn.Module, features: set[str], weight_decay: float, lr: float, betas: tuple[float, float], *_: object
+    model: nn.Module, features: Collection[str], weight_decay: float, lr: float, betas: tuple[float, float], *_: object
 ) -> torch.optim.Optimizer:
     decayed, others = [p for p in model.parameters() if p.dim() >= 2], [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -104,7 +101,7 @@ def plain_optimizer(
 
 
 def plain_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any], amp: torch.autocast, lr: float
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch], amp: torch.autocast, lr: float
 ) -> tuple[float, float]:
     """One step on these micro-batches; its mean loss and its gradient norm."""
     optimizer.zero_grad()
@@ -122,3 +119,32 @@ def plain_step(
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return mean.item(), norm.item()
+
+
+def plain_batches(folder: Path, B: int, T: int, rows_per_step: int, steps: int) -> Iterator[list[Batch]]:
+    """The micro-batches of each step, cut by hand from the train shards of a folder."""
+    rows: list[Tensor] = []
+    for file in sorted(folder.glob("*_train_*.npy")):
+        tokens = torch.from_numpy(np.load(file).astype(np.int64))
+        rows += [tokens[i * T : i * T + T + 1] for i in range((len(tokens) - 1) // T)]
+    for step in range(steps):
+        numbers = range(step * rows_per_step, (step + 1) * rows_per_step)
+        batches = torch.stack([rows[n % len(rows)] for n in numbers]).split(B)  # (B, T+1) each
+        yield [(batch[:, :-1], batch[:, 1:]) for batch in batches]
+
+
+def plain_losses(config: TrainConfig, B: int, steps: int, model: nn.Module | None = None) -> np.ndarray:
+    """The losses of the first steps in fp32 on a CPU, with the bytes and the learning rates that `train` takes.
+
+    Args:
+        model: `model(idx, targets)` returns a pair with the loss. None: PlainGPT with the initial weights of `train`.
+    """
+    if model is None:
+        sizes = GPTConfig(config.block_size, 257, config.n_layer, config.n_head, config.n_embd)
+        torch.manual_seed(config.seed)
+        initial = GPT(sizes)
+        model = PlainGPT(sizes).copy_weights(initial)
+    optimizer = plain_optimizer(model, (), config.weight_decay, config.max_lr, (config.beta1, config.beta2))
+    amp, rows = torch.autocast("cpu", enabled=False), config.total_batch_size // config.block_size
+    batches = enumerate(plain_batches(Path(config.data), B, config.block_size, rows, steps))
+    return np.array([plain_step(model, optimizer, batch, amp, get_lr(s, config))[0] for s, batch in batches])

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import TINY_FLAGS, losses
-from plain import plain_losses
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from training import ONE_PROCESS, TINY, config_of, trainer_file
@@ -24,6 +23,7 @@ from training import ONE_PROCESS, TINY, config_of, trainer_file
 import fineweb
 import hellaswag
 import train_gpt2
+from benchmarks.plain_loop import plain_losses
 from support.checkpoints.start import gather_flags
 from support.checkpoints.state import TrainState
 from support.cli import parse_flags
@@ -128,7 +128,7 @@ def test_compiled_bf16_follows_fp32_and_compiles_nothing_twice(byte_shards, tmp_
     torch.compiler.reset()
     flags = "--max-steps 50 --checkpoint-every 0 --val-every 10 --sample-every 20 --dtype bf16 --compile".split()
     config = config_on_gpu(byte_shards, tmp_path / "run", *flags)
-    exact = plain_losses(config, 4, 50, "fp32")
+    exact = plain_losses(config, 4, 50)
     try:
         train(config, gpu)
     finally:

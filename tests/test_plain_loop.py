@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import losses
-from plain import plain_losses
 from training import ONE_PROCESS, config_of
 
+from benchmarks.plain_loop import plain_losses
 from support.optim import loss
 from train_gpt2 import TrainConfig, train
 
@@ -33,7 +33,7 @@ def several_chunks_in_each_micro_batch(monkeypatch):
 @compile_flags
 def test_fifty_steps_follow_the_plain_loop(byte_shards, tmp_path, flags):
     config, found = trained_losses(byte_shards, tmp_path / "run", "--dtype", "fp32", *flags)
-    plain = plain_losses(config, 4, 50, "fp32")
+    plain = plain_losses(config, 4, 50)
     assert plain[-1] < plain[0] - 1  # it learns
     assert np.abs(found - plain).max() < 1e-4
 
@@ -43,6 +43,6 @@ def test_fifty_steps_follow_the_plain_loop(byte_shards, tmp_path, flags):
 def test_in_bf16_they_stay_within_its_rounding(byte_shards, tmp_path, flags):
     """bf16 rounds by up to 2^-8 of a value; of 256 tokens, roundings of both signs mostly cancel in the mean."""
     config, found = trained_losses(byte_shards, tmp_path / "run", "--dtype", "bf16", *flags)
-    exact = plain_losses(config, 4, 50, "fp32")
+    exact = plain_losses(config, 4, 50)
     error = np.abs(found / exact - 1)
     assert error.min() > 0 and error.max() < 2**-10

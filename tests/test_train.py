@@ -14,12 +14,13 @@ from torch.nn import functional as F
 from training import FP32, ONE_PROCESS, TINY, config_of, configure, resumed, trained, trainer_file
 
 import train_gpt2
+from benchmarks.plain_loop import plain_losses
 from support.checkpoints.directory import list_checkpoints, step_of
 from support.cli import UserError, run_cli
 from support.console.log import read_values
 from support.data import shards
 from support.runtime.signals import StopHandler
-from train_gpt2 import GPT, DataLoaderLite, get_lr, train, validation_loss
+from train_gpt2 import GPT, DataLoaderLite, train, validation_loss
 
 # ---- the step
 
@@ -32,27 +33,13 @@ def test_losses_equal_a_plain_loop_with_huggingfaces_model(byte_shards, tmp_path
     trained(tmp_path / "run", *flags)
     config = config_of(*flags)
     torch.manual_seed(config.seed)
-    start = GPT(TINY)
-    start.save_pretrained(tmp_path / "start")
-    model = GPT2LMHeadModel.from_pretrained(tmp_path / "start")
-    decay = [p for p in model.parameters() if p.dim() > 1]
-    rest = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": decay, "weight_decay": 0.2}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=1e-8)
+    GPT(TINY).save_pretrained(tmp_path / "start")
 
-    parts = [np.load(p) for p in sorted(byte_shards.glob("*_train_*.npy"))]
-    rows = [p[i : i + 17] for p in parts for i in range(0, len(p) - 16, 16)]
-    expected = []
-    for step in range(20):
-        batch = torch.tensor(np.array([rows[i % len(rows)] for i in range(step * 16, step * 16 + 16)]).astype(int))
-        loss = F.cross_entropy(model(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = get_lr(step, config)
-        optimizer.step()
-        expected.append(loss.item())
+    class WithLoss(GPT2LMHeadModel):
+        def forward(self, idx, targets):
+            return None, F.cross_entropy(super().forward(idx).logits.flatten(0, 1), targets.flatten())
+
+    expected = plain_losses(config, 16, 20, WithLoss.from_pretrained(tmp_path / "start"))
     measured = losses(tmp_path / "run" / "log.txt")
     np.testing.assert_allclose(measured, expected, atol=2e-5)
     assert measured[-1] < measured[0] - 1

@@ -37,11 +37,11 @@ MAX_POINTS = 4000  # of a curve; of more, each 1/1000 is drawn as its smallest a
 DRAW_SECONDS = 10.0  # at least, between two pictures of a run that is being trained
 MAX_DRAW_FRACTION = 0.01  # of a run's time
 OPENAI_LOSS = 3.2924  # of OpenAI's GPT-2 124M, on FineWeb-Edu's validation shard
-OPENAI_HELLASWAG = {
-    "gpt2": ("124M", 0.2955),
-    "gpt2-medium": ("350M", 0.3752),
-    "gpt2-large": ("774M", 0.4320),
-    "gpt2-xl": ("1558M", 0.4893),
+OPENAI_SIZES = {"gpt2": "124M", "gpt2-medium": "350M", "gpt2-large": "774M", "gpt2-xl": "1558M"}
+# Of each style of hellaswag.py, (acc, acc_norm) on all validation items; None where no figure was published
+OPENAI_HELLASWAG: dict[str, dict[str, tuple[float | None, float]]] = {
+    "tokens": {"124M": (0.2859, 0.2955), "350M": (None, 0.3752), "774M": (None, 0.4320), "1558M": (0.3842, 0.4893)},
+    "harness": {"124M": (0.2892, 0.3114), "1558M": (0.4004, 0.5089)},
 }
 
 
@@ -295,8 +295,9 @@ def _draw_hellaswag(axes: Axes, run: Run) -> None:
     axes.plot(x, y, color="C3", marker=_marker(x), markersize=3, label=f"acc_norm, now {y[-1]:.4f}")
     comparable = run.has_gpt2_tokens and run.flags.get("block_size", 0) >= 1024  # a shorter context may be cut off
     for model in dict.fromkeys(("gpt2", run.flags.get("model"))) if comparable else ():
-        if model in OPENAI_HELLASWAG:
-            size, score = OPENAI_HELLASWAG[model]
+        if model in OPENAI_SIZES:
+            size = OPENAI_SIZES[model]
+            _, score = OPENAI_HELLASWAG["tokens"][size]
             axes.axhline(score, color="black", linestyle="--", linewidth=1, label=f"OpenAI's GPT-2 {size}: {score:.4f}")
     axes.set_ylabel("HellaSwag")
     axes.legend(loc="lower right", fontsize=8)
