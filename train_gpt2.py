@@ -123,7 +123,7 @@ class Transformer(nn.Module):
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # position embeddings
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList([Block(config) for _ in range(config.n_layer)])
-        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)  # the sum of all blocks has grown
+        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)  # the residual stream has grown with each block
 
     def forward(self, idx: Tensor) -> Tensor:
         """Final hidden states (B, T, C) of token ids (B, T). A ValueError if T exceeds the context."""
@@ -175,14 +175,14 @@ class GPT(nn.Module):
         if targets is None:
             return self.logits(x), None
         # Equivalent to F.cross_entropy(self.lm_head(x)[..., :V].flatten(0, 1), targets.flatten()). But the logits of a
-        # full micro-batch, (B, T, V), would take as much memory as all blocks of the 124M model. So the loss is
-        # computed some rows at a time (not in fp16), together with the gradients of x and of the weight, which depend
-        # only on softmax(logits) - one_hot(targets). The padding is left out of the softmax.
+        # full micro-batch, (B, T, V), would take as much memory as the activations of all blocks. So the loss is
+        # computed some rows at a time (in fp16 all at once), together with the gradients of x and of the weight, which
+        # depend only on softmax(logits) - one_hot(targets). The padding is left out of the softmax.
         x, targets, weight = x.flatten(0, 1), targets.flatten(), self.lm_head.weight  # (B*T, C), (B*T), (V padded, C)
         return None, chunked_cross_entropy(x, weight, targets, self.config.vocab_size)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Next-token logits (..., V) of hidden states (..., C), in fp32: near -35, bf16 values are 0.25 apart."""
+        """Next-token logits (..., V) of hidden states (..., C), in fp32: near -35, as GPT-2's, bf16 has steps of 0.25."""
         with torch.autocast(x.device.type, enabled=False):
             return self.lm_head(x.float())[..., : self.config.vocab_size]
 
@@ -234,7 +234,7 @@ class GPT(nn.Module):
         return Muon([muon_group, *groups], lr=lr, betas=betas, eps=1e-8, dtype=muon_dtype)
 
     def flops_per_token(self) -> int:
-        """FLOPs to train on one token of a full context: 6N + 12*L*H*Q*T (PaLM, arXiv:2204.02311, appendix B).
+        """FLOPs to train on one token of a full context: 6N + 12*L*C*T (PaLM, arXiv:2204.02311, appendix B).
 
         N leaves out the position embeddings, which are only looked up.
         """
@@ -292,7 +292,7 @@ class DataLoaderLite:
         self.shard_rows = np.array([rows_in_shard(shard, T) for shard in shards])
         self.rows_per_epoch = int(self.shard_rows.sum())
         self._epoch = -1  # the epoch that _order and _ends describe
-        self._permuted: tuple[tuple[int, int], np.ndarray] | None = None
+        self._cached_permutation: tuple[tuple[int, int], np.ndarray] | None = None
         self.seek(0)
 
     def seek(self, step: int) -> None:
@@ -308,9 +308,9 @@ class DataLoaderLite:
         return self._prefetched.pop(0)
 
     def prefetch(self, n: int) -> None:
-        """Reads this rank's next n micro-batches and starts copying them to the device; raises as `batch`.
+        """Reads this rank's next n micro-batches and starts copying them to the device; raises what `batch` raises.
 
-        It takes no time while a GPU computes, and a corrupt row is found while the current state can still be saved.
+        That costs nothing while a GPU is busy, and a corrupt row is found while the current state can still be saved.
         """
         first = self.position * self.dist.world_size + self.dist.rank  # micro-batches are numbered over all ranks
         batches = range(first, first + n * self.dist.world_size, self.dist.world_size)
@@ -345,10 +345,10 @@ class DataLoaderLite:
         self._ends = np.cumsum(self.shard_rows[self._order])
 
     def _permutation(self, epoch: int, shard: int) -> np.ndarray:
-        if self._permuted is None or self._permuted[0] != (epoch, shard):
+        if self._cached_permutation is None or self._cached_permutation[0] != (epoch, shard):
             generator = np.random.default_rng((self.seed, epoch, shard))
-            self._permuted = (epoch, shard), generator.permutation(self.shard_rows[shard])  # of one shard at a time
-        return self._permuted[1]
+            self._cached_permutation = (epoch, shard), generator.permutation(self.shard_rows[shard])
+        return self._cached_permutation[1]
 
 
 def train_loader(config: TrainConfig, data: TokenData, B: int, dist: Distributed) -> DataLoaderLite:
@@ -378,7 +378,7 @@ GPT2_RECIPE, FAST_RECIPE = RECIPES["gpt2"], RECIPES["fast"]
 
 @dataclass(frozen=True)
 class TrainConfig(RunOptions):
-    """The flags of a run. A resumed run may change max_steps and those of RunOptions (its text excepted), no others."""
+    """The flags of a run. A resumed run may change max_steps and those of RunOptions except SOURCE_FLAGS, no others."""
 
     # fmt: off
     model: str = flag("gpt2", "model size", MAIN_GROUP, choices=tuple(MODELS))
@@ -453,7 +453,7 @@ def resolve(flags: Mapping[str, Any], device: torch.device, world_size: int) -> 
     values.setdefault("min_lr", values["max_lr"] / (50 if values["schedule"] == "wsd" else 10))
     values.setdefault("hellaswag_every", 250 if on_gpu or flags.keys() & {"hellaswag_data", "hellaswag_limit"} else 0)
     values |= {"device": device.type, "dtype": devices.pick_dtype(flags.get("dtype", "auto"), device)}
-    config = TrainConfig(**values, explicit=frozenset(flags))
+    config = TrainConfig(**values, explicit=frozenset(flags))  # a resumed run may choose the others anew
     check_consistent(config)
     rows = batch_size.rows_per_rank(config.total_batch_size, config.block_size, world_size)
     B = batch_size.pick_batch_size(flags.get("batch_size"), rows, device.type)
@@ -469,9 +469,10 @@ def new_model(config: TrainConfig, vocab_size: int) -> GPT:
 def initial_model(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Checkpoint | None) -> GPT:
     """The model at the start of this process, on the CPU: random weights, pretrained ones, or those of a checkpoint."""
     resume_from = checkpoint.path if checkpoint else None
+    # an adapter's checkpoint does not have the weights that it adapts
     source = resume_from if resume_from and not config.lora_rank else config.init_from
     if source is None:
-        torch.manual_seed(config.seed)  # on the CPU, so that every device starts from the same weights
+        torch.manual_seed(config.seed)  # on the CPU, so that every kind of device starts from the same weights
         model = new_model(config, tokenizer.vocab_size)
     else:
         model = GPT.from_pretrained(source, config.dropout, verify=False)  # its checksums were compared already
@@ -495,7 +496,7 @@ def validation_loss(
     total = n = 0.0
     first_rows = range(dist.rank * loader.B, rows, dist.world_size * loader.B)  # ranks take turns
     for first in stop.interruptible(progress_bar(first_rows, "validation", dist.rank)):
-        with stop.saving_first(), amp:  # if a shard is corrupt
+        with stop.deferring_errors(), amp:  # a corrupt shard ends the run, but only after a checkpoint
             x, y = loader.batch(range(first, min(first + loader.B, rows)))  # the last batch may be smaller
             _, loss = model(x, y)
             total += loss.item() * len(x)  # a sum over rows, so that smaller batches do not count more
@@ -508,9 +509,9 @@ def sample(
     model: GPT, tokenizer: Tokenizer, prompt: str, max_new_tokens: int, generator: torch.Generator,
     temperature: float = 1.0, top_k: int | None = 50, n: int = 4,
 ) -> list[str]:  # fmt: skip
-    """`n` continuations of `prompt`, the prompt included; of bytes, four for each token of `max_new_tokens`."""
+    """`n` continuations of `prompt`, the prompt included. A tokenizer of bytes gets four times the new tokens."""
     if tokenizer.name == "bytes":
-        max_new_tokens *= 4  # about the length of a GPT-2 token
+        max_new_tokens *= 4  # a GPT-2 token has about four
     idx = torch.tensor([tokenizer.encode(prompt) or [tokenizer.eot]], device=generator.device).repeat(n, 1)  # (n, T)
     texts = model.generate(idx, max_new_tokens, temperature, top_k, generator)  # (n, T + max_new_tokens)
     return [tokenizer.decode(text) for text in texts.tolist()]
@@ -555,7 +556,7 @@ def train_step(
         loss_sum += loss.detach()
         scaler.scale(loss).backward()  # scales only in fp16, where small gradients would become zero
     if state.step + 1 < config.max_steps:
-        with stop.saving_first():  # if a shard is corrupt: this step is good
+        with stop.deferring_errors():  # a corrupt shard ends the run after this step, which is applied and saved
             loader.prefetch(loader.grad_accum)  # of the next step, while the device is still computing
     scaler.unscale_(optimizer)  # before clipping, which compares with the true norm
     # Clipping keeps the direction: one batch with huge gradients must not undo the steps before it.
@@ -585,35 +586,35 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         SystemExit: a signal ended the run; its state is saved.
     """
     device, rank, world_size = dist.device, dist.rank, dist.world_size
-    dtype, sharded = devices.DTYPES[config.dtype], config.parallel == "fsdp" and world_size > 1
+    dtype, use_fsdp = devices.DTYPES[config.dtype], config.parallel == "fsdp" and world_size > 1
     watchdog = Watchdog(dist, config.out)  # ends the run if ranks wait for one that is lost
 
-    # What can fail or take long comes before the first step. One rank of each node downloads and compiles for others.
+    # What can fail or take long comes first. Local rank 0 runs it before its node's others: they find what it downloaded.
     with dist.local_rank_zero_first():
         data = start.check_and_open_data(config, dist, checkpoint)  # for --text and --demo, makes the shards first
-        with fsdp.weights_on_rank_zero(sharded, rank):  # which sends the others their parts
+        with fsdp.weights_on_rank_zero(use_fsdp, rank):  # the others have it without memory, until ShardedModel
             model = initial_model(config, data.tokenizer, checkpoint)
-        identity = resume.identify_data(data, model, checkpoint)  # checksums: a resumed run must read the same data
+        identity = resume.identify_data(data, model, checkpoint)  # checksums, which a resumed run must match
         examples = hellaswag.load_examples(config, data.tokenizer, dist.print0)  # downloads them once
         devices.configure_backends(device, config.tf32, dtype, config.block_size)  # TF32, attention, the allocator
         amp = devices.autocast(device, dtype)  # matrix products in bf16 or fp16; weights, norms and sums in fp32
-        memory.recompute_activations(model.transformer.h if config.recompute else [])
-        # HellaSwag and samples need all weights on each rank: with FSDP, in a copy that is filled when it is used.
-        eval_model = fsdp.without_weights(model) if sharded else model.to(device)
-        compiled = devices.compile(eval_model, device) if config.compile else eval_model
-        B = batch_size.largest_batch_size(config, compiled, dist, amp)  # --batch-size, or what fits into the GPU
+        memory.recompute_activations(model.transformer.h if config.recompute else [])  # activation checkpointing
+        # Evaluations take all weights on each rank: with FSDP an empty copy that full_weights() fills, otherwise model.
+        eval_model = fsdp.without_weights(model) if use_fsdp else model.to(device)
+        compiled = devices.compile(eval_model, device) if config.compile else eval_model  # also validates
+        B = batch_size.largest_batch_size(config, compiled, dist, amp)  # --batch-size, or what fits (FSDP: an estimate)
 
-    with watchdog.connecting():  # ranks that differ would wait for each other forever
+    with watchdog.connecting():  # first through torchrun's store: ranks that differ would hang in a collective
         preflight.check_ranks_agree(dist, config, identity, checkpoint.step if checkpoint else 0)
         dist.init_process_group()  # NCCL on GPUs, otherwise gloo
     B = dist.all_reduce_min(B)  # one GPU may have less free memory than another
     examples = examples if dist.all_reduce_min(len(examples)) else []  # one node may have failed to download them
 
     train_model = compiled
-    if sharded:  # each rank keeps a part of every weight
-        train_model = fsdp.ShardedModel(model, model.transformer.h, device, dtype, compiled is not eval_model)
+    if use_fsdp:  # each rank keeps a part of every weight
+        train_model = fsdp.ShardedModel(model, model.transformer.h, device, dtype, compiled=compiled is not eval_model)
     elif world_size > 1:
-        # The graph compiled so far is one piece. DDP needs it cut at its buckets, to send gradients during backward.
+        # What the trial has compiled is one graph. DDP needs it cut at its buckets, to send gradients during backward.
         torch.compiler.reset()
         train_model = DistributedDataParallel(compiled, gradient_as_bucket_view=True)
     betas, muon_dtype = (config.beta1, config.beta2), dtype if config.optimizer == "muon" else None
@@ -625,11 +626,11 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     loader = train_loader(config, data, B, dist)
     loader.seek(state.step)
     val_loader = DataLoaderLite(data.val, B, config.block_size, data.tokenizer.vocab_size, dist) if data.val else None
-    if config.minutes and not checkpoint:  # how many steps this machine makes in the time
+    if config.minutes and not checkpoint:  # times steps on random tokens, which leave no trace, and sets max_steps
         config = budget.set_steps_for_minutes(config, train_model, optimizer, loader, val_loader, dist)
     run = RunInfo(config, data, identity, model, checkpoint, len(examples))
-    folder = run_folder.lock_and_replace_folder(run, dist)  # from here on, files are written
-    stop = StopHandler(world_size)  # a signal sets a flag, which all ranks read at the end of a step
+    folder = run_folder.lock_and_replace_folder(run, dist)  # renames an earlier run. From here on, --out is written
+    stop = StopHandler(world_size)  # requested: a signal or an error on this rank. agreed: all ranks know, and stop
     logger = RunLogger(run, dist)  # log.txt, metrics.jsonl, run.json, curves.png, trackers, and the console
     checkpoints = CheckpointManager(run, stop, logger.sync, rank)  # writes in a thread, after the log is on the disk
     scoring_model = hellaswag.ScoringModel(eval_model.transformer, eval_model.logits, config.block_size, device)
@@ -637,9 +638,9 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
 
     def evaluate(step: int) -> bool:
         """Measures what is due before a step. False if a signal interrupted that, on all ranks."""
-        due = logger.evaluations_due(step)  # without what the process before a resume has logged of this step
+        due = logger.evaluations_due(step)  # except what was logged of this step before a resume
         if config.dropout:
-            eval_model.eval()  # without dropout both modes compute the same, and torch.compile would compile each
+            eval_model.eval()  # only with dropout: otherwise both modes are the same, and would be two compiled graphs
         if "val" in due and val_loader:
             logger.validation(step, validation_loss(compiled, val_loader, config.val_tokens, stop, amp))
         if "hella" in due and examples and not stop.agreed:
@@ -659,7 +660,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
             if logger.evaluations_due(state.step):
                 with fsdp.full_weights(eval_model, model):  # without FSDP, both are the same model
                     if not evaluate(state.step):
-                        continue  # to the end of the loop: the run is stopped
+                        continue  # stop.agreed, so the loop ends, in its else branch
             if config.is_due(config.checkpoint_every, state.step):
                 checkpoints.save(state, final=last)
             if last:
@@ -668,17 +669,17 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
             for group in optimizer.param_groups:
                 group["lr"] = lr
             devices.synchronize(device)  # the clock must not count what an evaluation left in the GPU's queue
-            started = time.perf_counter()
+            started = time.perf_counter()  # of the step alone, without evaluation, logging and checkpoints
             with watchdog.step(state.step):
                 result = train_step(train_model, state, loader, config, stop, amp)
             if result is None:
-                continue  # stopped, too
-            dt = time.perf_counter() - started  # without evaluation, logging and checkpoints
-            loss, norm = result
-            logger.step(state.step, loss, lr, norm, dt, state.record(loss, norm))
+                continue  # likewise
+            (loss, norm), dt = result, time.perf_counter() - started  # it has ended with a sync
+            skipped = state.record(loss, norm)  # why the step was not applied, or None
+            logger.step(state.step, loss, lr, norm, dt, skipped)
             state.step += 1
             state.check_bad_steps(config.max_bad_steps)  # too many in a row that were not finite end the run
-        else:  # no break, but a signal, or a failure on any rank
+        else:  # without break: a signal, a corrupt shard or a failed save, on any rank
             checkpoints.save_and_exit(state, dist)
     texts: list[str] = []
     if config.demo:
@@ -710,7 +711,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             train(config, dist, checkpoint)
     except SystemExit as stopped:
         exit_code = stopped.code
-    dist.close()  # train has returned, so DDP's model is gone: gloo's threads and ours would deadlock otherwise
+    dist.close()  # now that train has returned and DDP's model is gone; with it, gloo could deadlock here
     raise SystemExit(exit_code)
 
 

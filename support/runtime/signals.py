@@ -63,8 +63,8 @@ class StopHandler:
         self.failure, self._reason = error, _FAILURE
 
     @contextlib.contextmanager
-    def saving_first(self) -> Iterator[None]:
-        """Turns a UserError into a request to stop: the training state is good, and is saved before the run ends."""
+    def deferring_errors(self) -> Iterator[None]:
+        """Turns a UserError into a request to stop, so that the state, which is good, is saved before the run ends."""
         try:
             yield
         except UserError as error:
