@@ -182,7 +182,7 @@ class GPT(nn.Module):
         return None, chunked_cross_entropy(x, weight, targets, self.config.vocab_size)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Next-token logits (..., V) of hidden states (..., C), in fp32: near -35, as GPT-2's, bf16 has steps of 0.25."""
+        """Next-token logits (..., V) of hidden states (..., C), in fp32: near -35, as GPT-2's, bf16 steps by 0.25."""
         with torch.autocast(x.device.type, enabled=False):
             return self.lm_head(x.float())[..., : self.config.vocab_size]
 
@@ -589,7 +589,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     dtype, use_fsdp = devices.DTYPES[config.dtype], config.parallel == "fsdp" and world_size > 1
     watchdog = Watchdog(dist, config.out)  # ends the run if ranks wait for one that is lost
 
-    # What can fail or take long comes first. Local rank 0 runs it before its node's others: they find what it downloaded.
+    # What can fail or take long comes first. Local rank 0 runs it before the others, which find what it downloaded.
     with dist.local_rank_zero_first():
         data = start.check_and_open_data(config, dist, checkpoint)  # for --text and --demo, makes the shards first
         with fsdp.weights_on_rank_zero(use_fsdp, rank):  # the others have it without memory, until ShardedModel
@@ -617,8 +617,8 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         # What the trial has compiled is one graph. DDP needs it cut at its buckets, to send gradients during backward.
         torch.compiler.reset()
         train_model = DistributedDataParallel(compiled, gradient_as_bucket_view=True)
-    betas, muon_dtype = (config.beta1, config.beta2), dtype if config.optimizer == "muon" else None
-    optimizer = model.configure_optimizers(config.weight_decay, config.max_lr, betas, muon_dtype)
+    muon_dtype = dtype if config.optimizer == "muon" else None  # otherwise AdamW updates everything
+    optimizer = model.configure_optimizers(config.weight_decay, config.max_lr, (config.beta1, config.beta2), muon_dtype)
     # In fp16 small gradients would be zero, so the scaler multiplies the loss, and divides the gradients afterwards.
     state = TrainState(model, optimizer, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16))
     if checkpoint:
@@ -673,8 +673,8 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
             with watchdog.step(state.step):
                 result = train_step(train_model, state, loader, config, stop, amp)
             if result is None:
-                continue  # likewise
-            (loss, norm), dt = result, time.perf_counter() - started  # it has ended with a sync
+                continue  # stopped, too
+            dt, (loss, norm) = time.perf_counter() - started, result  # the step has ended with a sync
             skipped = state.record(loss, norm)  # why the step was not applied, or None
             logger.step(state.step, loss, lr, norm, dt, skipped)
             state.step += 1
