@@ -87,7 +87,7 @@ def test_help_lists_every_flag_with_its_default(tmp_path, monkeypatch, capsys):
     for text in (
         "(default: 524,288)",
         "(default: 19,073)",
-        "(default: 6e-4; 3.6e-3 with --recipe fast)",
+        "(default: 0.0006; 0.0036 with --recipe fast)",
         "(default: 64 on CUDA, otherwise 4)",
         "schedule:",
     ):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import GPT2_VOCABULARY, ROOT, needs_gpt2_vocabulary
+from training import config_of
 
 import fineweb
 import hellaswag
@@ -145,14 +146,15 @@ def test_a_trained_tokenizer_of_any_size_is_not_taken_for_another(vocab_size, tm
 
 
 def test_shards_with_another_tokenizer_than_the_models_are_refused(tmp_path):
+    run = config_of("--data", tmp_path)
     own, other, same = pairs_of_bytes(300), pairs_of_bytes(300, reverse=True), pairs_of_bytes(300)
     model = save_model(tmp_path / "model", 300, own)
-    check_pretrained(model, 300, same, 16, 16, str(tmp_path))
+    check_pretrained(model, 300, 16, same, run)
     with pytest.raises(UserError, match=f"another tokenizer than the shards .* bpe --tokenizer-from {model}"):
-        check_pretrained(model, 300, other, 16, 16, str(tmp_path))
+        check_pretrained(model, 300, 16, other, run)
     model = save_model(tmp_path / "large", 50257, pairs_of_bytes(50257))
     with pytest.raises(UserError, match="another tokenizer than the shards"):  # which have GPT-2's tokens
-        check_pretrained(model, 50257, UnreadGpt2(), 16, 16, str(tmp_path))
+        check_pretrained(model, 50257, 16, UnreadGpt2(), run)
 
 
 class UnreadGpt2(Gpt2Tokenizer):
@@ -165,12 +167,12 @@ class UnreadGpt2(Gpt2Tokenizer):
 
 
 def test_a_model_without_a_tokenizer_is_refused_unless_its_vocabulary_is_gpt2s(tmp_path, capfd):
-    model = save_model(tmp_path / "model", 300)
+    model, run = save_model(tmp_path / "model", 300), config_of("--data", tmp_path)
     with pytest.raises(UserError, match=r"has no tokenizer\.json, so its 300 tokens are unknown"):
         sample.main(["--model", str(model), "-d", "cpu"])
     with pytest.raises(UserError, match=r"has no tokenizer\.json, so its 300 tokens are unknown"):
-        check_pretrained(model, 300, pairs_of_bytes(300), 16, 16, str(tmp_path))
-    check_pretrained(save_model(tmp_path / "gpt2", 50257), 50257, UnreadGpt2(), 16, 16, str(tmp_path))
+        check_pretrained(model, 300, 16, pairs_of_bytes(300), run)
+    check_pretrained(save_model(tmp_path / "gpt2", 50257), 50257, 16, UnreadGpt2(), run)
     assert tokenizer_name(tmp_path / "gpt2", 50257) == "gpt2"
     assert "are taken for GPT-2's" in capfd.readouterr().err
 
