@@ -230,18 +230,19 @@ def count_truncated(examples: Sequence[Example], block_size: int) -> int:
 
 def score_with_ranks(
     model: ScoringModel, examples: Sequence[Example], dist: Distributed, stop: StopHandler, amp: torch.autocast
-) -> tuple[float, float] | None:
-    """acc_norm over all examples, which the ranks share, and its standard error; None if the run should stop."""
+) -> tuple[float, float, float] | None:
+    """acc_norm over all examples, which the ranks share, its standard error, and seconds; None if the run should stop."""
     rank_examples = examples_for_rank(examples, dist.rank, dist.world_size, model.block_size)
 
     def interruptible(rows: Iterable[Row]) -> Iterator[Row]:
         return stop.interruptible(progress_bar(rows, "HellaSwag, texts", dist.rank))
 
+    started = time.perf_counter()
     with amp:
         _, losses = completion_losses(model, rank_examples, progress=interruptible)
     correct = count_correct(losses, rank_examples)
     right, total, stop_requests = dist.all_reduce_sum(correct, len(rank_examples), stop.requested)
-    return None if stop.agree(stop_requests) else accuracy(right, total)
+    return None if stop.agree(stop_requests) else (*accuracy(right, total), time.perf_counter() - started)
 
 
 def examples_for_rank(examples: Sequence[Example], rank: int, world_size: int, block_size: int) -> list[Example]:

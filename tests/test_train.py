@@ -193,7 +193,7 @@ def test_hellaswag_is_scored_in_training(gpt2_shards, tmp_path, capsys):
     trained(tmp_path / "run", *flags)
     assert read_values(tmp_path / "run" / "log.txt", "hella") == {0: 0.25, 2: 0.25, 4: 0.25}
     out = capsys.readouterr().out
-    assert re.search(r"step     2 \| HellaSwag acc_norm: 0\.2500 ± 0\.2500 of 4 items\n", out)
+    assert re.search(r"step     2 \| HellaSwag acc_norm: 0\.2500 ± 0\.2500 of 4 items \| \d+\.\ds\n", out)
     # On a CPU it is off by default, and naming items turns it on.
     every = TINY_FLAGS.index("--hellaswag-every")
     default = [*TINY_FLAGS[:every], *TINY_FLAGS[every + 2 :], "--data", gpt2_shards, "--max-steps", "1"]

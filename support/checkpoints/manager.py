@@ -35,8 +35,6 @@ from support.runtime.distributed import Distributed
 from support.runtime.run_info import RunInfo, checkpoint_path
 from support.runtime.signals import StopHandler
 
-_RERUN = "Fix this, then rerun with --resume."
-
 
 class CheckpointManager:
     """Saves checkpoints in a thread, one at a time, and removes those that are not to be kept.
@@ -121,7 +119,12 @@ class CheckpointManager:
         """Waits for the last save; if it failed, the run ends with an error, since no later save makes up for it."""
         self.wait()
         if self._failures and not self.stop.failure:
-            self.stop.fail(UserError(f"the last checkpoint could not be saved in {self.out}, see above. {_RERUN}"))
+            self.stop.fail(
+                UserError(f"the last checkpoint could not be saved in {self.out}, see above. {self._how_to_go_on()}")
+            )
+
+    def _how_to_go_on(self) -> str:
+        return f"Fix this, then rerun with --resume{'' if self.newest else ' auto'}."
 
     def save_and_exit(self, train_state: TrainState, dist: Distributed) -> NoReturn:
         """Saves the last state of a run that is stopped, and ends all ranks with the same exit code.
@@ -171,7 +174,7 @@ class CheckpointManager:
             if self._failures == 1:
                 _warn(f"{problem}. Training continues; if the next save fails too, the run ends.")
             else:
-                self.stop.fail(UserError(f"{problem}; neither could the one before. {_RERUN}"))
+                self.stop.fail(UserError(f"{problem}; neither could the one before. {self._how_to_go_on()}"))
             return
         self._failures, self.newest = 0, step
         line = styled(f"step {step:5d} | saved {directory}", GREEN)

@@ -133,7 +133,7 @@ def notes(config: RunOptions, first_step: int, checkpoint_bytes: int) -> Iterato
             f"--decay-steps {decay_steps} is in the warm-up of {pluralize(warmup_steps, 'step')}: the learning rate falls to "
             "--min-lr right after it"
         )
-    elif first_step < max_steps and max_steps > decay_steps:
+    elif warmup_steps < decay_steps < max_steps and first_step < max_steps:
         yield (
             f"from step {decay_steps:,} on, the learning rate stays at its lowest, {config.min_lr:.3g}; "
             "--decay-steps moves the end of the schedule, in a resumed run only before the cooldown of --schedule wsd"

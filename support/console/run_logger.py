@@ -93,13 +93,14 @@ class RunLogger:
         self._value(step, "val", loss)
         self.print0(terminal.styled(f"step {step:5d} | val loss: {loss:.4f}", terminal.BOLD))
 
-    def hellaswag(self, step: int, score: tuple[float, float] | None) -> None:
-        """acc_norm and its standard error, if that was not interrupted."""
+    def hellaswag(self, step: int, score: tuple[float, float, float] | None) -> None:
+        """acc_norm, its standard error and the seconds that it took, if that was not interrupted."""
         if score is None:
             return
-        acc_norm, stderr = score
+        acc_norm, stderr, seconds = score
         self._value(step, "hella", acc_norm)
-        line = f"step {step:5d} | HellaSwag acc_norm: {acc_norm:.4f} ± {stderr:.4f} of {self._hellaswag_items:,} items"
+        result = f"{acc_norm:.4f} ± {stderr:.4f} of {self._hellaswag_items:,} items"
+        line = f"step {step:5d} | HellaSwag acc_norm: {result} | {seconds:.1f}s"
         self.print0(terminal.styled(line, terminal.BOLD))
 
     def samples(self, step: int, texts: Sequence[str]) -> None:
