@@ -62,6 +62,7 @@ def test_given_flags_stay(tmp_path, text, monkeypatch):
     hurry(monkeypatch)
     flags = measured_run(tmp_path / "run", text, "--warmup-steps", "2", "--val-every", "0")
     assert (flags["warmup_steps"], flags["val_every"]) == (2, 0)
+    assert flags["val_tokens"] == 512  # without validations, there are none to shorten
     assert flags["checkpoint_every"] == math.ceil(flags["max_steps"] / 4)
 
 

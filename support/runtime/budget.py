@@ -59,10 +59,8 @@ def sizes_for_minutes(
     """
     if config.init_from:  # which brings its sizes and its rates
         return {}
-    tokenizer, text_bytes = (
-        "bpe" if config.demo else config.tokenizer,
-        presets.text_bytes(config.text, config.text_field),
-    )
+    tokenizer = "bpe" if config.demo else config.tokenizer
+    text_bytes = presets.text_bytes(config.text, config.text_field)
     vocab_size = VOCAB_SIZES.get(tokenizer) or bpe.fitting_vocab_size(text_bytes)
     bytes_per_token = presets.BYTES_PER_TOKEN[tokenizer]
     sized = cli_flags.keys() & {*presets.MODEL_FLAGS, "model"}
@@ -158,7 +156,9 @@ def set_steps_for_minutes(
     optimizer.state.clear()
     with torch.no_grad():
         forward = seconds(loss)
-    val_rows = all_rows = min(config.val_tokens // loader.T, val_loader.rows_per_epoch) if val_loader else 0
+    val_rows = all_rows = 0
+    if val_loader and config.val_every:
+        val_rows = all_rows = min(config.val_tokens // loader.T, val_loader.rows_per_epoch)
     row_seconds = forward / (loader.B * dist.world_size)
     if val_rows and config.val_tokens in (presets.DEMO["val_tokens"], RunOptions.val_tokens):  # not chosen by the user
         val_rows = dist.all_reduce_min(min(val_rows, 1 + int(VALIDATION_FRACTION * 60 * config.minutes / row_seconds)))

@@ -24,7 +24,7 @@ WAIT_SECONDS = 60.0  # that anything may take before this rank looks for lost on
 SILENCE_SECONDS = 30.0  # without a sign of life, after that: a rank is lost; in a step, the store, too
 LONG_SILENCE_SECONDS = 300.0  # the store outside a step
 FIRST_SIGN_SECONDS = 1800.0  # without a first sign of life: a rank that may be downloading a model
-# A step is reported if it takes longer than STEP_SECONDS and STEP_FACTOR times the longest step before it.
+# A step is reported if it takes longer than STEP_SECONDS plus STEP_FACTOR times the longest step before it.
 STEP_SECONDS, STEP_FACTOR, LONGEST_LIMIT = 60.0, 10.0, 1800.0
 ALIVE_SECONDS, CONNECT_SECONDS = 20, 50  # in which ranks connect: after them, lost ones are looked for, the run ends
 BEAT_SECONDS = 2.0  # between two signs of life
