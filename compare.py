@@ -9,10 +9,10 @@ DIR is the folder of a run: the one that train_gpt2.py writes to.
 
 from __future__ import annotations
 
-import signal
+from support import startup
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports, which take seconds, without a traceback
+if __name__ == "__main__":
+    startup.prepare()  # comes first: the imports take seconds
 
 import argparse
 import shutil

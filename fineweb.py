@@ -16,10 +16,10 @@ them describes them. The bytes do not depend on the number of workers.
 
 from __future__ import annotations
 
-import signal
+from support import startup
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports, which take seconds, without a traceback
+if __name__ == "__main__":
+    startup.prepare()  # comes first: the imports take seconds
 
 import ast
 import glob

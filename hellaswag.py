@@ -19,10 +19,10 @@ Data: Zellers et al., arXiv:1905.07830.
 
 from __future__ import annotations
 
-import signal
+from support import startup
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports, which take seconds, without a traceback
+if __name__ == "__main__":
+    startup.prepare("PyTorch")  # comes first: the imports take seconds
 
 import argparse
 import json

@@ -11,10 +11,10 @@ fineweb.py makes the shards. The defaults are the recipe of GPT-2 124M on 10 bil
 
 from __future__ import annotations
 
-import signal
+from support import startup
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports, which take seconds, without a traceback
+if __name__ == "__main__":
+    startup.prepare("PyTorch")  # comes first: the imports take seconds
 
 import math
 import os
@@ -35,6 +35,7 @@ from support.checkpoints import huggingface, lora, resume, run_folder, start
 from support.checkpoints.manager import CheckpointManager
 from support.checkpoints.state import Checkpoint, TrainState
 from support.cli import MAIN_GROUP, flag, parse_flags, run_cli
+from support.console.deadline import Deadline
 from support.console.progress import print_header, print_summary, progress_bar
 from support.console.run_logger import RunLogger
 from support.data import presets, shards
@@ -44,7 +45,7 @@ from support.optim.loss import chunked_cross_entropy
 from support.optim.muon import Muon
 from support.runtime import batch_size, budget, devices, fsdp, memory, plan, preflight
 from support.runtime.distributed import ONE_PROCESS, Distributed, report_lost_processes
-from support.runtime.options import MACHINE_FLAGS, MAX_STEPS, RunOptions, check_consistent
+from support.runtime.options import MACHINE_FLAGS, RunOptions, check_consistent
 from support.runtime.run_info import RunInfo
 from support.runtime.signals import StopHandler
 from support.runtime.watchdog import Watchdog
@@ -397,12 +398,12 @@ class TrainConfig(RunOptions):
     total_batch_size: int = flag(2**19, "tokens of an optimizer step, over all devices", "schedule", at_least=1)
     recipe: str = flag("gpt2", "defaults of --optimizer, --schedule and --max-lr: GPT-2's, or fast, the same loss with "
                        "fewer tokens", MAIN_GROUP, choices=tuple(RECIPES))
-    max_steps: int = flag(19073, "total steps", MAIN_GROUP, at_least=1, at_most=MAX_STEPS)  # 10 billion tokens
+    max_steps: int = flag(19073, "total steps", MAIN_GROUP, at_least=1, at_most=presets.MAX_STEPS)  # 10 billion tokens
     warmup_steps: int = flag(715, "steps of linear warm-up", "schedule", at_least=0)  # 375 million tokens, as GPT-3 had
     schedule: str = flag(GPT2_RECIPE["schedule"], "after the warm-up: cosine decay, or constant with a linear cooldown",
                          "schedule", default_help="cosine; wsd with --recipe fast", choices=("cosine", "wsd"))
     decay_steps: int = flag(19073, "step at which the cosine or the cooldown ends", "schedule",
-                            default_help="--max-steps", at_least=1, at_most=MAX_STEPS)
+                            default_help="--max-steps", at_least=1, at_most=presets.MAX_STEPS)
     cooldown_fraction: float = flag(0.4, "wsd's cooldown, of --decay-steps", "schedule", at_least=0, at_most=1)
     max_lr: float = flag(GPT2_RECIPE["max_lr"], "peak learning rate", "schedule", at_least=0,
                          default_help=f"{GPT2_RECIPE['max_lr']:g}; {FAST_RECIPE['max_lr']:g} with --recipe fast")
@@ -626,13 +627,12 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     loader = train_loader(config, data, B, dist)
     loader.seek(state.step)
     val_loader = DataLoaderLite(data.val, B, config.block_size, data.tokenizer.vocab_size, dist) if data.val else None
-    if config.minutes and not checkpoint:  # times steps on random tokens, which leave no trace, and sets max_steps
-        config = budget.set_steps_for_minutes(config, train_model, optimizer, loader, val_loader, dist)
     run = RunInfo(config, data, identity, model, checkpoint, len(examples))
     folder = run_folder.lock_and_replace_folder(run, dist)  # renames an earlier run. From here on, --out is written
     stop = StopHandler(world_size)  # requested: a signal or an error on this rank. agreed: all ranks know, and stop
     logger = RunLogger(run, dist)  # log.txt, metrics.jsonl, run.json, curves.png, trackers, and the console
     checkpoints = CheckpointManager(run, stop, logger.sync, rank)  # writes in a thread, after the log is on the disk
+    deadline = Deadline(run, dist, logger.length_known)  # of --minutes
     scoring_model = hellaswag.ScoringModel(eval_model.transformer, eval_model.logits, config.block_size, device)
     print_header(run, dist, loader)
 
@@ -656,12 +656,13 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
 
     with folder, stop, logger, checkpoints, watchdog:  # left in reverse: the log is complete before the folder is free
         while not stop.agreed:
+            config = deadline.config_at(state.step, config)  # with --minutes, fixes max_steps when the cooldown is due
             last = state.step == config.max_steps
             if logger.evaluations_due(state.step):
                 with fsdp.full_weights(eval_model, model):  # without FSDP, both are the same model
                     if not evaluate(state.step):
                         continue  # stop.agreed, so the loop ends, in its else branch
-            if config.is_due(config.checkpoint_every, state.step):
+            if config.checkpoint_due(state.step):
                 checkpoints.save(state, final=last)
             if last:
                 break
@@ -702,9 +703,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         return plan.print_report(config, lambda vocab_size: new_model(config, vocab_size), dist.rank)
     dist = dist.with_device(flags.get("device", "auto"))
     config = resolve(flags, dist.device, dist.world_size)
-    if config.minutes and config.recipe == "fast" and not checkpoint:
-        sizes = budget.sizes_for_minutes(config, cli_flags, dist, lambda **sizes: GPT(GPTConfig(**sizes)))
-        config = resolve(flags | sizes, dist.device, dist.world_size)
+    if config.minutes and (not checkpoint or checkpoint.replaces_later):  # times models, to find what suits the time
+        flags |= budget.flags_for_minutes(config, cli_flags, dist, lambda **sizes: GPT(GPTConfig(**sizes)), checkpoint)
+        config = resolve(flags, dist.device, dist.world_size)
     exit_code: int | str | None = 0
     try:
         with memory.report_out_of_memory():

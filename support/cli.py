@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
-from support import __version__
+from support import __version__, startup
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -486,6 +486,7 @@ def run_cli(main: Callable[[], None], prints_result: bool = False) -> NoReturn:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as the scripts set it for their imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    startup.show("")
     with guarded_console(prints_result):
         sys.exit(_exit_code(main))
 

@@ -107,15 +107,15 @@ def check_files(directory: Path) -> str | None:
     return None
 
 
-def newest_checkpoint(out: str | os.PathLike[str]) -> Path | None:
-    """The intact checkpoint of the highest step in `out`; corrupt ones are reported on stderr and skipped.
+def newest_checkpoint(out: str | os.PathLike[str], last_step: int | None = None) -> Path | None:
+    """The intact checkpoint of the highest step in `out`, up to `last_step`; corrupt ones are reported and skipped.
 
     None if there is no checkpoint at all.
 
     Raises:
         UserError: there are checkpoints, and all of them are corrupt.
     """
-    checkpoints = list_checkpoints(out)
+    checkpoints = [path for path in list_checkpoints(out) if last_step is None or step_of(path) <= last_step]
     for directory in reversed(checkpoints):
         problem = find_corruption(directory)
         if problem is None:

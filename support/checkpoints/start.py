@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from support.checkpoints import huggingface, lora
 from support.checkpoints.directory import newest_checkpoint
@@ -14,7 +14,9 @@ from support.checkpoints.resume import resumed_flags, stored_flags
 from support.checkpoints.run_folder import check_folder
 from support.checkpoints.state import Checkpoint
 from support.cli import UserError, flag_name
+from support.console.log import seconds_trained
 from support.console.trackers import check_installed
+from support.data import presets
 from support.data.presets import DEMO, make_preset_shards, preset_flags
 from support.data.shards import TokenData
 from support.data.tokenizer import VOCAB_SIZES, Tokenizer, get_tokenizer, tokenizer_name
@@ -49,17 +51,7 @@ def gather_flags(
     if "resume" in cli_flags:
         newest = dist.once_per_node("checkpoint", lambda: str(newest_checkpoint(out) or ""))
         if newest:
-            checkpoint = Checkpoint.open(Path(newest))
-            stored = stored_flags(config_class, checkpoint, _sizes_of(checkpoint, cli_flags, dist))
-            schedule_end = {name: cli_flags[name] for name in ("decay_steps", "cooldown_fraction") if name in cli_flags}
-            before = config_class(**stored)
-            movable = all(
-                _is_constant(cast("Schedule", config), checkpoint.step)
-                for config in (before, replace(before, **schedule_end))
-            )
-            return resumed_flags(
-                config_class, stored, cli_flags, checkpoint, schedule_end if movable else ()
-            ), checkpoint
+            return _flags_to_resume(config_class, cli_flags, Checkpoint.open(Path(newest)), dist)
         if cli_flags["resume"] == "newest":
             raise UserError(
                 f"no checkpoint in {out} to resume from. Pass its folder with --out, or leave out --resume."
@@ -103,17 +95,73 @@ def check_and_open_data(config: RunOptions, dist: Distributed, checkpoint: Check
     return data
 
 
-class Schedule(Protocol):
-    schedule: str
-    decay_steps: int
+def _flags_to_resume(
+    config_class: type[Config], cli_flags: Mapping[str, Any], checkpoint: Checkpoint, dist: Distributed
+) -> tuple[dict[str, Any], Checkpoint]:
+    """The flags of a run that is resumed from `checkpoint`, or if it becomes longer, from the one before its cooldown.
 
-    @property
-    def cooldown_steps(self) -> int: ...
+    Raises:
+        UserError: as `gather_flags`.
+    """
+
+    def read(checkpoint: Checkpoint) -> tuple[dict[str, Any], RunOptions]:
+        stored = stored_flags(config_class, checkpoint, _sizes_of(checkpoint, cli_flags, dist))
+        return stored, cast("RunOptions", config_class(**stored))
+
+    stored, before = read(checkpoint)
+    out, length = checkpoint.path.parent, dict[str, Any]()
+    if "minutes" in cli_flags and cli_flags["resume"] == "auto":  # the command that started the run
+        cli_flags = {name: value for name, value in cli_flags.items() if name != "minutes"}
+        dist.print0("note    --resume auto does not make a run longer, --resume does: this one keeps its --minutes")
+    if _is_longer(cli_flags, before):
+        if checkpoint.step > before.cooldown_start:
+            path = dist.once_per_node("longer", lambda: str(newest_checkpoint(out, before.cooldown_start) or ""))
+            if path:
+                checkpoint = Checkpoint.open(Path(path))
+                stored, before = read(checkpoint)
+            elif "minutes" in cli_flags:
+                raise UserError(
+                    f"{out} has no checkpoint of step {before.cooldown_start} or earlier, before the cooldown, to continue "
+                    "from for more minutes. Use --max-steps, or a new run with another --out."
+                )
+        if checkpoint.step <= before.cooldown_start:
+            length = _new_length(cli_flags, before, checkpoint.step, dist)
+            checkpoint = replace(checkpoint, replaces_later=True)
+    schedule_end = {name: cli_flags[name] for name in ("decay_steps", "cooldown_fraction") if name in cli_flags}
+    ends = before, cast("RunOptions", replace(cast("DataclassInstance", before), **schedule_end))
+    movable = all(config.schedule == "wsd" and checkpoint.step <= config.cooldown_start for config in ends)
+    flags = resumed_flags(config_class, stored, cli_flags, checkpoint, schedule_end if movable else ())
+    return flags | {name: v for name, v in length.items() if name == "minutes" or name not in cli_flags}, checkpoint
 
 
-def _is_constant(config: Schedule, step: int) -> bool:
-    """Whether the learning rate is still constant at a step: then a resumed run may move the end of the schedule."""
-    return config.schedule == "wsd" and step <= config.decay_steps - config.cooldown_steps
+def _is_longer(cli_flags: Mapping[str, Any], before: RunOptions) -> bool:
+    """Whether the flags make a run longer, or its length another one, by moving its cooldown.
+
+    Raises:
+        UserError: they are for a run of another kind.
+    """
+    if "minutes" not in cli_flags:
+        steps = cli_flags.get("max_steps", 0)
+        return (
+            before.schedule == "wsd"
+            and "decay_steps" not in cli_flags
+            and (steps > before.max_steps or before.open_ended and steps > 0)
+        )
+    if before.text is None and not before.demo:
+        raise UserError("--minutes is for --text and --demo. Use --max-steps.")
+    if before.schedule != "wsd":
+        raise UserError("--minutes needs --schedule wsd, and this run has a cosine. Use --max-steps.")
+    if conflicts := [flag_name(name) for name in ("max_steps", "decay_steps") if name in cli_flags]:
+        raise UserError(f"--minutes chooses the number of steps. Leave out {' and '.join(conflicts)}, or --minutes.")
+    return True
+
+
+def _new_length(cli_flags: Mapping[str, Any], before: RunOptions, step: int, dist: Distributed) -> dict[str, Any]:
+    """The flags of the new length of a run that is resumed at `step`, at a constant learning rate."""
+    if "minutes" not in cli_flags:
+        return {**presets.flags_for_length(before, cli_flags["max_steps"]), "minutes": None}
+    trained = dist.once("seconds", lambda: str(seconds_trained(cli_flags.get("out", before.out), step)))
+    return presets.flags_for_open_end(cli_flags["minutes"] + float(trained) / 60)
 
 
 def _sizes_of(checkpoint: Checkpoint, cli_flags: Mapping[str, Any], dist: Distributed) -> ModelSizes:

@@ -27,9 +27,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from support.checkpoints.directory import step_of
 from support.cli import UserError
 from support.console.terminal import pluralize
+from support.data.presets import MAX_STEPS
 from support.data.shards import DataIdentity
 from support.runtime import fsdp
-from support.runtime.options import MAX_STEPS
 
 FILE = "trainer.pt"
 REQUIRED = {"step": int, "bad_steps": int, "config": dict, "data": dict, "optimizer": dict, "scaler": dict}
@@ -126,6 +126,7 @@ class Checkpoint:
     parameters: list[str] | None
     optimizer: dict[str, Any]
     scaler: dict[str, Any]
+    replaces_later: bool = False  # the run gets another length: checkpoints after this one belong to the old one
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:

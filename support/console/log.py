@@ -51,6 +51,13 @@ def read_metrics(path: Path) -> dict[str, dict[int, float]]:
     return numbers
 
 
+def seconds_trained(out: str | os.PathLike[str], step: int) -> float:
+    """The seconds of all steps before `step` of the run in `out`, without evaluations; 0 if it has no metrics."""
+    path = Path(out) / "metrics.jsonl"
+    seconds = read_metrics(path).get("seconds", {}) if path.is_file() else {}
+    return sum(taken for n, taken in seconds.items() if n < step)
+
+
 class StepFile:
     """A file of lines about steps, written line by line; a `first_step` above 0 continues an existing one at that step.
 

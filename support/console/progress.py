@@ -9,23 +9,27 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from pathlib import Path
+from statistics import fmean
 from typing import Protocol, TypeVar
 
 import torch
 
-from support.console.log import read_values
+from support.console.deadline import seconds_for_process
+from support.console.log import read_metrics, read_values
 from support.console.run_logger import clock
 from support.console.terminal import BOLD, YELLOW, StatusLine, labelled, on_one_line, pluralize, styled
-from support.data.presets import describe_text_flags
+from support.data.presets import MAX_STEPS
 from support.files import format_bytes
 from support.runtime import devices, memory
+from support.runtime.budget import FEW_STEPS
 from support.runtime.distributed import Distributed
 from support.runtime.options import Recipe, RunOptions, describe_speed
-from support.runtime.run_info import STARTED, RunInfo, checkpoint_path
+from support.runtime.run_info import RunInfo, checkpoint_path
+from support.startup import STARTED
 
 T = TypeVar("T")
 HIGH_LR = 0.1
-FEW_STEPS = 100
+TOLERANCE = 0.07  # of the time of --minutes, without a word
 
 
 def progress_bar(items: Iterable[T], name: str, rank: int) -> Iterator[T]:
@@ -54,30 +58,37 @@ class Loader(Protocol):
 
 
 def print_header(run: RunInfo, dist: Distributed, loader: Loader) -> None:
-    """Prints the lines before the first step: the figures that people compare and ask each other for."""
+    """Prints the lines before the first step: the figures that people compare. The rest is in `run.json`."""
     config, T = run.config, run.config.block_size
     step_rows = loader.B * dist.world_size * loader.grad_accum
-    epochs, steps_per_epoch = config.max_steps * step_rows / loader.rows_per_epoch, loader.rows_per_epoch / step_rows
+    steps_per_epoch = loader.rows_per_epoch / step_rows
     parallel = f" ({config.parallel})" if dist.world_size > 1 else ""
     parallel += ", recomputing activations" if config.recompute else ""
-    device = f"{dist.world_size} x {devices.describe(dist.device)}{parallel}"
+    compiled = describe_speed(config, dist.device)["compiled"]
+    device = f"{dist.world_size} x {devices.describe(dist.device)}{parallel}, {config.dtype}"
     facts = [
-        ("device", f"{device}, {config.dtype}, torch {torch.__version__}"),
-        ("speed", "; ".join(f"{name}: {text}" for name, text in describe_speed(config, dist.device).items())),
+        ("device", f"{device}{', compiled' * (compiled == 'yes')}, torch {torch.__version__}"),
         ("model", describe_model(run)),
+        (
+            "data",
+            f"{config.data}: {loader.rows_per_epoch * T:,} tokens of {run.data.bytes_per_token:.2f} bytes, "
+            f"vocabulary {run.data.tokenizer.vocab_size:,}",
+        ),
         (
             "step",
             f"{step_rows * T:,} tokens = {pluralize(loader.B, 'row')} x {T:,} tokens x {pluralize(dist.world_size, 'process')} "
             f"x {pluralize(loader.grad_accum, 'micro-step')}",
         ),
-        ("data", f"{config.data}: {loader.rows_per_epoch * T:,} tokens of {run.data.bytes_per_token:.2f} bytes"),
-        ("epochs", f"{epochs:.2f} = {pluralize(config.max_steps, 'step')} / {steps_per_epoch:,.1f} steps per epoch"),
+        (
+            "length",
+            f"{describe_length(run)}: {config.max_steps / steps_per_epoch:.2f} epochs of {steps_per_epoch:,.1f} steps",
+        ),
         ("recipe", describe_recipe(config)),
     ]
-    if config.text:
-        facts.append(("text", f"{config.text}: {describe_text_flags(config)}"))
     if config.parallel == "fsdp" and dist.world_size == 1:
         facts.append(("note", "--parallel fsdp has no effect on one process"))
+    if config.compile and compiled != "yes":
+        facts.append(("note", f"not compiled: {compiled}"))
     if run.resumed_from:
         facts.append(("note", f"resuming from {run.resumed_from.path}"))
     for label, text in facts:
@@ -91,25 +102,32 @@ def print_header(run: RunInfo, dist: Distributed, loader: Loader) -> None:
         dist.print0(labelled("note", note))
 
 
+def describe_length(run: RunInfo) -> str:
+    config = run.config
+    if not config.open_ended:
+        return pluralize(config.max_steps, "step")
+    more = " more" if run.first_step else ""
+    return f"{seconds_for_process(run) / 60:.3g}{more} minutes, about {pluralize(config.max_steps, 'step')}"
+
+
 def describe_recipe(recipe: Recipe) -> str:
     """Optimizer and schedule in words."""
-    cooldown = f"constant, and a cooldown of {pluralize(recipe.cooldown_steps, 'step')}"
-    decay = "cosine decay" if recipe.schedule == "cosine" else cooldown
-    warmup = f"warm-up in {pluralize(recipe.warmup_steps, 'step')} to " if recipe.warmup_steps else ""
-    peak = f"{warmup}learning rate {recipe.max_lr:.3g}"
-    return f"{recipe.optimizer}; {peak}, then {decay} to {recipe.min_lr:.3g} at step {recipe.decay_steps:,}"
+    warmup = f" after {pluralize(recipe.warmup_steps, 'step')}" if recipe.warmup_steps else ""
+    end = "at the end" if recipe.decay_steps == MAX_STEPS else f"at step {recipe.decay_steps:,}"
+    constant = recipe.schedule == "wsd" and recipe.decay_steps < MAX_STEPS
+    cooldown = f"from step {recipe.decay_steps - recipe.cooldown_steps:,} on down to " if constant else ""
+    rates = f"learning rate {recipe.max_lr:.3g}{warmup}, {cooldown}{recipe.min_lr:.3g} {end}"
+    return f"{recipe.optimizer}, {recipe.schedule}; {rates}"
 
 
 def describe_model(run: RunInfo) -> str:
-    config, vocab_size = run.config, run.data.tokenizer.vocab_size
+    config = run.config
     parameters = sum(p.numel() for p in run.model.parameters())
     trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
     trained_text = f" ({trained:,} trained)" if trained < parameters else ""
-    padded = len(next(run.model.parameters()))  # the embedding of the tokens
-    padding = f" (padded to {padded})" if padded > vocab_size else ""
     return (
         f"{parameters:,} parameters{trained_text}: {pluralize(config.n_layer, 'layer')}, {pluralize(config.n_head, 'head')}, "
-        f"{pluralize(config.n_embd, 'channel')}, context {config.block_size}, vocabulary {vocab_size}{padding}"
+        f"{pluralize(config.n_embd, 'channel')}, context {config.block_size}"
     )
 
 
@@ -143,10 +161,10 @@ def notes(config: RunOptions, first_step: int, checkpoint_bytes: int) -> Iterato
             f"--max-lr {config.max_lr:g} is very high: weights start near 0.02, and a step changes them by up to "
             "about that"
         )
-    if config.minutes and max_steps < FEW_STEPS and first_step == 0:
+    if config.open_ended and max_steps - first_step < FEW_STEPS:
         yield (
-            f"--minutes {config.minutes:g} leaves time for {pluralize(max_steps, 'step')} only, next to start and validations: "
-            "the model will hardly learn anything"
+            f"there is time for about {pluralize(max_steps - first_step, 'step')} only, and a model that learns something needs "
+            "hundreds. What helps: more --minutes, a smaller model (--n-layer, --n-embd), a smaller --total-batch-size"
         )
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and config.resume != "auto":
         yield "torchrun restarts a failed run, but only with --resume auto does that resume from a checkpoint"
@@ -156,7 +174,8 @@ def notes(config: RunOptions, first_step: int, checkpoint_bytes: int) -> Iterato
             size = format_bytes(checkpoint_bytes)
             yield f"a checkpoint takes {size}, and {config.out} has {format_bytes(free)} free"
     if first_step == max_steps:
-        yield f"this run has finished its {pluralize(max_steps, 'step')}; raise --max-steps for more"
+        more = "--resume --minutes M, or a higher --max-steps," if config.minutes else "a higher --max-steps"
+        yield f"this run has finished its {pluralize(max_steps, 'step')}; {more} makes it longer"
 
 
 def print_summary(run: RunInfo, dist: Distributed, texts: Sequence[str]) -> None:
@@ -170,7 +189,12 @@ def print_summary(run: RunInfo, dist: Distributed, texts: Sequence[str]) -> None
     config, max_steps, out = run.config, run.config.max_steps, Path(run.config.out)
     since = f" since step {run.first_step:,}" if run.first_step else ""
     tokens, seconds = max_steps * config.total_batch_size, time.perf_counter() - STARTED
-    lines = [labelled("done", f"{pluralize(max_steps, 'step')}, {tokens:,} tokens; {clock(seconds)} elapsed{since}")]
+    planned = "" if config.minutes is None else f" of {clock(seconds_for_process(run))}"
+    lines = [
+        labelled("done", f"{pluralize(max_steps, 'step')}, {tokens:,} tokens; {clock(seconds)}{planned} elapsed{since}")
+    ]
+    if config.minutes and (reason := why_late(run, seconds)):
+        lines.append(labelled("", reason))
     val = read_values(out / "log.txt", "val") if config.val_every else {}
     best = min(val, key=lambda step: val[step], default=max_steps)
     for step, name in {max_steps: "last", best: "best"}.items():  # one line if they are the same
@@ -184,4 +208,25 @@ def print_summary(run: RunInfo, dist: Distributed, texts: Sequence[str]) -> None
         prompt = ' --prompt "The"' if config.demo else ""
         lines.append(f"saved   {checkpoint}")
         lines.append(f"next    python sample.py --model {shlex.quote(str(checkpoint))}{prompt}")  # in one line, to copy
+    before_cooldown = checkpoint_path(out, config.cooldown_start)
+    if config.schedule == "wsd" and before_cooldown.is_dir() and before_cooldown != checkpoint:
+        more = f"--minutes {2 * config.minutes:.3g}" if config.minutes else f"--max-steps {2 * max_steps}"
+        lines.append(f"longer  python train_gpt2.py --resume --out {shlex.quote(str(out))} {more}")
+        lines.append(f"        continues from {before_cooldown}, before the cooldown")
     print("\n" + "\n".join(lines), flush=True)
+
+
+def why_late(run: RunInfo, seconds: float) -> str | None:
+    """Why a run took other `seconds` than --minutes, if it did."""
+    start, planned = run.config.cooldown_start, seconds_for_process(run)
+    if abs(seconds - planned) < TOLERANCE * planned or run.first_step > start:
+        return None
+    taken = read_metrics(Path(run.config.out) / "metrics.jsonl").get("seconds", {})
+    before = [taken[step] for step in range(start - max(1, start // 8), start) if step in taken]
+    after = [taken[step] for step in range(start, run.config.max_steps) if step in taken]
+    if not before or not after:
+        return None
+    slower = fmean(after) / fmean(before)
+    if abs(slower - 1) < TOLERANCE:
+        return "the steps took as long as expected; the rest is the start, validations and checkpoints"
+    return f"a step took {slower:.2f} times as long after step {start:,}, when their number was fixed, as before"

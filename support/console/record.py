@@ -98,6 +98,11 @@ class RunRecord:
             self._record = {**earlier, "resumes": [*earlier["resumes"], _changes(earlier, description, first_step)]}
         self._write()
 
+    def change_flags(self, flags: Mapping[str, Any]) -> None:
+        """Replaces flags that have other values from now on."""
+        (self._record["resumes"] or [self._record])[-1]["flags"] |= flags
+        self._write()
+
     def restore(self) -> None:
         """Writes the file again if somebody has removed it."""
         if not self._path.exists():

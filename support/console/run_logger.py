@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-
-import torch
+from typing import Any
 
 from support.console import terminal
 from support.console.curves import CurvesFile
 from support.console.log import MetricsLog, RunLog
 from support.console.record import RunRecord, describe_run
+from support.console.terminal import pluralize
 from support.console.trackers import Trackers, start_trackers
 from support.runtime import devices
 from support.runtime.distributed import Distributed
+from support.runtime.options import RunOptions
 from support.runtime.profiler import Profiler
-from support.runtime.run_info import STARTED, RunInfo
+from support.runtime.run_info import RunInfo
 from support.runtime.signals import TORCHRUN_GRACE_SECONDS
+from support.startup import STARTED
 
 ETA_EVERY, ETA_WINDOW = 50, 250  # steps between two estimates of the remaining time, and steps that they are based on
-# The median of STEPS_COMPARED step times over the shortest was 5 where two threads shared their cores with another program.
-STEPS_COMPARED, MAX_SPREAD = 20, 2.0
-# Lines of steps on a terminal: not more often than LINE_SECONDS, and MIN_LINES to MAX_LINES of them in a run.
-LINE_SECONDS, MIN_LINES, MAX_LINES = 0.2, 50, 500
+# Lines of steps on a terminal: about one in LINE_SECONDS, so that the header stays in view, and at most MAX_LINES in a run.
+LINE_SECONDS, MIN_LINES, MAX_LINES = 10.0, 10, 500
 EVALUATION_FLAGS = {
     "val": ("val_tokens",),
     "hella": ("hellaswag_data", "hellaswag_limit"),
@@ -48,8 +47,8 @@ class RunLogger:
     """
 
     def __init__(self, run: RunInfo, dist: Distributed):
-        self.config, self.print0, self.world_size = run.config, dist.print0, dist.world_size
-        self.first_step, self.max_steps = run.first_step, run.config.max_steps
+        self.run, self.print0, self.world_size = run, dist.print0, dist.world_size
+        self.first_step = run.first_step
         self._hellaswag_items = run.hellaswag_items
         self.flops_per_token, self.peak_flops = run.model.flops_per_token(), devices.peak_flops(dist.device)
         self._trackers = Trackers(dist.on_rank_zero(lambda: start_trackers(run.config, self.first_step)) or [])
@@ -71,11 +70,27 @@ class RunLogger:
         tracked = run.config.tensorboard or run.config.wandb
         if values and self._reported == set(values) and "samples" in unchanged and not tracked:
             self._reported.add("samples")  # which come right after the values
-        self._threads = torch.get_num_threads() if dist.device.type == "cpu" else 1
-        self._step_times: list[float] = []  # of the first steps, in seconds
         self._marks: deque[tuple[int, float]] = deque(maxlen=ETA_WINDOW // ETA_EVERY)  # steps, and when they ended
         self._status = terminal.StatusLine(dist.rank == 0 and terminal.is_terminal())
         self._line_every, self._log_every = 1, run.config.log_every
+
+    @property
+    def config(self) -> RunOptions:
+        """That of the run, whose number of steps --minutes fixes late."""
+        return self.run.config
+
+    @property
+    def max_steps(self) -> int:
+        return self.run.config.max_steps
+
+    def length_known(self, flags: Mapping[str, Any]) -> None:
+        """Reports the number of steps, which --minutes has fixed, and the `flags` that changed with it."""
+        step, n = self.config.cooldown_start, self.config.cooldown_steps
+        line = f"step {step:5d} | the cooldown begins: {pluralize(n, 'step')}, to step {self.max_steps}"
+        self.print0(terminal.styled(line, terminal.BOLD))
+        self._marks.clear()
+        if self._record:
+            self._record.change_flags(flags)
 
     def evaluations_due(self, step: int) -> set[str]:
         """What is due before a step: "val", "hella" and "samples"; but not what an earlier process has logged."""
@@ -156,7 +171,7 @@ class RunLogger:
     def __enter__(self) -> RunLogger:
         self._profiler.start()
         self._status.open()
-        self._status.show(f"step {self.first_step}/{self.max_steps}")
+        self._status.show(f"step {self._count(self.first_step)}")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
@@ -191,6 +206,8 @@ class RunLogger:
     def _eta(self, step: int, now: float) -> float | None:
         """The remaining seconds, evaluations and checkpoints included. None at first: that step compiles."""
         eta = None
+        if self.config.open_ended or step + 1 == self.max_steps:
+            return None
         if self._marks:
             earlier, then = self._marks[0]
             eta = (now - then) / (step - earlier) * (self.max_steps - step - 1)
@@ -201,21 +218,18 @@ class RunLogger:
     def _describe_progress(self, step: int, loss: float, speed: float, now: float, eta: float | None) -> str:
         tokens = f"{speed:,.0f}" if speed < 1e5 else f"{speed / 1e3:,.0f}k"
         remaining = "" if eta is None else f", ETA {clock(eta)}"
+        if self.config.open_ended and self.config.minutes and not self.first_step:
+            remaining = f" of {clock(60 * self.config.minutes)}"
         elapsed = f"{clock(now - STARTED)} elapsed{remaining}"
-        return f"step {step + 1}/{self.max_steps} | loss {loss:.4f} | {tokens} tok/s | {elapsed}"
+        return f"step {self._count(step + 1)} | loss {loss:.4f} | {tokens} tok/s | {elapsed}"
+
+    def _count(self, step: int) -> str:
+        """`12/1000`; as long as the number of steps is open, `12`."""
+        return str(step) if self.config.open_ended else f"{step}/{self.max_steps}"
 
     def _notes(self, step: int, dt: float, now: float) -> Iterator[str]:
         if step == self.first_step:
             yield f"the first step ended {now - STARTED:.1f}s after the start"
-        if self.first_step < step <= self.first_step + STEPS_COMPARED:
-            self._step_times.append(dt)
-        if step == self.first_step + STEPS_COMPARED and self._threads > 1:
-            shortest, median = min(self._step_times), statistics.median(self._step_times)
-            if median > MAX_SPREAD * shortest:
-                yield (
-                    f"half of the steps took {median / shortest:.1f} times as long as the shortest, or longer: the "
-                    f"{self._threads} threads seem to share busy cores. OMP_NUM_THREADS=1 may be much faster"
-                )
         if step == self.first_step + 1 and self.world_size > 1 and dt > TORCHRUN_GRACE_SECONDS:
             yield (
                 f"a step takes {dt:.0f}s, and torchrun kills its processes {TORCHRUN_GRACE_SECONDS}s after a signal: "

@@ -12,16 +12,12 @@ import unicodedata
 from itertools import accumulate
 from typing import Any, TextIO
 
+from support.startup import is_terminal
+
 WIDTH = 80  # of the header and of notes, on a terminal and in a file
 REDRAW_SECONDS = 0.2
 BOLD, GREEN, YELLOW, CYAN = "1", "32", "33", "36"
 _ERASE = "\r\x1b[K"  # to the beginning of the line, and clear it
-
-
-def is_terminal() -> bool:
-    """Whether stdout is a terminal that can redraw a line."""
-    plain = os.environ.get("TERM") == "dumb" or (os.name == "nt" and "WT_SESSION" not in os.environ)
-    return sys.stdout.isatty() and not plain
 
 
 def styled(text: str, style: str) -> str:

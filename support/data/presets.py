@@ -29,10 +29,12 @@ FAST_LR = 3.6e-3  # the peak learning rate of --recipe fast, in steps of 16,384 
 DEMO = dict(
     data="demo_data", out="log_demo", n_layer=3, n_head=2, n_embd=128, block_size=64, batch_size=16,
     recipe="fast", total_batch_size=1024, max_steps=1200, max_lr=FAST_LR / 4, cooldown_fraction=0.7, shuffle=True,
-    val_tokens=65536, hellaswag_every=0,
+    val_tokens=65536, hellaswag_every=0, sample_every=0,
 )  # fmt: skip
 DEMO_SOURCE = "documentation of CPython"
 DEMO_TEXT_BYTES, DEMO_MINUTES = 2e6, 2.0
+TIMED_COOLDOWN_FRACTION = 0.4  # with --minutes; 0.7 is a little better, but would fix the number of steps too early
+MAX_STEPS = 2**31 - 1  # of a run; as decay_steps of --minutes, that the number is still open
 COMPILING_FRACTION = 0.1  # of a run of --text or --demo that may be spent on compiling, at most
 MODEL_FLAGS = {"n_layer", "n_head", "n_embd", "block_size"}
 MODELS_FOR_TEXT: tuple[dict[str, int], ...] = (
@@ -49,14 +51,10 @@ BYTES_PER_WEIGHT = 7
 BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0, "bpe": 3.0}
 LEAST_TOKENS = {"gpt2": 1.65e6, "bytes": 2.4e6, "bpe": 1.65e6}  # a text that has fewer is read up to ten times
 LARGEST_TEXT_FOR_BPE = 4e8  # bytes; larger ones get GPT-2's tokens
-FLAGS_CHOSEN_FOR_TEXT = (
-    "tokenizer", "recipe", "max_lr", "total_batch_size", "max_steps", "warmup_steps", "val_every", "sample_every",
-    "checkpoint_every", "keep",
-)  # fmt: skip
 
 
 class PresetConfig(Protocol):
-    """The fields of a run's configuration that are read here, besides the names in FLAGS_CHOSEN_FOR_TEXT."""
+    """The fields of a run's configuration that are read here."""
 
     @property
     def data(self) -> str: ...
@@ -82,6 +80,12 @@ class PresetConfig(Protocol):
     def max_steps(self) -> int: ...
     @property
     def shuffle(self) -> bool: ...
+    @property
+    def val_every(self) -> int: ...
+    @property
+    def sample_every(self) -> int: ...
+    @property
+    def checkpoint_every(self) -> int: ...
 
 
 def preset_flags(cli_flags: Mapping[str, Any], tokenizer: str | None = None, n_embd: int = 768) -> dict[str, Any]:
@@ -178,30 +182,48 @@ def fast_lr(tokens_per_step: int) -> float:
 
 
 def flags_for_steps(steps: int, demo: bool, fine_tuned: bool = False) -> dict[str, Any]:
-    """The flags that follow from the number of steps: a warm-up, four validations, and with --text what comes with them."""
-    quarter, warmup_steps = -(-steps // 4), steps // (12 if fine_tuned else 30)
-    every = dict(sample_every=0) if demo else dict(sample_every=quarter, checkpoint_every=quarter)
-    return dict(max_steps=steps, decay_steps=steps, warmup_steps=warmup_steps, val_every=quarter) | every
+    """The flags that follow from the number of steps."""
+    warmup_steps = steps // (12 if fine_tuned else 30)
+    return dict(max_steps=steps, decay_steps=steps, warmup_steps=warmup_steps) | _intervals(steps, demo)
+
+
+def _intervals(steps: int, demo: bool) -> dict[str, int]:
+    """Four validations, and with --text what comes with them."""
+    quarter = -(-steps // 4)
+    return dict(val_every=quarter) | (dict() if demo else dict(sample_every=quarter, checkpoint_every=quarter))
+
+
+def flags_for_length(config: PresetConfig, steps: int) -> dict[str, int]:
+    """The number of steps and what follows from it for a run that becomes longer or shorter; chosen intervals stay."""
+    before, after = _intervals(config.max_steps, config.demo), _intervals(steps, config.demo)
+    has_preset = config.demo or config.text is not None
+    followed = {name: after[name] for name, every in before.items() if has_preset and getattr(config, name) == every}
+    return dict(max_steps=steps, decay_steps=steps) | followed
 
 
 def _minutes(cli_flags: Mapping[str, Any], default: float | None) -> dict[str, Any]:
-    """The value of --minutes, None if the steps are given instead.
+    """What --minutes sets: a constant learning rate, and a cooldown that begins when its share of the time is left.
+
+    Nothing if the steps are given instead.
 
     Raises:
-        UserError: both are given.
+        UserError: both are given, or a schedule that needs the number of steps from the beginning.
     """
-    if "max_steps" in cli_flags and "minutes" in cli_flags:
-        raise UserError("--minutes chooses the number of steps. Leave out --max-steps, or --minutes.")
-    return {} if "max_steps" in cli_flags else {"minutes": default}
+    minutes = cli_flags.get("minutes", default)
+    if "max_steps" in cli_flags or minutes is None:
+        if "minutes" in cli_flags:
+            raise UserError("--minutes chooses the number of steps. Leave out --max-steps, or --minutes.")
+        return {}
+    if cli_flags.get("schedule") == "cosine":
+        raise UserError("--schedule cosine needs the number of steps at its start. Add --max-steps, or leave it out.")
+    if "decay_steps" in cli_flags:
+        raise UserError("--decay-steps does not go together with --minutes. Add --max-steps, or leave it out.")
+    return flags_for_open_end(minutes)
 
 
-def describe_text_flags(config: PresetConfig) -> str:
-    """The flags that --text chose, apart from the sizes of the model."""
-    words = ["--shuffle"] * config.shuffle
-    for name in FLAGS_CHOSEN_FOR_TEXT:
-        value = getattr(config, name)
-        words.append(f"{flag_name(name)} {value:.3g}" if isinstance(value, float) else f"{flag_name(name)} {value}")
-    return " ".join(words)
+def flags_for_open_end(minutes: float) -> dict[str, Any]:
+    """The flags of a run whose number of steps is fixed when its cooldown begins."""
+    return dict(minutes=minutes, schedule="wsd", decay_steps=MAX_STEPS, cooldown_fraction=TIMED_COOLDOWN_FRACTION)
 
 
 def find_texts(name: str) -> list[Path]:

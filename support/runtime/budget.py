@@ -1,4 +1,4 @@
-"""--minutes: the sizes and the number of steps that suit this machine and the time."""
+"""--minutes: the sizes that suit this machine and the time, and about how many steps that will be."""
 
 from __future__ import annotations
 
@@ -7,64 +7,55 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
+from support import startup
 from support.cli import UserError
 from support.data import bpe, presets
 from support.data.tokenizer import VOCAB_SIZES
 from support.runtime import devices
 from support.runtime.distributed import Distributed
-from support.runtime.options import MAX_STEPS, RunOptions
-from support.runtime.run_info import STARTED
+from support.runtime.options import RunOptions
+from support.runtime.run_info import ResumedCheckpoint
 
-Config = TypeVar("Config", bound=RunOptions)
-MEASURED_SECONDS = 1.5  # for each of steps and validations
-MEASURED_MICRO_STEPS = 4  # of a step; the rest takes as long
+MEASURED_SECONDS = 0.5  # for each model
 MAX_CALLS, SLOW = 100, 10
-STARTUP_ESTIMATE = 3.0  # before STARTED, and what the first step of a process takes more: PyTorch imports
-SHUTDOWN_ESTIMATE = 5.0  # for the last checkpoint, a sample, curves.png, and the end of the process
-TRAINING_FRACTION = 0.7  # of the time, before it is known better: the rest is for validations, optimizer and imports
-BETWEEN_STEPS = 1.03  # a step with the loader and the log, to one without
-VALIDATIONS = 5  # see presets.flags_for_steps
-VALIDATION_FRACTION = 0.05  # of the time, for each of them at most: on a busy machine, they read fewer tokens
+TRAINING_FRACTION = 0.7  # of the time: the rest is for the optimizer, validations, and the start and end of the process
+# Tokens of a validation, of those to train on, at most: without a backward pass, five of them take 8% of the time.
+VALIDATED_FRACTION = 1 / 20
+FEW_STEPS = 100  # a run that is shorter is validated at its ends only, and makes no samples
 
 
-class Loader(Protocol):
-    """What is needed of a DataLoaderLite."""
+def flags_for_minutes(
+    config: RunOptions, cli_flags: Mapping[str, Any], dist: Distributed, new_model: Callable[..., nn.Module],
+    checkpoint: ResumedCheckpoint | None,
+) -> dict[str, Any]:  # fmt: skip
+    """The flags for --minutes on this machine, the same on all ranks, except those on the command line.
 
-    B: int
-    T: int
-    grad_accum: int
-    rows_per_epoch: int
-    vocab_size: int
-
-
-def sizes_for_minutes(
-    config: RunOptions, cli_flags: Mapping[str, Any], dist: Distributed, new_model: Callable[..., nn.Module]
-) -> dict[str, Any]:
-    """The sizes of model and step for --minutes on this machine, the same on all ranks, except those on the command line.
-
-    The model is the largest that suits the text and reads enough of it in time, see `presets.models_for_text`.
+    For a new run, the model is the largest that suits the text and reads enough of it in time, see
+    `presets.models_for_text`; tokens per step and learning rate follow. A run that is resumed from a `checkpoint` keeps
+    its own, and so does a pretrained model. The number of steps is an estimate until the cooldown begins.
 
     Args:
         new_model: makes a model from fields of GPTConfig.
 
     Raises:
-        UserError: not even a micro-batch of the smallest model is trained on in time.
+        UserError: not even a step of the smallest model is done in time.
     """
-    if config.init_from:  # which brings its sizes and its rates
-        return {}
+    first_step = checkpoint.step if checkpoint else 0
     tokenizer = "bpe" if config.demo else config.tokenizer
-    text_bytes = presets.text_bytes(config.text, config.text_field)
+    text_bytes = presets.text_bytes(
+        config.text if first_step == 0 else None, config.text_field
+    )  # it may have moved since
     vocab_size = VOCAB_SIZES.get(tokenizer) or bpe.fitting_vocab_size(text_bytes)
     bytes_per_token = presets.BYTES_PER_TOKEN[tokenizer]
-    sized = cli_flags.keys() & {*presets.MODEL_FLAGS, "model"}
+    minutes = cli_flags.get("minutes", config.minutes)
     own_sizes = {name: getattr(config, name) for name in sorted(presets.MODEL_FLAGS)}
+    choose_sizes = first_step == 0 and config.recipe == "fast" and not config.init_from
+    sized = not choose_sizes or bool(cli_flags.keys() & {*presets.MODEL_FLAGS, "model"})
     models = [own_sizes] if sized else presets.models_for_text(text_bytes)
 
     def choose() -> str:
@@ -74,34 +65,53 @@ def sizes_for_minutes(
             if tokens < needed:  # even the smaller model reads fewer
                 break
             sizes = {name: model[name] for name in own_sizes}
-            measured = _tokens_in_time(replace(config, **model), sizes, vocab_size, dist, new_model)
-            micro_batch = config.batch_size * sizes["block_size"] * dist.world_size
-            if model is models[0] and 0 < measured < micro_batch:
-                raise UserError(
-                    f"--minutes {config.minutes:g} is too short: on this machine, {micro_batch:,} tokens take this model "
-                    f"{60 * TRAINING_FRACTION * (config.minutes or 0) * micro_batch / measured:.3g} s. Use more minutes or "
-                    "a smaller model."
-                )
+            batch_size = model.get("batch_size", config.batch_size)
+            measured = 60 * minutes * _tokens_per_second(config, batch_size, sizes, vocab_size, dist, new_model)
             if model is not models[0] and measured < needed:
                 break
             chosen, tokens = model, measured
-        step = cli_flags.get("total_batch_size", presets.step_size(tokens))
-        return json.dumps({**chosen, "total_batch_size": step, "max_lr": presets.fast_lr(step)})
+        step = cli_flags.get("total_batch_size", config.total_batch_size)
+        flags: dict[str, Any] = {}
+        if choose_sizes:
+            step = cli_flags.get("total_batch_size", presets.step_size(tokens))
+            flags = {**chosen, "total_batch_size": step, "max_lr": presets.fast_lr(step)}
+        if tokens < step:
+            seconds = 60 * TRAINING_FRACTION * minutes * step / tokens if tokens else math.inf
+            raise UserError(
+                f"--minutes {minutes:g} is too short: on this machine, the {step:,} tokens of a step take this model "
+                f"{seconds:.3g} s. Use more minutes, a smaller model, or a smaller --total-batch-size."
+            )
+        return json.dumps(flags | _length_flags(config, first_step, int(tokens / step), tokens))
 
-    chosen = json.loads(dist.once("sizes", choose))
-    return {name: value for name, value in chosen.items() if name not in cli_flags}
+    startup.show("measuring how fast this machine trains ...")
+    flags = json.loads(dist.once("minutes", choose))
+    startup.show("")
+    return {name: value for name, value in flags.items() if name not in cli_flags}
 
 
-def _tokens_in_time(
+def _length_flags(config: RunOptions, first_step: int, steps: int, tokens: float) -> dict[str, int]:
+    """What follows from the estimated number of steps, and of tokens, that come after `first_step`."""
+    steps = min(first_step + steps, presets.MAX_STEPS - 1)
+    if first_step > 0:
+        return presets.flags_for_length(config, steps) | {"decay_steps": presets.MAX_STEPS}
+    flags = presets.flags_for_steps(steps, config.demo, config.init_from is not None)
+    if steps < FEW_STEPS:
+        flags |= dict(val_every=steps, sample_every=0)
+    val_tokens = min(config.val_tokens, max(config.block_size, int(VALIDATED_FRACTION * tokens)))
+    return flags | {"val_tokens": val_tokens, "decay_steps": presets.MAX_STEPS}
+
+
+def _tokens_per_second(
     config: RunOptions,
+    batch_size: int,
     sizes: Mapping[str, int],
     vocab_size: int,
     dist: Distributed,
     new_model: Callable[..., nn.Module],
 ) -> float:
-    """About the number of tokens that all ranks can train on in --minutes, from the speed of this one."""
+    """About the tokens that all ranks train on per second of --minutes, from the speed of this one; 0 if out of memory."""
     model = new_model(**sizes, vocab_size=vocab_size).to(dist.device)
-    tokens = torch.randint(vocab_size, (config.batch_size, sizes["block_size"] + 1), device=dist.device)
+    tokens = torch.randint(vocab_size, (batch_size, sizes["block_size"] + 1), device=dist.device)
     dtype = devices.DTYPES[config.dtype]
     devices.configure_backends(dist.device, config.tf32, dtype, sizes["block_size"])
 
@@ -111,77 +121,15 @@ def _tokens_in_time(
         loss.backward()
         model.zero_grad(set_to_none=True)
 
-    assert config.minutes is not None
     try:
-        seconds = _seconds(micro_step, dist.device, limit=0.5)
+        seconds = _seconds(micro_step, dist.device)
     except torch.OutOfMemoryError:  # a smaller model will do
         return 0.0
-    return TRAINING_FRACTION * 60 * config.minutes / seconds * config.batch_size * sizes["block_size"] * dist.world_size
+    return TRAINING_FRACTION * tokens[:, 1:].numel() * dist.world_size / seconds
 
 
-def set_steps_for_minutes(
-    config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Loader, val_loader: Loader | None,
-    dist: Distributed,
-) -> Config:  # fmt: skip
-    """The configuration with the number of steps that end --minutes after the start, the same on all ranks.
-
-    What follows from that number changes with it, unless it was chosen. Validations that would take too much of the time
-    are shortened, too. Steps and validations on random tokens are timed on the model itself, with learning rate 0; then
-    the optimizer's state is cleared.
-
-    Raises:
-        UserError: on all ranks, if there is no time for a single step.
-    """
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    assert config.minutes is not None
-    tokens = torch.randint(loader.vocab_size, (loader.B, loader.T + 1), device=dist.device)
-    amp = devices.autocast(dist.device, devices.DTYPES[config.dtype])
-
-    def loss() -> torch.Tensor:
-        with amp:
-            return model(tokens[:, :-1], tokens[:, 1:])[1]
-
-    micro_steps = min(loader.grad_accum, MEASURED_MICRO_STEPS)
-
-    def step() -> None:
-        for _ in range(micro_steps):
-            loss().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    seconds = partial(_seconds, device=dist.device, agree=dist.all_reduce_min)
-    step_seconds = BETWEEN_STEPS * seconds(step) * loader.grad_accum / micro_steps
-    optimizer.state.clear()
-    with torch.no_grad():
-        forward = seconds(loss)
-    val_rows = all_rows = 0
-    if val_loader and config.val_every:
-        val_rows = all_rows = min(config.val_tokens // loader.T, val_loader.rows_per_epoch)
-    row_seconds = forward / (loader.B * dist.world_size)
-    if val_rows and config.val_tokens in (presets.DEMO["val_tokens"], RunOptions.val_tokens):  # not chosen by the user
-        val_rows = dist.all_reduce_min(min(val_rows, 1 + int(VALIDATION_FRACTION * 60 * config.minutes / row_seconds)))
-    validation = row_seconds * val_rows
-    fixed = STARTUP_ESTIMATE + time.perf_counter() - STARTED + SHUTDOWN_ESTIMATE + VALIDATIONS * validation
-    steps = dist.all_reduce_min(min(int((60 * config.minutes - fixed) / step_seconds), MAX_STEPS))
-    if steps < 1:
-        enough = math.ceil((fixed + step_seconds) / 6) / 10
-        raise UserError(
-            f"--minutes {config.minutes:g} is too short: a step takes {step_seconds:.3g} s here, and everything else "
-            f"{fixed:.3g} s. Use --minutes {enough:g} or more, a smaller model, or a machine that is less busy."
-        )
-    unmeasured, measured = (
-        presets.flags_for_steps(n, config.demo, config.init_from is not None) for n in (config.max_steps, steps)
-    )
-    chosen = {name: measured[name] for name, value in unmeasured.items() if getattr(config, name) == value}
-    return replace(config, **chosen, val_tokens=val_rows * loader.T if val_rows < all_rows else config.val_tokens)
-
-
-def _seconds(
-    work: Callable[[], object], device: torch.device, limit: float = MEASURED_SECONDS, agree: Callable[[int], int] = int
-) -> float:
-    """The mean of the calls that fit into `limit` seconds, after a first one. `agree` makes their number one for all."""
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """The mean of the calls that fit into MEASURED_SECONDS, after a first one."""
 
     def timed() -> float:
         devices.synchronize(device)
@@ -191,8 +139,8 @@ def _seconds(
         return time.perf_counter() - began
 
     seconds = timed()
-    if not agree(seconds < SLOW * limit):  # what the first call takes more is a small part of it
+    if seconds > SLOW * MEASURED_SECONDS:  # what the first call takes more is a small part of it
         return seconds
     seconds = timed()
-    calls = agree(min(int(limit / seconds), MAX_CALLS))
+    calls = min(int(MEASURED_SECONDS / seconds), MAX_CALLS)
     return statistics.fmean(timed() for _ in range(calls)) if calls > 1 else seconds

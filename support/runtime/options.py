@@ -14,11 +14,10 @@ from support.runtime import devices
 
 # What a new run may replace in its folder: nothing, a log without checkpoints, or everything of an earlier run.
 OverwritePolicy = Literal["nothing", "log", "run"]
-MAX_STEPS = 2**31 - 1  # of a run
 # Their defaults depend on the machine, so a resumed run chooses them anew unless they were explicit.
 MACHINE_FLAGS = {"device", "dtype", "compile", "batch_size", "hellaswag_every"}
-# What the shards were made from, and the steps chosen by. A resumed run keeps these, so it must not name anything else.
-SOURCE_FLAGS = {"text", "text_field", "tokenizer", "minutes"}
+# What the shards were made from. A resumed run keeps these, so it must not name anything else.
+SOURCE_FLAGS = {"text", "text_field", "tokenizer"}
 # Those of --plan, which ends before a run.
 PLAN_FLAGS = {"plan", "gpus", "gpu", "price", "mfu"}
 
@@ -26,6 +25,8 @@ PLAN_FLAGS = {"plan", "gpus", "gpu", "price", "mfu"}
 class Recipe(presets.PresetConfig, Protocol):
     """The fields of TrainConfig that support reads, besides those of RunOptions: mypy checks that it has them."""
 
+    @property
+    def recipe(self) -> str: ...
     @property
     def n_head(self) -> int: ...
     @property
@@ -38,6 +39,8 @@ class Recipe(presets.PresetConfig, Protocol):
     def lora_alpha(self) -> float: ...
     @property
     def warmup_steps(self) -> int: ...
+    @property
+    def cooldown_fraction(self) -> float: ...
     @property
     def cooldown_steps(self) -> int: ...
     @property
@@ -84,7 +87,7 @@ class RunOptions(Recipe):
     )
     minutes: float | None = flag(
         None,
-        "with --text and --demo: train for about M minutes on this machine",
+        "with --text and --demo: train for M minutes on this machine; with --resume, M more",
         MAIN_GROUP,
         default_help="2 with --demo; otherwise steps that suit the text",
         at_least=0.1,
@@ -222,6 +225,21 @@ class RunOptions(Recipe):
         if self.demo and self.out == "log_demo":
             return "run"
         return "log" if self.resume == "auto" else "nothing"
+
+    @property
+    def open_ended(self) -> bool:
+        """Whether --minutes has not fixed the number of steps yet: the learning rate is constant, max_steps a guess."""
+        return self.minutes is not None and self.decay_steps == presets.MAX_STEPS
+
+    @property
+    def cooldown_start(self) -> int:
+        """The step at which the cooldown of a wsd schedule begins: before it, a run may become longer."""
+        return self.decay_steps - self.cooldown_steps
+
+    def checkpoint_due(self, step: int) -> bool:
+        """Whether a checkpoint is due before a step: every so often, after the last one, and before a cooldown."""
+        before_cooldown = self.schedule == "wsd" and step == self.cooldown_start
+        return self.is_due(self.checkpoint_every, step) or before_cooldown and self.checkpoint_every > 0
 
     def is_due(self, every: int, step: int) -> bool:
         """Whether what happens every so often (0: never) is due before a step, or after the last one."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,6 @@ from torch import nn
 
 from support.data.shards import DataIdentity, TokenData
 from support.runtime.options import RunOptions
-
-STARTED = time.perf_counter()  # of this process, nearly
 
 
 def checkpoint_path(out: str | os.PathLike[str], step: int) -> Path:
@@ -38,11 +35,13 @@ class ResumedCheckpoint(Protocol):
     def step(self) -> int: ...
     @property
     def config(self) -> Mapping[str, Any]: ...  # the flags of the process that saved it
+    @property
+    def replaces_later(self) -> bool: ...  # the run gets another length, and replaces the checkpoints after this one
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunInfo:
-    """What stays the same during a run: header, record, log, checkpoints and summary take it from here."""
+    """A run: header, record, log, checkpoints and summary take it from here. Only its length may change, see `Deadline`."""
 
     config: RunOptions
     data: TokenData

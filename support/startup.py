@@ -1,0 +1,40 @@
+"""The first second of a script, before it imports PyTorch, which takes several."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+STARTED = time.perf_counter()  # of this process: the scripts import this module first
+# A thread that waits for the others in OpenMP's barrier spins 300,000 rounds, and if another program has taken their core,
+# it spins for milliseconds, hundreds of times in a step. After 1,000 rounds it sleeps: as fast on a free machine, two to
+# five times as fast on a busy one (benchmarks/bench_threads.py). Other OpenMP libraries than GCC's ignore it.
+SPIN_COUNT = "1000"
+
+
+def prepare(importing: str = "") -> None:
+    """To be called by a script, if it is run, before its other imports; `importing` is what will take long.
+
+    Sets how long OpenMP's threads spin, unless the user has set that or their number.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports without a traceback
+    if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS"}:
+        os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT  # read when PyTorch is loaded
+    if importing:
+        show(f"importing {importing} ...")
+
+
+def show(text: str) -> None:
+    """Says on a terminal what is going on, without a line break; "" erases it, before anything is printed."""
+    if os.environ.get("RANK", "0") == "0" and sys.stdout is not None and is_terminal():
+        sys.stdout.write(f"\r{text}\x1b[K\r")
+        sys.stdout.flush()
+
+
+def is_terminal() -> bool:
+    """Whether stdout is a terminal that can redraw a line."""
+    plain = os.environ.get("TERM") == "dumb" or (os.name == "nt" and "WT_SESSION" not in os.environ)
+    return sys.stdout.isatty() and not plain
