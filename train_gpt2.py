@@ -586,8 +586,8 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         UserError: data, folder or model are unusable, too many steps in a row were not finite, or saving failed.
         SystemExit: a signal ended the run; its state is saved.
     """
-    device, rank, world_size = dist.device, dist.rank, dist.world_size
-    dtype, use_fsdp = devices.DTYPES[config.dtype], config.parallel == "fsdp" and world_size > 1
+    device, rank = dist.device, dist.rank
+    dtype, use_fsdp = devices.DTYPES[config.dtype], config.parallel == "fsdp" and dist.world_size > 1
     watchdog = Watchdog(dist, config.out)  # ends the run if ranks wait for one that is lost
 
     # What can fail or take long comes first. Local rank 0 runs it before the others, which find what it downloaded.
@@ -614,7 +614,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     train_model = compiled
     if use_fsdp:  # each rank keeps a part of every weight
         train_model = fsdp.ShardedModel(model, model.transformer.h, device, dtype, compiled=compiled is not eval_model)
-    elif world_size > 1:
+    elif dist.world_size > 1:
         # What the trial has compiled is one graph. DDP needs it cut at its buckets, to send gradients during backward.
         torch.compiler.reset()
         train_model = DistributedDataParallel(compiled, gradient_as_bucket_view=True)
@@ -629,7 +629,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     val_loader = DataLoaderLite(data.val, B, config.block_size, data.tokenizer.vocab_size, dist) if data.val else None
     run = RunInfo(config, data, identity, model, checkpoint, len(examples))
     folder = run_folder.lock_and_replace_folder(run, dist)  # renames an earlier run. From here on, --out is written
-    stop = StopHandler(world_size)  # requested: a signal or an error on this rank. agreed: all ranks know, and stop
+    stop = StopHandler(dist.world_size)  # requested: a signal or an error on this rank. agreed: all ranks know and stop
     logger = RunLogger(run, dist)  # log.txt, metrics.jsonl, run.json, curves.png, trackers, and the console
     checkpoints = CheckpointManager(run, stop, logger.sync, rank)  # writes in a thread, after the log is on the disk
     deadline = Deadline(run, dist, logger.length_known)  # of --minutes

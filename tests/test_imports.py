@@ -15,7 +15,7 @@ from helpers import ROOT
 SUPPORT = sorted((ROOT / "support").rglob("*.py"))
 SCRIPTS = [ROOT / name for name in ("train_gpt2.py", "fineweb.py", "hellaswag.py", "sample.py", "compare.py")]
 # What a module of support may import besides its own package: what has a lower level.
-LEVELS = {"checkpoints": 5, "console": 4, "runtime": 3, "data": 2, "optim": 2, "files": 1, "cli": 0}
+LEVELS = {"checkpoints": 5, "console": 4, "runtime": 3, "data": 2, "optim": 2, "files": 1, "cli": 0, "startup": -1}
 
 
 def module_name(path: Path) -> str:

@@ -11,6 +11,7 @@ from training import config_of, configure
 
 from support.cli import UserError
 from support.console.progress import describe_recipe
+from support.data.presets import MAX_STEPS
 from train_gpt2 import MODELS, TrainConfig, get_lr, resolve
 
 # ---- the learning rate
@@ -186,7 +187,9 @@ def test_all_problems_are_reported_together():
 
 def test_the_recipe_in_words():
     config = config_of("--max-steps", 10, "--max-lr", 0.001, "--warmup-steps", 0)
-    assert describe_recipe(config) == "adamw; learning rate 0.001, then cosine decay to 0.0001 at step 10"
+    assert describe_recipe(config) == "adamw, cosine; learning rate 0.001, 0.0001 at step 10"
     config = replace(config, warmup_steps=1, schedule="wsd", cooldown_fraction=0.1)
-    schedule = "warm-up in 1 step to learning rate 0.001, then constant, and a cooldown of 1 step to 0.0001 at step 10"
-    assert describe_recipe(config) == f"adamw; {schedule}"
+    rates = "learning rate 0.001 after 1 step, from step 9 on down to 0.0001 at step 10"
+    assert describe_recipe(config) == f"adamw, wsd; {rates}"
+    config = replace(config, decay_steps=MAX_STEPS)  # with --minutes
+    assert describe_recipe(config) == "adamw, wsd; learning rate 0.001 after 1 step, 0.0001 at the end"

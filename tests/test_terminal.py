@@ -116,7 +116,7 @@ def test_a_terminal_shows_some_steps_and_a_status_line_that_goes(byte_shards, tm
     assert not any("/150 |" in line for line in lines) and lines[-1] == ""
     assert "warning: from a library" in lines
     steps = [int(match[1]) for line in lines if (match := re.match(r"step +(\d+) \| loss: \d\.\d{6} ", line))]
-    assert steps[0] == 0 and steps[-1] == 149 and 50 <= len(steps) <= 80
+    assert steps[0] == 0 and steps[-1] == 149 and 10 <= len(steps) <= 20
     assert not any(line.startswith("note    ") and "ETA" in line for line in lines)
     widths = {line: sum(not unicodedata.combining(c) for c in line) for line in lines}
     long_lines = [line for line, width in widths.items() if width > COLUMNS]
@@ -180,7 +180,7 @@ def test_a_file_gets_every_step_and_no_escape_codes(byte_shards, tmp_path, capsy
     trained(tmp_path / "run", *flags)
     out = capsys.readouterr().out
     assert re.findall(r"^step +(\d+) \| loss: ", out, re.M) == [str(step) for step in range(12)]
-    assert "\x1b" not in out and "\r" not in out and "note    3,072 of 3,072 tokens; " in out
+    assert "\x1b" not in out and "\r" not in out
     samples = re.findall(r"^step +6 \| sample \d: Hello, I'm a language model,.{100,}$", out, re.M)
     assert len(samples) == 4
     trained(tmp_path / "thinned", *flags, "--log-every", 5)

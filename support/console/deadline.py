@@ -18,7 +18,7 @@ from support.startup import STARTED
 
 Config = TypeVar("Config", bound=RunOptions)
 END_SECONDS = 4.0  # after the last evaluation: the checkpoint, curves.png, a sample, the end of the process
-WINDOW = 0.1  # of the time: the last steps, which tell how long the next ones will take
+WINDOW = 0.05  # of the time: how long steps are measured
 MOST_EVALUATION = 0.1  # of the time, for all evaluations to come: the first one may have compiled
 
 
@@ -36,13 +36,14 @@ class Deadline:
         self.seconds = seconds_for_process(run) if dist.rank == 0 else 0.0
         self._last: tuple[int, float] | None = None  # the step that has just ended, and when it began
         self._steps: deque[tuple[float, float]] = deque()  # when a step ended, and its seconds; those in WINDOW
-        self._evaluation_seconds = 0.0  # of the last evaluation, with what came along: samples, a checkpoint
+        self._due_since: float | None = None
+        self._evaluation_seconds = 0.0  # of the last step with an evaluation, samples, or a checkpoint
 
     def config_at(self, step: int, config: Config) -> Config:
         """The configuration from `step` on; to be called before each step."""
         if not config.open_ended:
             return config
-        steps_left = self.dist.all_reduce_min(self._cooldown_steps(step, config) if self.dist.rank == 0 else MAX_STEPS)
+        steps_left = self.dist.all_reduce_min(self.cooldown_steps(step, config) if self.dist.rank == 0 else MAX_STEPS)
         if steps_left < MAX_STEPS:
             total = min(step + steps_left, MAX_STEPS - 1)
             length: dict[str, Any] = {**flags_for_length(config, total), "cooldown_fraction": (total - step) / total}
@@ -55,15 +56,24 @@ class Deadline:
             self.report(length)
         return config
 
-    def _cooldown_steps(self, step: int, config: RunOptions) -> int:
-        """The steps of the cooldown, if it begins now; MAX_STEPS if it is too early."""
-        self._measure(step, config)
-        steps_left = self.steps_left(step, config)
-        return steps_left if steps_left <= config.cooldown_fraction * (step + steps_left) else MAX_STEPS
+    def cooldown_steps(self, step: int, config: RunOptions) -> int:
+        """The steps of the cooldown, if it begins now; MAX_STEPS if it does not.
 
-    def _measure(self, step: int, config: RunOptions) -> None:
-        """Measures the step that has just ended."""
+        When it is due, steps are measured anew for a moment: it may be due because they have just become slower.
+        """
         now = time.perf_counter()
+        self._measure(step, config, now)
+        if not self._steps:
+            return MAX_STEPS
+        steps_left = self._steps_left(step, config, now)
+        if self._due_since is None and steps_left <= config.cooldown_fraction * (step + steps_left):
+            self._due_since = now
+            self._steps.clear()
+        is_measured = self._due_since is not None and now - self._due_since >= WINDOW * self.seconds
+        return steps_left if is_measured else MAX_STEPS
+
+    def _measure(self, step: int, config: RunOptions, now: float) -> None:
+        """Measures the step that has just ended."""
         if self._last:
             last_step, began = self._last
             intervals = config.val_every, config.sample_every, config.checkpoint_every, config.hellaswag_every
@@ -75,17 +85,15 @@ class Deadline:
         while len(self._steps) > 1 and self._steps[0][0] < now - WINDOW * self.seconds:
             self._steps.popleft()
 
-    def steps_left(self, step: int, config: RunOptions) -> int:
-        """The steps that fit into the time that is left, at least one; MAX_STEPS if none was measured yet."""
-        if not self._steps:
-            return MAX_STEPS
+    def _steps_left(self, step: int, config: RunOptions, now: float) -> int:
+        """The steps that fit into the time that is left, at least one."""
         step_seconds = statistics.fmean(seconds for _, seconds in self._steps)
-        seconds = max(0.0, STARTED + self.seconds - END_SECONDS - time.perf_counter())
+        seconds = max(0.0, STARTED + self.seconds - END_SECONDS - now)
         last = step + int(seconds / step_seconds)
         every = flags_for_length(config, last).get("val_every", config.val_every)
         if every > 0:
             evaluations = last // every - (step - 1) // every + (last % every > 0)  # from this step to the last one
-            seconds -= min(evaluations * self._evaluation_seconds, MOST_EVALUATION * self.seconds)
+            seconds -= min(evaluations * (self._evaluation_seconds - step_seconds), MOST_EVALUATION * self.seconds)
         return max(1, int(seconds / step_seconds))
 
 
