@@ -107,7 +107,7 @@ def test_the_compiled_run_gives_the_same_losses_and_all_evaluations(byte_shards,
 def test_no_compiler_is_a_note(byte_shards, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "")
     trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 2, "--compile")
-    assert "speed   compiled: no (torch.compile needs a C++ compiler" in capsys.readouterr().out
+    assert "note    compiled: no (torch.compile needs a C++ compiler" in capsys.readouterr().out
 
 
 # ---- evaluation

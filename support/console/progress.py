@@ -64,10 +64,14 @@ def print_header(run: RunInfo, dist: Distributed, loader: Loader) -> None:
     steps_per_epoch = loader.rows_per_epoch / step_rows
     parallel = f" ({config.parallel})" if dist.world_size > 1 else ""
     parallel += ", recomputing activations" if config.recompute else ""
-    compiled = describe_speed(config, dist.device)["compiled"]
-    device = f"{dist.world_size} x {devices.describe(dist.device)}{parallel}, {config.dtype}"
+    speed = describe_speed(config, dist.device)
+    details = [config.dtype, "compiled"] if speed["compiled"] == "yes" else [config.dtype]
+    details += [f"{speed['attention']} attention"] if dist.device.type == "cuda" else []
     facts = [
-        ("device", f"{device}{', compiled' * (compiled == 'yes')}, torch {torch.__version__}"),
+        (
+            "device",
+            f"{dist.world_size} x {devices.describe(dist.device)}{parallel}, {', '.join(details)}, torch {torch.__version__}",
+        ),
         ("model", describe_model(run)),
         (
             "data",
@@ -87,8 +91,8 @@ def print_header(run: RunInfo, dist: Distributed, loader: Loader) -> None:
     ]
     if config.parallel == "fsdp" and dist.world_size == 1:
         facts.append(("note", "--parallel fsdp has no effect on one process"))
-    if config.compile and compiled != "yes":
-        facts.append(("note", f"not compiled: {compiled}"))
+    if config.compile and speed["compiled"] != "yes":
+        facts.append(("note", f"compiled: {speed['compiled']}"))
     if run.resumed_from:
         facts.append(("note", f"resuming from {run.resumed_from.path}"))
     for label, text in facts:

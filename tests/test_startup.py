@@ -1,0 +1,60 @@
+"""What the scripts do before they import PyTorch."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+from test_terminal import Terminal, screen
+
+SCRIPTS = ["train_gpt2.py", "sample.py", "hellaswag.py", "fineweb.py", "compare.py"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ({}, "1000"),
+        ({"GOMP_SPINCOUNT": "5"}, "5"),
+        ({"OMP_NUM_THREADS": "2"}, "None"),
+        ({"OMP_WAIT_POLICY": "active"}, "None"),
+        ({"OMP_PROC_BIND": "true"}, "1000"),
+    ],
+)
+def test_threads_sleep_soon_unless_the_user_has_chosen(chosen, expected):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    code = "import os; from support import startup; startup.prepare(); print(os.environ.get('GOMP_SPINCOUNT'))"
+    command = [sys.executable, "-c", code]
+    assert subprocess.check_output(command, cwd=ROOT, env=environment | chosen, text=True).strip() == expected
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_prepare_before_all_other_imports(script):
+    """libgomp reads its variables when PyTorch loads it."""
+    docstring, future, first, second, *others = ast.parse((ROOT / script).read_text(encoding="utf-8")).body
+    assert ast.unparse(first) == "from support import startup"
+    assert ast.unparse(second).startswith("if __name__ == '__main__':\n    startup.prepare(")
+    used = {ast.unparse(node).split(".")[0] for node in ast.walk(ast.parse((ROOT / "support/startup.py").read_text()))
+            if isinstance(node, ast.alias)}  # fmt: skip
+    assert used <= {*sys.stdlib_module_names, "annotations"}
+
+
+@pytest.mark.parametrize(
+    "arguments", [["train_gpt2.py", "--version"], ["sample.py", "--model", "nothing"], ["hellaswag.py", "--help"]]
+)
+def test_a_terminal_shows_something_at_once_that_goes(arguments, tmp_path):
+    shown = Terminal(tmp_path)
+    with open((tmp_path / "terminal").read_text(), "r+b", buffering=0) as tty:
+        environment = os.environ | {"TERM": "xterm"}
+        subprocess.run([sys.executable, ROOT / arguments[0], *arguments[1:]], stdout=tty, stderr=tty, env=environment)
+    output = shown.output()
+    assert output.startswith("\rimporting PyTorch ...") and len(screen(output)) > 1
+    assert not any("importing" in line for line in screen(output))
+
+
+def test_a_file_shows_nothing_of_it():
+    printed = subprocess.check_output([sys.executable, ROOT / "train_gpt2.py", "--version"], text=True)
+    assert "importing" not in printed and "\r" not in printed
