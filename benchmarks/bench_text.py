@@ -3,12 +3,14 @@
     python benchmarks/bench_text.py tinyshakespeare.txt
     python benchmarks/bench_text.py tinyshakespeare.txt --seeds 1 2 3 --only recipe bytes bpe demo
     python benchmarks/bench_text.py tinyshakespeare.txt --only --try "--n-layer 4 --n-embd 128 --max-steps 1600"
+    python benchmarks/bench_text.py tinyshakespeare.txt --only demo --seeds 1 2 3 4 5 --busy 2 --busy-after 60
 
 `recipe` is nanoGPT's for a small character model on a CPU, with bytes: 4 layers, 4 heads, 128 channels, context 64, 12
 rows a step, 2,000 steps of AdamW. `bytes` and `bpe` are `--text` with its own defaults and these tokenizers, `demo` is `--demo`.
 `short`, `tuned` and `lora` train for 200 steps of 1,024 tokens: a model of the demo's size from random weights, and the
 demo's own, completely and by LoRA. `--try` adds rows: `bytes` with other flags. All hold out the last tenth of the text, are validated on all of that, and are
-timed from start to end, shards included.
+timed from start to end, shards included. `--busy` is a number of other programs, loops that take a core each, from some
+seconds after the start of each run on.
 """
 
 from __future__ import annotations
@@ -45,12 +47,18 @@ ROWS = {
 }
 
 
-def train(out: Path, *flags: object) -> float:
+def train(out: Path, *flags: object, busy: int, busy_after: float) -> float:
     """Trains, and returns the seconds from start to end."""
     command = [sys.executable, ROOT / "train_gpt2.py", "--out", out, *flags]
+    loop = f"import time; time.sleep({busy_after})\nwhile True: pass"
+    others = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(busy)]
     started = time.perf_counter()
-    if subprocess.run(list(map(str, command)), stdout=subprocess.DEVNULL).returncode:
-        sys.exit("a run failed, see above")
+    try:
+        if subprocess.run(list(map(str, command)), stdout=subprocess.DEVNULL).returncode:
+            sys.exit("a run failed, see above")
+    finally:
+        for process in others:
+            process.kill()
     return time.perf_counter() - started
 
 
@@ -68,7 +76,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337], metavar="N", help="(default: 1337)")
     parser.add_argument("--only", nargs="*", choices=ROWS, default=list(ROWS), help="rows (default: all)")
     parser.add_argument("--try", nargs="+", default=[], dest="tried", metavar="FLAGS", help="rows with these flags")
+    parser.add_argument("--busy", type=int, default=0, metavar="N", help="other programs beside each run (default: 0)")
+    parser.add_argument(
+        "--busy-after", type=float, default=0.0, metavar="S", help="seconds until they start (default: 0)"
+    )
     args = parser.parse_args()
+    busy = {"busy": args.busy, "busy_after": args.busy_after}
     rows = {name: ROWS[name] for name in ROWS if name in args.only}
     rows |= {flags: f"{ROWS['bytes']} {flags}" for flags in args.tried}
     if {"tuned", "lora"} & set(args.only) and "demo" not in args.only:
@@ -84,7 +97,7 @@ def main() -> None:
                 else:
                     data, flags = out / "data", ["--text", args.text]
                     flags += flags_of_row.format(demo=newest_checkpoint(demo)).split()
-                print_row(name, seed, out, data, train(out, "--seed", seed, *flags))
+                print_row(name, seed, out, data, train(out, "--seed", seed, *flags, **busy))
 
 
 if __name__ == "__main__":
