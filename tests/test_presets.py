@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import threading
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import losses, run_script
-from training import ONE_PROCESS, config_of, configure
+from training import ONE_PROCESS, config_of, configure, resumed
 
 import fineweb
 from support.cli import UserError
@@ -186,6 +187,26 @@ def test_the_header_lists_what_was_chosen(tmp_path, capsys):
     chosen = "--shuffle --tokenizer bytes --recipe fast --max-lr 0.0009 --total-batch-size 1024 --max-steps 4"
     chosen += " --warmup-steps 0 --val-every 1 --sample-every 0 --checkpoint-every 1 --keep 1"
     assert line == f"text    {tmp_path / 'text.txt'}: {chosen}"
+
+
+def samples_of(output: str) -> list[str]:
+    return re.findall(r"^step +\d+ \| sample \d: (.*)$", output, re.M)
+
+
+def test_samples_continue_the_held_out_text_unless_there_is_a_prompt(tmp_path, capfd):
+    (tmp_path / "text.txt").write_text("".join(f"The number that follows upon {n} is {n + 1}.\n" for n in range(300)))
+    for prompt in ((), ("--prompt", "The end"), ("--prompt", "")):
+        out = tmp_path / f"run{prompt}"
+        flags = ["--text", tmp_path / "text.txt", "--tokenizer", "bytes", "--out", out, *SMALL, "--sample-every", 4]
+        train(configure([*flags, *prompt])[0], ONE_PROCESS)
+        before = samples_of(capfd.readouterr().out)
+        resumed(out, "--max-steps", 5)
+        after = samples_of(capfd.readouterr().out)
+        [val] = (out / "data").glob("*_val_*.npy")  # it begins inside a line
+        number = int(re.search(r"\n.* (\d+) is", bytes(np.load(val).astype(np.uint8)).decode())[1])
+        expected = prompt[1] if prompt else f"The number that follows upon {number} is"
+        assert number >= 269 and len(before) == len(after) == 4
+        assert all(text.startswith(expected) for text in before + after)
 
 
 @pytest.mark.slow
