@@ -178,8 +178,13 @@ PROBLEMS = {
     "--demo=yes": ("--demo takes no value. Leave out what follows it.",),
     "--learning-rate=1 --epochs 2 --steps 3": (
         "unknown flag --learning-rate. Did you mean --max-lr? See --help.",
-        "unknown flag --epochs. Did you mean --max-steps? See --help.",
+        "unknown flag --epochs. The length of a run is in steps: --max-steps (the header of a run says how many steps an epoch has).",
         "unknown flag --steps. Did you mean --max-steps? See --help.",
+    ),
+    "--num_train_epochs=3 --config small.yaml --config-file=a": (
+        "unknown flag --num_train_epochs. The length of a run is in steps: --max-steps (the header of a run says how many steps an epoch has).",
+        "unknown flag --config. There is no configuration file: every setting is a flag. See --help.",
+        "unknown flag --config-file. There is no configuration file: every setting is a flag. See --help.",
     ),
     "-- --max-steps 3 --seed x": ("-- is not used here. Leave it out.", "--seed is 'x'. It must be a whole number."),
     "--input a.txt b.txt --max-steps=2": ("--input is a flag of fineweb.py, not of train_gpt2.py. See --help.",),
