@@ -17,6 +17,7 @@ from training import ONE_PROCESS, config_of, configure, resumed
 
 import fineweb
 from support.cli import UserError
+from support.console.progress import notes
 from support.data.presets import make_preset_shards, run_child_process
 from support.data.tokenizer import get_tokenizer
 from train_gpt2 import GPT, MODELS, GPTConfig, train
@@ -187,6 +188,20 @@ def test_the_header_lists_what_was_chosen(tmp_path, capsys):
     chosen = "--shuffle --tokenizer bytes --recipe fast --max-lr 0.0009 --total-batch-size 1024 --max-steps 4"
     chosen += " --warmup-steps 0 --val-every 1 --sample-every 0 --checkpoint-every 1 --keep 1"
     assert line == f"text    {tmp_path / 'text.txt'}: {chosen}"
+
+
+def test_a_note_says_that_hellaswag_cannot_score_a_text_with_tokens_of_its_own(tmp_path):
+    GPT(GPTConfig(8, 257, 1, 1, 4)).save_pretrained(tmp_path / "bytes")
+    get_tokenizer("bytes").save_pretrained(tmp_path / "bytes", 8)
+    text = ("--device", "cpu", "--text", str(file_of_size(tmp_path, 1e6)))
+    noted, others = [text, (*text, "--tokenizer", "bytes")], [("--demo",), (*text, "--tokenizer", "gpt2")]
+    others.append((*text, "--hellaswag-limit", "9", "--tokenizer", "bytes"))  # hellaswag.load_examples says it
+    others.append((*text, "--init-from", str(tmp_path / "bytes")))  # another tokenizer would not fit
+    for flags in (*noted, *others):
+        found = [note for note in notes(configure(flags)[0], 0, 0) if "hellaswag.py cannot score" in note]
+        assert len(found) == (flags in noted)
+        assert not found or "--tokenizer gpt2 makes one that it can" in found[0]
+    assert not list(notes(configure(text)[0], 1, 0))  # once is enough
 
 
 def samples_of(output: str) -> list[str]:

@@ -148,6 +148,11 @@ def notes(config: RunOptions, first_step: int, checkpoint_bytes: int) -> Iterato
             f"--minutes {config.minutes:g} leaves time for {pluralize(max_steps, 'step')} only, next to start and validations: "
             "the model will hardly learn anything"
         )
+    own_tokenizer = config.tokenizer != "gpt2" and not config.init_from  # which only --text can have
+    if own_tokenizer and first_step == 0 and config.hellaswag_every == 0:  # otherwise there is a note from HellaSwag
+        yield (
+            "hellaswag.py cannot score this model: its tokenizer is not GPT-2's; --tokenizer gpt2 makes one that it can"
+        )
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and config.resume != "auto":
         yield "torchrun restarts a failed run, but only with --resume auto does that resume from a checkpoint"
     if checkpoint_bytes and config.checkpoint_every:
