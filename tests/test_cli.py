@@ -213,6 +213,15 @@ def test_a_missing_flag_is_named_with_the_other_problems(flags, problem):
     assert error.value.problems == (problem, "--model is missing. See --help.")
 
 
+def test_a_model_is_named_in_one_way(capsys):
+    for script in (sample, hellaswag):
+        assert [script.parse_arguments([name, "gpt2-xl"]).model for name in ("-m", "--model")] == ["gpt2-xl"] * 2
+        [help] = re.findall(r"--model NAME_OR_DIR\s+(.*?)\s\(", output_of(script, "--help", capsys), re.S)
+        assert " ".join(help.split()) == "hub name, such as gpt2, or checkpoint directory"
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("*/*.md"), *ROOT.glob("*.md"), *ROOT.glob("support/*/*.py")):
+        assert not re.search(r"(sample|hellaswag)\.py -m\b", path.read_text()), path
+
+
 def test_flags_of_other_scripts_are_theirs_alone(capsys):
     flags = {name: flags_in(output_of(script, "--help", capsys)) for name, script in SCRIPTS.items()}
     for name, script in SCRIPT_OF_FLAG.items():

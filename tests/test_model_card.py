@@ -184,6 +184,6 @@ def test_scores_and_the_size_are_those_given():
     text, _ = card_of(val=Score(250, 3.2), hellaswag=Score(200, 0.31))
     assert "**validation loss**: 3.2000 nats per token, 0.8000 per byte (step 250)\n" in text
     assert "**HellaSwag**: acc_norm 0.3100 (step 200)\n" in text and "# GPT-2, 124M parameters\n" in text
-    assert "hellaswag.py -m FOLDER" in text and "With the default flags of `train_gpt2.py`.\n" in text
+    assert "hellaswag.py --model FOLDER" in text and "With the default flags of `train_gpt2.py`.\n" in text
     # what was scored, not what was asked for
     assert "acc_norm 0.3100 of 2,009 items" in card_of(hellaswag=Score(200, 0.31), hellaswag_items=2009)[0]

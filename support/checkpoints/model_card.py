@@ -139,7 +139,7 @@ def _rounded(parameters: int) -> str:
 def _own_scripts(tokenizer: str, prompt: str) -> str:
     quoted = shlex.quote(prompt) if re.search(r'["$`\\!]', prompt) else f'"{prompt}"'
     lines = [f"python sample.py --model FOLDER --prompt {quoted}"]
-    lines += ["python hellaswag.py -m FOLDER"] if tokenizer == "gpt2" else []
+    lines += ["python hellaswag.py --model FOLDER"] if tokenizer == "gpt2" else []
     return "With the scripts that trained it:\n\n```sh\n" + "\n".join(lines) + "\n```"
 
 
