@@ -34,7 +34,7 @@ def progress_bar(items: Iterable[T], name: str, rank: int) -> Iterator[T]:
     if status is None:
         from tqdm import tqdm
 
-        yield from tqdm(items, desc=name, leave=False, disable=True if rank or sys.stderr is None else None)
+        yield from tqdm(items, desc=name, leave=False, delay=1, disable=True if rank or sys.stderr is None else None)
         return
     total = f"/{len(items):,}" if isinstance(items, Sized) else ""
     try:

@@ -330,7 +330,7 @@ def verify_shards(directory: str | os.PathLike[str]) -> list[np.memmap]:
     if not train and not problems:
         raise UserError(f"no train shards in {directory}. Use a folder of shards.")
     problems += val_problems
-    for tokens in tqdm([*train, *val], desc="checking shards", unit=" shards", leave=False, disable=None):
+    for tokens in tqdm([*train, *val], desc="checking shards", unit=" shards", leave=False, delay=1, disable=None):
         path = _path_of(tokens)
         if expected_sha256.get(path.name) not in (None, files.sha256_of(path)):
             problems.append(f"{path} was altered (wrong checksum). {_MAKE_AGAIN}")
