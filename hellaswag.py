@@ -1,9 +1,9 @@
 """Scores a GPT-2 on HellaSwag: which of four endings of a short text does the model find most likely?
 
-    python hellaswag.py -m gpt2                  # a model of the Hugging Face hub
-    python hellaswag.py -m log/model_19073       # a checkpoint
-    python hellaswag.py -m gpt2 --limit 1000     # only the first 1000 items
-    python hellaswag.py -m gpt2 --style harness  # as lm-evaluation-harness
+    python hellaswag.py --model gpt2                  # from the Hugging Face hub
+    python hellaswag.py --model log/model_19073       # a checkpoint
+    python hellaswag.py --model gpt2 --limit 1000     # only the first 1000 items
+    python hellaswag.py --model gpt2 --style harness  # as lm-evaluation-harness
 
 The loss of an ending is the cross-entropy of its tokens, given the context. `acc` predicts the ending with the lowest
 summed loss, `acc_norm` the one with the lowest loss after normalising by length. There are two styles:
@@ -556,7 +556,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     group = parser.add_argument_group("flags")
     add = group.add_argument
-    add("-m", "--model", default="gpt2", metavar="NAME_OR_DIR", help="hub name or checkpoint directory (default: gpt2)")
+    model_help = "hub name, such as gpt2, or checkpoint directory (default: gpt2)"
+    add("-m", "--model", default="gpt2", metavar="NAME_OR_DIR", help=model_help)
     add(
         "--style",
         default="tokens",

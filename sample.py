@@ -242,6 +242,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("flags")
     add = group.add_argument
     add(
+        "-m",
         "--model",
         required=True,
         metavar="NAME_OR_DIR",

@@ -650,7 +650,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         if "samples" in due and rank == 0:
             generator = devices.seeded_generator(device, config.seed, step, rank)
             with amp:  # uncompiled: every length would be compiled again
-                logger.samples(step, sample(eval_model, data.tokenizer, config.prompt, 32, generator))
+                logger.samples(step, sample(eval_model, data.tokenizer, run.prompt, 32, generator))
         devices.trim_memory(device)  # evaluations fragment the heap of a CPU
         return True
 

@@ -1,7 +1,7 @@
 """Speed and accuracy of hellaswag.py, compared with a plain loop: items per second, and how much the results differ.
 
-    python benchmarks/bench_hellaswag.py                                # GPT-2 124M with random weights
-    python benchmarks/bench_hellaswag.py -m gpt2 -d cuda --limit 10042  # OpenAI's weights, all items, on a GPU
+    python benchmarks/bench_hellaswag.py                                     # GPT-2 124M with random weights
+    python benchmarks/bench_hellaswag.py --model gpt2 -d cuda --limit 10042  # OpenAI's weights, all items, on a GPU
 
 The plain loop is the usual one: one item at a time, four rows padded to the longest, logits for all tokens. Both score
 two models with the same weights: Hugging Face's, as `python hellaswag.py` does, and that of train_gpt2.py, as training

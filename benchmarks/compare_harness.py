@@ -1,7 +1,7 @@
 """Compares `hellaswag.py --style harness` with lm-evaluation-harness, item by item, on the same model and items.
 
     pip install "lm-eval[hf]"
-    python benchmarks/compare_harness.py -m gpt2 --limit 200
+    python benchmarks/compare_harness.py --model gpt2 --limit 200
 
 The harness runs a copy of its task `hellaswag` that reads the items from a file, 0-shot, in fp32, and cleans the texts
 with its own code. The exit code is 1 if any prediction differs.

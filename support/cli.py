@@ -85,7 +85,12 @@ SCRIPT_OF_FLAG = {
     "--text": "train_gpt2.py",
 }
 # What other trainers call some flags.
-OTHER_NAMES = {"learning-rate": "max-lr", "epochs": "max-steps", "steps": "max-steps"}
+OTHER_NAMES = {"learning-rate": "max-lr", "steps": "max-steps"}
+# What train_gpt2.py says about unknown flags with these words in their names.
+ADVICE = {
+    "epochs": "The length of a run is in steps: --max-steps (the header of a run says how many steps an epoch has).",
+    "config": "There is no configuration file: every setting is a flag. See --help.",
+}
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -205,6 +210,8 @@ class Parser(argparse.ArgumentParser):
             script = SCRIPT_OF_FLAG.get(name, self.prog)
             if script != self.prog:
                 yield f"{name} is a flag of {script}, not of {self.prog}. See --help."
+            elif self.prog == "train_gpt2.py" and is_flag and (found := ADVICE.keys() & re.split("[-_]", name)):
+                yield f"unknown flag {name}. {ADVICE[found.pop()]}"
             elif is_flag or not follows_flag:
                 near = self._nearest_flag(name)
                 if not is_flag and not near and missing and missing[0].startswith("-"):

@@ -178,8 +178,13 @@ PROBLEMS = {
     "--demo=yes": ("--demo takes no value. Leave out what follows it.",),
     "--learning-rate=1 --epochs 2 --steps 3": (
         "unknown flag --learning-rate. Did you mean --max-lr? See --help.",
-        "unknown flag --epochs. Did you mean --max-steps? See --help.",
+        "unknown flag --epochs. The length of a run is in steps: --max-steps (the header of a run says how many steps an epoch has).",
         "unknown flag --steps. Did you mean --max-steps? See --help.",
+    ),
+    "--num_train_epochs=3 --config small.yaml --config-file=a": (
+        "unknown flag --num_train_epochs. The length of a run is in steps: --max-steps (the header of a run says how many steps an epoch has).",
+        "unknown flag --config. There is no configuration file: every setting is a flag. See --help.",
+        "unknown flag --config-file. There is no configuration file: every setting is a flag. See --help.",
     ),
     "-- --max-steps 3 --seed x": ("-- is not used here. Leave it out.", "--seed is 'x'. It must be a whole number."),
     "--input a.txt b.txt --max-steps=2": ("--input is a flag of fineweb.py, not of train_gpt2.py. See --help.",),
@@ -206,6 +211,15 @@ def test_a_missing_flag_is_named_with_the_other_problems(flags, problem):
     with pytest.raises(UserError) as error:
         sample.main(flags.split())
     assert error.value.problems == (problem, "--model is missing. See --help.")
+
+
+def test_a_model_is_named_in_one_way(capsys):
+    for script in (sample, hellaswag):
+        assert [script.parse_arguments([name, "gpt2-xl"]).model for name in ("-m", "--model")] == ["gpt2-xl"] * 2
+        [help] = re.findall(r"--model NAME_OR_DIR\s+(.*?)\s\(", output_of(script, "--help", capsys), re.S)
+        assert " ".join(help.split()) == "hub name, such as gpt2, or checkpoint directory"
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("*/*.md"), *ROOT.glob("*.md"), *ROOT.glob("support/*/*.py")):
+        assert not re.search(r"(sample|hellaswag)\.py -m\b", path.read_text()), path
 
 
 def test_flags_of_other_scripts_are_theirs_alone(capsys):

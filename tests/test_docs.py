@@ -135,8 +135,8 @@ def required_marks(words: list[str]) -> set[str]:
     if value.get("--out") == "mine" or "log_demo" in " ".join(words):  # small models, on any device
         marks.discard("GPU")
     hub_names = {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"}
-    if {value.get(flag) for flag in ("-m", "--init-from")} & hub_names or (
-        script == "sample.py" and value.get("--model") in hub_names
+    if value.get("--init-from") in hub_names or (
+        script in ("sample.py", "hellaswag.py") and value.get("--model") in hub_names
     ):
         marks.add("network")
     if script == "fineweb.py" and not {"--input", "--check", "--demo"} & {*words}:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import shlex
 import shutil
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -21,9 +24,9 @@ from train_gpt2 import GPT, TrainConfig, train
 
 
 def card_of(*flags, source="a.txt", val=None, hellaswag=None, hellaswag_items=None):
-    """The card of step 5 of a run on GPT-2's tokens, of four bytes each."""
+    """The card of step 5 of a run on GPT-2's tokens, of four bytes each, and text about the sea."""
     tokenizer = SimpleNamespace(name="gpt2", vocab_size=50257)
-    data = SimpleNamespace(tokenizer=tokenizer, bytes_per_token=4.0)
+    data = SimpleNamespace(tokenizer=tokenizer, bytes_per_token=4.0, beginning="The sea")
     run = RunInfo(TrainConfig(**parse_flags(TrainConfig, flags)), data, {"source": source}, None)
     text = model_card(run, 5, 7, val, hellaswag, hellaswag_items)
     return text, ModelCard(text).data.to_dict()
@@ -149,6 +152,29 @@ def test_an_adapter_is_opened_with_peft_on_its_base():
     assert "**parameters**: 124,439,808, and 7 of the adapter\n" in text
 
 
+EXAMPLES = [
+    ((), "Once upon a time"),
+    (["--prompt", "x"], "Once upon a time"),
+    (["--demo"], "The"),
+    (["--text", "a"], "The sea"),
+]
+TEXTS = ("It's late", 'She said "no" and', "$HOME `ls` \\ !", "Ärger ist 日本 🙂", "")
+EXAMPLES += [(["--text", "a", "--prompt", text], text) for text in TEXTS]
+EXAMPLES.append((["--text", "a", "--prompt", "```\n \udcff\x1b two\n```\nlines"], "``` two ``` lines"))
+
+
+@pytest.mark.parametrize("flags, prompt", EXAMPLES)
+def test_the_example_continues_something_that_suits_the_text(flags, prompt):
+    """Whatever is in a prompt, Python and the shell read it as it is, on one line."""
+    text, _ = card_of(*flags)
+    [python, shell, *_] = re.findall(r"^```(?:python|sh)\n(.*?)\n```$", text, re.M | re.S)
+    calls = [node for node in ast.walk(ast.parse(python)) if isinstance(node, ast.Call)]
+    assert [c.args[0].value for c in calls if c.func.id == "generate"] == [prompt]
+    assert shlex.split(shell.splitlines()[0]) == ["python", "sample.py", "--model", "FOLDER", "--prompt", prompt]
+    echo = shell.splitlines()[0].replace("python sample.py --model FOLDER --prompt", "printf %s")
+    assert subprocess.run(["sh", "-c", echo], capture_output=True, text=True).stdout == prompt
+
+
 def test_names_of_files_cannot_break_the_card():
     text, data = card_of(source="a`b\n---\nlicense: x\udcff.txt")
     assert "license" not in data and "**data**: `a?b?---?license: x?.txt`\n" in text and text.encode()
@@ -158,6 +184,6 @@ def test_scores_and_the_size_are_those_given():
     text, _ = card_of(val=Score(250, 3.2), hellaswag=Score(200, 0.31))
     assert "**validation loss**: 3.2000 nats per token, 0.8000 per byte (step 250)\n" in text
     assert "**HellaSwag**: acc_norm 0.3100 (step 200)\n" in text and "# GPT-2, 124M parameters\n" in text
-    assert "hellaswag.py -m FOLDER" in text and "With the default flags of `train_gpt2.py`.\n" in text
+    assert "hellaswag.py --model FOLDER" in text and "With the default flags of `train_gpt2.py`.\n" in text
     # what was scored, not what was asked for
     assert "acc_norm 0.3100 of 2,009 items" in card_of(hellaswag=Score(200, 0.31), hellaswag_items=2009)[0]

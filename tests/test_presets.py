@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import losses, run_script
-from training import ONE_PROCESS, config_of, configure
+from training import ONE_PROCESS, config_of, configure, resumed
 
 import fineweb
 from support.cli import UserError
+from support.console.progress import notes
 from support.data.presets import make_preset_shards, run_child_process
 from support.data.tokenizer import get_tokenizer
 from train_gpt2 import GPT, MODELS, GPTConfig, train
@@ -189,6 +190,40 @@ def test_the_header_has_at_most_eight_lines_of_80_columns(tmp_path, capsys, monk
     flags = json.loads((tmp_path / "run" / "run.json").read_text())["flags"]  # which has what was chosen
     chosen = {"tokenizer": "bytes", "recipe": "fast", "max_lr": 0.0009, "max_steps": 4, "keep": 1, "shuffle": True}
     assert chosen.items() <= flags.items()
+
+
+def test_a_note_says_that_hellaswag_cannot_score_a_text_with_tokens_of_its_own(tmp_path):
+    GPT(GPTConfig(8, 257, 1, 1, 4)).save_pretrained(tmp_path / "bytes")
+    get_tokenizer("bytes").save_pretrained(tmp_path / "bytes", 8)
+    text = ("--device", "cpu", "--text", str(file_of_size(tmp_path, 1e6)))
+    noted, others = [text, (*text, "--tokenizer", "bytes")], [("--demo",), (*text, "--tokenizer", "gpt2")]
+    others.append((*text, "--hellaswag-limit", "9", "--tokenizer", "bytes"))  # hellaswag.load_examples says it
+    others.append((*text, "--init-from", str(tmp_path / "bytes")))  # another tokenizer would not fit
+    for flags in (*noted, *others):
+        found = [note for note in notes(configure(flags)[0], 0, 0) if "hellaswag.py cannot score" in note]
+        assert len(found) == (flags in noted)
+        assert not found or "--tokenizer gpt2 makes one that it can" in found[0]
+    assert not list(notes(configure(text)[0], 1, 0))  # once is enough
+
+
+def samples_of(output: str) -> list[str]:
+    return re.findall(r"^step +\d+ \| sample \d: (.*)$", output, re.M)
+
+
+def test_samples_continue_the_held_out_text_unless_there_is_a_prompt(tmp_path, capfd):
+    (tmp_path / "text.txt").write_text("".join(f"The number that follows upon {n} is {n + 1}.\n" for n in range(300)))
+    for prompt in ((), ("--prompt", "The end"), ("--prompt", "")):
+        out = tmp_path / f"run{prompt}"
+        flags = ["--text", tmp_path / "text.txt", "--tokenizer", "bytes", "--out", out, *SMALL, "--sample-every", 4]
+        train(configure([*flags, *prompt])[0], ONE_PROCESS)
+        before = samples_of(capfd.readouterr().out)
+        resumed(out, "--max-steps", 5)
+        after = samples_of(capfd.readouterr().out)
+        [val] = (out / "data").glob("*_val_*.npy")  # it begins inside a line
+        number = int(re.search(r"\n.* (\d+) is", bytes(np.load(val).astype(np.uint8)).decode())[1])
+        expected = prompt[1] if prompt else f"The number that follows upon {number} is"
+        assert number >= 269 and len(before) == len(after) == 4
+        assert all(text.startswith(expected) for text in before + after)
 
 
 @pytest.mark.slow

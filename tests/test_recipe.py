@@ -87,6 +87,7 @@ def test_no_field_is_left_to_be_decided_later():
         "hellaswag_data",
         "hellaswag_limit",
         "wandb",
+        "prompt",
         "log_every",
         "minutes",
         "price",

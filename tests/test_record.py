@@ -5,18 +5,29 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
 import torch
 from helpers import ROOT, finish_run, run_to_the_end, start_run, steps_done, wait_for
 from safetensors.torch import load_file
-from training import assert_same_run, metrics_without_time, resumed, trained
+from training import (
+    ONE_PROCESS,
+    TINY,
+    assert_same_run,
+    configure,
+    metrics_without_time,
+    resumed,
+    run_info,
+    trained,
+)
 
 import train_gpt2
 from support.checkpoints.directory import newest_checkpoint
 from support.console import record
 from support.console.record import latest_flags, read_record
+from train_gpt2 import GPT
 
 FLAGS = ["--max-steps", 6, "--checkpoint-every", 2]
 
@@ -57,6 +68,17 @@ def test_it_is_there_before_the_first_step_and_says_what_is_trained(byte_shards,
     assert (run["device"], run["processes"], run["flags"]["dtype"]) == ("cpu", 1, "fp32")
     assert run["flags"]["max_lr"] == 3e-3 and run["flags"]["n_layer"] == 2 and run["flags"]["decay_steps"] == 6
     assert run["versions"]["torch"] == torch.__version__ and "gpus" not in run["flags"]
+
+
+def test_a_model_has_its_name_or_sizes_of_its_own(tmp_path):
+    GPT(TINY).save_pretrained(tmp_path / "own")
+    (tmp_path / "a.txt").write_text("a text")
+    named = {(): "gpt2", ("--model", "gpt2-medium", "--block-size", "256"): "gpt2-medium"}
+    sized = [("--demo",), ("--text", tmp_path / "a.txt"), ("--init-from", tmp_path / "own"), ("--n-layer", "4")]
+    for flags in (*named, *sized, ("--model", "gpt2-medium", "--n-layer", "4")):
+        run = replace(run_info(), config=configure(flags)[0])
+        found = record.describe_run(run, ONE_PROCESS)["flags"]
+        assert found.get("model") == named.get(flags) and found["n_layer"] == run.config.n_layer
 
 
 def test_the_commit_is_that_of_git(tmp_path):

@@ -1,9 +1,12 @@
 """Shards equal those of the plain loop, whatever interrupts the run; which of them are for validation; full disks."""
 
+import ast
 import contextlib
 import hashlib
+import io
 import json
 import random
+import re
 import shutil
 import time
 import types
@@ -329,3 +332,31 @@ def test_after_a_full_disk_the_same_command_resumes(tmp_path, monkeypatch, numbe
     assert not shards.is_complete(tmp_path) and not list(tmp_path.glob("*partial*"))
     fineweb.make_shards(corpus_of(texts), tmp_path, tokenizer="bytes", shard_size=500)
     assert tokens_in(tmp_path) == plain_loop(texts, plain_bytes, 256, 500)
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("fraction_read", [None, 0.01])
+@pytest.mark.parametrize("finished_tokens", [0, 5000])
+@pytest.mark.parametrize("batches", [4, 12])
+def test_the_bar_of_tokens_appears_when_it_has_something_to_show(monkeypatch, batches, finished_tokens, fraction_read):
+    """After a second; before that, all that a small text would see is zeros and question marks."""
+    now = 1000.0
+    monkeypatch.setattr("tqdm.std.time", lambda: now)
+    monkeypatch.setattr("sys.stderr", screen := Screen())
+    with shard_writer.TokenProgress(finished_tokens, None) as progress:
+        batch = types.SimpleNamespace(fraction_read=fraction_read)
+        for _ in progress.watch((batch, range(150_000)) for _ in range(batches)):
+            now += 0.2
+    shown = screen.getvalue()
+    assert "?" not in shown and (shown == "" if batches == 4 else re.search(r"tokenising: .*\d+k tokens/s\]", shown))
+
+
+def test_every_bar_waits_a_second():
+    files = [*ROOT.glob("*.py"), *ROOT.glob("support/*/*.py")]
+    calls = [node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+    bars = [ast.unparse(call) for call in calls if ast.unparse(call.func) == "tqdm"]
+    assert bars and [bar for bar in bars if "delay=1" not in bar] == []

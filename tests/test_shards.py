@@ -13,6 +13,7 @@ from shard_helpers import file_size_limit
 
 from support.cli import UserError
 from support.data import shards
+from support.data.tokenizer import get_tokenizer
 
 
 def write_shards(folder, lengths, split="train"):
@@ -168,6 +169,7 @@ MANY_SHARDS = """
 import resource, sys
 from support.cli import run_cli
 from support.data import shards
+from support.data.tokenizer import get_tokenizer
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[2])))
 shards.OTHER_OPEN_FILES = 16
@@ -213,3 +215,28 @@ def test_tokens_are_read_while_the_file_has_them(tmp_path, change):
 def test_without_shards_the_error_says_how_to_get_some(tmp_path):
     with pytest.raises(UserError, match=r'no train shards in .*"python fineweb\.py".*"--demo"'):
         shards.open_shards(tmp_path / "nowhere", "train")
+
+
+# Of the bytes of a validation split, in which 256 begins a document, what its samples continue.
+BEGINNINGS = {
+    "a document": ("\0It was a dark and stormy night; the rain fell in torrents.", "It was a dark and stormy night; the rain"),
+    "a line": ("f a sentence that began before.\n\nII\n\n  It  was a\tbright cold day in\r\nApril\n", "It was a bright cold day in"),
+    "the next document": ("f a sentence that began before\0\0A short one\0Call me Ishmael, some years ago.", "Call me Ishmael, some years ago."),
+    "a word": ("f a sentence that goes on and on without a line break", "a sentence that goes on and on without a"),
+    "an escape code": ("\0Many years later, \x1b[2Jas he faced\x07 the", "Many years later, [2Jas he faced the"),
+    "Chinese": (b"\xb8\xad\n" + "\u3000\u3000很久很久以前,在一个遥远的地方住着一位年轻的国王和他的女儿。".encode(), "很久很久以前,在一个遥远"),
+    "Chinese in one line": (b"\xb8\xad" + "很久很久以前,在一个遥远的地方住着一位年轻的国王。".encode(), "很久很久以前,在一个遥远"),
+    "short lines": ("2 + 2 = 4\n3 + 13 = 16\n4 + 4 = 8\n", "3 + 13 = 16"),
+    "little text": ("x", "x"),
+    "no text": ("\0", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text, beginning", BEGINNINGS.values(), ids=BEGINNINGS)
+def test_the_beginning_is_the_first_words_of_a_line_that_was_held_out(tmp_path, text, beginning):
+    """A split may begin inside a line, a word or a character."""
+    write_shards(tmp_path, [9])
+    val = np.frombuffer(text if isinstance(text, bytes) else text.encode(), dtype=np.uint8).astype(np.uint16)
+    np.save(tmp_path / "count_val_000000.npy", np.where(val == 0, 256, val).astype(np.uint16))
+    train, val = shards.open_shards(tmp_path, "train"), shards.open_shards(tmp_path, "val")
+    assert shards.TokenData(str(tmp_path), train, val, get_tokenizer("bytes")).beginning == beginning

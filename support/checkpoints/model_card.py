@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from support.checkpoints.directory import step_of
 from support.cli import flag_fields, flag_name
+from support.console.terminal import on_one_line
 from support.data.hub import FINEWEB_PREFIXES
 from support.data.presets import DEMO_SOURCE
 from support.runtime.memory import count_parameters
@@ -32,7 +33,7 @@ _OPEN_MODEL = """```python
 from transformers import pipeline
 
 generate = pipeline("text-generation", model="NAME")
-print(generate("Once upon a time", max_new_tokens=32)[0]["generated_text"])
+print(generate({prompt}, max_new_tokens=32)[0]["generated_text"])
 ```
 
 `GPT2LMHeadModel.from_pretrained("NAME")` and `AutoTokenizer.from_pretrained("NAME")` open its parts."""
@@ -88,13 +89,15 @@ def model_card(
     if hellaswag:
         items = f" of {hellaswag_items:,} items" if hellaswag_items else ""
         facts["HellaSwag"] = f"acc_norm {hellaswag.value:.4f}{items} (step {hellaswag.step:,})"
-    how = _OPEN_ADAPTER.format(base=base if on_hub else "BASE") if is_adapter else _OPEN_MODEL
+    prompt = on_one_line(run.prompt) if config.text is not None else "The" if config.demo else "Once upon a time"
+    in_python = json.dumps(prompt, ensure_ascii=False)
+    how = _OPEN_ADAPTER.format(base=base if on_hub else "BASE") if is_adapter else _OPEN_MODEL.format(prompt=in_python)
     return "\n\n".join([
         _front_matter(metadata), _NOTICE, f"# GPT-2, {_rounded(parameters)} parameters",
         f"{kind}, {origin} with `train_gpt2.py`. It continues text; it was not trained to follow instructions.",
         "\n".join(f"- **{name}**: {fact}" for name, fact in facts.items()),
         "## How to use it", "NAME is the name of this model on the hub or its folder, FOLDER its folder on your disk.", how,
-        _own_scripts(tokenizer), "## How it was trained", _command(config),
+        _own_scripts(tokenizer, prompt), "## How it was trained", _command(config),
     ]) + "\n"  # fmt: skip
 
 
@@ -133,9 +136,10 @@ def _rounded(parameters: int) -> str:
     return f"{parameters / 1e6:.0f}M" if parameters >= 1e7 else f"{parameters / 1e6:.2g}M"
 
 
-def _own_scripts(tokenizer: str) -> str:
-    lines = ['python sample.py --model FOLDER --prompt "Once upon a time"']
-    lines += ["python hellaswag.py -m FOLDER"] if tokenizer == "gpt2" else []
+def _own_scripts(tokenizer: str, prompt: str) -> str:
+    quoted = shlex.quote(prompt) if re.search(r'["$`\\!]', prompt) else f'"{prompt}"'
+    lines = [f"python sample.py --model FOLDER --prompt {quoted}"]
+    lines += ["python hellaswag.py --model FOLDER"] if tokenizer == "gpt2" else []
     return "With the scripts that trained it:\n\n```sh\n" + "\n".join(lines) + "\n```"
 
 

@@ -38,7 +38,7 @@ def progress_bar(items: Iterable[T], name: str, rank: int) -> Iterator[T]:
     if status is None:
         from tqdm import tqdm
 
-        yield from tqdm(items, desc=name, leave=False, disable=True if rank or sys.stderr is None else None)
+        yield from tqdm(items, desc=name, leave=False, delay=1, disable=True if rank or sys.stderr is None else None)
         return
     total = f"/{len(items):,}" if isinstance(items, Sized) else ""
     try:
@@ -169,6 +169,11 @@ def notes(config: RunOptions, first_step: int, checkpoint_bytes: int) -> Iterato
         yield (
             f"there is time for about {pluralize(max_steps - first_step, 'step')} only, and a model that learns something needs "
             "hundreds. What helps: more --minutes, a smaller model (--n-layer, --n-embd), a smaller --total-batch-size"
+        )
+    own_tokenizer = config.tokenizer != "gpt2" and not config.init_from  # which only --text can have
+    if own_tokenizer and first_step == 0 and config.hellaswag_every == 0:  # otherwise there is a note from HellaSwag
+        yield (
+            "hellaswag.py cannot score this model: its tokenizer is not GPT-2's; --tokenizer gpt2 makes one that it can"
         )
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and config.resume != "auto":
         yield "torchrun restarts a failed run, but only with --resume auto does that resume from a checkpoint"

@@ -169,6 +169,7 @@ def _fetch(url: str, part: Path, headers: Mapping[str, str], stop: threading.Eve
                 unit="B",
                 unit_scale=True,
                 leave=False,
+                delay=1,
                 disable=None,
             ) as bar,
         ):

@@ -262,6 +262,7 @@ class TokenProgress:
             total=max_tokens,
             smoothing=0.05,
             leave=False,
+            delay=1,  # at first there would only be zeros and question marks
             disable=None,
         )
 

@@ -9,6 +9,7 @@ import json
 import mmap
 import os
 import re
+import textwrap
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ import numpy.typing as npt
 from support import files
 from support.cli import UserError
 from support.data.tokenizer import (
+    END_OF_TEXT,
     MAX_VOCAB_SIZE,
     TOKENIZER_JSON,
     VOCAB_SIZES,
@@ -34,6 +36,7 @@ ShardIdentity: TypeAlias = list[str | int | None]  # file name, tokens, SHA-256;
 
 TOKENS_OF_AN_END, ENDS_PREFIX = 2**15, "ends "  # of a shard without a manifest, which is known by its ends
 OTHER_OPEN_FILES = 256  # that a process opens besides shards
+TOKENS_WITH_A_LINE, LINE_LETTERS = 2**14, 20  # of a text whose beginning is to be continued
 _MAKE_AGAIN = "Run the command that made these shards again."
 _SHARD_NAME = re.compile(r"(?P<prefix>.+)_(?P<split>train|val)_(?P<index>[0-9]{6,12})\.npy")
 
@@ -129,6 +132,21 @@ class TokenData:
     def bytes_per_token(self) -> float:
         """See the function of this name; of the validation split, if there is one."""
         return bytes_per_token((self.val or self.train)[0], self.tokenizer)
+
+    @functools.cached_property
+    def beginning(self) -> str:
+        """The first words of a line of the validation split, for samples to continue; of the train split without one.
+
+        It is the first line with LINE_LETTERS letters, or else the longest. The split may begin inside a line.
+        """
+        tokens = read_tokens((self.val or self.train)[0], 0, TOKENS_WITH_A_LINE, self.tokenizer.vocab_size)
+        text = self.tokenizer.decode(tokens.tolist()).replace(END_OF_TEXT, "\n").strip("\ufffd")
+        printable = "".join(c if c.isprintable() or c == "\n" else " " for c in text)
+        rest, *lines = [" ".join(line.split()) for line in printable.split("\n")]
+        lines.append(rest.partition(" ")[2] or rest)  # without what may be half a word
+        line = next((line for line in lines if sum(map(str.isalpha, line)) >= LINE_LETTERS), max(lines, key=len))
+        columns = 40 if " " in line[:40] else 12  # six or seven words, or what is as much in Chinese
+        return next(iter(textwrap.wrap(line, columns, break_on_hyphens=False)), "")
 
     def check_rows(self, T: int, step_rows: int, val_tokens: int | None) -> None:
         """Checks that there are the rows of T tokens that a step takes, and one to validate on.
@@ -312,7 +330,7 @@ def verify_shards(directory: str | os.PathLike[str]) -> list[np.memmap]:
     if not train and not problems:
         raise UserError(f"no train shards in {directory}. Use a folder of shards.")
     problems += val_problems
-    for tokens in tqdm([*train, *val], desc="checking shards", unit=" shards", leave=False, disable=None):
+    for tokens in tqdm([*train, *val], desc="checking shards", unit=" shards", leave=False, delay=1, disable=None):
         path = _path_of(tokens)
         if expected_sha256.get(path.name) not in (None, files.sha256_of(path)):
             problems.append(f"{path} was altered (wrong checksum). {_MAKE_AGAIN}")

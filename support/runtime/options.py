@@ -14,6 +14,7 @@ from support.runtime import devices
 
 # What a new run may replace in its folder: nothing, a log without checkpoints, or everything of an earlier run.
 OverwritePolicy = Literal["nothing", "log", "run"]
+DEFAULT_PROMPT = "Hello, I'm a language model,"
 # Their defaults depend on the machine, so a resumed run chooses them anew unless they were explicit.
 MACHINE_FLAGS = {"device", "dtype", "compile", "batch_size", "hellaswag_every"}
 # What the shards were made from. A resumed run keeps these, so it must not name anything else.
@@ -129,7 +130,13 @@ class RunOptions(Recipe):
         None, "score only the first N HellaSwag items", "evaluation", default_help="all", at_least=1
     )
     sample_every: int = flag(250, "steps between samples; 0: never", "evaluation", at_least=0)
-    prompt: str = flag("Hello, I'm a language model,", "text that samples continue", "evaluation", metavar="TEXT")
+    prompt: str | None = flag(
+        None,
+        "text that samples continue",
+        "evaluation",
+        default_help=f'"{DEFAULT_PROMPT}"; with --text, the first words of a line of the held-out text',
+        metavar="TEXT",
+    )
 
     log_every: int | None = flag(
         None,

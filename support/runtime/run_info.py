@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from support.data.shards import DataIdentity, TokenData
-from support.runtime.options import RunOptions
+from support.runtime.options import DEFAULT_PROMPT, RunOptions
 
 
 def checkpoint_path(out: str | os.PathLike[str], step: int) -> Path:
@@ -54,6 +54,13 @@ class RunInfo:
     def first_step(self) -> int:
         """Of this process; above 0 if it has resumed the run."""
         return self.resumed_from.step if self.resumed_from else 0
+
+    @property
+    def prompt(self) -> str:
+        """What samples continue: --prompt, or or by default with --text, the first words of a held-out line."""
+        if self.config.prompt is not None:
+            return self.config.prompt
+        return DEFAULT_PROMPT if self.config.text is None else self.data.beginning
 
     @property
     def sizes(self) -> dict[str, int]:
