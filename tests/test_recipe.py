@@ -190,7 +190,7 @@ def test_the_recipe_in_words():
     config = config_of("--max-steps", 10, "--max-lr", 0.001, "--warmup-steps", 0)
     assert describe_recipe(config) == "adamw, cosine; learning rate 0.001, 0.0001 at step 10"
     config = replace(config, warmup_steps=1, schedule="wsd", cooldown_fraction=0.1)
-    rates = "learning rate 0.001 after 1 step, from step 9 on down to 0.0001 at step 10"
+    rates = "learning rate 0.001 after 1 step, from step 9 down to 0.0001 at step 10"
     assert describe_recipe(config) == f"adamw, wsd; {rates}"
     config = replace(config, decay_steps=MAX_STEPS)  # with --minutes
     assert describe_recipe(config) == "adamw, wsd; learning rate 0.001 after 1 step, 0.0001 at the end"

@@ -119,7 +119,7 @@ def describe_recipe(recipe: Recipe) -> str:
     warmup = f" after {pluralize(recipe.warmup_steps, 'step')}" if recipe.warmup_steps else ""
     end = "at the end" if recipe.decay_steps == MAX_STEPS else f"at step {recipe.decay_steps:,}"
     constant = recipe.schedule == "wsd" and recipe.decay_steps < MAX_STEPS
-    cooldown = f"from step {recipe.decay_steps - recipe.cooldown_steps:,} on down to " if constant else ""
+    cooldown = f"from step {recipe.decay_steps - recipe.cooldown_steps:,} down to " if constant else ""
     rates = f"learning rate {recipe.max_lr:.3g}{warmup}, {cooldown}{recipe.min_lr:.3g} {end}"
     return f"{recipe.optimizer}, {recipe.schedule}; {rates}"
 
@@ -172,9 +172,7 @@ def notes(config: RunOptions, first_step: int, checkpoint_bytes: int) -> Iterato
         )
     own_tokenizer = config.tokenizer != "gpt2" and not config.init_from  # which only --text can have
     if own_tokenizer and first_step == 0 and config.hellaswag_every == 0:  # otherwise there is a note from HellaSwag
-        yield (
-            "hellaswag.py cannot score this model: its tokenizer is not GPT-2's; --tokenizer gpt2 makes one that it can"
-        )
+        yield "hellaswag.py cannot score this model: it needs --tokenizer gpt2"
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and config.resume != "auto":
         yield "torchrun restarts a failed run, but only with --resume auto does that resume from a checkpoint"
     if checkpoint_bytes and config.checkpoint_every:

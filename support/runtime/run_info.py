@@ -57,7 +57,7 @@ class RunInfo:
 
     @property
     def prompt(self) -> str:
-        """What samples continue: --prompt, or or by default with --text, the first words of a held-out line."""
+        """What samples continue: --prompt, or by default with --text, the first words of a held-out line."""
         if self.config.prompt is not None:
             return self.config.prompt
         return DEFAULT_PROMPT if self.config.text is None else self.data.beginning
