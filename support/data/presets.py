@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
+from support import startup
 from support.cli import UserError, flag_name
 from support.data import shards
 from support.data.readers import (
@@ -283,7 +284,10 @@ def make_preset_shards(config: PresetConfig, rank: int, resumed: bool) -> None:
         if config.init_from and tokenizer == "bpe":
             source.append(f"--tokenizer-from={config.init_from}")
     fineweb = Path(__file__).parents[2] / "fineweb.py"
-    if run_child_process([sys.executable, str(fineweb), "--output", data, *source]):
+    startup.show("making token shards ...")
+    failed = run_child_process([sys.executable, str(fineweb), "--output", data, *source])
+    startup.show("")
+    if failed:
         raise UserError(
             "no shards were made, see above. For another text or tokenizer, use another --out.",
             this_rank_only=True,
@@ -291,13 +295,13 @@ def make_preset_shards(config: PresetConfig, rank: int, resumed: bool) -> None:
 
 
 def run_child_process(command: Sequence[str]) -> int:
-    """Runs a program and returns its exit code. A SIGTERM to this process ends both."""
+    """Runs a program, of which only stderr is shown, and returns its exit code. A SIGTERM to this process ends both."""
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
     handler = signal.signal(signal.SIGTERM, end)
     try:
-        return subprocess.run(command).returncode
+        return subprocess.run(command, stdout=subprocess.DEVNULL).returncode
     finally:
         signal.signal(signal.SIGTERM, handler)
