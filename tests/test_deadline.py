@@ -141,6 +141,8 @@ def test_the_run_is_that_of_as_many_steps(tmp_path, text, monkeypatch, capsys):
         assert checkpoint_names(tmp_path / out) == [f"model_{step:05d}" for step in (4, 8, 12, 15, 16, 20, 24)]
     flags = latest_flags(read_record(tmp_path / "minutes" / "run.json"))
     assert (flags["max_steps"], flags["decay_steps"], flags["cooldown_fraction"]) == (24, 24, 9 / 24)
+    assert "decay-steps" not in (tmp_path / "minutes" / "model_00012" / "README.md").read_text()
+    assert "--decay-steps 24" in (tmp_path / "minutes" / "model_00015" / "README.md").read_text()
     before, at = (trainer_file(tmp_path / "minutes" / f"model_{step:05d}")["config"] for step in (12, 15))
     assert before["decay_steps"] == MAX_STEPS and at["decay_steps"] == at["max_steps"] == 24
 
@@ -245,10 +247,10 @@ def test_more_minutes_continue_before_the_cooldown(tmp_path, text, monkeypatch):
 
 
 def test_intervals_follow_the_new_length_unless_they_were_chosen(tmp_path, text):
-    flags = text[: text.index("--checkpoint-every")]
+    flags = [*text[: text.index("--checkpoint-every")], "--val-every", "6"]
     out = finished(tmp_path, flags)
     config, checkpoint = configure(["--resume", "--out", out, "--max-steps", "40"])
-    assert (config.checkpoint_every, config.val_every, checkpoint.step) == (10, 5, 12)
+    assert (config.checkpoint_every, config.val_every, checkpoint.step) == (10, 6, 12)
     config, _ = configure(["--resume", "--out", out, "--max-steps", "40", "--checkpoint-every", "7"])
     assert config.checkpoint_every == 7
     config, checkpoint = configure(["--resume", "--out", out, "--max-steps", "40", "--decay-steps", "20"])

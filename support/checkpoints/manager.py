@@ -41,8 +41,8 @@ class CheckpointManager:
 
     Training waits only for a copy of the state in host memory. A save that fails (a full disk, no permission) is
     reported on stderr and leaves earlier checkpoints as they are; if the next one fails too, the run is asked to stop.
-    The newest `keep` checkpoints are kept, the latest included (0: all), and the one with the best validation loss in
-    the log. Rank 0 writes; the others take part in `save`, because under FSDP each has only a part of the state.
+    The newest `keep` checkpoints are kept, the latest included (0: all), the one with the best validation loss in the
+    log, and the newest one before a cooldown, from which the run can become longer. Rank 0 writes; the others take part in `save`, because under FSDP each has only a part of the state.
     """
 
     def __init__(self, run: RunInfo, stop: StopHandler, sync_log: Callable[[], None], rank: int = 0):
@@ -199,11 +199,13 @@ class CheckpointManager:
         logged = read_values(self.out / "log.txt", "val")
         val = {d: validation_loss_of(d) or logged.get(step_of(d)) for d in [*earlier, checkpoint_path(self.out, step)]}
         best = min((d for d in val if val[d] is not None), key=lambda d: val[d] or 0.0, default=None)
+        config = self.run.config
+        before_cooldown = [d for d in val if config.schedule == "wsd" and step_of(d) <= config.cooldown_start]
         kept = 1  # the one just saved
         for directory in reversed(earlier):
             if kept < self.keep and check_files(directory) is None:  # an error of the disk proves no corruption
                 kept += 1
-            elif directory != best:
+            elif directory not in (best, *before_cooldown[-1:]):
                 files.remove(directory)
 
 

@@ -148,7 +148,8 @@ def _command(config: RunOptions) -> str:
     words = []
     for field in flag_fields(type(config)):
         name, value = field.name, getattr(config, field.name)
-        if name in RunOptions.__dataclass_fields__ or value == field.default:
+        is_open = config.open_ended and name in ("max_steps", "decay_steps")  # the number of steps is not known yet
+        if name in RunOptions.__dataclass_fields__ or value == field.default or is_open:
             continue
         if isinstance(value, bool):
             words.append(flag_name(name) if value else f"--no-{flag_name(name)[2:]}")
