@@ -628,7 +628,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     loader.seek(state.step)
     val_loader = DataLoaderLite(data.val, B, config.block_size, data.tokenizer.vocab_size, dist) if data.val else None
     run = RunInfo(config, data, identity, model, checkpoint, len(examples))
-    folder = run_folder.lock_and_replace_folder(run, dist)  # renames an earlier run. From here on, --out is written
+    folder = run_folder.lock_and_replace_folder(run, dist)  # keeps an earlier run. From here on, --out is written
     stop = StopHandler(dist.world_size)  # requested: a signal or an error on this rank. agreed: all ranks know and stop
     logger = RunLogger(run, dist)  # log.txt, metrics.jsonl, run.json, curves.png, trackers, and the console
     checkpoints = CheckpointManager(run, stop, logger.sync, rank)  # writes in a thread, after the log is on the disk

@@ -10,7 +10,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -29,13 +29,13 @@ def tmp_path(path: Path, kind: str = "partial") -> Path:
 
 
 @contextlib.contextmanager
-def atomic_write(path: Path, unique: bool = False) -> Iterator[Path]:
+def atomic_write(path: Path, unique: bool = False, before_rename: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """Yields a temporary path; the file or folder that the block makes there replaces `path` at the end.
 
     A reader sees the old content or the new, never a part of it, even after a power failure. (While a folder is
     replaced, there is a moment without either.) If the block fails, `path` is unchanged and nothing else remains. A
     killed process leaves the temporary path behind, and the next write of `path` removes it. With `unique`, the
-    temporary name is never used twice: for files that no lock protects.
+    temporary name is never used twice: for files that no lock protects. `before_rename` is called when all is on the disk.
     """
     tmp = tmp_path(path, f"{secrets.token_hex(8)}.partial" if unique else "partial")
     remove(tmp)
@@ -43,6 +43,7 @@ def atomic_write(path: Path, unique: bool = False) -> Iterator[Path]:
         yield tmp
         for file in [*sorted(tmp.iterdir()), tmp] if tmp.is_dir() else [tmp]:
             sync(file)
+        before_rename()
     except BaseException as error:
         with contextlib.suppress(OSError):
             remove(tmp)

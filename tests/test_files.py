@@ -41,3 +41,17 @@ def test_a_write_that_fails_names_the_file_and_leaves_the_old_one(tmp_path):
             full.write("x")
     assert error.value.filename == str(path)
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
+
+
+def test_before_it_is_renamed_all_is_on_the_disk(tmp_path, monkeypatch):
+    path, synced = tmp_path / "folder", []
+    monkeypatch.setattr(files, "sync", synced.append)
+
+    def check():
+        assert [path.name for path in synced] == ["file", ".folder.partial"] and not path.exists()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), files.atomic_write(path, before_rename=check) as tmp:
+        tmp.mkdir()
+        (tmp / "file").touch()
+    assert os.listdir(tmp_path) == []

@@ -234,20 +234,21 @@ def test_the_best_checkpoint_of_a_run_that_is_extended_is_kept(byte_shards, tmp_
     assert checkpoint_names(out) == ["model_00004", "model_00009"]
 
 
-def test_a_run_that_is_stopped_early_leaves_the_model_that_it_was_to_replace(byte_shards, tmp_path, capsys):
-    """Its state is saved, but a step or two are no reason to remove a better model."""
+def test_a_model_is_removed_when_the_run_that_replaces_it_has_finished(byte_shards, tmp_path, capsys):
+    """Until then its own may be worse."""
     out = tmp_path / "log_demo"
     trained(out, "--data", byte_shards, "--max-steps", 3)
     lock_and_replace(out, "run")
-
-    stop = SimpleNamespace(requested=True, failure=None, world_size=1)
-    checkpoints = manager_of(out, stop=stop)
-    checkpoints.start(2, lambda folder: (folder / "x").write_text("x"), 1)
-    checkpoints.wait()
-    assert checkpoint_names(out) == ["model_00002", "model_00003.earlier"]
-    assert f"The earlier run's model is still {out / 'model_00003.earlier'}." in checkpoints.describe_newest()
-    stop.requested = False
-    checkpoints.start(5, lambda folder: (folder / "x").write_text("x"), 1)
-    checkpoints.wait()
-    assert checkpoint_names(out) == ["model_00002", "model_00005"]
-    assert "earlier" not in checkpoints.describe_newest()
+    stop = SimpleNamespace(requested=False, failure=None, world_size=1)
+    checkpoints = CheckpointManager(run_info("--out", out, "--keep", 1, "--max-steps", 5), stop, lambda: None)
+    assert checkpoints.describe_newest() == (
+        f"There is no checkpoint yet. The earlier run's model is still {out / 'model_00003'}."
+    )
+    (out / "log.txt").touch()
+    still = f" The earlier run's model is still {out / 'model_00003.earlier'}."
+    for step, stop.requested, kept in ((2, False, still), (5, True, still), (5, False, "")):
+        checkpoints.start(step, write_x, 1)
+        checkpoints.wait()
+        assert ("model_00003.earlier" in checkpoint_names(out)) == bool(kept)
+        assert checkpoints.describe_newest().startswith(f"The newest checkpoint is {out}/model_0000{step}.{kept}\n")
+    assert checkpoint_names(out) == ["model_00005"]

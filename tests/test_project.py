@@ -46,18 +46,14 @@ def test_a_second_demo_replaces_its_own_run_and_nothing_else(demo):
     shards = {p: p.stat().st_mtime_ns for p in (folder / "demo_data").iterdir()}
     done = run_script("train_gpt2.py", "--demo", "--max-steps", 2, "--val-every", 0, "--device", "cpu", cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert "replacing the earlier run: log_demo/model_00060.earlier is removed when" in done.stdout
+    assert "replacing log_demo/model_00060 when this run has saved a model" in done.stdout
     assert sorted(p.name for p in (folder / "log_demo").iterdir()) == [
         ".lock",
-        "curves.earlier.png",
         "curves.png",
-        "log.earlier.txt",
         "log.txt",
-        "metrics.earlier.jsonl",
         "metrics.jsonl",
         "model_00002",
         "notes.txt",
-        "run.earlier.json",
         "run.json",
     ]
     assert shards == {p: p.stat().st_mtime_ns for p in (folder / "demo_data").iterdir()}

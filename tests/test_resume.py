@@ -1,5 +1,6 @@
 """Resuming: the resumed run is the uninterrupted one, and what would change it is refused."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -12,10 +13,11 @@ from helpers import TINY_FLAGS, finish_run, losses, needs_gpt2_vocabulary, run_t
 from training import ONE_PROCESS, assert_same_run, configure, resumed, trained, trainer_file
 
 import train_gpt2
-from support.checkpoints import directory
+from support.checkpoints import directory, run_folder
 from support.cli import UserError
 from support.data import shards
 from support.runtime.distributed import Distributed
+from support.runtime.options import RunOptions
 from train_gpt2 import get_lr, train
 
 
@@ -188,6 +190,59 @@ def test_a_constant_rate_can_end_earlier_or_later(byte_shards, tmp_path):
         run_to_the_end("--resume", "--out", out, "--max-steps", steps, "--decay-steps", steps, cwd=tmp_path)
         assert_same_run(out, tmp_path / f"{steps}")
     assert losses(tmp_path / "10" / "log.txt") != losses(tmp_path / "30" / "log.txt")[:10]
+
+
+def test_a_new_run_that_dies_early_leaves_the_earlier_one_which_resumes(byte_shards, tmp_path, monkeypatch):
+    """As a second demo does: one that fails, one that is killed, and then --resume."""
+    out, flags = tmp_path / "run", ["--data", byte_shards, "--checkpoint-every", 4]
+    trained(out, *flags, "--max-steps", 4)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != ".lock"}
+    monkeypatch.setattr(RunOptions, "overwrite_policy", "run")
+    for cleans_up in (True, False):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            if not cleans_up:
+                patch.setattr(run_folder, "_recover", lambda folder: None)
+            kill_before_step(patch, 2)
+            trained(out, *flags, "--max-steps", 4, "--seed", 7)
+        left = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != ".lock"}
+        assert (left == before) == cleans_up and (out / "model_00004").is_dir()
+    resumed(out, "--max-steps", 6)
+    trained(tmp_path / "straight", *flags, "--max-steps", 6, "--decay-steps", 4)
+    assert_same_run(out, tmp_path / "straight")
+
+
+def test_a_run_that_goes_back_replaces_what_came_later(byte_shards, tmp_path, monkeypatch):
+    """It is the uninterrupted run; one that ends before its first checkpoint, or is killed there, changes nothing."""
+    flags = ["--data", byte_shards, "--max-steps", 6, "--checkpoint-every", 2]
+    out, aside = tmp_path / "run", tmp_path / "aside"
+    trained(out, *flags)
+    before = trainer_file(out / "model_00006"), (out / "log.txt").read_bytes(), (out / "run.json").read_bytes()
+
+    def go_back(steps):
+        for step in (4, 6):
+            (out / f"model_0000{step}").rename(aside.with_suffix(f".{step}"))
+        config, checkpoint = configure(["--resume", "--out", out, "--max-steps", steps])
+        for step in (4, 6):
+            aside.with_suffix(f".{step}").rename(out / f"model_0000{step}")
+        train(config, ONE_PROCESS, dataclasses.replace(checkpoint, replaces_later=True))
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_before_step(patch, 1)
+        go_back(6)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(run_folder, "_recover", lambda folder: None)
+        kill_before_step(patch, 1)
+        go_back(6)
+    assert (out / "log.txt").read_bytes() != before[1]
+    resumed(out)  # continues from model_00006, and has nothing to do
+    assert (out / "log.txt").read_bytes() == before[1] and (out / "model_00006").is_dir()
+    resumes = json.loads((out / "run.json").read_text()).pop("resumes")
+    assert [resume["step"] for resume in resumes] == [6] and not json.loads(before[2])["resumes"]
+    go_back(5)
+    assert sorted(path.name for path in out.glob("model_*")) == ["model_00002", "model_00004", "model_00004.earlier",
+        "model_00005", "model_00006.earlier"]  # fmt: skip
+    trained(tmp_path / "straight", "--data", byte_shards, "--max-steps", 5, "--decay-steps", 6, "--checkpoint-every", 2)
+    assert_same_run(out, tmp_path / "straight")
 
 
 # ---- what may not change

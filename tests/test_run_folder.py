@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import TINY_FLAGS, start_run, wait_for
-from training import checkpoint_names, config_of, lock_and_replace
+from training import checkpoint_names, config_of, lock_and_replace, run_info
 
 import train_gpt2
+from support import files
 from support.checkpoints import run_folder
 from support.checkpoints.directory import list_earlier, newest_checkpoint, write_checkpoint
+from support.checkpoints.manager import CheckpointManager
+from support.checkpoints.run_folder import RUN_FILES
+from support.checkpoints.state import Checkpoint
 from support.cli import UserError
+from support.runtime.signals import StopHandler
 
 
 @pytest.mark.slow
@@ -26,63 +35,224 @@ def test_a_second_run_in_the_same_folder_is_refused(byte_shards, tmp_path):
     assert first.is_alive()
     first.kill()
     first.join()
-    run_folder.check_folder(config_of("--out", out), newest_checkpoint(out))
+    run_folder.check_folder(config_of("--out", out), Checkpoint.open(newest_checkpoint(out)))
     with pytest.raises(UserError, match="already contains a run. Continue it with --resume"):
         run_folder.check_folder(config_of("--out", out), None)
 
 
-def test_a_new_run_replaces_a_run_and_nothing_else(tmp_path):
+def test_what_a_new_run_may_replace(tmp_path):
     for name in ("model_00001", "model_of_mine", ".model_00002.partial", ".model_00001.removed"):
         (tmp_path / name).mkdir()
-    for name in ("log.txt", "metrics.jsonl", "run.json", "curves.png", "notes.md"):
+    for name in (*RUN_FILES, "notes.md"):
         (tmp_path / name).write_text("x")
     with pytest.raises(UserError, match="already contains a run"):
         lock_and_replace(tmp_path, "nothing")
     with pytest.raises(UserError, match="another run saved .*model_00001 while this one was starting"):
         lock_and_replace(tmp_path, "log")
-    assert len(os.listdir(tmp_path)) == 10
-    lock_and_replace(tmp_path, "run")
-    kept = [
-        "curves.earlier.png",
-        "log.earlier.txt",
-        "metrics.earlier.jsonl",
-        "model_00001.earlier",
-        "model_of_mine",
-        "notes.md",
-        "run.earlier.json",
-    ]
-    assert sorted(os.listdir(tmp_path)) == [".lock", *kept]
-    (tmp_path / ".model_00002.partial").mkdir()
-    (tmp_path / "model_00003").mkdir()
-    lock_and_replace(tmp_path, "nothing", tmp_path / "model_00003")
-    assert sorted(os.listdir(tmp_path)) == sorted([".lock", "model_00003", *kept])
+    assert len(os.listdir(tmp_path)) == 11
+    lock_and_replace(tmp_path, "nothing", tmp_path / "model_00001")
+    assert sorted(os.listdir(tmp_path)) == sorted([".lock", *RUN_FILES, "model_00001", "model_of_mine", "notes.md"])
     write_checkpoint(tmp_path / "model_00004", lambda folder: (folder / "x").write_text("x"))
     with pytest.raises(UserError, match="another run saved .*model_00004"):
-        lock_and_replace(tmp_path, "nothing", tmp_path / "model_00003")
+        lock_and_replace(tmp_path, "nothing", tmp_path / "model_00001")
+    lock_and_replace(tmp_path, "nothing", tmp_path / "model_00001", replaces_later=True)
     (tmp_path / "model_00004" / "x").unlink()  # a corrupt checkpoint counts as none
-    lock_and_replace(tmp_path, "nothing", tmp_path / "model_00003")
+    lock_and_replace(tmp_path, "nothing", tmp_path / "model_00001")
 
 
-def start_over(folder, step=None, content=""):
-    """A run that replaces the one in `folder`, and saves one checkpoint unless it ends before."""
-    lock_and_replace(folder, "run")
-    (folder / "log.txt").write_text(content)
-    if step is not None:
-        write_checkpoint(folder / f"model_{step:05d}", lambda directory: (directory / "x").write_text(content))
+# -----------------------------------------------------------------------------
+# Replacing an earlier run
 
 
-def test_a_model_is_removed_only_when_there_is_a_newer_one(tmp_path):
-    """Runs that end before their first save leave the last model, and its log, as they are."""
-    start_over(tmp_path, 60, "first")
-    start_over(tmp_path, None, "crashed")
+class Killed(BaseException):
+    pass
+
+
+def contents(folder):
+    """The bytes of all files but the lock, by path."""
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def save(folder, step, text, first_step=0, *flags, replaces_later=False):
+    """Saves the checkpoint of a step, in a run that was resumed at `first_step`."""
+    checkpoint = SimpleNamespace(step=first_step, replaces_later=replaces_later) if first_step else None
+    run = run_info("--out", folder, *flags, checkpoint=checkpoint)
+    CheckpointManager(run, StopHandler(), lambda: None)._write(step, lambda to: (to / "x").write_text(text), 1)
+
+
+def write_run_files(folder, text):
+    for name in RUN_FILES:
+        (folder / name).write_text(f"{text} {name}")
+
+
+def earlier_run(folder):
+    """Makes a folder with three checkpoints, and with two that a run before it had replaced. Returns its contents."""
+    for name in ("model_00002", "model_00004", "model_00006"):
+        write_checkpoint(folder / name, lambda to: (to / "x").write_text("first"))
+    for name in ("model_00004.earlier", "model_00090.earlier"):
+        (folder / name).mkdir()
+        (folder / name / "x").write_text("before")
+    write_run_files(folder, "first")
+    return contents(folder)
+
+
+def start_second(folder, goes_back=False):
+    return lock_and_replace(folder, "run", folder / "model_00002" if goes_back else None, replaces_later=goes_back)
+
+
+def fail_before_the_first_save(folder):
+    with pytest.raises(ZeroDivisionError), start_second(folder):
+        write_run_files(folder, "failed")
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("goes_back", [False, True])
+def test_a_run_that_ends_before_its_first_save_changes_nothing(tmp_path, goes_back, capsys):
+    before = earlier_run(tmp_path)
     for _ in range(2):
-        assert (tmp_path / "model_00060.earlier" / "x").read_text() == "first"
-        assert (tmp_path / "log.earlier.txt").read_text() == "first"
-        start_over(tmp_path, None, "crashed again")
-    start_over(tmp_path, 50, "second")  # no CheckpointManager here, which removes the first one's now
-    start_over(tmp_path, None)
-    assert [path.name for path in list_earlier(tmp_path)] == ["model_00050.earlier"]
-    assert (tmp_path / "log.earlier.txt").read_text() == "second"
+        start_second(tmp_path, goes_back)  # killed
+        checkpoints = {name: text for name, text in contents(tmp_path).items() if "/" in name}
+        assert checkpoints == {name: text for name, text in before.items() if "/" in name}
+        assert (tmp_path / "log.txt").exists() == goes_back  # which continues it
+        assert (tmp_path / "log.earlier.txt").read_text() == "first log.txt"
+        write_run_files(tmp_path, "killed")
+    for error in (ZeroDivisionError, SystemExit):
+        with pytest.raises(error), start_second(tmp_path, goes_back):
+            write_run_files(tmp_path, "failed")
+            raise error
+        assert contents(tmp_path) == before
+    start_second(tmp_path, goes_back)
+    lock_and_replace(tmp_path, "nothing", newest_checkpoint(tmp_path))  # a resumed run puts back, too
+    assert contents(tmp_path) == before
+    assert (
+        capsys.readouterr().out.splitlines()
+        == [f"replacing {tmp_path}/model_00006 when this run has saved a model"] * 5
+    )
+
+
+@pytest.mark.parametrize("goes_back", [False, True])
+def test_the_first_save_replaces_the_earlier_run(tmp_path, goes_back):
+    earlier_run(tmp_path)
+    with start_second(tmp_path, goes_back):
+        write_run_files(tmp_path, "second")
+        save(tmp_path, 4, "second", 2 * goes_back)
+    found = contents(tmp_path)
+    models = {name.removesuffix("/x"): text for name, text in found.items() if name.endswith("/x")}
+    assert models == {"model_00004": b"second", "model_00004.earlier": b"first", "model_00006.earlier": b"first",
+                      "model_00090.earlier": b"before"} | {"model_00002" + ".earlier" * (not goes_back): b"first"}  # fmt: skip
+    assert {name: text.split()[0] for name, text in found.items() if "/" not in name} == dict.fromkeys(
+        RUN_FILES, b"second"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("goes_back", [False, True])
+def test_a_kill_at_any_point_leaves_the_one_run_or_the_other(tmp_path, goes_back, monkeypatch):
+    """Renaming and removing fail from the n-th call on, as if the run were killed there; then, so does the next start."""
+    monkeypatch.setattr(files, "sync", lambda path: None)  # which takes most of the time
+    earlier, killed, start = tmp_path / "earlier", tmp_path / "killed", tmp_path / "start"
+    first = earlier_run(earlier)
+
+    def replace(folder):
+        start_second(folder, goes_back)
+        write_run_files(folder, "second")
+        save(folder, 4, "second", 2 * goes_back)
+
+    def call_until(n, function, folder):
+        """Calls the function; returns whether it came to its end."""
+        calls = []
+
+        def counted(call):
+            def call_or_die(*args, **kwargs):
+                calls.append(1)
+                if len(calls) >= n:
+                    raise Killed
+                return call(*args, **kwargs)
+
+            return call_or_die
+
+        with monkeypatch.context() as patch:
+            for name in ("rename", "replace", "unlink", "rmdir"):
+                patch.setattr(os, name, counted(getattr(os, name)))
+            try:
+                function(folder)
+            except Killed:
+                return False
+        return True
+
+    shutil.copytree(earlier, killed)
+    replace(killed)
+    second, outcomes = contents(killed), []
+    for n in itertools.count(1):
+        shutil.rmtree(killed)
+        shutil.copytree(earlier, killed)
+        if call_until(n, replace, killed):
+            break
+        for m in itertools.count(1):
+            shutil.copytree(killed, start)
+            recovered = call_until(m, start_second, start)
+            fail_before_the_first_save(start)
+            found = contents(start)
+            shutil.rmtree(start)
+            assert found in (first, second), (n, m)
+            if recovered:
+                break
+        outcomes.append(found == second)
+    assert outcomes == sorted(outcomes) and len(set(outcomes)) == 2  # all that it replaces, from one point on
+
+
+def test_checkpoints_without_a_log_are_put_back_too(tmp_path):
+    earlier_run(tmp_path)
+    for name in RUN_FILES:
+        (tmp_path / name).unlink()
+    before = contents(tmp_path)
+    fail_before_the_first_save(tmp_path)
+    assert contents(tmp_path) == before | {"log.txt": b""}
+
+
+def test_a_log_without_checkpoints_is_replaced_at_the_first_save(tmp_path):
+    write_run_files(tmp_path, "first")
+    with pytest.raises(ZeroDivisionError), lock_and_replace(tmp_path, "log"):
+        write_run_files(tmp_path, "failed")
+        raise ZeroDivisionError
+    assert (tmp_path / "log.txt").read_text() == "first log.txt"
+    with lock_and_replace(tmp_path, "log"):
+        assert not (tmp_path / "log.txt").exists()
+        write_run_files(tmp_path, "second")
+        save(tmp_path, 2, "second")
+    assert sorted(os.listdir(tmp_path)) == sorted([".lock", "model_00002", *RUN_FILES])
+
+
+def test_a_run_that_finishes_without_a_checkpoint_keeps_its_files(tmp_path):
+    """They are there at once, and as copies when later runs put the earlier run back."""
+    before = earlier_run(tmp_path)
+    with start_second(tmp_path):
+        write_run_files(tmp_path, "unsaved")
+    assert (tmp_path / "log.txt").read_text() == "unsaved log.txt" and (tmp_path / "model_00006").is_dir()
+    fail_before_the_first_save(tmp_path)
+    after = contents(tmp_path)
+    assert {name: after[name] for name in before} == before
+    assert after["log.unsaved.txt"] == b"unsaved log.txt" and after["run.unsaved.json"] == b"unsaved run.json"
+    assert len(after) == len(before) + len(RUN_FILES)
+
+
+@pytest.mark.parametrize(
+    "flags, replaces_later, removed",
+    [(["--keep", 1], True, True), (["--keep", 0], False, False), (["--demo"], False, True), (["--demo"], True, False)],
+)
+def test_replaced_checkpoints_stay_until_the_run_has_finished(tmp_path, monkeypatch, flags, replaces_later, removed):
+    """With --keep 0, those of the run itself stay then, too: outside of a demo, there are no others."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("log_demo")
+    earlier_run(folder)
+    start_second(folder, goes_back=True)
+    write_run_files(folder, "second")
+    for step in (4, 5):
+        save(folder, step, "second", 2, *flags, "--max-steps", 5, replaces_later=replaces_later)
+        assert (folder / "model_00006.earlier").is_dir() == (step < 5 or not removed)
+    lock_and_replace(folder, "nothing", folder / "model_00005")
+    assert bool(list_earlier(folder)) == (not removed)
 
 
 def test_an_occupied_folder_is_found_before_a_text_is_tokenised(tmp_path):

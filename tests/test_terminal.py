@@ -217,6 +217,8 @@ def test_the_summary_agrees_with_the_log(byte_shards, tmp_path, capsys):
     ]
     print_summary(run, SimpleNamespace(rank=1), [])
     assert capsys.readouterr().out == ""
+    print_summary(run_info("--out", out, "--max-steps", 6, "--checkpoint-every", 0, "--val-every", 0), ONE_PROCESS, [])
+    assert "saved" not in capsys.readouterr().out  # that checkpoint belongs to the run before
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,11 +78,18 @@ def saved_bytes(model: nn.Module, B: int, T: int, dtype: torch.dtype = torch.flo
     return sum(nbytes for address, nbytes in saved.items() if address not in weights)
 
 
-def lock_and_replace(out: Path, policy: str, resume_from: Path | None = None) -> None:
-    """What a run does to its folder before it writes; `policy` is its `overwrite_policy`."""
+def lock_and_replace(
+    out: Path, policy: str, resume_from: Path | None = None, replaces_later: bool = False
+) -> AbstractContextManager:
+    """What a run does to its folder before it writes; `policy` is its `overwrite_policy`.
+
+    The context is the rest of the run. Unless it is entered, the run was killed.
+    """
+    step = directory.step_of(resume_from) if resume_from else 0
+    resumed_from = resume_from and SimpleNamespace(path=resume_from, step=step, replaces_later=replaces_later)
     config = SimpleNamespace(out=str(out), overwrite_policy=policy)
-    resumed_from = resume_from and SimpleNamespace(path=resume_from)
-    run_folder.lock_and_replace_folder(SimpleNamespace(config=config, resumed_from=resumed_from), ONE_PROCESS).close()
+    run = SimpleNamespace(config=config, resumed_from=resumed_from, first_step=step)
+    return run_folder.lock_and_replace_folder(run, ONE_PROCESS)
 
 
 def trainer_file(checkpoint: Path) -> dict:

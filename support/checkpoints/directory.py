@@ -20,7 +20,7 @@ CONTENTS = "checkpoint.json"
 MODEL_CARD = "README.md"  # not listed: its owner adds a license
 _NAME = re.compile(r"model_(\d{5,})")
 _EARLIER = re.compile(r"model_\d{5,}\.earlier")
-_LEFTOVER = re.compile(r"\.model_\d{5,}\.(partial|removed)")
+_LEFTOVER = re.compile(r"\.model_\d{5,}(\.earlier)?\.(partial|removed)")
 
 
 def step_of(directory: Path) -> int:
@@ -37,21 +37,27 @@ def list_checkpoints(out: str | os.PathLike[str]) -> list[Path]:
 
 
 def list_earlier(out: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoint directories of a run that the one in `out` replaces; they stay until it has saved its first."""
+    """The checkpoint directories that the run in `out` has replaced; they stay until it has finished."""
     out = Path(out)
     return sorted(path for path in out.iterdir() if _EARLIER.fullmatch(path.name)) if out.is_dir() else []
 
 
-def write_checkpoint(directory: Path, write_files: Callable[[Path], None], val: float | None = None) -> None:
+def write_checkpoint(
+    directory: Path,
+    write_files: Callable[[Path], None],
+    val: float | None = None,
+    before_rename: Callable[[], None] = lambda: None,
+) -> None:
     """Writes a checkpoint: `write_files(folder)` fills a temporary folder, which then becomes `directory`.
 
     An earlier checkpoint of that name is replaced once the new one is on the disk. On a failure nothing changes.
 
     Args:
         val: its validation loss, if that is known.
+        before_rename: called when the new one is on the disk, and does not have its name yet.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with files.atomic_write(directory) as tmp:
+    with files.atomic_write(directory, before_rename=before_rename) as tmp:
         tmp.mkdir()
         write_files(tmp)
         listed = {path.name: _size_and_sha256(path) for path in sorted(tmp.iterdir()) if path.name != MODEL_CARD}

@@ -8,6 +8,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -15,7 +16,7 @@ from typing import NoReturn
 import torch
 
 from support import files
-from support.checkpoints import huggingface, state
+from support.checkpoints import huggingface, run_folder, state
 from support.checkpoints.directory import (
     MODEL_CARD,
     check_files,
@@ -141,7 +142,7 @@ class CheckpointManager:
 
     def describe_newest(self) -> str:
         """Where a resumed run would start, with a line for its command; and the model that it was to replace, if any."""
-        earlier = list_earlier(self.out)
+        earlier = run_folder.list_replaced(self.out, self.run.first_step) or list_earlier(self.out)
         kept = f" The earlier run's model is still {earlier[-1]}." if earlier else ""
         if self.newest == 0:
             return f"There is no checkpoint yet.{kept}"
@@ -164,7 +165,8 @@ class CheckpointManager:
             if free < size:
                 needed, free_text = files.format_bytes(size), files.format_bytes(free)
                 raise OSError(errno.ENOSPC, f"it takes {needed}, and {free_text} are free")
-            write_checkpoint(directory, write_files, self._logged_validation_loss(step))
+            commit = partial(run_folder.commit_replacement, self.out, self.run.first_step)
+            write_checkpoint(directory, write_files, self._logged_validation_loss(step), commit)
         except Exception as error:  # the libraries that write have errors of their own
             self._failures += 1
             reason = getattr(error, "strerror", None) or str(error)
@@ -180,9 +182,9 @@ class CheckpointManager:
         line = styled(f"step {step:5d} | saved {directory}", GREEN)
         print(line + "\n", end="", flush=True)  # one write: the loop prints too
         try:
-            if not self.stop.requested:  # a run that is stopped early may have a worse model
-                for replaced in list_earlier(self.out):
-                    files.remove(replaced)
+            run_folder.complete_replacement(self.out)
+            if step == self.run.config.max_steps and not self.stop.requested:  # before, the new model may be worse
+                self._remove_replaced()
             self._remove_old(step)
         except OSError as error:
             _warn(f"cannot remove old checkpoints in {self.out}: {error.strerror}.")
@@ -190,6 +192,14 @@ class CheckpointManager:
     def _logged_validation_loss(self, step: int) -> float | None:
         log = self.out / "log.txt"
         return read_values(log, "val").get(step) if log.exists() else None
+
+    def _remove_replaced(self) -> None:
+        """Removes checkpoints of an earlier run; if this run has gone back and `keep` is 0, they are its own, and stay."""
+        config, resumed_from = self.run.config, self.run.resumed_from
+        of_another_run = config.overwrite_policy == "run" and not (resumed_from and resumed_from.replaces_later)
+        if self.keep or of_another_run:
+            for directory in list_earlier(self.out):
+                files.remove(directory)
 
     def _remove_old(self, step: int) -> None:
         earlier = [directory for directory in list_checkpoints(self.out) if step_of(directory) < step]

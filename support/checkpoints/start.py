@@ -84,7 +84,7 @@ def check_and_open_data(config: RunOptions, dist: Distributed, checkpoint: Check
         UserError: a check failed, or the shards could not be made.
     """
     if dist.rank == 0:
-        check_folder(config, checkpoint.path if checkpoint else None)
+        check_folder(config, checkpoint)
         check_installed(config)
     if config.demo or config.text is not None:
         make_preset_shards(config, dist.rank, resumed=checkpoint is not None)

@@ -211,7 +211,7 @@ def print_summary(run: RunInfo, dist: Distributed, texts: Sequence[str]) -> None
             lines.append(styled(labelled(name, f"validation loss {loss}"), BOLD))
     lines += [labelled("sample", on_one_line(text)) for text in texts[:1]]
     checkpoint = checkpoint_path(out, max_steps)
-    if checkpoint.is_dir():
+    if config.checkpoint_every and checkpoint.is_dir():  # without, it may be of an earlier run
         prompt = ' --prompt "The"' if config.demo else ""
         lines.append(f"saved   {checkpoint}")
         lines.append(f"next    python sample.py --model {shlex.quote(str(checkpoint))}{prompt}")  # in one line, to copy
