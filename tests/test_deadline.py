@@ -187,7 +187,7 @@ def test_a_killed_run_is_the_one_that_was_not(tmp_path, text, world_size, parall
     for step in (10, 0, 18):
         out = f"killed{step}"
         assert finish_run(start_run(*run, "--out", out, sabotage=partial(die, step), **options)) == [-9] * world_size
-        run_to_the_end("--resume", "--out", out, sabotage=live, **options)
+        run_to_the_end("--resume", *text, "--out", out, sabotage=live, **options)
         assert_same_run(tmp_path / out, tmp_path / "straight")
     record = read_record(tmp_path / "killed10" / "run.json")
     assert latest_flags(record)["max_steps"] == STEPS

@@ -140,4 +140,5 @@ def remove_skipped_step(out: Path, step: int) -> dict:
 
 def assert_same_run(out: Path, expected: Path) -> None:
     """The log, and weights and optimizer of the last checkpoint, are those of another run, bit by bit."""
-    assert differences(out, expected) == []
+    found = differences(out, expected)
+    assert not found, found
