@@ -125,7 +125,7 @@ def _flags_to_resume(
                     "from for more minutes. Use --max-steps, or a new run with another --out."
                 )
         if checkpoint.step <= before.cooldown_start:
-            length = _new_length(cli_flags, before, checkpoint.step, dist)
+            length = _new_length(cli_flags, before, checkpoint, dist)
             checkpoint = replace(checkpoint, replaces_later=True)
     schedule_end = {name: cli_flags[name] for name in ("decay_steps", "cooldown_fraction") if name in cli_flags}
     ends = before, cast("RunOptions", replace(cast("DataclassInstance", before), **schedule_end))
@@ -156,11 +156,13 @@ def _is_longer(cli_flags: Mapping[str, Any], before: RunOptions) -> bool:
     return True
 
 
-def _new_length(cli_flags: Mapping[str, Any], before: RunOptions, step: int, dist: Distributed) -> dict[str, Any]:
-    """The flags of the new length of a run that is resumed at `step`, at a constant learning rate."""
+def _new_length(
+    cli_flags: Mapping[str, Any], before: RunOptions, checkpoint: Checkpoint, dist: Distributed
+) -> dict[str, Any]:
+    """The flags of the new length of a run that is resumed from `checkpoint`, at a constant learning rate."""
     if "minutes" not in cli_flags:
         return {**presets.flags_for_length(before, cli_flags["max_steps"]), "minutes": None}
-    trained = dist.once("seconds", lambda: str(seconds_trained(cli_flags.get("out", before.out), step)))
+    trained = dist.once("seconds", lambda: str(seconds_trained(checkpoint.path.parent, checkpoint.step)))
     return presets.flags_for_open_end(cli_flags["minutes"] + float(trained) / 60)
 
 

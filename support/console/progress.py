@@ -217,7 +217,7 @@ def print_summary(run: RunInfo, dist: Distributed, texts: Sequence[str]) -> None
         lines.append(f"next    python sample.py --model {shlex.quote(str(checkpoint))}{prompt}")  # in one line, to copy
     before_cooldown = checkpoint_path(out, config.cooldown_start)
     if config.schedule == "wsd" and before_cooldown.is_dir() and before_cooldown != checkpoint:
-        more = f"--minutes {2 * config.minutes:.3g}" if config.minutes else f"--max-steps {2 * max_steps}"
+        more = f"--minutes {2 * config.minutes:.2g}" if config.minutes else f"--max-steps {2 * max_steps}"
         lines.append(f"longer  python train_gpt2.py --resume --out {shlex.quote(str(out))} {more}")
         lines.append(f"        continues from {before_cooldown}, before the cooldown")
     print("\n" + "\n".join(lines), flush=True)
