@@ -115,7 +115,7 @@ def test_a_run_that_ends_before_its_first_save_changes_nothing(tmp_path, goes_ba
         checkpoints = {name: text for name, text in contents(tmp_path).items() if "/" in name}
         assert checkpoints == {name: text for name, text in before.items() if "/" in name}
         assert (tmp_path / "log.txt").exists() == goes_back  # which continues it
-        assert (tmp_path / "log.earlier.txt").read_text() == "first log.txt"
+        assert (tmp_path / "log.replaced.txt").read_text() == "first log.txt"
         write_run_files(tmp_path, "killed")
     for error in (ZeroDivisionError, SystemExit):
         with pytest.raises(error), start_second(tmp_path, goes_back):

@@ -1,6 +1,6 @@
 """The folder of a run: who may write into it, and how a run replaces an earlier one.
 
-A run replaces an earlier one when it saves its first checkpoint, not before. Until then `log.earlier.txt` exists: the
+A run replaces an earlier one when it saves its first checkpoint, not before. Until then `log.replaced.txt` exists: the
 checkpoints have their names, but belong to that log, and everything can be put back. Its removal is the commit.
 """
 
@@ -22,7 +22,7 @@ from support.runtime.options import OverwritePolicy, RunOptions
 from support.runtime.run_info import ResumedCheckpoint, RunInfo
 
 RUN_FILES = ("run.json", "metrics.jsonl", "curves.png", "wandb_id.txt", "log.txt")  # in the order of setting them aside
-EARLIER_LOG = "log.earlier.txt"
+REPLACED_LOG = "log.replaced.txt"
 _REPLACED = ".model_*.earlier"  # checkpoints that are being renamed
 
 
@@ -76,7 +76,7 @@ def lock_and_replace_folder(run: RunInfo, dist: Distributed) -> AbstractContextM
 
 def list_replaced(folder: Path, first_step: int) -> list[Path]:
     """The checkpoints that a run from `first_step` on will replace; none if it does not, or has done so."""
-    pending = (folder / EARLIER_LOG).exists()
+    pending = (folder / REPLACED_LOG).exists()
     return [path for path in list_checkpoints(folder) if pending and step_of(path) > first_step]
 
 
@@ -84,7 +84,7 @@ def commit_replacement(folder: Path, first_step: int) -> None:
     """Replaces the earlier run, if there is one. The new checkpoint is on the disk, and gets its name next."""
     for path in list_replaced(folder, first_step):
         path.rename(files.tmp_path(path, "earlier"))  # model_*.earlier may be of another run, and must not be put back
-    (folder / EARLIER_LOG).unlink(missing_ok=True)
+    (folder / REPLACED_LOG).unlink(missing_ok=True)
 
 
 def complete_replacement(folder: Path) -> None:
@@ -98,17 +98,17 @@ def complete_replacement(folder: Path) -> None:
         files.remove(folder / path.name[1:])
         path.rename(folder / path.name[1:])
     for name in RUN_FILES:
-        _renamed(folder / name, "earlier").unlink(missing_ok=True)
+        _renamed(folder / name, "replaced").unlink(missing_ok=True)
 
 
 def _recover(folder: Path) -> None:
     """Puts everything back after a run that ended before the commit; completes a replacement after it."""
-    if (folder / EARLIER_LOG).exists():
+    if (folder / REPLACED_LOG).exists():
         for path in folder.glob(_REPLACED):
             path.rename(folder / path.name[1:].removesuffix(".earlier"))
         for name in RUN_FILES[:-1]:  # copied, so that after a kill here it can be done again
-            _copy(_renamed(folder / name, "earlier"), folder / name)
-        os.replace(folder / EARLIER_LOG, folder / "log.txt")
+            _copy(_renamed(folder / name, "replaced"), folder / name)
+        os.replace(folder / REPLACED_LOG, folder / "log.txt")
     complete_replacement(folder)
 
 
@@ -116,8 +116,8 @@ def _set_aside(folder: Path, is_new: bool) -> None:
     """Copies the files of the earlier run, if there is one; a new run begins without any, another continues them."""
     if not is_new or list_checkpoints(folder) or _has_log(folder):
         for name in RUN_FILES:
-            _copy(folder / name, _renamed(folder / name, "earlier"))
-        (folder / EARLIER_LOG).touch()  # for checkpoints without a log
+            _copy(folder / name, _renamed(folder / name, "replaced"))
+        (folder / REPLACED_LOG).touch()  # for checkpoints without a log
     if is_new:
         for name in RUN_FILES:
             (folder / name).unlink(missing_ok=True)
@@ -133,13 +133,13 @@ def _locked(folder: Path, lock: TextIO) -> Iterator[None]:
             with contextlib.suppress(OSError):  # the next start tries it again
                 _recover(folder)
             raise
-        if (folder / EARLIER_LOG).exists():  # finished without a checkpoint: the next start puts the earlier run back
+        if (folder / REPLACED_LOG).exists():  # finished without a checkpoint: the next start puts the earlier run back
             for name in RUN_FILES:
                 _copy(folder / name, _renamed(folder / name, "unsaved"))
 
 
 def _renamed(path: Path, kind: str) -> Path:
-    """`log.earlier.txt` for `log.txt`."""
+    """`log.replaced.txt` for `log.txt`."""
     return path.with_name(f"{path.stem}.{kind}{path.suffix}")
 
 
