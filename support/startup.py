@@ -9,8 +9,8 @@ import time
 
 STARTED = time.perf_counter()  # of this process: the scripts import this module first
 # A thread that waits for the others in OpenMP's barrier spins 300,000 rounds, and if another program has taken their core,
-# it spins for milliseconds, hundreds of times in a step. After 1,000 rounds it sleeps: as fast on a free machine, two to
-# five times as fast on a busy one (benchmarks/bench_threads.py). Other OpenMP libraries than GCC's ignore it.
+# it spins for milliseconds, hundreds of times in a step. After 1,000 rounds it sleeps: as fast on a free machine, 1.6 to
+# 8 times as fast on a busy one (benchmarks/bench_threads.py). Other OpenMP libraries than GCC's ignore it.
 SPIN_COUNT = "1000"
 
 
@@ -21,7 +21,9 @@ def prepare(importing: str = "") -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports without a traceback
-    if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS"}:
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # which sets OMP_NUM_THREADS itself
+    by_user = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} | (set() if by_torchrun else {"OMP_NUM_THREADS"})
+    if not os.environ.keys() & by_user:
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT  # read when PyTorch is loaded
     if importing:
         show(f"importing {importing} ...")

@@ -52,6 +52,7 @@ def test_a_second_demo_replaces_its_own_run_and_nothing_else(demo):
         "curves.png",
         "log.txt",
         "metrics.jsonl",
+        "model_00001",  # before the cooldown
         "model_00002",
         "notes.txt",
         "run.json",
@@ -90,7 +91,7 @@ def test_the_notebook_runs_and_is_saved_with_its_outputs(demo, monkeypatch):
         output.data["text/html"] for cell in code for output in cell.outputs if "text/html" in output.get("data", {})
     ]
     spans = re.findall(r'title="([\d.]+) nats, [^>]*>([^<]*)<', page)
-    [model_dir] = (folder / "log_demo").glob("model_*")
+    [_, model_dir] = sorted((folder / "log_demo").glob("model_*"))  # before the cooldown, and the last
     ids = AutoTokenizer.from_pretrained(model_dir)("<|endoftext|>" + html.unescape("".join(text for _, text in spans)))
     ids = torch.tensor([ids["input_ids"]])
     with torch.no_grad():

@@ -129,7 +129,10 @@ def newest_checkpoint(out: str | os.PathLike[str], last_step: int | None = None)
         if os.environ.get("RANK", "0") == "0":
             print(f"warning: {directory} is corrupt: {problem}. Skipping it.", file=sys.stderr, flush=True)
     if checkpoints:
-        raise UserError(f"all checkpoints in {out} are corrupt. Restore one, or start a new run with another --out.")
+        which = "" if last_step is None else f" up to step {last_step}"
+        raise UserError(
+            f"all checkpoints in {out}{which} are corrupt. Restore one, or start a new run with another --out."
+        )
     return None
 
 

@@ -112,7 +112,7 @@ def _flags_to_resume(
     out, length = checkpoint.path.parent, dict[str, Any]()
     if "minutes" in cli_flags and cli_flags["resume"] == "auto":  # the command that started the run
         cli_flags = {name: value for name, value in cli_flags.items() if name != "minutes"}
-        dist.print0("note    --resume auto does not make a run longer, --resume does: this one keeps its --minutes")
+        dist.print0("note    --resume auto does not make a run longer, --resume does: this one keeps its length")
     if _is_longer(cli_flags, before):
         if checkpoint.step > before.cooldown_start:
             path = dist.once_per_node("longer", lambda: str(newest_checkpoint(out, before.cooldown_start) or ""))
@@ -128,7 +128,7 @@ def _flags_to_resume(
             length = _new_length(cli_flags, before, checkpoint, dist)
             checkpoint = replace(checkpoint, replaces_later=True)
     schedule_end = {name: cli_flags[name] for name in ("decay_steps", "cooldown_fraction") if name in cli_flags}
-    ends = before, cast("RunOptions", replace(cast("DataclassInstance", before), **schedule_end))
+    ends = before, cast("RunOptions", replace(cast("DataclassInstance", before), **length | schedule_end))
     movable = all(config.schedule == "wsd" and checkpoint.step <= config.cooldown_start for config in ends)
     flags = resumed_flags(config_class, stored, cli_flags, checkpoint, schedule_end if movable else ())
     return flags | {name: v for name, v in length.items() if name == "minutes" or name not in cli_flags}, checkpoint
@@ -141,12 +141,12 @@ def _is_longer(cli_flags: Mapping[str, Any], before: RunOptions) -> bool:
         UserError: they are for a run of another kind.
     """
     if "minutes" not in cli_flags:
-        steps = cli_flags.get("max_steps", 0)
-        return (
-            before.schedule == "wsd"
-            and "decay_steps" not in cli_flags
-            and (steps > before.max_steps or before.open_ended and steps > 0)
-        )
+        if before.open_ended:
+            if "decay_steps" in cli_flags and "max_steps" not in cli_flags:
+                raise UserError("--decay-steps needs --max-steps, instead of --minutes.")
+            return "max_steps" in cli_flags
+        ends_together = before.decay_steps == before.max_steps and "decay_steps" not in cli_flags
+        return before.schedule == "wsd" and ends_together and cli_flags.get("max_steps", 0) > before.max_steps
     if before.text is None and not before.demo:
         raise UserError("--minutes is for --text and --demo. Use --max-steps.")
     if before.schedule != "wsd":
@@ -161,7 +161,10 @@ def _new_length(
 ) -> dict[str, Any]:
     """The flags of the new length of a run that is resumed from `checkpoint`, at a constant learning rate."""
     if "minutes" not in cli_flags:
-        return {**presets.flags_for_length(before, cli_flags["max_steps"]), "minutes": None}
+        steps = cli_flags["max_steps"]
+        cooldown_fraction = min(before.cooldown_fraction, max(0, steps - checkpoint.step) / steps)
+        length = presets.flags_for_length(before, steps)
+        return {**length, "minutes": None, "cooldown_fraction": cooldown_fraction}
     trained = dist.once("seconds", lambda: str(seconds_trained(checkpoint.path.parent, checkpoint.step)))
     return presets.flags_for_open_end(cli_flags["minutes"] + float(trained) / 60)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import deque
+from bisect import bisect
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from support.console.log import seconds_trained
@@ -18,8 +19,10 @@ from support.startup import STARTED
 
 Config = TypeVar("Config", bound=RunOptions)
 END_SECONDS = 4.0  # after the last evaluation: the checkpoint, curves.png, a sample, the end of the process
-WINDOW = 0.05  # of the time: how long steps are measured
-MOST_EVALUATION = 0.1  # of the time, for all evaluations to come: the first one may have compiled
+# The next steps will be as fast as those in LONG of the time were, unless the last ones, in RECENT, are OTHER_PACE times
+# slower or faster. The cooldown is due for WAIT before it begins: it may be due because steps have just become slower.
+WAIT, RECENT, LONG, OTHER_PACE = 0.05, 0.025, 0.25, 1.3
+MOST_EVALUATION = 0.1  # of the time, for all validations to come: the first one may have compiled
 
 
 class Deadline:
@@ -35,7 +38,7 @@ class Deadline:
         self.run, self.dist, self.report = run, dist, report
         self.seconds = seconds_for_process(run) if dist.rank == 0 else 0.0
         self._last: tuple[int, float] | None = None  # the step that has just ended, and when it began
-        self._steps: deque[tuple[float, float]] = deque()  # when a step ended, and its seconds; those in WINDOW
+        self._ended, self._total = [0.0], [0.0]  # when each measured step ended, and the seconds of all up to it
         self._due_since: float | None = None
         self._evaluation_seconds = 0.0  # of the last step with an evaluation, samples, or a checkpoint
 
@@ -57,43 +60,54 @@ class Deadline:
         return config
 
     def cooldown_steps(self, step: int, config: RunOptions) -> int:
-        """The steps of the cooldown, if it begins now; MAX_STEPS if it does not.
-
-        When it is due, steps are measured anew for a moment: it may be due because they have just become slower.
-        """
-        now = time.perf_counter()
+        """The steps of the cooldown, if it begins now; MAX_STEPS if it does not."""
+        now, wait = time.perf_counter(), WAIT * self.seconds
         self._measure(step, config, now)
-        if not self._steps:
+        if len(self._total) == 1:
             return MAX_STEPS
-        steps_left = self._steps_left(step, config, now)
-        if self._due_since is None and steps_left <= config.cooldown_fraction * (step + steps_left):
+        step_seconds = self._step_seconds(now)
+        steps_left = self._steps_left(step, config, now, step_seconds)
+        if steps_left - wait / step_seconds > max(1.0, config.cooldown_fraction * (step + steps_left)):
+            self._due_since = None
+            return MAX_STEPS
+        if self._due_since is None:
             self._due_since = now
-            self._steps.clear()
-        is_measured = self._due_since is not None and now - self._due_since >= WINDOW * self.seconds
-        return steps_left if is_measured else MAX_STEPS
+        has_waited = now - self._due_since >= wait or step_seconds >= wait
+        return steps_left if has_waited else MAX_STEPS
 
     def _measure(self, step: int, config: RunOptions, now: float) -> None:
-        """Measures the step that has just ended."""
-        if self._last:
+        """Measures the step that has just ended, unless it was the first of this process, which takes longer."""
+        if self._last and self._last[0] > self.run.first_step:
             last_step, began = self._last
             intervals = config.val_every, config.sample_every, config.checkpoint_every, config.hellaswag_every
             if any(every > 1 and config.is_due(every, last_step) for every in intervals):
                 self._evaluation_seconds = now - began
             else:
-                self._steps.append((now, now - began))
+                self._ended.append(now)
+                self._total.append(self._total[-1] + now - began)
         self._last = step, now
-        while len(self._steps) > 1 and self._steps[0][0] < now - WINDOW * self.seconds:
-            self._steps.popleft()
 
-    def _steps_left(self, step: int, config: RunOptions, now: float) -> int:
+    def _step_seconds(self, now: float) -> float:
+        """How long the next steps will take."""
+
+        def steps_in(fraction: float) -> int:
+            return len(self._ended) - bisect(self._ended, now - fraction * self.seconds)
+
+        recent = min(max(steps_in(RECENT), 3), 100, len(self._ended) - 1)
+        long = min(max(steps_in(LONG), recent), len(self._ended) - 1)
+        pace = statistics.median(b - a for a, b in pairwise(self._total[-recent - 1 :]))  # one slow step is no pace
+        mean = (self._total[-1] - self._total[-long - 1]) / long
+        return mean if 1 / OTHER_PACE < pace / mean < OTHER_PACE else pace
+
+    def _steps_left(self, step: int, config: RunOptions, now: float, step_seconds: float) -> int:
         """The steps that fit into the time that is left, at least one."""
-        step_seconds = statistics.fmean(seconds for _, seconds in self._steps)
         seconds = max(0.0, STARTED + self.seconds - END_SECONDS - now)
         last = step + int(seconds / step_seconds)
         every = flags_for_length(config, last).get("val_every", config.val_every)
         if every > 0:
             evaluations = last // every - (step - 1) // every + (last % every > 0)  # from this step to the last one
-            seconds -= min(evaluations * (self._evaluation_seconds - step_seconds), MOST_EVALUATION * self.seconds)
+            evaluation_seconds = max(0.0, self._evaluation_seconds - step_seconds)
+            seconds -= min(evaluations * evaluation_seconds, MOST_EVALUATION * self.seconds)
         return max(1, int(seconds / step_seconds))
 
 

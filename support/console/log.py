@@ -53,7 +53,8 @@ def read_metrics(path: Path) -> dict[str, dict[int, float]]:
 
 def seconds_trained(out: str | os.PathLike[str], step: int) -> float:
     """The seconds of all steps before `step` of the run in `out`, without evaluations; 0 if it has no metrics."""
-    path = Path(out) / "metrics.jsonl"
+    replaced = (Path(out) / "log.replaced.txt").exists()  # the run there was not replaced in the end, see run_folder
+    path = Path(out) / ("metrics.replaced.jsonl" if replaced else "metrics.jsonl")
     seconds = read_metrics(path).get("seconds", {}) if path.is_file() else {}
     return sum(taken for n, taken in seconds.items() if n < step)
 

@@ -111,7 +111,7 @@ def describe_length(run: RunInfo) -> str:
     if not config.open_ended:
         return pluralize(config.max_steps, "step")
     more = " more" if run.first_step else ""
-    return f"{seconds_for_process(run) / 60:.3g}{more} minutes, about {pluralize(config.max_steps, 'step')}"
+    return f"{round(seconds_for_process(run) / 60, 1):g}{more} minutes, about {pluralize(config.max_steps, 'step')}"
 
 
 def describe_recipe(recipe: Recipe) -> str:
@@ -165,9 +165,9 @@ def notes(config: RunOptions, first_step: int, checkpoint_bytes: int) -> Iterato
             f"--max-lr {config.max_lr:g} is very high: weights start near 0.02, and a step changes them by up to "
             "about that"
         )
-    if config.open_ended and max_steps - first_step < FEW_STEPS:
+    if config.open_ended and first_step == 0 and max_steps < FEW_STEPS:
         yield (
-            f"there is time for about {pluralize(max_steps - first_step, 'step')} only, and a model that learns something needs "
+            f"there is time for about {pluralize(max_steps, 'step')} only, and a model that learns something needs "
             "hundreds. What helps: more --minutes, a smaller model (--n-layer, --n-embd), a smaller --total-batch-size"
         )
     own_tokenizer = config.tokenizer != "gpt2" and not config.init_from  # which only --text can have
@@ -196,11 +196,12 @@ def print_summary(run: RunInfo, dist: Distributed, texts: Sequence[str]) -> None
     config, max_steps, out = run.config, run.config.max_steps, Path(run.config.out)
     since = f" since step {run.first_step:,}" if run.first_step else ""
     tokens, seconds = max_steps * config.total_batch_size, time.perf_counter() - STARTED
-    planned = "" if config.minutes is None else f" of {clock(seconds_for_process(run))}"
+    timed = config.minutes and (run.resumed_from is None or run.resumed_from.replaces_later)
+    planned = f" of {clock(seconds_for_process(run))}" if timed else ""
     lines = [
         labelled("done", f"{pluralize(max_steps, 'step')}, {tokens:,} tokens; {clock(seconds)}{planned} elapsed{since}")
     ]
-    if config.minutes and (reason := why_late(run, seconds)):
+    if timed and (reason := why_late(run, seconds)):
         lines.append(labelled("", reason))
     val = read_values(out / "log.txt", "val") if config.val_every else {}
     best = min(val, key=lambda step: val[step], default=max_steps)
@@ -216,8 +217,8 @@ def print_summary(run: RunInfo, dist: Distributed, texts: Sequence[str]) -> None
         lines.append(f"saved   {checkpoint}")
         lines.append(f"next    python sample.py --model {shlex.quote(str(checkpoint))}{prompt}")  # in one line, to copy
     before_cooldown = checkpoint_path(out, config.cooldown_start)
-    if config.schedule == "wsd" and before_cooldown.is_dir() and before_cooldown != checkpoint:
-        more = f"--minutes {2 * config.minutes:.2g}" if config.minutes else f"--max-steps {2 * max_steps}"
+    if config.schedule == "wsd" and checkpoint.is_dir() and before_cooldown.is_dir() and before_cooldown != checkpoint:
+        more = f"--minutes {max(1, round(config.minutes))}" if config.minutes else f"--max-steps {2 * max_steps}"
         lines.append(f"longer  python train_gpt2.py --resume --out {shlex.quote(str(out))} {more}")
         lines.append(f"        continues from {before_cooldown}, before the cooldown")
     print("\n" + "\n".join(lines), flush=True)
@@ -226,7 +227,7 @@ def print_summary(run: RunInfo, dist: Distributed, texts: Sequence[str]) -> None
 def why_late(run: RunInfo, seconds: float) -> str | None:
     """Why a run took other `seconds` than --minutes, if it did."""
     start, planned = run.config.cooldown_start, seconds_for_process(run)
-    if abs(seconds - planned) < TOLERANCE * planned or run.first_step > start:
+    if abs(seconds - planned) < TOLERANCE * planned:
         return None
     taken = read_metrics(Path(run.config.out) / "metrics.jsonl").get("seconds", {})
     before = [taken[step] for step in range(start - max(1, start // 8), start) if step in taken]

@@ -25,7 +25,8 @@ from support.startup import STARTED
 
 ETA_EVERY, ETA_WINDOW = 50, 250  # steps between two estimates of the remaining time, and steps that they are based on
 # Lines of steps on a terminal: about one in LINE_SECONDS, so that the header stays in view, and at most MAX_LINES in a run.
-LINE_SECONDS, MIN_LINES, MAX_LINES = 10.0, 10, 500
+LINE_SECONDS, MIN_LINES, MAX_LINES = 10.0, 5, 500
+SLOW_START = 20.0  # seconds up to the end of the first step, that are worth a word
 EVALUATION_FLAGS = {
     "val": ("val_tokens",),
     "hella": ("hellaswag_data", "hellaswag_limit"),
@@ -205,13 +206,13 @@ class RunLogger:
 
     def _eta(self, step: int, now: float) -> float | None:
         """The remaining seconds, evaluations and checkpoints included. None at first: that step compiles."""
-        eta = None
         if self.config.open_ended or step + 1 == self.max_steps:
             return None
+        eta = None
         if self._marks:
             earlier, then = self._marks[0]
             eta = (now - then) / (step - earlier) * (self.max_steps - step - 1)
-        if not self._marks or step % ETA_EVERY == 0 or step == self.max_steps - 1:
+        if not self._marks or step % ETA_EVERY == 0:
             self._marks.append((step, now))
         return eta
 
@@ -228,7 +229,7 @@ class RunLogger:
         return str(step) if self.config.open_ended else f"{step}/{self.max_steps}"
 
     def _notes(self, step: int, dt: float, now: float) -> Iterator[str]:
-        if step == self.first_step:
+        if step == self.first_step and (self.config.compile or now - STARTED >= SLOW_START):
             yield f"the first step ended {now - STARTED:.1f}s after the start"
         if step == self.first_step + 1 and self.world_size > 1 and dt > TORCHRUN_GRACE_SECONDS:
             yield (

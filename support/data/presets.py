@@ -189,9 +189,11 @@ def flags_for_steps(steps: int, demo: bool, fine_tuned: bool = False) -> dict[st
 
 
 def _intervals(steps: int, demo: bool) -> dict[str, int]:
-    """Four validations, and with --text what comes with them."""
+    """Four validations with --text, and what comes with them; two with --demo."""
     quarter = -(-steps // 4)
-    return dict(val_every=quarter) | (dict() if demo else dict(sample_every=quarter, checkpoint_every=quarter))
+    if demo:
+        return dict(val_every=-(-steps // 2))
+    return dict(val_every=quarter, sample_every=quarter, checkpoint_every=quarter)
 
 
 def flags_for_length(config: PresetConfig, steps: int) -> dict[str, int]:
@@ -216,9 +218,9 @@ def _minutes(cli_flags: Mapping[str, Any], default: float | None) -> dict[str, A
             raise UserError("--minutes chooses the number of steps. Leave out --max-steps, or --minutes.")
         return {}
     if cli_flags.get("schedule") == "cosine":
-        raise UserError("--schedule cosine needs the number of steps at its start. Add --max-steps, or leave it out.")
+        raise UserError("--schedule cosine needs --max-steps, instead of --minutes.")
     if "decay_steps" in cli_flags:
-        raise UserError("--decay-steps does not go together with --minutes. Add --max-steps, or leave it out.")
+        raise UserError("--decay-steps needs --max-steps, instead of --minutes.")
     return flags_for_open_end(minutes)
 
 

@@ -57,6 +57,8 @@ def flags_for_minutes(
     choose_sizes = first_step == 0 and config.recipe == "fast" and not config.init_from
     sized = not choose_sizes or bool(cli_flags.keys() & {*presets.MODEL_FLAGS, "model"})
     models = [own_sizes] if sized else presets.models_for_text(text_bytes)
+    if config.demo and not sized:
+        del models[0]  # with the demo's 4,096 logits hardly faster than the next one, and worse
 
     def choose() -> str:
         chosen, tokens = models[0], math.inf
@@ -75,13 +77,13 @@ def flags_for_minutes(
         if choose_sizes:
             step = cli_flags.get("total_batch_size", presets.step_size(tokens))
             flags = {**chosen, "total_batch_size": step, "max_lr": presets.fast_lr(step)}
-        if tokens < step:
-            seconds = 60 * TRAINING_FRACTION * minutes * step / tokens if tokens else math.inf
+        if 0 < tokens < step:
+            seconds = 60 * TRAINING_FRACTION * minutes * step / tokens
             raise UserError(
                 f"--minutes {minutes:g} is too short: on this machine, the {step:,} tokens of a step take this model "
-                f"{seconds:.3g} s. Use more minutes, a smaller model, or a smaller --total-batch-size."
+                f"{seconds:.3g} s. Use more minutes{'' if first_step else ', a smaller model, or a smaller --total-batch-size'}."
             )
-        return json.dumps(flags | _length_flags(config, first_step, int(tokens / step), tokens))
+        return json.dumps(flags | _length_flags(config, first_step, max(1, int(tokens / step)), tokens))
 
     startup.show("measuring how fast this machine trains ...")
     flags = json.loads(dist.once("minutes", choose))
@@ -123,8 +125,10 @@ def _tokens_per_second(
 
     try:
         seconds = _seconds(micro_step, dist.device)
-    except torch.OutOfMemoryError:  # a smaller model will do
-        return 0.0
+    except torch.OutOfMemoryError:
+        if batch_size == 1:
+            return 0.0  # a smaller model will do
+        return _tokens_per_second(config, batch_size // 2, sizes, vocab_size, dist, new_model)
     return TRAINING_FRACTION * tokens[:, 1:].numel() * dist.world_size / seconds
 
 

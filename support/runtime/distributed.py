@@ -164,9 +164,10 @@ class Distributed:
 
     def all_reduce_min(self, value: int) -> int:
         """The minimum over ranks."""
+        if self.world_size == 1:
+            return int(value)
         tensor = torch.tensor(int(value), device=self.device)
-        if self.world_size > 1:
-            distributed.all_reduce(tensor, distributed.ReduceOp.MIN)
+        distributed.all_reduce(tensor, distributed.ReduceOp.MIN)
         return int(tensor)
 
     def on_rank_zero(self, function: Callable[[], T]) -> T | None:

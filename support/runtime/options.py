@@ -142,7 +142,7 @@ class RunOptions(Recipe):
         None,
         "steps between lines on the console",
         "tracking",
-        default_help="every step; on a terminal, 50 to 500 lines in a run, at most about five a second",
+        default_help="every step; on a terminal, about one in ten seconds",
         at_least=1,
         below=2**31,
     )
@@ -162,7 +162,7 @@ class RunOptions(Recipe):
     )
     keep: int = flag(
         0,
-        "keep the newest N checkpoints and the one with the best validation loss; 0: all",
+        "keep the newest N checkpoints, the one with the best validation loss, and the one before a cooldown; 0: all",
         "checkpoints",
         at_least=0,
     )
