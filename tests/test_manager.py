@@ -245,7 +245,7 @@ def test_a_model_is_removed_when_the_run_that_replaces_it_has_finished(byte_shar
         f"There is no checkpoint yet. The earlier run's model is still {out / 'model_00003'}."
     )
     (out / "log.txt").touch()
-    still = f" The earlier run's model is still {out / 'model_00003.earlier'}."
+    still = f" The earlier run's model is {out / 'model_00003.earlier'} until this run has finished."
     for step, stop.requested, kept in ((2, False, still), (5, True, still), (5, False, "")):
         checkpoints.start(step, write_x, 1)
         checkpoints.wait()

@@ -200,9 +200,9 @@ def test_a_note_says_that_hellaswag_cannot_score_a_text_with_tokens_of_its_own(t
     others.append((*text, "--hellaswag-limit", "9", "--tokenizer", "bytes"))  # hellaswag.load_examples says it
     others.append((*text, "--init-from", str(tmp_path / "bytes")))  # another tokenizer would not fit
     for flags in (*noted, *others):
-        found = [note for note in notes(configure(flags)[0], 0, 0) if "hellaswag.py cannot score" in note]
+        found = [note for note in notes(configure(flags)[0], 0, 0) if "can be scored on HellaSwag" in note]
         assert len(found) == (flags in noted)
-        assert not found or "it needs --tokenizer gpt2" in found[0]
+        assert not found or "--tokenizer gpt2" in found[0]
     assert not list(notes(configure(text)[0], 1, 0))  # once is enough
 
 

@@ -16,6 +16,7 @@ import train_gpt2
 from support import files
 from support.checkpoints import run_folder
 from support.checkpoints.directory import list_earlier, newest_checkpoint, write_checkpoint
+from support.checkpoints.huggingface import find_model
 from support.checkpoints.manager import CheckpointManager
 from support.checkpoints.run_folder import RUN_FILES
 from support.checkpoints.state import Checkpoint
@@ -262,3 +263,11 @@ def test_an_occupied_folder_is_found_before_a_text_is_tokenised(tmp_path):
     with pytest.raises(UserError, match="already contains a run without checkpoints"):
         train_gpt2.main(list(map(str, flags)))
     assert not (tmp_path / "data").exists()
+
+
+def test_a_model_that_is_being_replaced_is_named(tmp_path):
+    (tmp_path / "model_00060.earlier").mkdir()
+    with pytest.raises(UserError, match=r"model_00060 does not exist\. It is now .*model_00060\.earlier\."):
+        find_model(tmp_path / "model_00060")
+    with pytest.raises(UserError, match=r"model_00061 does not exist\. Check the path\."):
+        find_model(tmp_path / "model_00061")

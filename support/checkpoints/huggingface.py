@@ -99,7 +99,10 @@ def find_model(name_or_dir: str | os.PathLike[str], verify: bool = True) -> Path
         if corruption:
             raise UserError(f"{directory} is corrupt: {corruption}. Use another checkpoint.")
     elif directory.is_absolute() or (len(directory.parts) > 1 and directory.parent.is_dir()):
-        raise UserError(f"{directory} does not exist. Check the path.")
+        earlier = directory.with_name(f"{directory.name}.earlier")  # of a run that is being replaced
+        raise UserError(
+            f"{directory} does not exist. {f'It is now {earlier}.' if earlier.exists() else 'Check the path.'}"
+        )
     else:
         directory = _download(str(name_or_dir))
     if verify and is_adapter(directory):

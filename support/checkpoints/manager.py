@@ -142,8 +142,11 @@ class CheckpointManager:
 
     def describe_newest(self) -> str:
         """Where a resumed run would start, with a line for its command; and the model that it was to replace, if any."""
-        earlier = run_folder.list_replaced(self.out, self.run.first_step) or list_earlier(self.out)
-        kept = f" The earlier run's model is still {earlier[-1]}." if earlier else ""
+        kept = ""
+        if replaced := run_folder.list_replaced(self.out, self.run.first_step):
+            kept = f" The earlier run's model is still {replaced[-1]}."
+        elif earlier := list_earlier(self.out):
+            kept = f" The earlier run's model is {earlier[-1]} until this run has finished."
         if self.newest == 0:
             return f"There is no checkpoint yet.{kept}"
         launcher = "python" if self.stop.world_size == 1 else "torchrun ..."  # with the flags that it had

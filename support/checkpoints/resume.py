@@ -70,7 +70,9 @@ def resumed_flags(
         raise UserError(*problems)
     flags = {**stored, "out": str(out), "resume": "newest", "profile": 0, **cli_flags}
     if checkpoint.step > flags["max_steps"]:
-        raise UserError(f"{checkpoint.path} is past --max-steps {flags['max_steps']}. Raise it, or leave it out.")
+        raise UserError(
+            f"{checkpoint.path} is past --max-steps {flags['max_steps']}. Use {checkpoint.step} or more, or leave it out."
+        )
     if "data" in stored and "data" not in cli_flags:
         flags["data"] = _find_data(flags, checkpoint.path)
     return flags

@@ -75,7 +75,7 @@ def print_header(run: RunInfo, dist: Distributed, loader: Loader) -> None:
         ("model", describe_model(run)),
         (
             "data",
-            f"{config.data}: {loader.rows_per_epoch * T:,} tokens of {run.data.bytes_per_token:.2f} bytes, "
+            f"{config.data}: {loader.rows_per_epoch * T:,} tokens, {run.data.bytes_per_token:.2f} bytes on average, "
             f"vocabulary {run.data.tokenizer.vocab_size:,}",
         ),
         (
@@ -110,8 +110,9 @@ def describe_length(run: RunInfo) -> str:
     config = run.config
     if not config.open_ended:
         return pluralize(config.max_steps, "step")
-    more = " more" if run.first_step else ""
-    return f"{round(seconds_for_process(run) / 60, 1):g}{more} minutes, about {pluralize(config.max_steps, 'step')}"
+    minutes = round(seconds_for_process(run) / 60, 1)
+    more, plural = " more" if run.first_step else "", "" if minutes == 1 else "s"
+    return f"{minutes:g}{more} minute{plural}, about {pluralize(config.max_steps, 'step')} in total"
 
 
 def describe_recipe(recipe: Recipe) -> str:
@@ -172,7 +173,7 @@ def notes(config: RunOptions, first_step: int, checkpoint_bytes: int) -> Iterato
         )
     own_tokenizer = config.tokenizer != "gpt2" and not config.init_from  # which only --text can have
     if own_tokenizer and first_step == 0 and config.hellaswag_every == 0:  # otherwise there is a note from HellaSwag
-        yield "hellaswag.py cannot score this model: it needs --tokenizer gpt2"
+        yield "only models made with --tokenizer gpt2 can be scored on HellaSwag"
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and config.resume != "auto":
         yield "torchrun restarts a failed run, but only with --resume auto does that resume from a checkpoint"
     if checkpoint_bytes and config.checkpoint_every:
@@ -209,6 +210,9 @@ def print_summary(run: RunInfo, dist: Distributed, texts: Sequence[str]) -> None
         if step in val:
             per_byte = val[step] / run.data.bytes_per_token
             loss = f"{val[step]:.4f} nats per token, {per_byte:.4f} per byte, at step {step:,}"
+            loss += (
+                f": {checkpoint_path(out, step)}" if step != max_steps and checkpoint_path(out, step).is_dir() else ""
+            )
             lines.append(styled(labelled(name, f"validation loss {loss}"), BOLD))
     lines += [labelled("sample", on_one_line(text)) for text in texts[:1]]
     checkpoint = checkpoint_path(out, max_steps)
@@ -236,5 +240,8 @@ def why_late(run: RunInfo, seconds: float) -> str | None:
         return None
     slower = fmean(after) / fmean(before)
     if abs(slower - 1) < TOLERANCE:
-        return "the steps took as long as expected; the rest is the start, validations and checkpoints"
-    return f"a step took {slower:.2f} times as long after step {start:,}, when their number was fixed, as before"
+        what = "less" if seconds < planned else "more"
+        return f"the steps took as long as expected, and validations, checkpoints and the end of the process {what}"
+    return (
+        f"after step {start:,}, where the number of steps was fixed, a step took {slower:.2f} times as long as before"
+    )

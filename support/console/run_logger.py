@@ -85,10 +85,7 @@ class RunLogger:
         return self.run.config.max_steps
 
     def length_known(self, flags: Mapping[str, Any]) -> None:
-        """Reports the number of steps, which --minutes has fixed, and the `flags` that changed with it."""
-        step, n = self.config.cooldown_start, self.config.cooldown_steps
-        line = f"step {step:5d} | the cooldown begins: {pluralize(n, 'step')}, to step {self.max_steps}"
-        self.print0(terminal.styled(line, terminal.BOLD))
+        """Records the `flags` that changed when --minutes fixed the number of steps."""
         self._marks.clear()
         if self._record:
             self._record.change_flags(flags)
@@ -136,6 +133,9 @@ class RunLogger:
         self._value(step, "train", loss)
         self._metrics.write(step, loss, lr, norm, dt, (step + 1) * self.config.total_batch_size, skipped is not None)
         self._curves.update()
+        if self.config.schedule == "wsd" and step == self.config.cooldown_start:
+            cooldown = f"{pluralize(self.config.cooldown_steps, 'step')}, to step {self.config.decay_steps}"
+            self.print0(terminal.styled(f"step {step:5d} | the cooldown begins: {cooldown}", terminal.BOLD))
         due = self._line_due(step, dt)
         eta = self._eta(step, now)
         notes = list(self._notes(step, dt, now))
