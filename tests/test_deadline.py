@@ -22,6 +22,7 @@ from training import (
     trainer_file,
 )
 
+import train_gpt2
 from support.cli import UserError
 from support.console import deadline
 from support.console.deadline import Deadline
@@ -311,3 +312,52 @@ def test_what_needs_the_number_of_steps_is_refused(flags, message):
         configure(flags)
     assert error.value.problems[0].startswith(message)
     configure([*flags, "--max-steps", "20"])
+
+
+def test_a_finished_model_stays_until_a_longer_run_has_finished(tmp_path, text):
+    """Also if two longer runs are interrupted, one after the other; a process that finds the run finished cleans up."""
+    out = finished(tmp_path, [*text, "--keep", "1"])
+    weights = (out / "model_00020" / "model.safetensors").read_bytes()
+    for steps in (30, 40):
+        config, checkpoint = configure(["--resume", "--out", out, "--max-steps", steps, "--checkpoint-every", "5"])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train_gpt2, "train_step", stops_at(22))
+            with pytest.raises(SystemExit):
+                train(config, ONE_PROCESS, checkpoint)
+        assert (out / "model_00020.earlier" / "model.safetensors").read_bytes() == weights
+    train_with("--resume", "--out", out)
+    assert not list(out.glob("*.earlier")) and not list(out.glob("*.replaced.*"))
+    (out / "model_00020.earlier").mkdir()  # as if it had been killed right after the last save
+    train_with("--resume", "--out", out)
+    assert not list(out.glob("*.earlier")) and (out / "model_00040").is_dir()
+
+
+def stops_at(step):
+    """A `train_step` in which a signal comes at this step."""
+    real = train_gpt2.train_step
+
+    def train_step(model, state, loader, config, stop, amp):
+        if state.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(model, state, loader, config, stop, amp)
+
+    return train_step
+
+
+def test_a_longer_run_does_not_inherit_what_there_was_time_for(tmp_path, text, monkeypatch):
+    """A cooldown of one step; and a warm-up that was too long for the time ends where the cooldown begins."""
+    monkeypatch.setattr(Deadline, "cooldown_steps", lambda self, step, config: 1 if step == 12 else MAX_STEPS)
+    train_with(*text, "--minutes", "5", "--warmup-steps", "50", "--out", tmp_path / "run")
+    config, checkpoint = configure(["--resume", "--out", tmp_path / "run"])
+    assert (config.cooldown_start, config.max_steps, config.warmup_steps) == (12, 13, 12)
+    config, checkpoint = configure(["--resume", "--out", tmp_path / "run", "--max-steps", "100"])
+    assert checkpoint.step == 12 and config.cooldown_steps == 40
+
+
+def test_what_a_longer_run_cannot_use(tmp_path, text, capsys):
+    out = finished(tmp_path, text)
+    with pytest.raises(UserError, match="--checkpoint-every 0 would lose the longer run"):
+        configure(["--resume", "--out", out, "--max-steps", "30", "--checkpoint-every", "0"])
+    (out / "model_00012" / "model.safetensors").write_bytes(b"")
+    assert configure(["--resume", "--out", out, "--max-steps", "30"])[1].step == 8
+    assert "model_00012 is corrupt" in capsys.readouterr().err

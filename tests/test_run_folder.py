@@ -134,13 +134,13 @@ def test_a_run_that_ends_before_its_first_save_changes_nothing(tmp_path, goes_ba
 
 @pytest.mark.parametrize("goes_back", [False, True])
 def test_the_first_save_replaces_the_earlier_run(tmp_path, goes_back):
-    earlier_run(tmp_path)
+    earlier_run(tmp_path)  # which has not finished: of those before it, models are still there
     with start_second(tmp_path, goes_back):
         write_run_files(tmp_path, "second")
         save(tmp_path, 4, "second", 2 * goes_back)
     found = contents(tmp_path)
     models = {name.removesuffix("/x"): text for name, text in found.items() if name.endswith("/x")}
-    assert models == {"model_00004": b"second", "model_00004.earlier": b"first", "model_00006.earlier": b"first",
+    assert models == {"model_00004": b"second", "model_00004.earlier": b"before", "model_00006.earlier": b"first",
                       "model_00090.earlier": b"before"} | {"model_00002" + ".earlier" * (not goes_back): b"first"}  # fmt: skip
     assert {name: text.split()[0] for name, text in found.items() if "/" not in name} == dict.fromkeys(
         RUN_FILES, b"second"
@@ -271,3 +271,13 @@ def test_a_model_that_is_being_replaced_is_named(tmp_path):
         find_model(tmp_path / "model_00060")
     with pytest.raises(UserError, match=r"model_00061 does not exist\. Check the path\."):
         find_model(tmp_path / "model_00061")
+
+
+def test_models_that_a_killed_process_left_without_names_are_found(tmp_path):
+    """It was killed while it renamed them, before the new checkpoint had its name."""
+    write_checkpoint(tmp_path / "model_00060", lambda folder: (folder / "x").write_text("x"))
+    (tmp_path / "model_00060").rename(tmp_path / ".model_00060.earlier")
+    (tmp_path / "log.replaced.txt").write_text("old")
+    assert run_folder.find_replaced_models(tmp_path)
+    assert newest_checkpoint(tmp_path) == tmp_path / "model_00060" and (tmp_path / "log.txt").read_text() == "old"
+    assert not run_folder.find_replaced_models(tmp_path)

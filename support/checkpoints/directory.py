@@ -116,7 +116,7 @@ def check_files(directory: Path) -> str | None:
 def newest_checkpoint(out: str | os.PathLike[str], last_step: int | None = None) -> Path | None:
     """The intact checkpoint of the highest step in `out`, up to `last_step`; corrupt ones are reported and skipped.
 
-    None if there is no checkpoint at all.
+    None if there is no checkpoint at all; with `last_step`, also if all are corrupt.
 
     Raises:
         UserError: there are checkpoints, and all of them are corrupt.
@@ -128,11 +128,8 @@ def newest_checkpoint(out: str | os.PathLike[str], last_step: int | None = None)
             return directory
         if os.environ.get("RANK", "0") == "0":
             print(f"warning: {directory} is corrupt: {problem}. Skipping it.", file=sys.stderr, flush=True)
-    if checkpoints:
-        which = "" if last_step is None else f" up to step {last_step}"
-        raise UserError(
-            f"all checkpoints in {out}{which} are corrupt. Restore one, or start a new run with another --out."
-        )
+    if checkpoints and last_step is None:
+        raise UserError(f"all checkpoints in {out} are corrupt. Restore one, or start a new run with another --out.")
     return None
 
 

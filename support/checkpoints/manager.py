@@ -64,6 +64,8 @@ class CheckpointManager:
         step, run = train_state.step, self.run
         # The ranks agree on these two conditions; they must, or the others would wait forever for a rank's parts.
         if step == self.newest:  # saved already, or step 0
+            if step == run.config.max_steps and self.rank == 0:
+                self._clean_up(step)  # the process that saved it may not have come to that
             return
         if train_state.bad_steps and not final:
             if self.rank == 0:
@@ -184,6 +186,10 @@ class CheckpointManager:
         self._failures, self.newest = 0, step
         line = styled(f"step {step:5d} | saved {directory}", GREEN)
         print(line + "\n", end="", flush=True)  # one write: the loop prints too
+        self._clean_up(step)
+
+    def _clean_up(self, step: int) -> None:
+        """Removes what the checkpoint of `step`, which is the newest one, replaces."""
         try:
             run_folder.complete_replacement(self.out)
             if step == self.run.config.max_steps and not self.stop.requested:  # before, the new model may be worse

@@ -95,10 +95,25 @@ def complete_replacement(folder: Path) -> None:
             if find_corruption(path) is None:
                 files.replace(path, folder / path.name[1:].removesuffix(".partial"))
     for path in replaced:
-        files.remove(folder / path.name[1:])
-        path.rename(folder / path.name[1:])
+        if (folder / path.name[1:]).exists():  # of the run before: that one has finished, or this is no better
+            files.remove(path)
+        else:
+            path.rename(folder / path.name[1:])
     for name in RUN_FILES:
         _renamed(folder / name, "replaced").unlink(missing_ok=True)
+
+
+def find_replaced_models(folder: Path) -> bool:
+    """Whether a killed process left models without their names; they have them again afterwards.
+
+    Raises:
+        UserError: the folder is in use.
+    """
+    if not any(folder.glob(_REPLACED)):
+        return False
+    with files.lock_folder(folder, "--out"):
+        _recover(folder)
+    return True
 
 
 def _recover(folder: Path) -> None:

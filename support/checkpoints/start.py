@@ -11,7 +11,7 @@ from support.checkpoints import huggingface, lora
 from support.checkpoints.directory import newest_checkpoint
 from support.checkpoints.huggingface import ModelSizes
 from support.checkpoints.resume import resumed_flags, stored_flags
-from support.checkpoints.run_folder import check_folder
+from support.checkpoints.run_folder import check_folder, find_replaced_models
 from support.checkpoints.state import Checkpoint
 from support.cli import UserError, flag_name
 from support.console.log import seconds_trained
@@ -49,7 +49,7 @@ def gather_flags(
         raise UserError(f"{' and '.join(map(flag_name, unused))}: only for --plan. Add --plan, or leave it out.")
     out = str(cli_flags.get("out", DEMO["out"] if cli_flags.get("demo") else "log"))
     if "resume" in cli_flags:
-        newest = dist.once_per_node("checkpoint", lambda: str(newest_checkpoint(out) or ""))
+        newest = dist.once_per_node("checkpoint", lambda: str(_newest_checkpoint(out) or ""))
         if newest:
             return _flags_to_resume(config_class, cli_flags, Checkpoint.open(Path(newest)), dist)
         if cli_flags["resume"] == "newest":
@@ -72,6 +72,11 @@ def gather_flags(
         name = tokenizer_name(huggingface.tokenizer_folder(directory), sizes["vocab_size"])
         flags["tokenizer"] = name if name in VOCAB_SIZES else "bpe"
     return flags | preset_flags(cli_flags, flags.get("tokenizer"), sizes["n_embd"]) | dict(cli_flags), None
+
+
+def _newest_checkpoint(out: str) -> Path | None:
+    newest = newest_checkpoint(out)
+    return newest_checkpoint(out) if newest is None and find_replaced_models(Path(out)) else newest
 
 
 def check_and_open_data(config: RunOptions, dist: Distributed, checkpoint: Checkpoint | None) -> TokenData:
@@ -114,6 +119,8 @@ def _flags_to_resume(
         cli_flags = {name: value for name, value in cli_flags.items() if name != "minutes"}
         dist.print0("note    --resume auto does not make a run longer, --resume does: this one keeps its length")
     if _is_longer(cli_flags, before):
+        if cli_flags.get("checkpoint_every") == 0:
+            raise UserError("--checkpoint-every 0 would lose the longer run. Leave it out.")
         if checkpoint.step > before.cooldown_start:
             path = dist.once_per_node("longer", lambda: str(newest_checkpoint(out, before.cooldown_start) or ""))
             if path:
@@ -162,7 +169,9 @@ def _new_length(
     """The flags of the new length of a run that is resumed from `checkpoint`, at a constant learning rate."""
     if "minutes" not in cli_flags:
         steps = cli_flags["max_steps"]
-        cooldown_fraction = min(before.cooldown_fraction, max(0, steps - checkpoint.step) / steps)
+        # after --minutes, the fraction is what there was time for
+        fraction = before.cooldown_fraction if before.minutes is None else presets.TIMED_COOLDOWN_FRACTION
+        cooldown_fraction = min(fraction, max(0, steps - checkpoint.step) / steps)
         length = presets.flags_for_length(before, steps)
         return {**length, "minutes": None, "cooldown_fraction": cooldown_fraction}
     trained = dist.once("seconds", lambda: str(seconds_trained(checkpoint.path.parent, checkpoint.step)))

@@ -50,6 +50,7 @@ class Deadline:
         if steps_left < MAX_STEPS:
             total = min(step + steps_left, MAX_STEPS - 1)
             length: dict[str, Any] = {**flags_for_length(config, total), "cooldown_fraction": (total - step) / total}
+            length["warmup_steps"] = min(config.warmup_steps, step)  # or there would be no cooldown
         elif step == config.max_steps:  # the estimate was too low
             length = {**flags_for_length(config, 2 * step), "decay_steps": MAX_STEPS}
         else:

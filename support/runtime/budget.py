@@ -77,6 +77,9 @@ def flags_for_minutes(
         if choose_sizes:
             step = cli_flags.get("total_batch_size", presets.step_size(tokens))
             flags = {**chosen, "total_batch_size": step, "max_lr": presets.fast_lr(step)}
+        if 0 < tokens < step:  # a slow first call proves nothing
+            sizes, batch_size = {name: chosen[name] for name in own_sizes}, chosen.get("batch_size", config.batch_size)
+            tokens = 60 * minutes * _tokens_per_second(config, batch_size, sizes, vocab_size, dist, new_model)
         if 0 < tokens < step:
             seconds = 60 * TRAINING_FRACTION * minutes * step / tokens
             raise UserError(
