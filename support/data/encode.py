@@ -171,10 +171,9 @@ class Worker:
         self._process = spawn.Process(target=_serve, args=(other_end, tokenizer, engine), daemon=True)
         try:
             self._process.start()
-        except OSError as error:
-            raise UserError(
-                f"cannot start a worker ({error.strerror}). Run the command again with fewer --workers."
-            ) from error
+        except (OSError, ValueError) as error:  # ValueError: nor did multiprocessing's own process start
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"cannot start a worker ({reason}). Run the command again with fewer --workers.") from error
         other_end.close()
 
     def encode(self, batch: Batch) -> npt.NDArray[np.uint16]:
