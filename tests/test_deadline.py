@@ -33,9 +33,7 @@ from train_gpt2 import get_lr, train
 TEXT = "".join(f"{a} and {b} are {a + b}.\n" for a in range(40) for b in range(60))
 FLAGS = "--device cpu --dtype fp32 --tokenizer bytes --batch-size 4 --total-batch-size 256 --max-lr 3e-3".split()
 FLAGS += "--warmup-steps 3 --val-every 7 --val-tokens 512 --sample-every 0 --checkpoint-every 4 --keep 0".split()
-STEPS = (
-    24  # for which there is time in these tests; the cooldown begins at step 15: 9 of 24 are at most 0.4, 10 are not
-)
+STEPS = 24  # for which there is time: the cooldown begins at step 15, as 9 of 24 are at most 0.4, and 10 are not
 
 
 @pytest.fixture

@@ -43,7 +43,8 @@ class CheckpointManager:
     Training waits only for a copy of the state in host memory. A save that fails (a full disk, no permission) is
     reported on stderr and leaves earlier checkpoints as they are; if the next one fails too, the run is asked to stop.
     The newest `keep` checkpoints are kept, the latest included (0: all), the one with the best validation loss in the
-    log, and the newest one before a cooldown, from which the run can become longer. Rank 0 writes; the others take part in `save`, because under FSDP each has only a part of the state.
+    log, and the newest one before a cooldown, from which the run can become longer. Rank 0 writes; the others take part
+    in `save`, because under FSDP each has only a part of the state.
     """
 
     def __init__(self, run: RunInfo, stop: StopHandler, sync_log: Callable[[], None], rank: int = 0):

@@ -47,9 +47,8 @@ def flags_for_minutes(
     """
     first_step = checkpoint.step if checkpoint else 0
     tokenizer = "bpe" if config.demo else config.tokenizer
-    text_bytes = presets.text_bytes(
-        config.text if first_step == 0 else None, config.text_field
-    )  # it may have moved since
+    text = config.text if first_step == 0 else None  # of a resumed run, it may be gone
+    text_bytes = presets.text_bytes(text, config.text_field)
     vocab_size = VOCAB_SIZES.get(tokenizer) or bpe.fitting_vocab_size(text_bytes)
     bytes_per_token = presets.BYTES_PER_TOKEN[tokenizer]
     minutes = cli_flags.get("minutes", config.minutes)
