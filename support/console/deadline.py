@@ -20,8 +20,9 @@ from support.startup import STARTED
 Config = TypeVar("Config", bound=RunOptions)
 END_SECONDS = 4.0  # after the last evaluation: the checkpoint, curves.png, a sample, the end of the process
 # The next steps will be as fast as those in LONG of the time were, unless the last ones, in RECENT, are OTHER_PACE times
-# slower or faster. The cooldown is due for WAIT before it begins: it may be due because steps have just become slower.
-WAIT, RECENT, LONG, OTHER_PACE = 0.05, 0.025, 0.25, 1.3
+# slower or faster. The cooldown is due for WAIT before it begins, as it may be due because steps have just become slower:
+# beside two busy programs on two cores they are twice as slow now and then, for up to ten seconds.
+WAIT, RECENT, LONG, OTHER_PACE = 0.1, 0.05, 0.5, 1.3
 MOST_EVALUATION = 0.1  # of the time, for all validations to come: the first one may have compiled
 
 
@@ -94,7 +95,7 @@ class Deadline:
         def steps_in(fraction: float) -> int:
             return len(self._ended) - bisect(self._ended, now - fraction * self.seconds)
 
-        recent = min(max(steps_in(RECENT), 3), 100, len(self._ended) - 1)
+        recent = min(max(steps_in(RECENT), 3), len(self._ended) - 1)
         long = min(max(steps_in(LONG), recent), len(self._ended) - 1)
         pace = statistics.median(b - a for a, b in pairwise(self._total[-recent - 1 :]))  # one slow step is no pace
         mean = (self._total[-1] - self._total[-long - 1]) / long
