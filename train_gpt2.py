@@ -44,11 +44,10 @@ from support.data.tokenizer import Tokenizer
 from support.optim.loss import chunked_cross_entropy
 from support.optim.muon import Muon
 from support.runtime import batch_size, budget, devices, fsdp, memory, plan, preflight
-from support.runtime.distributed import ONE_PROCESS, Distributed, report_lost_processes
+from support.runtime.distributed import ONE_PROCESS, STEP_TIMEOUT, Distributed, report_lost_processes
 from support.runtime.options import MACHINE_FLAGS, RunOptions, check_consistent
 from support.runtime.run_info import RunInfo
 from support.runtime.signals import StopHandler
-from support.runtime.watchdog import Watchdog
 
 # -----------------------------------------------------------------------------
 # The model. B is batch, T is time, C is channels (n_embd), nh is heads, hs is head size (C / nh), V is vocabulary.
@@ -588,7 +587,6 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     """
     device, rank = dist.device, dist.rank
     dtype, use_fsdp = devices.DTYPES[config.dtype], config.parallel == "fsdp" and dist.world_size > 1
-    watchdog = Watchdog(dist, config.out)  # ends the run if ranks wait for one that is lost
 
     # What can fail or take long comes first. Local rank 0 runs it before the others, which find what it downloaded.
     with dist.local_rank_zero_first():
@@ -605,9 +603,9 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         compiled = devices.compile(eval_model, device) if config.compile else eval_model  # also validates
         B = batch_size.largest_batch_size(config, compiled, dist, amp)  # --batch-size, or what fits (FSDP: an estimate)
 
-    with watchdog.connecting():  # first through torchrun's store: ranks that differ would hang in a collective
-        preflight.check_ranks_agree(dist, config, identity, checkpoint.step if checkpoint else 0)
-        dist.init_process_group()  # NCCL on GPUs, otherwise gloo
+    # Through torchrun's store, before there is a process group: ranks that differ would hang in a collective.
+    preflight.check_ranks_agree(dist, config, identity, checkpoint.step if checkpoint else 0)
+    dist.init_process_group(config.out)  # NCCL on GPUs, otherwise gloo
     B = dist.all_reduce_min(B)  # one GPU may have less free memory than another
     examples = examples if dist.all_reduce_min(len(examples)) else []  # one node may have failed to download them
 
@@ -654,7 +652,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         devices.trim_memory(device)  # evaluations fragment the heap of a CPU
         return True
 
-    with folder, stop, logger, checkpoints, watchdog:  # left in reverse: the log is complete before the folder is free
+    with folder, stop, logger, checkpoints:  # left in reverse: the log is complete before the folder is free
         while not stop.agreed:
             config = deadline.config_at(state.step, config)  # with --minutes, fixes max_steps when the cooldown is due
             last = state.step == config.max_steps
@@ -671,13 +669,14 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
                 group["lr"] = lr
             devices.synchronize(device)  # the clock must not count what an evaluation left in the GPU's queue
             started = time.perf_counter()  # of the step alone, without evaluation, logging and checkpoints
-            with watchdog.step(state.step):
-                result = train_step(train_model, state, loader, config, stop, amp)
+            result = train_step(train_model, state, loader, config, stop, amp)
             if result is None:
                 continue  # stopped, too
             dt, (loss, norm) = time.perf_counter() - started, result  # the step has ended with a sync
             skipped = state.record(loss, norm)  # why the step was not applied, or None
             logger.step(state.step, loss, lr, norm, dt, skipped)
+            if state.step == run.first_step:
+                dist.set_timeout(STEP_TIMEOUT)  # all is compiled: a rank that takes longer now is lost
             state.step += 1
             state.check_bad_steps(config.max_bad_steps)  # too many in a row that were not finite end the run
         else:  # without break: a signal, a corrupt shard or a failed save, on any rank

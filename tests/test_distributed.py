@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -10,9 +12,10 @@ from datetime import timedelta
 
 import pytest
 import torch
-from helpers import finish_run, run_to_the_end, start_run
+from helpers import finish_run, run_to_the_end, start_run, steps_done, wait_for
 from torch.distributed import HashStore
 
+import train_gpt2
 from support.checkpoints import start
 from support.cli import UserError
 from support.runtime import distributed
@@ -103,14 +106,26 @@ def test_the_first_rank_of_a_node_goes_before_the_others():
 
     def run(rank):
         with Distributed(rank, rank % 2, 4, torch.device("cpu"), store).local_rank_zero_first():
-            if rank % 2 == 0:
-                time.sleep(0.2)
             order.append(rank)
             assert not left
         left.append(rank)
 
     in_threads(4, run)
     assert order.index(0) < order.index(1) and order.index(2) < order.index(3) and set(left) == {0, 1, 2, 3}
+
+
+def test_no_rank_waits_for_one_that_could_not_prepare():
+    """Here rank 2, the first of the second node."""
+    store = HashStore()
+
+    def run(rank):
+        with Distributed(rank, rank % 2, 4, torch.device("cpu"), store).local_rank_zero_first():
+            if rank == 2:
+                raise UserError("no shards.")
+
+    errors = in_threads(4, run)
+    assert errors[2].problems == ("no shards.",)
+    assert all("rank 2" in errors[rank].problems[0] for rank in (0, 1, 3))
 
 
 def test_ranks_agree_on_an_attempt_whatever_earlier_attempts_left():
@@ -160,6 +175,35 @@ def test_a_rank_whose_torchrun_is_dead_gives_up_and_says_so(monkeypatch):
     ):
         connect(1, 2)
     assert time.monotonic() - began < 30
+
+
+def a_short_timeout_after_a_long_first_step(rank):
+    train_gpt2.STEP_TIMEOUT = timedelta(seconds=3)
+    real, steps = train_gpt2.train_step, []
+
+    def step(*args):
+        steps.append(rank)
+        if len(steps) == 1 and rank == 1:
+            time.sleep(4)  # as if it compiled
+        return real(*args)
+
+    train_gpt2.train_step = step
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "number, problem", [(signal.SIGSTOP, "waited too long"), (signal.SIGKILL, "lost the connection")]
+)
+def test_a_lost_rank_ends_the_run(byte_shards, tmp_path, parallel, number, problem):
+    flags = ["--data", byte_shards, "--max-steps", 100000, "--val-every", 0, "--out", "run", "--parallel", parallel]
+    ranks = start_run(*flags, cwd=tmp_path, world_size=2, sabotage=a_short_timeout_after_a_long_first_step)
+    assert wait_for(lambda: steps_done(tmp_path / "run") >= 3)
+    os.kill(ranks[1].pid, number)
+    try:
+        assert finish_run(ranks[:1], timeout=60) == [2]
+    finally:
+        ranks[1].kill()
+    assert re.search(rf"^error: rank 0 on \S+ {problem}", (tmp_path / "0.txt").read_text(), re.MULTILINE)
 
 
 def test_other_errors_than_a_lost_connection_keep_their_traceback():

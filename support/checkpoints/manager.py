@@ -32,7 +32,7 @@ from support.cli import UserError
 from support.console.log import read_values
 from support.console.terminal import GREEN, styled
 from support.runtime import devices
-from support.runtime.distributed import Distributed
+from support.runtime.distributed import LONG_TIMEOUT, Distributed
 from support.runtime.run_info import RunInfo, checkpoint_path
 from support.runtime.signals import StopHandler
 
@@ -136,6 +136,7 @@ class CheckpointManager:
         Raises:
             SystemExit, or the error of this rank that stopped the run.
         """
+        dist.set_timeout(LONG_TIMEOUT)  # the others wait until rank 0 has written
         if self.run.config.checkpoint_every:
             self.save(train_state, final=True)
         self.finish()

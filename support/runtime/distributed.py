@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
@@ -23,8 +25,9 @@ T = TypeVar("T")
 CONNECT_TIMEOUT = timedelta(minutes=5)  # to the store of rank 0, which may start later than this process
 TORCHRUN_TIMEOUT = timedelta(seconds=20)  # to the store of torchrun, which starts before us: otherwise it is dead
 START_TIMEOUT = timedelta(minutes=30)  # of all processes; a node may have to be replaced first
-PREPARE_TIMEOUT = timedelta(hours=24)  # a node may download gigabytes; the watchdog ends us if another process fails
-COLLECTIVE_TIMEOUT = timedelta(hours=1)  # the others wait while rank 0 writes tens of gigabytes to a slow disk
+PREPARE_TIMEOUT = timedelta(hours=2)  # a node may download gigabytes first
+LONG_TIMEOUT = timedelta(hours=1)  # the first step compiles; at the end rank 0 may write gigabytes to a slow disk
+STEP_TIMEOUT = timedelta(minutes=10)  # in between: rank 0 draws samples, or waits until it can save again
 
 
 @dataclass(frozen=True)
@@ -91,20 +94,32 @@ class Distributed:
         """The first rank of each node runs the block before the others, which then find what it downloaded.
 
         All ranks leave it together, so no collective times out while another node still downloads.
+
+        Raises:
+            UserError: on all ranks, if one failed.
         """
         if self.store is None:
             yield
             return
         if self.local_rank > 0:
-            self.store.wait([f"prepared/{self.rank - self.local_rank}"], PREPARE_TIMEOUT)
+            self._wait_until_prepared([self.rank - self.local_rank])
+        outcome = "failed"
         try:
             yield
+            outcome = "prepared"
         except UserError as error:
             if self.local_rank == 0:
                 raise
             raise UserError(*error.problems, this_rank_only=True) from error  # the first rank had no such problem
-        self.store.set(f"prepared/{self.rank}", "")
-        self.store.wait([f"prepared/{other}" for other in range(self.world_size)], PREPARE_TIMEOUT)
+        finally:
+            self.store.set(f"preparation/{self.rank}", outcome)
+        self._wait_until_prepared(range(self.world_size))
+
+    def _wait_until_prepared(self, ranks: Iterable[int]) -> None:
+        assert self.store is not None
+        for rank in ranks:
+            if self.store.get(f"preparation/{rank}") != b"prepared":
+                raise UserError(f"rank {rank} could not prepare the run. See its message.")
 
     def once_per_node(self, name: str, function: Callable[[], str]) -> str:
         """Calls `function` on the first rank of this node, and returns its result on all of them.
@@ -139,13 +154,22 @@ class Distributed:
 
     # Collectives
 
-    def init_process_group(self) -> None:
-        """Connects the ranks, if there are several."""
+    def init_process_group(self, out: str) -> None:
+        """Connects the ranks, if there are several. If one times out under NCCL, its last operations go to `out`."""
         if self.world_size > 1:
+            # NCCL's flight recorder; `torchfrtrace` reads what it writes
+            os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", os.path.join(out, "nccl_trace_rank_"))
             distributed.init_process_group(
-                self.backend, store=self.store, rank=self.rank, world_size=self.world_size, timeout=COLLECTIVE_TIMEOUT
+                self.backend, store=self.store, rank=self.rank, world_size=self.world_size, timeout=LONG_TIMEOUT
             )
             self.all_reduce_min(0)  # NCCL connects in its first collective
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets how long a collective waits for a rank that is stopped or cut off, before it ends this process."""
+        if self.world_size > 1:
+            distributed.distributed_c10d._set_pg_timeout(timeout)  # as torchtitan does: there is no public function
 
     def all_reduce_mean(self, tensor: torch.Tensor) -> torch.Tensor:
         """The mean over ranks; in place."""
@@ -199,7 +223,7 @@ ONE_PROCESS = Distributed(rank=0, local_rank=0, world_size=1)
 
 @contextlib.contextmanager
 def report_lost_processes() -> Iterator[None]:
-    """Reports that another process of the run has ended, for which gloo and torchrun's store have errors of their own.
+    """Reports that another process of the run has ended or does not answer, for which gloo and the store have own errors.
 
     Raises:
         UserError: instead of those errors.
@@ -207,10 +231,14 @@ def report_lost_processes() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, distributed.DistNetworkError) and "gloo/transport" not in str(error):
+        of_gloo, of_store = "gloo/transport" in str(error), isinstance(error, distributed.DistStoreError)
+        if not (of_gloo or of_store or isinstance(error, distributed.DistNetworkError)):
             raise
-        message = "lost the connection to torchrun or to another process of this run. See their messages."
-        raise UserError(message, this_rank_only=True) from error
+        problem = "lost the connection to torchrun or to another process of this run"
+        if of_store or of_gloo and re.search("timed out|timeout", str(error), re.IGNORECASE):
+            problem = "waited too long for another process of this run: it is stopped, cut off, or very slow"
+        rank = f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()}"
+        raise UserError(f"{rank} {problem}. See the messages of all.", this_rank_only=True) from error
 
 
 # -----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import distributed
 from support.cli import UserError, flag_name
 from support.data.shards import DataIdentity
 from support.runtime import devices
-from support.runtime.distributed import Distributed
+from support.runtime.distributed import STEP_TIMEOUT, Distributed
 from support.runtime.options import RunOptions
 
 HINTS = {
@@ -65,6 +65,7 @@ def compare_facts(dist: Distributed, facts: Mapping[str, str]) -> None:
     """
     store = dist.store
     assert store is not None
+    store.set_timeout(STEP_TIMEOUT)  # from here on, all ranks do the same
     store.set(f"facts/{dist.rank}", json.dumps([socket.gethostname(), facts]))
     if dist.rank == 0:
         problems: dict[str, str] = {}
@@ -86,7 +87,7 @@ def compare_facts(dist: Distributed, facts: Mapping[str, str]) -> None:
 
 
 def _wait_for(store: distributed.Store, key: str) -> str:
-    """A value of the store, once it is there. All ranks wait at this line: the watchdog names those that do not."""
+    """A value of the store, once it is there."""
     return store.get(key).decode()
 
 
