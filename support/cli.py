@@ -68,24 +68,6 @@ class UserError(Exception):
 
 MAIN_GROUP = "the flags that matter"
 MAX_HELP_WIDTH = 100  # columns; longer lines are hard to read
-# Some flags that only one script has, for whoever passes them to another one.
-SCRIPT_OF_FLAG = {
-    "--input": "fineweb.py",
-    "--dataset": "fineweb.py",
-    "--shards-from": "fineweb.py",
-    "--max-tokens": "fineweb.py",
-    "--val-fraction": "fineweb.py",
-    "--style": "hellaswag.py",
-    "--temperature": "sample.py",
-    "--top-k": "sample.py",
-    "--top-p": "sample.py",
-    "--max-new-tokens": "sample.py",
-    "--max-steps": "train_gpt2.py",
-    "--resume": "train_gpt2.py",
-    "--text": "train_gpt2.py",
-}
-# What other trainers call some flags.
-OTHER_NAMES = {"learning-rate": "max-lr", "steps": "max-steps"}
 # What train_gpt2.py says about unknown flags with these words in their names.
 ADVICE = {
     "epochs": "The length of a run is in steps: --max-steps (the header of a run says how many steps an epoch has).",
@@ -127,7 +109,6 @@ class Parser(argparse.ArgumentParser):
         )
         self.hints: dict[str, str] = {}
         self.check_values: Callable[[Mapping[str, Any]], Sequence[str]] = lambda values: ()
-        self._problems: list[str] = []
         self._help_group = self.add_argument_group("help")
         self._help_group.add_argument("-h", "--help", action="help", help="print this help and exit")
         self._help_group.add_argument(
@@ -139,64 +120,61 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(*self._problems, _reword(message))
+        raise UserError(_reword(message))
 
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:  # type: ignore[override]
-        """As argparse does, but a flag with nothing in it, as of an unset shell variable, is an error."""
-        self._problems = []
+        """As argparse does, but it ends at the first wrong value, so values are converted and checked afterwards.
+
+        A flag with nothing in it, as of an unset shell variable, is an error.
+        """
         args = sys.argv[1:] if args is None else list(args)
         for arg in args:
             name, _, value = arg.partition("=")
             if name.startswith("-") and value == "--":  # an empty list for argparse of Python 3.11, of any type
                 self.error(f"argument {name}: expected one argument")
-        if "--" in args and not self._get_positional_actions():  # argparse would take no word after it as a flag
-            self._problems.append("-- is not used here. Leave it out.")
-            args = [arg for arg in args if arg != "--"]
-        with self._nothing_required() as required:
+        rules = [(action, action.type, action.choices, action.required) for action in self._actions]
+        for action, _, choices, _ in rules:
+            action.type, action.choices, action.required = None, None, False
+            if choices and not action.metavar:
+                action.metavar = f"{{{','.join(choices)}}}"  # as argparse shows them in --help
+        try:
             parsed, unknown = self.parse_known_args(args)
-        values = vars(parsed)
-        empty = [name for name, value in values.items() if value == "" or isinstance(value, list) and "" in value]
-        self._problems += [f"{flag_name(name)} is empty. Pass a value." for name in empty if name not in MAY_BE_EMPTY]
-        self._problems += self.check_values(values)
-        missing = [_name_of(action) for action in required if action.dest not in values]
-        self._problems += self._unknown_flags(unknown, missing)
-        self._problems += [f"{name} is missing. See --help." for name in missing]
-        if self._problems:
-            raise UserError(*self._problems)
+        finally:
+            for action, type_, choices, required in rules:
+                action.type, action.choices, action.required = type_, choices, required
+        values, problems = vars(parsed), list[str]()
+        for action, kind, choices, _ in rules:
+            value = values.get(action.dest)
+            if value == "" or isinstance(value, list) and "" in value:
+                if action.dest not in MAY_BE_EMPTY:
+                    problems.append(f"{_name_of(action)} is empty. Pass a value.")
+            elif isinstance(value, str) and value != action.default:
+                values[action.dest], problem = self._convert(action, value, kind, choices)
+                problems += problem
+        missing = [_name_of(action) for action, *_, required in rules if required and values.get(action.dest) is None]
+        problems += self.check_values(values)
+        problems += self._unknown_flags(unknown, missing)
+        problems += [f"{name} is missing. See --help." for name in missing]
+        if problems:
+            raise UserError(*problems)
         return parsed
 
-    @contextlib.contextmanager
-    def _nothing_required(self) -> Iterator[list[argparse.Action]]:
-        """Yields what is required, and makes argparse leave out what is missing: its error would be the only one."""
-        required = [(action, action.default) for action in self._actions if action.required]
-        for action, _ in required:
-            action.required, action.default = False, argparse.SUPPRESS
+    def _convert(self, action: argparse.Action, text: str, kind: Any, choices: Any) -> tuple[Any, list[str]]:
+        """The value that a text stands for, or None and what is wrong."""
         try:
-            yield [action for action, _ in required]
-        finally:
-            for action, default in required:
-                action.required, action.default = True, default
-
-    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """argparse's conversion of a value; a wrong one is noted, so that the others are still looked at."""
-        try:
-            return super()._get_value(action, arg_string)
-        except argparse.ArgumentError:
-            kind = "a number" if action.type is float else "a whole number"  # no other conversion fails
-            problem = f"is {arg_string!r}. It must be {kind}." if arg_string else "is empty. Pass a value."
-            self._problems.append(f"{action.option_strings[-1]} {problem}")
-            return None
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if value is None or action.choices is None or value in action.choices:
-            return
-        choices, name = [str(choice) for choice in action.choices], action.option_strings[-1]
-        advice = f"It must be {', '.join(choices[:-1])} or {choices[-1]}."
+            value = kind(text) if kind else text
+        except ValueError:
+            wanted = "a number" if kind is float else "a whole number"
+            return None, [f"{_name_of(action)} is {text!r}. It must be {wanted}."]
+        if choices is None or value in choices:
+            return value, []
+        *others, last = choices
+        advice = f"It must be {', '.join(others)} or {last}."
         if near := difflib.get_close_matches(value, choices, 1):
             advice = f"Did you mean {near[0]}? {advice}"
         elif action.dest in self.hints:
             advice = self.hints[action.dest]
-        self._problems.append(f"{name} is {value!r}. {advice}")
+        return None, [f"{_name_of(action)} is {value!r}. {advice}"]
 
     def _unknown_flags(self, words: Sequence[str], missing: Sequence[str]) -> Iterator[str]:
         """A sentence for each word that is not a flag of this script, nor the value of such a word.
@@ -207,10 +185,7 @@ class Parser(argparse.ArgumentParser):
         for word in words:
             name = word.split("=")[0]
             is_flag = name.startswith("-") and not name[1:2].isdigit()
-            script = SCRIPT_OF_FLAG.get(name, self.prog)
-            if script != self.prog:
-                yield f"{name} is a flag of {script}, not of {self.prog}. See --help."
-            elif self.prog == "train_gpt2.py" and is_flag and (found := ADVICE.keys() & re.split("[-_]", name)):
+            if self.prog == "train_gpt2.py" and is_flag and (found := ADVICE.keys() & re.split("[-_]", name)):
                 yield f"unknown flag {name}. {ADVICE[found.pop()]}"
             elif is_flag or not follows_flag:
                 near = self._nearest_flag(name)
@@ -225,8 +200,7 @@ class Parser(argparse.ArgumentParser):
         name = name.lstrip("-").replace("_", "-")
         known = [flag[2:] for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         parts = [flag for flag in known if f"{flag}-".startswith(f"{name}-") or flag.endswith(f"-{name}")]
-        near = [flag for flag in known if flag == OTHER_NAMES.get(name)]
-        near = near or sorted(parts, key=len) or difflib.get_close_matches(name, known, 1)
+        near = sorted(parts, key=len) or difflib.get_close_matches(name, known, 1)
         return f"--{near[0]}" if near else None
 
 
@@ -358,22 +332,6 @@ def range_errors(config_class: type[DataclassInstance], values: Mapping[str, Any
     return problems
 
 
-def type_errors(config_class: type[DataclassInstance], values: Mapping[str, Any]) -> list[str]:
-    """One sentence for each value, not from a command line, that its flag could not have."""
-    hints = typing.get_type_hints(config_class)
-    problems = []
-    for field in flag_fields(config_class):
-        value = values.get(field.name)
-        if value is None:
-            continue
-        kind, choices = _plain_type(hints[field.name]), field.metadata["options"].get("choices")
-        if type(value) is not kind and not (kind is float and type(value) is int):
-            problems.append(f"{flag_name(field.name)} is of the type {type(value).__name__}, not {kind.__name__}.")
-        elif choices and value not in choices:
-            problems.append(f"{flag_name(field.name)} is {value!r}. It must be one of {', '.join(choices)}.")
-    return problems
-
-
 def add_device_flag(group: argparse._ArgumentGroup) -> None:
     names, help = ("auto", "cuda", "cpu", "mps"), "device (default: auto, the best available)"
     group.add_argument("-d", "--device", default="auto", choices=names, help=help)
@@ -405,8 +363,10 @@ class GuardedStream:
     which a script prints its result, raises a `UserError` instead of dropping anything.
     """
 
-    def __init__(self, stream: TextIO, on_close: Callable[[], None] | None = None, required: bool = False):
-        self._stream, self._on_close, self._required = stream, on_close, required
+    on_close: Callable[[], None] | None = None
+
+    def __init__(self, stream: TextIO, required: bool):
+        self._stream, self._required = stream, required
 
     def write(self, text: str) -> int:
         self._try(lambda: self._stream.write(text))
@@ -428,9 +388,9 @@ class GuardedStream:
             write()
         except OSError as error:
             if error.errno in READER_CLOSED:
-                if self._on_close is None:
+                if self.on_close is None:
                     raise BrokenPipeError(errno.EPIPE, "the reader is gone") from error
-                self._on_close()
+                self.on_close()
                 self._discard()
             elif self._required:
                 raise UserError(f"cannot print the result ({error.strerror}). Redirect it to another file.") from error

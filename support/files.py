@@ -108,8 +108,7 @@ def check_output_file(path: Path, flag: str, beginning: str) -> None:
         UserError: it is rejected.
     """
     try:
-        link_loop = os.path.islink(os.path.realpath(path))
-        if path.is_dir() or link_loop or (path.exists() and not os.access(path, os.W_OK)):
+        if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
             raise UserError(f"cannot write {path}. Use another file with {flag}.")
         if path.is_file() and path.stat().st_size:
             with open(path, encoding="utf-8", errors="replace") as file:
@@ -170,20 +169,8 @@ def lock_folder(folder: Path, flag: str) -> TextIO:
 def write_lock_holder(file: TextIO) -> None:
     """Records in a lock file which process holds the lock."""
     file.truncate(0)
-    file.write(_lock_holder())
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
-
-
-def is_lock_holder(folder: Path) -> bool:
-    """Whether the lock file of a folder names this process."""
-    try:
-        return (folder / LOCK).read_text(encoding="utf-8") == _lock_holder()
-    except OSError:
-        return False
-
-
-def _lock_holder() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}\n"
 
 
 def _lock_file(file: TextIO) -> None:

@@ -22,7 +22,6 @@ import sample
 import train_gpt2
 from support import __version__
 from support.cli import (
-    SCRIPT_OF_FLAG,
     Parser,
     UserError,
     add_flags,
@@ -31,7 +30,6 @@ from support.cli import (
     flag_name,
     parse_flags,
     run_cli,
-    type_errors,
 )
 
 
@@ -222,12 +220,6 @@ def test_a_model_is_named_in_one_way(capsys):
         assert not re.search(r"(sample|hellaswag)\.py -m\b", path.read_text()), path
 
 
-def test_flags_of_other_scripts_are_theirs_alone(capsys):
-    flags = {name: flags_in(output_of(script, "--help", capsys)) for name, script in SCRIPTS.items()}
-    for name, script in SCRIPT_OF_FLAG.items():
-        assert [f"{other}.py" for other in flags if name in flags[other]] == [script]
-
-
 STRINGS = [field for field in flag_fields(train_gpt2.TrainConfig) if field.type in ("str", "str | None")]
 EMPTY_FLAGS = {
     train_gpt2: {flag_name(field.name) for field in STRINGS if "choices" not in field.metadata["options"]}
@@ -297,18 +289,6 @@ def test_two_dashes_are_no_value():
         parse_flags(Config, ["--size=--"], "")
     for prompt in ("hello =--", "a=b=--", "--x=--"):
         assert parse_flags(train_gpt2.TrainConfig, [f"--prompt={prompt}"], "") == {"prompt": prompt}
-
-
-def test_values_of_other_types_are_named():
-    assert type_errors(Config, {"rate": 1, "size": None, "fast": True, "other": "x"}) == []
-    assert type_errors(Config, {"rate": "1", "size": True, "fast": 0, "check": []}) == [
-        "--rate is of the type str, not float.",
-        "--size is of the type bool, not int.",
-        "--fast is of the type int, not bool.",
-        "--check is of the type list, not bool.",
-    ]
-    [problem] = type_errors(train_gpt2.TrainConfig, {"optimizer": "sgd"})
-    assert problem == "--optimizer is 'sgd'. It must be one of adamw, muon."
 
 
 def fail(error):

@@ -14,7 +14,7 @@ from training import assert_same_run, trained
 
 from support.cli import UserError
 from support.console import curves
-from support.console.curves import CurvesFile, draw_run, draw_runs, loss_limits, read_run, settled, smooth, thin
+from support.console.curves import CurvesFile, draw_run, draw_runs, loss_limits, read_run, settled, smooth
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -78,16 +78,6 @@ def test_damaged_files_count_as_missing(tmp_path, damage):
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [{name: 10**400} for name in ("parameters", "tokens_per_step")]
-    + [{"bytes_per_token": size} for size in (1e-320, float("nan"), float("inf"))],
-)
-def test_a_record_with_numbers_that_no_run_has_counts_as_missing(tmp_path, damage):
-    run = read_run(write_run(tmp_path / "run", [5.0, 4.0], {0: 5.1}, **damage))
-    assert run.record is None and len(draw_run(run).axes) == 2
-
-
-@pytest.mark.parametrize(
     "log, message", [(None, "has no log.txt"), ("", "has no loss yet"), ("0 hella 0.2500\n", "has no loss yet")]
 )
 def test_what_is_no_run_is_an_error(tmp_path, log, message):
@@ -104,17 +94,6 @@ def test_smoothing_is_the_mean_of_the_values_around():
     expected = [values[max(0, i - 4) : i + 5].mean() for i in range(450)]
     assert smooth(values) == pytest.approx(np.array(expected))
     assert smooth(values[:99]) == pytest.approx(values[:99]) and len(smooth(values[:0])) == 0
-
-
-def test_a_thinned_curve_has_all_its_peaks():
-    y = np.random.default_rng(0).normal(size=20_500)
-    y[[0, 7_777, 20_499]] = 9, 100, -100
-    x, thinned = thin(np.arange(len(y)), y)
-    assert len(x) < 2100 and (y[x] == thinned).all() and (np.diff(x) > 0).all()
-    assert x[0] == 0 and x[-1] == 20_499 and {100, -100} <= set(thinned)
-    for first in range(0, 20_000, 20):
-        block = y[first : first + 20]
-        assert {block.min(), block.max()} <= set(y[x[(x >= first) & (x < first + 20)]])
 
 
 def test_the_first_losses_do_not_flatten_the_others():

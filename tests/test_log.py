@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 from shard_helpers import file_size_limit
 
-from support.cli import UserError
 from support.console.log import MetricsLog, RunLog, read_metrics, read_values
-from support.files import lock_folder, write_lock_holder
 
 
 def test_the_log_continues_from_a_step(tmp_path):
@@ -60,54 +57,6 @@ def test_missing_lines_are_reported_wherever_they_are(tmp_path, capsys, logged, 
     assert capsys.readouterr().err == (f"warning: {path} lacks {lacking}.\n" if lacking else "")
 
 
-def test_a_log_that_was_removed_is_written_again(tmp_path, capsys):
-    out, path = tmp_path / "run", tmp_path / "run" / "log.txt"
-    out.mkdir()
-    log = RunLog(path)
-    log.write(0, "train", 2.0)
-    shutil.rmtree(out)
-    log.write(1, "train", 1.0)
-    log.sync()
-    log.write(2, "train", 0.5)
-    log.close()
-    assert path.read_text() == "0 train 2.000000\n1 train 1.000000\n2 train 0.500000\n"
-    assert capsys.readouterr().err == f"warning: {path} was removed or replaced. It is written again.\n"
-
-
-@pytest.mark.parametrize("replaced", [False, True])
-def test_the_log_alone_may_be_removed_or_replaced(tmp_path, replaced):
-    """The folder stays locked by this run. Editors replace a file when they save it."""
-    path = tmp_path / "log.txt"
-    log = RunLog(path)
-    with lock_folder(tmp_path, "--out") as lock:
-        write_lock_holder(lock)
-        log.write(0, "train", 2.0)
-        path.unlink()
-        if replaced:
-            path.write_text("edited")
-        log.sync()
-    assert path.read_text() == "0 train 2.000000\n"
-
-
-def test_a_folder_that_was_removed_is_locked_again_or_left_to_another_run(tmp_path):
-    out, path = tmp_path / "run", tmp_path / "run" / "log.txt"
-    out.mkdir()
-    log = RunLog(path)
-    log.write(0, "train", 2.0)
-    shutil.rmtree(out)
-    log.sync()
-    with pytest.raises(UserError, match="is in use"):
-        lock_folder(out, "--out")
-    shutil.rmtree(out)
-    out.mkdir()
-    with lock_folder(out, "--out"), pytest.raises(UserError, match="is in use"):
-        log.sync()
-    path.write_text("0 train 9.000000\n")
-    with pytest.raises(OSError, match="log.txt belongs to another run"):
-        log.sync()
-    assert path.read_text() == "0 train 9.000000\n"
-
-
 def test_line_ends_of_windows_are_read(tmp_path, capsys):
     path = tmp_path / "log.txt"
     path.write_bytes(b"0 train 2.000000\r\n1 train 1.000000\r\n")
@@ -132,13 +81,6 @@ def test_only_finite_values_are_read(tmp_path):
 
 
 # ---- metrics.jsonl
-
-
-@pytest.mark.parametrize("name", ["step", "tokens"])
-def test_a_line_with_a_number_that_no_run_has_is_malformed(tmp_path, name):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(f'{{"step": 3, "lr": 0.5, "{name}": {10**400}}}\n{{"step": 4, "lr": 0.25}}\n')
-    assert read_metrics(path) == {"step": {4: 4}, "lr": {4: 0.25}}
 
 
 def write_steps(metrics: MetricsLog, steps) -> None:
@@ -208,19 +150,3 @@ def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path, capsys, kind, nam
     full.close()
     assert (tmp_path / name).read_text() == (tmp_path / "expected").read_text()
     assert capsys.readouterr().err.count("Its lines are kept in memory") == 1
-
-
-def test_both_files_of_a_folder_that_was_removed_are_written_again(tmp_path, capsys):
-    out = tmp_path / "run"
-    out.mkdir()
-    log, metrics = RunLog(out / "log.txt"), MetricsLog(out / "metrics.jsonl")
-    log.write(0, "train", 2.0)
-    write_steps(metrics, [0])
-    before = (out / "metrics.jsonl").read_text()
-    shutil.rmtree(out)
-    for file in (log, metrics, log, metrics):
-        file.sync()
-    metrics.close()
-    log.close()
-    assert (out / "log.txt").read_text() == "0 train 2.000000\n" and (out / "metrics.jsonl").read_text() == before
-    assert capsys.readouterr().err.count("was removed or replaced") == 2

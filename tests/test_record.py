@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 import pytest
 import torch
-from helpers import ROOT, finish_run, run_to_the_end, start_run, steps_done, wait_for
+from helpers import finish_run, run_to_the_end, start_run, steps_done, wait_for
 from safetensors.torch import load_file
 from training import (
     ONE_PROCESS,
@@ -81,25 +81,6 @@ def test_a_model_has_its_name_or_sizes_of_its_own(tmp_path):
         assert found.get("model") == named.get(flags) and found["n_layer"] == run.config.n_layer
 
 
-def test_the_commit_is_that_of_git(tmp_path):
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    assert record._read_commit(tmp_path / ".git") is None
-    try:
-        subprocess.run([*git, "init", "-q", "-b", "main"], check=True)
-        subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("no git")
-    for command in (["status"], ["pack-refs", "--all"], ["checkout", "-q", "--detach"]):
-        subprocess.run([*git, *command], check=True, capture_output=True)
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-        assert record._read_commit(tmp_path / ".git") == head and len(head) == 40
-    (tmp_path / ".git" / "HEAD").write_text("ref: refs/heads/nothing\n")
-    assert record._read_commit(tmp_path / ".git") is None
-    (tmp_path / "worktree").write_text("gitdir: elsewhere\n")
-    assert record._read_commit(tmp_path / "worktree") is None
-    assert (ROOT / "support" / "console" / "record.py").samefile(record.__file__) and ROOT == record.ROOT
-
-
 def test_each_resume_adds_what_has_changed(byte_shards, tmp_path, monkeypatch):
     out = tmp_path / "run"
     trained(out, "--data", byte_shards, *FLAGS)
@@ -163,22 +144,6 @@ def test_a_record_that_cannot_be_written_is_a_warning(byte_shards, tmp_path, mon
     assert newest_checkpoint(tmp_path / "run").name == "model_00003" and not (tmp_path / "run" / "run.json").exists()
 
 
-def test_a_folder_that_was_removed_gets_its_files_back(byte_shards, tmp_path, monkeypatch):
-    out, real, calls = tmp_path / "run", train_gpt2.train_step, []
-
-    def step(*args):
-        calls.append(1)
-        if len(calls) == 2:
-            shutil.copytree(out, tmp_path / "copy")
-            shutil.rmtree(out)
-        return real(*args)
-
-    monkeypatch.setattr(train_gpt2, "train_step", step)
-    trained(out, "--data", byte_shards, "--max-steps", 3)
-    assert read(out) == read(tmp_path / "copy")
-    assert [line["step"] for line in metrics_without_time(out)] == [0, 1, 2]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_all_files_survive_a_kill_and_two_resumes(byte_shards, tmp_path, world_size):
@@ -206,3 +171,16 @@ def test_all_files_survive_a_kill_and_two_resumes(byte_shards, tmp_path, world_s
     assert [resume["step"] for resume in run["resumes"]][1:] == [stopped_at]
     assert 0 < run["resumes"][0]["step"] <= killed_at and run["resumes"][0]["step"] % 10 == 0
     assert [line["tokens"] for line in metrics_without_time(out)] == [256 * (i + 1) for i in range(stopped_at + 4)]
+
+
+def test_the_commit_is_that_of_git_in_this_folder_alone(tmp_path, monkeypatch):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    assert record._read_commit() is None  # no commit yet
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    assert record._read_commit() == head and len(head) == 40
+    (tmp_path / "unpacked").mkdir()
+    monkeypatch.setattr(record, "ROOT", tmp_path / "unpacked")  # as a download without .git inside a repository
+    assert record._read_commit() is None

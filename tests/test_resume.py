@@ -455,13 +455,6 @@ def remove_the_folder_at_step_3(rank):
     train_gpt2.get_lr = get_lr
 
 
-def test_a_folder_that_is_removed_during_the_run_is_made_again(byte_shards, tmp_path):
-    flags = ["--data", byte_shards, "--max-steps", 6]
-    run_to_the_end(*flags, "--out", "straight", cwd=tmp_path)
-    run_to_the_end(*flags, "--out", "removed", cwd=tmp_path, sabotage=remove_the_folder_at_step_3)
-    assert_same_run(tmp_path / "removed", tmp_path / "straight")
-
-
 def test_resume_auto_replaces_a_run_that_saved_nothing(byte_shards, tmp_path):
     flags = ("--data", byte_shards, "--max-steps", 3, "--checkpoint-every", 0)
     expected = trained(tmp_path / "run", *flags)
@@ -521,16 +514,12 @@ def test_a_checkpoint_from_before_there_were_recipes_resumes(byte_shards, tmp_pa
     assert_same_run(out, tmp_path / "straight")
 
 
-@pytest.mark.parametrize("state", [[1], {"step": 1}, "no config", "config", "range", "lora"])
+@pytest.mark.parametrize("state", [{"step": 1}, "lora"])
 def test_a_state_of_another_trainer_is_refused(byte_shards, tmp_path, state):
     trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 1)
     path = tmp_path / "run" / "model_00001"
     good = trainer_file(path)
-    if state == "no config":
-        state = good | {"config": None}
-    elif state in ("config", "range"):
-        state = good | {"config": good["config"] | {"max_steps": "many" if state == "config" else -1}}
-    elif state == "lora":
+    if state == "lora":
         state = good | {"config": good["config"] | {"lora_rank": 2}}  # and no base model
     shutil.move(path, tmp_path / "good")
     copy_with_state(tmp_path / "good", path, state)

@@ -117,31 +117,12 @@ def saved_state() -> dict:
     return state.trainer_file({"seed": 1}, {"train": [["a", 1, None]], "val": [], "base": None})
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("step", True),
-        ("step", -1),
-        ("bad_steps", None),
-        ("overflows", "1"),
-        ("config", {"lora_rank": torch.zeros(2)}),
-        ("data", {}),
-        ("data", {"train": [["a", 1]], "val": []}),
-        ("data", {"train": [["a", "1", None]], "val": []}),
-        ("data", {"train": [], "val": [], "base": torch.zeros(2)}),
-        ("scaler", {"scale": 8.0}),
-        ("scaler", {"scale": 8.0, "_growth_tracker": 10**30}),
-        ("scaler", {"scale": 10**400, "_growth_tracker": 0}),
-        ("scaler", {"scale": float("nan"), "_growth_tracker": 0}),
-        ("scaler", {"scale": 8.0, "_growth_tracker": torch.zeros(2)}),
-        ("optimizer", {}),
-        ("optimizer", {"state": [1]}),
-    ],
-)
-def test_an_invalid_value_is_named(tmp_path, name, value):
-    torch.save(saved_state() | {name: value}, tmp_path / "trainer.pt")
-    message = f"trainer.pt was not written by this trainer \\({name} is missing or not valid\\)"
-    with pytest.raises(UserError, match=message):
+@pytest.mark.parametrize("name", ["step", "config", "optimizer"])
+def test_a_file_of_another_program_is_refused(tmp_path, name):
+    content = saved_state()
+    del content[name]
+    torch.save(content, tmp_path / "trainer.pt")
+    with pytest.raises(UserError, match=f"trainer.pt was not written by this trainer \\(it has no {name}\\)"):
         Checkpoint.open(tmp_path)
 
 
@@ -149,14 +130,7 @@ def test_an_invalid_value_is_named(tmp_path, name, value):
     "change, message",
     [
         (lambda state: state.pop(0), "has 2 parameters, and the state belongs to 1"),
-        (lambda state: state.update({0: 5}), "state of parameter 0 is incomplete"),
-        (lambda state: state[1].pop("exp_avg"), "state of parameter 1 is incomplete"),
-        (lambda state: state[1].update(more=1), "state of parameter 1 is incomplete"),
-        (lambda state: state[1].update(step=1), "step of the optimizer's parameter 1"),
         (lambda state: state[0].update(exp_avg=torch.zeros(2)), "exp_avg of the optimizer's parameter 0"),
-        (lambda state: state[0].update(exp_avg=torch.zeros(2, 2).double()), "exp_avg of the optimizer's parameter 0"),
-        (lambda state: state[0].update(exp_avg=torch.eye(2).to_sparse()), "exp_avg of the optimizer's parameter 0"),
-        (lambda state: state[0].update(exp_avg=torch.zeros(2, 2, device="meta")), "exp_avg of the optimizer's"),
     ],
 )
 def test_tensors_that_do_not_fit_the_optimizer_are_named(tmp_path, change, message):

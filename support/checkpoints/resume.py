@@ -11,7 +11,7 @@ import torch
 from support.checkpoints import lora
 from support.checkpoints.huggingface import ModelSizes
 from support.checkpoints.state import Checkpoint
-from support.cli import UserError, flag_fields, flag_name, range_errors, type_errors
+from support.cli import UserError, flag_fields, flag_name
 from support.data import shards
 from support.data.shards import DataIdentity
 from support.runtime.options import MACHINE_FLAGS, SOURCE_FLAGS, RunOptions
@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 def stored_flags(config_class: type[DataclassInstance], checkpoint: Checkpoint, sizes: ModelSizes) -> dict[str, Any]:
-    """The flags of the run that wrote a checkpoint. `sizes` are those of its model.
-
-    Raises:
-        UserError: they are not valid.
-    """
+    """The flags of the run that wrote a checkpoint. `sizes` are those of its model."""
     names = {field.name for field in flag_fields(config_class)}
     flags: dict[str, Any] = {name: size for name, size in sizes.items() if name in names}
     # None, and "auto" for the device and the dtype, stood for a default that was found later.
@@ -34,11 +30,6 @@ def stored_flags(config_class: type[DataclassInstance], checkpoint: Checkpoint, 
         for name, value in checkpoint.config.items()
         if name in names and value is not None and not (name in MACHINE_FLAGS and value == "auto")
     }
-    if problems := type_errors(config_class, flags) or range_errors(config_class, flags):
-        raise UserError(
-            f"cannot resume from {checkpoint.path}: the configuration in trainer.pt is not valid ({problems[0]}). "
-            "Use another checkpoint."
-        )
     return flags
 
 

@@ -27,13 +27,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from support.checkpoints.directory import step_of
 from support.cli import UserError
 from support.console.terminal import pluralize
-from support.data.presets import MAX_STEPS
 from support.data.shards import DataIdentity
 from support.runtime import fsdp
 
 FILE = "trainer.pt"
-REQUIRED = {"step": int, "bad_steps": int, "config": dict, "data": dict, "optimizer": dict, "scaler": dict}
-COUNTERS = ("step", "bad_steps", "overflows")
+REQUIRED = ("step", "bad_steps", "config", "data", "optimizer", "scaler")
 SCALER_STATE = ("scale", "_growth_tracker")
 Tree = TypeVar("Tree")
 
@@ -141,8 +139,8 @@ class Checkpoint:
             raise _unusable(path, "is not readable as plain tensors and containers") from error
         except Exception as error:  # a corrupt zip file or pickle raises many kinds
             raise _unusable(path, f"is truncated or corrupt ({type(error).__name__})") from error
-        if invalid := _find_invalid(content):
-            raise _unusable(path, f"was not written by this trainer ({invalid} is missing or not valid)")
+        if missing := [name for name in REQUIRED if name not in content]:
+            raise _unusable(path, f"was not written by this trainer (it has no {', '.join(missing)})")
         if step_of(path) not in (-1, content["step"]):
             raise _unusable(path, f"belongs to step {content['step']}")
         required = {name: content[name] for name in REQUIRED}
@@ -166,70 +164,16 @@ def _unusable(path: Path, problem: str) -> UserError:
     return UserError(f"cannot resume from {path}: {FILE} {problem}. Use another checkpoint.")
 
 
-def _find_invalid(content: object) -> str | None:
-    """What in the content of `trainer.pt` is missing or of a wrong type; None if nothing is.
-
-    The values of flags are left to `resume.stored_flags`, and the optimizer's tensors to `_find_mismatch`.
-    """
-    if not isinstance(content, dict):
-        return "its dictionary"
-    for name, kind in REQUIRED.items():
-        if not isinstance(content.get(name), kind):
-            return name
-    for name in COUNTERS:
-        if not _is_count(content.get(name, 0)):
-            return name
-    if not all(isinstance(value, str | int | float | None) for value in content["config"].values()):
-        return "config"
-    data, scaler = content["data"], content["scaler"]
-    shard_lists = data.get("train"), data.get("val")
-    if not all(map(_is_shard_list, shard_lists)) or not isinstance(data.get("base"), str | None):
-        return "data"
-    if scaler and not (_is_positive(scaler.get("scale")) and _is_count(scaler.get("_growth_tracker"))):
-        return "scaler"
-    return None if isinstance(content["optimizer"].get("state"), dict) else "optimizer"
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value <= MAX_STEPS  # isinstance would accept True
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, float) and 0 < value < math.inf
-
-
-def _is_shard_list(value: object) -> bool:
-    """Whether it is a list of [file name, tokens, SHA-256 or None]."""
-    if not isinstance(value, list) or not all(isinstance(shard, list) and len(shard) == 3 for shard in value):
-        return False
-    return all(isinstance(name, str) and type(n) is int and isinstance(sha, str | None) for name, n, sha in value)
-
-
-def _find_mismatch(saved: Mapping[int, object], optimizer: torch.optim.Optimizer) -> str | None:
+def _find_mismatch(saved: Mapping[int, Mapping[str, torch.Tensor]], optimizer: torch.optim.Optimizer) -> str | None:
     """Which part of an optimizer's saved state does not fit its parameters; None if all does, or nothing was saved."""
-    expected: list[dict[str, torch.Size]] = []  # shapes by name, for each parameter
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if "num_splits" in group:  # Muon's
-                expected.append({"momentum_buffer": parameter.shape})
-            else:
-                expected.append({"step": torch.Size(), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape})
-    if saved and saved.keys() != set(range(len(expected))):
-        return f"the optimizer has {len(expected)} parameters, and the state belongs to {len(saved)}"
-    for index, tensors in saved.items():
-        if not isinstance(tensors, dict) or tensors.keys() != expected[index].keys():
-            return f"the optimizer's state of parameter {index} is incomplete"
-        for name, shape in expected[index].items():
-            if not _is_fp32_cpu_tensor(tensors[name]) or tensors[name].shape != shape:
-                return f"{name} of the optimizer's parameter {index} has another shape or type"
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if saved and saved.keys() != set(range(len(parameters))):
+        return f"the optimizer has {len(parameters)} parameters, and the state belongs to {len(saved)}"
+    for i, tensors in saved.items():
+        for name, tensor in tensors.items():
+            if name != "step" and tensor.shape != parameters[i].shape:
+                return f"{name} of the optimizer's parameter {i} has another shape"
     return None
-
-
-def _is_fp32_cpu_tensor(value: object) -> bool:
-    """Whether it is an ordinary fp32 tensor, in memory or in a mapped file."""
-    if not isinstance(value, torch.Tensor):
-        return False
-    return (value.layout, value.device.type, value.dtype) == (torch.strided, "cpu", torch.float32)
 
 
 def copy_to_host(state: Tree, keep: bool = True) -> Tree:

@@ -33,7 +33,6 @@ AXES = {"steps": "step", "tokens": "tokens", "hours": "hours of training steps"}
 SETTLED = 0.05  # the loss of this first part of a run may be above the picture, so that the rest is not flat,
 SHORT = 200  # but not if it has fewer steps
 TITLE_WIDTH = 80  # characters
-MAX_POINTS = 4000  # of a curve; of more, each 1/1000 is drawn as its smallest and its largest value
 DRAW_SECONDS = 10.0  # at least, between two pictures of a run that is being trained
 MAX_DRAW_FRACTION = 0.01  # of a run's time
 OPENAI_LOSS = 3.2924  # of OpenAI's GPT-2 124M, on FineWeb-Edu's validation shard
@@ -140,18 +139,6 @@ def smooth(values: Array) -> Array:
     return (sums[end] - sums[first]) / (end - first)
 
 
-def thin(x: Array, y: Array) -> tuple[Array, Array]:
-    """Fewer points of a long curve, with all its peaks: of each thousandth, the smallest and the largest value."""
-    if len(y) <= MAX_POINTS:
-        return x, y
-    size = len(y) // 1000
-    blocks = y[: len(y) // size * size].reshape(-1, size)
-    starts = np.arange(len(blocks)) * size
-    kept = np.concatenate([starts + blocks.argmin(axis=1), starts + blocks.argmax(axis=1), [0, len(y) - 1]])
-    kept = np.unique(kept)
-    return x[kept], y[kept]
-
-
 def settled(run: Run, x: Array, y: Array) -> Array:
     """The values of a curve (x, y) of a run without the first ones, which would flatten all others; of a short run, all."""
     return y if run.steps < SHORT or not len(x) else y[x >= SETTLED * x.max()]
@@ -175,7 +162,7 @@ def draw_run(run: Run) -> Figure:
 
     below = [draw for draw, values in ((_draw_lr, run.lr), (_draw_hellaswag, run.hella)) if values]
     ratios = [5, 2] if below else [1]
-    margins = dict(left=0.075, right=0.975, bottom=0.075, top=0.84 if run.record else 0.9, hspace=0.25, wspace=0.2)
+    margins = dict(left=0.075, right=0.975, bottom=0.075, top=0.9, hspace=0.25, wspace=0.2)
     grid = figure.add_gridspec(len(ratios), max(1, len(below)), height_ratios=ratios, **margins)
     _draw_loss(figure.add_subplot(grid[0, :]), run)
     for i, draw in enumerate(below):
@@ -205,7 +192,7 @@ def draw_runs(labels: Sequence[str], runs: Sequence[Run], axis: str = "steps") -
         scale = 1 / (run.bytes_per_token or 1) if per_byte else 1.0
         color = f"C{i}" if len(runs) <= 10 else colormaps["turbo"](i / len(runs))
         (x, y), (val_x, val_y) = (_points(run, values, axis, scale) for values in (run.train, run.val))
-        axes.plot(*thin(x, smooth(y)), color=color, linewidth=1, alpha=0.5)
+        axes.plot(x, smooth(y), color=color, linewidth=1, alpha=0.5)
         _draw_validation(axes, val_x, val_y, color=color)
         curves += [settled(run, x, smooth(y)), settled(run, val_x, val_y)]
         end = max([end, *x, *val_x])
@@ -255,8 +242,8 @@ def _draw_loss(axes: Axes, run: Run) -> None:
     curves = [settled(run, x, smooth(y)), settled(run, val_x, val_y)]
     if len(y):
         if len(y) >= 100:
-            axes.plot(*thin(x, y), color="C0", linewidth=0.7, alpha=0.3, label="train")
-        axes.plot(*thin(x, smooth(y)), color="C0", label="train, smoothed" if len(y) >= 100 else "train")
+            axes.plot(x, y, color="C0", linewidth=0.7, alpha=0.3, label="train")
+        axes.plot(x, smooth(y), color="C0", label="train, smoothed" if len(y) >= 100 else "train")
         curves.append(y if run.steps < SHORT else np.quantile(settled(run, x, y), (0.005, 0.995)))
     if len(val_y):
         best = int(val_x[val_y.argmin()])
@@ -269,11 +256,6 @@ def _draw_loss(axes: Axes, run: Run) -> None:
     axes.set_ylim(*loss_limits(curves))
     axes.set_ylabel("loss, nats per token")
     _legend(axes, *axes.get_legend_handles_labels())
-    if run.record:
-        per_step = run.record["tokens_per_step"]
-        above = axes.secondary_xaxis("top", functions=(lambda x: x * per_step, lambda x: x / per_step))
-        above.set_xlabel("tokens")
-        above.xaxis.set_major_formatter(lambda x, _: short_count(x))
 
 
 def _draw_validation(axes: Axes, x: Array, y: Array, color: Any, label: str | None = None) -> None:
@@ -284,7 +266,7 @@ def _draw_validation(axes: Axes, x: Array, y: Array, color: Any, label: str | No
 
 
 def _draw_lr(axes: Axes, run: Run) -> None:
-    axes.plot(*thin(*_points(run, run.lr)), color="C2")
+    axes.plot(*_points(run, run.lr), color="C2")
     axes.set_ylim(bottom=0)
     axes.ticklabel_format(axis="y", scilimits=(0, 0))
     axes.set_ylabel("learning rate")

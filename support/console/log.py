@@ -10,8 +10,6 @@ were not applied have `"skipped": true`.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import math
 import os
@@ -21,10 +19,10 @@ import threading
 from collections.abc import Collection
 from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from support.cli import UserError
-from support.files import atomic_write, is_lock_holder, lock_folder, write_lock_holder
+from support.files import atomic_write
 
 LINE = re.compile(r"(\d{1,12}) ([a-z]+) (nan|-?inf|-?\d+\.\d+)\n")
 FORMATS = {"train": ".6f", "val": ".4f", "hella": ".4f"}
@@ -69,7 +67,6 @@ class StepFile:
 
     def __init__(self, path: Path | None = None, first_step: int = 0):
         self._file: FileIO | None = None
-        self._folder_lock: TextIO | None = None  # only of a folder that was removed and made again
         self._pending, self._warned = b"", False
         self._lock = threading.Lock()  # the thread that writes a checkpoint syncs the file
         if path is None:
@@ -116,7 +113,6 @@ class StepFile:
         """
         if self._file:
             with self._lock:
-                self._restore_if_removed()
                 self._write_pending(self._file)
             os.fsync(self._file.fileno())
 
@@ -137,34 +133,6 @@ class StepFile:
             ) from error
         finally:
             self._file.close()
-            if self._folder_lock:
-                self._folder_lock.close()
-
-    def _restore_if_removed(self) -> None:
-        """Writes the file again if somebody has removed or replaced it: the open one still has its lines.
-
-        Raises:
-            OSError, UserError: its folder was removed, and another run has used that path since.
-        """
-        assert self._file is not None
-        path = Path(str(self._file.name))
-        if path.exists() and os.path.samestat(path.stat(), os.fstat(self._file.fileno())):
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not is_lock_holder(path.parent):  # the folder was removed, and its lock with it
-            with contextlib.ExitStack() as stack:
-                lock = stack.enter_context(lock_folder(path.parent, "--out"))
-                if path.exists():
-                    raise FileExistsError(errno.EEXIST, f"{path} belongs to another run")
-                write_lock_holder(lock)
-                self._folder_lock = lock
-                stack.pop_all()
-        self._file.seek(0)
-        self._pending = self._file.read() + self._pending
-        self._file.close()
-        path.unlink(missing_ok=True)
-        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
-        _warn(f"{path} was removed or replaced. It is written again.")
 
     def _write_pending(self, file: FileIO) -> None:
         while self._pending:
@@ -226,7 +194,6 @@ def _parse_metrics(line: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     valid = isinstance(metrics, dict) and type(metrics.get("step")) is int and metrics["step"] >= 0
-    valid = valid and all(type(value) is not int or abs(value) < 2**63 for value in metrics.values())  # as NumPy's
     return metrics if valid else None
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import platform
-import re
+import subprocess
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -29,8 +29,6 @@ REQUIRED = {
     "flags": dict, "versions": dict, "data": dict, "tokenizer": dict, "parameters": int, "tokens_per_step": int,
     "bytes_per_token": float, "resumes": list,
 }  # fmt: skip
-# The smallest and the largest value that a damaged file may have and still be used.
-BOUNDS = {"parameters": (1, 10**15), "tokens_per_step": (1, 10**12), "bytes_per_token": (1e-6, 1e6)}
 # What may be different in a resumed process.
 CHANGEABLE = ("versions", "device", "speed", "processes")
 
@@ -54,7 +52,7 @@ def describe_run(run: RunInfo, dist: Distributed) -> dict[str, Any]:
         "command": sys.argv,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "flags": flags,
-        "versions": versions | ({"commit": commit} if (commit := _read_commit(ROOT / ".git")) else {}),
+        "versions": versions | ({"commit": commit} if (commit := _read_commit()) else {}),
         "device": devices.describe(dist.device),
         "speed": describe_speed(run.config, dist.device),
         "processes": dist.world_size,
@@ -73,7 +71,6 @@ def read_record(path: Path) -> dict[str, Any] | None:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         valid = all(type(record[name]) is kind for name, kind in REQUIRED.items())
-        valid = valid and all(low <= record[name] <= high for name, (low, high) in BOUNDS.items())
         return record if valid and all(type(resume["flags"]) is dict for resume in record["resumes"]) else None
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
@@ -107,11 +104,6 @@ class RunRecord:
         (self._record["resumes"] or [self._record])[-1]["flags"] |= flags
         self._write()
 
-    def restore(self) -> None:
-        """Writes the file again if somebody has removed it."""
-        if not self._path.exists():
-            self._write()
-
     def _write(self) -> None:
         try:
             with atomic_write(self._path) as tmp:
@@ -136,16 +128,12 @@ def _changes(record: Mapping[str, Any], description: Mapping[str, Any], step: in
     }
 
 
-def _read_commit(git: Path) -> str | None:
-    """The commit that a `.git` folder has checked out; None if there is no such folder, or one of another layout."""
+def _read_commit() -> str | None:
+    """The commit that this project has checked out; None without git, or without a repository."""
+    if not (ROOT / ".git").exists():  # git would look for one in the folders above
+        return None
     try:
-        commit = (git / "HEAD").read_text(encoding="utf-8").strip()
-        if commit.startswith("ref: "):
-            ref = commit.removeprefix("ref: ")
-            if (git / ref).exists():
-                return (git / ref).read_text(encoding="utf-8").strip()
-            packed = (git / "packed-refs").read_text(encoding="utf-8")
-            [commit] = re.findall(rf"^(\w+) {re.escape(ref)}$", packed, re.MULTILINE)
-        return commit
-    except (OSError, ValueError):
+        command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return None

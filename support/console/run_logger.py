@@ -165,8 +165,6 @@ class RunLogger:
         """
         self._log.sync()
         self._metrics.sync()
-        if self._record:
-            self._record.restore()
         self._trackers.flush()
 
     def __enter__(self) -> RunLogger:

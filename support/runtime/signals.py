@@ -39,7 +39,6 @@ class StopHandler:
         self._reason: int | None = None
         self._agreed = False
         self._interrupted_at: float | None = None
-        self._streams: list[GuardedStream] = []
         self._handlers: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     @property
@@ -93,14 +92,19 @@ class StopHandler:
             # An ignored SIGHUP stays ignored: that is what nohup does.
             handled = [n for n in STOP_SIGNALS if n == signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
             self._handlers = {number: signal.signal(number, self._handle) for number in handled}
-        self._streams = [GuardedStream(stream, self._reader_closed) for stream in (sys.stdout, sys.stderr)]
-        sys.stdout, sys.stderr = self._streams
+        self._watch_console(self._reader_closed)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: a handler that is not Python's
-        sys.stdout, sys.stderr = (guarded.unguard() for guarded in self._streams)
+        self._watch_console(None)
+
+    @staticmethod
+    def _watch_console(on_close: Callable[[], None] | None) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, GuardedStream):  # as run_cli makes them
+                stream.on_close = on_close
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # A terminal has the ^C, and maybe a status line, on the line of the cursor.
