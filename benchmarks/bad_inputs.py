@@ -209,19 +209,6 @@ def bad_checkpoint(rng: random.Random) -> Command:
     return use_checkpoint(rng, run)
 
 
-def bad_trainer_file(rng: random.Random) -> Command:
-    """Values of trainer.pt, with right checksums."""
-    copy_fixtures("data", "run", "lora", "muon")
-    run = rng.choice(("run", "run", "lora", "muon"))
-    checkpoint = Path(run, "model_00004")
-    content = torch.load(checkpoint / "trainer.pt", weights_only=True)
-    for _ in range(rng.choice((1, 1, 2))):
-        content = mutate_tree(rng, content, (*STRANGE, *(make() for make in TENSORS)))
-    torch.save(content, checkpoint / "trainer.pt")
-    update_checksums(checkpoint)
-    return use_checkpoint(rng, run, resume=True)
-
-
 def pickles(rng: random.Random) -> Command:
     """Pickles that would create the canary, in the formats of torch.save and alone."""
     copy_fixtures("data", "run", "lora", "gpt2", "items.jsonl")
@@ -288,7 +275,7 @@ def bad_log(rng: random.Random) -> Command:
 
 
 KINDS = {kind.__name__.replace("_", " "): kind for kind in (
-    bad_command_line, bad_shards, bad_checkpoint, bad_trainer_file, pickles, bad_hellaswag, bad_text, bad_log,
+    bad_command_line, bad_shards, bad_checkpoint, pickles, bad_hellaswag, bad_text, bad_log,
 )}  # fmt: skip
 
 # Values of flags. The numbers are small, since large ones are valid and take long.

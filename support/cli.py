@@ -143,15 +143,18 @@ class Parser(argparse.ArgumentParser):
             for action, type_, choices, required in rules:
                 action.type, action.choices, action.required = type_, choices, required
         values, problems = vars(parsed), list[str]()
-        for action, kind, choices, _ in rules:
-            value = values.get(action.dest)
-            if value == "" or isinstance(value, list) and "" in value:
+        missing = []
+        for action, kind, choices, required in rules:
+            given = values.get(action.dest)
+            if given is None:
+                missing += [_name_of(action)] if required else []
+            elif given == "" or isinstance(given, list) and "" in given:
                 if action.dest not in MAY_BE_EMPTY:
                     problems.append(f"{_name_of(action)} is empty. Pass a value.")
-            elif isinstance(value, str) and value != action.default:
-                values[action.dest], problem = self._convert(action, value, kind, choices)
+                    values[action.dest] = None
+            elif isinstance(given, str) and given != action.default:
+                values[action.dest], problem = self._convert(action, given, kind, choices)
                 problems += problem
-        missing = [_name_of(action) for action, *_, required in rules if required and values.get(action.dest) is None]
         problems += self.check_values(values)
         problems += self._unknown_flags(unknown, missing)
         problems += [f"{name} is missing. See --help." for name in missing]

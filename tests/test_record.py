@@ -138,8 +138,7 @@ def test_a_record_that_cannot_be_written_is_a_warning(byte_shards, tmp_path, mon
     monkeypatch.setattr(record, "atomic_write", full)
     trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 3)
     assert (
-        capsys.readouterr().err
-        == f"warning: cannot write {tmp_path / 'run' / 'run.json'} (No space left on device).\n" * 2
+        capsys.readouterr().err == f"warning: cannot write {tmp_path / 'run' / 'run.json'} (No space left on device).\n"
     )
     assert newest_checkpoint(tmp_path / "run").name == "model_00003" and not (tmp_path / "run" / "run.json").exists()
 
