@@ -48,12 +48,6 @@ STRINGS = (
 )  # fmt: skip
 DEEP, HUGE = "<deep>", "<huge>"  # become 100,000 nested lists and a number of 5,000 digits
 STRANGE = (None, True, False, *NUMBERS, *STRINGS, [], {}, [[]], [1, "a"], {"": 0}, {"a": [None]}, DEEP, HUGE)
-TENSORS: tuple[Callable[[], torch.Tensor], ...] = (
-    lambda: torch.zeros(0), lambda: torch.zeros(3, 3), lambda: torch.zeros((), dtype=torch.int64),
-    lambda: torch.tensor(math.nan), lambda: torch.tensor(-1.0), lambda: torch.zeros(8, dtype=torch.complex64),
-    lambda: torch.zeros(1).expand(257, 8), lambda: torch.eye(8).to_sparse(), lambda: torch.zeros(24, 8).bool(),
-    lambda: torch.zeros(320, 8, dtype=torch.float64), lambda: torch.empty(8, device="meta"),
-)  # fmt: skip
 
 
 def mutate_bytes(rng: random.Random, content: bytes) -> bytes:
@@ -328,7 +322,6 @@ def make_fixtures(folder: Path) -> None:
     train = [*TINY_FLAGS, "--data", "data", "--max-steps", "4"]
     call(train_gpt2, [*train, "--out", "run"])
     call(train_gpt2, [*train, "--out", "bpe", "--data", "bpe_data"])
-    call(train_gpt2, [*train, "--out", "muon", "--recipe", "fast", "--dtype", "fp16"])
     shutil.copytree("run/model_00004", "base")
     call(train_gpt2, [*train[8:], "--out", "lora", "--init-from", "base", "--lora-rank", "2"])
     for checkpoint in Path("lora").glob("model_*"):
