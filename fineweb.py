@@ -40,7 +40,6 @@ from support.data.encode import ENGINES, EncodedBatch, default_engine, encode_ba
 from support.data.output_folder import new_manifest, open_output_folder, read_partial_manifest
 from support.data.presets import DEMO_SOURCE
 from support.data.readers import TEXT_TYPES, Files, find_text_files, text_suffix
-from support.data.ready_made import download_shards
 from support.data.shard_writer import ShardWriter, check_space_for_shards, report_interrupt
 from support.data.shards import MANIFEST, Manifest, Setting, read_manifest, verify_shards
 from support.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_JSON, VOCAB_SIZES, find_tokenizer, get_tokenizer
@@ -266,9 +265,6 @@ class Arguments:
         default_help="a file is one document",
         metavar="TEXT",
     )
-    shards_from: str | None = flag(
-        None, "download the .npy shards of this Hugging Face data set", "source", default_help="make shards from text"
-    )
     demo: bool = flag(False, "the documentation of this Python; needs no network", MAIN_GROUP)
     check: str | None = flag(
         None,
@@ -357,8 +353,6 @@ def parse_arguments(argv: list[str] | None) -> Arguments:
     given = vars(parser.parse_args(argv))
     args = Arguments(**given)
     problems = [*range_errors(Arguments, given), *_invalid_arguments(args)]
-    if args.shards_from is not None and given.keys() & {"shard_size", "val_fraction", "engine"}:
-        problems.append("--shards-from takes shards as they are: leave out --shard-size, --val-fraction and --engine.")
     if problems:
         raise UserError(*problems)
     return args
@@ -368,17 +362,11 @@ def _invalid_arguments(args: Arguments) -> list[str]:
     problems = []
     if args.val_fraction is not None and not 0 < args.val_fraction < 1:
         problems.append("--val-fraction must be more than 0 and less than 1.")
-    sources = {
-        "--input": args.input,
-        "--dataset": args.dataset,
-        "--shards-from": args.shards_from,
-        "--demo": args.demo or None,
-        "--check": args.check,
-    }
+    sources = {"--input": args.input, "--dataset": args.dataset, "--demo": args.demo or None, "--check": args.check}
     if sum(value is not None for value in sources.values()) > 1:
         problems.append(f"{', '.join(sources)} exclude each other. Choose one.")
     has_default_output = args.dataset in (None, *hub.FINEWEB_PREFIXES)
-    if (args.input or args.shards_from or not has_default_output) and args.output is None:
+    if (args.input or not has_default_output) and args.output is None:
         problems.append("no folder for the shards. Pass one with --output.")
     if args.document_separator is not None and not args.input:
         problems.append("--document-separator is for --input.")
@@ -458,27 +446,24 @@ def main(argv: list[str] | None = None) -> None:
         check_shards(args.check)
         return
     output = Path(args.output or default_output(args))
-    if args.shards_from is not None:
-        manifest = download_shards(args.shards_from, args.name, output, args.tokenizer, args.max_tokens)
-    else:
-        tokenizer = args.tokenizer_name
-        if tokenizer == "gpt2" and args.engine is None and default_engine() == "tiktoken":
-            print('gigatoken is not installed: tiktoken encodes, several times slower ("pip install gigatoken")')
-        if tokenizer != "bpe":
-            get_tokenizer(tokenizer)  # downloaded here, once, and not by every worker
-        manifest = make_shards(
-            source_of(args, output),
-            output,
-            tokenizer=tokenizer,
-            vocab_size=args.vocab_size,
-            tokenizer_file=find_trained_tokenizer(args.tokenizer_from) if args.tokenizer_from else None,
-            engine=args.engine,
-            shard_size=args.shard_size,
-            max_tokens=args.max_tokens,
-            val_fraction=args.val_fraction,
-            split_documents=args.split_documents,
-            workers=1 if tokenizer == "bytes" else args.workers or usable_cores(),  # bytes need no encoding
-        )
+    tokenizer = args.tokenizer_name
+    if tokenizer == "gpt2" and args.engine is None and default_engine() == "tiktoken":
+        print('gigatoken is not installed: tiktoken encodes, several times slower ("pip install gigatoken")')
+    if tokenizer != "bpe":
+        get_tokenizer(tokenizer)  # downloaded here, once, and not by every worker
+    manifest = make_shards(
+        source_of(args, output),
+        output,
+        tokenizer=tokenizer,
+        vocab_size=args.vocab_size,
+        tokenizer_file=find_trained_tokenizer(args.tokenizer_from) if args.tokenizer_from else None,
+        engine=args.engine,
+        shard_size=args.shard_size,
+        max_tokens=args.max_tokens,
+        val_fraction=args.val_fraction,
+        split_documents=args.split_documents,
+        workers=1 if tokenizer == "bytes" else args.workers or usable_cores(),  # bytes need no encoding
+    )
     shards = manifest["shards"]
     tokens, documents = sum(s["tokens"] for s in shards), sum(s.get("documents", 0) for s in shards)
     print(f"{output}: {tokens:,} tokens ({manifest['tokenizer']}), documents: {documents:,}, shards: {len(shards)}")

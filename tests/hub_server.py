@@ -21,8 +21,6 @@ import pytest
 from helpers import ROOT
 from shard_helpers import plain_bytes, plain_loop, set_batch_chars
 
-from support.data import download
-
 COMMIT = "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9"
 TEXTS = [f"page {i}: " + "words and more of them. " * (i % 9) for i in range(300)]
 
@@ -31,7 +29,7 @@ class Hub:
     """A server of data sets and models, which are files by path.
 
     Attributes:
-        failures: what goes wrong with the next requests for files: a status, "stall", "silence", "cut off", or None.
+        failures: what goes wrong with the next requests for files: a status, "stall", "cut off", or None.
         requests: path and range of the requests for files.
         delays: seconds that the client waited between attempts.
     """
@@ -41,13 +39,15 @@ class Hub:
         self.failures: list[int | str | None] = []
         self.requests: list[tuple[str, str | None]] = []
         self.delays: list[float] = []
-        self.commit, self.supports_ranges = COMMIT, True
+        self.stalled = threading.Event()  # set: the connections that stall are closed
+        self.commit = COMMIT
         self.httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self.httpd.hub = self
         threading.Thread(target=lambda: self.httpd.serve_forever(poll_interval=0.01), daemon=True).start()
         self.url = f"http://127.0.0.1:{self.httpd.server_port}"
 
     def close(self) -> None:
+        self.stalled.set()
         self.httpd.shutdown()
         self.httpd.server_close()
 
@@ -92,12 +92,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         path = self.dataset_path()
         name, file = path.removeprefix("/datasets/").split(f"/resolve/{COMMIT}/")
         body = self.hub.repositories[name].get(file)
-        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{git_blob(body or b"")}"', "Accept-Ranges": "bytes"}
-        self.send_response(200 if body is not None else 404)
-        for header, value in (headers | ({} if body is None else {"Content-Length": len(body)})).items():
-            self.send_header(header, str(value))
         if body is None:
-            self.send_header("X-Error-Code", "EntryNotFound")
+            return self.reply(404, headers={"X-Error-Code": "EntryNotFound"})
+        self.send_response(200)
+        for header, value in {"X-Repo-Commit": COMMIT, "ETag": git_blob(body), "Content-Length": len(body)}.items():
+            self.send_header(header, str(value))
         self.end_headers()
 
     def do_POST(self):
@@ -128,15 +127,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         failure = self.hub.failures.pop(0) if self.hub.failures else None
         if isinstance(failure, int):
             return self.reply(failure, headers={"Retry-After": "7"} if failure == 429 else {})
-        if failure == "silence":
-            threading.Event().wait(0.5)
-            self.close_connection = True
-            return None
-        is_range = self.hub.supports_ranges and self.headers["Range"]
-        first, last = (self.headers["Range"] if is_range else "bytes=0-").removeprefix("bytes=").split("-")
+        first, last = (self.headers["Range"] or "bytes=0-").removeprefix("bytes=").split("-")
         start = int(first)
         rest = body[start : int(last) + 1 if last else None]
-        self.send_response(206 if is_range else 200)
+        self.send_response(206 if self.headers["Range"] else 200)
         self.send_header("Content-Length", str(len(rest)))
         self.send_header("Content-Range", f"bytes {start}-{start + len(rest) - 1}/{len(body)}")
         self.end_headers()
@@ -146,7 +140,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(rest[: len(rest) // 2])
         self.wfile.flush()
         if failure == "stall":
-            threading.Event().wait(1.5)  # time.sleep is replaced
+            self.hub.stalled.wait(30)
         self.close_connection = True
         return None
 
@@ -188,10 +182,10 @@ def running_hub(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[Hub]:
     template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.5)
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 50)
+    monkeypatch.setattr("time.sleep", hub.delays.append)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(download, "TIMEOUT", (1, 0.5))
-    monkeypatch.setattr(download, "CHUNK_BYTES", 50)
-    monkeypatch.setattr(download.time, "sleep", hub.delays.append)
     set_batch_chars(monkeypatch, 1000)
     monkeypatch.chdir(folder)
     try:
@@ -202,9 +196,14 @@ def running_hub(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[Hub]:
 
 def start_fineweb(hub: Hub, home: Path, *flags: str, **options: object) -> subprocess.Popen[str]:
     """Starts fineweb.py as a user does, with this hub."""
+    command = [sys.executable, str(ROOT / "fineweb.py"), *flags]
+    return subprocess.Popen(command, env=environment_of(hub, home), text=True, **options)
+
+
+def environment_of(hub: Hub, home: Path) -> dict[str, str]:
+    """The variables of a process that takes this hub for Hugging Face's."""
     environment = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "PATH": "", "NO_PROXY": "127.0.0.1"}
-    environment |= {"HF_HOME": str(home)}
-    return subprocess.Popen([sys.executable, str(ROOT / "fineweb.py"), *flags], env=environment, text=True, **options)
+    return environment | {"HF_HOME": str(home)}
 
 
 def expected_shards(texts: list[str], size: int = 3000) -> list[list[int]]:

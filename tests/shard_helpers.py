@@ -20,33 +20,12 @@ from support.data.corpus import Batch, Documents
 
 # empty, longer than several shards, the text of a special token, a lone surrogate, many scripts
 ADVERSARIAL = [
-    "",
-    "a",
-    "x" * 700,
-    "",
-    "one <|endoftext|> two",
-    "half \ud83d of a pair",
-    "naïve 日本語 🙂",
-    "tail\n\n",
-    "",
-]
+    "", "a", "x" * 700, "", "one <|endoftext|> two", "half \ud83d of a pair", "naïve 日本語 🙂", "tail\n\n", "",
+]  # fmt: skip
 LONG = [f"text {i} " * 9 for i in range(60)]
 WORDS = [
-    "",
-    "a",
-    "it's",
-    "naïve",
-    "日本語",
-    "🙂",
-    "\ud83d",
-    "\udc4d\ud83d",
-    "<|endoftext|>",
-    "x" * 90,
-    "1234",
-    "!?",
-    "\u00a0",
-    "\x1c",
-]
+    "", "a", "it's", "naïve", "日本語", "🙂", "\ud83d", "\udc4d\ud83d", "<|endoftext|>", "x" * 90, "1234", "!?", "\u00a0", "\x1c",
+]  # fmt: skip
 SPACES = [" ", "  ", "\n", "\n\n ", "\t", "\r\n", "\u2003", " " * 70, ""]
 ENGINES = [
     ("bytes", "tiktoken"),

@@ -220,7 +220,7 @@ STRINGS = [field for field in flag_fields(train_gpt2.TrainConfig) if field.type 
 EMPTY_FLAGS = {
     train_gpt2: {flag_name(field.name) for field in STRINGS if "choices" not in field.metadata["options"]}
     - {"--prompt"},
-    fineweb: {"--input", "--dataset", "--name", "--shards-from", "--check", "--output", "--document-separator"},
+    fineweb: {"--input", "--dataset", "--name", "--check", "--output", "--document-separator"},
     hellaswag: {"--model", "--data", "--json"},
     sample: {"--model"},
 }

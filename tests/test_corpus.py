@@ -10,7 +10,7 @@ from support.data import corpus
 
 
 @needs_gpt2_vocabulary
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_safe_cut_changes_no_token(seed):
     encode, _ = plain_encoder("gpt2")
     text = "".join(adversarial_texts(seed, 20))

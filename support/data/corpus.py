@@ -26,20 +26,18 @@ class Batch(abc.ABC):
 
     Attributes:
         cursor: where they start.
+        where: the same in words, for an error message.
         fraction_read: the fraction of the corpus up to the end of the batch, None if unknown.
         continues: the first text continues the last document of the batch before.
     """
 
     cursor: Cursor
+    where: str
     fraction_read: float | None = None
     continues: bool = False
 
     @abc.abstractmethod
     def texts(self) -> list[str]: ...
-
-    @abc.abstractmethod
-    def __str__(self) -> str:
-        """Where the documents are, for an error message."""
 
 
 class Corpus(abc.ABC):
@@ -155,25 +153,24 @@ class Texts(Batch):
     """Documents that are already in memory."""
 
     content: list[str]
-    source: str
 
     def texts(self) -> list[str]:
         return self.content
 
-    def __str__(self) -> str:
-        return f"{self.source}, from {self.cursor}"
 
-
-def pack_pieces(pieces: Iterable[Piece], source: str) -> Iterator[Texts]:
-    """Batches of pieces. A piece that continues a document starts a batch."""
+def pack_pieces(parts: Iterable[Piece | Batch], source: str) -> Iterator[Batch]:
+    """Batches of pieces, between those that are batches already. A piece that continues a document starts a batch."""
     packed: list[Piece] = []
     chars = 0
-    for piece in pieces:
-        if packed and (piece.continues or chars >= BATCH_CHARS):
+    for part in parts:
+        if packed and (isinstance(part, Batch) or part.continues or chars >= BATCH_CHARS):
             yield _pack(packed, source)
             packed, chars = [], 0
-        packed.append(piece)
-        chars += len(piece.text)
+        if isinstance(part, Batch):
+            yield part
+        else:
+            packed.append(part)
+            chars += len(part.text)
     if packed:
         yield _pack(packed, source)
 
@@ -181,10 +178,10 @@ def pack_pieces(pieces: Iterable[Piece], source: str) -> Iterator[Texts]:
 def _pack(pieces: list[Piece], source: str) -> Texts:
     return Texts(
         cursor=pieces[0].cursor,
+        where=f"{source}, from {pieces[0].cursor}",
         fraction_read=pieces[-1].fraction_read,
         continues=pieces[0].continues,
         content=[piece.text for piece in pieces],
-        source=source,
     )
 
 

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub: lists of files, downloads, and two corpora, of .parquet files and of a stream."""
+"""Data sets of the Hugging Face hub, as two corpora: FineWeb's .parquet files, and any data set as a stream."""
 
 from __future__ import annotations
 
@@ -6,42 +6,32 @@ import contextlib
 import functools
 import itertools
 import os
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from support.cli import UserError
+from support.cli import DISK_ERRORS, UserError
 from support.data.corpus import Batch, Corpus, Cursor, Piece, cursor_numbers, pack_pieces, slug, split_long_document
-from support.data.download import RETRIED_STATUS, download
+from support.data.download import RETRIED_STATUS
 from support.data.readers import FileCorpus, fingerprint, record_text
-from support.files import check_free_space
+from support.files import check_free_space, sha256_of
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoFile
 
 CONNECT_ATTEMPTS = 4  # before the first byte: seconds, because a user is waiting
-READ_ATTEMPTS = 7  # without progress in between, once a run has made shards: minutes
-MAX_HUB_DELAY = 60  # seconds between two attempts
+DOWNLOAD_ATTEMPTS = 7  # once a run has made shards: minutes. Within each, the hub's library retries too
+MAX_RETRY_DELAY = 60  # seconds
 T = TypeVar("T")
 
 
 # -----------------------------------------------------------------------------
-# Requests and downloads
-
-
-@dataclass(frozen=True)
-class HubFile:
-    """A file of a data set. One of its checksums is known."""
-
-    path: str
-    size: int
-    sha256: str | None
-    git_blob: str | None
+# Requests
 
 
 def current_revision(repository: str) -> str | None:
@@ -52,84 +42,48 @@ def current_revision(repository: str) -> str | None:
     """
     from huggingface_hub import HfApi
 
-    return _request_with_retries(lambda: HfApi().dataset_info(repository).sha, f"cannot open the data set {repository}")
+    failure = f"cannot open the data set {repository}"
+    return _request(lambda: HfApi().dataset_info(repository).sha, failure, CONNECT_ATTEMPTS)
 
 
-def list_files(repository: str, revision: str | None, folder: str | None = None) -> list[HubFile]:
-    """The files of a data set, or of a folder in it, in order of their paths.
-
-    Raises:
-        UserError: there is no such folder, or the hub cannot be reached.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.hf_api import RepoFile
-
-    def request() -> list[RepoFile]:
-        tree = HfApi().list_repo_tree(repository, folder, recursive=True, revision=revision, repo_type="dataset")
-        return [entry for entry in tree if isinstance(entry, RepoFile)]
-
-    where = f"{repository}/{folder}" if folder else repository
-    files = [
-        HubFile(file.path, file.size, file.lfs.sha256 if file.lfs else None, None if file.lfs else file.blob_id)
-        for file in _request_with_retries(request, f"cannot list the files of {where}")
-    ]
-    return sorted(files, key=lambda file: file.path)
-
-
-def fetch_file(
-    repository: str, revision: str | None, file: HubFile, path: Path, stop: threading.Event | None = None
-) -> Path:
-    """Downloads one file of a data set, or the rest of it. Fails when `stop` is set.
+def _request(request: Callable[[], T], failure: str, attempts: int) -> T:
+    """The result of a request, which is repeated after transient errors.
 
     Raises:
-        UserError: the download failed or cannot be written.
+        UserError: it failed for good. The message starts with `failure`.
     """
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.utils import build_hf_headers
+    from huggingface_hub.errors import OfflineModeIsEnabled
 
-    check_free_space(path.parent, file.size, f"download {file.path}")
-    return download(
-        hf_hub_url(repository, file.path, repo_type="dataset", revision=revision),
-        path,
-        sha256=file.sha256,
-        git_blob=file.git_blob,
-        headers=build_hf_headers(),
-        resume=True,
-        attempts=READ_ATTEMPTS,
-        stop=stop,
-    )
-
-
-def _request_with_retries(request: Callable[[], T], failure: str) -> T:
-    """The result of a request, which is repeated after transient errors."""
     for attempt in itertools.count(1):
         try:
             return request()
+        except UserError:
+            raise
         except Exception as error:  # the classes of the hub's and of the HTTP library
-            _wait_or_give_up(error, attempt, CONNECT_ATTEMPTS, failure)
+            if _advice(error) or isinstance(error, OfflineModeIsEnabled) or attempt == attempts:
+                raise _user_error(failure, error) from error
+            delay = min(2.0**attempt, MAX_RETRY_DELAY)
+            print(f"warning: {hub_error_reason(error)}. Retrying in {delay:.0f} s.", file=sys.stderr, flush=True)
+            time.sleep(delay)
     raise AssertionError("unreachable")
 
 
-def _wait_or_give_up(error: Exception, attempt: int, max_attempts: int, failure: str) -> None:
-    """Waits before the next attempt.
+def _user_error(failure: str, error: Exception) -> UserError:
+    network = "Check the network and run the same command again, or name files of your own with --input"
+    return UserError(f"{failure}: {hub_error_reason(error)}. {_advice(error) or network}.")
 
-    Raises:
-        UserError: another attempt would not help. The message starts with `failure`.
-    """
-    from huggingface_hub import errors
 
+def _advice(error: Exception) -> str | None:
+    """What to do about an error that another attempt would not mend; None if it is transient."""
+    from huggingface_hub.errors import RemoteEntryNotFoundError
+
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        return "Free some disk space, or use another --output"
     status = getattr(getattr(error, "response", None), "status_code", None)
     refused = status is not None and 400 <= status < 500 and status not in RETRIED_STATUS
-    wrong_name = refused or isinstance(error, (errors.HFValidationError, errors.EntryNotFoundError, ValueError))
-    if wrong_name or isinstance(error, errors.OfflineModeIsEnabled) or attempt >= max_attempts:
-        if wrong_name:
-            advice = "Check its name, --name and --split"
-        else:
-            advice = "Check the network and run the same command again, or name files of your own with --input"
-        raise UserError(f"{failure}: {hub_error_reason(error)}. {advice}.") from error
-    delay = min(2.0**attempt, MAX_HUB_DELAY)
-    print(f"warning: {hub_error_reason(error)}. Retrying in {delay:.0f} s.", file=sys.stderr, flush=True)
-    time.sleep(delay)
+    if refused or isinstance(error, RemoteEntryNotFoundError | ValueError):
+        return "Check its name, --name and --split"
+    return None
 
 
 def hub_error_reason(error: Exception) -> str:
@@ -168,68 +122,85 @@ class HubParquet(FileCorpus):
         self.text_field, self.settings = text_field, {"text_field": text_field}
         self._repository, self._hub_folder = repository, fineweb_folder(config)
         self._download_folder, self._keep = download_folder, keep
-        self._downloads: dict[int, Future[Path]] = {}
-        self._closed = threading.Event()
+        self._downloads: dict[int, Future[None]] = {}
+        self._is_closed = False
 
     @functools.cached_property
-    def _files(self) -> list[HubFile]:
-        files = list_files(self._repository, self.revision, self._hub_folder)
-        files = [file for file in files if file.path.endswith(".parquet")]
-        if not files:
+    def _hub_files(self) -> list[RepoFile]:
+        from huggingface_hub import HfApi
+        from huggingface_hub.hf_api import RepoFile
+
+        def request() -> list[RepoFile]:
+            entries = HfApi().list_repo_tree(
+                self._repository, self._hub_folder, recursive=True, revision=self.revision, repo_type="dataset"
+            )
+            return [entry for entry in entries if isinstance(entry, RepoFile) and entry.path.endswith(".parquet")]
+
+        failure = f"cannot list the files of {self._repository}/{self._hub_folder}"
+        found = _request(request, failure, attempts=1)  # the library repeats this one
+        if not found:
             raise UserError(f"{self._repository} has no .parquet files in {self._hub_folder}. Choose another --name.")
-        return files
+        return sorted(found, key=lambda file: file.path)
 
-    def sizes(self) -> list[int]:
-        return [file.size for file in self._files]
+    def files(self) -> list[tuple[Path, int]]:
+        return [(self._download_folder / file.path, file.size) for file in self._hub_files]
 
-    def suffix(self, index: int) -> str | None:
-        return ".parquet"
-
-    def local_path(self, index: int) -> Path:
-        path = self._start_download(index).result()
-        if index + 1 < len(self._files):
+    def wait_for(self, index: int) -> None:
+        self._start_download(index).result()
+        if index + 1 < len(self.files()):
             self._start_download(index + 1)
-        return path
 
     def estimate_text_bytes(self) -> float | None:
-        return 1.5 * sum(self.sizes())  # they are compressed
+        return 1.5 * sum(size for _, size in self.files())  # they are compressed
 
-    def _download_path(self, index: int) -> Path:
-        return self._download_folder / self._files[index].path.replace("/", "_")
-
-    def _start_download(self, index: int) -> Future[Path]:
+    def _start_download(self, index: int) -> Future[None]:
+        if not self._downloads:  # the library starts a file again of which a killed process had a part
+            for part in self._download_folder.glob(".cache/**/*.incomplete"):
+                part.unlink()
         if index not in self._downloads:
-            future = self._downloads[index] = Future[Path]()
+            future = self._downloads[index] = Future[None]()
+            file = self._hub_files[index]
 
             def run() -> None:
                 try:
-                    file, path = self._files[index], self._download_path(index)
-                    future.set_result(fetch_file(self._repository, self.revision, file, path, self._closed))
+                    check_free_space(self._download_folder, file.size, f"download {file.path}")
+                    failure = f"cannot download {file.path}"
+                    future.set_result(_request(lambda: self._download(file), failure, DOWNLOAD_ATTEMPTS))
                 except BaseException as error:
                     future.set_exception(error)
 
-            # A daemon thread: Ctrl-C does not wait for two gigabytes. What was received is kept.
+            # A daemon thread: Ctrl-C does not wait for two gigabytes.
             threading.Thread(target=run, daemon=True).start()
         return self._downloads[index]
 
+    def _download(self, file: RepoFile) -> None:
+        """Downloads a file, unless it is there. The library resumes after a broken connection."""
+        from huggingface_hub import hf_hub_download
+
+        if self._is_closed:
+            raise UserError(f"{file.path} is not needed any more.")
+        path = Path(
+            hf_hub_download(
+                self._repository,
+                file.path,
+                repo_type="dataset",
+                revision=self.revision,
+                local_dir=self._download_folder,
+            )
+        )
+        if file.lfs and sha256_of(path) != file.lfs.sha256:
+            path.unlink()
+            raise OSError("it is not the expected file (wrong checksum)")
+
     def release(self, cursor: Cursor) -> None:
-        if self._keep:
-            return
-        for index in range(cursor_numbers(cursor)[0]):
+        for path, _ in self.files()[: 0 if self._keep else cursor_numbers(cursor)[0]]:
             with contextlib.suppress(OSError):
-                self._download_path(index).unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        self._closed.set()  # with --max-tokens, a download that nobody needs may be in progress
-        for future in self._downloads.values():
-            with contextlib.suppress(UserError, TimeoutError):
-                future.result(timeout=5)
-        if self._keep:
-            return
-        with contextlib.suppress(OSError):
-            for path in self._download_folder.glob(f"{self._hub_folder.replace('/', '_')}_*.parquet*"):
-                path.unlink()
-            self._download_folder.rmdir()  # succeeds only if it is empty
+        self._is_closed = True  # with --max-tokens, a download that nobody needs may be in progress
+        if not self._keep:
+            shutil.rmtree(self._download_folder, ignore_errors=True)
 
 
 # -----------------------------------------------------------------------------
@@ -239,7 +210,8 @@ class HubParquet(FileCorpus):
 class StreamedDataset(Corpus):
     """A text data set that the `datasets` library streams, from the hub or from a local folder of files.
 
-    A cursor is a number of examples, the library's state after them, and an offset in characters in a long document.
+    The library repeats requests that fail. A cursor is a number of examples, the library's state after them, and an
+    offset in characters in a long document.
     """
 
     def __init__(self, repository: str, config: str | None, split: str, text_field: str):
@@ -265,42 +237,26 @@ class StreamedDataset(Corpus):
     def _pieces(self, number: int, state: Mapping[str, object] | None, first_char: int) -> Iterator[Piece]:
         import datasets
 
-        failures = 0
-        while True:
-            try:
-                stream = datasets.load_dataset(
-                    self._repository,
-                    self._config,
-                    split=self._split,
-                    streaming=True,
-                    revision=None if self._is_local else self.revision,
-                )
-                split_info = (getattr(stream.info, "splits", None) or {}).get(self._split)
-                total = getattr(split_info, "num_examples", None)
-                if state is not None:
-                    stream.load_state_dict(state)
-                for example in stream:
-                    failures = 0
-                    text = record_text(example, self._text_field, f"{self._repository}, example {number}")
-                    fraction = (number + 1) / total if total else None
-                    for char, part in split_long_document(text):
-                        if char >= first_char:
-                            yield Piece([number, state, char], part, continues=char > 0, fraction_read=fraction)
-                    number, state, first_char = number + 1, stream.state_dict(), 0
-                return
-            except UserError:
-                raise
-            except Exception as error:  # the classes of the hub, of the HTTP library and of the data set's own code
-                failures += 1
-                if number:
-                    failure = f"the stream of {self._repository} broke off after {number} examples"
-                else:
-                    failure = f"cannot open the data set {self._repository}"
-                # datasets raises DatasetNotFoundError when the network fails; FileNotFoundError is about missing files.
-                files_missing = isinstance(error, FileNotFoundError) and not isinstance(
-                    error, datasets.exceptions.DatasetNotFoundError
-                )
-                max_attempts = READ_ATTEMPTS if number else CONNECT_ATTEMPTS
-                if files_missing or self._is_local:
-                    max_attempts = 1
-                _wait_or_give_up(error, failures, max_attempts, failure)
+        revision = None if self._is_local else self.revision
+        try:
+            stream = datasets.load_dataset(
+                self._repository, self._config, split=self._split, streaming=True, revision=revision
+            )
+            split_info = (getattr(stream.info, "splits", None) or {}).get(self._split)
+            total = getattr(split_info, "num_examples", None)
+            if state is not None:
+                stream.load_state_dict(state)
+            for example in stream:
+                text = record_text(example, self._text_field, f"{self._repository}, example {number}")
+                fraction = (number + 1) / total if total else None
+                for char, part in split_long_document(text):
+                    if char >= first_char:
+                        yield Piece([number, state, char], part, continues=char > 0, fraction_read=fraction)
+                number, state, first_char = number + 1, stream.state_dict(), 0
+        except UserError:
+            raise
+        except Exception as error:  # the classes of the hub, of the HTTP library and of the data set's own code
+            failure = f"cannot open the data set {self._repository}"
+            if number:
+                failure = f"the stream of {self._repository} broke off after {number} examples"
+            raise _user_error(failure, error) from error

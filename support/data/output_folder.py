@@ -83,12 +83,12 @@ def read_partial_manifest(directory: Path, source: str) -> Manifest | None:
 
 
 @contextlib.contextmanager
-def open_output_folder(directory: Path, manifest: Manifest, prefix: str | None) -> Iterator[OutputFolder]:
+def open_output_folder(directory: Path, manifest: Manifest, prefix: str) -> Iterator[OutputFolder]:
     """Opens a folder for the shards that a new manifest describes, and adopts what an earlier run has finished.
 
     If all shards are finished, the folder is only read. Otherwise it is created and locked, and shards that are not
-    listed or not intact must be made again. Shards with `prefix` continue each other, so those after a lost one are
-    made again too, and leftover files with the prefix are removed. Without a prefix, shards are independent.
+    listed or not intact must be made again, as those after them. Leftover files with `prefix`, that of the shards, are
+    removed.
 
     Raises:
         UserError: the folder has shards of another source or with other settings, is in use, or cannot be written.
@@ -106,11 +106,10 @@ def open_output_folder(directory: Path, manifest: Manifest, prefix: str | None) 
                 earlier = _read_matching_manifest(directory, manifest, prefix)  # another run may have changed it
                 folder = OutputFolder(directory, manifest)
                 if earlier:
-                    adopt_finished_shards(folder, earlier, in_order=prefix is not None)
+                    adopt_finished_shards(folder, earlier)
                 stack.callback(remove_if_empty, folder)
-                files.remove(directory / f"{MANIFEST}.partial")  # of a killed process of an earlier version
                 write_manifest(directory, manifest)
-            if earlier and prefix:
+            if earlier:
                 _remove_leftovers(folder, prefix)
         except OSError as error:
             raise UserError(f"cannot write to {directory} ({error.strerror}). Use another --output.") from error
@@ -121,28 +120,22 @@ def open_output_folder(directory: Path, manifest: Manifest, prefix: str | None) 
         yield folder
 
 
-def _read_matching_manifest(directory: Path, manifest: Manifest, prefix: str | None) -> Manifest | None:
+def _read_matching_manifest(directory: Path, manifest: Manifest, prefix: str) -> Manifest | None:
     """The manifest of an earlier run with the same source and settings, if there is one.
 
     Raises:
-        UserError: the folder has other shards, or a folder in the place of one.
+        UserError: the folder has other shards.
     """
-    for path in directory.iterdir() if directory.is_dir() else ():
-        if parse_shard_name(path.name) and path.is_dir():
-            raise UserError(f"{path} is a folder, not a shard. Remove it, or use another --output.")
-    earlier: Manifest | None = None
-    differences: Mapping[str, tuple[object, object]] = {"source": (None, manifest["source"])}
-    if (directory / MANIFEST).exists():
-        earlier = _load_manifest(directory)
-        differences = _differences(manifest, earlier)
-        if differences and (earlier["shards"] or earlier.get("unsplit")):
-            raise UserError(
-                f"{directory} has shards of another source or setting. There: {_in_words(differences, 0)}. "
-                f"In this command: {_in_words(differences, 1)}. Use another --output, or remove {directory}."
-            )
+    earlier = _load_manifest(directory) if (directory / MANIFEST).exists() else None
+    differences = [] if earlier is None else _differences(manifest, earlier)
+    if earlier is not None and differences and (earlier["shards"] or earlier.get("unsplit")):
+        raise UserError(
+            f"{directory} has shards of another source or setting: {'; '.join(differences)}. Use another --output, or "
+            f"remove {directory}."
+        )
     for shard in itertools.chain(shard_paths(directory, "train"), shard_paths(directory, "val")):
         name = parse_shard_name(shard.name)
-        if differences or (prefix and name and name.prefix != prefix):
+        if earlier is None or differences or (name and name.prefix != prefix):
             raise UserError(
                 f"{directory} has shards of another tool, such as {shard.name}. "
                 "Move them away, or use another --output."
@@ -165,32 +158,18 @@ def _rename_old_keys(manifest: dict[str, Any]) -> Manifest:
     return cast(Manifest, manifest)
 
 
-def _differences(manifest: Manifest, earlier: Manifest) -> dict[str, tuple[object, object]]:
-    """What the shards of two manifests differ in, (earlier, now); empty if one can be continued with the other."""
-    pairs: dict[str, tuple[object, object]] = {
-        key: (earlier.get(key), manifest.get(key)) for key in ("tokenizer", "source", "revision")
-    }
-    old, new = earlier["settings"], manifest["settings"]
-    pairs |= {key: (old.get(key), new.get(key)) for key in (*new, *old)}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _in_words(differences: Mapping[str, tuple[object, object]], side: int) -> str:
-    """One side of what differs, as flags where it is set by flags."""
-    words = []
-    for key, pair in differences.items():
-        value = pair[side]
-        if key in ("source", "revision"):
-            words.append(f"{key} {value}")
-        elif value is None:
-            words.append(f"no {flag_name(key)}")
-        elif key == "tokenizer_from":  # of which the manifest has the SHA-256
-            words.append(f"{flag_name(key)} with SHA-256 {value}")
-        elif value is True:
-            words.append(flag_name(key))
-        else:
-            words.append(f"{flag_name(key)} {value if str(value).isalnum() else repr(value)}")
-    return ", ".join(words)
+def _differences(manifest: Manifest, earlier: Manifest) -> list[str]:
+    """What the shards of two manifests differ in; empty if one can be continued with the other."""
+    there, here = (
+        {"source": m.get("source"), "revision": m.get("revision"), "--tokenizer": m["tokenizer"]}
+        | {flag_name(key): value for key, value in m["settings"].items()}
+        for m in (earlier, manifest)
+    )
+    return [
+        f"{key} was {there.get(key)!r} and is now {here.get(key)!r}"
+        for key in {**there, **here}
+        if there.get(key) != here.get(key)
+    ]
 
 
 def _is_intact(directory: Path, manifest: Manifest) -> bool:
@@ -206,24 +185,20 @@ def _is_intact(directory: Path, manifest: Manifest) -> bool:
     return True
 
 
-def adopt_finished_shards(folder: OutputFolder, earlier: Manifest, in_order: bool) -> None:
-    """Adds the intact shards of an earlier manifest to that of the folder; with `in_order`, only up to a lost one."""
+def adopt_finished_shards(folder: OutputFolder, earlier: Manifest) -> None:
+    """Adds the intact shards of an earlier manifest, up to a lost one, to that of the folder."""
     sha256 = earlier.get("tokenizer_sha256")
     tokenizer = folder.directory / TOKENIZER_JSON
     if sha256 and not (tokenizer.is_file() and files.sha256_of(tokenizer) == sha256):
         return  # its tokens mean nothing without it
     read_all = earlier["complete"]  # all were made, and one is corrupt
-    unsplit = earlier.get("unsplit", [])
-    manifest = folder.manifest
-    manifest["unsplit"] = list(
-        itertools.takewhile(lambda entry: _shard_is_intact(folder.directory, entry, read_all), unsplit)
-    )
+
+    def intact(entries: list[ShardEntry]) -> list[ShardEntry]:
+        return list(itertools.takewhile(lambda entry: _shard_is_intact(folder.directory, entry, read_all), entries))
+
+    manifest, unsplit = folder.manifest, earlier.get("unsplit", [])
+    manifest["shards"], manifest["unsplit"] = intact(earlier["shards"]), intact(unsplit)
     manifest["unsplit_complete"] = bool(earlier.get("unsplit_complete")) and len(manifest["unsplit"]) == len(unsplit)
-    for entry in earlier["shards"]:
-        if _shard_is_intact(folder.directory, entry, read_all):
-            manifest["shards"].append(entry)
-        elif in_order:
-            break
     if folder.finished_shards and sha256:
         manifest["tokenizer_sha256"] = sha256
     for entry in folder.finished_shards:

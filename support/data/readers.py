@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import abc
-import codecs
 import contextlib
 import functools
 import hashlib
 import io
-import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -42,6 +40,7 @@ TEXT_TYPES = (
 )
 LOW_COMPRESSION_RATIO, TYPICAL_COMPRESSION_RATIO = 2, 3  # bytes of text per byte of .gz or .zst
 READ_BYTES = 1 << 20
+READ_CHARS = 1 << 20
 MAX_ROW_GROUP_BYTES = 1 << 25  # of text; larger row groups of a .parquet file are read in parts
 
 
@@ -81,15 +80,11 @@ def record_text(record: object, field: str, where: str) -> str:
     Raises:
         UserError: the record, which is at `where`, has no such field or no text in it.
     """
-    if not isinstance(record, dict) or not record:
-        problem = "has no fields"
-    elif field not in record:
-        problem = f"has no field {field!r}, only {', '.join(record)}"
-    elif isinstance(record[field], str):
-        return record[field]
-    else:
-        problem = f"has {'null' if record[field] is None else type(record[field]).__name__} in {field!r}, not text"
-    raise UserError(f"{where} {problem}. Fix it, or choose another --text-field.")
+    fields = record if isinstance(record, dict) else {}
+    if isinstance(text := fields.get(field), str):
+        return text
+    found = ", ".join(f"{name} ({type(value).__name__})" for name, value in fields.items()) or "nothing"
+    raise UserError(f"{where} has no text in {field!r}, only {found}. Fix it, or choose another --text-field.")
 
 
 # -----------------------------------------------------------------------------
@@ -100,60 +95,45 @@ class FileCorpus(Corpus):
     """Files in order. A .txt file is one document, as are a line of a .jsonl file and a row of a .parquet file.
 
     With `separator`, a .txt file is the documents between the separators. A cursor is a file's index, then that of its
-    reader: `txt_pieces`, `read_jsonl` or `read_parquet`.
+    reader: `read_txt`, `read_jsonl` or `read_parquet`.
     """
 
     text_field: str
     separator: str | None = None
 
     @abc.abstractmethod
-    def sizes(self) -> list[int]:
-        """Bytes of each file."""
+    def files(self) -> list[tuple[Path, int]]:
+        """The path and the size in bytes of each file."""
 
-    @abc.abstractmethod
-    def suffix(self, index: int) -> str | None:
-        """The `text_suffix` of a file."""
-
-    @abc.abstractmethod
-    def local_path(self, index: int) -> Path:
-        """The path of a file; waits until it is downloaded."""
+    def wait_for(self, index: int) -> None:  # noqa: B027  local files are there
+        """Returns when a file can be read."""
 
     def batches(self, cursor: Cursor | None = None) -> Iterator[Batch]:
-        first, *start = cursor_numbers(cursor or [0])
-        for suffix, group in itertools.groupby(range(first, len(self.sizes())), self.suffix):
-            indices = list(group)
-            if suffix == ".txt":  # a batch may have many small files
-                yield from pack_pieces(self._txt_pieces(indices, start), self.name)
-            else:
-                yield from self._record_batches(indices, start)
-            start = []  # only the first file starts inside
+        return pack_pieces(self._read_files(*cursor_numbers(cursor or [0])), self.name)
 
-    def _txt_pieces(self, indices: list[int], start: list[int]) -> Iterator[Piece]:
-        for index in indices:
-            path = self.local_path(index)
-            with _reading(path), _open_text(path) as (stream, fraction_read):
-                for piece in txt_pieces(path, stream, self.separator, *start):
-                    fraction = self._fraction_read(index, fraction_read())
-                    yield piece._replace(cursor=[index, *piece.cursor], fraction_read=fraction)
-            start = []
+    def _read_files(self, first: int, *start: int) -> Iterator[Piece | Batch]:
+        files = self.files()
+        before, total = sum(size for _, size in files[:first]), max(1, sum(size for _, size in files))
+        for index, (path, size) in enumerate(files[first:], start=first):
+            self.wait_for(index)
+            with _reading(str(path)):
+                for part in self._read_file(path, *start):
+                    cursor, fraction = [index, *part.cursor], (before + size * (part.fraction_read or 0)) / total
+                    if isinstance(part, Piece):
+                        yield part._replace(cursor=cursor, fraction_read=fraction)
+                    else:
+                        yield replace(part, cursor=cursor, fraction_read=fraction)
+            before, start = before + size, ()  # only the first file starts inside
 
-    def _record_batches(self, indices: list[int], start: list[int]) -> Iterator[Batch]:
-        for index in indices:
-            path, read = self.local_path(index), RECORD_READERS[str(self.suffix(index))]
-            with _reading(path):
-                for batch in read(path, self.text_field, *start):
-                    fraction = self._fraction_read(index, batch.fraction_read or 0)
-                    yield replace(batch, cursor=[index, *batch.cursor], fraction_read=fraction)
-            start = []
+    def _read_file(self, path: Path, *start: int) -> Iterator[Piece | Batch]:
+        """Reads one file. `start` is what follows the file's index in a cursor, and nothing at its beginning.
 
-    @functools.cached_property
-    def _offsets(self) -> list[int]:
-        """Bytes of the files before each, then of all."""
-        return list(itertools.accumulate(self.sizes(), initial=0))
-
-    def _fraction_read(self, index: int, of_file: float) -> float:
-        start, end = self._offsets[index : index + 2]
-        return (start + of_file * (end - start)) / max(1, self._offsets[-1])
+        A batch is read or parsed by the worker that encodes it; a piece is sent to it.
+        """
+        suffix = text_suffix(path)
+        if suffix == ".txt":
+            return read_txt(path, self.separator, *start)
+        return (read_jsonl if suffix == ".jsonl" else read_parquet)(path, self.text_field, *start)
 
 
 class Files(FileCorpus):
@@ -163,29 +143,23 @@ class Files(FileCorpus):
         self.name, self.revision, self.prefix = name, fingerprint(paths), slug(paths[0].name.split(".")[0])
         self.text_field, self.separator = text_field, separator
         self.settings = {"text_field": text_field, "document_separator": separator}
-        self._paths, self._sizes = paths, [path.stat().st_size for path in paths]
+        self._files = [(path, path.stat().st_size) for path in paths]
 
-    def sizes(self) -> list[int]:
-        return self._sizes
-
-    def suffix(self, index: int) -> str | None:
-        return text_suffix(self._paths[index])
-
-    def local_path(self, index: int) -> Path:
-        return self._paths[index]
+    def files(self) -> list[tuple[Path, int]]:
+        return self._files
 
     def has_changed(self) -> bool:
         try:
-            return fingerprint(self._paths) != self.revision
+            return fingerprint(path for path, _ in self._files) != self.revision
         except OSError:  # a file was removed
             return True
 
     def estimate_text_bytes(self) -> float | None:
         total = 0
-        for index, (path, size) in enumerate(zip(self._paths, self._sizes, strict=True)):
-            if self.suffix(index) == ".jsonl":
+        for path, size in self._files:
+            if text_suffix(path) == ".jsonl":
                 return None  # the other fields of a line have an unknown size
-            if self.suffix(index) == ".parquet":
+            if text_suffix(path) == ".parquet":
                 total += parquet_text_bytes(path, self.text_field)
             else:
                 total += size * (LOW_COMPRESSION_RATIO if path.suffix.lower() in COMPRESSION_CODECS else 1)
@@ -193,17 +167,18 @@ class Files(FileCorpus):
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turns errors of the disk, of decompression and of pyarrow into a UserError."""
+def _reading(where: str) -> Iterator[None]:
+    """Turns errors of the disk, of decoding and of pyarrow into a UserError."""
     try:
         yield
-    except (OSError, EOFError, ValueError, NotImplementedError) as error:
-        raise UserError(f"{path} cannot be read ({_one_line(error)}). Check the file, or get it again.") from error
-
-
-def _one_line(error: Exception) -> str:
-    """The message of a library's error, without line breaks."""
-    return " ".join(str(getattr(error, "strerror", None) or error).split()).rstrip(".")[:300]
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where} is not UTF-8 text. Convert it first.") from error
+    except Exception as error:
+        is_pyarrows = type(error).__module__.startswith("pyarrow")  # which has many classes
+        if not is_pyarrows and not isinstance(error, OSError | EOFError | ValueError):
+            raise
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split()).rstrip(".")[:300]
+        raise UserError(f"{where} cannot be read ({reason}). Check the file, or get it again.") from error
 
 
 @contextlib.contextmanager
@@ -224,51 +199,33 @@ def _open_text(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], float]]]:
 # .txt
 
 
-def txt_pieces(
-    path: Path, stream: BinaryIO, separator: str | None, start: int = 0, start_inside: int = 0
-) -> Iterator[Piece]:
+def read_txt(path: Path, separator: str | None, start: int = 0, start_inside: int = 0) -> Iterator[Piece]:
     """Pieces of a text file, which is one document, or of those between separators; blank ones are left out.
 
-    A cursor is an offset in characters, where a line end counts as one, and whether that is inside a document.
+    Line ends become \\n. A cursor is an offset in characters after that, and whether it is inside a document.
     """
     offset, inside, text = start, bool(start_inside), ""
     cut_above = 2 * BATCH_CHARS  # characters
-    for block in _decode_blocks(path, stream, start):
-        text += block
-        if separator:
-            *documents, text = text.split(separator)
-            for document in documents:
-                if document.strip() or inside:
-                    yield Piece([offset, inside], document, inside)
-                offset, inside, cut_above = offset + len(document) + len(separator), False, 2 * BATCH_CHARS
-        while len(text) > cut_above:
-            end = piece_end(text, 0, len(text) - len(separator or ""))  # a separator may end in the next block
-            if end == 0:
-                cut_above = 2 * len(text)  # no space so far
-                break
-            yield Piece([offset, inside], text[:end], inside)
-            offset, text, inside, cut_above = offset + end, text[end:], True, 2 * BATCH_CHARS
+    with _open_text(path) as (stream, fraction_read), io.TextIOWrapper(stream, encoding="utf-8-sig") as decoded:
+        while start and (skipped := decoded.read(min(start, READ_CHARS))):
+            start -= len(skipped)
+        while block := decoded.read(READ_CHARS):
+            text += block
+            if separator:
+                *documents, text = text.split(separator)
+                for document in documents:
+                    if document.strip() or inside:
+                        yield Piece([offset, inside], document, inside, fraction_read())
+                    offset, inside, cut_above = offset + len(document) + len(separator), False, 2 * BATCH_CHARS
+            while len(text) > cut_above:
+                end = piece_end(text, 0, len(text) - len(separator or ""))  # a separator may end in the next block
+                if end == 0:
+                    cut_above = 2 * len(text)  # no space so far
+                    break
+                yield Piece([offset, inside], text[:end], inside, fraction_read())
+                offset, text, inside, cut_above = offset + end, text[end:], True, 2 * BATCH_CHARS
     if text.strip() or inside or not separator:
-        yield Piece([offset, inside], text, inside)
-
-
-def _decode_blocks(path: Path, stream: BinaryIO, start: int) -> Iterator[str]:
-    """The text of a UTF-8 file from a character on, without byte-order mark and with \\n for every line end."""
-    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
-    offset, last = 0, False
-    while not last:
-        block = stream.read(READ_BYTES)
-        last = not block
-        try:
-            text = decoder.decode(block, final=last)
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{path} is not UTF-8 text ({error.reason} near byte {offset + error.start}). Convert it first."
-            ) from error
-        offset += len(block)
-        if start < len(text):
-            yield text[start:]
-        start = max(0, start - len(text))
+        yield Piece([offset, inside], text, inside, 1.0)
 
 
 # -----------------------------------------------------------------------------
@@ -297,9 +254,6 @@ class Lines(Batch):
             texts.append(record_text(record, self.text_field, where))
         return texts
 
-    def __str__(self) -> str:
-        return f"{self.path}, from line {self.first_line}"
-
 
 def read_jsonl(path: Path, text_field: str, offset: int = 0, line: int = 0) -> Iterator[Lines]:
     """A document per line. A cursor is an offset in decompressed bytes, and the number of lines before it."""
@@ -313,6 +267,7 @@ def read_jsonl(path: Path, text_field: str, offset: int = 0, line: int = 0) -> I
         while lines := stream.readlines(BATCH_CHARS):
             yield Lines(
                 cursor=[offset, line],
+                where=f"{path}, from line {line + 1}",
                 fraction_read=fraction_read(),
                 path=path,
                 first_line=line + 1,
@@ -327,31 +282,21 @@ def read_jsonl(path: Path, text_field: str, offset: int = 0, line: int = 0) -> I
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowGroups(Batch):
-    """Row groups of a .parquet file, read by the worker that encodes them."""
+class RowGroup(Batch):
+    """A row group of a .parquet file, read by the worker that encodes it."""
 
     path: Path
-    first_row: int
     text_field: str
-    groups: tuple[int, ...]
+    first_row: int
+    group: int
 
     def texts(self) -> list[str]:
         import pyarrow.parquet
 
-        try:
+        with _reading(self.where):
             with pyarrow.parquet.ParquetFile(self.path, metadata=_parquet_metadata(self.path)) as file:
-                table = file.read_row_groups(self.groups, columns=[self.text_field], use_threads=False)
-            texts = table.column(0).to_pylist()
-        except (pyarrow.ArrowException, OSError, ValueError) as error:
-            raise _corrupt_parquet(self.path, self.first_row, error) from error
-        return _check_rows(texts, self.text_field, self.path, self.first_row)
-
-    def __str__(self) -> str:
-        return f"{self.path}, from row {self.first_row}"
-
-
-def _corrupt_parquet(path: Path, row: int, error: Exception) -> UserError:
-    return UserError(f"{path} is corrupt near row {row} ({_one_line(error)}). Check the file, or get it again.")
+                table = file.read_row_group(self.group, columns=[self.text_field], use_threads=False)
+            return _check_rows(table.column(0).to_pylist(), self.text_field, self.path, self.first_row)
 
 
 def _check_rows(texts: list[str | None], text_field: str, path: Path, first_row: int) -> list[str]:
@@ -363,19 +308,15 @@ def _check_rows(texts: list[str | None], text_field: str, path: Path, first_row:
 
 def _parquet_metadata(path: Path) -> pyarrow.parquet.FileMetaData:
     """The metadata of a .parquet file, cached: every batch needs it, and it describes all row groups."""
-    return _read_parquet_metadata(path, path.stat().st_mtime_ns, path.stat().st_size)
+    return _read_parquet_metadata(path, path.stat().st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=1)
-def _read_parquet_metadata(path: Path, *version: int) -> pyarrow.parquet.FileMetaData:
+def _read_parquet_metadata(path: Path, mtime_ns: int) -> pyarrow.parquet.FileMetaData:
     import pyarrow.parquet
 
-    try:
+    with _reading(str(path)):
         return pyarrow.parquet.read_metadata(path)
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise UserError(
-            f"{path} is not a parquet file ({_one_line(error)}). Check the file, or get it again."
-        ) from error
 
 
 def parquet_text_bytes(path: Path, text_field: str) -> int:
@@ -392,7 +333,7 @@ def _row_group_text_bytes(metadata: pyarrow.parquet.FileMetaData, text_field: st
     return sizes
 
 
-def read_parquet(path: Path, text_field: str, row: int = 0, char: int = 0) -> Iterator[Batch]:
+def read_parquet(path: Path, text_field: str, row: int = 0, char: int = 0) -> Iterator[Piece | Batch]:
     """A document per row. A cursor is the number of rows before it, and an offset in characters within a long document.
 
     Small row groups are read by the workers; large ones here, in parts.
@@ -401,53 +342,39 @@ def read_parquet(path: Path, text_field: str, row: int = 0, char: int = 0) -> It
     columns = metadata.schema.to_arrow_schema().names
     if text_field not in columns:
         raise UserError(f"{path} has no column {text_field!r}. Choose with --text-field from {', '.join(columns)}.")
-    group_rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-    starts = list(itertools.accumulate(group_rows, initial=0))
-    total_rows = starts[-1]
-    sizes = _row_group_text_bytes(metadata, text_field)
-    is_large = [size > MAX_ROW_GROUP_BYTES for size in sizes] + [True]  # the last one ends the last batch
-    pending: list[int] = []  # row groups of the next batch
-    for group, size in enumerate(sizes):
-        if starts[group + 1] <= row:
+    end = 0
+    for group, text_bytes in enumerate(_row_group_text_bytes(metadata, text_field)):
+        first_row, end = end, end + metadata.row_group(group).num_rows
+        fraction = end / max(1, metadata.num_rows)
+        if [row, char] >= [end, 0]:
             continue
-        if is_large[group] or row > starts[group]:
-            rows_at_once = max(1, BATCH_CHARS * group_rows[group] // max(1, size))
-            pieces = _row_group_pieces(path, text_field, group, starts[group], rows_at_once, total_rows)
-            yield from pack_pieces((p for p in pieces if cursor_numbers(p.cursor) >= [row, char]), str(path))
-            continue
-        pending.append(group)
-        if is_large[group + 1] or sum(sizes[g] for g in pending) >= BATCH_CHARS:
-            first_row = starts[pending[0]]
-            yield RowGroups(
+        if text_bytes <= MAX_ROW_GROUP_BYTES and [row, char] <= [first_row, 0]:
+            yield RowGroup(
                 cursor=[first_row, 0],
-                fraction_read=starts[group + 1] / total_rows,
+                where=f"{path}, from row {first_row}",
+                fraction_read=fraction,
                 path=path,
-                first_row=first_row,
                 text_field=text_field,
-                groups=tuple(pending),
+                first_row=first_row,
+                group=group,
             )
-            pending = []
+            continue
+        rows_at_once = max(1, BATCH_CHARS * (end - first_row) // max(1, text_bytes))
+        for piece in _row_group_pieces(path, text_field, group, first_row, rows_at_once):
+            if cursor_numbers(piece.cursor) >= [row, char]:
+                yield piece._replace(fraction_read=fraction)
 
 
-def _row_group_pieces(
-    path: Path, text_field: str, group: int, first_row: int, rows_at_once: int, total_rows: int
-) -> Iterator[Piece]:
-    """Pieces of the documents of one row group."""
+def _row_group_pieces(path: Path, text_field: str, group: int, row: int, rows_at_once: int) -> Iterator[Piece]:
+    """Pieces of the documents of one row group, of which `row` is the first."""
     import pyarrow.parquet
 
-    row = first_row
-    try:
-        with pyarrow.parquet.ParquetFile(path, buffer_size=READ_BYTES, pre_buffer=False) as file:
-            for batch in file.iter_batches(rows_at_once, row_groups=[group], columns=[text_field], use_threads=False):
-                for text in _check_rows(batch.column(0).to_pylist(), text_field, path, row):
-                    for char, part in split_long_document(text):
-                        yield Piece([row, char], part, continues=char > 0, fraction_read=(row + 1) / total_rows)
-                    row += 1
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise _corrupt_parquet(path, row, error) from error
-
-
-# read(path, text_field, *start) yields the batches of one file. `start` is what follows the file's index in a cursor,
-# and nothing at its beginning; from there on the batches are the same as in a read from the beginning. A batch should
-# be read or parsed by the worker that encodes it (`Lines`, `RowGroups`): `Texts` is sent to it.
-RECORD_READERS: dict[str, Callable[..., Iterator[Batch]]] = {".jsonl": read_jsonl, ".parquet": read_parquet}
+    with (
+        _reading(f"{path}, from row {row},"),
+        pyarrow.parquet.ParquetFile(path, buffer_size=READ_BYTES, pre_buffer=False) as file,
+    ):
+        for batch in file.iter_batches(rows_at_once, row_groups=[group], columns=[text_field], use_threads=False):
+            for text in _check_rows(batch.column(0).to_pylist(), text_field, path, row):
+                for char, part in split_long_document(text):
+                    yield Piece([row, char], part, continues=char > 0)
+                row += 1

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -70,8 +70,7 @@ def cut_into_chunks(batches: Iterable[EncodedBatch], size: int, skip: int, limit
         yield Chunk(buffer[:filled], end, is_last=True)
 
 
-@dataclass(frozen=True)
-class ShardRange:
+class ShardRange(NamedTuple):
     """A shard that will have the tokens [start, end) of the corpus."""
 
     split: str
@@ -82,13 +81,13 @@ class ShardRange:
 
 def split_into_shards(split_point: int, total: int, shard_size: int) -> list[ShardRange]:
     """Shards for training up to a token of the corpus, for validation from there; the validation shards come first."""
-    val_starts, train_starts = range(split_point, total, shard_size), range(0, split_point, shard_size)
-    val = [ShardRange("val", i, start, min(start + shard_size, total)) for i, start in enumerate(val_starts)]
-    train = [
-        ShardRange("train", i, start, min(start + shard_size, split_point))
-        for i, start in enumerate(train_starts, start=len(val))
-    ]
-    return [*train, *val]
+
+    def cut(split: str, first_index: int, start: int, end: int) -> list[ShardRange]:
+        starts = enumerate(range(start, end, shard_size), start=first_index)
+        return [ShardRange(split, index, start, min(start + shard_size, end)) for index, start in starts]
+
+    val = cut("val", 0, split_point, total)
+    return [*cut("train", len(val), 0, split_point), *val]
 
 
 def val_split_point(parts: Sequence[Tokens], eot: int, fraction: float, split_documents: bool = False) -> int:
@@ -178,9 +177,8 @@ class ShardWriter:
         cursor, skip = json.loads(finished[-1]["end"]) if finished else (None, 0)
         if finished:
             print(f"resuming after {number} finished shard{'s' if number > 1 else ''}, {finished_tokens:,} tokens")
-        with TokenProgress(finished_tokens, max_tokens) as progress:
-            stream = progress.watch(encode_from(cursor))
-            yield from enumerate(cut_into_chunks(stream, self.shard_size, skip, limit), start=number)
+        stream = show_progress(encode_from(cursor), finished_tokens, max_tokens)
+        yield from enumerate(cut_into_chunks(stream, self.shard_size, skip, limit), start=number)
 
     def _write_split(self, parts: Sequence[Tokens], fraction: float) -> None:
         """Writes the shards of a corpus in parts of a shard's size, its last `fraction` for validation."""
@@ -245,58 +243,30 @@ class ShardWriter:
         return UserError(f"there is no text in {self.corpus.name}. Use other files, or another data set.")
 
 
-class TokenProgress:
-    """Tokens so far, tokens per second and the time left: a bar on a terminal, otherwise a line now and then."""
+def show_progress(
+    stream: Iterable[EncodedBatch], finished_tokens: int, max_tokens: int | None
+) -> Iterator[EncodedBatch]:
+    """Yields the batches of a stream, and shows tokens, tokens per second and the time left.
 
-    def __init__(self, finished_tokens: int, max_tokens: int | None):
-        from tqdm import tqdm
+    That is a bar on a terminal, otherwise a line now and then.
+    """
+    from tqdm import tqdm
 
-        self._initial = self._tokens = finished_tokens
-        self._max_tokens = max_tokens
-        self._start = self._last_line = time.monotonic()
-        self._bar = tqdm(
-            desc="tokenising",
-            unit=" tokens",
-            unit_scale=True,
-            initial=finished_tokens,
-            total=max_tokens,
-            smoothing=0.05,
-            leave=False,
-            delay=1,  # at first there would only be zeros and question marks
-            disable=None,
-        )
-
-    def __enter__(self) -> TokenProgress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def watch(self, stream: Iterable[EncodedBatch]) -> Iterator[EncodedBatch]:
-        """Yields the batches of a stream, and shows how far it is."""
+    style: dict[str, Any] = {"unit": " tokens", "unit_scale": True, "initial": finished_tokens}
+    so_far, total = finished_tokens, max_tokens
+    start = last_line = time.monotonic()
+    # At first there would only be zeros and question marks.
+    with tqdm(desc="tokenising", total=total, smoothing=0.05, leave=False, delay=1, disable=None, **style) as bar:
         for batch, tokens in stream:
-            self._tokens += len(tokens)
+            so_far += len(tokens)
             if batch.fraction_read:
-                self._bar.total = min(self._tokens / batch.fraction_read, self._max_tokens or float("inf"))
-            self._bar.update(len(tokens))
-            if self._bar.disable:
-                self._print_line()
+                bar.total = total = int(min(so_far / batch.fraction_read, max_tokens or float("inf")))
+            bar.update(len(tokens))
+            now = time.monotonic()
+            if bar.disable and now - last_line > PROGRESS_INTERVAL:
+                last_line = now
+                print(bar.format_meter(so_far, total or 0, now - start, prefix="tokenising", **style), flush=True)
             yield batch, tokens
-
-    def _print_line(self) -> None:
-        now = time.monotonic()
-        if now - self._last_line > PROGRESS_INTERVAL:
-            self._last_line = now
-            line = self._bar.format_meter(
-                self._tokens,
-                self._bar.total or 0,  # 0: unknown
-                now - self._start,
-                prefix="tokenising",
-                unit=" tokens",
-                unit_scale=True,
-                initial=self._initial,
-            )
-            print(line, flush=True)
 
 
 # -----------------------------------------------------------------------------
