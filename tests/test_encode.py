@@ -138,7 +138,7 @@ def test_a_killed_worker_is_reported():
 
 # Worker processes are killed as they start, or cannot start, or receive Ctrl-C as all processes of a terminal do.
 SCRIPT = """
-import multiprocessing, os, signal, sys, threading
+import multiprocessing.util, os, signal, sys, threading
 from support.cli import run_cli
 from support.data import encode
 from support.data.corpus import Texts
@@ -153,9 +153,12 @@ def act():
         encoded.wait()
     os.killpg(0, signal.SIGINT)
 
+def refuse(*_):
+    raise BlockingIOError(11, "Resource temporarily unavailable")
+
 def main():
-    if "/" in sys.argv[1]:
-        multiprocessing.set_executable(sys.argv[1])
+    if sys.argv[1] == "refused":
+        multiprocessing.util.spawnv_passfds = refuse
     else:
         threading.Thread(target=act).start()
     batches = (Texts(cursor=[i], where="here", content=["word " * 500_000]) for i in range(10**6))
@@ -178,7 +181,7 @@ def run_workers(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("how", ["killed", "/nowhere"])
+@pytest.mark.parametrize("how", ["killed", "refused"])
 def test_workers_that_do_not_start_are_reported(run_workers, how):
     done = run_workers(how)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr

@@ -198,6 +198,16 @@ def encode_batches(batches: Iterable[Batch], tokenizer: str, engine: str, worker
         for batch in batches:
             yield batch, encode_batch(batch, tokenizer, engine)
         return
+    try:
+        yield from _encode_in_processes(batches, tokenizer, engine, workers)
+    except (OSError, BrokenProcessPool) as error:
+        raise UserError(
+            "a worker was killed or could not start, perhaps for lack of memory. "
+            "Run the command again with fewer --workers."
+        ) from error
+
+
+def _encode_in_processes(batches: Iterable[Batch], tokenizer: str, engine: str, workers: int) -> Iterator[EncodedBatch]:
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _exit_with_parent)
     pending: deque[tuple[Batch, Future[npt.NDArray[np.uint16]]]] = deque()
     try:
@@ -210,10 +220,5 @@ def encode_batches(batches: Iterable[Batch], tokenizer: str, engine: str, worker
         while pending:
             first, future = pending.popleft()
             yield first, future.result()
-    except (OSError, BrokenProcessPool) as error:
-        raise UserError(
-            "a worker was killed or could not start, perhaps for lack of memory. "
-            "Run the command again with fewer --workers."
-        ) from error
     finally:
         pool.shutdown(cancel_futures=True)

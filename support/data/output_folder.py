@@ -160,16 +160,16 @@ def _rename_old_keys(manifest: dict[str, Any]) -> Manifest:
 
 def _differences(manifest: Manifest, earlier: Manifest) -> list[str]:
     """What the shards of two manifests differ in; empty if one can be continued with the other."""
-    there, here = (
-        {"source": m.get("source"), "revision": m.get("revision"), "--tokenizer": m["tokenizer"]}
-        | {flag_name(key): value for key, value in m["settings"].items()}
-        for m in (earlier, manifest)
-    )
-    return [
-        f"{key} was {there.get(key)!r} and is now {here.get(key)!r}"
-        for key in {**there, **here}
-        if there.get(key) != here.get(key)
-    ]
+    there, here = _identity(earlier), _identity(manifest)
+    keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+    return [f"{key} was {there.get(key)!r} and is now {here.get(key)!r}" for key in keys]
+
+
+def _identity(manifest: Manifest) -> dict[str, Setting]:
+    """What decides which shards a folder has, as flags where it is set by flags."""
+    identity: dict[str, Setting] = {flag_name(key): value for key, value in manifest["settings"].items()}
+    source, revision = manifest.get("source"), manifest.get("revision")
+    return identity | {"source": source, "revision": revision, "--tokenizer": manifest["tokenizer"]}
 
 
 def _is_intact(directory: Path, manifest: Manifest) -> bool:

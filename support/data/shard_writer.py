@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -70,7 +70,8 @@ def cut_into_chunks(batches: Iterable[EncodedBatch], size: int, skip: int, limit
         yield Chunk(buffer[:filled], end, is_last=True)
 
 
-class ShardRange(NamedTuple):
+@dataclass(frozen=True)
+class ShardRange:
     """A shard that will have the tokens [start, end) of the corpus."""
 
     split: str
