@@ -136,62 +136,70 @@ def test_a_killed_worker_is_reported():
         list(encode.encode_batches(batches, "gpt2", "tiktoken", 2))
 
 
-# Worker processes are killed as they start, or cannot start, or receive Ctrl-C as all processes of a terminal do.
-SCRIPT = """
-import multiprocessing.util, os, signal, sys, threading
+STARTING = """
+import multiprocessing, os, signal, sys, threading
+from support.data import encode
+from support.data.corpus import Texts
+
+def kill_first_worker():
+    while not (workers := multiprocessing.active_children()):
+        pass
+    workers[0].kill()
+
+if __name__ == "__main__":
+    if sys.argv[1] == "killed":
+        threading.Thread(target=kill_first_worker).start()
+    else:
+        multiprocessing.set_executable(sys.argv[1])
+    batches = [Texts(cursor=[i], where="here", content=["word " * 500_000]) for i in range(20)]
+    list(encode.encode_batches(batches, "bytes", "tiktoken", 2))
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "/nowhere"])
+def test_workers_that_do_not_start_are_reported(tmp_path, how):
+    """concurrent.futures.ProcessPoolExecutor waits forever here: its feeder blocks on a pipe that nobody reads."""
+    (tmp_path / "starting.py").write_text(STARTING)
+    command = [sys.executable, tmp_path / "starting.py", how]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1 and "a worker" in run.stderr and "fewer --workers" in run.stderr, run.stderr
+
+
+INTERRUPTED = """
+import multiprocessing, os, signal, sys, threading, time
 from support.cli import run_cli
 from support.data import encode
 from support.data.corpus import Texts
 
-def act():
-    while len(workers := multiprocessing.active_children()) < (2 if "interrupted" in sys.argv[1] else 1):
+def interrupt_all():
+    while len(multiprocessing.active_children()) < 2:
         pass
-    if sys.argv[1] == "killed":
-        workers[0].kill()
-        return
-    if sys.argv[1] == "interrupted later":
-        encoded.wait()
+    time.sleep(float(sys.argv[1]))
+    if sys.argv[2:]:
+        os.kill(multiprocessing.active_children()[0].pid, signal.SIGSTOP)
     os.killpg(0, signal.SIGINT)
 
-def refuse(*_):
-    raise BlockingIOError(11, "Resource temporarily unavailable")
-
 def main():
-    if sys.argv[1] == "refused":
-        multiprocessing.util.spawnv_passfds = refuse
-    else:
-        threading.Thread(target=act).start()
+    threading.Thread(target=interrupt_all).start()
     batches = (Texts(cursor=[i], where="here", content=["word " * 500_000]) for i in range(10**6))
     for _ in encode.encode_batches(batches, "bytes", "tiktoken", 2):
-        encoded.set()
+        pass
 
 if __name__ == "__main__":
-    encoded = threading.Event()
     run_cli(main)
 """
 
 
-@pytest.fixture
-def run_workers(tmp_path):
-    def run(how):
-        (tmp_path / "workers.py").write_text(SCRIPT)
-        options = dict(env=os.environ | {"PYTHONPATH": str(ROOT)}, start_new_session=True, timeout=120)
-        return subprocess.run([sys.executable, tmp_path / "workers.py", how], capture_output=True, text=True, **options)
-
-    return run
-
-
-@pytest.mark.parametrize("how", ["killed", "refused"])
-def test_workers_that_do_not_start_are_reported(run_workers, how):
-    done = run_workers(how)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert "a worker was killed or could not start" in done.stderr and "fewer --workers" in done.stderr
-
-
-@pytest.mark.parametrize("how", ["interrupted at once", "interrupted later"])
-def test_an_interrupt_ends_all_workers_without_a_word(run_workers, how):
-    done = run_workers(how)
-    assert (done.returncode, done.stderr) == (130, "\ninterrupted\n")
+@pytest.mark.parametrize("arguments", [["0"], ["0.3", "stop one"]])
+def test_an_interrupt_ends_all_workers_without_a_word(tmp_path, arguments):
+    """Ctrl-C reaches all processes of a terminal: as the workers start, and where one is stopped."""
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED)
+    command = [sys.executable, tmp_path / "interrupted.py", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    options = dict(env=environment, capture_output=True, text=True, start_new_session=True, timeout=60)
+    run = subprocess.run(command, **options)
+    assert (run.returncode, run.stderr) == (130, "\ninterrupted\n")
 
 
 def test_batches_are_encoded_a_few_at_a_time(monkeypatch):

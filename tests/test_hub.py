@@ -91,8 +91,9 @@ def test_a_download_with_a_wrong_checksum_is_not_used(server):
 
 def test_a_disk_that_is_too_small_for_a_download(server, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=100))
-    with pytest.raises(UserError, match="edu_fineweb10B has 0.0 MB free"):
-        fineweb.main(FLAGS)
+    for flags, folder in ((FLAGS, "edu_fineweb10B"), ([*FLAGS, "--max-tokens", "10"], "downloads")):
+        with pytest.raises(UserError, match=f"{folder} has 0.0 MB free"):
+            fineweb.main(flags)
     assert not server.requests
 
 

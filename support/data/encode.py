@@ -12,11 +12,12 @@ import os
 import random
 import signal
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeAlias
 
@@ -152,30 +153,71 @@ def encode_batch(batch: Batch, tokenizer: str, engine: str) -> npt.NDArray[np.ui
     return tokens[1:] if batch.continues else tokens
 
 
-def _exit_with_parent() -> None:
-    """Makes this worker exit as soon as the process that started it is gone, however that ended."""
+class Worker:
+    """A process that encodes one batch at a time.
 
-    def wait() -> None:
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        parent.join()
-        os._exit(1)
+    It has a pipe of its own, so that each end notices when the other is gone: if the worker dies, `encode` raises, and
+    if this process dies, the worker exits after its batch. (`ProcessPoolExecutor` of Python 3.11 hangs after
+    every fifth kill of a worker.)
+    """
 
-    threading.Thread(target=wait, daemon=True).start()
+    def __init__(self, tokenizer: str, engine: str):
+        spawn = multiprocessing.get_context("spawn")
+        self._connection, other_end = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(other_end, tokenizer, engine), daemon=True)
+        try:
+            self._process.start()
+        except (OSError, ValueError) as error:  # ValueError: nor did multiprocessing's own process start
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"cannot start a worker ({reason}). Run the command again with fewer --workers.") from error
+        other_end.close()
+
+    def encode(self, batch: Batch) -> npt.NDArray[np.uint16]:
+        """`encode_batch` in the process.
+
+        Raises:
+            UserError: also if the worker died.
+        """
+        try:
+            self._connection.send(batch)
+            result = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise UserError(
+                "a worker was killed or could not start, perhaps for lack of memory. "
+                "Run the command again with fewer --workers."
+            ) from error
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.join()
 
 
-@contextlib.contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Holds Ctrl-C back: a process that is started meanwhile never receives it, not even in its imports."""
-    if not hasattr(signal, "pthread_sigmask"):  # on Windows
-        yield
-        return
-    resource_tracker.ensure_running()  # otherwise the first process starts it, which unblocks the signal
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _serve(connection: Connection, tokenizer: str, engine: str) -> None:
+    """Answers each batch with its tokens, or with an exception, until the other end of the connection is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            batch = connection.recv()
+            result: npt.NDArray[np.uint16] | Exception
+            try:
+                result = encode_batch(batch, tokenizer, engine)
+            except Exception as error:
+                error.add_note(traceback.format_exc())
+                result = error
+            connection.send(result)
+
+
+def _block_interrupts() -> None:
+    """Leaves Ctrl-C to the main thread: processes started by this one inherit that, and do not end in their imports."""
+    if hasattr(signal, "pthread_sigmask"):  # not on Windows
+        resource_tracker.ensure_running()  # otherwise the first process starts it, which unblocks the signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
 def encode_batches(batches: Iterable[Batch], tokenizer: str, engine: str, workers: int) -> Iterator[EncodedBatch]:
@@ -194,27 +236,31 @@ def encode_batches(batches: Iterable[Batch], tokenizer: str, engine: str, worker
         for batch in batches:
             yield batch, encode_batch(batch, tokenizer, engine)
         return
-    try:
-        yield from _encode_in_processes(batches, tokenizer, engine, workers)
-    except (OSError, BrokenProcessPool) as error:
-        raise UserError(
-            "a worker was killed or could not start, perhaps for lack of memory. "
-            "Run the command again with fewer --workers."
-        ) from error
+    started: list[Worker] = []
+    local = threading.local()
 
+    def encode(batch: Batch) -> npt.NDArray[np.uint16]:
+        if not hasattr(local, "worker"):
+            local.worker = Worker(tokenizer, engine)
+            started.append(local.worker)
+        return local.worker.encode(batch)
 
-def _encode_in_processes(batches: Iterable[Batch], tokenizer: str, engine: str, workers: int) -> Iterator[EncodedBatch]:
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _exit_with_parent)
+    executor = ThreadPoolExecutor(workers, initializer=_block_interrupts)  # a thread for each worker, to wait for it
     pending: deque[tuple[Batch, Future[npt.NDArray[np.uint16]]]] = deque()
     try:
         for batch in batches:
-            with _interrupts_blocked():  # this starts a worker, until there are enough
-                pending.append((batch, pool.submit(encode_batch, batch, tokenizer, engine)))
+            pending.append((batch, executor.submit(encode, batch)))
             if len(pending) > 2 * workers:
                 first, future = pending.popleft()
                 yield first, future.result()
         while pending:
             first, future = pending.popleft()
             yield first, future.result()
+    except BaseException:  # also if nobody wants the rest
+        for worker in started:
+            worker.kill()
+        raise
     finally:
-        pool.shutdown(cancel_futures=True)
+        executor.shutdown(cancel_futures=True)
+        for worker in started:
+            worker.close()
