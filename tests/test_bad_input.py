@@ -11,10 +11,10 @@ pytestmark = [pytest.mark.slow, needs_gpt2_vocabulary]
 
 
 def test_bad_input_ends_in_errors(tmp_path):
-    done = run_script("benchmarks/bench_bad_input.py", "--inputs", 200, cwd=tmp_path, TMPDIR=str(tmp_path))
+    done = run_script("benchmarks/bench_bad_input.py", "--inputs", 100, cwd=tmp_path, TMPDIR=str(tmp_path))
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
     rows = re.findall(r"^\| (.+?) \| (\d+) \| (\d+) \| (\d+) \|$", done.stdout, re.MULTILINE)
-    assert len(rows) == 7 and sum(int(good) + int(refused) for _, good, refused, _ in rows) == 200
+    assert len(rows) == 7 and sum(int(good) + int(refused) for _, good, refused, _ in rows) == 100
     assert all(int(good) and int(refused) and not int(other) for _, good, refused, other in rows), done.stdout
     assert not list(tmp_path.glob("bench_bad_input_*"))
 
