@@ -132,6 +132,8 @@ class Parser(argparse.ArgumentParser):
             name, _, value = arg.partition("=")
             if name.startswith("-") and value == "--":  # an empty list for argparse of Python 3.11, of any type
                 self.error(f"argument {name}: expected one argument")
+        if "--" in args and not self._get_positional_actions():  # argparse would take no word after it as a flag
+            self.error("-- is not used here")
         rules = [(action, action.type, action.choices, action.required) for action in self._actions]
         for action, _, choices, _ in rules:
             action.type, action.choices, action.required = None, None, False

@@ -173,6 +173,7 @@ PROBLEMS = {
         "--seed is empty. Pass a value.",
     ),
     "--out": ("--out needs a value. See --help.",),
+    "-- --max-steps 3": ("-- is not used here. See --help.",),
     "--demo=yes": ("--demo takes no value. Leave out what follows it.",),
     "--epochs 2": (
         "unknown flag --epochs. The length of a run is in steps: --max-steps (the header of a run says how many steps an epoch has).",
