@@ -32,6 +32,7 @@ def test_a_checkpoint_is_complete_or_absent(tmp_path):
     checkpoint_with(good, "replaced")
     assert (good / "model.txt").read_text() == "replaced" and find_corruption(good) is None
     assert sorted(os.listdir(tmp_path)) == ["model_00005", "model_00010"]
+    checkpoint_with(tmp_path / "model_99999")
     checkpoint_with(tmp_path / "model_100000")
     assert newest_checkpoint(tmp_path).name == "model_100000"  # by number, not by name
 
