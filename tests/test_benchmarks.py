@@ -1,4 +1,4 @@
-"""benchmarks/bench_throughput.py, run as a script."""
+"""benchmarks/bench_throughput.py: its rows train alike."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import FORKS, ROOT, finish_run, run_script
+from helpers import FORKS, ROOT, finish_run
 from training import configure
 
 from benchmarks.plain_loop import plain_losses
@@ -20,14 +20,6 @@ USED = {
     "model": "GPT", "head": 320, "chunks": True, "kept memory": True, "fused": True, "dtype": "torch.float32",
 }  # fmt: skip
 USED_BY_PLAIN = USED | {"model": "PlainGPT", "head": 257, "chunks": False, "kept memory": False, "fused": False}
-
-
-def benchmark(cwd: Path, *flags: object) -> tuple[dict[str, dict], str]:
-    """What was measured for each row of the table, and the table."""
-    flags = (*flags, "--warm-up", 1, "--dtype", "fp32", "--json", "out.json")
-    done = run_script("benchmarks/bench_throughput.py", *flags, cwd=cwd)
-    assert done.returncode == 0, done.stderr
-    return measured_rows(cwd), done.stdout
 
 
 def measured_rows(cwd: Path) -> dict[str, dict]:
@@ -44,20 +36,10 @@ def run_worker(job: dict, answer: Path) -> None:
         bench_throughput.worker(job)
 
 
-def test_it_measures_the_plain_loop_and_ours_on_the_same_data(tmp_path):
-    rows, table = benchmark(tmp_path, "small:4x64x2", "--steps", 2)
-    assert list(rows) == ["plain", "train_gpt2.py"]
-    assert np.abs(np.array(rows["train_gpt2.py"]["losses"]) - rows["plain"]["losses"]).max() < 1e-5
-    assert rows["train_gpt2.py"]["used"] == USED and rows["plain"]["used"] == USED_BY_PLAIN
-    for name, row in rows.items():
-        assert row["tok_s"] > 0 and row["peak_gb"] > 0.1 and row["mfu"] is None
-        assert row["tok_s"] * row["ms"] / 1e3 <= 4 * 64 * 2, "the loop takes no less time than its steps"
-        assert table.count(f"| {name} |") == 1
-
-
-def test_every_row_of_the_ladder_trains_alike(byte_shards, tmp_path, monkeypatch):
+def test_every_row_of_the_ladder_trains_alike(byte_shards, tmp_path, monkeypatch, capsys):
     """From one row to the next a single feature changes, and no loss."""
     rows = benchmark_in_forks(tmp_path, monkeypatch, "--ladder", byte_shards)
+    table = capsys.readouterr().out
     changes = {
         "plain": USED_BY_PLAIN,
         "+ flash": {},
@@ -72,6 +54,8 @@ def test_every_row_of_the_ladder_trains_alike(byte_shards, tmp_path, monkeypatch
     for name, row in rows.items():
         used |= changes[name]
         assert row["used"] == used, name
+        assert row["tok_s"] * row["ms"] / 1e3 <= 4 * 16 * 4, "the loop takes no less time than its steps"
+        assert row["peak_gb"] > 0.1 and row["mfu"] is None and table.count(f"| {name} |") == 1
     check_losses(rows, byte_shards)
 
 

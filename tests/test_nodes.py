@@ -40,7 +40,7 @@ def test_two_nodes_of_which_one_starts_late_train_as_one(byte_shards, tmp_path):
     flags = ["--data", byte_shards, "--max-steps", 10, "--parallel", "fsdp"]
     nodes = Nodes(tmp_path, *flags, "--out", tmp_path / "shared" / "log")
     first = nodes.start(0)
-    time.sleep(5)
+    time.sleep(2)
     second = nodes.start(1)
     assert [first.wait(120), second.wait(120)] == [0, 0], nodes.output(0)
     run_to_the_end(*flags, "--out", "one_node", cwd=tmp_path, world_size=2)

@@ -19,7 +19,8 @@ from helpers import ROOT, losses, run_script
 def demo(tmp_path_factory):
     """The folder and the output of a demo of 60 steps."""
     folder = tmp_path_factory.mktemp("demo")
-    done = run_script("train_gpt2.py", "--demo", "--max-steps", 60, "--val-every", 30, "--device", "cpu", cwd=folder)
+    flags = ["--max-steps", 60, "--val-every", 30, "--val-tokens", 8192, "--device", "cpu"]
+    done = run_script("train_gpt2.py", "--demo", *flags, cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder, done
 
