@@ -38,11 +38,11 @@ def in_threads(world_size, function):
         except UserError as error:
             results[rank] = error
 
-    threads = [threading.Thread(target=call, args=(rank,)) for rank in range(world_size)]
+    threads = [threading.Thread(target=call, args=(rank,), daemon=True) for rank in range(world_size)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=20)  # one that waits forever has no result
     return results
 
 
@@ -97,6 +97,7 @@ def test_a_failure_of_what_runs_once_per_node_is_one_of_all_its_ranks():
         raise UserError("first problem.", "second problem.")
 
     results = in_threads(2, lambda rank: a_node(rank, 2, store).once_per_node("x", fail))
+    assert results.keys() == {0, 1}
     assert all(error.problems == ("first problem.", "second problem.") for error in results.values())
 
 
