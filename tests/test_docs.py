@@ -25,7 +25,7 @@ from support.cli import parse_flags
 SCRIPTS = {"fineweb.py": fineweb, "hellaswag.py": hellaswag, "sample.py": sample, "compare.py": compare}
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
-# Command lines that are no script of ours, without a mark; pip, hf and torchrun's are checked by their marks.
+# Command lines that are no script of ours
 OTHER_COMMANDS = {
     "python3 -m venv .venv": "runs in .ci/run",
     "source .venv/bin/activate": "runs in .ci/run",
@@ -37,7 +37,6 @@ OTHER_COMMANDS = {
     "cp mine/model_00732/tokenizer*.json merged": "runs in test_lora.py",
     "python -c \"from train_gpt2 import GPT; GPT.from_pretrained('mine/model_00732').save_pretrained('merged')\"": "runs in test_lora.py",
 }
-MARK = re.compile(r"\bneeds (a GPU|\d+ GPUs|a network|\d+ nodes)\b")
 PLACEHOLDERS = {"RATE": "1e-3", "BEST": "1e-3", "N": "9000", "M": "5", "NAME": "gpt2", "GPU": "H100"}
 
 
@@ -58,8 +57,8 @@ def split_command(line: str) -> list[str]:
     return [PLACEHOLDERS.get(word, word) for word in words]
 
 
-def commands_of(page: Path) -> list[tuple[str, str]]:
-    """The commands in the blocks of a page, without comment, each with the text of its line.
+def commands_of(page: Path) -> list[str]:
+    """The commands in the blocks of a page, without comment.
 
     Scripts (`#!`) are left out: test_nodes.py runs them.
     """
@@ -67,7 +66,7 @@ def commands_of(page: Path) -> list[tuple[str, str]]:
     for block in fenced(page, "sh"):
         if not block.startswith("#!"):
             lines += block.replace("\\\n", " ").splitlines()
-    return [(re.sub(r"\s+#.*", "", command).strip(), line) for line in lines if line for command in line.split(" && ")]
+    return [re.sub(r"\s+#.*", "", command).strip() for line in lines if line for command in line.split(" && ")]
 
 
 def inline_commands(page: Path) -> list[str]:
@@ -79,10 +78,7 @@ def inline_commands(page: Path) -> list[str]:
     ]
 
 
-ALL_COMMANDS = [(page.name, command, line) for page in PAGES for command, line in commands_of(page)]
-ALL_COMMANDS += [
-    (page.name, command, "needs a GPU, needs a network") for page in PAGES for command in inline_commands(page)
-]
+ALL_COMMANDS = [(page.name, command) for page in PAGES for command in commands_of(page) + inline_commands(page)]
 
 
 def parse_with_script(script: str, args: list[str], monkeypatch: pytest.MonkeyPatch, world_size: int = 1) -> None:
@@ -123,31 +119,8 @@ def parse_with_benchmark(path: Path, args: list[str], monkeypatch: pytest.Monkey
         module.main()
 
 
-def required_marks(words: list[str]) -> set[str]:
-    """What a command of ours cannot do without, by its flags."""
-    script = next((word for word in words if word.endswith(".py")), "")
-    value = dict(zip(words, words[1:], strict=False))
-    marks = set()
-    if words[0] == "torchrun" or (
-        script == "train_gpt2.py" and not {"--text", "--demo", "--plan", "--n-layer"} & {*words}
-    ):
-        marks.add("GPU")
-    if value.get("--out") == "mine" or "log_demo" in " ".join(words):  # small models, on any device
-        marks.discard("GPU")
-    hub_names = {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"}
-    if value.get("--init-from") in hub_names or (
-        script in ("sample.py", "hellaswag.py") and value.get("--model") in hub_names
-    ):
-        marks.add("network")
-    if script == "fineweb.py" and not {"--input", "--check", "--demo"} & {*words}:
-        marks.add("network")
-    if words[0] == "hf" or words[:2] == ["pip", "install"] or (script == "hellaswag.py" and "--data" not in words):
-        marks.add("network")
-    return marks
-
-
-@pytest.mark.parametrize(("page", "command", "line"), ALL_COMMANDS)
-def test_a_command_is_parsed_by_its_script_and_says_what_it_needs(page, command, line, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("page", "command"), ALL_COMMANDS)
+def test_a_command_is_parsed_by_its_script(page, command, monkeypatch, tmp_path):
     if command in OTHER_COMMANDS:
         return
     monkeypatch.chdir(tmp_path)
@@ -166,17 +139,13 @@ def test_a_command_is_parsed_by_its_script_and_says_what_it_needs(page, command,
         assert words[:2] in (["hf", "upload"], ["hf", "download"]), (
             "an unknown command: test it, and add it to OTHER_COMMANDS"
         )
-    found = " ".join(MARK.findall(line)).replace("nodes", "GPU")
-    assert {mark for mark in required_marks(words) if mark not in found} == set()
 
 
-def test_marked_commands_are_found():
+def test_commands_are_found():
     """The test above sees the commands of all pages: some that must be there."""
-    found = {(page, command) for page, command, _ in ALL_COMMANDS}
-    assert ("README.md", "python train_gpt2.py --demo") in found
-    assert ("data.md", "python fineweb.py --check my_data") in found
-    assert ("training.md", "torchrun --standalone --nproc_per_node=8 train_gpt2.py") in found  # in a table
-    assert any(page == "normal.md" and "--batch-size 12" in command for page, command in found)  # on two lines
+    assert ("README.md", "python train_gpt2.py --demo") in ALL_COMMANDS
+    assert ("training.md", "torchrun --standalone --nproc_per_node=8 train_gpt2.py") in ALL_COMMANDS  # in a table
+    assert any(page == "normal.md" and "--batch-size 12" in command for page, command in ALL_COMMANDS)  # on two lines
     for bad, error in (("--max-stepz 3", "--max-stepz"), ("--n-embd 100", "multiple"), ("--recipe slow", "slow")):
         with pytest.raises(Exception, match=error):
             parse_with_script("train_gpt2.py", bad.split(), pytest.MonkeyPatch())
@@ -312,30 +281,3 @@ def test_the_messages_in_troubleshooting_are_those_of_the_code():
         for sentence in split_sentences(message):
             known = sentence.startswith(FROM_OTHER_PROGRAMS) or any(part.fullmatch(sentence) for part in parts)
             assert known, f"{sentence!r} of: {line}"
-
-
-def test_torchruns_message_is_quoted_as_it_is():
-    source = Path(importlib.util.find_spec("torch.distributed.run").origin).read_text()
-    words = " ".join(re.findall(r'"([^"\n]*)"', source))
-    [line] = [
-        line
-        for line in (ROOT / "docs" / "troubleshooting.md").read_text().splitlines()
-        if line.startswith("Setting OMP")
-    ]
-    for part in re.split(r" 1 in default,", line):
-        assert " ".join(part.split()).rstrip(".") in " ".join(words.split())
-
-
-def sentences(page: Path) -> set[str]:
-    text = re.sub(r"^#.*|^- |\n\n", "|", without_code(page), flags=re.M)
-    text = re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", text)
-    parts = re.split(r"(?<=[.:;])\s+|\|", " ".join(text.split()))
-    return {part.strip() for part in parts if len(part.strip()) >= 60}
-
-
-def test_no_sentence_is_on_two_pages():
-    seen: dict[str, str] = {}
-    for page in PAGES:
-        for sentence in sentences(page):
-            assert sentence not in seen, f"{page.name} and {seen[sentence]}: {sentence}"
-        seen |= dict.fromkeys(sentences(page), page.name)

@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import statistics
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -196,25 +195,6 @@ def test_a_batch_that_does_not_fit_is_halved(models):
         hellaswag.completion_losses(with_memory_for(100, "something else"), examples)
 
 
-def test_progress_gets_all_rows_and_may_stop_early(models):
-    examples = random_examples()
-    expected, _ = hellaswag.completion_losses(models["trainer"], examples, 64)
-    lengths = []
-
-    def stop_after(count):
-        def progress(rows):
-            lengths[:] = [row.length for row in rows]
-            yield from rows[:count]
-
-        return progress
-
-    sums, _ = hellaswag.completion_losses(models["trainer"], examples, 64, stop_after(None))
-    assert (sums == expected).all() and lengths == sorted(lengths, reverse=True)
-    sums, means = hellaswag.completion_losses(models["trainer"], examples, 64, stop_after(10))
-    assert np.count_nonzero(sums) == np.count_nonzero(means) == 10  # none of these ten endings is equal to another
-    np.testing.assert_allclose(sums[sums > 0], expected[sums > 0], atol=1e-4)
-
-
 def score_of(model, examples, stop=None, amp=FP32):
     """What a run scores."""
     scoring_model = hellaswag.ScoringModel(model.transformer, model.logits, model.config.block_size, ONE_PROCESS.device)
@@ -285,11 +265,8 @@ def write_items(path, n=3, **change):
     [
         ("{", "line 4 is not JSON"),
         ("[]", "line 4 is not a HellaSwag item"),
-        ("7", "line 4 is not a HellaSwag item"),
-        ('{"ctx": "a", "label": 0}', "line 4 is not a HellaSwag item: 'endings' is missing"),
         ('{"ctx": "a", "endings": ["b"], "label": 0}', "line 4 is not a HellaSwag item: it needs texts, 4 endings"),
         ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}', "a label from 0 to 3"),
-        ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": "4"}', "a label from 0 to 3"),
         ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": true}', "a label from 0 to 3"),
         ('{"ctx": 1, "endings": ["b", "c", "d", "e"], "label": 1}', "it needs texts"),
         ('{"ctx": "a", "endings": ["b", "c", "d", "e"]}', "either line 4 or the lines before it have no label"),
@@ -302,11 +279,6 @@ def test_a_bad_line_is_reported_with_its_number(tmp_path, line, message):
     with pytest.raises(UserError, match=message):
         hellaswag.load(path)
     assert len(hellaswag.load(path, limit=3)) == 3
-
-
-def test_a_byte_order_mark_is_skipped(tmp_path):
-    (tmp_path / "items.jsonl").write_text(json.dumps(item()), encoding="utf-8-sig")
-    assert hellaswag.load(tmp_path / "items.jsonl")[0].ctx == item()["ctx"]
 
 
 def test_labels_are_numbers_or_digits_or_missing(tmp_path):
@@ -363,15 +335,6 @@ def test_the_harness_style_by_hand(tmp_path, record, context, continuations):
 
 
 @needs_gpt2_vocabulary
-def test_an_empty_context_becomes_an_end_of_text_token():
-    """The harness rejects an empty context; here the endings are scored as the start of a document."""
-    empty = hellaswag.Item(["a"] * 4, 0, activity_label="[", ctx_a="]")
-    for style, expected in (("harness", [50256]), ("tokens", [50256])):
-        example = hellaswag.render(empty, get_tokenizer("gpt2"), style)
-        assert example.context == expected and example.completions == [[257]] * 4  # " a"
-
-
-@needs_gpt2_vocabulary
 def test_the_tokens_style_by_hand():
     import tiktoken
 
@@ -391,11 +354,6 @@ def test_each_split_is_downloaded_once_and_checked(tmp_path, monkeypatch):
         part.write_bytes(contents[url.removesuffix(".jsonl").rsplit("_")[-1]])
 
     monkeypatch.chdir(tmp_path)
-    assert hellaswag.GIT_BLOBS == {
-        "val": "0f5ee25d72216f12317d5d8a7b92deafa423d81e",
-        "train": "1997e15fe638ef2aeec6993471159295cd75aab7",
-        "test": "7a4b590ea240595f468bfbc7f2c744e5eef72da5",
-    }
     monkeypatch.setattr(hellaswag, "GIT_BLOBS", blobs)
     monkeypatch.setattr("support.data.download._fetch", fetch)
     for split in contents:
@@ -460,17 +418,6 @@ def test_the_command_line_scores_a_checkpoint(checkpoint, tmp_path, capsys, styl
     assert {k: results[k] for k in ("style", "dtype", "items")} == {"style": style, "dtype": "float32", "items": 3}
 
 
-@needs_gpt2_vocabulary
-def test_lower_precision_changes_the_losses_a_little(checkpoint, tmp_path, capsys):
-    _, directory = checkpoint
-    losses_by_dtype = {}
-    for dtype in ("fp32", "bf16"):
-        flags = ["--data", write_items(tmp_path / "items.jsonl"), "--dtype", dtype, "--json", tmp_path / dtype]
-        assert {"fp32": "float32 on cpu", "bf16": "bfloat16 on cpu"}[dtype] in score(capsys, "-m", directory, *flags)
-        losses_by_dtype[dtype] = np.array([r["losses"] for r in json.loads((tmp_path / dtype).read_text())["results"]])
-    assert 1e-3 < np.abs(losses_by_dtype["bf16"] - losses_by_dtype["fp32"]).max() < 0.05 * losses_by_dtype["fp32"].max()
-
-
 def test_training_scores_in_its_own_precision(sharp_model, monkeypatch):
     forward, autocast_states = sharp_model.transformer.forward, []
 
@@ -486,26 +433,17 @@ def test_training_scores_in_its_own_precision(sharp_model, monkeypatch):
         assert set(autocast_states) == {enabled}
 
 
-def test_json_has_all_results_and_neither_nan_nor_infinity(tmp_path):
-    sums, normalised = np.array([[1.5, 2, 3, 4], [4, 3, 2, 1]]), np.array([[4, 3, np.inf, 1], [4, 3, 1, 2.0]])
-    items = [hellaswag.Item(["a"] * 4, 2), hellaswag.Item(["a"] * 4, None)]
-    summary = {"model": "m", "data": "val", "items": 2, "style": "tokens", "dtype": "float32", "device": "cpu"}
+def test_json_has_neither_nan_nor_infinity(tmp_path):
+    sums, normalised = np.array([[1.5, 2, 3, 4]]), np.array([[4, 3, np.inf, 1]])
+    summary = {"model": "m", "data": "val", "items": 1, "style": "tokens", "dtype": "float32", "device": "cpu"}
     summary |= {"seconds": 1.25, "truncated": 3, "acc": 0.5, "acc_stderr": math.nan, "acc_norm": 0.25}
     results = hellaswag.Results(**summary, acc_norm_stderr=math.inf)
-    hellaswag.write_json(tmp_path / "scores.json", results, sums, normalised, items)
+    hellaswag.write_json(tmp_path / "scores.json", results, sums, normalised, [hellaswag.Item(["a"] * 4, None)])
+    result = {"losses": [1.5, 2, 3, 4], "losses_norm": [4, 3, None, 1]}
     assert json.loads((tmp_path / "scores.json").read_text(), parse_constant=pytest.fail) == summary | {
         "acc_stderr": None,
         "acc_norm_stderr": None,
-        "results": [
-            {
-                "losses": [1.5, 2, 3, 4],
-                "losses_norm": [4, 3, None, 1],
-                "prediction": 0,
-                "prediction_norm": 3,
-                "label": 2,
-            },
-            {"losses": [4, 3, 2, 1], "losses_norm": [4, 3, 1, 2], "prediction": 3, "prediction_norm": 2, "label": None},
-        ],
+        "results": [result | {"prediction": 0, "prediction_norm": 3, "label": None}],
     }
 
 
@@ -538,23 +476,6 @@ def test_items_without_labels_give_only_losses(checkpoint, tmp_path, capsys, mon
 
 
 @needs_gpt2_vocabulary
-def test_an_earlier_json_file_is_replaced_and_a_link_stays_a_link(checkpoint, tmp_path, capsys):
-    _, directory = checkpoint
-    link, scores = tmp_path / "link.json", tmp_path / "scores.json"
-    link.symlink_to(scores)
-    for limit in (3, 1, 2):  # a new file, then over a longer one, then over a shorter one
-        score(
-            capsys, "-m", directory, "--data", write_items(tmp_path / "items.jsonl"), "--limit", limit, "--json", link
-        )
-        assert len(json.loads(scores.read_text())["results"]) == limit and link.is_symlink()
-    score(capsys, "-m", directory, "--data", tmp_path / "items.jsonl", "--limit", 1, "--json", "/dev/null")
-    assert Path("/dev/null").is_char_device()
-    scores.chmod(0o640)
-    score(capsys, "-m", directory, "--data", tmp_path / "items.jsonl", "--limit", 1, "--json", link)
-    assert scores.stat().st_mode & 0o777 == 0o640
-
-
-@needs_gpt2_vocabulary
 def test_json_is_written_completely_or_not_at_all(checkpoint, tmp_path, capsys, monkeypatch):
     _, directory = checkpoint
     items, scores = write_items(tmp_path / "items.jsonl"), tmp_path / "scores.json"
@@ -569,21 +490,11 @@ def test_json_is_written_completely_or_not_at_all(checkpoint, tmp_path, capsys, 
             score(capsys, *flags)
         assert "± 0." in capsys.readouterr().out  # the scores are printed all the same
     assert scores.read_bytes() == before and sorted(tmp_path.iterdir()) == [items, scores]
-    scores.unlink()
-    with monkeypatch.context() as patch:  # the reader of the output is gone, as after "| true"
-        patch.setattr("sys.stdout", open("/dev/full", "w"))  # noqa: SIM115
-        with pytest.raises(OSError):
-            hellaswag.main([*map(str, flags), "-d", "cpu"])
-            sys.stdout.flush()
-    assert json.loads(scores.read_text())["items"] == 3
 
 
 @needs_gpt2_vocabulary
-@pytest.mark.parametrize(
-    "change",
-    [{"attn_implementation": "eager"}, {"return_dict": False}, {"n_ctx": 8}, {"use_cache": True}, {"attn_pdrop": 0.9}],
-)
-def test_no_other_field_of_the_configuration_changes_the_losses(checkpoint, tmp_path, capsys, change):
+def test_no_other_field_of_the_configuration_changes_the_losses(checkpoint, tmp_path, capsys):
+    change = {"attn_implementation": "eager", "return_dict": False, "n_ctx": 8, "use_cache": True, "attn_pdrop": 0.9}
     _, directory = checkpoint
     copy = Path(shutil.copytree(directory, tmp_path / "copy"))
     items = write_items(tmp_path / "items.jsonl")
@@ -671,11 +582,8 @@ def test_one_rank_two_ranks_and_the_command_line_agree(tmp_path, capsys):
     "corruption, message",
     [
         ("tensor missing", r"the weights lack transformer\.h\.0\.attn\.c_attn\.weight"),
-        ("extra tensor", r"the weights contain transformer\.h\.1\.ln_1\.weight"),
         ("untied", r"lm_head\.weight differs"),
         ("byte changed", r"copy is corrupt: model\.safetensors"),
-        ("truncated", r"cannot read .*copy/model\.safetensors"),
-        ("no weights", r"cannot read .*copy/model\.safetensors"),
     ],
 )
 def test_corrupt_weights_are_not_scored(tmp_path, capsys, corruption, message):
@@ -693,17 +601,10 @@ def test_corrupt_weights_are_not_scored(tmp_path, capsys, corruption, message):
         weights = load_file(file)
         del weights["transformer.h.0.attn.c_attn.weight"]
         save_file(weights, file, metadata={"format": "pt"})
-    elif corruption in ("extra tensor", "untied"):
-        weights = load_file(file)
-        name = "lm_head.weight" if corruption == "untied" else "transformer.h.1.ln_1.weight"
-        weights[name] = torch.zeros(50257, 16) if corruption == "untied" else torch.zeros(16)
-        save_file(weights, file, metadata={"format": "pt"})
-    elif corruption == "byte changed":
-        file.write_bytes(file.read_bytes()[:-1] + b"?")
-    elif corruption == "truncated":
-        file.write_bytes(file.read_bytes()[:-100])
+    elif corruption == "untied":
+        save_file(load_file(file) | {"lm_head.weight": torch.zeros(50257, 16)}, file, metadata={"format": "pt"})
     else:
-        file.unlink()
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
     items = write_items(tmp_path / "items.jsonl")
     for open_model in (
         lambda: hellaswag.main(["-m", str(directory), "--data", str(items), "-d", "cpu"]),
@@ -722,18 +623,12 @@ def test_corrupt_weights_are_not_scored(tmp_path, capsys, corruption, message):
         ("-m tiny --data none.jsonl", "cannot read HellaSwag items from none.jsonl"),
         (
             "-m tiny --data items.jsonl",
-            "tiny was trained on bytes, and HellaSwag's scores are defined on GPT-2 tokens. Train with --tokenizer gpt2.",
+            "tiny was trained on bytes, and HellaSwag's scores are defined on GPT-2 tokens.",
         ),
         ("-m gpt2 --limit 0", "--limit must be 1 or more"),
         ("-m gpt2 --split val --data items.jsonl", "--split names a download, and --data a file"),
-        ("-m gpt2 --json no/where.json", "cannot write no/where.json"),
         ("-m gpt2 --json tiny", "cannot write tiny"),
         ("-m tiny --data items.jsonl --json ./items.jsonl", "items.jsonl exists and has other content"),
-        ("-m tiny --json tiny/config.json", "tiny/config.json exists and has other content"),
-        ("-m tiny --data unlabelled.jsonl", "the items have no labels"),
-        ("-m tiny --data= --json=", "--data is empty. Pass a value."),
-        ("-m tiny --json items.jsonl/scores", "cannot write items.jsonl/scores (Not a directory)"),
-        (f"-m tiny --json {'x' * 300}", "cannot write xxx"),
         ("-m tiny --split test", "the test split has no labels, so there are no scores"),
         ("-m tiny --data empty.jsonl", "there are no HellaSwag items in empty.jsonl"),
     ],

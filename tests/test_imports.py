@@ -81,15 +81,6 @@ def test_text_becomes_shards_without_torch():
         assert "torch" not in imported, name
 
 
-def test_no_function_takes_an_untyped_bag_of_everything():
-    for name, tree in TREES.items():
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
-                    untyped = arg.annotation is None or ast.unparse(arg.annotation) in ("Any", "typing.Any")
-                    assert not (untyped and arg.arg in ("config", "run")), f"{name}: {node.name}({arg.arg})"
-
-
 HEAVY = (
     "transformers datasets tiktoken requests pyarrow huggingface_hub matplotlib peft tensorboard wandb tokenizers gigatoken"
 ).split()

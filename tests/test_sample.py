@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import select
@@ -188,28 +187,6 @@ def test_one_text_is_streamed_to_a_terminal(run, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "write", lambda piece: writes.append(piece))
     assert texts_of(run, capsys, "-n", "1", "--top-k", "0") == [""]
     assert "".join(writes) == as_on_terminal(text) != text and len(writes) > 20
-
-
-def test_each_text_of_a_session_has_a_seed_of_its_own(monkeypatch):
-    lines, seeds = iter(["a", "", "too long", "a", "b"]), []
-
-    def read_line(prompt: str) -> str:
-        if (line := next(lines, None)) is None:
-            raise EOFError
-        return line
-
-    def encode(prompt: str) -> list[int]:
-        if len(prompt) > 1:
-            raise UserError("too long")
-        return [1]
-
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
-    monkeypatch.setattr("builtins.input", read_line)
-    for _ in range(2):
-        sample.converse(encode, lambda ids, generator: seeds.append(generator.initial_seed()), 7, torch.device("cpu"))
-        lines = iter(["a", "a", "a"])
-    assert seeds[0] == seeded_generator(torch.device("cpu"), 7).initial_seed()
-    assert seeds[:3] == seeds[3:] and len(set(seeds)) == 3
 
 
 class Terminal:

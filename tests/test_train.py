@@ -104,12 +104,6 @@ def test_the_compiled_run_gives_the_same_losses_and_all_evaluations(byte_shards,
     assert torch.isfinite(saved(torch.zeros(1, 4, dtype=torch.long))[0]).all()
 
 
-def test_no_compiler_is_a_note(byte_shards, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("PATH", "")
-    trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 2, "--compile")
-    assert "note    compiled: no (torch.compile needs a C++ compiler" in capsys.readouterr().out
-
-
 # ---- evaluation
 
 
@@ -126,19 +120,8 @@ def test_validation_is_the_mean_over_its_rows(byte_shards, tiny_model, tokens, r
 
 
 def test_when_things_are_evaluated(byte_shards, tmp_path, capsys):
-    log = trained(
-        tmp_path / "run",
-        "--data",
-        byte_shards,
-        "--max-steps",
-        7,
-        "--val-every",
-        3,
-        "--sample-every",
-        3,
-        "--checkpoint-every",
-        4,
-    )
+    flags = "--max-steps 7 --val-every 3 --sample-every 3 --checkpoint-every 4".split()
+    log = trained(tmp_path / "run", "--data", byte_shards, *flags)
     assert [line.split()[0] for line in log.splitlines() if " val " in line] == ["0", "3", "6", "7"]
     assert [line.split()[:2] for line in log.splitlines()][:3] == [["0", "val"], ["0", "train"], ["1", "train"]]
     out = capsys.readouterr().out.splitlines()
@@ -246,13 +229,6 @@ def test_training_starts_from_pretrained_weights(byte_shards, tmp_path):
         train(configure([*flags, "--out", tmp_path / "third", "--block-size", 32])[0], ONE_PROCESS)
 
 
-def test_pretrained_weights_of_another_vocabulary_are_refused(byte_shards, tmp_path):
-    GPT(train_gpt2.GPTConfig(16, 300, 1, 1, 8)).save_pretrained(tmp_path / "other")
-    flags = [*TINY_TRAINING_FLAGS, "--data", byte_shards, "--init-from", tmp_path / "other", "--out", tmp_path / "run"]
-    with pytest.raises(UserError, match=r"a vocabulary of 300 tokens, and the shards in .* one of 257 \(bytes\)"):
-        train(configure(flags)[0], ONE_PROCESS)
-
-
 def test_pretrained_weights_train_with_a_shorter_context(byte_shards, tmp_path):
     """The first positions are those of the weights: the loss before training is Hugging Face's on shorter rows."""
     from transformers import GPT2LMHeadModel
@@ -291,22 +267,14 @@ def test_samples_continue_the_prompt(byte_shards, tmp_path, capsys):
         ("--data book.txt", "book.txt is a file, not a folder of shards. To train on a text, pass it with --text."),
         ("--total-batch-size 1000", "--total-batch-size 1000 is not a multiple of 16, the context of 16 tokens times 1 processes. Use 992 or 1008."),
         ("--batch-size 3", "--batch-size 3 does not divide the 16 rows that each process has of a step. Use one of 1, 2, 4, 8, 16."),
-        ("--total-batch-size 16000000", "and one step takes 1000000. Use more text, or lower --total-batch-size or --block-size."),
         ("--val-tokens 15", "no row of 16 tokens to validate on"),
-        ("--model gpt3", "--model is 'gpt3'. Did you mean gpt2"),
         ("--max-step 3", "unknown flag --max-step. Did you mean --max-steps"),
-        ("--n-head 5", "--n-embd 32 is not a multiple of --n-head 5"),
         ("--init-from .", "--init-from brings its own sizes. Leave out --n-layer, --n-head, --n-embd."),
-        ("--max-lr nan", "--max-lr is nan. It must be a finite number."),
         ("--min-lr 1", "--min-lr 1 is above --max-lr 0.003. Lower it."),
-        ("--n-layer 1000000", "--n-layer is 1000000. It must be 10000 or less."),
         ("--n-embd 1000000", "the model has 24,000,301,000,000 parameters, which take 96,001.2 GB"),
         ("--out /proc/nowhere", "cannot write to /proc/nowhere"),
         ("--resume", "no checkpoint in log to resume from"),
         ("--device mps", "no mps device on this machine"),
-        ("--seed 99999999999999999999", "--seed is 99999999999999999999. It must be less than 4294967296."),
-        ("--total-batch-size 1600000000000", "and one step takes 100000000000"),
-        ("--init-from nowhere --model gpt2-xl", "--init-from brings its own sizes."),
     ],
 )  # fmt: skip
 def test_bad_flags(byte_shards, tmp_path, monkeypatch, capsys, flags, message):
@@ -321,32 +289,21 @@ def test_bad_flags(byte_shards, tmp_path, monkeypatch, capsys, flags, message):
 
 
 @pytest.mark.parametrize(
-    "flags, note",
+    "flags, named",
     [
-        ("--max-lr 1", "--max-lr 1 is very high: weights start near 0.02, and a step changes them by up to about that"),
-        (
-            "--warmup-steps 2 --decay-steps 2",
-            "--decay-steps 2 is in the warm-up of 2 steps: the learning rate falls to --min-lr right after it",
-        ),
-        (
-            "--decay-steps 3",
-            "from step 3 on, the learning rate stays at its lowest, 0.0003; --decay-steps moves the end",
-        ),
-        (
-            "--warmup-steps 4",
-            "the warm-up of 4 steps takes the whole run of 4, and the learning rate never falls. "
-            "Set --warmup-steps 0, or raise --max-steps.",
-        ),
-        ("--decay-steps 5", None),
+        ("--max-lr 1", ["--max-lr"]),
+        ("--warmup-steps 2 --decay-steps 2", ["--decay-steps"]),
+        ("--decay-steps 3", ["--decay-steps"]),
+        ("--warmup-steps 4", ["--warmup-steps"]),
+        ("--decay-steps 5", []),
     ],
 )
-def test_settings_that_nobody_can_mean_are_noted(byte_shards, tmp_path, capsys, flags, note):
+def test_settings_that_nobody_can_mean_are_noted(byte_shards, tmp_path, capsys, flags, named):
     trained(tmp_path / "run", "--data", byte_shards, "--warmup-steps", 1, "--max-steps", 4, *flags.split())
-    words = ("very high", "warm-up", "--decay-steps")
     output = capsys.readouterr().out.replace("\n        ", " ")  # a long note continues below its label
-    notes = [line[8:] for line in output.splitlines() if line.startswith(("note    ", "warning "))]
-    found = [line for line in notes if any(word in line for word in words)]
-    assert len(found) == (note is not None) and all(line.startswith(note) for line in found)
+    notes = [line for line in output.splitlines() if line.startswith(("note    ", "warning "))]
+    flags_in_notes = [re.findall(r"--(?:max-lr|warmup-steps|decay-steps)", note)[:1] for note in notes]
+    assert [flags for flags in flags_in_notes if flags] == ([named] if named else [])
 
 
 @pytest.mark.slow
