@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT, TINY_FLAGS, TINY_TRAINING_FLAGS, losses, run_script, run_to_the_end
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from training import ONE_PROCESS, configure, resumed, trained
 
 from support.checkpoints import huggingface
@@ -100,21 +100,6 @@ def test_an_adapter_of_an_adapter_is_refused(adapter, byte_shards, tmp_path):
     """peft would open it on the base of its base."""
     with pytest.raises(UserError, match="is an adapter, and another one needs a complete model. Merge it"):
         config_with_lora(byte_shards, adapter[0], tmp_path)
-
-
-def test_an_adapter_is_not_merged_into_other_weights_of_the_same_shape(base, adapter, tmp_path):
-    other = shutil.copytree(base, tmp_path / "other", ignore=shutil.ignore_patterns("checkpoint.json"))
-    weights = load_file(other / "model.safetensors")
-    weights["transformer.h.1.attn.c_proj.weight"][3, 5] += 0.01
-    save_file(weights, other / "model.safetensors")
-    own = shutil.copytree(adapter[0], tmp_path / "adapter", ignore=shutil.ignore_patterns("checkpoint.json"))
-    config = json.loads((own / "adapter_config.json").read_text())
-    (own / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(other)}))
-    with pytest.raises(UserError, match=f"trained on another model than {other}: its weights differ"):
-        GPT.from_pretrained(own)
-    unprefixed = {name.removeprefix("transformer."): tensor for name, tensor in load_file(base / "model.safetensors").items()}  # fmt: skip
-    save_file(unprefixed, other / "model.safetensors")  # as OpenAI's on the hub
-    assert torch.equal(GPT.from_pretrained(own)(TOKENS)[0], GPT.from_pretrained(adapter[0])(TOKENS)[0])
 
 
 @pytest.mark.slow
@@ -248,33 +233,16 @@ def test_bad_flags(flags, problem):
     assert problem in error.value.problems
 
 
-def test_a_lora_matrix_without_its_other_one_is_named(adapter, tmp_path):
-    directory = tmp_path / "adapter"
-    shutil.copytree(adapter[0], directory)
-    (directory / "checkpoint.json").unlink()
-    matrices = load_file(directory / "adapter_model.safetensors")
-    for extra in ({}, {"base_model.model.transformer.wte.lora_embedding_A": torch.zeros(4, 257)}):
-        changed = dict(list(matrices.items())[not extra :]) | extra
-        save_file(changed, directory / "adapter_model.safetensors")
-        with pytest.raises(UserError, match="lacks its other LoRA matrix"):
-            GPT.from_pretrained(directory)
-
-
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"use_rslora": True}, "use_rslora is True, and this is not supported."),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', and only True is supported."),
-        ({"alora_invocation_tokens": [1, 2]}, "and this is not supported."),
-        ({"a_variant_of_tomorrow": {"x": 1}}, "a_variant_of_tomorrow is {'x': 1}, and this is not supported."),
         ({"base_model_name_or_path": "no-such-model"}, "no model 'no-such-model'"),
-        ({"r": 0}, "is not an adapter's configuration"),
         ({"base_model_name_or_path": None}, "is not an adapter's configuration"),
-        ({"base_model_name_or_path": "adapter"}, "names itself as its base model"),
-        ({"r": None}, "is not an adapter's configuration"),
+        ({"base_model_name_or_path": "adapter"}, "adapter is an adapter, too"),
+        ({"r": 3}, "cannot open the adapter"),
     ],
 )
-def test_an_unsupported_adapter_is_named(adapter, tmp_path, monkeypatch, change, message):
+def test_a_bad_adapter_is_named(adapter, tmp_path, monkeypatch, change, message):
     directory = tmp_path / "adapter"
     shutil.copytree(adapter[0], directory)
     (directory / "checkpoint.json").unlink()
@@ -283,6 +251,22 @@ def test_an_unsupported_adapter_is_named(adapter, tmp_path, monkeypatch, change,
     (directory / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
         GPT.from_pretrained(directory)
+
+
+def test_variants_of_lora_are_merged_as_peft_does(adapter, base, tmp_path):
+    """An adapter that others trained: scaled by the root of its rank."""
+    from peft import PeftModel
+    from transformers import GPT2LMHeadModel
+
+    directory = Path(shutil.copytree(adapter[0], tmp_path / "adapter"))
+    (directory / "checkpoint.json").unlink()
+    config = json.loads((directory / "adapter_config.json").read_text())
+    (directory / "adapter_config.json").write_text(json.dumps(config | {"use_rslora": True}))
+    reference = PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained(base), directory).eval()
+    with torch.no_grad():
+        logits = GPT.from_pretrained(directory)(TOKENS)[0]
+        torch.testing.assert_close(logits, reference(TOKENS).logits, rtol=1e-4, atol=1e-4)
+    assert (logits - adapter[1]).abs().max() > 1e-3
 
 
 def test_each_problem_of_a_base_model_is_an_error_of_its_own(adapter, base, tmp_path, monkeypatch):
@@ -295,9 +279,3 @@ def test_each_problem_of_a_base_model_is_an_error_of_its_own(adapter, base, tmp_
         configure(["--resume", "--out", tmp_path / "run", "--init-from", tmp_path / "base"])
     first, second = error.value.problems
     assert "vocab_size is 0" in first and "n_layer is 0" in second and second.endswith("use --init-from.")
-
-
-def test_an_adapter_nested_too_deeply_is_named(tmp_path):
-    (tmp_path / "adapter_config.json").write_text("[" * 100_000)
-    with pytest.raises(UserError, match="adapter_config.json is not an adapter's configuration"):
-        huggingface.base_model_of(tmp_path)

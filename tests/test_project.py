@@ -81,6 +81,7 @@ def test_the_notebook_runs_and_is_saved_with_its_outputs(demo, monkeypatch):
     assert path.stat().st_size < 600_000
     monkeypatch.setenv("RUN", str(folder / "log_demo"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     # Its cells compare attention, the last row of the lens and the loss of each token with the model's own.
     NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(folder)}}).execute()
     printed = "".join(output.get("text", "") for cell in code for output in cell.outputs)

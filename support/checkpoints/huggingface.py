@@ -5,9 +5,9 @@ The formats are those of transformers' GPT2LMHeadModel; transformers itself is i
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
@@ -44,20 +44,6 @@ HF_NAMES = {  # in config.json, and in GPTConfig
 }
 TARGET_MODULES = ["c_attn", "c_proj"]  # of the attention, and the projection of the MLP
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-BASE_SHA256 = "base_sha256"  # in the metadata of ADAPTER_WEIGHTS
-HF_PREFIX = "base_model.model."  # of peft's parameter names
-# Values of an adapter's configuration for which the adapted weight is W + alpha / rank * B A. Some initializations change
-# W. Fields that are in neither of these must be empty: peft adds variants of LoRA.
-SUPPORTED_ADAPTER_VALUES: dict[str, tuple[object, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "orthogonal"),
-}
-HARMLESS_ADAPTER_FIELDS = set(
-    "auto_mapping base_model_name_or_path exclude_modules fan_in_fan_out inference_mode layers_pattern "
-    "layers_to_transform lora_alpha lora_dropout megatron_config megatron_core peft_version qalora_group_size r revision "
-    "target_modules task_type".split()
-)
 FILES = [
     "config.json",
     "model.safetensors",
@@ -106,7 +92,7 @@ def find_model(name_or_dir: str | os.PathLike[str], verify: bool = True) -> Path
     else:
         directory = _download(str(name_or_dir))
     if verify and is_adapter(directory):
-        _find_base_model(directory)
+        _base_model_of(directory)
     return directory
 
 
@@ -122,17 +108,10 @@ def _download(name: str) -> Path:
         ) from error
 
 
-def _find_base_model(adapter: Path, verify: bool = True) -> Path:
-    try:
-        return find_model(base_model_of(adapter), verify)
-    except UserError as error:
-        raise error.with_hint(f"It is the base model of {adapter}, as adapter_config.json says.") from error
-
-
 def tokenizer_folder(directory: Path) -> Path:
     """The folder that has the tokenizer of a model: its own, or for an adapter that has none, that of its base model."""
     has_tokenizer = any((directory / name).exists() for name in (TOKENIZER_JSON, "vocab.json"))
-    return directory if has_tokenizer or not is_adapter(directory) else _find_base_model(directory, verify=False)
+    return directory if has_tokenizer or not is_adapter(directory) else _base_model_of(directory, verify=False)
 
 
 def read_config(directory: Path) -> ModelSizes:
@@ -144,7 +123,7 @@ def read_config(directory: Path) -> ModelSizes:
         UserError: it is unreadable, or describes a model that ours does not compute, or that does not fit into memory.
     """
     if is_adapter(directory):
-        return read_config(_find_base_model(directory, verify=False))
+        return read_config(_base_model_of(directory, verify=False))
     path = directory / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -179,7 +158,7 @@ def read_weights(directory: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     if is_adapter(directory):
-        return merge_adapter(read_weights(_find_base_model(directory, verify=False)), directory)
+        return _merge_adapter(directory)
     path = directory / "model.safetensors"
     try:
         return load_file(path)
@@ -311,22 +290,8 @@ def write_model(directory: Path, sizes: Mapping[str, int], hf_weights: dict[str,
 # Adapters: LoRA's matrices in peft's files (`adapter_config.json`, `adapter_model.safetensors`)
 
 
-def sha256_of_matrices(matrices: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 of matrices in Hugging Face's layout, in order of their names with or without `transformer.`"""
-    digest = hashlib.sha256()
-    for _, matrix in sorted((name.removeprefix("transformer."), matrix) for name, matrix in matrices.items()):
-        digest.update(matrix.float().cpu().contiguous().numpy().data)
-    return digest.hexdigest()
-
-
-def write_adapter(
-    directory: Path, matrices: Mapping[str, torch.Tensor], base: str, rank: int, alpha: float, base_sha256: str | None
-) -> None:
-    """Writes an adapter as peft does: `PeftModel.from_pretrained` opens it on Hugging Face's model of its base.
-
-    Args:
-        base_sha256: `adapted_sha256` of the base model. It is stored, for `merge` to compare.
-    """
+def write_adapter(directory: Path, matrices: Mapping[str, torch.Tensor], base: str, rank: int, alpha: float) -> None:
+    """Writes an adapter as peft does: `PeftModel.from_pretrained` opens it on Hugging Face's model of its base."""
     from peft import LoraConfig
     from safetensors.torch import save_file
 
@@ -334,91 +299,47 @@ def write_adapter(
     config = LoraConfig(**options, fan_in_fan_out=True)  # Hugging Face's GPT-2 stores these weights transposed
     config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
     config.save_pretrained(str(directory))
-    matrices = {hf_name(name): matrix.contiguous() for name, matrix in matrices.items()}
-    # a single entry: safetensors writes several in a random order, and files of one run would differ
-    save_file(matrices, directory / ADAPTER_WEIGHTS, {BASE_SHA256: base_sha256} if base_sha256 else None)
+    save_file({hf_name(name): matrix.contiguous() for name, matrix in matrices.items()}, directory / ADAPTER_WEIGHTS)
 
 
 def is_adapter(directory: Path) -> bool:
     return (directory / ADAPTER_CONFIG).is_file()
 
 
-def base_model_of(directory: Path) -> str:
-    """The name or folder of the model that an adapter belongs to."""
-    base = _read_adapter_config(directory)["base_model_name_or_path"]
-    if Path(base).resolve() == directory.resolve():
-        raise UserError(f"{directory} names itself as its base model. Use another adapter.")
-    return base
-
-
-def merge_adapter(weights: Mapping[str, torch.Tensor], directory: Path) -> dict[str, torch.Tensor]:
-    """The base model's weights, under Hugging Face's names, with an adapter merged in: W + alpha / rank * B A.
-
-    Raises:
-        UserError: the adapter is unreadable, or was trained on other weights.
-    """
-    config, (matrices, base_sha256), merged = (
-        _read_adapter_config(directory),
-        read_adapter_matrices(directory),
-        dict(weights),
-    )
-    adapted = {}
-    for name in (name for name in matrices if ".lora_A." in name):
-        a, b = matrices[name], matrices[name.replace(".lora_A.", ".lora_B.")]  # (rank, in), (out, rank)
-        key = name.split(".lora_A.")[0].removeprefix(HF_PREFIX) + ".weight"
-        key = key if key in merged else key.removeprefix("transformer.")
-        if key not in merged or merged[key].shape != (a.size(1), len(b)):
-            raise _other_base(directory, f"{key} does not fit")
-        adapted[key] = merged[key]
-        merged[key] = merged[key] + (b @ a).t() * (config["lora_alpha"] / config["r"])
-    if base_sha256 not in (None, sha256_of_matrices(adapted)):
-        raise _other_base(directory, "its weights differ")
-    return merged
-
-
-def _other_base(directory: Path, difference: str) -> UserError:
-    return UserError(
-        f"{directory} was trained on another model than {base_model_of(directory)}: {difference}. "
-        "Put its own base model into adapter_config.json."
-    )
-
-
-def hf_name(name: str) -> str:
-    """peft's name of one of our parameters."""
-    return HF_PREFIX + name.replace(".default.", ".")
-
-
 def lora_options(rank: int, alpha: float) -> dict[str, Any]:
     return dict(r=rank, lora_alpha=alpha, target_modules=TARGET_MODULES)
 
 
-def _read_adapter_config(directory: Path) -> dict[str, Any]:
-    path = directory / ADAPTER_CONFIG
+def hf_name(name: str) -> str:
+    """peft's name of one of our parameters."""
+    return "base_model.model." + name.replace(".default.", ".")
+
+
+def _base_model_of(adapter: Path, verify: bool = True) -> Path:
+    """The folder of the model that an adapter belongs to, as `find_model` does."""
+    path = adapter / ADAPTER_CONFIG
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        _ = Path(config["base_model_name_or_path"]), config["lora_alpha"] / config["r"]
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, RecursionError) as error:
+        name = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        _ = Path(name)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is not an adapter's configuration ({error!r}). Use another adapter.") from error
-    for field in sorted(config.keys() - HARMLESS_ADAPTER_FIELDS):
-        supported = SUPPORTED_ADAPTER_VALUES.get(field)
-        if config[field] not in supported if supported else config[field]:
-            only = f"only {supported[0]!r} is" if supported else "this is not"
-            raise UserError(f"{path}: {field} is {config[field]!r}, and {only} supported. Use another adapter.")
-    return config
-
-
-def read_adapter_matrices(directory: Path) -> tuple[dict[str, torch.Tensor], str | None]:
-    """The matrices of an adapter, and the SHA-256 of its base model if it is known."""
-    from safetensors import SafetensorError, safe_open
-
     try:
-        with safe_open(directory / ADAPTER_WEIGHTS, framework="pt") as file:
-            matrices = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
-            base_sha256 = (file.metadata() or {}).get(BASE_SHA256)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot read {directory / ADAPTER_WEIGHTS}: {error}. Use another adapter.") from error
-    for name in matrices:
-        other = name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
-        if other == name or other not in matrices:
-            raise UserError(f"{directory / ADAPTER_WEIGHTS}: {name} lacks its other LoRA matrix. Use another adapter.")
-    return matrices, base_sha256
+        if is_adapter(Path(name)):
+            raise UserError(f"{name} is an adapter, too. Use an adapter of a complete model.")
+        return find_model(name, verify)
+    except UserError as error:
+        raise error.with_hint(f"It is the base model of {adapter}, as adapter_config.json says.") from error
+
+
+def _merge_adapter(directory: Path) -> dict[str, torch.Tensor]:
+    """The weights of an adapter's base model with the adapter added to them."""
+    from peft import PeftModel
+
+    base = load_hf_model(_base_model_of(directory, verify=False))
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of peft's, about transformers
+            merged = PeftModel.from_pretrained(base, str(directory)).merge_and_unload()
+    except Exception as error:  # peft's checks raise errors of many kinds
+        problem = str(error).strip().splitlines()[0]
+        raise UserError(f"cannot open the adapter in {directory}: {problem}. Use another adapter.") from error
+    return merged.state_dict()

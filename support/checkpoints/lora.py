@@ -33,13 +33,14 @@ def add_adapter(model: torch.nn.Module, n_embd: int, rank: int, alpha: float, se
         UserError: the rank exceeds the width of the model, or the checkpoint has matrices of another rank.
     """
     from peft import LoraConfig, inject_adapter_in_model
+    from safetensors.torch import load_file
 
     if rank > n_embd:
         raise UserError(f"--lora-rank {rank} is more than the model's {n_embd} channels. Lower it.")
     torch.manual_seed(seed)
     inject_adapter_in_model(LoraConfig(**huggingface.lora_options(rank, alpha)), model)
     if adapter is not None:
-        saved, _ = huggingface.read_adapter_matrices(adapter)
+        saved = load_file(adapter / huggingface.ADAPTER_WEIGHTS)
         trained = {huggingface.hf_name(name): p for name, p in model.named_parameters() if p.requires_grad}
         if saved.keys() != trained.keys():
             raise UserError(f"the matrices in {adapter} do not fit --lora-rank {rank}. Use another checkpoint.")
@@ -54,13 +55,3 @@ def frozen_sha256(model: torch.nn.Module) -> str | None:
     for parameter in frozen:
         digest.update(parameter.cpu().contiguous().numpy().data)
     return digest.hexdigest() if frozen else None
-
-
-def adapted_sha256(model: torch.nn.Module) -> str | None:
-    """SHA-256 of the base model's matrices that LoRA adapts, as `merge_adapter` computes it; None without LoRA, or elsewhere."""
-    names = {name: p for name, p in model.named_parameters() if name.endswith(".base_layer.weight") and not p.is_meta}
-    return (
-        huggingface.sha256_of_matrices({name.replace(".base_layer", ""): p.detach().t() for name, p in names.items()})
-        if names
-        else None
-    )

@@ -233,10 +233,7 @@ class CheckpointManager:
 def _write_weights(directory: Path, weights: Mapping[str, torch.Tensor], run: RunInfo) -> None:
     config = run.config
     if config.lora_rank is not None and config.init_from is not None:
-        base_sha256 = run.identity.get("adapted")
-        huggingface.write_adapter(
-            directory, weights, config.init_from, config.lora_rank, config.lora_alpha, base_sha256
-        )
+        huggingface.write_adapter(directory, weights, config.init_from, config.lora_rank, config.lora_alpha)
     else:
         huggingface.write_model(directory, run.sizes, huggingface.to_hf(weights, run.sizes["vocab_size"]))
 

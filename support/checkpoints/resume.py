@@ -94,7 +94,7 @@ def identify_data(data: shards.TokenData, model: torch.nn.Module, checkpoint: Ch
     Raises:
         UserError: a run that resumes from `checkpoint` was trained on others.
     """
-    base, adapted = lora.frozen_sha256(model), lora.adapted_sha256(model)
+    base = lora.frozen_sha256(model)
     if checkpoint and base is not None and checkpoint.data.get("base") != base:
         raise UserError(
             f"the weights of --init-from are not those that {checkpoint.path} was trained with. "
@@ -109,4 +109,4 @@ def identify_data(data: shards.TokenData, model: torch.nn.Module, checkpoint: Ch
                     f"the {split} shards are not those that {checkpoint.path} was trained on ({difference}). "
                     "Pass the folder of the original ones with --data."
                 )
-    return {"train": train, "val": val, "base": base, "adapted": adapted, "source": source}
+    return {"train": train, "val": val, "base": base, "source": source}

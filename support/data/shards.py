@@ -97,14 +97,12 @@ def shard_paths(directory: str | os.PathLike[str], split: str) -> list[Path]:
 class DataIdentity(TypedDict):
     """Which data a run is trained on: file name, tokens and SHA-256 of each shard, and the frozen weights' SHA-256.
 
-    `adapted` is the SHA-256 of the matrices that LoRA adapts. `source` is the manifest's name of the text, for people.
-    Older checkpoints have neither.
+    `source` is the manifest's name of the text, for people; older checkpoints lack it.
     """
 
     train: list[ShardIdentity]
     val: list[ShardIdentity]
     base: str | None
-    adapted: NotRequired[str | None]
     source: NotRequired[str | None]
 
 
