@@ -2,13 +2,13 @@
 
     python benchmarks/bench_recipes.py --data SHARDS --out runs                   # small: 4 layers, 256 channels
     python benchmarks/bench_recipes.py --data SHARDS --out runs --scale medium    # 8 layers, 512 channels
-    python benchmarks/bench_recipes.py --data SHARDS --out runs --variants        # change one thing in fast at a time
-    python benchmarks/bench_recipes.py --overhead                                 # what a step of Muon costs at 124M
+    python benchmarks/bench_recipes.py --data SHARDS --out runs --try "--weight-decay 0" "--max-lr 1.8e-3"
 
 First the learning rate of the baseline (AdamW, cosine) is tuned with the first seed, with a complete run for each rate. Then
 its best rate, the recipe's own rate and `--recipe fast`, limited to fractions of the tokens, run with all seeds; every run
 has a schedule of its own length. A run is a process of train_gpt2.py and a folder in --out. Finished runs are not repeated,
-so the command can be interrupted, and repeated with more seeds, rates or fractions.
+so the command can be interrupted, and repeated with more seeds, rates or fractions. `--try` compares `fast`, on a fifth of
+the baseline's tokens, with the same and one set of flags more.
 """
 
 from __future__ import annotations
@@ -20,12 +20,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -48,37 +45,24 @@ SCALES = {
     ),
     "124M": dict(flags="", tokens=524288, steps=19073),
 }
-# Changes to `fast`, one at a time: flags, or a function below that patches the process.
-VARIANTS = {
-    "unchanged": "",
-    "half the rate": "--max-lr 1.8e-3",
-    "twice the rate": "--max-lr 7.2e-3",
-    "no weight decay": "--weight-decay 0",
-    "cosine": "--schedule cosine",
-    "AdamW": "--optimizer adamw --max-lr 1.8e-3",
-    "query, key and value together": "one_qkv_matrix",
-    "Newton-Schulz in fp32": "fp32_newton_schulz",
-    "momentum from 0.85": "momentum_warm_up",
-    "half the batch in the first half": "batch_ramp",
-}
 ALWAYS = "--shuffle --sample-every 0 --hellaswag-every 0 --checkpoint-every 0"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A run: recipe, peak learning rate (None: the recipe's own), number of steps, seed, and one of `VARIANTS`."""
+    """A run: recipe, peak learning rate (None: the recipe's own), number of steps, seed, and more flags."""
 
     recipe: str
     rate: float | None
     steps: int
     seed: int
-    variant: str = "unchanged"
+    flags: str = ""
 
     @property
     def name(self) -> str:
-        variant = "" if self.variant == "unchanged" else "-" + self.variant.replace(" ", "_").replace(",", "")
+        more = "".join(c if c.isalnum() or c in "-." else "_" for c in self.flags)
         rate = "" if self.rate is None else f"-{self.rate:g}"
-        return f"{self.recipe}{rate}-{self.steps}{variant}-s{self.seed}"
+        return f"{self.recipe}{rate}-{self.steps}{more}-s{self.seed}"
 
 
 def values(log: Path, kind: str) -> dict[int, float]:
@@ -96,9 +80,19 @@ def train(trials: list[Trial], args: argparse.Namespace) -> None:
         out, started = args.out / trial.name, time.perf_counter()
         if trial.steps in values(out / "log.txt", "val"):
             return
-        command = [sys.executable, __file__, "--worker", trial.variant, "--data", args.data, "--out", out]
-        command += ["--resume", "auto", *flags, "--recipe", trial.recipe, "--max-steps", trial.steps]
-        command += ["--seed", trial.seed, *(["--max-lr", trial.rate] if trial.rate else [])]
+        command = [
+            sys.executable,
+            ROOT / "train_gpt2.py",
+            "--data",
+            args.data,
+            "--out",
+            out,
+            "--resume",
+            "auto",
+            *flags,
+        ]
+        command += ["--recipe", trial.recipe, "--max-steps", trial.steps, "--seed", trial.seed]
+        command += [*(["--max-lr", trial.rate] if trial.rate else []), *shlex.split(trial.flags)]
         environment = os.environ | ({"OMP_NUM_THREADS": "1"} if args.jobs > 1 else {})
         done = subprocess.run(list(map(str, command)), env=environment, stdout=subprocess.DEVNULL, cwd=ROOT)
         if done.returncode:
@@ -108,61 +102,6 @@ def train(trials: list[Trial], args: argparse.Namespace) -> None:
 
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(one, trials))
-
-
-def worker(variant: str, flags: list[str]) -> None:
-    """train_gpt2.py with these flags and a variant's, or its patch."""
-    import train_gpt2
-
-    change = VARIANTS[variant]
-    if change in globals():
-        globals()[change](int(flags[flags.index("--max-steps") + 1]))
-        change = ""
-    train_gpt2.main(flags + shlex.split(change))
-
-
-def one_qkv_matrix(steps: int) -> None:
-    from support.optim.muon import Muon
-
-    step = Muon._muon_step
-    Muon._muon_step = lambda self, group: step(self, group | {"num_splits": [1] * len(group["num_splits"])})
-
-
-def fp32_newton_schulz(steps: int) -> None:
-    import torch
-
-    from support.optim import muon
-
-    approximate = muon.orthogonalize
-    muon.orthogonalize = lambda matrices: approximate(matrices.to(torch.float32)).to(matrices.dtype)
-
-
-def momentum_warm_up(steps: int) -> None:
-    from support.optim.muon import Muon
-
-    step, done = Muon.step, [0]
-
-    def warmed(self: Muon) -> None:
-        self.momentum = 0.85 + 0.10 * min(1.0, done[0] / (0.3 * steps))
-        done[0] += 1
-        step(self)
-
-    Muon.step = warmed
-
-
-def batch_ramp(steps: int) -> None:
-    """The first half of the tokens in steps of half the size, so there are more steps for the same tokens."""
-    import train_gpt2
-
-    step, done = train_gpt2.train_step, [0]
-
-    def ramped(model: Any, state: Any, loader: Any, *args: Any) -> tuple[float, float]:
-        full = loader.full_grad_accum = getattr(loader, "full_grad_accum", loader.grad_accum)
-        loader.grad_accum = full // 2 if done[0] < steps * 2 // 3 else full
-        done[0] += 1
-        return step(model, state, loader, *args)
-
-    train_gpt2.train_step = ramped
 
 
 def final(trial: Trial, args: argparse.Namespace) -> float:
@@ -222,19 +161,15 @@ def compare(args: argparse.Namespace) -> None:
     draw(trials, args)
 
 
-def variants(args: argparse.Namespace) -> None:
-    """Runs on 0.2 of the baseline's tokens, each with one thing changed."""
-    base = (args.steps or SCALES[args.scale]["steps"]) // 5
-    trials = {}
-    for name in VARIANTS:
-        # a ramp makes 2/3 of its steps with half the tokens: 1.5 times the steps have the same tokens
-        steps = base * 3 // 2 if VARIANTS[name] == "batch_ramp" else base
-        trials[name] = [Trial("fast", None, steps, seed, name) for seed in args.seeds]
-    train([trial for of_name in trials.values() for trial in of_name], args)
-    print(f"\n{args.scale}, {base * SCALES[args.scale]['tokens'] / 1e6:,.2f}M tokens")
-    print("\n| fast, changed | validation loss |\n|---|---|")
-    for name, of_name in trials.items():
-        print(f"| {name} | {spread([final(trial, args) for trial in of_name])} |")
+def try_flags(args: argparse.Namespace) -> None:
+    """Compares `fast` on a fifth of the baseline's tokens with the same and each of the sets of flags of --try."""
+    steps = (args.steps or SCALES[args.scale]["steps"]) // 5
+    trials = {flags: [Trial("fast", None, steps, seed, flags) for seed in args.seeds] for flags in ("", *args.try_)}
+    train([trial for of_flags in trials.values() for trial in of_flags], args)
+    print(f"\n{args.scale}, {steps * SCALES[args.scale]['tokens'] / 1e6:,.2f}M tokens")
+    print("\n| fast | validation loss |\n|---|---|")
+    for flags, of_flags in trials.items():
+        print(f"| {flags or 'as it is'} | {spread([final(trial, args) for trial in of_flags])} |")
 
 
 def draw(trials: dict[str, list[Trial]], args: argparse.Namespace) -> None:
@@ -250,55 +185,6 @@ def draw(trials: dict[str, list[Trial]], args: argparse.Namespace) -> None:
     axes.legend()
     figure.savefig(args.out / f"{args.scale}.svg", bbox_inches="tight")
     print(f"\ncurves in {args.out / f'{args.scale}.svg'}")
-
-
-def overhead() -> None:
-    """A step of 524,288 tokens at 124M: what Muon adds to AdamW, in FLOPs and in time."""
-    import torch
-
-    from support.optim.muon import NEWTON_SCHULZ_STEPS
-    from support.runtime import devices
-    from train_gpt2 import GPT, GPTConfig, TrainConfig
-
-    device = torch.device(devices.pick_device_type("auto"))
-    dtype = devices.DTYPES[devices.pick_dtype("auto", device)]
-    muon_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    devices.keep_memory(device)
-    synchronize, B, T = partial(devices.synchronize, device), 64 if device.type == "cuda" else 4, 1024
-    model = GPT(GPTConfig()).to(device)
-    tokens = torch.randint(50257, (B, T + 1), device=device)
-
-    def micro_step() -> None:
-        with devices.autocast(device, dtype):
-            model(tokens[:, :-1], tokens[:, 1:])[1].backward()
-
-    def seconds(work: Callable[[], None], rounds: int = 3) -> float:
-        times = []
-        for _ in range(rounds + 1):  # the first one also allocates its memory
-            synchronize()
-            started = time.perf_counter()
-            work()
-            synchronize()
-            times.append(time.perf_counter() - started)
-        return statistics.median(times[1:])
-
-    forward_backward = seconds(micro_step) * TrainConfig().total_batch_size / (B * T)
-    adamw, muon = (model.configure_optimizers(0.1, 0.0, (0.9, 0.95), how) for how in (None, muon_dtype))
-    optimizer = {"adamw": seconds(adamw.step), "muon": seconds(muon.step)}
-    flops = 0
-    for weight, n_splits in zip(muon.param_groups[0]["params"], muon.param_groups[0]["num_splits"], strict=True):
-        n, m = sorted((len(weight) // n_splits, weight.size(1)))
-        flops += (
-            n_splits * NEWTON_SCHULZ_STEPS * (2 * n * n * m + 2 * n**3 + 2 * n * n * m)
-        )  # x x^T, its square, the product with x
-    whole = model.flops_per_token() * TrainConfig().total_batch_size
-    print(f"{device.type}, torch {torch.__version__}, {str(muon_dtype).removeprefix('torch.')}, micro-batch {B}")
-    print(f"FLOPs: {flops / 1e12:.2f}T of {whole / 1e12:.0f}T of a step, {flops / whole:.2%}")
-    more = (optimizer["muon"] - optimizer["adamw"]) / (forward_backward + optimizer["adamw"])
-    print(
-        f"time: forward and backward {forward_backward:,.1f}s, AdamW {optimizer['adamw']:.3f}s, Muon {optimizer['muon']:.3f}s"
-    )
-    print(f"Muon adds {more:.2%} on one process, and less on more")
 
 
 def main() -> None:
@@ -321,19 +207,14 @@ def main() -> None:
     )
     parser.add_argument("--flags", default="", help='more flags for all runs, as in --flags "--dtype bf16"')
     parser.add_argument(
-        "--variants", action="store_true", help="change one thing in fast at a time, on a fifth of the tokens"
+        "--try", dest="try_", nargs="+", metavar="FLAGS", help="sets of flags to change in fast, each in quotes"
     )
-    parser.add_argument("--overhead", action="store_true", help="only measure what a step of Muon costs")
-    if sys.argv[1:2] == ["--worker"]:
-        return worker(sys.argv[2], sys.argv[3:])
     args = parser.parse_args()
-    if args.overhead:
-        return overhead()
     if args.data is None:
         raise UserError("no data. Use a folder of shards with --data; python fineweb.py makes them.")
     args.data = Path(args.data).resolve()
     args.out = args.out.resolve()
-    variants(args) if args.variants else compare(args)
+    try_flags(args) if args.try_ else compare(args)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import time
 STARTED = time.perf_counter()  # of this process: the scripts import this module first
 # A thread that waits for the others in OpenMP's barrier spins 300,000 rounds, and if another program has taken their core,
 # it spins for milliseconds, hundreds of times in a step. After 1,000 rounds it sleeps: a small model is as fast on a free
-# machine, and 1.6 to 8 times as fast on a busy one (benchmarks/bench_threads.py).
+# machine, and 1.6 to 8 times as fast on a busy one (docs/performance.md).
 # Other OpenMP libraries than GCC's ignore it.
 SPIN_COUNT = "1000"
 

@@ -1,40 +1,61 @@
-"""benchmarks/bench_recipes.py, run as a script."""
+"""benchmarks/bench_recipes.py: which runs it makes, and what it computes from their logs."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
-from helpers import losses, run_script
+from helpers import ROOT
+from training import configure
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import bench_recipes
 
 
-@pytest.mark.slow
-def test_it_compares_runs_of_their_own_length_and_repeats_none(byte_shards, tmp_path):
-    small = "--n-layer 1 --n-head 1 --n-embd 16 --block-size 16 --batch-size 256 --warmup-steps 2 --val-every 2"
-    flags = ["--data", byte_shards, "--out", "runs", "--scale", "medium", "--steps", 8, "--seeds", 1]
-    flags += ["--rates", "1e-3", "--fractions", 0.5]
-    flags += ["--flags", f"{small} --val-tokens 512 --dtype fp32 --device cpu"]
-    done = run_script("benchmarks/bench_recipes.py", *flags, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    logs = {path.parent.name: path for path in tmp_path.glob("runs/*/log.txt")}
-    steps = {name: len(losses(log)) for name, log in logs.items()}
-    assert steps == {"gpt2-0.001-8-s1": 8, "gpt2-0.0006-8-s1": 8, "fast-4-s1": 4}
-    [end] = losses(logs["fast-4-s1"], "val")[-1:]
-    assert f"| fast, 0.5 of the tokens | 4 | 0.01M | {end:.3f} (1) | {end:.3f} |" in done.stdout
-    assert (tmp_path / "runs" / "medium.svg").exists()
-    again = run_script("benchmarks/bench_recipes.py", *flags, cwd=tmp_path)
-    assert again.stdout == done.stdout and not again.stderr  # nothing was trained
+def write_log(run: Path, val: dict[int, float]) -> None:
+    run.mkdir(parents=True)
+    (run / "log.txt").write_text("".join(f"{step} val {loss:.4f}\n" for step, loss in val.items()))
 
 
-@pytest.mark.parametrize("target, fraction", [(4.5, 5 / 30), (4.0, 10 / 30), (3.75, 27.5 / 30), (3.4, None)])
-def test_it_finds_where_a_curve_reaches_a_loss(tmp_path, target, fraction):
-    """By hand, on finished runs: the curve of fast is 5, 4, 4.5 and 3.5 at steps 0, 10, 20 and 30."""
-    curves = {"gpt2-0.001-30-s1": {30: target}, "gpt2-0.0006-30-s1": {30: target}}
-    curves["fast-30-s1"] = {0: 5.0, 10: 4.0, 20: 4.5, 30: 3.5}
-    for name, curve in curves.items():
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        log = "".join(f"{step} val {loss:.4f}\n" for step, loss in curve.items())
-        (tmp_path / "runs" / name / "log.txt").write_text(log)
-    flags = "--data . --out runs --scale medium --steps 30 --seeds 1 --rates 1e-3 --fractions 1".split()
-    done = run_script("benchmarks/bench_recipes.py", *flags, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    answer = "not reached by 1 of 1" if fraction is None else f"{fraction:.3f} (1)"
-    assert f"fast, 1 of the tokens to AdamW, cosine, 0.001 (best of 1), {target:.3f}: {answer}" in done.stdout
+def run_benchmark(flags: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = f"--data . --out runs --scale medium --seeds 1 2 --rates 1e-3 6e-4 {flags}"
+    monkeypatch.setattr(sys, "argv", ["bench_recipes.py", *flags.split()])
+    bench_recipes.main()
+
+
+def test_runs_are_made_once_and_each_has_a_schedule_of_its_own_length(tmp_path, monkeypatch, capsys):
+    made = []
+
+    def train(command, **_):
+        config, _ = configure([*command[2:], "--device", "cpu", "--dtype", "fp32"])
+        made.append((Path(config.out).name, config.recipe, config.decay_steps, config.seed))
+        write_log(Path(config.out), {config.max_steps: 5 - 1000 * config.max_lr})
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", train)
+    for _ in range(2):
+        run_benchmark("--steps 200 --fractions 0.5", monkeypatch, tmp_path)
+    assert made == [
+        ("gpt2-0.001-200-s1", "gpt2", 200, 1),
+        ("gpt2-0.0006-200-s1", "gpt2", 200, 1),
+        ("gpt2-0.001-200-s2", "gpt2", 200, 2),  # the better rate
+        ("gpt2-0.0006-200-s2", "gpt2", 200, 2),
+        ("fast-100-s1", "fast", 100, 1),
+        ("fast-100-s2", "fast", 100, 2),
+    ]
+    assert "| fast, 0.5 of the tokens | 100 | 0.20M | 1.400 ± 0.000 (2) | 1.400, 1.400 |" in capsys.readouterr().out
+
+
+def test_it_finds_where_a_curve_reaches_a_loss(tmp_path, monkeypatch, capsys):
+    curve = {0: 5.0, 10: 4.0, 20: 4.5, 30: 3.5}
+    for target, step in ((4.5, 5), (4.0, 10), (3.75, 27.5), (3.4, None)):
+        assert bench_recipes.crossing(curve, target) == step
+    for seed in (1, 2):
+        for name, val in (("gpt2-0.001-30", {30: 4.0}), ("gpt2-0.0006-30", {30: 3.4}), ("fast-30", curve)):
+            write_log(tmp_path / "runs" / f"{name}-s{seed}", val)
+    run_benchmark("--steps 30 --fractions 1", monkeypatch, tmp_path)
+    out = capsys.readouterr().out
+    assert "3.400: not reached by 2 of 2" in out and (tmp_path / "runs" / "medium.svg").exists()

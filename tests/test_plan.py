@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import run_script
 from training import config_of
 
 from support.cli import UserError
@@ -164,16 +163,3 @@ def test_flags_of_the_plan_are_checked(tmp_path, monkeypatch, capsys):
 def test_a_checkpoint_knows_nothing_of_a_plan():
     assert not {"plan", "gpus", "gpu", "price", "mfu"} & config_of("--out", "x").to_save().keys()
     assert {"plan", "gpus"} <= set(TrainConfig.__dataclass_fields__)
-
-
-@pytest.mark.slow
-def test_the_benchmark_measures_what_is_planned(tmp_path):
-    flags = "--ranks 1 --sizes 1x2x64x16 --tokenizer bytes --steps 5 --batch-size 2".split()
-    done = run_script("benchmarks/bench_parallel.py", *flags, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr + done.stdout
-    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| ")][1:]
-    assert [row[1].split() for row in rows] == [[], ["--recompute"]]
-    assert all(
-        float(row[2]) > 0 and 0.05 < float(row[3]) < 1 and float(row[4]) == pytest.approx(0.25, abs=0.02)
-        for row in rows
-    )
