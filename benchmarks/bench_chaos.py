@@ -4,14 +4,12 @@
     python benchmarks/bench_chaos.py --minutes 10 --seed 1           # other faults, at other moments
     python benchmarks/bench_chaos.py --scenarios train --faults 5    # one scenario, once
 
-Each scenario is one command: fineweb.py with two workers, or train_gpt2.py with checkpoints, validation and
-TensorBoard, in one process, in two under torchrun, or in two that torchrun restarts, with DDP or FSDP. Whenever it has
+Each scenario is one command: fineweb.py with two workers, or train_gpt2.py with checkpoints and validation, in one process, in two under torchrun, or in two that torchrun restarts, with DDP or FSDP. Whenever it has
 exited, it is started again. It suffers one fault after the other: SIGKILL, SIGTERM or SIGSTOP of one of its processes, a
-full disk, a folder without permission, a corrupt file, a console that nobody reads, a clock that jumps, a slow disk.
+full disk, a folder without permission, a corrupt file, a console that nobody reads.
 After each one, within a minute and a half, all processes must have exited, with a documented exit code, or make progress
 again; there must be no traceback, and nothing incomplete under a final name. At the end, the log, the weights and the
-optimizer, or the shards and the manifest, must equal those of a run without faults, bit by bit, and TensorBoard's
-curves those of the log.
+optimizer, or the shards and the manifest, must equal those of a run without faults, bit by bit.
 
 The seed determines the faults; which step they hit depends on the machine. The first violation ends the benchmark, with
 exit code 1, and its files are kept.
@@ -22,7 +20,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import logging
 import os
 import random
 import shutil
@@ -38,28 +35,22 @@ from itertools import count
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from chaos_run import (
-    SITECUSTOMIZE,
-    SYNC_SECONDS,
-    Run,
-    Scenario,
-    Setting,
-    Violation,
-    check_results,
-    find_processes,
-    inode_of,
-)
+import torch
+from torch.utils._pytree import tree_leaves
 
-from fineweb import make_shards
-from support.checkpoints.directory import find_corruption, list_checkpoints
-from support.cli import UserError
-from support.data.corpus import Documents
-from support.data.tokenizer import get_tokenizer
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from fineweb import make_shards  # noqa: E402
+from support.checkpoints.directory import find_corruption, list_checkpoints, newest_checkpoint  # noqa: E402
+from support.cli import UserError  # noqa: E402
+from support.console.record import read_record  # noqa: E402
+from support.data.corpus import Documents  # noqa: E402
+from support.data.tokenizer import get_tokenizer  # noqa: E402
+from support.files import LOCK, sha256_of  # noqa: E402
 
 DISK_BYTES = 64 << 20
-KINDS = (
-    "SIGKILL", "SIGTERM", "SIGSTOP", "full disk", "no permission", "corrupt file", "closed console", "clock", "slow disk",
-)  # fmt: skip
+KINDS = ("SIGKILL", "SIGTERM", "SIGSTOP", "full disk", "no permission", "corrupt file", "closed console")
 # Besides 0. Under torchrun, 1 and what torchrun itself is killed with.
 EXIT_CODES = {
     "SIGKILL": {137, 2},  # 2: a worker of fineweb.py was killed
@@ -68,6 +59,309 @@ EXIT_CODES = {
     "no permission": {2},
     "closed console": {141, 1},  # 1: before the first step, or in fineweb.py
 }
+
+
+# Seconds until all processes have exited or make progress; torchrun alone waits 30 for a process to stop.
+TIMEOUT_SECONDS = 90
+STEPS_OF_PROGRESS = 3  # new values in the log, or shards, that show it
+MAX_STEPS_AFTER_SIGNAL = 25  # that show that it ignores a signal
+SYNC_SECONDS = 0.02  # that each fsync takes, so that a kill can hit a save
+# Runs in each Python process.
+SITECUSTOMIZE = f"""
+import os, time
+real_fsync = os.fsync
+
+def fsync(descriptor):
+    time.sleep({SYNC_SECONDS})
+    real_fsync(descriptor)
+
+os.fsync = fsync
+"""
+TRAINING_FLAGS = (
+    "--n-layer 2 --n-head 2 --n-embd 32 --block-size 16 --batch-size 4 --warmup-steps 20 --total-batch-size 256 "
+    "--max-lr 3e-3 --shuffle --val-every 10 --val-tokens 512 --sample-every 0 --hellaswag-every 0 --checkpoint-every 4 "
+    "--keep 3 --device cpu --dtype fp32 --resume auto"
+).split()
+
+
+class Violation(Exception):
+    """A promise that was broken."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    name: str
+    title: str
+    processes: int = 1
+    restarts: int = 0  # by torchrun
+    parallel: str = "ddp"
+
+    @property
+    def tokenises(self) -> bool:
+        return self.name == "tokenise"
+
+
+# -----------------------------------------------------------------------------
+# A command and its processes
+
+
+@dataclass
+class Setting:
+    """The folders that all scenarios use."""
+
+    folder: Path
+    disk: Path  # small, where the runs write
+    tokenizer: str
+    steps: int
+
+    def command(self, scenario: Scenario, out: Path) -> list[str]:
+        if scenario.tokenises:
+            flags = (
+                f"--input {self.folder}/text --output {out} --tokenizer {self.tokenizer} --workers 2 --shard-size 50000"
+            )
+            return [sys.executable, str(ROOT / "fineweb.py"), *flags.split()]
+        torchrun = (
+            f"-m torch.distributed.run --standalone --nproc_per_node=2 --max-restarts={scenario.restarts}".split()
+        )
+        script = [*(torchrun if scenario.processes > 1 else []), str(ROOT / "train_gpt2.py")]
+        flags = f"--data {self.folder}/data --out {out} --max-steps {self.steps} --parallel {scenario.parallel}".split()
+        return [sys.executable, *script, *TRAINING_FLAGS, *flags]
+
+
+def find_processes(mark: str) -> dict[int, str]:
+    """The processes with `mark` in their environment, the oldest first, and what they are."""
+    found = {}
+    for pid in sorted(int(path.name) for path in Path("/proc").glob("[0-9]*")):
+        with contextlib.suppress(OSError):
+            environment = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")  # a zombie has none
+            line = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+            rank = next((word.replace("RANK=", "rank ") for word in environment if word.startswith("RANK=")), None)
+            if mark in environment and "resource_tracker" not in line:
+                names = ("torch.distributed.run", "torchrun"), ("spawn_main", "worker"), ("fineweb.py", "fineweb.py")
+                found[pid] = rank or next((name for part, name in names if part in line), "train_gpt2.py")
+    return found
+
+
+class Run:
+    """A scenario's command, which is started again and again, with all its processes."""
+
+    def __init__(self, setting: Setting, scenario: Scenario, out: Path):
+        self.setting, self.scenario, self.out = setting, scenario, out
+        self.mark = f"BENCH_CHAOS_OUT={out}"
+        self.starts, self.expected = 0, {0}  # exit codes, after the faults since the last start
+        self.altered: dict[Path, int | None] = {}  # what we corrupted, with its inode
+        self.startup = 3.0  # seconds until it makes progress
+        self.process: subprocess.Popen[bytes] | None = None
+        self.reader: subprocess.Popen[bytes] | None = None
+
+    @property
+    def output(self) -> Path:
+        return self.setting.folder / f"{self.out.name}_{self.starts}.txt"
+
+    def start(self) -> None:
+        """Kills what still runs, and starts the command."""
+        self.kill()
+        self.starts, self.expected = self.starts + 1, {0}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "BENCH_CHAOS_OUT": str(self.out)}
+        environment["PYTHONPATH"] = str(self.setting.folder)  # of SITECUSTOMIZE
+        with open(self.output, "wb") as file:
+            self.reader = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=file, start_new_session=True)
+        console = self.reader.stdin
+        assert console is not None
+        command = self.setting.command(self.scenario, self.out)
+        self.process = subprocess.Popen(
+            command, stdout=console, stderr=console, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+        )
+        console.close()
+
+    def kill(self) -> None:
+        """Kills all processes."""
+        while pids := find_processes(self.mark):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+        for process in filter(None, (self.process, self.reader)):
+            process.wait()
+
+    def exit_code(self) -> int | None:
+        """As a shell shows it; None while the command runs."""
+        code = self.process.poll() if self.process else None
+        return code if code is None or code >= 0 else 128 - code
+
+    def progress(self) -> tuple[int, ...]:
+        """Changes with each value in the log, or shard in the manifest."""
+        with contextlib.suppress(OSError):
+            stat = (self.out / ("manifest.json" if self.scenario.tokenises else "log.txt")).stat()
+            return stat.st_ino, stat.st_size, stat.st_mtime_ns
+        return ()
+
+    def partial_files(self) -> list[Path]:
+        """What a save, or a shard, is being written to."""
+        return list(self.out.glob(".*.npy.partial" if self.scenario.tokenises else ".model_*.partial"))
+
+    def wait_for(self, condition: Callable[[], object], seconds: float = TIMEOUT_SECONDS) -> None:
+        """Waits until the condition holds, the command has exited, or time is over."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.exit_code() is None and not condition():
+            time.sleep(0.002)
+
+    def reach(self, moment: str, delay: float) -> bool:
+        """Waits for a moment of the command, which is started if necessary; returns False if it succeeds before.
+
+        Raises:
+            Violation: it fails before, and not because of earlier faults.
+        """
+        while True:
+            if self.exit_code() == 0:
+                return False
+            if moment == "start" or self.exit_code() is not None or self.process is None:
+                self._start_and_wait(self.startup * delay if moment == "start" else TIMEOUT_SECONDS)
+            if moment == "step":
+                for _ in range(1 + int(10 * delay)):
+                    self.wait_for_change(self.progress())
+            elif moment == "save":
+                self.wait_for(self.partial_files)
+                time.sleep(2 * SYNC_SECONDS * delay)
+            if self.exit_code() is None:
+                return True
+            self.settle(must_exit=True)
+            self.check()
+
+    def _start_and_wait(self, seconds: float) -> None:
+        """Starts the command and waits for its first progress, but no longer than this."""
+        began, before = time.monotonic(), self.progress()
+        self.start()
+        self.wait_for_change(before, seconds)
+        if self.progress() != before:
+            self.startup = time.monotonic() - began
+
+    def wait_for_change(self, before: tuple[int, ...], seconds: float = TIMEOUT_SECONDS) -> None:
+        self.wait_for(lambda: self.progress() != before, seconds)
+
+    def settle(self, must_exit: bool) -> str:
+        """Waits until all processes have exited, or make progress; says which.
+
+        Raises:
+            Violation: neither happened in time, or the exit code is not a documented one.
+        """
+        seen, steps, deadline = self.progress(), 0, time.monotonic() + TIMEOUT_SECONDS
+        while time.monotonic() < deadline:
+            processes = find_processes(self.mark)
+            if not processes and (code := self.exit_code()) is not None:
+                if code not in self.expected:
+                    raise Violation(f"exit code {code}, expected {sorted(self.expected)}")
+                return f"exit code {code}"
+            if self.progress() != seen:
+                seen, steps = self.progress(), steps + 1
+            if steps >= STEPS_OF_PROGRESS and not must_exit:
+                return "it went on"
+            if steps >= MAX_STEPS_AFTER_SIGNAL:
+                raise Violation(f"{', '.join(processes.values())} did not stop")
+            time.sleep(0.05)
+        problem = "did not exit" if must_exit else "neither exited nor made progress"
+        raise Violation(f"{', '.join(processes.values())} {problem} within {TIMEOUT_SECONDS} s")
+
+    def check(self) -> None:
+        """Checks output and files, also while the command runs.
+
+        Raises:
+            Violation: there is a traceback, or something incomplete under a final name.
+        """
+        output = self.output.read_text(errors="replace")
+        # torchrun reports each failure with a traceback of its own, in which no file is ours
+        if ("Traceback" if self.scenario.processes == 1 else f'File "{ROOT}') in output:
+            raise Violation(f"a traceback, in {self.output}")
+        for path, problem in (
+            find_corrupt_shards(self.out) if self.scenario.tokenises else find_corrupt_checkpoints(self.out)
+        ):
+            if path not in self.altered or self.altered[path] != inode_of(path):
+                raise Violation(f"{path} is corrupt: {problem}")
+
+    def finish(self) -> None:
+        """Runs the command to its end; fineweb.py twice, since it checks all shards only after its end.
+
+        Raises:
+            Violation: it does not succeed.
+        """
+        for _ in range(2 if self.scenario.tokenises else 1):
+            self.start()
+            while self.settle(must_exit=False) == "it went on":
+                pass
+            self.check()
+        self.altered.clear()
+        self.check()
+
+
+def find_corrupt_checkpoints(out: Path) -> list[tuple[Path, str]]:
+    problems = [(path, find_corruption(path)) for path in list_checkpoints(out)]
+    return [(path, problem) for path, problem in problems if problem and path.exists()]  # old ones are removed
+
+
+def find_corrupt_shards(out: Path) -> list[tuple[Path, str]]:
+    """The shards that the manifest lists, if they are missing or differ from it."""
+    if not (out / "manifest.json").exists():
+        return []
+    shards = json.loads((out / "manifest.json").read_text())["shards"]
+    paths = [(out / shard["file"], shard["sha256"]) for shard in shards]
+    return [(path, "not as listed") for path, sha256 in paths if not path.exists() or sha256_of(path) != sha256]
+
+
+def inode_of(path: Path) -> int | None:
+    return path.stat().st_ino if path.exists() else None
+
+
+# -----------------------------------------------------------------------------
+# What must be the same
+
+
+def metrics_without_time(out: Path) -> list[dict[str, object]]:
+    """The lines of metrics.jsonl, without the seconds of each step."""
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if name != "seconds"} for line in lines]
+
+
+def differences(a: Path, b: Path) -> list[str]:
+    """What differs between two runs, in any bit of the log, the metrics or the last checkpoint."""
+    found = [] if (a / "log.txt").read_bytes() == (b / "log.txt").read_bytes() else ["log.txt"]
+    if metrics_without_time(a) != metrics_without_time(b):
+        found.append("metrics.jsonl")
+    last, other = newest_checkpoint(a), newest_checkpoint(b)
+    if last is None or other is None or last.name != other.name:
+        return [*found, f"{last} and {other}"]
+    listed = {*json.loads((last / "checkpoint.json").read_text())["files"], "README.md"} - {"trainer.pt"}
+    found += [name for name in sorted(listed) if (last / name).read_bytes() != (other / name).read_bytes()]
+    ours, theirs = (torch.load(each / "trainer.pt", weights_only=True) for each in (last, other))
+    found += [f"{key} in trainer.pt" for key in ("step", "data", "scaler") if ours[key] != theirs[key]]
+    tensors = zip(tree_leaves(ours["optimizer"]), tree_leaves(theirs["optimizer"]), strict=True)
+    same = [torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in tensors]
+    return found + ([] if all(same) else ["optimizer in trainer.pt"])
+
+
+def different_files(a: Path, b: Path) -> list[str]:
+    """The names of files, other than the lock, that two folders do not have in common with the same content."""
+    names = {path.name for folder in (a, b) for path in folder.iterdir()} - {LOCK}
+    both = [name for name in names if (a / name).is_file() and (b / name).is_file()]
+    return sorted(names - {name for name in both if (a / name).read_bytes() == (b / name).read_bytes()})
+
+
+def check_results(run: Run, reference: Path) -> None:
+    """Compares a finished run with the one without faults.
+
+    Raises:
+        Violation: they differ.
+    """
+    if run.scenario.tokenises:
+        found = different_files(run.out, reference)
+    else:
+        found = differences(run.out, reference)
+        found += [] if read_record(run.out / "run.json") else ["run.json"]
+    if found:
+        raise Violation(f"not those of {reference}: {', '.join(found[:9])}")
+
+
+# -----------------------------------------------------------------------------
+# The faults
 
 
 @dataclass(frozen=True)
@@ -175,29 +469,11 @@ def close_console(run: Run, fault: Fault) -> str:
     return ""
 
 
-def move_clock(run: Run, fault: Fault) -> str:
-    hours = (1 + 8 * fault.choice) * (-1 if fault.choice < 0.5 else 1)
-    run.curves_complete &= fault.moment != "start"  # TensorBoard reads its files in the order of their times
-    run.setting.inject(clock=3600 * hours, sync=SYNC_SECONDS)
-    time.sleep(fault.seconds)
-    run.setting.inject(sync=SYNC_SECONDS)
-    return f"by {hours:+.1f} h and back"
-
-
-def slow_down_disk(run: Run, fault: Fault) -> str:
-    run.setting.inject(sync=fault.seconds)
-    time.sleep(2 * fault.seconds)
-    run.setting.inject(sync=SYNC_SECONDS)
-    return f"by {fault.seconds:.1f} s per fsync"
-
-
 INJECT: dict[str, Callable[[Run, Fault], str]] = {
     "full disk": fill_disk,
     "no permission": forbid_writing,
     "corrupt file": corrupt_file,
     "closed console": close_console,
-    "clock": move_clock,
-    "slow disk": slow_down_disk,
 }
 
 
@@ -282,29 +558,9 @@ def prepare_disk(disk: Path) -> list[str]:
     return skipped
 
 
-class Report:
-    """What happened so far."""
-
-    def __init__(self) -> None:
-        self.began = time.monotonic()
-        self.faults: Counter[tuple[str, str]] = Counter()
-        self.events: Counter[str] = Counter()
-
-    def line(self, text: str) -> None:
-        print(f"{time.monotonic() - self.began:5.0f}s  {text}", flush=True)
-
-    def table(self, scenarios: Sequence[Scenario]) -> str:
-        header = f"{'':15}" + "".join(f"{scenario.name:>10}" for scenario in scenarios) + f"{'all':>10}"
-        lines = [header]
-        for kind in KINDS:
-            counts = [self.faults[kind, scenario.name] for scenario in scenarios]
-            lines.append(f"{kind:15}" + "".join(f"{number:10}" for number in [*counts, sum(counts)]))
-        totals = [sum(self.faults[kind, scenario.name] for kind in KINDS) for scenario in scenarios]
-        lines.append(f"{'all':15}" + "".join(f"{number:10}" for number in [*totals, sum(totals)]))
-        return "\n".join(lines)
-
-
-def run_scenario(setting: Setting, scenario: Scenario, faults: Sequence[Fault], number: int, report: Report) -> None:
+def run_scenario(
+    setting: Setting, scenario: Scenario, faults: Sequence[Fault], number: int, counts: Counter[str]
+) -> None:
     """Runs a scenario under these faults; the one without, too, if it has not run yet.
 
     Raises:
@@ -313,29 +569,26 @@ def run_scenario(setting: Setting, scenario: Scenario, faults: Sequence[Fault], 
     kind = "tokens" if scenario.tokenises else f"{scenario.parallel}_{scenario.processes}"
     reference = setting.disk / f"reference_{kind}"
     if not reference.exists():
-        setting.inject()
-        plain = replace(scenario, restarts=0)
-        Run(setting, plain, reference).finish()
-        report.line(f"{scenario.name}: {scenario.title}, without faults")
+        Run(setting, replace(scenario, restarts=0), reference).finish()
+        print(f"{scenario.name}: {scenario.title}, without faults", flush=True)
     run = Run(setting, scenario, setting.disk / f"{scenario.name}_{number}")
-    setting.inject(sync=SYNC_SECONDS)
     try:
         for fault in faults:
             happened = inject_and_check(run, fault)
             if happened is None:  # the command was faster than the faults
                 break
-            report.line(f"{scenario.name}: {happened}")
-            report.faults[fault.kind, scenario.name] += 1
-            report.events["half written"] += run.exit_code() is not None and bool(run.partial_files())
-            report.events["restarts"] += scenario.restarts > 0 and "rank" in happened and happened.endswith("went on")
+            print(f"{scenario.name}: {happened}", flush=True)
+            counts[fault.kind] += 1
+            counts["half written"] += run.exit_code() is not None and bool(run.partial_files())
+            counts["restarts by torchrun"] += scenario.restarts > 0 and "rank" in happened and "went on" in happened
         run.finish()
         check_results(run, reference)
     except Violation as violation:
         raise Violation(f"{scenario.name}: {violation}") from None
     finally:
         run.kill()
-    report.events["starts"] += run.starts
-    report.line(f"{scenario.name}: the same as without faults")
+    counts["starts"] += run.starts
+    print(f"{scenario.name}: the same as without faults", flush=True)
     shutil.rmtree(run.out)
 
 
@@ -353,26 +606,22 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     isolate()
-    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it reports each resumed run
-    report, folder = Report(), Path(tempfile.mkdtemp(prefix="bench_chaos_"))
+    began, counts, folder = time.monotonic(), Counter[str](), Path(tempfile.mkdtemp(prefix="bench_chaos_"))
     scenarios = [scenario for scenario in SCENARIOS if scenario.name in args.scenarios]
     (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
     skipped, tokenizer = prepare_disk(folder / "disk"), make_inputs(folder, scenarios)
     setting = Setting(folder, folder / "disk", tokenizer, steps=50 + 20 * args.faults)
     try:
         for number, scenario in ((n, each) for n in count() for each in scenarios):
-            if number and time.monotonic() - report.began > 60 * args.minutes:
+            if number and time.monotonic() - began > 60 * args.minutes:
                 break
             faults = draw_faults(args.faults, f"{args.seed} {number} {scenario.name}")
-            run_scenario(setting, scenario, [f for f in faults if f.kind not in skipped], number, report)
+            run_scenario(setting, scenario, [f for f in faults if f.kind not in skipped], number, counts)
     except Violation as violation:
         shutil.copytree(setting.disk, folder / "kept")  # the disk is gone when this process ends
         sys.exit(f"\nviolation: {violation}\nEverything is in {folder}; what was in disk/ is now in kept/.")
-    print(f"\n{report.table(scenarios)}\n")
-    print(
-        f"{report.events['half written']} left half a checkpoint or shard; {report.events['starts']} starts, and "
-        f"{report.events['restarts']} restarts by torchrun; 0 lost, 0 hangs; {time.monotonic() - report.began:.0f} s"
-    )
+    print(f"\n{', '.join(f'{kind}: {n}' for kind, n in counts.items())}")
+    print(f"0 lost, 0 hangs; {time.monotonic() - began:.0f} s")
     subprocess.run(["umount", str(setting.disk)], capture_output=True)
     shutil.rmtree(folder)
 

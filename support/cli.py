@@ -460,7 +460,15 @@ def run_cli(main: Callable[[], None], prints_result: bool = False) -> NoReturn:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     startup.show("")
     with guarded_console(prints_result):
-        sys.exit(_exit_code(main))
+        try:
+            code: int | str | None = _exit_code(main)
+        except SystemExit as stopped:
+            code = stopped.code
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        # gloo's threads outlive its process group if there was DDP. One that frees a tensor while Python is ending aborts
+        # the process, and torchrun reports a finished run as failed.
+        os._exit(code if isinstance(code, int) else 0)
+    sys.exit(code)
 
 
 def _exit_code(main: Callable[[], None]) -> int:

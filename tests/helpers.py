@@ -120,9 +120,11 @@ def losses(log: Path, name: str = "train") -> list[float]:
 
 
 def steps_done(out: Path) -> int:
-    """Steps in the log of a run, which may not exist yet."""
-    log = out / "log.txt"
-    return log.read_bytes().count(b" train ") if log.exists() else 0
+    """Steps in the log of a run, which may not exist, or be replaced just now."""
+    try:
+        return (out / "log.txt").read_bytes().count(b" train ")
+    except FileNotFoundError:
+        return 0
 
 
 def wait_for(condition: Callable[[], object], timeout: float = 60) -> bool:

@@ -1,4 +1,4 @@
-"""benchmarks/bench_chaos.py: it runs, and its checks see what they should."""
+"""benchmarks/bench_chaos.py: its checks see what they should."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ import shutil
 import sys
 
 import pytest
-from helpers import ROOT, run_script, run_to_the_end
+from helpers import run_to_the_end
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-from bench_chaos import KINDS, draw_faults, must_exit
-from chaos_run import Run, Scenario, Setting, Violation, check_results, find_corrupt_shards
+from benchmarks import bench_chaos
+from benchmarks.bench_chaos import (
+    KINDS,
+    Run,
+    Scenario,
+    Setting,
+    Violation,
+    check_results,
+    draw_faults,
+    find_corrupt_shards,
+    must_exit,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 TRAIN = Scenario("train", "1 process")
 
 
-@pytest.mark.slow
-def test_a_run_under_two_faults_is_the_run_without(tmp_path):
-    flags = ["--scenarios", "train", "--faults", 2, "--seed", 68]  # a full disk and SIGKILL
-    done = run_script("benchmarks/bench_chaos.py", *flags, cwd=tmp_path, TMPDIR=str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(", in a ") == 2 and "0 lost, 0 hangs" in done.stdout
-
-
 def test_the_seed_determines_the_faults():
     assert draw_faults(15, "0") == draw_faults(15, "0") != draw_faults(15, "1")
-    assert {fault.kind for fault in draw_faults(9, "0")} == set(KINDS)
+    assert {fault.kind for fault in draw_faults(7, "0")} == set(KINDS)
     kill = next(fault for fault in draw_faults(15, "0") if fault.kind == "SIGKILL")
     assert must_exit(TRAIN, kill, "train_gpt2.py") and not must_exit(Scenario("restarts", "", 2, 3), kill, "rank 1")
 
@@ -38,8 +39,8 @@ def run(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_different_log_weight_or_curve_is_a_violation(byte_shards, tmp_path, run):
-    flags = ["--data", byte_shards, "--max-steps", 6, "--tensorboard", "--out", "run"]
+def test_a_different_log_or_weight_is_a_violation(byte_shards, tmp_path, run):
+    flags = ["--data", byte_shards, "--max-steps", 6, "--out", "run"]
     run_to_the_end(*flags, cwd=tmp_path)
     shutil.copytree(tmp_path / "run", tmp_path / "same")
     check_results(run, tmp_path / "same")
@@ -47,7 +48,7 @@ def test_a_different_log_weight_or_curve_is_a_violation(byte_shards, tmp_path, r
     log = tmp_path / "run" / "log.txt"
     lines = log.read_text()
     log.write_text(lines.replace("3 train 5", "3 train 6"))
-    with pytest.raises(Violation, match="log.txt, TensorBoard's loss/train"):
+    with pytest.raises(Violation, match="log.txt$"):
         check_results(run, tmp_path / "same")
     log.write_text(lines)
     (tmp_path / "run" / "run.json").write_text("{")
@@ -55,14 +56,13 @@ def test_a_different_log_weight_or_curve_is_a_violation(byte_shards, tmp_path, r
         check_results(run, tmp_path / "same")
     run_to_the_end(*flags, "--seed", 2, "--out", "other", cwd=tmp_path)
     with pytest.raises(
-        Violation, match="log.txt, metrics.jsonl, model.safetensors, optimizer in trainer.pt, run.json$"
+        Violation, match="log.txt, metrics.jsonl, README.md, model.safetensors, optimizer in trainer.pt, run.json$"
     ):
         check_results(run, tmp_path / "other")
 
 
 def test_a_hang_a_traceback_and_a_corrupt_file_are_violations(tmp_path, run, monkeypatch):
-    monkeypatch.setattr("chaos_run.TIMEOUT_SECONDS", 0.5)
-    (tmp_path / "control").touch()
+    monkeypatch.setattr(bench_chaos, "TIMEOUT_SECONDS", 0.5)
     (tmp_path / "run" / "model_00004").mkdir(parents=True)
     monkeypatch.setattr(Setting, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
     try:
@@ -72,7 +72,7 @@ def test_a_hang_a_traceback_and_a_corrupt_file_are_violations(tmp_path, run, mon
         with pytest.raises(Violation, match="checkpoint.json is missing"):
             run.check()
         monkeypatch.setattr(Setting, "command", lambda *_: [sys.executable, "-c", "1 / 0"])
-        monkeypatch.setattr("chaos_run.TIMEOUT_SECONDS", 30)
+        monkeypatch.setattr(bench_chaos, "TIMEOUT_SECONDS", 30)
         run.start()
         with pytest.raises(Violation, match="exit code 1, expected"):
             run.settle(must_exit=False)

@@ -331,3 +331,18 @@ def test_ctrl_c_during_the_imports_is_no_traceback(script, ignored, tmp_path):
         (tmp_path / "go").touch()
     printed = process.communicate(timeout=30)
     assert (process.returncode, *printed) == (7 if ignored else -signal.SIGINT, b"", b"")  # -2 is 130 to a shell
+
+
+@pytest.mark.parametrize("main, code", [("lambda: print('done')", 0), ("lambda: exit(143)", 143), ("fail", 2)])
+def test_the_end_of_python_does_not_change_the_exit_code_of_a_rank(main, code):
+    """gloo's threads may abort the process there."""
+    script = f"""
+import atexit, os
+from support.cli import UserError, run_cli
+atexit.register(os.abort)
+def fail(): raise UserError("done")
+run_cli({main})
+"""
+    environment = os.environ | {"WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == code and (code == 143 or "done\n" in done.stdout + done.stderr)

@@ -17,12 +17,12 @@ from training import (
     assert_same_run,
     checkpoint_names,
     configure,
-    metrics_without_time,
     run_info,
     trainer_file,
 )
 
 import train_gpt2
+from benchmarks.bench_chaos import metrics_without_time
 from support.cli import UserError
 from support.console import deadline
 from support.console.deadline import Deadline

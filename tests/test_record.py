@@ -17,13 +17,13 @@ from training import (
     TINY,
     assert_same_run,
     configure,
-    metrics_without_time,
     resumed,
     run_info,
     trained,
 )
 
 import train_gpt2
+from benchmarks.bench_chaos import metrics_without_time
 from support.checkpoints.directory import newest_checkpoint
 from support.console import record
 from support.console.record import latest_flags, read_record

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import torch
 from helpers import TINY_FLAGS, TINY_SIZES
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from benchmarks.bench_chaos import differences
 from support.checkpoints import directory, run_folder
 from support.checkpoints.start import gather_flags
 from support.checkpoints.state import Checkpoint, TrainState
@@ -100,34 +100,6 @@ def trainer_file(checkpoint: Path) -> dict:
 def checkpoint_names(out: Path) -> list[str]:
     """The names of all checkpoints in a run's folder, of partly written ones too."""
     return sorted(path.name for path in out.iterdir() if "model" in path.name)
-
-
-def metrics_without_time(out: Path) -> list[dict]:
-    """The lines of `metrics.jsonl`, without the seconds of each step."""
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if name != "seconds"} for line in lines]
-
-
-def differences(a: Path, b: Path) -> list[str]:
-    """What differs between two runs, in any bit of the log, the metrics or the last checkpoint."""
-    found = [] if (a / "log.txt").read_bytes() == (b / "log.txt").read_bytes() else ["log.txt"]
-    if metrics_without_time(a) != metrics_without_time(b):
-        found.append("metrics.jsonl")
-    last, other = directory.newest_checkpoint(a), directory.newest_checkpoint(b)
-    assert last is not None and other is not None
-    if last.name != other.name:
-        return [*found, f"{last.name} and {other.name}"]
-    listed = json.loads((last / "checkpoint.json").read_text())["files"]
-    found += [
-        name
-        for name in (*listed, directory.MODEL_CARD)
-        if name != "trainer.pt" and (last / name).read_bytes() != (other / name).read_bytes()
-    ]
-    ours, theirs = trainer_file(last), trainer_file(other)
-    found += [f"{key} in trainer.pt" for key in ("step", "data", "scaler") if ours[key] != theirs[key]]
-    tensors = zip(tree_leaves(ours["optimizer"]), tree_leaves(theirs["optimizer"]), strict=True)
-    same = [torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in tensors]
-    return found + ([] if all(same) else ["optimizer in trainer.pt"])
 
 
 def remove_skipped_step(out: Path, step: int) -> dict:
