@@ -238,6 +238,8 @@ def load_hf_model(directory: Path) -> GPT2LMHeadModel:
         n_layer=sizes["n_layer"],
         n_head=sizes["n_head"],
         n_embd=sizes["n_embd"],
+        bos_token_id=None,
+        eos_token_id=None,
         activation_function="gelu_pytorch_tanh",  # gelu_new, in one kernel
         attn_implementation="sdpa",  # type: ignore[call-arg]  # of the base class
     )
