@@ -59,21 +59,6 @@ def test_every_row_of_the_ladder_trains_alike(byte_shards, tmp_path, monkeypatch
     check_losses(rows, byte_shards)
 
 
-def test_every_feature_can_be_removed(byte_shards, tmp_path, monkeypatch):
-    rows = benchmark_in_forks(tmp_path, monkeypatch, "--ablate", byte_shards)
-    changes = {
-        "train_gpt2.py": {},
-        "- flash": {},
-        "- padded vocabulary": {"head": 257},
-        "- fused AdamW": {"fused": False},
-        "- chunked loss": {"chunks": False},
-        "- kept memory": {"kept memory": False},
-    }
-    assert {name: row["used"] for name, row in rows.items()} == {name: USED | changes[name] for name in changes}
-    del rows["- padded vocabulary"]  # draws other random weights
-    check_losses(rows, byte_shards)
-
-
 def benchmark_in_forks(tmp_path: Path, monkeypatch, flag: str, data: Path) -> dict[str, dict]:
     """What was measured for each row, in processes that have imported torch already."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")

@@ -205,7 +205,7 @@ def live(rank: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size, parallel", [(1, "ddp"), (2, "ddp"), (2, "fsdp")])
+@pytest.mark.parametrize("world_size, parallel", [(1, "ddp"), (2, "fsdp")])
 def test_a_killed_run_is_the_one_that_was_not(tmp_path, text, world_size, parallel):
     """Before the decision, in it, and in the cooldown; each is resumed from the last checkpoint."""
     run = [*text, "--minutes", 5, "--parallel", parallel]

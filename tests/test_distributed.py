@@ -191,9 +191,9 @@ def a_short_timeout_after_a_long_first_step(rank):
     train_gpt2.train_step = step
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
-    "number, problem", [(signal.SIGSTOP, "waited too long"), (signal.SIGKILL, "lost the connection")]
+    "parallel, number, problem",
+    [("ddp", signal.SIGSTOP, "waited too long"), ("fsdp", signal.SIGKILL, "lost the connection")],
 )
 def test_a_lost_rank_ends_the_run(byte_shards, tmp_path, parallel, number, problem):
     flags = ["--data", byte_shards, "--max-steps", 100000, "--val-every", 0, "--out", "run", "--parallel", parallel]

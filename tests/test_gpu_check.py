@@ -17,28 +17,19 @@ from pathlib import Path
 import pytest
 from helpers import FORKS, ROOT, finish_run, run_script, wait_for
 
-CHECKS = {
-    "a": ["environment", "tests", "training", "large_model"],
-    "b": ["pairs", "loss_alone", "attention_backends", "larger"],
-    "c": ["two_ranks", "variants", "scoring", "resume"],
-}
+# The others run whole scripts: "tests" is part of this suite.
+CHECKS = "environment training large_model pairs loss_alone attention_backends larger scoring".split()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", CHECKS)
-def test_every_check_runs_on_a_cpu(stage, tmp_path):
-    done = run_script("benchmarks/gpu_check.py", "--device", "cpu", "--small", "--stage", stage, cwd=tmp_path)
+def test_the_checks_run_on_a_cpu(tmp_path):
+    flags = ["--device", "cpu", "--small", "--only", *CHECKS]
+    done = run_script("benchmarks/gpu_check.py", *flags, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    verdicts = re.findall(rf"^\[{stage}\] (\w+), \d+ s: (.*)$", done.stdout, re.MULTILINE)
-    assert [name for name, _ in verdicts] == CHECKS[stage]
-    skipped = sum(verdict == "skipped: as training, with --small" for _, verdict in verdicts)
-    assert [verdict for _, verdict in verdicts].count("ok") + skipped == len(verdicts) and skipped == (stage == "a")
-    assert "FAILED" not in done.stdout
-    assert f"\n{len(verdicts) - skipped} ok, 0 failed, {skipped} skipped" in done.stdout
-    figures = done.stdout[done.stdout.index("| stage | figure | value |") :]
-    assert figures.count(f"\n| {stage} | ") >= 1
-    if stage == "a":
-        assert re.findall(r"    tests, (.*): (.*)\n", done.stdout) == [("hellaswag equals one ending at a time", "ok")]
+    verdicts = re.findall(r"^\[[abc]\] (\w+), \d+ s: (.*)$", done.stdout, re.MULTILINE)
+    assert [name for name, _ in verdicts] == CHECKS and dict(verdicts)["large_model"].startswith("skipped")
+    assert "FAILED" not in done.stdout and "\n7 ok, 0 failed, 1 skipped" in done.stdout
+    assert done.stdout[done.stdout.index("| stage | figure | value |") :].count("\n| c | ") >= 1
     assert not list(tmp_path.iterdir())
 
 
@@ -46,19 +37,6 @@ def test_without_a_gpu_it_says_so(tmp_path):
     done = run_script("benchmarks/gpu_check.py", "--stage", "a", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: no CUDA GPU on this machine. To try the script itself, use --device cpu --small.\n"
-
-
-@pytest.mark.parametrize(
-    ("flags", "error"),
-    [
-        (["--only", "resume", "nonsense"], "no check nonsense. There are environment, tests, training, large_model,"),
-        (["--stage", "a", "--only", "resume"], "stage a has no check resume. Leave out --stage."),
-        (["--keep", "."], ". exists. Use a new folder for --keep."),
-    ],
-)
-def test_wrong_flags_are_user_errors(flags, error, tmp_path):
-    done = run_script("benchmarks/gpu_check.py", "--device", "cpu", "--small", *flags, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"error: {error}")
 
 
 @pytest.fixture
@@ -69,14 +47,13 @@ def short_path():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_nothing_is_left_of_an_interrupted_check(number, short_path):
+def test_nothing_is_left_of_an_interrupted_check(short_path):
     """Of `resume`, while it trains: no process with our temporary folder in its environment, and no file in it."""
     command = [sys.executable, ROOT / "benchmarks/gpu_check.py", "--device", "cpu", "--small", "--only", "resume"]
     process = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(short_path)}, stdout=subprocess.DEVNULL)
     assert wait_for(lambda: list(short_path.glob("gpu_check*/resume/straight")))
-    process.send_signal(number)
-    assert process.wait(timeout=30) in (128 + number, -number, 1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) in (130, -signal.SIGINT, 1)
 
     def left() -> list[Path]:
         found = []

@@ -81,6 +81,7 @@ def start_torchrun(*flags, cwd, restarts=0):
 def test_torchrun_restarts_and_stops_a_run(byte_shards, tmp_path):
     """A killed worker leads to a restart that resumes; SIGTERM to torchrun then saves the current step."""
     flags = ["--data", byte_shards, "--shuffle", "--max-steps", 2000, "--checkpoint-every", 5, "--resume", "auto"]
+    flags += ["--parallel", "fsdp"]
     process, out = start_torchrun(*flags, "--out", "run", cwd=tmp_path, restarts=1), tmp_path / "run"
     assert wait_for(lambda: steps_done(out) >= 12, timeout=120)
     [pid] = [word for word in (out / ".lock").read_text().split() if word.isdigit()]

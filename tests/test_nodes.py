@@ -6,11 +6,9 @@ import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 from helpers import ROOT, TINY_FLAGS, free_port, run_to_the_end, steps_done, wait_for
-from training import assert_same_run
 
 
 class Nodes:
@@ -33,18 +31,6 @@ class Nodes:
 
     def output(self, n):
         return (self.folder / str(n) / "output.txt").read_text()
-
-
-@pytest.mark.slow
-def test_two_nodes_of_which_one_starts_late_train_as_one(byte_shards, tmp_path):
-    flags = ["--data", byte_shards, "--max-steps", 10, "--parallel", "fsdp"]
-    nodes = Nodes(tmp_path, *flags, "--out", tmp_path / "shared" / "log")
-    first = nodes.start(0)
-    time.sleep(2)
-    second = nodes.start(1)
-    assert [first.wait(120), second.wait(120)] == [0, 0], nodes.output(0)
-    run_to_the_end(*flags, "--out", "one_node", cwd=tmp_path, world_size=2)
-    assert_same_run(tmp_path / "shared" / "log", tmp_path / "one_node")
 
 
 @pytest.mark.slow
