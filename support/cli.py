@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import codecs
 import contextlib
 import dataclasses
 import difflib
@@ -111,9 +110,8 @@ class Parser(argparse.ArgumentParser):
         self.check_values: Callable[[Mapping[str, Any]], Sequence[str]] = lambda values: ()
         self._help_group = self.add_argument_group("help")
         self._help_group.add_argument("-h", "--help", action="help", help="print this help and exit")
-        self._help_group.add_argument(
-            "--version", action=_PrintVersion, nargs=0, default=argparse.SUPPRESS, help="print versions and exit"
-        )
+        versions = f"%(prog)s {__version__}, Python {platform.python_version()}, torch {metadata.version('torch')}"
+        self._help_group.add_argument("--version", action="version", version=versions, help="print versions and exit")
 
     def format_help(self) -> str:
         self._action_groups.sort(key=lambda group: group is self._help_group)  # which comes last
@@ -220,18 +218,6 @@ def _reword(message: str) -> str:
 
 def _name_of(action: argparse.Action) -> str:
     return action.option_strings[-1] if action.option_strings else str(action.metavar)
-
-
-class _PrintVersion(argparse.Action):
-    """Prints the versions that matter in a report of a problem, without importing torch."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        try:
-            torch_version = metadata.version("torch")
-        except metadata.PackageNotFoundError:
-            torch_version = "not installed"
-        print(f"{parser.prog} {__version__}, Python {platform.python_version()}, torch {torch_version}")
-        parser.exit()
 
 
 # -----------------------------------------------------------------------------
@@ -412,7 +398,6 @@ class GuardedStream:
 @contextlib.contextmanager
 def guarded_console(prints_result: bool) -> Iterator[None]:
     """Guards stdout and stderr, and makes them print anything: what their encoding lacks is escaped."""
-    codecs.register_error("console", _encode_for_console)
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass  # if the parent process has closed 0, 1 or 2, no other file must get that number
     os.close(descriptor)
@@ -422,27 +407,13 @@ def guarded_console(prints_result: bool) -> Iterator[None]:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         stream = getattr(sys, name)
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="console")
+            stream.reconfigure(errors="backslashreplace")
         guarded.append(GuardedStream(stream, required=prints_result and name == "stdout"))
         setattr(sys, name, guarded[-1])
     try:
         yield
     finally:
         sys.stdout, sys.stderr = (stream.unguard() for stream in guarded)
-
-
-def _encode_for_console(error: UnicodeError) -> tuple[str | bytes, int]:
-    """An error handler for `codecs`: the bytes of a file name as they are, any other character as an escape."""
-    assert isinstance(error, UnicodeEncodeError)
-    char = error.object[error.start]
-    if _is_byte(char):
-        return bytes([ord(char) - 0xDC00]), error.start + 1
-    return char.encode("ascii", "backslashreplace").decode(), error.start + 1
-
-
-def _is_byte(char: str) -> bool:
-    """Whether it is Python's stand-in for a byte that it could not decode."""
-    return "\udc80" <= char <= "\udcff"
 
 
 # -----------------------------------------------------------------------------
@@ -503,4 +474,4 @@ def _print_errors(*problems: str) -> None:
 
 def _on_one_line(text: str) -> str:
     r"""Shows a line break as \n, and other control characters so, too: names of files can have them."""
-    return "".join(c if c.isprintable() or _is_byte(c) else c.encode("unicode_escape").decode() for c in text)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -146,8 +146,9 @@ def test_the_flags_that_matter_are_few_and_come_first(capsys):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_versions_are_printed(name, capsys):
-    expected = f"{name}.py {__version__}, Python {platform.python_version()}, torch {torch.__version__}\n"
-    assert output_of(SCRIPTS[name], "--version", capsys) == expected
+    printed = output_of(SCRIPTS[name], "--version", capsys)
+    assert printed.startswith(f"{name}.py {__version__}, Python {platform.python_version()}, torch ")
+    assert torch.__version__.startswith(printed.split()[-1])  # +cu130, for example, may be left out
 
 
 PROBLEMS = {
@@ -273,13 +274,6 @@ def test_no_file_gets_the_number_of_a_closed_stream(tmp_path):
     assert int((tmp_path / "number").read_text()) > 2
 
 
-def test_the_bytes_of_a_file_name_are_printed_as_they_are():
-    """In the C locale, Python decodes them as lone surrogates. Other characters that ASCII lacks are escaped."""
-    ascii = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-    run = run_main(r"raise UserError('no ' + b'caf\xc3\xa9'.decode('ascii', 'surrogateescape') + '\u20ac.')", **ascii)
-    assert run.stderr == rb"error: no caf" + b"\xc3\xa9" + rb"\u20ac." + b"\n" and run.returncode == 2
-
-
 def test_two_dashes_are_no_value():
     """In Python 3.11, argparse makes an empty list of them, whatever the type of the flag."""
     with pytest.raises(UserError, match="--size needs a value"):
@@ -292,16 +286,14 @@ def fail(error):
     raise error
 
 
-@pytest.mark.parametrize(
-    "error", [UserError("no a\nb\x1b[2J \udcff é.", "2"), IsADirectoryError(21, "no", "a\nb\x1b[2J")]
-)
+@pytest.mark.parametrize("error", [UserError("no a\nb\x1b[2J é.", "2"), IsADirectoryError(21, "no", "a\nb\x1b[2J")])
 def test_an_error_is_one_line_whatever_a_file_is_called(capsysbinary, error):
     with pytest.raises(SystemExit) as exit:
         run_cli(lambda: fail(error))
     lines = capsysbinary.readouterr().err.splitlines()
     assert exit.value.code == 2
     if isinstance(error, UserError):
-        assert lines == [rb"error: no a\nb\x1b[2J " + "\udcff é.".encode(errors="surrogateescape"), b"error: 2"]
+        assert lines == [rb"error: no a\nb\x1b[2J " + "é.".encode(), b"error: 2"]
     else:
         assert lines == [rb"error: no: a\nb\x1b[2J. Check the disk and its permissions."]
 

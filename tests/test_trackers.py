@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 
 import pytest
 from helpers import losses, run_to_the_end
@@ -12,7 +11,6 @@ from training import ONE_PROCESS, config_of, configure
 
 import train_gpt2
 from support.cli import UserError
-from support.console import trackers
 from support.console.log import read_values
 from support.console.trackers import WeightsAndBiases
 from train_gpt2 import get_lr, train
@@ -209,14 +207,3 @@ def test_nothing_is_tracked_by_default(byte_shards, tmp_path):
         "model_00002",
         "run.json",
     }
-
-
-def test_only_tensorboards_threads_fail_without_a_traceback():
-    """Its next call raises the error again, and that is reported."""
-    from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
-
-    reported = []
-    hook = trackers._without_tensorboard(reported.append)
-    for thread in (_AsyncWriterThread(None, None, None), threading.Thread()):
-        hook(threading.ExceptHookArgs((OSError, OSError(28, "full"), None, thread)))
-    assert [type(args.thread) for args in reported] == [threading.Thread]

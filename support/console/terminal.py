@@ -8,8 +8,6 @@ import sys
 import textwrap
 import threading
 import time
-import unicodedata
-from itertools import accumulate
 from typing import Any, TextIO
 
 from support.startup import is_terminal
@@ -41,14 +39,8 @@ def labelled(label: str, text: str) -> str:
 
 
 def cut(text: str, columns: int) -> str:
-    """The text, or if it is wider than `columns`, its beginning and "..."."""
-    return text if _fitting(text, columns) == len(text) else text[: _fitting(text, columns - 3)] + "..."
-
-
-def _fitting(text: str, columns: int) -> int:
-    """How many characters of a text fit into `columns`. Chinese ones, for example, are two wide."""
-    widths = (0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
-    return sum(total <= columns for total in accumulate(widths))
+    """The text, or if it is longer than `columns`, its beginning and "..."."""
+    return text if len(text) <= columns else text[: columns - 3] + "..."
 
 
 def on_one_line(text: str) -> str:
@@ -57,16 +49,11 @@ def on_one_line(text: str) -> str:
 
 
 def fit_lines(text: str, lines: int) -> str:
-    """The text, on a terminal in at most `lines` lines, broken at spaces and indented as those of `labelled`."""
+    """The text, on a terminal in at most `lines` lines, indented as those of `labelled`."""
     if not is_terminal():
         return text
-    columns, complete = shutil.get_terminal_size().columns, list[str]()
-    while len(complete) < lines - 1 and (end := _fitting(text, columns)) < len(text):
-        space = text.rfind(" ", end // 2, end + 1)  # there may be none: Chinese, or a text of random tokens
-        end = space if space >= 0 else end
-        complete.append(text[:end])
-        text = " " * 8 + text[end:].lstrip()
-    return "\n".join([*complete, cut(text, columns)])
+    columns = shutil.get_terminal_size().columns
+    return "\n".join(textwrap.wrap(text, columns, max_lines=lines, placeholder="...", subsequent_indent=" " * 8))
 
 
 def fit_fields(line: str) -> str:

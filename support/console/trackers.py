@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -111,7 +110,6 @@ class TensorBoard:
         if first_step == 0:
             for events in folder.glob("events.out.tfevents.*"):  # of a run that this one replaces
                 events.unlink()
-        threading.excepthook = _without_tensorboard(threading.excepthook)
         # hides what a killed run wrote after its last checkpoint
         self._writer = SummaryWriter(str(folder), purge_step=first_step or None)
 
@@ -131,19 +129,6 @@ class TensorBoard:
             flags = {name: value for name, value in self._flags.items() if value is not None}
             self._writer.add_hparams(flags, dict(final_values), run_name=".", global_step=flags["max_steps"])
         self._writer.close()
-
-
-ExceptHook = Callable[[threading.ExceptHookArgs], Any]
-
-
-def _without_tensorboard(hook: ExceptHook) -> ExceptHook:
-    """A hook for the exceptions of threads, without those of TensorBoard's: its next call raises them again."""
-
-    def report(args: threading.ExceptHookArgs) -> None:
-        if not type(args.thread).__module__.startswith("tensorboard."):
-            hook(args)
-
-    return report
 
 
 class WeightsAndBiases:
