@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from support import startup
 from support.cli import UserError, flag_name
@@ -54,39 +54,24 @@ LEAST_TOKENS = {"gpt2": 1.65e6, "bytes": 2.4e6, "bpe": 1.65e6}  # a text that ha
 LARGEST_TEXT_FOR_BPE = 4e8  # bytes; larger ones get GPT-2's tokens
 
 
-class PresetConfig(Protocol):
+class PresetConfig:
     """The fields of a run's configuration that are read here."""
 
-    @property
-    def data(self) -> str: ...
-    @property
-    def demo(self) -> bool: ...
-    @property
-    def text(self) -> str | None: ...
-    @property
-    def text_field(self) -> str: ...
-    @property
-    def tokenizer(self) -> str: ...
-    @property
-    def init_from(self) -> str | None: ...
-    @property
-    def minutes(self) -> float | None: ...
-    @property
-    def n_layer(self) -> int: ...
-    @property
-    def n_embd(self) -> int: ...
-    @property
-    def total_batch_size(self) -> int: ...
-    @property
-    def max_steps(self) -> int: ...
-    @property
-    def shuffle(self) -> bool: ...
-    @property
-    def val_every(self) -> int: ...
-    @property
-    def sample_every(self) -> int: ...
-    @property
-    def checkpoint_every(self) -> int: ...
+    data: str
+    demo: bool
+    text: str | None
+    text_field: str
+    tokenizer: str
+    init_from: str | None
+    minutes: float | None
+    n_layer: int
+    n_embd: int
+    total_batch_size: int
+    max_steps: int
+    shuffle: bool
+    val_every: int
+    sample_every: int
+    checkpoint_every: int
 
 
 def preset_flags(cli_flags: Mapping[str, Any], tokenizer: str | None = None, n_embd: int = 768) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -23,37 +23,26 @@ SOURCE_FLAGS = {"text", "text_field", "tokenizer"}
 PLAN_FLAGS = {"plan", "gpus", "gpu", "price", "mfu"}
 
 
-class Recipe(presets.PresetConfig, Protocol):
-    """The fields of TrainConfig that support reads, besides those of RunOptions: mypy checks that it has them."""
+class Recipe(presets.PresetConfig):
+    """The fields of TrainConfig that support reads, besides those of RunOptions; their defaults are there."""
+
+    recipe: str
+    n_head: int
+    block_size: int
+    bias: bool
+    lora_rank: int | None
+    lora_alpha: float
+    warmup_steps: int
+    cooldown_fraction: float
+    decay_steps: int
+    schedule: str
+    max_lr: float
+    min_lr: float
+    optimizer: str
 
     @property
-    def recipe(self) -> str: ...
-    @property
-    def n_head(self) -> int: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def bias(self) -> bool: ...
-    @property
-    def lora_rank(self) -> int | None: ...
-    @property
-    def lora_alpha(self) -> float: ...
-    @property
-    def warmup_steps(self) -> int: ...
-    @property
-    def cooldown_fraction(self) -> float: ...
-    @property
-    def cooldown_steps(self) -> int: ...
-    @property
-    def decay_steps(self) -> int: ...
-    @property
-    def schedule(self) -> str: ...
-    @property
-    def max_lr(self) -> float: ...
-    @property
-    def min_lr(self) -> float: ...
-    @property
-    def optimizer(self) -> str: ...
+    def cooldown_steps(self) -> int:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
