@@ -93,11 +93,10 @@ def _gradients(rank, config, lora_rank, parallel, reshard_after_forward):
     "config, lora_rank, world_size",
     [
         (TINY, 0, 2),
-        pytest.param(TINY, 0, 4, marks=pytest.mark.slow),
         pytest.param(UNEVEN, 0, 4, marks=pytest.mark.slow),
         pytest.param(TINY, 4, 4, marks=pytest.mark.slow),
     ],
-    ids=["2", "4", "uneven-4", "lora-4"],
+    ids=["2", "uneven-4", "lora-4"],
 )
 def test_raw_gradients_are_those_of_one_process_and_of_ddp(tmp_path, world_size, config, lora_rank):
     """Before clipping and the optimizer, which would hide a sum where a mean belongs."""

@@ -41,11 +41,10 @@ def kill_before_step(monkeypatch, n):
 # ---- the same run
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_the_log_has_is_not_evaluated_again(byte_shards, tmp_path, world_size):
+def test_what_the_log_has_is_not_evaluated_again(byte_shards, tmp_path):
     """Killed at step 6, resumed at 4, where it has validated and sampled; then resumed after its end."""
     flags = ["--data", byte_shards, "--max-steps", 11, "--checkpoint-every", 4, "--val-every", 2, "--sample-every", 4]
-    start = dict(cwd=tmp_path, world_size=world_size)
+    start = dict(cwd=tmp_path, world_size=2)
     run_to_the_end(*flags, "--out", "straight", **start)
     assert any(finish_run(start_run(*flags, "--out", "resumed", sabotage=die_at_step_6, **start)))
     run_to_the_end("--resume", *flags, "--out", "resumed", **start)
@@ -118,24 +117,22 @@ def die_at_step_6(rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_resumed_fast_run_is_the_uninterrupted_run(byte_shards, tmp_path, world_size):
+def test_a_resumed_fast_run_is_the_uninterrupted_run(byte_shards, tmp_path):
     flags = ["--data", byte_shards, "--recipe", "fast", "--shuffle", "--checkpoint-every", 4, "--max-steps", 11]
-    run_to_the_end(*flags, "--out", "straight", cwd=tmp_path, world_size=world_size)
-    ranks = start_run(*flags, "--out", "resumed", cwd=tmp_path, world_size=world_size, sabotage=die_at_step_6)
+    run_to_the_end(*flags, "--out", "straight", cwd=tmp_path, world_size=2)
+    ranks = start_run(*flags, "--out", "resumed", cwd=tmp_path, world_size=2, sabotage=die_at_step_6)
     assert any(finish_run(ranks))
     # the flags of the recipe come from the checkpoint
-    run_to_the_end("--resume", "--out", "resumed", cwd=tmp_path, world_size=world_size)
+    run_to_the_end("--resume", "--out", "resumed", cwd=tmp_path, world_size=2)
     assert_same_run(tmp_path / "resumed", tmp_path / "straight")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_resumed_run_draws_the_same_dropout_masks(byte_shards, tmp_path, world_size):
+def test_a_resumed_run_draws_the_same_dropout_masks(byte_shards, tmp_path):
     flags = ["--data", byte_shards, "--dropout", 0.3, "--shuffle", "--checkpoint-every", 3, "--decay-steps", 8]
-    run_to_the_end(*flags, "--max-steps", 8, "--out", "straight", cwd=tmp_path, world_size=world_size)
-    run_to_the_end(*flags, "--max-steps", 3, "--out", "resumed", cwd=tmp_path, world_size=world_size)
-    run_to_the_end("--resume", "--max-steps", 8, "--out", "resumed", cwd=tmp_path, world_size=world_size)
+    run_to_the_end(*flags, "--max-steps", 8, "--out", "straight", cwd=tmp_path, world_size=2)
+    run_to_the_end(*flags, "--max-steps", 3, "--out", "resumed", cwd=tmp_path, world_size=2)
+    run_to_the_end("--resume", "--max-steps", 8, "--out", "resumed", cwd=tmp_path, world_size=2)
     runs = [tmp_path / name for name in ("straight", "resumed")]
     assert losses(runs[0] / "log.txt") == losses(runs[1] / "log.txt")
     assert len({(run / "model_00008" / "model.safetensors").read_bytes() for run in runs}) == 1
@@ -147,10 +144,9 @@ def a_scale_far_too_high(rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_resumed_between_overflows_is_the_uninterrupted_run(byte_shards, tmp_path, world_size):
+def test_a_run_resumed_between_overflows_is_the_uninterrupted_run(byte_shards, tmp_path):
     flags = ["--dtype", "fp16", "--val-every", 0, "--data", byte_shards, "--decay-steps", 40]
-    start = dict(cwd=tmp_path, world_size=world_size, sabotage=a_scale_far_too_high)
+    start = dict(cwd=tmp_path, world_size=2, sabotage=a_scale_far_too_high)
     run_to_the_end(*flags, "--max-steps", 40, "--out", "straight", **start)
     run_to_the_end(*flags, "--max-steps", 7, "--out", "resumed", **start)
     # given again, because TINY_FLAGS has other values of these

@@ -59,7 +59,7 @@ def test_the_micro_batch_does_not_change_the_losses(byte_shards, tmp_path, batch
 def test_losses_do_not_depend_on_processes_and_micro_batch(byte_shards, tmp_path):
     """20 steps on 1, 2 and 4 processes in several micro-batches, and resumed from one layout to another."""
     flags = ["--data", byte_shards, "--shuffle", "--max-steps", 20, "--decay-steps", 20]
-    layouts = [(1, 4), (1, 1), (2, 2), (4, 1), (4, 4)]
+    layouts = [(1, 4), (2, 2), (4, 1)]
     logs = []
     for world_size, B in layouts:
         out = f"{world_size}x{B}"
@@ -67,11 +67,11 @@ def test_losses_do_not_depend_on_processes_and_micro_batch(byte_shards, tmp_path
             *flags, "--out", out, "--batch-size", B, "--checkpoint-every", 0, cwd=tmp_path, world_size=world_size
         )
         logs.append(tmp_path / out / "log.txt")
-    for stop, (world_size, B) in zip((5, 10, 15, 20), [(4, 1), (1, 4), (2, 2), (4, 4)], strict=True):
+    for stop, (world_size, B) in zip((5, 10, 20), [(4, 1), (1, 4), (2, 2)], strict=True):
         again = ["--resume", "auto", "--out", "moved", "--max-steps", stop, "--batch-size", B]
         run_to_the_end(*flags, *again, cwd=tmp_path, world_size=world_size)
     logs.append(tmp_path / "moved" / "log.txt")
-    assert [step_of(path) for path in list_checkpoints(tmp_path / "moved")] == [5, 10, 15, 20]
+    assert [step_of(path) for path in list_checkpoints(tmp_path / "moved")] == [5, 10, 20]
     order = [line.split()[:2] for line in logs[0].read_text().splitlines()]
     assert len(order) == 25  # 20 steps, 5 validations
     for path in logs:
@@ -342,7 +342,7 @@ def test_the_recipe_of_gpt2_is_the_default_bit_by_bit(byte_shards, tmp_path):
 def test_fast_does_not_depend_on_processes_and_micro_batch(byte_shards, tmp_path):
     flags = ["--data", byte_shards, "--recipe", "fast", "--shuffle", "--max-steps", 12, "--checkpoint-every", 6]
     logs = []
-    for world_size, B in [(1, 16), (1, 2), (2, 4), (4, 1)]:
+    for world_size, B in [(1, 16), (2, 4), (4, 1)]:
         out = f"{world_size}x{B}"
         run_to_the_end(*flags, "--out", out, "--batch-size", B, cwd=tmp_path, world_size=world_size)
         logs.append(tmp_path / out / "log.txt")
