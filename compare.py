@@ -15,7 +15,6 @@ if __name__ == "__main__":
     startup.prepare()  # comes first: the imports take seconds
 
 import argparse
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 
 from support.cli import DISK_ERRORS, Parser, UserError, flag_name, run_cli
 from support.console.curves import AXES, Run, compares_per_byte, draw_runs, read_run, save
-from support.console.terminal import is_terminal, on_one_line
+from support.console.terminal import on_one_line
 from support.files import check_output_file
 
 IGNORED_FLAGS = {"out", "resume"}
@@ -91,17 +90,15 @@ def draw(labels: Sequence[str], runs: Sequence[Run], axis: str, path: Path) -> N
     """Writes the picture.
 
     Raises:
-        UserError: matplotlib is missing or cannot be used.
+        UserError: matplotlib cannot draw it.
         OSError: the file cannot be written.
     """
     try:
-        save(draw_runs(labels, runs, axis), path, unique=True)
-    except (Exception, SystemExit) as error:  # matplotlib has many; a broken one may exit
+        save(draw_runs(labels, runs, axis), path)
+    except Exception as error:  # matplotlib has many
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             raise
-        raise UserError(
-            f"cannot draw {path} ({error}). Check that matplotlib is installed, and its settings."
-        ) from error
+        raise UserError(f"cannot draw {path} ({error}). Check matplotlib's settings.") from error
 
 
 def print_differences(labels: Sequence[str], runs: Sequence[Run]) -> None:
@@ -151,27 +148,12 @@ def results(runs: Sequence[Run]) -> list[tuple[str, ...]]:
 
 
 def print_columns(columns: Sequence[Sequence[str]]) -> None:
-    """Prints columns of text, which may come from a stranger's files: the first one flush left, the others flush right.
-
-    On a terminal that is too narrow, each row becomes lines of its own.
-    """
+    """Prints columns of text, which may come from a stranger's files: the first one flush left, the others flush right."""
     columns = [[on_one_line(cell) for cell in column] for column in columns]
     widths = [max(map(len, column)) for column in columns]
-    if is_terminal() and sum(widths) + 2 * len(widths[1:]) > shutil.get_terminal_size().columns:
-        return print_blocks(columns)
     for first, *others in zip(*columns, strict=True):
         cells = [f"{first:{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))]
         print("  ".join(cells).rstrip())
-
-
-def print_blocks(columns: Sequence[Sequence[str]]) -> None:
-    """Prints each row of columns of text as its first cell and, below it, the titles and texts of the others."""
-    (of_first, *titles), *rows = zip(*columns, strict=True)
-    width = max(map(len, titles)) + 1
-    for first, *cells in rows:
-        print(f"{of_first} {first}")
-        for title, cell in zip(titles, cells, strict=True):
-            print(f"  {title + ':':{width}} {cell}")
 
 
 def _show(value: Any) -> str:

@@ -126,10 +126,6 @@ class Parser(argparse.ArgumentParser):
         A flag with nothing in it, as of an unset shell variable, is an error.
         """
         args = sys.argv[1:] if args is None else list(args)
-        for arg in args:
-            name, _, value = arg.partition("=")
-            if name.startswith("-") and value == "--":  # an empty list for argparse of Python 3.11, of any type
-                self.error(f"argument {name}: expected one argument")
         if "--" in args and not self._get_positional_actions():  # argparse would take no word after it as a flag
             self.error("-- is not used here")
         rules = [(action, action.type, action.choices, action.required) for action in self._actions]
@@ -398,9 +394,6 @@ class GuardedStream:
 @contextlib.contextmanager
 def guarded_console(prints_result: bool) -> Iterator[None]:
     """Guards stdout and stderr, and makes them print anything: what their encoding lacks is escaped."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass  # if the parent process has closed 0, 1 or 2, no other file must get that number
-    os.close(descriptor)
     guarded = []
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the parent process; tqdm and print need something to write to

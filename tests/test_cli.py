@@ -264,24 +264,6 @@ def test_a_result_that_cannot_be_printed_is_an_error(size):
     assert run.stderr == b"error: cannot print the result (No space left on device). Redirect it to another file.\n"
 
 
-def test_no_file_gets_the_number_of_a_closed_stream(tmp_path):
-    """Or what C++ prints to stderr would be written into it."""
-    main = f"print(open({str(tmp_path / 'file')!r}, 'w').fileno(), file=open({str(tmp_path / 'number')!r}, 'w'))"
-    code = f"from support.cli import run_cli; run_cli(lambda: {main})"
-    subprocess.run(
-        ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60
-    )
-    assert int((tmp_path / "number").read_text()) > 2
-
-
-def test_two_dashes_are_no_value():
-    """In Python 3.11, argparse makes an empty list of them, whatever the type of the flag."""
-    with pytest.raises(UserError, match="--size needs a value"):
-        parse_flags(Config, ["--size=--"], "")
-    for prompt in ("hello =--", "a=b=--", "--x=--"):
-        assert parse_flags(train_gpt2.TrainConfig, [f"--prompt={prompt}"], "") == {"prompt": prompt}
-
-
 def fail(error):
     raise error
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-from helpers import run_script
 from test_curves import PNG, write_run
 from training import trained
 
@@ -61,32 +58,6 @@ def test_runs_with_other_tokens_are_compared_per_byte(tmp_path, capsys):
     ]
 
 
-def test_tables_that_a_terminal_is_too_narrow_for_become_lines(tmp_path, capsys, monkeypatch):
-    name = "a_long_name_of_a_run"
-    runs = [
-        write_run(tmp_path / name, [5.0], {1: 4.0}, flags=flags(max_lr=1e-3)),
-        write_run(tmp_path / "b", [5.0], {1: 3.0}, flags=flags(max_lr=2e-3, optimizer="muon")),
-    ]
-    monkeypatch.setenv("COLUMNS", "50")
-    table = compared(tmp_path, capsys, *runs)
-    assert len(table[-1]) > 50  # in a file
-    monkeypatch.setattr(compare, "is_terminal", lambda: True)
-    assert compared(tmp_path, capsys, *runs) == [
-        *table[:4],  # which fits
-        f"run {name}",
-        *("  parameters: 124,475,904", "  steps:      1", "  tokens:     1,000", "  hours:      0.010"),
-        *("  val loss:   4.0000", "  best:       4.0000", "  at step:    1"),
-        "run b",
-        *("  parameters: 124,475,904", "  steps:      1", "  tokens:     1,000", "  hours:      0.010"),
-        *("  val loss:   3.0000", "  best:       3.0000", "  at step:    1"),
-    ]
-    monkeypatch.setenv("COLUMNS", "30")
-    assert compared(tmp_path, capsys, *runs)[:6] == [
-        "flag --max-lr", f"  {name}: 0.001", "  b:                    0.002",
-        "flag --optimizer", f"  {name}: adamw", "  b:                    muon",
-    ]  # fmt: skip
-
-
 def test_a_run_of_an_earlier_version_has_what_its_log_says(tmp_path, capsys):
     old, new = write_run(tmp_path / "old", [5.0], {1: 4.0}), write_run(tmp_path / "new", [5.0], {}, keep=1)
     assert compared(tmp_path, capsys, old, new) == [
@@ -117,77 +88,12 @@ def test_labels_are_printable_and_told_apart(tmp_path, capsys):
     assert labels == [f"1: {tmp_path}/a?/log", f"2: {tmp_path}/a?/log", f"{tmp_path}/a?b/log", f"{tmp_path}/c/log"]
 
 
-@pytest.mark.parametrize(
-    "problem", [ImportError("no"), ValueError("no"), RuntimeError("no"), FileNotFoundError(2, "no")]
-)
-def test_without_matplotlib_there_is_the_table(tmp_path, capsys, monkeypatch, problem):
-    def fail(*_):
-        raise problem
-
-    runs = [write_run(tmp_path / name, [5.0], {1: 4.0}, flags=flags(seed=seed)) for seed, name in enumerate("ab")]
-    monkeypatch.setattr(compare, "draw_runs", fail)
-    with pytest.raises(UserError) as error:
-        compare.main([*map(str, runs), "-o", str(tmp_path / "picture.png")])
-    assert error.value.problems == (
-        f"cannot draw {tmp_path / 'picture.png'} ({problem}). Check that matplotlib is installed, and its settings.",
-    )
-    printed = capsys.readouterr().out
-    assert "--seed  0  1" in printed and "4.0000" in printed and "saved" not in printed
-
-
 def test_what_a_strangers_run_says_cannot_act_on_the_terminal(tmp_path, capsys):
     changed = {"evil\x1b[2J\nval loss  0.0001": "x\x1b]0;title\x07", "seed": "\r\nfake row"}
     runs = [write_run(tmp_path / "a", [5.0], {1: 4.0}, flags=flags()), write_run(tmp_path / "b", [5.0], {1: 4.0}, flags=flags(**changed))]  # fmt: skip
     lines = compared(tmp_path, capsys, *runs)
     assert all(line.isprintable() for line in lines)
     assert [line.split()[0] for line in lines[:4] if line] == ["flag", "--seed", "--evil"]
-
-
-def test_what_is_no_regular_file_is_not_read(tmp_path):
-    """A FIFO would wait for a writer."""
-    write_run(tmp_path / "log", [5.0], {1: 4.0}, flags=flags())
-    for name in ("run.json", "metrics.jsonl"):
-        (tmp_path / "log" / name).unlink()
-        os.mkfifo(tmp_path / "log" / name)
-    done = run_script("compare.py", "log", cwd=tmp_path, timeout=60)
-    assert done.returncode == 0 and "has no run.json" not in done.stderr, done.stderr
-    (tmp_path / "log" / "log.txt").unlink()
-    os.mkfifo(tmp_path / "log" / "log.txt")
-    done = run_script("compare.py", "log", cwd=tmp_path, timeout=60)
-    assert done.returncode == 2 and "log has no log.txt" in done.stderr
-
-
-def test_a_matplotlib_that_exits_is_an_error_here_and_a_warning_in_training(tmp_path, byte_shards, monkeypatch, capsys):
-    def leave(*_):
-        raise SystemExit("no display")
-
-    run = write_run(tmp_path / "log", [5.0], {1: 4.0})
-    monkeypatch.setattr(compare, "draw_runs", leave)
-    with pytest.raises(UserError, match="cannot draw .*no display"):
-        compare.main([str(run), "-o", str(tmp_path / "picture.png")])
-    monkeypatch.setattr(curves, "draw_run", leave)
-    CURVES_FILE_DRAW(curves.CurvesFile(run))
-    assert "cannot draw" in capsys.readouterr().err
-
-
-def test_two_at_once_write_the_same_picture(tmp_path, capsys, monkeypatch):
-    """The second one does it all while the first one writes."""
-    run, path = write_run(tmp_path / "log", [5.0], {1: 4.0}), tmp_path / "picture.png"
-
-    class Picture:
-        def __init__(self, others: int):
-            self.others = others
-
-        def savefig(self, tmp, format):
-            tmp.write_bytes(PNG + bytes([self.others]))
-            if self.others:
-                monkeypatch.setattr(compare, "draw_runs", lambda *_: Picture(0))
-                compare.main([str(run), "-o", str(path)])
-                assert path.read_bytes() == PNG + b"\0"
-
-    monkeypatch.setattr(compare, "draw_runs", lambda *_: Picture(1))
-    compare.main([str(run), "-o", str(path)])
-    assert path.read_bytes() == PNG + b"\1" and capsys.readouterr().out.count("saved") == 2
 
 
 def test_runs_of_the_trainer_are_compared(byte_shards, tmp_path, capsys):

@@ -86,15 +86,6 @@ def test_no_mfu_where_the_peak_is_not_known(tmp_path, monkeypatch, lines):
     assert not any("mfu" in line for line in lines)
 
 
-@pytest.mark.parametrize("seconds, world_size, noted", [(40.0, 2, True), (40.0, 1, False), (20.0, 2, False)])
-def test_steps_longer_than_torchruns_patience_are_noted(tmp_path, monkeypatch, lines, seconds, world_size, noted):
-    logger = logger_of(tmp_path, lines, monkeypatch, max_steps=9, started=0.0, clock=range(1, 9), world_size=world_size)
-    for step in range(3):
-        logger.step(step, 1.0, 1e-3, 1.0, seconds, None)
-    expected = "note    a step takes 40s, and torchrun kills its processes 30s after a signal: "
-    assert sum(line.replace("\n        ", " ").startswith(expected) for line in lines) == noted
-
-
 def test_a_skipped_step_is_explained_below_its_line(tmp_path, monkeypatch, lines):
     logger = logger_of(tmp_path, lines, monkeypatch, max_steps=9, started=0.0, clock=[1.0])
     logger.step(0, float("nan"), 1e-3, 1.0, 0.5, "skipped: the loss or the gradient is not finite")

@@ -106,14 +106,6 @@ def test_a_bad_shard_among_good_ones_is_named(tmp_path, kind):
     assert "count_train_000002.npy" in problem and problem.endswith(".")
 
 
-def test_a_header_of_python_2_needs_no_warning(tmp_path, recwarn):
-    np.save(tmp_path / "x.npy", np.arange(100, dtype=np.uint16))
-    (tmp_path / "x.npy").write_bytes(
-        (tmp_path / "x.npy").read_bytes().replace(b"(100,)", b"(100L,)").replace(b" \n", b"\n")
-    )
-    assert len(shards.load_shard(tmp_path / "x.npy")) == 100 and not recwarn.list
-
-
 GOOD_MANIFEST = {
     "tokenizer": "bytes",
     "vocab_size": 257,
@@ -186,13 +178,6 @@ def test_more_shards_than_files_may_be_open(tmp_path, hard_limit, output, error)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.returncode) == (output, 2 if error else 0), done.stderr
     assert done.stderr.startswith(error) and ("ulimit -n" in done.stderr) == bool(error)
-
-
-def test_a_shard_that_is_a_fifo_is_named(tmp_path):
-    """Opening it would wait for somebody to write to it."""
-    os.mkfifo(tmp_path / "x_train_000001.npy")
-    with pytest.raises(UserError, match=r"x_train_000001\.npy is not a file"):
-        shards.load_shard(tmp_path / "x_train_000001.npy")
 
 
 @pytest.mark.parametrize("change", ["none", "truncated", "removed", "unknown id"])

@@ -12,7 +12,6 @@ from training import ONE_PROCESS, config_of, configure
 import train_gpt2
 from support.cli import UserError
 from support.console.log import read_values
-from support.console.trackers import WeightsAndBiases
 from train_gpt2 import get_lr, train
 
 
@@ -177,14 +176,6 @@ def test_wandb_that_cannot_start_is_one_line(byte_shards, tmp_path, monkeypatch)
     monkeypatch.setattr(wandb, "init", refuse)
     with pytest.raises(UserError, match="^--wandb cannot start: no API key configured. Run wandb login"):
         train(config_of("--data", byte_shards, "--out", tmp_path / "run", "--wandb"), ONE_PROCESS)
-
-
-@pytest.mark.parametrize("content", [b"", b"a/b", b"\xff\xfe", b"a b", b"x" * 1000, b"a\n\nb"])
-def test_a_corrupt_id_is_an_error(tmp_path, content):
-    (tmp_path / "wandb_id.txt").write_bytes(content)
-    with pytest.raises(UserError, match="wandb_id.txt does not hold the ID of a run. Remove it"):
-        WeightsAndBiases(str(tmp_path), {}, first_step=1, project="x")
-    assert (tmp_path / "wandb_id.txt").read_bytes() == content
 
 
 def test_mfu_is_shown_where_the_peak_is_known(byte_shards, tmp_path, monkeypatch):

@@ -216,12 +216,10 @@ def compares_per_byte(runs: Sequence[Run]) -> bool:
     return None not in lengths and len(set(lengths)) > 1
 
 
-def save(figure: Figure, path: Path, unique: bool = False) -> None:
-    """Writes a picture as a PNG, atomically; `unique` as in `atomic_write`."""
-    with (
-        atomic_write(path, unique) as tmp,
-        warnings.catch_warnings(action="ignore"),
-    ):  # of characters that the font lacks
+def save(figure: Figure, path: Path) -> None:
+    """Writes a picture as a PNG, atomically."""
+    # the warnings are of characters that the font lacks
+    with atomic_write(path) as tmp, warnings.catch_warnings(action="ignore"):
         figure.savefig(tmp, format="png")
 
 
@@ -369,7 +367,7 @@ class CurvesFile:
         started = time.monotonic()
         try:
             save(draw_run(read_run(self._folder)), self._folder / "curves.png")
-        except (Exception, SystemExit) as error:  # matplotlib has many; it may be missing, and a broken one may exit
+        except Exception as error:  # matplotlib has many
             if not self._warned:
                 print(f"warning: cannot draw {self._folder / 'curves.png'} ({error}).", file=sys.stderr, flush=True)
             self._warned = True

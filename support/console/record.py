@@ -66,8 +66,6 @@ def describe_run(run: RunInfo, dist: Distributed) -> dict[str, Any]:
 
 def read_record(path: Path) -> dict[str, Any] | None:
     """The content of a `run.json`; None if it is missing or damaged."""
-    if not path.is_file():  # a FIFO would wait for a writer
-        return None
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         valid = all(type(record[name]) is kind for name, kind in REQUIRED.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,7 +20,6 @@ from support.runtime.distributed import Distributed
 from support.runtime.options import RunOptions
 from support.runtime.profiler import Profiler
 from support.runtime.run_info import RunInfo
-from support.runtime.signals import TORCHRUN_GRACE_SECONDS
 from support.startup import STARTED
 
 ETA_EVERY, ETA_WINDOW = 50, 250  # steps between two estimates of the remaining time, and steps that they are based on
@@ -138,7 +137,8 @@ class RunLogger:
             self.print0(terminal.styled(f"step {step:5d} | the cooldown begins: {cooldown}", terminal.BOLD))
         due = self._line_due(step, dt)
         eta = self._eta(step, now)
-        notes = list(self._notes(step, dt, now))
+        starts = step == self.first_step and (self.config.compile or now - STARTED >= SLOW_START)
+        notes = [f"the first step ended {now - STARTED:.1f}s after the start"] if starts else []
         self._status.show(self._describe_progress(step, loss, speed, now, eta))
         if due or skipped or notes:
             line = f"step {step:5d} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f} | dt: {dt * 1000:.2f}ms"
@@ -225,15 +225,6 @@ class RunLogger:
     def _count(self, step: int) -> str:
         """`12/1000`; as long as the number of steps is open, `12`."""
         return str(step) if self.config.open_ended else f"{step}/{self.max_steps}"
-
-    def _notes(self, step: int, dt: float, now: float) -> Iterator[str]:
-        if step == self.first_step and (self.config.compile or now - STARTED >= SLOW_START):
-            yield f"the first step ended {now - STARTED:.1f}s after the start"
-        if step == self.first_step + 1 and self.world_size > 1 and dt > TORCHRUN_GRACE_SECONDS:
-            yield (
-                f"a step takes {dt:.0f}s, and torchrun kills its processes {TORCHRUN_GRACE_SECONDS}s after a signal: "
-                "a stopped run will resume from its last checkpoint"
-            )
 
 
 def _unchanged_evaluations(run: RunInfo) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -141,8 +140,6 @@ class WeightsAndBiases:
         run_id = uuid.uuid4().hex[:12]
         if first_step and file.exists():
             run_id = file.read_text(encoding="utf-8", errors="replace").strip()
-            if not re.fullmatch(r"[\w.-]{1,128}", run_id, re.ASCII):
-                raise UserError(f"{file} does not hold the ID of a run. Remove it, to start new curves with --wandb.")
         with atomic_write(file) as tmp:
             tmp.write_text(run_id + "\n")
         try:

@@ -17,7 +17,6 @@ from support.cli import GuardedStream, UserError
 T = TypeVar("T")
 
 LAUNCHER = os.getppid()  # torchrun, if that has started us; when it dies, another process becomes our parent
-TORCHRUN_GRACE_SECONDS = 30  # between the signal that torchrun passes on and SIGKILL
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
 _FAILURE, _CLOSED_PIPE, _NO_REASON = -1, 13, 99  # besides signal numbers; the smallest of all ranks wins
 
