@@ -9,12 +9,11 @@ import secrets
 import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
-from support.cli import DISK_ERRORS, UserError
+from support.cli import UserError
 
 LOCK = ".lock"  # in a locked folder; the operating system releases it when the process ends, however it ends
 
@@ -183,37 +182,6 @@ def _lock_file(file: TextIO) -> None:
         import fcntl
 
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def temp_dir() -> Path:
-    """The folder for temporary files: that of the variable TMPDIR, or the system's.
-
-    Raises:
-        UserError: there is none that can be written.
-    """
-    try:
-        return Path(tempfile.gettempdir())
-    except FileNotFoundError as error:
-        raise UserError(f"{error.strerror}. Name a folder that can be written in TMPDIR.") from error
-
-
-@contextlib.contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """A new folder for temporary files, removed at the end.
-
-    Raises:
-        UserError: it cannot be made, or the block cannot write to it.
-    """
-    parent = temp_dir()
-    try:
-        with tempfile.TemporaryDirectory(dir=parent) as folder:
-            yield Path(folder)
-    except OSError as error:
-        if error.errno not in DISK_ERRORS:
-            raise
-        raise UserError(
-            f"cannot write to {parent} ({error.strerror}). Free some space there, or name another folder in TMPDIR."
-        ) from error
 
 
 def nearest_existing(path: Path) -> Path:

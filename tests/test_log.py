@@ -57,13 +57,6 @@ def test_missing_lines_are_reported_wherever_they_are(tmp_path, capsys, logged, 
     assert capsys.readouterr().err == (f"warning: {path} lacks {lacking}.\n" if lacking else "")
 
 
-def test_line_ends_of_windows_are_read(tmp_path, capsys):
-    path = tmp_path / "log.txt"
-    path.write_bytes(b"0 train 2.000000\r\n1 train 1.000000\r\n")
-    RunLog(path, 2)
-    assert path.read_bytes() == b"0 train 2.000000\n1 train 1.000000\n" and not capsys.readouterr().err
-
-
 def test_malformed_lines_are_counted(tmp_path, capsys):
     path = tmp_path / "log.txt"
     path.write_text("0 train 1.000000\n0 vax 1.0000\nmine\n1 train 1.0000")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 from types import SimpleNamespace
@@ -91,14 +92,13 @@ def test_a_failed_last_checkpoint_is_an_error(byte_shards, tmp_path, monkeypatch
     assert checkpoint_names(tmp_path / "run") == ["model_00002"]
 
 
-def test_free_space_is_checked_first(byte_shards, tmp_path, monkeypatch, capsys):
+def test_a_disk_without_space_for_a_checkpoint_is_noted(byte_shards, tmp_path, monkeypatch, capsys):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(UserError, match="could not be saved"):
-        train(config_for(byte_shards, tmp_path / "run", 1000), ONE_PROCESS)
-    captured = capsys.readouterr()
-    assert "MB, and 0.0 MB are free" in captured.err and checkpoint_names(tmp_path / "run") == []
-    assert "note    a checkpoint takes" in captured.out
+    train(config_for(byte_shards, tmp_path / "run", 1000), ONE_PROCESS)
+    assert re.search(
+        r"note a checkpoint takes [\d.]+ MB, and .* has 0.0 MB free", " ".join(capsys.readouterr().out.split())
+    )
 
 
 def test_a_file_that_cannot_grow_ends_the_run_with_the_old_checkpoint_intact(byte_shards, tmp_path):
@@ -133,12 +133,12 @@ def test_the_newest_and_the_best_are_kept(tmp_path, capsys):
     for step in (10, 20, 25, 30, 40, 50):
         if step in values:
             log.write(step, "val", values[step])
-        checkpoints.start(step, write_x, 1)
+        checkpoints.start(step, write_x)
         checkpoints.wait()
         kept.append([step_of(directory) for directory in list_checkpoints(tmp_path)])
     assert kept == [[10], [10, 20], [20, 25], [20, 25, 30], [20, 30, 40], [20, 40, 50]]
     keeps_all = manager_of(tmp_path)
-    keeps_all.start(60, write_x, 1)
+    keeps_all.start(60, write_x)
     keeps_all.finish()
     assert len(list_checkpoints(tmp_path)) == 4
 
@@ -146,7 +146,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path, capsys):
 def test_corrupt_checkpoints_do_not_count_as_kept(tmp_path, capsys):
     def save_one(step, keep):
         checkpoints = manager_of(tmp_path, keep)
-        checkpoints.start(step, write_x, 1)
+        checkpoints.start(step, write_x)
         checkpoints.wait()
         return checkpoint_names(tmp_path)
 
@@ -181,8 +181,8 @@ def test_weights_that_are_not_finite_are_not_saved(byte_shards, tmp_path, monkey
 
 def test_a_failed_save_removes_nothing(tmp_path, capsys):
     checkpoints = manager_of(tmp_path, keep=1)
-    checkpoints.start(1, write_x, 1)
-    checkpoints.start(2, lambda folder: (folder / "missing" / "x").write_text("x"), 1)
+    checkpoints.start(1, write_x)
+    checkpoints.start(2, lambda folder: (folder / "missing" / "x").write_text("x"))
     checkpoints.wait()
     assert checkpoint_names(tmp_path) == ["model_00001"]
 
@@ -247,7 +247,7 @@ def test_a_model_is_removed_when_the_run_that_replaces_it_has_finished(byte_shar
     (out / "log.txt").touch()
     still = f" The earlier run's model is {out / 'model_00003.earlier'} until this run has finished."
     for step, stop.requested, kept in ((2, False, still), (5, True, still), (5, False, "")):
-        checkpoints.start(step, write_x, 1)
+        checkpoints.start(step, write_x)
         checkpoints.wait()
         assert ("model_00003.earlier" in checkpoint_names(out)) == bool(kept)
         assert checkpoints.describe_newest().startswith(f"The newest checkpoint is {out}/model_0000{step}.{kept}\n")

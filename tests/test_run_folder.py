@@ -79,7 +79,7 @@ def save(folder, step, text, first_step=0, *flags, replaces_later=False):
     """Saves the checkpoint of a step, in a run that was resumed at `first_step`."""
     checkpoint = SimpleNamespace(step=first_step, replaces_later=replaces_later) if first_step else None
     run = run_info("--out", folder, *flags, checkpoint=checkpoint)
-    CheckpointManager(run, StopHandler(), lambda: None)._write(step, lambda to: (to / "x").write_text(text), 1)
+    CheckpointManager(run, StopHandler(), lambda: None)._write(step, lambda to: (to / "x").write_text(text))
 
 
 def write_run_files(folder, text):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import shlex
-import shutil
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -85,33 +83,26 @@ class CheckpointManager:
             run.data.tokenizer.save_pretrained(directory, model_max_length=run.config.block_size)
             torch.save(trainer_file, directory / state.FILE)
             self.sync_log()  # a checkpoint must never be ahead of its log
-            if card := self._model_card(step, sum(tensor.numel() for tensor in weights.values())):
-                (directory / MODEL_CARD).write_bytes(card)
+            card = self._model_card(step, sum(tensor.numel() for tensor in weights.values()))
+            (directory / MODEL_CARD).write_bytes(card.encode())
 
-        self.start(step, write_files, state.nbytes([weights, trainer_file]))
+        self.start(step, write_files)
 
-    def _model_card(self, step: int, trained: int) -> bytes | None:
-        """The model card of the checkpoint of `step`, with the newest values in the log up to that step.
+    def _model_card(self, step: int, trained: int) -> str:
+        """The model card of the checkpoint of `step`, with the newest values in the log up to that step."""
+        scores = dict[str, Score | None]()
+        for name in ("val", "hella"):
+            values = {at: value for at, value in self._logged(name).items() if at <= step}
+            scores[name] = Score(max(values), values[max(values)]) if values else None
+        # an earlier process of this run may have scored other items
+        hella = scores["hella"]
+        items = self.run.hellaswag_items if hella and hella.step >= self.run.first_step else None
+        return model_card(self.run, step, trained, scores["val"], hella, items)
 
-        If there can be none, that is a warning: the weights are worth more.
-        """
-        run, scores = self.run, {}
-        try:
-            for name in ("val", "hella"):
-                values = {at: value for at, value in read_values(self.out / "log.txt", name).items() if at <= step}
-                scores[name] = Score(max(values), values[max(values)]) if values else None
-            # an earlier process of this run may have scored other items
-            hella = scores["hella"]
-            items = run.hellaswag_items if hella and hella.step >= run.first_step else None
-            return model_card(run, step, trained, scores["val"], hella, items).encode()
-        except Exception as error:
-            _warn(f"the checkpoint of step {step} has no model card ({error}).")
-            return None
-
-    def start(self, step: int, write_files: Callable[[Path], None], size: int) -> None:
-        """Starts to write the checkpoint of `step`, of about `size` bytes, with the files of `write_files(folder)`."""
+    def start(self, step: int, write_files: Callable[[Path], None]) -> None:
+        """Starts to write the checkpoint of `step`, with the files of `write_files(folder)`."""
         self.wait()
-        self._thread = threading.Thread(target=self._write, args=(step, write_files, size), name=f"checkpoint {step}")
+        self._thread = threading.Thread(target=self._write, args=(step, write_files), name=f"checkpoint {step}")
         self._thread.start()
 
     def wait(self) -> None:
@@ -165,15 +156,11 @@ class CheckpointManager:
         if kind is None and self.stop.failure:
             raise self.stop.failure
 
-    def _write(self, step: int, write_files: Callable[[Path], None], size: int) -> None:
+    def _write(self, step: int, write_files: Callable[[Path], None]) -> None:
         directory = checkpoint_path(self.out, step)
         try:
-            free = shutil.disk_usage(files.nearest_existing(self.out)).free  # somebody may have removed the folder
-            if free < size:
-                needed, free_text = files.format_bytes(size), files.format_bytes(free)
-                raise OSError(errno.ENOSPC, f"it takes {needed}, and {free_text} are free")
             commit = partial(run_folder.commit_replacement, self.out, self.run.first_step)
-            write_checkpoint(directory, write_files, self._logged_validation_loss(step), commit)
+            write_checkpoint(directory, write_files, self._logged("val").get(step), commit)
         except Exception as error:  # the libraries that write have errors of their own
             self._failures += 1
             reason = getattr(error, "strerror", None) or str(error)
@@ -200,9 +187,10 @@ class CheckpointManager:
         except OSError as error:
             _warn(f"cannot remove old checkpoints in {self.out}: {error.strerror}.")
 
-    def _logged_validation_loss(self, step: int) -> float | None:
+    def _logged(self, name: str) -> dict[int, float]:
+        """The values of one name in the log, by step."""
         log = self.out / "log.txt"
-        return read_values(log, "val").get(step) if log.exists() else None
+        return read_values(log, name) if log.exists() else {}
 
     def _remove_replaced(self) -> None:
         """Removes checkpoints of an earlier run; if this run has gone back and `keep` is 0, they are its own, and stay."""
@@ -217,7 +205,7 @@ class CheckpointManager:
         if self.keep == 0 or len(earlier) < self.keep or self.stop.requested:  # a stop should not take longer
             return
         # Older checkpoints do not have their validation loss, and the log of a run that was extended lacks some.
-        logged = read_values(self.out / "log.txt", "val")
+        logged = self._logged("val")
         val = {d: validation_loss_of(d) or logged.get(step_of(d)) for d in [*earlier, checkpoint_path(self.out, step)]}
         best = min((d for d in val if val[d] is not None), key=lambda d: val[d] or 0.0, default=None)
         config = self.run.config

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from support.checkpoints.directory import step_of
 from support.cli import UserError
@@ -190,8 +190,3 @@ def copy_to_host(state: Tree, keep: bool = True) -> Tree:
         return full.to("cpu", copy=True) if keep else None
 
     return tree_map(copy, state)
-
-
-def nbytes(state: object) -> int:
-    """Bytes of all tensors in a state dict."""
-    return sum(x.nbytes for x in tree_leaves(state) if isinstance(x, torch.Tensor))

@@ -82,7 +82,7 @@ class StepFile:
     def _drop_lines_from(self, path: Path, first_step: int) -> None:
         lines = path.read_bytes().decode("utf-8", "replace").split("\n")[:-1] if path.exists() else []
         kept, malformed = [], 0
-        for line in (line.removesuffix("\r") + "\n" for line in lines):
+        for line in (line + "\n" for line in lines):
             try:
                 if self._is_earlier(line, first_step):
                     kept.append(line)

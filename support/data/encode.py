@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import random
 import signal
+import tempfile
 import threading
 import traceback
 from collections import deque
@@ -27,7 +28,6 @@ import numpy.typing as npt
 from support.cli import UserError
 from support.data.corpus import Batch, safe_cut
 from support.data.tokenizer import Gpt2Tokenizer, TokenIds, get_tokenizer, to_utf8
-from support.files import temporary_folder
 
 ENGINES = ("gigatoken", "tiktoken")
 COMPARED_FRACTION = 1 / 128  # of gigatoken's documents, encoded by tiktoken too
@@ -64,7 +64,8 @@ class GigatokenEncoder:
             raise UserError(f"gigatoken cannot be used ({error}). Choose --engine tiktoken.") from error
 
         # Its other loaders would treat <|endoftext|> in a document as the special token.
-        with temporary_folder() as folder:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
             lines = [b"%s %d\n" % (base64.b64encode(t), rank) for rank, t in enumerate(self.reference.token_bytes())]
             (folder / "gpt2.tiktoken").write_bytes(b"".join(lines))
             self._encoder = BPETokenizer.from_tiktoken(str(folder / "gpt2.tiktoken"), "gpt2")

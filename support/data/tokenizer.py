@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -23,7 +24,6 @@ import numpy.typing as npt
 
 from support.cli import UserError
 from support.data.download import download
-from support.files import temp_dir
 
 if TYPE_CHECKING:
     import tiktoken
@@ -310,7 +310,7 @@ def load_bpe(path: Path) -> BpeTokenizer:
 def _load_gpt2_encoding() -> tiktoken.Encoding:
     """tiktoken's encoding. We download its two files, because tiktoken has no timeout and does not retry."""
     folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
-    cache = Path(folder) if folder else temp_dir() / "data-gym-cache"  # as in tiktoken
+    cache = Path(folder) if folder else Path(tempfile.gettempdir()) / "data-gym-cache"  # as in tiktoken
     try:
         for url, sha256 in _GPT2_FILES.items():
             download(url, cache / hashlib.sha1(url.encode()).hexdigest(), sha256=sha256)
