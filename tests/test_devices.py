@@ -14,7 +14,6 @@ import torch
 from helpers import ROOT
 from training import ONE_PROCESS, config_of
 
-import hellaswag
 from support.checkpoints.start import gather_flags
 from support.cli import parse_flags
 from support.runtime import devices
@@ -98,34 +97,6 @@ def test_what_torch_compile_needs(missing, reason, monkeypatch, tmp_path):
     assert (devices.compile(model, CPU) is model) == (reason == "C++ compiler")
     monkeypatch.setenv("CC", "cc")
     assert (devices.compile(model, CUDA) is model) == (reason != "C compiler for CUDA")
-
-
-def test_attention_for_many_shapes_avoids_cudnn_on_cuda_alone(tiny_model, monkeypatch):
-    """In samples and in HellaSwag. PyTorch's own order holds before and after."""
-
-    def state():
-        cuda = torch.backends.cuda
-        enabled = [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()]
-        return [*enabled, cuda.cudnn_sdp_enabled(), torch._C._get_sdp_priority_order()]
-
-    before, real, seen = state(), devices.attention_without_cudnn, []
-    with real(CPU):
-        assert state() == before
-    with real(CUDA):
-        *enabled, cudnn, order = state()
-        assert all(enabled) and not cudnn and order == before[4]
-    assert state() == before
-
-    monkeypatch.setattr(devices, "attention_without_cudnn", lambda device: real(CUDA))
-    hidden = tiny_model.transformer.forward
-    monkeypatch.setattr(tiny_model.transformer, "forward", lambda idx: seen.append(state()[3]) or hidden(idx))
-    tiny_model.generate(torch.zeros((1, 4), dtype=torch.int64), 3)
-    assert seen == [False] * 3
-    example = hellaswag.Example([1, 2], [[3, 4], [5], [6], [7]], 0)
-    hellaswag.completion_losses(hellaswag.ScoringModel(tiny_model.transformer, tiny_model.logits, 16, CPU), [example])
-    assert len(seen) > 3 and not any(seen)
-    tiny_model(torch.zeros((1, 4), dtype=torch.int64), torch.zeros((1, 4), dtype=torch.int64))
-    assert seen[-1]  # training: PyTorch's own choice
 
 
 def test_the_next_step_is_read_while_this_one_computes(byte_shards, tmp_path, monkeypatch):

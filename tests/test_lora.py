@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, TINY_FLAGS, TINY_TRAINING_FLAGS, losses, run_script, run_to_the_end
+from helpers import ROOT, TINY_FLAGS, TINY_TRAINING_FLAGS, losses, run_to_the_end
 from safetensors.torch import load_file
 from training import ONE_PROCESS, configure, resumed, trained
 
@@ -135,12 +135,6 @@ def test_an_adapter_trained_with_a_shorter_context_is_merged_with_it(base, byte_
     with torch.no_grad():
         x = TOKENS[:, :8]
         torch.testing.assert_close(merged(x)[0], state.model.eval()(x)[0], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_sample_generates_with_an_adapter(adapter, tmp_path):
-    done = run_script("sample.py", "--model", adapter[0], "--prompt", "12 + 3", "-n", 1, "-d", "cpu", cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout.startswith("12 + 3"), done.stderr
 
 
 # -----------------------------------------------------------------------------

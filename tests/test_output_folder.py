@@ -1,10 +1,8 @@
 """The folder that shards are written to: other shards are never mixed or lost, leftovers are removed."""
 
-import json
-
 import numpy as np
 import pytest
-from shard_helpers import LONG, corpus_of, interrupt, plain_bytes, plain_loop, shards_in, tokens_in
+from shard_helpers import LONG, corpus_of, interrupt, shards_in
 
 import fineweb
 from support import files
@@ -66,34 +64,6 @@ def test_leftovers_of_a_killed_run_are_removed(tmp_path, monkeypatch, hidden, un
     make()
     found = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != files.LOCK}
     assert found == {name: content for name, content in expected.items() if name != files.LOCK}
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (lambda m: m["shards"][1].update(end="[[0, 0], -5]"), "is not a manifest of shards"),
-        (lambda m: m["shards"][1].pop("tokens"), "is not a manifest of shards"),
-        (lambda m: m.pop("settings"), "is not a manifest of shards"),
-        (lambda m: m["shards"][1].update(file="../precious.npy", tokens=9), None),
-        (lambda m: m["unsplit"].append({"file": "../precious.npy", "split": "unsplit", "tokens": 9}), None),
-    ],
-)
-def test_a_manifest_that_was_edited_by_hand_loses_nothing(tmp_path, monkeypatch, change, message):
-    np.save(tmp_path / "precious.npy", np.zeros(9, dtype=np.uint16))
-    out = tmp_path / "out"
-    interrupt(LONG, out, monkeypatch, 5, shard_size=500)
-    before = {path.name for path in out.iterdir()}
-    manifest = json.loads((out / "manifest.json").read_text())
-    change(manifest)
-    (out / "manifest.json").write_text(json.dumps(manifest))
-    if message:
-        with pytest.raises(UserError, match=message):
-            fineweb.make_shards(corpus_of(LONG), out, tokenizer="bytes", shard_size=500)
-        assert {path.name for path in out.iterdir()} == before
-    else:
-        fineweb.make_shards(corpus_of(LONG), out, tokenizer="bytes", shard_size=500)
-        assert tokens_in(out) == plain_loop(LONG, plain_bytes, 256, 500)
-    assert (tmp_path / "precious.npy").exists()
 
 
 @pytest.mark.parametrize("content", ["null", '"x"', "{", "[" * 100_000, '{"settings": {}}'])

@@ -43,29 +43,6 @@ def logger_of(
     return logger
 
 
-def test_remaining_time_is_estimated_every_fifty_steps(tmp_path, monkeypatch, lines):
-    """The first step ends at 30 s; the next 50 take 2 s each, with all that is between them, and the others 1 s."""
-    clock = [30.0] + [30.0 + 2 * n for n in range(1, 51)] + [130.0 + n for n in range(1, 351)]
-    logger = logger_of(tmp_path, lines, monkeypatch, max_steps=401, started=10.0, clock=clock)
-    notes = {}
-    for step in range(401):
-        lines.clear()
-        logger.step(step, 1.0, 1e-3, 1.0, 0.5, None)
-        assert lines[0] == (
-            f"step {step:5d} | loss: 1.000000 | lr 1.0000e-03 | norm: 1.0000 | dt: 500.00ms | tok/sec: 512.00"
-        )
-        if lines[1:]:
-            [notes[step]] = lines[1:]
-    assert list(notes) == [0, 50, 100, 150, 200, 250, 300, 350]  # after the last step, nothing remains
-    assert notes[0] == "note    the first step ended 20.0s after the start"
-    assert notes[50] == "note    13,056 of 102,656 tokens; 0:02:00 elapsed, ETA 0:11:40"  # 350 at 2 s
-    assert notes[100] == "note    25,856 of 102,656 tokens; 0:02:50 elapsed, ETA 0:07:30"  # 300 at 1.5 s
-    assert notes[300] == "note    77,056 of 102,656 tokens; 0:06:10 elapsed, ETA 0:01:40"  # 100 at 1 s
-    assert len((tmp_path / "log.txt").read_text().splitlines()) == 401
-    last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
-    assert last == ('{"step": 400, "loss": 1.0, "lr": 0.001, "norm": 1.0, "seconds": 0.5, "tokens": 102656}')
-
-
 def test_mfu_counts_all_gpus_and_time_counts_from_the_resume(tmp_path, monkeypatch, lines):
     """256 tokens in 0.5 s on two GPUs of 10^9 FLOP/s each."""
     assert GPT(TINY).flops_per_token() == FLOPS_PER_TOKEN

@@ -2,10 +2,8 @@
 
 import contextlib
 import hashlib
-import io
 import json
 import random
-import re
 import shutil
 import time
 import types
@@ -306,27 +304,3 @@ def test_after_a_full_disk_the_same_command_resumes(tmp_path, monkeypatch):
     assert not shards.is_complete(tmp_path) and not list(tmp_path.glob("*partial*"))
     fineweb.make_shards(corpus_of(texts), tmp_path, tokenizer="bytes", shard_size=500)
     assert tokens_in(tmp_path) == plain_loop(texts, plain_bytes, 256, 500)
-
-
-@pytest.mark.parametrize("batches, is_shown", [(4, False), (12, True)])
-def test_the_bar_of_tokens_appears_after_a_second(monkeypatch, batches, is_shown):
-    """Before that, all that a small text would see is zeros and question marks."""
-    screen = io.StringIO()
-    screen.isatty = lambda: True
-    now = 1000.0
-    monkeypatch.setattr("tqdm.std.time", lambda: now)
-    monkeypatch.setattr("sys.stderr", screen)
-    batch = types.SimpleNamespace(fraction_read=0.01)
-    for _ in shard_writer.show_progress(((batch, range(150_000)) for _ in range(batches)), 5000, None):
-        now += 0.2
-    shown = screen.getvalue()
-    assert "?" not in shown and bool(re.search(r"tokenising: .*\d+k tokens/s\]", shown)) == is_shown
-
-
-def test_without_a_terminal_there_is_a_line_now_and_then(monkeypatch, capsys):
-    times = iter(range(1000, 2000, 4))
-    monkeypatch.setattr(shard_writer, "time", types.SimpleNamespace(monotonic=lambda: next(times)))
-    batch = types.SimpleNamespace(fraction_read=0.5)
-    list(shard_writer.show_progress(((batch, range(100)) for _ in range(6)), 0, None))
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 and lines[0].startswith("tokenising:  50%") and "300/600" in lines[0]

@@ -313,14 +313,6 @@ def test_errors_end_all_ranks_with_one_message(tmp_path):
     assert done.stderr.count("error: no train shards in nowhere.") == 1 and 'train_gpt2.py", line' not in done.stderr
 
 
-@pytest.mark.slow
-def test_a_sample_that_the_terminal_cannot_show_does_not_end_the_run(byte_shards, tmp_path):
-    flags = [*TINY_FLAGS, "--data", byte_shards, "--max-steps", 2, "--sample-every", 1, "--out", "run"]
-    done = run_script("train_gpt2.py", *flags, cwd=tmp_path, PYTHONIOENCODING="ascii")
-    assert done.returncode == 0, done.stderr
-    assert "\\u" in done.stdout and (tmp_path / "run" / "model_00002").is_dir()
-
-
 # ---- recipes
 
 
