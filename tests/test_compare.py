@@ -8,9 +8,6 @@ from training import trained
 
 import compare
 from support.cli import UserError
-from support.console import curves
-
-CURVES_FILE_DRAW = curves.CurvesFile.draw  # which a fixture replaces
 
 
 def flags(**changed: object) -> dict[str, object]:

@@ -440,17 +440,6 @@ def test_a_run_on_a_text_may_move_with_its_shards(tmp_path, monkeypatch):
     assert sorted(os.listdir()) == ["book.txt", "moved"]
 
 
-def remove_the_folder_at_step_3(rank):
-    real = train_gpt2.get_lr
-
-    def get_lr(step, config):
-        if step == 3:
-            shutil.rmtree("removed")
-        return real(step, config)
-
-    train_gpt2.get_lr = get_lr
-
-
 def test_resume_auto_replaces_a_run_that_saved_nothing(byte_shards, tmp_path):
     flags = ("--data", byte_shards, "--max-steps", 3, "--checkpoint-every", 0)
     expected = trained(tmp_path / "run", *flags)
