@@ -154,12 +154,18 @@ def read_config(directory: Path) -> ModelSizes:
 
 def read_weights(directory: Path) -> dict[str, torch.Tensor]:
     """The tensors of `model.safetensors`, under Hugging Face's names; of an adapter, its base model's plus it."""
+    return _merge_adapter(directory) if is_adapter(directory) else read_tensors(directory / "model.safetensors")
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file.
+
+    Raises:
+        UserError: it cannot be read.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    if is_adapter(directory):
-        return _merge_adapter(directory)
-    path = directory / "model.safetensors"
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:

@@ -33,16 +33,15 @@ def add_adapter(model: torch.nn.Module, n_embd: int, rank: int, alpha: float, se
         UserError: the rank exceeds the width of the model, or the checkpoint has matrices of another rank.
     """
     from peft import LoraConfig, inject_adapter_in_model
-    from safetensors.torch import load_file
 
     if rank > n_embd:
         raise UserError(f"--lora-rank {rank} is more than the model's {n_embd} channels. Lower it.")
     torch.manual_seed(seed)
     inject_adapter_in_model(LoraConfig(**huggingface.lora_options(rank, alpha)), model)
     if adapter is not None:
-        saved = load_file(adapter / huggingface.ADAPTER_WEIGHTS)
+        saved = huggingface.read_tensors(adapter / huggingface.ADAPTER_WEIGHTS)
         trained = {huggingface.hf_name(name): p for name, p in model.named_parameters() if p.requires_grad}
-        if saved.keys() != trained.keys():
+        if {name: t.shape for name, t in saved.items()} != {name: p.shape for name, p in trained.items()}:
             raise UserError(f"the matrices in {adapter} do not fit --lora-rank {rank}. Use another checkpoint.")
         with torch.no_grad():
             for name, parameter in trained.items():
