@@ -305,12 +305,7 @@ class Arguments:
         metavar="NAME_OR_DIR",
     )
     shard_size: int = flag(
-        SHARD_SIZE,
-        "tokens of a shard",
-        "shards",
-        at_least=2,
-        at_most=MAX_SHARD_SIZE,
-        type=parse_count,
+        SHARD_SIZE, "tokens of a shard", "shards", at_least=2, at_most=MAX_SHARD_SIZE, type=parse_count
     )
     max_tokens: int | None = flag(
         None, "stop after this many tokens, such as 1e9", MAIN_GROUP, default_help="all", at_least=2, type=parse_count

@@ -47,10 +47,7 @@ if TYPE_CHECKING:  # torch is imported by the worker processes only
     from support.runtime.distributed import Distributed
     from train_gpt2 import TrainConfig
 
-MODELS = {
-    "demo": dict(n_layer=3, n_head=4, n_embd=128),
-    "small": dict(n_layer=2, n_head=2, n_embd=32),
-}
+MODELS = {"demo": dict(n_layer=3, n_head=4, n_embd=128), "small": dict(n_layer=2, n_head=2, n_embd=32)}
 # What makes train_gpt2.py fast, in the order of the ladder. Its own train_step, with all of them, is the last row.
 FEATURES = {
     "cuda": ["TF32", "bf16", "compiled", "flash", "padded vocabulary", "fused AdamW", "chunked loss"],

@@ -21,16 +21,7 @@ import hellaswag
 import sample
 import train_gpt2
 from support import __version__
-from support.cli import (
-    Parser,
-    UserError,
-    add_flags,
-    flag,
-    flag_fields,
-    flag_name,
-    parse_flags,
-    run_cli,
-)
+from support.cli import Parser, UserError, add_flags, flag, flag_fields, flag_name, parse_flags, run_cli
 
 
 @dataclass

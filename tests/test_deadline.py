@@ -12,14 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import TINY_MODEL_FLAGS, finish_run, losses, run_to_the_end, start_run
-from training import (
-    ONE_PROCESS,
-    assert_same_run,
-    checkpoint_names,
-    configure,
-    run_info,
-    trainer_file,
-)
+from training import ONE_PROCESS, assert_same_run, checkpoint_names, configure, run_info, trainer_file
 
 import train_gpt2
 from benchmarks.bench_chaos import metrics_without_time

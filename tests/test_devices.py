@@ -207,8 +207,7 @@ def test_each_step_and_rank_has_its_own_seed():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "context", "fused"),
-    [(torch.bfloat16, 64, False), (torch.bfloat16, 256, True), (torch.float32, 64, True)],
+    ("dtype", "context", "fused"), [(torch.bfloat16, 64, False), (torch.bfloat16, 256, True), (torch.float32, 64, True)]
 )
 def test_short_rows_in_bf16_on_a_cpu_do_without_fused_attention(dtype, context, fused):
     try:

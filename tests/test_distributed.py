@@ -19,13 +19,7 @@ import train_gpt2
 from support.checkpoints import start
 from support.cli import UserError
 from support.runtime import distributed
-from support.runtime.distributed import (
-    Distributed,
-    agree_on_attempt,
-    connect,
-    read_environment,
-    report_lost_processes,
-)
+from support.runtime.distributed import Distributed, agree_on_attempt, connect, read_environment, report_lost_processes
 
 
 def in_threads(world_size, function):

@@ -52,11 +52,7 @@ def test_a_checkpoint_has_a_card_that_the_hub_reads(run, byte_shards):
     from transformers import GPT2LMHeadModel
 
     card = ModelCard.load(run / "model_00004" / "README.md")
-    assert card.data.to_dict() == {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["gpt2"],
-    }
+    assert card.data.to_dict() == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["gpt2"]}
     parameters = GPT2LMHeadModel.from_pretrained(run / "model_00004").num_parameters()
     assert f"**parameters**: {parameters:,}\n" in card.text
     assert "**tokens seen**: 1,024, in 4 steps of 256\n" in card.text

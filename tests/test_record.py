@@ -12,15 +12,7 @@ import pytest
 import torch
 from helpers import finish_run, run_to_the_end, start_run, steps_done, wait_for
 from safetensors.torch import load_file
-from training import (
-    ONE_PROCESS,
-    TINY,
-    assert_same_run,
-    configure,
-    resumed,
-    run_info,
-    trained,
-)
+from training import ONE_PROCESS, TINY, assert_same_run, configure, resumed, run_info, trained
 
 import train_gpt2
 from benchmarks.bench_chaos import metrics_without_time

@@ -85,17 +85,7 @@ def write_bad_shard(path, kind):
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        "truncated",
-        "text",
-        "empty",
-        "pickle",
-        "int64",
-        "2-dimensional",
-        "several arrays",
-        "bad header",
-        "no tokens",
-    ],
+    ["truncated", "text", "empty", "pickle", "int64", "2-dimensional", "several arrays", "bad header", "no tokens"],
 )
 def test_a_bad_shard_among_good_ones_is_named(tmp_path, kind):
     write_shards(tmp_path, (100, 100))

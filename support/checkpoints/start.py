@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 
 
 def gather_flags(
-    config_class: type[Config],
-    cli_flags: Mapping[str, Any],
-    dist: Distributed,
+    config_class: type[Config], cli_flags: Mapping[str, Any], dist: Distributed
 ) -> tuple[dict[str, Any], Checkpoint | None]:
     """All flags that a run has a value for, and the checkpoint that it resumes from, if any.
 

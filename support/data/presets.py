@@ -276,8 +276,7 @@ def make_preset_shards(config: PresetConfig, rank: int, resumed: bool) -> None:
     startup.show("")
     if failed:
         raise UserError(
-            "no shards were made, see above. For another text or tokenizer, use another --out.",
-            this_rank_only=True,
+            "no shards were made, see above. For another text or tokenizer, use another --out.", this_rank_only=True
         )
 
 
