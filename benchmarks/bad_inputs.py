@@ -98,7 +98,7 @@ def to_json(tree: object) -> bytes:
 
 
 def mutate_file(rng: random.Random, path: Path) -> None:
-    """Changes bytes or, in JSON, a value; or puts a pickle, a folder or nothing in the file's place."""
+    """Changes bytes or, in JSON, a value; or puts a pickle or nothing in the file's place."""
     content = path.read_bytes()
     way = rng.random()
     if path.suffix in (".json", ".jsonl") and way < 0.6:
@@ -116,8 +116,6 @@ def mutate_file(rng: random.Random, path: Path) -> None:
         path.write_bytes(pickle.dumps(MaliciousPickle(rng)))
     else:
         path.unlink()
-        if way < 0.99:
-            path.mkdir()
 
 
 class MaliciousPickle:
