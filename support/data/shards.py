@@ -10,6 +10,7 @@ import mmap
 import os
 import re
 import textwrap
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NotRequired, TypeAlias, TypedDict
@@ -257,7 +258,8 @@ def load_shard(path: Path) -> np.memmap:
         UserError: the file is something else.
     """
     try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        with warnings.catch_warnings(action="ignore"):  # numpy warns about headers in Python 2's format
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy's parser of the header raises many kinds
         if isinstance(error, OSError) and error.errno == errno.EMFILE:
             raise UserError(f"too many shards to open them all, at {path}. Raise the limit with ulimit -n.") from error
