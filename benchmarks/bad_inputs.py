@@ -256,14 +256,13 @@ def bad_text(rng: random.Random) -> Command:
 
 
 def bad_log(rng: random.Random) -> Command:
-    """The log, the metrics, the record and the run ID of Weights & Biases, before a run is resumed."""
+    """The log, the metrics and the record, before a run is resumed."""
     copy_fixtures("data", "run")
-    Path("run/wandb_id.txt").write_text("abc123\n")
-    path = Path("run", rng.choice(("log.txt", "metrics.jsonl", "run.json", "wandb_id.txt")))
+    path = Path("run", rng.choice(("log.txt", "metrics.jsonl", "run.json")))
     mutate_file(rng, path)
     keep = ["--keep", "1"] if rng.random() < 0.5 else []
-    argv = [*RESUME_FLAGS, "run", "--wandb", *keep]
-    return Command("train_gpt2", argv, r"run/(log|wandb_id)\.txt" + r"|run/model_.*" * bool(keep))
+    argv = [*RESUME_FLAGS, "run", *keep]
+    return Command("train_gpt2", argv, r"run/log\.txt" + r"|run/model_.*" * bool(keep))
 
 
 KINDS = {kind.__name__.replace("_", " "): kind for kind in (
