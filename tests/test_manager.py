@@ -95,7 +95,7 @@ def test_a_failed_last_checkpoint_is_an_error(byte_shards, tmp_path, monkeypatch
 def test_a_disk_without_space_for_a_checkpoint_is_noted(byte_shards, tmp_path, monkeypatch, capsys):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    train(config_for(byte_shards, tmp_path / "run", 1000), ONE_PROCESS)
+    train(config_for(byte_shards, tmp_path / "run", 2), ONE_PROCESS)
     assert re.search(
         r"note a checkpoint takes [\d.]+ MB, and .* has 0.0 MB free", " ".join(capsys.readouterr().out.split())
     )
