@@ -431,7 +431,7 @@ def run_cli(main: Callable[[], None], prints_result: bool = False) -> NoReturn:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         # gloo's threads outlive its process group if there was DDP. One that frees a tensor while Python is ending aborts
         # the process, and torchrun reports a finished run as failed.
-        os._exit(code if isinstance(code, int) else 0)
+        os._exit(code if isinstance(code, int) else int(code is not None))
     sys.exit(code)
 
 

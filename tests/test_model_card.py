@@ -95,6 +95,13 @@ def test_an_edited_or_removed_card_is_no_corruption(run, tmp_path):
     assert_same_run(out, run)  # the card of step 8, too
 
 
+def test_without_a_card_there_is_a_checkpoint(byte_shards, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(manager, "model_card", lambda *_: 1 // 0)
+    trained(tmp_path / "log", "--data", byte_shards, "--max-steps", 2)
+    assert "warning: the checkpoint of step 2 has no model card" in capsys.readouterr().err
+    assert find_corruption(tmp_path / "log" / "model_00002") is None
+
+
 def test_a_run_needs_no_source(byte_shards, tmp_path):
     """Of shards whose manifest does not say where the text is from."""
     data, out = tmp_path / "data", tmp_path / "log"

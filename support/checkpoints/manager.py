@@ -83,8 +83,12 @@ class CheckpointManager:
             run.data.tokenizer.save_pretrained(directory, model_max_length=run.config.block_size)
             torch.save(trainer_file, directory / state.FILE)
             self.sync_log()  # a checkpoint must never be ahead of its log
-            card = self._model_card(step, sum(tensor.numel() for tensor in weights.values()))
-            (directory / MODEL_CARD).write_bytes(card.encode())
+            try:
+                card = self._model_card(step, sum(tensor.numel() for tensor in weights.values()))
+            except Exception as error:  # the weights are worth more
+                _warn(f"the checkpoint of step {step} has no model card ({error}).")
+            else:
+                (directory / MODEL_CARD).write_bytes(card.encode())
 
         self.start(step, write_files)
 
