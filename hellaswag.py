@@ -573,12 +573,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--split", choices=tuple(GIT_BLOBS), help="split, downloaded once; test has no labels (default: val)")
     add("--data", metavar="FILE", help="a HellaSwag .jsonl file instead of the download")
-    add("--limit", type=int, metavar="N", help="score only the first N items (default: all)")
+    add("--limit", type=int, at_least=1, metavar="N", help="score only the first N items (default: all)")
     add("--json", metavar="FILE", help="write the scores, and each item's losses, predictions and label, to a file")
     args = parser.parse_args(argv)
     problems = []
-    if args.limit is not None and args.limit < 1:
-        problems.append("--limit must be 1 or more.")
     if args.data and args.split:
         problems.append("--split names a download, and --data a file. Leave out one of them.")
     if args.split == "test" and not args.json:

@@ -34,7 +34,6 @@ from support.runtime import devices
 from train_gpt2 import GPT, Block, CausalSelfAttention, GPTConfig, next_token_probs
 
 DEFAULT_PROMPT, DEFAULT_NUM_TEXTS = "Hello, I'm a language model,", 4
-MAX_NEW_TOKENS = 1_000_000
 MAX_BATCH = 64  # texts generated at a time
 MAX_CACHE_BYTES = 2 << 30  # of their keys and values; fewer texts at a time if they would take more
 CONTROL_CHARACTERS = {c: f"\\x{c:02x}" for c in (*range(32), *range(127, 160)) if chr(c) not in "\t\n"}
@@ -249,33 +248,32 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="hub name, such as gpt2, or checkpoint directory (required)",
     )
     add("--prompt", metavar="TEXT", help=f"text to continue; on a terminal, without it and -n, what you type (default: {DEFAULT_PROMPT})")  # fmt: skip
-    add("-n", type=int, metavar="N", help=f"number of texts (default: {DEFAULT_NUM_TEXTS})")
-    add("--max-new-tokens", type=int, default=32, metavar="N", help="tokens to add to the prompt (default: 32)")
-    add("--temperature", type=float, default=1.0, metavar="X", help="less than 1 for likelier tokens, 0 for the likeliest (default: 1.0)")  # fmt: skip
+    add("-n", type=int, at_least=1, metavar="N", help=f"number of texts (default: {DEFAULT_NUM_TEXTS})")
+    add(
+        "--max-new-tokens",
+        type=int,
+        default=32,
+        at_least=1,
+        at_most=1_000_000,
+        metavar="N",
+        help="tokens to add to the prompt (default: 32)",
+    )
+    add("--temperature", type=float, default=1.0, at_least=0, metavar="X", help="less than 1 for likelier tokens, 0 for the likeliest (default: 1.0)")  # fmt: skip
     add(
         "--top-k",
         type=int,
         default=50,
+        at_least=0,
         metavar="K",
         help="sample from the K likeliest tokens; 0: from all (default: 50)",
     )
-    add("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling: of these, from the fewest with probability P together; 1: from all (default: 1.0)")  # fmt: skip
-    add("--seed", type=int, default=1337, metavar="N", help="random seed (default: 1337)")
+    add("--top-p", type=float, default=1.0, at_most=1, metavar="P", help="nucleus sampling: of these, from the fewest with probability P together; 1: from all (default: 1.0)")  # fmt: skip
+    add("--seed", type=int, default=1337, at_least=0, metavar="N", help="random seed (default: 1337)")
     add("--dtype", default="fp32", choices=("auto", *devices.DTYPES), help="precision of matrix products; auto is the fastest native one (default: fp32)")  # fmt: skip
     add_device_flag(group)
     args = parser.parse_args(argv)
-    lowest = {"n": 1, "max_new_tokens": 1, "temperature": 0, "top_k": 0, "seed": 0}
-    problems = [
-        f"{'-' if name == 'n' else '--'}{name.replace('_', '-')} must be {bound} or more."
-        for name, bound in lowest.items()
-        if getattr(args, name) is not None and not getattr(args, name) >= bound
-    ]
-    if args.max_new_tokens > MAX_NEW_TOKENS:
-        problems.append(f"--max-new-tokens must be {MAX_NEW_TOKENS:,} or less.")
-    if not 0 < args.top_p <= 1:
-        problems.append("--top-p must be more than 0, and 1 or less.")
-    if problems:
-        raise UserError(*problems)
+    if args.top_p <= 0:
+        raise UserError("--top-p must be more than 0. For the likeliest token, use --temperature 0.")
     return args
 
 

@@ -15,9 +15,11 @@ import shutil
 import signal
 import sys
 import textwrap
+import threading
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
@@ -41,7 +43,6 @@ DISK_ERRORS = (
     errno.EIO,
     errno.ESTALE,
 )
-MAY_BE_EMPTY = {"prompt"}  # flags whose value may be the empty string
 
 
 class UserError(Exception):
@@ -67,11 +68,11 @@ class UserError(Exception):
 
 MAIN_GROUP = "the flags that matter"
 MAX_HELP_WIDTH = 100  # columns; longer lines are hard to read
-# What train_gpt2.py says about unknown flags with these words in their names.
-ADVICE = {
+ADVICE = {  # on unknown flags with these words in their names, which other trainers have
     "epochs": "The length of a run is in steps: --max-steps (the header of a run says how many steps an epoch has).",
     "config": "There is no configuration file: every setting is a flag. See --help.",
 }
+MAY_BE_EMPTY = {"prompt"}  # flags whose value may be the empty string
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -94,11 +95,77 @@ class HelpFormatter(argparse.HelpFormatter):
         )
 
 
+class StoreChecked(argparse.Action):
+    """argparse's "store", except that a wrong value is added to the `problems` of the parser, and does not end it.
+
+    Args:
+        type: converts the text of a value, or raises a ValueError.
+        choices: what a text may be, and `hint` what to do if it is something else.
+        at_least, at_most, below: bounds of a number.
+        required: whether a value must be given.
+    """
+
+    def __init__(
+        self,
+        *,
+        type: Callable[[str], Any] = str,
+        choices: Sequence[str] = (),
+        hint: str | None = None,
+        at_least: float = -math.inf,
+        at_most: float = math.inf,
+        below: float = math.inf,
+        required: bool = False,
+        **options: Any,
+    ):
+        super().__init__(**options)  # without the above: argparse would end at the first problem
+        if choices and self.metavar is None:
+            self.metavar = f"{{{','.join(choices)}}}"
+        self.convert, self.allowed, self.hint, self.must_be_given = type, choices, hint, required
+        self.at_least, self.at_most, self.below = at_least, at_most, below
+        self.name = self.option_strings[-1] if self.option_strings else str(self.metavar)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        assert isinstance(parser, Parser) and values is not None
+        setattr(namespace, self.dest, values)
+        try:
+            value = self._value_of(values) if isinstance(values, str) else [self._value_of(text) for text in values]
+            setattr(namespace, self.dest, value)
+        except ValueError as error:
+            parser.problems.append(f"{self.name} {error}")
+
+    def _value_of(self, text: str) -> object:
+        if not text and self.dest not in MAY_BE_EMPTY:  # as of an unset shell variable
+            raise ValueError("is empty. Pass a value.")
+        try:
+            value = self.convert(text)
+        except ValueError:
+            wanted = "a number" if self.convert is float else "a whole number"
+            raise ValueError(f"is {text!r}. It must be {wanted}.") from None
+        if self.allowed and value not in self.allowed:
+            *others, last = self.allowed
+            raise ValueError(f"is {value!r}. " + (self.hint or f"It must be {', '.join(others)} or {last}."))
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"is {value}. It must be a finite number.")
+        if isinstance(value, int | float):
+            if value < self.at_least:
+                raise ValueError(f"is {value}. It must be {self.at_least} or more.")
+            if value > self.at_most:
+                raise ValueError(f"is {value}. It must be {self.at_most} or less.")
+            if value >= self.below:
+                raise ValueError(f"is {value}. It must be less than {self.below}.")
+        return value
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, with errors that say what to do, all of them at once, and without abbreviated flags.
 
-    `hints` has, by name of a parsed value, what to say if it is not a choice of its flag.
-    `check_values` returns what else is wrong with values, of which those that could not be converted are None.
+    `add_argument` takes the arguments of `StoreChecked`, too.
     """
 
     def __init__(self, description: str | None = None, **options: Any):
@@ -106,8 +173,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             description=description, add_help=False, formatter_class=HelpFormatter, allow_abbrev=False, **options
         )
-        self.hints: dict[str, str] = {}
-        self.check_values: Callable[[Mapping[str, Any]], Sequence[str]] = lambda values: ()
+        self.register("action", None, StoreChecked)  # what `add_argument` uses unless it is told
+        self.problems: list[str] = []
         self._help_group = self.add_argument_group("help")
         self._help_group.add_argument("-h", "--help", action="help", help="print this help and exit")
         versions = f"%(prog)s {__version__}, Python {platform.python_version()}, torch {metadata.version('torch')}"
@@ -118,81 +185,35 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(_reword(message))
+        raise UserError(*self.problems, f"{message}. See --help.")
 
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:  # type: ignore[override]
-        """As argparse does, but it ends at the first wrong value, so values are converted and checked afterwards.
+        """As argparse does, but with all problems.
 
-        A flag with nothing in it, as of an unset shell variable, is an error.
+        Raises:
+            UserError: the command line is not valid.
         """
         args = sys.argv[1:] if args is None else list(args)
-        if "--" in args and not self._get_positional_actions():  # argparse would take no word after it as a flag
+        if "--" in args:  # argparse would take no word after it as a flag
             self.error("-- is not used here")
-        rules = [(action, action.type, action.choices, action.required) for action in self._actions]
-        for action, _, choices, _ in rules:
-            action.type, action.choices, action.required = None, None, False
-            if choices and not action.metavar:
-                action.metavar = f"{{{','.join(choices)}}}"  # as argparse shows them in --help
-        try:
-            parsed, unknown = self.parse_known_args(args)
-        finally:
-            for action, type_, choices, required in rules:
-                action.type, action.choices, action.required = type_, choices, required
-        values, problems = vars(parsed), list[str]()
-        missing = []
-        for action, kind, choices, required in rules:
-            given = values.get(action.dest)
-            if given is None:
-                missing += [_name_of(action)] if required else []
-            elif given == "" or isinstance(given, list) and "" in given:
-                if action.dest not in MAY_BE_EMPTY:
-                    problems.append(f"{_name_of(action)} is empty. Pass a value.")
-                    values[action.dest] = None
-            elif isinstance(given, str) and given != action.default:
-                values[action.dest], problem = self._convert(action, given, kind, choices)
-                problems += problem
-        problems += self.check_values(values)
-        problems += self._unknown_flags(unknown, missing)
-        problems += [f"{name} is missing. See --help." for name in missing]
-        if problems:
-            raise UserError(*problems)
-        return parsed
-
-    def _convert(self, action: argparse.Action, text: str, kind: Any, choices: Any) -> tuple[Any, list[str]]:
-        """The value that a text stands for, or None and what is wrong."""
-        try:
-            value = kind(text) if kind else text
-        except ValueError:
-            wanted = "a number" if kind is float else "a whole number"
-            return None, [f"{_name_of(action)} is {text!r}. It must be {wanted}."]
-        if choices is None or value in choices:
-            return value, []
-        *others, last = choices
-        advice = f"It must be {', '.join(others)} or {last}."
-        if near := difflib.get_close_matches(value, choices, 1):
-            advice = f"Did you mean {near[0]}? {advice}"
-        elif action.dest in self.hints:
-            advice = self.hints[action.dest]
-        return None, [f"{_name_of(action)} is {value!r}. {advice}"]
-
-    def _unknown_flags(self, words: Sequence[str], missing: Sequence[str]) -> Iterator[str]:
-        """A sentence for each word that is not a flag of this script, nor the value of such a word.
-
-        If a flag is missing, a word may have been meant as its value.
-        """
+        parsed, unknown = self.parse_known_args(args)
         follows_flag = False
-        for word in words:
-            name = word.split("=")[0]
-            is_flag = name.startswith("-") and not name[1:2].isdigit()
-            if self.prog == "train_gpt2.py" and is_flag and (found := ADVICE.keys() & re.split("[-_]", name)):
-                yield f"unknown flag {name}. {ADVICE[found.pop()]}"
-            elif is_flag or not follows_flag:
+        for word in unknown:
+            is_flag = word.startswith("-")
+            if is_flag or not follows_flag:  # not the value of an unknown flag
+                name = word.split("=")[0]
                 near = self._nearest_flag(name)
-                if not is_flag and not near and missing and missing[0].startswith("-"):
-                    near = f"{missing[0]} {word}"
                 what = f"unknown flag {name}." if is_flag else f"{word!r} is not a flag."
-                yield f"{what} Did you mean {near}? See --help." if near else f"{what} See --help."
+                advice = next((ADVICE[part] for part in re.split("[-_]", name) if is_flag and part in ADVICE), None)
+                advice = advice or (f"Did you mean {near}? See --help." if near else "See --help.")
+                self.problems.append(f"{what} {advice}")
             follows_flag = "=" not in word if is_flag else follows_flag
+        for action in self._actions:
+            if isinstance(action, StoreChecked) and action.must_be_given and getattr(parsed, action.dest) is None:
+                self.problems.append(f"{action.name} is missing. See --help.")
+        if self.problems:
+            raise UserError(*self.problems)
+        return parsed
 
     def _nearest_flag(self, name: str) -> str | None:
         """The flag that begins or ends with the words of an unknown one, or else is spelled nearly like it."""
@@ -203,46 +224,19 @@ class Parser(argparse.ArgumentParser):
         return f"--{near[0]}" if near else None
 
 
-def _reword(message: str) -> str:
-    """An error message of argparse in the words of this project."""
-    if match := re.fullmatch(r"argument (?:-\w/)?(\S+): expected (?:one|at least one) argument", message):
-        return f"{match[1]} needs a value. See --help."
-    if match := re.fullmatch(r"argument (?:-\w/)?(\S+): ignored explicit argument .*", message, re.DOTALL):
-        return f"{match[1]} takes no value. Leave out what follows it."
-    return f"{message}. See --help."
-
-
-def _name_of(action: argparse.Action) -> str:
-    return action.option_strings[-1] if action.option_strings else str(action.metavar)
-
-
 # -----------------------------------------------------------------------------
 # Flags from the fields of a dataclass
 
 
-def flag(
-    default: T,
-    help: str,
-    group: str,
-    *,
-    default_help: str | None = None,
-    at_least: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-    hint: str | None = None,
-    **argparse_options: Any,
-) -> T:
+def flag(default: T, help: str, group: str, *, default_help: str | None = None, **options: Any) -> T:
     """A dataclass field that is also a command-line flag.
 
     Args:
         default_help: the default in words, for --help, where it depends on other flags or on the machine.
-        at_least, at_most, below: bounds of the value, see `range_errors`.
-        hint: what to do if the value is not one of the choices.
-        argparse_options: passed to `add_argument`.
+        options: arguments of `add_argument`, and so of `StoreChecked`.
     """
-    bounds = {"at_least": at_least, "at_most": at_most, "below": below}
-    words = {"help": help, "group": group, "default_help": default_help, "hint": hint}
-    return dataclasses.field(default=default, metadata=words | bounds | {"options": argparse_options})
+    words = {"help": help, "group": group, "default_help": default_help}
+    return dataclasses.field(default=default, metadata={**words, "options": options})
 
 
 def flag_name(field: str) -> str:
@@ -258,27 +252,16 @@ def parse_flags(
     config_class: type[DataclassInstance],
     argv: Sequence[str] | None,
     description: str | None = None,
-    groups: Sequence[str] = (),
+    first_groups: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Parses a command line with a flag for each field made by `flag`; returns the values of the flags that were given.
 
-    `groups` are those that --help lists first, after MAIN_GROUP.
+    The others can come from somewhere else. `first_groups` are those that --help lists first, after MAIN_GROUP.
 
     Raises:
         UserError: the command line is not valid, or a value is out of its range.
     """
-    parser = Parser(description=description)
-    add_flags(parser, config_class, groups)
-    parser.check_values = lambda values: range_errors(config_class, values)
-    return vars(parser.parse_args(argv))
-
-
-def add_flags(parser: Parser, config_class: type[DataclassInstance], first_groups: Sequence[str] = ()) -> None:
-    """Adds a flag for each field made by `flag`, with its default in the help.
-
-    The parsed namespace holds only the flags that were given, so that the others can come from somewhere else.
-    """
-    hints = typing.get_type_hints(config_class)
+    parser, hints = Parser(description), typing.get_type_hints(config_class)
     groups = {name: parser.add_argument_group(name) for name in (MAIN_GROUP, *first_groups)}
     for field in flag_fields(config_class):
         meta = field.metadata
@@ -287,8 +270,6 @@ def add_flags(parser: Parser, config_class: type[DataclassInstance], first_group
         help = meta["help"]
         if field.default is not False:
             help += f" (default: {meta['default_help'] or _in_words(field.default)})"
-        if meta["hint"]:
-            parser.hints[field.name] = meta["hint"]
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": help.replace("%", "%%")}
         kind = _plain_type(hints[field.name])
         if kind is bool:
@@ -298,25 +279,7 @@ def add_flags(parser: Parser, config_class: type[DataclassInstance], first_group
             if "choices" not in meta["options"]:
                 options["metavar"] = {int: "N", float: "X"}.get(kind, "NAME")
         groups[meta["group"]].add_argument(flag_name(field.name), **(options | meta["options"]))
-
-
-def range_errors(config_class: type[DataclassInstance], values: Mapping[str, Any]) -> list[str]:
-    """One sentence for each value that is outside the bounds of its flag, or not a finite number."""
-    problems = []
-    for field in flag_fields(config_class):
-        value = values.get(field.name)
-        at_least, at_most, below = (field.metadata[bound] for bound in ("at_least", "at_most", "below"))
-        if value is None:
-            continue
-        if isinstance(value, float) and not math.isfinite(value):
-            problems.append(f"{flag_name(field.name)} is {value}. It must be a finite number.")
-        elif at_least is not None and value < at_least:
-            problems.append(f"{flag_name(field.name)} is {value}. It must be {at_least} or more.")
-        elif at_most is not None and value > at_most:
-            problems.append(f"{flag_name(field.name)} is {value}. It must be {at_most} or less.")
-        elif below is not None and value >= below:
-            problems.append(f"{flag_name(field.name)} is {value}. It must be less than {below}.")
-    return problems
+    return vars(parser.parse_args(argv))
 
 
 def add_device_flag(group: argparse._ArgumentGroup) -> None:
@@ -347,32 +310,35 @@ class GuardedStream:
     """stdout or stderr, on which training must not depend: what cannot be written is dropped.
 
     If the reader has closed it, `on_close` is called; without `on_close`, the error is raised. A `required` stream, to
-    which a script prints its result, raises a `UserError` instead of dropping anything.
+    which a script prints its result, raises a `UserError` instead of dropping anything. A line is written when it is
+    complete or flushed, in `around_write()`: a status line makes room for it.
     """
 
-    on_close: Callable[[], None] | None = None
-
     def __init__(self, stream: TextIO, required: bool):
-        self._stream, self._required = stream, required
+        self.stream, self._required = stream, required
+        self.on_close: Callable[[], None] | None = None
+        self.around_write: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        self._begun = ""  # a line that is not complete
+        self._lock = threading.RLock()  # the thread that saves checkpoints prints, too
 
     def write(self, text: str) -> int:
-        self._try(lambda: self._stream.write(text))
+        with self._lock:
+            self._begun += text
+            if text.endswith(("\n", "\r")):  # \r: of a progress bar
+                self.flush()
         return len(text)
 
     def flush(self) -> None:
-        self._try(self._stream.flush)
+        with self._lock:
+            text, self._begun = self._begun, ""
+            if text:
+                self._write_now(text)
 
-    def unguard(self) -> TextIO:
-        """The stream itself, with nothing left in its buffer that could fail later."""
+    def _write_now(self, text: str) -> None:
         try:
-            self._stream.flush()
-        except OSError:
-            self._discard()
-        return self._stream
-
-    def _try(self, write: Callable[[], object]) -> None:
-        try:
-            write()
+            with self.around_write():
+                self.stream.write(text)
+                self.stream.flush()
         except OSError as error:
             if error.errno in READER_CLOSED:
                 if self.on_close is None:
@@ -382,13 +348,27 @@ class GuardedStream:
             elif self._required:
                 raise UserError(f"cannot print the result ({error.strerror}). Redirect it to another file.") from error
 
+    def unguard(self) -> TextIO:
+        """The stream itself, with nothing left in its buffer that could fail later."""
+        try:
+            self.stream.write(self._begun)
+            self.stream.flush()
+        except OSError:
+            self._discard()
+        return self.stream
+
     def _discard(self) -> None:
         """Redirects the stream to the null device: what is buffered would fail again when the process ends."""
         with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as null:
-            os.dup2(null.fileno(), self._stream.fileno())
+            os.dup2(null.fileno(), self.stream.fileno())
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.stream, name)
+
+
+def guarded_streams() -> list[GuardedStream]:
+    """stdout and stderr, in a script that is run with `run_cli`."""
+    return [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, GuardedStream)]
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -28,13 +28,13 @@ def tmp_path(path: Path, kind: str = "partial") -> Path:
 
 
 @contextlib.contextmanager
-def atomic_write(path: Path, unique: bool = False, before_rename: Callable[[], None] = lambda: None) -> Iterator[Path]:
+def atomic_write(path: Path, unique: bool = False) -> Iterator[Path]:
     """Yields a temporary path; the file or folder that the block makes there replaces `path` at the end.
 
     A reader sees the old content or the new, never a part of it, even after a power failure. (While a folder is
     replaced, there is a moment without either.) If the block fails, `path` is unchanged and nothing else remains. A
     killed process leaves the temporary path behind, and the next write of `path` removes it. With `unique`, the
-    temporary name is never used twice: for files that no lock protects. `before_rename` is called when all is on the disk.
+    temporary name is never used twice: for files that no lock protects.
     """
     tmp = tmp_path(path, f"{secrets.token_hex(8)}.partial" if unique else "partial")
     remove(tmp)
@@ -42,7 +42,6 @@ def atomic_write(path: Path, unique: bool = False, before_rename: Callable[[], N
         yield tmp
         for file in [*sorted(tmp.iterdir()), tmp] if tmp.is_dir() else [tmp]:
             sync(file)
-        before_rename()
     except BaseException as error:
         with contextlib.suppress(OSError):
             remove(tmp)
@@ -106,37 +105,24 @@ def check_output_file(path: Path, flag: str, beginning: str) -> None:
     Raises:
         UserError: it is rejected.
     """
-    try:
-        if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
-            raise UserError(f"cannot write {path}. Use another file with {flag}.")
-        if path.is_file() and path.stat().st_size:
-            with open(path, encoding="utf-8", errors="replace") as file:
-                if file.read(len(beginning)) != beginning:
-                    raise UserError(f"{path} exists and has other content. Use another file with {flag}.")
-        if path.is_file() or not path.exists():
-            probe = tmp_path(Path(os.path.realpath(path)), secrets.token_hex(8))
-            probe.touch()
-            probe.unlink()
-    except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror}). Use another file with {flag}.") from error
+    written = [path] if path.exists() else []
+    if path.is_file() or not path.exists():
+        written.append(Path(os.path.realpath(path)).parent)  # the folder in which it is replaced
+    if path.is_dir() or not all(os.access(target, os.W_OK) for target in written):
+        raise UserError(f"cannot write {path}. Use another file with {flag}.")
+    if path.is_file() and path.stat().st_size:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            if file.read(len(beginning)) != beginning:
+                raise UserError(f"{path} exists and has other content. Use another file with {flag}.")
 
 
 def write_output_file(path: Path, text: str) -> None:
-    """Writes a file atomically. A link stays a link; a pipe or a device is written to.
-
-    Raises:
-        UserError: it cannot be written; an earlier file is unchanged.
-    """
-    try:
-        if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")
-            return
+    """Writes a file atomically. A link stays a link; a pipe or a device is written to."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+    else:
         with atomic_write(Path(os.path.realpath(path)), unique=True) as tmp:
             tmp.write_text(text, encoding="utf-8")
-            if path.exists():
-                shutil.copymode(path, tmp)
-    except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror}). Free some disk space or use another file.") from error
 
 
 # -----------------------------------------------------------------------------
@@ -144,7 +130,7 @@ def write_output_file(path: Path, text: str) -> None:
 
 
 def lock_folder(folder: Path, flag: str) -> TextIO:
-    """Locks a folder until the returned file is closed or the process ends.
+    """Locks a folder until the returned file is closed or the process ends. The file says which process holds the lock.
 
     Args:
         flag: the flag that names the folder, for the message.
@@ -162,14 +148,10 @@ def lock_folder(folder: Path, flag: str) -> TextIO:
         raise UserError(f"{folder} is in use by {holder}. Wait until it ends, or use another {flag}.") from None
     except OSError as error:  # some network file systems have no locks
         print(f"warning: cannot lock {folder} ({error.strerror}). Do not start a second run in it.", file=sys.stderr)
-    return file
-
-
-def write_lock_holder(file: TextIO) -> None:
-    """Records in a lock file which process holds the lock."""
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
+    return file
 
 
 def _lock_file(file: TextIO) -> None:

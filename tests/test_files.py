@@ -7,6 +7,7 @@ import os
 import pytest
 
 from support import files
+from support.cli import UserError
 
 
 def test_a_write_that_fails_names_the_file_and_leaves_the_old_one(tmp_path):
@@ -24,11 +25,32 @@ def test_before_it_is_renamed_all_is_on_the_disk(tmp_path, monkeypatch):
     path, synced = tmp_path / "folder", []
     monkeypatch.setattr(files, "sync", synced.append)
 
-    def check():
+    def check(tmp, path):
         assert [path.name for path in synced] == ["file", ".folder.partial"] and not path.exists()
-        raise ZeroDivisionError
+        tmp.rename(path)
 
-    with pytest.raises(ZeroDivisionError), files.atomic_write(path, before_rename=check) as tmp:
+    monkeypatch.setattr(files, "replace", check)
+    with files.atomic_write(path) as tmp:
         tmp.mkdir()
         (tmp / "file").touch()
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_an_output_file_may_be_a_link_or_a_pipe(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    for name in ("link", "pipe"):
+        files.check_output_file(tmp_path / name, "--json", "te")
+        files.write_output_file(tmp_path / name, "text")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "text"
+    assert os.read(reader, 9) == b"text" and sorted(os.listdir(tmp_path)) == ["file", "link", "pipe"]
+    os.close(reader)
+
+
+def test_an_output_file_of_other_content_is_refused(tmp_path):
+    (tmp_path / "mine").write_text("my text")
+    for path in (tmp_path / "mine", tmp_path, tmp_path / "missing" / "file"):
+        with pytest.raises(UserError, match="--json"):
+            files.check_output_file(path, "--json", "text")
+    assert (tmp_path / "mine").read_text() == "my text"

@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from training import ONE_PROCESS, config_of
+from training import ONE_PROCESS, config_of, trained
 
 from support.runtime.profiler import ROWS, Profiler
 from train_gpt2 import train
@@ -23,23 +23,19 @@ def test_profile_records_the_steps_it_says(byte_shards, tmp_path, capsys):
     assert len(steps) == 4
     assert sum(e.get("name") == "aten::_fused_adamw_" and e.get("ph") == "X" for e in events) == 4 * 2  # two groups
     [summary] = [line for line in lines if line.startswith("profile")]
-    milliseconds = re.fullmatch(
-        rf"profile 4 steps of ([\d.]+)ms; open {tmp_path}/run/trace.json.gz in ui.perfetto.dev", summary
-    )
-    assert milliseconds and float(milliseconds[1]) > 0
+    assert "4 steps" in summary and f"{tmp_path}/run/trace.json.gz" in summary
     assert lines.index(summary) > next(i for i, line in enumerate(lines) if line.startswith("step     6"))
     table = lines[lines.index(summary) + 1 :]
     assert "Self CPU %" in table[1] and any("ProfilerStep" in line or "aten::" in line for line in table)
     shares = [float(share) for row in table[3 : 3 + ROWS] for share in re.findall(r"([\d.]+)%", row)[:1]]
     assert len(shares) == ROWS and shares == sorted(shares, reverse=True) and sum(shares) <= 100
-    assert not list((tmp_path / "run").glob(".trace*"))
+    assert (
+        trained(tmp_path / "plain", "--data", byte_shards, "--max-steps", 9)
+        == (tmp_path / "run" / "log.txt").read_text()
+    )
 
-    train(config_of("--data", byte_shards, "--out", tmp_path / "plain", "--max-steps", 9), ONE_PROCESS)
-    assert (tmp_path / "plain" / "log.txt").read_bytes() == (tmp_path / "run" / "log.txt").read_bytes()
-    assert not (tmp_path / "plain" / "trace.json.gz").exists()
 
-
-@pytest.mark.parametrize("steps, expected", [(3, "profile nothing recorded"), (5, "profile 2 steps")])
+@pytest.mark.parametrize("steps, expected", [(3, "nothing recorded"), (5, "recorded 2 steps")])
 def test_profile_says_if_the_run_is_too_short(byte_shards, tmp_path, capsys, steps, expected):
     flags = ("--data", byte_shards, "--out", tmp_path, "--max-steps", steps, "--profile", 9)
     train(config_of(*flags), ONE_PROCESS)

@@ -7,13 +7,12 @@ import re
 import select
 import signal
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import FORKS, finish_run, run_script
+from helpers import FORKS, finish_run, run_script, wait_for
 from hf_models import copy_of, hf_model
 from training import TINY, trained
 
@@ -180,15 +179,6 @@ def as_on_terminal(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
-def test_one_text_is_streamed_to_a_terminal(run, capsys, monkeypatch):
-    [text] = texts_of(run, capsys, "-n", "1", "--top-k", "0")
-    writes: list[str] = []
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr(sys.stdout, "write", lambda piece: writes.append(piece))
-    assert texts_of(run, capsys, "-n", "1", "--top-k", "0") == [""]
-    assert "".join(writes) == as_on_terminal(text) != text and len(writes) > 20
-
-
 class Terminal:
     """sample.py in a process of its own, on a terminal."""
 
@@ -210,6 +200,11 @@ class Terminal:
             assert select.select([self.screen], [], [], 30)[0], shown
             shown += os.read(self.screen, 1)
         return shown.decode(errors="replace").replace("\r\n", "\n")
+
+    def wait_until_it_reads(self) -> None:
+        """Python's readline misses a Ctrl-C right before it waits for a key, until the next key."""
+        state = Path(f"/proc/{self.process.pid}/stat")
+        assert wait_for(lambda: state.read_text().rpartition(")")[2].split()[0] == "S")  # it sleeps
 
     def exit_code(self) -> int | None:
         [code] = finish_run([self.process], timeout=30)
@@ -263,10 +258,10 @@ def test_ctrl_c_stops_a_text_and_then_the_session(checkpoint):
     assert terminal.read_until("> ").endswith("^C\n\n> ")
     terminal.type("half a li")
     terminal.read_until("half a li")
-    time.sleep(1)  # Python's readline misses a Ctrl-C right before it waits for a key, until the next key
+    terminal.wait_until_it_reads()
     terminal.type("\x03")
     terminal.read_until("> ")
-    time.sleep(1)
+    terminal.wait_until_it_reads()
     terminal.type("\x03")
     assert terminal.exit_code() == 0
 
@@ -289,9 +284,6 @@ def test_sample_runs_as_a_script(run):
     done = run_script("sample.py", *flags, cwd=run.parent)
     assert done.returncode == 0, done.stderr
     assert [text[:4] for text in done.stdout.split("\n---\n")] == ["The ", "The "]
-    failed = run_script("sample.py", "--model", "log", cwd=run.parent)
-    assert failed.returncode == 2 and failed.stderr.count("\n") == 1
-    assert failed.stderr.startswith("error: log is not a checkpoint")
 
 
 @pytest.mark.parametrize(
@@ -307,14 +299,11 @@ def test_sample_runs_as_a_script(run):
             ["--model", "log/model_00003", "--prompt", "caf\udce9"],
             "the prompt is not valid UTF-8. Convert it to UTF-8.",
         ),
-        (["--model", "log/model_00003", "-n", "0"], "-n must be 1 or more"),
-        (["--model", "log/model_00003", "--top-p", "0"], "--top-p must be more than 0, and 1 or less."),
-        (["--model", "log/model_00003", "--top-p", "nan"], "--top-p must be more than 0, and 1 or less."),
-        (["--model", "log/model_00003", "--temperature", "nan"], "--temperature must be 0 or more"),
-        (
-            ["--model", "log/model_00003", "--max-new-tokens", "1000000000000"],
-            "--max-new-tokens must be 1,000,000 or less",
-        ),
+        (["--model", "log/model_00003", "-n", "0"], "-n is 0"),
+        (["--model", "log/model_00003", "--top-p", "0"], "--top-p must be more than 0"),
+        (["--model", "log/model_00003", "--top-p", "nan"], "--top-p is nan"),
+        (["--model", "log/model_00003", "--temperature", "-0.1"], "--temperature is -0.1"),
+        (["--model", "log/model_00003", "--max-new-tokens", "1000001"], "--max-new-tokens is 1000001"),
     ],
 )
 def test_bad_input_is_named(run, monkeypatch, flags, message):

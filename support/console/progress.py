@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Protocol, TypeVar
 
 import torch
+from tqdm import tqdm
 
 from support.console.deadline import seconds_for_process
 from support.console.log import read_metrics, read_values
@@ -28,25 +28,15 @@ from support.runtime.run_info import RunInfo, checkpoint_path
 from support.startup import STARTED
 
 T = TypeVar("T")
-HIGH_LR = 0.1
 TOLERANCE = 0.07  # of the time of --minutes, without a word
 
 
 def progress_bar(items: Iterable[T], name: str, rank: int) -> Iterator[T]:
     """The items, counted in the status line; without one, a bar on stderr, if that is a terminal. Rank 0 only."""
-    status: StatusLine | None = getattr(sys.stdout, "status_line", None)
-    if status is None:
-        from tqdm import tqdm
-
-        yield from tqdm(items, desc=name, leave=False, delay=1, disable=True if rank or sys.stderr is None else None)
-        return
-    total = f"/{len(items):,}" if isinstance(items, Sized) else ""
-    try:
-        for n, item in enumerate(items):
-            status.show_activity(f"{name} {n:,}{total}")
-            yield item
-    finally:
-        status.show_activity("")
+    if StatusLine.current and StatusLine.current.enabled:
+        yield from StatusLine.current.counting(items, name)
+    else:
+        yield from tqdm(items, desc=name, leave=False, delay=1, disable=True if rank else None)
 
 
 class Loader(Protocol):
@@ -59,6 +49,8 @@ class Loader(Protocol):
 
 def print_header(run: RunInfo, dist: Distributed, loader: Loader) -> None:
     """Prints the lines before the first step: the figures that people compare. The rest is in `run.json`."""
+    if dist.rank > 0:
+        return
     config, T = run.config, run.config.block_size
     step_rows = loader.B * dist.world_size * loader.grad_accum
     steps_per_epoch = loader.rows_per_epoch / step_rows
@@ -89,21 +81,17 @@ def print_header(run: RunInfo, dist: Distributed, loader: Loader) -> None:
         ),
         ("recipe", describe_recipe(config)),
     ]
-    if config.parallel == "fsdp" and dist.world_size == 1:
-        facts.append(("note", "--parallel fsdp has no effect on one process"))
     if config.compile and speed["compiled"] != "yes":
         facts.append(("note", f"compiled: {speed['compiled']}"))
     if run.resumed_from:
         facts.append(("note", f"resuming from {run.resumed_from.path}"))
     for label, text in facts:
-        dist.print0(labelled(label, text))
+        print(labelled(label, text), flush=True)
     if warning := warmup_warning(config, run.first_step):
-        dist.print0(styled(labelled("warning", warning), YELLOW))
-    checkpoint_bytes = memory.checkpoint_bytes(
-        config, sum(p.numel() for p in run.model.parameters() if p.requires_grad)
-    )
-    for note in notes(config, run.first_step, checkpoint_bytes if dist.rank == 0 else 0):
-        dist.print0(labelled("note", note))
+        print(styled(labelled("warning", warning), YELLOW), flush=True)
+    trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+    for note in notes(config, run.first_step, memory.checkpoint_bytes(config, trained)):
+        print(labelled("note", note), flush=True)
 
 
 def describe_length(run: RunInfo) -> str:
@@ -150,21 +138,11 @@ def warmup_warning(config: Recipe, first_step: int) -> str | None:
 
 def notes(config: RunOptions, first_step: int, checkpoint_bytes: int) -> Iterator[str]:
     """What is worth knowing before the first step."""
-    max_steps, warmup_steps, decay_steps = config.max_steps, config.warmup_steps, config.decay_steps
-    if decay_steps <= warmup_steps < max_steps:
-        yield (
-            f"--decay-steps {decay_steps} is in the warm-up of {pluralize(warmup_steps, 'step')}: the learning rate falls to "
-            "--min-lr right after it"
-        )
-    elif warmup_steps < decay_steps < max_steps and first_step < max_steps:
+    max_steps, decay_steps = config.max_steps, config.decay_steps
+    if config.warmup_steps < decay_steps < max_steps and first_step < max_steps:
         yield (
             f"from step {decay_steps:,} on, the learning rate stays at its lowest, {config.min_lr:.3g}; "
             "--decay-steps moves the end of the schedule, in a resumed run only before the cooldown of --schedule wsd"
-        )
-    if config.max_lr > HIGH_LR:
-        yield (
-            f"--max-lr {config.max_lr:g} is very high: weights start near 0.02, and a step changes them by up to "
-            "about that"
         )
     if config.open_ended and first_step == 0 and max_steps < FEW_STEPS:
         yield (
@@ -176,11 +154,9 @@ def notes(config: RunOptions, first_step: int, checkpoint_bytes: int) -> Iterato
         yield "only models made with --tokenizer gpt2 can be scored on HellaSwag"
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and config.resume != "auto":
         yield "torchrun restarts a failed run, but only with --resume auto does that resume from a checkpoint"
-    if checkpoint_bytes and config.checkpoint_every:
-        free = shutil.disk_usage(config.out).free
-        if free < checkpoint_bytes:
-            size = format_bytes(checkpoint_bytes)
-            yield f"a checkpoint takes {size}, and {config.out} has {format_bytes(free)} free"
+    free = shutil.disk_usage(config.out).free
+    if config.checkpoint_every and free < checkpoint_bytes:
+        yield f"a checkpoint takes {format_bytes(checkpoint_bytes)}, and {config.out} has {format_bytes(free)} free"
     if first_step == max_steps:
         more = "--resume --minutes M, or a higher --max-steps," if config.minutes else "a higher --max-steps"
         yield f"this run has finished its {pluralize(max_steps, 'step')}; {more} makes it longer"
@@ -210,9 +186,8 @@ def print_summary(run: RunInfo, dist: Distributed, texts: Sequence[str]) -> None
         if step in val:
             per_byte = val[step] / run.data.bytes_per_token
             loss = f"{val[step]:.4f} nats per token, {per_byte:.4f} per byte, at step {step:,}"
-            loss += (
-                f": {checkpoint_path(out, step)}" if step != max_steps and checkpoint_path(out, step).is_dir() else ""
-            )
+            directory = checkpoint_path(out, step)
+            loss += f": {directory}" if step != max_steps and directory.is_dir() else ""
             lines.append(styled(labelled(name, f"validation loss {loss}"), BOLD))
     lines += [labelled("sample", on_one_line(text)) for text in texts[:1]]
     checkpoint = checkpoint_path(out, max_steps)

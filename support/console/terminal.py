@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-import sys
 import textwrap
-import threading
-import time
-from typing import Any, TextIO
+from collections.abc import Iterable, Iterator, Sized
+from functools import partial
+from typing import ClassVar, TypeVar
 
+from tqdm import tqdm
+
+from support.cli import guarded_streams
 from support.startup import is_terminal
+
+T = TypeVar("T")
 
 WIDTH = 80  # of the header and of notes, on a terminal and in a file
 REDRAW_SECONDS = 0.2
 BOLD, GREEN, YELLOW, CYAN = "1", "32", "33", "36"
-_ERASE = "\r\x1b[K"  # to the beginning of the line, and clear it
 
 
 def styled(text: str, style: str) -> str:
@@ -64,82 +68,53 @@ def fit_fields(line: str) -> str:
 
 
 class StatusLine:
-    """The last line of a terminal, redrawn in place; what is printed meanwhile goes above it.
+    """The last line of a terminal, which tqdm draws, until it is closed; what is printed meanwhile goes above it.
 
-    Between `open` and `close`, stdout and stderr (if that is a terminal, too) erase it before they write, and draw it
-    again after a complete line. The cursor stays at its beginning: what libraries write past these streams, or the
-    shell after a kill, overwrites it. If it is not `enabled`, nothing happens.
+    Without `enabled`, or if the script was not run by `run_cli`, nothing happens.
     """
 
-    def __init__(self, enabled: bool):
-        self.enabled = enabled
-        self._text = self._activity = ""
-        self._drawn_at, self._drawn, self._in_line = 0.0, False, False
-        self._lock = threading.RLock()  # the thread that saves checkpoints prints, too
-        self._streams: tuple[TextIO, TextIO] | None = None
+    current: ClassVar[StatusLine | None] = None  # the one that is not closed
 
-    def open(self) -> None:
-        if self.enabled:
-            self._streams = sys.stdout, sys.stderr
-            sys.stdout = _StreamAbove(sys.stdout, self)
-            if sys.stderr.isatty():
-                sys.stderr = _StreamAbove(sys.stderr, self)
+    def __init__(self, enabled: bool):
+        self._streams = [stream for stream in guarded_streams() if enabled and stream.isatty()]
+        self.enabled, self._text = bool(self._streams), ""
+        # tqdm writes past the guard, which makes room for the lines of all others. There is no total, so {bar} is blank, and
+        # as wide as the terminal. The cursor goes back to the beginning: what libraries write past these streams, or the
+        # shell after a kill, overwrites the line.
+        terminal = self._streams[0].stream if self.enabled else None
+        self._bar = tqdm(
+            file=terminal,
+            disable=not self.enabled,
+            bar_format="{desc}{bar}\r",
+            dynamic_ncols=True,
+            leave=False,
+            position=0,
+            miniters=1,
+            mininterval=REDRAW_SECONDS,
+        )
+        for stream in self._streams:
+            stream.around_write = partial(tqdm.external_write_mode, file=terminal)
+        StatusLine.current = self
 
     def close(self) -> None:
-        if self._streams:
-            with self._lock:
-                self._erase()
-                sys.stdout, sys.stderr = self._streams
-                self._streams = None
+        StatusLine.current = None
+        self._bar.close()
+        for stream in self._streams:
+            stream.around_write = contextlib.nullcontext
 
     def show(self, text: str) -> None:
         """Replaces the text."""
         self._text = text
-        self._draw_if_due()
+        self._draw(text)
 
-    def show_activity(self, text: str) -> None:
-        """Shows the first field of the text and what is going on now; "" ends that."""
-        self._activity = text
-        self._draw_if_due()
+    def counting(self, items: Iterable[T], name: str) -> Iterator[T]:
+        """The items, counted after the first field of the text."""
+        total = f"/{len(items):,}" if isinstance(items, Sized) else ""
+        for n, item in enumerate(items):
+            self._draw(f"{self._text.partition(' | ')[0]} | {name} {n:,}{total}")
+            yield item
+        self._draw(self._text)
 
-    def write_above(self, stream: TextIO, text: str) -> None:
-        with self._lock:
-            self._erase()
-            stream.write(text)
-            stream.flush()
-            self._in_line = not text.endswith("\n")
-            self._draw()
-
-    def _draw_if_due(self) -> None:
-        with self._lock:
-            if time.monotonic() - self._drawn_at >= REDRAW_SECONDS:
-                self._draw()
-
-    def _draw(self) -> None:
-        text = f"{self._text.partition(' | ')[0]} | {self._activity}" if self._activity else self._text
-        if self._streams and text and not self._in_line:
-            stdout = self._streams[0]
-            stdout.write(f"\r{cut(text, shutil.get_terminal_size().columns - 1)}\x1b[K\r")
-            stdout.flush()
-            self._drawn_at, self._drawn = time.monotonic(), True
-
-    def _erase(self) -> None:
-        if self._streams and self._drawn:
-            self._streams[0].write(_ERASE)
-            self._streams[0].flush()
-            self._drawn = False
-
-
-class _StreamAbove:
-    """stdout or stderr, above a status line."""
-
-    def __init__(self, stream: TextIO, status_line: StatusLine):
-        self._stream, self.status_line = stream, status_line
-
-    def write(self, text: str) -> int:
-        if text:
-            self.status_line.write_above(self._stream, text)
-        return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+    def _draw(self, text: str) -> None:
+        self._bar.set_description_str(text, refresh=False)
+        self._bar.update()  # draws if REDRAW_SECONDS have passed

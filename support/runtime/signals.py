@@ -7,12 +7,12 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, TracebackType
 from typing import NoReturn, TypeVar
 
-from support.cli import GuardedStream, UserError
+from support.cli import UserError, guarded_streams
+from support.startup import is_terminal
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class StopHandler:
         self.failure: Exception | None = None  # the error behind this rank's request
         self._reason: int | None = None
         self._agreed = False
-        self._interrupted_at: float | None = None
+        self._interrupted = False
         self._handlers: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     @property
@@ -91,40 +91,30 @@ class StopHandler:
             # An ignored SIGHUP stays ignored: that is what nohup does.
             handled = [n for n in STOP_SIGNALS if n == signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
             self._handlers = {number: signal.signal(number, self._handle) for number in handled}
-        self._watch_console(self._reader_closed)
+        for stream in guarded_streams():
+            stream.on_close = self._reader_closed
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: a handler that is not Python's
-        self._watch_console(None)
-
-    @staticmethod
-    def _watch_console(on_close: Callable[[], None] | None) -> None:
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, GuardedStream):  # as run_cli makes them
-                stream.on_close = on_close
+        for stream in guarded_streams():
+            stream.on_close = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # A terminal has the ^C, and maybe a status line, on the line of the cursor.
-        redraws = os.name == "posix" and os.isatty(2) and os.environ.get("TERM") != "dumb"
-        start = "\r\x1b[K" if redraws else "\n"
-        if number == signal.SIGINT:
-            now = time.monotonic()
-            # Ctrl-C in the terminal of torchrun signals us twice: torchrun passes its own signal on.
-            passed_on = "TORCHELASTIC_RUN_ID" in os.environ and now - (self._interrupted_at or now) <= 1
-            if self._interrupted_at is not None and not passed_on:
-                self._write(start)
-                os._exit(128 + number)
-            self._interrupted_at = self._interrupted_at or now
+        # torchrun may send a signal twice, and kills what does not end.
+        by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        exits = number == signal.SIGINT and self._interrupted and not by_torchrun
+        self._interrupted |= number == signal.SIGINT
         self._reason = self._reason or number
-        hint = " (again to exit immediately)" if number == signal.SIGINT else ""
-        self._write(f"{start}{signal.Signals(number).name} received: stopping{hint}\n")
-
-    @staticmethod
-    def _write(text: str) -> None:
+        hint = " (again to exit immediately)" if number == signal.SIGINT and not by_torchrun else ""
+        text = "exiting" if exits else f"{signal.Signals(number).name} received: stopping{hint}"
+        # A terminal has the ^C, and maybe a status line, on the line of the cursor.
+        start = "\r\x1b[K" if is_terminal() else "\n"
         with contextlib.suppress(OSError):  # not print, which may be in the middle of a line of its own
-            os.write(2, text.encode())
+            os.write(2, f"{start}{text}\n".encode())
+        if exits:
+            os._exit(128 + number)
 
     def _reader_closed(self) -> None:
         self._reason = self._reason or _CLOSED_PIPE
