@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from helpers import run_to_the_end
-from training import (
-    ONE_PROCESS,
-    assert_same_run,
-    checkpoint_names,
-    config_of,
-    remove_skipped_step,
-    resumed,
-    trainer_file,
-)
+from training import assert_same_run, checkpoint_names, remove_skipped_step, resumed, trained, trainer_file
 
 import train_gpt2
 from support.cli import UserError
-from train_gpt2 import GPT, train
+from train_gpt2 import GPT
 
 
 def nan_at_step_3_on_rank_1(rank):
@@ -61,25 +55,25 @@ def skip_step_3(rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bad", [nan_at_step_3_on_rank_1, infinite_loss_at_step_3_on_rank_1])
-def test_one_bad_step_on_one_rank_is_skipped_on_all(byte_shards, tmp_path, bad):
+def test_one_bad_step_on_one_rank_is_skipped_on_all(byte_shards, tmp_path):
     flags = ["--data", byte_shards, "--max-steps", 8, "--val-every", 0, "--checkpoint-every", 4]
-    run_to_the_end(*flags, "--out", "bad", cwd=tmp_path, world_size=2, sabotage=bad)
-    output = (tmp_path / "0.txt").read_text()
     run_to_the_end(*flags, "--out", "skipped", cwd=tmp_path, world_size=2, sabotage=skip_step_3)
-    assert output.count("step     3 | skipped: the loss or the gradient is not finite") == 1
-    assert "step     4 | no checkpoint while steps are skipped" in output
-    assert checkpoint_names(tmp_path / "bad") == ["model_00008"]
-    log_lines = (tmp_path / "bad" / "log.txt").read_text()
-    if bad is infinite_loss_at_step_3_on_rank_1:  # the one line that cannot be the same
-        assert "3 train inf\n" in log_lines
-        line = (tmp_path / "skipped" / "log.txt").read_text().splitlines()[3]
-        (tmp_path / "bad" / "log.txt").write_text(log_lines.replace("3 train inf", line))
+    [skipped_line] = re.findall("^3 train .*\n", (tmp_path / "skipped" / "log.txt").read_text(), re.M)
     remove_skipped_step(tmp_path / "skipped", 3)
-    metrics = remove_skipped_step(tmp_path / "bad", 3)
-    assert metrics["step"] == 3 and metrics["skipped"] is True
-    assert metrics["loss" if bad is infinite_loss_at_step_3_on_rank_1 else "norm"] is None
-    assert_same_run(tmp_path / "bad", tmp_path / "skipped")
+    for bad, value in ((nan_at_step_3_on_rank_1, "norm"), (infinite_loss_at_step_3_on_rank_1, "loss")):
+        out = tmp_path / value
+        run_to_the_end(*flags, "--out", out, cwd=tmp_path, world_size=2, sabotage=bad)
+        output = (tmp_path / "0.txt").read_text()
+        assert output.count("step     3 | skipped: the loss or the gradient is not finite") == 1
+        assert "step     4 | no checkpoint while steps are skipped" in output
+        assert checkpoint_names(out) == ["model_00008"]
+        if value == "loss":  # the one line that cannot be the same
+            log = (out / "log.txt").read_text()
+            assert "3 train inf\n" in log
+            (out / "log.txt").write_text(log.replace("3 train inf\n", skipped_line))
+        metrics = remove_skipped_step(out, 3)
+        assert (metrics["step"], metrics["skipped"], metrics[value]) == (3, True, None)
+        assert_same_run(out, tmp_path / "skipped")
 
 
 def bad_losses(monkeypatch, steps, value=float("nan")):
@@ -102,45 +96,31 @@ def bad_losses(monkeypatch, steps, value=float("nan")):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_bad_steps_in_a_row_end_the_run(byte_shards, tmp_path, monkeypatch, capsys, dtype, value):
+def test_bad_steps_in_a_row_end_the_run(byte_shards, tmp_path, monkeypatch, dtype, value):
     bad_losses(monkeypatch, {2, 3, 5, 6, 7}, value)
-    config = config_of("--data", byte_shards, "--out", tmp_path / "run", "--max-steps", 20, "--checkpoint-every", 1,
-                       "--dtype", dtype)  # fmt: skip
-    with pytest.raises(
-        UserError,
-        match="3 steps in a row had a loss or gradients that are not finite, the last one at step 7, and none was applied",
-    ):
-        train(config, ONE_PROCESS)
-    assert checkpoint_names(tmp_path / "run") == ["model_00001", "model_00002", "model_00005"]
-    logged = (tmp_path / "run" / "log.txt").read_text()
+    with pytest.raises(UserError, match="3 steps in a row .* not finite, the last one at step 7, and none was applied"):
+        trained(tmp_path, "--data", byte_shards, "--max-steps", 20, "--checkpoint-every", 1, "--dtype", dtype)
+    assert checkpoint_names(tmp_path) == ["model_00001", "model_00002", "model_00005"]
+    logged = (tmp_path / "log.txt").read_text()
     assert [line.split()[0] for line in logged.splitlines() if line.endswith((" nan", " inf"))] == list("23567")
-    saved = [GPT.from_pretrained(tmp_path / "run" / name).state_dict() for name in ("model_00002", "model_00005")]
+    saved = [GPT.from_pretrained(tmp_path / name).state_dict() for name in ("model_00002", "model_00005")]
     assert all(torch.isfinite(tensor).all() for state in saved for tensor in state.values())
     # of the steps between those two, only step 4 was applied
-    step = trainer_file(tmp_path / "run" / "model_00005")["optimizer"]["state"][0]["step"]
-    assert step == 3
+    assert trainer_file(tmp_path / "model_00005")["optimizer"]["state"][0]["step"] == 3
 
 
 def test_a_bad_last_step_does_not_cost_the_others(byte_shards, tmp_path, monkeypatch):
     bad_losses(monkeypatch, {4, 5})
-    train(config_of("--data", byte_shards, "--out", tmp_path / "run", "--max-steps", 6), ONE_PROCESS)
-    state = trainer_file(tmp_path / "run" / "model_00006")
+    trained(tmp_path, "--data", byte_shards, "--max-steps", 6)
+    state = trainer_file(tmp_path / "model_00006")
     assert state["bad_steps"] == 2 and state["optimizer"]["state"][0]["step"] == 4
     monkeypatch.undo()
     bad_losses(monkeypatch, {0})
     with pytest.raises(UserError, match="3 steps in a row .* not finite, the last one at step 6"):
-        resumed(tmp_path / "run", "--max-steps", "9", "--max-bad-steps", "2")
+        resumed(tmp_path, "--max-steps", "9", "--max-bad-steps", "2")
 
 
 def test_bad_gradients_do_not_pass_for_overflows_forever(byte_shards, tmp_path, monkeypatch):
-    real = torch.nn.utils.clip_grad_norm_
-
-    def poisoned(parameters, limit):
-        parameters = list(parameters)
-        parameters[0].grad[0, 0] = torch.nan
-        return real(parameters, limit)
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", poisoned)
     unscale = torch.amp.GradScaler.unscale_
 
     def unscale_poisoned(self, optimizer):
@@ -148,17 +128,16 @@ def test_bad_gradients_do_not_pass_for_overflows_forever(byte_shards, tmp_path, 
         unscale(self, optimizer)
 
     monkeypatch.setattr(torch.amp.GradScaler, "unscale_", unscale_poisoned)
-    config = config_of("--data", byte_shards, "--out", tmp_path / "run", "--max-steps", 60, "--dtype", "fp16")
     with pytest.raises(UserError, match="3 steps in a row .* not finite, the last one at step 17"):
-        train(config, ONE_PROCESS)  # 65,536 is halved 16 times until it is 1
+        # 65,536 is halved 16 times until it is 1
+        trained(tmp_path, "--data", byte_shards, "--max-steps", 60, "--dtype", "fp16")
 
 
 def test_overflows_of_fp16_are_handled_by_the_scaler(byte_shards, tmp_path, monkeypatch, capsys):
     real = torch.amp.GradScaler
     monkeypatch.setattr(torch.amp, "GradScaler", lambda *args, **kwargs: real(*args, init_scale=2.0**60, **kwargs))
-    config = config_of("--data", byte_shards, "--out", tmp_path / "run", "--max-steps", 60, "--dtype", "fp16")
-    train(config, ONE_PROCESS)
-    state = trainer_file(tmp_path / "run" / "model_00060")
+    trained(tmp_path, "--data", byte_shards, "--max-steps", 60, "--dtype", "fp16")
+    state = trainer_file(tmp_path / "model_00060")
     skipped = 60 - int(state["optimizer"]["state"][0]["step"])
     assert skipped > 3 and state["scaler"]["scale"] == 2.0 ** (60 - skipped) and state["overflows"] == skipped
     printed = capsys.readouterr().out

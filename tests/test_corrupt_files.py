@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import pickle
 import shutil
@@ -12,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import TINY_FLAGS, TINY_TRAINING_FLAGS, finish_run, needs_gpt2_vocabulary, start_run, steps_done
+from helpers import TINY_FLAGS, TINY_TRAINING_FLAGS, finish_run, start_run, steps_done
 from training import checkpoint_names, trained
 
 import hellaswag
 import sample
 import train_gpt2
+from support.checkpoints import huggingface
 from support.checkpoints.directory import write_checkpoint
 from support.cli import UserError
-from train_gpt2 import GPT
 
 
 @pytest.fixture
@@ -59,8 +58,8 @@ def truncate_at_step_3(rank, split):
     train_gpt2.get_lr = get_lr
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("split, steps", [("train", 4), ("val", 5)])  # until the next step, or validation, needs them
+# until the next step, or validation, needs them
+@pytest.mark.parametrize("split, steps, world_size", [("train", 4, 1), ("train", 4, 2), ("val", 5, 2)])
 def test_a_shard_truncated_in_use_loses_no_finished_step(data, tmp_path, split, steps, world_size):
     """Reading memory whose file is gone would be a bus error."""
     flags = ["--data", data[0], "--out", "run", "--max-steps", 1000]
@@ -100,84 +99,78 @@ class Evil:
         return os.mkdir, (self.path,)
 
 
-def poisoned(place, data, run, evil):
-    """Puts a pickle in the place of a file, and returns a function that reads that file."""
-    folder, shard = data
-    resume = ["--resume", "--out", str(run), "--max-steps", "3", "--data", str(folder)]
-    last = run / "model_00002"
+@pytest.fixture(scope="module")
+def finished(byte_shards, tmp_path_factory):
+    """The folder of a run of two steps."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    trained(out, "--data", byte_shards, "--max-steps", 2)
+    return out
 
-    def rewritten(name, content):
-        def write_files(folder):
-            for path in before.iterdir():
+
+def write_pickle(path, evil, bare):
+    """A pickle alone, or in the format of torch.save."""
+    path.write_bytes(pickle.dumps(evil)) if bare else torch.save({"transformer.wte.weight": evil}, path)
+
+
+@pytest.mark.parametrize("bare", [True, False])
+@pytest.mark.parametrize(
+    "name, use, message",
+    [
+        ("trainer.pt", "resume", "trainer.pt is corrupt"),
+        ("model.safetensors", "resume", "cannot read .*model.safetensors"),
+        ("config.json", "resume", "config.json is not a GPT-2 configuration"),
+        ("checkpoint.json", "resume", "all checkpoints in .* are corrupt"),
+        ("pytorch_model.bin", "init-from", "model.safetensors"),  # where other tools read weights
+        ("pytorch_model.bin", "sample", "model.safetensors"),
+        ("pytorch_model.bin", "score", "model.safetensors"),
+    ],
+)
+def test_no_pickle_in_a_checkpoint_is_executed(finished, byte_shards, tmp_path, name, use, message, bare):
+    evil, run = Evil(tmp_path / "executed"), tmp_path / "run"
+    model = run / "model_00002"
+    left_out = {"checkpoint.json"} | ({"model.safetensors"} if name == "pytorch_model.bin" else set())
+
+    def write_files(folder):
+        for path in (finished / "model_00002").iterdir():
+            if path.name not in left_out:
                 shutil.copy(path, folder)
-            (folder / name).write_bytes(content)
+        write_pickle(folder / name, evil, bare)
 
-        write_checkpoint(last, write_files)
-
-    before = run.with_name("before")
-    shutil.copytree(last, before, ignore=shutil.ignore_patterns("checkpoint.json"))
-    if place == "trainer.pt":
-        torch.save({"config": evil}, before / "trainer.pt")
-        rewritten("trainer.pt", (before / "trainer.pt").read_bytes())
-        return lambda: train_gpt2.main(resume)
-    if place in ("trainer.pt, bare", "model.safetensors", "config.json", "checkpoint.json"):
-        name = place.split(",")[0]
-        if name == "checkpoint.json":
-            (last / name).write_bytes(pickle.dumps(evil))
-        else:
-            rewritten(name, pickle.dumps(evil))
-        return lambda: train_gpt2.main(resume)
-    if place == "pytorch_model.bin":
-        (before / "model.safetensors").unlink()
-        torch.save({"transformer.wte.weight": evil}, before / "pytorch_model.bin")
-        return lambda: train_gpt2.main([*TINY_TRAINING_FLAGS, "--data", str(folder), "--out", str(run / "new"), "--init-from", str(before)])  # fmt: skip
-    if place == "pytorch_model.bin, scored":
-        GPT(train_gpt2.GPTConfig(16, 50257, 1, 2, 8)).save_pretrained(before)
-        (before / "tokenizer.json").unlink()
-        (before / "model.safetensors").unlink()
-        torch.save({"transformer.wte.weight": evil}, before / "pytorch_model.bin")
-        items = run / "items.jsonl"
-        items.write_text(json.dumps({"ctx": "a", "label": 0, "endings": ["b"] * 4}) + "\n")
-        return lambda: hellaswag.load_model(before, torch.device("cpu"))
-    if place == "pytorch_model.bin, sampled":
-        (before / "model.safetensors").unlink()
-        torch.save({"transformer.wte.weight": evil}, before / "pytorch_model.bin")
-        return lambda: sample.main(["--model", str(before), "--prompt", "x"])
-    if place == "shard":
-        np.save(shard, np.array([evil], dtype=object), allow_pickle=True)
-    elif place == "shard, bare":
-        shard.write_bytes(pickle.dumps(evil))
-    elif place == "manifest":
-        (folder / "manifest.json").write_bytes(pickle.dumps(evil))
-    elif place == "items":
-        shard.with_name("items.jsonl").write_bytes(pickle.dumps(evil))
-        return lambda: hellaswag.load(shard.with_name("items.jsonl"))
-    return lambda: train_gpt2.main([*TINY_FLAGS, "--data", str(folder), "--out", str(run / "new")])
+    write_checkpoint(model, write_files)
+    if name == "checkpoint.json":
+        write_pickle(model / name, evil, bare)
+    flags = ["--data", str(byte_shards), "--max-steps", "3"]
+    new = [*TINY_TRAINING_FLAGS, *flags, "--out", str(tmp_path / "new"), "--init-from", str(model)]
+    with pytest.raises(UserError, match=message):
+        {
+            "resume": lambda: train_gpt2.main(["--resume", "--out", str(run), *flags]),
+            "init-from": lambda: train_gpt2.main(new),
+            "sample": lambda: sample.main(["--model", str(model), "--prompt", "x"]),
+            "score": lambda: huggingface.load_hf_model(model),  # as hellaswag.py does
+        }[use]()
+    assert not (tmp_path / "executed").exists()
+    pickle.loads(pickle.dumps(evil))
+    assert (tmp_path / "executed").exists()  # it would have been seen
 
 
 @pytest.mark.parametrize(
     "place, message",
     [
-        ("trainer.pt", "trainer.pt is not readable"),
-        ("trainer.pt, bare", "trainer.pt is truncated or corrupt"),
-        ("model.safetensors", "cannot read .*model.safetensors"),
-        ("config.json", "config.json is not a GPT-2 configuration"),
-        ("checkpoint.json", "all checkpoints in .* are corrupt"),
-        ("pytorch_model.bin", "model.safetensors"),
-        pytest.param("pytorch_model.bin, scored", "cannot read .*model.safetensors", marks=needs_gpt2_vocabulary),
-        ("pytorch_model.bin, sampled", "model.safetensors"),
         ("shard", "is not a readable .npy file"),
         ("shard, bare", "is not a readable .npy file"),
         ("manifest", "is not a manifest of shards"),
         ("items", "cannot read HellaSwag items|is not JSON"),
     ],
-)  # fmt: skip
-def test_no_pickle_is_executed(data, tmp_path, place, message, capsys):
-    run, executed = tmp_path / "run", tmp_path / "executed"
-    trained(run, "--data", data[0], "--max-steps", 2)
-    read = poisoned(place, data, run, Evil(executed))
+)
+def test_no_pickle_of_data_is_executed(data, tmp_path, place, message):
+    folder, shard = data
+    evil, items = Evil(tmp_path / "executed"), tmp_path / "items.jsonl"
+    if place == "shard":
+        np.save(shard, np.array([evil], dtype=object), allow_pickle=True)
+    else:
+        write_pickle({"manifest": folder / "manifest.json", "items": items}.get(place, shard), evil, bare=True)
     with pytest.raises(UserError, match=message):
-        read()
-    assert not executed.exists()
-    pickle.loads(pickle.dumps(Evil(executed)))
-    assert executed.exists()  # it would have been seen
+        if place == "items":
+            hellaswag.load(items)
+        train_gpt2.main([*TINY_FLAGS, "--data", str(folder), "--out", str(tmp_path / "new")])
+    assert not (tmp_path / "executed").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -38,34 +37,26 @@ def test_a_checkpoint_is_complete_or_absent(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "corruption", ["altered", "is missing", "bytes, not", "names '../x'", "is not readable", "lists no files"]
+    "file, text, corruption",
+    [
+        ("model.txt", "five", "model.txt was altered"),
+        ("model.txt", "fo", "model.txt was altered"),
+        ("model.txt", None, "model.txt is missing"),
+        ("checkpoint.json", '{"files": 1}', "checkpoint.json is not readable"),
+        ("checkpoint.json", None, "checkpoint.json is missing"),
+    ],
 )
-def test_corruption_is_described(tmp_path, corruption):
-    directory = checkpoint_with(tmp_path / "model_00001", "four")
-    file, contents = directory / "model.txt", directory / "checkpoint.json"
-    if corruption == "altered":
-        file.write_text("five")
-    elif corruption == "is missing":
-        file.unlink()
-    elif corruption == "bytes, not":
-        file.write_text("fo")
-    elif corruption == "is not readable":
-        contents.write_text('{"files": 1}')
-    elif corruption == "lists no files":
-        contents.write_text('{"files": {}}')
-    else:
-        contents.write_text(json.dumps({"files": {"../x": {"bytes": 0, "sha256": ""}}}))
-    assert corruption in find_corruption(directory)
-
-
-def test_only_intact_checkpoints_count(tmp_path, capsys):
-    assert newest_checkpoint(tmp_path / "nowhere") is newest_checkpoint(tmp_path) is None
-    good = checkpoint_with(tmp_path / "model_00001")
-    (checkpoint_with(tmp_path / "model_00002") / "model.txt").unlink()
+def test_corruption_is_described_and_skipped(tmp_path, capsys, file, text, corruption):
+    good, bad = checkpoint_with(tmp_path / "model_00001"), checkpoint_with(tmp_path / "model_00002", "four")
+    assert find_corruption(bad) is None
+    (bad / file).unlink() if text is None else (bad / file).write_text(text)
+    assert corruption in find_corruption(bad)
     assert newest_checkpoint(tmp_path) == good
-    assert capsys.readouterr().err == (
-        f"warning: {tmp_path}/model_00002 is corrupt: model.txt is missing. Skipping it.\n"
-    )
-    (good / "checkpoint.json").unlink()
+    assert capsys.readouterr().err.startswith(f"warning: {bad} is corrupt: {corruption}")
+    (good / "model.txt").unlink()
     with pytest.raises(UserError, match="all checkpoints in .* are corrupt"):
         newest_checkpoint(tmp_path)
+
+
+def test_without_checkpoints_there_is_no_newest_one(tmp_path):
+    assert newest_checkpoint(tmp_path / "nowhere") is newest_checkpoint(tmp_path) is None

@@ -22,7 +22,7 @@ from training import (
     resumed,
     run_info,
     trained,
-)  # fmt: skip
+)
 
 import train_gpt2
 from support import files
@@ -40,9 +40,16 @@ def write_x(folder):
     (folder / "x").write_text("x")
 
 
-def manager_of(out, keep=0, stop=None):
+def save_one(checkpoints, step):
+    """Saves a checkpoint of `step`; returns the steps of all that are there then."""
+    checkpoints.start(step, write_x)
+    checkpoints.wait()
+    return [step_of(directory) for directory in list_checkpoints(checkpoints.out)]
+
+
+def manager_of(out, *flags, stop=None):
     """The manager of a run in this folder."""
-    return CheckpointManager(run_info("--out", out, "--keep", keep), stop or StopHandler(), lambda: None)
+    return CheckpointManager(run_info("--out", out, *flags), stop or StopHandler(), lambda: None)
 
 
 def full_disk(monkeypatch, which):
@@ -66,39 +73,43 @@ def config_for(byte_shards, out, steps):
     return config_of("--data", byte_shards, "--out", out, "--max-steps", steps, "--checkpoint-every", 2)
 
 
-def test_a_failed_save_loses_only_itself(byte_shards, tmp_path, monkeypatch, capsys):
+@pytest.fixture(scope="module")
+def straight(byte_shards, tmp_path_factory):
+    """A run of 10 steps whose saves succeed."""
+    out = tmp_path_factory.mktemp("straight") / "run"
+    train(config_for(byte_shards, out, 10), ONE_PROCESS)
+    return out
+
+
+def test_a_failed_save_loses_only_itself(byte_shards, straight, tmp_path, monkeypatch, capsys):
     full_disk(monkeypatch, {2, 4})
-    train(config_for(byte_shards, tmp_path / "full", 10), ONE_PROCESS)
-    monkeypatch.undo()
-    assert checkpoint_names(tmp_path / "full") == ["model_00002", "model_00006", "model_00010"]
+    train(config_for(byte_shards, tmp_path, 10), ONE_PROCESS)
+    assert checkpoint_names(tmp_path) == ["model_00002", "model_00006", "model_00010"]
     err = capsys.readouterr().err
     assert err.count("warning: the checkpoint of step 4 could not be saved") == 1 and "No space left" in err
-    train(config_for(byte_shards, tmp_path / "straight", 10), ONE_PROCESS)
-    assert_same_run(tmp_path / "full", tmp_path / "straight")
+    assert_same_run(tmp_path, straight)
 
 
 def test_the_second_failed_save_in_a_row_ends_the_run(byte_shards, tmp_path, monkeypatch):
     full_disk(monkeypatch, {2, 3})
     with pytest.raises(UserError, match="step 6 could not be saved in .*No space left.*neither could the one before"):
-        train(config_for(byte_shards, tmp_path / "run", 1000), ONE_PROCESS)
-    assert checkpoint_names(tmp_path / "run") == ["model_00002"]
-    assert steps_done(tmp_path / "run") < 1000
+        train(config_for(byte_shards, tmp_path, 1000), ONE_PROCESS)
+    assert checkpoint_names(tmp_path) == ["model_00002"] and steps_done(tmp_path) < 1000
 
 
 def test_a_failed_last_checkpoint_is_an_error(byte_shards, tmp_path, monkeypatch):
     full_disk(monkeypatch, {2})
     with pytest.raises(UserError, match="the last checkpoint could not be saved"):
-        train(config_for(byte_shards, tmp_path / "run", 4), ONE_PROCESS)
-    assert checkpoint_names(tmp_path / "run") == ["model_00002"]
+        train(config_for(byte_shards, tmp_path, 4), ONE_PROCESS)
+    assert checkpoint_names(tmp_path) == ["model_00002"]
 
 
 def test_a_disk_without_space_for_a_checkpoint_is_noted(byte_shards, tmp_path, monkeypatch, capsys):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    train(config_for(byte_shards, tmp_path / "run", 2), ONE_PROCESS)
-    assert re.search(
-        r"note a checkpoint takes [\d.]+ MB, and .* has 0.0 MB free", " ".join(capsys.readouterr().out.split())
-    )
+    train(config_for(byte_shards, tmp_path, 2), ONE_PROCESS)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"note a checkpoint takes [\d.]+ MB, and .* has 0.0 MB free", printed)
 
 
 def test_a_file_that_cannot_grow_ends_the_run_with_the_old_checkpoint_intact(byte_shards, tmp_path):
@@ -122,44 +133,8 @@ def test_no_checkpoint_is_ahead_of_its_log_or_metrics(byte_shards, tmp_path, mon
 
     monkeypatch.setattr(kind, "sync", full)
     with pytest.raises(UserError, match="could not be saved"):
-        train(config_for(byte_shards, tmp_path / "run", 20), ONE_PROCESS)
-    assert checkpoint_names(tmp_path / "run") == []
-
-
-def test_the_newest_and_the_best_are_kept(tmp_path, capsys):
-    values = {10: 3.0, 20: 2.0, 30: 2.5, 40: 2.4, 50: 2.6}
-    log, checkpoints = RunLog(tmp_path / "log.txt", 0), manager_of(tmp_path, keep=2)
-    kept = []
-    for step in (10, 20, 25, 30, 40, 50):
-        if step in values:
-            log.write(step, "val", values[step])
-        checkpoints.start(step, write_x)
-        checkpoints.wait()
-        kept.append([step_of(directory) for directory in list_checkpoints(tmp_path)])
-    assert kept == [[10], [10, 20], [20, 25], [20, 25, 30], [20, 30, 40], [20, 40, 50]]
-    keeps_all = manager_of(tmp_path)
-    keeps_all.start(60, write_x)
-    keeps_all.finish()
-    assert len(list_checkpoints(tmp_path)) == 4
-
-
-def test_corrupt_checkpoints_do_not_count_as_kept(tmp_path, capsys):
-    def save_one(step, keep):
-        checkpoints = manager_of(tmp_path, keep)
-        checkpoints.start(step, write_x)
-        checkpoints.wait()
-        return checkpoint_names(tmp_path)
-
-    (tmp_path / "log.txt").touch()
-    for step in (1, 2, 3):
-        save_one(step, 0)
-    (tmp_path / "model_00003" / "x").write_text("y")
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "model_00001").rename(tmp_path / "elsewhere" / "1")
-    (tmp_path / "model_00001").symlink_to(tmp_path / "elsewhere" / "1")
-    assert save_one(4, 3) == ["model_00001", "model_00002", "model_00004"]
-    assert save_one(5, 2) == ["model_00004", "model_00005"]  # a link is removed, and not what it points to
-    assert (tmp_path / "elsewhere" / "1" / "x").exists()
+        train(config_for(byte_shards, tmp_path, 20), ONE_PROCESS)
+    assert checkpoint_names(tmp_path) == []
 
 
 def test_weights_that_are_not_finite_are_not_saved(byte_shards, tmp_path, monkeypatch, capsys):
@@ -172,83 +147,94 @@ def test_weights_that_are_not_finite_are_not_saved(byte_shards, tmp_path, monkey
         return result
 
     monkeypatch.setattr(train_gpt2, "train_step", step)
+    flags = ["--data", byte_shards, "--checkpoint-every", 1, "--max-steps", 9, "--val-every", 0]
     with pytest.raises(UserError, match="3 steps in a row had a loss or gradients"):
-        train(config_of("--data", byte_shards, "--out", tmp_path / "run", "--checkpoint-every", 1, "--max-steps", 9, "--val-every", 0), ONE_PROCESS)  # fmt: skip
-    assert checkpoint_names(tmp_path / "run") == []
-    assert "warning: the checkpoint of step 1 could not be saved" in (err := capsys.readouterr().err)
-    assert "the weights are not finite" in err
+        trained(tmp_path, *flags)
+    assert checkpoint_names(tmp_path) == []
+    assert re.search("warning: the checkpoint of step 1 could not .* weights are not finite", capsys.readouterr().err)
 
 
-def test_a_failed_save_removes_nothing(tmp_path, capsys):
-    checkpoints = manager_of(tmp_path, keep=1)
-    checkpoints.start(1, write_x)
-    checkpoints.start(2, lambda folder: (folder / "missing" / "x").write_text("x"))
-    checkpoints.wait()
-    assert checkpoint_names(tmp_path) == ["model_00001"]
-
-
-def test_training_only_waits_for_a_copy(byte_shards, tmp_path, monkeypatch):
+def test_training_only_waits_for_a_copy(byte_shards, straight, tmp_path, monkeypatch):
     """What is saved is the state of its step, though it is written while later steps change it."""
     real, done = manager.write_checkpoint, []
 
     def save_late(directory, write, *args):
         if directory.name == "model_00002":
-            wait_for(lambda: steps_done(tmp_path / "run") >= 4, timeout=20)
-        done.append((directory.name, steps_done(tmp_path / "run")))
+            wait_for(lambda: steps_done(tmp_path) >= 4, timeout=20)
+        done.append((directory.name, steps_done(tmp_path)))
         return real(directory, write, *args)
 
     monkeypatch.setattr(manager, "write_checkpoint", save_late)
-    train(config_for(byte_shards, tmp_path / "run", 5), ONE_PROCESS)
+    train(config_for(byte_shards, tmp_path, 10), ONE_PROCESS)
     assert done[0] == ("model_00002", 4)  # and the save of step 4 waited for it
-    monkeypatch.undo()
-    train(config_for(byte_shards, tmp_path / "straight", 5), ONE_PROCESS)
-    shutil.rmtree(tmp_path / "run" / "model_00005")
-    shutil.rmtree(tmp_path / "run" / "model_00004")
-    assert newest_checkpoint(tmp_path / "run") == checkpoint_path(tmp_path / "run", 2)
-    resumed(tmp_path / "run")
-    assert_same_run(tmp_path / "run", tmp_path / "straight")
+    for directory in list_checkpoints(tmp_path)[1:]:
+        shutil.rmtree(directory)
+    resumed(tmp_path)
+    assert_same_run(tmp_path, straight)
 
 
-def test_the_command_that_resumes_can_be_copied(tmp_path):
-    out = tmp_path / "my run"
-    for world_size, launcher in ((1, "python"), (2, "torchrun ...")):
-        checkpoints = manager_of(out, stop=StopHandler(world_size))
-        checkpoints.newest = 7
-        assert checkpoints.describe_newest().splitlines() == [
-            f"The newest checkpoint is {out}/model_00007.",
-            f"next    {launcher} train_gpt2.py --resume --out '{out}'",
-        ]
-    assert manager_of(out).describe_newest() == "There is no checkpoint yet."
+# -----------------------------------------------------------------------------
+# Which ones are kept
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    values = {10: 3.0, 20: 2.0, 30: 2.5, 40: 2.4, 50: 2.6}
+    log, checkpoints, kept = RunLog(tmp_path / "log.txt", 0), manager_of(tmp_path, "--keep", 2), []
+    for step in (10, 20, 25, 30, 40, 50):
+        if step in values:
+            log.write(step, "val", values[step])
+        kept.append(save_one(checkpoints, step))
+    assert kept == [[10], [10, 20], [20, 25], [20, 25, 30], [20, 30, 40], [20, 40, 50]]
+    assert save_one(manager_of(tmp_path), 60) == [20, 40, 50, 60]
+
+
+def test_corrupt_checkpoints_do_not_count_as_kept(tmp_path):
+    for step in (1, 2, 3):
+        save_one(manager_of(tmp_path), step)
+    (tmp_path / "model_00003" / "x").write_text("y")
+    (tmp_path / "model_00001").rename(tmp_path / "elsewhere")
+    (tmp_path / "model_00001").symlink_to(tmp_path / "elsewhere")
+    assert save_one(manager_of(tmp_path, "--keep", 3), 4) == [1, 2, 4]
+    assert save_one(manager_of(tmp_path, "--keep", 2), 5) == [4, 5]  # a link is removed, and not what it points to
+    assert (tmp_path / "elsewhere" / "x").exists()
+
+
+def test_a_failed_save_removes_nothing(tmp_path):
+    checkpoints = manager_of(tmp_path, "--keep", 1)
+    save_one(checkpoints, 1)
+    checkpoints.start(2, lambda folder: (folder / "missing" / "x").write_text("x"))
+    checkpoints.wait()
+    assert checkpoint_names(tmp_path) == ["model_00001"]
 
 
 def test_the_best_checkpoint_of_a_run_that_is_extended_is_kept(byte_shards, tmp_path):
     """The log of the longer run has no validation at the end of the shorter one, but that checkpoint knows its own."""
-    out = tmp_path / "run"
-    trained(out, "--data", byte_shards, "--max-steps", 4, "--val-every", 3, "--checkpoint-every", 2, "--keep", 1)
-    path = out / "model_00004" / "checkpoint.json"
+    trained(tmp_path, "--data", byte_shards, "--max-steps", 4, "--val-every", 3, "--checkpoint-every", 2, "--keep", 1)
+    path = tmp_path / "model_00004" / "checkpoint.json"
     contents = json.loads(path.read_text())
-    assert f"4 val {contents['val']:.4f}\n" in (out / "log.txt").read_text()
+    assert f"4 val {contents['val']:.4f}\n" in (tmp_path / "log.txt").read_text()
     path.write_text(json.dumps(contents | {"val": 0.001}))  # better than any other
-    resumed(out, "--max-steps", 9)
-    assert "\n4 val" not in (out / "log.txt").read_text()
-    assert checkpoint_names(out) == ["model_00004", "model_00009"]
+    resumed(tmp_path, "--max-steps", 9)
+    assert "\n4 val" not in (tmp_path / "log.txt").read_text()
+    assert checkpoint_names(tmp_path) == ["model_00004", "model_00009"]
 
 
-def test_a_model_is_removed_when_the_run_that_replaces_it_has_finished(byte_shards, tmp_path, capsys):
-    """Until then its own may be worse."""
-    out = tmp_path / "log_demo"
-    trained(out, "--data", byte_shards, "--max-steps", 3)
-    lock_and_replace(out, "run")
-    stop = SimpleNamespace(requested=False, failure=None, world_size=1)
-    checkpoints = CheckpointManager(run_info("--out", out, "--keep", 1, "--max-steps", 5), stop, lambda: None)
-    assert checkpoints.describe_newest() == (
-        f"There is no checkpoint yet. The earlier run's model is still {out / 'model_00003'}."
-    )
-    (out / "log.txt").touch()
-    still = f" The earlier run's model is {out / 'model_00003.earlier'} until this run has finished."
-    for step, stop.requested, kept in ((2, False, still), (5, True, still), (5, False, "")):
-        checkpoints.start(step, write_x)
-        checkpoints.wait()
-        assert ("model_00003.earlier" in checkpoint_names(out)) == bool(kept)
-        assert checkpoints.describe_newest().startswith(f"The newest checkpoint is {out}/model_0000{step}.{kept}\n")
-    assert checkpoint_names(out) == ["model_00005"]
+def test_a_run_that_is_stopped_removes_no_model(tmp_path):
+    save_one(manager_of(tmp_path), 3)
+    lock_and_replace(tmp_path, "run")
+    stop = SimpleNamespace(requested=True)
+    checkpoints = manager_of(tmp_path, "--keep", 1, "--max-steps", 5, stop=stop)
+    assert save_one(checkpoints, 5) == [5] and (tmp_path / "model_00003.earlier").is_dir()
+    stop.requested = False
+    assert save_one(checkpoints, 5) == [5] and not (tmp_path / "model_00003.earlier").exists()
+
+
+def test_the_command_that_resumes_can_be_copied(tmp_path):
+    out = tmp_path / "my run"
+    assert manager_of(out).describe_newest() == "There is no checkpoint yet."
+    for world_size, launcher in ((1, "python"), (2, "torchrun ...")):
+        checkpoints = manager_of(out, stop=StopHandler(world_size))
+        checkpoints.newest = 7
+        place, command = checkpoints.describe_newest().splitlines()
+        assert str(checkpoint_path(out, 7)) in place
+        assert command == f"next    {launcher} train_gpt2.py --resume --out '{out}'"

@@ -15,7 +15,7 @@ from training import checkpoint_names, config_of, lock_and_replace, run_info
 import train_gpt2
 from support import files
 from support.checkpoints import run_folder
-from support.checkpoints.directory import list_earlier, newest_checkpoint, write_checkpoint
+from support.checkpoints.directory import newest_checkpoint, write_checkpoint
 from support.checkpoints.huggingface import find_model
 from support.checkpoints.manager import CheckpointManager
 from support.checkpoints.run_folder import RUN_FILES
@@ -46,17 +46,15 @@ def test_what_a_new_run_may_replace(tmp_path):
         (tmp_path / name).mkdir()
     for name in (*RUN_FILES, "notes.md"):
         (tmp_path / name).write_text("x")
-    with pytest.raises(UserError, match="already contains a run"):
-        lock_and_replace(tmp_path, "nothing")
-    with pytest.raises(UserError, match="another run saved .*model_00001 while this one was starting"):
-        lock_and_replace(tmp_path, "log")
+    for policy in ("nothing", "log"):
+        with pytest.raises(UserError, match="already contains a run"):
+            lock_and_replace(tmp_path, policy)
     assert len(os.listdir(tmp_path)) == 11
     lock_and_replace(tmp_path, "nothing", tmp_path / "model_00001")
     assert sorted(os.listdir(tmp_path)) == sorted([".lock", *RUN_FILES, "model_00001", "model_of_mine", "notes.md"])
     write_checkpoint(tmp_path / "model_00004", lambda folder: (folder / "x").write_text("x"))
     with pytest.raises(UserError, match="another run saved .*model_00004"):
         lock_and_replace(tmp_path, "nothing", tmp_path / "model_00001")
-    lock_and_replace(tmp_path, "nothing", tmp_path / "model_00001", replaces_later=True)
     (tmp_path / "model_00004" / "x").unlink()  # a corrupt checkpoint counts as none
     lock_and_replace(tmp_path, "nothing", tmp_path / "model_00001")
 
@@ -79,7 +77,9 @@ def save(folder, step, text, first_step=0, *flags, replaces_later=False):
     """Saves the checkpoint of a step, in a run that was resumed at `first_step`."""
     checkpoint = SimpleNamespace(step=first_step, replaces_later=replaces_later) if first_step else None
     run = run_info("--out", folder, *flags, checkpoint=checkpoint)
-    CheckpointManager(run, StopHandler(), lambda: None)._write(step, lambda to: (to / "x").write_text(text))
+    checkpoints = CheckpointManager(run, StopHandler(), lambda: None)
+    checkpoints.start(step, lambda to: (to / "x").write_text(text))
+    checkpoints.finish()
 
 
 def write_run_files(folder, text):
@@ -109,14 +109,11 @@ def fail_before_the_first_save(folder):
 
 
 @pytest.mark.parametrize("goes_back", [False, True])
-def test_a_run_that_ends_before_its_first_save_changes_nothing(tmp_path, goes_back, capsys):
+def test_a_run_that_ends_before_its_first_save_changes_nothing(tmp_path, goes_back):
     before = earlier_run(tmp_path)
     for _ in range(2):
         start_second(tmp_path, goes_back)  # killed
-        checkpoints = {name: text for name, text in contents(tmp_path).items() if "/" in name}
-        assert checkpoints == {name: text for name, text in before.items() if "/" in name}
         assert (tmp_path / "log.txt").exists() == goes_back  # which continues it
-        assert (tmp_path / "log.replaced.txt").read_text() == "first log.txt"
         write_run_files(tmp_path, "killed")
     for error in (ZeroDivisionError, SystemExit):
         with pytest.raises(error), start_second(tmp_path, goes_back):
@@ -124,12 +121,10 @@ def test_a_run_that_ends_before_its_first_save_changes_nothing(tmp_path, goes_ba
             raise error
         assert contents(tmp_path) == before
     start_second(tmp_path, goes_back)
-    lock_and_replace(tmp_path, "nothing", newest_checkpoint(tmp_path))  # a resumed run puts back, too
+    with pytest.raises(UserError, match=r"model_00006 does not exist\. It is now .*replaced_run/model_00006\."):
+        find_model(tmp_path / "model_00006")
+    run_folder.put_back(tmp_path)  # as --resume does
     assert contents(tmp_path) == before
-    assert (
-        capsys.readouterr().out.splitlines()
-        == [f"replacing {tmp_path}/model_00006 when this run has saved a model"] * 5
-    )
 
 
 @pytest.mark.parametrize("goes_back", [False, True])
@@ -145,12 +140,14 @@ def test_the_first_save_replaces_the_earlier_run(tmp_path, goes_back):
     assert {name: text.split()[0] for name, text in found.items() if "/" not in name} == dict.fromkeys(
         RUN_FILES, b"second"
     )
+    with pytest.raises(UserError, match=r"model_00006 does not exist\. It is now .*model_00006\.earlier\."):
+        find_model(tmp_path / "model_00006")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("goes_back", [False, True])
 def test_a_kill_at_any_point_leaves_the_one_run_or_the_other(tmp_path, goes_back, monkeypatch):
-    """Renaming and removing fail from the n-th call on, as if the run were killed there; then, so does the next start."""
+    """Changes of the folder fail from the n-th on, as if the run were killed there; then, so do those of the next start."""
     monkeypatch.setattr(files, "sync", lambda path: None)  # which takes most of the time
     earlier, killed, start = tmp_path / "earlier", tmp_path / "killed", tmp_path / "start"
     first = earlier_run(earlier)
@@ -174,7 +171,8 @@ def test_a_kill_at_any_point_leaves_the_one_run_or_the_other(tmp_path, goes_back
             return call_or_die
 
         with monkeypatch.context() as patch:
-            for name in ("rename", "replace", "unlink", "rmdir"):
+            patch.setattr(CheckpointManager, "start", CheckpointManager._write)  # in this thread
+            for name in ("rename", "replace", "unlink", "rmdir", "mkdir"):
                 patch.setattr(os, name, counted(getattr(os, name)))
             try:
                 function(folder)
@@ -209,10 +207,11 @@ def test_checkpoints_without_a_log_are_put_back_too(tmp_path):
         (tmp_path / name).unlink()
     before = contents(tmp_path)
     fail_before_the_first_save(tmp_path)
-    assert contents(tmp_path) == before | {"log.txt": b""}
+    assert contents(tmp_path) == before
 
 
-def test_a_log_without_checkpoints_is_replaced_at_the_first_save(tmp_path):
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_log_without_checkpoints_is_replaced_when_a_run_saves_or_finishes(tmp_path, saves):
     write_run_files(tmp_path, "first")
     with pytest.raises(ZeroDivisionError), lock_and_replace(tmp_path, "log"):
         write_run_files(tmp_path, "failed")
@@ -221,21 +220,18 @@ def test_a_log_without_checkpoints_is_replaced_at_the_first_save(tmp_path):
     with lock_and_replace(tmp_path, "log"):
         assert not (tmp_path / "log.txt").exists()
         write_run_files(tmp_path, "second")
-        save(tmp_path, 2, "second")
-    assert sorted(os.listdir(tmp_path)) == sorted([".lock", "model_00002", *RUN_FILES])
+        if saves:
+            save(tmp_path, 2, "second")
+    assert sorted(os.listdir(tmp_path)) == sorted([".lock", *["model_00002"] * saves, *RUN_FILES])
+    assert (tmp_path / "log.txt").read_text() == "second log.txt"
 
 
-def test_a_run_that_finishes_without_a_checkpoint_keeps_its_files(tmp_path):
-    """They are there at once, and as copies when later runs put the earlier run back."""
-    before = earlier_run(tmp_path)
-    with start_second(tmp_path):
-        write_run_files(tmp_path, "unsaved")
-    assert (tmp_path / "log.txt").read_text() == "unsaved log.txt" and (tmp_path / "model_00006").is_dir()
-    fail_before_the_first_save(tmp_path)
-    after = contents(tmp_path)
-    assert {name: after[name] for name in before} == before
-    assert after["log.unsaved.txt"] == b"unsaved log.txt" and after["run.unsaved.json"] == b"unsaved run.json"
-    assert len(after) == len(before) + len(RUN_FILES)
+def test_a_demo_that_saves_nothing_replaces_no_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = earlier_run(Path("log_demo"))
+    with pytest.raises(UserError, match="log_demo already contains a run"):
+        train_gpt2.main(["--demo", "--max-steps", "2", "--checkpoint-every", "0", "--device", "cpu"])
+    assert contents(Path("log_demo")) == before and not Path("demo_data").exists()
 
 
 @pytest.mark.parametrize(
@@ -253,7 +249,7 @@ def test_replaced_checkpoints_stay_until_the_run_has_finished(tmp_path, monkeypa
         save(folder, step, "second", 2, *flags, "--max-steps", 5, replaces_later=replaces_later)
         assert (folder / "model_00006.earlier").is_dir() == (step < 5 or not removed)
     lock_and_replace(folder, "nothing", folder / "model_00005")
-    assert bool(list_earlier(folder)) == (not removed)
+    assert bool(list(folder.glob("*.earlier"))) == (not removed)
 
 
 def test_an_occupied_folder_is_found_before_a_text_is_tokenised(tmp_path):
@@ -263,21 +259,3 @@ def test_an_occupied_folder_is_found_before_a_text_is_tokenised(tmp_path):
     with pytest.raises(UserError, match="already contains a run without checkpoints"):
         train_gpt2.main(list(map(str, flags)))
     assert not (tmp_path / "data").exists()
-
-
-def test_a_model_that_is_being_replaced_is_named(tmp_path):
-    (tmp_path / "model_00060.earlier").mkdir()
-    with pytest.raises(UserError, match=r"model_00060 does not exist\. It is now .*model_00060\.earlier\."):
-        find_model(tmp_path / "model_00060")
-    with pytest.raises(UserError, match=r"model_00061 does not exist\. Check the path\."):
-        find_model(tmp_path / "model_00061")
-
-
-def test_models_that_a_killed_process_left_without_names_are_found(tmp_path):
-    """It was killed while it renamed them, before the new checkpoint had its name."""
-    write_checkpoint(tmp_path / "model_00060", lambda folder: (folder / "x").write_text("x"))
-    (tmp_path / "model_00060").rename(tmp_path / ".model_00060.earlier")
-    (tmp_path / "log.replaced.txt").write_text("old")
-    assert run_folder.find_replaced_models(tmp_path)
-    assert newest_checkpoint(tmp_path) == tmp_path / "model_00060" and (tmp_path / "log.txt").read_text() == "old"
-    assert not run_folder.find_replaced_models(tmp_path)

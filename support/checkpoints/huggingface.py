@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import torch
 
-from support.checkpoints.directory import CONTENTS, find_corruption, newest_checkpoint
+from support.checkpoints.directory import CONTENTS, REPLACED_RUN, find_corruption, newest_checkpoint
 from support.cli import UserError
 from support.data.hub import hub_error_reason
 from support.data.tokenizer import TOKENIZER_FILES, TOKENIZER_JSON
@@ -37,20 +37,11 @@ class ModelSizes(TypedDict):
 
 HF_NAMES = {  # in config.json, and in GPTConfig
     "n_positions": "block_size",
-    "vocab_size": "vocab_size",
-    "n_layer": "n_layer",
-    "n_head": "n_head",
-    "n_embd": "n_embd",
+    **{name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")},
 }
 TARGET_MODULES = ["c_attn", "c_proj"]  # of the attention, and the projection of the MLP
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-FILES = [
-    "config.json",
-    "model.safetensors",
-    *TOKENIZER_FILES,
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-]  # what is read of a hub model
+FILES = ["config.json", "model.safetensors", *TOKENIZER_FILES, ADAPTER_CONFIG, ADAPTER_WEIGHTS]  # of a hub model
 MAX_SIZE, MAX_LAYERS = 2**20, 10_000  # far beyond any real model: a corrupt file gives a message and not a traceback
 # The values that our model implements; the first one is the default of a missing field.
 SUPPORTED_MODEL_VALUES: dict[str, tuple[object, ...]] = {
@@ -85,10 +76,10 @@ def find_model(name_or_dir: str | os.PathLike[str], verify: bool = True) -> Path
         if corruption:
             raise UserError(f"{directory} is corrupt: {corruption}. Use another checkpoint.")
     elif directory.is_absolute() or (len(directory.parts) > 1 and directory.parent.is_dir()):
-        earlier = directory.with_name(f"{directory.name}.earlier")  # of a run that is being replaced
-        raise UserError(
-            f"{directory} does not exist. {f'It is now {earlier}.' if earlier.exists() else 'Check the path.'}"
-        )
+        # a run that is being replaced has it in one of these places
+        places = directory.parent / REPLACED_RUN / directory.name, directory.with_name(f"{directory.name}.earlier")
+        hints = [f"It is now {path}." for path in places if path.exists()] or ["Check the path."]
+        raise UserError(f"{directory} does not exist. {hints[0]}")
     else:
         directory = _download(str(name_or_dir))
     if verify and is_adapter(directory):
@@ -199,27 +190,24 @@ def _check_weights(
     named: dict[str, torch.Tensor] = {}
     for key, tensor in hf_weights.items():
         key = key if key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
-        without_bias = key.endswith(".bias") and key not in expected and key[:-4] + "weight" in expected
-        if without_bias and not tensor.any():
-            continue  # zeros stand for the biases that this model does not have
-        if key in named:
-            raise UserError(f"the weights contain {key} twice, once without its prefix. Download them again.")
-        if not key.endswith((".attn.bias", ".attn.masked_bias")):  # the causal mask, not a parameter
+        is_mask = key.endswith((".attn.bias", ".attn.masked_bias"))  # the causal one, not a parameter
+        is_added = key.endswith(".bias") and key not in expected and f"{key[:-4]}weight" in expected
+        if not is_mask and not (is_added and not tensor.any()):  # zeros stand for biases that this model does not have
             named[key] = tensor.t() if key.endswith(TRANSPOSED) and tensor.dim() == 2 else tensor
-    problems = [f"the weights lack {key}." for key in expected if key not in named and key != "lm_head.weight"]
-    problems += [f"the weights contain {key}, which GPT-2 does not have." for key in named if key not in expected]
-    if not problems:
-        wte = named["transformer.wte.weight"]
-        head = named.setdefault("lm_head.weight", wte)
-        if head is not wte and not torch.equal(head, wte):
-            problems.append("lm_head.weight differs from transformer.wte.weight, and this model ties them.")
-    for key, tensor in named.items() if not problems else ():
-        shape = tuple(expected[key].shape)
-        padded = key in ("transformer.wte.weight", "lm_head.weight")
-        if tuple(tensor.shape) != ((vocab_size, *shape[1:]) if padded else shape):
-            problems.append(f"{key} has the shape {tuple(tensor.shape)}, which does not fit config.json.")
-        elif not tensor.is_floating_point():
-            problems.append(f"{key} has the dtype {tensor.dtype}, which is not floating-point.")
+    head, embedding = "lm_head.weight", "transformer.wte.weight"
+    is_tied = head not in named
+    if is_tied and embedding in named:
+        named[head] = named[embedding]
+    problems = [f"the weights contain {key}, which GPT-2 does not have." for key in named if key not in expected]
+    for key, parameter in expected.items():
+        shape = (vocab_size, *parameter.shape[1:]) if key in (head, embedding) else tuple(parameter.shape)
+        if key not in named:
+            problems.append(f"the weights lack {key}.")
+        elif tuple(named[key].shape) != shape or not named[key].is_floating_point():
+            found = f"{key} is {named[key].dtype} of the shape {tuple(named[key].shape)}"
+            problems.append(f"{found}, which does not fit config.json.")
+    if not problems and not is_tied and not torch.equal(named[head], named[embedding]):
+        problems.append(f"{head} differs from {embedding}, and this model ties them.")
     if problems:
         raise UserError(*problems)
     return named
@@ -237,13 +225,9 @@ def load_hf_model(directory: Path) -> GPT2LMHeadModel:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    sizes = read_config(directory)
+    sizes = cast("dict[str, Any]", read_config(directory))
     config = GPT2Config(
-        n_positions=sizes["block_size"],
-        vocab_size=sizes["vocab_size"],
-        n_layer=sizes["n_layer"],
-        n_head=sizes["n_head"],
-        n_embd=sizes["n_embd"],
+        **{hf: sizes[ours] for hf, ours in HF_NAMES.items()},
         bos_token_id=None,
         eos_token_id=None,
         activation_function="gelu_pytorch_tanh",  # gelu_new, in one kernel
@@ -263,16 +247,12 @@ def to_hf(weights: Mapping[str, torch.Tensor], vocab_size: int) -> dict[str, tor
 
     Biases that our model does not have become zeros.
     """
-    with_bias = (
-        key
-        for key in weights
-        if key.endswith(".weight") and not key.endswith(("wte.weight", "wpe.weight", "head.weight"))
-    )
-    zero_biases = {key.removesuffix("weight") + "bias": torch.zeros(len(weights[key])) for key in with_bias}
-    hf_weights = {}
-    for key, tensor in (zero_biases | dict(weights)).items():
+    hf_weights: dict[str, torch.Tensor] = {}
+    for key, tensor in weights.items():
         if key == "lm_head.weight":
             continue
+        if key.endswith(".weight") and not key.endswith(("wte.weight", "wpe.weight")):
+            hf_weights.setdefault(key.removesuffix("weight") + "bias", torch.zeros(len(tensor)))
         tensor = tensor.detach().to("cpu", torch.float32)
         tensor = tensor[:vocab_size] if key == "transformer.wte.weight" else tensor
         hf_weights[key] = (tensor.t() if key.endswith(TRANSPOSED) else tensor).contiguous()

@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from support.checkpoints import huggingface
 from support.cli import UserError
-
-
-def flag_conflicts(cli_flags: Mapping[str, Any]) -> list[str]:
-    """One sentence for each flag of the command line that conflicts with LoRA, or needs it."""
-    if "lora_rank" not in cli_flags:
-        return ["--lora-alpha is for LoRA. Add --lora-rank, or leave it out."] if "lora_alpha" in cli_flags else []
-    problems = []
-    if "init_from" not in cli_flags:
-        problems.append("--lora-rank needs pretrained weights to adapt. Pass them with --init-from.")
-    optimizer = cli_flags.get("optimizer", "muon" if cli_flags.get("recipe") == "fast" else "adamw")
-    if optimizer == "muon":
-        problems.append("Muon does not suit LoRA's small matrices. Use --optimizer adamw, and --recipe gpt2.")
-    return problems
 
 
 def add_adapter(model: torch.nn.Module, n_embd: int, rank: int, alpha: float, seed: int, adapter: Path | None) -> None:

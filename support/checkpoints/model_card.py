@@ -10,8 +10,6 @@ import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from textwrap import fill
-from typing import Any, NamedTuple
 
 from support.checkpoints.directory import step_of
 from support.cli import flag_fields, flag_name
@@ -23,13 +21,41 @@ from support.runtime.options import RunOptions
 from support.runtime.run_info import RunInfo
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_NOTICE = """<!-- To publish this folder, choose a license above, then
+_CARD = """---
+# The license is yours to choose. Then remove the "# " of the next line.
+# license: mit
+{metadata}
+---
+
+<!-- To publish this folder, choose a license above, then
 
 hf upload NAME FOLDER --exclude trainer.pt --exclude checkpoint.json
 
-Those two files are only needed to resume the run. -->"""
+Those two files are only needed to resume the run. -->
 
-_OPEN_MODEL = """```python
+# GPT-2, {size} parameters
+
+{kind}, {origin} with `train_gpt2.py`. It continues text; it was not trained to follow instructions.
+
+{facts}
+
+## How to use it
+
+NAME is the name of this model on the hub or its folder, FOLDER its folder on your disk.
+
+{usage}
+
+With the scripts that trained it:
+
+```sh
+{commands}
+```
+
+## How it was trained
+
+{flags}
+"""
+_USAGE = """```python
 from transformers import pipeline
 
 generate = pipeline("text-generation", model="NAME")
@@ -37,7 +63,7 @@ print(generate({prompt}, max_new_tokens=32)[0]["generated_text"])
 ```
 
 `GPT2LMHeadModel.from_pretrained("NAME")` and `AutoTokenizer.from_pretrained("NAME")` open its parts."""
-_OPEN_ADAPTER = """```python
+_ADAPTER_USAGE = """```python
 from peft import PeftModel
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
@@ -48,72 +74,56 @@ tokenizer = AutoTokenizer.from_pretrained("NAME")
 `model.merge_and_unload()` merges the two."""
 
 
-class Score(NamedTuple):
-    """A value, and the step before which it was measured."""
-
-    step: int
-    value: float
-
-
-def model_card(
-    run: RunInfo, step: int, trained: int, val: Score | None, hellaswag: Score | None, hellaswag_items: int | None
-) -> str:
-    """The text of the card.
+def model_card(run: RunInfo, step: int, trained: int, val: Mapping[int, float], hellaswag: Mapping[int, float]) -> str:
+    """The text of the card of the checkpoint of `step`.
 
     Args:
         trained: number of parameters that are trained, all or LoRA's.
-        val, hellaswag: the newest validation loss, in nats per token, and accuracy.
-        hellaswag_items: how many were scored, if that is known.
+        val, hellaswag: the validation losses, in nats per token, and accuracies in the log, by step; the newest count.
     """
-    config, sizes, tokenizer, source = run.config, run.sizes, run.data.tokenizer.name, run.identity.get("source")
-    base, is_adapter = config.init_from, config.lora_rank is not None
-    on_hub = base is not None and _is_on_hub(base)
-    metadata: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers"}
-    metadata |= {"pipeline_tag": "text-generation", "tags": ["gpt2", "lora"] if is_adapter else ["gpt2"]}
-    metadata |= {"base_model": base} if on_hub else {}
-    metadata |= _about_data(source)
-    parameters = count_parameters(sizes)
-    kind = f"An adapter (LoRA of rank {config.lora_rank}) for a GPT-2" if is_adapter else "A GPT-2"
-    origin = "trained from random weights" if base is None else f"fine-tuned from `{_local_name(base)}`"
-    facts = {
-        "parameters": f"{parameters:,}" + (f", and {trained:,} of the adapter" if is_adapter else ""),
-        "sizes": f"{sizes['n_layer']} layers, {sizes['n_head']} heads, {sizes['n_embd']} channels, "
-        f"context of {sizes['block_size']:,} tokens",
-        "vocabulary": f"{sizes['vocab_size']:,} tokens ({tokenizer})",
-        "data": f"`{_printable(source)}`" if source else "token shards without a description",
-        "tokens seen": f"{step * config.total_batch_size:,}, in {step:,} steps of {config.total_batch_size:,}",
+    config, base, source = run.config, run.config.init_from, run.identity.get("source") or ""
+    tokenizer, parameters = run.data.tokenizer.name, count_parameters(run.sizes)
+    is_adapter = config.lora_rank is not None
+    base_on_hub = base if base is not None and _is_on_hub(base) else None
+    fineweb = [name for name in FINEWEB_PREFIXES if source.startswith(f"{name}/")]
+    metadata = {
+        "language": "en" if fineweb or source == DEMO_SOURCE else None,
+        "library_name": "peft" if is_adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["gpt2", "lora"] if is_adapter else ["gpt2"],
+        "datasets": fineweb,
+        "base_model": base_on_hub,
     }
-    if val:
-        per_byte = val.value / run.data.bytes_per_token
-        facts["validation loss"] = f"{val.value:.4f} nats per token, {per_byte:.4f} per byte (step {val.step:,})"
-    if hellaswag:
-        items = f" of {hellaswag_items:,} items" if hellaswag_items else ""
-        facts["HellaSwag"] = f"acc_norm {hellaswag.value:.4f}{items} (step {hellaswag.step:,})"
+    facts = [
+        f"**parameters**: {parameters:,}" + (f", and {trained:,} of the adapter" if is_adapter else ""),
+        f"**sizes**: {config.n_layer} layers, {config.n_head} heads, {config.n_embd} channels, context {config.block_size:,}",
+        f"**vocabulary**: {run.sizes['vocab_size']:,} tokens ({tokenizer})",
+        f"**data**: `{_printable(source)}`" if source else "**data**: token shards without a description",
+        f"**tokens seen**: {step * config.total_batch_size:,}, in {step:,} steps of {config.total_batch_size:,}",
+    ]
+    # Training has gone on: the log may be ahead of the checkpoint.
+    if (at := max((n for n in val if n <= step), default=None)) is not None:
+        per_byte = val[at] / run.data.bytes_per_token
+        facts.append(f"**validation loss**: {val[at]:.4f} nats per token, {per_byte:.4f} per byte (step {at:,})")
+    if (at := max((n for n in hellaswag if n <= step), default=None)) is not None:
+        known = at >= run.first_step and run.hellaswag_items  # an earlier process of this run may have scored others
+        items = f" of {run.hellaswag_items:,} items" if known else ""
+        facts.append(f"**HellaSwag**: acc_norm {hellaswag[at]:.4f}{items} (step {at:,})")
     prompt = on_one_line(run.prompt) if config.text is not None else "The" if config.demo else "Once upon a time"
     in_python = json.dumps(prompt, ensure_ascii=False)
-    how = _OPEN_ADAPTER.format(base=base if on_hub else "BASE") if is_adapter else _OPEN_MODEL.format(prompt=in_python)
-    return "\n\n".join([
-        _front_matter(metadata), _NOTICE, f"# GPT-2, {_rounded(parameters)} parameters",
-        f"{kind}, {origin} with `train_gpt2.py`. It continues text; it was not trained to follow instructions.",
-        "\n".join(f"- **{name}**: {fact}" for name, fact in facts.items()),
-        "## How to use it", "NAME is the name of this model on the hub or its folder, FOLDER its folder on your disk.", how,
-        _own_scripts(tokenizer, prompt), "## How it was trained", _command(config),
-    ]) + "\n"  # fmt: skip
-
-
-def _front_matter(metadata: Mapping[str, Any]) -> str:
-    """YAML. JSON's values are YAML, too, and quoted: a name such as "on" or "1e3" stays a string."""
-    lines = [f"{key}: {json.dumps(value)}" for key, value in metadata.items()]
-    license = ['# The license is yours to choose. Then remove the "# " of the next line.', "# license: mit"]
-    return "\n".join(["---", *license, *lines, "---"])
-
-
-def _about_data(source: str | None) -> dict[str, Any]:
-    """What the front matter says about the data, where it is known."""
-    for name in FINEWEB_PREFIXES:
-        if source and source.startswith(f"{name}/"):
-            return {"language": "en", "datasets": [name]}
-    return {"language": "en"} if source == DEMO_SOURCE else {}
+    commands = [f"python sample.py --model FOLDER --prompt {shlex.quote(prompt)}"]
+    commands += ["python hellaswag.py --model FOLDER"] if tokenizer == "gpt2" else []
+    return _CARD.format(
+        # JSON is YAML, too, and quoted: a name such as "on" or "1e3" stays a string
+        metadata="\n".join(f"{name}: {json.dumps(value)}" for name, value in metadata.items() if value),
+        size=f"{parameters / 1e6:.0f}M" if parameters >= 1e7 else f"{parameters / 1e6:.2g}M",
+        kind=f"An adapter (LoRA of rank {config.lora_rank}) for a GPT-2" if is_adapter else "A GPT-2",
+        origin="trained from random weights" if base is None else f"fine-tuned from `{_local_name(base)}`",
+        facts="\n".join(f"- {fact}" for fact in facts),
+        usage=_ADAPTER_USAGE.format(base=base_on_hub or "BASE") if is_adapter else _USAGE.format(prompt=in_python),
+        commands="\n".join(commands),
+        flags=_flags(config),
+    )
 
 
 def _is_on_hub(name: str) -> bool:
@@ -132,18 +142,7 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() and c != "`" else "?" for c in text)
 
 
-def _rounded(parameters: int) -> str:
-    return f"{parameters / 1e6:.0f}M" if parameters >= 1e7 else f"{parameters / 1e6:.2g}M"
-
-
-def _own_scripts(tokenizer: str, prompt: str) -> str:
-    quoted = shlex.quote(prompt) if re.search(r'["$`\\!]', prompt) else f'"{prompt}"'
-    lines = [f"python sample.py --model FOLDER --prompt {quoted}"]
-    lines += ["python hellaswag.py --model FOLDER"] if tokenizer == "gpt2" else []
-    return "With the scripts that trained it:\n\n```sh\n" + "\n".join(lines) + "\n```"
-
-
-def _command(config: RunOptions) -> str:
+def _flags(config: RunOptions) -> str:
     """The flags that determine the weights, where they differ from the defaults."""
     words = []
     for field in flag_fields(type(config)):
@@ -158,8 +157,4 @@ def _command(config: RunOptions) -> str:
             words.append(f"{flag_name(name)} {shlex.quote(_local_name(value) if name == 'init_from' else value)}")
     if not words:
         return "With the default flags of `train_gpt2.py`."
-    return (
-        "With these flags, and the defaults for all others:\n\n```\n"
-        + fill(" ".join(words), 80, break_on_hyphens=False)
-        + "\n```"
-    )
+    return "With these flags, and the defaults for all others:\n\n```\n" + "\n".join(words) + "\n```"

@@ -1,72 +1,172 @@
-"""The flags of a resumed run, and the changes that it refuses."""
+"""The flags and the data of a resumed run, and the changes that it refuses."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from support.checkpoints import lora
-from support.checkpoints.huggingface import ModelSizes
+from support.checkpoints import huggingface, lora
+from support.checkpoints.directory import newest_checkpoint
 from support.checkpoints.state import Checkpoint
 from support.cli import UserError, flag_fields, flag_name
-from support.data import shards
+from support.console.log import seconds_trained
+from support.data import presets, shards
 from support.data.shards import DataIdentity
-from support.runtime.options import MACHINE_FLAGS, SOURCE_FLAGS, RunOptions
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from support.runtime.distributed import Distributed
+from support.runtime.options import SOURCE_FLAGS, RunOptions
 
 
-def stored_flags(config_class: type[DataclassInstance], checkpoint: Checkpoint, sizes: ModelSizes) -> dict[str, Any]:
-    """The flags of the run that wrote a checkpoint. `sizes` are those of its model."""
-    names = {field.name for field in flag_fields(config_class)}
-    flags: dict[str, Any] = {name: size for name, size in sizes.items() if name in names}
-    # None, and "auto" for the device and the dtype, stood for a default that was found later.
-    flags |= {
-        name: value
-        for name, value in checkpoint.config.items()
-        if name in names and value is not None and not (name in MACHINE_FLAGS and value == "auto")
-    }
-    return flags
+def flags_to_resume(
+    config_class: type[RunOptions], cli_flags: Mapping[str, Any], checkpoint: Checkpoint, dist: Distributed
+) -> tuple[dict[str, Any], Checkpoint]:
+    """The flags of a run that continues from `checkpoint`: the stored ones, and those on the command line.
 
-
-def resumed_flags(
-    config_class: type[DataclassInstance],
-    stored: Mapping[str, Any],
-    cli_flags: Mapping[str, Any],
-    checkpoint: Checkpoint,
-    changeable: Collection[str],
-) -> dict[str, Any]:
-    """The flags of a resumed run: the stored ones, replaced by those given now where they may differ.
-
-    Args:
-        changeable: fields that may differ, besides max_steps and those of RunOptions except SOURCE_FLAGS.
+    A run that gets another length continues from the newest checkpoint before its cooldown, which is returned, too.
 
     Raises:
-        UserError: flags would change the recipe, or ask for fewer steps than the run has; one line each.
+        UserError: flags would change the recipe, or the length cannot be changed; one line each.
     """
-    out, problems = checkpoint.path.parent, []
-    may_differ = {"max_steps", *RunOptions.__dataclass_fields__, *changeable} - SOURCE_FLAGS
-    if stored.get("lora_rank"):
-        may_differ.add("init_from")  # the base model may have moved; check_same_data compares its weights
-    for field in flag_fields(config_class):
-        name, before = field.name, stored.get(field.name, field.default)
-        if name not in may_differ and cli_flags.get(name, before) != before:
-            had = "none" if before is None else before
-            problems.append(f"{flag_name(name)} is {cli_flags[name]}, but the run in {out} has {had}. Leave it out.")
-    if problems:
-        raise UserError(*problems)
-    flags = {**stored, "out": str(out), "resume": "newest", "profile": 0, **cli_flags}
+    if "minutes" in cli_flags and cli_flags["resume"] == "auto":  # the command that started the run
+        cli_flags = {name: value for name, value in cli_flags.items() if name != "minutes"}
+        dist.print0("note    --resume auto does not make a run longer, --resume does: this one keeps its length")
+    stored = _stored_flags(config_class, checkpoint, cli_flags, dist)
+    before = config_class(**stored)
+    if _has_new_length(cli_flags, before) and (start := _before_cooldown(cli_flags, before, checkpoint, dist)):
+        checkpoint = replace(start, replaces_later=True)
+        stored = _stored_flags(config_class, checkpoint, cli_flags, dist)
+        stored |= _length_flags(cli_flags, config_class(**stored), checkpoint, dist)
+        cli_flags = {name: value for name, value in cli_flags.items() if name != "minutes"}  # the sum is in `stored`
+    _check_unchanged(config_class, cli_flags, stored, checkpoint)
+    flags = {**stored, "out": str(checkpoint.path.parent), "resume": "newest", "profile": 0, **cli_flags}
     if checkpoint.step > flags["max_steps"]:
         raise UserError(
             f"{checkpoint.path} is past --max-steps {flags['max_steps']}. Use {checkpoint.step} or more, or leave it out."
         )
     if "data" in stored and "data" not in cli_flags:
         flags["data"] = _find_data(flags, checkpoint.path)
-    return flags
+    elif flags["data"] != stored.get("data") and not shards.shard_paths(flags["data"], "train"):
+        raise UserError(f"no train shards in {flags['data']}. Pass the folder of the run's shards with --data.")
+    return flags, checkpoint
+
+
+def _check_unchanged(
+    config_class: type[RunOptions], cli_flags: Mapping[str, Any], stored: Mapping[str, Any], checkpoint: Checkpoint
+) -> None:
+    """Checks that flags leave the recipe of a run as it is stored.
+
+    Raises:
+        UserError: they do not, one line each.
+    """
+    may_differ = {"max_steps", *RunOptions.__dataclass_fields__} - SOURCE_FLAGS
+    # The end of a wsd schedule may move as long as neither the old cooldown nor the new one has begun.
+    schedule_end = {name: cli_flags[name] for name in ("decay_steps", "cooldown_fraction") if name in cli_flags}
+    ends = config_class(**stored), config_class(**{**stored, **schedule_end})
+    if all(config.schedule == "wsd" and checkpoint.step <= config.cooldown_start for config in ends):
+        may_differ |= schedule_end.keys()
+    if stored.get("lora_rank"):
+        may_differ.add("init_from")  # the base model may have moved; identify_data compares its weights
+    problems = []
+    for field in flag_fields(config_class):
+        name, had = field.name, stored.get(field.name, field.default)
+        if name not in may_differ and cli_flags.get(name, had) != had:
+            run = f"the run in {checkpoint.path.parent} has {'none' if had is None else had}"
+            problems.append(f"{flag_name(name)} is {cli_flags[name]}, but {run}. Leave it out.")
+    if problems:
+        raise UserError(*problems)
+
+
+def find_once_per_node(name_or_dir: str, dist: Distributed) -> Path:
+    """`huggingface.find_model`, called by one rank of each node."""
+    return Path(dist.once_per_node("init_from", lambda: str(huggingface.find_model(name_or_dir))))
+
+
+def _stored_flags(
+    config_class: type[RunOptions], checkpoint: Checkpoint, cli_flags: Mapping[str, Any], dist: Distributed
+) -> dict[str, Any]:
+    """The flags of the run that wrote a checkpoint, and the sizes of its model; with LoRA, those of the base model."""
+    if checkpoint.config.get("lora_rank"):
+        base = cli_flags.get("init_from", checkpoint.config.get("init_from"))
+        if not isinstance(base, str):
+            raise UserError(
+                f"cannot resume from {checkpoint.path}: trainer.pt does not name the base model. Pass it with --init-from."
+            )
+        try:
+            sizes = huggingface.read_config(find_once_per_node(base, dist))
+        except UserError as error:
+            raise error.with_hint(f"If the base model of {checkpoint.path} has moved, use --init-from.") from error
+    else:
+        sizes = huggingface.read_config(checkpoint.path)
+    names = {field.name for field in flag_fields(config_class)}
+    flags = {name: value for name, value in checkpoint.config.items() if value is not None}  # a default found later
+    return {name: value for name, value in {**sizes, **flags}.items() if name in names}
+
+
+# -----------------------------------------------------------------------------
+# Longer runs
+
+
+def _has_new_length(cli_flags: Mapping[str, Any], before: RunOptions) -> bool:
+    """Whether flags give a run another length that moves its cooldown.
+
+    Raises:
+        UserError: they are for a run of another kind.
+    """
+    if "minutes" in cli_flags:
+        if before.schedule != "wsd" or (before.text is None and not before.demo):
+            raise UserError("--minutes is for --text and --demo with --schedule wsd. Use --max-steps.")
+        if "max_steps" in cli_flags or "decay_steps" in cli_flags:
+            raise UserError("--minutes chooses the number of steps. Leave out --max-steps and --decay-steps.")
+        return True
+    if before.open_ended:
+        if "decay_steps" in cli_flags and "max_steps" not in cli_flags:
+            raise UserError("--decay-steps needs --max-steps, instead of --minutes.")
+        return "max_steps" in cli_flags
+    ends_together = before.decay_steps == before.max_steps and "decay_steps" not in cli_flags
+    return before.schedule == "wsd" and ends_together and cli_flags.get("max_steps", 0) > before.max_steps
+
+
+def _before_cooldown(
+    cli_flags: Mapping[str, Any], before: RunOptions, checkpoint: Checkpoint, dist: Distributed
+) -> Checkpoint | None:
+    """The checkpoint that a longer run continues from; None if there is none: more steps then have the lowest rate.
+
+    Raises:
+        UserError: more minutes would have, too; or the longer run would not be saved.
+    """
+    if cli_flags.get("checkpoint_every") == 0:
+        raise UserError("--checkpoint-every 0 would lose the longer run. Leave it out.")
+    if checkpoint.step <= before.cooldown_start:
+        return checkpoint
+    out, start = checkpoint.path.parent, before.cooldown_start
+    path = dist.once_per_node("longer", lambda: str(newest_checkpoint(out, start) or ""))
+    if not path and "minutes" in cli_flags:
+        raise UserError(
+            f"{out} has no checkpoint of step {start} or earlier, before the cooldown, to continue from for more minutes. "
+            "Use --max-steps, or a new run with another --out."
+        )
+    return Checkpoint.open(Path(path)) if path else None
+
+
+def _length_flags(
+    cli_flags: Mapping[str, Any], before: RunOptions, checkpoint: Checkpoint, dist: Distributed
+) -> dict[str, Any]:
+    """The flags of the new length of a run that is resumed from `checkpoint`, at a constant learning rate."""
+    if "minutes" in cli_flags:
+        trained = dist.once("seconds", lambda: str(seconds_trained(checkpoint.path.parent, checkpoint.step)))
+        return presets.flags_for_open_end(cli_flags["minutes"] + float(trained) / 60)
+    steps = cli_flags["max_steps"]
+    # after --minutes, the stored fraction is what there was time for
+    fraction = before.cooldown_fraction if before.minutes is None else presets.TIMED_COOLDOWN_FRACTION
+    cooldown_fraction = min(fraction, max(0, steps - checkpoint.step) / steps)
+    return {**presets.flags_for_length(before, steps), "minutes": None, "cooldown_fraction": cooldown_fraction}
+
+
+# -----------------------------------------------------------------------------
+# Data
 
 
 def _find_data(flags: Mapping[str, Any], checkpoint: Path) -> str:

@@ -15,8 +15,6 @@
 from __future__ import annotations
 
 import math
-import pickle
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -73,30 +71,6 @@ class TrainState:
         """The weights that are trained, by name: all of them, or LoRA's."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def parameter_names(self) -> list[str]:
-        """The names of the optimizer's parameters: its state has only their numbers."""
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        return [names[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
-
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Restores optimizer, scaler and counters; the model has its weights already.
-
-        Raises:
-            UserError: the optimizer's tensors do not fit the model.
-        """
-        mismatch = _find_mismatch(checkpoint.optimizer["state"], self.optimizer)
-        if not mismatch and checkpoint.parameters not in (None, self.parameter_names()):
-            mismatch = "its parameters have other names, or another order"
-        if mismatch:
-            raise _unusable(checkpoint.path, f"does not fit the run ({mismatch})")
-        param_groups = self.optimizer.state_dict()["param_groups"]
-        optimizer_state = checkpoint.take_optimizer_state(self.optimizer)
-        self.optimizer.load_state_dict({"state": optimizer_state, "param_groups": param_groups})
-        if checkpoint.scaler:
-            saved = {name: checkpoint.scaler[name] for name in SCALER_STATE}
-            self.scaler.load_state_dict(self.scaler.state_dict() | saved)
-        self.step, self.bad_steps, self.overflows = checkpoint.step, checkpoint.bad_steps, checkpoint.overflows
-
     def trainer_file(self, config: dict[str, Any], data: DataIdentity, keep: bool = True) -> dict[str, Any]:
         """The content of `trainer.pt`: a copy in host memory, as by `copy_to_host`."""
         return {
@@ -105,10 +79,41 @@ class TrainState:
             "overflows": self.overflows,
             "config": config,
             "data": data,
-            "parameters": self.parameter_names(),
+            "parameters": list(self._optimizer_parameters()),
             "optimizer": copy_to_host(self.optimizer.state_dict(), keep),
             "scaler": self.scaler.state_dict(),
         }
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Restores optimizer, scaler and counters; the model has its weights already. Unmaps `trainer.pt`.
+
+        Raises:
+            UserError: the optimizer's state does not fit the model.
+        """
+        saved, names = checkpoint.optimizer["state"], list(self._optimizer_parameters())
+        parameters = list(self._optimizer_parameters().values())
+        fits = checkpoint.parameters in (None, names) and set(saved) in (set(), set(range(len(names))))
+        for i, parameter in enumerate(parameters):  # torch does not compare shapes
+            shapes = {tensor.shape for name, tensor in saved.get(i, {}).items() if name != "step"}
+            fits = fits and shapes <= {parameter.shape}
+        if not fits:
+            raise _unusable(checkpoint.path, "belongs to a model with other parameters, or in another order")
+        state = {  # under FSDP, only this rank's parts of the tensors
+            i: {name: fsdp.shard_like(tensor, parameters[i]).clone() for name, tensor in tensors.items()}
+            for i, tensors in saved.items()
+        }
+        param_groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state, "param_groups": param_groups})
+        checkpoint.optimizer.clear()  # unmaps the file: Windows and NFS cannot remove an open one
+        if checkpoint.scaler:
+            scaler = {name: checkpoint.scaler[name] for name in SCALER_STATE}
+            self.scaler.load_state_dict(self.scaler.state_dict() | scaler)
+        self.step, self.bad_steps, self.overflows = checkpoint.step, checkpoint.bad_steps, checkpoint.overflows
+
+    def _optimizer_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The optimizer's parameters by name, in its order: its state has only their numbers."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        return {names[parameter]: parameter for group in self.optimizer.param_groups for parameter in group["params"]}
 
 
 @dataclass(frozen=True)
@@ -135,45 +140,17 @@ class Checkpoint:
         """
         try:
             content = torch.load(path / FILE, map_location="cpu", weights_only=True, mmap=True)
-        except pickle.UnpicklingError as error:
-            raise _unusable(path, "is not readable as plain tensors and containers") from error
-        except Exception as error:  # a corrupt zip file or pickle raises many kinds
-            raise _unusable(path, f"is truncated or corrupt ({type(error).__name__})") from error
-        if missing := [name for name in REQUIRED if name not in content]:
-            raise _unusable(path, f"was not written by this trainer (it has no {', '.join(missing)})")
-        if step_of(path) not in (-1, content["step"]):
-            raise _unusable(path, f"belongs to step {content['step']}")
-        required = {name: content[name] for name in REQUIRED}
-        return cls(path, overflows=content.get("overflows", 0), parameters=content.get("parameters"), **required)
-
-    def take_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, torch.Tensor]]:
-        """The tensors for `optimizer`, copied into memory; under FSDP, only this rank's parts of them.
-
-        Unmaps the file: Windows and NFS cannot remove an open one.
-        """
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        copies = {
-            i: {name: fsdp.shard_like(tensor, parameters[i]).clone() for name, tensor in tensors.items()}
-            for i, tensors in self.optimizer["state"].items()
-        }
-        self.optimizer.clear()
-        return copies
+            later = {"overflows": content.get("overflows", 0), "parameters": content.get("parameters")}
+            checkpoint = cls(path, **{name: content[name] for name in REQUIRED}, **later)
+        except Exception as error:  # a pickle, a corrupt zip file, a file of another program: errors of many kinds
+            raise _unusable(path, f"is corrupt, or was not written by this trainer ({type(error).__name__})") from error
+        if step_of(path) not in (-1, checkpoint.step):
+            raise _unusable(path, f"belongs to step {checkpoint.step}")
+        return checkpoint
 
 
 def _unusable(path: Path, problem: str) -> UserError:
     return UserError(f"cannot resume from {path}: {FILE} {problem}. Use another checkpoint.")
-
-
-def _find_mismatch(saved: Mapping[int, Mapping[str, torch.Tensor]], optimizer: torch.optim.Optimizer) -> str | None:
-    """Which part of an optimizer's saved state does not fit its parameters; None if all does, or nothing was saved."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if saved and saved.keys() != set(range(len(parameters))):
-        return f"the optimizer has {len(parameters)} parameters, and the state belongs to {len(saved)}"
-    for i, tensors in saved.items():
-        for name, tensor in tensors.items():
-            if name != "step" and tensor.shape != parameters[i].shape:
-                return f"{name} of the optimizer's parameter {i} has another shape"
-    return None
 
 
 def copy_to_host(state: Tree, keep: bool = True) -> Tree:
