@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from support.cli import DISK_ERRORS, Parser, UserError, flag_name, run_cli
+from support.cli import Parser, UserError, flag_name, run_cli
 from support.console.curves import AXES, Run, compares_per_byte, draw_runs, read_run, save
 from support.console.terminal import on_one_line
 from support.files import check_output_file
@@ -79,26 +79,21 @@ def read_runs(folders: Sequence[str], axis: str) -> list[Run]:
 
 
 def label_runs(runs: Sequence[Run]) -> list[str]:
-    """The names of the runs' folders, or the complete paths of those with the same name, numbered if they look alike."""
+    """The names of the runs' folders, or the complete paths of those with the same name."""
     count = Counter(run.name for run in runs)
-    labels = [run.name if count[run.name] == 1 else run.path for run in runs]
-    count = Counter(labels)
-    return [label if count[label] == 1 else f"{i}: {label}" for i, label in enumerate(labels, start=1)]
+    return [run.name if count[run.name] == 1 else on_one_line(str(run.folder.resolve())) for run in runs]
 
 
 def draw(labels: Sequence[str], runs: Sequence[Run], axis: str, path: Path) -> None:
     """Writes the picture.
 
     Raises:
-        UserError: matplotlib cannot draw it.
-        OSError: the file cannot be written.
+        UserError: it cannot be drawn or written.
     """
     try:
         save(draw_runs(labels, runs, axis), path)
     except Exception as error:  # matplotlib has many
-        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-            raise
-        raise UserError(f"cannot draw {path} ({error}). Check matplotlib's settings.") from error
+        raise UserError(f"cannot draw {path} ({error}). Check the disk, and matplotlib's settings.") from error
 
 
 def print_differences(labels: Sequence[str], runs: Sequence[Run]) -> None:
@@ -125,12 +120,13 @@ def results(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     """The columns of the table, each with its title; those about which no run says anything are left out."""
     final = [run.val[max(run.val)] if run.val else None for run in runs]
     best = [min(run.val.values(), default=None) for run in runs]
+    hours = [run.positions([run.steps], "hours") for run in runs]
     best_step = [min(run.val, key=lambda step: run.val[step], default=None) for run in runs]
     columns: list[tuple[str, str, Sequence[float | None]]] = [
         ("parameters", ",", [run.record["parameters"] if run.record else None for run in runs]),
         ("steps", ",", [run.steps for run in runs]),
         ("tokens", ",", [run.steps * run.record["tokens_per_step"] if run.record else None for run in runs]),
-        ("hours", ".3f", [run.hours for run in runs]),
+        ("hours", ".3f", [None if ends is None else ends[0] for ends in hours]),
         ("val loss", ".4f", final),
         ("best", ".4f", best),
         ("at step", ",", best_step),

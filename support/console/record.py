@@ -29,7 +29,7 @@ REQUIRED = {
     "flags": dict, "versions": dict, "data": dict, "tokenizer": dict, "parameters": int, "tokens_per_step": int,
     "bytes_per_token": float, "resumes": list,
 }  # fmt: skip
-# What may be different in a resumed process.
+# What may be different in a resumed process, besides flags.
 CHANGEABLE = ("versions", "device", "speed", "processes")
 
 
@@ -76,62 +76,53 @@ def read_record(path: Path) -> dict[str, Any] | None:
 
 def latest_flags(record: Mapping[str, Any]) -> dict[str, Any]:
     """The flags of the process that last started or resumed a run."""
-    flags = dict(record["flags"])
+    return _latest(record)["flags"]
+
+
+def _latest(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record with what the process that last resumed its run says in place of what the first one said."""
+    latest = dict(record)
     for resume in record["resumes"]:
-        flags |= resume["flags"]
-    return flags
+        latest |= {**resume, "flags": latest["flags"] | resume["flags"]}
+    return latest
 
 
-class RunRecord:
-    """`run.json` in the folder of a run, written when a process starts or resumes it.
+def write_record(folder: Path, description: Mapping[str, Any], first_step: int) -> None:
+    """Writes `run.json` for a process that starts a run, or adds what is different in one that resumes it.
 
     It is best effort: if it cannot be written, that is a warning.
     """
-
-    def __init__(self, folder: Path, description: Mapping[str, Any], first_step: int):
-        self._path = folder / FILE
-        earlier = read_record(self._path) if first_step > 0 else None
-        self.written_anew = first_step > 0 and earlier is None
-        self._record = {"step": first_step, **description, "resumes": []}
-        if earlier is not None:
-            self._record = {**earlier, "resumes": [*earlier["resumes"], _changes(earlier, description, first_step)]}
-        self._write()
-
-    def change_flags(self, flags: Mapping[str, Any]) -> None:
-        """Replaces flags that have other values from now on."""
-        (self._record["resumes"] or [self._record])[-1]["flags"] |= flags
-        self._write()
-
-    def _write(self) -> None:
-        try:
-            with atomic_write(self._path) as tmp:
-                tmp.write_text(json.dumps(self._record, indent=2) + "\n", encoding="utf-8", newline="\n")
-        except OSError as error:
-            print(f"warning: cannot write {self._path} ({error.strerror}).", file=sys.stderr, flush=True)
+    record: dict[str, Any] = {"step": first_step, **description, "resumes": []}
+    earlier = read_record(folder / FILE) if first_step > 0 else None
+    if earlier is not None:
+        before = _latest(earlier)
+        new_flags = {**description["flags"], "resume": before["flags"].get("resume")}  # which says nothing
+        flags = {name: value for name, value in new_flags.items() if before["flags"].get(name) != value}
+        changed = {name: description[name] for name in CHANGEABLE if before.get(name) != description[name]}
+        entry = {name: record[name] for name in ("step", "started", "command")}
+        record = {**earlier, "resumes": [*earlier["resumes"], {**entry, "flags": flags, **changed}]}
+    _write(folder, record)
 
 
-def _changes(record: Mapping[str, Any], description: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """What a process that resumes the run at `step` adds to its record."""
-    flags, latest = latest_flags(record), dict(record)
-    for resume in record["resumes"]:
-        latest |= resume
-    entry = {"step": step, "started": description["started"], "command": description["command"]}
-    changed = {
-        name: value
-        for name, value in description["flags"].items()
-        if name != "resume" and (name not in flags or flags[name] != value)
-    }
-    return {**entry, "flags": changed} | {
-        name: description[name] for name in CHANGEABLE if latest.get(name) != description[name]
-    }
+def change_flags(folder: Path, flags: Mapping[str, Any]) -> None:
+    """Replaces flags that have other values from now on in `run.json`."""
+    if record := read_record(folder / FILE):
+        (record["resumes"] or [record])[-1]["flags"] |= flags
+        _write(folder, record)
+
+
+def _write(folder: Path, record: Mapping[str, Any]) -> None:
+    try:
+        with atomic_write(folder / FILE) as tmp:
+            tmp.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8", newline="\n")
+    except OSError as error:
+        print(f"warning: cannot write {folder / FILE} ({error.strerror}).", file=sys.stderr, flush=True)
 
 
 def _read_commit() -> str | None:
     """The commit that this project has checked out; None without git, or without a repository."""
-    if not (ROOT / ".git").exists():  # git would look for one in the folders above
-        return None
+    command = ["git", f"--git-dir={ROOT / '.git'}", "rev-parse", "HEAD"]  # not one in the folders above
     try:
-        command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
         return None

@@ -7,7 +7,7 @@ import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from support.cli import UserError
 from support.files import atomic_write
@@ -16,96 +16,28 @@ from support.runtime.options import RunOptions
 CURVES = {"train": "loss/train", "val": "loss/val", "hella": "hellaswag/acc_norm"}  # by their names in the log
 
 
-class Tracker(Protocol):
-    """One tracking service."""
-
-    name: str
-
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def log_samples(self, step: int, texts: Sequence[str]) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def close(self, final_values: Mapping[str, float]) -> None:
-        """Finishes the run; `final_values` is empty if it failed or was stopped."""
-
-
-class Trackers:
-    """Sends what a run measures to each of its trackers. One that fails is dropped."""
-
-    def __init__(self, trackers: Sequence[Tracker]):
-        self._trackers = list(trackers)
-        self._last: dict[str, float] = {}
-
-    def log_value(self, step: int, name: str, value: float) -> None:
-        """A value of the log, under its name there."""
-        self._last[CURVES[name]] = value
-        self.log(step, {CURVES[name]: value})
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._for_each(lambda tracker: tracker.log(step, values))
-
-    def log_samples(self, step: int, texts: Sequence[str]) -> None:
-        self._for_each(lambda tracker: tracker.log_samples(step, texts))
-
-    def flush(self) -> None:
-        """Writes what is buffered: a checkpoint must never be ahead of the curves of its run."""
-        self._for_each(lambda tracker: tracker.flush())
-
-    def close(self, succeeded: bool) -> None:
-        """Finishes the curves; those of a run that succeeded get its final values."""
-        final_values = {f"final/{name}": value for name, value in self._last.items()} if succeeded else {}
-        self._for_each(lambda tracker: tracker.close(final_values))
-        self._trackers = []
-
-    def _for_each(self, call: Callable[[Tracker], None]) -> None:
-        for tracker in tuple(self._trackers):
-            try:
-                call(tracker)
-            except Exception as error:  # a full disk or the network: tracking is best effort
-                self._trackers.remove(tracker)
-                message = f"{tracker.name} stopped ({error}). Training continues without it."
-                print(f"warning: {message}", file=sys.stderr, flush=True)
-
-
 def check_installed(config: RunOptions) -> None:
     """Checks that the packages of --tensorboard and --wandb are installed, before an earlier run is replaced.
 
     Raises:
         UserError: one is not.
     """
-    for requested, name, module in (
-        (config.tensorboard, "tensorboard", "torch.utils.tensorboard"),
-        (config.wandb, "wandb", "wandb"),
-    ):
+    for module, requested in {"torch.utils.tensorboard": config.tensorboard, "wandb": config.wandb}.items():
         try:
             _ = requested and importlib.import_module(module)
         except ImportError as error:
+            name = module.split(".")[-1]
             raise UserError(f"--{name} needs its package. Run pip install {name}.") from error
-
-
-def start_trackers(config: RunOptions, first_step: int) -> list[Tracker]:
-    """Starts the trackers that were asked for; a `first_step` above 0 continues their curves at that step.
-
-    Raises:
-        UserError: Weights & Biases cannot start.
-    """
-    trackers: list[Tracker] = []
-    if config.tensorboard:
-        trackers.append(TensorBoard(config.out, config.to_dict(), first_step))
-    if config.wandb:
-        trackers.append(WeightsAndBiases(config.out, config.to_dict(), first_step, config.wandb))
-    return trackers
 
 
 class TensorBoard:
     name = "--tensorboard"
 
-    def __init__(self, out: str, flags: Mapping[str, Any], first_step: int):
+    def __init__(self, config: RunOptions, first_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._flags, folder = flags, Path(out) / "tensorboard"
+        self._flags = {name: value for name, value in config.to_dict().items() if value is not None}
+        folder = Path(config.out) / "tensorboard"
         if first_step == 0:
             for events in folder.glob("events.out.tfevents.*"):  # of a run that this one replaces
                 events.unlink()
@@ -124,28 +56,34 @@ class TensorBoard:
         self._writer.flush()
 
     def close(self, final_values: Mapping[str, float]) -> None:
+        """Finishes the run; `final_values` is empty if it failed or was stopped."""
         if final_values:
-            flags = {name: value for name, value in self._flags.items() if value is not None}
-            self._writer.add_hparams(flags, dict(final_values), run_name=".", global_step=flags["max_steps"])
+            step = self._flags["max_steps"]
+            self._writer.add_hparams(self._flags, dict(final_values), run_name=".", global_step=step)
         self._writer.close()
 
 
 class WeightsAndBiases:
+    """As TensorBoard.
+
+    Raises:
+        UserError: it cannot start.
+    """
+
     name = "--wandb"
 
-    def __init__(self, out: str, flags: Mapping[str, Any], first_step: int, project: str):
+    def __init__(self, config: RunOptions, first_step: int):
         import wandb
 
-        file = Path(out) / "wandb_id.txt"
+        file = Path(config.out) / "wandb_id.txt"
         run_id = uuid.uuid4().hex[:12]
         if first_step and file.exists():
             run_id = file.read_text(encoding="utf-8", errors="replace").strip()
         with atomic_write(file) as tmp:
             tmp.write_text(run_id + "\n")
+        options: dict[str, Any] = dict(project=config.wandb, id=run_id, resume="allow", dir=config.out)
         try:
-            self._run = wandb.init(
-                config=dict(flags), allow_val_change=True, project=project, id=run_id, resume="allow", dir=out
-            )
+            self._run = wandb.init(config=config.to_dict(), allow_val_change=True, **options)
         except Exception as error:  # its own errors, and those of the network
             reason = str(error).rstrip(". ")
             raise UserError(f"--wandb cannot start: {reason}. Run wandb login, or set WANDB_MODE=offline.") from error
@@ -164,3 +102,48 @@ class WeightsAndBiases:
     def close(self, final_values: Mapping[str, float]) -> None:
         self._run.summary.update(dict(final_values))
         self._run.finish(exit_code=0 if final_values else 1)
+
+
+Tracker = TensorBoard | WeightsAndBiases
+
+
+def start_trackers(config: RunOptions, first_step: int) -> list[Tracker]:
+    """Starts the trackers that were asked for; a `first_step` above 0 continues their curves at that step."""
+    trackers: list[Tracker] = [TensorBoard(config, first_step)] if config.tensorboard else []
+    return [*trackers, WeightsAndBiases(config, first_step)] if config.wandb else trackers
+
+
+class Trackers:
+    """Sends what a run measures to each of its trackers. One that fails is dropped."""
+
+    def __init__(self, trackers: Sequence[Tracker]):
+        self._trackers = list(trackers)
+        self._final_values: dict[str, float] = {}
+
+    def log_value(self, step: int, name: str, value: float) -> None:
+        """A value of the log, under its name there."""
+        self._final_values[f"final/{CURVES[name]}"] = value
+        self.log(step, {CURVES[name]: value})
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._for_each(lambda tracker: tracker.log(step, values))
+
+    def log_samples(self, step: int, texts: Sequence[str]) -> None:
+        self._for_each(lambda tracker: tracker.log_samples(step, texts))
+
+    def flush(self) -> None:
+        """Writes what is buffered: a checkpoint must never be ahead of the curves of its run."""
+        self._for_each(lambda tracker: tracker.flush())
+
+    def close(self, succeeded: bool) -> None:
+        """Finishes the curves; those of a run that succeeded get its final values."""
+        self._for_each(lambda tracker: tracker.close(self._final_values if succeeded else {}))
+
+    def _for_each(self, call: Callable[[Tracker], None]) -> None:
+        for tracker in tuple(self._trackers):
+            try:
+                call(tracker)
+            except Exception as error:  # a full disk or the network: tracking is best effort
+                self._trackers.remove(tracker)
+                message = f"{tracker.name} stopped ({error}). Training continues without it."
+                print(f"warning: {message}", file=sys.stderr, flush=True)
