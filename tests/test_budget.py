@@ -9,7 +9,7 @@ import pytest
 import torch
 from training import ONE_PROCESS, config_of, configure
 
-from support.cli import UserError, parse_flags, range_errors
+from support.cli import UserError, parse_flags
 from support.data import presets
 from support.data.presets import MAX_STEPS
 from support.runtime import budget
@@ -27,14 +27,15 @@ def flags_for(text_bytes, tokens, monkeypatch, *flags, minutes=3, checkpoint=Non
 
 
 # By hand: 7 bytes, at 3 per token, for each weight of the blocks, 12 C^2 in each: 331,776 of 3 x 96, 589,824 of 3 x 128,
-# 786,432 of 4 x 128, 4.7M of 6 x 256, 25M of 8 x 512; and not more weights than bytes.
+# 786,432 of 4 x 128, 4.7M of 6 x 256, 25M of 8 x 512; and not more weights than bytes. The smallest is for bytes, and for
+# texts that are too small for the next one.
 @pytest.mark.parametrize(
     ("text_bytes", "tokens", "sizes", "step"),
     [
-        (3e6, 1e5, (3, 96), 1024),
-        (3e6, 1.37e6, (3, 96), 1024),
-        (3e6, 1.38e6, (3, 128), 1024),
+        (3e6, 1e5, (3, 128), 1024),
+        (3e6, 1.83e6, (3, 128), 1024),
         (3e6, 1.84e6, (4, 128), 1024),
+        (5e5, 2.4e7, (3, 96), 8192),
         (3e7, 1.10e7, (4, 128), 4096),
         (3e7, 1.11e7, (6, 256), 4096),
         (7e5, 2.4e7, (3, 128), 8192),  # the text is too small for more
@@ -47,24 +48,26 @@ def test_the_largest_model_that_sees_enough_tokens(text_bytes, tokens, sizes, st
     assert chosen["max_lr"] == pytest.approx(3.6e-3 * min(1, (step / 16384) ** 0.5))
 
 
+@pytest.mark.parametrize(("tokens", "n_embd"), [(4.12e6, 96), (4.13e6, 128)])
+def test_the_smallest_model_is_for_bytes(tokens, n_embd, monkeypatch):
+    chosen = flags_for(3e6, tokens, monkeypatch, "--tokenizer", "bytes")
+    assert (chosen["n_layer"], chosen["n_embd"]) == (3, n_embd)
+
+
 def test_what_follows_from_the_estimated_steps(monkeypatch):
-    """By hand: 2,048,000 tokens are 2,000 steps of 1,024; a validation has a twentieth of them."""
+    """By hand: 2,048,000 tokens are 2,000 steps of 1,024; a validation has a twentieth of them. Below 100 steps, a run is
+    validated at its ends."""
     chosen = flags_for(3e6, 2.048e6, monkeypatch)
     assert chosen["decay_steps"] == MAX_STEPS  # open
     expected = dict(max_steps=2000, warmup_steps=66, val_every=500, sample_every=500, checkpoint_every=500)
     assert expected.items() <= chosen.items() and chosen["val_tokens"] == 102400
     chosen = flags_for(3e6, 2.048e6, monkeypatch, "--val-every", "7", "--val-tokens", "640", "--warmup-steps", "9")
     assert not chosen.keys() & {"val_every", "val_tokens", "warmup_steps"}
-
-
-def test_a_run_of_few_steps_is_validated_at_its_ends(monkeypatch):
     chosen = flags_for(3e6, 50 * 1024, monkeypatch)
     assert (chosen["max_steps"], chosen["val_every"], chosen["sample_every"]) == (50, 50, 0)
-
-
-def test_an_estimate_is_a_number_of_steps_that_a_resumed_run_accepts(monkeypatch):
     chosen = flags_for(3e6, 1e15, monkeypatch)
-    assert chosen["max_steps"] < chosen["decay_steps"] == 2**31 - 1 and not range_errors(TrainConfig, chosen)
+    assert chosen["max_steps"] < chosen["decay_steps"] == 2**31 - 1
+    parse_flags(TrainConfig, [f"--max-steps={chosen['max_steps']}", f"--decay-steps={chosen['decay_steps']}"])
 
 
 def test_a_run_that_becomes_longer_keeps_its_sizes(monkeypatch):
@@ -82,35 +85,29 @@ def test_a_time_without_a_single_step_is_refused(monkeypatch):
 
 def test_given_sizes_stay(monkeypatch):
     chosen = flags_for(3e6, 2.4e7, monkeypatch, *"--n-layer 2 --total-batch-size 4096 --max-lr 1e-3".split())
-    assert chosen.keys() & {"n_layer", "n_head", "n_embd", "total_batch_size", "max_lr"} == {"n_head", "n_embd"}
-
-
-def test_pretrained_weights_keep_their_sizes(monkeypatch):
+    assert not chosen.keys() & {"n_layer", "n_head", "n_embd", "total_batch_size", "max_lr"}
+    pretrained = replace(config_of(), minutes=3.0, init_from="gpt2")
     monkeypatch.setattr(budget, "_tokens_per_second", lambda *args: 1000.0)
-    options = replace(config_of(), minutes=3.0, init_from="gpt2")
-    chosen = budget.flags_for_minutes(options, {}, ONE_PROCESS, GPT, None)
+    chosen = budget.flags_for_minutes(pretrained, {}, ONE_PROCESS, GPT, None)
     assert not chosen.keys() & {"n_layer", "n_embd", "total_batch_size", "max_lr"}
     assert chosen["max_steps"] == 180_000 // 256
 
 
-def tokens_per_second(dist=ONE_PROCESS):
-    sizes = dict(n_layer=1, n_head=1, n_embd=16, block_size=64)
-    return budget._tokens_per_second(config_of(), 8, sizes, 257, dist, lambda **sizes: GPT(GPTConfig(**sizes)))
+@pytest.mark.parametrize("fitting", [8, 4, 0])
+def test_the_tokens_of_a_model_in_time(fitting, monkeypatch):
+    """By hand: 0.7 of 8 rows of 64 tokens in 0.01 s, on two ranks; of fewer rows if 8 do not fit into the memory."""
 
+    class Limited(GPT):
+        def forward(self, idx, targets=None):
+            if len(idx) > fitting:
+                raise torch.OutOfMemoryError
+            return super().forward(idx, targets)
 
-def test_a_model_that_does_not_fit_is_not_chosen(monkeypatch):
-    def too_large(work, *args, **options):
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(budget, "_seconds", too_large)
-    assert tokens_per_second() == 0.0
-
-
-def test_the_tokens_of_a_model_in_time(monkeypatch):
-    """By hand: 0.7 of 8 rows of 64 tokens in 0.01 s, on two ranks."""
-    monkeypatch.setattr(budget, "_seconds", lambda work, *args: work() or 0.01)
-    two_ranks = SimpleNamespace(device=torch.device("cpu"), world_size=2)
-    assert tokens_per_second(two_ranks) == pytest.approx(0.7 / 0.01 * 8 * 64 * 2)
+    monkeypatch.setattr(budget, "_seconds", lambda work, device: work() or 0.01)
+    sizes = dict(n_layer=1, n_head=1, n_embd=16, block_size=64, batch_size=8, vocab_size=257)
+    dist = SimpleNamespace(device=torch.device("cpu"), world_size=2)
+    found = budget._tokens_per_second(config_of(), sizes, dist, lambda **sizes: Limited(GPTConfig(**sizes)))
+    assert found == pytest.approx(0.7 / 0.01 * fitting * 64 * 2)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,6 @@ import pytest
 from helpers import losses, run_script
 from training import ONE_PROCESS, config_of, configure, resumed
 
-import fineweb
 from support.cli import UserError
 from support.console.progress import notes
 from support.data.presets import make_preset_shards, run_child_process
@@ -32,15 +32,6 @@ def file_of_size(folder: Path, size: float) -> Path:
     with open(path, "wb") as file:
         file.truncate(int(size))
     return path
-
-
-def hub_has(monkeypatch: pytest.MonkeyPatch, folder: Path, config: GPTConfig) -> None:
-    """Every model on the hub has this configuration. There are no weights."""
-    sizes = {"n_positions": config.block_size, "vocab_size": config.vocab_size, "model_type": "gpt2"}
-    sizes |= {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd}
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(sizes))
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(folder))
 
 
 # -----------------------------------------------------------------------------
@@ -73,14 +64,11 @@ def test_flags_fit_the_amount_of_text(tmp_path, size, n_layer, context, tokens_p
     assert config.max_lr == pytest.approx(rates[tokens_per_step], rel=0.01)
 
 
-def test_gpt2_tokens_are_fewer(tmp_path):
-    config, _ = configure(["--text", str(file_of_size(tmp_path, 2e7)), "--tokenizer", "gpt2"])
-    assert config.total_batch_size * config.max_steps == pytest.approx(2e7 * 0.9 / 4, rel=0.01)
-
-
-def test_a_large_text_gets_gpt2s_tokens_and_others_their_own(tmp_path):
+def test_the_tokenizer_suits_the_amount_of_text(tmp_path):
     sizes = {1e4: "bpe", 4e8: "bpe", 4.1e8: "gpt2"}
     assert {size: configure(["--text", str(file_of_size(tmp_path, size))])[0].tokenizer for size in sizes} == sizes
+    config, _ = configure(["--text", str(file_of_size(tmp_path, 2e7)), "--tokenizer", "gpt2"])  # of four bytes
+    assert config.total_batch_size * config.max_steps == pytest.approx(2e7 * 0.9 / 4, rel=0.01)
 
 
 def test_a_given_flag_replaces_the_presets(tmp_path):
@@ -96,28 +84,20 @@ def test_a_given_flag_replaces_the_presets(tmp_path):
     assert config.block_size == 1024
 
 
-def test_fine_tuning_takes_few_epochs_at_a_low_rate(tmp_path, monkeypatch):
-    text = str(file_of_size(tmp_path, 1e6))
-    hub_has(monkeypatch, tmp_path / "gpt2", GPTConfig())
-    config, _ = configure(["--text", text, "--init-from", "gpt2"])
-    assert (config.recipe, config.optimizer, config.max_lr, config.n_layer) == ("gpt2", "adamw", 1e-4, 12)
-    assert config.total_batch_size * config.max_steps == pytest.approx(3 * 1e6 * 0.9 / 4, rel=0.01)
-    config, _ = configure(["--text", text, "--init-from", "gpt2", "--lora-rank", "8"])
-    assert (config.optimizer, config.max_lr) == ("adamw", 1e-3)
+def test_fine_tuning_takes_few_epochs_at_a_low_rate(tmp_path):
     for n_embd, factor in ((64, 12), (768, 1), (1536, 1)):  # a higher rate for a narrower model
         GPT(GPTConfig(8, 257, 1, 1, n_embd)).save_pretrained(tmp_path / "model")
         get_tokenizer("bytes").save_pretrained(tmp_path / "model", 8)
-        config, _ = configure(["--text", text, "--init-from", str(tmp_path / "model")])
+        flags = ["--text", str(file_of_size(tmp_path, 1e6)), "--init-from", str(tmp_path / "model")]
+        config, _ = configure(flags)
+        assert (config.recipe, config.optimizer, config.n_embd, config.tokenizer) == ("gpt2", "adamw", n_embd, "bytes")
         assert config.max_lr == pytest.approx(factor * 1e-4)
-
-
-def test_a_checkpoint_brings_its_tokenizer(tmp_path):
-    for vocab_size, tokenizer in ((257, "bytes"), (50257, "gpt2")):
-        GPT(GPTConfig(8, vocab_size, 1, 1, 4)).save_pretrained(tmp_path / tokenizer)
-        if tokenizer == "bytes":  # GPT-2's vocabulary may not be on this machine
-            get_tokenizer(tokenizer).save_pretrained(tmp_path / tokenizer, 8)
-        flags = ["--text", str(file_of_size(tmp_path, 1e6)), "--init-from", str(tmp_path / tokenizer)]
-        assert configure(flags)[0].tokenizer == tokenizer
+        assert config.total_batch_size * config.max_steps == pytest.approx(3 * 1e6 * 0.9, rel=0.01)
+        config, _ = configure([*flags, "--lora-rank", "8"])
+        assert config.optimizer == "adamw" and config.max_lr == pytest.approx(factor * 1e-3)
+    GPT(GPTConfig(8, 50257, 1, 1, 4)).save_pretrained(tmp_path / "gpt2")
+    flags = ["--text", str(file_of_size(tmp_path, 1e6)), "--init-from", str(tmp_path / "gpt2")]
+    assert configure(flags)[0].tokenizer == "gpt2"
 
 
 @pytest.mark.parametrize("field", ["text", "story"])
@@ -163,20 +143,10 @@ def test_bad_text_is_rejected(tmp_path, monkeypatch, flags, message):
 # Runs
 
 
-def test_the_header_has_at_most_eight_lines_of_80_columns(tmp_path, capsys, monkeypatch):
+def test_a_note_says_that_hellaswag_cannot_score_a_text_with_tokens_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text(TEXT)
-    flags = ["--text", "text.txt", "--tokenizer", "bytes", "--out", "run", *SMALL]
-    train(configure(flags)[0], ONE_PROCESS)
-    printed = capsys.readouterr().out.partition("device ")[2]
-    header = re.split(r"^step +\d+ \|", printed, maxsplit=1, flags=re.MULTILINE)[0].splitlines()
-    assert 6 <= len(header) <= 8 and all(len(line) <= 80 for line in header)
-    flags = json.loads((tmp_path / "run" / "run.json").read_text())["flags"]  # which has what was chosen
-    chosen = {"tokenizer": "bytes", "recipe": "fast", "max_lr": 0.0009, "max_steps": 4, "keep": 1, "shuffle": True}
-    assert chosen.items() <= flags.items()
-
-
-def test_a_note_says_that_hellaswag_cannot_score_a_text_with_tokens_of_its_own(tmp_path):
+    for out in ("log", "log_demo"):
+        (tmp_path / out).mkdir()
     GPT(GPTConfig(8, 257, 1, 1, 4)).save_pretrained(tmp_path / "bytes")
     get_tokenizer("bytes").save_pretrained(tmp_path / "bytes", 8)
     text = ("--device", "cpu", "--text", str(file_of_size(tmp_path, 1e6)))
@@ -190,24 +160,42 @@ def test_a_note_says_that_hellaswag_cannot_score_a_text_with_tokens_of_its_own(t
     assert not list(notes(configure(text)[0], 1, 0))  # once is enough
 
 
+def test_the_header_has_at_most_eight_lines_of_80_columns(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT)
+    flags = ["--text", "text.txt", "--tokenizer", "bytes", "--out", "run", *SMALL]
+    train(configure(flags)[0], ONE_PROCESS)
+    printed = capsys.readouterr().out.partition("device ")[2]
+    header = re.split(r"^step +\d+ \|", printed, maxsplit=1, flags=re.MULTILINE)[0].splitlines()
+    assert 6 <= len(header) <= 8 and all(len(line) <= 80 for line in header)
+    flags = json.loads((tmp_path / "run" / "run.json").read_text())["flags"]  # which has what was chosen
+    chosen = {"tokenizer": "bytes", "recipe": "fast", "max_lr": 0.0009, "max_steps": 4, "keep": 1, "shuffle": True}
+    assert chosen.items() <= flags.items()
+
+
 def samples_of(output: str) -> list[str]:
     return re.findall(r"^step +\d+ \| sample \d: (.*)$", output, re.M)
 
 
-def test_samples_continue_the_held_out_text_unless_there_is_a_prompt(tmp_path, capfd):
-    (tmp_path / "text.txt").write_text("".join(f"The number that follows upon {n} is {n + 1}.\n" for n in range(300)))
-    for prompt in ((), ("--prompt", "The end"), ("--prompt", "")):
-        out = tmp_path / f"run{prompt}"
-        flags = ["--text", tmp_path / "text.txt", "--tokenizer", "bytes", "--out", out, *SMALL, "--sample-every", 4]
-        train(configure([*flags, *prompt])[0], ONE_PROCESS)
-        before = samples_of(capfd.readouterr().out)
-        resumed(out, "--max-steps", 5)
-        after = samples_of(capfd.readouterr().out)
-        [val] = (out / "data").glob("*_val_*.npy")  # it begins inside a line
-        number = int(re.search(r"\n.* (\d+) is", bytes(np.load(val).astype(np.uint8)).decode())[1])
-        expected = prompt[1] if prompt else f"The number that follows upon {number} is"
-        assert number >= 269 and len(before) == 4 and len(after) == 8  # of steps 4 and 5
-        assert all(text.startswith(expected) for text in before + after)
+@pytest.mark.parametrize("prompt", [(), ("--prompt", "The end")])
+def test_samples_continue_the_held_out_text_unless_there_is_a_prompt(tmp_path, capfd, monkeypatch, prompt):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("".join(f"The number that follows upon {n} is {n + 1}.\n" for n in range(300)))
+    flags = ["--text", "text.txt", "--tokenizer", "bytes", "--out", "run", *SMALL, "--sample-every", 4]
+    train(configure([*flags, *prompt])[0], ONE_PROCESS)
+    printed = capfd.readouterr().out
+    resumed(Path("run"), "--max-steps", 5)
+    before, after = samples_of(printed), samples_of(capfd.readouterr().out)
+    [val] = Path("run", "data").glob("*_val_*.npy")  # it begins inside a line
+    number = int(re.search(r"\n.* (\d+) is", bytes(np.load(val).astype(np.uint8)).decode())[1])
+    expected = prompt[1] if prompt else f"The number that follows upon {number} is"
+    assert number >= 269 and len(before) == 4 and len(after) == 8  # of steps 4 and 5
+    assert all(text.startswith(expected) for text in before + after)
+    header = printed.partition("device ")[2].partition("\nstep     0 |")[0].splitlines()
+    assert 6 <= len(header) <= 8 and all(len(line) <= 80 for line in header)
+    recorded = json.loads(Path("run", "run.json").read_text())["flags"]  # which has what was chosen
+    chosen = {"tokenizer": "bytes", "recipe": "fast", "max_lr": 0.0009, "max_steps": 4, "keep": 1, "shuffle": True}
+    assert chosen.items() <= recorded.items()
 
 
 @pytest.mark.slow
@@ -236,33 +224,23 @@ def test_one_command_trains_on_a_text_and_resumes(tmp_path):
     assert len(losses(tmp_path / "mine" / "log.txt")) == 6
 
 
-def test_a_tenth_is_held_out_of_a_few_files_and_logs_are_not_text(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text(TEXT)
-    (tmp_path / "again").symlink_to(tmp_path)
-    flags = ["--text", ".", "--tokenizer", "bytes", *SMALL]
-    for out in ("log", "log2"):
-        train(configure([*flags, "--out", out])[0], ONE_PROCESS)
-        sizes = {s["split"]: s["tokens"] for s in json.loads(Path(out, "data/manifest.json").read_text())["shards"]}
-        assert sum(sizes.values()) == 2 * (len(TEXT) + 1)
-        assert sizes["val"] == round(0.2 * (len(TEXT) + 1))
-
-
 def test_a_folder_means_all_text_in_it_and_changed_text_is_rejected(tmp_path, capfd):
     folder = tmp_path / "texts [1]"  # which would be a pattern for glob
     (folder / "deep").mkdir(parents=True)
     (folder / "a.txt").write_text(TEXT)
     (folder / "deep" / "b.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
     (folder / "picture.png").write_bytes(b"no text")
+    (folder / "again").symlink_to(folder)
     flags = ["--text", str(folder), "--tokenizer", "bytes", *SMALL, "--checkpoint-every", "0", "--val-every", "0"]
-    train(configure([*flags, "--out", str(tmp_path / "run")])[0], ONE_PROCESS)
-    manifest = json.loads((tmp_path / "run" / "data" / "manifest.json").read_text())
-    assert sum(shard["tokens"] for shard in manifest["shards"]) == 2 * (len(TEXT) + 1)
+    for out in ("log", "log2"):  # the log of the first run is no text
+        train(configure([*flags, "--out", folder / out])[0], ONE_PROCESS)
+        manifest = json.loads((folder / out / "data" / "manifest.json").read_text())
+        sizes = {shard["split"]: shard["tokens"] for shard in manifest["shards"]}
+        assert sum(sizes.values()) == 2 * (len(TEXT) + 1) and sizes["val"] == round(0.2 * (len(TEXT) + 1))
     (folder / "a.txt").write_text(TEXT + "One more.")
-    (tmp_path / "run" / "log.txt").unlink()
+    (folder / "log" / "log.txt").unlink()
     with pytest.raises(UserError, match="see above. For another text or tokenizer, use another --out"):
-        train(configure([*flags, "--out", str(tmp_path / "run")])[0], ONE_PROCESS)
+        train(configure([*flags, "--out", folder / "log"])[0], ONE_PROCESS)
     assert "has shards of another source or setting" in capfd.readouterr().err
 
 
@@ -270,18 +248,17 @@ def test_a_folder_means_all_text_in_it_and_changed_text_is_rejected(tmp_path, ca
 # Processes
 
 
-@pytest.mark.slow
-def test_one_process_of_all_nodes_makes_the_shards(tmp_path):
+def test_one_process_of_all_nodes_makes_the_shards(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text(TEXT)
-    data = tmp_path / "run" / "data"
     flags = config_of("--text", tmp_path / "text.txt", "--out", tmp_path / "run", "--tokenizer", "bytes")
+    waits, sleep = threading.Event(), time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: (waits.set(), sleep(0.01)))
     other_node = threading.Thread(target=make_preset_shards, args=(flags, 1, False), daemon=True)
     other_node.start()
-    other_node.join(2)
-    assert other_node.is_alive() and not (tmp_path / "run").exists()
+    assert waits.wait(60) and not (tmp_path / "run").exists()
     make_preset_shards(flags, 0, False)
     other_node.join(60)
-    assert not other_node.is_alive() and (data / "manifest.json").exists()
+    assert not other_node.is_alive() and (tmp_path / "run" / "data" / "manifest.json").exists()
 
 
 def test_sigterm_ends_the_tokenization_too():
@@ -293,12 +270,3 @@ def test_sigterm_ends_the_tokenization_too():
     assert not children.exists() or "sleep(1000)" not in "".join(
         Path(f"/proc/{child}/cmdline").read_text() for child in children.read_text().split()
     )
-
-
-def test_the_demo_does_not_train_on_other_shards_in_its_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.txt").write_text(TEXT)
-    fineweb.main(["--input", "mine.txt", "--output", "demo_data", "--tokenizer", "bytes"])
-    config, _ = configure(["--demo", *SMALL, "--max-steps", "2"])
-    with pytest.raises(UserError, match="demo_data has shards of mine.txt. Remove it: --demo makes its own."):
-        train(config, ONE_PROCESS)

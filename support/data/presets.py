@@ -10,8 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from support import startup
 from support.cli import UserError, flag_name
@@ -68,7 +67,6 @@ class PresetConfig:
     n_embd: int
     total_batch_size: int
     max_steps: int
-    shuffle: bool
     val_every: int
     sample_every: int
     checkpoint_every: int
@@ -95,13 +93,10 @@ def preset_flags(cli_flags: Mapping[str, Any], tokenizer: str | None = None, n_e
         if "minutes" in cli_flags:
             raise UserError("--minutes is for --text and --demo. Use --max-steps.")
         return {}
-    flags = (
-        DEMO
-        | flags_for_steps(cli_flags.get("max_steps", DEMO["max_steps"]), demo=True)
-        | _minutes(cli_flags, DEMO_MINUTES)
-    )
-    other_sizes = cli_flags.keys() & {"model", "init_from"}
-    return {name: value for name, value in flags.items() if not other_sizes or name not in MODEL_FLAGS}
+    length = flags_for_steps(cli_flags.get("max_steps", DEMO["max_steps"]), demo=True)
+    other_sizes = MODEL_FLAGS if cli_flags.keys() & {"model", "init_from"} else set()
+    flags = DEMO | length | _minutes(cli_flags, DEMO_MINUTES)
+    return {name: value for name, value in flags.items() if name not in other_sizes}
 
 
 def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int) -> dict[str, Any]:
@@ -197,15 +192,13 @@ def _minutes(cli_flags: Mapping[str, Any], default: float | None) -> dict[str, A
     Raises:
         UserError: both are given, or a schedule that needs the number of steps from the beginning.
     """
+    if "max_steps" in cli_flags and "minutes" in cli_flags:
+        raise UserError("--minutes chooses the number of steps. Leave out --max-steps, or --minutes.")
     minutes = cli_flags.get("minutes", default)
     if "max_steps" in cli_flags or minutes is None:
-        if "minutes" in cli_flags:
-            raise UserError("--minutes chooses the number of steps. Leave out --max-steps, or --minutes.")
         return {}
-    if cli_flags.get("schedule") == "cosine":
-        raise UserError("--schedule cosine needs --max-steps, instead of --minutes.")
-    if "decay_steps" in cli_flags:
-        raise UserError("--decay-steps needs --max-steps, instead of --minutes.")
+    if cli_flags.get("schedule") == "cosine" or "decay_steps" in cli_flags:
+        raise UserError("--schedule cosine and --decay-steps need --max-steps, instead of --minutes.")
     return flags_for_open_end(minutes)
 
 
@@ -231,15 +224,13 @@ def find_texts(name: str) -> list[Path]:
 
 def text_bytes(text: str | None, field: str = "text") -> float:
     """Bytes of the text that --text names, about; None: of the demo's."""
-    if text is None:
-        return DEMO_TEXT_BYTES
-    return sum(_bytes_in_file(path, field) for path in find_texts(text))
 
+    def bytes_in(path: Path) -> float:
+        if path.suffix.lower() == ".parquet":
+            return parquet_text_bytes(path, field)
+        return path.stat().st_size * (TYPICAL_COMPRESSION_RATIO if path.suffix.lower() in COMPRESSION_CODECS else 1)
 
-def _bytes_in_file(path: Path, field: str) -> float:
-    if path.suffix.lower() == ".parquet":
-        return parquet_text_bytes(path, field)
-    return path.stat().st_size * (TYPICAL_COMPRESSION_RATIO if path.suffix.lower() in COMPRESSION_CODECS else 1)
+    return DEMO_TEXT_BYTES if text is None else sum(map(bytes_in, find_texts(text)))
 
 
 # -----------------------------------------------------------------------------
@@ -254,25 +245,19 @@ def make_preset_shards(config: PresetConfig, rank: int, resumed: bool) -> None:
     Raises:
         UserError: it failed, and has said why.
     """
-    data, text, tokenizer = config.data, config.text, config.tokenizer
-    while rank > 0 and not shards.is_complete(data):  # all nodes see this folder, as they do that of the run
+    while rank > 0 and not shards.is_complete(config.data):  # all nodes see this folder, as they do that of the run
         time.sleep(1)
-    if rank > 0:
-        return
-    if shards.is_complete(data) and (text is None or resumed):
-        found = shards.read_manifest(data)["source"]
-        if data == DEMO["data"] and found != DEMO_SOURCE and not resumed:
-            raise UserError(f"{data} has shards of {found}. Remove it: --demo makes its own. Or pass it with --data.")
+    if rank > 0 or (shards.is_complete(config.data) and (config.text is None or resumed)):
         return
     source = ["--demo"]
-    if text is not None:  # with "=" and ".", values that begin with "-" do not look like flags
-        source = [f"--tokenizer={tokenizer}", f"--text-field={config.text_field}", "--split-documents"]
-        source += ["--input", os.path.join(".", text)]
-        if config.init_from and tokenizer == "bpe":
+    if config.text is not None:  # with "=" and ".", values that begin with "-" do not look like flags
+        source = [f"--tokenizer={config.tokenizer}", f"--text-field={config.text_field}", "--split-documents"]
+        source += ["--input", os.path.join(".", config.text)]
+        if config.init_from and config.tokenizer == "bpe":
             source.append(f"--tokenizer-from={config.init_from}")
-    fineweb = Path(__file__).parents[2] / "fineweb.py"
+    fineweb = Path(__file__).parents[2] / "fineweb.py"  # support does not import scripts
     startup.show("making token shards ...")
-    failed = run_child_process([sys.executable, str(fineweb), "--output", data, *source])
+    failed = run_child_process([sys.executable, str(fineweb), "--output", config.data, *source])
     startup.show("")
     if failed:
         raise UserError(
@@ -282,11 +267,7 @@ def make_preset_shards(config: PresetConfig, rank: int, resumed: bool) -> None:
 
 def run_child_process(command: Sequence[str]) -> int:
     """Runs a program, of which only stderr is shown, and returns its exit code. A SIGTERM to this process ends both."""
-
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    handler = signal.signal(signal.SIGTERM, end)
+    handler = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         return subprocess.run(command, stdout=subprocess.DEVNULL).returncode
     finally:

@@ -49,43 +49,52 @@ def flags_for_minutes(
     tokenizer = "bpe" if config.demo else config.tokenizer
     text = config.text if first_step == 0 else None  # of a resumed run, it may be gone
     text_bytes = presets.text_bytes(text, config.text_field)
-    vocab_size = VOCAB_SIZES.get(tokenizer) or bpe.fitting_vocab_size(text_bytes)
-    bytes_per_token = presets.BYTES_PER_TOKEN[tokenizer]
+    own_sizes = {name: getattr(config, name) for name in (*presets.MODEL_FLAGS, "batch_size")}
+    own_sizes["vocab_size"] = VOCAB_SIZES.get(tokenizer) or bpe.fitting_vocab_size(text_bytes)
     minutes = cli_flags.get("minutes", config.minutes)
-    own_sizes = {name: getattr(config, name) for name in sorted(presets.MODEL_FLAGS)}
     choose_sizes = first_step == 0 and config.recipe == "fast" and not config.init_from
-    sized = not choose_sizes or bool(cli_flags.keys() & {*presets.MODEL_FLAGS, "model"})
-    models = [own_sizes] if sized else presets.models_for_text(text_bytes)
-    if config.demo and not sized:
-        del models[0]  # with the demo's 4,096 logits hardly faster than the next one, and worse
+    models: list[dict[str, int]] = [{}]
+    if choose_sizes and not cli_flags.keys() & {*presets.MODEL_FLAGS, "model"}:
+        models = presets.models_for_text(text_bytes)
+        if tokenizer != "bytes":  # with thousands of logits, the smallest is hardly faster than the next one, and worse
+            models = models[1:] or models
+
+    def tokens_in_time(model: Mapping[str, int]) -> float:
+        return 60 * minutes * _tokens_per_second(config, {**own_sizes, **model}, dist, new_model)
 
     def choose() -> str:
-        chosen, tokens = models[0], math.inf
+        flags, tokens = models[0], math.inf
         for model in models:
-            needed = presets.BYTES_PER_WEIGHT * presets.block_weights(model) / bytes_per_token
+            weights = presets.block_weights({**own_sizes, **model})
+            needed = presets.BYTES_PER_WEIGHT * weights / presets.BYTES_PER_TOKEN[tokenizer]
             if tokens < needed:  # even the smaller model reads fewer
                 break
-            sizes = {name: model[name] for name in own_sizes}
-            batch_size = model.get("batch_size", config.batch_size)
-            measured = 60 * minutes * _tokens_per_second(config, batch_size, sizes, vocab_size, dist, new_model)
+            measured = tokens_in_time(model)
             if model is not models[0] and measured < needed:
                 break
-            chosen, tokens = model, measured
-        step = cli_flags.get("total_batch_size", config.total_batch_size)
-        flags: dict[str, Any] = {}
-        if choose_sizes:
-            step = cli_flags.get("total_batch_size", presets.step_size(tokens))
-            flags = {**chosen, "total_batch_size": step, "max_lr": presets.fast_lr(step)}
-        if 0 < tokens < step:  # a slow first call proves nothing
-            sizes, batch_size = {name: chosen[name] for name in own_sizes}, chosen.get("batch_size", config.batch_size)
-            tokens = 60 * minutes * _tokens_per_second(config, batch_size, sizes, vocab_size, dist, new_model)
+            flags, tokens = model, measured
+        step = cli_flags.get("total_batch_size", presets.step_size(tokens) if choose_sizes else config.total_batch_size)
         if 0 < tokens < step:
-            seconds = 60 * TRAINING_FRACTION * minutes * step / tokens
+            tokens = tokens_in_time(flags)  # a slow first call proves nothing
+        if 0 < tokens < step:
             raise UserError(
                 f"--minutes {minutes:g} is too short: on this machine, the {step:,} tokens of a step take this model "
-                f"{seconds:.3g} s. Use more minutes{'' if first_step else ', a smaller model, or a smaller --total-batch-size'}."
+                f"{60 * TRAINING_FRACTION * minutes * step / tokens:.3g} s. Use more minutes, or for a new run a smaller "
+                "model or --total-batch-size."
             )
-        return json.dumps(flags | _length_flags(config, first_step, max(1, int(tokens / step)), tokens))
+        steps = min(first_step + max(1, int(tokens / step)), presets.MAX_STEPS - 1)
+        open_end = {"decay_steps": presets.MAX_STEPS}
+        if first_step > 0:
+            return json.dumps(presets.flags_for_length(config, steps) | open_end)
+        chosen: dict[str, Any] = (
+            flags | presets.flags_for_steps(steps, config.demo, config.init_from is not None) | open_end
+        )
+        if choose_sizes:
+            chosen |= {"total_batch_size": step, "max_lr": presets.fast_lr(step)}
+        if steps < FEW_STEPS:
+            chosen |= {"val_every": steps, "sample_every": 0}
+        chosen["val_tokens"] = min(config.val_tokens, max(config.block_size, int(VALIDATED_FRACTION * tokens)))
+        return json.dumps(chosen)
 
     startup.show("measuring how fast this machine trains ...")
     flags = json.loads(dist.once("minutes", choose))
@@ -93,29 +102,12 @@ def flags_for_minutes(
     return {name: value for name, value in flags.items() if name not in cli_flags}
 
 
-def _length_flags(config: RunOptions, first_step: int, steps: int, tokens: float) -> dict[str, int]:
-    """What follows from the estimated number of steps, and of tokens, that come after `first_step`."""
-    steps = min(first_step + steps, presets.MAX_STEPS - 1)
-    if first_step > 0:
-        return presets.flags_for_length(config, steps) | {"decay_steps": presets.MAX_STEPS}
-    flags = presets.flags_for_steps(steps, config.demo, config.init_from is not None)
-    if steps < FEW_STEPS:
-        flags |= dict(val_every=steps, sample_every=0)
-    val_tokens = min(config.val_tokens, max(config.block_size, int(VALIDATED_FRACTION * tokens)))
-    return flags | {"val_tokens": val_tokens, "decay_steps": presets.MAX_STEPS}
-
-
 def _tokens_per_second(
-    config: RunOptions,
-    batch_size: int,
-    sizes: Mapping[str, int],
-    vocab_size: int,
-    dist: Distributed,
-    new_model: Callable[..., nn.Module],
+    config: RunOptions, sizes: Mapping[str, int], dist: Distributed, new_model: Callable[..., nn.Module]
 ) -> float:
     """About the tokens that all ranks train on per second of --minutes, from the speed of this one; 0 if out of memory."""
-    model = new_model(**sizes, vocab_size=vocab_size).to(dist.device)
-    tokens = torch.randint(vocab_size, (batch_size, sizes["block_size"] + 1), device=dist.device)
+    model = new_model(**{name: size for name, size in sizes.items() if name != "batch_size"}).to(dist.device)
+    tokens = torch.randint(sizes["vocab_size"], (sizes["batch_size"], sizes["block_size"] + 1), device=dist.device)
     dtype = devices.DTYPES[config.dtype]
     devices.configure_backends(dist.device, config.tf32, dtype, sizes["block_size"])
 
@@ -128,9 +120,10 @@ def _tokens_per_second(
     try:
         seconds = _seconds(micro_step, dist.device)
     except torch.OutOfMemoryError:
-        if batch_size == 1:
+        if sizes["batch_size"] == 1:
             return 0.0  # a smaller model will do
-        return _tokens_per_second(config, batch_size // 2, sizes, vocab_size, dist, new_model)
+        smaller = {**sizes, "batch_size": sizes["batch_size"] // 2}
+        return _tokens_per_second(config, smaller, dist, new_model)
     return TRAINING_FRACTION * tokens[:, 1:].numel() * dist.world_size / seconds
 
 
