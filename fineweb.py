@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from decimal import Decimal, DecimalException
 from pathlib import Path
 
-from support.cli import MAIN_GROUP, Parser, UserError, add_flags, flag, range_errors, run_cli
+from support.cli import MAIN_GROUP, UserError, flag, parse_flags, run_cli
 from support.data import bpe, hub
 from support.data.corpus import Corpus, Cursor, Documents, slug
 from support.data.encode import ENGINES, EncodedBatch, default_engine, encode_batches
@@ -53,13 +53,37 @@ MAX_SHARD_SIZE = 10**9  # two shards are in memory at a time
 # Sources
 
 
-def demo_source() -> Corpus:
+def source_of(args: Arguments, output: Path) -> Corpus:
+    """The corpus that the command line names.
+
+    FineWeb's files are downloaded one by one; other data sets are streamed. A folder that an earlier run has started is
+    continued with the same revision.
+
+    Raises:
+        UserError: there is no such file or data set, or the hub cannot be reached.
+    """
+    if args.demo:
+        python = f"{sys.version_info.major}.{sys.version_info.minor}"
+        return Documents(DEMO_SOURCE, python_documentation, revision=python, prefix="pydoc")
+    if args.input:
+        separator = args.document_separator
+        return file_source(args.input, args.text_field, separator and separator.replace("\\n", "\n"))
+    name = args.dataset or FINEWEB_EDU
+    if os.path.isfile(name):
+        raise UserError(f"{name} is a file. Pass it with --input.")
+    corpus: Corpus = hub.StreamedDataset(name, args.name, args.split, args.text_field)
+    if os.path.isdir(name):
+        return corpus
+    if name in hub.FINEWEB_PREFIXES and args.split == "train":
+        downloads = output / "downloads"
+        corpus = hub.HubParquet(name, args.name or "sample-10BT", args.text_field, downloads, args.keep_downloads)
+    earlier = read_partial_manifest(output, corpus.name)
+    corpus.revision = (earlier and earlier.get("revision")) or hub.current_revision(name)
+    return corpus
+
+
+def python_documentation() -> list[str]:
     """The documentation that comes with every CPython, about 2 MB of English: language reference and docstrings."""
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return Documents(DEMO_SOURCE, _python_documentation, version, "pydoc")
-
-
-def _python_documentation() -> list[str]:
     from pydoc_data.topics import topics
 
     texts = {f"topic {name}": text for name, text in topics.items()}
@@ -96,57 +120,30 @@ def file_source(patterns: list[str], text_field: str, separator: str | None = No
     Raises:
         UserError: a pattern matches nothing, or a file that is not text.
     """
-    paths: list[Path] = []
-    problems = []
+    unique: dict[str, Path] = {}  # a file that is named twice, or linked, is read once: its copy could validate
     for pattern in patterns:
         if os.path.isdir(pattern):
-            paths += find_text_files(pattern)
-            continue
-        matches = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
-        paths += [Path(match) for match in map(os.path.normpath, matches) if os.path.isfile(match)]
-        if not matches:
-            raise UserError(f"no file matches {pattern}. Give files or folders of {TEXT_TYPES}.")
-        not_regular = (match for match in matches if not os.path.isfile(match) and not os.path.isdir(match))
-        problems += [f"{path} is not a regular file, or its link leads nowhere. Leave it out." for path in not_regular]
-    unique: dict[Path, Path] = {}  # a file that is named twice, or linked, is read once: its copy could validate
-    for path in paths:
-        unique.setdefault(path.resolve(), path)
+            paths = find_text_files(pattern)
+        else:
+            matches = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
+            paths = [Path(os.path.normpath(match)) for match in matches if not os.path.isdir(match)]
+            if not matches:
+                raise UserError(f"no file matches {pattern}. Give files or folders of {TEXT_TYPES}.")
+        for path in paths:
+            unique.setdefault(os.path.realpath(path), path)
     paths = list(unique.values())
-    problems += [
-        f"{path} has an unsupported type. It must be one of {TEXT_TYPES}. Convert it, or leave it out."
+    problems = [
+        f"{path} is not a file of {TEXT_TYPES}. Convert it, or leave it out."
         for path in paths
-        if not text_suffix(path)
+        if not path.is_file() or not text_suffix(path)
     ]
-    if not paths and not problems:
+    if not paths:
         problems.append(f"there is no text in {' '.join(patterns)}. Give files or folders of {TEXT_TYPES}.")
     if problems:
         raise UserError(*problems)
     name = " ".join(path.name for path in (paths if len(paths) <= 9 else paths[:3]))
     name += f" ... ({len(paths)} files)" if len(paths) > 9 else ""
     return Files(name, paths, text_field, separator=separator)
-
-
-def dataset_source(name: str, config: str | None, split: str, text_field: str, output: Path, keep: bool) -> Corpus:
-    """A text data set of the Hugging Face hub, or a local folder of its files.
-
-    FineWeb's files are downloaded one by one, and removed unless `keep` is set; other data sets are streamed. A folder
-    that an earlier run has started is continued with the same revision.
-
-    Raises:
-        UserError: there is no such data set, or the hub cannot be reached.
-    """
-    if os.path.isfile(name):
-        raise UserError(f"{name} is a file. Pass it with --input.")
-    if os.path.isdir(name):
-        return hub.StreamedDataset(name, config, split, text_field)
-    corpus: Corpus
-    if name in hub.FINEWEB_PREFIXES and split == "train":
-        corpus = hub.HubParquet(name, config or "sample-10BT", text_field, output / "downloads", keep)
-    else:
-        corpus = hub.StreamedDataset(name, config, split, text_field)
-    earlier = read_partial_manifest(output, corpus.name)
-    corpus.pin_revision((earlier and earlier.get("revision")) or hub.current_revision(name))
-    return corpus
 
 
 # -----------------------------------------------------------------------------
@@ -207,11 +204,7 @@ def make_shards(
             def encode_from(cursor: Cursor | None) -> Iterator[EncodedBatch]:
                 return encode_batches(corpus.batches(cursor), name_or_path, engine or default_engine(), workers)
 
-            with ShardWriter(folder, corpus, shard_size) as writer:
-                if val_fraction is None:
-                    writer.write_in_order(encode_from, max_tokens)
-                else:
-                    writer.write_with_split(encode_from, max_tokens, val_fraction)
+            ShardWriter(folder, corpus, encode_from, shard_size, max_tokens).write(val_fraction)
             if corpus.has_changed():
                 raise UserError(f"{corpus.name} changed while it was read. Remove {output} and run the command again.")
             folder.finish()
@@ -295,7 +288,6 @@ class Arguments:
         at_least=258,
         at_most=MAX_VOCAB_SIZE,
         type=parse_count,
-        metavar="N",
     )
     tokenizer_from: str | None = flag(
         None,
@@ -343,12 +335,8 @@ def parse_arguments(argv: list[str] | None) -> Arguments:
     Raises:
         UserError: it is not valid; one line for each problem.
     """
-    parser = Parser(__doc__)
-    add_flags(parser, Arguments)
-    given = vars(parser.parse_args(argv))
-    args = Arguments(**given)
-    problems = [*range_errors(Arguments, given), *_invalid_arguments(args)]
-    if problems:
+    args = Arguments(**parse_flags(Arguments, argv, __doc__))
+    if problems := _invalid_arguments(args):
         raise UserError(*problems)
     return args
 
@@ -380,9 +368,8 @@ def _invalid_arguments(args: Arguments) -> list[str]:
 
 
 def usable_cores() -> int:
-    """The cores that this process may use. At most 61: Windows cannot wait for more processes."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, 61) if os.name == "nt" else cores
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def default_output(args: Arguments) -> str:
@@ -409,17 +396,6 @@ def find_trained_tokenizer(name_or_dir: str) -> Path:
     if name in VOCAB_SIZES:
         raise UserError(f"{name_or_dir} has the tokenizer {name}. Use --tokenizer {name}, without --tokenizer-from.")
     return Path(name)
-
-
-def source_of(args: Arguments, output: Path) -> Corpus:
-    """The corpus that the command line names."""
-    if args.demo:
-        return demo_source()
-    if args.input:
-        separator = args.document_separator
-        return file_source(args.input, args.text_field, separator and separator.replace("\\n", "\n"))
-    dataset = args.dataset or FINEWEB_EDU
-    return dataset_source(dataset, args.name, args.split, args.text_field, output, args.keep_downloads)
 
 
 def check_shards(directory: str) -> None:

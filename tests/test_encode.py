@@ -1,5 +1,6 @@
 """Encoding: the same tokens for any engine, workers and batches; and what happens when one of them fails."""
 
+import functools
 import itertools
 import json
 import os
@@ -25,7 +26,7 @@ from shard_helpers import (
 import fineweb
 from support.cli import UserError
 from support.data import encode, readers, shards
-from support.data.corpus import Texts
+from support.data.corpus import Batch
 from support.data.readers import Files
 from support.data.tokenizer import get_tokenizer
 
@@ -124,88 +125,68 @@ def test_what_tiktoken_cannot_encode_is_named(tmp_path, workers):
         fineweb.make_shards(source, tmp_path / "out", engine="tiktoken", workers=workers)
 
 
-class KillsItsWorker(Texts):
-    def texts(self):
-        os._exit(9)
-
-
-@needs_gpt2_vocabulary
-def test_a_killed_worker_is_reported():
-    batches = [KillsItsWorker(cursor=[i], where="here", content=["x"]) for i in range(3)]
-    with pytest.raises(UserError, match="a worker was killed.* fewer --workers"):
-        list(encode.encode_batches(batches, "gpt2", "tiktoken", 2))
-
-
-STARTING = """
-import multiprocessing, os, signal, sys, threading
-from support.data import encode
-from support.data.corpus import Texts
-
-def kill_first_worker():
-    while not (workers := multiprocessing.active_children()):
-        pass
-    workers[0].kill()
-
-if __name__ == "__main__":
-    if sys.argv[1] == "killed":
-        threading.Thread(target=kill_first_worker).start()
-    else:
-        multiprocessing.set_executable(sys.argv[1])
-    batches = [Texts(cursor=[i], where="here", content=["word " * 500_000]) for i in range(20)]
-    list(encode.encode_batches(batches, "bytes", "tiktoken", 2))
-"""
-
-
-@pytest.mark.parametrize("how", ["killed", "/nowhere"])
-def test_workers_that_do_not_start_are_reported(tmp_path, how):
-    """concurrent.futures.ProcessPoolExecutor waits forever here: its feeder blocks on a pipe that nobody reads."""
-    (tmp_path / "starting.py").write_text(STARTING)
-    command = [sys.executable, tmp_path / "starting.py", how]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert run.returncode == 1 and "a worker" in run.stderr and "fewer --workers" in run.stderr, run.stderr
-
-
-INTERRUPTED = """
-import multiprocessing, os, signal, sys, threading
+WORKERS = """
+import contextlib, functools, multiprocessing, os, signal, sys, threading
 from support.cli import run_cli
 from support.data import encode
-from support.data.corpus import Texts
+from support.data.corpus import Batch
 
-def interrupt_at_start():
-    while len(multiprocessing.active_children()) < 2:
-        pass
-    os.killpg(0, signal.SIGINT)
+encoded = threading.Event()
+
+def send_workers(number):
+    while not encoded.is_set():
+        for worker in multiprocessing.active_children():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, number)
 
 def main():
-    if sys.argv[1] == "at start":
-        threading.Thread(target=interrupt_at_start).start()
-    batches = (Texts(cursor=[i], where="here", content=["word " * 500_000]) for i in range(10**6))
+    case = sys.argv[1]
+    signals = {"killed at start": signal.SIGKILL, "interrupted at start": signal.SIGINT}
+    if case in signals:
+        threading.Thread(target=send_workers, args=[signals[case]], daemon=True).start()
+    if case == "not started":
+        multiprocessing.set_executable("/nowhere")
+    text = functools.partial(list, ["word " * 500_000])
+    if case == "killed with a batch":
+        text = functools.partial(os._exit, 9)
+    batches = (Batch(texts=text, cursor=[i], where="here") for i in range(10**6))
     for _ in encode.encode_batches(batches, "bytes", "tiktoken", 2):
-        if sys.argv[1] == "one is stopped":
+        encoded.set()
+        if case == "interrupted when one is stopped":
             os.kill(multiprocessing.active_children()[0].pid, signal.SIGSTOP)
-            os.killpg(0, signal.SIGINT)
+        os.killpg(0, signal.SIGINT)
 
 if __name__ == "__main__":
     run_cli(main)
 """
 
 
-@pytest.mark.parametrize("when", ["at start", "one is stopped"])
-def test_an_interrupt_ends_all_workers_without_a_word(tmp_path, when):
-    """Ctrl-C reaches all processes of a terminal."""
-    (tmp_path / "interrupted.py").write_text(INTERRUPTED)
-    command = [sys.executable, tmp_path / "interrupted.py", when]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+@pytest.mark.parametrize(
+    "case, code, message",
+    [
+        ("killed at start", 2, "error: a worker"),
+        ("killed with a batch", 2, "error: a worker"),
+        ("not started", 2, "error: a worker"),
+        ("interrupted at start", 130, "\ninterrupted\n"),
+        ("interrupted when one is stopped", 130, "\ninterrupted\n"),
+    ],
+)
+def test_lost_workers_are_reported_and_ctrl_c_ends_all_of_them_without_a_word(tmp_path, case, code, message):
+    """Ctrl-C reaches all processes of a terminal. concurrent.futures.ProcessPoolExecutor waits forever in some cases."""
+    (tmp_path / "workers.py").write_text(WORKERS)
+    command = [sys.executable, tmp_path / "workers.py", case]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     options = dict(env=environment, capture_output=True, text=True, start_new_session=True, timeout=60)
     run = subprocess.run(command, **options)
-    assert (run.returncode, run.stderr) == (130, "\ninterrupted\n")
+    assert run.returncode == code and run.stderr.startswith(message), run.stderr
+    assert run.stderr.count("\n") == message.count("\n") + (code == 2)
 
 
 def test_batches_are_encoded_a_few_at_a_time(monkeypatch):
     """So memory does not grow with the corpus."""
     taken = []
-    batches = (taken.append(i) or Texts(cursor=[i], where="here", content=["x"]) for i in range(50))
+    one = functools.partial(list, ["x"])
+    batches = (taken.append(i) or Batch(texts=one, cursor=[i], where="here") for i in range(50))
     for number, (batch, tokens) in enumerate(encode.encode_batches(batches, "bytes", "tiktoken", 2)):
         assert batch.cursor == [number] and tokens.tolist() == [256, 120] and tokens.dtype == np.uint16
         assert len(taken) <= number + 6

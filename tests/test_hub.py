@@ -119,13 +119,14 @@ def test_downloads_are_removed_after_their_last_shard_or_kept(server, monkeypatc
 
 
 def test_the_next_file_is_downloaded_while_one_is_read(server, monkeypatch):
-    texts = readers.RowGroup.texts
+    read_row_group = readers._read_row_group
 
-    def wait_for_the_next(self):
-        assert wait_for(lambda: len(server.requests) >= min(3, self.cursor[0] + 2))
-        return texts(self)
+    def wait_for_the_next(path, *args):
+        number = int(path.name[:3])
+        assert wait_for(lambda: len(server.requests) >= min(3, number + 2))
+        return read_row_group(path, *args)
 
-    monkeypatch.setattr(readers.RowGroup, "texts", wait_for_the_next)
+    monkeypatch.setattr(readers, "_read_row_group", wait_for_the_next)
     monkeypatch.setattr("helpers.time.sleep", threading.Event().wait)
     fineweb.main(FLAGS)
     assert tokens_in("edu_fineweb10B") == expected_shards(TEXTS)

@@ -6,17 +6,8 @@ import json
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from shard_helpers import (
-    adversarial_texts,
-    documents_of,
-    plain_bytes,
-    plain_loop,
-    set_batch_chars,
-    tokens_in,
-    valid_unicode,
-)
+from shard_helpers import adversarial_texts, documents_of, set_batch_chars, valid_unicode
 
-import fineweb
 from support.cli import UserError
 from support.data import readers
 from support.data.readers import Files
@@ -67,6 +58,19 @@ def test_every_kind_of_file_can_be_read_from_every_cursor(files_of_every_kind, m
         assert documents_of(files.batches(batch.cursor)) == documents_of(batches[i:])
 
 
+def test_what_a_cursor_is(tmp_path):
+    """Folders that an earlier version has begun have them in their manifests."""
+    texts = [f"text {i} with words" for i in range(9)]
+    (tmp_path / "a.txt").write_text(texts[0])
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    (tmp_path / "b.jsonl").write_text("".join(lines))
+    pa.parquet.write_table(pa.table({"text": texts}), tmp_path / "c.parquet", row_group_size=4)
+    files = Files("files", sorted(tmp_path.iterdir()), "text")
+    assert documents_of(files.batches([0, 6, 1])) == [texts[0][6:], *texts, *texts]  # of a file: characters, inside
+    assert documents_of(files.batches([1, len("".join(lines[:3])), 3])) == [*texts[3:], *texts]  # bytes, lines
+    assert documents_of(files.batches([2, 4, 0])) == texts[4:]  # rows, characters
+
+
 @pytest.mark.parametrize("separator", ["\n\n", "b", "END OF DOC"])
 @pytest.mark.parametrize("batch_chars", [2, 30, 10**6])
 def test_a_text_file_is_cut_at_its_separator(tmp_path, monkeypatch, separator, batch_chars):
@@ -80,7 +84,7 @@ def test_a_text_file_is_cut_at_its_separator(tmp_path, monkeypatch, separator, b
 
 def test_a_separator_may_span_two_blocks(tmp_path, monkeypatch):
     set_batch_chars(monkeypatch, 10)
-    monkeypatch.setattr(readers, "READ_CHARS", 40)
+    monkeypatch.setattr(readers, "READ_SIZE", 40)
     for before in range(28, 43):
         (tmp_path / "a.txt").write_text("x" * before + "END OF DOC" + "two\r\n")
         batches = Files("a", [tmp_path / "a.txt"], "text", separator="END OF DOC").batches()
@@ -104,15 +108,8 @@ def test_a_corrupt_parquet_file_is_named_with_its_row(tmp_path, monkeypatch, max
     text_start = content.find(b"20 20 20")
     content[text_start - 40 : text_start] = b"\xff" * 40  # the page header of the third row group
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"a\.parquet, from row 20,? cannot be read"):
+    with pytest.raises(UserError, match=r"a\.parquet, from row 20, cannot be read"):
         documents_of(Files("a", [path], "text").batches())
-
-
-def test_upper_case_names_and_long_ones(tmp_path):
-    (tmp_path / ("\U00020000" * 60 + ".TXT")).write_text("x" * 99)
-    source = fineweb.file_source([str(next(tmp_path.iterdir()))], "text")
-    fineweb.make_shards(source, tmp_path / "out", tokenizer="bytes", shard_size=50)
-    assert tokens_in(tmp_path / "out") == plain_loop(["x" * 99], plain_bytes, 256, 50)
 
 
 def test_which_files_of_a_folder_are_text(tmp_path):

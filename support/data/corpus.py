@@ -6,11 +6,11 @@ documents as when it is read from the beginning, so a cursor in a manifest is en
 
 from __future__ import annotations
 
-import abc
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias, cast
 
 from support.data.shards import Setting
 
@@ -21,26 +21,25 @@ Cursor: TypeAlias = Sequence[int | Mapping[str, object] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch(abc.ABC):
+class Batch:
     """Consecutive documents, possibly not read yet.
 
     Attributes:
+        texts: returns them. It can be pickled: the worker that encodes the batch calls it.
         cursor: where they start.
         where: the same in words, for an error message.
         fraction_read: the fraction of the corpus up to the end of the batch, None if unknown.
         continues: the first text continues the last document of the batch before.
     """
 
+    texts: Callable[[], list[str]]
     cursor: Cursor
     where: str
     fraction_read: float | None = None
     continues: bool = False
 
-    @abc.abstractmethod
-    def texts(self) -> list[str]: ...
 
-
-class Corpus(abc.ABC):
+class Corpus:
     """Documents in a fixed order.
 
     Attributes:
@@ -53,18 +52,14 @@ class Corpus(abc.ABC):
     prefix: str
     settings: Mapping[str, Setting] = {}
 
-    @abc.abstractmethod
     def batches(self, cursor: Cursor | None = None) -> Iterator[Batch]:
         """All documents from a cursor on, or from the beginning."""
+        raise NotImplementedError
 
-    def pin_revision(self, revision: str | None) -> None:
-        """Fixes the version of the documents that are read."""
-        self.revision = revision
-
-    def release(self, cursor: Cursor) -> None:  # noqa: B027  most have nothing to release
+    def release(self, cursor: Cursor) -> None:
         """Called when nothing before this cursor is needed again, not even after a crash."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Called when all shards are written."""
 
     def has_changed(self) -> bool:
@@ -74,18 +69,6 @@ class Corpus(abc.ABC):
     def estimate_text_bytes(self) -> float | None:
         """A low estimate of the bytes of text, None if unknown."""
         return None
-
-
-def cursor_numbers(cursor: Cursor) -> list[int]:
-    """A cursor that consists of numbers.
-
-    Raises:
-        ValueError: it has something else in it.
-    """
-    numbers = [number for number in cursor if isinstance(number, int)]
-    if len(numbers) != len(cursor):
-        raise ValueError(f"not a cursor of numbers: {cursor}")
-    return numbers
 
 
 def slug(name: str) -> str:
@@ -139,23 +122,14 @@ def split_long_document(text: str) -> Iterator[tuple[int, str]]:
 # Documents that are in memory
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True)
+class Piece:
     """A document, or a part of a long one."""
 
     cursor: Cursor
     text: str
     continues: bool  # the document of the piece before
     fraction_read: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Texts(Batch):
-    """Documents that are already in memory."""
-
-    content: list[str]
-
-    def texts(self) -> list[str]:
-        return self.content
 
 
 def pack_pieces(parts: Iterable[Piece | Batch], source: str) -> Iterator[Batch]:
@@ -175,13 +149,13 @@ def pack_pieces(parts: Iterable[Piece | Batch], source: str) -> Iterator[Batch]:
         yield _pack(packed, source)
 
 
-def _pack(pieces: list[Piece], source: str) -> Texts:
-    return Texts(
+def _pack(pieces: list[Piece], source: str) -> Batch:
+    return Batch(
+        texts=functools.partial(list, [piece.text for piece in pieces]),
         cursor=pieces[0].cursor,
         where=f"{source}, from {pieces[0].cursor}",
         fraction_read=pieces[-1].fraction_read,
         continues=pieces[0].continues,
-        content=[piece.text for piece in pieces],
     )
 
 
@@ -195,7 +169,7 @@ class Documents(Corpus):
         self._documents = documents
 
     def batches(self, cursor: Cursor | None = None) -> Iterator[Batch]:
-        start = cursor_numbers(cursor or [0, 0])
+        start = cast(list[int], cursor or [0, 0])
         pieces = (
             Piece([number, offset], text, continues=offset > 0)
             for number, document in enumerate(self._documents())

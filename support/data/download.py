@@ -60,11 +60,9 @@ def _fetch_with_retries(url: str, path: Path) -> None:
             answer = error.response
             refused = answer is not None and answer.status_code not in RETRIED_STATUS
             if refused or attempt == DEFAULT_ATTEMPTS:
-                reason = "no connection to the server"
-                if answer is not None:
-                    reason = f"the server answered {answer.status_code} {answer.reason}"
-                advice = "the name and your access to it" if refused else "the network and run the same command again"
-                raise UserError(f"cannot download {url} ({reason}). Check {advice}.", this_rank_only=True) from error
+                reason = "no connection to the server" if answer is None else f"status {answer.status_code}"
+                problem = f"cannot download {url} ({reason}). Check the network and run the same command again."
+                raise UserError(problem, this_rank_only=True) from error
             time.sleep(2**attempt)
 
 
@@ -72,12 +70,12 @@ def _fetch(url: str, path: Path) -> None:
     import requests
     from tqdm import tqdm
 
-    request = requests.get(url, stream=True, timeout=TIMEOUT, headers={"Accept-Encoding": "identity"})
-    with request as response, open(path, "wb") as file:
+    with requests.get(url, stream=True, timeout=TIMEOUT, headers={"Accept-Encoding": "identity"}) as response:
         response.raise_for_status()
-        total = int(response.headers.get("Content-Length") or 0) or None  # requests raises if the body is shorter
-        name = Path(url).name
-        with tqdm(total=total, desc=name, unit="B", unit_scale=True, leave=False, delay=1, disable=None) as bar:
+        size = int(response.headers.get("Content-Length") or 0) or None  # requests raises if the body is shorter
+        with (
+            open(path, "wb") as raw,
+            tqdm.wrapattr(raw, "write", size, desc=Path(url).name, leave=False, delay=1, disable=None) as file,
+        ):
             for chunk in response.iter_content(1 << 16):
                 file.write(chunk)
-                bar.update(len(chunk))

@@ -12,14 +12,15 @@ import os
 import random
 import signal
 import tempfile
-import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TypeAlias
 
 import numpy as np
@@ -36,6 +37,7 @@ MAX_COMPARED_CHARS = 1 << 14  # of one document
 # process has grown by this many bytes.
 MAX_CACHED_CHARS = 1 << 28
 MAX_CACHE_BYTES = 100 << 20
+SPAWN = multiprocessing.get_context("spawn")
 
 EncodedBatch: TypeAlias = tuple[Batch, npt.NDArray[np.uint16]]
 Encoder: TypeAlias = Callable[[list[str]], list[TokenIds]]
@@ -154,49 +156,71 @@ def encode_batch(batch: Batch, tokenizer: str, engine: str) -> npt.NDArray[np.ui
     return tokens[1:] if batch.continues else tokens
 
 
-class Worker:
-    """A process that encodes one batch at a time.
+# -----------------------------------------------------------------------------
+# Worker processes
 
-    It has a pipe of its own, so that each end notices when the other is gone: if the worker dies, `encode` raises, and
-    if this process dies, the worker exits after its batch. (`ProcessPoolExecutor` of Python 3.11 hangs after
-    every fifth kill of a worker.)
+
+def encode_batches(batches: Iterable[Batch], tokenizer: str, engine: str, workers: int) -> Iterator[EncodedBatch]:
+    """Each batch with its tokens, in order.
+
+    With one worker, or a single batch, this process encodes. At most `2 * workers + 1` batches are under way at any
+    time, so memory does not grow with the corpus.
+
+    Each worker has a pipe of its own, so that each end notices when the other is gone: if a worker dies, a UserError
+    is raised, and if this process dies, the workers exit after their batch. (`ProcessPoolExecutor` of Python 3.11
+    hangs after every fifth kill of a worker.)
+
+    Raises:
+        UserError: a document cannot be read or encoded, or a worker was killed.
     """
+    batches = iter(batches)
+    first_batches = list(itertools.islice(batches, workers))
+    workers = len(first_batches)
+    batches = itertools.chain(first_batches, batches)
+    del first_batches  # they may take much memory
+    if workers < 2:
+        for batch in batches:
+            yield batch, encode_batch(batch, tokenizer, engine)
+        return
+    processes: list[BaseProcess] = []
+    idle: SimpleQueue[Connection] = SimpleQueue()  # the pipes to workers that have no batch
 
-    def __init__(self, tokenizer: str, engine: str):
-        spawn = multiprocessing.get_context("spawn")
-        self._connection, other_end = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(other_end, tokenizer, engine), daemon=True)
+    def encode(batch: Batch) -> npt.NDArray[np.uint16]:
+        connection = idle.get()
         try:
-            self._process.start()
-        except (OSError, ValueError) as error:  # ValueError: nor did multiprocessing's own process start
-            reason = getattr(error, "strerror", None) or error
-            raise UserError(f"cannot start a worker ({reason}). Run the command again with fewer --workers.") from error
-        other_end.close()
-
-    def encode(self, batch: Batch) -> npt.NDArray[np.uint16]:
-        """`encode_batch` in the process.
-
-        Raises:
-            UserError: also if the worker died.
-        """
-        try:
-            self._connection.send(batch)
-            result = self._connection.recv()
-        except (EOFError, OSError) as error:
-            raise UserError(
-                "a worker was killed or could not start, perhaps for lack of memory. "
-                "Run the command again with fewer --workers."
-            ) from error
+            with _report_lost_worker():
+                connection.send(batch)
+                result = connection.recv()
+        finally:
+            idle.put(connection)
         if isinstance(result, Exception):
             raise result
         return result
 
-    def kill(self) -> None:
-        self._process.kill()
-
-    def close(self) -> None:
-        self._connection.close()
-        self._process.join()
+    threads = ThreadPoolExecutor(workers)  # each waits for a worker
+    pending: deque[tuple[Batch, Future[npt.NDArray[np.uint16]]]] = deque()
+    try:
+        with _block_interrupts(), _report_lost_worker():
+            for _ in range(workers):
+                connection, other_end = SPAWN.Pipe()
+                process: BaseProcess = SPAWN.Process(target=_serve, args=(other_end, tokenizer, engine), daemon=True)
+                process.start()
+                processes.append(process)
+                other_end.close()
+                idle.put(connection)
+        for batch in batches:
+            pending.append((batch, threads.submit(encode, batch)))
+            if len(pending) > 2 * workers:
+                first, future = pending.popleft()
+                yield first, future.result()
+        for first, future in pending:
+            yield first, future.result()
+    finally:  # also if nobody wants the rest
+        for process in processes:
+            process.kill()
+        threads.shutdown(cancel_futures=True)
+        for process in processes:
+            process.join()
 
 
 def _serve(connection: Connection, tokenizer: str, engine: str) -> None:
@@ -214,54 +238,27 @@ def _serve(connection: Connection, tokenizer: str, engine: str) -> None:
             connection.send(result)
 
 
-def _block_interrupts() -> None:
-    """Leaves Ctrl-C to the main thread: processes started by this one inherit that, and do not end in their imports."""
-    if hasattr(signal, "pthread_sigmask"):  # not on Windows
-        resource_tracker.ensure_running()  # otherwise the first process starts it, which unblocks the signal
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-
-
-def encode_batches(batches: Iterable[Batch], tokenizer: str, engine: str, workers: int) -> Iterator[EncodedBatch]:
-    """Each batch with its tokens, in order.
-
-    With one worker, or a single batch, this process encodes. At most `2 * workers + 1` batches are under way at any
-    time, so memory does not grow with the corpus.
-
-    Raises:
-        UserError: a document cannot be read or encoded, or a worker was killed.
-    """
-    batches = iter(batches)
-    first_two = list(itertools.islice(batches, 2))
-    batches = itertools.chain(first_two, batches)
-    if workers == 1 or len(first_two) < 2:
-        for batch in batches:
-            yield batch, encode_batch(batch, tokenizer, engine)
-        return
-    started: list[Worker] = []
-    local = threading.local()
-
-    def encode(batch: Batch) -> npt.NDArray[np.uint16]:
-        if not hasattr(local, "worker"):
-            local.worker = Worker(tokenizer, engine)
-            started.append(local.worker)
-        return local.worker.encode(batch)
-
-    executor = ThreadPoolExecutor(workers, initializer=_block_interrupts)  # a thread for each worker, to wait for it
-    pending: deque[tuple[Batch, Future[npt.NDArray[np.uint16]]]] = deque()
+@contextlib.contextmanager
+def _report_lost_worker() -> Iterator[None]:
+    """Turns the errors of a worker that is gone, or that cannot be started, into a UserError."""
     try:
-        for batch in batches:
-            pending.append((batch, executor.submit(encode, batch)))
-            if len(pending) > 2 * workers:
-                first, future = pending.popleft()
-                yield first, future.result()
-        while pending:
-            first, future = pending.popleft()
-            yield first, future.result()
-    except BaseException:  # also if nobody wants the rest
-        for worker in started:
-            worker.kill()
-        raise
+        yield
+    except (EOFError, OSError) as error:
+        raise UserError(
+            "a worker was killed or could not start, perhaps for lack of memory. "
+            "Run the command again with fewer --workers."
+        ) from error
+
+
+@contextlib.contextmanager
+def _block_interrupts() -> Iterator[None]:
+    """Delays Ctrl-C. Processes that are started meanwhile inherit that: they never end in their imports."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    resource_tracker.ensure_running()  # otherwise the first process starts it, which unblocks the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
     finally:
-        executor.shutdown(cancel_futures=True)
-        for worker in started:
-            worker.close()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

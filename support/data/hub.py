@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from support.cli import DISK_ERRORS, UserError
-from support.data.corpus import Batch, Corpus, Cursor, Piece, cursor_numbers, pack_pieces, slug, split_long_document
+from support.data.corpus import Batch, Corpus, Cursor, Piece, pack_pieces, slug, split_long_document
 from support.data.download import RETRIED_STATUS
 from support.data.readers import FileCorpus, fingerprint, record_text
 from support.files import check_free_space, sha256_of
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 
 CONNECT_ATTEMPTS = 4  # before the first byte: seconds, because a user is waiting
 DOWNLOAD_ATTEMPTS = 7  # once a run has made shards: minutes. Within each, the hub's library retries too
-MAX_RETRY_DELAY = 60  # seconds
 T = TypeVar("T")
 
 
@@ -47,43 +44,42 @@ def current_revision(repository: str) -> str | None:
 
 
 def _request(request: Callable[[], T], failure: str, attempts: int) -> T:
-    """The result of a request, which is repeated after transient errors.
+    """The result of a request, which is repeated after transient errors: the hub's library does not repeat all of them.
 
     Raises:
         UserError: it failed for good. The message starts with `failure`.
+        OSError: the disk is full, or cannot be written.
     """
     from huggingface_hub.errors import OfflineModeIsEnabled
 
-    for attempt in itertools.count(1):
+    attempt = 0
+    while True:
+        attempt += 1
         try:
             return request()
-        except UserError:
-            raise
         except Exception as error:  # the classes of the hub's and of the HTTP library
-            if _advice(error) or isinstance(error, OfflineModeIsEnabled) or attempt == attempts:
+            if isinstance(error, UserError) or (isinstance(error, OSError) and error.errno in DISK_ERRORS):
+                raise
+            if _is_refused(error) or isinstance(error, OfflineModeIsEnabled) or attempt == attempts:
                 raise _user_error(failure, error) from error
-            delay = min(2.0**attempt, MAX_RETRY_DELAY)
-            print(f"warning: {hub_error_reason(error)}. Retrying in {delay:.0f} s.", file=sys.stderr, flush=True)
+            delay = 2**attempt  # seconds
+            print(f"warning: {hub_error_reason(error)}. Retrying in {delay} s.", file=sys.stderr, flush=True)
             time.sleep(delay)
-    raise AssertionError("unreachable")
 
 
 def _user_error(failure: str, error: Exception) -> UserError:
-    network = "Check the network and run the same command again, or name files of your own with --input"
-    return UserError(f"{failure}: {hub_error_reason(error)}. {_advice(error) or network}.")
+    advice = "Check the network and run the same command again, or name files of your own with --input"
+    if _is_refused(error):
+        advice = "Check its name, --name and --split"
+    return UserError(f"{failure}: {hub_error_reason(error)}. {advice}.")
 
 
-def _advice(error: Exception) -> str | None:
-    """What to do about an error that another attempt would not mend; None if it is transient."""
-    from huggingface_hub.errors import RemoteEntryNotFoundError
-
-    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-        return "Free some disk space, or use another --output"
+def _is_refused(error: Exception) -> bool:
+    """Whether another attempt would fail, too: there is no such data set, file or split."""
     status = getattr(getattr(error, "response", None), "status_code", None)
-    refused = status is not None and 400 <= status < 500 and status not in RETRIED_STATUS
-    if refused or isinstance(error, RemoteEntryNotFoundError | ValueError):
-        return "Check its name, --name and --split"
-    return None
+    return isinstance(error, ValueError) or (
+        status is not None and 400 <= status < 500 and status not in RETRIED_STATUS
+    )
 
 
 def hub_error_reason(error: Exception) -> str:
@@ -122,83 +118,71 @@ class HubParquet(FileCorpus):
         self.text_field, self.settings = text_field, {"text_field": text_field}
         self._repository, self._hub_folder = repository, fineweb_folder(config)
         self._download_folder, self._keep = download_folder, keep
-        self._downloads: dict[int, Future[None]] = {}
-        self._is_closed = False
+        self._downloaded: set[str] = set()
+        self._early_download: threading.Thread | None = None  # of the next file
 
     @functools.cached_property
     def _hub_files(self) -> list[RepoFile]:
         from huggingface_hub import HfApi
         from huggingface_hub.hf_api import RepoFile
 
-        def request() -> list[RepoFile]:
-            entries = HfApi().list_repo_tree(
-                self._repository, self._hub_folder, recursive=True, revision=self.revision, repo_type="dataset"
-            )
-            return [entry for entry in entries if isinstance(entry, RepoFile) and entry.path.endswith(".parquet")]
-
-        failure = f"cannot list the files of {self._repository}/{self._hub_folder}"
-        found = _request(request, failure, attempts=1)  # the library repeats this one
+        name, folder = self._repository, self._hub_folder
+        entries = _request(
+            lambda: list(
+                HfApi().list_repo_tree(name, folder, recursive=True, revision=self.revision, repo_type="dataset")
+            ),
+            f"cannot list the files of {name}/{folder}",
+            attempts=1,  # the library repeats this one
+        )
+        found = [entry for entry in entries if isinstance(entry, RepoFile) and entry.path.endswith(".parquet")]
         if not found:
-            raise UserError(f"{self._repository} has no .parquet files in {self._hub_folder}. Choose another --name.")
+            raise UserError(f"{name} has no .parquet files in {folder}. Choose another --name.")
         return sorted(found, key=lambda file: file.path)
 
     def files(self) -> list[tuple[Path, int]]:
         return [(self._download_folder / file.path, file.size) for file in self._hub_files]
 
     def wait_for(self, index: int) -> None:
-        self._start_download(index).result()
-        if index + 1 < len(self.files()):
-            self._start_download(index + 1)
+        if self._early_download:
+            self._early_download.join()
+        else:  # the library starts a file again of which a killed process had a part
+            for part in self._download_folder.glob(".cache/**/*.incomplete"):
+                part.unlink()
+        file = self._hub_files[index]
+        _request(lambda: self._download(file), f"cannot download {file.path}", DOWNLOAD_ATTEMPTS)
+        if index + 1 < len(self._hub_files):  # a daemon thread: Ctrl-C does not wait for two gigabytes
+            next_file = self._hub_files[index + 1]
+            self._early_download = threading.Thread(target=self._try_download, args=(next_file,), daemon=True)
+            self._early_download.start()
+
+    def _try_download(self, file: RepoFile) -> None:
+        with contextlib.suppress(Exception):  # `wait_for` repeats it, and reports what is wrong
+            self._download(file)
+
+    def _download(self, file: RepoFile) -> None:
+        """Downloads a file, unless that was done. The library resumes after a broken connection."""
+        from huggingface_hub import hf_hub_download
+
+        if file.path in self._downloaded:
+            return
+        name, folder = self._repository, self._download_folder
+        check_free_space(folder, file.size, f"download {file.path}")
+        path = hf_hub_download(name, file.path, repo_type="dataset", revision=self.revision, local_dir=folder)
+        if file.lfs and sha256_of(Path(path)) != file.lfs.sha256:
+            os.unlink(path)
+            raise OSError("it is not the expected file (wrong checksum)")
+        self._downloaded.add(file.path)
 
     def estimate_text_bytes(self) -> float | None:
         return 1.5 * sum(size for _, size in self.files())  # they are compressed
 
-    def _start_download(self, index: int) -> Future[None]:
-        if not self._downloads:  # the library starts a file again of which a killed process had a part
-            for part in self._download_folder.glob(".cache/**/*.incomplete"):
-                part.unlink()
-        if index not in self._downloads:
-            future = self._downloads[index] = Future[None]()
-            file = self._hub_files[index]
-
-            def run() -> None:
-                try:
-                    check_free_space(self._download_folder, file.size, f"download {file.path}")
-                    failure = f"cannot download {file.path}"
-                    future.set_result(_request(lambda: self._download(file), failure, DOWNLOAD_ATTEMPTS))
-                except BaseException as error:
-                    future.set_exception(error)
-
-            # A daemon thread: Ctrl-C does not wait for two gigabytes.
-            threading.Thread(target=run, daemon=True).start()
-        return self._downloads[index]
-
-    def _download(self, file: RepoFile) -> None:
-        """Downloads a file, unless it is there. The library resumes after a broken connection."""
-        from huggingface_hub import hf_hub_download
-
-        if self._is_closed:
-            raise UserError(f"{file.path} is not needed any more.")
-        path = Path(
-            hf_hub_download(
-                self._repository,
-                file.path,
-                repo_type="dataset",
-                revision=self.revision,
-                local_dir=self._download_folder,
-            )
-        )
-        if file.lfs and sha256_of(path) != file.lfs.sha256:
-            path.unlink()
-            raise OSError("it is not the expected file (wrong checksum)")
-
     def release(self, cursor: Cursor) -> None:
-        for path, _ in self.files()[: 0 if self._keep else cursor_numbers(cursor)[0]]:
+        index = cast(Sequence[int], cursor)[0]
+        for path, _ in self.files()[: 0 if self._keep else index]:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        self._is_closed = True  # with --max-tokens, a download that nobody needs may be in progress
         if not self._keep:
             shutil.rmtree(self._download_folder, ignore_errors=True)
 
@@ -229,9 +213,7 @@ class StreamedDataset(Corpus):
         return self._is_local and self._fingerprint() != self.revision
 
     def batches(self, cursor: Cursor | None = None) -> Iterator[Batch]:
-        number, state, char = cursor or (0, None, 0)
-        if not isinstance(number, int) or isinstance(state, int) or not isinstance(char, int):
-            raise ValueError(f"not a cursor of a streamed data set: {cursor}")
+        number, state, char = cast(tuple[int, Mapping[str, object] | None, int], cursor or (0, None, 0))
         return pack_pieces(self._pieces(number, state, char), self.name)
 
     def _pieces(self, number: int, state: Mapping[str, object] | None, first_char: int) -> Iterator[Piece]:

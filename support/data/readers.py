@@ -2,56 +2,39 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import functools
 import hashlib
 import io
+import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import IO, TYPE_CHECKING, BinaryIO, cast
 
 from support.cli import UserError
-from support.data.corpus import (
-    BATCH_CHARS,
-    Batch,
-    Corpus,
-    Cursor,
-    Piece,
-    cursor_numbers,
-    pack_pieces,
-    piece_end,
-    slug,
-    split_long_document,
-)
+from support.data import corpus
+from support.data.corpus import Batch, Corpus, Cursor, Piece, pack_pieces, piece_end, slug, split_long_document
 from support.files import LOCK
 
 if TYPE_CHECKING:
     import pyarrow.parquet
 
-TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
-COMPRESSIBLE_SUFFIXES = (".txt", ".jsonl")
+TEXT_TYPES = ".txt, .jsonl, .parquet (.txt and .jsonl also with .gz or .zst)"
+TEXT_SUFFIX = re.compile(r"(\.txt|\.jsonl)(?:\.gz|\.zst)?\Z|(\.parquet)\Z", re.IGNORECASE)
 COMPRESSION_CODECS = {".gz": "gzip", ".zst": "zstd"}
-TEXT_TYPES = (
-    f"{', '.join(TEXT_SUFFIXES)} ({' and '.join(COMPRESSIBLE_SUFFIXES)} also with {' or '.join(COMPRESSION_CODECS)})"
-)
 LOW_COMPRESSION_RATIO, TYPICAL_COMPRESSION_RATIO = 2, 3  # bytes of text per byte of .gz or .zst
-READ_BYTES = 1 << 20
-READ_CHARS = 1 << 20
+READ_SIZE = 1 << 20  # bytes or characters
 MAX_ROW_GROUP_BYTES = 1 << 25  # of text; larger row groups of a .parquet file are read in parts
 
 
 def text_suffix(path: Path) -> str | None:
-    """One of TEXT_SUFFIXES, for a compressed file the suffix before .gz or .zst; None for any other file."""
-    name = path.name.lower()
-    suffixes: tuple[str, ...] = TEXT_SUFFIXES
-    for compressed in COMPRESSION_CODECS:
-        if name.endswith(compressed):
-            name, suffixes = name.removesuffix(compressed), COMPRESSIBLE_SUFFIXES
-    return next((suffix for suffix in suffixes if name.endswith(suffix)), None)
+    """.txt, .jsonl or .parquet, for a compressed file the suffix before .gz or .zst; None for any other file."""
+    match = TEXT_SUFFIX.search(path.name)
+    return (match[1] or match[2]).lower() if match else None
 
 
 def find_text_files(folder: str | os.PathLike[str]) -> list[Path]:
@@ -101,35 +84,30 @@ class FileCorpus(Corpus):
     text_field: str
     separator: str | None = None
 
-    @abc.abstractmethod
     def files(self) -> list[tuple[Path, int]]:
         """The path and the size in bytes of each file."""
+        raise NotImplementedError
 
-    def wait_for(self, index: int) -> None:  # noqa: B027  local files are there
+    def wait_for(self, index: int) -> None:
         """Returns when a file can be read."""
 
     def batches(self, cursor: Cursor | None = None) -> Iterator[Batch]:
-        return pack_pieces(self._read_files(*cursor_numbers(cursor or [0])), self.name)
+        first, *start = cast(Sequence[int], cursor or [0])
+        return pack_pieces(self._read_files(first, start), self.name)
 
-    def _read_files(self, first: int, *start: int) -> Iterator[Piece | Batch]:
+    def _read_files(self, first: int, start: Sequence[int]) -> Iterator[Piece | Batch]:
         files = self.files()
         before, total = sum(size for _, size in files[:first]), max(1, sum(size for _, size in files))
         for index, (path, size) in enumerate(files[first:], start=first):
             self.wait_for(index)
             with _reading(str(path)):
                 for part in self._read_file(path, *start):
-                    cursor, fraction = [index, *part.cursor], (before + size * (part.fraction_read or 0)) / total
-                    if isinstance(part, Piece):
-                        yield part._replace(cursor=cursor, fraction_read=fraction)
-                    else:
-                        yield replace(part, cursor=cursor, fraction_read=fraction)
+                    fraction_read = (before + size * (part.fraction_read or 0)) / total
+                    yield replace(part, cursor=[index, *part.cursor], fraction_read=fraction_read)
             before, start = before + size, ()  # only the first file starts inside
 
     def _read_file(self, path: Path, *start: int) -> Iterator[Piece | Batch]:
-        """Reads one file. `start` is what follows the file's index in a cursor, and nothing at its beginning.
-
-        A batch is read or parsed by the worker that encodes it; a piece is sent to it.
-        """
+        """Reads one file. `start` is what follows the file's index in a cursor, and nothing at its beginning."""
         suffix = text_suffix(path)
         if suffix == ".txt":
             return read_txt(path, self.separator, *start)
@@ -191,8 +169,14 @@ def _open_text(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], float]]]:
             import pyarrow
 
             decompressed = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw), codec)
-            stream = io.BufferedReader(decompressed, READ_BYTES)
+            stream = io.BufferedReader(decompressed, READ_SIZE)
         yield stream, lambda: min(1.0, raw.tell() / size)
+
+
+def _skip(stream: IO[str] | IO[bytes], count: int) -> None:
+    """Reads and drops `count` characters or bytes."""
+    while count and (skipped := stream.read(min(count, READ_SIZE))):
+        count -= len(skipped)
 
 
 # -----------------------------------------------------------------------------
@@ -205,25 +189,26 @@ def read_txt(path: Path, separator: str | None, start: int = 0, start_inside: in
     Line ends become \\n. A cursor is an offset in characters after that, and whether it is inside a document.
     """
     offset, inside, text = start, bool(start_inside), ""
-    cut_above = 2 * BATCH_CHARS  # characters
+    cut_above = 2 * corpus.BATCH_CHARS  # characters
     with _open_text(path) as (stream, fraction_read), io.TextIOWrapper(stream, encoding="utf-8-sig") as decoded:
-        while start and (skipped := decoded.read(min(start, READ_CHARS))):
-            start -= len(skipped)
-        while block := decoded.read(READ_CHARS):
+        _skip(decoded, start)
+        while block := decoded.read(READ_SIZE):
             text += block
             if separator:
                 *documents, text = text.split(separator)
                 for document in documents:
                     if document.strip() or inside:
                         yield Piece([offset, inside], document, inside, fraction_read())
-                    offset, inside, cut_above = offset + len(document) + len(separator), False, 2 * BATCH_CHARS
+                    offset, inside = offset + len(document) + len(separator), False
+                    cut_above = 2 * corpus.BATCH_CHARS
             while len(text) > cut_above:
                 end = piece_end(text, 0, len(text) - len(separator or ""))  # a separator may end in the next block
                 if end == 0:
                     cut_above = 2 * len(text)  # no space so far
                     break
                 yield Piece([offset, inside], text[:end], inside, fraction_read())
-                offset, text, inside, cut_above = offset + end, text[end:], True, 2 * BATCH_CHARS
+                offset, text, inside = offset + end, text[end:], True
+                cut_above = 2 * corpus.BATCH_CHARS
     if text.strip() or inside or not separator:
         yield Piece([offset, inside], text, inside, 1.0)
 
@@ -232,105 +217,40 @@ def read_txt(path: Path, separator: str | None, start: int = 0, start_inside: in
 # .jsonl
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lines(Batch):
-    """Lines of a .jsonl file, parsed by the worker that encodes them."""
-
-    path: Path
-    first_line: int  # from 1
-    text_field: str
-    content: bytes
-
-    def texts(self) -> list[str]:
-        texts = []
-        for number, line in enumerate(self.content.split(b"\n"), start=self.first_line):
-            if not line.strip():
-                continue
-            where = f"{self.path}, line {number}"
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{where} is not JSON ({error}). Fix or remove the line.") from error
-            texts.append(record_text(record, self.text_field, where))
-        return texts
-
-
-def read_jsonl(path: Path, text_field: str, offset: int = 0, line: int = 0) -> Iterator[Lines]:
+def read_jsonl(path: Path, text_field: str, offset: int = 0, line: int = 0) -> Iterator[Batch]:
     """A document per line. A cursor is an offset in decompressed bytes, and the number of lines before it."""
     with _open_text(path) as (stream, fraction_read):
-        if path.suffix.lower() in COMPRESSION_CODECS:
-            to_skip = offset
-            while to_skip and (skipped := stream.read(min(to_skip, READ_BYTES))):
-                to_skip -= len(skipped)
-        else:
+        if stream.seekable():
             stream.seek(offset)
-        while lines := stream.readlines(BATCH_CHARS):
-            yield Lines(
+        else:
+            _skip(stream, offset)
+        while lines := stream.readlines(corpus.BATCH_CHARS):
+            yield Batch(
+                texts=functools.partial(_parse_lines, b"".join(lines), text_field, path, line + 1),
                 cursor=[offset, line],
                 where=f"{path}, from line {line + 1}",
                 fraction_read=fraction_read(),
-                path=path,
-                first_line=line + 1,
-                text_field=text_field,
-                content=b"".join(lines),
             )
             offset, line = offset + sum(map(len, lines)), line + len(lines)
 
 
+def _parse_lines(content: bytes, text_field: str, path: Path, first_line: int) -> list[str]:
+    """The texts in lines of a .jsonl file, which are numbered from 1; a worker calls it."""
+    texts = []
+    for number, line in enumerate(content.split(b"\n"), start=first_line):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where} is not JSON ({error}). Fix or remove the line.") from error
+        texts.append(record_text(record, text_field, where))
+    return texts
+
+
 # -----------------------------------------------------------------------------
 # .parquet
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowGroup(Batch):
-    """A row group of a .parquet file, read by the worker that encodes it."""
-
-    path: Path
-    text_field: str
-    first_row: int
-    group: int
-
-    def texts(self) -> list[str]:
-        import pyarrow.parquet
-
-        with _reading(self.where):
-            with pyarrow.parquet.ParquetFile(self.path, metadata=_parquet_metadata(self.path)) as file:
-                table = file.read_row_group(self.group, columns=[self.text_field], use_threads=False)
-            return _check_rows(table.column(0).to_pylist(), self.text_field, self.path, self.first_row)
-
-
-def _check_rows(texts: list[str | None], text_field: str, path: Path, first_row: int) -> list[str]:
-    return [
-        text if isinstance(text, str) else record_text({text_field: text}, text_field, f"{path}, row {row}")
-        for row, text in enumerate(texts, start=first_row)
-    ]
-
-
-def _parquet_metadata(path: Path) -> pyarrow.parquet.FileMetaData:
-    """The metadata of a .parquet file, cached: every batch needs it, and it describes all row groups."""
-    return _read_parquet_metadata(path, path.stat().st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=1)
-def _read_parquet_metadata(path: Path, mtime_ns: int) -> pyarrow.parquet.FileMetaData:
-    import pyarrow.parquet
-
-    with _reading(str(path)):
-        return pyarrow.parquet.read_metadata(path)
-
-
-def parquet_text_bytes(path: Path, text_field: str) -> int:
-    """Bytes of text in a .parquet file, from its metadata."""
-    return sum(_row_group_text_bytes(_parquet_metadata(path), text_field))
-
-
-def _row_group_text_bytes(metadata: pyarrow.parquet.FileMetaData, text_field: str) -> list[int]:
-    """Uncompressed bytes of a column in each row group."""
-    sizes = []
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        columns = map(group.column, range(group.num_columns))
-        sizes.append(sum(c.total_uncompressed_size for c in columns if c.path_in_schema == text_field))
-    return sizes
 
 
 def read_parquet(path: Path, text_field: str, row: int = 0, char: int = 0) -> Iterator[Piece | Batch]:
@@ -344,37 +264,69 @@ def read_parquet(path: Path, text_field: str, row: int = 0, char: int = 0) -> It
         raise UserError(f"{path} has no column {text_field!r}. Choose with --text-field from {', '.join(columns)}.")
     end = 0
     for group, text_bytes in enumerate(_row_group_text_bytes(metadata, text_field)):
-        first_row, end = end, end + metadata.row_group(group).num_rows
-        fraction = end / max(1, metadata.num_rows)
-        if [row, char] >= [end, 0]:
+        num_rows = metadata.row_group(group).num_rows
+        first_row, end = end, end + num_rows
+        fraction_read = end / max(1, metadata.num_rows)
+        if num_rows == 0 or (row, char) >= (end, 0):
             continue
-        if text_bytes <= MAX_ROW_GROUP_BYTES and [row, char] <= [first_row, 0]:
-            yield RowGroup(
+        if text_bytes <= MAX_ROW_GROUP_BYTES and (row, char) <= (first_row, 0):
+            yield Batch(
+                texts=functools.partial(_read_row_group, path, text_field, group, first_row, num_rows),
                 cursor=[first_row, 0],
                 where=f"{path}, from row {first_row}",
-                fraction_read=fraction,
-                path=path,
-                text_field=text_field,
-                first_row=first_row,
-                group=group,
+                fraction_read=fraction_read,
             )
             continue
-        rows_at_once = max(1, BATCH_CHARS * (end - first_row) // max(1, text_bytes))
-        for piece in _row_group_pieces(path, text_field, group, first_row, rows_at_once):
-            if cursor_numbers(piece.cursor) >= [row, char]:
-                yield piece._replace(fraction_read=fraction)
+        rows_at_once = max(1, corpus.BATCH_CHARS * num_rows // max(1, text_bytes))
+        for number, text in enumerate(_read_rows(path, text_field, group, first_row, rows_at_once), start=first_row):
+            for offset, part in split_long_document(text):
+                if (number, offset) >= (row, char):
+                    yield Piece([number, offset], part, continues=offset > 0, fraction_read=fraction_read)
 
 
-def _row_group_pieces(path: Path, text_field: str, group: int, row: int, rows_at_once: int) -> Iterator[Piece]:
-    """Pieces of the documents of one row group, of which `row` is the first."""
+def _read_rows(path: Path, text_field: str, group: int, first_row: int, rows_at_once: int) -> Iterator[str]:
+    """The text in each row of a row group, of which `first_row` is the first."""
     import pyarrow.parquet
 
+    # Pages are read as they are needed, not the whole group.
+    options = {"buffer_size": READ_SIZE, "pre_buffer": False}
     with (
-        _reading(f"{path}, from row {row},"),
-        pyarrow.parquet.ParquetFile(path, buffer_size=READ_BYTES, pre_buffer=False) as file,
+        _reading(f"{path}, from row {first_row},"),
+        pyarrow.parquet.ParquetFile(path, metadata=_parquet_metadata(path), **options) as file,
     ):
-        for batch in file.iter_batches(rows_at_once, row_groups=[group], columns=[text_field], use_threads=False):
-            for text in _check_rows(batch.column(0).to_pylist(), text_field, path, row):
-                for char, part in split_long_document(text):
-                    yield Piece([row, char], part, continues=char > 0)
-                row += 1
+        batches = file.iter_batches(rows_at_once, row_groups=[group], columns=[text_field], use_threads=False)
+        texts = itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+        for row, text in enumerate(texts, start=first_row):
+            yield text if isinstance(text, str) else record_text({text_field: text}, text_field, f"{path}, row {row}")
+
+
+def _read_row_group(path: Path, text_field: str, group: int, first_row: int, num_rows: int) -> list[str]:
+    """The texts in a row group; a worker calls it."""
+    return list(_read_rows(path, text_field, group, first_row, num_rows))
+
+
+def _parquet_metadata(path: Path) -> pyarrow.parquet.FileMetaData:
+    """The metadata of a .parquet file, cached: every batch needs it, and it describes all row groups."""
+    return _read_parquet_metadata(path, path.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1)
+def _read_parquet_metadata(path: Path, mtime_ns: int) -> pyarrow.parquet.FileMetaData:
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_metadata(path)
+
+
+def parquet_text_bytes(path: Path, text_field: str) -> int:
+    """Bytes of text in a .parquet file, from its metadata."""
+    with _reading(str(path)):
+        return sum(_row_group_text_bytes(_parquet_metadata(path), text_field))
+
+
+def _row_group_text_bytes(metadata: pyarrow.parquet.FileMetaData, text_field: str) -> list[int]:
+    """Uncompressed bytes of a column in each row group."""
+    sizes = []
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        columns = map(group.column, range(group.num_columns))
+        sizes.append(sum(c.total_uncompressed_size for c in columns if c.path_in_schema == text_field))
+    return sizes
