@@ -15,7 +15,7 @@ from helpers import needs_gpt2_vocabulary
 import fineweb
 from support import files
 from support.cli import UserError
-from support.data import corpus, readers
+from support.data import corpus
 from support.data.corpus import Batch, Documents
 
 # empty, longer than several shards, the text of a special token, a lone surrogate, many scripts
@@ -84,6 +84,11 @@ def shards_in(folder: Path) -> list[tuple[str, int, list[int]]]:
     ]
 
 
+def files_in(folder: Path) -> dict[str, bytes]:
+    """The content of all files in a folder, except its lock."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != files.LOCK}
+
+
 def tokens_in(folder: str | Path) -> list[list[int]]:
     return [tokens for _, _, tokens in shards_in(Path(folder))]
 
@@ -111,7 +116,6 @@ def documents_of(batches: Iterable[Batch]) -> list[str]:
 def set_batch_chars(monkeypatch: pytest.MonkeyPatch, chars: int) -> None:
     """Makes batches small, so that long documents are cut and short corpora have many batches."""
     monkeypatch.setattr(corpus, "BATCH_CHARS", chars)
-    monkeypatch.setattr(readers, "BATCH_CHARS", chars)
 
 
 @contextlib.contextmanager

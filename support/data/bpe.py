@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
-import signal
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from support.data.corpus import Corpus
@@ -20,6 +17,7 @@ from support.data.tokenizer import (
     load_bpe,
     printable_bytes,
     to_utf8,
+    tokens_in_order,
 )
 from support.files import atomic_write, sha256_of
 
@@ -49,31 +47,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
         vocab_size=vocab_size - 1, min_frequency=2, max_token_length=MAX_TOKEN_BYTES,
         initial_alphabet=printable_bytes(), show_progress=False,
     )  # fmt: skip
-    with _ended_by_interrupts():
-        trained.train_from_iterator(texts, trainer)
-    byte_of = {char: byte for byte, char in enumerate(printable_bytes())}
-    vocabulary = trained.get_vocab()
-    return BpeTokenizer(
-        [bytes(byte_of[char] for char in token) for token in sorted(vocabulary, key=vocabulary.__getitem__)]
-    )
+    trained.train_from_iterator(texts, trainer)
+    return BpeTokenizer(tokens_in_order(trained.get_vocab()))
 
 
 def _cut_long_words(text: str) -> list[str]:
     """The text, or pieces of it with words of a length that can be trained on in reasonable time."""
     return _PIECE.findall(text) if _LONG_WORD.search(text) else [text]
-
-
-@contextlib.contextmanager
-def _ended_by_interrupts() -> Iterator[None]:
-    """Ctrl-C ends the process: Python would only notice it after the library's call, and there is nothing to save."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
 
 
 def write_tokenizer(folder: OutputFolder, corpus: Corpus, vocab_size: int | None, copy_of: Path | None) -> str:
@@ -111,7 +91,9 @@ def training_texts(corpus: Corpus) -> list[str]:
         chars = sum(map(len, texts))
         if chars >= TRAINING_CHARS:
             return texts
-    excess = int(HELD_OUT * chars)
-    while texts and excess >= len(texts[-1]):
-        excess -= len(texts.pop())
-    return [*texts[:-1], texts[-1][: len(texts[-1]) - excess]] if texts else []
+    rest = chars - int(HELD_OUT * chars)
+    kept = []
+    for text in texts:
+        kept.append(text[:rest])
+        rest -= len(kept[-1])
+    return kept

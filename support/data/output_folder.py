@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import itertools
-import json
-import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 from support import files
 from support.cli import UserError, flag_name
@@ -19,20 +15,24 @@ from support.data.shards import (
     Manifest,
     Setting,
     ShardEntry,
-    load_shard,
-    parse_shard_name,
+    load_listed_shard,
+    load_manifest,
     shard_paths,
-    verify_shards,
     write_manifest,
 )
 from support.data.tokenizer import TOKENIZER_JSON, VOCAB_SIZES
 
+# A shard, a part of a corpus before its split (which earlier versions called "counted"), or what a killed run wrote of it.
+_LEFTOVER = re.compile(r"\.?(?P<prefix>.+)_(train|val|unsplit|counted)_[0-9]{6,12}\.npy(\.partial)?")
 
+
+@dataclass
 class OutputFolder:
     """A locked folder and its manifest. A shard that the manifest lists is complete and never written again."""
 
-    def __init__(self, directory: Path, manifest: Manifest, is_finished: bool = False):
-        self.directory, self.manifest, self.is_finished = directory, manifest, is_finished
+    directory: Path
+    manifest: Manifest
+    is_finished: bool = False
 
     @property
     def finished_shards(self) -> list[ShardEntry]:
@@ -43,10 +43,6 @@ class OutputFolder:
         """Lists a shard that was written."""
         self.manifest["unsplit" if entry["split"] == "unsplit" else "shards"].append(entry)
         write_manifest(self.directory, self.manifest)
-
-    def mark_unsplit_complete(self) -> None:
-        """Notes that the parts of a corpus that is not split yet are all there."""
-        self.manifest["unsplit_complete"] = bool(self.manifest["unsplit"])
 
     def finish(self) -> None:
         """Marks the shards as complete, and removes the parts of a corpus that is now split."""
@@ -76,10 +72,10 @@ def new_manifest(source: str, revision: str | None, tokenizer: str, settings: Ma
 def read_partial_manifest(directory: Path, source: str) -> Manifest | None:
     """The manifest of a folder, finished or not, if its shards are made from `source`."""
     try:
-        manifest = _load_manifest(directory)
-        return manifest if manifest["source"] == source else None
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        manifest = load_manifest(directory)
+    except UserError:
         return None
+    return manifest if manifest["source"] == source else None
 
 
 @contextlib.contextmanager
@@ -95,129 +91,83 @@ def open_output_folder(directory: Path, manifest: Manifest, prefix: str) -> Iter
     """
     with contextlib.ExitStack() as stack:
         try:
-            earlier = _read_matching_manifest(directory, manifest, prefix)
-            if earlier and _is_intact(directory, earlier):
-                folder = OutputFolder(directory, earlier, is_finished=True)
+            folder = _adopt_finished_shards(directory, manifest, prefix)
+            if folder.is_finished:
+                print("nothing to do: these shards exist already and are intact")
             else:
                 directory.mkdir(parents=True, exist_ok=True)
-                if not os.access(directory, os.W_OK):
-                    raise PermissionError(errno.EACCES, "no permission")
-                files.write_lock_holder(stack.enter_context(files.lock_folder(directory, "--output")))
-                earlier = _read_matching_manifest(directory, manifest, prefix)  # another run may have changed it
-                folder = OutputFolder(directory, manifest)
-                if earlier:
-                    adopt_finished_shards(folder, earlier)
-                stack.callback(remove_if_empty, folder)
-                write_manifest(directory, manifest)
-            if earlier:
-                _remove_leftovers(folder, prefix)
+                stack.enter_context(files.lock_folder(directory, "--output"))
+                folder = _adopt_finished_shards(directory, manifest, prefix)  # another run may have written some
+                stack.callback(_remove_if_empty, folder)
+                write_manifest(directory, folder.manifest)
+            _remove_leftovers(folder, prefix)
         except OSError as error:
             raise UserError(f"cannot write to {directory} ({error.strerror}). Use another --output.") from error
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(
-                f"{directory / MANIFEST} is not a manifest of shards ({error!r}). Remove it, or use another --output."
-            ) from error
         yield folder
 
 
-def _read_matching_manifest(directory: Path, manifest: Manifest, prefix: str) -> Manifest | None:
-    """The manifest of an earlier run with the same source and settings, if there is one.
+def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str) -> OutputFolder:
+    """The folder with the shards that an earlier run with the same source and settings has finished, up to a lost one.
 
     Raises:
         UserError: the folder has other shards.
     """
-    earlier = _load_manifest(directory) if (directory / MANIFEST).exists() else None
-    differences = [] if earlier is None else _differences(manifest, earlier)
-    if earlier is not None and differences and (earlier["shards"] or earlier.get("unsplit")):
-        raise UserError(
-            f"{directory} has shards of another source or setting: {'; '.join(differences)}. Use another --output, or "
-            f"remove {directory}."
-        )
-    for shard in itertools.chain(shard_paths(directory, "train"), shard_paths(directory, "val")):
-        name = parse_shard_name(shard.name)
-        if earlier is None or differences or (name and name.prefix != prefix):
+    earlier = load_manifest(directory) if (directory / MANIFEST).exists() else None
+    if earlier and (differences := _differences(manifest, earlier)):
+        if earlier["shards"] or earlier["unsplit"]:
             raise UserError(
-                f"{directory} has shards of another tool, such as {shard.name}. "
-                "Move them away, or use another --output."
+                f"{directory} has shards of another source or setting: {'; '.join(differences)}. Use another "
+                f"--output, or remove {directory}."
             )
-    return None if differences else earlier
-
-
-def _load_manifest(directory: Path) -> Manifest:
-    return _rename_old_keys(json.loads((directory / MANIFEST).read_text(encoding="utf-8")))
-
-
-def _rename_old_keys(manifest: dict[str, Any]) -> Manifest:
-    """A manifest with the keys of this version: earlier ones called the parts of a corpus before its split `counted`."""
-    for old, new in (("counted", "unsplit"), ("all_counted", "unsplit_complete")):
-        if old in manifest:
-            manifest[new] = manifest[old]
-            del manifest[old]
-    if "unsplit" in manifest:
-        manifest["unsplit"] = [entry | {"split": "unsplit"} for entry in manifest["unsplit"]]
-    return cast(Manifest, manifest)
+        earlier = None
+    for path in (*shard_paths(directory, "train"), *shard_paths(directory, "val")):
+        if earlier is None or path.name.rsplit("_", 2)[0] != prefix:
+            raise UserError(
+                f"{directory} has shards of another tool, such as {path.name}. Move them away, or use another --output."
+            )
+    if earlier is None:
+        return OutputFolder(directory, manifest)
+    tokenizer, sha256 = directory / TOKENIZER_JSON, earlier.get("tokenizer_sha256")
+    if sha256 and not (tokenizer.is_file() and files.sha256_of(tokenizer) == sha256):
+        return OutputFolder(directory, manifest)  # the tokens mean nothing without it
+    shards, unsplit = (
+        _intact_shards(directory, earlier, entries) for entries in (earlier["shards"], earlier["unsplit"])
+    )
+    if earlier["complete"] and len(shards) == len(earlier["shards"]) > 0:
+        return OutputFolder(directory, earlier, is_finished=True)
+    unsplit_complete = bool(earlier["unsplit_complete"]) and len(unsplit) == len(earlier["unsplit"])
+    adopted: Manifest = {**manifest, "shards": shards, "unsplit": unsplit, "unsplit_complete": unsplit_complete}
+    if sha256 and (shards or unsplit):
+        adopted["tokenizer_sha256"] = sha256
+    return OutputFolder(directory, adopted)
 
 
 def _differences(manifest: Manifest, earlier: Manifest) -> list[str]:
     """What the shards of two manifests differ in; empty if one can be continued with the other."""
-    there, here = _identity(earlier), _identity(manifest)
+    here, there = (
+        {flag_name(key): value for key, value in m["settings"].items()}
+        | {"source": m["source"], "revision": m.get("revision"), "--tokenizer": m["tokenizer"]}
+        for m in (manifest, earlier)
+    )
     keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
     return [f"{key} was {there.get(key)!r} and is now {here.get(key)!r}" for key in keys]
 
 
-def _identity(manifest: Manifest) -> dict[str, Setting]:
-    """What decides which shards a folder has, as flags where it is set by flags."""
-    identity: dict[str, Setting] = {flag_name(key): value for key, value in manifest["settings"].items()}
-    source, revision = manifest.get("source"), manifest.get("revision")
-    return identity | {"source": source, "revision": revision, "--tokenizer": manifest["tokenizer"]}
+def _intact_shards(directory: Path, manifest: Manifest, entries: list[ShardEntry]) -> list[ShardEntry]:
+    """The shards up to one that is lost; only of a complete manifest are they read for that."""
+    from tqdm import tqdm
+
+    intact = []
+    for entry in tqdm(entries, "checking shards", unit=" shards", leave=False, delay=1, disable=None):
+        try:
+            load_listed_shard(directory / entry["file"], entry, read_all=manifest["complete"])
+        except UserError:
+            break
+        intact.append(entry)
+    return intact
 
 
-def _is_intact(directory: Path, manifest: Manifest) -> bool:
-    """Whether all shards of a manifest were made and none is corrupt."""
-    if not manifest["complete"]:
-        return False
-    try:
-        verify_shards(directory)
-    except UserError as error:
-        print(f"making shards again: {error.problems[0].rsplit('. ', 1)[0]}")
-        return False
-    print("nothing to do: these shards exist already and are intact")
-    return True
-
-
-def adopt_finished_shards(folder: OutputFolder, earlier: Manifest) -> None:
-    """Adds the intact shards of an earlier manifest, up to a lost one, to that of the folder."""
-    sha256 = earlier.get("tokenizer_sha256")
-    tokenizer = folder.directory / TOKENIZER_JSON
-    if sha256 and not (tokenizer.is_file() and files.sha256_of(tokenizer) == sha256):
-        return  # its tokens mean nothing without it
-    read_all = earlier["complete"]  # all were made, and one is corrupt
-
-    def intact(entries: list[ShardEntry]) -> list[ShardEntry]:
-        return list(itertools.takewhile(lambda entry: _shard_is_intact(folder.directory, entry, read_all), entries))
-
-    manifest, unsplit = folder.manifest, earlier.get("unsplit", [])
-    manifest["shards"], manifest["unsplit"] = intact(earlier["shards"]), intact(unsplit)
-    manifest["unsplit_complete"] = bool(earlier.get("unsplit_complete")) and len(manifest["unsplit"]) == len(unsplit)
-    if folder.finished_shards and sha256:
-        manifest["tokenizer_sha256"] = sha256
-    for entry in folder.finished_shards:
-        cursor, tokens = json.loads(entry.get("end", "[null, 0]"))
-        if not isinstance(cursor, list | None) or type(tokens) is not int or tokens < 0:
-            raise ValueError(f"end of {entry['file']}: {entry['end']}")
-
-
-def _shard_is_intact(directory: Path, entry: ShardEntry, read_all: bool) -> bool:
-    path = directory / Path(entry["file"]).name
-    try:
-        if path.name != entry["file"] or len(load_shard(path)) != entry["tokens"]:
-            return False
-    except UserError:
-        return False
-    return not read_all or files.sha256_of(path) == entry["sha256"]
-
-
-def remove_if_empty(folder: OutputFolder) -> None:
+def _remove_if_empty(folder: OutputFolder) -> None:
     """After an error, removes the manifest and the lock of a folder without shards, then the folder if it is empty."""
     if not folder.finished_shards:
         with contextlib.suppress(OSError):
@@ -228,15 +178,9 @@ def remove_if_empty(folder: OutputFolder) -> None:
 
 
 def _remove_leftovers(folder: OutputFolder, prefix: str) -> None:
-    """Removes shards with this prefix that the manifest does not list, and what a killed process wrote of a shard.
-
-    Such a file is called `.name.npy.partial`, or `name.npy.partial` if an earlier version of this program wrote it.
-    """
+    """Removes shards with this prefix that the manifest does not list, and what a killed run wrote of one."""
     listed = {entry["file"] for entry in folder.finished_shards}
     for path in folder.directory.iterdir():
-        final_name = path.name
-        if final_name.endswith(".partial"):
-            final_name = final_name.removesuffix(".partial").removeprefix(".")
-        shard = parse_shard_name(re.sub("_(unsplit|counted)_", "_train_", final_name))
-        if shard and shard.prefix == prefix and path.name not in listed:
+        leftover = _LEFTOVER.fullmatch(path.name)
+        if leftover and leftover["prefix"] == prefix and path.name not in listed:
             path.unlink()

@@ -70,124 +70,102 @@ def cut_into_chunks(batches: Iterable[EncodedBatch], size: int, skip: int, limit
         yield Chunk(buffer[:filled], end, is_last=True)
 
 
-@dataclass(frozen=True)
-class ShardRange:
-    """A shard that will have the tokens [start, end) of the corpus."""
-
-    split: str
-    index: int
-    start: int
-    end: int
-
-
-def split_into_shards(split_point: int, total: int, shard_size: int) -> list[ShardRange]:
-    """Shards for training up to a token of the corpus, for validation from there; the validation shards come first."""
-
-    def cut(split: str, first_index: int, start: int, end: int) -> list[ShardRange]:
-        starts = enumerate(range(start, end, shard_size), start=first_index)
-        return [ShardRange(split, index, start, min(start + shard_size, end)) for index, start in starts]
-
-    val = cut("val", 0, split_point, total)
-    return [*cut("train", len(val), 0, split_point), *val]
-
-
 def val_split_point(parts: Sequence[Tokens], eot: int, fraction: float, split_documents: bool = False) -> int:
-    """The token at which the validation split starts, the last `fraction` of a corpus.
+    """The token at which the validation split starts, the last `fraction` of a corpus in parts of one size.
 
     It is the start of the nearest document. If there is no other document, or with `split_documents` none that starts
     near, it is inside a text.
     """
     total = sum(map(len, parts))
     ideal = total - max(1, round(fraction * total))
-    candidates, offset = [], 0
-    for part in parts:
-        starts = offset + np.flatnonzero(part == eot)
-        starts = starts[starts > 0]
-        if len(starts):
-            candidates.append(int(starts[np.abs(starts - ideal).argmin()]))
-        offset += len(part)
-    nearest = min(candidates, key=lambda start: abs(start - ideal), default=max(1, ideal))
+    starts = np.concatenate([i * len(parts[0]) + np.flatnonzero(part == eot) for i, part in enumerate(parts)])[1:]
+    inside = max(1, ideal)
+    if len(starts) == 0:
+        return inside
+    nearest = int(starts[np.abs(starts - ideal).argmin()])
     is_far = abs(nearest - ideal) > MAX_CUT_ERROR * (total - ideal)
-    return max(1, ideal) if split_documents and is_far else nearest
+    return inside if split_documents and is_far else nearest
 
 
 # -----------------------------------------------------------------------------
 # Writing shards
 
 
+@dataclass(frozen=True)
+class NewShard:
+    """A shard to be written."""
+
+    split: str
+    index: int
+    tokens: Tokens
+    end: StreamPosition | None = None  # where a later run resumes after it
+
+
+@dataclass(frozen=True)
 class ShardWriter:
-    """Writes the shards of a corpus into a folder, each in a thread while the next one is filled."""
+    """Writes the shards of a corpus into a folder.
 
-    def __init__(self, folder: OutputFolder, corpus: Corpus, shard_size: int):
-        self.folder, self.corpus, self.shard_size = folder, corpus, shard_size
-        self.eot = folder.manifest["vocab_size"] - 1
-        self._pool = ThreadPoolExecutor(1)
-        self._writing: Future[None] | None = None
+    Attributes:
+        encode_from: the tokens of the corpus from a cursor on.
+        shard_size, max_tokens: numbers of tokens.
+    """
 
-    def __enter__(self) -> ShardWriter:
-        return self
+    folder: OutputFolder
+    corpus: Corpus
+    encode_from: EncodeFrom
+    shard_size: int
+    max_tokens: int | None
 
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown()
+    def write(self, val_fraction: float | None) -> None:
+        """Writes shard 0 for validation and the others for training; a corpus of only one shard is split instead.
 
-    def write_in_order(self, encode_from: EncodeFrom, max_tokens: int | None) -> None:
-        """Writes shard 0 for validation and the others for training. A corpus of only one shard is split instead.
-
-        Raises:
-            UserError: the corpus has no text, or the shards cannot be written.
-        """
-        small_corpus = None
-        finished = [entry for entry in self.folder.manifest["shards"] if "end" in entry]  # not those of a split
-        with contextlib.closing(self._new_chunks(finished, encode_from, max_tokens)) as chunks:
-            for index, chunk in chunks:
-                if index == 0 and chunk.is_last:
-                    small_corpus = chunk.tokens
-                else:
-                    self._write("train" if index else "val", index, chunk.tokens, chunk.end)
-        if small_corpus is not None:
-            self._write_split([small_corpus], VAL_FRACTION)
-        self._wait()
-        if not self.folder.manifest["shards"]:
-            raise self._no_text()
-
-    def write_with_split(self, encode_from: EncodeFrom, max_tokens: int | None, val_fraction: float) -> None:
-        """Writes all tokens as parts, to count them, then the shards of the two splits.
+        With `val_fraction`, all tokens are written as parts first, to count them, then the shards of the two splits.
 
         Raises:
             UserError: the corpus has too little text to be split, or the shards cannot be written.
         """
         manifest = self.folder.manifest
-        if not manifest["unsplit_complete"]:
-            with contextlib.closing(self._new_chunks(manifest["unsplit"], encode_from, max_tokens)) as chunks:
-                for index, chunk in chunks:
-                    self._write("unsplit", index, chunk.tokens, chunk.end)
-            self._wait()
-            self.folder.mark_unsplit_complete()
-        parts = [load_shard(self.folder.directory / part["file"]) for part in manifest["unsplit"]]
-        self._write_split(parts, val_fraction)
-        self._wait()
+        if val_fraction is None:
+            self._write_all(self._in_order())
+        else:
+            if not manifest["unsplit_complete"]:
+                chunks = self._chunks(manifest["unsplit"])
+                self._write_all(NewShard("unsplit", index, chunk.tokens, chunk.end) for index, chunk in chunks)
+                manifest["unsplit_complete"] = True
+            parts = [load_shard(self.folder.directory / part["file"]) for part in manifest["unsplit"]]
+            self._write_all(self._split(parts, val_fraction))
+        if not manifest["shards"]:
+            raise UserError(f"there is no text in {self.corpus.name}. Use other files, or another data set.")
 
-    def _new_chunks(
-        self, finished: list[ShardEntry], encode_from: EncodeFrom, max_tokens: int | None
-    ) -> Generator[tuple[int, Chunk], None, None]:
+    def _in_order(self) -> Generator[NewShard, None, None]:
+        finished = [entry for entry in self.folder.manifest["shards"] if "end" in entry]  # not those of a split
+        small_corpus = None
+        for index, chunk in self._chunks(finished):
+            if index == 0 and chunk.is_last:
+                small_corpus = chunk.tokens
+            else:
+                yield NewShard("train" if index else "val", index, chunk.tokens, chunk.end)
+        if small_corpus is not None:
+            yield from self._split([small_corpus], VAL_FRACTION)
+
+    def _chunks(self, finished: list[ShardEntry]) -> Iterator[tuple[int, Chunk]]:
         """The chunks after the finished shards, with their indices."""
-        finished_tokens, number = sum(entry["tokens"] for entry in finished), len(finished)
-        limit = None if max_tokens is None else max_tokens - finished_tokens
-        if limit == 0:
-            return
-        cursor, skip = json.loads(finished[-1]["end"]) if finished else (None, 0)
+        tokens, number = sum(entry["tokens"] for entry in finished), len(finished)
+        cursor, skip = None, 0
         if finished:
-            print(f"resuming after {number} finished shard{'s' if number > 1 else ''}, {finished_tokens:,} tokens")
-        stream = show_progress(encode_from(cursor), finished_tokens, max_tokens)
-        yield from enumerate(cut_into_chunks(stream, self.shard_size, skip, limit), start=number)
+            cursor, skip = json.loads(finished[-1]["end"])
+            print(f"resuming after {number} finished shard{'s' if number > 1 else ''}, {tokens:,} tokens")
+        limit = None if self.max_tokens is None else self.max_tokens - tokens
+        stream = show_progress(self.encode_from(cursor), tokens, self.max_tokens)
+        return enumerate(cut_into_chunks(stream, self.shard_size, skip, limit), start=number)
 
-    def _write_split(self, parts: Sequence[Tokens], fraction: float) -> None:
-        """Writes the shards of a corpus in parts of a shard's size, its last `fraction` for validation."""
-        total = sum(map(len, parts))
+    def _split(self, parts: Sequence[Tokens], fraction: float) -> Generator[NewShard, None, None]:
+        """The unfinished shards of a corpus in parts of a shard's size, its last `fraction` for validation."""
+        total, size, manifest = sum(map(len, parts)), self.shard_size, self.folder.manifest
         if total < 2:
-            raise self._no_text()
-        split_documents = bool(self.folder.manifest["settings"].get("split_documents"))
-        split_point = val_split_point(parts, self.eot, fraction, split_documents)
+            return
+        split_documents = bool(manifest["settings"].get("split_documents"))
+        split_point = val_split_point(parts, manifest["vocab_size"] - 1, fraction, split_documents)
         val_tokens = total - split_point
         print(f"the last {val_tokens / total:.1%} of the text, {val_tokens:,} tokens, is held out for validation")
         if val_tokens > 2 * max(1, fraction * total):
@@ -195,53 +173,49 @@ class ShardWriter:
                 f"note: that is more than {fraction:.0%} because the last document is long. Split it with "
                 "--split-documents, or divide the text into more documents with --document-separator."
             )
-        for shard in split_into_shards(split_point, total, self.shard_size)[len(self.folder.manifest["shards"]) :]:
-            part, offset = divmod(shard.start, self.shard_size)
-            size = shard.end - shard.start
-            tokens = parts[part][offset : offset + size]
-            if len(tokens) < size:  # the rest is in the next part
-                tokens = np.concatenate([tokens, parts[part + 1][: size - len(tokens)]])
-            self._write(shard.split, shard.index, tokens)
+        train, val = range(0, split_point, size), range(split_point, total, size)
+        shards = [("train", index, start, split_point) for index, start in enumerate(train, start=len(val))]
+        shards += [("val", index, start, total) for index, start in enumerate(val)]
+        for split, index, start, end in shards[len(manifest["shards"]) :]:
+            part, offset = divmod(start, size)
+            count = min(size, end - start)
+            tokens = parts[part][offset : offset + count]
+            if len(tokens) < count:  # the rest is in the next part
+                tokens = np.concatenate([tokens, parts[part + 1][: count - len(tokens)]])
+            yield NewShard(split, index, tokens)
 
-    def _write(self, split: str, index: int, tokens: Tokens, end: StreamPosition | None = None) -> None:
-        """Starts to write a shard when the one before is written; `end` is where a later run resumes after it."""
-        self._wait()
-        self._writing = self._pool.submit(self._write_now, split, index, tokens, end)
+    def _write_all(self, shards: Generator[NewShard, None, None]) -> None:
+        """Writes shards, each in a thread while the next one is made."""
+        writing: Future[None] | None = None
+        with ThreadPoolExecutor(1) as thread, contextlib.closing(shards):
+            for shard in shards:
+                if writing is not None:
+                    writing.result()
+                writing = thread.submit(self._write, shard)
+        if writing is not None:
+            writing.result()
 
-    def _write_now(self, split: str, index: int, tokens: Tokens, end: StreamPosition | None) -> None:
-        path = self.folder.directory / shard_name(self.corpus.prefix, split, index)
-        entry: ShardEntry = {
-            "file": path.name,
-            "split": split,
-            "tokens": len(tokens),
-            "documents": int(np.count_nonzero(tokens == self.eot)),
-            "sha256": write_shard(path, tokens),
-        }
-        if end is not None:
-            entry["end"] = json.dumps(end)  # as a string it takes one line of the manifest, not ten
-        self.folder.add(entry)
-        if end is not None and end[0] is not None:
-            self.corpus.release(end[0])
-
-    def _wait(self) -> None:
-        """Returns when the shard is written.
-
-        Raises:
-            UserError: it cannot be written.
-        """
-        if self._writing is None:
-            return
+    def _write(self, shard: NewShard) -> None:
+        path = self.folder.directory / shard_name(self.corpus.prefix, shard.split, shard.index)
+        documents = int(np.count_nonzero(shard.tokens == self.folder.manifest["vocab_size"] - 1))
         try:
-            self._writing.result()
+            entry: ShardEntry = {
+                "file": path.name,
+                "split": shard.split,
+                "tokens": len(shard.tokens),
+                "documents": documents,
+                "sha256": write_shard(path, shard.tokens),
+            }
+            if shard.end is not None:
+                entry["end"] = json.dumps(shard.end)  # as a string it takes one line of the manifest, not ten
+            self.folder.add(entry)
         except OSError as error:
-            finished = len(self.folder.finished_shards)
             raise UserError(
-                f"cannot write to {self.folder.directory} ({error.strerror}). {finished} {'shard is' if finished == 1 else 'shards are'} finished: "
-                "fix this, then run the same command again to resume."
+                f"cannot write to {self.folder.directory} ({error.strerror}). Fix this, then run the same command again "
+                "to resume."
             ) from error
-
-    def _no_text(self) -> UserError:
-        return UserError(f"there is no text in {self.corpus.name}. Use other files, or another data set.")
+        if shard.end is not None and shard.end[0] is not None:
+            self.corpus.release(shard.end[0])
 
 
 def show_progress(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import functools
 import hashlib
 import json
@@ -22,6 +22,7 @@ from support import files
 from support.cli import UserError
 from support.data.tokenizer import (
     END_OF_TEXT,
+    MALFORMED,
     MAX_VOCAB_SIZE,
     TOKENIZER_JSON,
     VOCAB_SIZES,
@@ -35,10 +36,8 @@ Setting: TypeAlias = str | int | float | bool | None
 ShardIdentity: TypeAlias = list[str | int | None]  # file name, tokens, SHA-256; without a manifest, that of both ends
 
 TOKENS_OF_AN_END, ENDS_PREFIX = 2**15, "ends "  # of a shard without a manifest, which is known by its ends
-OTHER_OPEN_FILES = 256  # that a process opens besides shards
 TOKENS_WITH_A_LINE, LINE_LETTERS = 2**14, 20  # of a text whose beginning is to be continued
 _MAKE_AGAIN = "Run the command that made these shards again."
-_SHARD_NAME = re.compile(r"(?P<prefix>.+)_(?P<split>train|val)_(?P<index>[0-9]{6,12})\.npy")
 
 
 class ShardEntry(TypedDict):
@@ -67,31 +66,15 @@ class Manifest(TypedDict):
     unsplit_complete: NotRequired[bool]
 
 
-@dataclass(frozen=True)
-class ShardName:
-    """The fields of a shard's file name."""
-
-    prefix: str
-    split: str
-    index: int
-
-
 def shard_name(prefix: str, split: str, index: int) -> str:
     """The file name of a shard, such as `edufineweb_train_000001.npy`."""
     return f"{prefix}_{split}_{index:06d}.npy"
 
 
-def parse_shard_name(file: str) -> ShardName | None:
-    """The fields of a file name, or None if it is not that of a shard."""
-    match = _SHARD_NAME.fullmatch(file)
-    return ShardName(match["prefix"], match["split"], int(match["index"])) if match else None
-
-
 def shard_paths(directory: str | os.PathLike[str], split: str) -> list[Path]:
     """The shards of a split, "train" or "val", in order of their names; none if there is no such directory."""
-    directory = Path(directory)
-    paths = sorted(directory.iterdir()) if directory.is_dir() else []
-    return [p for p in paths if (name := parse_shard_name(p.name)) and name.split == split and p.is_file()]
+    paths = Path(directory).glob(f"*_{split}_*.npy")
+    return sorted(p for p in paths if re.fullmatch(rf".+_{split}_[0-9]{{6,12}}\.npy", p.name) and p.is_file())
 
 
 class DataIdentity(TypedDict):
@@ -128,8 +111,12 @@ class TokenData:
 
     @functools.cached_property
     def bytes_per_token(self) -> float:
-        """See the function of this name; of the validation split, if there is one."""
-        return bytes_per_token((self.val or self.train)[0], self.tokenizer)
+        """Bytes of text in a token, on average over the beginning of the validation split, or else of the train split.
+
+        Nats per token over this are nats per byte.
+        """
+        sample = (self.val or self.train)[0][: 1 << 20]
+        return self.tokenizer.count_bytes(sample) / len(sample)
 
     @functools.cached_property
     def beginning(self) -> str:
@@ -158,8 +145,8 @@ class TokenData:
         train_rows, val_rows = (sum(rows_in_shard(shard, T) for shard in split) for split in (self.train, self.val))
         if train_rows < step_rows:
             raise UserError(
-                f"{self.folder} has {train_rows} train row{'' if train_rows == 1 else 's'} of {T} tokens, and one step "
-                f"takes {step_rows}. Use more text, or lower --total-batch-size or --block-size."
+                f"{self.folder} has {train_rows} rows of {T} tokens to train on, and one step takes {step_rows}. "
+                "Use more text, or lower --total-batch-size or --block-size."
             )
         if val_tokens is not None and (val_rows == 0 or val_tokens < T):
             raise UserError(
@@ -172,6 +159,38 @@ class TokenData:
 # The manifest
 
 
+def load_manifest(directory: str | os.PathLike[str]) -> Manifest:
+    """The manifest of a folder, whether its shards are complete or not.
+
+    Raises:
+        UserError: there is none, or it is not one.
+    """
+    path = Path(directory) / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        # Earlier versions called the parts of a corpus before its split `counted`.
+        manifest["unsplit"] = manifest.pop("counted", manifest.get("unsplit", []))
+        manifest["unsplit_complete"] = manifest.pop("all_counted", manifest.get("unsplit_complete", False))
+        for entry in (*manifest["shards"], *manifest["unsplit"]):
+            cursor, skip = json.loads(entry.get("end", "[null, 0]"))
+            if Path(entry["file"]).name != entry["file"] or not isinstance(cursor, list | None):
+                raise ValueError(f"shard {entry}")
+            if min(entry["tokens"], skip) < 0:
+                raise ValueError(f"tokens of {entry}")
+        if not isinstance(manifest.setdefault("source", None), str | None):
+            raise TypeError(f"source {manifest['source']!r}")
+        manifest["complete"] = manifest["complete"] is True
+        manifest.setdefault("settings", {}).items()
+        tokenizer, vocab_size = manifest["tokenizer"], manifest["vocab_size"]  # 0 until it is trained
+        sizes = range(257, MAX_VOCAB_SIZE + 1) if tokenizer == "bpe" else [VOCAB_SIZES[tokenizer]]
+        if manifest["complete"] and vocab_size not in sizes:
+            raise ValueError(f"{tokenizer} with {vocab_size} tokens")
+    except MALFORMED as error:
+        problem = f"{path} is not a manifest of shards ({error!r}). Remove it and make the shards again."
+        raise UserError(problem) from error
+    return manifest
+
+
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     """The manifest of a folder of shards. Shards without one, made by another tool, are assumed to be GPT-2 tokens.
 
@@ -179,33 +198,15 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         UserError: the manifest cannot be read, or says that the shards are incomplete; or there is none, and a
             `tokenizer.json` which is not GPT-2's.
     """
-    path = Path(directory) / MANIFEST
-    if not path.exists():
+    if not (Path(directory) / MANIFEST).exists():
         if find_tokenizer(Path(directory)) not in (None, "gpt2"):
             raise UserError(f"{directory} has a tokenizer of its own, but no {MANIFEST} to say so. {_MAKE_AGAIN}")
         return {"tokenizer": "gpt2", "vocab_size": VOCAB_SIZES["gpt2"], "source": None, "shards": []}
-    try:
-        manifest: Manifest = json.loads(path.read_text(encoding="utf-8"))
-        complete, tokenizer, vocab_size = manifest["complete"] is True, manifest["tokenizer"], manifest["vocab_size"]
-        for shard in manifest["shards"]:
-            if Path(shard["file"]).name != shard["file"] or shard["split"] not in ("train", "val"):
-                raise ValueError(f"{shard['file']!r} is not the name of a shard")
-            if type(shard["tokens"]) is not int:
-                raise TypeError(f"tokens of {shard['file']}: {shard['tokens']!r}")
-        if not isinstance(manifest.setdefault("source", None), str | None):
-            raise TypeError(f"source: {manifest['source']!r}")
-        sizes = range(257, MAX_VOCAB_SIZE + 1) if tokenizer == "bpe" else [VOCAB_SIZES.get(tokenizer)]
-        tokenizer_is_known = type(vocab_size) is int and vocab_size in sizes
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} is not a manifest of shards ({error!r}). Make the shards again.") from error
-    if not complete:
+    manifest = load_manifest(directory)
+    if not manifest["complete"]:
         finished = len(manifest["shards"])
         raise UserError(
             f"the shards in {directory} are not complete ({finished} so far). Run the same fineweb.py command again."
-        )
-    if not tokenizer_is_known:
-        raise UserError(
-            f"{path} names an unknown tokenizer, {tokenizer!r} with {vocab_size} tokens. Make the shards again."
         )
     return manifest
 
@@ -255,21 +256,31 @@ def load_shard(path: Path) -> np.memmap:
     """A memory-mapped shard: one-dimensional uint16.
 
     Raises:
-        UserError: the file is something else.
+        UserError: the file is something else, or cannot be opened.
     """
     try:
         with warnings.catch_warnings(action="ignore"):  # numpy warns about headers in Python 2's format
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+            tokens = np.lib.format.open_memmap(path, mode="r")
     except Exception as error:  # numpy's parser of the header raises many kinds
-        if isinstance(error, OSError) and error.errno == errno.EMFILE:
-            raise UserError(f"too many shards to open them all, at {path}. Raise the limit with ulimit -n.") from error
-        reason = "it is truncated" if "mmap length" in str(error) else error
+        reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path} is not a readable .npy file ({reason}). {_MAKE_AGAIN}") from error
-    if not isinstance(tokens, np.memmap) or tokens.dtype != np.uint16 or tokens.ndim != 1:
-        content = f"{tokens.ndim}-dimensional {tokens.dtype}" if isinstance(tokens, np.ndarray) else "several arrays"
+    if tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
+        content = f"{tokens.ndim}-dimensional {tokens.dtype}" if tokens.size else "nothing"
         raise UserError(f"{path} holds {content}, not 1-dimensional uint16 tokens. {_MAKE_AGAIN}")
-    if len(tokens) == 0:
-        raise UserError(f"{path} is empty. {_MAKE_AGAIN}")
+    return tokens
+
+
+def load_listed_shard(path: Path, entry: ShardEntry | None, read_all: bool) -> np.memmap:
+    """A memory-mapped shard that is as the manifest says: its length and, with `read_all`, its checksum.
+
+    Raises:
+        UserError: it is not, or `load_shard` fails.
+    """
+    tokens = load_shard(path)
+    if entry is None or entry["tokens"] != len(tokens):
+        raise UserError(f"{path} is not as in the manifest: it has {len(tokens):,} tokens. {_MAKE_AGAIN}")
+    if read_all and entry.get("sha256") not in (None, files.sha256_of(path)):
+        raise UserError(f"{path} was altered (wrong checksum). {_MAKE_AGAIN}")
     return tokens
 
 
@@ -292,58 +303,57 @@ def read_tokens(shard: np.memmap, start: int, count: int, vocab_size: int) -> np
     return tokens
 
 
-def open_shards(directory: str | os.PathLike[str], split: str) -> list[np.memmap]:
-    """The memory-mapped shards of a split, after a quick check: types, dimensions, and lengths as in the manifest.
+def open_shards(directory: str | os.PathLike[str], *splits: str, read_all: bool = False) -> list[np.memmap]:
+    """The memory-mapped shards of some splits, after a check: types, dimensions, and lengths as in the manifest.
+
+    With `read_all`, their checksums are compared with the manifest, too, and their ids with the vocabulary.
 
     Raises:
         UserError: there are none, or some fail the check; one line for each.
     """
-    shards, problems = _open_split(directory, split)
-    if not shards and Path(directory).is_file():
-        problems = [f"{directory} is a file, not a folder of shards. To train on a text, pass it with --text."]
-    elif not shards and not problems:
-        problems.append(
-            f'no {split} shards in {directory}. Make them with "python fineweb.py", or try it all with "--demo".'
+    from tqdm import tqdm
+
+    if Path(directory).is_file():
+        raise UserError(f"{directory} is a file, not a folder of shards. To train on a text, pass it with --text.")
+    manifest = read_manifest(directory)
+    listed = {entry["file"]: entry for entry in manifest["shards"]}
+    names = {path.name for split in splits for path in shard_paths(directory, split)}
+    names |= {entry["file"] for entry in manifest["shards"] if entry.get("split") in splits}
+    if not names:
+        raise UserError(
+            f'no {splits[0]} shards in {directory}. Make them with "python fineweb.py", or try it all with "--demo".'
         )
+    _raise_open_file_limit(len(names))
+    shards: list[np.memmap] = []
+    problems: list[str] = []
+    quiet = None if read_all else True
+    for name in tqdm(sorted(names), "checking shards", unit=" shards", leave=False, delay=1, disable=quiet):
+        path = Path(directory) / name
+        try:
+            shards.append(load_listed_shard(path, listed.get(name), read_all) if listed else load_shard(path))
+            if read_all:
+                read_tokens(shards[-1], 0, len(shards[-1]), manifest["vocab_size"])
+        except UserError as error:
+            problems += error.problems
     if problems:
         raise UserError(*problems)
     return shards
 
 
 def verify_shards(directory: str | os.PathLike[str]) -> list[np.memmap]:
-    """The shards of both splits, after reading all of them: SHA-256 as in the manifest, ids within the vocabulary.
-
-    Raises:
-        UserError: there are no train shards, or some shards fail the check; one line for each.
-    """
-    from tqdm import tqdm
-
-    manifest = read_manifest(directory)
-    if manifest["tokenizer"] == "bpe":
+    """The shards of both splits, after reading all of them; errors as in `open_shards` and `read_tokenizer`."""
+    if read_manifest(directory)["tokenizer"] == "bpe":
         read_tokenizer(directory)
-    expected_sha256 = {shard["file"]: shard.get("sha256") for shard in manifest["shards"]}
-    (train, problems), (val, val_problems) = _open_split(directory, "train"), _open_split(directory, "val")
-    if not train and not problems:
-        raise UserError(f"no train shards in {directory}. Use a folder of shards.")
-    problems += val_problems
-    for tokens in tqdm([*train, *val], desc="checking shards", unit=" shards", leave=False, delay=1, disable=None):
-        path = _path_of(tokens)
-        if expected_sha256.get(path.name) not in (None, files.sha256_of(path)):
-            problems.append(f"{path} was altered (wrong checksum). {_MAKE_AGAIN}")
-            continue
-        try:
-            check_ids(tokens, manifest["vocab_size"])
-        except UserError as error:
-            problems += error.problems
-    if problems:
-        raise UserError(*problems)
-    return [*train, *val]
+    return open_shards(directory, "train", "val", read_all=True)
 
 
-def bytes_per_token(tokens: np.memmap, tokenizer: Tokenizer) -> float:
-    """Bytes of text in a token, on average over the beginning of a shard: nats per token over this are nats per byte."""
-    sample = tokens[: 1 << 20]
-    return tokenizer.count_bytes(sample) / len(sample)
+def _raise_open_file_limit(num_shards: int) -> None:
+    """Allows more open files, often only 1,024, if possible: a mapped file stays open."""
+    with contextlib.suppress(ImportError, OSError, ValueError):  # Windows has no such limit
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + num_shards, hard), hard))
 
 
 def rows_in_shard(shard: np.memmap, T: int) -> int:
@@ -351,22 +361,17 @@ def rows_in_shard(shard: np.memmap, T: int) -> int:
     return max(0, (len(shard) - 1) // T)
 
 
-def check_ids(tokens: np.memmap, vocab_size: int) -> None:
-    """Raises a UserError if a shard has an id that is not in the vocabulary."""
-    if tokens.max() >= vocab_size:
-        raise UserError(
-            f"{tokens.filename} has the id {tokens.max()} at offset {tokens.argmax()}, beyond the vocabulary of "
-            f"{vocab_size:,}. {_MAKE_AGAIN}"
-        )
+# -----------------------------------------------------------------------------
+# Are they the shards that a run was trained on?
 
 
 def identify(data: TokenData) -> tuple[list[ShardIdentity], list[ShardIdentity], str | None]:
     """The train and val shards, to recognise them, and what their manifest says about the text."""
     manifest = read_manifest(data.folder)
-    sha256_of = {shard["file"]: shard.get("sha256") for shard in manifest["shards"]}
+    sha256_of = {entry["file"]: entry.get("sha256") for entry in manifest["shards"]}
 
     def identity(tokens: np.memmap) -> ShardIdentity:
-        name = _path_of(tokens).name
+        name = Path(str(tokens.filename)).name
         return [name, len(tokens), sha256_of.get(name) or _sha256_of_ends(tokens)]
 
     return [identity(shard) for shard in data.train], [identity(shard) for shard in data.val], manifest["source"]
@@ -376,63 +381,16 @@ def find_difference(before: list[ShardIdentity], now: list[ShardIdentity], folde
     """In what the shards in `folder` are not those that a run had before; None if they are, or one list is empty."""
     if not before or not now:
         return None
-    differ = [b[0] for b, n in zip(before, now, strict=False) if not _is_same_shard(b, n, folder)]
-    if differ:
-        return f"{differ[0]} differs"
+    for had, has in zip(before, now, strict=False):
+        checksum = has[2]
+        if str(had[2]).startswith(ENDS_PREFIX):  # there was no manifest; now there may be one
+            checksum = _sha256_of_ends(load_shard(Path(folder) / str(has[0])))
+        if had[:2] != has[:2] or had[2] not in (None, checksum):  # older checkpoints have no checksum
+            return f"{had[0]} differs"
     return f"{len(now)} instead of {len(before)}" if len(before) != len(now) else None
 
 
 def _sha256_of_ends(tokens: np.memmap) -> str:
+    """What identifies a shard without a manifest: its ends, because to read all shards would take minutes."""
     ends = hashlib.sha256(tokens[:TOKENS_OF_AN_END].tobytes() + tokens[-TOKENS_OF_AN_END:].tobytes())
     return ENDS_PREFIX + ends.hexdigest()
-
-
-def _is_same_shard(before: ShardIdentity, now: ShardIdentity, folder: str) -> bool:
-    had, has = (None if entry[2] is None else str(entry[2]) for entry in (before, now))
-    if had and has and had.startswith(ENDS_PREFIX) != has.startswith(ENDS_PREFIX):  # only one had a manifest
-        path = Path(folder) / str(now[0])
-        has = _sha256_of_ends(load_shard(path)) if had.startswith(ENDS_PREFIX) else files.sha256_of(path)
-    return before[:2] == now[:2] and (had is None or has is None or had == has)
-
-
-def _open_split(directory: str | os.PathLike[str], split: str) -> tuple[list[np.memmap], list[str]]:
-    """The shards of a split that pass the quick check, and a sentence about each of the others."""
-    paths = shard_paths(directory, split)
-    _raise_open_file_limit(len(paths))
-    listed = read_manifest(directory)["shards"]
-    expected_tokens = {shard["file"]: shard["tokens"] for shard in listed}
-    missing = {shard["file"] for shard in listed if shard["split"] == split} - {path.name for path in paths}
-    problems = [f"{Path(directory) / name} is missing. {_MAKE_AGAIN}" for name in sorted(missing)]
-    shards = []
-    for path in paths:
-        try:
-            tokens = load_shard(path)
-        except UserError as error:
-            problems += error.problems
-            continue
-        if listed and path.name not in expected_tokens:
-            problems.append(f"{path} is not in the manifest. {_MAKE_AGAIN}")
-        elif listed and len(tokens) != expected_tokens[path.name]:
-            expected = expected_tokens[path.name]
-            problems.append(f"{path} has {len(tokens):,} tokens, not {expected:,} as in the manifest. {_MAKE_AGAIN}")
-        else:
-            shards.append(tokens)
-    return shards, problems
-
-
-def _raise_open_file_limit(num_shards: int) -> None:
-    """Allows more open files, often only 1,024, as far as needed and possible: a mapped file stays open."""
-    try:
-        import resource
-    except ImportError:  # on Windows, where there is no such limit
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = len(os.listdir("/dev/fd")) + num_shards + OTHER_OPEN_FILES
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        new_limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard))
-
-
-def _path_of(tokens: np.memmap) -> Path:
-    assert tokens.filename is not None  # a shard is mapped from a file
-    return Path(tokens.filename)

@@ -7,7 +7,6 @@ End-of-text is always the last id.
 
 from __future__ import annotations
 
-import abc
 import functools
 import hashlib
 import itertools
@@ -36,6 +35,8 @@ TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_FILES = (TOKENIZER_JSON, "tokenizer_config.json", "vocab.json", "merges.txt")
 
 TokenIds: TypeAlias = npt.NDArray[np.unsignedinteger]  # one-dimensional, of some unsigned type
+# What code raises that takes a JSON file for what it should be.
+MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 # GPT-2's pattern of words, each of which is encoded on its own.
 GPT2_WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
@@ -53,46 +54,35 @@ def get_tokenizer(name: str) -> Tokenizer:
     """The tokenizer called "gpt2" or "bytes", or the one in a `tokenizer.json` with this path.
 
     Raises:
-        UserError: the name is unknown, or the vocabulary is not on this machine and cannot be downloaded.
+        UserError: the file cannot be read, or GPT-2's vocabulary is not on this machine and cannot be downloaded.
     """
     if Path(name).name == TOKENIZER_JSON:
         return load_bpe(Path(name))
-    if name not in VOCAB_SIZES:
-        raise UserError(f"unknown tokenizer {name!r}. Choose one of {', '.join(VOCAB_SIZES)}.")
-    return Gpt2Tokenizer() if name == "gpt2" else BytesTokenizer()
+    return {"gpt2": Gpt2Tokenizer, "bytes": BytesTokenizer}[name]()
 
 
-def find_tokenizer(directory: Path, vocab_size: int | None = None) -> str | None:
+def find_tokenizer(directory: Path) -> str | None:
     """The tokenizer of a model, by the files in its directory, as `get_tokenizer` takes it; None if there are none.
 
     The content of `tokenizer.json`, or of `vocab.json` and `merges.txt`, decides: vocabularies of one size can differ.
 
-    Args:
-        vocab_size: of the model, if it has to fit.
-
     Raises:
-        UserError: the tokenizer is of a kind that this project cannot read, or has another vocabulary size.
+        UserError: the tokenizer is of a kind that this project cannot read.
     """
     try:
         content = _read_tokenizer_files(directory)
         if content is None:
             return None
         definition = _definition(content)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(
-            f"the tokenizer in {directory} is not a byte-level BPE ({error!r}). Use another model."
-        ) from error
+    except MALFORMED as error:
+        problem = f"the tokenizer in {directory} is not a byte-level BPE ({error!r}). Use another model."
+        raise UserError(problem) from error
     if hashlib.sha256(definition.encode()).hexdigest() == _GPT2_DEFINITION_SHA256:
-        name, size = "gpt2", VOCAB_SIZES["gpt2"]
-    elif definition == _definition(json.loads(BytesTokenizer().huggingface_json)):
-        name, size = "bytes", VOCAB_SIZES["bytes"]
-    else:
-        name = str((directory / TOKENIZER_JSON).absolute())
-        size = get_tokenizer(name).vocab_size
-    if vocab_size not in (None, size):
-        raise UserError(
-            f"the tokenizer in {directory} has {size:,} tokens, and the model {vocab_size:,}. Use another model."
-        )
+        return "gpt2"
+    if definition == _definition(json.loads(BytesTokenizer().huggingface_json)):
+        return "bytes"
+    name = str((directory / TOKENIZER_JSON).absolute())
+    get_tokenizer(name)  # can it be read?
     return name
 
 
@@ -100,18 +90,21 @@ def tokenizer_name(directory: Path, vocab_size: int) -> str:
     """`find_tokenizer`, but a model that comes without one and has GPT-2's vocabulary size is taken for GPT-2's.
 
     Raises:
-        UserError: as `find_tokenizer`, or the model comes without a tokenizer.
+        UserError: as `find_tokenizer`, or the model comes without a tokenizer, or with one of another size.
     """
-    name = find_tokenizer(directory, vocab_size)
-    if name is None and vocab_size != VOCAB_SIZES["gpt2"]:
+    name = find_tokenizer(directory)
+    if name is None and vocab_size == VOCAB_SIZES["gpt2"]:
+        if os.environ.get("RANK", "0") == "0":
+            warning = f"{directory} has no {TOKENIZER_JSON}: its {vocab_size:,} tokens are taken for GPT-2's"
+            print(f"warning: {warning}.", file=sys.stderr, flush=True)
+        return "gpt2"
+    size = None if name is None else VOCAB_SIZES.get(name) or get_tokenizer(name).vocab_size
+    if name is None or size != vocab_size:
         raise UserError(
-            f"{directory} has no {TOKENIZER_JSON}, so its {vocab_size:,} tokens are unknown. "
+            f"{directory} has no {TOKENIZER_JSON} for its {vocab_size:,} tokens. "
             "Copy the one that it was trained with into it."
         )
-    if name is None and os.environ.get("RANK", "0") == "0":
-        warning = f"{directory} has no {TOKENIZER_JSON}: its {vocab_size:,} tokens are taken for GPT-2's"
-        print(f"warning: {warning}.", file=sys.stderr, flush=True)
-    return name or "gpt2"
+    return name
 
 
 def tokenizer_of_model(directory: Path, vocab_size: int) -> Tokenizer:
@@ -147,22 +140,24 @@ def _definition(content: Mapping[str, Any]) -> str:
     return json.dumps([model["vocab"] | special, special, merges, split], sort_keys=True)
 
 
-class Tokenizer(abc.ABC):
-    """Text to token ids and back. `encode` never produces `eot`, the id of the end-of-text token."""
+class Tokenizer:
+    """Text to token ids and back, by an encoding of tiktoken's. The text of a special token is encoded as ordinary text."""
 
     name: str
+    _encoding: tiktoken.Encoding
 
     @property
     def vocab_size(self) -> int:
-        return VOCAB_SIZES[self.name]
+        return self._encoding.n_vocab
 
     @property
     def eot(self) -> int:
+        """The id of the end-of-text token, which `encode` never produces."""
         return self.vocab_size - 1
 
-    @abc.abstractmethod
     def token_bytes(self) -> list[bytes]:
         """The bytes of all tokens except end-of-text, in order of id."""
+        return [self._encoding.decode_single_token_bytes(i) for i in range(self._encoding.n_vocab - 1)]
 
     def count_bytes(self, ids: npt.NDArray[np.integer]) -> int:
         """Bytes of text that the tokens stand for; an end-of-text, or an id that does not exist, counts as one."""
@@ -173,20 +168,53 @@ class Tokenizer(abc.ABC):
         """Whether all texts have the same ids in both; two vocabularies of one size are two tokenizers."""
         return self.name == other.name and (self.name != "bpe" or self.token_bytes() == other.token_bytes())
 
-    @abc.abstractmethod
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        return self.encode_array(text).tolist()
 
-    @abc.abstractmethod
     def encode_array(self, text: str) -> TokenIds:
-        """The ids of `encode` as an array."""
+        """The ids of `encode` as an array, which takes a fifth of the memory of a list."""
+        try:
+            return self._encoding.encode_to_numpy(text, disallowed_special=())
+        except UnicodeEncodeError:
+            return self._encoding.encode_to_numpy(to_utf8(text).decode(), disallowed_special=())
 
-    @abc.abstractmethod
-    def decode(self, ids: Iterable[int]) -> str: ...
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._encoding.decode(list(ids))
 
     @functools.cached_property
-    @abc.abstractmethod
     def huggingface_json(self) -> str:
-        """The content of `tokenizer.json`."""
+        """The content of `tokenizer.json`: a byte-level BPE, in which each byte is one printable character."""
+        tokens, printable = self.token_bytes(), printable_bytes()
+
+        def spell(token: bytes) -> str:
+            return "".join(printable[b] for b in token)
+
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        split_words = self.name != "bytes"
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": split_words}
+        model = {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": "",
+            "end_of_word_suffix": "",
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": {spell(token): i for i, token in enumerate(tokens)} | {END_OF_TEXT: self.eot},
+            "merges": [[spell(a), spell(b)] for a, b in _recover_merges(tokens)],
+        }
+        content = {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [{"id": self.eot, "content": END_OF_TEXT, "special": True, **flags}],
+            "normalizer": None,
+            "pre_tokenizer": byte_level,
+            "post_processor": None,
+            "decoder": byte_level,
+            "model": model,
+        }
+        return json.dumps(content, ensure_ascii=False)
 
     def save_pretrained(self, directory: str | os.PathLike[str], model_max_length: int) -> None:
         """Writes `tokenizer.json` and `tokenizer_config.json`, which Hugging Face's `AutoTokenizer` opens.
@@ -194,7 +222,6 @@ class Tokenizer(abc.ABC):
         Args:
             model_max_length: context length of the model, in tokens.
         """
-        directory = Path(directory)
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": END_OF_TEXT,
@@ -203,34 +230,12 @@ class Tokenizer(abc.ABC):
             "model_max_length": model_max_length,
             "clean_up_tokenization_spaces": False,
         }
-        (directory / "tokenizer.json").write_text(self.huggingface_json, encoding="utf-8")
-        (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-class BytesTokenizer(Tokenizer):
-    """One token per UTF-8 byte, with ids 0 to 255, and end-of-text, 256."""
-
-    name = "bytes"
-
-    def token_bytes(self) -> list[bytes]:
-        return [bytes([i]) for i in range(256)]
-
-    def encode(self, text: str) -> list[int]:
-        return list(to_utf8(text))
-
-    def encode_array(self, text: str) -> TokenIds:
-        return np.frombuffer(to_utf8(text), dtype=np.uint8)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return b"".join(bytes([i]) if i < 256 else END_OF_TEXT.encode() for i in ids).decode("utf-8", "replace")
-
-    @functools.cached_property
-    def huggingface_json(self) -> str:
-        return _huggingface_bpe(self.token_bytes(), merges=[], eot=self.eot, split_words=False)
+        Path(directory, TOKENIZER_JSON).write_text(self.huggingface_json, encoding="utf-8")
+        Path(directory, "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 class BpeTokenizer(Tokenizer):
-    """A byte-pair encoding of words that are cut as GPT-2's. `encode` treats the text of a special token as ordinary.
+    """A byte-pair encoding of words that are cut as GPT-2's.
 
     Args:
         tokens: the bytes of all tokens except end-of-text, in order of id, which is the order of the merges.
@@ -247,38 +252,43 @@ class BpeTokenizer(Tokenizer):
             self.name, pat_str=GPT2_WORDS, mergeable_ranks=ranks, special_tokens=end_of_text
         )
 
-    @property
-    def vocab_size(self) -> int:
-        return self._encoding.n_vocab
 
-    def encode(self, text: str) -> list[int]:
-        return self._encoding.encode_ordinary(text)
+class BytesTokenizer(BpeTokenizer):
+    """One token per UTF-8 byte, with ids 0 to 255, and end-of-text, 256."""
+
+    name = "bytes"
+
+    def __init__(self) -> None:
+        super().__init__([bytes([i]) for i in range(256)])
 
     def encode_array(self, text: str) -> TokenIds:
-        try:  # an array takes a fifth of the memory of a list
-            return self._encoding.encode_to_numpy(text, disallowed_special=())
-        except UnicodeEncodeError:
-            return self._encoding.encode_to_numpy(to_utf8(text).decode(), disallowed_special=())
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return self._encoding.decode(list(ids))
-
-    def token_bytes(self) -> list[bytes]:
-        return [self._encoding.decode_single_token_bytes(i) for i in range(self.eot)]
-
-    @functools.cached_property
-    def huggingface_json(self) -> str:
-        tokens = self.token_bytes()
-        return _huggingface_bpe(tokens, _recover_merges(tokens), eot=self.eot, split_words=True)
+        return np.frombuffer(to_utf8(text), dtype=np.uint8)
 
 
-class Gpt2Tokenizer(BpeTokenizer):
-    """GPT-2's own."""
+class Gpt2Tokenizer(Tokenizer):
+    """GPT-2's own. We download its two files, because tiktoken has no timeout and does not retry.
+
+    Raises:
+        UserError: they are not on this machine, and the download fails.
+    """
 
     name = "gpt2"
 
     def __init__(self) -> None:
-        self._encoding = _load_gpt2_encoding()
+        import tiktoken
+
+        folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
+        cache = Path(folder) if folder else Path(tempfile.gettempdir()) / "data-gym-cache"  # as in tiktoken
+        try:
+            for url, sha256 in _GPT2_FILES.items():
+                download(url, cache / hashlib.sha1(url.encode()).hexdigest(), sha256=sha256)
+        except UserError as error:
+            raise UserError(
+                f"the GPT-2 vocabulary is not in {cache}: {error} Or copy that folder from a machine that has it and "
+                'name it in TIKTOKEN_CACHE_DIR; or make shards with "--tokenizer bytes".',
+                this_rank_only=True,
+            ) from error
+        self._encoding = tiktoken.get_encoding("gpt2")
 
 
 def load_bpe(path: Path) -> BpeTokenizer:
@@ -287,42 +297,26 @@ def load_bpe(path: Path) -> BpeTokenizer:
     Raises:
         UserError: the file is missing, or has another kind of tokenizer.
     """
-    byte_of = {char: byte for byte, char in enumerate(printable_bytes())}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        vocabulary = content["model"]["vocab"]
-        tokens = [bytes(byte_of[char] for char in token) for token in sorted(vocabulary, key=vocabulary.get)[:-1]]
-        complete = set(tokens) >= {bytes([byte]) for byte in range(256)} and len(set(tokens)) == len(tokens)
-        complete &= max(map(len, tokens), default=0) <= MAX_TOKEN_BYTES
-        if not complete or sorted(vocabulary.values()) != list(range(len(tokens) + 1)) or len(tokens) >= MAX_VOCAB_SIZE:
+        *tokens, _end_of_text = tokens_in_order(content["model"]["vocab"])
+        is_byte_level = set(tokens) >= {bytes([i]) for i in range(256)} and max(map(len, tokens)) <= MAX_TOKEN_BYTES
+        if not is_byte_level or len(tokens) >= MAX_VOCAB_SIZE:
             raise ValueError
         tokenizer = BpeTokenizer(tokens)
         if _definition(json.loads(tokenizer.huggingface_json)) != _definition(content):
             raise ValueError
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except MALFORMED as error:
         raise UserError(
             f"{path} is not a byte-level BPE as fineweb.py makes it, with end-of-text as its last token. Use another model."
         ) from error
     return tokenizer
 
 
-@functools.cache
-def _load_gpt2_encoding() -> tiktoken.Encoding:
-    """tiktoken's encoding. We download its two files, because tiktoken has no timeout and does not retry."""
-    folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
-    cache = Path(folder) if folder else Path(tempfile.gettempdir()) / "data-gym-cache"  # as in tiktoken
-    try:
-        for url, sha256 in _GPT2_FILES.items():
-            download(url, cache / hashlib.sha1(url.encode()).hexdigest(), sha256=sha256)
-    except UserError as error:
-        raise UserError(
-            f"the GPT-2 vocabulary is not in {cache}: {error} Or copy that folder from a machine that has it and name "
-            'it in TIKTOKEN_CACHE_DIR; or make shards with "--tokenizer bytes".',
-            this_rank_only=True,
-        ) from error
-    import tiktoken
-
-    return tiktoken.get_encoding("gpt2")
+def tokens_in_order(vocabulary: Mapping[str, int]) -> list[bytes]:
+    """The tokens of a byte-level BPE, spelled as in a `tokenizer.json`, in order of id."""
+    byte_of = {char: byte for byte, char in enumerate(printable_bytes())}
+    return [bytes(byte_of[char] for char in token) for token in sorted(vocabulary, key=lambda token: vocabulary[token])]
 
 
 def to_utf8(text: str) -> bytes:
@@ -347,48 +341,6 @@ def _recover_merges(tokens: list[bytes]) -> list[tuple[bytes, bytes]]:
             parts[i : i + 2] = [parts[i] + parts[i + 1]]
         merges.append((parts[0], parts[1]))
     return merges
-
-
-def _huggingface_bpe(tokens: list[bytes], merges: list[tuple[bytes, bytes]], eot: int, split_words: bool) -> str:
-    """A byte-level BPE as JSON of the `tokenizers` library, in which each byte is one printable character."""
-    printable = printable_bytes()
-
-    def spell(token: bytes) -> str:
-        return "".join(printable[b] for b in token)
-
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": split_words}
-    end_of_text = {
-        "id": eot,
-        "content": END_OF_TEXT,
-        "special": True,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-    }
-    model = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": "",
-        "end_of_word_suffix": "",
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "vocab": {spell(token): i for i, token in enumerate(tokens)} | {END_OF_TEXT: eot},
-        "merges": [[spell(a), spell(b)] for a, b in merges],
-    }
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [end_of_text],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": model,
-    }
-    return json.dumps(tokenizer, ensure_ascii=False)
 
 
 def printable_bytes() -> list[str]:
