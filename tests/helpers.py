@@ -7,13 +7,18 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
+T = TypeVar("T")
 os.environ["HF_HUB_OFFLINE"] = "1"  # the hub's library reads it once, when a test file first imports it
 ROOT = Path(__file__).parents[1]
 GPT2_VOCABULARY = Path(os.environ.get("TIKTOKEN_CACHE_DIR", "/nowhere"), "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")
@@ -112,6 +117,46 @@ def run_to_the_end(*flags: object, cwd: Path, **options: object) -> None:
     """`start_run` and `finish_run`, successfully."""
     codes = finish_run(start_run(*flags, cwd=cwd, **options))
     assert not any(codes), (cwd / "0.txt").read_text()
+
+
+def on_ranks(function: Callable[[int], T], world_size: int, folder: Path) -> dict[int, T]:
+    """What `function(rank)` returns, by rank, in processes that gloo has connected."""
+    results = FORKS.Queue()
+    ranks = [
+        FORKS.Process(target=_on_rank, args=(function, rank, world_size, folder, results)) for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    returned = dict(results.get(timeout=100) for _ in ranks)
+    assert finish_run(ranks) == [0] * world_size
+    return returned
+
+
+def _on_rank(function: Callable[[int], object], rank: int, world_size: int, folder: Path, results: Queue) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    address = f"file://{folder}/connect"
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    results.put((rank, function(rank)))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def in_threads(ranks: Iterable[int], function: Callable[[int], object]) -> dict[int, object]:
+    """What `function(rank)` returns or raises, by rank, if all of them run at once."""
+    calls = {rank: Future[object]() for rank in ranks}
+
+    def call(rank: int) -> None:
+        try:
+            calls[rank].set_result(function(rank))
+        except Exception as error:
+            calls[rank].set_result(error)
+
+    for rank in ranks:
+        threading.Thread(target=call, args=(rank,), daemon=True).start()
+    assert not wait(calls.values(), timeout=20).not_done, "a rank waits forever"
+    return {rank: call.result() for rank, call in calls.items()}
 
 
 def losses(log: Path, name: str = "train") -> list[float]:

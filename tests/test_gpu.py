@@ -28,7 +28,6 @@ from support.checkpoints.start import gather_flags
 from support.checkpoints.state import TrainState
 from support.cli import parse_flags
 from support.data.corpus import Documents
-from support.optim import loss
 from support.runtime import batch_size, devices
 from support.runtime.distributed import Distributed
 from support.runtime.memory import Sizes, training_memory
@@ -309,21 +308,3 @@ def test_the_estimate_of_memory_holds(gpu, compiled):
     batch_size._try_batch_size(config, 16, model_or_compiled, gpu, devices.autocast(DEVICE, torch.bfloat16))
     taken = torch.cuda.max_memory_allocated() - before - batch_size.SPARE_BYTES
     assert estimate.minimum < taken < estimate.total
-
-
-@cuda_only
-def test_sixteen_rows_of_gpt2_fit_into_24_gb(gpu, monkeypatch):
-    """With the chunks of the loss that such a GPU has."""
-    monkeypatch.setattr(loss, "chunk_numel", lambda *_: 24 * 10**9 // loss.CUDA_BYTES_PER_LOGIT)
-    devices.free_memory(DEVICE)
-    before = torch.cuda.memory_reserved()
-    torch.cuda.reset_peak_memory_stats()
-    model = GPT(GPTConfig()).to(gpu.device)
-    optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95))
-    tokens = torch.zeros((16, 1025), dtype=torch.int64, device=gpu.device)
-    for _ in range(2):
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            _, mean_loss = model(tokens[:, :-1], tokens[:, 1:])
-        mean_loss.backward()
-        optimizer.step()
-    assert torch.cuda.max_memory_reserved() - before < 22e9

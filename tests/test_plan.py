@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from helpers import TINY_MODEL_FLAGS
 from training import config_of
 
 from support.cli import UserError
@@ -67,11 +68,11 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not():
 
 def test_what_a_ring_sends():
     """3 of 4 parts of a tensor to gather or to scatter it. Gradients in fp32; blocks in bf16, once or twice."""
-    ddp, sharded = (TrainConfig(n_layer=2, n_embd=8, parallel=parallel) for parallel in ("ddp", "fsdp"))
+    ddp, sharded = (TrainConfig(n_layer=2, n_embd=8, gpus=4, parallel=parallel) for parallel in ("ddp", "fsdp"))
     blocks, rest = 2 * 12 * 64, 1000 - 2 * 12 * 64
-    assert plan.bytes_sent(ddp, 1000, 4, 3, False) == 0.75 * 2 * 4 * 1000
-    assert plan.bytes_sent(sharded, 1000, 4, 3, False) == 0.75 * (4 * 1000 + 2 * blocks + 4 * rest)
-    assert plan.bytes_sent(sharded, 1000, 4, 3, True) == 0.75 * (4 * 1000 + 6 * 2 * blocks + 3 * 4 * rest)
+    assert plan.bytes_sent(ddp, 1000, 3, False) == 0.75 * 2 * 4 * 1000
+    assert plan.bytes_sent(sharded, 1000, 3, False) == 0.75 * (4 * 1000 + 2 * blocks + 4 * rest)
+    assert plan.bytes_sent(sharded, 1000, 3, True) == 0.75 * (4 * 1000 + 6 * 2 * blocks + 3 * 4 * rest)
 
 
 def printed(capsys) -> str:
@@ -105,7 +106,7 @@ def test_if_the_layout_does_not_fit_another_one_is_planned(tmp_path, capsys, mon
     monkeypatch.chdir(tmp_path)
     main("--plan --model gpt2-xl --gpus 8 --gpu RTX4090".split())
     out = printed(capsys)
-    assert "note     ddp: not even one row fits. Add --parallel fsdp, as below.\ntime     fsdp: " in out
+    assert "note     ddp: not even one row fits. The rest is for fsdp.\ntime     fsdp: " in out
     assert re.search(r"^ddp( +\d+\.\d\d){7}  none$", out, re.M) and "--gpu names another" not in out
     assert "network  fsdp" in out and "network  ddp" not in out
     main("--plan --model gpt2-xl --gpu RTX4090".split())
@@ -113,21 +114,7 @@ def test_if_the_layout_does_not_fit_another_one_is_planned(tmp_path, capsys, mon
 
 
 def test_the_vocabulary_is_that_of_the_shards(byte_shards, capsys):
-    main(
-        [
-            "--plan",
-            "--data",
-            str(byte_shards),
-            "--n-layer",
-            "2",
-            "--n-head",
-            "2",
-            "--n-embd",
-            "32",
-            "--block-size",
-            "16",
-        ]
-    )
+    main(["--plan", "--data", str(byte_shards), *TINY_MODEL_FLAGS])
     assert "model    36,224 parameters" in printed(capsys)
     main(["--plan", "--demo"])
     out = printed(capsys)

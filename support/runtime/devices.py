@@ -267,19 +267,11 @@ def configure_backends(
 def share_cpu_cores() -> None:
     """Gives each of torchrun's processes on this node an equal number of cores.
 
-    torchrun gives each of several processes one thread. An OMP_NUM_THREADS that the user set is respected.
+    torchrun gives each of several processes one thread. An OMP_NUM_THREADS above 1 is the user's, and is respected.
     """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if processes > 1 and not _user_set_threads():
+    if processes > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(max(1, _physical_cores() // processes))
-
-
-def _user_set_threads() -> bool:
-    try:
-        parent = Path(f"/proc/{os.getppid()}/environ").read_bytes()  # the environment that torchrun got
-    except OSError:
-        parent = b""
-    return b"OMP_NUM_THREADS=" in parent or os.environ.get("OMP_NUM_THREADS", "1") != "1"
 
 
 def _physical_cores() -> int:

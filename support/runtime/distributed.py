@@ -9,7 +9,7 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
@@ -87,7 +87,7 @@ class Distributed:
         if self.rank == 0:
             print(text + "\n", end="", flush=True)
 
-    # Before the process group exists
+    # Before the process group exists, ranks talk through the store
 
     @contextlib.contextmanager
     def local_rank_zero_first(self) -> Iterator[None]:
@@ -102,55 +102,48 @@ class Distributed:
             yield
             return
         if self.local_rank > 0:
-            self._wait_until_prepared([self.rank - self.local_rank])
-        outcome = "failed"
+            self._result_of(self.rank - self.local_rank, "preparation")
+        outcome = None
         try:
             yield
-            outcome = "prepared"
+            outcome = "done"
         except UserError as error:
-            if self.local_rank == 0:
-                raise
-            raise UserError(*error.problems, this_rank_only=True) from error  # the first rank had no such problem
+            error.this_rank_only = True  # the first rank of the node had no such problem
+            raise
         finally:
-            self.store.set(f"preparation/{self.rank}", outcome)
-        self._wait_until_prepared(range(self.world_size))
+            self.store.set(f"preparation/{self.rank}", json.dumps(outcome))
+        for rank in range(self.world_size):
+            self._result_of(rank, "preparation")
 
-    def _wait_until_prepared(self, ranks: Iterable[int]) -> None:
-        assert self.store is not None
-        for rank in ranks:
-            if self.store.get(f"preparation/{rank}") != b"prepared":
-                raise UserError(f"rank {rank} could not prepare the run. See its message.")
-
-    def once_per_node(self, name: str, function: Callable[[], str]) -> str:
-        """Calls `function` on the first rank of this node, and returns its result on all of them.
+    def once(self, name: str, function: Callable[[], str], caller: int = 0) -> str:
+        """Calls `function` on one rank, and returns its result on all.
 
         `name` must be unique to this call.
 
         Raises:
-            UserError: on all ranks of the node, if `function` did.
+            UserError: on all ranks, if `function` did.
         """
-        return self._once(name, self.rank - self.local_rank, function)
-
-    def once(self, name: str, function: Callable[[], str]) -> str:
-        """As `once_per_node`, with one call for all nodes, on rank 0."""
-        return self._once(name, 0, function)
-
-    def _once(self, name: str, caller: int, function: Callable[[], str]) -> str:
         if self.store is None:
             return function()
-        key = f"{name}/{caller}"
         if self.rank != caller:
-            answer = json.loads(self.store.get(key))
-            if answer["problems"]:
-                raise UserError(*answer["problems"])
-            return answer["value"]
+            return self._result_of(caller, name)
+        result = None
         try:
-            value = function()
-        except UserError as error:
-            self.store.set(key, json.dumps({"problems": error.problems}))
-            raise
-        self.store.set(key, json.dumps({"problems": [], "value": value}))
-        return value
+            result = function()
+        finally:
+            self.store.set(f"{name}/{caller}", json.dumps(result))  # None: it failed
+        return result
+
+    def once_per_node(self, name: str, function: Callable[[], str]) -> str:
+        """As `once`, on the first rank of each node, for the ranks of that node."""
+        return self.once(name, function, caller=self.rank - self.local_rank)
+
+    def _result_of(self, rank: int, name: str) -> str:
+        assert self.store is not None
+        result = json.loads(self.store.get(f"{name}/{rank}"))  # waits for it
+        if result is None:
+            raise UserError(f"rank {rank} could not prepare the run. See its message.")
+        return result
 
     # Collectives
 
@@ -200,16 +193,13 @@ class Distributed:
         Raises:
             UserError: on all ranks, if `function` did.
         """
-        result = failure = None
         try:
             result = function() if self.rank == 0 else None
-        except UserError as error:
-            failure = error
-        if not self.all_reduce_min(failure is None):
-            try:
-                raise failure or UserError("rank 0 failed. See its message.")
-            finally:
-                del failure  # or it would keep itself alive, and a lock that it holds
+        except UserError:
+            self.all_reduce_min(False)
+            raise
+        if not self.all_reduce_min(True):
+            raise UserError("rank 0 failed. See its message.")
         return result
 
     def close(self) -> None:
@@ -253,18 +243,14 @@ def read_environment() -> tuple[int, int, int]:
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return 0, 0, 1
-    values = {name: os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
-    invalid = [name for name, value in values.items() if not value.isdecimal()]
-    invalid += [] if "MASTER_ADDR" in os.environ else ["MASTER_ADDR"]
-    problem = f"{', '.join(invalid)}: not set, or not valid"
-    if not invalid:
-        rank, local_rank, world_size, _ = map(int, values.values())
+    values = [os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")]
+    if all(value.isdecimal() for value in values) and "MASTER_ADDR" in os.environ:
+        rank, local_rank, world_size, _ = map(int, values)
         if local_rank <= rank < world_size:
             return rank, local_rank, world_size
-        problem = f"RANK is {rank}, and LOCAL_RANK {local_rank}"
     raise UserError(
-        f"WORLD_SIZE is {values['WORLD_SIZE']!r} in the environment, but {problem}. "
-        "Start with torchrun, or unset WORLD_SIZE for a single process.",
+        f"WORLD_SIZE is {values[2]!r} in the environment, and RANK, LOCAL_RANK, MASTER_ADDR or MASTER_PORT is missing or "
+        "does not fit. Start with torchrun, or unset WORLD_SIZE for a single process.",
         this_rank_only=True,
     )
 
@@ -293,17 +279,13 @@ def agree_on_attempt(store: distributed.Store, rank: int, world_size: int) -> st
     own, deadline = uuid.uuid4().hex, time.monotonic() + START_TIMEOUT.total_seconds()
     if rank > 0:
         store.set(f"nonce/{rank}", own)
-        try:
-            shared = store.get(f"answer/{own}").decode()  # waits for it
-        except distributed.DistStoreError:
-            raise UserError("rank 0 did not start. See its messages.", this_rank_only=True) from None
+        shared = store.get(f"answer/{own}").decode()  # waits for it
         store.set(f"confirmed/{shared}/{rank}", "")
         return shared
     missing = set(range(1, world_size))
     while missing:
         if time.monotonic() > deadline:
-            names = ", ".join(f"rank {other}" for other in sorted(missing)[:8])
-            raise UserError(f"{names} did not start in time. See the messages of all nodes.")
+            raise UserError(f"rank {min(missing)} did not start in time. See the messages of all nodes.")
         for other in missing:
             if store.check([f"nonce/{other}"]):
                 store.set(f"answer/{store.get(f'nonce/{other}').decode()}", own)

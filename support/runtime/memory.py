@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +22,6 @@ from support.runtime.options import RunOptions
 RESERVED_BYTES = 10**9  # CUDA's own, and fragmentation
 PROGRAM_BYTES = 2.5e8  # on a CPU: Python and PyTorch
 COMPILED_FRACTION = 0.9  # of the activations are saved by torch.compile, at least: 0.999 was measured
-LAYER_BYTES = 40_000  # of the Python objects of a block, about
 
 
 @contextlib.contextmanager
@@ -50,13 +49,6 @@ def recompute_activations(blocks: Iterable[nn.Module]) -> None:
 # B rows of a micro-batch.
 
 
-class Model(Protocol):
-    """What is asked of a GPT, which may be on the meta device, compiled, or both."""
-
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-    def get_parameter(self, target: str) -> nn.Parameter: ...
-
-
 class Sizes(NamedTuple):
     """Of a model, next to those of its configuration."""
 
@@ -65,7 +57,7 @@ class Sizes(NamedTuple):
     vocab_size: int  # padded
 
     @classmethod
-    def of(cls, model: Model) -> Sizes:
+    def of(cls, model: nn.Module) -> Sizes:
         numels = [(p.numel(), p.requires_grad) for p in model.parameters()]
         trained = sum(numel for numel, requires_grad in numels if requires_grad)
         return cls(sum(numel for numel, _ in numels), trained, len(model.get_parameter("lm_head.weight")))
@@ -177,7 +169,7 @@ def check_model_fits(sizes: Mapping[str, int]) -> None:
     Raises:
         UserError: they do not.
     """
-    needed, available = 4 * count_parameters(sizes) + LAYER_BYTES * sizes["n_layer"], available_memory()
+    needed, available = 4 * count_parameters(sizes), available_memory()
     if available is not None and needed > available:
         raise UserError(
             f"the model has {count_parameters(sizes):,} parameters, which take {format_bytes(needed)}, and this machine "
@@ -200,24 +192,21 @@ def check_training_fits(config: RunOptions, vocab_size: int, dist: Distributed) 
     total = devices.free_and_total_memory(dist.device)[1] if on_cuda else available_memory()
     if total is None:
         return
-    parameters, available = count_parameters(shape), f"and {format_bytes(total)} are available"
+    parameters = count_parameters(shape)
     sizes = Sizes(parameters, parameters if config.lora_rank is None else 0, vocab_size)  # LoRA's own are few
-    B, T, ranks = config.batch_size, config.block_size, dist.world_size if on_cuda else 1  # CPU's share its memory
-    needed = training_memory(config, sizes, B, ranks, total if on_cuda else None)
-    if needed.state > total:
-        divisible = on_cuda and (ranks == 1 or config.parallel == "ddp")
+    ranks = dist.world_size if on_cuda else 1  # those of a CPU share its memory
+    memory = training_memory(config, sizes, config.batch_size, ranks, total if on_cuda else None)
+    needed = memory.state
+    advice = "Use a smaller --model, or smaller --n-layer and --n-embd, or more GPUs with --parallel fsdp."
+    if not on_cuda and memory.state <= total:
+        # In a single micro-step, gradients take the place of activations.
+        single = config.total_batch_size == config.batch_size * config.block_size
+        needed = memory.minimum - (memory.gradients if single else 0)
+        advice = "Lower --batch-size (a step keeps its number of tokens) or --block-size, or use --recompute."
+    if needed > total:
         raise UserError(
-            f"training {parameters:,} parameters takes at least {format_bytes(needed.state)}, {available}. "
-            "Use a smaller --model, or smaller --n-layer, --n-embd or --block-size"
-            f"{', or several GPUs with --parallel fsdp' if divisible else ''}."
-        )
-    # In a single micro-step, gradients take the place of activations.
-    least = needed.minimum - (needed.gradients if config.total_batch_size == B * T else 0)
-    if least > total and not on_cuda:
-        raise UserError(
-            f"micro-batches of {B} row{'s' if B > 1 else ''} of {T} tokens take at least {format_bytes(least)}, "
-            f"{available}. "
-            "Lower --batch-size (a step keeps its number of tokens) or --block-size, or use --recompute."
+            f"training {parameters:,} parameters takes at least {format_bytes(needed)}, and {format_bytes(total)} are "
+            f"available. {advice}"
         )
 
 

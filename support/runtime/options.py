@@ -219,7 +219,7 @@ class RunOptions(Recipe):
     def overwrite_policy(self) -> OverwritePolicy:
         """What a new run may replace in `out`: --demo its own last run, --resume auto a run without checkpoints."""
         if self.demo and self.out == "log_demo":
-            return "run"
+            return "run" if self.checkpoint_every else "log"  # no model takes the place of those that are there
         return "log" if self.resume == "auto" else "nothing"
 
     @property
@@ -268,12 +268,8 @@ def check_consistent(config: RunOptions) -> None:
 
 def describe_speed(config: RunOptions, device: torch.device) -> dict[str, str]:
     """What decides the speed of a run: whether it is compiled or why not, and which attention it has."""
-    if config.compile:
-        reason = devices.why_not_compile(device)
-    elif device.type == "cuda" and not presets.is_worth_compiling(config):
-        reason = f"it would take about {presets.compile_seconds(config.n_layer):.0f} s of a short run"
-    else:
-        reason = "the default without CUDA; --compile turns it on"
+    off = "as by default on a CPU, and where a run is too short for it; --compile turns it on"
+    reason = devices.why_not_compile(device) if config.compile else off
     dtype = devices.DTYPES[config.dtype]
     attention = devices.describe_attention(device, dtype, config.n_head, config.n_embd, config.block_size)
     return {"compiled": f"no ({reason})" if reason else "yes", "attention": attention}

@@ -9,9 +9,10 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Protocol
+from typing import cast
 
 import torch
+from torch import nn
 
 from support.cli import UserError
 from support.data import bpe, presets, shards
@@ -20,6 +21,7 @@ from support.files import format_bytes
 from support.runtime import devices, fsdp, memory
 from support.runtime.memory import Sizes, block_parameters, training_memory
 from support.runtime.options import RunOptions
+from support.runtime.run_info import Model
 
 # Model FLOPs utilization that was reached with this architecture on 8 GPUs, by millions of parameters: tokens per
 # second per GPU times FLOPs per token over the peak. All are llm.c's (github.com/karpathy/llm.c, discussions 481, 580,
@@ -37,12 +39,6 @@ DISK_BYTES_PER_SECOND = 1e9  # of a checkpoint's disk: a fast network file syste
 
 # Titles and widths of the table: TrainingMemory's fields, their sum, and the largest micro-batch.
 COLUMNS = dict(weights=8, grads=7, optim=7, activ=7, logits=7, buffers=8, total=8, batch=6)
-
-
-class Model(memory.Model, Protocol):
-    """What is asked of the trainer's model."""
-
-    def flops_per_token(self) -> int: ...
 
 
 def largest_micro_batch(config: RunOptions, sizes: Sizes) -> int:
@@ -84,28 +80,25 @@ def with_recomputing(config: RunOptions, flops_per_token: int, mfu: float) -> fl
     return mfu * flops_per_token / (flops_per_token + repeated)
 
 
-def bytes_sent(
-    config: RunOptions, parameters: int, gpus: int, micro_steps: int, reshard_after_forward: bool, itemsize: int = 2
-) -> float:
+def bytes_sent(config: RunOptions, parameters: int, micro_steps: int, reshard_after_forward: bool) -> float:
     """Bytes that each GPU sends in a step, and receives.
 
     A ring sends (W - 1) / W of a tensor to gather or to reduce-scatter it, and twice that to all-reduce it (Patarasu
-    and Yuan, doi:10.1016/j.jpdc.2008.09.002). Gradients are fp32, gathered blocks of `itemsize`, embeddings fp32; these
-    stay gathered during a micro-step.
+    and Yuan, doi:10.1016/j.jpdc.2008.09.002). Gradients are fp32, gathered blocks bf16, embeddings fp32; these stay
+    gathered during a micro-step.
     """
-    ring, blocks = (gpus - 1) / gpus, block_parameters(config)
+    ring, blocks = (config.gpus - 1) / config.gpus, block_parameters(config)
     if config.parallel == "ddp":
         return ring * 2 * 4 * parameters
-    gathers = 2 * micro_steps if reshard_after_forward else 1
-    roots = micro_steps if reshard_after_forward else 1
-    return ring * (4 * parameters + gathers * itemsize * blocks + roots * 4 * (parameters - blocks))
+    gathers, roots = (2 * micro_steps, micro_steps) if reshard_after_forward else (1, 1)
+    return ring * (4 * parameters + gathers * 2 * blocks + roots * 4 * (parameters - blocks))
 
 
 # -----------------------------------------------------------------------------
 # The report
 
 
-def print_report(config: RunOptions, new_model: Callable[[int], Model], rank: int = 0) -> None:
+def print_report(config: RunOptions, new_model: Callable[[int], nn.Module], rank: int = 0) -> None:
     """Prints, on rank 0, what --plan prints: for a run on `config.gpus` GPUs of the kind `config.gpu`.
 
     Args:
@@ -122,7 +115,7 @@ def print_report(config: RunOptions, new_model: Callable[[int], Model], rank: in
         return
     with torch.device("meta"):
         model = new_model(vocab_size_of(config))
-    for line in report(config, Sizes.of(model), model.flops_per_token()):
+    for line in report(config, Sizes.of(model), cast(Model, model).flops_per_token()):
         label, text = line[:LABEL], line[LABEL:]
         wraps = len(line) > WIDTH
         print(textwrap.fill(text, WIDTH, initial_indent=label, subsequent_indent=" " * LABEL) if wraps else line)
@@ -138,6 +131,7 @@ def vocab_size_of(config: RunOptions) -> int:
 
 def report(config: RunOptions, sizes: Sizes, flops_per_token: int) -> Iterator[str]:
     """The lines of --plan."""
+    config = replace(config, compile=True, parallel=config.parallel if config.gpus > 1 else "ddp")
     gpus, gpu, steps, T = config.gpus, devices.GPUS[config.gpu], config.max_steps, config.block_size
     peak, rows, tokens = devices.PEAK_FLOPS[gpu.name], rows_per_gpu(config), steps * config.total_batch_size
     yield (
@@ -157,14 +151,14 @@ def report(config: RunOptions, sizes: Sizes, flops_per_token: int) -> Iterator[s
     if config.minutes:
         yield f"note     --minutes measures a machine at the start of a run; this plan is for {steps:,} steps"
     yield ""
-    layouts = {
-        (parallel, recompute): Layout(config, sizes, parallel, recompute)
+    layouts = [
+        replace(config, parallel=parallel, recompute=recompute)
         for parallel in (("ddp", "fsdp") if gpus > 1 else ("ddp",))
         for recompute in (False, True)
-    }
+    ]
     yield f"memory   GB on each GPU, which has {gpu.gib * 2**30 / 1e9:.1f}"
     yield f"{'':<19}" + "".join(f"{title:>{width}}" for title, width in COLUMNS.items())
-    yield from (layout.row() for layout in layouts.values())
+    yield from (table_row(layout, sizes) for layout in layouts)
     yield (
         "columns  grads: gradients. optim: the optimizer's state. activ: activations. logits: what the loss takes, "
         "with the gradient of the embedding. buffers: weights and gradients on their way between GPUs, and what CUDA "
@@ -172,21 +166,20 @@ def report(config: RunOptions, sizes: Sizes, flops_per_token: int) -> Iterator[s
         "row fits."
     )
     yield ""
-    chosen = layouts["fsdp" if config.parallel == "fsdp" and gpus > 1 else "ddp", config.recompute]
-    if chosen.B == 0:
-        fitting = next((layout for layout in layouts.values() if layout.B), None)
-        advice = f"Add {fitting.flags}, as below." if fitting else "Use more or larger GPUs, or a smaller model."
-        yield f"note     {chosen.name}: not even one row fits. {advice}"
-        if not fitting:
+    if not largest_micro_batch(config, sizes):
+        fitting = next((layout for layout in layouts if largest_micro_batch(layout, sizes)), None)
+        if fitting is None:
+            yield "note     not even one row fits. Use more or larger GPUs, or a smaller model."
             return
-        chosen = fitting
+        yield f"note     {name_of(config)}: not even one row fits. The rest is for {name_of(fitting)}."
+        config = fitting
     utilization, source = (config.mfu, "--mfu") if config.mfu else mfu(config.gpu, sizes.parameters)
-    if chosen.recompute and not config.mfu:
+    if config.recompute and not config.mfu:
         utilization = with_recomputing(config, flops_per_token, utilization)
         source += ", less what is recomputed"
     seconds = tokens * flops_per_token / (gpus * peak * utilization)
     yield (
-        f"time     {chosen.name}: {duration(seconds)} at {utilization:.1%} MFU ({source}): "
+        f"time     {name_of(config)}: {duration(seconds)} at {utilization:.1%} MFU ({source}): "
         f"{tokens / seconds:,.0f} tokens/s, {tokens / seconds / gpus:,.0f} per GPU, {seconds / steps:.3g} s per step"
     )
     yield "         without evaluations, checkpoints and what the network adds" + (
@@ -199,48 +192,37 @@ def report(config: RunOptions, sizes: Sizes, flops_per_token: int) -> Iterator[s
     size = memory.checkpoint_bytes(config, sizes.trained)
     writing = f"{size / DISK_BYTES_PER_SECOND:,.1f} s at 1 GB/s, in the background"
     yield f"disk     {format_bytes(size)} per checkpoint, {writing}"
-    for layout in (layouts.get((parallel, chosen.recompute)) for parallel in ("ddp", "fsdp")):
-        if gpus > 1 and layout and layout.B:
-            yield layout.network_line(seconds / steps)
+    for layout in layouts:
+        if gpus > 1 and layout.recompute == config.recompute and largest_micro_batch(layout, sizes):
+            yield network_line(layout, sizes, seconds / steps)
 
 
-class Layout:
-    """A way to train, with the largest micro-batch that fits; `B` is 0 if none does."""
+def name_of(config: RunOptions) -> str:
+    """Of a layout: how the GPUs share the work, and whether activations are recomputed."""
+    return ("one GPU" if config.gpus == 1 else config.parallel) + (" --recompute" if config.recompute else "")
 
-    def __init__(self, config: RunOptions, sizes: Sizes, parallel: str, recompute: bool):
-        self.config = replace(config, parallel=parallel, recompute=recompute, compile=True)
-        self.sizes, self.gpus, self.parallel, self.recompute = sizes, config.gpus, parallel, recompute
-        self.device_memory = memory_of_gpu(config)
-        self.B = largest_micro_batch(self.config, sizes)
-        self.memory = training_memory(self.config, sizes, self.B or 1, self.gpus, self.device_memory)
 
-    @property
-    def flags(self) -> str:
-        return " ".join(["--parallel fsdp"] * (self.parallel == "fsdp") + ["--recompute"] * self.recompute)
+def table_row(config: RunOptions, sizes: Sizes) -> str:
+    B = largest_micro_batch(config, sizes)
+    memory = training_memory(config, sizes, B or 1, config.gpus, memory_of_gpu(config))
+    gigabytes = (f"{part / 1e9:.2f}" if part < 1e12 else f"{part / 1e9:,.0f}" for part in (*memory, memory.total))
+    cells = zip((*gigabytes, str(B or "none")), COLUMNS.values(), strict=True)
+    return f"{name_of(config):<19}" + "".join(f"{cell:>{width}}" for cell, width in cells)
 
-    @property
-    def name(self) -> str:
-        return ("one GPU" if self.gpus == 1 else self.parallel) + (" --recompute" if self.recompute else "")
 
-    def row(self) -> str:
-        parts = (*self.memory, self.memory.total)
-        gigabytes = (f"{part / 1e9:.2f}" if part < 1e12 else f"{part / 1e9:,.0f}" for part in parts)
-        cells = zip((*gigabytes, str(self.B or "none")), COLUMNS.values(), strict=True)
-        return f"{self.name:<19}" + "".join(f"{cell:>{width}}" for cell, width in cells)
+def network_line(config: RunOptions, sizes: Sizes, seconds: float) -> str:
+    """What a step of `seconds` sends, and the bandwidth below which that takes longer than its arithmetic.
 
-    def network_line(self, seconds: float) -> str:
-        """What a step sends, and the bandwidth below which that takes longer than the step's arithmetic.
-
-        A ring through all GPUs enters and leaves each node once, so a node sends as much as a GPU does.
-        """
-        parameters, micro_steps = self.sizes.parameters, rows_per_gpu(self.config) // self.B
-        reshards = fsdp.reshard_after_forward(parameters, torch.bfloat16, self.device_memory)
-        sent = bytes_sent(self.config, parameters, self.gpus, micro_steps, reshards)
-        where = "GPU" if self.gpus <= GPUS_PER_NODE else f"node of {GPUS_PER_NODE}"
-        return (
-            f"network  {self.parallel} sends {format_bytes(sent)} per step; with less than "
-            f"{8 * sent / seconds / 1e9:,.0f} Gbit/s per {where}, that takes longer than computing"
-        )
+    A ring through all GPUs enters and leaves each node once, so a node sends as much as a GPU does.
+    """
+    micro_steps = rows_per_gpu(config) // largest_micro_batch(config, sizes)
+    reshards = fsdp.reshard_after_forward(sizes.parameters, torch.bfloat16, memory_of_gpu(config))
+    sent = bytes_sent(config, sizes.parameters, micro_steps, reshards)
+    where = "GPU" if config.gpus <= GPUS_PER_NODE else f"node of {GPUS_PER_NODE}"
+    return (
+        f"network  {config.parallel} sends {format_bytes(sent)} per step; with less than "
+        f"{8 * sent / seconds / 1e9:,.0f} Gbit/s per {where}, that takes longer than computing"
+    )
 
 
 def short_number(number: float) -> str:

@@ -6,15 +6,13 @@ import hashlib
 import json
 import platform
 import socket
-from collections.abc import Mapping
 
 import torch
-from torch import distributed
 
 from support.cli import UserError, flag_name
 from support.data.shards import DataIdentity
 from support.runtime import devices
-from support.runtime.distributed import STEP_TIMEOUT, Distributed
+from support.runtime.distributed import Distributed
 from support.runtime.options import RunOptions
 
 HINTS = {
@@ -39,56 +37,42 @@ def check_ranks_agree(dist: Distributed, config: RunOptions, identity: DataIdent
         UserError: on all ranks, with one line for each fact that differs. It names the first rank that does, and its
             node.
     """
-    if dist.world_size > 1:
-        compare_facts(dist, collect_facts(dist, config, identity, resumed_step))
-
-
-def collect_facts(dist: Distributed, config: RunOptions, identity: DataIdentity, step: int) -> dict[str, str]:
-    """What must be the same on all ranks, by the name that an error message gives it."""
+    store = dist.store
+    if store is None:
+        return
     flags = {flag_name(name): str(value) for name, value in config.to_dict().items() if name not in PATHS}
-    return {
+    facts = {
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "torch": torch.__version__,
         "the device": devices.describe(dist.device),
-        "the checkpoint": f"step {step}" if step else "none",
+        "the checkpoint": f"step {resumed_step}" if resumed_step else "none",
         "the train shards": _digest(identity["train"]),
         "the val shards": _digest(identity["val"]),
         **flags,
     }
-
-
-def compare_facts(dist: Distributed, facts: Mapping[str, str]) -> None:
-    """Compares the facts of all ranks through torchrun's store.
-
-    Raises:
-        UserError: as in `check_ranks_agree`.
-    """
-    store = dist.store
-    assert store is not None
-    store.set_timeout(STEP_TIMEOUT)  # from here on, all ranks do the same
     store.set(f"facts/{dist.rank}", json.dumps([socket.gethostname(), facts]))
-    if dist.rank == 0:
-        problems: dict[str, str] = {}
-        for other in range(1, dist.world_size):
-            host, theirs = json.loads(_wait_for(store, f"facts/{other}"))
-            for name in facts.keys() | theirs.keys():
-                a, b = facts.get(name, "unknown"), theirs.get(name, "unknown")
-                if a != b and name not in problems:
-                    problems[name] = (
-                        f"the nodes differ in {name}: {b} on {host} (rank {other}), {a} on {socket.gethostname()} "
-                        f"(rank 0). {HINTS.get(name, 'Pass the same flags on all nodes.')}"
-                    )
-        store.set("disagreements", json.dumps(sorted(problems.values())))
-    if disagreements := json.loads(_wait_for(store, "disagreements")):
+    if problems := json.loads(dist.once("differences", lambda: json.dumps(_find_differences(dist)))):
         store.set(f"informed/{dist.rank}", "")
-        for other in range(dist.world_size if dist.rank == 0 else 0):  # its end may be that of the store
-            _wait_for(store, f"informed/{other}")
-        raise UserError(*disagreements)
+        if dist.rank == 0:  # its end may be that of the store
+            store.wait([f"informed/{rank}" for rank in range(dist.world_size)])
+        raise UserError(*problems)
 
 
-def _wait_for(store: distributed.Store, key: str) -> str:
-    """A value of the store, once it is there."""
-    return store.get(key).decode()
+def _find_differences(dist: Distributed) -> list[str]:
+    """One sentence for each fact in which another rank differs from rank 0."""
+    assert dist.store is not None
+    own_host, own_facts = json.loads(dist.store.get("facts/0"))
+    problems: dict[str, str] = {}
+    for rank in range(1, dist.world_size):
+        host, facts = json.loads(dist.store.get(f"facts/{rank}"))  # waits for it
+        for name in own_facts.keys() | facts.keys():
+            own, other = own_facts.get(name, "unknown"), facts.get(name, "unknown")
+            if own != other and name not in problems:
+                problems[name] = (
+                    f"the nodes differ in {name}: {other} on {host} (rank {rank}), {own} on {own_host} (rank 0). "
+                    f"{HINTS.get(name, 'Pass the same flags on all nodes.')}"
+                )
+    return sorted(problems.values())
 
 
 def _digest(value: object) -> str:
