@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+import harness  # noqa: F401  so that the scripts are found
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq

@@ -6,7 +6,7 @@
 
 Each must end in time with exit code 0, or with 2 and only lines "error: ..." and "warning: ..." on stderr. It must
 execute nothing and change nothing that it only reads. After exit code 2 all files are as before, but for the log of a
-resumed run and the manifest of unfinished shards. The scripts are called in forks of this process, so a crash of the
+resumed run and the manifest of unfinished shards. Each script is called in a fork of this process, so a crash of the
 interpreter is a finding like any other. Exits with 1 if there are findings; the files of each are kept.
 """
 
@@ -21,28 +21,23 @@ import random
 import re
 import resource
 import shutil
-import signal
 import sys
 import tempfile
 import time
-import traceback
-import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-import datasets  # noqa: E402, F401  imported once, before the forks
+import datasets  # noqa: E402, F401  these imports are made once, before the forks
 import peft  # noqa: E402, F401
 import torch  # noqa: E402
 from bad_inputs import CANARY, EXCLUDED_FLAGS, FLAGS, KINDS, SCRIPTS, Command, make_fixtures  # noqa: E402
+from matplotlib import pyplot  # noqa: E402, F401
+from torch import _dynamo  # noqa: E402, F401
 from torch.utils import tensorboard  # noqa: E402, F401
 from transformers import GPT2LMHeadModel  # noqa: E402, F401
 
@@ -50,7 +45,6 @@ from support.cli import run_cli  # noqa: E402
 from support.data import download  # noqa: E402
 
 FORK = multiprocessing.get_context("fork")
-INPUTS_PER_FORK = 50
 MEMORY = 8 << 30  # bytes of address space that an input may add
 
 
@@ -58,12 +52,11 @@ MEMORY = 8 << 30  # bytes of address space that an input may add
 class Outcome:
     """How an input ended. `problem` is None if it kept the promise."""
 
-    number: int
     kind: str
-    code: int | str  # the exit code, or what else ended it
+    code: int | None  # None: not in time
     seconds: float
     problem: str | None
-    output: str = ""
+    output: str
 
 
 def flags_of(script: ModuleType) -> list[str]:
@@ -72,14 +65,13 @@ def flags_of(script: ModuleType) -> list[str]:
     return sorted(set(re.findall(r"(?<![\w-])--?[a-z][a-z0-9-]*(?=[ ,\n])", text.getvalue())) - EXCLUDED_FLAGS)
 
 
-def random_kind(number: int, seed: int) -> tuple[str, random.Random]:
-    """The kind of an input, and the generator that makes the rest of it."""
+def make_input(number: int, seed: int, folder: Path) -> tuple[str, Command]:
+    """Makes the files of an input in a folder, which becomes the current one; returns its kind and its command."""
+    folder.mkdir(parents=True)
+    os.chdir(folder)
     rng = random.Random(f"{seed} {number}")
-    return rng.choice(list(KINDS)), rng
-
-
-class TooLong(BaseException):
-    """Raised by the alarm."""
+    kind = rng.choice(list(KINDS))
+    return kind, KINDS[kind](rng)
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
@@ -88,45 +80,47 @@ def contents(folder: Path) -> dict[str, bytes | None]:
     return {str(path): path.read_bytes() if path.is_file() else None for path in paths}
 
 
-def run_input(number: int, seed: int, seconds: float) -> Outcome:
-    """Runs an input in the current folder, which is empty, with stdout and stderr in files next to it."""
-    kind, rng = random_kind(number, seed)
-    command = KINDS[kind](rng)
-    before = contents(Path())
-    for stream in (1, 2):
-        os.ftruncate(stream, 0)
-    code: int | str = "no exit"
-    began = time.monotonic()
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    warnings.simplefilter("ignore", ResourceWarning)  # of the input before, in another process in reality
-    try:
-        run_cli(lambda: SCRIPTS[command.script].main(command.argv))
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else str(end.code)
-    except TooLong:
-        code = "too long"
-    except BaseException as error:  # a traceback for the user, whatever it is
-        code = type(error).__name__
-        traceback.print_exc()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-    took = time.monotonic() - began
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    output, errors = (os.pread(stream, 1 << 20, 0).decode(errors="replace") for stream in (1, 2))
+def run_script(command: Command, output: Path) -> None:
+    """Runs a script in this process, a fork; stdout and stderr are files next to each other."""
+    resource.setrlimit(resource.RLIMIT_AS, (address_space() + MEMORY,) * 2)
+    for stream, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC), stream)
+        setattr(sys, name, io.TextIOWrapper(os.fdopen(os.dup(stream), "wb"), line_buffering=True, errors="replace"))
+    run_cli(lambda: SCRIPTS[command.script].main(command.argv))
+
+
+def address_space() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def run_input(number: int, args: argparse.Namespace, place: Path) -> Outcome:
+    """Makes and runs an input in a folder that is removed afterwards."""
+    kind, command = make_input(number, args.seed, place / "deep" / "down")  # so that ../../x stays in `place`
+    before, began = contents(Path()), time.monotonic()
+    process = FORK.Process(target=run_script, args=(command, place))
+    process.start()
+    process.join(args.seconds)
+    code, seconds = process.exitcode, time.monotonic() - began
+    process.kill()
+    process.join()
+    output, errors = ((place / name).read_text(errors="replace") for name in ("stdout", "stderr"))
     problem = find_problem(command, code, output, errors, before)
-    return Outcome(number, kind, code, took, problem, output + errors)
+    os.chdir(place.parent)
+    shutil.rmtree(place)
+    return Outcome(kind, code, seconds, problem, output + errors)
 
 
 def find_problem(
-    command: Command, code: int | str, output: str, errors: str, before: dict[str, bytes | None]
+    command: Command, code: int | None, output: str, errors: str, before: dict[str, bytes | None]
 ) -> str | None:
     """What breaks the promise, or None."""
     lines = [line for line in errors.split("\n") if line]
-    if code not in (0, 2):
-        return f"it ended with: {code}"
+    if code is None:
+        return "it did not end in time"
     if "Traceback" in output + errors:
         return "a traceback"
+    if code not in (0, 2):
+        return f"it ended with exit code {code}"
     if code == 2 and not any(line.startswith("error: ") for line in lines):
         return "no line with an error"
     if code == 2 and not all(line.startswith(("error: ", "warning: ")) for line in lines):
@@ -140,11 +134,10 @@ def find_problem(
     return f"changed: {', '.join(lost)}" if lost else None
 
 
-def may_change(path: str, command: Command, code: int | str) -> bool:
+def may_change(path: str, command: Command, code: int) -> bool:
     progress = r"(run|lora|muon|bpe)/(log\.txt|metrics\.jsonl|run\.json|curves\.png)|partial/manifest\.json"
-    return re.fullmatch(progress, path) is not None or (
-        code == 0 and re.fullmatch(command.may_change, path, re.DOTALL) is not None
-    )
+    patterns = [progress, command.may_change] if code == 0 else [progress]
+    return any(re.fullmatch(pattern, path, re.DOTALL) for pattern in patterns)
 
 
 def early_lines(log: bytes | None) -> set[bytes]:
@@ -152,80 +145,19 @@ def early_lines(log: bytes | None) -> set[bytes]:
     return set(re.findall(rb"^[01] (?:train|val) \d+\.\d+\n", log or b"", re.MULTILINE))
 
 
-def run_inputs(numbers: Sequence[int], seed: int, seconds: float, place: Path, sender: Connection) -> None:
-    """Runs inputs in this process, a fork, up to the first finding; sends the outcome of each."""
-    inside = place / "deep" / "down"  # so that ../../x stays in `place`
-    resource.setrlimit(resource.RLIMIT_AS, (address_space() + MEMORY,) * 2)
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGALRM, too_long)
-    sys.modules["wandb"] = mock.MagicMock()
-    for stream, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(place.with_name(name), os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC), stream)
-        setattr(sys, name, io.TextIOWrapper(os.fdopen(os.dup(stream), "wb"), line_buffering=True, errors="replace"))
-    for number in numbers:
-        os.chdir(place.parent)
-        shutil.rmtree(place, ignore_errors=True)
-        inside.mkdir(parents=True)
-        os.chdir(inside)
-        outcome = run_input(number, seed, seconds)
-        sender.send(outcome)
-        if outcome.problem:
-            break
-    sender.close()
-    os._exit(0)  # threads that an input may have left are no matter
-
-
-def too_long(number: int, frame: FrameType | None) -> None:
-    raise TooLong
-
-
-def address_space() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-
-def outcomes(numbers: Sequence[int], seed: int, seconds: float, place: Path) -> Iterator[Outcome]:
-    """The outcome of each input. A fork runs INPUTS_PER_FORK of them, or fewer if one breaks its promise."""
-    left = list(numbers)
-    while left:
-        receiver, sender = FORK.Pipe(duplex=False)
-        child = FORK.Process(target=run_inputs, args=(left[:INPUTS_PER_FORK], seed, seconds, place, sender))
-        child.start()
-        sender.close()
-        with contextlib.suppress(EOFError):
-            for number in left[:INPUTS_PER_FORK]:
-                if not receiver.poll(seconds + 10):  # stuck where no signal handler runs
-                    child.kill()
-                    break
-                yield (outcome := receiver.recv())
-                left.remove(number)
-                if outcome.problem:
-                    break
-        child.join()
-        if child.exitcode:
-            kind, _ = random_kind(left[0], seed)
-            yield Outcome(left.pop(0), kind, f"exit code {child.exitcode}", 0.0, "the interpreter ended")
-
-
-def save_input(number: int, seed: int, folder: Path) -> Command:
-    """Makes the files of an input once more, in a folder next to that of the fixtures, so that they can be looked at."""
-    inside = folder / "findings" / f"seed_{seed}" / str(number)
-    inside.mkdir(parents=True)
-    os.chdir(inside)
-    kind, rng = random_kind(number, seed)
-    return KINDS[kind](rng)
-
-
-def run_all(numbers: Sequence[int], args: argparse.Namespace, folder: Path) -> int:
+def run_all(numbers: range | list[int], args: argparse.Namespace, folder: Path) -> int:
     """Runs inputs and prints the findings and a table; returns the number of findings."""
-    codes, slowest, findings, began = Counter[tuple[str, int | str]](), 0.0, 0, time.monotonic()
-    for done, outcome in enumerate(outcomes(numbers, args.seed, args.seconds, folder / "work"), start=1):
+    codes, slowest, findings, began = Counter[tuple[str, int | None]](), 0.0, 0, time.monotonic()
+    for done, number in enumerate(numbers, start=1):
+        outcome = run_input(number, args, folder / "work")
         codes[outcome.kind, outcome.code] += 1
         slowest = max(slowest, outcome.seconds)
         if outcome.problem or args.only is not None:
             findings += outcome.problem is not None
-            command = save_input(outcome.number, args.seed, folder)
-            print(f"\r{outcome.kind}, --seed {args.seed} --only {outcome.number}: {outcome.problem or outcome.code}")
-            print(f"    in {Path.cwd()}: python {command.script}.py {' '.join(map(ascii, command.argv)):.1000}")
+            kept = folder / "findings" / f"seed_{args.seed}" / str(number)
+            _, command = make_input(number, args.seed, kept)  # once more, to be looked at
+            print(f"\r{outcome.kind}, --seed {args.seed} --only {number}: {outcome.problem or outcome.code}")
+            print(f"    in {kept}: python {command.script}.py {' '.join(map(ascii, command.argv)):.1000}")
             print("    " + "\n    ".join(outcome.output[-2000:].splitlines()[-12:]))
         elif done % 50 == 0:
             print(f"\r{done} inputs, {findings} findings", end="", flush=True)
@@ -249,6 +181,7 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.set_num_threads(1)
+    sys.modules["wandb"] = mock.MagicMock()
     download.DEFAULT_ATTEMPTS = 1  # without a network, an input that needs the GPT-2 vocabulary should fail at once
     FLAGS.update({name: flags_of(script) for name, script in SCRIPTS.items()})
     folder = Path(tempfile.mkdtemp(prefix="bench_bad_input_"))
@@ -258,8 +191,7 @@ def main() -> None:
     fixtures.join()
     if fixtures.exitcode:
         sys.exit("the fixtures could not be made")
-    numbers = range(args.inputs) if args.only is None else [args.only]
-    if findings := run_all(numbers, args, folder):
+    if findings := run_all(range(args.inputs) if args.only is None else [args.only], args, folder):
         sys.exit(f"\n{findings} findings; their files are in {folder / 'findings'}")
     shutil.rmtree(folder)
 

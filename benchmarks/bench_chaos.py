@@ -4,9 +4,10 @@
     python benchmarks/bench_chaos.py --minutes 10 --seed 1           # other faults, at other moments
     python benchmarks/bench_chaos.py --scenarios train --faults 5    # one scenario, once
 
-Each scenario is one command: fineweb.py with two workers, or train_gpt2.py with checkpoints and validation, in one process, in two under torchrun, or in two that torchrun restarts, with DDP or FSDP. Whenever it has
-exited, it is started again. It suffers one fault after the other: SIGKILL, SIGTERM or SIGSTOP of one of its processes, a
-full disk, a folder without permission, a corrupt file, a console that nobody reads.
+Each scenario is one command: fineweb.py with two workers, or train_gpt2.py with checkpoints and validation, in one
+process, in two under torchrun, or in two that torchrun restarts, with DDP or FSDP. Whenever it has exited, it is started
+again. It suffers one fault after the other: SIGKILL, SIGTERM or SIGSTOP of one of its processes, a full disk, a folder
+without permission, a corrupt file, a console that nobody reads.
 After each one, within a minute and a half, all processes must have exited, with a documented exit code, or make progress
 again; there must be no traceback, and nothing incomplete under a final name. At the end, the log, the weights and the
 optimizer, or the shards and the manifest, must equal those of a run without faults, bit by bit.
@@ -36,20 +37,18 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
+from harness import ROOT, find_processes, kill_processes, script_command
 from torch.utils._pytree import tree_leaves
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from fineweb import make_shards
+from support.checkpoints.directory import find_corruption, list_checkpoints, newest_checkpoint
+from support.cli import UserError
+from support.console.record import read_record
+from support.data.corpus import Documents
+from support.data.tokenizer import get_tokenizer
+from support.files import LOCK, sha256_of
 
-from fineweb import make_shards  # noqa: E402
-from support.checkpoints.directory import find_corruption, list_checkpoints, newest_checkpoint  # noqa: E402
-from support.cli import UserError  # noqa: E402
-from support.console.record import read_record  # noqa: E402
-from support.data.corpus import Documents  # noqa: E402
-from support.data.tokenizer import get_tokenizer  # noqa: E402
-from support.files import LOCK, sha256_of  # noqa: E402
-
-DISK_BYTES = 64 << 20
+DISK_BYTES = 128 << 20  # enough for two sets of shards of bytes
 KINDS = ("SIGKILL", "SIGTERM", "SIGSTOP", "full disk", "no permission", "corrupt file", "closed console")
 # Besides 0. Under torchrun, 1 and what torchrun itself is killed with.
 EXIT_CODES = {
@@ -91,7 +90,6 @@ class Violation(Exception):
 @dataclass(frozen=True)
 class Scenario:
     name: str
-    title: str
     processes: int = 1
     restarts: int = 0  # by torchrun
     parallel: str = "ddp"
@@ -99,6 +97,15 @@ class Scenario:
     @property
     def tokenises(self) -> bool:
         return self.name == "tokenise"
+
+
+SCENARIOS = (
+    Scenario("tokenise"),
+    Scenario("train"),
+    Scenario("torchrun", 2),
+    Scenario("restarts", 2, 3),
+    Scenario("fsdp", 2, 3, "fsdp"),
+)
 
 
 # -----------------------------------------------------------------------------
@@ -116,30 +123,11 @@ class Setting:
 
     def command(self, scenario: Scenario, out: Path) -> list[str]:
         if scenario.tokenises:
-            flags = (
-                f"--input {self.folder}/text --output {out} --tokenizer {self.tokenizer} --workers 2 --shard-size 50000"
-            )
-            return [sys.executable, str(ROOT / "fineweb.py"), *flags.split()]
-        torchrun = (
-            f"-m torch.distributed.run --standalone --nproc_per_node=2 --max-restarts={scenario.restarts}".split()
-        )
-        script = [*(torchrun if scenario.processes > 1 else []), str(ROOT / "train_gpt2.py")]
-        flags = f"--data {self.folder}/data --out {out} --max-steps {self.steps} --parallel {scenario.parallel}".split()
-        return [sys.executable, *script, *TRAINING_FLAGS, *flags]
-
-
-def find_processes(mark: str) -> dict[int, str]:
-    """The processes with `mark` in their environment, the oldest first, and what they are."""
-    found = {}
-    for pid in sorted(int(path.name) for path in Path("/proc").glob("[0-9]*")):
-        with contextlib.suppress(OSError):
-            environment = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")  # a zombie has none
-            line = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
-            rank = next((word.replace("RANK=", "rank ") for word in environment if word.startswith("RANK=")), None)
-            if mark in environment and "resource_tracker" not in line:
-                names = ("torch.distributed.run", "torchrun"), ("spawn_main", "worker"), ("fineweb.py", "fineweb.py")
-                found[pid] = rank or next((name for part, name in names if part in line), "train_gpt2.py")
-    return found
+            flags = f"--input {self.folder}/text --tokenizer {self.tokenizer} --workers 2 --shard-size 50000"
+            return script_command("fineweb.py", *flags.split(), "--output", out)
+        flags = f"--data {self.folder}/data --max-steps {self.steps} --parallel {scenario.parallel}"
+        args = [*TRAINING_FLAGS, *flags.split(), "--out", out]
+        return script_command("train_gpt2.py", *args, processes=scenario.processes)
 
 
 class Run:
@@ -147,9 +135,8 @@ class Run:
 
     def __init__(self, setting: Setting, scenario: Scenario, out: Path):
         self.setting, self.scenario, self.out = setting, scenario, out
-        self.mark = f"BENCH_CHAOS_OUT={out}"
         self.starts, self.expected = 0, {0}  # exit codes, after the faults since the last start
-        self.altered: dict[Path, int | None] = {}  # what we corrupted, with its inode
+        self.altered: set[tuple[Path, int | None]] = set()  # what we corrupted, with its inode
         self.startup = 3.0  # seconds until it makes progress
         self.process: subprocess.Popen[bytes] | None = None
         self.reader: subprocess.Popen[bytes] | None = None
@@ -164,6 +151,7 @@ class Run:
         self.starts, self.expected = self.starts + 1, {0}
         environment = os.environ | {"OMP_NUM_THREADS": "1", "BENCH_CHAOS_OUT": str(self.out)}
         environment["PYTHONPATH"] = str(self.setting.folder)  # of SITECUSTOMIZE
+        environment["PET_MAX_RESTARTS"] = str(self.scenario.restarts)  # a flag of torchrun
         with open(self.output, "wb") as file:
             self.reader = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=file, start_new_session=True)
         console = self.reader.stdin
@@ -176,13 +164,21 @@ class Run:
 
     def kill(self) -> None:
         """Kills all processes."""
-        while pids := find_processes(self.mark):
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.01)
+        kill_processes(f"BENCH_CHAOS_OUT={self.out}")
         for process in filter(None, (self.process, self.reader)):
             process.wait()
+
+    def processes(self) -> dict[int, str]:
+        """Its processes, the oldest first, and what they are."""
+        names = ("torch.distributed.run", "torchrun"), ("spawn_main", "worker"), ("fineweb.py", "fineweb.py")
+        found = {}
+        for pid, environment in find_processes(f"BENCH_CHAOS_OUT={self.out}").items():
+            with contextlib.suppress(OSError):  # it has just exited
+                line = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+                rank = next((word.replace("RANK=", "rank ") for word in environment if word.startswith("RANK=")), None)
+                if "resource_tracker" not in line:
+                    found[pid] = rank or next((name for part, name in names if part in line), "train_gpt2.py")
+        return found
 
     def exit_code(self) -> int | None:
         """As a shell shows it; None while the command runs."""
@@ -206,20 +202,26 @@ class Run:
         while time.monotonic() < deadline and self.exit_code() is None and not condition():
             time.sleep(0.002)
 
+    def wait_for_progress(self, seconds: float = TIMEOUT_SECONDS) -> bool:
+        before = self.progress()
+        self.wait_for(lambda: self.progress() != before, seconds)
+        return self.progress() != before
+
     def reach(self, moment: str, delay: float) -> bool:
         """Waits for a moment of the command, which is started if necessary; returns False if it succeeds before.
 
         Raises:
             Violation: it fails before, and not because of earlier faults.
         """
-        while True:
-            if self.exit_code() == 0:
-                return False
+        while self.exit_code() != 0:
             if moment == "start" or self.exit_code() is not None or self.process is None:
-                self._start_and_wait(self.startup * delay if moment == "start" else TIMEOUT_SECONDS)
+                self.start()
+                began = time.monotonic()
+                if self.wait_for_progress(self.startup * delay if moment == "start" else TIMEOUT_SECONDS):
+                    self.startup = time.monotonic() - began
             if moment == "step":
                 for _ in range(1 + int(10 * delay)):
-                    self.wait_for_change(self.progress())
+                    self.wait_for_progress()
             elif moment == "save":
                 self.wait_for(self.partial_files)
                 time.sleep(2 * SYNC_SECONDS * delay)
@@ -227,17 +229,7 @@ class Run:
                 return True
             self.settle(must_exit=True)
             self.check()
-
-    def _start_and_wait(self, seconds: float) -> None:
-        """Starts the command and waits for its first progress, but no longer than this."""
-        began, before = time.monotonic(), self.progress()
-        self.start()
-        self.wait_for_change(before, seconds)
-        if self.progress() != before:
-            self.startup = time.monotonic() - began
-
-    def wait_for_change(self, before: tuple[int, ...], seconds: float = TIMEOUT_SECONDS) -> None:
-        self.wait_for(lambda: self.progress() != before, seconds)
+        return False
 
     def settle(self, must_exit: bool) -> str:
         """Waits until all processes have exited, or make progress; says which.
@@ -247,7 +239,7 @@ class Run:
         """
         seen, steps, deadline = self.progress(), 0, time.monotonic() + TIMEOUT_SECONDS
         while time.monotonic() < deadline:
-            processes = find_processes(self.mark)
+            processes = self.processes()
             if not processes and (code := self.exit_code()) is not None:
                 if code not in self.expected:
                     raise Violation(f"exit code {code}, expected {sorted(self.expected)}")
@@ -272,10 +264,8 @@ class Run:
         # torchrun reports each failure with a traceback of its own, in which no file is ours
         if ("Traceback" if self.scenario.processes == 1 else f'File "{ROOT}') in output:
             raise Violation(f"a traceback, in {self.output}")
-        for path, problem in (
-            find_corrupt_shards(self.out) if self.scenario.tokenises else find_corrupt_checkpoints(self.out)
-        ):
-            if path not in self.altered or self.altered[path] != inode_of(path):
+        for path, problem in (find_corrupt_shards if self.scenario.tokenises else find_corrupt_checkpoints)(self.out):
+            if (path, inode_of(path)) not in self.altered:
                 raise Violation(f"{path} is corrupt: {problem}")
 
     def finish(self) -> None:
@@ -300,11 +290,13 @@ def find_corrupt_checkpoints(out: Path) -> list[tuple[Path, str]]:
 
 def find_corrupt_shards(out: Path) -> list[tuple[Path, str]]:
     """The shards that the manifest lists, if they are missing or differ from it."""
-    if not (out / "manifest.json").exists():
-        return []
-    shards = json.loads((out / "manifest.json").read_text())["shards"]
-    paths = [(out / shard["file"], shard["sha256"]) for shard in shards]
+    paths = [(out / shard["file"], shard["sha256"]) for shard in listed_shards(out)]
     return [(path, "not as listed") for path, sha256 in paths if not path.exists() or sha256_of(path) != sha256]
+
+
+def listed_shards(out: Path) -> list[dict[str, str]]:
+    manifest = out / "manifest.json"
+    return json.loads(manifest.read_text())["shards"] if manifest.exists() else []
 
 
 def inode_of(path: Path) -> int | None:
@@ -340,9 +332,9 @@ def differences(a: Path, b: Path) -> list[str]:
 
 def different_files(a: Path, b: Path) -> list[str]:
     """The names of files, other than the lock, that two folders do not have in common with the same content."""
-    names = {path.name for folder in (a, b) for path in folder.iterdir()} - {LOCK}
-    both = [name for name in names if (a / name).is_file() and (b / name).is_file()]
-    return sorted(names - {name for name in both if (a / name).read_bytes() == (b / name).read_bytes()})
+    contents = [{path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} for folder in (a, b)]
+    different = dict(contents[0].items() ^ contents[1].items())
+    return sorted(different.keys() - {LOCK})
 
 
 def check_results(run: Run, reference: Path) -> None:
@@ -351,17 +343,15 @@ def check_results(run: Run, reference: Path) -> None:
     Raises:
         Violation: they differ.
     """
-    if run.scenario.tokenises:
-        found = different_files(run.out, reference)
-    else:
-        found = differences(run.out, reference)
-        found += [] if read_record(run.out / "run.json") else ["run.json"]
+    found = (different_files if run.scenario.tokenises else differences)(run.out, reference)
+    if not run.scenario.tokenises and not read_record(run.out / "run.json"):
+        found.append("run.json")
     if found:
         raise Violation(f"not those of {reference}: {', '.join(found[:9])}")
 
 
 # -----------------------------------------------------------------------------
-# The faults
+# The faults: each function returns when its fault is over, and says what it hit
 
 
 @dataclass(frozen=True)
@@ -386,22 +376,9 @@ def draw_faults(number: int, seed: str) -> list[Fault]:
     ]
 
 
-SCENARIOS = (
-    Scenario("tokenise", "fineweb.py, 2 workers"),
-    Scenario("train", "1 process"),
-    Scenario("torchrun", "torchrun, 2 processes", 2),
-    Scenario("restarts", "torchrun --max-restarts", 2, 3),
-    Scenario("fsdp", "the same with --parallel fsdp", 2, 3, "fsdp"),
-)
-
-
-# -----------------------------------------------------------------------------
-# The faults: each returns when it is over, and says what it hit
-
-
 def send_signal(run: Run, fault: Fault) -> str:
     """Half of the signals are for the process that was started, the others for one of its children."""
-    processes = list(find_processes(run.mark).items())
+    processes = list(run.processes().items())
     if not processes:
         return "(it had just exited)"
     pid, name = processes[0 if fault.choice < 0.5 else int((2 * fault.choice - 1) * len(processes))]
@@ -436,8 +413,7 @@ def corrupt_file(run: Run, fault: Fault) -> str:
 
     def candidates() -> list[Path]:
         if run.scenario.tokenises:
-            shards = json.loads((run.out / "manifest.json").read_text())["shards"] if run.progress() else []
-            return [*run.partial_files(), *(run.out / shard["file"] for shard in shards[-1:])]
+            return [*run.partial_files(), *(run.out / shard["file"] for shard in listed_shards(run.out)[-1:])]
         intact = [path for path in list_checkpoints(run.out) if find_corruption(path) is None]
         return sorted(intact[-1].iterdir()) if len(intact) > 1 else []
 
@@ -457,9 +433,9 @@ def corrupt_file(run: Run, fault: Fault) -> str:
     else:
         data[int(len(data) * fault.choice)] ^= 1
         file.write_bytes(data)
-    run.altered[owner] = inode_of(owner)
+    run.altered.add((owner, inode_of(owner)))
     run.start()
-    return f"{owner.name}{'' if owner == file else '/' + file.name} {way}"
+    return f"{file.relative_to(run.out)} {way}"
 
 
 def close_console(run: Run, fault: Fault) -> str:
@@ -524,21 +500,18 @@ def isolate() -> None:
     os.execvp(command[0], command)
 
 
-def make_inputs(folder: Path, scenarios: Sequence[Scenario]) -> str:
+def make_inputs(folder: Path) -> str:
     """Makes the text and the shards that the scenarios read; returns the tokenizer for the text."""
-    if any(not scenario.tokenises for scenario in scenarios):
-        with contextlib.redirect_stdout(None):
-            make_shards(Documents("topics", topics.values), folder / "data", tokenizer="bytes")
-    if any(scenario.tokenises for scenario in scenarios):
-        (folder / "text").mkdir()
-        for i in range(40):
-            (folder / "text" / f"{i:02d}.txt").write_text(f"{i}\n" + "\n".join(topics.values()))
-        try:
-            get_tokenizer("gpt2")
-        except UserError:
-            print("no GPT-2 vocabulary without a network: fineweb.py makes bytes, without workers")
-            return "bytes"
-    return "gpt2"
+    with contextlib.redirect_stdout(None):
+        make_shards(Documents("topics", topics.values), folder / "data", tokenizer="bytes")
+    (folder / "text").mkdir()
+    for i in range(40):
+        (folder / "text" / f"{i:02d}.txt").write_text(f"{i}\n" + "\n".join(topics.values()))
+    try:
+        return get_tokenizer("gpt2").name
+    except UserError:
+        print("no GPT-2 vocabulary without a network: fineweb.py makes bytes, without workers")
+        return "bytes"
 
 
 def prepare_disk(disk: Path) -> list[str]:
@@ -570,7 +543,7 @@ def run_scenario(
     reference = setting.disk / f"reference_{kind}"
     if not reference.exists():
         Run(setting, replace(scenario, restarts=0), reference).finish()
-        print(f"{scenario.name}: {scenario.title}, without faults", flush=True)
+        print(f"{scenario.name}, without faults", flush=True)
     run = Run(setting, scenario, setting.disk / f"{scenario.name}_{number}")
     try:
         for fault in faults:
@@ -592,7 +565,7 @@ def run_scenario(
     shutil.rmtree(run.out)
 
 
-def parse_arguments() -> argparse.Namespace:
+def main() -> None:
     names = [scenario.name for scenario in SCENARIOS]
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     minutes_help = "start no scenario later, after the first of each (default: 0)"
@@ -600,16 +573,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the faults (default: 0)")
     parser.add_argument("--scenarios", nargs="+", choices=names, default=names, help="default: all")
     parser.add_argument("--faults", type=int, default=15, metavar="N", help="in each scenario (default: 15)")
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse_arguments()
+    args = parser.parse_args()
     isolate()
     began, counts, folder = time.monotonic(), Counter[str](), Path(tempfile.mkdtemp(prefix="bench_chaos_"))
     scenarios = [scenario for scenario in SCENARIOS if scenario.name in args.scenarios]
     (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
-    skipped, tokenizer = prepare_disk(folder / "disk"), make_inputs(folder, scenarios)
+    skipped, tokenizer = prepare_disk(folder / "disk"), make_inputs(folder)
     setting = Setting(folder, folder / "disk", tokenizer, steps=50 + 20 * args.faults)
     try:
         for number, scenario in ((n, each) for n in count() for each in scenarios):

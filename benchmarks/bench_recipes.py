@@ -14,20 +14,17 @@ the baseline's tokens, with the same and one set of flags more.
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import statistics
-import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+from harness import run_script
 
-from support.cli import UserError, run_cli  # noqa: E402
+from support.cli import UserError, run_cli
+from support.console.log import read_values
 
 # Flags of train_gpt2.py, tokens per step, and steps of the baseline.
 SCALES = {
@@ -65,47 +62,33 @@ class Trial:
         return f"{self.recipe}{rate}-{self.steps}{more}-s{self.seed}"
 
 
-def values(log: Path, kind: str) -> dict[int, float]:
-    """The values of one name in a log.txt, by step."""
-    lines = (line.split() for line in log.read_text().splitlines()) if log.exists() else ()
-    return {int(step): float(value) for step, what, value in lines if what == kind}
-
-
 def train(trials: list[Trial], args: argparse.Namespace) -> None:
     """Makes the runs that do not exist yet, `--jobs` at a time."""
     scale = SCALES[args.scale]
     flags = shlex.split(f"{scale['flags']} {ALWAYS} {args.flags} --total-batch-size {scale['tokens']}")
 
     def one(trial: Trial) -> None:
-        out, started = args.out / trial.name, time.perf_counter()
-        if trial.steps in values(out / "log.txt", "val"):
+        if trial.steps in val_curve(trial, args):
             return
-        command = [
-            sys.executable,
-            ROOT / "train_gpt2.py",
-            "--data",
-            args.data,
-            "--out",
-            out,
-            "--resume",
-            "auto",
-            *flags,
-        ]
-        command += ["--recipe", trial.recipe, "--max-steps", trial.steps, "--seed", trial.seed]
-        command += [*(["--max-lr", trial.rate] if trial.rate else []), *shlex.split(trial.flags)]
-        environment = os.environ | ({"OMP_NUM_THREADS": "1"} if args.jobs > 1 else {})
-        done = subprocess.run(list(map(str, command)), env=environment, stdout=subprocess.DEVNULL, cwd=ROOT)
-        if done.returncode:
-            raise UserError(f"the run {trial.name} failed, with exit code {done.returncode}. See above.")
-        seconds = time.perf_counter() - started
+        options = ["--data", args.data, "--out", args.out / trial.name, "--resume", "auto", *flags]
+        options += ["--recipe", trial.recipe, "--max-steps", trial.steps, "--seed", trial.seed]
+        options += [*(["--max-lr", trial.rate] if trial.rate else []), *shlex.split(trial.flags)]
+        threads = {"OMP_NUM_THREADS": "1"} if args.jobs > 1 else {}
+        _, seconds = run_script("train_gpt2.py", *options, **threads)
         print(f"  {trial.name}: {final(trial, args):.4f}, {seconds:,.0f}s", file=sys.stderr, flush=True)
 
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(one, trials))
 
 
+def val_curve(trial: Trial, args: argparse.Namespace) -> dict[int, float]:
+    """The validation losses of a run, by step."""
+    log = args.out / trial.name / "log.txt"
+    return read_values(log, "val") if log.exists() else {}
+
+
 def final(trial: Trial, args: argparse.Namespace) -> float:
-    return values(args.out / trial.name / "log.txt", "val")[trial.steps]
+    return val_curve(trial, args)[trial.steps]
 
 
 def crossing(curve: dict[int, float], loss: float) -> float | None:
@@ -151,14 +134,10 @@ def compare(args: argparse.Namespace) -> None:
     for name in list(trials)[: -len(args.fractions)]:
         target = statistics.mean(final(trial, args) for trial in trials[name])
         for fast in list(trials)[-len(args.fractions) :]:
-            reached = [crossing(values(args.out / trial.name / "log.txt", "val"), target) for trial in trials[fast]]
-            result = (
-                spread([m / steps for m in reached if m])
-                if all(reached)
-                else f"not reached by {reached.count(None)} of {len(reached)}"
-            )
+            reached = [crossing(val_curve(trial, args), target) for trial in trials[fast]]
+            missed = f"not reached by {reached.count(None)} of {len(reached)}"
+            result = spread([m / steps for m in reached if m]) if all(reached) else missed
             print(f"  {fast} to {name}, {target:.3f}: {result}")
-    draw(trials, args)
 
 
 def try_flags(args: argparse.Namespace) -> None:
@@ -170,21 +149,6 @@ def try_flags(args: argparse.Namespace) -> None:
     print("\n| fast | validation loss |\n|---|---|")
     for flags, of_flags in trials.items():
         print(f"| {flags or 'as it is'} | {spread([final(trial, args) for trial in of_flags])} |")
-
-
-def draw(trials: dict[str, list[Trial]], args: argparse.Namespace) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4))
-    for i, (name, of_row) in enumerate(trials.items()):
-        for trial in of_row:
-            curve = values(args.out / trial.name / "log.txt", "val")
-            tokens = [step * SCALES[args.scale]["tokens"] / 1e6 for step in curve]
-            axes.plot(tokens[1:], list(curve.values())[1:], f"C{i}", lw=1, label=name if trial is of_row[0] else None)
-    axes.set(xlabel="million tokens", ylabel="validation loss", title=f"{args.scale}, seeds {args.seeds}")
-    axes.legend()
-    figure.savefig(args.out / f"{args.scale}.svg", bbox_inches="tight")
-    print(f"\ncurves in {args.out / f'{args.scale}.svg'}")
 
 
 def main() -> None:

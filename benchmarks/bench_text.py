@@ -19,15 +19,13 @@ import argparse
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+from harness import run_script
 
-from support.checkpoints.directory import newest_checkpoint  # noqa: E402
-from support.console.log import read_values  # noqa: E402
-from support.data import shards  # noqa: E402
+from support.checkpoints.directory import newest_checkpoint
+from support.console.log import read_values
+from support.data import shards
 
 RECIPE = (
     "--tokenizer bytes --recipe gpt2 --n-layer 4 --n-head 4 --n-embd 128 --block-size 64 --batch-size 12 "
@@ -49,24 +47,19 @@ ROWS = {
 
 def train(out: Path, *flags: object, busy: int, busy_after: float) -> float:
     """Trains, and returns the seconds from start to end."""
-    command = [sys.executable, ROOT / "train_gpt2.py", "--out", out, *flags]
     loop = f"import time; time.sleep({busy_after})\nwhile True: pass"
     others = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(busy)]
-    started = time.perf_counter()
     try:
-        if subprocess.run(list(map(str, command)), stdout=subprocess.DEVNULL).returncode:
-            sys.exit("a run failed, see above")
+        return run_script("train_gpt2.py", "--out", out, *flags)[1]
     finally:
         for process in others:
             process.kill()
-    return time.perf_counter() - started
 
 
 def print_row(name: str, seed: int, out: Path, data: Path, seconds: float) -> None:
     """Prints steps, seconds, and the last validation loss per token and per byte."""
     step, loss = max(read_values(out / "log.txt", "val").items())
-    [val] = shards.open_shards(data, "val")
-    per_byte = loss / shards.bytes_per_token(val, shards.read_tokenizer(data))
+    per_byte = loss / shards.TokenData.open(str(data)).bytes_per_token
     print(f"| {name} | {seed} | {step:,} | {seconds:.0f} | {loss:.4f} | {per_byte:.4f} |", flush=True)
 
 

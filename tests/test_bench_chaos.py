@@ -9,27 +9,17 @@ import pytest
 from helpers import run_to_the_end
 
 from benchmarks import bench_chaos
-from benchmarks.bench_chaos import (
-    KINDS,
-    Run,
-    Scenario,
-    Setting,
-    Violation,
-    check_results,
-    draw_faults,
-    find_corrupt_shards,
-    must_exit,
-)
+from benchmarks.bench_chaos import KINDS, Run, Scenario, Setting, Violation, draw_faults, must_exit
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-TRAIN = Scenario("train", "1 process")
+TRAIN = Scenario("train")
 
 
 def test_the_seed_determines_the_faults():
     assert draw_faults(15, "0") == draw_faults(15, "0") != draw_faults(15, "1")
     assert {fault.kind for fault in draw_faults(7, "0")} == set(KINDS)
     kill = next(fault for fault in draw_faults(15, "0") if fault.kind == "SIGKILL")
-    assert must_exit(TRAIN, kill, "train_gpt2.py") and not must_exit(Scenario("restarts", "", 2, 3), kill, "rank 1")
+    assert must_exit(TRAIN, kill, "train_gpt2.py") and not must_exit(Scenario("restarts", 2, 3), kill, "rank 1")
 
 
 @pytest.fixture
@@ -43,36 +33,35 @@ def test_a_different_log_or_weight_is_a_violation(byte_shards, tmp_path, run):
     flags = ["--data", byte_shards, "--max-steps", 6, "--out", "run"]
     run_to_the_end(*flags, cwd=tmp_path)
     shutil.copytree(tmp_path / "run", tmp_path / "same")
-    check_results(run, tmp_path / "same")
+    bench_chaos.check_results(run, tmp_path / "same")
 
     log = tmp_path / "run" / "log.txt"
     lines = log.read_text()
     log.write_text(lines.replace("3 train 5", "3 train 6"))
     with pytest.raises(Violation, match="log.txt$"):
-        check_results(run, tmp_path / "same")
+        bench_chaos.check_results(run, tmp_path / "same")
     log.write_text(lines)
     (tmp_path / "run" / "run.json").write_text("{")
     with pytest.raises(Violation, match="same: run.json$"):
-        check_results(run, tmp_path / "same")
+        bench_chaos.check_results(run, tmp_path / "same")
     run_to_the_end(*flags, "--seed", 2, "--out", "other", cwd=tmp_path)
-    with pytest.raises(
-        Violation, match="log.txt, metrics.jsonl, README.md, model.safetensors, optimizer in trainer.pt, run.json$"
-    ):
-        check_results(run, tmp_path / "other")
+    different = "log.txt, metrics.jsonl, README.md, model.safetensors, optimizer in trainer.pt, run.json$"
+    with pytest.raises(Violation, match=different):
+        bench_chaos.check_results(run, tmp_path / "other")
 
 
 def test_a_hang_a_traceback_and_a_corrupt_file_are_violations(tmp_path, run, monkeypatch):
-    monkeypatch.setattr(bench_chaos, "TIMEOUT_SECONDS", 0.5)
     (tmp_path / "run" / "model_00004").mkdir(parents=True)
     monkeypatch.setattr(Setting, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         run.start()
-        with pytest.raises(Violation, match="neither exited nor made progress"):
-            run.settle(must_exit=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(bench_chaos, "TIMEOUT_SECONDS", 0.1)
+            with pytest.raises(Violation, match="neither exited nor made progress"):
+                run.settle(must_exit=False)
         with pytest.raises(Violation, match="checkpoint.json is missing"):
             run.check()
         monkeypatch.setattr(Setting, "command", lambda *_: [sys.executable, "-c", "1 / 0"])
-        monkeypatch.setattr(bench_chaos, "TIMEOUT_SECONDS", 30)
         run.start()
         with pytest.raises(Violation, match="exit code 1, expected"):
             run.settle(must_exit=False)
@@ -82,9 +71,11 @@ def test_a_hang_a_traceback_and_a_corrupt_file_are_violations(tmp_path, run, mon
         run.kill()
 
 
-def test_a_shard_that_the_manifest_does_not_describe_is_found(byte_shards, tmp_path):
+def test_shards_that_differ_are_found(byte_shards, tmp_path):
     shutil.copytree(byte_shards, tmp_path / "shards")
-    assert find_corrupt_shards(tmp_path / "shards") == []
+    assert bench_chaos.find_corrupt_shards(tmp_path / "shards") == []
+    assert bench_chaos.different_files(tmp_path / "shards", byte_shards) == []
     last = max((tmp_path / "shards").glob("*.npy"))
     last.write_bytes(last.read_bytes()[:-2])
-    assert find_corrupt_shards(tmp_path / "shards") == [(last, "not as listed")]
+    assert bench_chaos.find_corrupt_shards(tmp_path / "shards") == [(last, "not as listed")]
+    assert bench_chaos.different_files(tmp_path / "shards", byte_shards) == [last.name]

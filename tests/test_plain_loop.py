@@ -7,17 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import losses
-from training import ONE_PROCESS, config_of
+from training import FP32, ONE_PROCESS, config_of
 
 from benchmarks.plain_loop import plain_losses
+from support.data import shards
 from support.optim import loss
-from train_gpt2 import TrainConfig, train
+from support.runtime.signals import StopHandler
+from train_gpt2 import GPT, DataLoaderLite, TrainConfig, train, validation_loss
 
 
-def trained_losses(data: Path, out: Path, *flags: str) -> tuple[TrainConfig, np.ndarray]:
+def trained_losses(data: Path, out: Path, *flags: object) -> tuple[TrainConfig, np.ndarray]:
     """The configuration of fifty steps of `train`, and their losses."""
-    without = ["--val-every", 0, "--checkpoint-every", 0]
-    config = config_of("--data", data, "--out", out, "--max-steps", 50, *without, *flags)
+    config = config_of("--data", data, "--out", out, "--max-steps", 50, *flags)
     train(config, ONE_PROCESS)
     return config, np.array(losses(out / "log.txt"))
 
@@ -32,17 +33,21 @@ def several_chunks_in_each_micro_batch(monkeypatch):
 
 @compile_flags
 def test_fifty_steps_follow_the_plain_loop(byte_shards, tmp_path, flags):
-    config, found = trained_losses(byte_shards, tmp_path / "run", "--dtype", "fp32", *flags)
+    config, found = trained_losses(byte_shards, tmp_path / "run", "--val-every", 50, *flags)
     plain = plain_losses(config, 4, 50)
     assert plain[-1] < plain[0] - 1  # it learns
     assert np.abs(found - plain).max() < 1e-4
+    saved = GPT.from_pretrained(tmp_path / "run" / "model_00050")  # compiled or not, its weights have the same names
+    loader = DataLoaderLite(shards.open_shards(byte_shards, "val"), 4, 16, vocab_size=257)
+    expected = validation_loss(saved, loader, 512, StopHandler(), FP32)
+    assert losses(tmp_path / "run" / "log.txt", "val")[-1] == pytest.approx(expected, abs=6e-5)
 
 
 @pytest.mark.slow
 @compile_flags
 def test_in_bf16_they_stay_within_its_rounding(byte_shards, tmp_path, flags):
     """bf16 rounds by up to 2^-8 of a value; of 256 tokens, roundings of both signs mostly cancel in the mean."""
-    config, found = trained_losses(byte_shards, tmp_path / "run", "--dtype", "bf16", *flags)
+    config, found = trained_losses(byte_shards, tmp_path / "run", "--val-every", 0, "--dtype", "bf16", *flags)
     exact = plain_losses(config, 4, 50)
     error = np.abs(found / exact - 1)
     assert error.min() > 0 and error.max() < 2**-10

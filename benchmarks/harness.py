@@ -1,0 +1,66 @@
+"""What the benchmarks share: scripts in processes of their own, rounds of all rows in turn, and processes found by their environment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import TypeVar
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # a benchmark imports this module before those of the project
+Result = TypeVar("Result")
+
+
+def script_command(script: str | Path, *args: object, processes: int = 1) -> list[str]:
+    """The command that runs a script of this project; several processes are started by torchrun."""
+    torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={processes}".split()
+    return [sys.executable, *(torchrun if processes > 1 else []), str(ROOT / script), *map(str, args)]
+
+
+def run_script(script: str | Path, *args: object, processes: int = 1, **environment: str) -> tuple[str, float]:
+    """Runs a script to its end; returns what it printed, and the seconds from start to end. A failure ends this program."""
+    command, started = script_command(script, *args, processes=processes), time.perf_counter()
+    done = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command[1:])} failed with exit code {done.returncode}, see above")
+    return done.stdout, time.perf_counter() - started
+
+
+def in_turn(rounds: int, rows: Mapping[str, Callable[[], Result]]) -> dict[str, list[Result]]:
+    """Measures all rows in each round, so that a change of the machine's load meets all of them."""
+    measured: dict[str, list[Result]] = {name: [] for name in rows}
+    for _ in range(rounds):
+        for name, measure in rows.items():
+            measured[name].append(measure())
+    return measured
+
+
+def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {name: median(measured[name] for measured in rounds) for name in rounds[0]}
+
+
+def find_processes(mark: str) -> dict[int, list[str]]:
+    """The processes with `mark`, a NAME=value, in their environment, the oldest first, and their environments. Linux only."""
+    found = {}
+    for pid in sorted(int(path.name) for path in Path("/proc").glob("[0-9]*")):
+        with contextlib.suppress(OSError):
+            environment = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")  # a zombie has none
+            if mark in environment:
+                found[pid] = environment
+    return found
+
+
+def kill_processes(mark: str) -> None:
+    """Kills them all, and those that they start meanwhile."""
+    while pids := find_processes(mark):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
