@@ -1,8 +1,6 @@
 """HellaSwag scores: against a plain loop over tokens, by hand, and through the command line."""
 
 import dataclasses
-import errno
-import hashlib
 import json
 import math
 import re
@@ -111,23 +109,6 @@ def test_losses_and_predictions_equal_the_plain_loop(models, sharp_model, kind):
     assert sum(fits) > 10 and num_rows == sum(map(len, distinct)) - (saved if kind == "hugging face" else 0)
 
 
-def test_a_packed_row_and_its_mask_by_hand():
-    """The example in the docstrings of `pack` and `shared_context_mask`, and a second row with padding."""
-    the, cat, sat, down, ran, up, here = range(1, 8)
-    rows = [hellaswag.Row([the, cat], [(sat, down), (ran, up, here)], [[0], [1]]), hellaswag.Row([cat], [(up,)], [[4]])]
-    packed = hellaswag.pack(rows)
-    assert packed.ids.tolist() == [[the, cat, sat, ran, up], [cat, 0, 0, 0, 0]]
-    assert packed.position_ids.tolist() == [[0, 1, 2, 2, 3], [0, 0, 0, 0, 0]]
-    assert packed.segment_ids.tolist() == [[0, 0, 1, 2, 2], [0, -1, -1, -1, -1]]
-    assert packed.predictors == [1, 2, 1, 3, 4, 5]
-    assert packed.targets == [sat, down, ran, up, here, up]
-    mask = hellaswag.shared_context_mask(torch.from_numpy(packed.segment_ids))
-    assert mask.shape == (2, 1, 5, 5)
-    allowed = ["x....", "xx...", "xxx..", "xx.x.", "xx.xx"]
-    assert mask[0, 0].tolist() == [[key == "x" for key in query] for query in allowed]
-    assert mask.any(-1).all()  # padding attends to something, too: no softmax over nothing
-
-
 def test_logits_are_fp32_under_autocast_and_few_at_a_time(models, monkeypatch):
     examples = random_examples()
     exact, _ = hellaswag.completion_losses(models["hugging face"], examples)
@@ -233,14 +214,6 @@ def test_scoring_in_training_stops_after_a_signal(sharp_model, monkeypatch):
     assert batch_sizes == [48]  # rows of 16 tokens in the first batch; there are some 1,600 rows
 
 
-def test_the_standard_error_is_that_of_a_mean():
-    samples = [1] * 7 + [0] * 13
-    acc, stderr = hellaswag.accuracy(7, 20)
-    assert acc == statistics.mean(samples)
-    assert stderr == pytest.approx(statistics.stdev(samples) / math.sqrt(20))
-    assert hellaswag.accuracy(1, 1) == (1.0, pytest.approx(math.nan, nan_ok=True))
-
-
 # ---- items
 
 
@@ -267,8 +240,6 @@ def write_items(path, n=3, **change):
         ("[]", "line 4 is not a HellaSwag item"),
         ('{"ctx": "a", "endings": ["b"], "label": 0}', "line 4 is not a HellaSwag item: it needs texts, 4 endings"),
         ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}', "a label from 0 to 3"),
-        ('{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": true}', "a label from 0 to 3"),
-        ('{"ctx": 1, "endings": ["b", "c", "d", "e"], "label": 1}', "it needs texts"),
         ('{"ctx": "a", "endings": ["b", "c", "d", "e"]}', "either line 4 or the lines before it have no label"),
     ],
 )
@@ -291,11 +262,6 @@ def test_labels_are_numbers_or_digits_or_missing(tmp_path):
 
 
 HARNESS_CASES = [  # an item; its context in lm-evaluation-harness, by hand; what follows it there for each ending
-    (
-        item(),
-        "Roofing: A man sits on a roof. He",
-        [" falls.", " rips up tiles.", " sings a song.", " is ripping level tiles off it"],
-    ),
     (
         item(
             activity_label="Home and Garden",
@@ -344,23 +310,12 @@ def test_the_tokens_style_by_hand():
     assert example == Example(encode("Wait. [step] he"), [encode(c) for c in (" a b", " ", "  c", " it's")], 3)
 
 
-def test_each_split_is_downloaded_once_and_checked(tmp_path, monkeypatch):
-    contents = {split: f"{split}\n".encode() for split in ("val", "train", "test")}
-    blobs = {s: hashlib.sha1(b"blob %d\0" % len(c) + c).hexdigest() for s, c in contents.items()}
-    requested = []
-
-    def fetch(url, part, *_):
-        requested.append(url)
-        part.write_bytes(contents[url.removesuffix(".jsonl").rsplit("_")[-1]])
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hellaswag, "GIT_BLOBS", blobs)
-    monkeypatch.setattr("support.data.download._fetch", fetch)
-    for split in contents:
-        for _ in range(2):  # the second time nothing is fetched
-            assert hellaswag.download(split).read_bytes() == contents[split]
+def test_a_split_is_downloaded_with_its_checksum(monkeypatch):
+    monkeypatch.setattr(hellaswag, "download_file", lambda url, path, git_blob: (url, path, git_blob))
+    downloads = [hellaswag.download(split) for split in ("val", "train", "test")]
     base = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_"
-    assert requested == [f"{base}{split}.jsonl" for split in contents]
+    assert [url for url, _, _ in downloads] == [f"{base}{split}.jsonl" for split in ("val", "train", "test")]
+    assert len({blob for _, _, blob in downloads}) == 3 and all(path.parent.name for _, path, _ in downloads)
 
 
 # ---- command line
@@ -467,59 +422,29 @@ def test_items_without_labels_give_only_losses(checkpoint, tmp_path, capsys, mon
     tokenizer, scored = get_tokenizer("gpt2"), ["--hellaswag-every", 1]
     with pytest.raises(UserError, match="no labels, so there is nothing to score"):
         hellaswag.load_examples(config_of(*scored, "--hellaswag-data", unlabelled), tokenizer, print)
-    limited = [*scored, "--hellaswag-data", labelled, "--hellaswag-limit", 2]
+    limited = config_of(*scored, "--hellaswag-data", labelled, "--hellaswag-limit", 2, "--block-size", 4)
     notices = []
-    long = config_of(*limited, "--block-size", 1024, "--total-batch-size", 4096)
-    assert len(hellaswag.load_examples(long, tokenizer, notices.append)) == 2 and not notices
-    hellaswag.load_examples(config_of(*limited, "--block-size", 4), tokenizer, notices.append)
+    assert len(hellaswag.load_examples(limited, tokenizer, notices.append)) == 2
     assert "8 endings with their contexts are longer than 4 tokens" in " ".join(notices[0].split())
 
 
 @needs_gpt2_vocabulary
-def test_json_is_written_completely_or_not_at_all(checkpoint, tmp_path, capsys, monkeypatch):
-    _, directory = checkpoint
-    items, scores = write_items(tmp_path / "items.jsonl"), tmp_path / "scores.json"
-    flags = ["-m", directory, "--data", items, "--json", scores]
-    score(capsys, *flags)
-    before = scores.read_bytes()
-    with monkeypatch.context() as patch:
-        patch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
-        with pytest.raises(
-            UserError, match=r"cannot write .*scores.json \(No space left on device\). Free some disk space"
-        ):
-            score(capsys, *flags)
-        assert "± 0." in capsys.readouterr().out  # the scores are printed all the same
-    assert scores.read_bytes() == before and sorted(tmp_path.iterdir()) == [items, scores]
-
-
-@needs_gpt2_vocabulary
-def test_no_other_field_of_the_configuration_changes_the_losses(checkpoint, tmp_path, capsys):
-    change = {"attn_implementation": "eager", "return_dict": False, "n_ctx": 8, "use_cache": True, "attn_pdrop": 0.9}
-    _, directory = checkpoint
-    copy = Path(shutil.copytree(directory, tmp_path / "copy"))
-    items = write_items(tmp_path / "items.jsonl")
-    score(capsys, "-m", directory, "--data", items, "--json", tmp_path / "a.json")
-    (copy / "config.json").write_text(json.dumps(json.loads((copy / "config.json").read_text()) | change))
-    score(capsys, "-m", copy, "--data", items, "--json", tmp_path / "b.json")
-    a, b = (json.loads((tmp_path / f"{name}.json").read_text())["results"] for name in "ab")
-    assert a == b
-
-
-@needs_gpt2_vocabulary
-def test_weights_in_older_formats_are_scored(checkpoint, tmp_path, capsys):
-    """Without the prefix `transformer.` and with causal masks, as OpenAI's weights are on the hub; and in fp16."""
+def test_weights_and_configurations_of_other_tools_give_the_same_losses(checkpoint, tmp_path, capsys):
+    """Without the prefix `transformer.` and with causal masks, as OpenAI's weights are on the hub; in fp16; other fields."""
     from safetensors.torch import load_file, save_file
 
+    change = {"attn_implementation": "eager", "return_dict": False, "n_ctx": 8, "use_cache": True, "attn_pdrop": 0.9}
     _, directory = checkpoint
     weights = {name: tensor.half() for name, tensor in load_file(directory / "model.safetensors").items()}
     older = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
     older["h.0.attn.bias"] = torch.ones(1, 1, 64, 64).tril()
-    versions = {"a": older, "b": {name: tensor.float() for name, tensor in weights.items()}}
+    versions = {"a": (older, change), "b": ({name: tensor.float() for name, tensor in weights.items()}, {})}
     items = write_items(tmp_path / "items.jsonl")
-    for name, tensors in versions.items():
-        shutil.copytree(directory, tmp_path / name)
-        save_file(tensors, tmp_path / name / "model.safetensors")
-        score(capsys, "-m", tmp_path / name, "--data", items, "--json", tmp_path / f"{name}.json")
+    for name, (tensors, fields) in versions.items():
+        copy = Path(shutil.copytree(directory, tmp_path / name))
+        save_file(tensors, copy / "model.safetensors")
+        (copy / "config.json").write_text(json.dumps(json.loads((copy / "config.json").read_text()) | fields))
+        score(capsys, "-m", copy, "--data", items, "--json", tmp_path / f"{name}.json")
     a, b = (json.loads((tmp_path / f"{name}.json").read_text())["results"] for name in versions)
     assert a == b
 
@@ -568,25 +493,16 @@ def test_one_rank_two_ranks_and_the_command_line_agree(tmp_path, capsys):
     ]
     items.write_text("".join(json.dumps(line) + "\n" for line in lines))
     flags = ["--data", data, "--max-steps", 2, "--val-every", 0, "--hellaswag-every", 1, "--hellaswag-data", items]
-    for out, world_size, limit in (("one", 1, 40), ("two", 2, 40), ("few", 2, 7)):
-        run_to_the_end(*flags, "--hellaswag-limit", limit, "--out", out, cwd=tmp_path, world_size=world_size)
-    hella = {out: losses(tmp_path / out / "log.txt", "hella") for out in ("one", "two", "few")}
-    assert hella["one"] == hella["two"] and len(hella["one"]) == 3
-    for out, limit in (("two", 40), ("few", 7)):
-        score(capsys, "-m", tmp_path / out / "model_00002", "--data", items, "--limit", limit, "--json", tmp_path / "x")
-        assert hella[out][-1] == round(json.loads((tmp_path / "x").read_text())["acc_norm"], 4)
+    for out, world_size in (("one", 1), ("two", 2)):
+        run_to_the_end(*flags, "--hellaswag-limit", 40, "--out", out, cwd=tmp_path, world_size=world_size)
+    one, two = (losses(tmp_path / out / "log.txt", "hella") for out in ("one", "two"))
+    assert one == two and len(one) == 3
+    score(capsys, "-m", tmp_path / "two" / "model_00002", "--data", items, "--limit", 40, "--json", tmp_path / "x")
+    assert two[-1] == round(json.loads((tmp_path / "x").read_text())["acc_norm"], 4)
 
 
 @needs_gpt2_vocabulary
-@pytest.mark.parametrize(
-    "corruption, message",
-    [
-        ("tensor missing", r"the weights lack transformer\.h\.0\.attn\.c_attn\.weight"),
-        ("untied", r"lm_head\.weight differs"),
-        ("byte changed", r"copy is corrupt: model\.safetensors"),
-    ],
-)
-def test_corrupt_weights_are_not_scored(tmp_path, capsys, corruption, message):
+def test_corrupt_weights_are_not_scored(tmp_path, capsys):
     from safetensors.torch import load_file, save_file
 
     from support.checkpoints.directory import write_checkpoint
@@ -594,24 +510,19 @@ def test_corrupt_weights_are_not_scored(tmp_path, capsys, corruption, message):
     model = GPT(GPTConfig(block_size=64, n_layer=1, n_head=2, n_embd=16))
     write_checkpoint(tmp_path / "model_00001", model.save_pretrained)
     directory = (tmp_path / "model_00001").rename(tmp_path / "copy")
-    file = directory / "model.safetensors"
-    if corruption != "byte changed":  # found by reading the weights, not by their checksum
-        (directory / "checkpoint.json").unlink()
-    if corruption == "tensor missing":
-        weights = load_file(file)
-        del weights["transformer.h.0.attn.c_attn.weight"]
-        save_file(weights, file, metadata={"format": "pt"})
-    elif corruption == "untied":
-        save_file(load_file(file) | {"lm_head.weight": torch.zeros(50257, 16)}, file, metadata={"format": "pt"})
-    else:
-        file.write_bytes(file.read_bytes()[:-1] + b"?")
-    items = write_items(tmp_path / "items.jsonl")
-    for open_model in (
-        lambda: hellaswag.main(["-m", str(directory), "--data", str(items), "-d", "cpu"]),
-        lambda: GPT.from_pretrained(directory),
-    ):
-        with pytest.raises(UserError, match=message):
-            open_model()
+    file, flags = directory / "model.safetensors", ["--data", write_items(tmp_path / "items.jsonl")]
+    weights, intact = load_file(file), file.read_bytes()
+    file.write_bytes(intact[:-1] + b"?")
+    with pytest.raises(UserError, match=r"copy is corrupt: model\.safetensors"):
+        score(capsys, "-m", directory, *flags)
+    (directory / "checkpoint.json").unlink()  # without checksums, it is found by reading the weights
+    save_file(weights | {"lm_head.weight": torch.zeros(50257, 16)}, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lm_head\.weight differs"):
+        score(capsys, "-m", directory, *flags)
+    del weights["transformer.h.0.attn.c_attn.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"the weights lack transformer\.h\.0\.attn\.c_attn\.weight"):
+        score(capsys, "-m", directory, *flags)
     assert "acc" not in capsys.readouterr().out
 
 
@@ -619,13 +530,11 @@ def test_corrupt_weights_are_not_scored(tmp_path, capsys, corruption, message):
     "flags, message",
     [
         ("-m nowhere/model --data items.jsonl", "no model 'nowhere/model'"),
-        ("-m . --data items.jsonl", ". is not a checkpoint"),
-        ("-m tiny --data none.jsonl", "cannot read HellaSwag items from none.jsonl"),
         (
             "-m tiny --data items.jsonl",
             "tiny was trained on bytes, and HellaSwag's scores are defined on GPT-2 tokens.",
         ),
-        ("-m gpt2 --limit 0", "--limit must be 1 or more"),
+        ("-m gpt2 --limit 0", "--limit is 0. It must be 1 or more"),
         ("-m gpt2 --split val --data items.jsonl", "--split names a download, and --data a file"),
         ("-m gpt2 --json tiny", "cannot write tiny"),
         ("-m tiny --data items.jsonl --json ./items.jsonl", "items.jsonl exists and has other content"),
@@ -636,7 +545,6 @@ def test_corrupt_weights_are_not_scored(tmp_path, capsys, corruption, message):
 def test_bad_flags_and_files_are_user_errors(tiny_model, tmp_path, monkeypatch, capsys, flags, message):
     monkeypatch.chdir(tmp_path)
     write_items(tmp_path / "items.jsonl")
-    write_items(tmp_path / "unlabelled.jsonl", label=None)
     (tmp_path / "empty.jsonl").touch()
     tiny_model.save_pretrained(tmp_path / "tiny")
     get_tokenizer("bytes").save_pretrained(tmp_path / "tiny", 16)

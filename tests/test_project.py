@@ -17,9 +17,9 @@ from helpers import ROOT, losses, run_script
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """The folder and the output of a demo of 60 steps."""
+    """The folder and the output of a demo of 30 steps."""
     folder = tmp_path_factory.mktemp("demo")
-    flags = ["--max-steps", 60, "--val-every", 30, "--val-tokens", 8192, "--device", "cpu"]
+    flags = ["--max-steps", 30, "--val-every", 30, "--val-tokens", 8192, "--device", "cpu"]
     done = run_script("train_gpt2.py", "--demo", *flags, cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder, done
@@ -29,10 +29,10 @@ def demo(tmp_path_factory):
 def test_the_demo_ends_with_a_score_a_text_and_a_checkpoint(demo):
     folder, done = demo
     assert re.search(
-        r"\nbest    validation loss \d\.\d{4} nats per token, \d\.\d{4} per byte, at step 60\n", done.stdout
+        r"\nbest    validation loss \d\.\d{4} nats per token, \d\.\d{4} per byte, at step 30\n", done.stdout
     )
-    assert "\nsample  The" in done.stdout and "\nsaved   log_demo/model_00060\n" in done.stdout
-    assert (folder / "log_demo" / "model_00060" / "model.safetensors").is_file()
+    assert "\nsample  The" in done.stdout and "\nsaved   log_demo/model_00030\n" in done.stdout
+    assert (folder / "log_demo" / "model_00030" / "model.safetensors").is_file()
     val = losses(folder / "log_demo" / "log.txt", "val")
     assert val[0] == pytest.approx(np.log(4096), abs=0.1) and val[-1] < 7
     [command] = re.findall(r"\nnext    python (.*)", done.stdout)
@@ -47,7 +47,7 @@ def test_a_second_demo_replaces_its_own_run_and_nothing_else(demo):
     shards = {p: p.stat().st_mtime_ns for p in (folder / "demo_data").iterdir()}
     done = run_script("train_gpt2.py", "--demo", "--max-steps", 2, "--val-every", 0, "--device", "cpu", cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert "replacing log_demo/model_00060 when this run has saved a model" in done.stdout
+    assert "replacing log_demo/model_00030 when this run has saved a model" in done.stdout
     assert sorted(p.name for p in (folder / "log_demo").iterdir()) == [
         ".lock",
         "curves.png",

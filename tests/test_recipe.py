@@ -74,28 +74,6 @@ def test_defaults_follow_the_machine():
         assert resolve(flag, torch.device("cpu"), 1).hellaswag_every == 250
 
 
-def test_no_field_is_left_to_be_decided_later():
-    """None is the value of flags that name something optional, and of no other."""
-    optional = {
-        "text",
-        "resume",
-        "init_from",
-        "lora_rank",
-        "hellaswag_data",
-        "hellaswag_limit",
-        "wandb",
-        "prompt",
-        "log_every",
-        "minutes",
-        "price",
-        "mfu",
-    }
-    for flags in ([], ["--demo"], ["--recipe", "fast"], ["--model", "gpt2-xl"]):
-        config, _ = configure(flags)
-        unset = {name for name, value in config.to_dict().items() if value in (None, "auto")}
-        assert unset == optional - ({"minutes"} if flags == ["--demo"] else set())
-
-
 @pytest.mark.parametrize(
     "rows, device_type, batch_size",
     [(512, "cuda", 64), (72, "cuda", 36), (3, "cuda", 3), (512, "cpu", 4), (9, "cpu", 3)],

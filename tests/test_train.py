@@ -45,7 +45,7 @@ def test_losses_equal_a_plain_loop_with_huggingfaces_model(byte_shards, tmp_path
     assert measured[-1] < measured[0] - 1
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 8, 16, 64])
+@pytest.mark.parametrize("batch_size", [1, 64])
 def test_the_micro_batch_does_not_change_the_losses(byte_shards, tmp_path, batch_size):
     flags = ("--data", byte_shards, "--max-steps", 10, "--shuffle")
     trained(tmp_path / "a", *flags)
@@ -57,27 +57,19 @@ def test_the_micro_batch_does_not_change_the_losses(byte_shards, tmp_path, batch
 
 @pytest.mark.slow
 def test_losses_do_not_depend_on_processes_and_micro_batch(byte_shards, tmp_path):
-    """20 steps on 1, 2 and 4 processes in several micro-batches, and resumed from one layout to another."""
+    """20 steps on one process, and resumed from one layout of 4, 1 and 2 processes to another."""
     flags = ["--data", byte_shards, "--shuffle", "--max-steps", 20, "--decay-steps", 20]
-    layouts = [(1, 4), (2, 2), (4, 1)]
-    logs = []
-    for world_size, B in layouts:
-        out = f"{world_size}x{B}"
-        run_to_the_end(
-            *flags, "--out", out, "--batch-size", B, "--checkpoint-every", 0, cwd=tmp_path, world_size=world_size
-        )
-        logs.append(tmp_path / out / "log.txt")
+    run_to_the_end(*flags, "--out", "one", "--batch-size", 4, "--checkpoint-every", 0, cwd=tmp_path)
     for stop, (world_size, B) in zip((5, 10, 20), [(4, 1), (1, 4), (2, 2)], strict=True):
         again = ["--resume", "auto", "--out", "moved", "--max-steps", stop, "--batch-size", B]
         run_to_the_end(*flags, *again, cwd=tmp_path, world_size=world_size)
-    logs.append(tmp_path / "moved" / "log.txt")
+    one, moved = (tmp_path / out / "log.txt" for out in ("one", "moved"))
     assert [step_of(path) for path in list_checkpoints(tmp_path / "moved")] == [5, 10, 20]
-    order = [line.split()[:2] for line in logs[0].read_text().splitlines()]
+    order = [line.split()[:2] for line in one.read_text().splitlines()]
     assert len(order) == 25  # 20 steps, 5 validations
-    for path in logs:
-        assert [line.split()[:2] for line in path.read_text().splitlines()] == order  # each once, by rank 0 alone
-        np.testing.assert_allclose(losses(path), losses(logs[0]), rtol=0, atol=1e-5)
-        np.testing.assert_allclose(losses(path, "val"), losses(logs[0], "val"), rtol=0, atol=1.01e-4)
+    assert [line.split()[:2] for line in moved.read_text().splitlines()] == order  # each once, by rank 0 alone
+    np.testing.assert_allclose(losses(moved), losses(one), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(losses(moved, "val"), losses(one, "val"), rtol=0, atol=1.01e-4)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -90,18 +82,6 @@ def test_lower_precision_follows_fp32(byte_shards, tmp_path, dtype):
     np.testing.assert_allclose(a, b, atol=0.03)
     scaler = trainer_file(tmp_path / dtype / "model_00012")["scaler"]
     assert bool(scaler) == (dtype == "fp16")
-
-
-@pytest.mark.slow
-def test_the_compiled_run_gives_the_same_losses_and_all_evaluations(byte_shards, tmp_path):
-    flags = ("--data", byte_shards, "--max-steps", 6, "--sample-every", 3, "--n-layer", 1)
-    trained(tmp_path / "eager", *flags)
-    trained(tmp_path / "compiled", *flags, "--compile")
-    a, b = (tmp_path / run / "log.txt" for run in ("eager", "compiled"))
-    np.testing.assert_allclose(losses(a), losses(b), atol=1e-5)
-    np.testing.assert_allclose(losses(a, "val"), losses(b, "val"), atol=1.01e-4)
-    saved = GPT.from_pretrained(tmp_path / "compiled" / "model_00006")  # no prefix of the compiler in the names
-    assert torch.isfinite(saved(torch.zeros(1, 4, dtype=torch.long))[0]).all()
 
 
 # ---- evaluation
@@ -148,7 +128,7 @@ def gpt2_shards(tmp_path, monkeypatch):
     from support.data.tokenizer import BytesTokenizer
 
     class Gpt2Sized(BytesTokenizer):
-        name = "gpt2"
+        name, vocab_size = "gpt2", 50257
 
         def decode(self, ids):
             return f"{len(ids)} tokens"
@@ -216,27 +196,14 @@ def test_hellaswag_on_other_tokens_is_an_error_if_a_flag_asks_for_it(byte_shards
     assert "note    HellaSwag is off: its scores are defined on GPT-2 tokens, and " in out
 
 
-def test_training_starts_from_pretrained_weights(byte_shards, tmp_path):
-    trained(tmp_path / "first", "--data", byte_shards, "--max-steps", 8)
-    directory = tmp_path / "first" / "model_00008"
-    flags = [*TINY_TRAINING_FLAGS, "--data", byte_shards, "--max-steps", 1, "--init-from", directory]
-    config, _ = configure([*flags, "--out", tmp_path / "second"])
-    assert (config.n_layer, config.n_embd, config.block_size) == (2, 32, 16)  # resolved before the model is built
-    train(config, ONE_PROCESS)
-    before, after = (losses(tmp_path / run / "log.txt", "val") for run in ("first", "second"))
-    assert after[0] == before[-1]
-    with pytest.raises(UserError, match="context of 16 tokens. Leave out --block-size, or lower it."):
-        train(configure([*flags, "--out", tmp_path / "third", "--block-size", 32])[0], ONE_PROCESS)
-
-
 def test_pretrained_weights_train_with_a_shorter_context(byte_shards, tmp_path):
     """The first positions are those of the weights: the loss before training is Hugging Face's on shorter rows."""
     from transformers import GPT2LMHeadModel
 
     trained(tmp_path / "first", "--data", byte_shards, "--max-steps", 8)
     directory, out = tmp_path / "first" / "model_00008", tmp_path / "second"
-    flags = [*TINY_TRAINING_FLAGS, "--data", byte_shards, "--out", out]
-    train(configure([*flags, "--init-from", directory, "--block-size", 8, "--max-steps", 2])[0], ONE_PROCESS)
+    flags = [*TINY_TRAINING_FLAGS, "--data", byte_shards, "--init-from", directory, "--max-steps", 2]
+    train(configure([*flags, "--out", out, "--block-size", 8])[0], ONE_PROCESS)
     [val] = byte_shards.glob("*_val_*.npy")
     rows = np.load(val)[: 64 * 8 + 1].astype(np.int64)  # 512 tokens, as in TINY_FLAGS
     x, y = torch.from_numpy(rows[:-1]).view(64, 8), torch.from_numpy(rows[1:]).view(64, 8)
@@ -246,6 +213,8 @@ def test_pretrained_weights_train_with_a_shorter_context(byte_shards, tmp_path):
     assert GPT2LMHeadModel.from_pretrained(out / "model_00002").config.n_positions == 8
     resumed(out, "--max-steps", 3)
     assert len(losses(out / "log.txt")) == 3
+    with pytest.raises(UserError, match="context of 16 tokens. Leave out --block-size, or lower it."):
+        train(configure([*flags, "--out", tmp_path / "third", "--block-size", 32])[0], ONE_PROCESS)
     with pytest.raises(UserError, match="--block-size is 4, but the run in .* has 8. Leave it out."):
         configure(["--resume", "--out", out, "--block-size", 4])
 
@@ -268,13 +237,10 @@ def test_samples_continue_the_prompt(byte_shards, tmp_path, capsys):
         ("--total-batch-size 1000", "--total-batch-size 1000 is not a multiple of 16, the context of 16 tokens times 1 processes. Use 992 or 1008."),
         ("--batch-size 3", "--batch-size 3 does not divide the 16 rows that each process has of a step. Use one of 1, 2, 4, 8, 16."),
         ("--val-tokens 15", "no row of 16 tokens to validate on"),
-        ("--max-step 3", "unknown flag --max-step. Did you mean --max-steps"),
-        ("--init-from .", "--init-from brings its own sizes. Leave out --n-layer, --n-head, --n-embd."),
         ("--min-lr 1", "--min-lr 1 is above --max-lr 0.003. Lower it."),
         ("--n-embd 1000000", "the model has 24,000,301,000,000 parameters, which take 96,001.2 GB"),
         ("--out /proc/nowhere", "cannot write to /proc/nowhere"),
         ("--resume", "no checkpoint in log to resume from"),
-        ("--device mps", "no mps device on this machine"),
     ],
 )  # fmt: skip
 def test_bad_flags(byte_shards, tmp_path, monkeypatch, capsys, flags, message):
@@ -291,10 +257,7 @@ def test_bad_flags(byte_shards, tmp_path, monkeypatch, capsys, flags, message):
 @pytest.mark.parametrize(
     "flags, named",
     [
-        ("--max-lr 1", ["--max-lr"]),
-        ("--warmup-steps 2 --decay-steps 2", ["--decay-steps"]),
         ("--decay-steps 3", ["--decay-steps"]),
-        ("--warmup-steps 4", ["--warmup-steps"]),
         ("--decay-steps 5", []),
     ],
 )
@@ -302,7 +265,7 @@ def test_settings_that_nobody_can_mean_are_noted(byte_shards, tmp_path, capsys, 
     trained(tmp_path / "run", "--data", byte_shards, "--warmup-steps", 1, "--max-steps", 4, *flags.split())
     output = capsys.readouterr().out.replace("\n        ", " ")  # a long note continues below its label
     notes = [line for line in output.splitlines() if line.startswith(("note    ", "warning "))]
-    flags_in_notes = [re.findall(r"--(?:max-lr|warmup-steps|decay-steps)", note)[:1] for note in notes]
+    flags_in_notes = [re.findall(r"--(?:warmup-steps|decay-steps)", note)[:1] for note in notes]
     assert [flags for flags in flags_in_notes if flags] == ([named] if named else [])
 
 
@@ -333,11 +296,8 @@ def test_the_recipe_of_gpt2_is_the_default_bit_by_bit(byte_shards, tmp_path):
 @pytest.mark.slow
 def test_fast_does_not_depend_on_processes_and_micro_batch(byte_shards, tmp_path):
     flags = ["--data", byte_shards, "--recipe", "fast", "--shuffle", "--max-steps", 12, "--checkpoint-every", 6]
-    logs = []
-    for world_size, B in [(1, 16), (2, 4), (4, 1)]:
-        out = f"{world_size}x{B}"
-        run_to_the_end(*flags, "--out", out, "--batch-size", B, cwd=tmp_path, world_size=world_size)
-        logs.append(tmp_path / out / "log.txt")
-    for path in logs:
-        np.testing.assert_allclose(losses(path), losses(logs[0]), rtol=0, atol=1e-4)
-    assert losses(logs[0])[-1] < losses(logs[0])[0] - 0.5
+    for world_size, B in [(1, 16), (4, 1)]:
+        run_to_the_end(*flags, "--out", f"on_{world_size}", "--batch-size", B, cwd=tmp_path, world_size=world_size)
+    one, four = (losses(tmp_path / out / "log.txt") for out in ("on_1", "on_4"))
+    np.testing.assert_allclose(four, one, rtol=0, atol=1e-4)
+    assert one[-1] < one[0] - 0.5
