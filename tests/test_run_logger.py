@@ -11,7 +11,8 @@ import pytest
 import torch
 from training import TINY, run_info
 
-from support.console import run_logger
+from support.console import progress, run_logger
+from support.console.log import MetricsLog
 from support.console.run_logger import RunLogger
 from support.runtime import devices
 from train_gpt2 import GPT
@@ -71,3 +72,16 @@ def test_a_skipped_step_is_explained_below_its_line(tmp_path, monkeypatch, lines
     assert (tmp_path / "log.txt").read_text() == "0 train nan\n"
     [metrics] = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert metrics["skipped"] is True and metrics["loss"] is None
+
+
+def test_the_end_says_why_a_run_took_other_than_its_minutes(tmp_path, monkeypatch):
+    """By hand: steps of 0.1 s up to step 80, where their number was fixed, and of 0.15 s afterwards."""
+    metrics = MetricsLog(tmp_path / "metrics.jsonl")
+    for step in range(100):
+        metrics.write(step, 1.0, 0.1, 1.0, 0.1 if step < 80 else 0.15, 0, False)
+    metrics.close()
+    monkeypatch.setattr(progress, "seconds_for_process", lambda run: 60.0)
+    run = SimpleNamespace(config=SimpleNamespace(out=tmp_path, cooldown_start=80, max_steps=100))
+    assert progress.why_late(run, 62.0) is None
+    reason = progress.why_late(run, 90.0)
+    assert "step 80," in reason and "1.50 times" in reason

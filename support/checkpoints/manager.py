@@ -206,8 +206,7 @@ class CheckpointManager:
 
     def _logged(self, name: str) -> dict[int, float]:
         """The values of one name in the log, by step."""
-        log = self.out / "log.txt"
-        return read_values(log, name) if log.exists() else {}
+        return read_values(self.out / "log.txt", name)
 
 
 def _warn(text: str) -> None:
