@@ -63,6 +63,10 @@ class UserError(Exception):
         return UserError(*others, f"{last} {hint}", this_rank_only=self.this_rank_only)
 
 
+def warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
 # -----------------------------------------------------------------------------
 # Command lines
 

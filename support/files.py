@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from support.cli import UserError
+from support.cli import UserError, warn
 
 LOCK = ".lock"  # in a locked folder; the operating system releases it when the process ends, however it ends
 
@@ -147,7 +147,7 @@ def lock_folder(folder: Path, flag: str) -> TextIO:
         file.close()
         raise UserError(f"{folder} is in use by {holder}. Wait until it ends, or use another {flag}.") from None
     except OSError as error:  # some network file systems have no locks
-        print(f"warning: cannot lock {folder} ({error.strerror}). Do not start a second run in it.", file=sys.stderr)
+        warn(f"cannot lock {folder} ({error.strerror}). Do not start a second run in it.")
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()

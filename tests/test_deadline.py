@@ -19,7 +19,7 @@ from benchmarks.bench_chaos import metrics_without_time
 from support.cli import UserError
 from support.console import deadline
 from support.console.deadline import Deadline
-from support.console.record import latest_flags, read_record
+from support.console.record import latest, read_record
 from support.data.presets import MAX_STEPS
 from train_gpt2 import get_lr, train
 
@@ -152,7 +152,7 @@ def test_the_run_is_that_of_as_many_steps(tmp_path, text, monkeypatch, capsys):
     assert_same_run(out, tmp_path / "steps")
     for folder in (out, tmp_path / "steps"):  # every 4 steps, and before the cooldown
         assert checkpoint_names(folder) == [f"model_{step:05d}" for step in (4, 8, 12, 15, 16, 20, 24)]
-    flags = latest_flags(read_record(out / "run.json"))
+    flags = latest(read_record(out / "run.json"))["flags"]
     assert (flags["max_steps"], flags["decay_steps"], flags["cooldown_fraction"]) == (24, 24, 9 / 24)
     assert "decay-steps" not in (out / "model_00012" / "README.md").read_text()
     assert "--decay-steps 24" in (out / "model_00015" / "README.md").read_text()
@@ -207,7 +207,7 @@ def test_a_killed_run_is_the_one_that_was_not(tmp_path, text):
         run_to_the_end("--resume", *text, "--out", out, sabotage=live, **options)
         assert_same_run(tmp_path / out, tmp_path / "straight")
     record = read_record(tmp_path / "killed10" / "run.json")
-    assert latest_flags(record)["max_steps"] == STEPS
+    assert latest(record)["flags"]["max_steps"] == STEPS
 
 
 # ---- longer

@@ -18,7 +18,7 @@ import train_gpt2
 from benchmarks.bench_chaos import metrics_without_time
 from support.checkpoints.directory import newest_checkpoint
 from support.console import record
-from support.console.record import latest_flags, read_record
+from support.console.record import latest, read_record
 from train_gpt2 import GPT
 
 FLAGS = ["--max-steps", 6, "--checkpoint-every", 2]
@@ -82,7 +82,7 @@ def test_each_resume_adds_what_has_changed(byte_shards, tmp_path, monkeypatch):
     assert one["flags"] == {"max_steps": 8, "keep": 2}
     assert two["flags"] == {"dtype": "bf16"} and two["versions"] == {**first["versions"], "python": "9.9"}
     assert not {"versions", "device", "processes"} & (one.keys() | three.keys())
-    assert latest_flags(run)["max_steps"] == 8 and latest_flags(run)["keep"] == 2
+    assert latest(run)["flags"]["max_steps"] == 8 and latest(run)["flags"]["keep"] == 2
 
 
 @pytest.mark.parametrize("damage", [None, "[]", '{"flags": {}}', "[" * 100_000])

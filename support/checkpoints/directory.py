@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from support import files
-from support.cli import UserError
+from support.cli import UserError, warn
 
 CONTENTS = "checkpoint.json"
 MODEL_CARD = "README.md"  # not listed: its owner adds a license
@@ -108,7 +107,7 @@ def newest_checkpoint(out: str | os.PathLike[str], last_step: int | None = None)
         if problem is None:
             return directory
         if os.environ.get("RANK", "0") == "0":
-            print(f"warning: {directory} is corrupt: {problem}. Skipping it.", file=sys.stderr, flush=True)
+            warn(f"{directory} is corrupt: {problem}. Skipping it.")
     if checkpoints and last_step is None:
         raise UserError(f"all checkpoints in {out} are corrupt. Restore one, or start a new run with another --out.")
     return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from support.checkpoints.directory import (
 )
 from support.checkpoints.model_card import model_card
 from support.checkpoints.state import TrainState
-from support.cli import UserError
+from support.cli import UserError, warn
 from support.console.log import read_values
 from support.console.terminal import GREEN, styled
 from support.runtime import devices
@@ -90,7 +89,7 @@ class CheckpointManager:
             try:
                 card = model_card(run, step, trained, self._logged("val"), self._logged("hella"))
             except Exception as error:  # the weights are worth more
-                _warn(f"the checkpoint of step {step} has no model card ({error}).")
+                warn(f"the checkpoint of step {step} has no model card ({error}).")
             else:
                 (directory / MODEL_CARD).write_bytes(card.encode())
 
@@ -156,7 +155,7 @@ class CheckpointManager:
                 reason = "a file could not be written completely"
             problem = f"the checkpoint of step {step} could not be saved in {self.out}: {reason}"
             if self._failures == 1:
-                _warn(f"{problem}. Training continues; if the next save fails too, the run ends.")
+                warn(f"{problem}. Training continues; if the next save fails too, the run ends.")
             else:
                 self.stop.fail(UserError(f"{problem}; neither could the one before. {HOW_TO_GO_ON}"))
             return
@@ -173,7 +172,7 @@ class CheckpointManager:
                 for directory in self._not_kept(step):
                     files.remove(directory)
         except OSError as error:
-            _warn(f"cannot remove old checkpoints in {self.out}: {error.strerror}.")
+            warn(f"cannot remove old checkpoints in {self.out}: {error.strerror}.")
 
     def _not_kept(self, step: int) -> Iterator[Path]:
         """The checkpoints to remove.
@@ -207,7 +206,3 @@ class CheckpointManager:
     def _logged(self, name: str) -> dict[int, float]:
         """The values of one name in the log, by step."""
         return read_values(self.out / "log.txt", name)
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -18,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from support.cli import UserError
+from support.cli import UserError, warn
 from support.console.log import read_metrics, read_values
 from support.console.record import FILE as RECORD
-from support.console.record import latest_flags, read_record
+from support.console.record import latest, read_record
 from support.console.terminal import on_one_line
 from support.files import atomic_write
 
@@ -68,7 +67,7 @@ class Run:
     @property
     def flags(self) -> dict[str, Any]:
         """The flags of the process that last resumed the run; none without a record."""
-        return latest_flags(self.record) if self.record else {}
+        return latest(self.record)["flags"] if self.record else {}
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -286,7 +285,7 @@ class CurvesFile:
             save(draw_run(read_run(self._folder)), self._folder / "curves.png")
         except Exception as error:  # matplotlib has many
             if not self._warned:
-                print(f"warning: cannot draw {self._folder / 'curves.png'} ({error}).", file=sys.stderr, flush=True)
+                warn(f"cannot draw {self._folder / 'curves.png'} ({error}).")
             self._warned = True
         now = time.monotonic()
         self._not_before = now + max(DRAW_SECONDS, (now - started) / MAX_DRAW_FRACTION)

@@ -14,13 +14,13 @@ import json
 import math
 import os
 import re
-import sys
 import threading
 from collections.abc import Collection, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from support.cli import warn
 from support.files import atomic_write
 
 LINE = re.compile(r"(\d{1,12}) ([a-z]+) (nan|-?inf|-?\d+\.\d+)")
@@ -84,7 +84,7 @@ class StepFile:
                 self._write_pending(self._file)
         except OSError as error:
             if not self._warned:
-                _warn(f"cannot write to {error.filename} ({error.strerror}). Its lines are kept in memory.")
+                warn(f"cannot write to {error.filename} ({error.strerror}). Its lines are kept in memory.")
             self._warned = True
 
     def sync(self) -> None:
@@ -129,7 +129,7 @@ class RunLog(StepFile):
             _write_lines(path, [m[0] for m in before + kept])
             self.kept = {m[2]: float(m[3]) for m in kept}
             if missing := set(range(first_step)) - {int(m[1]) for m in before if m[2] == "train"}:
-                _warn(f"{path} lacks {len(missing):,} of the {first_step:,} steps so far, step {min(missing)} first.")
+                warn(f"{path} lacks {len(missing):,} of the {first_step:,} steps so far, step {min(missing)} first.")
         super().__init__(path)
 
     def write(self, step: int, name: str, value: float) -> None:
@@ -158,7 +158,3 @@ class MetricsLog(StepFile):
 def _write_lines(path: Path, lines: Sequence[str]) -> None:
     with atomic_write(path) as tmp:
         tmp.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)

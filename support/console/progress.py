@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import time
@@ -51,20 +50,24 @@ def print_header(run: RunInfo, dist: Distributed, loader: Loader) -> None:
     """Prints the lines before the first step: the figures that people compare. The rest is in `run.json`."""
     if dist.rank > 0:
         return
-    config, T = run.config, run.config.block_size
-    step_rows = loader.B * dist.world_size * loader.grad_accum
+    config, T, world_size = run.config, run.config.block_size, dist.world_size
+    step_rows = loader.B * world_size * loader.grad_accum
     steps_per_epoch = loader.rows_per_epoch / step_rows
-    parallel = f" ({config.parallel})" if dist.world_size > 1 else ""
-    parallel += ", recomputing activations" if config.recompute else ""
     speed = describe_speed(config, dist.device)
-    details = [config.dtype, "compiled"] if speed["compiled"] == "yes" else [config.dtype]
-    details += [f"{speed['attention']} attention"] if dist.device.type == "cuda" else []
+    device = [f"{world_size} x {devices.describe(dist.device)}" + (f" ({config.parallel})" if world_size > 1 else "")]
+    device += ["recomputing activations"] if config.recompute else []
+    device += [config.dtype, "compiled"] if speed["compiled"] == "yes" else [config.dtype]
+    device += [f"{speed['attention']} attention"] if dist.device.type == "cuda" else []
+    parameters = sum(p.numel() for p in run.model.parameters())
+    trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
     facts = [
+        ("device", ", ".join([*device, f"torch {torch.__version__}"])),
         (
-            "device",
-            f"{dist.world_size} x {devices.describe(dist.device)}{parallel}, {', '.join(details)}, torch {torch.__version__}",
+            "model",
+            f"{parameters:,} parameters{f' ({trained:,} trained)' if trained < parameters else ''}: "
+            f"{pluralize(config.n_layer, 'layer')}, {pluralize(config.n_head, 'head')}, "
+            f"{pluralize(config.n_embd, 'channel')}, context {T}",
         ),
-        ("model", describe_model(run)),
         (
             "data",
             f"{config.data}: {loader.rows_per_epoch * T:,} tokens, {run.data.bytes_per_token:.2f} bytes on average, "
@@ -72,7 +75,7 @@ def print_header(run: RunInfo, dist: Distributed, loader: Loader) -> None:
         ),
         (
             "step",
-            f"{step_rows * T:,} tokens = {pluralize(loader.B, 'row')} x {T:,} tokens x {pluralize(dist.world_size, 'process')} "
+            f"{step_rows * T:,} tokens = {pluralize(loader.B, 'row')} x {T:,} tokens x {pluralize(world_size, 'process')} "
             f"x {pluralize(loader.grad_accum, 'micro-step')}",
         ),
         (
@@ -81,17 +84,18 @@ def print_header(run: RunInfo, dist: Distributed, loader: Loader) -> None:
         ),
         ("recipe", describe_recipe(config)),
     ]
-    if config.compile and speed["compiled"] != "yes":
-        facts.append(("note", f"compiled: {speed['compiled']}"))
-    if run.resumed_from:
-        facts.append(("note", f"resuming from {run.resumed_from.path}"))
+    facts += [("note", f"compiled: {speed['compiled']}")] if config.compile and speed["compiled"] != "yes" else []
+    facts += [("note", f"resuming from {run.resumed_from.path}")] if run.resumed_from else []
+    facts += [("note", note) for note in notes(config, run.first_step, memory.checkpoint_bytes(config, trained))]
     for label, text in facts:
         print(labelled(label, text), flush=True)
-    if warning := warmup_warning(config, run.first_step):
+    if config.warmup_steps >= config.max_steps:
+        advice = f"Set --warmup-steps {config.max_steps // 10}, or raise" if run.first_step == 0 else "Raise"
+        warning = (
+            f"the warm-up of {pluralize(config.warmup_steps, 'step')} takes the whole run of {config.max_steps:,}, and the "
+            f"learning rate never falls. {advice} --max-steps."
+        )
         print(styled(labelled("warning", warning), YELLOW), flush=True)
-    trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
-    for note in notes(config, run.first_step, memory.checkpoint_bytes(config, trained)):
-        print(labelled("note", note), flush=True)
 
 
 def describe_length(run: RunInfo) -> str:
@@ -113,29 +117,6 @@ def describe_recipe(recipe: Recipe) -> str:
     return f"{recipe.optimizer}, {recipe.schedule}; {rates}"
 
 
-def describe_model(run: RunInfo) -> str:
-    config = run.config
-    parameters = sum(p.numel() for p in run.model.parameters())
-    trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
-    trained_text = f" ({trained:,} trained)" if trained < parameters else ""
-    return (
-        f"{parameters:,} parameters{trained_text}: {pluralize(config.n_layer, 'layer')}, {pluralize(config.n_head, 'head')}, "
-        f"{pluralize(config.n_embd, 'channel')}, context {config.block_size}"
-    )
-
-
-def warmup_warning(config: Recipe, first_step: int) -> str | None:
-    """What is wrong with a warm-up that is not shorter than the run, and what to do."""
-    max_steps, warmup_steps = config.max_steps, config.warmup_steps
-    if warmup_steps < max_steps:
-        return None
-    advice = "Raise --max-steps." if first_step else f"Set --warmup-steps {max_steps // 10}, or raise --max-steps."
-    return (
-        f"the warm-up of {pluralize(warmup_steps, 'step')} takes the whole run of {max_steps:,}, and the learning rate "
-        f"never falls. {advice}"
-    )
-
-
 def notes(config: RunOptions, first_step: int, checkpoint_bytes: int) -> Iterator[str]:
     """What is worth knowing before the first step."""
     max_steps, decay_steps = config.max_steps, config.decay_steps
@@ -152,8 +133,6 @@ def notes(config: RunOptions, first_step: int, checkpoint_bytes: int) -> Iterato
     own_tokenizer = config.tokenizer != "gpt2" and not config.init_from  # which only --text can have
     if own_tokenizer and first_step == 0 and config.hellaswag_every == 0:  # otherwise there is a note from HellaSwag
         yield "only models made with --tokenizer gpt2 can be scored on HellaSwag"
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and config.resume != "auto":
-        yield "torchrun restarts a failed run, but only with --resume auto does that resume from a checkpoint"
     free = shutil.disk_usage(config.out).free
     if config.checkpoint_every and free < checkpoint_bytes:
         yield f"a checkpoint takes {format_bytes(checkpoint_bytes)}, and {config.out} has {format_bytes(free)} free"

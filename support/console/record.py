@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from support.cli import warn
 from support.files import atomic_write
 
 if TYPE_CHECKING:  # reading a record must not take as long as importing torch
@@ -74,12 +75,7 @@ def read_record(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def latest_flags(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags of the process that last started or resumed a run."""
-    return _latest(record)["flags"]
-
-
-def _latest(record: Mapping[str, Any]) -> dict[str, Any]:
+def latest(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record with what the process that last resumed its run says in place of what the first one said."""
     latest = dict(record)
     for resume in record["resumes"]:
@@ -95,7 +91,7 @@ def write_record(folder: Path, description: Mapping[str, Any], first_step: int) 
     record: dict[str, Any] = {"step": first_step, **description, "resumes": []}
     earlier = read_record(folder / FILE) if first_step > 0 else None
     if earlier is not None:
-        before = _latest(earlier)
+        before = latest(earlier)
         new_flags = {**description["flags"], "resume": before["flags"].get("resume")}  # which says nothing
         flags = {name: value for name, value in new_flags.items() if before["flags"].get(name) != value}
         changed = {name: description[name] for name in CHANGEABLE if before.get(name) != description[name]}
@@ -116,7 +112,7 @@ def _write(folder: Path, record: Mapping[str, Any]) -> None:
         with atomic_write(folder / FILE) as tmp:
             tmp.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8", newline="\n")
     except OSError as error:
-        print(f"warning: cannot write {folder / FILE} ({error.strerror}).", file=sys.stderr, flush=True)
+        warn(f"cannot write {folder / FILE} ({error.strerror}).")
 
 
 def _read_commit() -> str | None:

@@ -35,16 +35,8 @@ def pluralize(n: int, noun: str) -> str:
 
 def labelled(label: str, text: str) -> str:
     """A label and its text, in lines of at most WIDTH columns; longer words are not broken."""
-    indent = " " * 8
-    words = textwrap.TextWrapper(
-        WIDTH, initial_indent=f"{label:8}", subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
-    return words.fill(text)
-
-
-def cut(text: str, columns: int) -> str:
-    """The text, or if it is longer than `columns`, its beginning and "..."."""
-    return text if len(text) <= columns else text[: columns - 3] + "..."
+    options = dict(break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(text, WIDTH, initial_indent=f"{label:8}", subsequent_indent=" " * 8, **options)
 
 
 def on_one_line(text: str) -> str:

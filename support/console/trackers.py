@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from support.cli import UserError
+from support.cli import UserError, warn
 from support.files import atomic_write
 from support.runtime.options import RunOptions
 
@@ -145,5 +144,4 @@ class Trackers:
                 call(tracker)
             except Exception as error:  # a full disk or the network: tracking is best effort
                 self._trackers.remove(tracker)
-                message = f"{tracker.name} stopped ({error}). Training continues without it."
-                print(f"warning: {message}", file=sys.stderr, flush=True)
+                warn(f"{tracker.name} stopped ({error}). Training continues without it.")
