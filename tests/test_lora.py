@@ -79,14 +79,18 @@ def test_the_adapter_is_small_and_names_its_base_model(tuned, base):
 
 
 def test_the_adapter_opens_with_peft_and_here(tuned, base):
-    from transformers import AutoTokenizer
+    """And with the lines of its model card."""
+    from transformers import GPT2LMHeadModel, pipeline
 
     assert_same_logits(with_peft(base, tuned.adapter), tuned.logits)
+    assert_same_logits(GPT2LMHeadModel.from_pretrained(tuned.adapter), tuned.logits)
+    generator = pipeline("text-generation", model=str(tuned.adapter))
+    assert_same_logits(generator.model, tuned.logits)
+    assert generator("The", max_new_tokens=9)[0]["generated_text"].startswith("The")
     assert_same_logits(GPT.from_pretrained(tuned.adapter), tuned.logits)
     assert_same_logits(huggingface.load_hf_model(huggingface.find_model(tuned.adapter)), tuned.logits)
     before = GPT.from_pretrained(base)(TOKENS)[0]
     assert (before - tuned.logits).abs().max() > 0.005  # something was learnt
-    AutoTokenizer.from_pretrained(tuned.adapter)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import torch
 
-from support.checkpoints.directory import CONTENTS, REPLACED_RUN, find_corruption, newest_checkpoint
+from support.checkpoints.directory import CONTENTS, find_corruption, newest_checkpoint
 from support.cli import UserError
 from support.data.hub import hub_error_reason
 from support.data.tokenizer import TOKENIZER_FILES, TOKENIZER_JSON
@@ -39,7 +39,6 @@ HF_NAMES = {  # in config.json, and in GPTConfig
     "n_positions": "block_size",
     **{name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")},
 }
-TARGET_MODULES = ["c_attn", "c_proj"]  # of the attention, and the projection of the MLP
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FILES = ["config.json", "model.safetensors", *TOKENIZER_FILES, ADAPTER_CONFIG, ADAPTER_WEIGHTS]  # of a hub model
 MAX_SIZE, MAX_LAYERS = 2**20, 10_000  # far beyond any real model: a corrupt file gives a message and not a traceback
@@ -76,10 +75,7 @@ def find_model(name_or_dir: str | os.PathLike[str], verify: bool = True) -> Path
         if corruption:
             raise UserError(f"{directory} is corrupt: {corruption}. Use another checkpoint.")
     elif directory.is_absolute() or (len(directory.parts) > 1 and directory.parent.is_dir()):
-        # a run that is being replaced has it in one of these places
-        places = directory.parent / REPLACED_RUN / directory.name, directory.with_name(f"{directory.name}.earlier")
-        hints = [f"It is now {path}." for path in places if path.exists()] or ["Check the path."]
-        raise UserError(f"{directory} does not exist. {hints[0]}")
+        raise UserError(f"{directory} does not exist. Check the path.")
     else:
         directory = _download(str(name_or_dir))
     if verify and is_adapter(directory):
@@ -275,32 +271,11 @@ def write_model(directory: Path, sizes: Mapping[str, int], hf_weights: dict[str,
 
 
 # -----------------------------------------------------------------------------
-# Adapters: LoRA's matrices in peft's files (`adapter_config.json`, `adapter_model.safetensors`)
-
-
-def write_adapter(directory: Path, matrices: Mapping[str, torch.Tensor], base: str, rank: int, alpha: float) -> None:
-    """Writes an adapter as peft does: `PeftModel.from_pretrained` opens it on Hugging Face's model of its base."""
-    from peft import LoraConfig
-    from safetensors.torch import save_file
-
-    options = lora_options(rank, alpha) | dict(task_type="CAUSAL_LM", inference_mode=True)
-    config = LoraConfig(**options, fan_in_fan_out=True)  # Hugging Face's GPT-2 stores these weights transposed
-    config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
-    config.save_pretrained(str(directory))
-    save_file({hf_name(name): matrix.contiguous() for name, matrix in matrices.items()}, directory / ADAPTER_WEIGHTS)
+# Adapters, which peft reads: `adapter_config.json`, `adapter_model.safetensors`
 
 
 def is_adapter(directory: Path) -> bool:
     return (directory / ADAPTER_CONFIG).is_file()
-
-
-def lora_options(rank: int, alpha: float) -> dict[str, Any]:
-    return dict(r=rank, lora_alpha=alpha, target_modules=TARGET_MODULES)
-
-
-def hf_name(name: str) -> str:
-    """peft's name of one of our parameters."""
-    return "base_model.model." + name.replace(".default.", ".")
 
 
 def _base_model_of(adapter: Path, verify: bool = True) -> Path:

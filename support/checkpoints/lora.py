@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,9 +11,11 @@ import torch
 from support.checkpoints import huggingface
 from support.cli import UserError
 
+TARGET_MODULES = ["c_attn", "c_proj"]  # of the attention, and the projection of the MLP
+
 
 def add_adapter(model: torch.nn.Module, n_embd: int, rank: int, alpha: float, seed: int, adapter: Path | None) -> None:
-    """Freezes a GPT and adds trainable matrices of this rank to huggingface.TARGET_MODULES: random ones, or those of a checkpoint.
+    """Freezes a GPT and adds trainable matrices of this rank to TARGET_MODULES: random ones, or those of a checkpoint.
 
     Raises:
         UserError: the rank exceeds the width of the model, or the checkpoint has matrices of another rank.
@@ -22,10 +25,10 @@ def add_adapter(model: torch.nn.Module, n_embd: int, rank: int, alpha: float, se
     if rank > n_embd:
         raise UserError(f"--lora-rank {rank} is more than the model's {n_embd} channels. Lower it.")
     torch.manual_seed(seed)
-    inject_adapter_in_model(LoraConfig(**huggingface.lora_options(rank, alpha)), model)
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules=TARGET_MODULES), model)
     if adapter is not None:
         saved = huggingface.read_tensors(adapter / huggingface.ADAPTER_WEIGHTS)
-        trained = {huggingface.hf_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+        trained = {_peft_name(name): p for name, p in model.named_parameters() if p.requires_grad}
         if {name: t.shape for name, t in saved.items()} != {name: p.shape for name, p in trained.items()}:
             raise UserError(f"the matrices in {adapter} do not fit --lora-rank {rank}. Use another checkpoint.")
         with torch.no_grad():
@@ -39,3 +42,27 @@ def frozen_sha256(model: torch.nn.Module) -> str | None:
     for parameter in frozen:
         digest.update(parameter.cpu().contiguous().numpy().data)
     return digest.hexdigest() if frozen else None
+
+
+def write_adapter(directory: Path, matrices: Mapping[str, torch.Tensor], base: str, rank: int, alpha: float) -> None:
+    """Writes an adapter as peft does: `PeftModel.from_pretrained` opens it on Hugging Face's model of its base."""
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=TARGET_MODULES,
+        fan_in_fan_out=True,  # Hugging Face's GPT-2 stores these weights transposed
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+        base_model_name_or_path=str(Path(base).resolve()) if Path(base).exists() else base,
+    )
+    config.save_pretrained(str(directory))
+    tensors = {_peft_name(name): matrix.contiguous() for name, matrix in matrices.items()}
+    save_file(tensors, directory / huggingface.ADAPTER_WEIGHTS)
+
+
+def _peft_name(name: str) -> str:
+    """peft's name of one of our parameters."""
+    return "base_model.model." + name.replace(".default.", ".")

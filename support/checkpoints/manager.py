@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch
 
 from support import files
-from support.checkpoints import huggingface, run_folder, state
+from support.checkpoints import huggingface, lora, run_folder, state
 from support.checkpoints.directory import (
     MODEL_CARD,
     find_corruption,
@@ -79,7 +79,7 @@ class CheckpointManager:
                 raise ValueError("the weights are not finite")
             config = run.config
             if config.lora_rank is not None and config.init_from is not None:
-                huggingface.write_adapter(directory, weights, config.init_from, config.lora_rank, config.lora_alpha)
+                lora.write_adapter(directory, weights, config.init_from, config.lora_rank, config.lora_alpha)
             else:
                 huggingface.write_model(directory, run.sizes, huggingface.to_hf(weights, run.sizes["vocab_size"]))
             run.data.tokenizer.save_pretrained(directory, model_max_length=config.block_size)

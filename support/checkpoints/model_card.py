@@ -43,7 +43,14 @@ Those two files are only needed to resume the run. -->
 
 NAME is the name of this model on the hub or its folder, FOLDER its folder on your disk.
 
-{usage}
+```python
+from transformers import pipeline
+
+generate = pipeline("text-generation", model="NAME")
+print(generate({prompt}, max_new_tokens=32)[0]["generated_text"])
+```
+
+`GPT2LMHeadModel.from_pretrained("NAME")` and `AutoTokenizer.from_pretrained("NAME")` open its parts.{adapter}
 
 With the scripts that trained it:
 
@@ -55,23 +62,6 @@ With the scripts that trained it:
 
 {flags}
 """
-_USAGE = """```python
-from transformers import pipeline
-
-generate = pipeline("text-generation", model="NAME")
-print(generate({prompt}, max_new_tokens=32)[0]["generated_text"])
-```
-
-`GPT2LMHeadModel.from_pretrained("NAME")` and `AutoTokenizer.from_pretrained("NAME")` open its parts."""
-_ADAPTER_USAGE = """```python
-from peft import PeftModel
-from transformers import AutoTokenizer, GPT2LMHeadModel
-
-model = PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained("{base}"), "NAME")
-tokenizer = AutoTokenizer.from_pretrained("NAME")
-```
-
-`model.merge_and_unload()` merges the two."""
 
 
 def model_card(run: RunInfo, step: int, trained: int, val: Mapping[int, float], hellaswag: Mapping[int, float]) -> str:
@@ -83,8 +73,7 @@ def model_card(run: RunInfo, step: int, trained: int, val: Mapping[int, float], 
     """
     config, base, source = run.config, run.config.init_from, run.identity.get("source") or ""
     tokenizer, parameters = run.data.tokenizer.name, count_parameters(run.sizes)
-    is_adapter = config.lora_rank is not None
-    base_on_hub = base if base is not None and _is_on_hub(base) else None
+    is_adapter, base_on_hub = config.lora_rank is not None, base is not None and _is_on_hub(base)
     fineweb = [name for name in FINEWEB_PREFIXES if source.startswith(f"{name}/")]
     metadata = {
         "language": "en" if fineweb or source == DEMO_SOURCE else None,
@@ -92,7 +81,7 @@ def model_card(run: RunInfo, step: int, trained: int, val: Mapping[int, float], 
         "pipeline_tag": "text-generation",
         "tags": ["gpt2", "lora"] if is_adapter else ["gpt2"],
         "datasets": fineweb,
-        "base_model": base_on_hub,
+        "base_model": base if base_on_hub else None,
     }
     facts = [
         f"**parameters**: {parameters:,}" + (f", and {trained:,} of the adapter" if is_adapter else ""),
@@ -110,7 +99,6 @@ def model_card(run: RunInfo, step: int, trained: int, val: Mapping[int, float], 
         items = f" of {run.hellaswag_items:,} items" if known else ""
         facts.append(f"**HellaSwag**: acc_norm {hellaswag[at]:.4f}{items} (step {at:,})")
     prompt = on_one_line(run.prompt) if config.text is not None else "The" if config.demo else "Once upon a time"
-    in_python = json.dumps(prompt, ensure_ascii=False)
     commands = [f"python sample.py --model FOLDER --prompt {shlex.quote(prompt)}"]
     commands += ["python hellaswag.py --model FOLDER"] if tokenizer == "gpt2" else []
     return _CARD.format(
@@ -120,7 +108,8 @@ def model_card(run: RunInfo, step: int, trained: int, val: Mapping[int, float], 
         kind=f"An adapter (LoRA of rank {config.lora_rank}) for a GPT-2" if is_adapter else "A GPT-2",
         origin="trained from random weights" if base is None else f"fine-tuned from `{_local_name(base)}`",
         facts="\n".join(f"- {fact}" for fact in facts),
-        usage=_ADAPTER_USAGE.format(base=base_on_hub or "BASE") if is_adapter else _USAGE.format(prompt=in_python),
+        prompt=json.dumps(prompt, ensure_ascii=False),
+        adapter=" They need `peft`, and its base model." if is_adapter else "",
         commands="\n".join(commands),
         flags=_flags(config),
     )

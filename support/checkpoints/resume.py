@@ -34,8 +34,7 @@ def flags_to_resume(
         cli_flags = {name: value for name, value in cli_flags.items() if name != "minutes"}
         dist.print0("note    --resume auto does not make a run longer, --resume does: this one keeps its length")
     stored = _stored_flags(config_class, checkpoint, cli_flags, dist)
-    before = config_class(**stored)
-    if _has_new_length(cli_flags, before) and (start := _before_cooldown(cli_flags, before, checkpoint, dist)):
+    if start := _start_of_other_length(cli_flags, config_class(**stored), checkpoint, dist):
         checkpoint = replace(start, replaces_later=True)
         stored = _stored_flags(config_class, checkpoint, cli_flags, dist)
         stored |= _length_flags(cli_flags, config_class(**stored), checkpoint, dist)
@@ -109,34 +108,30 @@ def _stored_flags(
 # Longer runs
 
 
-def _has_new_length(cli_flags: Mapping[str, Any], before: RunOptions) -> bool:
-    """Whether flags give a run another length that moves its cooldown.
+def _start_of_other_length(
+    cli_flags: Mapping[str, Any], before: RunOptions, checkpoint: Checkpoint, dist: Distributed
+) -> Checkpoint | None:
+    """The checkpoint before the cooldown, from which a run continues whose flags give it another length.
+
+    None if they do not, or if there is no such checkpoint: more steps then have the lowest learning rate.
 
     Raises:
-        UserError: they are for a run of another kind.
+        UserError: the flags are for a run of another kind; more minutes would have that rate; or nothing would be saved.
     """
     if "minutes" in cli_flags:
         if before.schedule != "wsd" or (before.text is None and not before.demo):
             raise UserError("--minutes is for --text and --demo with --schedule wsd. Use --max-steps.")
         if "max_steps" in cli_flags or "decay_steps" in cli_flags:
             raise UserError("--minutes chooses the number of steps. Leave out --max-steps and --decay-steps.")
-        return True
-    if before.open_ended:
+    elif before.open_ended:
         if "decay_steps" in cli_flags and "max_steps" not in cli_flags:
             raise UserError("--decay-steps needs --max-steps, instead of --minutes.")
-        return "max_steps" in cli_flags
-    ends_together = before.decay_steps == before.max_steps and "decay_steps" not in cli_flags
-    return before.schedule == "wsd" and ends_together and cli_flags.get("max_steps", 0) > before.max_steps
-
-
-def _before_cooldown(
-    cli_flags: Mapping[str, Any], before: RunOptions, checkpoint: Checkpoint, dist: Distributed
-) -> Checkpoint | None:
-    """The checkpoint that a longer run continues from; None if there is none: more steps then have the lowest rate.
-
-    Raises:
-        UserError: more minutes would have, too; or the longer run would not be saved.
-    """
+        if "max_steps" not in cli_flags:
+            return None
+    else:
+        ends_together = before.decay_steps == before.max_steps and "decay_steps" not in cli_flags
+        if before.schedule != "wsd" or not ends_together or cli_flags.get("max_steps", 0) <= before.max_steps:
+            return None
     if cli_flags.get("checkpoint_every") == 0:
         raise UserError("--checkpoint-every 0 would lose the longer run. Leave it out.")
     if checkpoint.step <= before.cooldown_start:
