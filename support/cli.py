@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
-import errno
 import math
 import os
 import platform
@@ -20,6 +19,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from errno import EACCES, EDQUOT, EFBIG, EIO, EISDIR, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM, EPIPE, EROFS, ESTALE
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
@@ -30,19 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-DISK_ERRORS = (
-    errno.EISDIR,
-    errno.ENOTDIR,
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ENAMETOOLONG,
-    errno.EIO,
-    errno.ESTALE,
-)
+DISK_ERRORS = (EISDIR, ENOTDIR, ENOSPC, EDQUOT, EFBIG, EROFS, EACCES, EPERM, ENAMETOOLONG, EIO, ESTALE)
 
 
 class UserError(Exception):
@@ -179,14 +167,6 @@ class Parser(argparse.ArgumentParser):
         )
         self.register("action", None, StoreChecked)  # what `add_argument` uses unless it is told
         self.problems: list[str] = []
-        self._help_group = self.add_argument_group("help")
-        self._help_group.add_argument("-h", "--help", action="help", help="print this help and exit")
-        versions = f"%(prog)s {__version__}, Python {platform.python_version()}, torch {metadata.version('torch')}"
-        self._help_group.add_argument("--version", action="version", version=versions, help="print versions and exit")
-
-    def format_help(self) -> str:
-        self._action_groups.sort(key=lambda group: group is self._help_group)  # which comes last
-        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         raise UserError(*self.problems, f"{message}. See --help.")
@@ -197,6 +177,10 @@ class Parser(argparse.ArgumentParser):
         Raises:
             UserError: the command line is not valid.
         """
+        group = self.add_argument_group("help")  # the last one
+        group.add_argument("-h", "--help", action="help", help="print this help and exit")
+        versions = f"%(prog)s {__version__}, Python {platform.python_version()}, torch {metadata.version('torch')}"
+        group.add_argument("--version", action="version", version=versions, help="print versions and exit")
         args = sys.argv[1:] if args is None else list(args)
         if "--" in args:  # argparse would take no word after it as a flag
             self.error("-- is not used here")
@@ -275,7 +259,8 @@ def parse_flags(
         if field.default is not False:
             help += f" (default: {meta['default_help'] or _in_words(field.default)})"
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": help.replace("%", "%%")}
-        kind = _plain_type(hints[field.name])
+        hint = hints[field.name]
+        kind = next((t for t in typing.get_args(hint) if t is not types.NoneType), hint)  # int for `int | None`
         if kind is bool:
             options["action"] = "store_true" if field.default is False else argparse.BooleanOptionalAction
         else:
@@ -297,17 +282,10 @@ def _in_words(value: object) -> str:
     return f"{value:,}" if type(value) is int and value >= 10_000 else str(value)
 
 
-def _plain_type(hint: Any) -> type:
-    """int for `int | None`, and so on."""
-    if isinstance(hint, types.UnionType):
-        return next(t for t in typing.get_args(hint) if t is not type(None))
-    return hint
-
-
 # -----------------------------------------------------------------------------
 # The console
 
-READER_CLOSED = (errno.EPIPE, errno.EIO)  # of a pipe, of a terminal
+READER_CLOSED = (EPIPE, EIO)  # of a pipe, of a terminal
 
 
 class GuardedStream:
@@ -346,7 +324,7 @@ class GuardedStream:
         except OSError as error:
             if error.errno in READER_CLOSED:
                 if self.on_close is None:
-                    raise BrokenPipeError(errno.EPIPE, "the reader is gone") from error
+                    raise BrokenPipeError(EPIPE, "the reader is gone") from error
                 self.on_close()
                 self._discard()
             elif self._required:
@@ -446,9 +424,6 @@ def _exit_code(main: Callable[[], None]) -> int:
 def _print_errors(*problems: str) -> None:
     with contextlib.suppress(BrokenPipeError):
         for problem in problems:
-            print(f"error: {_on_one_line(problem)}", file=sys.stderr, flush=True)
-
-
-def _on_one_line(text: str) -> str:
-    r"""Shows a line break as \n, and other control characters so, too: names of files can have them."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+            # a line break as \n, and other control characters so, too: names of files can have them
+            escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in problem)
+            print(f"error: {escaped}", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,24 +24,13 @@ if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel
 
 
-class ModelSizes(TypedDict):
-    """The sizes in a checkpoint's `config.json`, by field of GPTConfig."""
-
-    block_size: int
-    vocab_size: int
-    n_layer: int
-    n_head: int
-    n_embd: int
-    bias: bool
-
-
 HF_NAMES = {  # in config.json, and in GPTConfig
     "n_positions": "block_size",
     **{name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")},
 }
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FILES = ["config.json", "model.safetensors", *TOKENIZER_FILES, ADAPTER_CONFIG, ADAPTER_WEIGHTS]  # of a hub model
-MAX_SIZE, MAX_LAYERS = 2**20, 10_000  # far beyond any real model: a corrupt file gives a message and not a traceback
+MAX_SIZE = 2**20  # far beyond any real model: a corrupt file gives a message and not a traceback
 # The values that our model implements; the first one is the default of a missing field.
 SUPPORTED_MODEL_VALUES: dict[str, tuple[object, ...]] = {
     "model_type": ("gpt2",),
@@ -101,8 +90,8 @@ def tokenizer_folder(directory: Path) -> Path:
     return directory if has_tokenizer or not is_adapter(directory) else _base_model_of(directory, verify=False)
 
 
-def read_config(directory: Path) -> ModelSizes:
-    """The sizes in `config.json`, and whether the model has biases; for an adapter, those of its base model.
+def read_config(directory: Path) -> dict[str, Any]:
+    """The sizes in `config.json`, by field of GPTConfig, and `bias`; for an adapter, those of its base model.
 
     Hugging Face's model always has biases. Where ours has none, its file has zeros and says `"bias": false`.
 
@@ -114,7 +103,7 @@ def read_config(directory: Path) -> ModelSizes:
     path = directory / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        sizes = {ours: config[hf] for hf, ours in HF_NAMES.items()}
+        sizes: dict[str, Any] = {ours: config[hf] for hf, ours in HF_NAMES.items()}
         if not all(type(size) is int for size in sizes.values()):
             raise ValueError(f"sizes must be integers, not {sizes}")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -124,11 +113,10 @@ def read_config(directory: Path) -> ModelSizes:
         for field, supported in (SUPPORTED_MODEL_VALUES | {"n_inner": (None, 4 * sizes["n_embd"])}).items()
         if config.get(field, supported[0]) not in supported
     ]
-    limits = dict.fromkeys(sizes, MAX_SIZE) | {"n_layer": MAX_LAYERS}
     problems += [
-        f"{path}: {name} is {size}. It must be from 1 to {limits[name]:,}."
+        f"{path}: {name} is {size}. It must be from 1 to {MAX_SIZE:,}."
         for name, size in sizes.items()
-        if not 1 <= size <= limits[name]
+        if not 1 <= size <= MAX_SIZE
     ]
     if not problems and sizes["n_embd"] % sizes["n_head"]:
         problems.append(f"{path}: n_embd {sizes['n_embd']} is not a multiple of n_head {sizes['n_head']}.")
@@ -136,7 +124,7 @@ def read_config(directory: Path) -> ModelSizes:
         raise UserError(*problems)
     sizes["bias"] = config.get("bias") is not False
     check_model_fits(sizes)
-    return cast(ModelSizes, sizes)
+    return sizes
 
 
 def read_weights(directory: Path) -> dict[str, torch.Tensor]:
@@ -221,7 +209,7 @@ def load_hf_model(directory: Path) -> GPT2LMHeadModel:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    sizes = cast("dict[str, Any]", read_config(directory))
+    sizes = read_config(directory)
     config = GPT2Config(
         **{hf: sizes[ours] for hf, ours in HF_NAMES.items()},
         bos_token_id=None,

@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from support.checkpoints import huggingface
 from support.cli import UserError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 TARGET_MODULES = ["c_attn", "c_proj"]  # of the attention, and the projection of the MLP
 
@@ -20,12 +24,12 @@ def add_adapter(model: torch.nn.Module, n_embd: int, rank: int, alpha: float, se
     Raises:
         UserError: the rank exceeds the width of the model, or the checkpoint has matrices of another rank.
     """
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import inject_adapter_in_model
 
     if rank > n_embd:
         raise UserError(f"--lora-rank {rank} is more than the model's {n_embd} channels. Lower it.")
     torch.manual_seed(seed)
-    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules=TARGET_MODULES), model)
+    inject_adapter_in_model(_lora_config(rank, alpha), model)
     if adapter is not None:
         saved = huggingface.read_tensors(adapter / huggingface.ADAPTER_WEIGHTS)
         trained = {_peft_name(name): p for name, p in model.named_parameters() if p.requires_grad}
@@ -46,21 +50,20 @@ def frozen_sha256(model: torch.nn.Module) -> str | None:
 
 def write_adapter(directory: Path, matrices: Mapping[str, torch.Tensor], base: str, rank: int, alpha: float) -> None:
     """Writes an adapter as peft does: `PeftModel.from_pretrained` opens it on Hugging Face's model of its base."""
-    from peft import LoraConfig
     from safetensors.torch import save_file
 
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        target_modules=TARGET_MODULES,
-        fan_in_fan_out=True,  # Hugging Face's GPT-2 stores these weights transposed
-        task_type="CAUSAL_LM",
-        inference_mode=True,
-        base_model_name_or_path=str(Path(base).resolve()) if Path(base).exists() else base,
-    )
+    config = _lora_config(rank, alpha, task_type="CAUSAL_LM", inference_mode=True)
+    config.fan_in_fan_out = True  # Hugging Face's GPT-2 stores these weights transposed
+    config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
     config.save_pretrained(str(directory))
     tensors = {_peft_name(name): matrix.contiguous() for name, matrix in matrices.items()}
     save_file(tensors, directory / huggingface.ADAPTER_WEIGHTS)
+
+
+def _lora_config(rank: int, alpha: float, **options: Any) -> LoraConfig:
+    from peft import LoraConfig
+
+    return LoraConfig(**options, r=rank, lora_alpha=alpha, target_modules=TARGET_MODULES)  # type: ignore[arg-type]
 
 
 def _peft_name(name: str) -> str:

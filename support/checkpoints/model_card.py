@@ -74,6 +74,7 @@ def model_card(run: RunInfo, step: int, trained: int, val: Mapping[int, float], 
     config, base, source = run.config, run.config.init_from, run.identity.get("source") or ""
     tokenizer, parameters = run.data.tokenizer.name, count_parameters(run.sizes)
     is_adapter, base_on_hub = config.lora_rank is not None, base is not None and _is_on_hub(base)
+    base_name = base if base is None or base_on_hub else _printable(Path(base).name)
     fineweb = [name for name in FINEWEB_PREFIXES if source.startswith(f"{name}/")]
     metadata = {
         "language": "en" if fineweb or source == DEMO_SOURCE else None,
@@ -106,12 +107,12 @@ def model_card(run: RunInfo, step: int, trained: int, val: Mapping[int, float], 
         metadata="\n".join(f"{name}: {json.dumps(value)}" for name, value in metadata.items() if value),
         size=f"{parameters / 1e6:.0f}M" if parameters >= 1e7 else f"{parameters / 1e6:.2g}M",
         kind=f"An adapter (LoRA of rank {config.lora_rank}) for a GPT-2" if is_adapter else "A GPT-2",
-        origin="trained from random weights" if base is None else f"fine-tuned from `{_local_name(base)}`",
+        origin="trained from random weights" if base is None else f"fine-tuned from `{base_name}`",
         facts="\n".join(f"- {fact}" for fact in facts),
         prompt=json.dumps(prompt, ensure_ascii=False),
         adapter=" They need `peft`, and its base model." if is_adapter else "",
         commands="\n".join(commands),
-        flags=_flags(config),
+        flags=_flags(config, base_name),
     )
 
 
@@ -120,22 +121,18 @@ def _is_on_hub(name: str) -> bool:
     return not Path(name).exists() and step_of(Path(name)) < 0 and bool(_HUB_NAME.fullmatch(name))
 
 
-def _local_name(name: str) -> str:
-    """A hub name, or the last part of a path."""
-    return name if _is_on_hub(name) else _printable(Path(name).name)
-
-
 def _printable(text: str) -> str:
     """Text for a code span on one line: without line breaks, backticks and the folders of an absolute path."""
     text = Path(text).name if Path(text).is_absolute() else text
     return "".join(c if c.isprintable() and c != "`" else "?" for c in text)
 
 
-def _flags(config: RunOptions) -> str:
+def _flags(config: RunOptions, base_name: str | None) -> str:
     """The flags that determine the weights, where they differ from the defaults."""
     words = []
     for field in flag_fields(type(config)):
-        name, value = field.name, getattr(config, field.name)
+        name = field.name
+        value = base_name if name == "init_from" else getattr(config, name)
         is_open = config.open_ended and name in ("max_steps", "decay_steps")  # the number of steps is not known yet
         if name in RunOptions.__dataclass_fields__ or value == field.default or is_open:
             continue
@@ -143,7 +140,7 @@ def _flags(config: RunOptions) -> str:
             words.append(flag_name(name) if value else f"--no-{flag_name(name)[2:]}")
         else:
             value = f"{value:.6g}" if isinstance(value, float) else str(value)
-            words.append(f"{flag_name(name)} {shlex.quote(_local_name(value) if name == 'init_from' else value)}")
+            words.append(f"{flag_name(name)} {shlex.quote(value)}")
     if not words:
         return "With the default flags of `train_gpt2.py`."
     return "With these flags, and the defaults for all others:\n\n```\n" + "\n".join(words) + "\n```"

@@ -88,11 +88,7 @@ def _stored_flags(
 ) -> dict[str, Any]:
     """The flags of the run that wrote a checkpoint, and the sizes of its model; with LoRA, those of the base model."""
     if checkpoint.config.get("lora_rank"):
-        base = cli_flags.get("init_from", checkpoint.config.get("init_from"))
-        if not isinstance(base, str):
-            raise UserError(
-                f"cannot resume from {checkpoint.path}: trainer.pt does not name the base model. Pass it with --init-from."
-            )
+        base = cli_flags.get("init_from", checkpoint.config["init_from"])
         try:
             sizes = huggingface.read_config(find_once_per_node(base, dist))
         except UserError as error:

@@ -108,10 +108,7 @@ def check_and_open_data(config: RunOptions, dist: Distributed, checkpoint: Check
 def check_pretrained(
     source: str | Path, vocab_size: int, context: int, tokenizer: Tokenizer, config: RunOptions
 ) -> None:
-    """Checks that pretrained weights of a vocabulary and a context fit the shards of a run and its context.
-
-    Args:
-        tokenizer: of the shards.
+    """Checks that pretrained weights of this vocabulary and context fit a run and the `tokenizer` of its shards.
 
     Raises:
         UserError: they do not.

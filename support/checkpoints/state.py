@@ -90,8 +90,8 @@ class TrainState:
         Raises:
             UserError: the optimizer's state does not fit the model.
         """
-        saved, names = checkpoint.optimizer["state"], list(self._optimizer_parameters())
-        parameters = list(self._optimizer_parameters().values())
+        saved, by_name = checkpoint.optimizer["state"], self._optimizer_parameters()
+        names, parameters = list(by_name), list(by_name.values())
         fits = checkpoint.parameters in (None, names) and set(saved) in (set(), set(range(len(names))))
         for i, parameter in enumerate(parameters):  # torch does not compare shapes
             shapes = {tensor.shape for name, tensor in saved.get(i, {}).items() if name != "step"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -200,6 +201,5 @@ class RunLogger:
 
 
 def clock(seconds: float) -> str:
-    """`1:02:03`; hours are not limited to a day."""
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+    """`1:02:03`, and `2 days, 1:02:03`."""
+    return str(timedelta(seconds=round(seconds)))

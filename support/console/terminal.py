@@ -35,8 +35,10 @@ def pluralize(n: int, noun: str) -> str:
 
 def labelled(label: str, text: str) -> str:
     """A label and its text, in lines of at most WIDTH columns; longer words are not broken."""
-    options = dict(break_long_words=False, break_on_hyphens=False)
-    return textwrap.fill(text, WIDTH, initial_indent=f"{label:8}", subsequent_indent=" " * 8, **options)
+    first, others = f"{label:8}", " " * 8
+    return textwrap.fill(
+        text, WIDTH, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def on_one_line(text: str) -> str:
