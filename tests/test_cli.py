@@ -90,10 +90,7 @@ def test_help_has_examples_first_and_fits_any_width(name, capsys, monkeypatch):
 def test_the_examples_of_help_are_valid(name, capsys, monkeypatch):
     examples = output_of(SCRIPTS[name], "--help", capsys).split("\n\n")[2]
     for example in examples.splitlines():
-        script, *flags = shlex.split(
-            example.partition(f"{name}.py")[1] + example.partition(f"{name}.py")[2], comments=True
-        )
-        assert script == f"{name}.py"
+        flags = shlex.split(example.partition(f"{name}.py")[2], comments=True)
         if name == "train_gpt2":
             parse_flags(train_gpt2.TrainConfig, flags)
         else:

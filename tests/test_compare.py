@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from test_curves import PNG, write_run
-from training import trained
 
 import compare
 from support.cli import UserError
@@ -89,17 +88,6 @@ def test_what_a_strangers_run_says_cannot_act_on_the_terminal(tmp_path, capsys):
     assert [line.split()[0] for line in lines[:4] if line] == ["flag", "--seed", "--evil"]
 
 
-def test_runs_of_the_trainer_are_compared(byte_shards, tmp_path, capsys):
-    for name, lr in (("a", 1e-3), ("b", 2e-3)):
-        trained(tmp_path / name, "--data", byte_shards, "--max-steps", 3, "--max-lr", lr)
-    capsys.readouterr()
-    lines = compared(tmp_path, capsys, tmp_path / "a", tmp_path / "b", "--x", "hours")
-    assert [line.split() for line in lines[:4]] == [
-        ["flag", "a", "b"], ["--max-lr", "0.001", "0.002"], ["--min-lr", "0.0001", "0.0002"], [],
-    ]  # fmt: skip
-    assert lines[5].split()[1:4] == ["36,224", "3", "768"]
-
-
 @pytest.mark.parametrize(
     "argv, message",
     [
@@ -110,7 +98,6 @@ def test_runs_of_the_trainer_are_compared(byte_shards, tmp_path, capsys):
         (["log", "-o", "picture.svg"], "-o picture.svg is not a .png file. Use another name."),
         (["log", "-o", "other.png"], "other.png exists and has other content. Use another file with -o."),
         (["log", "-o", "no/where.png"], "cannot write no/where.png"),
-        ([], "DIR is missing. See --help."),
     ],
 )
 def test_errors_say_what_to_do(tmp_path, monkeypatch, argv, message):

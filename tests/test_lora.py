@@ -127,14 +127,6 @@ def test_the_base_model_is_not_trained(tuned, base):
     assert values[-1] < values[0]
 
 
-def test_training_starts_at_the_base_model(base, byte_shards, tmp_path):
-    """B is zero at first."""
-    train(config_with_lora(byte_shards, base, tmp_path / "lora", "--max-steps", 1), ONE_PROCESS)
-    flags = ["--data", byte_shards, "--out", tmp_path / "all", "--init-from", base, "--max-steps", 1]
-    train(configure([*TINY_TRAINING_FLAGS, *flags])[0], ONE_PROCESS)
-    assert losses(tmp_path / "lora" / "log.txt")[0] == losses(tmp_path / "all" / "log.txt")[0]
-
-
 def test_a_resumed_run_is_the_uninterrupted_run_wherever_its_base_model_is(tuned, base, byte_shards, tmp_path):
     """But neither the base model nor its context may change."""
     first, run = Path(shutil.copytree(base, tmp_path / "first")), tmp_path / "run"

@@ -31,7 +31,6 @@ from support.checkpoints.directory import list_checkpoints, newest_checkpoint, s
 from support.checkpoints.manager import CheckpointManager
 from support.cli import UserError
 from support.console.log import MetricsLog, RunLog
-from support.runtime.run_info import checkpoint_path
 from support.runtime.signals import StopHandler
 from train_gpt2 import train
 
@@ -102,14 +101,6 @@ def test_a_failed_last_checkpoint_is_an_error(byte_shards, tmp_path, monkeypatch
     with pytest.raises(UserError, match="the last checkpoint could not be saved"):
         train(config_for(byte_shards, tmp_path, 4), ONE_PROCESS)
     assert checkpoint_names(tmp_path) == ["model_00002"]
-
-
-def test_a_disk_without_space_for_a_checkpoint_is_noted(byte_shards, tmp_path, monkeypatch, capsys):
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    train(config_for(byte_shards, tmp_path, 2), ONE_PROCESS)
-    printed = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"note a checkpoint takes [\d.]+ MB, and .* has 0.0 MB free", printed)
 
 
 def test_a_file_that_cannot_grow_ends_the_run_with_the_old_checkpoint_intact(byte_shards, tmp_path):
@@ -227,14 +218,3 @@ def test_a_run_that_is_stopped_removes_no_model(tmp_path):
     assert save_one(checkpoints, 5) == [5] and (tmp_path / "model_00003.earlier").is_dir()
     stop.requested = False
     assert save_one(checkpoints, 5) == [5] and not (tmp_path / "model_00003.earlier").exists()
-
-
-def test_the_command_that_resumes_can_be_copied(tmp_path):
-    out = tmp_path / "my run"
-    assert manager_of(out).describe_newest() == "There is no checkpoint yet."
-    for world_size, launcher in ((1, "python"), (2, "torchrun ...")):
-        checkpoints = manager_of(out, stop=StopHandler(world_size))
-        checkpoints.newest = 7
-        place, command = checkpoints.describe_newest().splitlines()
-        assert str(checkpoint_path(out, 7)) in place
-        assert command == f"next    {launcher} train_gpt2.py --resume --out '{out}'"

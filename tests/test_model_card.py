@@ -138,7 +138,7 @@ def test_an_adapter_needs_peft_and_its_base():
 
 
 EXAMPLES = [([], "Once upon a time"), (["--demo"], "The"), (["--text", "a"], "The sea")]
-TEXTS = ("It's late", 'She said "no" and', "$HOME `ls` \\ !", "Ärger ist 日本 🙂", "")
+TEXTS = ('It\'s late, she said "no"', "$HOME `ls` \\ !", "Ärger ist 日本 🙂", "")
 EXAMPLES += [(["--text", "a", "--prompt", text], text) for text in TEXTS]
 EXAMPLES.append((["--text", "a", "--prompt", "```\n \udcff\x1b two\n```\nlines"], "``` two ``` lines"))
 

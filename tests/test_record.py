@@ -10,9 +10,8 @@ from datetime import UTC, datetime
 
 import pytest
 import torch
-from helpers import finish_run, run_to_the_end, start_run, steps_done, wait_for
 from safetensors.torch import load_file
-from training import ONE_PROCESS, TINY, assert_same_run, configure, resumed, run_info, trained
+from training import ONE_PROCESS, TINY, configure, resumed, run_info, trained
 
 import train_gpt2
 from benchmarks.bench_chaos import metrics_without_time
@@ -113,53 +112,13 @@ def test_a_run_of_an_earlier_version_gets_its_files_when_it_is_resumed(byte_shar
     assert not capsys.readouterr().err
 
 
-def test_a_record_that_cannot_be_written_is_a_warning(byte_shards, tmp_path, monkeypatch, capsys):
-    def full(path, *args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(record, "atomic_write", full)
-    trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 3)
-    warning = f"warning: cannot write {tmp_path / 'run' / 'run.json'} (No space left on device).\n"
-    assert capsys.readouterr().err == warning
-    assert newest_checkpoint(tmp_path / "run").name == "model_00003" and not (tmp_path / "run" / "run.json").exists()
-
-
-@pytest.mark.slow
-def test_all_files_survive_a_kill_and_two_resumes(byte_shards, tmp_path):
-    flags = ["--data", byte_shards, "--max-steps", 400, "--checkpoint-every", 10, "--keep", 1]
-    start = dict(cwd=tmp_path, world_size=2)
-    out = tmp_path / "killed"
-    ranks = start_run(*flags, "--out", "killed", **start)
-    assert wait_for(lambda: out.exists() and newest_checkpoint(out) and steps_done(out) % 10 > 4)
-    for process in ranks:
-        process.kill()
-    for process in ranks:
-        process.join()
-    first, killed_at = read(out), steps_done(out)
-    ranks = start_run("--resume", "--out", "killed", **start)
-    assert wait_for(lambda: steps_done(out) > killed_at + 10)
-    ranks[0].terminate()
-    assert set(finish_run(ranks)) == {143}
-    stopped_at = steps_done(out)
-    ends = ["--max-steps", stopped_at + 4, "--decay-steps", 400]
-    run_to_the_end("--resume", *ends[:2], "--out", "killed", **start)
-    run_to_the_end(*flags, *ends, "--out", "straight", **start)
-    assert_same_run(out, tmp_path / "straight")
-    run = read(out)
-    assert {**run, "resumes": []} == first and run["processes"] == 2
-    assert [resume["step"] for resume in run["resumes"]][1:] == [stopped_at]
-    assert 0 < run["resumes"][0]["step"] <= killed_at and run["resumes"][0]["step"] % 10 == 0
-    assert [line["tokens"] for line in metrics_without_time(out)] == [256 * (i + 1) for i in range(stopped_at + 4)]
-
-
 def test_the_commit_is_that_of_git_in_this_folder_alone(tmp_path, monkeypatch):
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    subprocess.run([*git, "init", "-q"], check=True)
-    monkeypatch.setattr(record, "ROOT", tmp_path)
-    assert record._read_commit() is None  # no commit yet
-    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run([*git, *command], check=True)
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    assert record._read_commit() == head and len(head) == 40
-    (tmp_path / "unpacked").mkdir()
-    monkeypatch.setattr(record, "ROOT", tmp_path / "unpacked")  # as a download without .git inside a repository
-    assert record._read_commit() is None
+    (tmp_path / "unpacked").mkdir()  # as a download without .git inside a repository
+    for folder, versions in ((tmp_path, {"commit": head}), (tmp_path / "unpacked", {})):
+        monkeypatch.setattr(record, "ROOT", folder)
+        found = record.describe_run(run_info(), ONE_PROCESS)["versions"]
+        assert found == {name: found[name] for name in ("python", "torch", "numpy")} | versions

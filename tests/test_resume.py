@@ -271,31 +271,19 @@ def test_a_run_does_not_resume_with_other_data(byte_shards, tmp_path, had_manife
         manifest |= {"tokenizer": "gpt2", "vocab_size": 50257}  # what shards without a manifest are
 
     def write_manifest(exists):
-        (data / "manifest.json").write_text(json.dumps(manifest)) if exists else (data / "manifest.json").unlink()
+        path = data / "manifest.json"
+        path.write_text(json.dumps(manifest)) if exists else path.unlink(missing_ok=True)
 
     write_manifest(had_manifest)
     trained(out, "--data", data, "--max-steps", 2)
-    if had_manifest != has_manifest:
-        write_manifest(has_manifest)
+    write_manifest(has_manifest)
     resumed(out, "--max-steps", 2)
-    for split in ("val", "train"):
+    for split in ("val", "train"):  # of both, train is reported
         shard = next(shard for shard in manifest["shards"] if shard["split"] == split)
-        before = np.load(data / shard["file"])
-        for tokens in (before[::-1].copy(), before):
-            shard["sha256"] = shards.write_shard(data / shard["file"], tokens)
-            if has_manifest:
-                write_manifest(True)
-            if tokens is before:
-                continue
-            with pytest.raises(UserError, match=f"the {split} shards are not those that .*model_00002 was trained on"):
-                resumed(out, "--max-steps", 3)
-    lost = next(shard for shard in manifest["shards"] if shard["split"] == "train")
-    manifest["shards"].remove(lost)
-    (data / lost["file"]).unlink()
-    if has_manifest:
-        write_manifest(True)
-    with pytest.raises(UserError, match="the train shards are not those"):
-        resumed(out, "--max-steps", 3)
+        shard["sha256"] = shards.write_shard(data / shard["file"], np.load(data / shard["file"])[::-1].copy())
+        write_manifest(has_manifest)
+        with pytest.raises(UserError, match=f"the {split} shards are not those that .*model_00002 was trained on"):
+            resumed(out, "--max-steps", 3)
 
 
 def test_a_run_without_validation_knows_its_validation_data(six_steps, byte_shards, tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
-from training import configure, resumed, trainer_file
+from training import resumed, trainer_file
 
 from support.checkpoints.state import TrainState, copy_to_host
 
@@ -64,18 +64,3 @@ def test_a_resumed_run_is_the_uninterrupted_run(runs, name, monkeypatch):
     assert optimizer["param_groups"] == stored["optimizer"]["param_groups"]
     torch.testing.assert_close(optimizer["state"], stored["optimizer"]["state"], rtol=0, atol=0)
     assert any(tensor.any() for tensor in tree_leaves(optimizer["state"]))
-
-
-def test_the_stored_flags_are_the_flags_of_the_run(runs):
-    for name, optimizer, dtype, sizes in (
-        ("adamw", "adamw", "fp32", (1, 2, 8, 8)),
-        ("muon", "muon", "fp16", (1, 2, 8, 8)),
-        ("lora", "adamw", "fp32", (1, 2, 8, 8)),  # of its base model
-    ):
-        config, checkpoint = configure(["--resume", "--out", runs / name, *flags_of(name, runs)])
-        stored = checkpoint.config
-        assert (config.optimizer, config.dtype, config.lora_rank) == (optimizer, dtype, stored["lora_rank"])
-        assert (config.n_layer, config.n_head, config.n_embd, config.block_size) == sizes
-        for field in ("max_lr", "min_lr", "warmup_steps", "decay_steps", "dropout", "shuffle", "seed", "val_tokens"):
-            assert getattr(config, field) == stored[field], field
-        assert not config.compile  # None in the file: chosen by the machine

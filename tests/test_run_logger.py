@@ -59,11 +59,6 @@ def test_mfu_counts_all_gpus_and_time_counts_from_the_resume(tmp_path, monkeypat
     )
 
 
-def test_no_mfu_where_the_peak_is_not_known(tmp_path, monkeypatch, lines):
-    logger_of(tmp_path, lines, monkeypatch, max_steps=3, started=0.0, clock=[1.0]).step(0, 1.0, 1e-3, 1.0, 0.5, None)
-    assert not any("mfu" in line for line in lines)
-
-
 def test_a_skipped_step_is_explained_below_its_line(tmp_path, monkeypatch, lines):
     logger = logger_of(tmp_path, lines, monkeypatch, max_steps=9, started=0.0, clock=[1.0])
     logger.step(0, float("nan"), 1e-3, 1.0, 0.5, "skipped: the loss or the gradient is not finite")

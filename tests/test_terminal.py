@@ -185,15 +185,12 @@ def test_the_summary_agrees_with_the_log(tmp_path, capsys):
     assert "saved" not in capsys.readouterr().out  # that checkpoint belongs to the run before
 
 
-@pytest.mark.parametrize(
-    "term, no_color, expected",
-    [("xterm", "", "\x1b[1mtext\x1b[0m"), ("xterm", "1", "text"), ("dumb", "", "text"), (None, "", "text")],
-)
-def test_colours_only_where_they_are_wanted(monkeypatch, term, no_color, expected):
-    monkeypatch.setenv("TERM", term or "xterm")
+@pytest.mark.parametrize("term, no_color, is_styled", [("xterm", "", True), ("xterm", "1", False), ("dumb", "", False)])
+def test_colours_only_where_they_are_wanted(monkeypatch, term, no_color, is_styled):
+    monkeypatch.setenv("TERM", term)
     monkeypatch.setenv("NO_COLOR", no_color)
-    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: term is not None))
-    assert terminal.styled("text", terminal.BOLD) == expected
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
+    assert terminal.styled("text", terminal.BOLD) == ("\x1b[1mtext\x1b[0m" if is_styled else "text")
 
 
 def test_lines_are_printed_above_the_status_line(tmp_path, monkeypatch):
