@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-import select
-import signal
 import sys
 from pathlib import Path
 
 import numpy as np
+import pexpect
 import pytest
 import torch
-from helpers import FORKS, finish_run, wait_for
+from helpers import ROOT, wait_for
 from hf_models import copy_of, hf_model
 from training import TINY, trained
 
 import sample
-from support.cli import UserError, run_cli
+from support.cli import UserError
 from support.data.tokenizer import BytesTokenizer
 from support.runtime.devices import seeded_generator
 from train_gpt2 import GPT, next_token_probs
@@ -174,91 +173,61 @@ def as_on_terminal(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
-class Terminal:
-    """sample.py in a process of its own, on a terminal."""
-
-    def __init__(self, *flags: object):
-        self.screen, terminal = os.openpty()
-        arguments = (os.ttyname(terminal), [str(flag) for flag in flags])
-        self.process = FORKS.Process(target=_run_on_terminal, args=arguments, daemon=True)  # killed if a test fails
-        self.process.start()
-        assert select.select([self.screen], [], [], 60)[0]
-        os.close(terminal)  # only now: the other process has it open
-
-    def type(self, text: str) -> None:
-        os.write(self.screen, text.encode("utf-8", "surrogateescape"))
-
-    def read_until(self, end: str) -> str:
-        """What is shown from now on, to the first `end`."""
-        shown = b""
-        while not shown.replace(b"\r\n", b"\n").endswith(end.encode()):
-            assert select.select([self.screen], [], [], 30)[0], shown
-            shown += os.read(self.screen, 1)
-        return shown.decode(errors="replace").replace("\r\n", "\n")
-
-    def wait_until_it_reads(self) -> None:
-        """Python's readline misses a Ctrl-C right before it waits for a key, until the next key."""
-        state = Path(f"/proc/{self.process.pid}/stat")
-        assert wait_for(lambda: state.read_text().rpartition(")")[2].split()[0] == "S")  # it sleeps
-
-    def exit_code(self) -> int | None:
-        [code] = finish_run([self.process], timeout=30)
-        os.close(self.screen)
-        return code
+def on_terminal(run: Path, *flags: object) -> pexpect.spawn:
+    """sample.py in a process of its own, on a terminal, when it waits for a prompt."""
+    command = [ROOT / "sample.py", "--model", run / "model_00003", "-d", "cpu", *flags]
+    environment = os.environ | {"TERM": "dumb", "OMP_NUM_THREADS": "1"}
+    terminal = pexpect.spawn(
+        sys.executable,
+        list(map(str, command)),
+        env=environment,
+        encoding="utf-8",
+        codec_errors="surrogateescape",
+        timeout=60,
+    )
+    terminal.delaybeforesend = None
+    terminal.expect_exact("Ctrl-C stops a text, Ctrl-D leaves.\r\n> ")
+    return terminal
 
 
-def _run_on_terminal(terminal: str, flags: list[str]) -> None:
-    os.setsid()  # the first terminal that is opened now becomes that of the process, with its Ctrl-C
-    opened = os.open(terminal, os.O_RDWR)
-    for descriptor in range(3):
-        os.dup2(opened, descriptor)
-    os.environ |= {"TERM": "dumb", "HF_HUB_OFFLINE": "1"}
-    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(1)
-    run_cli(lambda: sample.main(flags), prints_result=True)
+def interrupt(terminal: pexpect.spawn) -> None:
+    """Python's readline misses a Ctrl-C right before it waits for a key, until the next key."""
+    state = Path(f"/proc/{terminal.pid}/stat")
+    assert wait_for(lambda: state.read_text().rpartition(")")[2].split()[0] == "S")  # it sleeps
+    terminal.sendintr()
 
 
-@pytest.fixture
-def checkpoint(run) -> Path:
-    return run / "model_00003"
-
-
-def test_a_session_continues_what_is_typed(run, checkpoint, capsys):
+def test_a_session_continues_what_is_typed(run, capsys):
     [text] = texts_of(run, capsys, "-n", "1", "--prompt", "Thé")
-    terminal = Terminal("--model", checkpoint, "-d", "cpu")
-    assert "Ctrl-C stops a text, Ctrl-D leaves." in terminal.read_until("> ")
-    terminal.type("Thé\n")
-    assert terminal.read_until("\n> ") == f"Thé\n{as_on_terminal(text)}\n> "
-    terminal.type("Thé\n")
-    assert as_on_terminal(text) not in terminal.read_until("\n> ")
-    terminal.type("x" * 17 + "\n")
-    assert "the prompt has 17 tokens" in terminal.read_until("> ")
-    terminal.type("\udcff\n")
-    assert "error: the prompt is not valid UTF-8." in terminal.read_until("\n> ")
-    terminal.type("\x04")
-    assert terminal.exit_code() == 0
+    terminal, shown = on_terminal(run), []
+    for prompt in ("Thé", "Thé", "x" * 17, "\udcff"):
+        terminal.sendline(prompt)
+        terminal.expect_exact("\r\n> ")
+        shown.append(terminal.before.replace("\r\n", "\n"))
+    first, second, too_long, not_utf8 = shown
+    assert first == f"Thé\n{as_on_terminal(text)}" and as_on_terminal(text) not in second
+    assert too_long.endswith(f"the prompt has 17 tokens, and the context of {run / 'model_00003'} is 16. Shorten it.")
+    assert "error: the prompt is not valid UTF-8." in not_utf8
+    terminal.sendeof()
+    assert terminal.wait() == 0
 
 
-def test_ctrl_c_stops_a_text_and_then_the_session(checkpoint):
-    terminal = Terminal("--model", checkpoint, "-d", "cpu", "--max-new-tokens", 10**6)
-    terminal.read_until("> ")
-    terminal.type("The\n")
-    terminal.read_until("The\nThe")
-    terminal.type("\x03")
-    assert terminal.read_until("> ").endswith("^C\n\n> ")
-    terminal.type("half a li")
-    terminal.read_until("half a li")
-    terminal.wait_until_it_reads()
-    terminal.type("\x03")
-    terminal.read_until("> ")
-    terminal.wait_until_it_reads()
-    terminal.type("\x03")
-    assert terminal.exit_code() == 0
+def test_ctrl_c_stops_a_text_and_then_the_session(run):
+    terminal = on_terminal(run, "--max-new-tokens", 10**6)
+    terminal.sendline("The")
+    terminal.expect_exact("The\r\nThe")
+    terminal.sendintr()
+    terminal.expect_exact("^C\r\n\r\n> ")
+    terminal.send("half a li")
+    terminal.expect_exact("half a li")
+    interrupt(terminal)
+    terminal.expect_exact("> ")
+    interrupt(terminal)
+    assert terminal.wait() == 0
 
 
 # -----------------------------------------------------------------------------
-# As a script, and bad input
+# Bad input
 
 
 @pytest.mark.parametrize(

