@@ -113,17 +113,12 @@ def check_pretrained(
     Raises:
         UserError: they do not.
     """
-    if vocab_size != tokenizer.vocab_size:
-        raise UserError(
-            f"{source} has a vocabulary of {vocab_size:,} tokens, and the shards in {config.data} one of "
-            f"{tokenizer.vocab_size:,} ({tokenizer.name}). Use --data with shards made with its tokenizer; "
-            "with --text, its --tokenizer and another --out."
-        )
     folder = huggingface.tokenizer_folder(huggingface.find_model(source, verify=False))
-    name = tokenizer_name(folder, vocab_size)
-    if name != tokenizer.name and not get_tokenizer(name).is_same_as(tokenizer):
+    name, same_size = tokenizer_name(folder, vocab_size), vocab_size == tokenizer.vocab_size
+    if not same_size or (name != tokenizer.name and not get_tokenizer(name).is_same_as(tokenizer)):
         raise UserError(
-            f"{source} has another tokenizer than the shards in {config.data}. Make shards with its tokenizer: --tokenizer "
+            f"{source} has another tokenizer than the shards in {config.data}: {vocab_size:,} tokens, and they have "
+            f"{tokenizer.vocab_size:,} ({tokenizer.name}). Make shards with its tokenizer, in another folder: --tokenizer "
             f"{name if name in VOCAB_SIZES else f'bpe --tokenizer-from {source}'}."
         )
     if config.block_size > context:
