@@ -25,7 +25,6 @@ from training import (
 )
 
 import train_gpt2
-from support import files
 from support.checkpoints import manager
 from support.checkpoints.directory import list_checkpoints, newest_checkpoint, step_of
 from support.checkpoints.manager import CheckpointManager
@@ -53,19 +52,15 @@ def manager_of(out, *flags, stop=None):
 
 def full_disk(monkeypatch, which):
     """Makes some of the saves fail as on a full disk: those whose number is in `which`, from 1."""
-    saves, save, sync = [], manager.write_checkpoint, files.sync
+    saves, save = [], manager.write_checkpoint
 
-    def counted(*args):
-        saves.append(1)
-        return save(*args)
+    def save_or_fail(directory, *args):
+        saves.append(directory)
+        if len(saves) in which:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
+        save(directory, *args)
 
-    def failing(path):
-        if len(saves) in which and path.suffix == ".safetensors":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        sync(path)
-
-    monkeypatch.setattr(manager, "write_checkpoint", counted)
-    monkeypatch.setattr(files, "sync", failing)
+    monkeypatch.setattr(manager, "write_checkpoint", save_or_fail)
 
 
 def config_for(byte_shards, out, steps):

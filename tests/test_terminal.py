@@ -21,7 +21,6 @@ from helpers import finish_run, start_run
 from test_signals import signalled_in_forward
 from training import ONE_PROCESS, run_info, trained
 
-from support.cli import GuardedStream
 from support.console import run_logger, terminal
 from support.console.progress import print_summary
 from support.console.run_logger import RunLogger
@@ -191,33 +190,6 @@ def test_colours_only_where_they_are_wanted(monkeypatch, term, no_color, is_styl
     monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
     assert terminal.styled("text", terminal.BOLD) == ("\x1b[1mtext\x1b[0m" if is_styled else "text")
-
-
-def test_lines_are_printed_above_the_status_line(tmp_path, monkeypatch):
-    shown = Terminal(tmp_path)
-    with open((tmp_path / "terminal").read_text(), "w") as tty, monkeypatch.context() as patch:
-        patch.setattr(terminal, "REDRAW_SECONDS", 0)
-        for name in ("stdout", "stderr"):
-            patch.setattr(sys, name, GuardedStream(tty, required=False))
-        status = terminal.StatusLine(enabled=True)
-        status.show("step 1/100 | " + COLUMNS * "x")
-        print("one", end="")
-        status.show("step 2/100 | not drawn inside a line")
-        print(" line")
-        thread = threading.Thread(target=print, args=("from a thread",))
-        thread.start()
-        thread.join()
-        print("warning:", "of two words", file=sys.stderr)
-        assert list(status.counting(range(3), "validation")) == [0, 1, 2]
-        status.close()
-        print("the end")
-    output = shown.output()
-    assert screen(output) == ["one line", "from a thread", "warning: of two words", "the end", ""]
-    drawn = status_lines(output)
-    assert max(map(len, drawn)) < COLUMNS and "step 1/100 | xxx" in output
-    assert [line.strip() for line in drawn if "validation" in line] == [
-        f"step 2/100 | validation {n}/3" for n in range(3)
-    ]
 
 
 def test_samples_are_broken_at_spaces_on_a_terminal_only(monkeypatch):

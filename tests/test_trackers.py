@@ -7,9 +7,9 @@ import sys
 
 import pytest
 from helpers import losses, run_to_the_end
+from test_resume import Killed, kill_before_step
 from training import ONE_PROCESS, config_of, resumed, trained
 
-import train_gpt2
 from support.cli import UserError
 from support.console.log import read_values
 from train_gpt2 import get_lr, train
@@ -102,18 +102,8 @@ def test_a_resumed_run_continues_the_same_curves(byte_shards, tmp_path, monkeypa
     out = tmp_path / "run"
     flags = ["--data", byte_shards, "--out", out, "--max-steps", 9, "--checkpoint-every", 4]
     flags += ["--tensorboard", "--wandb", "mine"]
-    train_step = train_gpt2.train_step
-
-    class Killed(BaseException):
-        pass
-
-    def step_or_die(model, state, *args):
-        if state.step == 6:
-            raise Killed
-        return train_step(model, state, *args)
-
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(train_gpt2, "train_step", step_or_die)
+        kill_before_step(patch, 6)
         train(config_of(*flags), ONE_PROCESS)
     resumed(out)
     config = config_of(*flags)
