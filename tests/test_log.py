@@ -31,22 +31,6 @@ def test_the_log_continues_from_a_step(tmp_path, capsys):
     assert [p.name for p in tmp_path.iterdir()] == ["log.txt"] and not capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "logged, first_step, lacking",
-    [
-        ([0, 1, 2], 3, None),
-        ([0, 1, 4, 5], 6, "2 of the 6 steps so far, step 2 first"),
-        (None, 3, "3 of the 3 steps so far, step 0 first"),
-    ],
-)
-def test_missing_lines_are_reported_wherever_they_are(tmp_path, capsys, logged, first_step, lacking):
-    path = tmp_path / "log.txt"
-    if logged is not None:
-        path.write_text("".join(f"{step} train nan\n" for step in logged))
-    RunLog(path, first_step)
-    assert capsys.readouterr().err == (f"warning: {path} lacks {lacking}.\n" if lacking else "")
-
-
 def test_only_finite_values_are_read(tmp_path):
     path = tmp_path / "log.txt"
     log = RunLog(path)

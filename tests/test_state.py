@@ -137,8 +137,3 @@ def test_a_state_without_names_is_restored(content, tmp_path):
     """As those of earlier versions."""
     del content["parameters"], content["overflows"]
     assert restored(content, tmp_path).overflows == 0
-
-
-def test_the_step_is_that_of_the_folder(content, tmp_path):
-    with pytest.raises(UserError, match="trainer.pt belongs to step 1"):
-        restored(content, tmp_path / "model_00002")

@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_map
 
-from support.checkpoints.directory import step_of
 from support.cli import UserError
 from support.console.terminal import pluralize
 from support.data.shards import DataIdentity
@@ -141,12 +140,9 @@ class Checkpoint:
         try:
             content = torch.load(path / FILE, map_location="cpu", weights_only=True, mmap=True)
             later = {"overflows": content.get("overflows", 0), "parameters": content.get("parameters")}
-            checkpoint = cls(path, **{name: content[name] for name in REQUIRED}, **later)
+            return cls(path, **{name: content[name] for name in REQUIRED}, **later)
         except Exception as error:  # a pickle, a corrupt zip file, a file of another program: errors of many kinds
             raise _unusable(path, f"is corrupt, or was not written by this trainer ({type(error).__name__})") from error
-        if step_of(path) not in (-1, checkpoint.step):
-            raise _unusable(path, f"belongs to step {checkpoint.step}")
-        return checkpoint
 
 
 def _unusable(path: Path, problem: str) -> UserError:

@@ -128,8 +128,6 @@ class RunLog(StepFile):
             kept = [m for m in matches if int(m[1]) == first_step and m[2] in kept_names]
             _write_lines(path, [m[0] for m in before + kept])
             self.kept = {m[2]: float(m[3]) for m in kept}
-            if missing := set(range(first_step)) - {int(m[1]) for m in before if m[2] == "train"}:
-                warn(f"{path} lacks {len(missing):,} of the {first_step:,} steps so far, step {min(missing)} first.")
         super().__init__(path)
 
     def write(self, step: int, name: str, value: float) -> None:
