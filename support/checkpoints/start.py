@@ -114,8 +114,8 @@ def check_pretrained(
         UserError: they do not.
     """
     folder = huggingface.tokenizer_folder(huggingface.find_model(source, verify=False))
-    name, same_size = tokenizer_name(folder, vocab_size), vocab_size == tokenizer.vocab_size
-    if not same_size or (name != tokenizer.name and not get_tokenizer(name).is_same_as(tokenizer)):
+    name = tokenizer_name(folder, vocab_size)
+    if name != tokenizer.name and (vocab_size != tokenizer.vocab_size or not get_tokenizer(name).is_same_as(tokenizer)):
         raise UserError(
             f"{source} has another tokenizer than the shards in {config.data}: {vocab_size:,} tokens, and they have "
             f"{tokenizer.vocab_size:,} ({tokenizer.name}). Make shards with its tokenizer, in another folder: --tokenizer "
