@@ -69,32 +69,20 @@ def test_short_rows_in_bf16_on_a_cpu_do_without_fused_attention(dtype, context, 
     assert any("flash" in event.key for event in profile.key_averages()) == fused
 
 
-@pytest.mark.parametrize(
-    ("missing", "reason"),
-    [
-        ("c++ g++ clang++", "C++ compiler"),
-        ("gcc clang", "C compiler for CUDA"),
-        ("include/Python.h", "Install Python's headers"),
-    ],
-)
-def test_what_torch_compile_needs(missing, reason, monkeypatch, tmp_path):
-    """On CUDA: compilers and Python's headers. On a CPU: a C++ compiler. CC may name another C compiler."""
-    (tmp_path / "include").mkdir()
-    for name in ("c++", "cc", "g++", "gcc", "include/Python.h"):
+def test_what_torch_compile_needs(monkeypatch, tmp_path):
+    """A C++ compiler, and on CUDA Python's headers."""
+    for name in ("g++", "Python.h"):
         (tmp_path / name).touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(devices.sysconfig, "get_config_var", lambda name: str(tmp_path / "include"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(devices.sysconfig, "get_config_var", lambda name: str(tmp_path))
     model = torch.nn.Linear(1, 1)
     for device in (CPU, CUDA):
         assert devices.compile(model, device) is not model and not devices.why_not_compile(device)
-    for name in missing.split():
-        (tmp_path / name).unlink(missing_ok=True)
-    assert devices.compile(model, CUDA) is model and reason in str(devices.why_not_compile(CUDA))
-    assert (devices.compile(model, CPU) is model) == (reason == "C++ compiler")
-    monkeypatch.setenv("CC", "cc")
-    assert (devices.compile(model, CUDA) is model) == (reason != "C compiler for CUDA")
+    (tmp_path / "Python.h").unlink()
+    assert devices.compile(model, CUDA) is model and "Install Python's headers" in devices.why_not_compile(CUDA)
+    assert devices.compile(model, CPU) is not model
+    (tmp_path / "g++").unlink()
+    assert devices.compile(model, CPU) is model and "C++ compiler" in devices.why_not_compile(CPU)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import train_gpt2
 from support.checkpoints import start
 from support.cli import UserError
 from support.runtime import distributed
-from support.runtime.distributed import Distributed, agree_on_attempt, connect, read_environment, report_lost_processes
+from support.runtime.distributed import Distributed, agree_on_attempt, connect, report_lost_processes
 
 
 def two_nodes(rank, store):
@@ -50,9 +50,10 @@ def test_an_environment_that_is_not_torchruns_is_an_error(monkeypatch, changed):
 def test_the_environment_of_torchrun_is_read(monkeypatch):
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    assert read_environment() == (1, 1, 2)
+    monkeypatch.setattr(distributed, "connect", lambda rank, world_size: None)
+    assert Distributed.from_environment() == Distributed(rank=1, local_rank=1, world_size=2)
     monkeypatch.setenv("WORLD_SIZE", "1")  # a variable that was left over does not make a rank that writes nothing
-    assert read_environment() == (0, 0, 1)
+    assert Distributed.from_environment() == Distributed(rank=0, local_rank=0, world_size=1)
 
 
 def test_what_runs_once_is_known_to_all():

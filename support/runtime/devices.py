@@ -68,25 +68,20 @@ def pick_device_type(name: str) -> str:
 def pick_dtype(name: str, device: torch.device) -> str:
     """The precision of matrix products, a key of DTYPES: `name` itself, or the fastest native one for "auto".
 
-    That is bf16 where the hardware has it, otherwise fp16 on CUDA and fp32 elsewhere.
+    That is bf16 where the hardware has it (emulated, it is slower than fp32), otherwise fp16 on CUDA and fp32 elsewhere.
     """
     if name != "auto":
         return name
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    return "bf16" if device.type == "cpu" and _cpu_has_bf16() else "fp32"
+    capabilities = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+    return "bf16" if capabilities.get("amx_bf16") or capabilities.get("avx512_bf16") else "fp32"
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
     """Matrix products in this precision; weights, norms and sums stay in fp32."""
     lower = dtype != torch.float32
     return torch.autocast(device.type, dtype=dtype if lower else None, enabled=lower)
-
-
-def _cpu_has_bf16() -> bool:
-    """Whether the processor has bf16 instructions; without them bf16 is emulated and slower than fp32."""
-    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16"))
 
 
 def compile(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
@@ -103,14 +98,8 @@ def why_not_compile(device: torch.device) -> str | None:
         return "torch.compile is not used on Windows"
     if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
         return "torch.compile needs a C++ compiler, and there is none"
-    if device.type != "cuda":
-        return None
-    if torch.cuda.get_device_capability(device) < (7, 0):
-        return "torch.compile needs a GPU of compute capability 7.0 or more"
-    # Triton compiles C code that launches its kernels.
-    if not any(shutil.which(compiler) for compiler in (os.environ.get("CC", "gcc"), "gcc", "clang")):
-        return "torch.compile needs a C compiler for CUDA, and there is none"
-    if not Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h").exists():
+    # On CUDA, Triton compiles C code that launches its kernels.
+    if device.type == "cuda" and not Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h").exists():
         return "torch.compile needs Python.h for CUDA. Install Python's headers (python3-dev on Debian and Ubuntu)"
     return None
 
