@@ -32,7 +32,6 @@ def flags_for(text_bytes, tokens, monkeypatch, *flags, minutes=3, checkpoint=Non
 @pytest.mark.parametrize(
     ("text_bytes", "tokens", "sizes", "step"),
     [
-        (3e6, 1e5, (3, 128), 1024),
         (3e6, 1.83e6, (3, 128), 1024),
         (3e6, 1.84e6, (4, 128), 1024),
         (5e5, 2.4e7, (3, 96), 8192),
@@ -116,14 +115,13 @@ def test_the_tokens_of_a_model_in_time(fitting, monkeypatch):
         (["--minutes", "5"], "--minutes is for --text and --demo. Use --max-steps."),
         (["--demo", "--minutes", "5", "--max-steps", "5"], "--minutes chooses the number of steps. Leave out --max-steps"),
         (["--demo", "--minutes", "0"], "--minutes is 0.0. It must be 0.1 or more."),
+        (["--demo", "--schedule", "cosine"], "--schedule cosine and --decay-steps need --max-steps, instead of --minutes."),
+        (["--demo", "--decay-steps", "9"], "--schedule cosine and --decay-steps need --max-steps, instead of --minutes."),
     ],
 )  # fmt: skip
 def test_wrong_flags_are_errors(flags, message):
     with pytest.raises(UserError) as error:
         configure(flags)
     assert error.value.problems[0].startswith(message)
-
-
-def test_the_demo_takes_two_minutes_unless_told_otherwise():
     minutes = [configure(["--demo", *more])[0].minutes for more in ([], ["--minutes", "7"], ["--max-steps", "9"])]
     assert minutes == [2.0, 7.0, None]

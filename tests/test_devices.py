@@ -91,7 +91,6 @@ def test_what_torch_compile_needs(monkeypatch, tmp_path):
         (["--data", "x"], True),
         (["--demo"], False),  # 22 of 120 s for 3 layers
         (["--demo", "--minutes", "4"], True),
-        (["--demo", "--minutes", "4", "--n-layer", "5"], False),
         (["--demo", "--max-steps", "1000"], False),  # 6 s
         (["--demo", "--max-steps", "40000"], True),
         (["--demo", "--compile"], True),
@@ -143,13 +142,12 @@ def test_a_run_keeps_memory_and_trims_it_after_evaluations(byte_shards, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_kept_memory_is_given_back_only_when_trimmed(device):
-    """Page faults of five blocks of 36 MB that are freed and allocated again and again. On a GPU, nothing changes."""
-    script = f"""
+def test_kept_memory_is_given_back_only_when_trimmed():
+    """Page faults of five blocks of 36 MB that are freed and allocated again and again."""
+    script = """
 import resource, torch
 from support.runtime import devices
-device = torch.device("{device}")
+device = torch.device("cpu")
 devices.keep_memory(device)
 def use(): blocks = [torch.ones(9_000_000) for _ in range(5)]
 def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -164,8 +162,8 @@ print(before - private())
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     faults, trimmed = map(float, done.stdout.split())
-    assert (faults < 50_000) == (device == "cpu")  # 5 times 44,000 pages of 4 KB
-    assert (trimmed > 60) == (device == "cpu")  # MB
+    assert faults < 50_000  # otherwise 5 times 44,000 pages of 4 KB
+    assert trimmed > 60  # MB
 
 
 # -----------------------------------------------------------------------------
@@ -180,13 +178,10 @@ def test_processes_share_the_cores_unless_the_user_set_threads(monkeypatch, of_e
     if of_environment:
         monkeypatch.setenv("OMP_NUM_THREADS", of_environment)
     monkeypatch.setattr(devices, "_physical_cores", lambda: 9)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(7)
-        devices.share_cpu_cores()
-        assert torch.get_num_threads() == threads
-    finally:
-        torch.set_num_threads(before)
+    set_to = [7]
+    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
+    devices.share_cpu_cores()
+    assert set_to[-1] == threads
 
 
 # -----------------------------------------------------------------------------

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import time
 from datetime import timedelta
 
 import pytest
 import torch
-from helpers import finish_run, in_threads, on_ranks, run_to_the_end, start_run, steps_done, wait_for
+from helpers import finish_run, free_port, in_threads, on_ranks, run_to_the_end, start_run, steps_done, wait_for
 from torch.distributed import HashStore
 
 import train_gpt2
@@ -34,9 +33,7 @@ TORCHRUN = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "l
     [
         dict.fromkeys(["RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]),
         {"WORLD_SIZE": "abc"},
-        {"WORLD_SIZE": "0"},
         {"RANK": "2"},
-        {"MASTER_PORT": "-1"},
     ],
     ids=str,
 )
@@ -155,25 +152,16 @@ def test_nodes_that_see_different_checkpoints_do_not_train(byte_shards, tmp_path
 
 
 def test_a_rank_whose_torchrun_is_dead_gives_up_and_says_so(monkeypatch):
-    with socket.socket() as unused:
-        unused.bind(("localhost", 0))
-        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(unused.getsockname()[1])}
-    for name, value in (address | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(free_port())}
+    for name, value in (TORCHRUN | agent).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(distributed, "TORCHRUN_TIMEOUT", timedelta(seconds=1))
-    with (
-        pytest.raises(UserError, match="lost the connection to torchrun or to another process"),
-        report_lost_processes(),
-    ):
+    with pytest.raises(UserError, match="lost the connection to torchrun"), report_lost_processes():
         connect(1, 2)
 
 
-def a_short_timeout(rank):
-    train_gpt2.STEP_TIMEOUT = timedelta(seconds=3)
-
-
 def a_short_timeout_after_a_long_first_step(rank):
-    a_short_timeout(rank)
+    train_gpt2.STEP_TIMEOUT = timedelta(seconds=3)
     real, steps = train_gpt2.train_step, []
 
     def step(*args):
@@ -189,7 +177,7 @@ def a_short_timeout_after_a_long_first_step(rank):
     "parallel, sabotage, number, problem",
     [
         ("ddp", a_short_timeout_after_a_long_first_step, signal.SIGSTOP, "waited too long"),
-        ("fsdp", a_short_timeout, signal.SIGKILL, "lost the connection"),
+        ("fsdp", None, signal.SIGKILL, "lost the connection"),
     ],
 )
 def test_a_lost_rank_ends_the_run(byte_shards, tmp_path, parallel, sabotage, number, problem):

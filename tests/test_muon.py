@@ -7,8 +7,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from helpers import losses, on_ranks
-from training import TINY, trained, trainer_file
+from helpers import on_ranks
+from training import TINY, trained
 
 from support.optim.muon import Muon, orthogonalize
 from train_gpt2 import GPT
@@ -166,18 +166,6 @@ def test_large_batches_are_split_to_bound_memory(monkeypatch):
     assert batches == [3, 3, 1]
     for a, b in zip(in_one, split, strict=True):
         torch.testing.assert_close(a, b)
-
-
-def test_fp16_overflows_do_not_reach_muon(byte_shards, tmp_path, monkeypatch):
-    real = torch.amp.GradScaler
-    monkeypatch.setattr(torch.amp, "GradScaler", lambda *args, **kwargs: real(*args, init_scale=2.0**60, **kwargs))
-    flags = ["--data", byte_shards, "--recipe", "fast", "--max-steps", 60, "--dtype", "fp16", "--checkpoint-every", 60]
-    log = trained(tmp_path / "run", *flags)
-    state = trainer_file(tmp_path / "run" / "model_00060")
-    skipped = 60 - int(next(s["step"] for s in state["optimizer"]["state"].values() if "step" in s))
-    assert skipped > 3 and state["scaler"]["scale"] == 2.0 ** (60 - skipped)
-    values = losses(tmp_path / "run" / "log.txt")
-    assert "nan" not in log and values[-1] < values[0] - 1
 
 
 @pytest.mark.parametrize("dtype, matmul_dtype", [("bf16", "bfloat16"), ("fp32", "float32"), ("fp16", "float32")])
