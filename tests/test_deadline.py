@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import TINY_MODEL_FLAGS, finish_run, run_to_the_end, start_run
-from training import ONE_PROCESS, assert_same_run, checkpoint_names, configure, run_info, trainer_file
+from training import ONE_PROCESS, assert_same_run, checkpoint_names, configure, resumed, run_info, trainer_file
 
 import train_gpt2
 from support.cli import UserError
@@ -250,19 +250,22 @@ def test_what_a_longer_run_cannot_use(out):
     with pytest.raises(UserError, match=r"has no checkpoint of step 12 or earlier, before the cooldown"):
         configure(["--resume", "--out", out, "--minutes", "3"])
     config, checkpoint = configure(["--resume", "--out", out, "--max-steps", "40"])  # at the lowest rate, as it was
-    assert checkpoint.step == 20 and config.decay_steps == 20
+    assert checkpoint.step == config.decay_steps == 20
 
 
-def test_a_finished_model_stays_until_a_longer_run_has_finished(out):
+def test_a_finished_model_stays_until_a_longer_run_has_finished(out, monkeypatch):
     """Also if two longer runs are interrupted, one after the other; a process that finds the run finished cleans up."""
-    weights = (out / "model_00020" / "model.safetensors").read_bytes()
+    weights, train_step = (out / "model_00020" / "model.safetensors").read_bytes(), train_gpt2.train_step
+
+    def interrupted(model, state, *args):
+        if state.step == 22:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(model, state, *args)
+
     for steps in (30, 40):
-        flags = ["--max-steps", steps, "--checkpoint-every", "5", "--keep", "1"]
-        config, checkpoint = configure(["--resume", "--out", out, *flags])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train_gpt2, "train_step", stops_at(22))
-            with pytest.raises(SystemExit):
-                train(config, ONE_PROCESS, checkpoint)
+        with monkeypatch.context() as patch, pytest.raises(SystemExit):
+            patch.setattr(train_gpt2, "train_step", interrupted)
+            resumed(out, "--max-steps", steps, "--checkpoint-every", "5", "--keep", "1")
         assert (out / "model_00020.earlier" / "model.safetensors").read_bytes() == weights
     train_with("--resume", "--out", out)
     assert not list(out.glob("*.earlier")) and not list(out.glob("*.replaced.*"))
@@ -271,18 +274,6 @@ def test_a_finished_model_stays_until_a_longer_run_has_finished(out):
     (out / "model_00020.earlier").mkdir()  # as if it had been killed right after the last save
     train_with("--resume", "--out", out)
     assert not list(out.glob("*.earlier")) and (out / "model_00040").is_dir()
-
-
-def stops_at(step):
-    """A `train_step` in which a signal comes at this step."""
-    real = train_gpt2.train_step
-
-    def train_step(model, state, loader, config, stop, amp):
-        if state.step == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(model, state, loader, config, stop, amp)
-
-    return train_step
 
 
 def test_a_longer_run_does_not_inherit_what_there_was_time_for(tmp_path, text, monkeypatch):

@@ -132,16 +132,6 @@ def test_the_state_is_saved_when_the_reader_of_the_output_closes_it(byte_shards,
     assert_same_run(tmp_path / "run", tmp_path / "straight")
 
 
-def console_on_a_full_disk(rank):
-    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
-
-
-def test_a_console_that_cannot_be_written_does_not_end_the_run(byte_shards, tmp_path):
-    flags = ["--data", byte_shards, "--max-steps", 4, "--out", "run"]
-    run_to_the_end(*flags, cwd=tmp_path, sabotage=console_on_a_full_disk)
-    assert steps_done(tmp_path / "run") == 4 and checkpoint_names(tmp_path / "run") == ["model_00004"]
-
-
 def launched_by_another_process(rank):
     os.environ["TORCHELASTIC_RUN_ID"] = "x"
     signals.LAUNCHER = -1 if rank == 1 else os.getppid()

@@ -139,15 +139,6 @@ def test_hellaswag_is_scored_in_training(gpt2_shards, tmp_path, capsys):
     assert read_values(tmp_path / "run" / "log.txt", "hella") == {0: 0.25, 2: 0.25, 4: 0.25}
     out = capsys.readouterr().out
     assert re.search(r"step     2 \| HellaSwag acc_norm: 0\.2500 ± 0\.2500 of 4 items \| \d+\.\ds\n", out)
-    # On a CPU it is off by default, and naming items turns it on.
-    every = TINY_FLAGS.index("--hellaswag-every")
-    default = [*TINY_FLAGS[:every], *TINY_FLAGS[every + 2 :], "--data", gpt2_shards, "--max-steps", "1"]
-    for name, more, expected in (("on", ["--hellaswag-data", items], {0: 0.25, 1: 0.25}), ("off", [], {})):
-        train(configure([*default, "--out", tmp_path / name, *more])[0], ONE_PROCESS)
-        assert read_values(tmp_path / name / "log.txt", "hella") == expected
-    items.write_text("not an item\n")
-    with pytest.raises(UserError, match=r"items\.jsonl, line 1 is not JSON"):
-        trained(tmp_path / "bad", *flags)
 
 
 def test_training_continues_without_hellaswag(gpt2_shards, byte_shards, tmp_path, monkeypatch, capsys):
@@ -164,16 +155,14 @@ def test_training_continues_without_hellaswag(gpt2_shards, byte_shards, tmp_path
 
 
 def test_hellaswag_on_other_tokens_is_an_error_if_a_flag_asks_for_it(byte_shards, tmp_path, capsys):
-    every = TINY_FLAGS.index("--hellaswag-every")
-    default = [*TINY_FLAGS[:every], *TINY_FLAGS[every + 2 :], "--data", byte_shards, "--max-steps", 1, "--out"]
+    flags = ["--data", byte_shards, "--max-steps", 1]
+    problem = "on GPT-2 tokens, and .* has bytes tokens. Train with --tokenizer gpt2, or "
     for name, value in (("every", 1), ("data", "items.jsonl"), ("limit", 5)):
-        config, _ = configure([*default, tmp_path / name, f"--hellaswag-{name}", value])
-        with pytest.raises(
-            UserError, match="on GPT-2 tokens, and .* has bytes tokens. Train with --tokenizer gpt2, or "
-        ):
-            train(config, ONE_PROCESS)
-    config, _ = configure([*default, tmp_path / "run"])
-    train(replace(config, hellaswag_every=1), ONE_PROCESS)  # as by default on a GPU
+        with pytest.raises(UserError, match=problem):
+            trained(tmp_path / name, *flags, "--hellaswag-every", 1, f"--hellaswag-{name}", value)
+    config = config_of(*flags, "--out", tmp_path / "run")
+    config = replace(config, hellaswag_every=1, explicit=config.explicit - {"hellaswag_every"})  # by default on a GPU
+    train(config, ONE_PROCESS)
     out = capsys.readouterr().out.replace("\n        ", " ")
     assert "note    HellaSwag is off: its scores are defined on GPT-2 tokens, and " in out
 
