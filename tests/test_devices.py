@@ -47,15 +47,12 @@ def test_peak_flops_are_looked_up_by_the_full_name(monkeypatch):
 
 def test_settings_for_cuda(monkeypatch):
     """TF32 for products in fp32; PyTorch 2.13's launcher, which may call an unloaded kernel, is not used."""
+    precisions = []
     monkeypatch.setattr(inductor_config, "use_fast_triton_launcher", True)
-    before = torch.get_float32_matmul_precision()
-    try:
-        for tf32, precision in ((True, "high"), (False, "highest")):
-            devices.configure_backends(CUDA, tf32)
-            assert torch.get_float32_matmul_precision() == precision
-        assert not inductor_config.use_fast_triton_launcher
-    finally:
-        torch.set_float32_matmul_precision(before)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", precisions.append)
+    for tf32 in (True, False):
+        devices.configure_backends(CUDA, tf32)
+    assert precisions == ["high", "highest"] and not inductor_config.use_fast_triton_launcher
 
 
 @pytest.mark.parametrize(
@@ -105,13 +102,13 @@ def test_a_short_run_on_a_gpu_is_not_compiled(flags, compiled, monkeypatch):
 
 def test_what_decides_the_speed_is_said(monkeypatch):
     """Whether a run is compiled or why not, and PyTorch's attention."""
-    speed, compiled = describe_speed(config_of(), CPU), describe_speed(config_of("--compile"), CPU)
+    speed = describe_speed(config_of(), CPU)
     assert "--compile turns it on" in speed["compiled"] and speed["attention"] == "flash"
-    assert compiled["compiled"] == "yes"
+    assert describe_speed(config_of("--compile"), CPU)["compiled"] == "yes"
     monkeypatch.setattr(devices.shutil, "which", lambda name: None)
-    assert "C++ compiler" in describe_speed(config_of("--compile"), CPU)["compiled"]
     torch.backends.cuda.enable_flash_sdp(False)
-    assert describe_speed(config_of(), CPU)["attention"] == "not fused"
+    speed = describe_speed(config_of("--compile"), CPU)
+    assert "C++ compiler" in speed["compiled"] and speed["attention"] == "not fused"
 
 
 def test_the_next_step_is_read_while_this_one_computes(byte_shards, tmp_path, monkeypatch):

@@ -113,9 +113,8 @@ def test_generate_takes_the_likeliest_token_and_crops_the_context(tokens):
 
 
 def test_samples_depend_on_their_generator_alone(tiny_model, tokens):
-    first, again, other = (
-        tiny_model.generate(tokens, 20, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)
-    )
+    generators = (torch.Generator().manual_seed(seed) for seed in (1, 1, 2))
+    first, again, other = (tiny_model.generate(tokens, 20, generator=generator) for generator in generators)
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert first.max() < 257
 
@@ -174,10 +173,10 @@ def test_validation_is_without_dropout(byte_shards, tmp_path):
 
 def test_dropout_changes_training_and_evaluation_does_not_change_dropout(byte_shards, tmp_path):
     flags = ["--data", byte_shards, "--max-steps", 7, "--checkpoint-every", 0]
-    without, much = (trained(tmp_path / f"{p}", *flags, "--dropout", p) for p in (0.0, 0.5))
-    never_evaluated = trained(tmp_path / "never", *flags, "--dropout", 0.5, "--val-every", 0)
-    train_lines = [[line for line in log.splitlines() if "train" in line] for log in (without, much, never_evaluated)]
-    assert train_lines[0][0] != train_lines[1][0] and train_lines[1] == train_lines[2]
+    for name, *more in (("without", 0.0), ("much", 0.5), ("never_evaluated", 0.5, "--val-every", 0)):
+        trained(tmp_path / name, *flags, "--dropout", *more)
+    without, much, never = (losses(tmp_path / name / "log.txt") for name in ("without", "much", "never_evaluated"))
+    assert without[0] != much[0] and much == never
 
 
 # -----------------------------------------------------------------------------
