@@ -68,17 +68,6 @@ def test_what_runs_once_is_known_to_all():
         calls.clear()
 
 
-def test_a_failure_of_what_runs_once_is_one_of_all():
-    store = HashStore()
-
-    def fail():
-        raise UserError("first problem.", "second problem.")
-
-    errors = in_threads(range(4), lambda rank: two_nodes(rank, store).once("x", fail))
-    assert errors[0].problems == ("first problem.", "second problem.")
-    assert all("rank 0" in str(errors[rank]) for rank in (1, 2, 3))
-
-
 def test_the_first_rank_of_a_node_goes_before_the_others():
     """And all of them leave together."""
     store, order, left = HashStore(), [], []
@@ -93,18 +82,25 @@ def test_the_first_rank_of_a_node_goes_before_the_others():
     assert order.index(0) < order.index(1) and order.index(2) < order.index(3) and set(left) == {0, 1, 2, 3}
 
 
-def test_no_rank_waits_for_one_that_could_not_prepare():
-    """Here rank 2, the first of the second node."""
+def run_once(dist, function):
+    return dist.once("x", function)
+
+
+def run_on_each(dist, function):
+    with dist.local_rank_zero_first():
+        return function() if dist.rank == 2 else None
+
+
+@pytest.mark.parametrize("run, failing", [(run_once, 0), (run_on_each, 2)])  # rank 2 is the first of the second node
+def test_no_rank_waits_for_one_that_could_not_prepare(run, failing):
     store = HashStore()
 
-    def run(rank):
-        with two_nodes(rank, store).local_rank_zero_first():
-            if rank == 2:
-                raise UserError("no shards.")
+    def fail():
+        raise UserError("first problem.", "second problem.")
 
-    errors = in_threads(range(4), run)
-    assert errors[2].problems == ("no shards.",)
-    assert all("rank 2" in errors[rank].problems[0] for rank in (0, 1, 3))
+    errors = in_threads(range(4), lambda rank: run(two_nodes(rank, store), fail))
+    assert errors.pop(failing).problems == ("first problem.", "second problem.")
+    assert all(f"rank {failing} could not prepare" in str(error) for error in errors.values())
 
 
 def test_ranks_agree_on_an_attempt_whatever_earlier_attempts_left():
