@@ -17,9 +17,10 @@ from train_gpt2 import GPT, GPTConfig, TrainConfig
 
 
 def flags_for(text_bytes, tokens, monkeypatch, *flags, minutes=3, checkpoint=None):
-    """The flags for a text, when any model can be trained on this many tokens in time."""
+    """The flags for a text, when a model can be trained on this many tokens in time, or `tokens(sizes)`."""
     monkeypatch.setattr(presets, "text_bytes", lambda *args: text_bytes)
-    monkeypatch.setattr(budget, "_tokens_per_second", lambda *args: tokens / (60 * minutes))
+    in_time = tokens if callable(tokens) else lambda sizes: tokens
+    monkeypatch.setattr(budget, "_tokens_per_second", lambda _, sizes, *args: in_time(sizes) / (60 * minutes))
     given = ["--text", "a.txt", "--minutes", str(minutes), "--block-size", "64", *flags]
     config, _ = configure(given)
     cli_flags = {name: value for name, value in parse_flags(TrainConfig, given, "").items() if name != "block_size"}
@@ -32,11 +33,13 @@ def flags_for(text_bytes, tokens, monkeypatch, *flags, minutes=3, checkpoint=Non
 @pytest.mark.parametrize(
     ("text_bytes", "tokens", "sizes", "step"),
     [
+        (3e6, 1e5, (3, 128), 1024),
         (3e6, 1.83e6, (3, 128), 1024),
         (3e6, 1.84e6, (4, 128), 1024),
         (5e5, 2.4e7, (3, 96), 8192),
         (3e7, 1.10e7, (4, 128), 4096),
         (3e7, 1.11e7, (6, 256), 4096),
+        (3e7, lambda sizes: 4.8e7 / sizes["n_layer"], (4, 128), 4096),  # 12 million, and 8 of the next one
         (7e5, 2.4e7, (3, 128), 8192),  # the text is too small for more
         (3e8, 7e7, (8, 512), 32768),
     ],

@@ -89,6 +89,7 @@ def test_the_command_prints_it_and_trains_nothing(tmp_path, capsys, monkeypatch)
     [gpu_hours, cost] = re.findall(r"cost +(\S+) GPU-hours, (\S+) at 2.5 per GPU-hour", out)[0]
     assert float(cost) == pytest.approx(2.5 * float(gpu_hours), abs=0.2)
     table = out.split("memory ")[1].split("\n\n")[0].splitlines()[2:]
+    assert table[0].split() == ["weights", "6.23", "6.23", "0.10", "0.10"]  # 4 bytes each, and a 64th of them
     for *parts, total, B in zip(*(map(float, line.split()[-4:]) for line in table), strict=True):  # DDP, FSDP
         assert total == pytest.approx(sum(parts), abs=0.04) and total < 84.9 and 8 % B == 0
     [(sent, bandwidth)] = re.findall(r"ddp sends (\S+) GB per step; with less than (\S+) Gbit/s per node of 8", out)
