@@ -89,6 +89,15 @@ def test_a_second_interrupt_exits_immediately(monkeypatch, torchrun, numbers, ex
     assert stop.agreed and exit_codes == [130] * exits
 
 
+def test_a_hangup_that_is_ignored_stays_ignored():
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopHandler() as stop:
+        signal.raise_signal(signal.SIGHUP)
+    signal.signal(signal.SIGHUP, before)
+    assert not stop.requested
+
+
 def interrupted_while_saving(rank: int) -> None:
     signalled_in_forward(rank, signal.SIGINT, 9)
 
