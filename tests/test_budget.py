@@ -17,9 +17,10 @@ from train_gpt2 import GPT, GPTConfig, TrainConfig
 
 
 def flags_for(text_bytes, tokens, monkeypatch, *flags, minutes=3, checkpoint=None):
-    """The flags for a text, when any model can be trained on this many tokens in time."""
+    """The flags for a text, when a model can be trained on this many tokens in time, or `tokens(sizes)`."""
     monkeypatch.setattr(presets, "text_bytes", lambda *args: text_bytes)
-    monkeypatch.setattr(budget, "_tokens_per_second", lambda *args: tokens / (60 * minutes))
+    in_time = tokens if callable(tokens) else lambda sizes: tokens
+    monkeypatch.setattr(budget, "_tokens_per_second", lambda _, sizes, *args: in_time(sizes) / (60 * minutes))
     given = ["--text", "a.txt", "--minutes", str(minutes), "--block-size", "64", *flags]
     config, _ = configure(given)
     cli_flags = {name: value for name, value in parse_flags(TrainConfig, given, "").items() if name != "block_size"}
@@ -38,6 +39,7 @@ def flags_for(text_bytes, tokens, monkeypatch, *flags, minutes=3, checkpoint=Non
         (5e5, 2.4e7, (3, 96), 8192),
         (3e7, 1.10e7, (4, 128), 4096),
         (3e7, 1.11e7, (6, 256), 4096),
+        (3e7, lambda sizes: 4.8e7 / sizes["n_layer"], (4, 128), 4096),  # 12 million, and 8 of the next one
         (7e5, 2.4e7, (3, 128), 8192),  # the text is too small for more
         (3e8, 7e7, (8, 512), 32768),
     ],
@@ -116,14 +118,13 @@ def test_the_tokens_of_a_model_in_time(fitting, monkeypatch):
         (["--minutes", "5"], "--minutes is for --text and --demo. Use --max-steps."),
         (["--demo", "--minutes", "5", "--max-steps", "5"], "--minutes chooses the number of steps. Leave out --max-steps"),
         (["--demo", "--minutes", "0"], "--minutes is 0.0. It must be 0.1 or more."),
+        (["--demo", "--schedule", "cosine"], "--schedule cosine and --decay-steps need --max-steps, instead of --minutes."),
+        (["--demo", "--decay-steps", "9"], "--schedule cosine and --decay-steps need --max-steps, instead of --minutes."),
     ],
 )  # fmt: skip
 def test_wrong_flags_are_errors(flags, message):
     with pytest.raises(UserError) as error:
         configure(flags)
     assert error.value.problems[0].startswith(message)
-
-
-def test_the_demo_takes_two_minutes_unless_told_otherwise():
     minutes = [configure(["--demo", *more])[0].minutes for more in ([], ["--minutes", "7"], ["--max-steps", "9"])]
     assert minutes == [2.0, 7.0, None]

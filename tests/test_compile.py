@@ -44,11 +44,7 @@ def test_one_graph_for_each_shape_and_no_recompilation(byte_shards, tmp_path, mo
 
 def test_under_ddp_each_bucket_has_its_graph(byte_shards, tmp_path):
     """0.51 million parameters are 2 MB: DDP's first bucket of 1 MB and one more."""
-    flags = [
-        "--data",
-        byte_shards,
-        *"--n-layer 1 --n-embd 192 --max-steps 4 --val-every 2 --checkpoint-every 0".split(),
-    ]
+    flags = ["--data", byte_shards, *"--n-layer 1 --n-embd 192 --max-steps 4 --val-every 2".split()]
     run_to_the_end(*flags, "--out", "run", "--compile", cwd=tmp_path, world_size=2, sabotage=count_graphs)
     trained(tmp_path / "eager", *flags)
     for rank in (0, 1):

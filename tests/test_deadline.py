@@ -11,11 +11,10 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from helpers import TINY_MODEL_FLAGS, finish_run, losses, run_to_the_end, start_run
-from training import ONE_PROCESS, assert_same_run, checkpoint_names, configure, run_info, trainer_file
+from helpers import TINY_MODEL_FLAGS, finish_run, run_to_the_end, start_run
+from training import ONE_PROCESS, assert_same_run, checkpoint_names, configure, resumed, run_info, trainer_file
 
 import train_gpt2
-from benchmarks.bench_chaos import metrics_without_time
 from support.cli import UserError
 from support.console import deadline
 from support.console.deadline import Deadline
@@ -80,39 +79,26 @@ def decisions(
     raise AssertionError
 
 
-@pytest.mark.parametrize(
-    "fraction, expected", [(0.4, (70, 116)), (0.2, (93, 116)), (0.01, (115, 116)), (0.0, (115, 116))]
-)
+@pytest.mark.parametrize("fraction, expected", [(0.4, (70, 116)), (0.2, (93, 116)), (0.0, (115, 116))])
 def test_the_cooldown_begins_when_its_share_is_left(fraction, expected, monkeypatch):
     """By hand: 120 s less 4 s for the end are 116 steps. At step 70, 46 are left, the first that are at most 0.4 of 116;
     0.2 are 23. There is a last step in any case."""
     assert decisions(monkeypatch, lambda step: 1.0, fraction=fraction) == expected
 
 
-@pytest.mark.parametrize("slow_from", [10, 50, 60, 63])
-def test_a_machine_that_becomes_slower_has_fewer_steps(slow_from, monkeypatch):
-    """It ends after 116 s, as one that was slow from the beginning, or at most a step earlier."""
-    step, total = decisions(monkeypatch, lambda step: 1.0 if step < slow_from else 2.0)
-    seconds = slow_from + 2 * (total - slow_from)
-    assert step < 80 and 114 <= seconds <= 116
+@pytest.mark.parametrize("before, after, changes_at, earliest", [(1, 2, 10, 114), (1, 2, 63, 114), (2, 1, 20, 108)])
+def test_a_machine_that_becomes_slower_or_faster_ends_on_time(before, after, changes_at, earliest, monkeypatch):
+    """After 116 s, or at most a slow step earlier; slow steps of before count in the pace for a while."""
+    step, total = decisions(monkeypatch, lambda step: before if step < changes_at else after)
+    assert earliest <= before * changes_at + after * (total - changes_at) <= 116
+    assert step < 80
 
 
-@pytest.mark.parametrize("slow", [0, 1, 20, 40])
+@pytest.mark.parametrize("slow", [0, 1, 40])
 def test_a_single_slow_step_decides_nothing(slow, monkeypatch):
     """The first one of a process, which compiles, or one in which it was paused: 19 s more."""
     step, total = decisions(monkeypatch, lambda step: 20.0 if step == slow else 1.0)
     assert total == pytest.approx(97, abs=1) and step == pytest.approx(0.6 * 97, abs=2)
-
-
-def test_steps_that_take_longer_than_the_time_are_few(monkeypatch):
-    _, total = decisions(monkeypatch, lambda step: 30.0, minutes=1.0)
-    assert total <= 3
-
-
-def test_a_machine_that_becomes_faster_has_more(monkeypatch):
-    step, total = decisions(monkeypatch, lambda step: 2.0 if step < 20 else 1.0)
-    assert 108 <= 40 + (total - 20) <= 116  # slow steps count in the pace for a while
-    assert step == pytest.approx(0.6 * total, abs=8)
 
 
 def test_evaluations_to_come_are_left_time_for(monkeypatch):
@@ -122,9 +108,10 @@ def test_evaluations_to_come_are_left_time_for(monkeypatch):
     assert 114 <= total + 2 * validations <= 116 and step == pytest.approx(0.6 * total, abs=2)
 
 
-def test_more_steps_than_estimated(monkeypatch):
-    """The estimate is 50 steps: at step 50, it becomes 100, and so on."""
+def test_more_and_fewer_steps_than_estimated(monkeypatch):
+    """The estimate is 50 steps: at step 50, it becomes 100, and so on. Two steps take as long as there is time."""
     assert decisions(monkeypatch, lambda step: 1.0, minutes=4.0) == (142, 236)
+    assert decisions(monkeypatch, lambda step: 30.0, minutes=1.0)[1] <= 3
 
 
 def test_a_rank_whose_clock_is_ahead_does_not_decide_alone(monkeypatch):
@@ -152,8 +139,7 @@ def test_the_run_is_that_of_as_many_steps(tmp_path, text, monkeypatch, capsys):
     assert_same_run(out, tmp_path / "steps")
     for folder in (out, tmp_path / "steps"):  # every 4 steps, and before the cooldown
         assert checkpoint_names(folder) == [f"model_{step:05d}" for step in (4, 8, 12, 15, 16, 20, 24)]
-    flags = latest(read_record(out / "run.json"))["flags"]
-    assert (flags["max_steps"], flags["decay_steps"], flags["cooldown_fraction"]) == (24, 24, 9 / 24)
+    assert latest(read_record(out / "run.json"))["flags"]["cooldown_fraction"] == 9 / 24
     assert "decay-steps" not in (out / "model_00012" / "README.md").read_text()
     assert "--decay-steps 24" in (out / "model_00015" / "README.md").read_text()
     before, at = (trainer_file(out / f"model_{step:05d}")["config"] for step in (12, 15))
@@ -166,8 +152,7 @@ def test_the_run_is_that_of_as_many_steps(tmp_path, text, monkeypatch, capsys):
     (out / "metrics.jsonl").write_text("".join(lines))
     config, checkpoint = configure(["--resume", "--out", out])
     assert config.open_ended and checkpoint.step == 8
-    run = replace(run_info(checkpoint=checkpoint), config=config)
-    assert deadline.seconds_for_process(run) == pytest.approx(300 - 56)
+    assert deadline.seconds_for_process(replace(run_info(checkpoint=checkpoint), config=config)) == pytest.approx(244)
 
 
 def die(step: int, rank: int) -> None:
@@ -206,8 +191,7 @@ def test_a_killed_run_is_the_one_that_was_not(tmp_path, text):
         assert finish_run(start_run(*run, "--out", out, sabotage=partial(die, step), **options)) == [-9, -9]
         run_to_the_end("--resume", *text, "--out", out, sabotage=live, **options)
         assert_same_run(tmp_path / out, tmp_path / "straight")
-    record = read_record(tmp_path / "killed10" / "run.json")
-    assert latest(record)["flags"]["max_steps"] == STEPS
+        assert latest(read_record(tmp_path / out / "run.json"))["flags"]["max_steps"] == STEPS
 
 
 # ---- longer
@@ -239,12 +223,7 @@ def test_a_longer_run_continues_before_the_cooldown(runs, out, monkeypatch, caps
     assert checkpoint.step == 12 and config.open_ended == ("--minutes" in flags)
     assert not config.open_ended or config.minutes == pytest.approx(3, abs=0.1)
     train(config, ONE_PROCESS, checkpoint)
-    more = "--minutes 3" if config.open_ended else "--max-steps 60"
-    summary = capsys.readouterr().out
-    assert f"\nlonger  python train_gpt2.py --resume --out {out} {more}\n" in summary
-    assert f"continues from {out}/model_00018, before the cooldown" in summary
-    assert losses(out / "log.txt") == losses(runs / "30" / "log.txt")
-    assert metrics_without_time(out) == metrics_without_time(runs / "30")
+    assert f"continues from {out}/model_00018, before the cooldown" in capsys.readouterr().out
     assert_same_run(out, runs / "30")
     record = read_record(out / "run.json")
     assert (record["flags"]["max_steps"], record["resumes"][-1]["flags"]["max_steps"]) == (20, 30)
@@ -254,45 +233,39 @@ def test_a_longer_run_continues_before_the_cooldown(runs, out, monkeypatch, caps
 
 
 def test_intervals_follow_the_new_length_unless_they_were_chosen(out):
-    config, checkpoint = configure(["--resume", "--out", out, "--max-steps", "40"])
+    longer = ["--resume", "--out", out, "--max-steps", 40]
+    config, checkpoint = configure(longer)
     assert (config.checkpoint_every, config.val_every, checkpoint.step) == (10, 7, 12)
-    config, _ = configure(["--resume", "--out", out, "--max-steps", "40", "--checkpoint-every", "7"])
-    assert config.checkpoint_every == 7
-    config, checkpoint = configure(["--resume", "--out", out, "--max-steps", "40", "--decay-steps", "20"])
-    assert checkpoint.step == 20  # who wants to stay at the lowest learning rate
+    assert configure([*longer, "--checkpoint-every", 7])[0].checkpoint_every == 7
+    assert configure([*longer, "--decay-steps", 20])[1].step == 20  # who wants to stay at the lowest learning rate
 
 
-def test_what_a_longer_run_cannot_use(out, capsys):
+def test_what_a_longer_run_cannot_use(out):
     with pytest.raises(UserError, match="--checkpoint-every 0 would lose the longer run"):
         configure(["--resume", "--out", out, "--max-steps", "30", "--checkpoint-every", "0"])
     (out / "model_00012" / "model.safetensors").write_bytes(b"")
     assert configure(["--resume", "--out", out, "--max-steps", "30"])[1].step == 10
-    assert "model_00012 is corrupt" in capsys.readouterr().err
     for step in (5, 10, 12):
         shutil.rmtree(out / f"model_{step:05d}")
     with pytest.raises(UserError, match=r"has no checkpoint of step 12 or earlier, before the cooldown"):
         configure(["--resume", "--out", out, "--minutes", "3"])
     config, checkpoint = configure(["--resume", "--out", out, "--max-steps", "40"])  # at the lowest rate, as it was
-    assert checkpoint.step == 20 and config.decay_steps == 20
+    assert checkpoint.step == config.decay_steps == 20
 
 
-@pytest.mark.parametrize("flags", [["--schedule", "cosine"], ["--decay-steps", "9"]])
-def test_what_needs_the_number_of_steps_is_refused(flags):
-    with pytest.raises(UserError, match=f"{flags[0]}.* --max-steps, instead of --minutes"):
-        configure(["--demo", *flags])
-    configure(["--demo", *flags, "--max-steps", "20"])
-
-
-def test_a_finished_model_stays_until_a_longer_run_has_finished(out):
+def test_a_finished_model_stays_until_a_longer_run_has_finished(out, monkeypatch):
     """Also if two longer runs are interrupted, one after the other; a process that finds the run finished cleans up."""
-    weights = (out / "model_00020" / "model.safetensors").read_bytes()
+    weights, train_step = (out / "model_00020" / "model.safetensors").read_bytes(), train_gpt2.train_step
+
+    def interrupted(model, state, *args):
+        if state.step == 22:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(model, state, *args)
+
     for steps in (30, 40):
-        flags = ["--max-steps", steps, "--checkpoint-every", "5", "--keep", "1"]
-        config, checkpoint = configure(["--resume", "--out", out, *flags])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train_gpt2, "train_step", stops_at(22))
-            with pytest.raises(SystemExit):
-                train(config, ONE_PROCESS, checkpoint)
+        with monkeypatch.context() as patch, pytest.raises(SystemExit):
+            patch.setattr(train_gpt2, "train_step", interrupted)
+            resumed(out, "--max-steps", steps, "--checkpoint-every", "5", "--keep", "1")
         assert (out / "model_00020.earlier" / "model.safetensors").read_bytes() == weights
     train_with("--resume", "--out", out)
     assert not list(out.glob("*.earlier")) and not list(out.glob("*.replaced.*"))
@@ -301,18 +274,6 @@ def test_a_finished_model_stays_until_a_longer_run_has_finished(out):
     (out / "model_00020.earlier").mkdir()  # as if it had been killed right after the last save
     train_with("--resume", "--out", out)
     assert not list(out.glob("*.earlier")) and (out / "model_00040").is_dir()
-
-
-def stops_at(step):
-    """A `train_step` in which a signal comes at this step."""
-    real = train_gpt2.train_step
-
-    def train_step(model, state, loader, config, stop, amp):
-        if state.step == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(model, state, loader, config, stop, amp)
-
-    return train_step
 
 
 def test_a_longer_run_does_not_inherit_what_there_was_time_for(tmp_path, text, monkeypatch):

@@ -47,15 +47,12 @@ def test_peak_flops_are_looked_up_by_the_full_name(monkeypatch):
 
 def test_settings_for_cuda(monkeypatch):
     """TF32 for products in fp32; PyTorch 2.13's launcher, which may call an unloaded kernel, is not used."""
+    precisions = []
     monkeypatch.setattr(inductor_config, "use_fast_triton_launcher", True)
-    before = torch.get_float32_matmul_precision()
-    try:
-        for tf32, precision in ((True, "high"), (False, "highest")):
-            devices.configure_backends(CUDA, tf32)
-            assert torch.get_float32_matmul_precision() == precision
-        assert not inductor_config.use_fast_triton_launcher
-    finally:
-        torch.set_float32_matmul_precision(before)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", precisions.append)
+    for tf32 in (True, False):
+        devices.configure_backends(CUDA, tf32)
+    assert precisions == ["high", "highest"] and not inductor_config.use_fast_triton_launcher
 
 
 @pytest.mark.parametrize(
@@ -69,32 +66,20 @@ def test_short_rows_in_bf16_on_a_cpu_do_without_fused_attention(dtype, context, 
     assert any("flash" in event.key for event in profile.key_averages()) == fused
 
 
-@pytest.mark.parametrize(
-    ("missing", "reason"),
-    [
-        ("c++ g++ clang++", "C++ compiler"),
-        ("gcc clang", "C compiler for CUDA"),
-        ("include/Python.h", "Install Python's headers"),
-    ],
-)
-def test_what_torch_compile_needs(missing, reason, monkeypatch, tmp_path):
-    """On CUDA: compilers and Python's headers. On a CPU: a C++ compiler. CC may name another C compiler."""
-    (tmp_path / "include").mkdir()
-    for name in ("c++", "cc", "g++", "gcc", "include/Python.h"):
+def test_what_torch_compile_needs(monkeypatch, tmp_path):
+    """A C++ compiler, and on CUDA Python's headers."""
+    for name in ("g++", "Python.h"):
         (tmp_path / name).touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(devices.sysconfig, "get_config_var", lambda name: str(tmp_path / "include"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(devices.sysconfig, "get_config_var", lambda name: str(tmp_path))
     model = torch.nn.Linear(1, 1)
     for device in (CPU, CUDA):
         assert devices.compile(model, device) is not model and not devices.why_not_compile(device)
-    for name in missing.split():
-        (tmp_path / name).unlink(missing_ok=True)
-    assert devices.compile(model, CUDA) is model and reason in str(devices.why_not_compile(CUDA))
-    assert (devices.compile(model, CPU) is model) == (reason == "C++ compiler")
-    monkeypatch.setenv("CC", "cc")
-    assert (devices.compile(model, CUDA) is model) == (reason != "C compiler for CUDA")
+    (tmp_path / "Python.h").unlink()
+    assert devices.compile(model, CUDA) is model and "Install Python's headers" in devices.why_not_compile(CUDA)
+    assert devices.compile(model, CPU) is not model
+    (tmp_path / "g++").unlink()
+    assert devices.compile(model, CPU) is model and "C++ compiler" in devices.why_not_compile(CPU)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +88,6 @@ def test_what_torch_compile_needs(missing, reason, monkeypatch, tmp_path):
         (["--data", "x"], True),
         (["--demo"], False),  # 22 of 120 s for 3 layers
         (["--demo", "--minutes", "4"], True),
-        (["--demo", "--minutes", "4", "--n-layer", "5"], False),
         (["--demo", "--max-steps", "1000"], False),  # 6 s
         (["--demo", "--max-steps", "40000"], True),
         (["--demo", "--compile"], True),
@@ -118,13 +102,13 @@ def test_a_short_run_on_a_gpu_is_not_compiled(flags, compiled, monkeypatch):
 
 def test_what_decides_the_speed_is_said(monkeypatch):
     """Whether a run is compiled or why not, and PyTorch's attention."""
-    speed, compiled = describe_speed(config_of(), CPU), describe_speed(config_of("--compile"), CPU)
+    speed = describe_speed(config_of(), CPU)
     assert "--compile turns it on" in speed["compiled"] and speed["attention"] == "flash"
-    assert compiled["compiled"] == "yes"
+    assert describe_speed(config_of("--compile"), CPU)["compiled"] == "yes"
     monkeypatch.setattr(devices.shutil, "which", lambda name: None)
-    assert "C++ compiler" in describe_speed(config_of("--compile"), CPU)["compiled"]
     torch.backends.cuda.enable_flash_sdp(False)
-    assert describe_speed(config_of(), CPU)["attention"] == "not fused"
+    speed = describe_speed(config_of("--compile"), CPU)
+    assert "C++ compiler" in speed["compiled"] and speed["attention"] == "not fused"
 
 
 def test_the_next_step_is_read_while_this_one_computes(byte_shards, tmp_path, monkeypatch):
@@ -155,13 +139,12 @@ def test_a_run_keeps_memory_and_trims_it_after_evaluations(byte_shards, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_kept_memory_is_given_back_only_when_trimmed(device):
-    """Page faults of five blocks of 36 MB that are freed and allocated again and again. On a GPU, nothing changes."""
-    script = f"""
+def test_kept_memory_is_given_back_only_when_trimmed():
+    """Page faults of five blocks of 36 MB that are freed and allocated again and again."""
+    script = """
 import resource, torch
 from support.runtime import devices
-device = torch.device("{device}")
+device = torch.device("cpu")
 devices.keep_memory(device)
 def use(): blocks = [torch.ones(9_000_000) for _ in range(5)]
 def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -176,8 +159,8 @@ print(before - private())
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     faults, trimmed = map(float, done.stdout.split())
-    assert (faults < 50_000) == (device == "cpu")  # 5 times 44,000 pages of 4 KB
-    assert (trimmed > 60) == (device == "cpu")  # MB
+    assert faults < 50_000  # otherwise 5 times 44,000 pages of 4 KB
+    assert trimmed > 60  # MB
 
 
 # -----------------------------------------------------------------------------
@@ -192,13 +175,10 @@ def test_processes_share_the_cores_unless_the_user_set_threads(monkeypatch, of_e
     if of_environment:
         monkeypatch.setenv("OMP_NUM_THREADS", of_environment)
     monkeypatch.setattr(devices, "_physical_cores", lambda: 9)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(7)
-        devices.share_cpu_cores()
-        assert torch.get_num_threads() == threads
-    finally:
-        torch.set_num_threads(before)
+    set_to = [7]
+    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
+    devices.share_cpu_cores()
+    assert set_to[-1] == threads
 
 
 # -----------------------------------------------------------------------------

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from helpers import ROOT
 from torch.nn import functional as F
 
 from support.optim import loss
@@ -176,14 +171,6 @@ def test_infinite_and_nan_logits(name):
     torch.testing.assert_close(logits[good].double(), gradients[good], rtol=1e-5, atol=1e-7)
 
 
-def test_chunks_on_a_gpu_depend_on_its_memory_alone():
-    """In GiB, as CUDA reports it: of an H200, ... a card of 8 GB. The logits of a chunk take up to a 64th of it in bf16."""
-    for gib, rows in ((139.8, 16384), (79.1, 8192), (39.4, 4096), (23.5, 2048), (7.8, 1024)):
-        memory = int(gib * 2**30)
-        assert loss.chunk_rows(loss.chunk_numel("cuda", memory), 50304) == rows
-        assert rows * 50304 * 2 <= memory / 64 < 2 * rows * 50304 * 2
-
-
 def test_a_second_derivative_is_an_error(head):
     """The gradients are computed in the forward pass, so nothing would depend on them."""
     x, weight, targets, vocab_size = head
@@ -199,23 +186,3 @@ def test_fp16_gradients_are_scaled_before_they_are_rounded(head):
     exact = loss_and_gradients(plain_loss, x, weight, targets, vocab_size)
     scaled = loss_and_gradients(chunked_cross_entropy, x, weight, targets, vocab_size, 2.0**14, torch.float16)
     assert all(relative_error(a, b) < 0.01 for a, b in zip(scaled, exact, strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-def test_logits_never_exist_all_at_once():
-    """8,192 rows of 16,384 logits are 537 MB in fp32."""
-    script = """
-import torch
-from support.optim import loss
-def peak(): return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) / 1024
-x, w = torch.randn(8192, 8, requires_grad=True), torch.randn(16384, 8, requires_grad=True)
-y = torch.randint(0, 16384, (8192,))
-loss.CHUNK_NUMEL["cpu"] = 2**20
-loss.chunked_cross_entropy(x[:64], w, y[:64], 16384).backward()
-before = peak()
-loss.chunked_cross_entropy(x, w, y, 16384).backward()
-print(peak() - before)
-"""
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 64  # MB

@@ -49,59 +49,27 @@ def test_a_node_whose_agent_is_killed_can_be_started_again(byte_shards, tmp_path
     assert [line for line in resumed if " train " in line] == [line for line in straight if " train " in line]
 
 
-# ---- the scripts of docs/cluster.md, with stand-ins for the programs of a cluster
-
-
-def script(kind):
-    """The script in docs/cluster.md under a heading."""
-    page = (ROOT / "docs" / "cluster.md").read_text().split(f"## {kind}\n")[1]
-    return re.search(r"```sh\n(#!.*?)```", page, re.DOTALL)[1]
-
-
-def run_with_stand_ins(name, text, programs, *args, cwd, **variables):
-    """Runs a script; each of the programs appends its arguments, and what it is told to, to `calls.txt`."""
-    (cwd / "bin").mkdir()
-    for program, body in programs.items():
-        (cwd / "bin" / program).write_text(f'#!/bin/bash\necho {program} "$@" >> {cwd}/calls.txt\n{body}\n')
-        (cwd / "bin" / program).chmod(0o755)
-    (cwd / name).write_text(text)
-    environment = os.environ | {"PATH": f"{cwd}/bin:{os.environ['PATH']}"} | variables
-    done = subprocess.run(["bash", name, *args], cwd=cwd, env=environment, capture_output=True, text=True, timeout=30)
-    assert done.stderr == ""
-    return done.returncode, sorted((cwd / "calls.txt").read_text().splitlines())
-
-
-def test_the_ssh_script_starts_torchrun_on_each_node(tmp_path):
-    programs = {"ssh": 'bash -c "$3"', "torchrun": ""}
-    _, calls = run_with_stand_ins(
-        "train.sh", script("ssh"), programs, "a", "b", "--", "--model", "gpt2-xl", cwd=tmp_path
-    )
-    torchrun = [call for call in calls if call.startswith("torchrun")]
-    expected = (
-        "torchrun --nnodes=2 --node_rank={} --master_addr=a --master_port=29500 --nproc_per_node=gpu --max-restarts=3 "
-    )
-    assert torchrun == [expected.format(n) + "train_gpt2.py --resume auto --model gpt2-xl" for n in (0, 1)]
-    assert [call.split()[2] for call in calls if call.startswith("ssh")] == ["a", "b"]
-
-
 @pytest.mark.parametrize("stopped", [True, False])
 def test_the_slurm_script_queues_a_run_again_that_was_stopped_and_no_other(tmp_path, stopped):
-    line = (
-        "step   120 | stopped. The newest checkpoint is log/model_00120; --resume" if stopped else "error: no shards."
-    )
+    """The script in docs/cluster.md; its programs append their arguments to `calls.txt`, and do what they are told to."""
+    page = (ROOT / "docs" / "cluster.md").read_text().split("## Slurm\n")[1]
+    (tmp_path / "train.sbatch").write_text(re.search(r"```sh\n(#!.*?)```", page, re.DOTALL)[1])
+    line = "step   120 | stopped. The newest checkpoint is log/model_00120" if stopped else "error: no shards."
     (tmp_path / "train.out").write_text("step   100 | stopped. The newest checkpoint belongs to an earlier start\n")
-    programs = {
-        "srun": 'shift; "$@"',
-        "torchrun": f"echo '{line}' >> {tmp_path}/train.out; exit 1",
-        "scontrol": "echo node-a; echo node-b",
-    }
-    variables = dict(SLURM_JOB_NODELIST="node-[a-b]", SLURM_NNODES="2", SLURM_NODEID="1", SLURM_GPUS_ON_NODE="8")
-    code, calls = run_with_stand_ins(
-        "train.sbatch", script("Slurm"), programs, "--model", "gpt2-xl", cwd=tmp_path, SLURM_JOB_ID="7", **variables
-    )
-    [torchrun] = [call for call in calls if call.startswith("torchrun")]
-    assert torchrun == (
+    torchrun = f"echo '{line}' >> {tmp_path}/train.out; exit 1"
+    programs = {"srun": 'shift; "$@"', "torchrun": torchrun, "scontrol": "echo node-a; echo node-b"}
+    (tmp_path / "bin").mkdir()
+    for program, body in programs.items():
+        (tmp_path / "bin" / program).write_text(f'#!/bin/bash\necho {program} "$@" >> {tmp_path}/calls.txt\n{body}\n')
+        (tmp_path / "bin" / program).chmod(0o755)
+    slurm = dict(JOB_ID="7", JOB_NODELIST="node-[a-b]", NNODES="2", NODEID="1", GPUS_ON_NODE="8")
+    environment = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    environment |= {f"SLURM_{name}": value for name, value in slurm.items()}
+    command = ["bash", "train.sbatch", "--model", "gpt2-xl"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30)
+    calls = (tmp_path / "calls.txt").read_text().splitlines()
+    assert [call for call in calls if call.startswith("torchrun")] == [
         "torchrun --nnodes=2 --node_rank=1 --master_addr=node-a --master_port=29500 --nproc_per_node=8 --max-restarts=3 "
         "train_gpt2.py --resume auto --model gpt2-xl"
-    )
-    assert code == 1 and ("scontrol requeue 7" in calls) == stopped
+    ]
+    assert (done.returncode, done.stderr) == (1, "") and ("scontrol requeue 7" in calls) == stopped

@@ -81,12 +81,8 @@ def test_defaults_follow_the_machine():
 def test_the_default_batch_size_divides_a_step(rows, device_type, batch_size):
     flags = {"total_batch_size": rows * 1024, "dtype": "fp32"}
     assert resolve(flags, torch.device(device_type), 1).batch_size == batch_size
+    assert resolve(flags | {"batch_size": 4096}, torch.device(device_type), 1).batch_size == rows  # at most a step
     assert resolve(flags | {"total_batch_size": rows * 1024 * 8}, torch.device(device_type), 8).batch_size == batch_size
-
-
-def test_a_batch_size_above_a_step_is_lowered():
-    flags = {"total_batch_size": 16 * 1024, "dtype": "fp32", "batch_size": 64}
-    assert resolve(flags, torch.device("cpu"), 1).batch_size == 16
 
 
 def test_the_demo_with_another_model():
@@ -101,12 +97,10 @@ def test_the_demo_with_another_model():
     "flags, optimizer, schedule, max_lr, min_lr",
     [
         ([], "adamw", "cosine", 6e-4, 6e-5),
-        (["--recipe", "gpt2"], "adamw", "cosine", 6e-4, 6e-5),
         (["--recipe", "fast"], "muon", "wsd", 3.6e-3, 7.2e-5),
         (["--recipe", "fast", "--optimizer", "adamw"], "adamw", "wsd", 3.6e-3, 7.2e-5),
         (["--recipe", "fast", "--schedule", "cosine"], "muon", "cosine", 3.6e-3, 3.6e-4),
         (["--recipe", "fast", "--max-lr", "1e-3", "--min-lr", "0"], "muon", "wsd", 1e-3, 0.0),
-        (["--optimizer", "muon"], "muon", "cosine", 6e-4, 6e-5),
         (["--schedule", "wsd", "--max-lr", "1e-3"], "adamw", "wsd", 1e-3, 2e-5),
     ],
 )
@@ -130,7 +124,6 @@ def test_a_recipe_sets_defaults_and_nothing_else(flags, optimizer, schedule, max
         (["--cooldown-fraction", "1.1"], "--cooldown-fraction is 1.1. It must be 1 or less."),
         (["--recipe", "fast", "--decay-steps", "1" + "0" * 400], "--decay-steps is 1000"),
         (["--cooldown-fraction", "nan"], "--cooldown-fraction is nan. It must be a finite number."),
-        (["--recipe", "slow"], "--recipe is 'slow'. It must be gpt2 or fast"),
         (["--dropout", "1"], "--dropout is 1.0. It must be less than 1."),
         (["--init-from", "gpt2", "--no-bias"], "--init-from brings its own sizes. Leave out --no-bias."),
     ],
@@ -140,9 +133,3 @@ def test_bad_values(flags, problem):
         configure(flags)
     [message] = error.value.problems
     assert message.startswith(problem)
-
-
-def test_all_problems_are_reported_together():
-    with pytest.raises(UserError) as error:
-        configure(["--max-lr", "-1", "--max-steps", "0", "--beta2", "1.5"])
-    assert {p.split()[0] for p in error.value.problems} == {"--max-steps", "--max-lr", "--beta2"}

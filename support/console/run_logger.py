@@ -18,7 +18,7 @@ from support.console.trackers import Trackers, start_trackers
 from support.runtime import devices
 from support.runtime.distributed import Distributed
 from support.runtime.options import RunOptions
-from support.runtime.profiler import Profiler
+from support.runtime.profiler import make_profiler
 from support.runtime.run_info import RunInfo
 from support.startup import STARTED
 
@@ -52,7 +52,7 @@ class RunLogger:
         if folder:
             write_record(folder, describe_run(run, dist), self.first_step)
         self._curves = CurvesFile(folder)
-        self._profiler = Profiler(run.config.profile, run.config.out, dist.device, dist.rank, dist.print0)
+        self._profiler = make_profiler(run.config.profile, run.config.out, dist.device, dist.rank, dist.print0)
         for name, value in self._log.kept.items():  # trackers hide what they have of first_step and later
             self._trackers.log_value(self.first_step, name, value)
         # every rank must know, or the others wait forever in the next evaluation
@@ -135,7 +135,8 @@ class RunLogger:
         # these names stay, so that a resumed run continues its curves
         values = {"update/lr": lr, "update/norm": norm, "speed/tokens_per_second": speed}
         self._trackers.log(step, values | ({"speed/mfu": mfu} if mfu is not None else {}))
-        self._profiler.step()
+        if self._profiler:
+            self._profiler.step()
 
     def sync(self) -> None:
         """Waits until everything reported is on the disk: a checkpoint must never be ahead of its log.
@@ -148,12 +149,14 @@ class RunLogger:
         self._trackers.flush()
 
     def __enter__(self) -> RunLogger:
-        self._profiler.start()
+        if self._profiler:
+            self._profiler.start()
         self._status.show(f"step {self._count(self.first_step)}")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self._profiler.stop()
+        if self._profiler:
+            self._profiler.stop()
         self._trackers.close(succeeded=kind is None)
         try:
             if kind is None:

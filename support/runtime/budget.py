@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,7 +20,6 @@ from support.runtime.options import RunOptions
 from support.runtime.run_info import ResumedCheckpoint
 
 MEASURED_SECONDS = 0.5  # for each model
-MAX_CALLS, SLOW = 100, 10
 TRAINING_FRACTION = 0.7  # of the time: the rest is for the optimizer, validations, and the start and end of the process
 # Tokens of a validation, of those to train on, at most: without a backward pass, five of them take 8% of the time.
 VALIDATED_FRACTION = 1 / 20
@@ -53,29 +50,29 @@ def flags_for_minutes(
     own_sizes["vocab_size"] = VOCAB_SIZES.get(tokenizer) or bpe.fitting_vocab_size(text_bytes)
     minutes = cli_flags.get("minutes", config.minutes)
     choose_sizes = first_step == 0 and config.recipe == "fast" and not config.init_from
-    models: list[dict[str, int]] = [{}]
-    if choose_sizes and not cli_flags.keys() & {*presets.MODEL_FLAGS, "model"}:
-        models = presets.models_for_text(text_bytes)
-        if tokenizer != "bytes":  # with thousands of logits, the smallest is hardly faster than the next one, and worse
-            models = models[1:] or models
 
     def tokens_in_time(model: Mapping[str, int]) -> float:
         return 60 * minutes * _tokens_per_second(config, {**own_sizes, **model}, dist, new_model)
 
-    def choose() -> str:
-        flags, tokens = models[0], math.inf
-        for model in models:
+    def choose_model() -> tuple[dict[str, int], float]:
+        """The model's sizes, and the tokens on which it trains in time."""
+        if not choose_sizes or cli_flags.keys() & {*presets.MODEL_FLAGS, "model"}:
+            return {}, tokens_in_time({})
+        models = presets.models_for_text(text_bytes)
+        if tokenizer != "bytes":  # with thousands of logits, the smallest is hardly faster than the next one, and worse
+            models = models[1:] or models
+        chosen, tokens = models[0], tokens_in_time(models[0])
+        for model in models[1:]:
             weights = presets.block_weights({**own_sizes, **model})
             needed = presets.BYTES_PER_WEIGHT * weights / presets.BYTES_PER_TOKEN[tokenizer]
-            if tokens < needed:  # even the smaller model reads fewer
+            if tokens < needed or (measured := tokens_in_time(model)) < needed:  # even the smaller model reads fewer
                 break
-            measured = tokens_in_time(model)
-            if model is not models[0] and measured < needed:
-                break
-            flags, tokens = model, measured
+            chosen, tokens = model, measured
+        return chosen, tokens
+
+    def choose_flags() -> str:
+        flags, tokens = choose_model()
         step = cli_flags.get("total_batch_size", presets.step_size(tokens) if choose_sizes else config.total_batch_size)
-        if 0 < tokens < step:
-            tokens = tokens_in_time(flags)  # a slow first call proves nothing
         if 0 < tokens < step:
             raise UserError(
                 f"--minutes {minutes:g} is too short: on this machine, the {step:,} tokens of a step take this model "
@@ -97,7 +94,7 @@ def flags_for_minutes(
         return json.dumps(chosen)
 
     startup.show("measuring how fast this machine trains ...")
-    flags = json.loads(dist.once("minutes", choose))
+    flags = json.loads(dist.once("minutes", choose_flags))
     startup.show("")
     return {name: value for name, value in flags.items() if name not in cli_flags}
 
@@ -128,18 +125,12 @@ def _tokens_per_second(
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The mean of the calls that fit into MEASURED_SECONDS, after a first one."""
+    """The mean of the calls in about MEASURED_SECONDS, at least one, after a first one."""
+    from torch.utils.benchmark import Timer
 
-    def timed() -> float:
+    def clock() -> float:
         devices.synchronize(device)
-        began = time.perf_counter()
-        work()
-        devices.synchronize(device)
-        return time.perf_counter() - began
+        return time.perf_counter()
 
-    seconds = timed()
-    if seconds > SLOW * MEASURED_SECONDS:  # what the first call takes more is a small part of it
-        return seconds
-    seconds = timed()
-    calls = min(int(MEASURED_SECONDS / seconds), MAX_CALLS)
-    return statistics.fmean(timed() for _ in range(calls)) if calls > 1 else seconds
+    timer = Timer("work()", globals={"work": work}, timer=clock, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=MEASURED_SECONDS).mean

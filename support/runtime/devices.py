@@ -10,7 +10,6 @@ import platform
 import re
 import shutil
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -19,45 +18,35 @@ import torch
 
 from support.cli import UserError
 
-# Dense bf16 peaks in FLOP/s with fp32 accumulation, by CUDA's name of the GPU. From NVIDIA's documents, named on the
-# right; half of the figure where they count sparsity. Only full names: cards with the same chip differ (an H100 PCIe is
-# slower than an SXM module), and a wrong peak is worse than none.
-PEAK_FLOPS = {
-    "NVIDIA A100-SXM4-40GB": 312e12,  # A100 data sheet
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-PCIE-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,  # H100 data sheet: SXM 1,979 sparse
-    "NVIDIA H100 PCIe": 756e12,  # first H100 data sheet: 1,513 sparse
-    "NVIDIA H100 NVL": 835e12,  # H100 data sheet: 1,671 sparse
-    "NVIDIA H200": 989e12,  # H200 data sheet: SXM 1,979 sparse
-    "NVIDIA L4": 121e12,  # L4 data sheet: 242 sparse
-    "NVIDIA L40S": 362e12,  # L40S data sheet
-    "NVIDIA A10": 125e12,  # A10 data sheet
-    "NVIDIA A30": 165e12,  # A30 data sheet
-    "NVIDIA A40": 149.7e12,  # A40 data sheet
-    "NVIDIA GeForce RTX 3090": 71e12,  # GA102 white paper
-    "NVIDIA GeForce RTX 4090": 165.2e12,  # Ada white paper
-    "NVIDIA RTX 6000 Ada Generation": 364.2e12,  # Ada white paper for professional cards
-}
-
 
 class Gpu(NamedTuple):
-    name: str  # CUDA's, a key of PEAK_FLOPS
-    gib: float  # of memory that a program can have
+    peak_flops: float  # dense FLOP/s in bf16, with fp32 accumulation
+    flag: str | None = None  # its name for --gpu
+    gib: float = 0.0  # of memory that a program can have
 
 
-GPUS = {  # by the names of --gpu
-    "A100": Gpu("NVIDIA A100-SXM4-80GB", 79.1),
-    "A100-40GB": Gpu("NVIDIA A100-SXM4-40GB", 39.4),
-    "H100": Gpu("NVIDIA H100 80GB HBM3", 79.1),
-    "H200": Gpu("NVIDIA H200", 139.8),
-    "L4": Gpu("NVIDIA L4", 22.0),
-    "L40S": Gpu("NVIDIA L40S", 44.4),
-    "A10": Gpu("NVIDIA A10", 22.0),
-    "RTX3090": Gpu("NVIDIA GeForce RTX 3090", 23.6),
-    "RTX4090": Gpu("NVIDIA GeForce RTX 4090", 23.5),
+# By CUDA's name. The peaks are from NVIDIA's documents, named on the right; half of the figure where they count sparsity.
+# Only full names: cards with the same chip differ (an H100 PCIe is slower than an SXM module), and a wrong peak is worse
+# than none.
+GPUS = {
+    "NVIDIA A100-SXM4-80GB": Gpu(312e12, "A100", 79.1),  # A100 data sheet
+    "NVIDIA A100-SXM4-40GB": Gpu(312e12, "A100-40GB", 39.4),
+    "NVIDIA A100-PCIE-40GB": Gpu(312e12),
+    "NVIDIA A100 80GB PCIe": Gpu(312e12),
+    "NVIDIA H100 80GB HBM3": Gpu(989e12, "H100", 79.1),  # H100 data sheet: SXM 1,979 sparse
+    "NVIDIA H100 PCIe": Gpu(756e12),  # first H100 data sheet: 1,513 sparse
+    "NVIDIA H100 NVL": Gpu(835e12),  # H100 data sheet: 1,671 sparse
+    "NVIDIA H200": Gpu(989e12, "H200", 139.8),  # H200 data sheet: SXM 1,979 sparse
+    "NVIDIA L4": Gpu(121e12, "L4", 22.0),  # L4 data sheet: 242 sparse
+    "NVIDIA L40S": Gpu(362e12, "L40S", 44.4),  # L40S data sheet
+    "NVIDIA A10": Gpu(125e12, "A10", 22.0),  # A10 data sheet
+    "NVIDIA A30": Gpu(165e12),  # A30 data sheet
+    "NVIDIA A40": Gpu(149.7e12),  # A40 data sheet
+    "NVIDIA GeForce RTX 3090": Gpu(71e12, "RTX3090", 23.6),  # GA102 white paper
+    "NVIDIA GeForce RTX 4090": Gpu(165.2e12, "RTX4090", 23.5),  # Ada white paper
+    "NVIDIA RTX 6000 Ada Generation": Gpu(364.2e12),  # Ada white paper for professional cards
 }
+GPU_FLAGS = {gpu.flag: name for name, gpu in GPUS.items() if gpu.flag}
 LONGEST_UNFUSED_CONTEXT = 128  # in bf16 on a CPU; measured, see docs/performance.md
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -79,25 +68,20 @@ def pick_device_type(name: str) -> str:
 def pick_dtype(name: str, device: torch.device) -> str:
     """The precision of matrix products, a key of DTYPES: `name` itself, or the fastest native one for "auto".
 
-    That is bf16 where the hardware has it, otherwise fp16 on CUDA and fp32 elsewhere.
+    That is bf16 where the hardware has it (emulated, it is slower than fp32), otherwise fp16 on CUDA and fp32 elsewhere.
     """
     if name != "auto":
         return name
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    return "bf16" if device.type == "cpu" and _cpu_has_bf16() else "fp32"
+    capabilities = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+    return "bf16" if capabilities.get("amx_bf16") or capabilities.get("avx512_bf16") else "fp32"
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
     """Matrix products in this precision; weights, norms and sums stay in fp32."""
     lower = dtype != torch.float32
     return torch.autocast(device.type, dtype=dtype if lower else None, enabled=lower)
-
-
-def _cpu_has_bf16() -> bool:
-    """Whether the processor has bf16 instructions; without them bf16 is emulated and slower than fp32."""
-    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16"))
 
 
 def compile(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
@@ -114,29 +98,19 @@ def why_not_compile(device: torch.device) -> str | None:
         return "torch.compile is not used on Windows"
     if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
         return "torch.compile needs a C++ compiler, and there is none"
-    if device.type != "cuda":
-        return None
-    if torch.cuda.get_device_capability(device) < (7, 0):
-        return "torch.compile needs a GPU of compute capability 7.0 or more"
-    # Triton compiles C code that launches its kernels.
-    if not any(shutil.which(compiler) for compiler in (os.environ.get("CC", "gcc"), "gcc", "clang")):
-        return "torch.compile needs a C compiler for CUDA, and there is none"
-    if not Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h").exists():
+    # On CUDA, Triton compiles C code that launches its kernels.
+    if device.type == "cuda" and not Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h").exists():
         return "torch.compile needs Python.h for CUDA. Install Python's headers (python3-dev on Debian and Ubuntu)"
     return None
 
 
-@contextlib.contextmanager
-def attention_without_cudnn(device: torch.device) -> Iterator[None]:
+def attention_without_cudnn(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """For tensors of many shapes on CUDA: flash attention first. cuDNN would plan for each shape, up to 0.4 s each."""
-    if device.type != "cuda":
-        yield
-        return
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     # Not with set_priority: if this were the first attention of the process, PyTorch's later order would lack cuDNN.
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-        yield
+    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(order) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def describe_attention(device: torch.device, dtype: torch.dtype, n_head: int, n_embd: int, T: int) -> str:
@@ -173,7 +147,8 @@ def describe(device: torch.device) -> str:
 
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 peak of this GPU in FLOP/s, or None where it is not known."""
-    return PEAK_FLOPS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    gpu = GPUS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return gpu.peak_flops if gpu else None
 
 
 # -----------------------------------------------------------------------------
@@ -196,10 +171,8 @@ def seeded_generator(device: torch.device, *seeds: int) -> torch.Generator:
 
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether memory was too small: torch.OutOfMemoryError, or what cuBLAS, Triton, Metal and the CPU say instead."""
-    message = re.search(
-        "out of memory|ALLOC_FAILED|can't allocate memory|not enough memory|Invalid buffer size", str(error)
-    )
-    return isinstance(error, torch.OutOfMemoryError) or message is not None
+    messages = "out of memory|ALLOC_FAILED|can't allocate memory|not enough memory|Invalid buffer size"
+    return isinstance(error, torch.OutOfMemoryError) or re.search(messages, str(error)) is not None
 
 
 def free_and_total_memory(device: torch.device) -> tuple[int, int]:

@@ -51,9 +51,18 @@ class Distributed:
         Raises:
             UserError: they are incomplete, or not valid.
         """
-        rank, local_rank, world_size = read_environment()
-        store = connect(rank, world_size) if world_size > 1 else None
-        return cls(rank, local_rank, world_size, store=store)
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            return ONE_PROCESS
+        values = [os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")]
+        if all(value.isdecimal() for value in values) and "MASTER_ADDR" in os.environ:
+            rank, local_rank, world_size, _ = map(int, values)
+            if local_rank <= rank < world_size:
+                return cls(rank, local_rank, world_size, store=connect(rank, world_size))
+        raise UserError(
+            f"WORLD_SIZE is {values[2]!r} in the environment, and RANK, LOCAL_RANK, MASTER_ADDR or MASTER_PORT is missing "
+            "or does not fit. Start with torchrun, or unset WORLD_SIZE for a single process.",
+            this_rank_only=True,
+        )
 
     def with_device(self, name: str) -> Distributed:
         """The same process on a device of this machine: on its own GPU, or on the CPU cores that it may use.
@@ -233,26 +242,6 @@ def report_lost_processes() -> Iterator[None]:
 
 # -----------------------------------------------------------------------------
 # Finding each other
-
-
-def read_environment() -> tuple[int, int, int]:
-    """RANK, LOCAL_RANK and WORLD_SIZE as torchrun sets them; 0, 0 and 1 for a single process.
-
-    Raises:
-        UserError: a variable is missing or not valid.
-    """
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        return 0, 0, 1
-    values = [os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")]
-    if all(value.isdecimal() for value in values) and "MASTER_ADDR" in os.environ:
-        rank, local_rank, world_size, _ = map(int, values)
-        if local_rank <= rank < world_size:
-            return rank, local_rank, world_size
-    raise UserError(
-        f"WORLD_SIZE is {values[2]!r} in the environment, and RANK, LOCAL_RANK, MASTER_ADDR or MASTER_PORT is missing or "
-        "does not fit. Start with torchrun, or unset WORLD_SIZE for a single process.",
-        this_rank_only=True,
-    )
 
 
 def connect(rank: int, world_size: int) -> distributed.Store:

@@ -200,7 +200,7 @@ class RunOptions(Recipe):
         at_least=1,
         below=2**31,
     )
-    gpu: str = flag("A100", "GPU to plan for; A100 and H100 have 80 GB", "plan", choices=tuple(devices.GPUS))
+    gpu: str = flag("A100", "GPU to plan for; A100 and H100 have 80 GB", "plan", choices=tuple(devices.GPU_FLAGS))
     price: float | None = flag(
         None, "price of a GPU-hour to plan with, in any currency", "plan", default_help="none", at_least=0, at_most=1e6
     )

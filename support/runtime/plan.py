@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -29,27 +29,18 @@ from support.runtime.run_info import Model
 MEASURED_MFU = {
     "A100": {124: 0.60, 355: 0.62, 774: 0.64},
     "H100": {124: 0.40, 1558: 0.49},
-    "H200": {124: 0.40, 1558: 0.49},  # the same chip as the H100's
 }
 ASSUMED_MFU = 0.4  # where nothing was measured
 GPUS_PER_NODE = 8
-SMALL = 60e6  # parameters: half of the smallest model in the table
-WIDTH, LABEL = 80, 9  # columns of a line and of its label
-DISK_BYTES_PER_SECOND = 1e9  # of a checkpoint's disk: a fast network file system, or a slow SSD
-
-# Titles and widths of the table: TrainingMemory's fields, their sum, and the largest micro-batch.
-COLUMNS = dict(weights=8, grads=7, optim=7, activ=7, logits=7, buffers=8, total=8, batch=6)
 
 
 def largest_micro_batch(config: RunOptions, sizes: Sizes) -> int:
     """The largest divisor of the rows of a step whose micro-batch fits into a GPU; 0 if none does."""
     rows, device_memory = rows_per_gpu(config), memory_of_gpu(config)
-    fitting = (
-        B
-        for B in range(min(rows, config.batch_size), 0, -1)
-        if rows % B == 0 and training_memory(config, sizes, B, config.gpus, device_memory).total <= device_memory
-    )
-    return next(fitting, 0)
+    for B in range(min(rows, config.batch_size), 0, -1):
+        if rows % B == 0 and training_memory(config, sizes, B, config.gpus, device_memory).total <= device_memory:
+            return B
+    return 0
 
 
 def rows_per_gpu(config: RunOptions) -> int:
@@ -57,27 +48,27 @@ def rows_per_gpu(config: RunOptions) -> int:
 
 
 def memory_of_gpu(config: RunOptions) -> int:
-    return int(devices.GPUS[config.gpu].gib * 2**30)
+    return int(devices.GPUS[devices.GPU_FLAGS[config.gpu]].gib * 2**30)
 
 
 # -----------------------------------------------------------------------------
 # Time and traffic
 
 
-def mfu(gpu: str, parameters: int) -> tuple[float, str]:
-    """Model FLOPs utilization to expect, and where it is from: that of the nearest size measured on this GPU."""
-    family = gpu.split("-")[0]
-    if family not in MEASURED_MFU:
-        return ASSUMED_MFU, "assumed: none is published for this GPU"
-    measured = MEASURED_MFU[family]
-    nearest = min(measured, key=lambda millions: abs(math.log(parameters / 1e6 / millions)))
-    return measured[nearest], f"llm.c's with {nearest}M parameters on {'H100' if family == 'H200' else family}"
-
-
-def with_recomputing(config: RunOptions, flops_per_token: int, mfu: float) -> float:
-    """The MFU that is left if the forward pass of the blocks is repeated, which MFU does not count as useful."""
-    repeated = 2 * block_parameters(config) + 4 * config.n_layer * config.n_embd * config.block_size
-    return mfu * flops_per_token / (flops_per_token + repeated)
+def mfu(config: RunOptions, parameters: int, flops_per_token: int) -> tuple[float, str]:
+    """Model FLOPs utilization to expect, and where it is from: --mfu, or what was measured with the nearest size."""
+    if config.mfu:
+        return config.mfu, "--mfu"
+    utilization, source = ASSUMED_MFU, "assumed: none is published for this GPU"
+    chip = config.gpu.split("-")[0].replace("H200", "H100")  # which has the same one
+    if measured := MEASURED_MFU.get(chip):
+        nearest = min(measured, key=lambda millions: abs(math.log(parameters / 1e6 / millions)))
+        utilization, source = measured[nearest], f"llm.c's with {nearest}M parameters on {chip}"
+    if config.recompute:  # the forward pass of the blocks is repeated, which MFU does not count as useful
+        repeated = 2 * block_parameters(config) + 4 * config.n_layer * config.n_embd * config.block_size
+        utilization *= flops_per_token / (flops_per_token + repeated)
+        source += ", less what is recomputed"
+    return utilization, source
 
 
 def bytes_sent(config: RunOptions, parameters: int, micro_steps: int, reshard_after_forward: bool) -> float:
@@ -116,9 +107,7 @@ def print_report(config: RunOptions, new_model: Callable[[int], nn.Module], rank
     with torch.device("meta"):
         model = new_model(vocab_size_of(config))
     for line in report(config, Sizes.of(model), cast(Model, model).flops_per_token()):
-        label, text = line[:LABEL], line[LABEL:]
-        wraps = len(line) > WIDTH
-        print(textwrap.fill(text, WIDTH, initial_indent=label, subsequent_indent=" " * LABEL) if wraps else line)
+        print(textwrap.fill(line, 80, subsequent_indent=" " * 9))
 
 
 def vocab_size_of(config: RunOptions) -> int:
@@ -132,39 +121,30 @@ def vocab_size_of(config: RunOptions) -> int:
 def report(config: RunOptions, sizes: Sizes, flops_per_token: int) -> Iterator[str]:
     """The lines of --plan."""
     config = replace(config, compile=True, parallel=config.parallel if config.gpus > 1 else "ddp")
-    gpus, gpu, steps, T = config.gpus, devices.GPUS[config.gpu], config.max_steps, config.block_size
-    peak, rows, tokens = devices.PEAK_FLOPS[gpu.name], rows_per_gpu(config), steps * config.total_batch_size
+    gpus, gpu, steps, T = config.gpus, devices.GPU_FLAGS[config.gpu], config.max_steps, config.block_size
+    peak, tokens = devices.GPUS[gpu].peak_flops, steps * config.total_batch_size
     yield (
         f"model    {sizes.parameters:,} parameters: {config.n_layer} layers, {config.n_head} heads, "
         f"{config.n_embd} channels, context {T}"
     )
     yield (
-        f"run      {steps:,} steps of {config.total_batch_size:,} tokens, {short_number(tokens)} tokens in total; "
-        f"{tokens * flops_per_token:.2e} FLOPs, {short_number(flops_per_token)} per token"
+        f"run      {steps:,} steps of {config.total_batch_size:,} tokens, {tokens:,} in total; "
+        f"{tokens * flops_per_token:.2e} FLOPs, {flops_per_token:.2e} per token"
     )
     yield (
-        f"GPUs     {gpus:,} x {gpu.name}, {peak / 1e12:.0f} TFLOP/s in bf16 each; of each step, a GPU has "
-        f"{rows:,} row{'s' if rows > 1 else ''} of {T:,} tokens"
+        f"GPUs     {gpus:,} x {gpu}, {peak / 1e12:.0f} TFLOP/s in bf16 each; of each step, a GPU has "
+        f"{rows_per_gpu(config):,} x {T:,} tokens"
     )
-    if "gpu" not in config.explicit:
-        yield f"note     planned for {'an' if config.gpu == 'A100' else 'a'} {config.gpu}; --gpu names another"
     if config.minutes:
         yield f"note     --minutes measures a machine at the start of a run; this plan is for {steps:,} steps"
-    yield ""
     layouts = [
         replace(config, parallel=parallel, recompute=recompute)
         for parallel in (("ddp", "fsdp") if gpus > 1 else ("ddp",))
         for recompute in (False, True)
     ]
-    yield f"memory   GB on each GPU, which has {gpu.gib * 2**30 / 1e9:.1f}"
-    yield f"{'':<19}" + "".join(f"{title:>{width}}" for title, width in COLUMNS.items())
-    yield from (table_row(layout, sizes) for layout in layouts)
-    yield (
-        "columns  grads: gradients. optim: the optimizer's state. activ: activations. logits: what the loss takes, "
-        "with the gradient of the embedding. buffers: weights and gradients on their way between GPUs, and what CUDA "
-        f"takes for itself. batch: the largest --batch-size that fits, up to {config.batch_size}; none: not even one "
-        "row fits."
-    )
+    yield ""
+    yield f"memory   GB on each GPU, which has {memory_of_gpu(config) / 1e9:.1f}"
+    yield from memory_table(layouts, sizes)
     yield ""
     if not largest_micro_batch(config, sizes):
         fitting = next((layout for layout in layouts if largest_micro_batch(layout, sizes)), None)
@@ -173,25 +153,18 @@ def report(config: RunOptions, sizes: Sizes, flops_per_token: int) -> Iterator[s
             return
         yield f"note     {name_of(config)}: not even one row fits. The rest is for {name_of(fitting)}."
         config = fitting
-    utilization, source = (config.mfu, "--mfu") if config.mfu else mfu(config.gpu, sizes.parameters)
-    if config.recompute and not config.mfu:
-        utilization = with_recomputing(config, flops_per_token, utilization)
-        source += ", less what is recomputed"
+    utilization, source = mfu(config, sizes.parameters, flops_per_token)
     seconds = tokens * flops_per_token / (gpus * peak * utilization)
     yield (
-        f"time     {name_of(config)}: {duration(seconds)} at {utilization:.1%} MFU ({source}): "
+        f"time     {name_of(config)}: {seconds / 3600:,.2f} hours at {utilization:.1%} MFU ({source}): "
         f"{tokens / seconds:,.0f} tokens/s, {tokens / seconds / gpus:,.0f} per GPU, {seconds / steps:.3g} s per step"
     )
-    yield "         without evaluations, checkpoints and what the network adds" + (
-        "; so small a model will not reach that MFU" if sizes.parameters < SMALL and not config.mfu else ""
-    )
+    yield "         without evaluations, checkpoints and what the network adds"
     gpu_hours = gpus * seconds / 3600
     cost = "" if config.price is None else f", {gpu_hours * config.price:,.2f} at {config.price:g} per GPU-hour"
     yield f"cost     {gpu_hours:,.1f} GPU-hours{cost}"
-    yield f"data     {2 * tokens / seconds / 1e6:,.1f} MB/s of tokens are read, {format_bytes(2 * tokens)} in total"
-    size = memory.checkpoint_bytes(config, sizes.trained)
-    writing = f"{size / DISK_BYTES_PER_SECOND:,.1f} s at 1 GB/s, in the background"
-    yield f"disk     {format_bytes(size)} per checkpoint, {writing}"
+    checkpoint_bytes = memory.checkpoint_bytes(config, sizes.trained)
+    yield f"disk     {format_bytes(2 * tokens)} of tokens, {format_bytes(checkpoint_bytes)} per checkpoint"
     for layout in layouts:
         if gpus > 1 and layout.recompute == config.recompute and largest_micro_batch(layout, sizes):
             yield network_line(layout, sizes, seconds / steps)
@@ -199,15 +172,20 @@ def report(config: RunOptions, sizes: Sizes, flops_per_token: int) -> Iterator[s
 
 def name_of(config: RunOptions) -> str:
     """Of a layout: how the GPUs share the work, and whether activations are recomputed."""
-    return ("one GPU" if config.gpus == 1 else config.parallel) + (" --recompute" if config.recompute else "")
+    return ("1 GPU" if config.gpus == 1 else config.parallel) + ("+recompute" if config.recompute else "")
 
 
-def table_row(config: RunOptions, sizes: Sizes) -> str:
-    B = largest_micro_batch(config, sizes)
-    memory = training_memory(config, sizes, B or 1, config.gpus, memory_of_gpu(config))
-    gigabytes = (f"{part / 1e9:.2f}" if part < 1e12 else f"{part / 1e9:,.0f}" for part in (*memory, memory.total))
-    cells = zip((*gigabytes, str(B or "none")), COLUMNS.values(), strict=True)
-    return f"{name_of(config):<19}" + "".join(f"{cell:>{width}}" for cell, width in cells)
+def memory_table(layouts: Sequence[RunOptions], sizes: Sizes) -> Iterator[str]:
+    """What each layout takes with the largest micro-batch that fits, or with one row if none does."""
+    columns = []
+    for layout in layouts:
+        B = largest_micro_batch(layout, sizes)
+        parts = training_memory(layout, sizes, B or 1, layout.gpus, memory_of_gpu(layout))
+        gigabytes = (f"{part / 1e9:,.2f}" for part in (*parts, parts.total))
+        columns.append([name_of(layout), *gigabytes, str(B or "none")])
+    titles = ["", *parts._fields, "total", "batch size"]
+    for title, *cells in zip(titles, *columns, strict=True):
+        yield f"{title:<12}" + "".join(f"{cell:>17}" for cell in cells)
 
 
 def network_line(config: RunOptions, sizes: Sizes, seconds: float) -> str:
@@ -223,18 +201,3 @@ def network_line(config: RunOptions, sizes: Sizes, seconds: float) -> str:
         f"network  {config.parallel} sends {format_bytes(sent)} per step; with less than "
         f"{8 * sent / seconds / 1e9:,.0f} Gbit/s per {where}, that takes longer than computing"
     )
-
-
-def short_number(number: float) -> str:
-    for name, size in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
-        if number >= size:
-            return f"{number / size:,.1f} {name}"
-    return f"{number:,.0f}"
-
-
-def duration(seconds: float) -> str:
-    """In seconds, minutes, hours or days."""
-    for name, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size or (name == "hours" and seconds >= size):
-            return f"{seconds / size:,.1f} {name}"
-    return f"{seconds:,.1f} seconds"

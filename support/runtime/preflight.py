@@ -16,12 +16,10 @@ from support.runtime.distributed import Distributed
 from support.runtime.options import RunOptions
 
 HINTS = {
-    "Python": "Install one version on all nodes.",
-    "torch": "Install one version on all nodes.",
+    "the versions": "Install the same on all nodes.",
     "the device": "Use GPUs of one kind.",
     "the checkpoint": "All nodes must see the same folder at --out.",
-    "the train shards": "Copy those of one node to the others.",
-    "the val shards": "Copy those of one node to the others.",
+    "the shards": "Copy those of one node to the others.",
 }  # the others are flags
 PATHS = {"data", "text", "out", "resume", "init_from", "hellaswag_data"}  # flags that may differ between nodes
 
@@ -42,12 +40,10 @@ def check_ranks_agree(dist: Distributed, config: RunOptions, identity: DataIdent
         return
     flags = {flag_name(name): str(value) for name, value in config.to_dict().items() if name not in PATHS}
     facts = {
-        "Python": ".".join(platform.python_version_tuple()[:2]),
-        "torch": torch.__version__,
+        "the versions": f"Python {'.'.join(platform.python_version_tuple()[:2])}, torch {torch.__version__}",
         "the device": devices.describe(dist.device),
         "the checkpoint": f"step {resumed_step}" if resumed_step else "none",
-        "the train shards": _digest(identity["train"]),
-        "the val shards": _digest(identity["val"]),
+        "the shards": hashlib.sha256(json.dumps([identity["train"], identity["val"]]).encode()).hexdigest()[:8],
         **flags,
     }
     store.set(f"facts/{dist.rank}", json.dumps([socket.gethostname(), facts]))
@@ -73,7 +69,3 @@ def _find_differences(dist: Distributed) -> list[str]:
                     f"{HINTS.get(name, 'Pass the same flags on all nodes.')}"
                 )
     return sorted(problems.values())
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:8]

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, TracebackType
 from typing import NoReturn, TypeVar
@@ -87,10 +86,9 @@ class StopHandler:
         sys.exit(2 if reason == _FAILURE else 128 + reason)
 
     def __enter__(self) -> StopHandler:
-        if threading.current_thread() is threading.main_thread():  # Python handles signals in no other
-            # An ignored SIGHUP stays ignored: that is what nohup does.
-            handled = [n for n in STOP_SIGNALS if n == signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
-            self._handlers = {number: signal.signal(number, self._handle) for number in handled}
+        # An ignored SIGHUP stays ignored: that is what nohup does.
+        handled = [n for n in STOP_SIGNALS if n == signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
+        self._handlers = {number: signal.signal(number, self._handle) for number in handled}
         for stream in guarded_streams():
             stream.on_close = self._reader_closed
         return self
