@@ -136,7 +136,7 @@ def test_an_altered_tokenizer_is_noticed(tmp_path):
     altered = json.loads(path.read_text())
     altered["model"]["merges"].reverse()
     path.write_text(json.dumps(altered))
-    for read in (shards.read_tokenizer, shards.verify_shards):
+    for read in (shards.read_tokenizer, fineweb.check_shards):
         with pytest.raises(UserError, match=r"tokenizer\.json is missing, or was altered"):
             read(tmp_path / "data")
     with pytest.raises(UserError, match="is not a byte-level BPE as fineweb.py makes it"):

@@ -7,7 +7,6 @@ from shard_helpers import LONG, corpus_of, files_in, interrupt, shards_in
 import fineweb
 from support import files
 from support.cli import UserError
-from support.data import output_folder
 
 
 def test_other_shards_are_never_mixed_or_lost(tmp_path):
@@ -58,7 +57,6 @@ def test_a_file_that_is_not_a_manifest_is_named(tmp_path, content):
     with pytest.raises(UserError, match=r"manifest\.json is not a manifest of shards .*Remove it"):
         fineweb.make_shards(corpus_of(["a" * 250]), tmp_path, tokenizer="bytes")
     assert (tmp_path / "manifest.json").read_text() == content
-    assert output_folder.read_partial_manifest(tmp_path, "texts") is None
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):

@@ -130,11 +130,5 @@ def test_an_estimate_of_the_text_needs_no_reading(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 1000)
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"x" * 1000))
     pa.parquet.write_table(pa.table({"text": ["y" * 5000], "n": ["z" * 9000]}), tmp_path / "c.parquet")
-    (tmp_path / "d.jsonl").write_text('{"text": "x"}\n')
-    paths = sorted(tmp_path.iterdir())
-    sizes = [path.stat().st_size for path in paths]
-    parquet = readers.parquet_text_bytes(paths[2], "text")
-    assert 5000 <= parquet < 6000
-    estimate = Files("files", paths[:3], "text").estimate_text_bytes()
-    assert estimate == sizes[0] + 2 * sizes[1] + parquet
-    assert Files("files", paths, "text").estimate_text_bytes() is None
+    txt, gz, parquet = (readers.estimate_text_bytes(path, "text") for path in sorted(tmp_path.iterdir()))
+    assert (txt, gz) == (1000, 3 * (tmp_path / "b.txt.gz").stat().st_size) and 5000 <= parquet < 6000
