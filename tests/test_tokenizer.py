@@ -20,7 +20,7 @@ import sample
 from support.checkpoints import huggingface
 from support.checkpoints.start import check_pretrained
 from support.cli import UserError
-from support.data import shards
+from support.data import bpe, shards
 from support.data.tokenizer import (
     BpeTokenizer,
     Gpt2Tokenizer,
@@ -44,9 +44,7 @@ TEXTS = [
 
 def test_bytes_are_utf8_and_an_end_of_text():
     tokenizer = get_tokenizer("bytes")
-    for text in TEXTS:
-        assert tokenizer.encode(text) == list(text.encode()) and tokenizer.decode(tokenizer.encode(text)) == text
-        assert tokenizer.encode_array(text).tolist() == list(text.encode())
+    assert [tokenizer.encode(text) for text in TEXTS] == [list(text.encode()) for text in TEXTS]
     assert (tokenizer.vocab_size, tokenizer.eot) == (257, 256)
     assert tokenizer.decode([72, 256, 105]) == "H<|endoftext|>i"
 
@@ -57,24 +55,26 @@ def test_gpt2_equals_tiktoken():
 
     tokenizer, reference = get_tokenizer("gpt2"), tiktoken.get_encoding("gpt2")
     assert tokenizer.encode("Hello, I'm a language model,") == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
-    for text in TEXTS:
-        assert tokenizer.encode_array(text).tolist() == reference.encode_ordinary(text)
-        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert [tokenizer.encode(text) for text in TEXTS] == [reference.encode_ordinary(text) for text in TEXTS]
 
 
-@pytest.mark.parametrize("name", ["bytes", pytest.param("gpt2", marks=needs_gpt2_vocabulary)])
+@pytest.mark.parametrize("name", ["bytes", "bpe", pytest.param("gpt2", marks=needs_gpt2_vocabulary)])
 def test_hugging_face_opens_the_saved_tokenizer(name, tmp_path):
     from transformers import AutoTokenizer
 
-    tokenizer = get_tokenizer(name)
+    tokenizer = bpe.train_bpe(TEXTS * 9, 300) if name == "bpe" else get_tokenizer(name)
     tokenizer.save_pretrained(tmp_path, model_max_length=64)
-    opened = AutoTokenizer.from_pretrained(tmp_path)
-    assert len(opened) == tokenizer.vocab_size and opened.model_max_length == 64
-    assert opened.eos_token_id == opened.bos_token_id == tokenizer.eot
+    opened, loaded = AutoTokenizer.from_pretrained(tmp_path), get_tokenizer(find_tokenizer(tmp_path))
+    assert len(opened) == tokenizer.vocab_size == loaded.vocab_size and opened.model_max_length == 64
+    assert opened.eos_token_id == opened.bos_token_id == tokenizer.eot == tokenizer.vocab_size - 1
     for text in [t.replace("<|endoftext|>", "") for t in TEXTS]:
-        assert opened(text)["input_ids"] == tokenizer.encode(text)
-        assert opened.decode(tokenizer.encode(text)) == text
+        ids = tokenizer.encode(text)
+        assert opened(text)["input_ids"] == ids == loaded.encode(text) == tokenizer.encode_array(text).tolist()
+        assert opened.decode(ids) == text == tokenizer.decode(ids)
+        assert tokenizer.count_bytes(np.array(ids, int)) == len(text.encode())
     assert opened("a<|endoftext|>")["input_ids"] == [*tokenizer.encode("a"), tokenizer.eot]
+    assert tokenizer.decode(tokenizer.encode("a<|endoftext|>")) == "a<|endoftext|>"
+    assert tokenizer.eot not in tokenizer.encode("a<|endoftext|>")
 
 
 @needs_gpt2_vocabulary
