@@ -192,24 +192,19 @@ def test_shards_without_a_manifest_have_gpt2s_tokens_unless_a_tokenizer_says_oth
 
 
 def test_an_adapter_has_the_tokenizer_of_its_base_unless_it_has_its_own(tmp_path):
-    base = save_model(tmp_path / "base", 300, pairs_of_bytes(300))
-    adapter = tmp_path / "adapter"
+    base, adapter = save_model(tmp_path / "base", 300, pairs_of_bytes(300)), tmp_path / "adapter"
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(
-        json.dumps({"base_model_name_or_path": str(base), "peft_type": "LORA", "r": 1, "lora_alpha": 1})
-    )
+    config = {"base_model_name_or_path": str(base), "peft_type": "LORA", "r": 1, "lora_alpha": 1}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
     assert huggingface.tokenizer_folder(adapter) == base
     pairs_of_bytes(300).save_pretrained(adapter, 16)
     assert huggingface.tokenizer_folder(adapter) == adapter
 
 
-@needs_gpt2_vocabulary
-def test_gpt2s_tokenizer_is_not_copied_as_a_trained_one(tmp_path):
-    save_model(tmp_path / "model", 50257, get_tokenizer("gpt2"))
-    (tmp_path / "text.txt").write_text("one, two, three, " * 100)
-    flags = ["--input", str(tmp_path / "text.txt"), "--output", str(tmp_path / "data"), "--tokenizer", "bpe"]
-    with pytest.raises(UserError, match="has the tokenizer gpt2. Use --tokenizer gpt2"):
-        fineweb.main([*flags, "--tokenizer-from", str(tmp_path / "model")])
+def test_a_tokenizer_with_a_name_is_not_copied_as_a_trained_one(tmp_path):
+    save_model(tmp_path, 257, get_tokenizer("bytes"))
+    with pytest.raises(UserError, match="has the tokenizer bytes. Use --tokenizer bytes"):
+        fineweb.find_trained_tokenizer(str(tmp_path))
 
 
 # -----------------------------------------------------------------------------
