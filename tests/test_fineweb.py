@@ -76,7 +76,7 @@ def test_the_demo_text(tmp_path):
         ("--input other.jsonl --output out", "other.jsonl, line 1 has no text in 'text', only body (str)"),
         ("--input fake.parquet --output out", "fake.parquet cannot be read"),
         ("--input null.parquet --output out", "null.parquet, row 1 has no text in 'text', only text (NoneType)"),
-        ("--input empty.jsonl --output out", "there is no text in empty.jsonl"),
+        ("--input empty.jsonl --output out --tokenizer bpe", "there is no text in empty.jsonl"),
         ("--input a.txt", "no folder for the shards. Pass one with --output."),
         ("--input a.txt --demo", "exclude each other. Choose one"),
         ("--input a.txt --output out --val-fraction 1.5", "--val-fraction must be more than 0 and less than 1"),
