@@ -11,6 +11,7 @@ import torch
 import training  # noqa: F401  one thread
 from helpers import ROOT
 
+from support.cli import UserError
 from support.data import shards
 from support.runtime.distributed import Distributed
 from train_gpt2 import DataLoaderLite
@@ -89,6 +90,17 @@ def test_shuffling_permutes_each_epoch_in_a_new_order_that_all_ranks_share(tmp_p
     # rows of a shard stay together, so that one shard is in memory at a time
     shard_of = np.searchsorted([401, 602, 604], epochs[0], side="right")
     assert sorted(np.unique(shard_of).tolist()) == [0, 1, 3] and np.count_nonzero(np.diff(shard_of)) == 2
+
+
+def test_an_id_beyond_the_vocabulary_is_named_with_its_shard_and_offset(tmp_path):
+    tokens = np.zeros(100, dtype=np.uint16)
+    tokens[50] = 257
+    shards.write_shard(tmp_path / "x_train_000001.npy", tokens)
+    data = DataLoaderLite(shards.open_shards(tmp_path, "train"), 4, T, vocab_size=257)
+    for _ in range(3):  # rows 0 to 11 end at token 48
+        data.next_batch()
+    with pytest.raises(UserError, match=r"x_train_000001\.npy has the id 257 at offset 50.*vocabulary of 257"):
+        data.next_batch()
 
 
 def test_prefetched_batches_are_the_next_ones(byte_shards, monkeypatch):
