@@ -37,11 +37,11 @@ from support.cli import MAIN_GROUP, UserError, flag, parse_flags, run_cli
 from support.data import bpe, hub
 from support.data.corpus import Corpus, Cursor, Documents, slug
 from support.data.encode import ENGINES, EncodedBatch, default_engine, encode_batches
-from support.data.output_folder import new_manifest, open_output_folder, read_partial_manifest
+from support.data.output_folder import new_manifest, open_output_folder
 from support.data.presets import DEMO_SOURCE
 from support.data.readers import TEXT_TYPES, Files, find_text_files, text_suffix
-from support.data.shard_writer import ShardWriter, check_space_for_shards, report_interrupt
-from support.data.shards import MANIFEST, Manifest, Setting, read_manifest, verify_shards
+from support.data.shard_writer import ShardWriter, check_space_for_shards
+from support.data.shards import MANIFEST, Manifest, Setting, load_manifest, open_shards, read_manifest, read_tokenizer
 from support.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_JSON, VOCAB_SIZES, find_tokenizer, get_tokenizer
 from support.files import sha256_of
 
@@ -77,8 +77,10 @@ def source_of(args: Arguments, output: Path) -> Corpus:
     if name in hub.FINEWEB_PREFIXES and args.split == "train":
         downloads = output / "downloads"
         corpus = hub.HubParquet(name, args.name or "sample-10BT", args.text_field, downloads, args.keep_downloads)
-    earlier = read_partial_manifest(output, corpus.name)
-    corpus.revision = (earlier and earlier.get("revision")) or hub.current_revision(name)
+    earlier = load_manifest(output)
+    if earlier and earlier["source"] == corpus.name:
+        corpus.revision = earlier.get("revision")
+    corpus.revision = corpus.revision or hub.current_revision(name)
     return corpus
 
 
@@ -194,7 +196,7 @@ def make_shards(
     }
     manifest = new_manifest(corpus.name, corpus.revision, tokenizer, settings)
 
-    with open_output_folder(Path(output), manifest, corpus.prefix) as folder, report_interrupt(folder):
+    with open_output_folder(Path(output), manifest, corpus.prefix) as folder:
         if not folder.is_finished:
             check_space_for_shards(folder, corpus, max_tokens, copies=1 if val_fraction is None else 2)
             name_or_path = (
@@ -404,7 +406,10 @@ def check_shards(directory: str) -> None:
     Raises:
         UserError: some are not; one line for each.
     """
-    shards, manifest = verify_shards(directory), read_manifest(directory)
+    manifest = read_manifest(directory)
+    if manifest["tokenizer"] == "bpe":
+        read_tokenizer(directory)
+    shards = open_shards(directory, "train", "val", read_all=True)
     verdict = "all as in the manifest" if manifest["shards"] else "well-formed; there is no manifest to compare with"
     print(
         f"{directory}: {len(shards)} shard{'s' if len(shards) > 1 else ''}, {sum(map(len, shards)):,} tokens ({manifest['tokenizer']}), {verdict}"

@@ -97,6 +97,13 @@ def split_sizes(folder: Path) -> list[tuple[str, int]]:
     return [(split, len(tokens)) for split, _, tokens in shards_in(folder)]
 
 
+def flip_bit(path: Path) -> None:
+    """Makes the last token of a shard another one."""
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+
+
 def corpus_of(texts: list[str]) -> Documents:
     return Documents("texts", lambda: texts)
 

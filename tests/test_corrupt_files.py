@@ -79,15 +79,6 @@ def test_the_last_step_reads_nothing_ahead(data, tmp_path):
     assert checkpoint_names(tmp_path / "run") == ["model_00003"]
 
 
-def test_a_corrupt_shard_ends_the_run_before_the_first_step(data, tmp_path):
-    folder, shard = data
-    np.save(shard, np.load(shard).astype(np.int32))
-    assert finish_run(start_run("--data", folder, "--out", "run", cwd=tmp_path)) == [2]
-    output = (tmp_path / "0.txt").read_text()
-    assert output.startswith(f"error: {shard} holds 1-dimensional int32, not 1-dimensional uint16 tokens.")
-    assert output.count("\n") == 1 and not (tmp_path / "run").exists()
-
-
 # ---- nothing in a file is executed
 
 
@@ -173,4 +164,4 @@ def test_no_pickle_of_data_is_executed(data, tmp_path, place, message):
         if place == "items":
             hellaswag.load(items)
         train_gpt2.main([*TINY_FLAGS, "--data", str(folder), "--out", str(tmp_path / "new")])
-    assert not (tmp_path / "executed").exists()
+    assert not (tmp_path / "executed").exists() and not (tmp_path / "new").exists()

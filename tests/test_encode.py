@@ -27,7 +27,6 @@ import fineweb
 from support.cli import UserError
 from support.data import encode, readers, shards
 from support.data.corpus import Batch
-from support.data.readers import Files
 from support.data.tokenizer import get_tokenizer
 
 
@@ -52,18 +51,15 @@ def test_workers_change_nothing(tmp_path, monkeypatch):
     """Processes that read their own row groups, parse their own lines, or are sent texts."""
     set_batch_chars(monkeypatch, 2000)
     monkeypatch.setattr(readers, "MAX_ROW_GROUP_BYTES", 4000)
-    texts = valid_unicode(adversarial_texts(3, 90))
-    pa.parquet.write_table(pa.table({"text": texts[:20]}), tmp_path / "small.parquet", row_group_size=3)
-    pa.parquet.write_table(pa.table({"text": texts[20:40]}), tmp_path / "large.parquet")
-    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts[40:80]))
-    paths = [tmp_path / name for name in ("small.parquet", "large.parquet", "lines.jsonl")]
+    texts = [text.replace("\r", "") for text in valid_unicode(adversarial_texts(3, 90))]
+    pa.parquet.write_table(pa.table({"text": texts[:20]}), tmp_path / "a_small.parquet", row_group_size=3)
+    pa.parquet.write_table(pa.table({"text": texts[20:40]}), tmp_path / "b_large.parquet")
+    (tmp_path / "c_lines.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts[40:80]))
     for i, text in enumerate(texts[80:]):
-        paths.append(tmp_path / f"{i}.txt")
-        paths[-1].write_text(text, encoding="utf-8", newline="")
-    out = tmp_path / "out"
-    fineweb.make_shards(Files("files", paths, "text"), out, shard_size=1500, workers=3)
-    documents = texts[:80] + [text.replace("\r\n", "\n").replace("\r", "\n") for text in texts[80:]]
-    assert tokens_in(out) == plain_loop(documents, *plain_encoder("gpt2"), 1500)
+        (tmp_path / f"d_{i}.txt").write_text(text, encoding="utf-8")
+    corpus = fineweb.file_source([str(tmp_path)], "text")
+    fineweb.make_shards(corpus, tmp_path / "out", shard_size=1500, workers=3)
+    assert tokens_in(tmp_path / "out") == plain_loop(texts, *plain_encoder("gpt2"), 1500)
 
 
 # ---- gigatoken
@@ -98,14 +94,13 @@ def test_every_batch_is_compared(monkeypatch):
 
 
 @needs_gpt2_vocabulary
-@pytest.mark.parametrize("limit", [{"MAX_CACHE_BYTES": 10 << 20}, {"MAX_CACHED_CHARS": 7 * 10**5}])
-def test_gigatoken_is_loaded_again_before_its_cache_is_large(monkeypatch, limit):
+@pytest.mark.parametrize("limit, value", [("MAX_CACHE_BYTES", 10 << 20), ("MAX_CACHED_CHARS", 7 * 10**5)])
+def test_gigatoken_is_loaded_again_before_its_cache_is_large(monkeypatch, limit, value):
     loads, memory = [], itertools.count(0, 3 << 20)
     load = encode.GigatokenEncoder._load
     monkeypatch.setattr(encode.GigatokenEncoder, "_load", lambda self: loads.append(1) or load(self))
     monkeypatch.setattr(encode, "_resident_memory", lambda: next(memory))  # 3 MB more at every call
-    for name, value in limit.items():
-        monkeypatch.setattr(encode, name, value)
+    monkeypatch.setattr(encode, limit, value)
     gigatoken = encode.GigatokenEncoder(get_tokenizer("gpt2"))
     for i in range(12):
         gigatoken([f"{i} words " * 25_000])

@@ -1,19 +1,15 @@
 """fineweb.py as a user runs it: its sources, its flags, its errors, and the same command again."""
 
 import gzip
-import json
 import os
 import shutil
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from helpers import ROOT, needs_gpt2_vocabulary, run_script
-from shard_helpers import adversarial_texts, plain_bytes, plain_loop, set_batch_chars, shards_in, tokens_in
+from helpers import run_script
+from shard_helpers import flip_bit, plain_bytes, plain_loop, set_batch_chars, shards_in, tokens_in
 
 import fineweb
 from support.cli import UserError, run_cli
@@ -76,12 +72,11 @@ def test_the_demo_text(tmp_path):
         ("--input book.pdf --output out", "book.pdf is not a file of .txt, .jsonl, .parquet"),
         ("--input latin.txt --output out", "latin.txt is not UTF-8 text"),
         ("--input bad.jsonl --output out", "bad.jsonl, line 2 is not JSON"),
-        ("--input list.jsonl --output out", "list.jsonl, line 1 has no text in 'text', only nothing"),
+        ("--input deep.jsonl --output out", "deep.jsonl, line 1 is not JSON"),
         ("--input other.jsonl --output out", "other.jsonl, line 1 has no text in 'text', only body (str)"),
         ("--input fake.parquet --output out", "fake.parquet cannot be read"),
-        ("--input deep.jsonl --output out", "deep.jsonl, line 1 is not JSON"),
         ("--input null.parquet --output out", "null.parquet, row 1 has no text in 'text', only text (NoneType)"),
-        ("--input empty.jsonl --output out", "there is no text in empty.jsonl"),
+        ("--input empty.jsonl --output out --tokenizer bpe", "there is no text in empty.jsonl"),
         ("--input a.txt", "no folder for the shards. Pass one with --output."),
         ("--input a.txt --demo", "exclude each other. Choose one"),
         ("--input a.txt --output out --val-fraction 1.5", "--val-fraction must be more than 0 and less than 1"),
@@ -89,11 +84,18 @@ def test_the_demo_text(tmp_path):
         ("--input a.txt --output a.txt", "cannot write to a.txt"),
         ("--dataset no/such --output out", "cannot open the data set no/such"),
         ("--input cut.jsonl.gz --output out", "cut.jsonl.gz cannot be read"),
-        ("--input fake.txt.zst --output out", "fake.txt.zst cannot be read"),
         ("--input null.parquet --text-field body --output out", "no column 'body'. Choose with --text-field from text"),
         ("--demo --document-separator x", "--document-separator is for --input"),
         ("--input a.txt --output out --shard-size 1e12", "It must be 1000000000 or less"),
         ("--demo --name x", "--name is for data sets"),
+        ("--input a.txt --output out --vocab-size 300", "--vocab-size is for --tokenizer bpe."),
+        ("--input a.txt --output out --tokenizer-from x --tokenizer gpt2", "--tokenizer-from is for --tokenizer bpe."),
+        ("--demo --tokenizer bpe --tokenizer-from x --vocab-size 300", "--tokenizer-from brings its own vocabulary"),
+        (
+            "--demo --tokenizer bpe --tokenizer-from empty --output out",
+            "empty is not a checkpoint: it has no config.json.",
+        ),
+        ("--demo --tokenizer bpe --vocab-size 257", "--vocab-size is 257. It must be 258 or more."),
         ("--dataset a.txt --output out", "a.txt is a file. Pass it with --input"),
         ("--input a.txt --output out --max-tokens 1.5", "--max-tokens is '1.5'. It must be a whole number"),
         ("--input a.txt link.txt fifo.txt --output out", "link.txt is not a file of .txt"),
@@ -105,17 +107,15 @@ def test_bad_input(tmp_path, monkeypatch, capsys, flags, message):
     (tmp_path / "book.pdf").write_text("%PDF")
     (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": \n')
-    (tmp_path / "list.jsonl").write_text("[1]\n")
     (tmp_path / "other.jsonl").write_text('{"body": "x"}\n')
+    (tmp_path / "deep.jsonl").write_text("[" * 100000)
     (tmp_path / "fake.parquet").write_text("PAR1")
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "empty").mkdir()
     (tmp_path / "link.txt").symlink_to("nowhere.txt")
     os.mkfifo(tmp_path / "fifo.txt")
-    (tmp_path / "deep.jsonl").write_text("[" * 100000)
     pa.parquet.write_table(pa.table({"text": ["fine", None]}), tmp_path / "null.parquet")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 999)[:-20])
-    (tmp_path / "fake.txt.zst").write_bytes(b"no such thing")
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     argv = flags.split() + ([] if "--tokenizer" in flags else ["--tokenizer", "bytes"])
     with pytest.raises(SystemExit) as exit:
@@ -126,11 +126,11 @@ def test_bad_input(tmp_path, monkeypatch, capsys, flags, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_all_bad_flags_are_reported():
-    for flags in ("--shard-size 1 --workers 0", "--demo --name x --val-fraction 2"):
-        with pytest.raises(UserError) as error:
-            fineweb.parse_arguments(flags.split())
-        assert len(error.value.problems) == 2
+@pytest.mark.parametrize("flags", ["--shard-size 1 --workers 0", "--demo --name x --val-fraction 2"])
+def test_all_bad_flags_are_reported(flags):
+    with pytest.raises(UserError) as error:
+        fineweb.parse_arguments(flags.split())
+    assert len(error.value.problems) == 2
 
 
 def test_numbers_as_people_write_them():
@@ -175,57 +175,26 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, monkeypatch):
     assert not shards.is_complete(tmp_path / "out")
 
 
-def test_ctrl_c_says_how_to_resume(tmp_path, monkeypatch, capsys):
+def test_after_ctrl_c_the_same_command_resumes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("some words " * 100)
-    write, written = shard_writer.write_shard, []
+    write, flags = shard_writer.write_shard, "--input a.txt --output out --tokenizer bytes --shard-size 100".split()
 
     def interrupt_third(path, tokens):
-        written.append(path)
-        if len(written) == 3:
+        if "000002" in path.name:
             raise KeyboardInterrupt
         return write(path, tokens)
 
-    flags = "--input a.txt --output out --tokenizer bytes --shard-size 100".split()
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
         patch.setattr(shard_writer, "write_shard", interrupt_third)
         run_cli(lambda: fineweb.main(flags))
-    assert exit.value.code == 130
-    expected = "\nstopped: the same command resumes after 2 finished shards\ninterrupted\n"
-    assert capsys.readouterr().err == expected
+    assert exit.value.code == 130 and capsys.readouterr().err == "\ninterrupted\n"
     fineweb.main(flags)
     assert "resuming after 2 finished shards, 200 tokens" in capsys.readouterr().out
     assert tokens_in("out") == plain_loop(["some words " * 100], plain_bytes, 256, 100)
 
 
-@pytest.mark.slow
-@needs_gpt2_vocabulary
-def test_killed_with_its_workers_the_same_command_makes_the_same_bytes(tmp_path):
-    texts = [" ".join(adversarial_texts(i)) for i in range(400)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    flags = ["--input", "a.jsonl", "--shard-size", "50000"]
-    run = lambda *more: run_script("fineweb.py", *flags, *more, cwd=tmp_path)  # noqa: E731
-    assert run("--output", "expected", "--workers", "1", "--engine", "tiktoken").returncode == 0
-    command = [sys.executable, str(ROOT / "fineweb.py"), *flags, "--output", "out", "--workers", "2"]
-    for shards_before_the_kill in (3, 9):
-        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while len(list(tmp_path.glob("out/*.npy"))) < shards_before_the_kill and process.poll() is None:
-            time.sleep(0.001)
-        process.kill()
-        process.wait()
-        with pytest.raises(UserError, match="are not complete"):
-            shards.open_shards(tmp_path / "out", "train")
-    assert run("--output", "out", "--workers", "3").returncode == 0
-    assert shards_in(tmp_path / "out") == shards_in(tmp_path / "expected") and len(shards_in(tmp_path / "out")) > 12
-
-
 # ---- --check
-
-
-def flip_bit(path, offset):
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 1
-    path.write_bytes(content)
 
 
 def test_check_reads_all_shards(byte_shards, tmp_path, capsys):
@@ -235,7 +204,7 @@ def test_check_reads_all_shards(byte_shards, tmp_path, capsys):
     fineweb.main(["--check", str(folder)])
     tokens = sum(len(np.load(path)) for path in folder.glob("*.npy"))
     assert f"{tokens:,} tokens (bytes), all as in the manifest" in capsys.readouterr().out
-    flip_bit(shard, -2)  # another valid token
+    flip_bit(shard)
     val.write_bytes(val.read_bytes()[:-2])
     with pytest.raises(UserError) as error:
         fineweb.main(["--check", str(folder)])
@@ -244,18 +213,6 @@ def test_check_reads_all_shards(byte_shards, tmp_path, capsys):
     assert f"{val} is not a readable .npy file" in "\n".join(error.value.problems)
     with pytest.raises(UserError, match="no train shards in"):
         fineweb.main(["--check", str(folder / "nowhere")])
-
-
-def test_check_without_a_manifest_reads_the_ids(tmp_path, capsys):
-    tokens = np.zeros(100, dtype=np.uint16)
-    np.save(tmp_path / "x_train_000001.npy", tokens)
-    fineweb.main(["--check", str(tmp_path)])
-    assert "there is no manifest to compare with" in capsys.readouterr().out
-    tokens[70] = 50257
-    np.save(tmp_path / "x_train_000001.npy", tokens)
-    expected = r"x_train_000001\.npy has the id 50257 at offset 70, beyond the vocabulary of 50,257"
-    with pytest.raises(UserError, match=expected):
-        fineweb.main(["--check", str(tmp_path)])
 
 
 def test_a_file_that_is_named_twice_is_read_once(tmp_path, monkeypatch):

@@ -116,25 +116,9 @@ def test_which_files_of_a_folder_are_text(tmp_path):
     for folder in ("deep/er", "run", "linked"):
         (tmp_path / folder).mkdir(parents=True)
     names = "a.txt b.JSONL c.parquet deep/d.txt.gz deep/er/e.jsonl.zst".split()
-    others = "x.csv x.parquet.gz x.gz deep/noext run/.lock run/log.txt".split()
-    for name in (*names, *others):
+    for name in (*names, *"x.csv x.parquet.gz x.gz deep/noext run/.lock run/log.txt".split()):
         (tmp_path / name).touch()
     (tmp_path / "linked" / "loop").symlink_to(tmp_path)
-    found = [str(path.relative_to(tmp_path)) for path in readers.find_text_files(tmp_path)]
-    assert found == names
-    suffixes = [readers.text_suffix(path) for path in readers.find_text_files(tmp_path)]
-    assert suffixes == [".txt", ".jsonl", ".parquet", ".txt", ".jsonl"]
-
-
-def test_an_estimate_of_the_text_needs_no_reading(tmp_path):
-    (tmp_path / "a.txt").write_text("x" * 1000)
-    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"x" * 1000))
-    pa.parquet.write_table(pa.table({"text": ["y" * 5000], "n": ["z" * 9000]}), tmp_path / "c.parquet")
-    (tmp_path / "d.jsonl").write_text('{"text": "x"}\n')
-    paths = sorted(tmp_path.iterdir())
-    sizes = [path.stat().st_size for path in paths]
-    parquet = readers.parquet_text_bytes(paths[2], "text")
-    assert 5000 <= parquet < 6000
-    estimate = Files("files", paths[:3], "text").estimate_text_bytes()
-    assert estimate == sizes[0] + 2 * sizes[1] + parquet
-    assert Files("files", paths, "text").estimate_text_bytes() is None
+    found = readers.find_text_files(tmp_path)
+    assert [str(path.relative_to(tmp_path)) for path in found] == names
+    assert [readers.text_suffix(path) for path in found] == [".txt", ".jsonl", ".parquet", ".txt", ".jsonl"]

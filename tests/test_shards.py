@@ -22,15 +22,9 @@ def write_shards(folder, lengths, split="train"):
 
 
 def test_which_files_are_shards_of_a_split(tmp_path):
-    for name in (
-        "a_train_000002.npy",
-        "a_val_000000.npy",
-        "train_b_val_000001.npy",
-        "a_train_000001.npy",
-        "train.npy",
-        "a_train_1.npy",
-    ):
-        (tmp_path / name).touch()
+    names = "a_train_000002 a_val_000000 train_b_val_000001 a_train_000001 train a_train_1"
+    for name in names.split():
+        (tmp_path / f"{name}.npy").touch()
     (tmp_path / "a_train_000003.npy").mkdir()
     assert [p.name for p in shards.shard_paths(tmp_path, "train")] == ["a_train_000001.npy", "a_train_000002.npy"]
     assert [p.name for p in shards.shard_paths(tmp_path, "val")] == ["a_val_000000.npy", "train_b_val_000001.npy"]
@@ -107,6 +101,7 @@ GOOD_MANIFEST = {
         {"shards": [{"file": "x_train_000001.npy", "split": "train", "tokens": "9"}]},
         {"shards": [{"file": "x_train_000001.npy", "tokens": 9}]},
         {"shards": [{"file": None, "split": "train", "tokens": 9}]},
+        {"shards": [{"file": "../count_train_000000.npy", "split": "train", "tokens": 100}]},
         {"complete": "no"},
         {"source": 7},
     ],
@@ -120,15 +115,6 @@ def test_a_bad_manifest_is_rejected(tmp_path, change):
         shards.open_shards(tmp_path, "train")
 
 
-def test_a_manifest_does_not_lead_out_of_its_folder(tmp_path):
-    (tmp_path / "data").mkdir()
-    write_shards(tmp_path, (100, 100))
-    entries = [{"file": f"../count_train_00000{i}.npy", "split": "train", "tokens": 100} for i in (0, 1)]
-    shards.write_manifest(tmp_path / "data", GOOD_MANIFEST | {"shards": entries})
-    with pytest.raises(UserError, match="is not a manifest of shards"):
-        shards.open_shards(tmp_path / "data", "train")
-
-
 def test_shards_that_are_not_as_in_the_manifest_are_named(tmp_path):
     write_shards(tmp_path, (90, 100))
     (tmp_path / "count_train_000002.npy").write_bytes((tmp_path / "count_train_000001.npy").read_bytes())
@@ -138,7 +124,7 @@ def test_shards_that_are_not_as_in_the_manifest_are_named(tmp_path):
         shards.open_shards(tmp_path, "train")
     shorter, unlisted, missing = error.value.problems
     assert "count_train_000000.npy is not as in the manifest: it has 90 tokens" in shorter
-    assert "count_train_000002.npy is not as in the manifest" in unlisted
+    assert "count_train_000002.npy is not in the manifest" in unlisted
     assert "count_train_000003.npy is not a readable .npy file (No such file or directory)" in missing
 
 
@@ -164,21 +150,16 @@ def test_more_shards_than_files_may_be_open(tmp_path, hard_limit, output, error)
     assert done.stderr.startswith(error) and ("Too many open files" in done.stderr) == bool(error)
 
 
-@pytest.mark.parametrize("change", ["none", "truncated", "removed", "unknown id"])
-def test_tokens_are_read_while_the_file_has_them(tmp_path, change):
+def test_tokens_are_read_while_the_file_has_them(tmp_path):
     path = tmp_path / "x_train_000001.npy"
     np.save(path, np.arange(10_000, dtype=np.uint16))
     shard = shards.load_shard(path)
-    if change == "truncated":
-        os.truncate(path, 9_000)
-    elif change == "removed":  # the mapped file still exists
-        path.unlink()
-    if change in ("none", "removed"):
-        assert shards.read_tokens(shard, 9_990, 10, 10_000).tolist() == list(range(9_990, 10_000))
-    else:
-        problem = "was truncated while it was in use" if change == "truncated" else "has the id 9999 at offset 9999"
-        with pytest.raises(UserError, match=problem):
-            shards.read_tokens(shard, 9_990, 10, 9_999)
+    assert shards.read_tokens(shard, 9_990, 10, 10_000).tolist() == list(range(9_990, 10_000))
+    with pytest.raises(UserError, match="has the id 9999 at offset 9999"):
+        shards.read_tokens(shard, 9_990, 10, 9_999)
+    os.truncate(path, 9_000)
+    with pytest.raises(UserError, match="was truncated while it was in use"):
+        shards.read_tokens(shard, 9_990, 10, 10_000)
 
 
 def test_without_shards_the_error_says_how_to_get_some(tmp_path):
@@ -190,7 +171,6 @@ def test_without_shards_the_error_says_how_to_get_some(tmp_path):
 BEGINNINGS = {
     "a document": ("\0It was a dark and stormy night; the rain fell in torrents.", "It was a dark and stormy night; the rain"),
     "a line": ("f a sentence that began before.\n\nII\n\n  It  was a\tbright cold day in\r\nApril\n", "It was a bright cold day in"),
-    "the next document": ("f a sentence that began before\0\0A short one\0Call me Ishmael, some years ago.", "Call me Ishmael, some years ago."),
     "a word": ("f a sentence that goes on and on without a line break", "a sentence that goes on and on without a"),
     "an escape code": ("\0Many years later, \x1b[2Jas he faced\x07 the", "Many years later, [2Jas he faced the"),
     "Chinese": (b"\xb8\xad\n" + "\u3000\u3000很久很久以前,在一个遥远的地方住着一位年轻的国王和他的女儿。".encode(), "很久很久以前,在一个遥远"),

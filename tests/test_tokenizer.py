@@ -20,7 +20,7 @@ import sample
 from support.checkpoints import huggingface
 from support.checkpoints.start import check_pretrained
 from support.cli import UserError
-from support.data import shards
+from support.data import bpe, shards
 from support.data.tokenizer import (
     BpeTokenizer,
     Gpt2Tokenizer,
@@ -44,9 +44,7 @@ TEXTS = [
 
 def test_bytes_are_utf8_and_an_end_of_text():
     tokenizer = get_tokenizer("bytes")
-    for text in TEXTS:
-        assert tokenizer.encode(text) == list(text.encode()) and tokenizer.decode(tokenizer.encode(text)) == text
-        assert tokenizer.encode_array(text).tolist() == list(text.encode())
+    assert [tokenizer.encode(text) for text in TEXTS] == [list(text.encode()) for text in TEXTS]
     assert (tokenizer.vocab_size, tokenizer.eot) == (257, 256)
     assert tokenizer.decode([72, 256, 105]) == "H<|endoftext|>i"
 
@@ -57,24 +55,26 @@ def test_gpt2_equals_tiktoken():
 
     tokenizer, reference = get_tokenizer("gpt2"), tiktoken.get_encoding("gpt2")
     assert tokenizer.encode("Hello, I'm a language model,") == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
-    for text in TEXTS:
-        assert tokenizer.encode_array(text).tolist() == reference.encode_ordinary(text)
-        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert [tokenizer.encode(text) for text in TEXTS] == [reference.encode_ordinary(text) for text in TEXTS]
 
 
-@pytest.mark.parametrize("name", ["bytes", pytest.param("gpt2", marks=needs_gpt2_vocabulary)])
+@pytest.mark.parametrize("name", ["bytes", "bpe", pytest.param("gpt2", marks=needs_gpt2_vocabulary)])
 def test_hugging_face_opens_the_saved_tokenizer(name, tmp_path):
     from transformers import AutoTokenizer
 
-    tokenizer = get_tokenizer(name)
+    tokenizer = bpe.train_bpe(TEXTS * 9, 300) if name == "bpe" else get_tokenizer(name)
     tokenizer.save_pretrained(tmp_path, model_max_length=64)
-    opened = AutoTokenizer.from_pretrained(tmp_path)
-    assert len(opened) == tokenizer.vocab_size and opened.model_max_length == 64
-    assert opened.eos_token_id == opened.bos_token_id == tokenizer.eot
+    opened, loaded = AutoTokenizer.from_pretrained(tmp_path), get_tokenizer(find_tokenizer(tmp_path))
+    assert len(opened) == tokenizer.vocab_size == loaded.vocab_size and opened.model_max_length == 64
+    assert opened.eos_token_id == opened.bos_token_id == tokenizer.eot == tokenizer.vocab_size - 1
     for text in [t.replace("<|endoftext|>", "") for t in TEXTS]:
-        assert opened(text)["input_ids"] == tokenizer.encode(text)
-        assert opened.decode(tokenizer.encode(text)) == text
+        ids = tokenizer.encode(text)
+        assert opened(text)["input_ids"] == ids == loaded.encode(text) == tokenizer.encode_array(text).tolist()
+        assert opened.decode(ids) == text == tokenizer.decode(ids)
+        assert tokenizer.count_bytes(np.array(ids, int)) == len(text.encode())
     assert opened("a<|endoftext|>")["input_ids"] == [*tokenizer.encode("a"), tokenizer.eot]
+    assert tokenizer.decode(tokenizer.encode("a<|endoftext|>")) == "a<|endoftext|>"
+    assert tokenizer.eot not in tokenizer.encode("a<|endoftext|>")
 
 
 @needs_gpt2_vocabulary
@@ -192,24 +192,19 @@ def test_shards_without_a_manifest_have_gpt2s_tokens_unless_a_tokenizer_says_oth
 
 
 def test_an_adapter_has_the_tokenizer_of_its_base_unless_it_has_its_own(tmp_path):
-    base = save_model(tmp_path / "base", 300, pairs_of_bytes(300))
-    adapter = tmp_path / "adapter"
+    base, adapter = save_model(tmp_path / "base", 300, pairs_of_bytes(300)), tmp_path / "adapter"
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(
-        json.dumps({"base_model_name_or_path": str(base), "peft_type": "LORA", "r": 1, "lora_alpha": 1})
-    )
+    config = {"base_model_name_or_path": str(base), "peft_type": "LORA", "r": 1, "lora_alpha": 1}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
     assert huggingface.tokenizer_folder(adapter) == base
     pairs_of_bytes(300).save_pretrained(adapter, 16)
     assert huggingface.tokenizer_folder(adapter) == adapter
 
 
-@needs_gpt2_vocabulary
-def test_gpt2s_tokenizer_is_not_copied_as_a_trained_one(tmp_path):
-    save_model(tmp_path / "model", 50257, get_tokenizer("gpt2"))
-    (tmp_path / "text.txt").write_text("one, two, three, " * 100)
-    flags = ["--input", str(tmp_path / "text.txt"), "--output", str(tmp_path / "data"), "--tokenizer", "bpe"]
-    with pytest.raises(UserError, match="has the tokenizer gpt2. Use --tokenizer gpt2"):
-        fineweb.main([*flags, "--tokenizer-from", str(tmp_path / "model")])
+def test_a_tokenizer_with_a_name_is_not_copied_as_a_trained_one(tmp_path):
+    save_model(tmp_path, 257, get_tokenizer("bytes"))
+    with pytest.raises(UserError, match="has the tokenizer bytes. Use --tokenizer bytes"):
+        fineweb.find_trained_tokenizer(str(tmp_path))
 
 
 # -----------------------------------------------------------------------------

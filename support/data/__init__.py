@@ -1,4 +1,5 @@
 """Text to tokens on disk: sources and readers, tokenizers, encoding, shards and their manifest, downloads.
 
-May import `support.files` and `support.cli`. Nothing here imports torch: every process that tokenises would load it.
+May import `support.files`, `support.cli` and `support.startup`. Nothing here imports torch: every process that tokenises
+would load it.
 """

@@ -7,6 +7,7 @@ documents as when it is read from the beginning, so a cursor in a manifest is en
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,9 +67,9 @@ class Corpus:
         """Whether its files changed since it was opened."""
         return False
 
-    def estimate_text_bytes(self) -> float | None:
-        """A low estimate of the bytes of text, None if unknown."""
-        return None
+    def estimate_text_bytes(self) -> float:
+        """A low estimate of the bytes of text, 0 if unknown."""
+        return 0
 
 
 def slug(name: str) -> str:
@@ -136,27 +137,21 @@ def pack_pieces(parts: Iterable[Piece | Batch], source: str) -> Iterator[Batch]:
     """Batches of pieces, between those that are batches already. A piece that continues a document starts a batch."""
     packed: list[Piece] = []
     chars = 0
-    for part in parts:
-        if packed and (isinstance(part, Batch) or part.continues or chars >= BATCH_CHARS):
-            yield _pack(packed, source)
+    for part in itertools.chain(parts, [None]):  # None is the end
+        if packed and (not isinstance(part, Piece) or part.continues or chars >= BATCH_CHARS):
+            yield Batch(
+                texts=functools.partial(list, [piece.text for piece in packed]),
+                cursor=packed[0].cursor,
+                where=f"{source}, from {packed[0].cursor}",
+                fraction_read=packed[-1].fraction_read,
+                continues=packed[0].continues,
+            )
             packed, chars = [], 0
-        if isinstance(part, Batch):
-            yield part
-        else:
+        if isinstance(part, Piece):
             packed.append(part)
             chars += len(part.text)
-    if packed:
-        yield _pack(packed, source)
-
-
-def _pack(pieces: list[Piece], source: str) -> Batch:
-    return Batch(
-        texts=functools.partial(list, [piece.text for piece in pieces]),
-        cursor=pieces[0].cursor,
-        where=f"{source}, from {pieces[0].cursor}",
-        fraction_read=pieces[-1].fraction_read,
-        continues=pieces[0].continues,
-    )
+        elif part is not None:
+            yield part
 
 
 class Documents(Corpus):

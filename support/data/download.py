@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from support import files
+from support import files, startup
 from support.cli import UserError
 
 DEFAULT_ATTEMPTS = 4
@@ -53,9 +53,14 @@ def _checksum_matches(path: Path, sha256: str | None, git_blob: str | None) -> b
 def _fetch_with_retries(url: str, path: Path) -> None:
     import requests
 
+    startup.show(f"downloading {Path(url).name} ...")
     for attempt in range(1, DEFAULT_ATTEMPTS + 1):
         try:
-            return _fetch(url, path)
+            response = requests.get(url, timeout=TIMEOUT)
+            response.raise_for_status()
+            path.write_bytes(response.content)
+            startup.show("")
+            return
         except requests.RequestException as error:
             answer = error.response
             refused = answer is not None and answer.status_code not in RETRIED_STATUS
@@ -64,18 +69,3 @@ def _fetch_with_retries(url: str, path: Path) -> None:
                 problem = f"cannot download {url} ({reason}). Check the network and run the same command again."
                 raise UserError(problem, this_rank_only=True) from error
             time.sleep(2**attempt)
-
-
-def _fetch(url: str, path: Path) -> None:
-    import requests
-    from tqdm import tqdm
-
-    with requests.get(url, stream=True, timeout=TIMEOUT, headers={"Accept-Encoding": "identity"}) as response:
-        response.raise_for_status()
-        size = int(response.headers.get("Content-Length") or 0) or None  # requests raises if the body is shorter
-        with (
-            open(path, "wb") as raw,
-            tqdm.wrapattr(raw, "write", size, desc=Path(url).name, leave=False, delay=1, disable=None) as file,
-        ):
-            for chunk in response.iter_content(1 << 16):
-                file.write(chunk)

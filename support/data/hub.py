@@ -173,7 +173,7 @@ class HubParquet(FileCorpus):
             raise OSError("it is not the expected file (wrong checksum)")
         self._downloaded.add(file.path)
 
-    def estimate_text_bytes(self) -> float | None:
+    def estimate_text_bytes(self) -> float:
         return 1.5 * sum(size for _, size in self.files())  # they are compressed
 
     def release(self, cursor: Cursor) -> None:
@@ -202,15 +202,8 @@ class StreamedDataset(Corpus):
         full_name = repository if config is None else f"{repository}/{config}"
         self.name, self.prefix, self.settings = f"{full_name} [{split}]", slug(repository), {"text_field": text_field}
         self._repository, self._config, self._split, self._text_field = repository, config, split, text_field
-        self._is_local = os.path.isdir(repository)
-        if self._is_local:
-            self.revision = self._fingerprint()
-
-    def _fingerprint(self) -> str:
-        return fingerprint(path for path in sorted(Path(self._repository).rglob("*")) if path.is_file())
-
-    def has_changed(self) -> bool:
-        return self._is_local and self._fingerprint() != self.revision
+        if os.path.isdir(repository):
+            self.revision = fingerprint(path for path in sorted(Path(repository).rglob("*")) if path.is_file())
 
     def batches(self, cursor: Cursor | None = None) -> Iterator[Batch]:
         number, state, char = cast(tuple[int, Mapping[str, object] | None, int], cursor or (0, None, 0))
@@ -219,10 +212,9 @@ class StreamedDataset(Corpus):
     def _pieces(self, number: int, state: Mapping[str, object] | None, first_char: int) -> Iterator[Piece]:
         import datasets
 
-        revision = None if self._is_local else self.revision
         try:
             stream = datasets.load_dataset(
-                self._repository, self._config, split=self._split, streaming=True, revision=revision
+                self._repository, self._config, split=self._split, streaming=True, revision=self.revision
             )
             split_info = (getattr(stream.info, "splits", None) or {}).get(self._split)
             total = getattr(split_info, "num_examples", None)

@@ -15,8 +15,8 @@ from support.data.shards import (
     Manifest,
     Setting,
     ShardEntry,
-    load_listed_shard,
     load_manifest,
+    load_shard,
     shard_paths,
     write_manifest,
 )
@@ -69,15 +69,6 @@ def new_manifest(source: str, revision: str | None, tokenizer: str, settings: Ma
     }
 
 
-def read_partial_manifest(directory: Path, source: str) -> Manifest | None:
-    """The manifest of a folder, finished or not, if its shards are made from `source`."""
-    try:
-        manifest = load_manifest(directory)
-    except UserError:
-        return None
-    return manifest if manifest["source"] == source else None
-
-
 @contextlib.contextmanager
 def open_output_folder(directory: Path, manifest: Manifest, prefix: str) -> Iterator[OutputFolder]:
     """Opens a folder for the shards that a new manifest describes, and adopts what an earlier run has finished.
@@ -112,7 +103,7 @@ def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str) -> 
     Raises:
         UserError: the folder has other shards.
     """
-    earlier = load_manifest(directory) if (directory / MANIFEST).exists() else None
+    earlier = load_manifest(directory)
     if earlier and (differences := _differences(manifest, earlier)):
         if earlier["shards"] or earlier["unsplit"]:
             raise UserError(
@@ -160,7 +151,7 @@ def _intact_shards(directory: Path, manifest: Manifest, entries: list[ShardEntry
     intact = []
     for entry in tqdm(entries, "checking shards", unit=" shards", leave=False, delay=1, disable=None):
         try:
-            load_listed_shard(directory / entry["file"], entry, read_all=manifest["complete"])
+            load_shard(directory / entry["file"], entry, check_sum=manifest["complete"])
         except UserError:
             break
         intact.append(entry)
@@ -168,12 +159,11 @@ def _intact_shards(directory: Path, manifest: Manifest, entries: list[ShardEntry
 
 
 def _remove_if_empty(folder: OutputFolder) -> None:
-    """After an error, removes the manifest and the lock of a folder without shards, then the folder if it is empty."""
+    """After an error, removes what is in a folder without shards, then the folder unless something else is in it."""
     if not folder.finished_shards:
         with contextlib.suppress(OSError):
-            (folder.directory / MANIFEST).unlink()
-            (folder.directory / TOKENIZER_JSON).unlink(missing_ok=True)
-            (folder.directory / files.LOCK).unlink()
+            for name in (MANIFEST, TOKENIZER_JSON, files.LOCK):
+                (folder.directory / name).unlink(missing_ok=True)
             folder.directory.rmdir()
 
 

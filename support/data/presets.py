@@ -15,14 +15,7 @@ from typing import Any
 from support import startup
 from support.cli import UserError, flag_name
 from support.data import shards
-from support.data.readers import (
-    COMPRESSION_CODECS,
-    TEXT_TYPES,
-    TYPICAL_COMPRESSION_RATIO,
-    find_text_files,
-    parquet_text_bytes,
-    text_suffix,
-)
+from support.data.readers import TEXT_TYPES, estimate_text_bytes, find_text_files, text_suffix
 
 FAST_LR = 3.6e-3  # the peak learning rate of --recipe fast, in steps of 16,384 tokens or more: docs/recipes.md
 # About two minutes on two CPU cores.
@@ -135,11 +128,6 @@ def block_weights(model: Mapping[str, int]) -> int:
     return 12 * model["n_layer"] * model["n_embd"] ** 2
 
 
-def compile_seconds(n_layer: int) -> float:
-    """About how long torch.compile takes on a GPU: a minute for 12 layers, as nanoGPT says. Not measured here."""
-    return 10.0 + 4.0 * n_layer
-
-
 def is_worth_compiling(config: PresetConfig) -> bool:
     """Whether compiling takes a small part of a run on a GPU: of --text and --demo by arithmetic, of others always."""
     if not config.demo and config.text is None:
@@ -149,7 +137,8 @@ def is_worth_compiling(config: PresetConfig) -> bool:
     else:  # launching the kernels of a layer takes about 2 ms; large steps run at about 100 TFLOP/s
         flops = 6 * 12 * config.n_layer * config.n_embd**2 * config.total_batch_size
         seconds = config.max_steps * (2e-3 * config.n_layer + flops / 1e14)
-    return compile_seconds(config.n_layer) <= COMPILING_FRACTION * seconds
+    compile_seconds = 10 + 4 * config.n_layer  # a minute for 12 layers, as nanoGPT says; not measured here
+    return compile_seconds <= COMPILING_FRACTION * seconds
 
 
 def step_size(total_tokens: float, steps: int = 2000) -> int:
@@ -207,30 +196,21 @@ def flags_for_open_end(minutes: float) -> dict[str, Any]:
     return dict(minutes=minutes, schedule="wsd", decay_steps=MAX_STEPS, cooldown_fraction=TIMED_COOLDOWN_FRACTION)
 
 
-def find_texts(name: str) -> list[Path]:
-    """The text files that --text names: the file itself, or those anywhere in the folder.
+def text_bytes(text: str | None, field: str = "text") -> float:
+    """About how many bytes the text has that --text names, a file or a folder of them; None is the demo's.
 
     Raises:
-        UserError: there are none.
+        UserError: there is no text.
     """
-    path = Path(name)
-    if not name or not path.exists():
-        raise UserError(f"{name!r} does not exist. Pass a text file, or a folder of them, with --text.")
-    texts = find_text_files(path) if path.is_dir() else [path] if text_suffix(path) else []
-    if not texts:
-        raise UserError(f"no text in {name}: only {TEXT_TYPES} are read. Pass others with --text.")
-    return texts
-
-
-def text_bytes(text: str | None, field: str = "text") -> float:
-    """Bytes of the text that --text names, about; None: of the demo's."""
-
-    def bytes_in(path: Path) -> float:
-        if path.suffix.lower() == ".parquet":
-            return parquet_text_bytes(path, field)
-        return path.stat().st_size * (TYPICAL_COMPRESSION_RATIO if path.suffix.lower() in COMPRESSION_CODECS else 1)
-
-    return DEMO_TEXT_BYTES if text is None else sum(map(bytes_in, find_texts(text)))
+    if text is None:
+        return DEMO_TEXT_BYTES
+    path = Path(text)
+    if not path.exists():
+        raise UserError(f"{text!r} does not exist. Pass a text file, or a folder of them, with --text.")
+    paths = find_text_files(path) if path.is_dir() else [path] if text_suffix(path) else []
+    if not paths:
+        raise UserError(f"no text in {text}: only {TEXT_TYPES} are read. Pass others with --text.")
+    return sum(estimate_text_bytes(path, field) for path in paths)
 
 
 # -----------------------------------------------------------------------------

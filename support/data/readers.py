@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 TEXT_TYPES = ".txt, .jsonl, .parquet (.txt and .jsonl also with .gz or .zst)"
 TEXT_SUFFIX = re.compile(r"(\.txt|\.jsonl)(?:\.gz|\.zst)?\Z|(\.parquet)\Z", re.IGNORECASE)
 COMPRESSION_CODECS = {".gz": "gzip", ".zst": "zstd"}
-LOW_COMPRESSION_RATIO, TYPICAL_COMPRESSION_RATIO = 2, 3  # bytes of text per byte of .gz or .zst
+COMPRESSION_RATIO = 3  # typical: bytes of text per byte of .gz or .zst
 READ_SIZE = 1 << 20  # bytes or characters
 MAX_ROW_GROUP_BYTES = 1 << 25  # of text; larger row groups of a .parquet file are read in parts
 
@@ -68,6 +68,14 @@ def record_text(record: object, field: str, where: str) -> str:
         return text
     found = ", ".join(f"{name} ({type(value).__name__})" for name, value in fields.items()) or "nothing"
     raise UserError(f"{where} has no text in {field!r}, only {found}. Fix it, or choose another --text-field.")
+
+
+def estimate_text_bytes(path: Path, text_field: str) -> int:
+    """About how many bytes of text a file has, without reading it. Those of a .jsonl file have its other fields, too."""
+    if text_suffix(path) == ".parquet":
+        with _reading(str(path)):
+            return sum(_row_group_text_bytes(_parquet_metadata(path), text_field))
+    return path.stat().st_size * (COMPRESSION_RATIO if path.suffix.lower() in COMPRESSION_CODECS else 1)
 
 
 # -----------------------------------------------------------------------------
@@ -131,17 +139,6 @@ class Files(FileCorpus):
             return fingerprint(path for path, _ in self._files) != self.revision
         except OSError:  # a file was removed
             return True
-
-    def estimate_text_bytes(self) -> float | None:
-        total = 0
-        for path, size in self._files:
-            if text_suffix(path) == ".jsonl":
-                return None  # the other fields of a line have an unknown size
-            if text_suffix(path) == ".parquet":
-                total += parquet_text_bytes(path, self.text_field)
-            else:
-                total += size * (LOW_COMPRESSION_RATIO if path.suffix.lower() in COMPRESSION_CODECS else 1)
-        return total
 
 
 @contextlib.contextmanager
@@ -315,12 +312,6 @@ def _read_parquet_metadata(path: Path, mtime_ns: int) -> pyarrow.parquet.FileMet
     import pyarrow.parquet
 
     return pyarrow.parquet.read_metadata(path)
-
-
-def parquet_text_bytes(path: Path, text_field: str) -> int:
-    """Bytes of text in a .parquet file, from its metadata."""
-    with _reading(str(path)):
-        return sum(_row_group_text_bytes(_parquet_metadata(path), text_field))
 
 
 def _row_group_text_bytes(metadata: pyarrow.parquet.FileMetaData, text_field: str) -> list[int]:

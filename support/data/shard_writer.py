@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
-import time
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from support.files import check_free_space
 VAL_FRACTION = 0.1  # of a corpus that fits into one shard
 MAX_CUT_ERROR = 0.1  # of the validation tokens, before --split-documents cuts inside a document
 CHARS_PER_TOKEN = 5  # of English with gpt2, a high estimate
-PROGRESS_INTERVAL = 10  # seconds between lines, where the output is not a terminal
 
 Tokens: TypeAlias = npt.NDArray[np.uint16]
 StreamPosition: TypeAlias = tuple[Cursor | None, int]  # the cursor of a batch, and a number of tokens from there
@@ -139,14 +137,11 @@ class ShardWriter:
 
     def _in_order(self) -> Generator[NewShard, None, None]:
         finished = [entry for entry in self.folder.manifest["shards"] if "end" in entry]  # not those of a split
-        small_corpus = None
         for index, chunk in self._chunks(finished):
             if index == 0 and chunk.is_last:
-                small_corpus = chunk.tokens
+                yield from self._split([chunk.tokens], VAL_FRACTION)
             else:
                 yield NewShard("train" if index else "val", index, chunk.tokens, chunk.end)
-        if small_corpus is not None:
-            yield from self._split([small_corpus], VAL_FRACTION)
 
     def _chunks(self, finished: list[ShardEntry]) -> Iterator[tuple[int, Chunk]]:
         """The chunks after the finished shards, with their indices."""
@@ -161,15 +156,17 @@ class ShardWriter:
 
     def _split(self, parts: Sequence[Tokens], fraction: float) -> Generator[NewShard, None, None]:
         """The unfinished shards of a corpus in parts of a shard's size, its last `fraction` for validation."""
+        from tqdm import tqdm
+
         total, size, manifest = sum(map(len, parts)), self.shard_size, self.folder.manifest
         if total < 2:
             return
         split_documents = bool(manifest["settings"].get("split_documents"))
         split_point = val_split_point(parts, manifest["vocab_size"] - 1, fraction, split_documents)
         val_tokens = total - split_point
-        print(f"the last {val_tokens / total:.1%} of the text, {val_tokens:,} tokens, is held out for validation")
+        tqdm.write(f"the last {val_tokens / total:.1%} of the text, {val_tokens:,} tokens, is held out for validation")
         if val_tokens > 2 * max(1, fraction * total):
-            print(
+            tqdm.write(
                 f"note: that is more than {fraction:.0%} because the last document is long. Split it with "
                 "--split-documents, or divide the text into more documents with --document-separator."
             )
@@ -196,6 +193,8 @@ class ShardWriter:
             writing.result()
 
     def _write(self, shard: NewShard) -> None:
+        from tqdm import tqdm
+
         path = self.folder.directory / shard_name(self.corpus.prefix, shard.split, shard.index)
         documents = int(np.count_nonzero(shard.tokens == self.folder.manifest["vocab_size"] - 1))
         try:
@@ -214,6 +213,7 @@ class ShardWriter:
                 f"cannot write to {self.folder.directory} ({error.strerror}). Fix this, then run the same command again "
                 "to resume."
             ) from error
+        tqdm.write(f"{path.name}: {len(shard.tokens):,} tokens")
         if shard.end is not None and shard.end[0] is not None:
             self.corpus.release(shard.end[0])
 
@@ -221,31 +221,17 @@ class ShardWriter:
 def show_progress(
     stream: Iterable[EncodedBatch], finished_tokens: int, max_tokens: int | None
 ) -> Iterator[EncodedBatch]:
-    """Yields the batches of a stream, and shows tokens, tokens per second and the time left.
-
-    That is a bar on a terminal, otherwise a line now and then.
-    """
+    """Yields the batches of a stream, and shows tokens, tokens per second and the time left on a terminal."""
     from tqdm import tqdm
 
-    style: dict[str, Any] = {"unit": " tokens", "unit_scale": True, "initial": finished_tokens}
-    so_far, total = finished_tokens, max_tokens
-    start = last_line = time.monotonic()
+    style: dict[str, Any] = {"unit": " tokens", "unit_scale": True, "smoothing": 0.05, "leave": False, "disable": None}
     # At first there would only be zeros and question marks.
-    with tqdm(desc="tokenising", total=total, smoothing=0.05, leave=False, delay=1, disable=None, **style) as bar:
+    with tqdm(desc="tokenising", total=max_tokens, initial=finished_tokens, delay=1, **style) as bar:
         for batch, tokens in stream:
-            so_far += len(tokens)
             if batch.fraction_read:
-                bar.total = total = int(min(so_far / batch.fraction_read, max_tokens or float("inf")))
+                bar.total = min((bar.n + len(tokens)) / batch.fraction_read, max_tokens or math.inf)
             bar.update(len(tokens))
-            now = time.monotonic()
-            if bar.disable and now - last_line > PROGRESS_INTERVAL:
-                last_line = now
-                print(bar.format_meter(so_far, total or 0, now - start, prefix="tokenising", **style), flush=True)
             yield batch, tokens
-
-
-# -----------------------------------------------------------------------------
-# Free space and interrupts
 
 
 def check_space_for_shards(folder: OutputFolder, corpus: Corpus, max_tokens: int | None, copies: int) -> None:
@@ -257,22 +243,7 @@ def check_space_for_shards(folder: OutputFolder, corpus: Corpus, max_tokens: int
     Raises:
         UserError: there is clearly not enough.
     """
-    text_bytes = corpus.estimate_text_bytes()
-    total_tokens = float("inf") if max_tokens is None else max_tokens
-    if text_bytes is not None:
-        bytes_per_token = {"bytes": 1, "bpe": 2}.get(folder.manifest["tokenizer"], CHARS_PER_TOKEN)
-        total_tokens = min(total_tokens, text_bytes / bytes_per_token)
-    if total_tokens < float("inf"):
-        finished_tokens = sum(entry["tokens"] for entry in folder.finished_shards)
-        check_free_space(folder.directory, 2 * (copies * total_tokens - finished_tokens), "make the shards")
-
-
-@contextlib.contextmanager
-def report_interrupt(folder: OutputFolder) -> Iterator[None]:
-    """Says on Ctrl-C how to resume."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        finished = len(folder.finished_shards)
-        print(f"\nstopped: the same command resumes after {finished} finished shards", file=sys.stderr, end="")
-        raise
+    bytes_per_token = {"bytes": 1, "bpe": 2}.get(folder.manifest["tokenizer"], CHARS_PER_TOKEN)
+    total_tokens = min(max_tokens or math.inf, corpus.estimate_text_bytes() / bytes_per_token)
+    finished_tokens = sum(entry["tokens"] for entry in folder.finished_shards)
+    check_free_space(folder.directory, 2 * (copies * total_tokens - finished_tokens), "make the shards")

@@ -159,13 +159,15 @@ class TokenData:
 # The manifest
 
 
-def load_manifest(directory: str | os.PathLike[str]) -> Manifest:
-    """The manifest of a folder, whether its shards are complete or not.
+def load_manifest(directory: str | os.PathLike[str]) -> Manifest | None:
+    """The manifest of a folder, whether its shards are complete or not; None if there is none.
 
     Raises:
-        UserError: there is none, or it is not one.
+        UserError: the file is not a manifest.
     """
     path = Path(directory) / MANIFEST
+    if not path.exists():
+        return None
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         # Earlier versions called the parts of a corpus before its split `counted`.
@@ -198,11 +200,11 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         UserError: the manifest cannot be read, or says that the shards are incomplete; or there is none, and a
             `tokenizer.json` which is not GPT-2's.
     """
-    if not (Path(directory) / MANIFEST).exists():
+    manifest = load_manifest(directory)
+    if manifest is None:
         if find_tokenizer(Path(directory)) not in (None, "gpt2"):
             raise UserError(f"{directory} has a tokenizer of its own, but no {MANIFEST} to say so. {_MAKE_AGAIN}")
         return {"tokenizer": "gpt2", "vocab_size": VOCAB_SIZES["gpt2"], "source": None, "shards": []}
-    manifest = load_manifest(directory)
     if not manifest["complete"]:
         finished = len(manifest["shards"])
         raise UserError(
@@ -252,8 +254,11 @@ def write_shard(path: Path, tokens: npt.NDArray[np.uint16]) -> str:
         return files.sha256_of(tmp)
 
 
-def load_shard(path: Path) -> np.memmap:
+def load_shard(path: Path, entry: ShardEntry | None = None, check_sum: bool = False) -> np.memmap:
     """A memory-mapped shard: one-dimensional uint16.
+
+    Args:
+        entry: that of the shard in the manifest, to compare its length and, with `check_sum`, its checksum.
 
     Raises:
         UserError: the file is something else, or cannot be opened.
@@ -267,19 +272,9 @@ def load_shard(path: Path) -> np.memmap:
     if tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
         content = f"{tokens.ndim}-dimensional {tokens.dtype}" if tokens.size else "nothing"
         raise UserError(f"{path} holds {content}, not 1-dimensional uint16 tokens. {_MAKE_AGAIN}")
-    return tokens
-
-
-def load_listed_shard(path: Path, entry: ShardEntry | None, read_all: bool) -> np.memmap:
-    """A memory-mapped shard that is as the manifest says: its length and, with `read_all`, its checksum.
-
-    Raises:
-        UserError: it is not, or `load_shard` fails.
-    """
-    tokens = load_shard(path)
-    if entry is None or entry["tokens"] != len(tokens):
+    if entry and entry["tokens"] != len(tokens):
         raise UserError(f"{path} is not as in the manifest: it has {len(tokens):,} tokens. {_MAKE_AGAIN}")
-    if read_all and entry.get("sha256") not in (None, files.sha256_of(path)):
+    if entry and check_sum and entry.get("sha256") not in (None, files.sha256_of(path)):
         raise UserError(f"{path} was altered (wrong checksum). {_MAKE_AGAIN}")
     return tokens
 
@@ -330,7 +325,9 @@ def open_shards(directory: str | os.PathLike[str], *splits: str, read_all: bool 
     for name in tqdm(sorted(names), "checking shards", unit=" shards", leave=False, delay=1, disable=quiet):
         path = Path(directory) / name
         try:
-            shards.append(load_listed_shard(path, listed.get(name), read_all) if listed else load_shard(path))
+            if listed and name not in listed:
+                raise UserError(f"{path} is not in the manifest. Move it out of the folder.")
+            shards.append(load_shard(path, listed.get(name), read_all))
             if read_all:
                 read_tokens(shards[-1], 0, len(shards[-1]), manifest["vocab_size"])
         except UserError as error:
@@ -338,13 +335,6 @@ def open_shards(directory: str | os.PathLike[str], *splits: str, read_all: bool 
     if problems:
         raise UserError(*problems)
     return shards
-
-
-def verify_shards(directory: str | os.PathLike[str]) -> list[np.memmap]:
-    """The shards of both splits, after reading all of them; errors as in `open_shards` and `read_tokenizer`."""
-    if read_manifest(directory)["tokenizer"] == "bpe":
-        read_tokenizer(directory)
-    return open_shards(directory, "train", "val", read_all=True)
 
 
 def _raise_open_file_limit(num_shards: int) -> None:
