@@ -19,7 +19,8 @@ import tempfile
 import termios
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from harness import ROOT, script_command
+
 COLUMNS, ROWS = 88, 50
 COMMAND = "python train_gpt2.py --demo"
 COLORS = {"1": "#ffffff", "32": "#8ccf7e", "33": "#e5c76b", "36": "#6cbfbf"}
@@ -33,9 +34,7 @@ def run_in_terminal(folder: Path) -> str:
     if process == 0:
         os.chdir(folder)
         fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
-        os.execve(
-            sys.executable, [sys.executable, str(ROOT / "train_gpt2.py"), "--demo"], os.environ | {"TERM": "xterm"}
-        )
+        os.execve(sys.executable, script_command("train_gpt2.py", "--demo"), os.environ | {"TERM": "xterm"})
     written = bytearray()
     while True:
         try:
