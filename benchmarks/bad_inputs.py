@@ -218,13 +218,8 @@ def pickles(rng: random.Random) -> Command:
     run = rng.choice(("run", "lora"))
     checkpoint = Path(run, "model_00004")
     name = rng.choice(sorted(path.name for path in checkpoint.iterdir()) + ["trainer.pt", "pytorch_model.bin"] * 3)
-    evil = rng.choice(
-        (
-            MaliciousPickle(rng),
-            {"config": MaliciousPickle(rng)},
-            {"step": 4, "optimizer": {"state": {0: MaliciousPickle(rng)}}},
-        )
-    )
+    alone, in_config, in_state = (MaliciousPickle(rng) for _ in range(3))
+    evil = rng.choice((alone, {"config": in_config}, {"step": 4, "optimizer": {"state": {0: in_state}}}))
     torch.save(evil, checkpoint / name, _use_new_zipfile_serialization=rng.random() < 0.5)
     if rng.random() < 0.3:
         (checkpoint / name).write_bytes(pickle.dumps(evil, protocol=rng.randrange(6)))

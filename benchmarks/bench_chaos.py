@@ -131,14 +131,11 @@ class Run:
         args = [*TRAINING_FLAGS, *flags.split(), "--out", self.out]
         return script_command("train_gpt2.py", *args, processes=self.scenario.processes)
 
-    @property
-    def output(self) -> Path:
-        return self.setting.folder / f"{self.out.name}_{self.starts}.txt"
-
     def start(self) -> None:
         """Kills what still runs, and starts the command."""
         self.kill()
         self.starts, self.expected = self.starts + 1, {0}
+        self.output = self.setting.folder / f"{self.out.name}_{self.starts}.txt"
         environment = os.environ | {"OMP_NUM_THREADS": "1", "BENCH_CHAOS_OUT": str(self.out)}
         environment["PYTHONPATH"] = str(self.setting.folder)  # of SITECUSTOMIZE
         environment["PET_MAX_RESTARTS"] = str(self.scenario.restarts)  # a flag of torchrun
@@ -306,8 +303,7 @@ def differences(a: Path, b: Path) -> list[str]:
 def different_files(a: Path, b: Path) -> list[str]:
     """The names of files, other than the lock, that two folders do not have in common with the same content."""
     contents = [{path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} for folder in (a, b)]
-    different = dict(contents[0].items() ^ contents[1].items())
-    return sorted(different.keys() - {LOCK})
+    return sorted({name for name, _ in contents[0].items() ^ contents[1].items()} - {LOCK})
 
 
 def check_results(run: Run, reference: Path) -> None:

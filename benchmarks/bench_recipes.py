@@ -150,14 +150,11 @@ def main() -> None:
     parser.add_argument("--scale", choices=tuple(SCALES), default="small", help="(default: small)")
     parser.add_argument("--steps", type=int, metavar="N", help="of the baseline (default: 500 small, 300 medium)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="(default: 1 2 3)")
-    parser.add_argument(
-        "--rates", type=float, nargs="+", default=[6e-4, 1.2e-3, 2.4e-3, 4.8e-3], metavar="X",
-        help="learning rates of the baseline to choose from (default: 6e-4 1.2e-3 2.4e-3 4.8e-3)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--fractions", type=float, nargs="+", default=[0.3, 0.4, 1.0], metavar="X",
-        help="of the baseline's steps, for fast (default: 0.3 0.4 1)",
-    )  # fmt: skip
+    numbers = dict(type=float, nargs="+", metavar="X")
+    rates_help = "learning rates of the baseline to choose from (default: 6e-4 1.2e-3 2.4e-3 4.8e-3)"
+    parser.add_argument("--rates", **numbers, default=[6e-4, 1.2e-3, 2.4e-3, 4.8e-3], help=rates_help)
+    fractions_help = "of the baseline's steps, for fast (default: 0.3 0.4 1)"
+    parser.add_argument("--fractions", **numbers, default=[0.3, 0.4, 1.0], help=fractions_help)
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, a thread each (default: 1)")
     parser.add_argument("--flags", default="", help='more flags for all runs, as in --flags "--dtype bf16"')
     parser.add_argument(

@@ -6,11 +6,11 @@
     python benchmarks/bench_text.py tinyshakespeare.txt --only demo --seeds 1 2 3 4 5 --busy 2 --busy-after 60
 
 `recipe` is nanoGPT's for a small character model on a CPU, with bytes: 4 layers, 4 heads, 128 channels, context 64, 12
-rows a step, 2,000 steps of AdamW. `bytes` and `bpe` are `--text` with its own defaults and these tokenizers, `demo` is `--demo`.
-`short`, `tuned` and `lora` train for 200 steps of 1,024 tokens: a model of the demo's size from random weights, and the
-demo's own, completely and by LoRA. `--try` adds rows: `bytes` with other flags. All hold out the last tenth of the text, are validated on all of that, and are
-timed from start to end, shards included. `--busy` is a number of other programs, loops that take a core each, from some
-seconds after the start of each run on.
+rows a step, 2,000 steps of AdamW. `bytes` and `bpe` are `--text` with its own defaults and these tokenizers, `demo` is
+`--demo`. `short`, `tuned` and `lora` train for 200 steps of 1,024 tokens: a model of the demo's size from random weights,
+and the demo's own, completely and by LoRA. `--try` adds rows: `bytes` with other flags. All hold out the last tenth of
+the text, are validated on all of that, and are timed from start to end, shards included. `--busy` is a number of other
+programs, loops that take a core each, from some seconds after the start of each run on.
 """
 
 from __future__ import annotations
@@ -56,13 +56,6 @@ def train(args: argparse.Namespace, *flags: object) -> float:
             process.kill()
 
 
-def print_row(name: str, seed: int, out: Path, seconds: float) -> None:
-    """Prints steps, seconds, and the last validation loss per token and per byte."""
-    step, loss = max(read_values(out / "log.txt", "val").items())
-    per_byte = loss / shards.TokenData.open(str(out / "data")).bytes_per_token
-    print(f"| {name} | {seed} | {step:,} | {seconds:.0f} | {loss:.4f} | {per_byte:.4f} |", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", metavar="FILE")
@@ -70,9 +63,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=ROWS, default=list(ROWS), help="rows (default: all)")
     parser.add_argument("--try", nargs="+", default=[], dest="tried", metavar="FLAGS", help="rows with these flags")
     parser.add_argument("--busy", type=int, default=0, metavar="N", help="other programs beside each run (default: 0)")
-    parser.add_argument(
-        "--busy-after", type=float, default=0, metavar="S", help="seconds until they start (default: 0)"
-    )
+    parser.add_argument("--busy-after", type=float, default=0, metavar="S", help="seconds until then (default: 0)")
     args = parser.parse_args()
     rows = {name: ROWS[name] for name in ROWS if name in args.only}
     rows |= {flags: f"{ROWS['bytes']} {flags}" for flags in args.tried}
@@ -86,7 +77,9 @@ def main() -> None:
                 out = Path(folder) / str(number)
                 source = ["--demo", "--data", out / "data"] if name == "demo" else ["--text", args.text]
                 seconds = train(args, "--seed", seed, "--out", out, *source, *flags.format(demo=demo).split())
-                print_row(name, seed, out, seconds)
+                step, loss = max(read_values(out / "log.txt", "val").items())
+                per_byte = loss / shards.TokenData.open(str(out / "data")).bytes_per_token
+                print(f"| {name} | {seed} | {step:,} | {seconds:.0f} | {loss:.4f} | {per_byte:.4f} |", flush=True)
                 demo = newest_checkpoint(out) if name == "demo" else demo
 
 

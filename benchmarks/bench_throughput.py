@@ -19,7 +19,6 @@ import contextlib
 import io
 import json
 import os
-import platform
 import shutil
 import sys
 import tempfile
@@ -170,7 +169,7 @@ def peak_memory_of_process() -> float:
         return 1024 * float(next(line for line in status.read_text().splitlines() if "VmHWM" in line).split()[1])
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: in bytes
 
 
 def make_plain(features: set[str]) -> None:
@@ -304,12 +303,11 @@ def main() -> None:
             steps = args.steps or (10 if on_gpu else 200 if model in MODELS else 3)
             warm_up = args.warm_up or (3 if on_gpu else 20 if model in MODELS else 1)
             data = args.data or random_shard(folder, model)
-            rows = dict(rows_of(args, device))
-            measured: dict[str, list[dict[str, Any]]] = {name: [] for name in rows}
-            for name, features in list(rows.items()) * args.rounds:  # in turn: changes of the load meet all of them
+            measured: dict[str, list[dict[str, Any]]] = {}
+            for name, features in [*rows_of(args, device)] * args.rounds:  # in turn: changes of the load meet all
                 row = measure(Job(name, features, device, model, shape, data, steps, warm_up), args.processes)
                 print(f"  {setting} {name}: {row['tok_s']:,.0f} tok/s", file=sys.stderr, flush=True)
-                measured[name].append(row)
+                measured.setdefault(name, []).append(row)
             results.append({"setting": setting, "processes": args.processes, "rows": measured})
             report(setting, args, measured)
     if args.json:

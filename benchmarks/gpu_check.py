@@ -120,8 +120,7 @@ def environment(context: Context) -> None:
         context.figure("memory, GiB", f"{devices.free_and_total_memory(device)[1] / 2**30:.1f}")
         context.figure("cuDNN", torch.backends.cudnn.version())
         peak = devices.peak_flops(device)
-        known = f"{peak / 1e12:.0f}" if peak else "unknown, so no MFU is shown"
-        context.figure("bf16 peak in our table, TFLOP/s", known)
+        context.figure("bf16 peak in our table, TFLOP/s", f"{peak / 1e12:.0f}" if peak else "unknown: no MFU is shown")
     context.figure("attention in training", devices.describe_attention(device, torch.bfloat16, 12, 768, 1024))
     source = torch.zeros(2**20 if context.small else 2**30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -133,17 +132,15 @@ def environment(context: Context) -> None:
 
 def tests(context: Context) -> None:
     """tests/test_gpu.py"""
-    if not (find_spec("pytest") and find_spec("xdist")):
-        raise RuntimeError('pytest or pytest-xdist is missing. Run "pip install -r tests/requirements.txt"')
     command = f"-m pytest -n0 -v -p no:cacheprovider --rootdir={ROOT} -c {ROOT}/pyproject.toml {ROOT}/tests/test_gpu.py"
     environment = {"GPU_TESTS_DEVICE": context.device, "COLUMNS": "200"}  # narrower, reasons are cut
     if context.small:  # the test suite runs the others, too
         command += " -k AdamW"
-    for line in context.lines_of([sys.executable, *command.split()], codes=(0, 1), **environment):
+    for line in context.lines_of([sys.executable, *command.split()], codes=(0, 1, 4), **environment):
         if found := re.search(r"::test_(\S+) (PASSED|FAILED|ERROR|SKIPPED)(?: \(([^)]*))?", line):
             verdict = {"PASSED": "ok", "SKIPPED": f"skipped: {found[3]}"}.get(found[2], "FAILED: see its output")
             context.part(found[1].replace("_", " "), verdict)
-    expect(context.verdicts, "pytest ran no test")
+    expect(context.verdicts, 'pytest ran no test. Run "pip install -r tests/requirements.txt"')
 
 
 def throughput(
@@ -227,9 +224,9 @@ def gpu_readings(context: Context) -> Iterator[None]:
         finally:
             process.terminate()
             lines = process.communicate()[0].splitlines()
-    busy = [line.split(", ")[:4] for line in lines if re.fullmatch(r"([\d.]+, ){4}100", line)]
-    for i, name in enumerate(("SM clock, MHz", "memory clock, MHz", "power, W", "temperature, C") if busy else ()):
-        values = [float(reading[i]) for reading in busy]
+    busy = [map(float, line.split(", ")) for line in lines if re.fullmatch(r"([\d.]+, ){4}100", line)]
+    names = "SM clock, MHz", "memory clock, MHz", "power, W", "temperature, C"
+    for name, values in zip(names, zip(*busy, strict=True), strict=False):
         context.figure(name, f"{statistics.median(values):.0f} (from {min(values):.0f} to {max(values):.0f})")
 
 
@@ -467,8 +464,7 @@ def resume(context: Context) -> None:
     while process.poll() is None and not (log.exists() and log.read_text().count("train") >= 3):
         time.sleep(0.002)
     process.send_signal(signal.SIGTERM)
-    code = process.wait()
-    expect(code == 143, f"after SIGTERM the exit code is {code}")
+    expect(process.wait() == 143, f"after SIGTERM the exit code is {process.returncode}")
     stopped_at = len(losses(out))
     expect(stopped_at < steps, "the run ended before SIGTERM")
     context.run("train_gpt2.py", "--resume", "--out", out, "--device", context.device)
@@ -555,15 +551,15 @@ def run_stage(stage: str, args: argparse.Namespace, folder: Path) -> list[str]:
         print(f"[{stage}] {name}: {str(function.__doc__).splitlines()[0]} ...", flush=True)
         started, verdict = time.monotonic(), "skipped: out of time"
         if started + LEAST_SECONDS <= deadline:
-            with contextlib.closing(reports_of(function, args, own, deadline)) as reports:
+            reports = reports_of(function, args, own, deadline)
+            with contextlib.closing(reports), open(folder / "figures.md", "a", encoding="utf-8") as table:
                 for kind, what, value in reports:
                     if kind == "verdict":
                         verdict = value
-                        continue
-                    print(f"    {name + ', ' if kind == 'part' else ''}{what}: {value}", flush=True)
+                    else:
+                        print(f"    {name + ', ' if kind == 'part' else ''}{what}: {value}", flush=True)
                     if kind == "figure":
-                        with open(folder / "figures.md", "a", encoding="utf-8") as table:
-                            table.write(f"| {stage} | {what} | {value} |\n")
+                        print(f"| {stage} | {what} | {value} |", file=table, flush=True)
         print(f"[{stage}] {name}, {time.monotonic() - started:.0f} s: {verdict}", flush=True)
         if verdict.startswith("FAILED") and (output := folder / f"{name}.txt").exists():
             print("".join(f"    | {line}\n" for line in output.read_text().splitlines()[-40:]), end="")
@@ -587,9 +583,7 @@ def main() -> None:
     parser.add_argument("--stage", choices=tuple(CHECKS), help="only this stage (default: all three)")
     parser.add_argument("--only", nargs="+", choices=names, metavar="CHECK", help=f"only these: {', '.join(names)}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default: cuda)")
-    parser.add_argument(
-        "--keep", type=Path, metavar="DIR", help="a new folder for figures, and what each check printed"
-    )
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="a new folder, for the figures and all output")
     parser.add_argument("--small", action="store_true", help="a tiny model, to check the script itself")
     args = parser.parse_args()
     if args.keep and args.keep.exists():
