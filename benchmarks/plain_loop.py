@@ -158,7 +158,7 @@ def plain_completion_losses(
         rows = [torch.tensor(example.context + completion) for completion in example.completions]
         tokens = pad_sequence(rows, batch_first=True).to(device)
         logits = compute_logits(tokens)[:, :-1].float()
-        token_losses = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
+        token_losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(4, -1)
         endings = [row[len(example.context) - 1 : len(ids) - 1] for row, ids in zip(token_losses, rows, strict=True)]
         losses.append(torch.stack([torch.stack((ending.sum(), ending.mean())) for ending in endings]).tolist())
     return np.array(losses).transpose(2, 0, 1)
