@@ -13,7 +13,7 @@ interpreter is a finding like any other. Exits with 1 if there are findings; the
 from __future__ import annotations
 
 import argparse
-import contextlib
+import importlib
 import io
 import multiprocessing
 import os
@@ -27,25 +27,17 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from unittest import mock
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+import torch
+from bad_inputs import CANARY, KINDS, SCRIPTS, Command, make_fixtures
 
-import datasets  # noqa: E402, F401  these imports are made once, before the forks
-import peft  # noqa: E402, F401
-import torch  # noqa: E402
-from bad_inputs import CANARY, EXCLUDED_FLAGS, FLAGS, KINDS, SCRIPTS, Command, make_fixtures  # noqa: E402
-from matplotlib import pyplot  # noqa: E402, F401
-from torch import _dynamo  # noqa: E402, F401
-from torch.utils import tensorboard  # noqa: E402, F401
-from transformers import GPT2LMHeadModel  # noqa: E402, F401
-
-from support.cli import run_cli  # noqa: E402
-from support.data import download  # noqa: E402
+from support.cli import run_cli
+from support.data import download
 
 FORK = multiprocessing.get_context("fork")
 MEMORY = 8 << 30  # bytes of address space that an input may add
+IMPORTED_ONCE = "datasets matplotlib.pyplot peft torch._dynamo torch.utils.tensorboard transformers.models.gpt2".split()
 
 
 @dataclass(frozen=True)
@@ -57,12 +49,6 @@ class Outcome:
     seconds: float
     problem: str | None
     output: str
-
-
-def flags_of(script: ModuleType) -> list[str]:
-    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
-        script.main(["--help"])
-    return sorted(set(re.findall(r"(?<![\w-])--?[a-z][a-z0-9-]*(?=[ ,\n])", text.getvalue())) - EXCLUDED_FLAGS)
 
 
 def make_input(number: int, seed: int, folder: Path) -> tuple[str, Command]:
@@ -82,15 +68,12 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 def run_script(command: Command, output: Path) -> None:
     """Runs a script in this process, a fork; stdout and stderr are files next to each other."""
-    resource.setrlimit(resource.RLIMIT_AS, (address_space() + MEMORY,) * 2)
+    address_space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (address_space + MEMORY,) * 2)
     for stream, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC), stream)
         setattr(sys, name, io.TextIOWrapper(os.fdopen(os.dup(stream), "wb"), line_buffering=True, errors="replace"))
     run_cli(lambda: SCRIPTS[command.script].main(command.argv))
-
-
-def address_space() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def run_input(number: int, args: argparse.Namespace, place: Path) -> Outcome:
@@ -135,7 +118,7 @@ def find_problem(
 
 
 def may_change(path: str, command: Command, code: int) -> bool:
-    progress = r"(run|lora|muon|bpe)/(log\.txt|metrics\.jsonl|run\.json|curves\.png)|partial/manifest\.json"
+    progress = r"(run|lora|bpe)/(log\.txt|metrics\.jsonl|run\.json|curves\.png)|partial/manifest\.json"
     patterns = [progress, command.may_change] if code == 0 else [progress]
     return any(re.fullmatch(pattern, path, re.DOTALL) for pattern in patterns)
 
@@ -180,10 +163,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30, metavar="X", help="time limit of an input (default: 30)")
     args = parser.parse_args()
 
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    for name in IMPORTED_ONCE:  # before the forks
+        importlib.import_module(name)
     torch.set_num_threads(1)
     sys.modules["wandb"] = mock.MagicMock()
     download.DEFAULT_ATTEMPTS = 1  # without a network, an input that needs the GPT-2 vocabulary should fail at once
-    FLAGS.update({name: flags_of(script) for name, script in SCRIPTS.items()})
     folder = Path(tempfile.mkdtemp(prefix="bench_bad_input_"))
     os.environ["HF_HOME"] = str(folder / "cache")
     fixtures = FORK.Process(target=make_fixtures, args=(folder / "fixtures",))

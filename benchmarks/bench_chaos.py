@@ -49,17 +49,6 @@ from support.data.tokenizer import get_tokenizer
 from support.files import LOCK, sha256_of
 
 DISK_BYTES = 128 << 20  # enough for two sets of shards of bytes
-KINDS = ("SIGKILL", "SIGTERM", "SIGSTOP", "full disk", "no permission", "corrupt file", "closed console")
-# Besides 0. Under torchrun, 1 and what torchrun itself is killed with.
-EXIT_CODES = {
-    "SIGKILL": {137, 2},  # 2: a worker of fineweb.py was killed
-    "SIGTERM": {143, 2},
-    "full disk": {2},
-    "no permission": {2},
-    "closed console": {141, 1},  # 1: before the first step, or in fineweb.py
-}
-
-
 # Seconds until all processes have exited or make progress; torchrun alone waits 30 for a process to stop.
 TIMEOUT_SECONDS = 90
 STEPS_OF_PROGRESS = 3  # new values in the log, or shards, that show it
@@ -84,7 +73,7 @@ TRAINING_FLAGS = (
 
 
 class Violation(Exception):
-    """A promise that was broken."""
+    """A promise that was broken; any check below may raise it."""
 
 
 @dataclass(frozen=True)
@@ -121,14 +110,6 @@ class Setting:
     tokenizer: str
     steps: int
 
-    def command(self, scenario: Scenario, out: Path) -> list[str]:
-        if scenario.tokenises:
-            flags = f"--input {self.folder}/text --tokenizer {self.tokenizer} --workers 2 --shard-size 50000"
-            return script_command("fineweb.py", *flags.split(), "--output", out)
-        flags = f"--data {self.folder}/data --max-steps {self.steps} --parallel {scenario.parallel}"
-        args = [*TRAINING_FLAGS, *flags.split(), "--out", out]
-        return script_command("train_gpt2.py", *args, processes=scenario.processes)
-
 
 class Run:
     """A scenario's command, which is started again and again, with all its processes."""
@@ -141,26 +122,28 @@ class Run:
         self.process: subprocess.Popen[bytes] | None = None
         self.reader: subprocess.Popen[bytes] | None = None
 
-    @property
-    def output(self) -> Path:
-        return self.setting.folder / f"{self.out.name}_{self.starts}.txt"
+    def command(self) -> list[str]:
+        folder = self.setting.folder
+        if self.scenario.tokenises:
+            flags = f"--input {folder}/text --tokenizer {self.setting.tokenizer} --workers 2 --shard-size 50000"
+            return script_command("fineweb.py", *flags.split(), "--output", self.out)
+        flags = f"--data {folder}/data --max-steps {self.setting.steps} --parallel {self.scenario.parallel}"
+        args = [*TRAINING_FLAGS, *flags.split(), "--out", self.out]
+        return script_command("train_gpt2.py", *args, processes=self.scenario.processes)
 
     def start(self) -> None:
         """Kills what still runs, and starts the command."""
         self.kill()
         self.starts, self.expected = self.starts + 1, {0}
+        self.output = self.setting.folder / f"{self.out.name}_{self.starts}.txt"
         environment = os.environ | {"OMP_NUM_THREADS": "1", "BENCH_CHAOS_OUT": str(self.out)}
         environment["PYTHONPATH"] = str(self.setting.folder)  # of SITECUSTOMIZE
         environment["PET_MAX_RESTARTS"] = str(self.scenario.restarts)  # a flag of torchrun
         with open(self.output, "wb") as file:
             self.reader = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=file, start_new_session=True)
-        console = self.reader.stdin
-        assert console is not None
-        command = self.setting.command(self.scenario, self.out)
-        self.process = subprocess.Popen(
-            command, stdout=console, stderr=console, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
-        )
-        console.close()
+        with self.reader.stdin as console:
+            streams = dict(stdin=subprocess.DEVNULL, stdout=console, stderr=console)
+            self.process = subprocess.Popen(self.command(), **streams, env=environment, start_new_session=True)
 
     def kill(self) -> None:
         """Kills all processes."""
@@ -210,8 +193,7 @@ class Run:
     def reach(self, moment: str, delay: float) -> bool:
         """Waits for a moment of the command, which is started if necessary; returns False if it succeeds before.
 
-        Raises:
-            Violation: it fails before, and not because of earlier faults.
+        It may fail before only because of earlier faults.
         """
         while self.exit_code() != 0:
             if moment == "start" or self.exit_code() is not None or self.process is None:
@@ -232,11 +214,7 @@ class Run:
         return False
 
     def settle(self, must_exit: bool) -> str:
-        """Waits until all processes have exited, or make progress; says which.
-
-        Raises:
-            Violation: neither happened in time, or the exit code is not a documented one.
-        """
+        """Waits until all processes have exited, with a documented exit code, or make progress; says which."""
         seen, steps, deadline = self.progress(), 0, time.monotonic() + TIMEOUT_SECONDS
         while time.monotonic() < deadline:
             processes = self.processes()
@@ -255,11 +233,7 @@ class Run:
         raise Violation(f"{', '.join(processes.values())} {problem} within {TIMEOUT_SECONDS} s")
 
     def check(self) -> None:
-        """Checks output and files, also while the command runs.
-
-        Raises:
-            Violation: there is a traceback, or something incomplete under a final name.
-        """
+        """No traceback, and nothing incomplete under a final name, also while the command runs."""
         output = self.output.read_text(errors="replace")
         # torchrun reports each failure with a traceback of its own, in which no file is ours
         if ("Traceback" if self.scenario.processes == 1 else f'File "{ROOT}') in output:
@@ -269,11 +243,7 @@ class Run:
                 raise Violation(f"{path} is corrupt: {problem}")
 
     def finish(self) -> None:
-        """Runs the command to its end; fineweb.py twice, since it checks all shards only after its end.
-
-        Raises:
-            Violation: it does not succeed.
-        """
+        """Runs the command to its end; fineweb.py twice, since it checks all shards only after its end."""
         for _ in range(2 if self.scenario.tokenises else 1):
             self.start()
             while self.settle(must_exit=False) == "it went on":
@@ -333,16 +303,11 @@ def differences(a: Path, b: Path) -> list[str]:
 def different_files(a: Path, b: Path) -> list[str]:
     """The names of files, other than the lock, that two folders do not have in common with the same content."""
     contents = [{path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} for folder in (a, b)]
-    different = dict(contents[0].items() ^ contents[1].items())
-    return sorted(different.keys() - {LOCK})
+    return sorted({name for name, _ in contents[0].items() ^ contents[1].items()} - {LOCK})
 
 
 def check_results(run: Run, reference: Path) -> None:
-    """Compares a finished run with the one without faults.
-
-    Raises:
-        Violation: they differ.
-    """
+    """A finished run must be the same as the one without faults."""
     found = (different_files if run.scenario.tokenises else differences)(run.out, reference)
     if not run.scenario.tokenises and not read_record(run.out / "run.json"):
         found.append("run.json")
@@ -366,7 +331,7 @@ class Fault:
 def draw_faults(number: int, seed: str) -> list[Fault]:
     """Each kind of fault once, the rest SIGKILL; in random order."""
     rng = random.Random(seed)
-    kinds = rng.sample(KINDS, len(KINDS))[:number] + ["SIGKILL"] * (number - len(KINDS))
+    kinds = rng.sample(list(FAULTS), len(FAULTS))[:number] + ["SIGKILL"] * (number - len(FAULTS))
     moments = [("start", "step", "save")[i % 3] for i in range(number)]
     rng.shuffle(kinds)
     rng.shuffle(moments)
@@ -439,17 +404,20 @@ def corrupt_file(run: Run, fault: Fault) -> str:
 
 
 def close_console(run: Run, fault: Fault) -> str:
-    assert run.reader is not None
     run.reader.kill()
     run.reader.wait()
     return ""
 
 
-INJECT: dict[str, Callable[[Run, Fault], str]] = {
-    "full disk": fill_disk,
-    "no permission": forbid_writing,
-    "corrupt file": corrupt_file,
-    "closed console": close_console,
+# What each kind does, and the exit codes after it besides 0; under torchrun also 1, and what torchrun is killed with.
+FAULTS: dict[str, tuple[Callable[[Run, Fault], str], set[int]]] = {
+    "SIGKILL": (send_signal, {137, 2}),  # 2: a worker of fineweb.py was killed
+    "SIGTERM": (send_signal, {143, 2}),
+    "SIGSTOP": (send_signal, set()),
+    "full disk": (fill_disk, {2}),
+    "no permission": (forbid_writing, {2}),
+    "corrupt file": (corrupt_file, set()),
+    "closed console": (close_console, {141, 1}),  # 1: before the first step, or in fineweb.py
 }
 
 
@@ -462,23 +430,17 @@ def must_exit(scenario: Scenario, fault: Fault, target: str) -> bool:
 
 
 def inject_and_check(run: Run, fault: Fault) -> str | None:
-    """One fault and the checks after it. Returns what happened; None if the command succeeded before.
-
-    Raises:
-        Violation: a check failed.
-    """
+    """One fault and the checks after it. Prints and returns what happened; None if the command succeeded before."""
     if not run.reach(fault.moment, fault.delay):
         return None
-    run.expected |= EXIT_CODES.get(fault.kind, set())
-    if run.scenario.processes > 1 and fault.kind in EXIT_CODES:
-        run.expected |= {1}
-    target = INJECT.get(fault.kind, send_signal)(run, fault)
+    inject, codes = FAULTS[fault.kind]
+    run.expected |= codes | ({1} if codes and run.scenario.processes > 1 else set())
+    target = inject(run, fault)
     what = f"{fault.kind} {target}".rstrip() + f", in a {fault.moment}"
-    try:
-        outcome = run.settle(must_exit(run.scenario, fault, target))
-        run.check()
-    except Violation as violation:
-        raise Violation(f"{what}: {violation}") from None
+    print(f"{run.scenario.name}: {what}: ", end="", flush=True)
+    outcome = run.settle(must_exit(run.scenario, fault, target))
+    run.check()
+    print(outcome, flush=True)
     return f"{what}: {outcome}"
 
 
@@ -516,15 +478,12 @@ def make_inputs(folder: Path) -> str:
 
 def prepare_disk(disk: Path) -> list[str]:
     """Mounts a small disk. Returns the kinds of faults that are not possible here."""
-    skipped = []
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        skipped.append("full disk")
+    skipped = ["full disk"] if subprocess.run(mount, capture_output=True).returncode else []
     probe = disk / "probe"
     probe.mkdir(0o500)
-    if os.access(probe, os.W_OK):
-        skipped.append("no permission")
+    skipped += ["no permission"] if os.access(probe, os.W_OK) else []
     probe.rmdir()
     for kind in skipped:
         print(f"skipped: {kind}, which this machine does not permit")
@@ -534,11 +493,7 @@ def prepare_disk(disk: Path) -> list[str]:
 def run_scenario(
     setting: Setting, scenario: Scenario, faults: Sequence[Fault], number: int, counts: Counter[str]
 ) -> None:
-    """Runs a scenario under these faults; the one without, too, if it has not run yet.
-
-    Raises:
-        Violation: a check failed.
-    """
+    """Runs a scenario under these faults; the one without, too, if it has not run yet."""
     kind = "tokens" if scenario.tokenises else f"{scenario.parallel}_{scenario.processes}"
     reference = setting.disk / f"reference_{kind}"
     if not reference.exists():
@@ -550,14 +505,11 @@ def run_scenario(
             happened = inject_and_check(run, fault)
             if happened is None:  # the command was faster than the faults
                 break
-            print(f"{scenario.name}: {happened}", flush=True)
             counts[fault.kind] += 1
             counts["half written"] += run.exit_code() is not None and bool(run.partial_files())
             counts["restarts by torchrun"] += scenario.restarts > 0 and "rank" in happened and "went on" in happened
         run.finish()
         check_results(run, reference)
-    except Violation as violation:
-        raise Violation(f"{scenario.name}: {violation}") from None
     finally:
         run.kill()
     counts["starts"] += run.starts

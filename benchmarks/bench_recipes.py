@@ -23,24 +23,13 @@ from pathlib import Path
 
 from harness import run_script
 
-from support.cli import UserError, run_cli
 from support.console.log import read_values
 
-# Flags of train_gpt2.py, tokens per step, and steps of the baseline.
-SCALES = {
-    "small": dict(
-        flags="--n-layer 4 --n-head 4 --n-embd 256 --block-size 256 --batch-size 4 --warmup-steps 25 "
-        "--val-every 50 --val-tokens 131072",
-        tokens=16384,
-        steps=500,
-    ),
-    "medium": dict(
-        flags="--n-layer 8 --n-head 8 --n-embd 512 --block-size 256 --batch-size 4 --warmup-steps 15 "
-        "--val-every 50 --val-tokens 16384",
-        tokens=2048,
-        steps=300,
-    ),
-    "124M": dict(flags="", tokens=524288, steps=19073),
+SHAPE = "--block-size 256 --batch-size 4 --val-every 50"
+SCALES = {  # flags of train_gpt2.py, tokens per step, and steps of the baseline
+    "small": (f"--n-layer 4 --n-head 4 --n-embd 256 --warmup-steps 25 --val-tokens 131072 {SHAPE}", 16384, 500),
+    "medium": (f"--n-layer 8 --n-head 8 --n-embd 512 --warmup-steps 15 --val-tokens 16384 {SHAPE}", 2048, 300),
+    "124M": ("", 524288, 19073),
 }
 ALWAYS = "--shuffle --sample-every 0 --hellaswag-every 0 --checkpoint-every 0"
 
@@ -64,8 +53,8 @@ class Trial:
 
 def train(trials: list[Trial], args: argparse.Namespace) -> None:
     """Makes the runs that do not exist yet, `--jobs` at a time."""
-    scale = SCALES[args.scale]
-    flags = shlex.split(f"{scale['flags']} {ALWAYS} {args.flags} --total-batch-size {scale['tokens']}")
+    of_scale, tokens, _ = SCALES[args.scale]
+    flags = shlex.split(f"{of_scale} {ALWAYS} {args.flags} --total-batch-size {tokens}")
 
     def one(trial: Trial) -> None:
         if trial.steps in val_curve(trial, args):
@@ -107,7 +96,8 @@ def spread(numbers: list[float]) -> str:
 
 
 def compare(args: argparse.Namespace) -> None:
-    steps = args.steps or SCALES[args.scale]["steps"]
+    flags, tokens, steps = SCALES[args.scale]
+    steps = args.steps or steps
     tuning = [Trial("gpt2", rate, steps, args.seeds[0]) for rate in args.rates]
     train(tuning, args)
     best = min(tuning, key=lambda trial: final(trial, args)).rate
@@ -119,8 +109,7 @@ def compare(args: argparse.Namespace) -> None:
     trials = {name: [Trial(*row, seed) for seed in args.seeds] for name, row in rows.items()}
     train([trial for of_row in trials.values() for trial in of_row], args)
 
-    scale = SCALES[args.scale]
-    print(f"\n{args.scale}: {scale['flags']}")
+    print(f"\n{args.scale}: {flags}")
     print(f"\n| rate of AdamW, cosine | loss after {steps:,} steps |\n|---|---|")
     for trial in tuning:
         print(f"| {trial.rate:g} | {final(trial, args):.3f} |")
@@ -128,7 +117,7 @@ def compare(args: argparse.Namespace) -> None:
     for name, of_row in trials.items():
         ends = [final(trial, args) for trial in of_row]
         made, each = of_row[0].steps, ", ".join(f"{end:.3f}" for end in ends)
-        print(f"| {name} | {made:,} | {made * scale['tokens'] / 1e6:,.2f}M | {spread(ends)} | {each} |")
+        print(f"| {name} | {made:,} | {made * tokens / 1e6:,.2f}M | {spread(ends)} | {each} |")
 
     print("\nTokens of fast's runs when they reach the mean loss of a baseline, as a fraction of its tokens:")
     for name in list(trials)[: -len(args.fractions)]:
@@ -142,10 +131,11 @@ def compare(args: argparse.Namespace) -> None:
 
 def try_flags(args: argparse.Namespace) -> None:
     """Compares `fast` on a fifth of the baseline's tokens with the same and each of the sets of flags of --try."""
-    steps = (args.steps or SCALES[args.scale]["steps"]) // 5
+    _, tokens, steps = SCALES[args.scale]
+    steps = (args.steps or steps) // 5
     trials = {flags: [Trial("fast", None, steps, seed, flags) for seed in args.seeds] for flags in ("", *args.try_)}
     train([trial for of_flags in trials.values() for trial in of_flags], args)
-    print(f"\n{args.scale}, {steps * SCALES[args.scale]['tokens'] / 1e6:,.2f}M tokens")
+    print(f"\n{args.scale}, {steps * tokens / 1e6:,.2f}M tokens")
     print("\n| fast | validation loss |\n|---|---|")
     for flags, of_flags in trials.items():
         print(f"| {flags or 'as it is'} | {spread([final(trial, args) for trial in of_flags])} |")
@@ -153,33 +143,26 @@ def try_flags(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", metavar="DIR", help="token shards: bytes for small, GPT-2's for the others")
+    parser.add_argument(
+        "--data", required=True, metavar="DIR", help="shards, of bytes for small, else of GPT-2's tokens"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="(default: runs)")
     parser.add_argument("--scale", choices=tuple(SCALES), default="small", help="(default: small)")
     parser.add_argument("--steps", type=int, metavar="N", help="of the baseline (default: 500 small, 300 medium)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="(default: 1 2 3)")
-    parser.add_argument(
-        "--rates", type=float, nargs="+", default=[6e-4, 1.2e-3, 2.4e-3, 4.8e-3], metavar="X",
-        help="learning rates of the baseline to choose from (default: 6e-4 1.2e-3 2.4e-3 4.8e-3)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--fractions", type=float, nargs="+", default=[0.3, 0.4, 1.0], metavar="X",
-        help="of the baseline's steps, for fast (default: 0.3 0.4 1)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="runs at a time, each on a thread (default: 1)"
-    )
+    numbers = dict(type=float, nargs="+", metavar="X")
+    rates_help = "learning rates of the baseline to choose from (default: 6e-4 1.2e-3 2.4e-3 4.8e-3)"
+    parser.add_argument("--rates", **numbers, default=[6e-4, 1.2e-3, 2.4e-3, 4.8e-3], help=rates_help)
+    fractions_help = "of the baseline's steps, for fast (default: 0.3 0.4 1)"
+    parser.add_argument("--fractions", **numbers, default=[0.3, 0.4, 1.0], help=fractions_help)
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, a thread each (default: 1)")
     parser.add_argument("--flags", default="", help='more flags for all runs, as in --flags "--dtype bf16"')
     parser.add_argument(
-        "--try", dest="try_", nargs="+", metavar="FLAGS", help="sets of flags to change in fast, each in quotes"
+        "--try", dest="try_", nargs="+", metavar="FLAGS", help="changes of fast's flags, each in quotes"
     )
     args = parser.parse_args()
-    if args.data is None:
-        raise UserError("no data. Use a folder of shards with --data; python fineweb.py makes them.")
-    args.data = Path(args.data).resolve()
-    args.out = args.out.resolve()
     try_flags(args) if args.try_ else compare(args)
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    main()

@@ -6,11 +6,11 @@
     python benchmarks/bench_text.py tinyshakespeare.txt --only demo --seeds 1 2 3 4 5 --busy 2 --busy-after 60
 
 `recipe` is nanoGPT's for a small character model on a CPU, with bytes: 4 layers, 4 heads, 128 channels, context 64, 12
-rows a step, 2,000 steps of AdamW. `bytes` and `bpe` are `--text` with its own defaults and these tokenizers, `demo` is `--demo`.
-`short`, `tuned` and `lora` train for 200 steps of 1,024 tokens: a model of the demo's size from random weights, and the
-demo's own, completely and by LoRA. `--try` adds rows: `bytes` with other flags. All hold out the last tenth of the text, are validated on all of that, and are
-timed from start to end, shards included. `--busy` is a number of other programs, loops that take a core each, from some
-seconds after the start of each run on.
+rows a step, 2,000 steps of AdamW. `bytes` and `bpe` are `--text` with its own defaults and these tokenizers, `demo` is
+`--demo`. `short`, `tuned` and `lora` train for 200 steps of 1,024 tokens: a model of the demo's size from random weights,
+and the demo's own, completely and by LoRA. `--try` adds rows: `bytes` with other flags. All hold out the last tenth of
+the text, are validated on all of that, and are timed from start to end, shards included. `--busy` is a number of other
+programs, loops that take a core each, from some seconds after the start of each run on.
 """
 
 from __future__ import annotations
@@ -33,34 +33,27 @@ RECIPE = (
     "--val-every 2000 --sample-every 0 --checkpoint-every 0"
 )
 SHORT = "--batch-size 16 --total-batch-size 1024 --max-steps 200"
-# rows by name: flags besides --text; {demo} is the checkpoint of the demo
+# rows by name: flags besides --text or --demo; {demo} is the checkpoint of the demo
 ROWS = {
     "recipe": RECIPE,
     "bytes": "--tokenizer bytes",
     "bpe": "--tokenizer bpe",
-    "demo": None,
+    "demo": "",
     "short": f"--tokenizer bpe --n-layer 3 --n-head 4 --n-embd 128 --block-size 64 {SHORT}",
     "tuned": f"--init-from {{demo}} {SHORT}",
     "lora": f"--init-from {{demo}} --lora-rank 8 {SHORT}",
 }
 
 
-def train(out: Path, *flags: object, busy: int, busy_after: float) -> float:
+def train(args: argparse.Namespace, *flags: object) -> float:
     """Trains, and returns the seconds from start to end."""
-    loop = f"import time; time.sleep({busy_after})\nwhile True: pass"
-    others = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(busy)]
+    loop = f"import time; time.sleep({args.busy_after})\nwhile True: pass"
+    others = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(args.busy)]
     try:
-        return run_script("train_gpt2.py", "--out", out, *flags)[1]
+        return run_script("train_gpt2.py", *flags)[1]
     finally:
         for process in others:
             process.kill()
-
-
-def print_row(name: str, seed: int, out: Path, data: Path, seconds: float) -> None:
-    """Prints steps, seconds, and the last validation loss per token and per byte."""
-    step, loss = max(read_values(out / "log.txt", "val").items())
-    per_byte = loss / shards.TokenData.open(str(data)).bytes_per_token
-    print(f"| {name} | {seed} | {step:,} | {seconds:.0f} | {loss:.4f} | {per_byte:.4f} |", flush=True)
 
 
 def main() -> None:
@@ -70,11 +63,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=ROWS, default=list(ROWS), help="rows (default: all)")
     parser.add_argument("--try", nargs="+", default=[], dest="tried", metavar="FLAGS", help="rows with these flags")
     parser.add_argument("--busy", type=int, default=0, metavar="N", help="other programs beside each run (default: 0)")
-    parser.add_argument(
-        "--busy-after", type=float, default=0.0, metavar="S", help="seconds until they start (default: 0)"
-    )
+    parser.add_argument("--busy-after", type=float, default=0, metavar="S", help="seconds until then (default: 0)")
     args = parser.parse_args()
-    busy = {"busy": args.busy, "busy_after": args.busy_after}
     rows = {name: ROWS[name] for name in ROWS if name in args.only}
     rows |= {flags: f"{ROWS['bytes']} {flags}" for flags in args.tried}
     if {"tuned", "lora"} & set(args.only) and "demo" not in args.only:
@@ -82,15 +72,15 @@ def main() -> None:
     print("| | seed | steps | seconds | nats per token | nats per byte |\n|---|---|---|---|---|---|")
     for seed in args.seeds:
         with tempfile.TemporaryDirectory() as folder:
-            for number, (name, flags_of_row) in enumerate(rows.items()):
-                out, demo = Path(folder) / str(number), Path(folder) / "demo"
-                if flags_of_row is None:
-                    out = demo
-                    data, flags = Path(folder) / "demo_data", ["--demo", "--data", Path(folder) / "demo_data"]
-                else:
-                    data, flags = out / "data", ["--text", args.text]
-                    flags += flags_of_row.format(demo=newest_checkpoint(demo)).split()
-                print_row(name, seed, out, data, train(out, "--seed", seed, *flags, **busy))
+            demo = None
+            for number, (name, flags) in enumerate(rows.items()):
+                out = Path(folder) / str(number)
+                source = ["--demo", "--data", out / "data"] if name == "demo" else ["--text", args.text]
+                seconds = train(args, "--seed", seed, "--out", out, *source, *flags.format(demo=demo).split())
+                step, loss = max(read_values(out / "log.txt", "val").items())
+                per_byte = loss / shards.TokenData.open(str(out / "data")).bytes_per_token
+                print(f"| {name} | {seed} | {step:,} | {seconds:.0f} | {loss:.4f} | {per_byte:.4f} |", flush=True)
+                demo = newest_checkpoint(out) if name == "demo" else demo
 
 
 if __name__ == "__main__":

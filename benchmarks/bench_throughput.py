@@ -18,16 +18,14 @@ import argparse
 import contextlib
 import io
 import json
-import math
 import os
-import platform
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -37,7 +35,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from harness import in_turn, medians, run_script
+from harness import run_script
 from plain_loop import PlainGPT, plain_optimizer, plain_step
 
 import train_gpt2
@@ -71,20 +69,22 @@ class Job:
     flags: dict[str, object] = field(default_factory=dict)  # more fields of TrainConfig
     trace: str | None = None  # where the trace of --profile goes
 
-    @property
-    def vocab_size(self) -> int:
-        return 257 if self.model in MODELS else 50257
+
+def vocab_size(model: str) -> int:
+    return 257 if model in MODELS else 50257
 
 
 # -----------------------------------------------------------------------------
 # One row of the table, in its own process
 
 
-def worker(job: Job) -> None:
-    """Trains as `job` says and prints what was measured, as JSON."""
+def worker(job: Job) -> dict[str, Any]:
+    """Trains as `job` says; returns what was measured."""
     B, T, A = parse_shape(job.shape)
     off = dict.fromkeys(("val_every", "hellaswag_every", "sample_every", "checkpoint_every"), 0)
-    with tempfile.TemporaryDirectory() as out, contextlib.ExitStack() as patches:
+    # loading the C library, to keep memory, is counted
+    count_libraries = patch.object(devices.ctypes, "CDLL", side_effect=devices.ctypes.CDLL)
+    with tempfile.TemporaryDirectory() as out, count_libraries as libraries:
         dist = Distributed.from_environment().with_device(job.device)
         flags = dict(
             data=job.data, out=out, batch_size=B, block_size=T, **MODELS.get(job.model, {"model": job.model}), **off,
@@ -93,11 +93,10 @@ def worker(job: Job) -> None:
         )  # fmt: skip
         config = train_gpt2.resolve(flags, dist.device, dist.world_size)
         # needs no vocabulary file
-        tokenizer = SimpleNamespace(name="bytes", vocab_size=job.vocab_size, eot=0, count_bytes=len)
+        tokenizer = SimpleNamespace(name="bytes", vocab_size=vocab_size(job.model), eot=0, count_bytes=len)
         train_gpt2.shards.read_tokenizer = lambda data: tokenizer
         chunked, product = [], loss._fp32_product  # not counted by a mock, which would keep the tensors
         loss._fp32_product = lambda *tensors: chunked.append(True) or product(*tensors)
-        kept = patches.enter_context(patch.object(devices.ctypes, "CDLL", side_effect=devices.ctypes.CDLL))
         if job.row != OURS:
             make_plain(set(job.features))
         switch_off(job.without)
@@ -128,15 +127,13 @@ def worker(job: Job) -> None:
             "model": type(state.model).__name__,
             "head": len(state.model.lm_head.weight),
             "chunks": bool(chunked),
-            "kept memory": kept.call_count > 0,
+            "kept memory": libraries.called,
             "fused": state.optimizer.defaults["fused"] is True,
             "dtype": config.dtype,
         }
         answer = summarize(job, config, dist, state.model, times)
-        answer |= {"used": used, "B": rows[0], "output": output.getvalue()}
         dist.close()
-    if dist.rank == 0:
-        print(json.dumps(answer), flush=True)
+        return answer | {"used": used, "B": rows[0], "output": output.getvalue()}
 
 
 def summarize(
@@ -172,7 +169,7 @@ def peak_memory_of_process() -> float:
         return 1024 * float(next(line for line in status.read_text().splitlines() if "VmHWM" in line).split()[1])
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: in bytes
 
 
 def make_plain(features: set[str]) -> None:
@@ -212,18 +209,23 @@ def switch_off(part: str | None) -> None:
 
 def matmul_flops(dtype: torch.dtype, device: torch.device, small: bool) -> float:
     """FLOP/s of a product of two square matrices, the best of several measurements."""
-    n, repeats = (8192, 10) if device.type == "cuda" else (1024 if small else 4096, 1)  # a sync costs a GPU 0.1 ms
-    synchronize = partial(devices.synchronize, device)
+    n, calls = (8192, 10) if device.type == "cuda" else (1024 if small else 4096, 1)  # a sync costs a GPU 0.1 ms
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    out, best = torch.empty_like(a), math.inf
+    out = torch.empty_like(a)
+    return 2 * n**3 / min(seconds_per_call(lambda: torch.mm(a, b.T, out=out), device, calls))
+
+
+def seconds_per_call(function: Callable[[], object], device: torch.device, calls: int) -> list[float]:
+    """Ten measurements of the time of a call, each of several calls."""
+    measured = []
     for _ in range(10):
-        synchronize()
+        devices.synchronize(device)
         started = time.perf_counter()
-        for _ in range(repeats):
-            torch.mm(a, b.T, out=out)
-        synchronize()
-        best = min(best, (time.perf_counter() - started) / repeats)
-    return 2 * n**3 / best
+        for _ in range(calls):
+            function()
+        devices.synchronize(device)
+        measured.append((time.perf_counter() - started) / calls)
+    return measured
 
 
 # -----------------------------------------------------------------------------
@@ -263,9 +265,9 @@ def parse_shape(shape: str) -> list[int]:
     return ([int(n) for n in shape.split("x")] + [1])[:3]
 
 
-def random_shard(folder: str | Path, vocab_size: int, tokens: int = 20_000_000) -> str:
+def random_shard(folder: str | Path, model: str, tokens: int = 20_000_000) -> str:
     """A folder with a shard of random tokens, low ids more often; which tokens they are does not matter for speed."""
-    ids = (vocab_size * np.random.default_rng(1).random(tokens) ** 3).astype(np.uint16)
+    ids = (vocab_size(model) * np.random.default_rng(1).random(tokens) ** 3).astype(np.uint16)
     np.save(Path(folder) / "random_train_000000.npy", ids)
     return str(folder)
 
@@ -286,7 +288,10 @@ def main() -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        return worker(Job(**json.loads(args.worker)))
+        measured = worker(Job(**json.loads(args.worker)))
+        if os.environ.get("RANK", "0") == "0":
+            print(json.dumps(measured), flush=True)
+        return
 
     device = devices.pick_device_type("auto")
     on_gpu, results = device == "cuda", []
@@ -297,17 +302,12 @@ def main() -> None:
             model, _, shape = setting.partition(":")
             steps = args.steps or (10 if on_gpu else 200 if model in MODELS else 3)
             warm_up = args.warm_up or (3 if on_gpu else 20 if model in MODELS else 1)
-            data = args.data or random_shard(folder, 257 if model in MODELS else 50257)
-            jobs = {}
-            for name, features in rows_of(args, device):
-                jobs[name] = Job(name, features, device, model, shape, data, steps, warm_up)
-
-            def measure_and_show(job: Job, setting: str = setting) -> dict[str, Any]:
-                measured = measure(job, args.processes)
-                print(f"  {setting} {job.row}: {measured['tok_s']:,.0f} tok/s", file=sys.stderr, flush=True)
-                return measured
-
-            measured = in_turn(args.rounds, {name: partial(measure_and_show, job) for name, job in jobs.items()})
+            data = args.data or random_shard(folder, model)
+            measured: dict[str, list[dict[str, Any]]] = {}
+            for name, features in [*rows_of(args, device)] * args.rounds:  # in turn: changes of the load meet all
+                row = measure(Job(name, features, device, model, shape, data, steps, warm_up), args.processes)
+                print(f"  {setting} {name}: {row['tok_s']:,.0f} tok/s", file=sys.stderr, flush=True)
+                measured.setdefault(name, []).append(row)
             results.append({"setting": setting, "processes": args.processes, "rows": measured})
             report(setting, args, measured)
     if args.json:
@@ -322,7 +322,7 @@ def report(setting: str, args: argparse.Namespace, measured: dict[str, list[dict
     print("|---|---|---|---|---|---|---|---|---|---|")
     base: dict[str, float] = {}
     for name, rounds in measured.items():
-        row = medians([{number: each[number] or 0.0 for number in numbers} for each in rounds])
+        row = {number: median(each[number] or 0.0 for each in rounds) for number in numbers}
         base = base or row
         if (B := rounds[0]["B"]) != parse_shape(setting.partition(":")[2])[0]:
             name += f" ({B} rows)"

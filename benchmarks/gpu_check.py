@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gzip
-import importlib.util
 import json
 import math
 import multiprocessing
@@ -30,18 +29,22 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
-from bench_throughput import FEATURES, OURS, RECIPE, Job, measure, random_shard
+from bench_throughput import FEATURES, OURS, RECIPE, Job, measure, random_shard, seconds_per_call
 from harness import ROOT, kill_processes, script_command
+from plain_loop import plain_completion_losses
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -60,10 +63,6 @@ from train_gpt2 import GPT, GPTConfig
 STAGE_SECONDS = 480
 LEAST_SECONDS = 60  # with less time left, nothing is started that may take a minute
 PROCESSES = multiprocessing.get_context("forkserver")  # the checks fork from a process that has imported torch
-
-
-class Failed(Exception):
-    pass
 
 
 @dataclass
@@ -88,7 +87,7 @@ class Context:
         return time.monotonic() + seconds < self.deadline
 
     def lines_of(self, command: Sequence[str], codes: tuple[int, ...] = (0,), **environment: str) -> Iterator[str]:
-        """Runs a command as a user would; yields its lines. A `Failed` for any other exit code."""
+        """Runs a command as a user would; yields its lines. A RuntimeError for any other exit code."""
         print(f"$ {shlex.join(command)}", flush=True)
         env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | environment
         line = "no output"
@@ -98,36 +97,22 @@ class Context:
                 print(line, end="", flush=True)
                 yield line
         if process.returncode not in codes:
-            raise Failed(f"{shlex.join(command[1:3])} ended with exit code {process.returncode}: {line.strip()}")
+            raise RuntimeError(f"{shlex.join(command[1:3])} ended with exit code {process.returncode}: {line.strip()}")
 
     def run(self, script: str, *args: object, processes: int = 1) -> str:
         """Runs a script of this project to its end; returns its output."""
         return "".join(self.lines_of(script_command(script, *args, processes=processes)))
 
 
-CHECKS: dict[str, list[Callable[[Context], None]]] = {"a": [], "b": [], "c": []}
-
-
-def check(stage: str) -> Callable[[Callable[[Context], None]], Callable[[Context], None]]:
-    """Adds a function to a stage. Its docstring's first line says what is checked."""
-
-    def register(function: Callable[[Context], None]) -> Callable[[Context], None]:
-        CHECKS[stage].append(function)
-        return function
-
-    return register
-
-
 def expect(condition: object, problem: str) -> None:
     if not condition:
-        raise Failed(problem)
+        raise RuntimeError(problem)
 
 
 # -----------------------------------------------------------------------------
 # a: is it right?
 
 
-@check("a")
 def environment(context: Context) -> None:
     """The machine, and PyTorch's choices on it"""
     device = torch.device(context.device)
@@ -135,50 +120,37 @@ def environment(context: Context) -> None:
         context.figure("memory, GiB", f"{devices.free_and_total_memory(device)[1] / 2**30:.1f}")
         context.figure("cuDNN", torch.backends.cudnn.version())
         peak = devices.peak_flops(device)
-        known = f"{peak / 1e12:.0f}" if peak else "unknown, so no MFU is shown"
-        context.figure("bf16 peak in our table, TFLOP/s", known)
+        context.figure("bf16 peak in our table, TFLOP/s", f"{peak / 1e12:.0f}" if peak else "unknown: no MFU is shown")
     context.figure("attention in training", devices.describe_attention(device, torch.bfloat16, 12, 768, 1024))
     source = torch.zeros(2**20 if context.small else 2**30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    ms = milliseconds(lambda: target.copy_(source), context.device, calls=10)
+    ms = milliseconds(lambda: target.copy_(source), device, calls=10)
     context.figure("copy bandwidth, GB/s", f"{2 * source.nbytes / ms / 1e6:.0f}")
     reason = devices.why_not_compile(device)
     expect(reason is None, f"not compiled: {reason}")
 
 
-@check("a")
 def tests(context: Context) -> None:
     """tests/test_gpu.py"""
-    if not (module_exists("pytest") and module_exists("xdist")):
-        raise Failed('pytest or pytest-xdist is missing. Run "pip install -r tests/requirements.txt"')
     command = f"-m pytest -n0 -v -p no:cacheprovider --rootdir={ROOT} -c {ROOT}/pyproject.toml {ROOT}/tests/test_gpu.py"
     environment = {"GPU_TESTS_DEVICE": context.device, "COLUMNS": "200"}  # narrower, reasons are cut
     if context.small:  # the test suite runs the others, too
-        command += " -k hellaswag_equals"
-    for line in context.lines_of([sys.executable, *command.split()], codes=(0, 1), **environment):
+        command += " -k AdamW"
+    for line in context.lines_of([sys.executable, *command.split()], codes=(0, 1, 4), **environment):
         if found := re.search(r"::test_(\S+) (PASSED|FAILED|ERROR|SKIPPED)(?: \(([^)]*))?", line):
             verdict = {"PASSED": "ok", "SKIPPED": f"skipped: {found[3]}"}.get(found[2], "FAILED: see its output")
             context.part(found[1].replace("_", " "), verdict)
-    expect(context.verdicts, "pytest ran no test")
-
-
-def module_exists(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
+    expect(context.verdicts, 'pytest ran no test. Run "pip install -r tests/requirements.txt"')
 
 
 def throughput(
-    context: Context, setting: str, steps: int, row: str = OURS, without: str | None = None, warm_up: int = 2,
-    trace: Path | None = None, **flags: object,
-) -> dict[str, Any]:  # fmt: skip
-    """A row of bench_throughput.py (see there), with more flags of train_gpt2.py."""
+    context: Context, setting: str, steps: int, row: str = OURS, warm_up: int = 2, **more: Any
+) -> dict[str, Any]:
+    """A row of bench_throughput.py; `more` are fields of its Job."""
     model, shape = setting.split(":")
     features = [name for name in FEATURES[context.device] if row != RECIPE or name != "chunked loss"]
-    job = Job(row, features, context.device, model, shape, "", steps, warm_up, without, flags, trace and str(trace))
-    job = replace(job, data=random_shard(context.folder, job.vocab_size, 2**22))
-    try:
-        return measure(job)
-    except SystemExit as error:
-        raise Failed(str(error.code)) from error
+    data = random_shard(context.folder, model, 2**22)
+    return measure(Job(row, features, context.device, model, shape, data, steps, warm_up, **more))
 
 
 def report(context: Context, name: str, row: dict[str, Any]) -> None:
@@ -191,14 +163,14 @@ def report(context: Context, name: str, row: dict[str, Any]) -> None:
     )
 
 
-@check("a")
 def training(context: Context) -> None:
     """A step of training: speed, the time of its kernels by kind, the GPU's clocks and power"""
     setting, steps = ("small:4x64x2", 3) if context.small else ("gpt2:64x1024x8", 8)
     trace, profiled = context.folder / "trace.json.gz", 2 if context.small else 5
     with gpu_readings(context):
         # the profiled steps are not measured
-        ours = throughput(context, setting, steps, warm_up=5 + profiled, trace=trace, profile=profiled)
+        flags = {"profile": profiled}
+        ours = throughput(context, setting, steps, warm_up=5 + profiled, flags=flags, trace=str(trace))
     print(ours["output"], flush=True)
     report(context, "train_gpt2.py", ours)
     with gzip.open(trace, "rt", encoding="utf-8") as file:
@@ -207,11 +179,10 @@ def training(context: Context) -> None:
     expect(total > 0 or context.device == "cpu", "the profile has no kernels")
     for name, us in classes.items() if total else ():
         context.figure(f"{name}, ms per step", f"{us / 1e3 / profiled:.1f} ({us / total:.1%})")
-    for name, us in kernels[:LONGEST_KERNELS]:
+    for name, us in kernels[:15]:
         context.figure(f"kernel {name[:100]}, ms per step", f"{us / 1e3 / profiled:.2f}")
 
 
-LONGEST_KERNELS = 15
 KERNEL_CLASSES = (  # by a part of a kernel's name; the first that fits
     ("pointwise", "triton_poi"),  # the names of Inductor's kernels also have those of what was fused
     ("reductions", "triton_red|triton_per|triton_mix"),
@@ -253,13 +224,12 @@ def gpu_readings(context: Context) -> Iterator[None]:
         finally:
             process.terminate()
             lines = process.communicate()[0].splitlines()
-    busy = [line.split(", ")[:4] for line in lines if re.fullmatch(r"([\d.]+, ){4}100", line)]
-    for i, name in enumerate(("SM clock, MHz", "memory clock, MHz", "power, W", "temperature, C") if busy else ()):
-        values = [float(reading[i]) for reading in busy]
+    busy = [map(float, line.split(", ")) for line in lines if re.fullmatch(r"([\d.]+, ){4}100", line)]
+    names = "SM clock, MHz", "memory clock, MHz", "power, W", "temperature, C"
+    for name, values in zip(names, zip(*busy, strict=True), strict=False):
         context.figure(name, f"{statistics.median(values):.0f} (from {min(values):.0f} to {max(values):.0f})")
 
 
-@check("a")
 def large_model(context: Context) -> None:
     """GPT-2 XL with a micro-batch that surely fits"""
     setting = "gpt2-xl:16x1024x1"
@@ -272,39 +242,26 @@ def large_model(context: Context) -> None:
 # b: how fast is it, in pairs?
 
 
-def milliseconds(function: Callable[[], object], device: str, calls: int) -> float:
-    """The time of a call, the median of 10 measurements of several calls, on the device's own clock where it has one."""
-    times = []
-    for _ in range(13):
-        started = time.perf_counter()
-        if device == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-        for _ in range(calls):
-            function()
-        elapsed = 1e3 * (time.perf_counter() - started)
-        if device == "cuda":
-            end.record()
-            torch.cuda.synchronize()
-            elapsed = start.elapsed_time(end)
-        times.append(elapsed / calls)
-    return statistics.median(times[3:])  # warm
+def milliseconds(function: Callable[[], object], device: torch.device, calls: int) -> float:
+    """The time of a call, the median of several measurements."""
+    for _ in range(3):
+        function()
+    return 1e3 * statistics.median(seconds_per_call(function, device, calls))
 
 
-PAIRS = {  # by what is compared: the row of bench_throughput.py, and what is switched off in train_gpt2.py
-    "mix-order reductions off": (OURS, "mix-order reductions"),
-    "build-nanogpt's recipe": (RECIPE, None),
-    "flash attention instead of cuDNN's": (OURS, "cuDNN"),
-    "the loss kernel tuned": (OURS, "untuned loss"),
+PAIRS = {  # by what is compared: fields of bench_throughput.py's Job
+    "mix-order reductions off": {"without": "mix-order reductions"},
+    "build-nanogpt's recipe": {"row": RECIPE},
+    "flash attention instead of cuDNN's": {"without": "cuDNN"},
+    "the loss kernel tuned": {"without": "untuned loss"},
 }
 
 
-@check("b")
 def pairs(context: Context) -> None:
     """train_gpt2.py against itself with one thing changed, and against build-nanogpt's recipe, in three rounds"""
     setting, steps, rounds = ("small:4x64x2", 3, 1) if context.small else ("gpt2:64x1024x8", 6, 3)
     names = list(PAIRS)[:1] if context.small else list(PAIRS)
-    ratios: dict[str, list[float]] = {name: [] for name in names}
+    ratios = defaultdict[str, list[float]](list)
     slowest = 2.0 * LEAST_SECONDS
     for i in range(rounds):
         if not context.has_time(1.1 * slowest + 2 * LEAST_SECONDS):  # the next checks want some, too
@@ -314,22 +271,20 @@ def pairs(context: Context) -> None:
         ours = throughput(context, setting, steps)
         report(context, f"train_gpt2.py, round {i + 1}", ours)
         for name in names:
-            other = throughput(context, setting, steps, *PAIRS[name])
+            other = throughput(context, setting, steps, **PAIRS[name])
             ratios[name].append(other["tok_s"] / ours["tok_s"])
             context.figure(f"{name}, round {i + 1}: tok/s to train_gpt2.py's", f"{ratios[name][-1]:.3f}")
             difference = max(abs(a / b - 1) for a, b in zip(ours["losses"], other["losses"], strict=False))
             expect(difference < 2**-7, f"{name}: the losses differ by {difference:.1e}")
         slowest = time.monotonic() - started
     for name, values in ratios.items():
-        if values:
-            context.figure(f"{name}: median", f"{statistics.median(values):.3f} of {len(values)}")
+        context.figure(f"{name}: median", f"{statistics.median(values):.3f} of {len(values)}")
 
 
 def plain_loss(x: Tensor, weight: Tensor, targets: Tensor, V: int) -> Tensor:
     return F.cross_entropy(F.linear(x, weight)[:, :V].float(), targets)
 
 
-@check("b")
 def loss_alone(context: Context) -> None:
     """The loss and its gradients alone"""
     N, C, V, W = (512, 32, 257, 320) if context.small else (65536, 768, 50257, 50304)
@@ -351,25 +306,25 @@ def loss_alone(context: Context) -> None:
         devices.free_memory(device)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
+        figure = f"loss of {N:,} tokens, {name}, "
         try:
-            context.figure(f"loss of {N:,} tokens, {name}, ms", f"{milliseconds(step, context.device, calls=1):.1f}")
+            context.figure(figure + "ms", f"{milliseconds(step, device, calls=1):.1f}")
         except torch.OutOfMemoryError:
-            return context.figure(f"loss of {N:,} tokens, {name}, ms", "out of memory")
+            return context.figure(figure + "ms", "out of memory")
         if on_gpu:
-            context.figure(f"loss of {N:,} tokens, {name}, GB", f"{torch.cuda.max_memory_allocated() / 1e9:.1f}")
+            context.figure(figure + "GB", f"{torch.cuda.max_memory_allocated() / 1e9:.1f}")
 
     if not context.small:
-        measure_loss("as in training", torch.compile(loss.chunked_cross_entropy, dynamic=False))
-        numel = loss.chunk_numel
+        compiled = partial(torch.compile, dynamic=False)
+        measure_loss("as in training", compiled(loss.chunked_cross_entropy))
         for bits in (26, 28, 29, 30):
-            loss.chunk_numel = lambda *_, bits=bits: 2**bits
             torch.compiler.reset()
-            measure_loss(f"chunks of 2^{bits}", torch.compile(loss.chunked_cross_entropy, dynamic=False))
-        loss.chunk_numel = numel
-        measure_loss("plain, compiled", torch.compile(plain_loss, dynamic=False))
+            with patch.object(loss, "chunk_numel", return_value=2**bits):
+                measure_loss(f"chunks of 2^{bits}", compiled(loss.chunked_cross_entropy))
+        measure_loss("plain, compiled", compiled(plain_loss))
     measure_loss("not compiled", loss.chunked_cross_entropy)
     measure_loss("plain", plain_loss)
-    if on_gpu and module_exists("liger_kernel"):
+    if on_gpu and find_spec("liger_kernel"):
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
         measure_loss("Liger-Kernel", lambda x, w, y, V: LigerFusedLinearCrossEntropyLoss()(w[:V].to(x.dtype), x, y))
@@ -378,7 +333,6 @@ def loss_alone(context: Context) -> None:
         expect(abs(value / expected - 1) < 2**-9, f"{name}: loss {value}, expected {expected}")
 
 
-@check("b")
 def larger(context: Context) -> None:
     """A larger micro-batch, and larger models with the largest micro-batch that fits"""
     settings = ["gpt2:128x1024x4", "gpt2-medium:64x1024x2", "gpt2-large:64x1024x2", "gpt2-xl:64x1024x1"]
@@ -411,17 +365,14 @@ def losses(out: Path) -> list[float]:
     return list(read_values(out / "log.txt", "train").values())
 
 
-@check("c")
 def two_ranks(context: Context) -> None:
     """Two processes on one device through gloo, compiled: the trial of the micro-batch, reset, DDP; FSDP"""
     flags = run_flags(context, "one", 8) + "--dtype fp32 --no-tf32 --val-tokens 2048 --val-every".split()
     flags += ["0", "--no-compile"] if context.small else ["4", "--compile"]
     context.run("train_gpt2.py", *flags, "--no-compile")
-    layouts = {"ddp": [], "fsdp": ["--parallel", "fsdp", "--recompute"]}
-    if context.small:
-        layouts = {"fsdp": ["--parallel", "fsdp"]}
-    for name, more in layouts.items():
-        context.run("benchmarks/gpu_check.py", "--rank-with", *flags, "--out", name, *more, processes=2)
+    layouts = {"ddp": "", "fsdp": "--parallel fsdp --recompute"}
+    for name, more in ({"fsdp": "--parallel fsdp"} if context.small else layouts).items():
+        context.run("benchmarks/gpu_check.py", "--rank-with", *flags, "--out", name, *more.split(), processes=2)
         pairs = zip(losses(context.folder / name), losses(context.folder / "one"), strict=True)
         difference = max(abs(a - b) for a, b in pairs)
         context.figure(f"two processes ({name}) against one: largest difference of a loss", f"{difference:.1e}")
@@ -440,7 +391,6 @@ def train_on_a_shared_device(flags: list[str]) -> None:
     run_cli(lambda: train_gpt2.main(flags))
 
 
-@check("c")
 def variants(context: Context) -> None:
     """Not compiled, Muon, fp16, dropout: 20 steps each"""
     choices, steps = ["--recipe fast --max-lr 2e-3"], 20
@@ -459,28 +409,6 @@ def variants(context: Context) -> None:
         context.part(flags, "ok" if good else f"FAILED: losses {values}")
 
 
-@torch.no_grad()
-def plain_losses(
-    compute_logits: Callable[[Tensor], Tensor], examples: list[hellaswag.Example], device: torch.device
-) -> np.ndarray:
-    """Summed and mean losses of each ending, (2, items, 4), as usual: one item at a time, logits for all of its tokens."""
-    losses = []
-    for example in examples:
-        rows = [example.context + completion for completion in example.completions]
-        tokens = torch.zeros(4, max(map(len, rows)), dtype=torch.int64)
-        mask = torch.zeros(tokens.shape)  # 1 for the tokens of the ending
-        for i, row in enumerate(rows):
-            tokens[i, : len(row)] = torch.tensor(row)
-            mask[i, len(example.context) : len(row)] = 1
-        tokens, mask = tokens.to(device), mask.to(device)
-        logits = compute_logits(tokens)[:, :-1].float()
-        token_losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(4, -1)
-        sums = (token_losses * mask[:, 1:]).sum(1)
-        losses.append(torch.stack((sums, sums / mask[:, 1:].sum(1))).tolist())
-    return np.array(losses).swapaxes(0, 1)
-
-
-@check("c")
 def scoring(context: Context) -> None:
     """HellaSwag as in training and as in hellaswag.py, against one item at a time"""
     device, n = torch.device(context.device), 8 if context.small else 300 if context.device == "cuda" else 100
@@ -513,7 +441,7 @@ def scoring(context: Context) -> None:
         ("in hellaswag.py", lambda ids: hf_model(ids).logits, hellaswag.from_huggingface(hf_model)),
     ):
         ours, speed = items_per_second(partial(hellaswag.completion_losses, scoring_model, examples))
-        plain, plain_speed = items_per_second(partial(plain_losses, compute_logits, examples, device))
+        plain, plain_speed = items_per_second(partial(plain_completion_losses, compute_logits, examples, device))
         largest = abs(plain - ours).max()
         context.figure(f"HellaSwag {name}, fp32", f"{speed}, one item at a time {plain_speed}")
         context.figure(f"HellaSwag {name}: largest difference of a loss, nats", f"{largest:.1e}")
@@ -527,20 +455,16 @@ def open_in_transformers(checkpoint: Path, device: torch.device) -> torch.nn.Mod
     return GPT2LMHeadModel.from_pretrained(checkpoint).to(device).eval()
 
 
-@check("c")
 def resume(context: Context) -> None:
     """A run that gets SIGTERM and is resumed; its checkpoint in transformers and sample.py"""
     steps, straight, out = 20 if context.small else 60, context.folder / "straight", context.folder / "stopped"
     context.run("train_gpt2.py", *run_flags(context, straight, steps))
     command = script_command("train_gpt2.py", *run_flags(context, out, steps))
-    with open(context.folder / "stopped.txt", "w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        log = out / "log.txt"
-        while process.poll() is None and not (log.exists() and log.read_text().count("train") >= 3):
-            time.sleep(0.002)
-        process.send_signal(signal.SIGTERM)
-        code = process.wait()
-    expect(code == 143, f"after SIGTERM the exit code is {code}: {(context.folder / 'stopped.txt').read_text()[-300:]}")
+    process, log = subprocess.Popen(command), out / "log.txt"
+    while process.poll() is None and not (log.exists() and log.read_text().count("train") >= 3):
+        time.sleep(0.002)
+    process.send_signal(signal.SIGTERM)
+    expect(process.wait() == 143, f"after SIGTERM the exit code is {process.returncode}")
     stopped_at = len(losses(out))
     expect(stopped_at < steps, "the run ended before SIGTERM")
     context.run("train_gpt2.py", "--resume", "--out", out, "--device", context.device)
@@ -565,6 +489,12 @@ def resume(context: Context) -> None:
 
 # -----------------------------------------------------------------------------
 # Running them
+
+CHECKS: dict[str, list[Callable[[Context], None]]] = {  # by stage; a docstring's first line says what is checked
+    "a": [environment, tests, training, large_model],
+    "b": [pairs, loss_alone, larger],
+    "c": [two_ranks, variants, scoring, resume],
+}
 
 
 def run_check(function: Callable[[Context], None], context: Context) -> None:
@@ -621,15 +551,15 @@ def run_stage(stage: str, args: argparse.Namespace, folder: Path) -> list[str]:
         print(f"[{stage}] {name}: {str(function.__doc__).splitlines()[0]} ...", flush=True)
         started, verdict = time.monotonic(), "skipped: out of time"
         if started + LEAST_SECONDS <= deadline:
-            with contextlib.closing(reports_of(function, args, own, deadline)) as reports:
+            reports = reports_of(function, args, own, deadline)
+            with contextlib.closing(reports), open(folder / "figures.md", "a", encoding="utf-8") as table:
                 for kind, what, value in reports:
                     if kind == "verdict":
                         verdict = value
-                        continue
-                    print(f"    {name + ', ' if kind == 'part' else ''}{what}: {value}", flush=True)
+                    else:
+                        print(f"    {name + ', ' if kind == 'part' else ''}{what}: {value}", flush=True)
                     if kind == "figure":
-                        with open(folder / "figures.md", "a", encoding="utf-8") as table:
-                            table.write(f"| {stage} | {what} | {value} |\n")
+                        print(f"| {stage} | {what} | {value} |", file=table, flush=True)
         print(f"[{stage}] {name}, {time.monotonic() - started:.0f} s: {verdict}", flush=True)
         if verdict.startswith("FAILED") and (output := folder / f"{name}.txt").exists():
             print("".join(f"    | {line}\n" for line in output.read_text().splitlines()[-40:]), end="")
@@ -651,16 +581,10 @@ def main() -> None:
     names = [function.__name__ for functions in CHECKS.values() for function in functions]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", choices=tuple(CHECKS), help="only this stage (default: all three)")
-    parser.add_argument(
-        "--only", nargs="+", choices=names, metavar="CHECK", help=f"only these checks: {', '.join(names)}"
-    )
+    parser.add_argument("--only", nargs="+", choices=names, metavar="CHECK", help=f"only these: {', '.join(names)}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default: cuda)")
-    parser.add_argument(
-        "--keep", type=Path, metavar="DIR", help="keep the figures, and what each check printed, in this new folder"
-    )
-    parser.add_argument(
-        "--small", action="store_true", help="a tiny model, to check the script itself; its figures mean nothing"
-    )
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="a new folder, for the figures and all output")
+    parser.add_argument("--small", action="store_true", help="a tiny model, to check the script itself")
     args = parser.parse_args()
     if args.keep and args.keep.exists():
         raise UserError(f"{args.keep} exists. Use a new folder for --keep.")
@@ -675,9 +599,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="gpu_check", ignore_cleanup_errors=True) as temporary:
         folder = args.keep.absolute() if args.keep else Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "figures.md").touch()
         verdicts = [verdict for stage in args.stage or CHECKS for verdict in run_stage(stage, args, folder)]
         shutil.rmtree(folder / "data", ignore_errors=True)
-        figures = (folder / "figures.md").read_text(encoding="utf-8") if (folder / "figures.md").exists() else ""
+        figures = (folder / "figures.md").read_text(encoding="utf-8")
     if args.small:
         print("\nWith --small, these figures mean nothing:")
     print(f"\n{machine}; `python {shlex.join(sys.argv)}`\n\n| stage | figure | value |\n|---|---|---|\n{figures}")

@@ -1,4 +1,4 @@
-"""What the benchmarks share: scripts in processes of their own, rounds of all rows in turn, and processes found by their environment."""
+"""What the benchmarks share: scripts in processes of their own, and processes found by their environment."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import median
-from typing import TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a benchmark imports this module before those of the project
-Result = TypeVar("Result")
 
 
 def script_command(script: str | Path, *args: object, processes: int = 1) -> list[str]:
@@ -31,19 +27,6 @@ def run_script(script: str | Path, *args: object, processes: int = 1, **environm
     if done.returncode:
         sys.exit(f"{' '.join(command[1:])} failed with exit code {done.returncode}, see above")
     return done.stdout, time.perf_counter() - started
-
-
-def in_turn(rounds: int, rows: Mapping[str, Callable[[], Result]]) -> dict[str, list[Result]]:
-    """Measures all rows in each round, so that a change of the machine's load meets all of them."""
-    measured: dict[str, list[Result]] = {name: [] for name in rows}
-    for _ in range(rounds):
-        for name, measure in rows.items():
-            measured[name].append(measure())
-    return measured
-
-
-def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
-    return {name: median(measured[name] for measured in rounds) for name in rounds[0]}
 
 
 def find_processes(mark: str) -> dict[int, list[str]]:

@@ -7,19 +7,17 @@ It runs `python train_gpt2.py --demo` in a terminal of 88 columns, in a temporar
 
 from __future__ import annotations
 
-import fcntl
 import html
 import os
-import pty
 import re
+import shlex
 import shutil
-import struct
-import sys
+import subprocess
 import tempfile
-import termios
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from harness import ROOT, script_command
+
 COLUMNS, ROWS = 88, 50
 COMMAND = "python train_gpt2.py --demo"
 COLORS = {"1": "#ffffff", "32": "#8ccf7e", "33": "#e5c76b", "36": "#6cbfbf"}
@@ -29,34 +27,18 @@ STYLED = re.compile(r"\x1b\[([0-9;]*)m")
 
 def run_in_terminal(folder: Path) -> str:
     """Runs the demo in a terminal, and returns what it wrote to that."""
-    process, terminal = pty.fork()
-    if process == 0:
-        os.chdir(folder)
-        fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
-        os.execve(
-            sys.executable, [sys.executable, str(ROOT / "train_gpt2.py"), "--demo"], os.environ | {"TERM": "xterm"}
-        )
-    written = bytearray()
-    while True:
-        try:
-            written += os.read(terminal, 65536)
-        except OSError:  # its end
-            break
-    if os.waitpid(process, 0)[1]:
-        sys.exit("the demo failed:\n" + written.decode(errors="replace"))
-    return written.decode(errors="replace")
+    demo = shlex.join(script_command("train_gpt2.py", "--demo"))
+    command = ["script", "-qec", f"stty rows {ROWS} cols {COLUMNS}; exec {demo}", "/dev/null"]
+    environment = os.environ | {"TERM": "xterm"}
+    return subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, check=True).stdout.decode()
 
 
 def lines_on_screen(written: str) -> list[str]:
-    """The lines that stay, colors included: of what was redrawn, the last version."""
+    """The first and the last lines that stay, colors included: of what was redrawn, the last version."""
     lines = [line.split("\x1b[K")[-1].rpartition("\r")[2] for line in written.replace("\r\n", "\n").split("\n")]
+    if len(lines) > 41:
+        lines[21:-20] = ["..."]
     return [f"$ {COMMAND}", *lines]
-
-
-def shorten(lines: list[str]) -> list[str]:
-    """The first and the last lines, with "..." for those between them."""
-    first, last = 22, 20
-    return lines if len(lines) <= first + last else [*lines[:first], "...", *lines[-last:]]
 
 
 def draw(lines: list[str]) -> str:
@@ -83,7 +65,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         written = run_in_terminal(Path(folder))
         shutil.copy(Path(folder, "log_demo", "curves.png"), ROOT / "docs" / "run.png")
-    (ROOT / "docs" / "terminal.svg").write_text(draw(shorten(lines_on_screen(written))))
+    (ROOT / "docs" / "terminal.svg").write_text(draw(lines_on_screen(written)))
     print("made docs/run.png and docs/terminal.svg")
 
 

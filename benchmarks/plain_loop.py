@@ -8,14 +8,16 @@ features to it one at a time; their names are in `bench_throughput.FEATURES`.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
+from hellaswag import Example
 from support.optim.loss import chunked_cross_entropy  # for the feature "chunked loss"
 from train_gpt2 import GPT, GPTConfig, TrainConfig, get_lr
 
@@ -27,14 +29,10 @@ class PlainBlock(nn.Module):
         super().__init__()
         C, T = config.n_embd, config.block_size
         self.n_head, self.flash = config.n_head, flash
-        self.ln_1, self.attn = (
-            nn.LayerNorm(C),
-            nn.ModuleDict({"c_attn": nn.Linear(C, 3 * C), "c_proj": nn.Linear(C, C)}),
-        )
-        self.ln_2, self.mlp = (
-            nn.LayerNorm(C),
-            nn.ModuleDict({"c_fc": nn.Linear(C, 4 * C), "c_proj": nn.Linear(4 * C, C)}),
-        )
+        self.ln_1 = nn.LayerNorm(C)
+        self.attn = nn.ModuleDict({"c_attn": nn.Linear(C, 3 * C), "c_proj": nn.Linear(C, C)})
+        self.ln_2 = nn.LayerNorm(C)
+        self.mlp = nn.ModuleDict({"c_fc": nn.Linear(C, 4 * C), "c_proj": nn.Linear(4 * C, C)})
         self.register_buffer("past", torch.ones(T, T, dtype=torch.bool).tril(), persistent=False)
 
     def attention(self, x: Tensor) -> Tensor:
@@ -148,3 +146,19 @@ def plain_losses(config: TrainConfig, B: int, steps: int, model: nn.Module | Non
     amp, rows = torch.autocast("cpu", enabled=False), config.total_batch_size // config.block_size
     batches = enumerate(plain_batches(Path(config.data), B, config.block_size, rows, steps))
     return np.array([plain_step(model, optimizer, batch, amp, get_lr(s, config))[0] for s, batch in batches])
+
+
+@torch.no_grad()
+def plain_completion_losses(
+    compute_logits: Callable[[Tensor], Tensor], examples: list[Example], device: torch.device
+) -> np.ndarray:
+    """Summed and mean losses of HellaSwag's endings, (2, items, 4): one item at a time, logits for all of its tokens."""
+    losses = []
+    for example in examples:
+        rows = [torch.tensor(example.context + completion) for completion in example.completions]
+        tokens = pad_sequence(rows, batch_first=True).to(device)
+        logits = compute_logits(tokens)[:, :-1].float()
+        token_losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(4, -1)
+        endings = [row[len(example.context) - 1 : len(ids) - 1] for row, ids in zip(token_losses, rows, strict=True)]
+        losses.append(torch.stack([torch.stack((ending.sum(), ending.mean())) for ending in endings]).tolist())
+    return np.array(losses).transpose(2, 0, 1)

@@ -9,7 +9,7 @@ import pytest
 from helpers import run_to_the_end
 
 from benchmarks import bench_chaos
-from benchmarks.bench_chaos import KINDS, Run, Scenario, Setting, Violation, draw_faults, must_exit
+from benchmarks.bench_chaos import FAULTS, Run, Scenario, Setting, Violation, draw_faults, must_exit
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 TRAIN = Scenario("train")
@@ -17,7 +17,7 @@ TRAIN = Scenario("train")
 
 def test_the_seed_determines_the_faults():
     assert draw_faults(15, "0") == draw_faults(15, "0") != draw_faults(15, "1")
-    assert {fault.kind for fault in draw_faults(7, "0")} == set(KINDS)
+    assert {fault.kind for fault in draw_faults(7, "0")} == FAULTS.keys()
     kill = next(fault for fault in draw_faults(15, "0") if fault.kind == "SIGKILL")
     assert must_exit(TRAIN, kill, "train_gpt2.py") and not must_exit(Scenario("restarts", 2, 3), kill, "rank 1")
 
@@ -52,7 +52,7 @@ def test_a_different_log_or_weight_is_a_violation(byte_shards, tmp_path, run):
 
 def test_a_hang_a_traceback_and_a_corrupt_file_are_violations(tmp_path, run, monkeypatch):
     (tmp_path / "run" / "model_00004").mkdir(parents=True)
-    monkeypatch.setattr(Setting, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.setattr(Run, "command", lambda self: [sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         run.start()
         with monkeypatch.context() as patch:
@@ -61,7 +61,7 @@ def test_a_hang_a_traceback_and_a_corrupt_file_are_violations(tmp_path, run, mon
                 run.settle(must_exit=False)
         with pytest.raises(Violation, match="checkpoint.json is missing"):
             run.check()
-        monkeypatch.setattr(Setting, "command", lambda *_: [sys.executable, "-c", "1 / 0"])
+        monkeypatch.setattr(Run, "command", lambda self: [sys.executable, "-c", "1 / 0"])
         run.start()
         with pytest.raises(Violation, match="exit code 1, expected"):
             run.settle(must_exit=False)

@@ -16,12 +16,10 @@ import numpy as np
 import pytest
 import torch
 from helpers import TINY_FLAGS, losses
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from training import ONE_PROCESS, TINY, config_of, trainer_file
 
 import fineweb
-import hellaswag
 import train_gpt2
 from benchmarks.plain_loop import plain_losses
 from support.checkpoints.start import gather_flags
@@ -82,25 +80,15 @@ def relative_errors(found: dict[str, torch.Tensor], exact: dict[str, torch.Tenso
     return {name: ((found[name] - exact[name]).norm() / exact[name].norm()).item() for name in exact}
 
 
-@pytest.fixture(scope="module")
-def reference() -> tuple[GPT, int, dict[str, torch.Tensor], dict[str, float]]:
-    """A model, its rows, its gradients in exact fp32, and by how much those of eager bf16 differ from them.
+def test_compiled_gradients_at_full_width(exact_products):
+    """Every parameter's: no further from fp32 than those of eager bf16, and the same without Inductor's mixed reductions.
 
     16 rows of 1,024 tokens: Inductor fuses the reductions of a layer norm's backward pass from 4,096 rows on.
     """
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
     torch.manual_seed(0)
     model, rows = GPT(FULL_WIDTH).to(DEVICE), 4 if ON_CPU else 16
     exact = gradients(model, rows, torch.float32)
-    errors = relative_errors(gradients(model, rows, torch.bfloat16), exact)
-    torch.set_float32_matmul_precision(precision)
-    return model, rows, exact, errors
-
-
-def test_compiled_gradients_at_full_width(reference):
-    """Every parameter's: no further from fp32 than those of eager bf16, and the same without Inductor's mixed reductions."""
-    model, rows, exact, eager_errors = reference
+    eager_errors = relative_errors(gradients(model, rows, torch.bfloat16), exact)
     compiled = {}
     for mix_order in (True,) if ON_CPU else (True, False):
         torch.compiler.reset()
@@ -147,28 +135,6 @@ def test_fp32_losses_are_those_of_the_cpu(byte_shards, tmp_path, gpu):
             out = tmp_path / (compiled + tf32)
             train(config_on_gpu(byte_shards, out, *flags, tf32, compiled), gpu)
             assert np.abs(np.array(losses(out / "log.txt")) - reference).max() < bound
-
-
-def test_hellaswag_equals_one_ending_at_a_time(gpu, exact_products):
-    model = GPT(TINY).to(DEVICE).eval()
-    rng = np.random.default_rng(0)
-    examples = [
-        hellaswag.Example(
-            rng.integers(0, 257, rng.integers(1, 12)).tolist(),
-            [rng.integers(0, 257, rng.integers(1, 5)).tolist() for _ in range(4)],
-            0,
-        )
-        for _ in range(50)
-    ]
-    scoring_model = hellaswag.ScoringModel(model.transformer, model.logits, 16, DEVICE)
-    sums, _ = hellaswag.completion_losses(scoring_model, examples)
-    for example, found in zip(examples, sums, strict=True):
-        for completion, value in zip(example.completions, found, strict=True):
-            tokens = torch.tensor([example.context + completion], device=DEVICE)
-            with torch.no_grad():
-                logits, _ = model(tokens[:, :-1])
-            expected = F.cross_entropy(logits[0].double(), tokens[0, 1:], reduction="none")[-len(completion) :].sum()
-            assert value == pytest.approx(expected.item(), abs=1e-3)
 
 
 # -----------------------------------------------------------------------------

@@ -16,29 +16,33 @@ from types import SimpleNamespace
 
 import gpu_check
 import pytest
+import torch
 from harness import find_processes
-from helpers import FORKS, ROOT, run_script, wait_for
+from helpers import FORKS, ROOT, wait_for
+from test_benchmarks import measure_in_fork
 
-# The others run whole scripts: "tests" is part of this suite.
-CHECKS = "environment training large_model pairs loss_alone larger variants scoring".split()
+from support.cli import UserError
 
 
 @pytest.mark.slow
-def test_the_checks_run_on_a_cpu(tmp_path):
-    flags = ["--device", "cpu", "--small", "--only", *CHECKS]
-    done = run_script("benchmarks/gpu_check.py", *flags, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    verdicts = re.findall(r"^\[[abc]\] (\w+), \d+ s: (.*)$", done.stdout, re.MULTILINE)
-    assert [name for name, _ in verdicts] == CHECKS and {verdict[:2] for _, verdict in verdicts} == {"ok"}
-    assert "FAILED" not in done.stdout and "\n8 ok, 0 failed, 0 skipped" in done.stdout
-    assert done.stdout[done.stdout.index("| stage | figure | value |") :].count("\n| c | ") >= 1
-    assert not list(tmp_path.iterdir())
+def test_the_checks_find_what_they_expect_on_a_cpu(tmp_path, monkeypatch):
+    """Those that run no whole script, in this process; only these measure on a CPU with --small."""
+    monkeypatch.setattr(gpu_check, "measure", measure_in_fork)
+    figures = {}
+    for name in "environment training large_model pairs loss_alone larger scoring".split():
+        (tmp_path / name).mkdir()
+        reports = []
+        pipe = SimpleNamespace(send=reports.append)
+        getattr(gpu_check, name)(gpu_check.Context("cpu", True, tmp_path / name, math.inf, pipe))
+        figures[name] = sum(kind == "figure" for kind, *_ in reports)
+    assert figures == dict(environment=2, training=1, large_model=0, pairs=3, loss_alone=2, larger=0, scoring=6)
 
 
-def test_without_a_gpu_it_says_so(tmp_path):
-    done = run_script("benchmarks/gpu_check.py", "--stage", "a", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: no CUDA GPU on this machine. To try the script itself, use --device cpu --small.\n"
+def test_without_a_gpu_it_says_so(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--stage", "a"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="no CUDA GPU on this machine. To try the script itself, use --device cpu --sm"):
+        gpu_check.main()
 
 
 @pytest.fixture
@@ -74,11 +78,6 @@ def fails(context):
     gpu_check.expect(1 > 2, "one is less than two")
 
 
-def raises(context):
-    """has a bug"""
-    raise ValueError
-
-
 def failed_part(context):
     """goes on after a failure"""
     context.part("left", "FAILED: wrong")
@@ -99,7 +98,6 @@ def dies(context):
 EXPECTED = {
     fine: "ok",
     fails: "FAILED: one is less than two",
-    raises: "FAILED: ValueError",
     failed_part: "FAILED: see above",
     skipped_part: "ok, 1 of 2 skipped",
     dies: "FAILED: its process ended with exit code 7",
@@ -107,17 +105,33 @@ EXPECTED = {
 ARGS = argparse.Namespace(only=None, device="cpu", small=True)
 
 
-def test_a_stage_goes_on_after_checks_that_fail(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gpu_check, "CHECKS", {"a": list(EXPECTED)})
+@pytest.mark.slow
+def test_it_goes_on_after_checks_that_fail(tmp_path, monkeypatch, capsys):
+    """All of these, and one that trains: their verdicts, the table of figures, and what --keep keeps."""
+    monkeypatch.setattr(gpu_check, "CHECKS", {"a": list(EXPECTED), "c": [gpu_check.variants]})
     monkeypatch.setattr(gpu_check, "PROCESSES", FORKS)
-    assert gpu_check.run_stage("a", ARGS, tmp_path) == list(EXPECTED.values())
+    monkeypatch.setattr(signal, "signal", lambda *handler: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which --small sets
+    kept = tmp_path / "kept"
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *f"--device cpu --small --keep {kept}".split()])
+    with pytest.raises(SystemExit, match="1"):
+        gpu_check.main()
     printed = capsys.readouterr().out
+    verdicts = re.findall(r"^\[[ac]\] (\w+), \d+ s: (.*)$", printed, re.MULTILINE)
+    assert verdicts == [*((check.__name__, verdict) for check, verdict in EXPECTED.items()), ("variants", "ok")]
+    assert printed.endswith("\n3 ok, 3 failed, 0 skipped\n")
     assert "\n    half: 0.5\n[a] fine, " in printed
     assert "\n    skipped_part, right: skipped: no reason\n[a] skipped_part, " in printed
-    assert (tmp_path / "figures.md").read_text() == "| a | half | 0.5 |\n"
-    assert (tmp_path / "fine.txt").read_text() == "its output\n" and not (tmp_path / "fine").exists()
+    figures = (kept / "figures.md").read_text()
+    assert re.fullmatch(r"\| a \| half \| 0.5 \|\n\| c \| --recipe fast .*: ms per step \| [\d.]+ \|\n", figures)
+    assert f"\n| stage | figure | value |\n|---|---|---|\n{figures}" in printed
+    assert (kept / "fine.txt").read_text() == "its output\n" and not (kept / "fine").exists()
+
+
+def test_without_time_nothing_is_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_check, "CHECKS", {"a": [fine, dies]})
     monkeypatch.setattr(gpu_check, "STAGE_SECONDS", gpu_check.LEAST_SECONDS - 1)
-    assert gpu_check.run_stage("a", ARGS, tmp_path) == ["skipped: out of time"] * len(EXPECTED)
+    assert gpu_check.run_stage("a", ARGS, tmp_path) == ["skipped: out of time"] * 2
 
 
 def hangs(context):
