@@ -67,7 +67,9 @@ def test_short_rows_in_bf16_on_a_cpu_do_without_fused_attention(dtype, context, 
 
 
 def test_what_torch_compile_needs(monkeypatch, tmp_path):
-    """A C++ compiler, and on CUDA Python's headers."""
+    """A C++ compiler, and on CUDA a GPU for which Triton compiles, and Python's headers."""
+    capability = [7, 0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(capability))
     for name in ("g++", "Python.h"):
         (tmp_path / name).touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -75,6 +77,9 @@ def test_what_torch_compile_needs(monkeypatch, tmp_path):
     model = torch.nn.Linear(1, 1)
     for device in (CPU, CUDA):
         assert devices.compile(model, device) is not model and not devices.why_not_compile(device)
+    capability[:] = 6, 1  # of a GTX 1080
+    assert devices.compile(model, CUDA) is model and "7.0" in devices.why_not_compile(CUDA)
+    capability[:] = 7, 5
     (tmp_path / "Python.h").unlink()
     assert devices.compile(model, CUDA) is model and "Install Python's headers" in devices.why_not_compile(CUDA)
     assert devices.compile(model, CPU) is not model

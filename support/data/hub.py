@@ -6,14 +6,13 @@ import contextlib
 import functools
 import os
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from support.cli import DISK_ERRORS, UserError
+from support.cli import DISK_ERRORS, UserError, warn
 from support.data.corpus import Batch, Corpus, Cursor, Piece, pack_pieces, slug, split_long_document
 from support.data.download import RETRIED_STATUS
 from support.data.readers import FileCorpus, fingerprint, record_text
@@ -63,7 +62,7 @@ def _request(request: Callable[[], T], failure: str, attempts: int) -> T:
             if _is_refused(error) or isinstance(error, OfflineModeIsEnabled) or attempt == attempts:
                 raise _user_error(failure, error) from error
             delay = 2**attempt  # seconds
-            print(f"warning: {hub_error_reason(error)}. Retrying in {delay} s.", file=sys.stderr, flush=True)
+            warn(f"{hub_error_reason(error)}. Retrying in {delay} s.")
             time.sleep(delay)
 
 

@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from support.cli import UserError
+from support.cli import UserError, warn
 from support.data.download import download
 
 if TYPE_CHECKING:
@@ -95,8 +94,7 @@ def tokenizer_name(directory: Path, vocab_size: int) -> str:
     name = find_tokenizer(directory)
     if name is None and vocab_size == VOCAB_SIZES["gpt2"]:
         if os.environ.get("RANK", "0") == "0":
-            warning = f"{directory} has no {TOKENIZER_JSON}: its {vocab_size:,} tokens are taken for GPT-2's"
-            print(f"warning: {warning}.", file=sys.stderr, flush=True)
+            warn(f"{directory} has no {TOKENIZER_JSON}: its {vocab_size:,} tokens are taken for GPT-2's.")
         return "gpt2"
     size = None if name is None else VOCAB_SIZES.get(name) or get_tokenizer(name).vocab_size
     if name is None or size != vocab_size:

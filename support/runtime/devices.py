@@ -98,8 +98,12 @@ def why_not_compile(device: torch.device) -> str | None:
         return "torch.compile is not used on Windows"
     if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
         return "torch.compile needs a C++ compiler, and there is none"
-    # On CUDA, Triton compiles C code that launches its kernels.
-    if device.type == "cuda" and not Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h").exists():
+    if device.type != "cuda":
+        return None
+    if torch.cuda.get_device_capability(device) < (7, 0):
+        return "torch.compile needs a GPU of compute capability 7.0 or more"
+    # Triton compiles C code that launches its kernels.
+    if not Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h").exists():
         return "torch.compile needs Python.h for CUDA. Install Python's headers (python3-dev on Debian and Ubuntu)"
     return None
 
