@@ -123,6 +123,7 @@ def test_a_sharded_model_is_not_tried_but_estimated(tiny_model, set_memory, caps
     assert "does not fit into memory; using 8" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_ranks_take_the_smallest_micro_batch(byte_shards, tmp_path):
     flags = ["--data", byte_shards, "--max-steps", 1, "--val-every", 0, "--batch-size", 8, "--out", "run"]
     run_to_the_end(*flags, cwd=tmp_path, world_size=2, sabotage=two_rows_fit_on_rank_1)

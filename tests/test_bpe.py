@@ -159,6 +159,7 @@ def test_a_checkpoint_whose_tokenizer_has_another_size_is_refused(tmp_path):
         sample.main(["--model", str(tmp_path), "-d", "cpu"])
 
 
+@pytest.mark.slow
 def test_an_uploaded_checkpoint_is_used_from_the_hub(run, tmp_path, monkeypatch, capsys):
     """What `hf upload NAME model --exclude trainer.pt --exclude checkpoint.json` puts there is enough."""
     files = {path.name: path.read_bytes() for path in (run / "model_00004").iterdir()}

@@ -152,6 +152,7 @@ def test_runs_with_other_tokens_are_drawn_per_byte(tmp_path):
 # ---- while training
 
 
+@pytest.mark.slow
 @pytest.mark.curves
 @pytest.mark.parametrize("problem", [None, "no matplotlib", "full disk"])
 def test_training_draws_its_curves_and_goes_on_without_them(byte_shards, tmp_path, monkeypatch, capsys, problem):

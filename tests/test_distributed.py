@@ -147,6 +147,7 @@ def test_nodes_that_see_different_checkpoints_do_not_train(byte_shards, tmp_path
     assert steps_done(tmp_path / "run") == 4
 
 
+@pytest.mark.slow
 def test_a_rank_whose_torchrun_is_dead_gives_up_and_says_so(monkeypatch):
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(free_port())}
     for name, value in (TORCHRUN | agent).items():
@@ -169,6 +170,7 @@ def a_short_timeout_after_a_long_first_step(rank):
     train_gpt2.train_step = step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel, sabotage, number, problem",
     [

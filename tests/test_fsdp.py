@@ -78,6 +78,7 @@ def sharded_gradients(rank, name, layout):
     return {name: fsdp.full_tensor(p.grad).numpy() for name, p in trained.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_raw_gradients_are_those_of_one_process(four_ranks, name):
     """Before clipping and the optimizer, which would hide a sum where a mean belongs."""
@@ -139,6 +140,7 @@ def assert_same_losses(out, expected):
     assert val[-1] < val[0]
 
 
+@pytest.mark.slow
 def test_a_run_that_moves_between_layouts_is_that_of_one_process(byte_shards, tmp_path):
     """With both optimizers (Muon leaves the embeddings to AdamW), accumulation, clipping, and a step that is skipped."""
     flags = ["--data", byte_shards, "--shuffle", "--batch-size", 2, "--checkpoint-every", 4, "--val-every", 4]
@@ -159,6 +161,7 @@ def test_a_run_that_moves_between_layouts_is_that_of_one_process(byte_shards, tm
             torch.testing.assert_close(b[i][name], tensor, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(byte_shards, tmp_path):
     """Under FSDP, with dropout and Muon: of its masks, momenta and weights each rank restores its own."""
     flags = ["--data", byte_shards, "--parallel", "fsdp", "--dropout", 0.1, "--recipe", "fast", "--checkpoint-every", 3]

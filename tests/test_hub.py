@@ -137,6 +137,7 @@ def test_with_enough_tokens_nobody_waits_for_a_download(server):
 # ---- streams
 
 
+@pytest.mark.slow
 def test_a_stream_can_be_read_from_every_cursor(tmp_path, monkeypatch):
     set_batch_chars(monkeypatch, 100)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))

@@ -64,6 +64,7 @@ def with_peft(base, adapter):
 # The files
 
 
+@pytest.mark.slow
 def test_the_adapter_is_small_and_names_its_base_model(tuned, base):
     names = {path.name for path in tuned.adapter.iterdir()}
     assert len({path.stat().st_mode for path in tuned.adapter.iterdir()}) == 1  # who may read one may read all

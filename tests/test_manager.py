@@ -98,6 +98,7 @@ def test_a_failed_last_checkpoint_is_an_error(byte_shards, tmp_path, monkeypatch
     assert checkpoint_names(tmp_path) == ["model_00002"]
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_grow_ends_the_run_with_the_old_checkpoint_intact(byte_shards, tmp_path):
     """With RLIMIT_FSIZE the writes themselves fail, in each library that writes, and both ranks must end."""
     flags = ["--data", byte_shards, "--max-steps", 100000, "--val-every", 0, "--checkpoint-every", 10]

@@ -115,6 +115,7 @@ def test_logits_are_those_of_a_chunk_in_fp16_of_all_rows():
     assert logits(64, dtype="fp16") == 65536 * 50304 * 2
 
 
+@pytest.mark.slow
 @DTYPES
 def test_the_fraction_that_a_compiled_model_saves(dtype):
     """By PyTorch's partitioner, as for Inductor."""

@@ -57,6 +57,7 @@ def run(six_steps, tmp_path):
 # ---- the same run
 
 
+@pytest.mark.slow
 def test_what_the_log_has_is_not_evaluated_again(byte_shards, tmp_path):
     """Killed at step 6, resumed at 4, where it has validated and sampled; then resumed after its end."""
     flags = ["--data", byte_shards, "--max-steps", 11, "--checkpoint-every", 4, "--val-every", 2, "--sample-every", 4]
@@ -259,6 +260,7 @@ def test_a_resume_chooses_anew_what_depends_on_the_machine(run):
     assert (config.dtype, config.batch_size) == ("bf16", 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "had_manifest, has_manifest",
     [(True, True), *(pytest.param(False, has, marks=needs_gpt2_vocabulary) for has in (False, True))],
@@ -309,6 +311,7 @@ def test_shards_that_moved_are_found_or_asked_for(byte_shards, tmp_path, monkeyp
     assert resumed(tmp_path / "run", "--data", "../mine", "--max-steps", 4).step == 4
 
 
+@pytest.mark.slow
 def test_a_run_on_a_text_may_move_with_its_shards(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("It was the best of times, it was the worst of times. " * 400)

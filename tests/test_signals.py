@@ -129,6 +129,7 @@ def reader_closes_after_step_3(rank):
     RunLogger.step = step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_state_is_saved_when_the_reader_of_the_output_closes_it(byte_shards, tmp_path, world_size):
     """As "| tee" does on Ctrl-C, which ends tee first."""

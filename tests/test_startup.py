@@ -42,6 +42,7 @@ def test_scripts_prepare_before_all_other_imports(script):
     assert used <= {*sys.stdlib_module_names, "annotations"}
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_something_at_once_that_goes(tmp_path):
     shown = Terminal(tmp_path)
     with open((tmp_path / "terminal").read_text(), "r+b", buffering=0) as tty:

@@ -103,6 +103,7 @@ def with_a_warning(rank: int) -> None:
     RunLogger.step = step
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_some_steps_and_a_status_line_that_goes(byte_shards, tmp_path):
     flags = ["--data", byte_shards, "--max-steps", 150, "--warmup-steps", 150, "--out", "run"]
     flags += [word for what in ("val", "sample", "checkpoint") for word in (f"--{what}-every", 75)]

@@ -105,6 +105,7 @@ def save_model(folder: Path, vocab_size: int, tokenizer: Tokenizer | None = None
     return folder
 
 
+@pytest.mark.slow
 @needs_gpt2_vocabulary
 def test_gpt2s_tokenizer_is_known_by_its_content_in_each_form_of_its_files(tmp_path):
     from transformers import GPT2TokenizerFast
@@ -133,6 +134,7 @@ def test_gpt2s_tokenizer_is_known_by_its_content_in_each_form_of_its_files(tmp_p
         find_tokenizer(old)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", [257, 258, 50257])
 def test_a_trained_tokenizer_of_any_size_is_not_taken_for_another(vocab_size, tmp_path, capsys):
     tokenizer = pairs_of_bytes(vocab_size) if vocab_size > 257 else get_tokenizer("bytes")
