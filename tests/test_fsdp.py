@@ -105,6 +105,7 @@ def bytes_of_model_state(rank, layout):
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
+@pytest.mark.slow
 def test_each_rank_has_its_part_of_the_model_state(four_ranks):
     for ddp, sharded in (found["bytes"] for found in four_ranks):
         assert 0 < sharded <= 0.3 * ddp
