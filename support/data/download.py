@@ -31,7 +31,11 @@ def download(url: str, path: str | os.PathLike[str], *, sha256: str | None = Non
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.atomic_write(path, unique=True) as tmp:
-            _fetch_with_retries(url, tmp)
+            startup.show(f"downloading {Path(url).name} ...")
+            try:
+                _fetch_with_retries(url, tmp)
+            finally:
+                startup.show("")
             if not _checksum_matches(tmp, sha256, git_blob):
                 problem = f"{url} is not the expected file (wrong checksum). Try again later."
                 raise UserError(problem, this_rank_only=True)
@@ -53,13 +57,11 @@ def _checksum_matches(path: Path, sha256: str | None, git_blob: str | None) -> b
 def _fetch_with_retries(url: str, path: Path) -> None:
     import requests
 
-    startup.show(f"downloading {Path(url).name} ...")
     for attempt in range(1, DEFAULT_ATTEMPTS + 1):
         try:
             response = requests.get(url, timeout=TIMEOUT)
             response.raise_for_status()
             path.write_bytes(response.content)
-            startup.show("")
             return
         except requests.RequestException as error:
             answer = error.response

@@ -151,7 +151,7 @@ def _intact_shards(directory: Path, manifest: Manifest, entries: list[ShardEntry
     intact = []
     for entry in tqdm(entries, "checking shards", unit=" shards", leave=False, delay=1, disable=None):
         try:
-            load_shard(directory / entry["file"], entry, check_sum=manifest["complete"])
+            load_shard(directory / entry["file"], entry, verify=manifest["complete"])
         except UserError:
             break
         intact.append(entry)

@@ -254,11 +254,11 @@ def write_shard(path: Path, tokens: npt.NDArray[np.uint16]) -> str:
         return files.sha256_of(tmp)
 
 
-def load_shard(path: Path, entry: ShardEntry | None = None, check_sum: bool = False) -> np.memmap:
+def load_shard(path: Path, entry: ShardEntry | None = None, verify: bool = False) -> np.memmap:
     """A memory-mapped shard: one-dimensional uint16.
 
     Args:
-        entry: that of the shard in the manifest, to compare its length and, with `check_sum`, its checksum.
+        entry: that of the shard in the manifest, to compare its length and, with `verify`, its checksum.
 
     Raises:
         UserError: the file is something else, or cannot be opened.
@@ -274,7 +274,7 @@ def load_shard(path: Path, entry: ShardEntry | None = None, check_sum: bool = Fa
         raise UserError(f"{path} holds {content}, not 1-dimensional uint16 tokens. {_MAKE_AGAIN}")
     if entry and entry["tokens"] != len(tokens):
         raise UserError(f"{path} is not as in the manifest: it has {len(tokens):,} tokens. {_MAKE_AGAIN}")
-    if entry and check_sum and entry.get("sha256") not in (None, files.sha256_of(path)):
+    if entry and verify and entry.get("sha256") not in (None, files.sha256_of(path)):
         raise UserError(f"{path} was altered (wrong checksum). {_MAKE_AGAIN}")
     return tokens
 
