@@ -24,6 +24,7 @@ def test_a_saved_model_opens_in_huggingface_and_here(tiny_model, tmp_path):
     reference, report = GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     assert reference.config.eos_token_id == 256 and reference.config.resid_pdrop == 0
+    assert reference.config.n_ctx == reference.config.n_positions == 16  # n_ctx is what llama.cpp reads
     assert reference.get_input_embeddings().weight.shape == (257, 32)
     logits, _ = tiny_model(TOKENS)
     torch.testing.assert_close(reference.eval()(TOKENS).logits, logits, atol=1e-5, rtol=1e-5)

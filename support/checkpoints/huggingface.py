@@ -251,6 +251,7 @@ def write_model(directory: Path, sizes: Mapping[str, int], hf_weights: dict[str,
     config: dict[str, Any] = {"architectures": ["GPT2LMHeadModel"]}
     config |= {field: supported[0] for field, supported in SUPPORTED_MODEL_VALUES.items()} | {"n_inner": None}
     config |= {hf: sizes[ours] for hf, ours in HF_NAMES.items()} | ({} if sizes["bias"] else {"bias": False})
+    config["n_ctx"] = sizes["block_size"]  # the older name of n_positions, which llama.cpp reads
     config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     config |= {"initializer_range": 0.02, "bos_token_id": end_of_text, "eos_token_id": end_of_text, "dtype": "float32"}
     directory.mkdir(parents=True, exist_ok=True)

@@ -226,6 +226,8 @@ class Tokenizer:
             "eos_token": END_OF_TEXT,
             "unk_token": END_OF_TEXT,
             "model_max_length": model_max_length,
+            # without it, transformers 4 returns token_type_ids, too, which GPT-2 would add to its embeddings
+            "model_input_names": ["input_ids", "attention_mask"],
             "clean_up_tokenization_spaces": False,
         }
         Path(directory, TOKENIZER_JSON).write_text(self.huggingface_json, encoding="utf-8")
