@@ -180,6 +180,7 @@ class Parser(argparse.ArgumentParser):
         group = self.add_argument_group("help")  # the last one
         group.add_argument("-h", "--help", action="help", help="print this help and exit")
         versions = f"%(prog)s {__version__}, Python {platform.python_version()}, torch {metadata.version('torch')}"
+        versions += f", {platform.system()} {platform.machine()}"
         group.add_argument("--version", action="version", version=versions, help="print versions and exit")
         args = sys.argv[1:] if args is None else list(args)
         if "--" in args:  # argparse would take no word after it as a flag

@@ -101,7 +101,9 @@ def test_the_examples_of_help_are_valid(name, capsys, monkeypatch):
 def test_versions_are_printed(name, capsys):
     printed = output_of(SCRIPTS[name], "--version", capsys)
     assert printed.startswith(f"{name}.py {__version__}, Python {platform.python_version()}, torch ")
-    assert torch.__version__.startswith(printed.split()[-1])  # +cu130, for example, may be left out
+    version, system = printed.partition(", torch ")[2].strip().split(", ")
+    assert torch.__version__.startswith(version)  # +cu130, for example, may be left out
+    assert system == f"{platform.system()} {platform.machine()}"
 
 
 # Command lines of train_gpt2.py, and of each of their problems, in order, what it names and what to do.

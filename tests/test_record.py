@@ -121,4 +121,7 @@ def test_the_commit_is_that_of_git_in_this_folder_alone(tmp_path, monkeypatch):
     for folder, versions in ((tmp_path, {"commit": head}), (tmp_path / "unpacked", {})):
         monkeypatch.setattr(record, "ROOT", folder)
         found = record.describe_run(run_info(), ONE_PROCESS)["versions"]
-        assert found == {name: found[name] for name in ("python", "torch", "numpy")} | versions
+        assert (
+            found
+            == {name: found[name] for name in ("train_gpt2.py", "python", "torch", "numpy", "platform")} | versions
+        )

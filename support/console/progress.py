@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 import torch
 from tqdm import tqdm
 
+from support import __version__
 from support.console.deadline import seconds_for_process
 from support.console.log import read_metrics, read_values
 from support.console.run_logger import clock
@@ -61,7 +62,7 @@ def print_header(run: RunInfo, dist: Distributed, loader: Loader) -> None:
     parameters = sum(p.numel() for p in run.model.parameters())
     trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
     facts = [
-        ("device", ", ".join([*device, f"torch {torch.__version__}"])),
+        ("device", ", ".join([*device, f"torch {torch.__version__}; train_gpt2.py {__version__}"])),
         (
             "model",
             f"{parameters:,} parameters{f' ({trained:,} trained)' if trained < parameters else ''}: "

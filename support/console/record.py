@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from support import __version__
 from support.cli import warn
 from support.files import atomic_write
 
@@ -48,7 +49,8 @@ def describe_run(run: RunInfo, dist: Distributed) -> dict[str, Any]:
         del flags["decay_steps"]  # not known yet
     if run.config.explicit & {"n_layer", "n_head", "n_embd"}:  # set by --demo, --text and --init-from, too
         del flags["model"]  # the model does not have the sizes of that name
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+    versions = {"train_gpt2.py": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    versions |= {"numpy": np.__version__, "platform": platform.platform()}
     return {
         "command": sys.argv,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
