@@ -92,7 +92,7 @@ def parse_with_script(script: str, args: list[str], world_size: int = 1) -> None
 
 @pytest.mark.parametrize(("page", "command"), ALL_COMMANDS)
 def test_a_command_is_parsed_by_its_script(page, command, monkeypatch, tmp_path):
-    if command in OTHER_COMMANDS:
+    if command in OTHER_COMMANDS or (page == "use-elsewhere.md" and "benchmarks/" not in command):  # other tools'
         return
     monkeypatch.chdir(tmp_path)
     words = split_command(command)
@@ -133,7 +133,16 @@ def test_ci_runs_the_readmes_test_command():
 def test_flags_in_the_text_exist(capsys):
     # torchrun's, and other tools'
     known = {"--nnodes", "--node_rank", "--nproc_per_node", "--master_addr", "--master_port", "--standalone"}
-    known |= {"--max-restarts", "--rdzv-backend", "--logdir", "--local-dir", "--exclude", "--pid"}
+    known |= {
+        "--no-project",
+        "--with-requirements",
+        "--max-restarts",
+        "--rdzv-backend",
+        "--logdir",
+        "--local-dir",
+        "--exclude",
+        "--pid",
+    }
     for script in (train_gpt2, *SCRIPTS.values()):
         with pytest.raises(SystemExit):
             script.main(["--help"])
@@ -169,15 +178,15 @@ def test_named_files_exist():
     for page in PAGES:
         named = re.findall(r"(?<![\w./-])(?:benchmarks|docs|support|tests)/[\w./]*\w\.\w+", page.read_text())
         assert [file for file in named if not (ROOT / file).exists()] == [], page
-    for file in re.findall(r"^\| `([\w./]+)`", README.read_text(), re.M):
+    for file in re.findall(r"^\| `([\w.]+\.\w+)`", (ROOT / "docs" / "architecture.md").read_text(), re.M):
         assert (ROOT / file).exists(), file
-    linked = set(re.findall(r"\[docs/([\w.]+)\]", README.read_text()))
+    linked = set(re.findall(r"\[docs/([\w.-]+)\]", README.read_text()))
     assert {page.name for page in (ROOT / "docs").glob("*.md")} <= linked
 
 
 def test_the_readme_is_short_and_its_counts_are_right():
     text = README.read_text()
-    assert len(text.splitlines()) <= 170
+    assert len(text.splitlines()) <= 110
     [script, support] = re.findall(r"\| (\d+), and about ([\d,]+) in `support/` \|", text)[0]
     assert int(script) == pytest.approx(len((ROOT / "train_gpt2.py").read_text().splitlines()), abs=10)
     lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "support").rglob("*.py"))
