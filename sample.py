@@ -4,6 +4,7 @@
     python sample.py --model gpt2 --prompt "Once upon a time" -n 4
     python sample.py --model gpt2 --prompt "The cat" -n 1 --temperature 0
     python sample.py --model gpt2 --prompt "The cat" --top-k 0 --top-p 0.9
+    python sample.py --model gpt2 -n 1 < beginning.txt
 
 Several texts are separated by lines of three dashes.
 """
@@ -155,6 +156,14 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int, model_name
     return ids or [tokenizer.eot]
 
 
+def piped_prompt() -> str | None:
+    """What is piped into standard input, without a line break at its end; None if that is nothing, or a terminal."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return None
+    sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # for `encode_prompt` to find
+    return sys.stdin.read().removesuffix("\n") or None
+
+
 def shown_ids(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     """The tokens of a prompt that are printed: not the end-of-text token that stands for an empty one."""
     return [] if ids == [tokenizer.eot] else ids
@@ -247,7 +256,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME_OR_DIR",
         help="hub name, such as gpt2, or checkpoint directory (required)",
     )
-    add("--prompt", metavar="TEXT", help=f"text to continue; on a terminal, without it and -n, what you type (default: {DEFAULT_PROMPT})")  # fmt: skip
+    add("--prompt", metavar="TEXT", help=f"text to continue; without it, what is piped in, or on a terminal, without -n, what you type (default: {DEFAULT_PROMPT})")  # fmt: skip
     add("-n", type=int, at_least=1, metavar="N", help=f"number of texts (default: {DEFAULT_NUM_TEXTS})")
     add(
         "--max-new-tokens",
@@ -285,12 +294,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     sizes = read_config(directory)
     tokenizer = tokenizer_of_model(tokenizer_folder(directory), sizes["vocab_size"])
     encode = partial(encode_prompt, tokenizer=tokenizer, block_size=sizes["block_size"], model_name=args.model)
+    prompt = piped_prompt() if args.prompt is None else args.prompt
     on_terminal = sys.stdout.isatty()
-    interactive = (
-        args.prompt is None and args.n is None and on_terminal and sys.stdin is not None and sys.stdin.isatty()
-    )
+    interactive = prompt is None and args.n is None and on_terminal and sys.stdin is not None and sys.stdin.isatty()
     # an error in the prompt comes before the weights, which take longer
-    ids = [] if interactive else encode(DEFAULT_PROMPT if args.prompt is None else args.prompt)
+    ids = [] if interactive else encode(DEFAULT_PROMPT if prompt is None else prompt)
     model = GPT.from_pretrained(directory, verify=False).to(device).eval()
 
     options = {"temperature": args.temperature, "top_k": args.top_k or None, "top_p": args.top_p}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -139,6 +140,19 @@ def test_texts_continue_the_prompt_and_depend_on_the_seed(run, capsys):
     texts = texts_of(run, capsys)
     assert [text[:4] for text in texts] == ["The ", "The "] and texts[0] != texts[1]
     assert texts_of(run, capsys) == texts != texts_of(run, capsys, "--seed", "2")
+
+
+def test_what_is_piped_in_is_the_prompt(run, capsys, monkeypatch):
+    def texts_for(piped: bytes, *flags: str) -> list[str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped)))
+        sample.main(["--model", str(run / "model_00003"), "-n", "2", "-d", "cpu", *flags])
+        return capsys.readouterr().out.split("\n---\n")
+
+    monkeypatch.setattr(sample, "DEFAULT_PROMPT", "Or")
+    assert texts_for(b"The \n") == texts_for(b"no", "--prompt", "The ") == texts_of(run, capsys)
+    assert texts_for(b"") == texts_of(run, capsys, "--prompt", "Or")
+    with pytest.raises(UserError, match="not valid UTF-8"):
+        texts_for(b"caf\xe9")
 
 
 def test_any_number_of_texts_takes_the_memory_of_a_few(run, capsys, monkeypatch):
