@@ -17,6 +17,7 @@ import fineweb
 import hellaswag
 import sample
 import train_gpt2
+from support import __version__
 from support.cli import parse_flags
 
 SCRIPTS = {"fineweb.py": fineweb, "hellaswag.py": hellaswag, "sample.py": sample, "compare.py": compare}
@@ -191,6 +192,11 @@ def test_the_readme_is_short_and_its_counts_are_right():
     assert int(script) == pytest.approx(len((ROOT / "train_gpt2.py").read_text().splitlines()), abs=10)
     lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "support").rglob("*.py"))
     assert int(support.replace(",", "")) == pytest.approx(lines, rel=0.1)
+
+
+def test_the_version_is_the_same_everywhere():
+    assert f"\n## {__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 # ---- messages
