@@ -4,9 +4,8 @@
     python sample.py --model gpt2 --prompt "Once upon a time" -n 4
     python sample.py --model gpt2 --prompt "The cat" -n 1 --temperature 0
     python sample.py --model gpt2 --prompt "The cat" --top-k 0 --top-p 0.9
-    python sample.py --model gpt2 -n 1 < beginning.txt
 
-Several texts are separated by lines of three dashes.
+Several texts are separated by lines of three dashes. Without --prompt, it continues what is piped into it.
 """
 
 from __future__ import annotations
@@ -37,6 +36,8 @@ from train_gpt2 import GPT, Block, CausalSelfAttention, GPTConfig, next_token_pr
 DEFAULT_PROMPT, DEFAULT_NUM_TEXTS = "Hello, I'm a language model,", 4
 MAX_BATCH = 64  # texts generated at a time
 MAX_CACHE_BYTES = 2 << 30  # of their keys and values; fewer texts at a time if they would take more
+MAX_PROMPT_CHARS = 1 << 20  # far more than a context takes: what is piped may have no end
+# a model could produce any control sequence of a terminal
 CONTROL_CHARACTERS = {c: f"\\x{c:02x}" for c in (*range(32), *range(127, 160)) if chr(c) not in "\t\n"}
 
 # -----------------------------------------------------------------------------
@@ -157,11 +158,15 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int, model_name
 
 
 def piped_prompt() -> str | None:
-    """What is piped into standard input, without a line break at its end; None if that is nothing, or a terminal."""
+    """What is piped into standard input, read as a .txt file is, and without a line break at its end; None if nothing is."""
     if sys.stdin is None or sys.stdin.isatty():
         return None
-    sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # for `encode_prompt` to find
-    return sys.stdin.read().removesuffix("\n") or None
+    options = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": None}  # `encode_prompt` finds errors
+    try:
+        sys.stdin.reconfigure(**options)  # type: ignore[union-attr]
+        return sys.stdin.read(MAX_PROMPT_CHARS).removesuffix("\n") or None
+    except OSError:  # nohup makes it write-only
+        return None
 
 
 def shown_ids(ids: list[int], tokenizer: Tokenizer) -> list[int]:
@@ -177,6 +182,8 @@ def print_texts(
         idx = torch.tensor([ids], device=generator.device).repeat(min(batch, n - first), 1)  # (B, T)
         new = torch.stack(list(continue_ids(idx, generator=generator)), dim=1)  # (B, max_new_tokens)
         texts = [tokenizer.decode(shown_ids(ids, tokenizer) + tokens) for tokens in new.tolist()]
+        if sys.stdout.isatty():
+            texts = [text.translate(CONTROL_CHARACTERS) for text in texts]
         if first:
             print("---")
         print("\n---\n".join(texts), flush=True)
@@ -195,7 +202,6 @@ def stream_text(continue_ids: Continue, tokenizer: Tokenizer, ids: list[int], ge
     """Prints a prompt and its continuation on a terminal, while it is generated."""
     new = continue_ids(torch.tensor([ids], device=generator.device), generator=generator)
     for piece in decode_pieces(chain(shown_ids(ids, tokenizer), (int(token) for token in new)), tokenizer):
-        # a model could produce any control sequence of a terminal
         print(piece.translate(CONTROL_CHARACTERS), end="", flush=True)
     print(flush=True)
 

@@ -28,6 +28,7 @@ from harness import run_script
 
 import sample
 from support.checkpoints import huggingface
+from support.cli import run_cli
 from support.data.tokenizer import Tokenizer, tokenizer_of_model
 from support.runtime import devices
 from train_gpt2 import GPT
@@ -181,4 +182,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import ROOT, TINY_TRAINING_FLAGS, losses
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from training import ONE_PROCESS, configure, resumed, trained
 
 from support.checkpoints import huggingface
@@ -212,6 +212,15 @@ def test_a_bad_adapter_is_named(copied, monkeypatch, change, message):
     monkeypatch.chdir(copied.parent)
     change_config(copied / "adapter_config.json", change)
     with pytest.raises(UserError, match=message):
+        GPT.from_pretrained(copied)
+
+
+def test_an_adapter_without_some_of_its_matrices_is_not_its_base_model(copied):
+    file = copied / "adapter_model.safetensors"
+    matrices = load_file(file)
+    name, _ = matrices.popitem()
+    save_file(matrices, file)
+    with pytest.raises(UserError, match=f"adapter_model.safetensors lacks {name}"):
         GPT.from_pretrained(copied)
 
 

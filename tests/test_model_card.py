@@ -60,7 +60,7 @@ def test_a_checkpoint_has_a_card_that_the_hub_reads(run, byte_shards):
     assert f"**data**: `{json.loads((byte_shards / 'manifest.json').read_text())['source']}`\n" in card.text
     # validated before the steps 0, 5 and 8
     values = dict(re.findall(r"^(\d+) val (.*)$", (run / "log.txt").read_text(), re.M))
-    assert f"**validation loss**: {values['0']} nats per token" in card.text
+    assert "**validation loss**" not in card.text  # at step 0 the weights are random, and step 5 is later
     last = ModelCard.load(run / "model_00008" / "README.md").text
     loss, per_byte = re.search(r"loss\*\*: (\S+) nats per token, (\S+) per byte \(step 8\)", last).groups()
     assert loss == values["8"] and float(per_byte) == pytest.approx(float(loss), abs=0.05)  # a token is a byte

@@ -150,6 +150,7 @@ def test_what_is_piped_in_is_the_prompt(run, capsys, monkeypatch):
 
     monkeypatch.setattr(sample, "DEFAULT_PROMPT", "Or")
     assert texts_for(b"The \n") == texts_for(b"no", "--prompt", "The ") == texts_of(run, capsys)
+    assert texts_for(b"\xef\xbb\xbfa\r\nb\r\n") == texts_of(run, capsys, "--prompt", "a\nb")  # as in a .txt file
     assert texts_for(b"") == texts_of(run, capsys, "--prompt", "Or")
     with pytest.raises(UserError, match="not valid UTF-8"):
         texts_for(b"caf\xe9")

@@ -285,13 +285,16 @@ def _base_model_of(adapter: Path, verify: bool = True) -> Path:
 
 def _merge_adapter(directory: Path) -> dict[str, torch.Tensor]:
     """The weights of an adapter's base model with the adapter added to them."""
-    from peft import PeftModel
+    from peft import PeftModel, get_peft_model_state_dict
 
-    base = load_hf_model(_base_model_of(directory, verify=False))
+    base, saved = load_hf_model(_base_model_of(directory, verify=False)), read_tensors(directory / ADAPTER_WEIGHTS)
     try:
         with warnings.catch_warnings(action="ignore"):  # of peft's, about transformers
-            merged = PeftModel.from_pretrained(base, str(directory)).merge_and_unload()
+            model = PeftModel.from_pretrained(base, str(directory))
+        # peft only warns of these, and leaves the base model as it is
+        if missing := get_peft_model_state_dict(model).keys() - saved.keys():
+            raise ValueError(f"{ADAPTER_WEIGHTS} lacks {min(missing)}")
+        return model.merge_and_unload().state_dict()
     except Exception as error:  # peft's checks raise errors of many kinds
-        problem = str(error).strip().splitlines()[0]
+        problem = " ".join(str(error).split())[:300].rstrip(".")
         raise UserError(f"cannot open the adapter in {directory}: {problem}. Use another adapter.") from error
-    return merged.state_dict()

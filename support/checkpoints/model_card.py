@@ -91,11 +91,11 @@ def model_card(run: RunInfo, step: int, trained: int, val: Mapping[int, float], 
         f"**data**: `{_printable(source)}`" if source else "**data**: token shards without a description",
         f"**tokens seen**: {step * config.total_batch_size:,}, in {step:,} steps of {config.total_batch_size:,}",
     ]
-    # Training has gone on: the log may be ahead of the checkpoint.
-    if (at := max((n for n in val if n <= step), default=None)) is not None:
+    # Training has gone on: the log may be ahead of the checkpoint. At step 0 the weights are random, or those of the base.
+    if at := max((n for n in val if n <= step), default=0):
         per_byte = val[at] / run.data.bytes_per_token
         facts.append(f"**validation loss**: {val[at]:.4f} nats per token, {per_byte:.4f} per byte (step {at:,})")
-    if (at := max((n for n in hellaswag if n <= step), default=None)) is not None:
+    if at := max((n for n in hellaswag if n <= step), default=0):
         known = at >= run.first_step and run.hellaswag_items  # an earlier process of this run may have scored others
         items = f" of {run.hellaswag_items:,} items" if known else ""
         facts.append(f"**HellaSwag**: acc_norm {hellaswag[at]:.4f}{items} (step {at:,})")

@@ -71,7 +71,7 @@ def print_header(run: RunInfo, dist: Distributed, loader: Loader) -> None:
         ),
         (
             "data",
-            f"{config.data}: {loader.rows_per_epoch * T:,} tokens, {run.data.bytes_per_token:.2f} bytes on average, "
+            f"{config.data}: {loader.rows_per_epoch * T:,} tokens of {run.data.bytes_per_token:.2f} bytes, "
             f"vocabulary {run.data.tokenizer.vocab_size:,}",
         ),
         (
@@ -176,7 +176,8 @@ def print_summary(run: RunInfo, dist: Distributed, texts: Sequence[str]) -> None
         lines.append(f"saved   {checkpoint}")
         lines.append(f"next    python sample.py --model {shlex.quote(str(checkpoint))}{prompt}")  # in one line, to copy
     before_cooldown = checkpoint_path(out, config.cooldown_start)
-    if config.schedule == "wsd" and checkpoint.is_dir() and before_cooldown.is_dir() and before_cooldown != checkpoint:
+    can_go_back = config.schedule == "wsd" and config.decay_steps == max_steps and before_cooldown != checkpoint
+    if can_go_back and checkpoint.is_dir() and before_cooldown.is_dir():
         more = f"--minutes {max(1, round(config.minutes))}" if config.minutes else f"--max-steps {2 * max_steps}"
         lines.append(f"longer  python train_gpt2.py --resume --out {shlex.quote(str(out))} {more}")
         lines.append(f"        continues from {before_cooldown}, before the cooldown")
@@ -196,7 +197,9 @@ def why_late(run: RunInfo, seconds: float) -> str | None:
     slower = fmean(after) / fmean(before)
     if abs(slower - 1) < TOLERANCE:
         what = "less" if seconds < planned else "more"
-        return f"the steps took as long as expected, and validations, checkpoints and the end of the process {what}"
+        return (
+            f"the steps took as long as expected; validations, checkpoints and the end of the process took {what} time"
+        )
     return (
         f"after step {start:,}, where the number of steps was fixed, a step took {slower:.2f} times as long as before"
     )

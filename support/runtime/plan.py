@@ -32,6 +32,7 @@ MEASURED_MFU = {
 }
 ASSUMED_MFU = 0.4  # where nothing was measured
 GPUS_PER_NODE = 8
+SMALL = 60e6  # parameters: half of the smallest model in the table
 
 
 def largest_micro_batch(config: RunOptions, sizes: Sizes) -> int:
@@ -159,12 +160,14 @@ def report(config: RunOptions, sizes: Sizes, flops_per_token: int) -> Iterator[s
         f"time     {name_of(config)}: {seconds / 3600:,.2f} hours at {utilization:.1%} MFU ({source}): "
         f"{tokens / seconds:,.0f} tokens/s, {tokens / seconds / gpus:,.0f} per GPU, {seconds / steps:.3g} s per step"
     )
-    yield "         without evaluations, checkpoints and what the network adds"
+    yield "         without evaluations, checkpoints and what the network adds" + (
+        "; so small a model will not reach that MFU" if sizes.parameters < SMALL and not config.mfu else ""
+    )
     gpu_hours = gpus * seconds / 3600
     cost = "" if config.price is None else f", {gpu_hours * config.price:,.2f} at {config.price:g} per GPU-hour"
     yield f"cost     {gpu_hours:,.1f} GPU-hours{cost}"
     checkpoint_bytes = memory.checkpoint_bytes(config, sizes.trained)
-    yield f"disk     {format_bytes(2 * tokens)} of tokens, {format_bytes(checkpoint_bytes)} per checkpoint"
+    yield f"disk     {format_bytes(2 * tokens)} of tokens are read, {format_bytes(checkpoint_bytes)} per checkpoint"
     for layout in layouts:
         if gpus > 1 and layout.recompute == config.recompute and largest_micro_batch(layout, sizes):
             yield network_line(layout, sizes, seconds / steps)
