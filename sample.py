@@ -24,7 +24,7 @@ from itertools import chain
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from support.checkpoints.huggingface import find_model, read_config, tokenizer_folder
@@ -78,10 +78,24 @@ class CachedTransformer:
         if attn not in self.caches:
             self.caches[attn] = k.new_empty(2, B, attn.n_head, self.capacity, C // attn.n_head)
         cache = self.caches[attn][:, :, :, : self.length + T]
-        cache[:, :, :, self.length :] = torch.stack((k, v))
+        cache[0, :, :, self.length :], cache[1, :, :, self.length :] = k, v
         # a single new token may attend to all keys, so it needs no mask
         y = F.scaled_dot_product_attention(q, cache[0], cache[1], is_causal=T > 1)  # (B, nh, T, hs)
         return attn.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+def prepare_weights(model: GPT, dtype: torch.dtype, single_row: bool) -> None:
+    """Stores weights so that generating reads them fast, with the same results: those of the blocks in `dtype`, as autocast uses them.
+
+    On a CPU, a product of a matrix and a single row in fp32 is faster if the matrix is stored by columns; of several
+    rows, it is slower.
+    """
+    for module in model.transformer.h.modules():
+        if isinstance(module, nn.Linear):
+            module.to(dtype)
+    for parameter in model.parameters():
+        if single_row and parameter.dim() == 2 and parameter.dtype == torch.float32 and parameter.device.type == "cpu":
+            parameter.data = parameter.data.T.contiguous().T
 
 
 def cache_capacity(config: GPTConfig, prompt_length: int, max_new_tokens: int) -> int:
@@ -307,10 +321,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     ids = [] if interactive else encode(DEFAULT_PROMPT if prompt is None else prompt)
     model = GPT.from_pretrained(directory, verify=False).to(device).eval()
 
+    prepare_weights(model, dtype, single_row=interactive or args.n == 1)
     options = {"temperature": args.temperature, "top_k": args.top_k or None, "top_p": args.top_p}
     continue_ids = partial(generate, model, max_new_tokens=args.max_new_tokens, **options)
     generator = devices.seeded_generator(device, args.seed)
-    # autocast keeps the cast weights until its end: cast for each token, they would take longer than the token
     with devices.autocast(device, dtype), devices.attention_without_cudnn(device):
         if interactive:
             print(f"{args.model} continues what you type.\nCtrl-C stops a text, Ctrl-D leaves.")

@@ -42,6 +42,7 @@ class Reference:
     def __init__(self, directory: Path, prompt: str, most_tokens: int):
         self.directory, self.prompt, self.model = directory, prompt, GPT.from_pretrained(directory).eval()
         self.tokenizer: Tokenizer = tokenizer_of_model(directory, self.model.config.vocab_size)
+        sample.prepare_weights(self.model, torch.float32, single_row=True)
         self.ids = self.tokenizer.encode(prompt)
         self.tokens = min(most_tokens, self.model.config.block_size - len(self.ids))
         self.new_ids = self.generate()
