@@ -54,7 +54,7 @@ def test_leftovers_of_a_killed_run_are_removed(tmp_path, monkeypatch, hidden, un
 @pytest.mark.parametrize("content", ["null", '"x"', "{", "[" * 100_000, '{"settings": {}}'])
 def test_a_file_that_is_not_a_manifest_is_named(tmp_path, content):
     (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(UserError, match=r"manifest\.json is not a manifest of shards .*Remove it"):
+    with pytest.raises(UserError, match=r"manifest\.json is not a manifest of shards .*Remove the folder"):
         fineweb.make_shards(corpus_of(["a" * 250]), tmp_path, tokenizer="bytes")
     assert (tmp_path / "manifest.json").read_text() == content
 

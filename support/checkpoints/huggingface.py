@@ -292,7 +292,7 @@ def _merge_adapter(directory: Path) -> dict[str, torch.Tensor]:
         with warnings.catch_warnings(action="ignore"):  # of peft's, about transformers
             model = PeftModel.from_pretrained(base, str(directory))
         # peft only warns of these, and leaves the base model as it is
-        if missing := get_peft_model_state_dict(model).keys() - saved.keys():
+        if missing := get_peft_model_state_dict(model, save_embedding_layers=False).keys() - saved.keys():
             raise ValueError(f"{ADAPTER_WEIGHTS} lacks {min(missing)}")
         return model.merge_and_unload().state_dict()
     except Exception as error:  # peft's checks raise errors of many kinds
