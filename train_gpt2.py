@@ -480,7 +480,7 @@ def initial_model(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Checkpo
         start.check_pretrained(source, model.config.vocab_size, model.config.block_size, tokenizer, config)
         model.crop(config.block_size)
     if config.lora_rank:
-        lora.add_adapter(model, config.n_embd, config.lora_rank, config.lora_alpha, config.seed, resume_from)
+        lora.add_adapter(model, config.lora_rank, config.lora_alpha, config.seed, resume_from)
     return model
 
 

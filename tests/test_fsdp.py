@@ -51,7 +51,7 @@ def make_model(name):
     config, lora_rank = MODELS[name]
     model = GPT(config)
     if lora_rank:
-        lora.add_adapter(model, config.n_embd, lora_rank, 16.0, 0, None)
+        lora.add_adapter(model, lora_rank, 16.0, 0, None)
     return model
 
 

@@ -159,7 +159,7 @@ def test_a_resumed_run_is_the_uninterrupted_run_wherever_its_base_model_is(tuned
 
 def test_a_rank_above_the_width_of_the_model_is_rejected(base, byte_shards, tmp_path):
     with pytest.raises(UserError, match="--lora-rank 33 is more than the model's 32 channels. Lower it."):
-        train(config_with_lora(byte_shards, base, tmp_path, "--lora-rank", 33), ONE_PROCESS)
+        config_with_lora(byte_shards, base, tmp_path, "--lora-rank", 33)
 
 
 def test_an_adapter_of_an_adapter_is_refused(tuned, byte_shards, tmp_path):

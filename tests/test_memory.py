@@ -29,7 +29,7 @@ def model_of(config, vocab_size=257):
     """As train() makes it; LoRA's without pretrained weights."""
     model = new_model(config, vocab_size)
     if config.lora_rank:
-        lora.add_adapter(model, config.n_embd, config.lora_rank, 16.0, 0, None)
+        lora.add_adapter(model, config.lora_rank, 16.0, 0, None)
     memory.recompute_activations(model.transformer.h if config.recompute else [])
     return model
 

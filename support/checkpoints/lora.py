@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from support.checkpoints import huggingface
-from support.cli import UserError
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -18,16 +17,10 @@ if TYPE_CHECKING:
 TARGET_MODULES = ["c_attn", "c_proj"]  # of the attention, and the projection of the MLP
 
 
-def add_adapter(model: torch.nn.Module, n_embd: int, rank: int, alpha: float, seed: int, adapter: Path | None) -> None:
-    """Freezes a GPT and adds trainable matrices of this rank to TARGET_MODULES: random ones, or those of a checkpoint.
-
-    Raises:
-        UserError: the rank exceeds the width of the model.
-    """
+def add_adapter(model: torch.nn.Module, rank: int, alpha: float, seed: int, adapter: Path | None) -> None:
+    """Freezes a GPT and adds trainable matrices of this rank to TARGET_MODULES: random ones, or those of a checkpoint."""
     from peft import inject_adapter_in_model
 
-    if rank > n_embd:
-        raise UserError(f"--lora-rank {rank} is more than the model's {n_embd} channels. Lower it.")
     torch.manual_seed(seed)
     inject_adapter_in_model(_lora_config(rank, alpha), model)
     if adapter is not None:

@@ -262,6 +262,8 @@ def check_consistent(config: RunOptions) -> None:
         problems.append(f"--n-embd {config.n_embd} is not a multiple of --n-head {config.n_head}. Change one.")
     if config.min_lr > config.max_lr:
         problems.append(f"--min-lr {config.min_lr:g} is above --max-lr {config.max_lr:g}. Lower it.")
+    if config.lora_rank is not None and config.lora_rank > config.n_embd:
+        problems.append(f"--lora-rank {config.lora_rank} is more than the model's {config.n_embd} channels. Lower it.")
     if problems:
         raise UserError(*problems)
 
