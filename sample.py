@@ -85,7 +85,7 @@ class CachedTransformer:
 
 
 def prepare_weights(model: GPT, dtype: torch.dtype, single_row: bool) -> None:
-    """Stores weights so that generating reads them fast, with the same results: those of the blocks in `dtype`, as autocast uses them.
+    """Stores weights so that generating reads them fast: the matrices of the blocks in `dtype`, to which autocast would cast them.
 
     On a CPU, a product of a matrix and a single row in fp32 is faster if the matrix is stored by columns; of several
     rows, it is slower.

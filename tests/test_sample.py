@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import re
@@ -19,7 +20,7 @@ from training import TINY, trained
 import sample
 from support.cli import UserError
 from support.data.tokenizer import BytesTokenizer
-from support.runtime.devices import seeded_generator
+from support.runtime.devices import autocast, seeded_generator
 from train_gpt2 import GPT, next_token_probs
 from train_gpt2 import sample as trainers_sample
 
@@ -117,6 +118,18 @@ def test_a_character_appears_with_the_last_of_its_tokens():
     assert pieces[2:4] == ["", "ï"] and pieces.index("😀") == len("naïve 你好 😀".encode()) - 1
     noise = np.random.default_rng(0).integers(0, 257, 5000).tolist()
     assert "".join(sample.decode_pieces(noise, BytesTokenizer())) == BytesTokenizer().decode(noise)
+
+
+@pytest.mark.parametrize("single_row", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prepared_weights_give_the_same_logits(model, dtype, single_row):
+    """Bit by bit, but for a single row in fp32, which is multiplied in another order."""
+    prepared, idx = copy.deepcopy(model), prompts(9, rows=1 if single_row else 3)
+    sample.prepare_weights(prepared, dtype, single_row)
+    with torch.no_grad(), autocast(torch.device("cpu"), dtype):
+        expected, logits = model(idx)[0], prepared(idx)[0]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * single_row)
+    assert prepared.lm_head.weight is prepared.transformer.wte.weight
 
 
 # -----------------------------------------------------------------------------

@@ -183,6 +183,12 @@ def test_the_summary_agrees_with_the_log(tmp_path, capsys):
     assert [line.split()[0] for line in lines[2:]] == ["best", "saved", "next"]
     print_summary(run_info("--out", out, "--max-steps", 6, "--checkpoint-every", 0, "--val-every", 0), ONE_PROCESS, [])
     assert "saved" not in capsys.readouterr().out  # that checkpoint belongs to the run before
+    for decay_steps in (6, 5):
+        run = run_info("--out", out, "--max-steps", 6, "--schedule", "wsd", "--decay-steps", decay_steps)
+        (out / f"model_{run.config.cooldown_start:05d}").mkdir(exist_ok=True)
+        print_summary(run, ONE_PROCESS, [])
+        # a run with steps after its cooldown does not go back before it
+        assert ("\nlonger  " in capsys.readouterr().out) == (decay_steps == 6)
 
 
 @pytest.mark.parametrize("term, no_color, is_styled", [("xterm", "", True), ("xterm", "1", False), ("dumb", "", False)])
