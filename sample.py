@@ -130,14 +130,14 @@ def generate(
         logits = model.logits(x)  # (B, V)
         if not logits.sum().isfinite():  # as if all are, in a third of the time
             raise UserError("the logits are not finite numbers. Try --dtype fp32, or use another model.")
-        probs = nucleus(next_token_probs(logits, temperature, top_k), top_p)
-        new = torch.multinomial(probs, 1, generator=generator)  # (B, 1)
+        probs, ids = next_token_probs(logits, temperature, top_k)  # (B, K) each
+        new = ids.gather(1, torch.multinomial(nucleus(probs, top_p), 1, generator=generator))  # (B, 1)
         idx, length = torch.cat((idx, new), dim=1)[:, -block_size:], length + 1
         yield new[:, 0]
 
 
 def nucleus(probs: Tensor, top_p: float) -> Tensor:
-    """Limits probabilities (B, V) to the fewest tokens that have `top_p` together, the likeliest (arXiv:1904.09751)."""
+    """Limits probabilities (B, K) to the fewest tokens that have `top_p` together, the likeliest (arXiv:1904.09751)."""
     if top_p == 1.0:
         return probs
     ascending, order = probs.sort()

@@ -255,18 +255,18 @@ class GPT(nn.Module):
         for _ in range(max_new_tokens):
             with devices.attention_without_cudnn(idx.device):  # every length is another shape
                 x = self.transformer(idx[:, -self.config.block_size :])[:, -1]  # (B, C): the last position predicts
-            probs = next_token_probs(self.logits(x), temperature, top_k)  # (B, V)
-            idx = torch.cat((idx, torch.multinomial(probs, 1, generator=generator)), dim=1)  # (B, T + 1)
+            probs, ids = next_token_probs(self.logits(x), temperature, top_k)  # (B, K) each
+            new = ids.gather(1, torch.multinomial(probs, 1, generator=generator))  # (B, 1)
+            idx = torch.cat((idx, new), dim=1)  # (B, T + 1)
         return idx
 
 
-def next_token_probs(logits: Tensor, temperature: float = 1.0, top_k: int | None = None) -> Tensor:
-    """Probabilities to sample from, for logits (B, V): divided by the temperature, limited to the `top_k` largest."""
-    logits = logits / max(temperature, 1e-10)  # below 1: likely tokens become likelier
+def next_token_probs(logits: Tensor, temperature: float = 1.0, top_k: int | None = None) -> tuple[Tensor, Tensor]:
+    """The tokens to draw from, given logits (B, V): probabilities (B, K) and ids (B, K) of the `top_k` likeliest, or of all."""
+    ids = torch.arange(logits.size(-1), device=logits.device).expand_as(logits)
     if top_k is not None:
-        kth = torch.topk(logits, min(top_k, logits.size(-1))).values[:, -1:]  # (B, 1)
-        logits = logits.masked_fill(logits < kth, -math.inf)
-    return F.softmax(logits, dim=-1)
+        logits, ids = torch.topk(logits, min(top_k, logits.size(-1)))
+    return F.softmax(logits / max(temperature, 1e-10), dim=-1), ids  # below 1: likely tokens become likelier
 
 
 # -----------------------------------------------------------------------------

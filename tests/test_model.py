@@ -121,10 +121,28 @@ def test_samples_depend_on_their_generator_alone(tiny_model, tokens):
 
 def test_probabilities_by_hand():
     logits = torch.tensor([[0.0, math.log(2), math.log(4), math.log(1)]])
-    torch.testing.assert_close(next_token_probs(logits), torch.tensor([[1, 2, 4, 1]]) / 8)
-    torch.testing.assert_close(next_token_probs(logits, top_k=2), torch.tensor([[0, 2, 4, 0]]) / 6)
-    torch.testing.assert_close(next_token_probs(logits, temperature=0.5), torch.tensor([[1, 4, 16, 1]]) / 22)
-    torch.testing.assert_close(next_token_probs(logits, top_k=99), torch.tensor([[1, 2, 4, 1]]) / 8)
+    for options, expected in (
+        ({}, {0: 1 / 8, 1: 2 / 8, 2: 4 / 8, 3: 1 / 8}),
+        ({"top_k": 2}, {1: 2 / 6, 2: 4 / 6}),
+        ({"temperature": 0.5}, {0: 1 / 22, 1: 4 / 22, 2: 16 / 22, 3: 1 / 22}),
+        ({"temperature": 0.5, "top_k": 2}, {1: 4 / 20, 2: 16 / 20}),
+        ({"top_k": 99}, {0: 1 / 8, 1: 2 / 8, 2: 4 / 8, 3: 1 / 8}),
+    ):
+        probs, ids = next_token_probs(logits, **options)
+        assert dict(zip(ids[0].tolist(), probs[0].tolist(), strict=True)) == pytest.approx(expected)
+
+
+def test_only_the_likeliest_tokens_are_drawn(tiny_model, tokens):
+    """Each as often as its probability says."""
+    with torch.no_grad():
+        probs = tiny_model(tokens[:1, :4])[0][0, -1].softmax(-1)
+    likeliest = probs.topk(3)
+    idx = tokens[:1, :4].repeat(3000, 1)
+    drawn = tiny_model.generate(idx, 1, top_k=3, generator=torch.Generator().manual_seed(0))[:, -1]
+    shares = {token: (drawn == token).float().mean().item() for token in drawn.unique().tolist()}
+    expected = likeliest.values / likeliest.values.sum()
+    # three standard deviations of a share
+    assert shares == pytest.approx(dict(zip(likeliest.indices.tolist(), expected.tolist(), strict=True)), abs=0.03)
 
 
 # -----------------------------------------------------------------------------

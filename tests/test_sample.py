@@ -105,7 +105,8 @@ def test_top_p_is_that_of_transformers_after_temperature_and_top_k(temperature, 
     if top_k is not None:
         expected = TopKLogitsWarper(top_k)(None, expected)
     expected = TopPLogitsWarper(top_p)(None, expected).softmax(-1)
-    probs = sample.nucleus(next_token_probs(logits, temperature, top_k), top_p)
+    probs, ids = next_token_probs(logits, temperature, top_k)
+    probs = torch.zeros_like(logits).scatter(1, ids, sample.nucleus(probs, top_p))
     torch.testing.assert_close(probs, expected, rtol=1e-5, atol=0)
     assert ((probs > 0).sum(-1) < (top_k or 300)).any()
 
