@@ -22,25 +22,27 @@ if __name__ == "__main__":
     startup.prepare()  # comes first: the imports take seconds
 
 import ast
+import functools
 import glob
 import hashlib
+import json
 import os
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal, DecimalException
 from pathlib import Path
+from typing import Any
 
 from support.cli import MAIN_GROUP, UserError, flag, parse_flags, run_cli
-from support.data import bpe, hub
-from support.data.corpus import Corpus, Cursor, Documents, slug
-from support.data.encode import ENGINES, EncodedBatch, default_engine, encode_batches
+from support.data import bpe, cluster, hub
+from support.data.corpus import Corpus, Documents, slug
+from support.data.encode import ENGINES, default_engine, encode_batches
 from support.data.output_folder import new_manifest, open_output_folder
 from support.data.presets import DEMO_SOURCE
 from support.data.readers import TEXT_TYPES, Files, find_text_files, text_suffix
-from support.data.shard_writer import ShardWriter, check_space_for_shards
+from support.data.shard_writer import ShardWriter, check_space_for_shards, check_unchanged
 from support.data.shards import MANIFEST, Manifest, Setting, load_manifest, open_shards, read_manifest, read_tokenizer
 from support.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_JSON, VOCAB_SIZES, find_tokenizer, get_tokenizer
 from support.files import sha256_of
@@ -165,6 +167,7 @@ def make_shards(
     val_fraction: float | None = None,
     split_documents: bool = False,
     workers: int = 1,
+    executor: cluster.Executor | None = None,
 ) -> Manifest:
     """Writes the shards of a corpus and their manifest into the folder `output`; returns the manifest.
 
@@ -180,6 +183,7 @@ def make_shards(
             that fits into one shard).
         split_documents: start the validation split inside a document if none starts near it.
         workers: number of processes that encode. The bytes do not depend on it.
+        executor: what runs the tasks that make the shards (default: this process). The bytes do not depend on it.
 
     Raises:
         UserError: the folder has other shards, is in use or cannot be written, the disk is too small, or the corpus
@@ -195,21 +199,27 @@ def make_shards(
         **corpus.settings,
     }
     manifest = new_manifest(corpus.name, corpus.revision, tokenizer, settings)
+    divided = cluster.divide(corpus) if executor else None
+    if divided:
+        manifest["in_parts"] = True
 
     with open_output_folder(Path(output), manifest, corpus.prefix) as folder:
         if not folder.is_finished:
-            check_space_for_shards(folder, corpus, max_tokens, copies=1 if val_fraction is None else 2)
+            in_one_go = val_fraction is None and not executor
+            check_space_for_shards(folder, corpus, max_tokens, copies=1 if in_one_go else 2)
             name_or_path = (
                 bpe.write_tokenizer(folder, corpus, vocab_size, tokenizer_file) if tokenizer == "bpe" else tokenizer
             )
-
-            def encode_from(cursor: Cursor | None) -> Iterator[EncodedBatch]:
-                return encode_batches(corpus.batches(cursor), name_or_path, engine or default_engine(), workers)
-
-            ShardWriter(folder, corpus, encode_from, shard_size, max_tokens).write(val_fraction)
-            if corpus.has_changed():
-                raise UserError(f"{corpus.name} changed while it was read. Remove {output} and run the command again.")
-            folder.finish()
+            engine = engine or default_engine()
+            encode = functools.partial(encode_batches, tokenizer=name_or_path, engine=engine, workers=workers)
+            sizes = shard_size, max_tokens
+            if executor and divided:
+                job = cluster.Job(*divided, encode, Path(output).absolute(), folder.manifest, *sizes, val_fraction)
+                folder.manifest = executor.run(job)
+            else:
+                ShardWriter(folder, corpus, lambda cursor: encode(corpus.batches(cursor)), *sizes).write(val_fraction)
+                check_unchanged(corpus, folder.directory)
+                folder.finish()
         corpus.close()
         return folder.manifest
 
@@ -227,6 +237,17 @@ def parse_count(text: str) -> int:
     except (DecimalException, OverflowError):
         pass
     raise ValueError(text)
+
+
+def parse_option(text: str) -> tuple[str, Any]:
+    """NAME=VALUE, with a value in JSON, or else a text."""
+    name, equals, value = text.partition("=")
+    if not name.isidentifier() or not equals:
+        raise ValueError(text)
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 PERFORMANCE = "performance (does not change the shards)"  # a group of flags
@@ -325,6 +346,25 @@ class Arguments:
         choices=ENGINES,
     )
     keep_downloads: bool = flag(False, "keep FineWeb's files after they are encoded", PERFORMANCE)
+    executor: str | None = flag(
+        None,
+        "what runs the tasks that make the shards, with datatrove",
+        PERFORMANCE,
+        default_help="this process",
+        choices=cluster.EXECUTORS,
+    )
+    tasks: int | None = flag(
+        None, "tasks of --executor", PERFORMANCE, default_help="one per core of this machine", at_least=1, at_most=10**6
+    )
+    executor_options: list[tuple[str, Any]] | None = flag(
+        None,
+        "options of datatrove's executor, such as time=4:00:00",
+        PERFORMANCE,
+        default_help="datatrove's",
+        type=parse_option,
+        nargs="+",
+        metavar="NAME=VALUE",
+    )
 
     @property
     def tokenizer_name(self) -> str:
@@ -366,6 +406,11 @@ def _invalid_arguments(args: Arguments) -> list[str]:
         problems.append("--tokenizer-from brings its own vocabulary. Leave out --vocab-size.")
     if args.name is not None and (args.input or args.demo):
         problems.append("--name is for data sets.")
+    if args.executor is None:
+        if args.tasks or args.executor_options:
+            problems.append("--tasks and --executor-options are for --executor.")
+    elif args.keep_downloads:
+        problems.append("with --executor, files are not kept. Leave out --keep-downloads.")
     return problems
 
 
@@ -425,6 +470,11 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = args.tokenizer_name
     if tokenizer == "gpt2" and args.engine is None and default_engine() == "tiktoken":
         print('gigatoken is not installed: tiktoken encodes, several times slower ("pip install gigatoken")')
+    executor, workers = None, args.workers or usable_cores()
+    if args.executor:
+        options = dict(args.executor_options or [])
+        executor = cluster.Executor(args.executor, args.tasks or usable_cores(), options)
+        workers = args.workers or options.get("cpus_per_task", 1)
     if tokenizer != "bpe":
         get_tokenizer(tokenizer)  # downloaded here, once, and not by every worker
     manifest = make_shards(
@@ -438,8 +488,12 @@ def main(argv: list[str] | None = None) -> None:
         max_tokens=args.max_tokens,
         val_fraction=args.val_fraction,
         split_documents=args.split_documents,
-        workers=1 if tokenizer == "bytes" else args.workers or usable_cores(),  # bytes need no encoding
+        workers=1 if tokenizer == "bytes" else workers,  # bytes need no encoding
+        executor=executor,
     )
+    if not manifest["complete"]:
+        print(f"submitted. When the jobs have ended, the same command says whether {output} is complete.")
+        return
     shards = manifest["shards"]
     tokens, documents = sum(s["tokens"] for s in shards), sum(s.get("documents", 0) for s in shards)
     print(f"{output}: {tokens:,} tokens ({manifest['tokenizer']}), documents: {documents:,}, shards: {len(shards)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import secrets
 import shutil
@@ -11,7 +12,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from support.cli import UserError, warn
 
@@ -89,6 +90,23 @@ def sha256_of(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_json(path: Path, value: object) -> None:
+    """Writes a value and its SHA-256, for `read_json`. Processes that write the same file do not disturb each other."""
+    content = json.dumps(value)
+    checksum = hashlib.sha256(content.encode()).hexdigest()
+    with atomic_write(path, unique=True) as tmp:
+        tmp.write_text(f"{checksum}\n{content}\n", encoding="utf-8", newline="\n")
+
+
+def read_json(path: Path) -> Any:
+    """The value that `write_json` wrote; None if there is none, or the file was altered."""
+    with contextlib.suppress(OSError, ValueError):
+        checksum, content, _ = path.read_bytes().split(b"\n")
+        if hashlib.sha256(content).hexdigest().encode() == checksum:
+            return json.loads(content)
+    return None
 
 
 # -----------------------------------------------------------------------------

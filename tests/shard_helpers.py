@@ -141,11 +141,11 @@ def interrupt(texts: list[str], out: Path, monkeypatch: pytest.MonkeyPatch, afte
     """Runs until `after` shards are written; the disk fails while the next one is."""
     atomic_write, written = files.atomic_write, []
 
-    def fail_after(path):
+    def fail_after(path, *options):
         written.extend([path] if path.suffix == ".npy" else [])
         if len(written) > after:
             raise OSError(5, "broken")
-        return atomic_write(path)
+        return atomic_write(path, *options)
 
     with monkeypatch.context() as patch:
         patch.setattr(files, "atomic_write", fail_after)

@@ -167,9 +167,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n' * 99)
     write = shard_writer.write_shard
-    monkeypatch.setattr(
-        shard_writer, "write_shard", lambda file, tokens: (os.utime(path, (0, 0)), write(file, tokens))[1]
-    )
+    monkeypatch.setattr(shard_writer, "write_shard", lambda *arguments: (os.utime(path, (0, 0)), write(*arguments))[1])
     with pytest.raises(UserError, match=r"a\.jsonl changed while it was read\. Remove .*out and run the command again"):
         fineweb.make_shards(Files("a.jsonl", [path], "text"), tmp_path / "out", tokenizer="bytes", shard_size=50)
     assert not shards.is_complete(tmp_path / "out")
@@ -180,10 +178,10 @@ def test_after_ctrl_c_the_same_command_resumes(tmp_path, monkeypatch, capsys):
     (tmp_path / "a.txt").write_text("some words " * 100)
     write, flags = shard_writer.write_shard, "--input a.txt --output out --tokenizer bytes --shard-size 100".split()
 
-    def interrupt_third(path, tokens):
+    def interrupt_third(path, *arguments):
         if "000002" in path.name:
             raise KeyboardInterrupt
-        return write(path, tokens)
+        return write(path, *arguments)
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
         patch.setattr(shard_writer, "write_shard", interrupt_third)

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from helpers import ROOT, wait_for
 from hub_server import COMMIT, TEXTS, environment_of, expected_shards, npy, running_hub, start_fineweb
-from shard_helpers import adversarial_texts, documents_of, set_batch_chars, tokens_in, valid_unicode
+from shard_helpers import adversarial_texts, documents_of, files_in, set_batch_chars, tokens_in, valid_unicode
 
 import fineweb
 from support.cli import UserError
-from support.data import hub, readers, shards
+from support.data import cluster, hub, readers, shards
 
 EDU = fineweb.FINEWEB_EDU
 FLAGS = ["--tokenizer", "bytes", "--shard-size", "3000"]
@@ -100,9 +100,9 @@ def test_a_disk_that_is_too_small_for_a_download(server, monkeypatch):
 def test_downloads_are_removed_after_their_last_shard_or_kept(server, monkeypatch):
     counts, atomic_write = [], shards.files.atomic_write
 
-    def count_downloads(path):
+    def count_downloads(path, *options):
         counts.append(len(list(Path().glob("*/downloads/**/*.parquet"))))
-        return atomic_write(path)
+        return atomic_write(path, *options)
 
     monkeypatch.setattr(shards.files, "atomic_write", count_downloads)
     fineweb.main(["--name", "sample-350BT", "--tokenizer", "bytes", "--shard-size", "500"])
@@ -132,6 +132,20 @@ def test_with_enough_tokens_nobody_waits_for_a_download(server):
     fineweb.main([*FLAGS, "--max-tokens", "5000"])
     assert not Path("edu_fineweb10B/downloads").exists() and shards.is_complete("edu_fineweb10B")
     assert sum(map(len, tokens_in("edu_fineweb10B"))) == 5000
+
+
+def test_tasks_of_a_cluster_download_their_files_themselves(server, monkeypatch):
+    def run_in_this_process(self, job, stage):
+        self._datatrove(job, stage, self.tasks, workers=1).run()
+
+    monkeypatch.setattr(cluster.Executor, "_run_stage", run_in_this_process)
+    fineweb.main(FLAGS)
+    server.requests.clear()
+    fineweb.main([*FLAGS, "--output", "tasks", "--executor", "local", "--tasks", "2"])
+    assert sorted(path for path, _ in server.requests) == [f"sample/10BT/{i:03d}_00000.parquet" for i in range(3)]
+    assert [path for path in Path("tasks").iterdir() if path.is_dir()] == [Path("tasks/logs")]
+    shutil.rmtree("tasks/logs")
+    assert files_in(Path("tasks")) == files_in(Path("edu_fineweb10B"))
 
 
 # ---- streams

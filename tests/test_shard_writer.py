@@ -91,6 +91,20 @@ def test_split_documents_cuts_inside_a_document(tmp_path, capsys):
     assert split_sizes(tmp_path / "near") == [("val", 11), ("train", 90)]
 
 
+def test_the_split_point_is_the_start_of_the_nearest_document():
+    """In parts of any sizes, compared with all starts at once."""
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        tokens = (rng.random(rng.integers(2, 60)) < rng.choice([0.02, 0.2, 0.9])).astype(np.uint16)
+        tokens[0] = 1  # the first document starts here
+        parts = np.split(tokens, np.sort(rng.integers(0, len(tokens), rng.integers(0, 5))))
+        fraction = rng.random()
+        ideal = len(tokens) - max(1, round(fraction * len(tokens)))
+        starts = np.flatnonzero(tokens)[1:]
+        expected = starts[np.abs(starts - ideal).argmin()] if len(starts) else max(1, ideal)
+        assert shard_writer.val_split_point(parts, 1, fraction) == expected
+
+
 # ---- interrupted runs
 
 
@@ -111,7 +125,7 @@ def make_shards_slowly(texts, out, options):
     """So that a kill can come at any moment of it."""
     corpus.BATCH_CHARS = 500
     atomic_write = shards.files.atomic_write
-    shards.files.atomic_write = lambda path: (time.sleep(0.003), atomic_write(path))[1]
+    shards.files.atomic_write = lambda *options: (time.sleep(0.003), atomic_write(*options))[1]
     fineweb.make_shards(corpus_of(texts), out, **options)
 
 
@@ -219,9 +233,9 @@ def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(tmp_pat
 def test_after_a_full_disk_the_same_command_resumes(tmp_path, monkeypatch):
     texts, write, number = ["word " * 100] * 9, shard_writer.write_shard, 3
 
-    def write_to_full_disk(path, tokens):
+    def write_to_full_disk(path, *options):
         with file_size_limit(100) if f"_{number:06d}" in path.name else contextlib.nullcontext():
-            return write(path, tokens)
+            return write(path, *options)
 
     with monkeypatch.context() as patch:
         patch.setattr(shard_writer, "write_shard", write_to_full_disk)

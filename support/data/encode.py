@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import bisect
 import contextlib
 import functools
+import hashlib
 import importlib.util
 import itertools
 import multiprocessing
@@ -26,8 +28,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from support import files
 from support.cli import UserError
-from support.data.corpus import Batch, safe_cut
+from support.data.corpus import Batch, Cursor, safe_cut
 from support.data.tokenizer import Gpt2Tokenizer, TokenIds, get_tokenizer, to_utf8
 
 ENGINES = ("gigatoken", "tiktoken")
@@ -157,6 +160,67 @@ def encode_batch(batch: Batch, tokenizer: str, engine: str) -> npt.NDArray[np.ui
 
 
 # -----------------------------------------------------------------------------
+# Encoded batches in a file, with another one that has cursor, number of tokens and SHA-256 of each
+
+TOKEN = np.dtype("<u2")  # in the file
+
+
+def write_batches(path: Path, batches: Iterable[EncodedBatch]) -> None:
+    """Writes the tokens of batches to `path`, and their records next to it."""
+    records = []
+    with files.atomic_write(path, unique=True) as tmp, open(tmp, "wb") as file:
+        for batch, tokens in batches:
+            content = tokens.astype(TOKEN).tobytes()
+            file.write(content)
+            records.append((batch.cursor, len(tokens), hashlib.sha256(content).hexdigest()))
+    files.write_json(path.with_suffix(".json"), records)
+
+
+def read_batches(path: Path, first: int = 0) -> Iterator[EncodedBatch]:
+    """The batches in a file, from one on, without their texts.
+
+    Raises:
+        UserError: the file is missing, or is not as it was written.
+    """
+    records = _records(path)
+    corrupt = UserError(f"{path} is missing or corrupt. Run the same command again.")
+    if records is None:
+        raise corrupt
+    with open(path, "rb") as file:
+        file.seek(TOKEN.itemsize * sum(count for _, count, _ in records[:first]))
+        for cursor, count, sha256 in records[first:]:
+            content = file.read(TOKEN.itemsize * count)
+            if hashlib.sha256(content).hexdigest() != sha256:
+                raise corrupt
+            yield Batch(texts=list, cursor=cursor, where=str(path)), np.frombuffer(content, TOKEN)
+
+
+def is_intact(path: Path) -> bool:
+    """Whether all batches are as they were written."""
+    try:
+        return all(len(tokens) >= 0 for _, tokens in read_batches(path))
+    except UserError:
+        return False
+
+
+def num_tokens(path: Path) -> int | None:
+    """The number of tokens in a file of batches; None if it is missing."""
+    records = _records(path)
+    return None if records is None else sum(count for _, count, _ in records)
+
+
+def find_token(path: Path, offset: int) -> tuple[int, int]:
+    """In which batch a token of a file is, and how many tokens of that batch come before it."""
+    ends = list(itertools.accumulate((count for _, count, _ in _records(path) or []), initial=0))
+    batch = bisect.bisect_right(ends, offset) - 1
+    return batch, offset - ends[batch]
+
+
+def _records(path: Path) -> list[tuple[Cursor, int, str]] | None:
+    return files.read_json(path.with_suffix(".json")) if path.exists() else None
+
+
+# -----------------------------------------------------------------------------
 # Worker processes
 
 
@@ -221,6 +285,31 @@ def encode_batches(batches: Iterable[Batch], tokenizer: str, engine: str, worker
         threads.shutdown(cancel_futures=True)
         for process in processes:
             process.join()
+
+
+def run_processes(function: Callable[[int], None], numbers: Iterable[int], at_once: int) -> list[int]:
+    """Calls a function in a process of its own for each number, some at a time; returns the exit codes."""
+    processes: list[BaseProcess] = []
+
+    def run(number: int) -> int:
+        process: BaseProcess = SPAWN.Process(target=_run_alone, args=(function, number))
+        process.start()
+        processes.append(process)
+        process.join()
+        return process.exitcode or 0
+
+    threads = ThreadPoolExecutor(at_once)  # each waits for a process
+    try:
+        return list(threads.map(run, numbers))
+    finally:  # also after Ctrl-C
+        threads.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.kill()
+
+
+def _run_alone(function: Callable[[int], None], number: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that waits for this one ends it
+    function(number)
 
 
 def _serve(connection: Connection, tokenizer: str, engine: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 import shutil
@@ -119,6 +120,7 @@ class HubParquet(FileCorpus):
         self._download_folder, self._keep = download_folder, keep
         self._downloaded: set[str] = set()
         self._early_download: threading.Thread | None = None  # of the next file
+        self._reads_all = True
 
     @functools.cached_property
     def _hub_files(self) -> list[RepoFile]:
@@ -149,7 +151,9 @@ class HubParquet(FileCorpus):
                 part.unlink()
         file = self._hub_files[index]
         _request(lambda: self._download(file), f"cannot download {file.path}", DOWNLOAD_ATTEMPTS)
-        if index + 1 < len(self._hub_files):  # a daemon thread: Ctrl-C does not wait for two gigabytes
+        if self._reads_all and index + 1 < len(
+            self._hub_files
+        ):  # a daemon thread: Ctrl-C does not wait for two gigabytes
             next_file = self._hub_files[index + 1]
             self._early_download = threading.Thread(target=self._try_download, args=(next_file,), daemon=True)
             self._early_download.start()
@@ -171,6 +175,14 @@ class HubParquet(FileCorpus):
             os.unlink(path)
             raise OSError("it is not the expected file (wrong checksum)")
         self._downloaded.add(file.path)
+
+    def _row_ranges(self, index: int) -> list[tuple[int, int | None]]:
+        return [(0, None)]  # it is not here
+
+    def for_task(self, folder: Path) -> FileCorpus:
+        corpus = copy.copy(self)
+        corpus._download_folder, corpus._downloaded, corpus._reads_all = folder / "downloads", set(), False
+        return corpus
 
     def estimate_text_bytes(self) -> float:
         return 1.5 * sum(size for _, size in self.files())  # they are compressed

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO, cast
 
@@ -29,6 +29,8 @@ COMPRESSION_CODECS = {".gz": "gzip", ".zst": "zstd"}
 COMPRESSION_RATIO = 3  # typical: bytes of text per byte of .gz or .zst
 READ_SIZE = 1 << 20  # bytes or characters
 MAX_ROW_GROUP_BYTES = 1 << 25  # of text; larger row groups of a .parquet file are read in parts
+MIN_PART_BYTES, MAX_PARTS = 1 << 24, 1024  # of a corpus that is read in parts
+MAX_TOGETHER_BYTES = 1 << 28  # a larger file is not read together with others
 
 
 def text_suffix(path: Path) -> str | None:
@@ -82,6 +84,15 @@ def estimate_text_bytes(path: Path, text_field: str) -> int:
 # Files in order
 
 
+@dataclass(frozen=True)
+class Part:
+    """Some files of a corpus, by their indices, or some rows of a single one; None is the end of the file."""
+
+    indices: range
+    first_row: int = 0
+    stop_row: int | None = None
+
+
 class FileCorpus(Corpus):
     """Files in order. A .txt file is one document, as are a line of a .jsonl file and a row of a .parquet file.
 
@@ -101,25 +112,76 @@ class FileCorpus(Corpus):
 
     def batches(self, cursor: Cursor | None = None) -> Iterator[Batch]:
         first, *start = cast(Sequence[int], cursor or [0])
-        return pack_pieces(self._read_files(first, start), self.name)
+        for group in self.file_groups():
+            if first < group.stop:
+                yield from self.read_files(range(max(first, group.start), group.stop), *start)
+                start = []  # only the first file starts inside
 
-    def _read_files(self, first: int, start: Sequence[int]) -> Iterator[Piece | Batch]:
+    def file_groups(self) -> Iterator[range]:
+        """The files, by their indices: each large one alone, and small ones together. No batch is of two groups."""
+        most, first, total = min(self._part_bytes, MAX_TOGETHER_BYTES), 0, 0
+        for index, (_, size) in enumerate(self.files()):
+            if index > first and total + size > most:
+                yield range(first, index)
+                first, total = index, 0
+            total += size
+        yield range(first, len(self.files()))
+
+    def read_files(self, indices: range, *start: int, stop_row: int | None = None) -> Iterator[Batch]:
+        """Batches of some files. `start` is what follows the first one's index in a cursor, nothing at its beginning.
+
+        A .parquet file ends before `stop_row`, the first row of a row group.
+        """
+        return pack_pieces(self._read_pieces(indices, start, stop_row), self.name)
+
+    def _read_pieces(self, indices: range, start: Sequence[int], stop_row: int | None) -> Iterator[Piece | Batch]:
         files = self.files()
-        before, total = sum(size for _, size in files[:first]), max(1, sum(size for _, size in files))
-        for index, (path, size) in enumerate(files[first:], start=first):
+        before, total = sum(size for _, size in files[: indices.start]), max(1, sum(size for _, size in files))
+        for index in indices:
+            path, size = files[index]
             self.wait_for(index)
             with _reading(str(path)):
-                for part in self._read_file(path, *start):
+                for part in self._read_file(path, start, stop_row):
                     fraction_read = (before + size * (part.fraction_read or 0)) / total
                     yield replace(part, cursor=[index, *part.cursor], fraction_read=fraction_read)
-            before, start = before + size, ()  # only the first file starts inside
+            before, start = before + size, ()
 
-    def _read_file(self, path: Path, *start: int) -> Iterator[Piece | Batch]:
-        """Reads one file. `start` is what follows the file's index in a cursor, and nothing at its beginning."""
+    def _read_file(self, path: Path, start: Sequence[int], stop_row: int | None) -> Iterator[Piece | Batch]:
         suffix = text_suffix(path)
         if suffix == ".txt":
             return read_txt(path, self.separator, *start)
-        return (read_jsonl if suffix == ".jsonl" else read_parquet)(path, self.text_field, *start)
+        if suffix == ".jsonl":
+            return read_jsonl(path, self.text_field, *start)
+        row, char = start or (0, 0)
+        return read_parquet(path, self.text_field, row, char, stop_row)
+
+    def parts(self) -> list[Part]:
+        """All of it, in parts that can be read apart, and are the same whoever reads them."""
+        parts = []
+        for indices in self.file_groups():
+            rows = self._row_ranges(indices[0]) if len(indices) == 1 else [(0, None)]
+            parts += [Part(indices, first, stop) for first, stop in rows]
+        return parts
+
+    def read_part(self, part: Part) -> Iterator[Batch]:
+        start = [part.first_row, 0] if part.first_row else []
+        return self.read_files(part.indices, *start, stop_row=part.stop_row)
+
+    def _row_ranges(self, index: int) -> list[tuple[int, int | None]]:
+        """Ranges of a file's rows that can be read apart; None is its end."""
+        path = self.files()[index][0]
+        if text_suffix(path) != ".parquet":
+            return [(0, None)]
+        return row_ranges(path, self.text_field, self._part_bytes)
+
+    @property
+    def _part_bytes(self) -> int:
+        """Larger for a large corpus, so that there are not too many parts."""
+        return max(MIN_PART_BYTES, sum(size for _, size in self.files()) // MAX_PARTS)
+
+    def for_task(self, folder: Path) -> FileCorpus:
+        """The same corpus for a task that reads some of its files and may write into a folder of its own."""
+        return self
 
 
 class Files(FileCorpus):
@@ -133,6 +195,9 @@ class Files(FileCorpus):
 
     def files(self) -> list[tuple[Path, int]]:
         return self._files
+
+    def estimate_text_bytes(self) -> float:
+        return sum(estimate_text_bytes(path, self.text_field) for path, _ in self._files)
 
     def has_changed(self) -> bool:
         try:
@@ -250,7 +315,9 @@ def _parse_lines(content: bytes, text_field: str, path: Path, first_line: int) -
 # .parquet
 
 
-def read_parquet(path: Path, text_field: str, row: int = 0, char: int = 0) -> Iterator[Piece | Batch]:
+def read_parquet(
+    path: Path, text_field: str, row: int = 0, char: int = 0, stop_row: int | None = None
+) -> Iterator[Piece | Batch]:
     """A document per row. A cursor is the number of rows before it, and an offset in characters within a long document.
 
     Small row groups are read by the workers; large ones here, in parts.
@@ -264,6 +331,8 @@ def read_parquet(path: Path, text_field: str, row: int = 0, char: int = 0) -> It
         num_rows = metadata.row_group(group).num_rows
         first_row, end = end, end + num_rows
         fraction_read = end / max(1, metadata.num_rows)
+        if stop_row is not None and first_row >= stop_row:
+            return
         if num_rows == 0 or (row, char) >= (end, 0):
             continue
         if text_bytes <= MAX_ROW_GROUP_BYTES and (row, char) <= (first_row, 0):
@@ -279,6 +348,22 @@ def read_parquet(path: Path, text_field: str, row: int = 0, char: int = 0) -> It
             for offset, part in split_long_document(text):
                 if (number, offset) >= (row, char):
                     yield Piece([number, offset], part, continues=offset > 0, fraction_read=fraction_read)
+
+
+def row_ranges(path: Path, text_field: str, text_bytes: int) -> list[tuple[int, int | None]]:
+    """Ranges of the rows of a .parquet file with at most so much text, which no batch goes beyond; None is the end."""
+    with _reading(str(path)):
+        metadata = _parquet_metadata(path)
+    ranges: list[tuple[int, int | None]] = []
+    start = row = total = 0
+    sizes = _row_group_text_bytes(metadata, text_field)
+    for group, size in enumerate(sizes):
+        # a batch may be of two row groups only if both are read in pieces
+        if row > start and total + size > text_bytes and size <= MAX_ROW_GROUP_BYTES:
+            ranges.append((start, row))
+            start, total = row, 0
+        total, row = total + size, row + metadata.row_group(group).num_rows
+    return [*ranges, (start, None)]
 
 
 def _read_rows(path: Path, text_field: str, group: int, first_row: int, rows_at_once: int) -> Iterator[str]:

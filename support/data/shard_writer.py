@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,7 +19,7 @@ from support.cli import UserError
 from support.data.corpus import Corpus, Cursor
 from support.data.encode import EncodedBatch
 from support.data.output_folder import OutputFolder
-from support.data.shards import ShardEntry, load_shard, shard_name, write_shard
+from support.data.shards import Manifest, ShardEntry, load_shard, shard_name, write_shard
 from support.files import check_free_space
 
 VAL_FRACTION = 0.1  # of a corpus that fits into one shard
@@ -68,21 +70,64 @@ def cut_into_chunks(batches: Iterable[EncodedBatch], size: int, skip: int, limit
         yield Chunk(buffer[:filled], end, is_last=True)
 
 
+def split_corpus(
+    parts: Sequence[Tokens], size: int, fraction: float, manifest: Manifest
+) -> list[tuple[str, int, int, int]]:
+    """The shards of a corpus in parts, its last `fraction` for validation: split, index, first token and the one after.
+
+    None for a corpus that is too short.
+    """
+    from tqdm import tqdm
+
+    total = sum(map(len, parts))
+    if total < 2:
+        return []
+    split_documents = bool(manifest["settings"].get("split_documents"))
+    split_point = val_split_point(parts, manifest["vocab_size"] - 1, fraction, split_documents)
+    val_tokens = total - split_point
+    tqdm.write(f"the last {val_tokens / total:.1%} of the text, {val_tokens:,} tokens, is held out for validation")
+    if val_tokens > 2 * max(1, fraction * total):
+        tqdm.write(
+            f"note: that is more than {fraction:.0%} because the last document is long. Split it with "
+            "--split-documents, or divide the text into more documents with --document-separator."
+        )
+    train, val = range(0, split_point, size), range(split_point, total, size)
+    shards = [("train", i, start, min(start + size, split_point)) for i, start in enumerate(train, start=len(val))]
+    return shards + [("val", i, start, min(start + size, total)) for i, start in enumerate(val)]
+
+
 def val_split_point(parts: Sequence[Tokens], eot: int, fraction: float, split_documents: bool = False) -> int:
-    """The token at which the validation split starts, the last `fraction` of a corpus in parts of one size.
+    """The token at which the validation split starts, the last `fraction` of a corpus in parts.
 
     It is the start of the nearest document. If there is no other document, or with `split_documents` none that starts
     near, it is inside a text.
     """
     total = sum(map(len, parts))
     ideal = total - max(1, round(fraction * total))
-    starts = np.concatenate([i * len(parts[0]) + np.flatnonzero(part == eot) for i, part in enumerate(parts)])[1:]
     inside = max(1, ideal)
-    if len(starts) == 0:
+    starts = nearest_documents(parts, eot, inside)
+    if not starts:
         return inside
-    nearest = int(starts[np.abs(starts - ideal).argmin()])
+    nearest = min(starts, key=lambda start: abs(start - ideal))
     is_far = abs(nearest - ideal) > MAX_CUT_ERROR * (total - ideal)
     return inside if split_documents and is_far else nearest
+
+
+def nearest_documents(parts: Sequence[Tokens], eot: int, position: int) -> list[int]:
+    """Where the last document before a position starts, unless it is the first of all, and the first one from it on."""
+    offsets = [0, *itertools.accumulate(map(len, parts))]
+    pairs = list(zip(offsets, parts, strict=False))
+    before = (  # lazily, from the position outwards: a corpus may be larger than the memory
+        offset + int(found[-1])
+        for offset, part in reversed(pairs)
+        if offset < position and len(found := np.flatnonzero(part[: position - offset] == eot))
+    )
+    after = (
+        max(offset, position) + int(found[0])
+        for offset, part in pairs
+        if position < offset + len(part) and len(found := np.flatnonzero(part[max(0, position - offset) :] == eot))
+    )
+    return [start for start in (next(before, 0), next(after, 0)) if start]
 
 
 # -----------------------------------------------------------------------------
@@ -133,7 +178,7 @@ class ShardWriter:
             parts = [load_shard(self.folder.directory / part["file"]) for part in manifest["unsplit"]]
             self._write_all(self._split(parts, val_fraction))
         if not manifest["shards"]:
-            raise UserError(f"there is no text in {self.corpus.name}. Use other files, or another data set.")
+            raise no_text(self.corpus)
 
     def _in_order(self) -> Generator[NewShard, None, None]:
         finished = [entry for entry in self.folder.manifest["shards"] if "end" in entry]  # not those of a split
@@ -156,29 +201,13 @@ class ShardWriter:
 
     def _split(self, parts: Sequence[Tokens], fraction: float) -> Generator[NewShard, None, None]:
         """The unfinished shards of a corpus in parts of a shard's size, its last `fraction` for validation."""
-        from tqdm import tqdm
-
-        total, size, manifest = sum(map(len, parts)), self.shard_size, self.folder.manifest
-        if total < 2:
-            return
-        split_documents = bool(manifest["settings"].get("split_documents"))
-        split_point = val_split_point(parts, manifest["vocab_size"] - 1, fraction, split_documents)
-        val_tokens = total - split_point
-        tqdm.write(f"the last {val_tokens / total:.1%} of the text, {val_tokens:,} tokens, is held out for validation")
-        if val_tokens > 2 * max(1, fraction * total):
-            tqdm.write(
-                f"note: that is more than {fraction:.0%} because the last document is long. Split it with "
-                "--split-documents, or divide the text into more documents with --document-separator."
-            )
-        train, val = range(0, split_point, size), range(split_point, total, size)
-        shards = [("train", index, start, split_point) for index, start in enumerate(train, start=len(val))]
-        shards += [("val", index, start, total) for index, start in enumerate(val)]
-        for split, index, start, end in shards[len(manifest["shards"]) :]:
-            part, offset = divmod(start, size)
-            count = min(size, end - start)
-            tokens = parts[part][offset : offset + count]
-            if len(tokens) < count:  # the rest is in the next part
-                tokens = np.concatenate([tokens, parts[part + 1][: count - len(tokens)]])
+        manifest = self.folder.manifest
+        shards = split_corpus(parts, self.shard_size, fraction, manifest)
+        for split, index, start, stop in shards[len(manifest["shards"]) :]:
+            part, offset = divmod(start, self.shard_size)
+            tokens = parts[part][offset : offset + stop - start]
+            if len(tokens) < stop - start:  # the rest is in the next part
+                tokens = np.concatenate([tokens, parts[part + 1][: stop - start - len(tokens)]])
             yield NewShard(split, index, tokens)
 
     def _write_all(self, shards: Generator[NewShard, None, None]) -> None:
@@ -195,27 +224,49 @@ class ShardWriter:
     def _write(self, shard: NewShard) -> None:
         from tqdm import tqdm
 
-        path = self.folder.directory / shard_name(self.corpus.prefix, shard.split, shard.index)
-        documents = int(np.count_nonzero(shard.tokens == self.folder.manifest["vocab_size"] - 1))
-        try:
-            entry: ShardEntry = {
-                "file": path.name,
-                "split": shard.split,
-                "tokens": len(shard.tokens),
-                "documents": documents,
-                "sha256": write_shard(path, shard.tokens),
-            }
-            if shard.end is not None:
-                entry["end"] = json.dumps(shard.end)  # as a string it takes one line of the manifest, not ten
+        eot = self.folder.manifest["vocab_size"] - 1
+        with report_disk_errors(self.folder.directory):
+            entry = write_new_shard(shard, self.folder.directory, self.corpus.prefix, eot)
             self.folder.add(entry)
-        except OSError as error:
-            raise UserError(
-                f"cannot write to {self.folder.directory} ({error.strerror}). Fix this, then run the same command again "
-                "to resume."
-            ) from error
-        tqdm.write(f"{path.name}: {len(shard.tokens):,} tokens")
+        tqdm.write(f"{entry['file']}: {entry['tokens']:,} tokens")
         if shard.end is not None and shard.end[0] is not None:
             self.corpus.release(shard.end[0])
+
+
+def write_new_shard(shard: NewShard, directory: Path, prefix: str, eot: int, unique: bool = False) -> ShardEntry:
+    """Writes a shard into a folder; returns what its manifest says about it."""
+    path = directory / shard_name(prefix, shard.split, shard.index)
+    entry: ShardEntry = {
+        "file": path.name,
+        "split": shard.split,
+        "tokens": len(shard.tokens),
+        "documents": int(np.count_nonzero(shard.tokens == eot)),
+        "sha256": write_shard(path, shard.tokens, unique),
+    }
+    if shard.end is not None:
+        entry["end"] = json.dumps(shard.end)  # as a string it takes one line of the manifest, not ten
+    return entry
+
+
+@contextlib.contextmanager
+def report_disk_errors(directory: Path) -> Iterator[None]:
+    """Turns an error of the disk into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {directory} ({error.strerror}). Fix this, then run the same command again to resume."
+        ) from error
+
+
+def check_unchanged(corpus: Corpus, directory: Path) -> None:
+    """Raises a UserError if the files of a corpus are others than when it was opened."""
+    if corpus.has_changed():
+        raise UserError(f"{corpus.name} changed while it was read. Remove {directory} and run the command again.")
+
+
+def no_text(corpus: Corpus) -> UserError:
+    return UserError(f"there is no text in {corpus.name}. Use other files, or another data set.")
 
 
 def show_progress(

@@ -52,7 +52,7 @@ class ShardEntry(TypedDict):
 
 
 class Manifest(TypedDict):
-    """What `manifest.json` says about a folder of shards. The last two keys exist only while the shards are made."""
+    """What `manifest.json` says about a folder of shards. The last three keys exist only while the shards are made."""
 
     tokenizer: str
     vocab_size: int
@@ -64,6 +64,7 @@ class Manifest(TypedDict):
     shards: list[ShardEntry]
     unsplit: NotRequired[list[ShardEntry]]  # parts of a corpus, to be split into train and val when all are there
     unsplit_complete: NotRequired[bool]
+    in_parts: NotRequired[bool]  # they are made by the tasks of `cluster`
 
 
 def shard_name(prefix: str, split: str, index: int) -> str:
@@ -245,9 +246,9 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 # Shards
 
 
-def write_shard(path: Path, tokens: npt.NDArray[np.uint16]) -> str:
-    """Writes one-dimensional tokens to `path`; returns the SHA-256 of the file, in hexadecimal."""
-    with files.atomic_write(path) as tmp:
+def write_shard(path: Path, tokens: npt.NDArray[np.uint16], unique: bool = False) -> str:
+    """Writes one-dimensional tokens to `path`, as `atomic_write` does; returns the SHA-256 of the file, in hexadecimal."""
+    with files.atomic_write(path, unique) as tmp:
         with open(tmp, "wb") as file:
             np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(tokens))
             file.write(np.ascontiguousarray(tokens).data.cast("B"))  # np.save does not say that a disk is full

@@ -1,0 +1,298 @@
+"""Shards by tasks on many machines, or many on one: the bytes that one process makes, for any number and order of tasks.
+
+datatrove's executors run three stages of tasks. A task depends on nothing but files, so it can be killed, repeated or run
+twice. It keeps what it finds finished, by checksums.
+
+    encode  some files, or rows of one -> a part: their tokens, and the cursor, length and checksum of each batch
+    plan    all parts -> which tokens each shard has
+    cut     tokens of parts -> a shard, and its entry in the manifest, which the last task writes
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import importlib.util
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from support import files
+from support.cli import UserError
+from support.data import encode, shard_writer
+from support.data.corpus import Batch, Corpus
+from support.data.output_folder import PARTS, OutputFolder
+from support.data.readers import FileCorpus, Part
+from support.data.shard_writer import report_disk_errors
+from support.data.shards import Manifest, ShardEntry, is_complete, load_shard, read_manifest, write_manifest
+from support.files import read_json, write_json
+
+if TYPE_CHECKING:
+    from datatrove.executor.base import PipelineExecutor
+
+EXECUTORS = ("local", "slurm", "ray")
+AGAIN = "Run the same command again."
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all tasks know.
+
+    Attributes:
+        encode_batches: that of `encode`, for a tokenizer.
+        directory: of the shards, an absolute path.
+        manifest: without shards.
+        working_directory: of other paths.
+    """
+
+    corpus: FileCorpus
+    parts: Sequence[Part]
+    encode_batches: Callable[[Iterable[Batch]], Iterator[encode.EncodedBatch]]
+    directory: Path
+    manifest: Manifest
+    shard_size: int
+    max_tokens: int | None
+    val_fraction: float | None
+    working_directory: Path = field(default_factory=Path.cwd)
+
+    def run(self, stage: Callable[[int], object], numbers: Sequence[int]) -> None:
+        """Calls `stage` for each number, whatever becomes of the others; raises a UserError with all their problems."""
+        problems: list[str] = []
+        os.chdir(self.working_directory)
+        for number in numbers:
+            if is_complete(self.directory):
+                return
+            try:
+                with report_disk_errors(self.folder):
+                    stage(number)
+            except UserError as error:
+                problems += error.problems
+        if problems and not is_complete(self.directory):  # otherwise a twin of this task has finished, and tidied up
+            raise UserError(*problems)
+
+    @property
+    def folder(self) -> Path:
+        return self.directory / PARTS
+
+    # ---- encode
+
+    def encode(self, _data: object, rank: int, world_size: int) -> None:
+        self.run(self._encode_part, range(rank, len(self.parts), world_size))
+
+    def _encode_part(self, number: int) -> None:
+        path = self._part_path(number)
+        if self._has_enough_before(number) or encode.is_intact(path):
+            return
+        corpus = self.corpus.for_task(path.with_suffix(".files"))
+        encode.write_batches(path, self.encode_batches(corpus.read_part(self.parts[number])))
+        corpus.close()
+        print(f"part {number + 1} of {len(self.parts)}: {encode.num_tokens(path):,} tokens", flush=True)
+
+    def _has_enough_before(self, number: int) -> bool:
+        """Whether the finished parts before one have `max_tokens` already."""
+        totals = itertools.accumulate(encode.num_tokens(self._part_path(i)) or 0 for i in range(number))
+        return self.max_tokens is not None and any(total >= self.max_tokens for total in totals)
+
+    def _part_path(self, number: int) -> Path:
+        return self.folder / f"part_{number:06d}.bin"
+
+    def _missing(self, number: int) -> str:
+        path, _ = self.corpus.files()[self.parts[number].indices[0]]
+        return f"part {number + 1}, from {path}, was not encoded; the reason is in {self.directory / 'logs'}. {AGAIN}"
+
+    # ---- plan
+
+    def plan(self, _data: object = None, rank: int = 0, world_size: int = 1) -> None:
+        self.run(self._plan, [0])
+
+    def _plan(self, _number: int) -> None:
+        counts: list[int] = []  # tokens of the parts that are needed
+        problems: list[str] = []
+        total, most, size = 0, self.max_tokens or sys.maxsize, self.shard_size
+        for number in range(len(self.parts)):
+            if total < most:
+                count = encode.num_tokens(self._part_path(number))
+                problems += [self._missing(number)] if count is None else []
+                counts.append(min(count or 0, most - total))
+                total += counts[-1]
+        if problems:
+            more = [f"{len(problems) - 9} more parts were not encoded. {AGAIN}"] if len(problems) > 9 else []
+            raise UserError(*problems[:9], *more)
+        in_order = self.val_fraction is None and total > size
+        if in_order:
+            starts = range(0, total, size)
+            shards = [("train" if i else "val", i, n, min(n + size, total)) for i, n in enumerate(starts)]
+        else:
+            tokens = [
+                np.memmap(self._part_path(i), encode.TOKEN, "r")[:count] for i, count in enumerate(counts) if count
+            ]
+            fraction = self.val_fraction or shard_writer.VAL_FRACTION
+            shards = shard_writer.split_corpus(tokens, size, fraction, self.manifest)
+        if not shards:
+            raise shard_writer.no_text(self.corpus)
+        write_json(self.folder / "plan.json", {"counts": counts, "in_order": in_order, "shards": shards})
+
+    # ---- cut
+
+    def cut(self, _data: object, rank: int, world_size: int) -> None:
+        if plan := read_json(self.folder / "plan.json"):  # if there is none, the reason is in its log
+            shards, offsets = plan["shards"], [0, *itertools.accumulate(plan["counts"])]
+
+            def cut_shard(number: int) -> None:
+                self._cut_shard(number, shards[number], offsets, plan["in_order"])
+
+            self.run(cut_shard, range(rank, len(shards), world_size))
+            self.run(self._finish, [len(shards)])
+
+    def _cut_shard(self, number: int, limits: tuple[str, int, int, int], offsets: list[int], in_order: bool) -> None:
+        path = self.folder / f"shard_{number:06d}.json"
+        if path.exists() or self._verify_earlier(path):
+            return
+        split, index, start, stop = limits
+        part = bisect.bisect_right(offsets, start) - 1
+        first, skip = encode.find_token(self._part_path(part), start - offsets[part])
+        batches = (
+            encode.read_batches(self._part_path(i), first if i == part else 0) for i in range(part, len(offsets) - 1)
+        )
+        stream = itertools.chain.from_iterable(batches)
+        chunk = next(shard_writer.cut_into_chunks(stream, stop - start, skip, limit=stop - start))
+        shard = shard_writer.NewShard(split, index, chunk.tokens, chunk.end if in_order else None)
+        eot = self.manifest["vocab_size"] - 1
+        entry = shard_writer.write_new_shard(shard, self.folder, self.corpus.prefix, eot, unique=True)
+        write_json(path, entry)
+        print(f"{entry['file']}: {entry['tokens']:,} tokens", flush=True)
+
+    def _shard_path(self, entry: ShardEntry) -> Path:
+        """Next to the parts, and at the end in the folder of the shards."""
+        path = self.folder / entry["file"]
+        return path if path.exists() else self.directory / entry["file"]
+
+    def _verify_earlier(self, path: Path) -> bool:
+        """Adopts the entry of a shard that tasks of an earlier command have made, if it is intact."""
+        with contextlib.suppress(UserError, OSError):
+            if entry := read_json(path.with_suffix(".earlier")):
+                load_shard(self._shard_path(entry), entry, verify=True)
+                path.with_suffix(".earlier").replace(path)
+                return True
+        return False
+
+    def _finish(self, num_shards: int) -> None:
+        """If all shards are there, writes the manifest and removes the parts."""
+        paths = sorted(self.folder.glob("shard_*.json"))
+        entries = [entry for path in paths if len(paths) == num_shards and (entry := read_json(path))]
+        if len(entries) < num_shards:
+            return
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(files.lock_folder(self.folder, "--output"))
+            except UserError:
+                return  # another task does this
+            shard_writer.check_unchanged(self.corpus, self.directory)
+            for entry in entries:
+                files.replace(self._shard_path(entry), self.directory / entry["file"])
+            manifest: Manifest = {**self.manifest, "shards": entries}
+            del manifest["in_parts"]
+            OutputFolder(self.directory, manifest).finish()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def divide(corpus: Corpus) -> tuple[FileCorpus, list[Part]]:
+    """A corpus, and its parts.
+
+    Raises:
+        UserError: it is not of files, or a file cannot be read.
+    """
+    if not isinstance(corpus, FileCorpus):
+        problem = f"{corpus.name} is not a list of files, which --executor can divide."
+        raise UserError(f"{problem} Download its files (hf download), and pass them with --input.")
+    return corpus, corpus.parts()
+
+
+# -----------------------------------------------------------------------------
+# datatrove's executors
+
+
+@dataclass(frozen=True)
+class Executor:
+    """What runs the tasks: datatrove's executor of a kind. A UserError if it is not installed or lacks an option."""
+
+    kind: str
+    tasks: int
+    options: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if importlib.util.find_spec("datatrove") is None:
+            raise UserError("--executor needs datatrove. Install it: pip install datatrove")
+        try:
+            self._datatrove(None, "", 1)
+        except (TypeError, ValueError) as error:
+            reason = str(error).replace(f"{self.kind.title()}PipelineExecutor.__init__() ", "")
+            raise UserError(f"--executor {self.kind}: {reason}. Correct --executor-options.") from error
+
+    def run(self, job: Job) -> Manifest:
+        """Runs all tasks, or submits them to Slurm; returns the manifest, which says whether the shards are complete.
+
+        Raises:
+            UserError: some failed, or cannot be submitted.
+        """
+        if job.manifest["shards"]:  # of a folder that was complete
+            raise UserError(f"{job.directory} has lost shards. Run the command without --executor to make them again.")
+        with report_disk_errors(job.directory):
+            job.folder.mkdir(exist_ok=True)
+            for path in job.folder.glob("shard_*.json"):  # to be verified before the shards count as finished
+                path.replace(path.with_suffix(".earlier"))
+            write_manifest(job.directory, job.manifest)  # a trained tokenizer is in it now
+        search_path = [str(Path(__file__).parents[2]), os.getenv("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, search_path))  # of tasks on other machines
+        if self.kind == "slurm":
+            encode = self._datatrove(job, "encode", self.tasks)
+            plan = self._datatrove(job, "plan", 1, depends=encode)
+            try:
+                self._datatrove(job, "cut", self.tasks, depends=plan).launch_job()
+            except (OSError, subprocess.CalledProcessError) as error:
+                raise UserError(f"the tasks were not submitted ({error}). Run this where sbatch works.") from error
+            return job.manifest
+        self._run_stage(job, "encode")
+        job.plan()
+        self._run_stage(job, "cut")
+        return read_manifest(job.directory)
+
+    def _datatrove(self, job: Job | None, stage: str, tasks: int, **more: Any) -> PipelineExecutor:
+        from datatrove import executor
+
+        if self.kind == "slurm":  # a stage starts when the one before has ended, and says what is missing
+            more |= {"run_on_dependency_fail": True, "job_name": f"shards_{stage}"}
+        more["logging_dir"] = str(job.directory / "logs" / stage) if job else ""
+        pipeline = [getattr(job, stage)] if job else []
+        options = self.options | {"tasks": tasks, "skip_completed": False} | more
+        return getattr(executor, f"{self.kind.title()}PipelineExecutor")(pipeline, **options)
+
+    def _run_stage(self, job: Job, stage: str) -> None:
+        if self.kind == "ray":
+            return self._datatrove(job, stage, self.tasks).run()
+        # each task in a process of its own: datatrove would wait forever for one that was killed
+        run = functools.partial(_run_task, self, job, stage)
+        codes = encode.run_processes(run, range(self.tasks), self.options.get("workers") or os.cpu_count() or 1)
+        if any(codes):
+            how = "were killed, perhaps for lack of memory" if min(codes) < 0 else "failed"
+            raise UserError(f"{sum(code != 0 for code in codes)} of {self.tasks} tasks {how}. {AGAIN}")
+
+
+def _run_task(executor: Executor, job: Job, stage: str, rank: int) -> None:
+    """Runs a task in this process. What datatrove says goes to its log alone."""
+    stderr = sys.stderr
+    with open(os.devnull, "w", encoding="utf-8") as sys.stderr:
+        try:
+            executor._datatrove(job, stage, executor.tasks, workers=1, local_tasks=1, local_rank_offset=rank).run()
+        except UserError as error:
+            print(*(f"error: {problem}" for problem in error.problems), sep="\n", file=stderr, flush=True)
+            os._exit(1)
