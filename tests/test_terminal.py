@@ -87,7 +87,7 @@ def on_a_terminal(rank: int) -> None:
     os.environ.pop("NO_COLOR", None)
     os.environ.pop("COLUMNS", None)
     terminal.REDRAW_SECONDS = 0
-    clock = itertools.count(run_logger.STARTED)
+    run_logger.STARTED, clock = 0, itertools.count()  # whole numbers: fractions would be rounded when added
     run_logger.time = SimpleNamespace(perf_counter=lambda: next(clock))
 
 
