@@ -27,6 +27,7 @@ import glob
 import hashlib
 import json
 import os
+import secrets
 import sys
 import sysconfig
 import warnings
@@ -201,7 +202,7 @@ def make_shards(
     manifest = new_manifest(corpus.name, corpus.revision, tokenizer, settings)
     divided = cluster.divide(corpus) if executor else None
     if divided:
-        manifest["in_parts"] = True
+        manifest["in_parts"] = cluster.PARTS + secrets.token_hex(4)
 
     with open_output_folder(Path(output), manifest, corpus.prefix) as folder:
         if not folder.is_finished:
@@ -213,7 +214,7 @@ def make_shards(
             engine = engine or default_engine()
             encode = functools.partial(encode_batches, tokenizer=name_or_path, engine=engine, workers=workers)
             sizes = shard_size, max_tokens
-            if executor and divided:
+            if executor and divided and "in_parts" in folder.manifest:
                 job = cluster.Job(*divided, encode, Path(output).absolute(), folder.manifest, *sizes, val_fraction)
                 folder.manifest = executor.run(job)
             else:
@@ -348,7 +349,7 @@ class Arguments:
     keep_downloads: bool = flag(False, "keep FineWeb's files after they are encoded", PERFORMANCE)
     executor: str | None = flag(
         None,
-        "what runs the tasks that make the shards, with datatrove",
+        "what runs the tasks that make the shards: processes of this machine; Slurm or Ray, with datatrove",
         PERFORMANCE,
         default_help="this process",
         choices=cluster.EXECUTORS,
@@ -358,10 +359,11 @@ class Arguments:
     )
     executor_options: list[tuple[str, Any]] | None = flag(
         None,
-        "options of datatrove's executor, such as time=4:00:00",
+        "options of datatrove's executor for Slurm or Ray, such as time=4:00:00",
         PERFORMANCE,
         default_help="datatrove's",
         type=parse_option,
+        hint="It must be NAME=VALUE.",
         nargs="+",
         metavar="NAME=VALUE",
     )
@@ -409,7 +411,9 @@ def _invalid_arguments(args: Arguments) -> list[str]:
     if args.executor is None:
         if args.tasks or args.executor_options:
             problems.append("--tasks and --executor-options are for --executor.")
-    elif args.keep_downloads:
+    elif args.executor == "local" and args.executor_options:
+        problems.append("--executor-options are for slurm and ray. Use --workers for the number of tasks at once.")
+    if args.executor and args.keep_downloads:
         problems.append("with --executor, files are not kept. Leave out --keep-downloads.")
     return problems
 
@@ -473,8 +477,8 @@ def main(argv: list[str] | None = None) -> None:
     executor, workers = None, args.workers or usable_cores()
     if args.executor:
         options = dict(args.executor_options or [])
-        executor = cluster.Executor(args.executor, args.tasks or usable_cores(), options)
-        workers = args.workers or options.get("cpus_per_task", 1)
+        executor = cluster.Executor(args.executor, args.tasks or usable_cores(), workers, options)
+        workers = 1 if args.executor == "local" else args.workers or options.get("cpus_per_task", 1)
     if tokenizer != "bpe":
         get_tokenizer(tokenizer)  # downloaded here, once, and not by every worker
     manifest = make_shards(
@@ -491,8 +495,7 @@ def main(argv: list[str] | None = None) -> None:
         workers=1 if tokenizer == "bytes" else workers,  # bytes need no encoding
         executor=executor,
     )
-    if not manifest["complete"]:
-        print(f"submitted. When the jobs have ended, the same command says whether {output} is complete.")
+    if not manifest["complete"]:  # Slurm's jobs are not at their end
         return
     shards = manifest["shards"]
     tokens, documents = sum(s["tokens"] for s in shards), sum(s.get("documents", 0) for s in shards)

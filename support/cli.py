@@ -138,7 +138,7 @@ class StoreChecked(argparse.Action):
             value = self.convert(text)
         except ValueError:
             wanted = "a number" if self.convert is float else "a whole number"
-            raise ValueError(f"is {text!r}. It must be {wanted}.") from None
+            raise ValueError(f"is {text!r}. " + (self.hint or f"It must be {wanted}.")) from None
         if self.allowed and value not in self.allowed:
             *others, last = self.allowed
             raise ValueError(f"is {value!r}. " + (self.hint or f"It must be {', '.join(others)} or {last}."))

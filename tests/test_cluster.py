@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,17 +18,18 @@ from shard_helpers import ADVERSARIAL, LONG, corpus_of, file_size_limit, files_i
 import fineweb
 from support import files
 from support.cli import UserError, run_cli
-from support.data import cluster, corpus, readers
+from support.data import cluster, corpus, encode, readers
 
 BATCH_CHARS = 700
 STAGES = ("encode", "plan", "cut")
 
 
 class InThisProcess(cluster.Executor):
-    """datatrove's local executor, one task after the other."""
+    """One task after the other."""
 
     def _run_stage(self, job, stage):
-        self._datatrove(job, stage, self.tasks, workers=1).run()
+        for rank in range(self.tasks):
+            getattr(job, stage)(None, rank, self.tasks)
 
 
 @pytest.fixture
@@ -57,18 +59,14 @@ def make(out, paths=("texts",), executor=None, **options):
 
 
 def in_tasks(number):
-    return InThisProcess("local", number, {})
+    return InThisProcess("local", number)
 
 
 def shards_of(folder):
-    """All files of the folder, except the tasks' logs."""
-    return files_in_without_logs(Path(folder))
-
-
-def files_in_without_logs(folder):
-    assert not (folder / "parts").exists()
-    (folder / "logs").rename(folder.parent / f"logs of {folder.name}")
-    return files_in(folder)
+    """All files of the folder, except the logs of Slurm's jobs."""
+    if (logs := Path(folder) / "logs").exists():
+        logs.rename(f"logs of {folder}")
+    return files_in(Path(folder))
 
 
 # ---- the same bytes
@@ -113,9 +111,7 @@ def test_a_corpus_of_no_document_or_one(texts, content):
 
 def test_parts_after_max_tokens_are_not_encoded(texts, capsys):
     make("out", executor=in_tasks(1), max_tokens=1000)
-    assert "part 1 of " in capsys.readouterr().out
-    logs = Path("out/logs/encode/logs")
-    assert len(list(logs.iterdir())) == 1
+    assert capsys.readouterr().out.count("part ") == 1
     _, parts = cluster.divide(fineweb.file_source(["texts"], "text"))
     make("all", executor=in_tasks(1))
     assert capsys.readouterr().out.count("part ") == len(parts)
@@ -131,10 +127,11 @@ def a_job(out, **options):
     class Killed(cluster.Executor):
         def _run_stage(self, job, stage):
             jobs.append(job)
+            (job.folder / "begun").touch()  # a killed command removes nothing
             raise UserError("killed")
 
     with pytest.raises(UserError, match="killed"):
-        make(out, executor=Killed("local", 1, {}), **options)
+        make(out, executor=Killed("local", 1), **options)
     return jobs[0]
 
 
@@ -219,7 +216,7 @@ def test_after_a_full_disk_the_same_command_resumes(texts):
     make("one")
     for size in (3000, 3500):  # parts are larger; shards are
         job = a_job("out")
-        with pytest.raises(UserError, match=r"cannot write to .*parts \(File too large\)"), file_size_limit(size):
+        with pytest.raises(UserError, match=r"cannot write to .*parts_\w+ \(File too large\)"), file_size_limit(size):
             for stage in STAGES:
                 getattr(job, stage)(None, 0, 1)
     make("out", executor=in_tasks(2))
@@ -230,11 +227,11 @@ def test_a_file_that_fails_is_named_and_the_others_go_on(texts, capfd):
     good = (texts / "d.jsonl").read_text()
     (texts / "d.jsonl").write_text("not JSON\n" + good)
     stamp = (texts / "d.jsonl").stat()
-    with pytest.raises(UserError, match=r"^1 of 2 tasks failed\. Run the same command again\.$"):
-        make("out", executor=cluster.Executor("local", 2, {}))
+    with pytest.raises(UserError, match=r"^of 2 tasks, 1 failed\. Run the same command again; if the input "):
+        make("out", executor=cluster.Executor("local", 2))
     assert capfd.readouterr().err.count("error: texts/d.jsonl, line 1 is not JSON") == 1
     _, parts = cluster.divide(fineweb.file_source(["texts"], "text"))
-    assert len(list(Path("out/parts").glob("part_*.json"))) == len(parts) - 1
+    assert len(list(Path("out").glob("parts_*/part_*.json"))) == len(parts) - 1
     assert stamp.st_size == (texts / "d.jsonl").stat().st_size
 
 
@@ -245,8 +242,60 @@ def kill_me(batches):
 def test_a_killed_task_is_reported(texts):
     job = a_job("out")
     object.__setattr__(job, "encode_batches", kill_me)
-    with pytest.raises(UserError, match="2 of 2 tasks were killed, perhaps for lack of memory"):
-        cluster.Executor("local", 2, {"workers": 2}).run(job)
+    with pytest.raises(UserError, match="of 2 tasks, 2 killed, perhaps for lack of memory"):
+        cluster.Executor("local", 2, processes=2).run(job)
+
+
+def note_and_wait(number):
+    Path("task").write_text(str(os.getpid()))
+    time.sleep(300)
+
+
+def start_a_task():
+    encode.run_processes(note_and_wait, [0], 1)
+
+
+@pytest.mark.slow
+def test_tasks_end_with_the_command(tmp_path, monkeypatch):
+    """A task that goes on could write into the folder of a later command."""
+    monkeypatch.chdir(tmp_path)
+    command = FORKS.Process(target=start_a_task)
+    command.start()
+    wait_until(lambda: Path("task").exists() and Path("task").read_text())
+    task = int(Path("task").read_text())
+    command.kill()
+    command.join()
+    wait_until(lambda: not is_alive(task))
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_alive(process):
+    """Whether it runs: it is not gone, and no zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_tasks_that_were_left_behind_do_not_write_into_other_shards(texts):
+    """As Slurm's, if the folder was removed, or only its manifest, and the command repeated with other files."""
+    first = a_job("out")
+    first.encode(None, 0, 2)
+    (Path("out") / "manifest.json").unlink()
+    others = ["texts/a.txt", "texts/d.jsonl"]
+    make("one", others)
+    second = a_job("out", paths=others)
+    first.encode(None, 1, 2)
+    for stage in STAGES:
+        getattr(second, stage)(None, 0, 1)
+        getattr(first, stage)(None, 0, 1)
+    assert files_in(Path("out")) == files_in(Path("one"))
 
 
 def test_what_one_process_began_no_executor_continues(texts, monkeypatch):
@@ -258,12 +307,22 @@ def test_what_one_process_began_no_executor_continues(texts, monkeypatch):
     with pytest.raises(UserError, match="broken"), monkeypatch.context() as patch:
         patch.setattr(files, "sha256_of", lambda path: (_ for _ in ()).throw(UserError("broken")))
         make("one")
-    (Path("one") / "manifest.json").exists()
-    make("done")
-    make("done", executor=in_tasks(1))  # nothing to do
-    next(Path("done").glob("*_train_000002.npy")).unlink()
-    with pytest.raises(UserError, match="done has lost shards. Run the command without --executor"):
-        make("done", executor=in_tasks(1))
+
+
+@pytest.mark.parametrize("lost", ["_val_000000.npy", "_train_000002.npy"])
+def test_a_lost_shard_is_made_again_by_either(texts, lost):
+    make("one")
+    for executor in (None, in_tasks(2)):
+        make("out", executor=in_tasks(1))
+        next(Path("out").glob(f"*{lost}")).unlink()
+        make("out", executor=executor)
+        assert files_in(Path("out")) == files_in(Path("one"))
+
+
+def test_nothing_is_left_of_a_corpus_without_text(texts):
+    with pytest.raises(UserError, match="there is no text"):
+        make("out", ["texts/b.txt"], in_tasks(1))
+    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize(
@@ -271,8 +330,9 @@ def test_what_one_process_began_no_executor_continues(texts, monkeypatch):
     [
         ("--tasks 3", "--tasks and --executor-options are for --executor"),
         ("--executor local --keep-downloads", "Leave out --keep-downloads"),
-        ("--executor local --executor-options workers", "--executor-options"),
-        ("--executor local --executor-options speed=9", "unexpected keyword argument 'speed'. Correct"),
+        ("--executor slurm --executor-options time", "--executor-options is 'time'. It must be NAME=VALUE."),
+        ("--executor local --executor-options workers=2", "Use --workers for the number of tasks at once"),
+        ("--executor ray --executor-options speed=9", "unexpected keyword argument 'speed'. Correct"),
         ("--executor slurm", "missing 2 required positional arguments: 'time' and 'partition'"),
     ],
 )
@@ -287,7 +347,7 @@ def test_only_files_can_be_divided(texts, monkeypatch):
         fineweb.make_shards(corpus_of(["a"]), "out", tokenizer="bytes", executor=in_tasks(1))
     monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install datatrove"):
-        in_tasks(1)
+        cluster.Executor("ray", 1)
     assert not Path("out").exists()
 
 
@@ -299,6 +359,9 @@ n=$(ls queue | wc -l); cp "${@: -1}" "queue/$n"; echo "$@" > "queue/$n.args"; ec
 """
 SRUN = '#!/bin/bash\nwhile [[ $1 == -* ]]; do [[ $1 == -n ]] && shift; shift; done\nexec "$@"\n'
 SCONTROL = "#!/bin/bash\necho node1\n"
+SQUEUE = """#!/bin/bash
+[[ -f running ]] && echo "$@"
+"""
 
 
 @pytest.mark.slow
@@ -310,20 +373,24 @@ def test_slurm(texts, tmp_path, monkeypatch):
     flags = ["--input", "texts", "--tokenizer", "bytes", "--shard-size", "2e7"]
     assert run_script("fineweb.py", *flags, "--output", "one", cwd=tmp_path).returncode == 0
     (tmp_path / "bin").mkdir()
-    for name, script in (("sbatch", SBATCH), ("srun", SRUN), ("scontrol", SCONTROL)):
+    for name, script in (("sbatch", SBATCH), ("srun", SRUN), ("scontrol", SCONTROL), ("squeue", SQUEUE)):
         (tmp_path / "bin" / name).write_text(script)
         (tmp_path / "bin" / name).chmod(0o755)
     path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
     monkeypatch.setenv("PATH", path)
 
-    def submit():
-        Path("queue").mkdir()
+    def command():
         done = run_script(
             "fineweb.py", *flags, "--output", "out", "--executor", "slurm", "--tasks", "2", "--executor-options",
             "partition=cpu", "time=4:00:00", "cpus_per_task=1", cwd=tmp_path,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines()[-1].startswith("submitted. When the jobs have ended, the same command says")
+        return done.stdout.splitlines()
+
+    def submit():
+        Path("queue").mkdir()
+        *_, progress, last = ["", *command()]
+        assert last == "submitted. The same command says later how far it is, or that the shards are complete."
         jobs = {}
         for job in sorted(Path("queue").glob("?")):
             script = job.read_text()
@@ -335,7 +402,7 @@ def test_slurm(texts, tmp_path, monkeypatch):
         for before, stage in (("encode", "plan"), ("plan", "cut")):
             assert f"--dependency=afterany:{jobs[before].name} " in arguments[stage]
         assert "--array=0-1" in jobs["encode"].read_text() and "--array=0-0" in jobs["plan"].read_text()
-        return jobs
+        return jobs, progress
 
     def run(job, rank):
         variables = {"SLURM_ARRAY_TASK_ID": str(rank), "SLURM_NODELIST": "node1", "RUN_OFFSET": "0"}
@@ -343,13 +410,18 @@ def test_slurm(texts, tmp_path, monkeypatch):
         done = subprocess.run(["bash", job], env=os.environ | variables, capture_output=True, text=True)
         return done.returncode, done.stdout + done.stderr
 
-    jobs = submit()
+    jobs, _ = submit()
     assert run(jobs["cut"], 0)[0] == 0
     code, output = run(jobs["plan"], 0)
     assert code != 0 and "was not encoded" in output
     assert run(jobs["encode"], 1)[0] == 0
+    Path("running").touch()
+    last = jobs["cut"].name
+    assert command()[-1] == f"2 of 4 parts are encoded; job {last}, the last one, is still queued or running"
+    Path("running").unlink()
     Path("queue").rename("first queue")
-    jobs = submit()
+    jobs, progress = submit()
+    assert progress.startswith("2 of 4 parts are encoded; the jobs have ended, see ")
     for stage, rank in (("encode", 1), ("encode", 0), ("plan", 0), ("cut", 1), ("cut", 0)):
         code, output = run(jobs[stage], rank)
         assert code == 0, output

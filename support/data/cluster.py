@@ -1,7 +1,8 @@
 """Shards by tasks on many machines, or many on one: the bytes that one process makes, for any number and order of tasks.
 
-datatrove's executors run three stages of tasks. A task depends on nothing but files, so it can be killed, repeated or run
-twice. It keeps what it finds finished, by checksums.
+Processes of this machine, or datatrove's executors, run three stages of tasks. A task depends on nothing but files, so it
+can be killed, repeated or run twice. It keeps what it finds finished, by checksums. Parts and shards are in a folder whose name
+is new each time that shards are begun, so tasks that were left behind do not write into others'.
 
     encode  some files, or rows of one -> a part: their tokens, and the cursor, length and checksum of each batch
     plan    all parts -> which tokens each shard has
@@ -19,7 +20,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from datatrove.executor.base import PipelineExecutor
 
 EXECUTORS = ("local", "slurm", "ray")
-AGAIN = "Run the same command again."
+AGAIN = "Run the same command again; if the input had to be changed, with another --output."
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,7 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        return self.directory / PARTS
-
-    # ---- encode
+        return self.directory / str(self.manifest["in_parts"])
 
     def encode(self, _data: object, rank: int, world_size: int) -> None:
         self.run(self._encode_part, range(rank, len(self.parts), world_size))
@@ -105,12 +104,6 @@ class Job:
     def _part_path(self, number: int) -> Path:
         return self.folder / f"part_{number:06d}.bin"
 
-    def _missing(self, number: int) -> str:
-        path, _ = self.corpus.files()[self.parts[number].indices[0]]
-        return f"part {number + 1}, from {path}, was not encoded; the reason is in {self.directory / 'logs'}. {AGAIN}"
-
-    # ---- plan
-
     def plan(self, _data: object = None, rank: int = 0, world_size: int = 1) -> None:
         self.run(self._plan, [0])
 
@@ -121,7 +114,10 @@ class Job:
         for number in range(len(self.parts)):
             if total < most:
                 count = encode.num_tokens(self._part_path(number))
-                problems += [self._missing(number)] if count is None else []
+                if count is None:
+                    path, _ = self.corpus.files()[self.parts[number].indices[0]]
+                    where = f"the reason is in {self.directory / 'logs'}"
+                    problems.append(f"part {number + 1}, from {path}, was not encoded; {where}. {AGAIN}")
                 counts.append(min(count or 0, most - total))
                 total += counts[-1]
         if problems:
@@ -132,16 +128,14 @@ class Job:
             starts = range(0, total, size)
             shards = [("train" if i else "val", i, n, min(n + size, total)) for i, n in enumerate(starts)]
         else:
-            tokens = [
-                np.memmap(self._part_path(i), encode.TOKEN, "r")[:count] for i, count in enumerate(counts) if count
-            ]
+            paths = ((self._part_path(i), count) for i, count in enumerate(counts) if count)
+            tokens = [np.memmap(path, encode.TOKEN, "r")[:count] for path, count in paths]
             fraction = self.val_fraction or shard_writer.VAL_FRACTION
             shards = shard_writer.split_corpus(tokens, size, fraction, self.manifest)
         if not shards:
+            shutil.rmtree(self.folder)  # with parts, other files would be refused
             raise shard_writer.no_text(self.corpus)
         write_json(self.folder / "plan.json", {"counts": counts, "in_order": in_order, "shards": shards})
-
-    # ---- cut
 
     def cut(self, _data: object, rank: int, world_size: int) -> None:
         if plan := read_json(self.folder / "plan.json"):  # if there is none, the reason is in its log
@@ -160,9 +154,8 @@ class Job:
         split, index, start, stop = limits
         part = bisect.bisect_right(offsets, start) - 1
         first, skip = encode.find_token(self._part_path(part), start - offsets[part])
-        batches = (
-            encode.read_batches(self._part_path(i), first if i == part else 0) for i in range(part, len(offsets) - 1)
-        )
+        paths = map(self._part_path, range(part, len(offsets) - 1))
+        batches = (encode.read_batches(path, 0 if i else first) for i, path in enumerate(paths))
         stream = itertools.chain.from_iterable(batches)
         chunk = next(shard_writer.cut_into_chunks(stream, stop - start, skip, limit=stop - start))
         shard = shard_writer.NewShard(split, index, chunk.tokens, chunk.end if in_order else None)
@@ -202,7 +195,8 @@ class Job:
             manifest: Manifest = {**self.manifest, "shards": entries}
             del manifest["in_parts"]
             OutputFolder(self.directory, manifest).finish()
-            shutil.rmtree(self.folder, ignore_errors=True)
+            for folder in self.directory.glob(f"{PARTS}*"):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def divide(corpus: Corpus) -> tuple[FileCorpus, list[Part]]:
@@ -212,26 +206,35 @@ def divide(corpus: Corpus) -> tuple[FileCorpus, list[Part]]:
         UserError: it is not of files, or a file cannot be read.
     """
     if not isinstance(corpus, FileCorpus):
-        problem = f"{corpus.name} is not a list of files, which --executor can divide."
-        raise UserError(f"{problem} Download its files (hf download), and pass them with --input.")
+        raise UserError(
+            f"{corpus.name} is not a list of files, which --executor can divide. Pass files with --input (of a data set: hf download, first)."
+        )
     return corpus, corpus.parts()
 
 
 # -----------------------------------------------------------------------------
-# datatrove's executors
+# What runs the tasks
 
 
 @dataclass(frozen=True)
 class Executor:
-    """What runs the tasks: datatrove's executor of a kind. A UserError if it is not installed or lacks an option."""
+    """Processes of this machine, or datatrove's executor of another kind. A UserError if that is not installed.
+
+    Attributes:
+        processes: that run at once, for `local`.
+        options: of datatrove's executor.
+    """
 
     kind: str
     tasks: int
-    options: dict[str, Any]
+    processes: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.kind == "local":
+            return
         if importlib.util.find_spec("datatrove") is None:
-            raise UserError("--executor needs datatrove. Install it: pip install datatrove")
+            raise UserError(f"--executor {self.kind} needs datatrove. Install it: pip install datatrove")
         try:
             self._datatrove(None, "", 1)
         except (TypeError, ValueError) as error:
@@ -244,8 +247,15 @@ class Executor:
         Raises:
             UserError: some failed, or cannot be submitted.
         """
-        if job.manifest["shards"]:  # of a folder that was complete
-            raise UserError(f"{job.directory} has lost shards. Run the command without --executor to make them again.")
+        submission = job.folder / "submitted.json"
+        if self.kind == "slurm" and (earlier := read_json(submission)):
+            print(f"{len(list(job.folder.glob('part_*.json')))} of {len(job.parts)} parts are encoded", end="; ")
+            # of a job that ended long ago, squeue prints only an error
+            squeue = ["squeue", "--noheader", f"--jobs={earlier}"]
+            if shutil.which("squeue") and subprocess.run(squeue, capture_output=True).stdout.strip():
+                print(f"job {earlier}, the last one, is still queued or running")
+                return job.manifest
+            print(f"the jobs have ended, see {job.directory / 'logs'}. What is missing is submitted again.")
         with report_disk_errors(job.directory):
             job.folder.mkdir(exist_ok=True)
             for path in job.folder.glob("shard_*.json"):  # to be verified before the shards count as finished
@@ -256,10 +266,15 @@ class Executor:
         if self.kind == "slurm":
             encode = self._datatrove(job, "encode", self.tasks)
             plan = self._datatrove(job, "plan", 1, depends=encode)
+            cut = self._datatrove(job, "cut", self.tasks, depends=plan)
             try:
-                self._datatrove(job, "cut", self.tasks, depends=plan).launch_job()
+                cut.launch_job()
             except (OSError, subprocess.CalledProcessError) as error:
-                raise UserError(f"the tasks were not submitted ({error}). Run this where sbatch works.") from error
+                raise UserError(
+                    "sbatch is missing, or has said above why it failed. Correct that, then run this again."
+                ) from error
+            write_json(submission, cut.job_id)
+            print("submitted. The same command says later how far it is, or that the shards are complete.")
             return job.manifest
         self._run_stage(job, "encode")
         job.plan()
@@ -269,30 +284,20 @@ class Executor:
     def _datatrove(self, job: Job | None, stage: str, tasks: int, **more: Any) -> PipelineExecutor:
         from datatrove import executor
 
+        options = dict(self.options)
         if self.kind == "slurm":  # a stage starts when the one before has ended, and says what is missing
             more |= {"run_on_dependency_fail": True, "job_name": f"shards_{stage}"}
+            # srun does not take over that of sbatch; datatrove would ask for a QOS that a cluster may not have
+            options = {"srun_args": {"cpus-per-task": options.get("cpus_per_task", 1)}, "qos": None} | options
         more["logging_dir"] = str(job.directory / "logs" / stage) if job else ""
-        pipeline = [getattr(job, stage)] if job else []
-        options = self.options | {"tasks": tasks, "skip_completed": False} | more
-        return getattr(executor, f"{self.kind.title()}PipelineExecutor")(pipeline, **options)
+        options |= {"pipeline": [getattr(job, stage)] if job else [], "tasks": tasks, "skip_completed": False} | more
+        return getattr(executor, f"{self.kind.title()}PipelineExecutor")(**options)
 
     def _run_stage(self, job: Job, stage: str) -> None:
         if self.kind == "ray":
             return self._datatrove(job, stage, self.tasks).run()
-        # each task in a process of its own: datatrove would wait forever for one that was killed
-        run = functools.partial(_run_task, self, job, stage)
-        codes = encode.run_processes(run, range(self.tasks), self.options.get("workers") or os.cpu_count() or 1)
+        task = functools.partial(getattr(job, stage), None, world_size=self.tasks)
+        codes = encode.run_processes(task, range(self.tasks), self.processes)
         if any(codes):
-            how = "were killed, perhaps for lack of memory" if min(codes) < 0 else "failed"
-            raise UserError(f"{sum(code != 0 for code in codes)} of {self.tasks} tasks {how}. {AGAIN}")
-
-
-def _run_task(executor: Executor, job: Job, stage: str, rank: int) -> None:
-    """Runs a task in this process. What datatrove says goes to its log alone."""
-    stderr = sys.stderr
-    with open(os.devnull, "w", encoding="utf-8") as sys.stderr:
-        try:
-            executor._datatrove(job, stage, executor.tasks, workers=1, local_tasks=1, local_rank_offset=rank).run()
-        except UserError as error:
-            print(*(f"error: {problem}" for problem in error.problems), sep="\n", file=stderr, flush=True)
-            os._exit(1)
+            how = "killed, perhaps for lack of memory" if min(codes) < 0 else "failed"
+            raise UserError(f"of {self.tasks} tasks, {sum(code != 0 for code in codes)} {how}. {AGAIN}")

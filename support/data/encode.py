@@ -14,11 +14,12 @@ import os
 import random
 import signal
 import tempfile
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing import resource_tracker
+from multiprocessing import parent_process, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -309,7 +310,19 @@ def run_processes(function: Callable[[int], None], numbers: Iterable[int], at_on
 
 def _run_alone(function: Callable[[int], None], number: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that waits for this one ends it
-    function(number)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        function(number)
+    except UserError as error:
+        raise SystemExit("\n".join(f"error: {problem}" for problem in error.problems)) from None
+
+
+def _end_with_parent() -> None:
+    """A process that is killed cannot end those that it started."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _serve(connection: Connection, tokenizer: str, engine: str) -> None:

@@ -22,7 +22,7 @@ from support.data.shards import (
 )
 from support.data.tokenizer import TOKENIZER_JSON, VOCAB_SIZES
 
-PARTS = "parts"  # a folder in it, of shards that the tasks of `cluster` make
+PARTS = "parts_"  # a folder in it, of shards that the tasks of `cluster` make: the beginning of its name
 
 # A shard, a part of a corpus before its split (which earlier versions called "counted"), or what a killed run wrote of it.
 _LEFTOVER = re.compile(r"\.?(?P<prefix>.+)_(train|val|unsplit|counted)_[0-9]{6,12}\.npy(\.partial)?")
@@ -107,9 +107,9 @@ def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str) -> 
     """
     earlier = load_manifest(directory)
     was_begun = earlier is not None and bool(earlier["shards"] or earlier["unsplit"] or earlier.get("in_parts"))
-    if earlier and was_begun and not earlier["complete"] and earlier.get("in_parts") != manifest.get("in_parts"):
+    if earlier and was_begun and not earlier["complete"] and ("in_parts" in earlier) != ("in_parts" in manifest):
         raise UserError(
-            f"{directory} was begun {'with' if earlier.get('in_parts') else 'without'} --executor. Continue it so, or "
+            f"{directory} was begun {'with' if 'in_parts' in earlier else 'without'} --executor. Continue it so, or "
             "use another --output."
         )
     if earlier and (differences := _differences(manifest, earlier)):
@@ -136,7 +136,11 @@ def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str) -> 
         return OutputFolder(directory, earlier, is_finished=True)
     unsplit_complete = bool(earlier["unsplit_complete"]) and len(unsplit) == len(earlier["unsplit"])
     adopted: Manifest = {**manifest, "shards": shards, "unsplit": unsplit, "unsplit_complete": unsplit_complete}
-    if sha256 and (shards or unsplit or earlier.get("in_parts")):
+    if "in_parts" in earlier:
+        adopted["in_parts"] = earlier["in_parts"]
+    elif shards:  # they were complete: one process makes those from a lost one on
+        adopted.pop("in_parts", None)
+    if sha256 and (shards or unsplit or "in_parts" in earlier):
         adopted["tokenizer_sha256"] = sha256
     return OutputFolder(directory, adopted)
 
@@ -168,8 +172,10 @@ def _intact_shards(directory: Path, manifest: Manifest, entries: list[ShardEntry
 
 def _remove_if_empty(folder: OutputFolder) -> None:
     """After an error, removes what is in a folder without shards, then the folder unless something else is in it."""
-    if not folder.finished_shards and not (folder.directory / PARTS).exists():
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # of a folder that is not empty
+        for parts in folder.directory.glob(f"{PARTS}*"):
+            parts.rmdir()
+        if not folder.finished_shards:
             for name in (MANIFEST, TOKENIZER_JSON, files.LOCK):
                 (folder.directory / name).unlink(missing_ok=True)
             folder.directory.rmdir()

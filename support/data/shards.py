@@ -64,7 +64,7 @@ class Manifest(TypedDict):
     shards: list[ShardEntry]
     unsplit: NotRequired[list[ShardEntry]]  # parts of a corpus, to be split into train and val when all are there
     unsplit_complete: NotRequired[bool]
-    in_parts: NotRequired[bool]  # they are made by the tasks of `cluster`
+    in_parts: NotRequired[str]  # a folder, while they are made by the tasks of `cluster`
 
 
 def shard_name(prefix: str, split: str, index: int) -> str:
