@@ -343,7 +343,7 @@ def test_flags_that_do_not_fit(texts, capsys, flags, message):
 
 
 def test_only_files_can_be_divided(texts, monkeypatch):
-    with pytest.raises(UserError, match=r"texts is not a list of files.*hf download"):
+    with pytest.raises(UserError, match=r"texts is not a list of files, which can be divided\. Use --input"):
         fineweb.make_shards(corpus_of(["a"]), "out", tokenizer="bytes", executor=in_tasks(1))
     monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install datatrove"):

@@ -206,9 +206,7 @@ def divide(corpus: Corpus) -> tuple[FileCorpus, list[Part]]:
         UserError: it is not of files, or a file cannot be read.
     """
     if not isinstance(corpus, FileCorpus):
-        raise UserError(
-            f"{corpus.name} is not a list of files, which --executor can divide. Pass files with --input (of a data set: hf download, first)."
-        )
+        raise UserError(f"{corpus.name} is not a list of files, which can be divided. Use --input (and hf download).")
     return corpus, corpus.parts()
 
 
@@ -271,7 +269,7 @@ class Executor:
                 cut.launch_job()
             except (OSError, subprocess.CalledProcessError) as error:
                 raise UserError(
-                    "sbatch is missing, or has said above why it failed. Correct that, then run this again."
+                    "sbatch is missing, or failed as said above. Correct that, and run this again."
                 ) from error
             write_json(submission, cut.job_id)
             print("submitted. The same command says later how far it is, or that the shards are complete.")
