@@ -139,26 +139,22 @@ class Job:
 
     def cut(self, _data: object, rank: int, world_size: int) -> None:
         if plan := read_json(self.folder / "plan.json"):  # if there is none, the reason is in its log
-            shards, offsets = plan["shards"], [0, *itertools.accumulate(plan["counts"])]
+            offsets = [0, *itertools.accumulate(plan["counts"])]
+            self.run(functools.partial(self._cut_shard, plan, offsets), range(rank, len(plan["shards"]), world_size))
+            self.run(self._finish, [len(plan["shards"])])
 
-            def cut_shard(number: int) -> None:
-                self._cut_shard(number, shards[number], offsets, plan["in_order"])
-
-            self.run(cut_shard, range(rank, len(shards), world_size))
-            self.run(self._finish, [len(shards)])
-
-    def _cut_shard(self, number: int, limits: tuple[str, int, int, int], offsets: list[int], in_order: bool) -> None:
+    def _cut_shard(self, plan: dict[str, Any], offsets: list[int], number: int) -> None:
         path = self.folder / f"shard_{number:06d}.json"
         if path.exists() or self._verify_earlier(path):
             return
-        split, index, start, stop = limits
+        split, index, start, stop = plan["shards"][number]
         part = bisect.bisect_right(offsets, start) - 1
         first, skip = encode.find_token(self._part_path(part), start - offsets[part])
         paths = map(self._part_path, range(part, len(offsets) - 1))
         batches = (encode.read_batches(path, 0 if i else first) for i, path in enumerate(paths))
         stream = itertools.chain.from_iterable(batches)
         chunk = next(shard_writer.cut_into_chunks(stream, stop - start, skip, limit=stop - start))
-        shard = shard_writer.NewShard(split, index, chunk.tokens, chunk.end if in_order else None)
+        shard = shard_writer.NewShard(split, index, chunk.tokens, chunk.end if plan["in_order"] else None)
         eot = self.manifest["vocab_size"] - 1
         entry = shard_writer.write_new_shard(shard, self.folder, self.corpus.prefix, eot, unique=True)
         write_json(path, entry)
