@@ -2,7 +2,7 @@
 
 Processes of this machine, or datatrove's executors, run three stages of tasks. A task depends on nothing but files, so it
 can be killed, repeated or run twice. It keeps what it finds finished, by checksums. Parts and shards are in a folder whose name
-is new each time that shards are begun, so tasks that were left behind do not write into others'.
+is new each time that shards are begun, so tasks that were left behind cannot write into others'.
 
     encode  some files, or rows of one -> a part: their tokens, and the cursor, length and checksum of each batch
     plan    all parts -> which tokens each shard has
@@ -252,6 +252,8 @@ class Executor:
             print(f"the jobs have ended, see {job.directory / 'logs'}. What is missing is submitted again.")
         with report_disk_errors(job.directory):
             job.folder.mkdir(exist_ok=True)
+            for others in set(job.directory.glob(f"{PARTS}*")) - {job.folder}:  # of shards that were begun before
+                shutil.rmtree(others)
             for path in job.folder.glob("shard_*.json"):  # to be verified before the shards count as finished
                 path.replace(path.with_suffix(".earlier"))
             write_manifest(job.directory, job.manifest)  # a trained tokenizer is in it now
