@@ -203,7 +203,8 @@ def make_shards(
     divided = cluster.divide(corpus) if executor else None
     if divided:
         manifest["in_parts"] = cluster.PARTS + secrets.token_hex(4)
-
+        if running := cluster.running_jobs(Path(output)):
+            return running
     with open_output_folder(Path(output), manifest, corpus.prefix) as folder:
         if not folder.is_finished:
             in_one_go = val_fraction is None and not executor

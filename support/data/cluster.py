@@ -1,7 +1,7 @@
 """Shards by tasks on many machines, or many on one: the bytes that one process makes, for any number and order of tasks.
 
 Processes of this machine, or datatrove's executors, run three stages of tasks. A task depends on nothing but files, so it
-can be killed, repeated or run twice. It keeps what it finds finished, by checksums. Parts and shards are in a folder whose name
+can be killed, repeated or run twice. It skips what is finished, which checksums tell. Parts and shards are in a folder whose name
 is new each time that shards are begun, so tasks that were left behind cannot write into others'.
 
     encode  some files, or rows of one -> a part: their tokens, and the cursor, length and checksum of each batch
@@ -34,13 +34,14 @@ from support.data.corpus import Batch, Corpus
 from support.data.output_folder import PARTS, OutputFolder
 from support.data.readers import FileCorpus, Part
 from support.data.shard_writer import report_disk_errors
-from support.data.shards import Manifest, ShardEntry, is_complete, load_shard, read_manifest, write_manifest
+from support.data.shards import Manifest, ShardEntry, load_manifest, load_shard, read_manifest, write_manifest
 from support.files import read_json, write_json
 
 if TYPE_CHECKING:
     from datatrove.executor.base import PipelineExecutor
 
 EXECUTORS = ("local", "slurm", "ray")
+SUBMITTED = "submitted.json"  # the numbers of Slurm's jobs
 AGAIN = "Run the same command again; if the input had to be changed, with another --output."
 
 
@@ -55,8 +56,8 @@ class Job:
         working_directory: of other paths.
     """
 
-    corpus: FileCorpus
-    parts: Sequence[Part]
+    corpus: FileCorpus = field(repr=False)  # datatrove logs the job
+    parts: Sequence[Part] = field(repr=False)
     encode_batches: Callable[[Iterable[Batch]], Iterator[encode.EncodedBatch]]
     directory: Path
     manifest: Manifest
@@ -70,15 +71,20 @@ class Job:
         problems: list[str] = []
         os.chdir(self.working_directory)
         for number in numbers:
-            if is_complete(self.directory):
+            if self._is_over():
                 return
             try:
                 with report_disk_errors(self.folder):
                     stage(number)
             except UserError as error:
                 problems += error.problems
-        if problems and not is_complete(self.directory):  # otherwise a twin of this task has finished, and tidied up
+        if problems and not self._is_over():  # otherwise a twin of this task has finished, and tidied up
             raise UserError(*problems)
+
+    def _is_over(self) -> bool:
+        """Whether the shards are complete, or others are made in their folder."""
+        manifest = load_manifest(self.directory)
+        return manifest is None or manifest.get("in_parts") != self.manifest["in_parts"]
 
     @property
     def folder(self) -> Path:
@@ -116,22 +122,20 @@ class Job:
                 count = encode.num_tokens(self._part_path(number))
                 if count is None:
                     path, _ = self.corpus.files()[self.parts[number].indices[0]]
-                    where = f"the reason is in {self.directory / 'logs'}"
-                    problems.append(f"part {number + 1}, from {path}, was not encoded; {where}. {AGAIN}")
+                    problems.append(f"part {number + 1}, {path}, was not encoded; see {self.directory}/logs. {AGAIN}")
                 counts.append(min(count or 0, most - total))
                 total += counts[-1]
         if problems:
-            more = [f"{len(problems) - 9} more parts were not encoded. {AGAIN}"] if len(problems) > 9 else []
-            raise UserError(*problems[:9], *more)
+            raise UserError(*problems[:10])
         in_order = self.val_fraction is None and total > size
         if in_order:
-            starts = range(0, total, size)
-            shards = [("train" if i else "val", i, n, min(n + size, total)) for i, n in enumerate(starts)]
+            shards = [("train" if n else "val", n // size, n, min(n + size, total)) for n in range(0, total, size)]
         else:
             paths = ((self._part_path(i), count) for i, count in enumerate(counts) if count)
             tokens = [np.memmap(path, encode.TOKEN, "r")[:count] for path, count in paths]
-            fraction = self.val_fraction or shard_writer.VAL_FRACTION
-            shards = shard_writer.split_corpus(tokens, size, fraction, self.manifest)
+            shards = shard_writer.split_corpus(
+                tokens, size, self.val_fraction or shard_writer.VAL_FRACTION, self.manifest
+            )
         if not shards:
             shutil.rmtree(self.folder)  # with parts, other files would be refused
             raise shard_writer.no_text(self.corpus)
@@ -191,19 +195,27 @@ class Job:
             manifest: Manifest = {**self.manifest, "shards": entries}
             del manifest["in_parts"]
             OutputFolder(self.directory, manifest).finish()
-            for folder in self.directory.glob(f"{PARTS}*"):
-                shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def divide(corpus: Corpus) -> tuple[FileCorpus, list[Part]]:
-    """A corpus, and its parts.
-
-    Raises:
-        UserError: it is not of files, or a file cannot be read.
-    """
+    """A corpus, and its parts. A UserError if it is not of files, or one cannot be read."""
     if not isinstance(corpus, FileCorpus):
         raise UserError(f"{corpus.name} is not a list of files, which can be divided. Use --input (and hf download).")
     return corpus, corpus.parts()
+
+
+def running_jobs(directory: Path) -> Manifest | None:
+    """The manifest of a folder whose jobs are in Slurm's queue, after a line about them. A UserError if Slurm fails."""
+    manifest = load_manifest(directory)
+    if manifest is None or not (jobs := read_json(directory / manifest.get("in_parts", ".") / SUBMITTED)):
+        return None
+    squeue = subprocess.run(f"squeue --noheader --jobs={jobs}", shell=True, capture_output=True, text=True)
+    if squeue.returncode and "Invalid job id" not in squeue.stderr:  # as it says of jobs that ended a while ago
+        raise UserError(f"squeue failed ({squeue.stderr.strip()}). Run this later, or where Slurm's commands are.")
+    running, encoded = bool(squeue.stdout.strip()), len(list(directory.glob(f"{PARTS}*/part_*.json")))
+    print(f"jobs {jobs} {'are queued or running' if running else 'have ended'}, parts that are encoded: {encoded}")
+    return manifest if running else None
 
 
 # -----------------------------------------------------------------------------
@@ -212,11 +224,10 @@ def divide(corpus: Corpus) -> tuple[FileCorpus, list[Part]]:
 
 @dataclass(frozen=True)
 class Executor:
-    """Processes of this machine, or datatrove's executor of another kind. A UserError if that is not installed.
+    """Processes of this machine, `processes` at once, or with `options` datatrove's executor of another kind.
 
-    Attributes:
-        processes: that run at once, for `local`.
-        options: of datatrove's executor.
+    Raises:
+        UserError: that is not installed, or an option is not its own.
     """
 
     kind: str
@@ -227,8 +238,9 @@ class Executor:
     def __post_init__(self) -> None:
         if self.kind == "local":
             return
-        if importlib.util.find_spec("datatrove") is None:
-            raise UserError(f"--executor {self.kind} needs datatrove. Install it: pip install datatrove")
+        for package in ("datatrove", "ray")[: 1 + (self.kind == "ray")]:
+            if importlib.util.find_spec(package) is None:
+                raise UserError(f"--executor {self.kind} needs {package}. Install it: pip install {package}")
         try:
             self._datatrove(None, "", 1)
         except (TypeError, ValueError) as error:
@@ -236,20 +248,7 @@ class Executor:
             raise UserError(f"--executor {self.kind}: {reason}. Correct --executor-options.") from error
 
     def run(self, job: Job) -> Manifest:
-        """Runs all tasks, or submits them to Slurm; returns the manifest, which says whether the shards are complete.
-
-        Raises:
-            UserError: some failed, or cannot be submitted.
-        """
-        submission = job.folder / "submitted.json"
-        if self.kind == "slurm" and (earlier := read_json(submission)):
-            print(f"{len(list(job.folder.glob('part_*.json')))} of {len(job.parts)} parts are encoded", end="; ")
-            # of a job that ended long ago, squeue prints only an error
-            squeue = ["squeue", "--noheader", f"--jobs={earlier}"]
-            if shutil.which("squeue") and subprocess.run(squeue, capture_output=True).stdout.strip():
-                print(f"job {earlier}, the last one, is still queued or running")
-                return job.manifest
-            print(f"the jobs have ended, see {job.directory / 'logs'}. What is missing is submitted again.")
+        """Runs all tasks, or submits them to Slurm; returns the manifest. A UserError if some failed, or sbatch did."""
         with report_disk_errors(job.directory):
             job.folder.mkdir(exist_ok=True)
             for others in set(job.directory.glob(f"{PARTS}*")) - {job.folder}:  # of shards that were begun before
@@ -257,8 +256,8 @@ class Executor:
             for path in job.folder.glob("shard_*.json"):  # to be verified before the shards count as finished
                 path.replace(path.with_suffix(".earlier"))
             write_manifest(job.directory, job.manifest)  # a trained tokenizer is in it now
-        search_path = [str(Path(__file__).parents[2]), os.getenv("PYTHONPATH", "")]
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, search_path))  # of tasks on other machines
+        search_path = filter(None, [str(Path(__file__).parents[2]), os.getenv("PYTHONPATH")])  # of other machines
+        os.environ["PYTHONPATH"] = os.pathsep.join(search_path)
         if self.kind == "slurm":
             encode = self._datatrove(job, "encode", self.tasks)
             plan = self._datatrove(job, "plan", 1, depends=encode)
@@ -269,7 +268,9 @@ class Executor:
                 raise UserError(
                     "sbatch is missing, or failed as said above. Correct that, and run this again."
                 ) from error
-            write_json(submission, cut.job_id)
+            finally:
+                if jobs := [str(stage.job_id) for stage in (encode, plan, cut) if stage.job_id]:
+                    write_json(job.folder / SUBMITTED, ",".join(jobs))
             print("submitted. The same command says later how far it is, or that the shards are complete.")
             return job.manifest
         self._run_stage(job, "encode")

@@ -15,6 +15,7 @@ from support.data.shards import (
     Manifest,
     Setting,
     ShardEntry,
+    is_complete,
     load_manifest,
     load_shard,
     shard_paths,
@@ -172,6 +173,8 @@ def _intact_shards(directory: Path, manifest: Manifest, entries: list[ShardEntry
 
 def _remove_if_empty(folder: OutputFolder) -> None:
     """After an error, removes what is in a folder without shards, then the folder unless something else is in it."""
+    if is_complete(folder.directory):  # tasks have finished it
+        return
     with contextlib.suppress(OSError):  # of a folder that is not empty
         for parts in folder.directory.glob(f"{PARTS}*"):
             parts.rmdir()

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from support.cli import UserError
 from support.data.corpus import Corpus, Cursor
 from support.data.encode import EncodedBatch
-from support.data.output_folder import OutputFolder
+from support.data.output_folder import PARTS, OutputFolder
 from support.data.shards import Manifest, ShardEntry, load_shard, shard_name, write_shard
 from support.files import check_free_space
 
@@ -73,9 +73,9 @@ def cut_into_chunks(batches: Iterable[EncodedBatch], size: int, skip: int, limit
 def split_corpus(
     parts: Sequence[Tokens], size: int, fraction: float, manifest: Manifest
 ) -> list[tuple[str, int, int, int]]:
-    """The shards of a corpus in parts, its last `fraction` for validation: split, index, first token and the one after.
+    """The shards of a corpus in parts, its last `fraction` for validation: (split, index, start, stop) in tokens.
 
-    None for a corpus that is too short.
+    Empty for a corpus that is too short.
     """
     from tqdm import tqdm
 
@@ -297,4 +297,5 @@ def check_space_for_shards(folder: OutputFolder, corpus: Corpus, max_tokens: int
     bytes_per_token = {"bytes": 1, "bpe": 2}.get(folder.manifest["tokenizer"], CHARS_PER_TOKEN)
     total_tokens = min(max_tokens or math.inf, corpus.estimate_text_bytes() / bytes_per_token)
     finished_tokens = sum(entry["tokens"] for entry in folder.finished_shards)
-    check_free_space(folder.directory, 2 * (copies * total_tokens - finished_tokens), "make the shards")
+    in_parts = sum(path.stat().st_size for path in folder.directory.glob(f"{PARTS}*/*"))
+    check_free_space(folder.directory, 2 * (copies * total_tokens - finished_tokens) - in_parts, "make the shards")
