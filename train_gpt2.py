@@ -213,15 +213,15 @@ class GPT(nn.Module):
         self.transformer.wpe = nn.Embedding.from_pretrained(positions, freeze=False)
 
     def configure_optimizers(
-        self, weight_decay: float, lr: float, betas: tuple[float, float], muon_dtype: torch.dtype | None = None
+        self, weight_decay: float, lr: float, betas: tuple[float, float], muon: Mapping[str, Any] | None = None
     ) -> torch.optim.Optimizer:
         """AdamW with weight decay on matrices and embeddings, but not on biases and layer norms.
 
-        With `muon_dtype`, Muon updates the matrices of the blocks instead, with matrix products in this precision: it
-        orthogonalizes their momentum, so that a step moves all directions of a matrix equally far.
+        With `muon`, its options, Muon updates the matrices of the blocks instead: it orthogonalizes their momentum, so
+        that a step moves all directions of a matrix equally far.
         """
         num_splits: dict[nn.Parameter, int] = {}  # parameters for Muon, and how many matrices each one stacks
-        if muon_dtype is not None:
+        if muon is not None:
             matrices = ((name, p) for name, p in self.transformer.h.named_parameters() if p.dim() >= 2)
             num_splits = {p: 3 if name.endswith("c_attn.weight") else 1 for name, p in matrices}  # query, key, value
         trained = [p for p in self.parameters() if p.requires_grad]  # with LoRA, not all of them
@@ -229,10 +229,10 @@ class GPT(nn.Module):
             {"params": [p for p in trained if p.dim() >= 2 and p not in num_splits], "weight_decay": weight_decay},
             {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
         ]
-        if muon_dtype is None:
+        if muon is None:
             return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8, fused=True)  # one kernel for all parameters
         muon_group = {"params": list(num_splits), "num_splits": list(num_splits.values()), "weight_decay": weight_decay}
-        return Muon([muon_group, *groups], lr=lr, betas=betas, eps=1e-8, dtype=muon_dtype)
+        return Muon([muon_group, *groups], lr=lr, betas=betas, eps=1e-8, **muon)
 
     def flops_per_token(self) -> int:
         """FLOPs to train on one token of a full context: 6N + 12*L*C*T (PaLM, arXiv:2204.02311, appendix B).
@@ -280,7 +280,6 @@ class DataLoaderLite:
     shards. They are dealt in order, B at a time, to rank 0, 1, ... in turn: micro-batch m of rank r starts at row
     (m * world_size + r) * B, modulo the epoch. So a step, `grad_accum` micro-batches of all ranks, has the same rows in
     the same order for any number of ranks and any B, and resuming is arithmetic.
-
     With `shuffle`, each epoch has its own order of shards, and of rows within each.
     """
 
@@ -407,6 +406,7 @@ class TrainConfig(RunOptions):
     cooldown_fraction: float = flag(0.4, "wsd's cooldown, of --decay-steps", "schedule", at_least=0, at_most=1)
     max_lr: float = flag(GPT2_RECIPE["max_lr"], "peak learning rate", "schedule", at_least=0,
                          default_help=f"{GPT2_RECIPE['max_lr']:g}; {FAST_RECIPE['max_lr']:g} with --recipe fast")
+    adamw_lr: float | None = flag(None, "peak rate of AdamW beside Muon", "schedule", at_least=0, default_help="--max-lr")
     min_lr: float = flag(GPT2_RECIPE["max_lr"] / 10, "final learning rate", "schedule", at_least=0,
                          default_help="a tenth of --max-lr; a fiftieth with wsd")
     optimizer: str = flag(GPT2_RECIPE["optimizer"], "AdamW; or Muon for the blocks' matrices, and AdamW for the rest",
@@ -617,8 +617,8 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         # What the trial has compiled is one graph. DDP needs it cut at its buckets, to send gradients during backward.
         torch.compiler.reset()
         train_model = DistributedDataParallel(compiled, gradient_as_bucket_view=True)
-    muon_dtype = dtype if config.optimizer == "muon" else None  # otherwise AdamW updates everything
-    optimizer = model.configure_optimizers(config.weight_decay, config.max_lr, (config.beta1, config.beta2), muon_dtype)
+    muon = dict(dtype=dtype, adamw_lr=config.adamw_lr) if config.optimizer == "muon" else None  # otherwise all by AdamW
+    optimizer = model.configure_optimizers(config.weight_decay, config.max_lr, (config.beta1, config.beta2), muon)
     # In fp16 small gradients would be zero, so the scaler multiplies the loss, and divides the gradients afterwards.
     state = TrainState(model, optimizer, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16))
     if checkpoint:

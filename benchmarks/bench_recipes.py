@@ -3,6 +3,7 @@
     python benchmarks/bench_recipes.py --data SHARDS --out runs                   # small: 4 layers, 256 channels
     python benchmarks/bench_recipes.py --data SHARDS --out runs --scale medium    # 8 layers, 512 channels
     python benchmarks/bench_recipes.py --data SHARDS --out runs --try "--weight-decay 0" "--max-lr 1.8e-3"
+    python benchmarks/bench_recipes.py --data SHARDS --out runs --scale tiny --flags "--max-lr 9e-4" --try "--adamw-lr 3.6e-3"
 
 First the learning rate of the baseline (AdamW, cosine) is tuned with the first seed, with a complete run for each rate. Then
 its best rate, the recipe's own rate and `--recipe fast`, limited to fractions of the tokens, run with all seeds; every run
@@ -26,7 +27,9 @@ from harness import run_script
 from support.console.log import read_values
 
 SHAPE = "--block-size 256 --batch-size 4 --val-every 50"
+TINY = "--n-layer 3 --n-head 2 --n-embd 128 --warmup-steps 60 --val-tokens 131072 --block-size 64 --val-every 500"
 SCALES = {  # flags of train_gpt2.py, tokens per step, and steps of the baseline
+    "tiny": (TINY, 1024, 10000),  # as --text and --demo
     "small": (f"--n-layer 4 --n-head 4 --n-embd 256 --warmup-steps 25 --val-tokens 131072 {SHAPE}", 16384, 500),
     "medium": (f"--n-layer 8 --n-head 8 --n-embd 512 --warmup-steps 15 --val-tokens 16384 {SHAPE}", 2048, 300),
     "124M": ("", 524288, 19073),
@@ -144,11 +147,11 @@ def try_flags(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--data", required=True, metavar="DIR", help="shards, of bytes for small, else of GPT-2's tokens"
+        "--data", required=True, metavar="DIR", help="shards, of bytes for tiny and small, else of GPT-2's tokens"
     )
     parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="(default: runs)")
     parser.add_argument("--scale", choices=tuple(SCALES), default="small", help="(default: small)")
-    parser.add_argument("--steps", type=int, metavar="N", help="of the baseline (default: 500 small, 300 medium)")
+    parser.add_argument("--steps", type=int, metavar="N", help="of the baseline (default: that of the scale)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="(default: 1 2 3)")
     numbers = dict(type=float, nargs="+", metavar="X")
     rates_help = "learning rates of the baseline to choose from (default: 6e-4 1.2e-3 2.4e-3 4.8e-3)"

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from helpers import on_ranks
-from training import TINY, trained
+from training import ONE_PROCESS, TINY, config_of, trained
 
 from support.optim.muon import Muon, orthogonalize
-from train_gpt2 import GPT
+from train_gpt2 import GPT, train
 
 ADAMW = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
 
@@ -82,7 +82,7 @@ def test_query_key_and_value_are_separate_matrices():
 def test_muon_gets_the_matrices_of_the_blocks():
     with torch.device("meta"):
         model = GPT(TINY)
-    by_muon, decayed, others = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), torch.float32).param_groups
+    by_muon, decayed, others = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), {"dtype": torch.float32}).param_groups
     names = {parameter: name for name, parameter in model.named_parameters()}
     matrices = [(f"transformer.h.{i}.{m}.weight", 3 if "attn.c_attn" in m else 1)
                 for i in range(2) for m in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]  # fmt: skip
@@ -90,6 +90,24 @@ def test_muon_gets_the_matrices_of_the_blocks():
     assert [names[p] for p in decayed["params"]] == ["transformer.wte.weight", "transformer.wpe.weight"]
     assert [group["weight_decay"] for group in (by_muon, decayed, others)] == [0.1, 0.1, 0.0]
     assert len(by_muon["params"]) + len(decayed["params"]) + len(others["params"]) == len(names)
+
+
+def test_adamw_has_a_learning_rate_of_its_own():
+    """In proportion to Muon's through the schedule; Muon's matrices do not notice."""
+    vectors, expected_vectors = random_matrices((7,), (5, 3), seed=1), random_matrices((7,), (5, 3), seed=1)
+    matrices, expected_matrices = random_matrices((32, 32)), random_matrices((32, 32))
+    group = {"num_splits": [1], "weight_decay": 0.1}
+    muon = Muon([group | {"params": matrices}, {"params": vectors}], dtype=torch.float32, adamw_lr=4e-2, **ADAMW)
+    alone = Muon([group | {"params": expected_matrices}], dtype=torch.float32, **ADAMW)
+    adamw = torch.optim.AdamW(expected_vectors, fused=True, **ADAMW)
+    for lr in (2e-3, 1e-2, 5e-3):
+        for optimizer, rate in ((muon, lr), (alone, lr), (adamw, 4 * lr)):
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+    assert [group["lr"] for group in muon.param_groups] == [5e-3, 5e-3]
+    for a, b in zip(matrices + vectors, expected_matrices + expected_vectors, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 3e38])
@@ -158,3 +176,11 @@ def test_matrix_products_are_in_bf16_only_if_training_is(byte_shards, tmp_path, 
     monkeypatch.setattr("support.optim.muon.orthogonalize", lambda x: seen.add(x.dtype) or orthogonalize(x))
     trained(tmp_path / "run", "--data", byte_shards, "--recipe", "fast", "--max-steps", 2, "--dtype", dtype)
     assert seen == {getattr(torch, matmul_dtype)}
+
+
+def test_the_flag_is_for_what_adamw_updates(byte_shards, tmp_path):
+    flags = ["--data", byte_shards, "--recipe", "fast", "--adamw-lr", 0]
+    one, two = (train(config_of("--out", tmp_path / str(n), *flags, "--max-steps", n), ONE_PROCESS) for n in (1, 2))
+    before, after = one.model.state_dict(), two.model.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if name.startswith("transformer.h.") and before[name].dim() == 2}

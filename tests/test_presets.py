@@ -18,7 +18,7 @@ from training import ONE_PROCESS, config_of, configure, resumed
 
 from support.cli import UserError
 from support.console.progress import notes
-from support.data.presets import make_preset_shards, run_child_process, text_bytes
+from support.data.presets import fast_rates, make_preset_shards, run_child_process, text_bytes
 from support.data.tokenizer import get_tokenizer
 from train_gpt2 import GPT, MODELS, GPTConfig, train
 
@@ -61,7 +61,7 @@ def test_flags_fit_the_amount_of_text(tmp_path, size, n_layer, context, tokens_p
     assert (config.warmup_steps, config.val_every, config.checkpoint_every) == (steps // 30, quarter, quarter)
     assert (config.optimizer, config.schedule, config.decay_steps) == ("muon", "wsd", steps)
     rates = {1024: 0.9e-3, 4096: 1.8e-3, 32768: 3.6e-3, 262144: 3.6e-3, 524288: 3.6e-3}  # with the square root
-    assert config.max_lr == pytest.approx(rates[tokens_per_step], rel=0.01)
+    assert config.max_lr == pytest.approx(rates[tokens_per_step], rel=0.01) and config.adamw_lr == 3.6e-3
 
 
 def test_the_tokenizer_suits_the_amount_of_text(tmp_path):
@@ -84,6 +84,14 @@ def test_a_given_flag_replaces_the_presets(tmp_path):
     assert config.block_size == 1024
 
 
+@pytest.mark.parametrize("given", ["--max-lr 1e-3", "--optimizer adamw", "--recipe gpt2"])
+def test_adamw_has_a_rate_of_its_own_only_beside_muons_preset(tmp_path, given):
+    for source in (["--text", str(file_of_size(tmp_path, 1e6))], ["--demo"]):
+        assert configure(source)[0].adamw_lr == 3.6e-3
+        assert configure([*source, *given.split()])[0].adamw_lr is None
+    assert "adamw_lr" not in fast_rates(1024, {"init_from": "gpt2"})
+
+
 def test_fine_tuning_takes_few_epochs_at_a_low_rate(tmp_path):
     for n_embd, factor in ((64, 12), (768, 1), (1536, 1)):  # a higher rate for a narrower model
         GPT(GPTConfig(8, 257, 1, 1, n_embd)).save_pretrained(tmp_path / "model")
@@ -91,6 +99,7 @@ def test_fine_tuning_takes_few_epochs_at_a_low_rate(tmp_path):
         flags = ["--text", str(file_of_size(tmp_path, 1e6)), "--init-from", str(tmp_path / "model")]
         config, _ = configure(flags)
         assert (config.recipe, config.optimizer, config.n_embd, config.tokenizer) == ("gpt2", "adamw", n_embd, "bytes")
+        assert config.adamw_lr is None
         assert config.max_lr == pytest.approx(factor * 1e-4)
         assert config.total_batch_size * config.max_steps == pytest.approx(3 * 1e6 * 0.9, rel=0.01)
         config, _ = configure([*flags, "--lora-rank", "8"])

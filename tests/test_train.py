@@ -208,6 +208,7 @@ def test_samples_continue_the_prompt(byte_shards, tmp_path, capsys):
         ("--total-batch-size 1000", "--total-batch-size 1000 is not a multiple of 16, the context of 16 tokens times 1 processes. Use 992 or 1008."),
         ("--batch-size 3", "--batch-size 3 does not divide the 16 rows that each process has of a step. Use one of 1, 2, 4, 8, 16."),
         ("--val-tokens 15", "no row of 16 tokens to validate on"),
+        ("--adamw-lr 1e-3", "--adamw-lr is for --optimizer muon with a --max-lr above 0. Use --max-lr alone."),
         ("--min-lr 1", "--min-lr 1 is above --max-lr 0.003. Lower it."),
         ("--n-embd 1000000", "the model has 24,000,301,000,000 parameters, which take 96,001.2 GB"),
         ("--out /proc/nowhere", "cannot write to /proc/nowhere"),

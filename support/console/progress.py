@@ -114,7 +114,8 @@ def describe_recipe(recipe: Recipe) -> str:
     end = "at the end" if recipe.decay_steps == MAX_STEPS else f"at step {recipe.decay_steps:,}"
     constant = recipe.schedule == "wsd" and recipe.decay_steps < MAX_STEPS
     cooldown = f"from step {recipe.decay_steps - recipe.cooldown_steps:,} down to " if constant else ""
-    rates = f"learning rate {recipe.max_lr:.3g}{warmup}, {cooldown}{recipe.min_lr:.3g} {end}"
+    adamw = f" ({recipe.adamw_lr:.3g} for AdamW)" if recipe.adamw_lr is not None else ""
+    rates = f"learning rate {recipe.max_lr:.3g}{adamw}{warmup}, {cooldown}{recipe.min_lr:.3g} {end}"
     return f"{recipe.optimizer}, {recipe.schedule}; {rates}"
 
 

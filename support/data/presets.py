@@ -17,11 +17,12 @@ from support.cli import UserError, flag_name
 from support.data import shards
 from support.data.readers import TEXT_TYPES, estimate_text_bytes, find_text_files, text_suffix
 
-FAST_LR = 3.6e-3  # the peak learning rate of --recipe fast, in steps of 16,384 tokens or more: docs/recipes.md
+# The peak learning rate of --recipe fast; for Muon, in steps of 16,384 tokens or more: docs/recipes.md
+FAST_LR = 3.6e-3
 # About two minutes on two CPU cores.
-DEMO = dict(
+DEMO: dict[str, Any] = dict(
     data="demo_data", out="log_demo", n_layer=3, n_head=2, n_embd=128, block_size=64, batch_size=16,
-    recipe="fast", total_batch_size=1024, max_steps=1200, max_lr=FAST_LR / 4, cooldown_fraction=0.7, shuffle=True,
+    recipe="fast", total_batch_size=1024, max_steps=1200, cooldown_fraction=0.7, shuffle=True,
     val_tokens=65536, hellaswag_every=0, sample_every=0,
 )  # fmt: skip
 DEMO_SOURCE = "documentation of CPython"
@@ -88,7 +89,7 @@ def preset_flags(cli_flags: Mapping[str, Any], tokenizer: str | None = None, n_e
         return {}
     length = flags_for_steps(cli_flags.get("max_steps", DEMO["max_steps"]), demo=True)
     other_sizes = MODEL_FLAGS if cli_flags.keys() & {"model", "init_from"} else set()
-    flags = DEMO | length | _minutes(cli_flags, DEMO_MINUTES)
+    flags = DEMO | fast_rates(DEMO["total_batch_size"], cli_flags) | length | _minutes(cli_flags, DEMO_MINUTES)
     return {name: value for name, value in flags.items() if name not in other_sizes}
 
 
@@ -109,7 +110,7 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
             flags |= models_for_text(size, total_tokens * BYTES_PER_TOKEN[tokenizer])[-1]
     tokens_per_step = cli_flags.get("total_batch_size", step_size(total_tokens, steps))
     if flags.get("recipe") == "fast" and cli_flags.get("recipe", "fast") == "fast":
-        flags |= dict(max_lr=fast_lr(tokens_per_step), cooldown_fraction=0.7)
+        flags |= dict(cooldown_fraction=0.7) | fast_rates(tokens_per_step, cli_flags)
     steps = cli_flags.get("max_steps", max(1, round(total_tokens / max(1, tokens_per_step))))
     return flags | flags_for_steps(steps, False, fine_tuned) | _minutes(cli_flags, None) | dict(
         data=str(Path(cli_flags.get("out", "log")) / "data"), tokenizer=tokenizer, shuffle=True,
@@ -146,9 +147,14 @@ def step_size(total_tokens: float, steps: int = 2000) -> int:
     return min(2**19, max(1024, 2 ** int(math.log2(max(1.0, total_tokens / steps)))))
 
 
-def fast_lr(tokens_per_step: int) -> float:
-    """The peak learning rate of --recipe fast in small steps: with the square root of their size, see docs/recipes.md."""
-    return FAST_LR * math.sqrt(min(1.0, tokens_per_step / 16384))
+def fast_rates(tokens_per_step: int, cli_flags: Mapping[str, Any]) -> dict[str, float]:
+    """The peak learning rates of --recipe fast: in small steps, Muon's with the square root of their size, see docs/recipes.md.
+
+    A given --max-lr is for AdamW, too, and so is that of pretrained weights.
+    """
+    rates = {"max_lr": FAST_LR * math.sqrt(min(1.0, tokens_per_step / 16384))}
+    by_muon = cli_flags.get("recipe", "fast") == "fast" and cli_flags.get("optimizer", "muon") == "muon"
+    return rates | ({"adamw_lr": FAST_LR} if by_muon and not cli_flags.keys() & {"max_lr", "init_from"} else {})
 
 
 def flags_for_steps(steps: int, demo: bool, fine_tuned: bool = False) -> dict[str, Any]:

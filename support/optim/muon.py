@@ -48,16 +48,24 @@ class Muon(torch.optim.AdamW):
 
     So what a step changes in the outputs does not depend on the width (as in arXiv:2310.17813, which has n / m under
     the root). `dtype` is the precision of the matrix products, in fp32 instead of fp16. A true `found_inf` skips the step, as in fused AdamW.
+    With `adamw_lr`, AdamW's learning rate is to that of the groups as `adamw_lr` is to `lr`.
 
     Under torch.distributed all ranks must have the same gradients, already unscaled; they end with the same weights.
     Under FSDP each has a part of them.
     """
 
     def __init__(
-        self, groups: Iterable[dict[str, Any]], *, dtype: torch.dtype, momentum: float = 0.95, **adamw_options: Any
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        dtype: torch.dtype,
+        lr: float,
+        adamw_lr: float | None = None,
+        momentum: float = 0.95,
+        **adamw_options: Any,
     ):
-        super().__init__(groups, fused=True, **adamw_options)
-        self.momentum = momentum
+        super().__init__(groups, lr=lr, fused=True, **adamw_options)
+        self.momentum, self.adamw_scale = momentum, 1.0 if adamw_lr is None else adamw_lr / lr
         self.dtype = torch.float32 if dtype == torch.float16 else dtype  # fp16's range is too small for the products
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -70,7 +78,8 @@ class Muon(torch.optim.AdamW):
         for group in groups:
             if "num_splits" in group:
                 self._muon_step(group)
-        self.param_groups = [group for group in groups if "num_splits" not in group]
+        by_adamw = [group for group in groups if "num_splits" not in group]
+        self.param_groups = [{**group, "lr": group["lr"] * self.adamw_scale} for group in by_adamw]
         try:
             super().step()
         finally:

@@ -87,7 +87,7 @@ def flags_for_minutes(
             flags | presets.flags_for_steps(steps, config.demo, config.init_from is not None) | open_end
         )
         if choose_sizes:
-            chosen |= {"total_batch_size": step, "max_lr": presets.fast_lr(step)}
+            chosen |= {"total_batch_size": step} | presets.fast_rates(step, cli_flags)
         if steps < FEW_STEPS:
             chosen |= {"val_every": steps, "sample_every": 0}
         chosen["val_tokens"] = min(config.val_tokens, max(config.block_size, int(VALIDATED_FRACTION * tokens)))

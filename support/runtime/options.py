@@ -37,6 +37,7 @@ class Recipe(presets.PresetConfig):
     decay_steps: int
     schedule: str
     max_lr: float
+    adamw_lr: float | None
     min_lr: float
     optimizer: str
 
@@ -262,6 +263,8 @@ def check_consistent(config: RunOptions) -> None:
         problems.append(f"--n-embd {config.n_embd} is not a multiple of --n-head {config.n_head}. Change one.")
     if config.min_lr > config.max_lr:
         problems.append(f"--min-lr {config.min_lr:g} is above --max-lr {config.max_lr:g}. Lower it.")
+    if config.adamw_lr is not None and (config.optimizer != "muon" or config.max_lr == 0):
+        problems.append("--adamw-lr is for --optimizer muon with a --max-lr above 0. Use --max-lr alone.")
     if config.lora_rank is not None and config.lora_rank > config.n_embd:
         problems.append(f"--lora-rank {config.lora_rank} is more than the model's {config.n_embd} channels. Lower it.")
     if problems:
