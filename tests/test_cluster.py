@@ -347,7 +347,10 @@ def test_nothing_is_left_of_a_corpus_without_text(texts):
         ("--executor local --keep-downloads", "Leave out --keep-downloads"),
         ("--executor slurm --executor-options time", "--executor-options is 'time'. It must be NAME=VALUE."),
         ("--executor local --executor-options workers=2", "Use --workers for the number of tasks at once"),
-        ("--executor slurm --executor-options time=1 partition=a speed=9", "unexpected keyword argument 'speed'. Correct"),
+        (
+            "--executor slurm --executor-options time=1 partition=a speed=9",
+            "unexpected keyword argument 'speed'. Correct",
+        ),
         ("--executor slurm", "missing 2 required positional arguments: 'time' and 'partition'"),
     ],
 )
