@@ -44,7 +44,16 @@ from support.data.output_folder import new_manifest, open_output_folder
 from support.data.presets import DEMO_SOURCE
 from support.data.readers import TEXT_TYPES, Files, find_text_files, text_suffix
 from support.data.shard_writer import ShardWriter, check_space_for_shards, check_unchanged
-from support.data.shards import MANIFEST, Manifest, Setting, load_manifest, open_shards, read_manifest, read_tokenizer
+from support.data.shards import (
+    MANIFEST,
+    PARTS,
+    Manifest,
+    Setting,
+    load_manifest,
+    open_shards,
+    read_manifest,
+    read_tokenizer,
+)
 from support.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_JSON, VOCAB_SIZES, find_tokenizer, get_tokenizer
 from support.files import sha256_of
 
@@ -202,7 +211,7 @@ def make_shards(
     manifest = new_manifest(corpus.name, corpus.revision, tokenizer, settings)
     divided = cluster.divide(corpus) if executor else None
     if divided:
-        manifest["in_parts"] = cluster.PARTS + secrets.token_hex(4)
+        manifest["in_parts"] = PARTS + secrets.token_hex(4)
         if running := cluster.running_jobs(Path(output)):
             return running
     with open_output_folder(Path(output), manifest, corpus.prefix) as folder:

@@ -1,5 +1,7 @@
 """The folder that shards are written to: other shards are never mixed or lost, leftovers are removed."""
 
+import json
+
 import numpy as np
 import pytest
 from shard_helpers import LONG, corpus_of, files_in, interrupt, shards_in
@@ -51,7 +53,10 @@ def test_leftovers_of_a_killed_run_are_removed(tmp_path, monkeypatch, hidden, un
         assert files_in(tmp_path / "out") == expected
 
 
-@pytest.mark.parametrize("content", ["null", '"x"', "{", "[" * 100_000, '{"settings": {}}'])
+ELSEWHERE = json.dumps(dict(tokenizer="bytes", vocab_size=257, shards=[], complete=False, in_parts="../elsewhere"))
+
+
+@pytest.mark.parametrize("content", ["null", '"x"', "{", "[" * 100_000, '{"settings": {}}', ELSEWHERE])
 def test_a_file_that_is_not_a_manifest_is_named(tmp_path, content):
     (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(UserError, match=r"manifest\.json is not a manifest of shards .*Remove the folder"):

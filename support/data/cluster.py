@@ -31,10 +31,10 @@ from support import files
 from support.cli import UserError
 from support.data import encode, shard_writer
 from support.data.corpus import Batch, Corpus
-from support.data.output_folder import PARTS, OutputFolder
+from support.data.output_folder import OutputFolder
 from support.data.readers import FileCorpus, Part
 from support.data.shard_writer import report_disk_errors
-from support.data.shards import Manifest, ShardEntry, load_manifest, load_shard, read_manifest, write_manifest
+from support.data.shards import PARTS, Manifest, ShardEntry, load_manifest, load_shard, read_manifest, write_manifest
 from support.files import read_json, write_json
 
 if TYPE_CHECKING:
@@ -210,8 +210,8 @@ def running_jobs(directory: Path) -> Manifest | None:
     manifest = load_manifest(directory)
     if manifest is None or not (jobs := read_json(directory / manifest.get("in_parts", ".") / SUBMITTED)):
         return None
-    squeue = subprocess.run(f"squeue --noheader --jobs={jobs}", shell=True, capture_output=True, text=True)
-    if squeue.returncode and "Invalid job id" not in squeue.stderr:  # as it says of jobs that ended a while ago
+    squeue = subprocess.run(["env", "squeue", "--noheader", f"--jobs={jobs}"], capture_output=True, text=True)
+    if squeue.returncode and "Invalid job id" not in squeue.stderr:  # as for jobs that ended long ago
         raise UserError(f"squeue failed ({squeue.stderr.strip()}). Run this later, or where Slurm's commands are.")
     running, encoded = bool(squeue.stdout.strip()), len(list(directory.glob(f"{PARTS}*/part_*.json")))
     print(f"jobs {jobs} {'are queued or running' if running else 'have ended'}, parts that are encoded: {encoded}")
@@ -265,9 +265,7 @@ class Executor:
             try:
                 cut.launch_job()
             except (OSError, subprocess.CalledProcessError) as error:
-                raise UserError(
-                    "sbatch is missing, or failed as said above. Correct that, and run this again."
-                ) from error
+                raise UserError("sbatch is missing or failed, see above. Correct that, and run this again.") from error
             finally:
                 if jobs := [str(stage.job_id) for stage in (encode, plan, cut) if stage.job_id]:
                     write_json(job.folder / SUBMITTED, ",".join(jobs))

@@ -12,6 +12,7 @@ from support import files
 from support.cli import UserError, flag_name
 from support.data.shards import (
     MANIFEST,
+    PARTS,
     Manifest,
     Setting,
     ShardEntry,
@@ -22,8 +23,6 @@ from support.data.shards import (
     write_manifest,
 )
 from support.data.tokenizer import TOKENIZER_JSON, VOCAB_SIZES
-
-PARTS = "parts_"  # a folder in it, of shards that the tasks of `cluster` make: the beginning of its name
 
 # A shard, a part of a corpus before its split (which earlier versions called "counted"), or what a killed run wrote of it.
 _LEFTOVER = re.compile(r"\.?(?P<prefix>.+)_(train|val|unsplit|counted)_[0-9]{6,12}\.npy(\.partial)?")

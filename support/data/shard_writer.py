@@ -18,8 +18,8 @@ import numpy.typing as npt
 from support.cli import UserError
 from support.data.corpus import Corpus, Cursor
 from support.data.encode import EncodedBatch
-from support.data.output_folder import PARTS, OutputFolder
-from support.data.shards import Manifest, ShardEntry, load_shard, shard_name, write_shard
+from support.data.output_folder import OutputFolder
+from support.data.shards import PARTS, Manifest, ShardEntry, load_shard, shard_name, write_shard
 from support.files import check_free_space
 
 VAL_FRACTION = 0.1  # of a corpus that fits into one shard

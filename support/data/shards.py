@@ -51,6 +51,9 @@ class ShardEntry(TypedDict):
     end: NotRequired[str]  # JSON: where the next shard begins, see `shard_writer.StreamPosition`
 
 
+PARTS = "parts_"  # the beginning of a folder's name, in which the tasks of `cluster` make shards
+
+
 class Manifest(TypedDict):
     """What `manifest.json` says about a folder of shards. The last three keys exist only while the shards are made."""
 
@@ -180,6 +183,10 @@ def load_manifest(directory: str | os.PathLike[str]) -> Manifest | None:
                 raise ValueError(f"shard {entry}")
             if min(entry["tokens"], skip) < 0:
                 raise ValueError(f"tokens of {entry}")
+        if not re.fullmatch(
+            f"{PARTS}[0-9a-f]+", manifest.get("in_parts", f"{PARTS}0")
+        ):  # a folder that is removed later
+            raise ValueError(f"in_parts {manifest['in_parts']!r}")
         if not isinstance(manifest.setdefault("source", None), str | None):
             raise TypeError(f"source {manifest['source']!r}")
         manifest["complete"] = manifest["complete"] is True
