@@ -27,7 +27,7 @@ from harness import run_script
 from support.console.log import read_values
 
 SHAPE = "--block-size 256 --batch-size 4 --val-every 50"
-TINY = "--n-layer 3 --n-head 2 --n-embd 128 --warmup-steps 60 --val-tokens 131072 --block-size 64 --val-every 500"
+TINY = "--n-layer 3 --n-head 2 --n-embd 128 --warmup-steps 60 --val-tokens 131072 --block-size 64 --batch-size 16 --val-every 500"
 SCALES = {  # flags of train_gpt2.py, tokens per step, and steps of the baseline
     "tiny": (TINY, 1024, 10000),  # as --text and --demo
     "small": (f"--n-layer 4 --n-head 4 --n-embd 256 --warmup-steps 25 --val-tokens 131072 {SHAPE}", 16384, 500),

@@ -126,7 +126,8 @@ class Job:
                 counts.append(min(count or 0, most - total))
                 total += counts[-1]
         if problems:
-            raise UserError(*problems[:10])
+            more = [f"{len(problems) - 9} more parts were not encoded. {AGAIN}"] if len(problems) > 9 else []
+            raise UserError(*problems[:9], *more)
         in_order = self.val_fraction is None and total > size
         if in_order:
             shards = [("train" if n else "val", n // size, n, min(n + size, total)) for n in range(0, total, size)]
@@ -210,6 +211,7 @@ def running_jobs(directory: Path) -> Manifest | None:
     manifest = load_manifest(directory)
     if manifest is None or not (jobs := read_json(directory / manifest.get("in_parts", ".") / SUBMITTED)):
         return None
+    # env: that there is no squeue is an error of the command, too
     squeue = subprocess.run(["env", "squeue", "--noheader", f"--jobs={jobs}"], capture_output=True, text=True)
     if squeue.returncode and "Invalid job id" not in squeue.stderr:  # as for jobs that ended long ago
         raise UserError(f"squeue failed ({squeue.stderr.strip()}). Run this later, or where Slurm's commands are.")

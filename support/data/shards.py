@@ -183,9 +183,8 @@ def load_manifest(directory: str | os.PathLike[str]) -> Manifest | None:
                 raise ValueError(f"shard {entry}")
             if min(entry["tokens"], skip) < 0:
                 raise ValueError(f"tokens of {entry}")
-        if not re.fullmatch(
-            f"{PARTS}[0-9a-f]+", manifest.get("in_parts", f"{PARTS}0")
-        ):  # a folder that is removed later
+        # It is removed later, so it must not be a folder elsewhere.
+        if not re.fullmatch(f"{PARTS}[0-9a-f]+", manifest.get("in_parts", f"{PARTS}0")):
             raise ValueError(f"in_parts {manifest['in_parts']!r}")
         if not isinstance(manifest.setdefault("source", None), str | None):
             raise TypeError(f"source {manifest['source']!r}")
