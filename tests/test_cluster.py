@@ -351,6 +351,7 @@ def test_nothing_is_left_of_a_corpus_without_text(texts):
             "--executor slurm --executor-options time=1 partition=a speed=9",
             "unexpected keyword argument 'speed'. Correct",
         ),
+        ("--executor slurm --executor-options time=1 tasks=9", "multiple values for keyword argument 'tasks'. Correct"),
         ("--executor slurm", "missing 2 required positional arguments: 'time' and 'partition'"),
     ],
 )

@@ -246,7 +246,7 @@ class Executor:
         try:
             self._datatrove(None, "", 1)
         except (TypeError, ValueError) as error:
-            reason = str(error).replace(f"{self.kind.title()}PipelineExecutor.__init__() ", "")
+            reason = str(error).rpartition("() ")[2]  # without the name of the function that got the arguments
             raise UserError(f"--executor {self.kind}: {reason}. Correct --executor-options.") from error
 
     def run(self, job: Job) -> Manifest:
@@ -287,8 +287,8 @@ class Executor:
             # srun does not take over that of sbatch; datatrove would ask for a QOS that a cluster may not have
             options = {"srun_args": {"cpus-per-task": options.get("cpus_per_task", 1)}, "qos": None} | options
         more["logging_dir"] = str(job.directory / "logs" / stage) if job else ""
-        options |= {"pipeline": [getattr(job, stage)] if job else [], "tasks": tasks, "skip_completed": False} | more
-        return getattr(executor, f"{self.kind.title()}PipelineExecutor")(**options)
+        more |= {"pipeline": [getattr(job, stage)] if job else [], "tasks": tasks, "skip_completed": False}
+        return getattr(executor, f"{self.kind.title()}PipelineExecutor")(**more, **options)  # an error if they overlap
 
     def _run_stage(self, job: Job, stage: str) -> None:
         if self.kind == "ray":
