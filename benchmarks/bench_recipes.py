@@ -1,15 +1,14 @@
-"""--recipe fast against GPT-2's recipe: the loss for equal tokens, and the tokens for an equal loss.
+"""--recipe fast against AdamW: the loss at equal tokens, and the tokens for an equal loss.
 
-    python benchmarks/bench_recipes.py --data SHARDS --out runs                   # small: 4 layers, 256 channels
-    python benchmarks/bench_recipes.py --data SHARDS --out runs --scale medium    # 8 layers, 512 channels
-    python benchmarks/bench_recipes.py --data SHARDS --out runs --try "--weight-decay 0" "--max-lr 1.8e-3"
-    python benchmarks/bench_recipes.py --data SHARDS --out runs --scale tiny --flags "--max-lr 9e-4" --try "--adamw-lr 3.6e-3"
+    python benchmarks/bench_recipes.py --data SHARDS --figure recipes.svg    # two scales, three lengths
+    python benchmarks/bench_recipes.py --data SHARDS --scale tiny --steps 2000
+    python benchmarks/bench_recipes.py --data SHARDS --scale small --try "--weight-decay 0.4" "--cooldown-fraction 0.7"
 
-First the learning rate of the baseline (AdamW, cosine) is tuned with the first seed, with a complete run for each rate. Then
-its best rate, the recipe's own rate and `--recipe fast`, limited to fractions of the tokens, run with all seeds; every run
-has a schedule of its own length. A run is a process of train_gpt2.py and a folder in --out. Finished runs are not repeated,
-so the command can be interrupted, and repeated with more seeds, rates or fractions. `--try` compares `fast`, on a fifth of
-the baseline's tokens, with the same and one set of flags more.
+First the learning rate of AdamW, with the schedule of `fast`, is tuned with the first seed, with a complete run for each rate.
+Then its best rate, and `--recipe fast` with fractions of the steps, run with all seeds; each has a schedule of its own length.
+A run is a process of train_gpt2.py and a folder in --out. Finished runs are not repeated, so the command can be
+interrupted, and repeated with more seeds, rates, fractions or steps. `--try` compares `fast`, on a quarter of AdamW's
+tokens, with the same and one set of flags more.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ from pathlib import Path
 from harness import run_script
 
 from support.console.log import read_values
+from support.data.presets import fast_rates
 
-SHAPE = "--block-size 256 --batch-size 4 --val-every 50"
-TINY = "--n-layer 3 --n-head 2 --n-embd 128 --warmup-steps 60 --val-tokens 131072 --block-size 64 --batch-size 16 --val-every 500"
-SCALES = {  # flags of train_gpt2.py, tokens per step, and steps of the baseline
-    "tiny": (TINY, 1024, 10000),  # as --text and --demo
-    "small": (f"--n-layer 4 --n-head 4 --n-embd 256 --warmup-steps 25 --val-tokens 131072 {SHAPE}", 16384, 500),
-    "medium": (f"--n-layer 8 --n-head 8 --n-embd 512 --warmup-steps 15 --val-tokens 16384 {SHAPE}", 2048, 300),
-    "124M": ("", 524288, 19073),
+SHAPE = "--batch-size 16 --val-tokens 131072"
+SCALES = {  # flags of train_gpt2.py, tokens per step, numbers of steps of AdamW, and what part of them is its warm-up
+    "tiny": (f"--n-layer 3 --n-head 2 --n-embd 128 --block-size 64 {SHAPE}", 1024, [2000, 8000], 1 / 30),
+    "small": (f"--n-layer 4 --n-head 4 --n-embd 256 --block-size 256 {SHAPE}", 4096, [2000], 1 / 10),
+    "124M": ("", 524288, [19073], 0.0375),
 }
 ALWAYS = "--shuffle --sample-every 0 --hellaswag-every 0 --checkpoint-every 0"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A run: recipe, peak learning rate (None: the recipe's own), number of steps, seed, and more flags."""
+    """A run: scale, recipe, peak learning rate (None: those of --text), number of steps, seed, and more flags."""
 
+    scale: str
     recipe: str
     rate: float | None
     steps: int
@@ -51,20 +50,23 @@ class Trial:
     def name(self) -> str:
         more = "".join(c if c.isalnum() or c in "-." else "_" for c in self.flags)
         rate = "" if self.rate is None else f"-{self.rate:g}"
-        return f"{self.recipe}{rate}-{self.steps}{more}-s{self.seed}"
+        return f"{self.scale}-{self.recipe}{rate}-{self.steps}{more}-s{self.seed}"
 
 
 def train(trials: list[Trial], args: argparse.Namespace) -> None:
     """Makes the runs that do not exist yet, `--jobs` at a time."""
-    of_scale, tokens, _ = SCALES[args.scale]
-    flags = shlex.split(f"{of_scale} {ALWAYS} {args.flags} --total-batch-size {tokens}")
 
     def one(trial: Trial) -> None:
         if trial.steps in val_curve(trial, args):
             return
-        options = ["--data", args.data, "--out", args.out / trial.name, "--resume", "auto", *flags]
-        options += ["--recipe", trial.recipe, "--max-steps", trial.steps, "--seed", trial.seed]
-        options += [*(["--max-lr", trial.rate] if trial.rate else []), *shlex.split(trial.flags)]
+        of_scale, tokens, _, warmup = SCALES[trial.scale]
+        warmup_steps = round(trial.steps * (warmup if trial.recipe == "gpt2" else 1 / 30))
+        rates = {"max_lr": trial.rate} if trial.rate else fast_rates(tokens, {})
+        options = ["--data", args.data, "--out", args.out / trial.name, "--resume", "auto", "--recipe", trial.recipe]
+        options += ["--max-steps", trial.steps, "--warmup-steps", warmup_steps, "--val-every", trial.steps // 4]
+        options += ["--total-batch-size", tokens, "--seed", trial.seed, *shlex.split(f"{of_scale} {ALWAYS}")]
+        options += [word for name, rate in rates.items() for word in (f"--{name.replace('_', '-')}", rate)]
+        options += shlex.split(f"{args.flags} {trial.flags}")
         threads = {"OMP_NUM_THREADS": "1"} if args.jobs > 1 else {}
         _, seconds = run_script("train_gpt2.py", *options, **threads)
         print(f"  {trial.name}: {final(trial, args):.4f}, {seconds:,.0f}s", file=sys.stderr, flush=True)
@@ -83,62 +85,84 @@ def final(trial: Trial, args: argparse.Namespace) -> float:
     return val_curve(trial, args)[trial.steps]
 
 
-def crossing(curve: dict[int, float], loss: float) -> float | None:
-    """The step at which a curve first falls to `loss`, interpolated linearly; None if it does not."""
-    points = sorted(curve.items())
+def steps_to(loss: float, ends: dict[int, float]) -> float | None:
+    """The length of a run that ends with `loss`, from `ends`: the last losses of runs by their length.
+
+    Interpolated linearly in the logarithm of the length; None if `loss` is not between two of them.
+    """
+    points = sorted(ends.items())
     for (a, high), (b, low) in zip(points, points[1:], strict=False):
-        if low <= loss < high:
-            return a + (b - a) * (high - loss) / (high - low)
+        if low <= loss <= high:
+            return a * (b / a) ** ((high - loss) / (high - low))
     return None
 
 
 def spread(numbers: list[float]) -> str:
     """Mean, standard deviation and count."""
     deviation = f" ± {statistics.stdev(numbers):.3f}" if len(numbers) > 1 else ""
-    return f"{statistics.mean(numbers):.3f}{deviation} ({len(numbers)})"
+    return f"{statistics.mean(numbers):.3f}{deviation} ({len(numbers)})" if numbers else "none"
 
 
-def compare(args: argparse.Namespace) -> None:
-    flags, tokens, steps = SCALES[args.scale]
-    steps = args.steps or steps
-    tuning = [Trial("gpt2", rate, steps, args.seeds[0]) for rate in args.rates]
+def compare(scale: str, steps: int, args: argparse.Namespace) -> list[Trial]:
+    """Compares `fast` with `steps` steps of AdamW; returns AdamW's best runs and those of `fast`."""
+    tuning = [Trial(scale, "gpt2", rate, steps, args.seeds[0], args.adamw) for rate in args.rates]
     train(tuning, args)
     best = min(tuning, key=lambda trial: final(trial, args)).rate
-    rows = {f"AdamW, cosine, {best:g} (best of {len(args.rates)})": ("gpt2", best, steps)}
-    if best != 6e-4:
-        rows["AdamW, cosine, 0.0006 (GPT-2's)"] = ("gpt2", 6e-4, steps)
-    for fraction in args.fractions:
-        rows[f"fast, {fraction:g} of the tokens"] = ("fast", None, round(fraction * steps))
-    trials = {name: [Trial(*row, seed) for seed in args.seeds] for name, row in rows.items()}
-    train([trial for of_row in trials.values() for trial in of_row], args)
+    adamw = [Trial(scale, "gpt2", best, steps, seed, args.adamw) for seed in args.seeds]
+    lengths = [round(fraction * steps) for fraction in args.fractions]
+    fast = {length: [Trial(scale, "fast", None, length, seed) for seed in args.seeds] for length in lengths}
+    trials = [*adamw, *(trial for of_length in fast.values() for trial in of_length)]
+    train(trials, args)
 
-    print(f"\n{args.scale}: {flags}")
-    print(f"\n| rate of AdamW, cosine | loss after {steps:,} steps |\n|---|---|")
+    flags, tokens, *_ = SCALES[scale]
+    print(f"\n{scale}: {flags}")
+    print(f"\n| rate of AdamW, {args.adamw} | loss after {steps:,} steps |\n|---|---|")
     for trial in tuning:
         print(f"| {trial.rate:g} | {final(trial, args):.3f} |")
     print("\n| | steps | tokens | validation loss, mean ± deviation (seeds) | each |\n|---|---|---|---|---|")
-    for name, of_row in trials.items():
-        ends = [final(trial, args) for trial in of_row]
-        made, each = of_row[0].steps, ", ".join(f"{end:.3f}" for end in ends)
+    for name, of_row in ((f"AdamW, {best:g}", adamw), *(("fast", of_row) for of_row in fast.values())):
+        made, ends = of_row[0].steps, [final(trial, args) for trial in of_row]
+        each = ", ".join(f"{end:.3f}" for end in ends)
         print(f"| {name} | {made:,} | {made * tokens / 1e6:,.2f}M | {spread(ends)} | {each} |")
 
-    print("\nTokens of fast's runs when they reach the mean loss of a baseline, as a fraction of its tokens:")
-    for name in list(trials)[: -len(args.fractions)]:
-        target = statistics.mean(final(trial, args) for trial in trials[name])
-        for fast in list(trials)[-len(args.fractions) :]:
-            reached = [crossing(val_curve(trial, args), target) for trial in trials[fast]]
-            missed = f"not reached by {reached.count(None)} of {len(reached)}"
-            result = spread([m / steps for m in reached if m]) if all(reached) else missed
-            print(f"  {fast} to {name}, {target:.3f}: {result}")
+    target = statistics.mean(final(trial, args) for trial in adamw)
+    reached = [steps_to(target, {n: final(fast[n][i], args) for n in lengths}) for i in range(len(args.seeds))]
+    found = [length / steps for length in reached if length]
+    missed = (
+        ""
+        if len(found) == len(reached)
+        else f"; not between these lengths: {len(reached) - len(found)} of {len(reached)} seeds"
+    )
+    print(f"\nfast ends at {target:.3f} with this fraction of the tokens: {spread(found)}{missed}", flush=True)
+    return trials
 
 
-def try_flags(args: argparse.Namespace) -> None:
-    """Compares `fast` on a fifth of the baseline's tokens with the same and each of the sets of flags of --try."""
-    _, tokens, steps = SCALES[args.scale]
-    steps = (args.steps or steps) // 5
-    trials = {flags: [Trial("fast", None, steps, seed, flags) for seed in args.seeds] for flags in ("", *args.try_)}
+def draw(by_scale: dict[str, list[Trial]], args: argparse.Namespace) -> None:
+    """Draws the last loss of each run over its tokens, a panel for each scale, and lines through the means."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.2 * len(by_scale), 3.6), layout="constrained")
+    for axes, (scale, trials) in zip(
+        figure.subplots(1, len(by_scale), squeeze=False)[0], by_scale.items(), strict=True
+    ):
+        for recipe, label in (("gpt2", "AdamW, tuned"), ("fast", "--recipe fast")):
+            ends: dict[float, list[float]] = {}
+            for trial in sorted({t for t in trials if t.recipe == recipe}, key=lambda t: t.steps):
+                ends.setdefault(trial.steps * SCALES[scale][1] / 1e6, []).append(final(trial, args))
+            (line,) = axes.plot(ends.keys(), [statistics.mean(losses) for losses in ends.values()], label=label)
+            points = [(tokens, loss) for tokens, losses in ends.items() for loss in losses]
+            axes.plot(*zip(*points, strict=True), "o", markersize=4, color=line.get_color())
+        axes.set(title=scale, xscale="log", xlabel="million tokens", ylabel="validation loss at the end of a run")
+        axes.legend()
+    figure.savefig(args.figure, metadata={"Date": None})
+
+
+def try_flags(scale: str, steps: int, args: argparse.Namespace) -> None:
+    """Compares `fast` on a quarter of AdamW's tokens with the same and each of the sets of flags of --try."""
+    steps //= 4
+    trials = {flags: [Trial(scale, "fast", None, steps, s, flags) for s in args.seeds] for flags in ("", *args.try_)}
     train([trial for of_flags in trials.values() for trial in of_flags], args)
-    print(f"\n{args.scale}, {steps * tokens / 1e6:,.2f}M tokens")
+    print(f"\n{scale}, {steps * SCALES[scale][1] / 1e6:,.2f}M tokens")
     print("\n| fast | validation loss |\n|---|---|")
     for flags, of_flags in trials.items():
         print(f"| {flags or 'as it is'} | {spread([final(trial, args) for trial in of_flags])} |")
@@ -146,25 +170,34 @@ def try_flags(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--data", required=True, metavar="DIR", help="shards, of bytes for tiny and small, else of GPT-2's tokens"
-    )
+    parser.add_argument("--data", required=True, metavar="DIR", help="shards: of bytes for tiny and small")
     parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="(default: runs)")
-    parser.add_argument("--scale", choices=tuple(SCALES), default="small", help="(default: small)")
-    parser.add_argument("--steps", type=int, metavar="N", help="of the baseline (default: that of the scale)")
+    scale_help = "(default: tiny small)"
+    parser.add_argument("--scale", choices=tuple(SCALES), nargs="+", default=["tiny", "small"], help=scale_help)
+    parser.add_argument("--steps", type=int, nargs="+", metavar="N", help="of AdamW (default: those of the scale)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="(default: 1 2 3)")
     numbers = dict(type=float, nargs="+", metavar="X")
-    rates_help = "learning rates of the baseline to choose from (default: 6e-4 1.2e-3 2.4e-3 4.8e-3)"
-    parser.add_argument("--rates", **numbers, default=[6e-4, 1.2e-3, 2.4e-3, 4.8e-3], help=rates_help)
-    fractions_help = "of the baseline's steps, for fast (default: 0.3 0.4 1)"
-    parser.add_argument("--fractions", **numbers, default=[0.3, 0.4, 1.0], help=fractions_help)
+    rates_help = "learning rates of AdamW to choose from (default: 1.2e-3 2.4e-3 4.8e-3)"
+    parser.add_argument("--rates", **numbers, default=[1.2e-3, 2.4e-3, 4.8e-3], help=rates_help)
+    fractions_help = "of AdamW's steps, for fast (default: 0.25 0.5)"
+    parser.add_argument("--fractions", **numbers, default=[0.25, 0.5], help=fractions_help)
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, a thread each (default: 1)")
     parser.add_argument("--flags", default="", help='more flags for all runs, as in --flags "--dtype bf16"')
-    parser.add_argument(
-        "--try", dest="try_", nargs="+", metavar="FLAGS", help="changes of fast's flags, each in quotes"
-    )
+    adamw_help = "more flags for AdamW (default: --schedule wsd)"
+    parser.add_argument("--adamw", default="--schedule wsd", metavar="FLAGS", help=adamw_help)
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw all runs into FILE, .svg or .png")
+    try_help = "changes of fast's flags, each in quotes"
+    parser.add_argument("--try", dest="try_", nargs="+", metavar="FLAGS", help=try_help)
     args = parser.parse_args()
-    try_flags(args) if args.try_ else compare(args)
+    by_scale: dict[str, list[Trial]] = {scale: [] for scale in args.scale}
+    for scale, trials in by_scale.items():
+        for steps in args.steps or SCALES[scale][2]:
+            if args.try_:
+                try_flags(scale, steps, args)
+            else:
+                trials += compare(scale, steps, args)
+    if args.figure and not args.try_:
+        draw(by_scale, args)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ def run_benchmark(tmp_path, monkeypatch):
 
     def run(flags: str) -> None:
         monkeypatch.chdir(tmp_path)
-        flags = f"--data . --out runs --scale medium --seeds 1 2 --rates 1e-3 6e-4 {flags}"
+        flags = f"--data . --out runs --scale small --seeds 1 2 --rates 1e-3 6e-4 {flags}"
         monkeypatch.setattr(sys, "argv", ["bench_recipes.py", *flags.split()])
         bench_recipes.main()
 
@@ -33,30 +33,36 @@ def test_runs_are_made_once_and_each_has_a_schedule_of_its_own_length(run_benchm
 
     def train(script, *flags, **_):
         config, _ = configure([*flags, "--device", "cpu", "--dtype", "fp32"])
-        made.append((Path(config.out).name, config.recipe, config.decay_steps, config.seed))
+        assert config.decay_steps == config.max_steps
+        made.append((Path(config.out).name, config.recipe, config.warmup_steps, config.max_lr, config.seed))
         write_log(Path(config.out), {config.max_steps: 5 - 1000 * config.max_lr})
         return "", 1.0
 
     monkeypatch.setattr(bench_recipes, "run_script", train)
     for _ in range(2):
-        run_benchmark("--steps 200 --fractions 0.5")
+        run_benchmark("--steps 300 --fractions 0.5")
     assert made == [
-        ("gpt2-0.001-200-s1", "gpt2", 200, 1),
-        ("gpt2-0.0006-200-s1", "gpt2", 200, 1),
-        ("gpt2-0.001-200-s2", "gpt2", 200, 2),  # the better rate
-        ("gpt2-0.0006-200-s2", "gpt2", 200, 2),
-        ("fast-100-s1", "fast", 100, 1),
-        ("fast-100-s2", "fast", 100, 2),
+        ("small-gpt2-0.001-300--schedule_wsd-s1", "gpt2", 30, 1e-3, 1),
+        ("small-gpt2-0.0006-300--schedule_wsd-s1", "gpt2", 30, 6e-4, 1),
+        ("small-gpt2-0.001-300--schedule_wsd-s2", "gpt2", 30, 1e-3, 2),  # the better rate
+        ("small-fast-150-s1", "fast", 5, 1.8e-3, 1),
+        ("small-fast-150-s2", "fast", 5, 1.8e-3, 2),
     ]
-    assert "| fast, 0.5 of the tokens | 100 | 0.20M | 1.400 ± 0.000 (2) | 1.400, 1.400 |" in capsys.readouterr().out
+    assert "| fast | 150 | 0.61M | 3.200 ± 0.000 (2) | 3.200, 3.200 |" in capsys.readouterr().out
 
 
-def test_it_finds_where_a_curve_reaches_a_loss(run_benchmark, tmp_path, capsys):
-    curve = {0: 5.0, 10: 4.0, 20: 4.5, 30: 3.5}
-    for target, step in ((4.5, 5), (4.0, 10), (3.75, 27.5), (3.4, None)):
-        assert bench_recipes.crossing(curve, target) == step
-    for seed in (1, 2):
-        for name, val in (("gpt2-0.001-30", {30: 4.0}), ("gpt2-0.0006-30", {30: 3.4}), ("fast-30", curve)):
-            write_log(tmp_path / "runs" / f"{name}-s{seed}", val)
-    run_benchmark("--steps 30 --fractions 1")
-    assert "3.400: not reached by 2 of 2" in capsys.readouterr().out
+def test_it_finds_the_length_of_an_equal_loss(run_benchmark, tmp_path, capsys):
+    for target, steps in ((5.0, 10), (4.5, 20), (4.0, 40), (3.75, 80), (3.5, 160), (3.4, None), (5.1, None)):
+        length = bench_recipes.steps_to(target, {160: 3.5, 10: 5.0, 40: 4.0})  # in any order; halves in the logarithm
+        assert length == (steps and pytest.approx(steps))
+    for seed, losses in ((1, {10: 5.0, 40: 4.0}), (2, {10: 4.0, 40: 3.0})):
+        for rate, loss in (("0.001", 4.5), ("0.0006", 4.6)):
+            write_log(tmp_path / "runs" / f"small-gpt2-{rate}-40--schedule_wsd-s{seed}", {40: loss})
+        for steps, loss in losses.items():
+            write_log(tmp_path / "runs" / f"small-fast-{steps}-s{seed}", {steps: loss})
+    run_benchmark("--steps 40 --fractions 0.25 1 --figure recipes.png")
+    assert (
+        "4.500 with this fraction of the tokens: 0.500 (1); not between these lengths: 1 of 2 seeds"
+        in capsys.readouterr().out
+    )
+    assert (tmp_path / "recipes.png").read_bytes().startswith(b"\x89PNG")
