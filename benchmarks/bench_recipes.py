@@ -142,17 +142,20 @@ def draw(by_scale: dict[str, list[Trial]], args: argparse.Namespace) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.2 * len(by_scale), 3.6), layout="constrained")
-    for axes, (scale, trials) in zip(
-        figure.subplots(1, len(by_scale), squeeze=False)[0], by_scale.items(), strict=True
-    ):
+    panels = figure.subplots(1, len(by_scale), squeeze=False)[0]
+    for axes, (scale, trials) in zip(panels, by_scale.items(), strict=True):
+        million = SCALES[scale][1] / 1e6  # tokens per step
         for recipe, label in (("gpt2", "AdamW, tuned"), ("fast", "--recipe fast")):
             ends: dict[float, list[float]] = {}
             for trial in sorted({t for t in trials if t.recipe == recipe}, key=lambda t: t.steps):
-                ends.setdefault(trial.steps * SCALES[scale][1] / 1e6, []).append(final(trial, args))
+                ends.setdefault(trial.steps * million, []).append(final(trial, args))
             (line,) = axes.plot(ends.keys(), [statistics.mean(losses) for losses in ends.values()], label=label)
-            points = [(tokens, loss) for tokens, losses in ends.items() for loss in losses]
-            axes.plot(*zip(*points, strict=True), "o", markersize=4, color=line.get_color())
+            for tokens, losses in ends.items():
+                axes.plot([tokens] * len(losses), losses, "o", markersize=4, color=line.get_color())
         axes.set(title=scale, xscale="log", xlabel="million tokens", ylabel="validation loss at the end of a run")
+        ticks = sorted({trial.steps * million for trial in trials})
+        axes.set_xticks(ticks, [f"{tokens:.2g}" for tokens in ticks])
+        axes.minorticks_off()
         axes.legend()
     figure.savefig(args.figure, metadata={"Date": None})
 
