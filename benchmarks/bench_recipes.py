@@ -128,12 +128,9 @@ def compare(scale: str, steps: int, args: argparse.Namespace) -> list[Trial]:
     target = statistics.mean(final(trial, args) for trial in adamw)
     reached = [steps_to(target, {n: final(fast[n][i], args) for n in lengths}) for i in range(len(args.seeds))]
     found = [length / steps for length in reached if length]
-    missed = (
-        ""
-        if len(found) == len(reached)
-        else f"; not between these lengths: {len(reached) - len(found)} of {len(reached)} seeds"
-    )
-    print(f"\nfast ends at {target:.3f} with this fraction of the tokens: {spread(found)}{missed}", flush=True)
+    print(f"\nfast ends at {target:.3f} with this fraction of the tokens: {spread(found)}", flush=True)
+    if missed := len(reached) - len(found):
+        print(f"not between these lengths: {missed} of {len(reached)} seeds; give other --fractions")
     return trials
 
 

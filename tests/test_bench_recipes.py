@@ -62,7 +62,7 @@ def test_it_finds_the_length_of_an_equal_loss(run_benchmark, tmp_path, capsys):
             write_log(tmp_path / "runs" / f"small-fast-{steps}-s{seed}", {steps: loss})
     run_benchmark("--steps 40 --fractions 0.25 1 --figure recipes.png")
     assert (
-        "4.500 with this fraction of the tokens: 0.500 (1); not between these lengths: 1 of 2 seeds"
+        "4.500 with this fraction of the tokens: 0.500 (1)\nnot between these lengths: 1 of 2 seeds"
         in capsys.readouterr().out
     )
     assert (tmp_path / "recipes.png").read_bytes().startswith(b"\x89PNG")
