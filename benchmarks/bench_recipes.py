@@ -28,8 +28,8 @@ from support.data.presets import fast_rates
 
 SHAPE = "--batch-size 16 --val-tokens 131072"
 SCALES = {  # flags of train_gpt2.py, tokens per step, numbers of steps of AdamW, and what part of them is its warm-up
-    "tiny": (f"--n-layer 3 --n-head 2 --n-embd 128 --block-size 64 {SHAPE}", 1024, [2000, 8000], 1 / 30),
-    "small": (f"--n-layer 4 --n-head 4 --n-embd 256 --block-size 256 {SHAPE}", 4096, [2000], 1 / 10),
+    "tiny": (f"--n-layer 3 --n-head 2 --n-embd 128 --block-size 64 {SHAPE}", 1024, [2000, 8000], 0.03),
+    "small": (f"--n-layer 4 --n-head 4 --n-embd 256 --block-size 256 {SHAPE}", 4096, [2000], 0.1),
     "124M": ("", 524288, [19073], 0.0375),
 }
 ALWAYS = "--shuffle --sample-every 0 --hellaswag-every 0 --checkpoint-every 0"
@@ -60,7 +60,7 @@ def train(trials: list[Trial], args: argparse.Namespace) -> None:
         if trial.steps in val_curve(trial, args):
             return
         of_scale, tokens, _, warmup = SCALES[trial.scale]
-        warmup_steps = round(trial.steps * (warmup if trial.recipe == "gpt2" else 1 / 30))
+        warmup_steps = round(trial.steps * (warmup if trial.recipe == "gpt2" else 0.03))
         rates = {"max_lr": trial.rate} if trial.rate else fast_rates(tokens, {})
         options = ["--data", args.data, "--out", args.out / trial.name, "--resume", "auto", "--recipe", trial.recipe]
         options += ["--max-steps", trial.steps, "--warmup-steps", warmup_steps, "--val-every", trial.steps // 4]

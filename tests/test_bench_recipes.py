@@ -40,15 +40,15 @@ def test_runs_are_made_once_and_each_has_a_schedule_of_its_own_length(run_benchm
 
     monkeypatch.setattr(bench_recipes, "run_script", train)
     for _ in range(2):
-        run_benchmark("--steps 300 --fractions 0.5")
+        run_benchmark("--steps 400 --fractions 0.5")
     assert made == [
-        ("small-gpt2-0.001-300--schedule_wsd-s1", "gpt2", 30, 1e-3, 1),
-        ("small-gpt2-0.0006-300--schedule_wsd-s1", "gpt2", 30, 6e-4, 1),
-        ("small-gpt2-0.001-300--schedule_wsd-s2", "gpt2", 30, 1e-3, 2),  # the better rate
-        ("small-fast-150-s1", "fast", 5, 1.8e-3, 1),
-        ("small-fast-150-s2", "fast", 5, 1.8e-3, 2),
+        ("small-gpt2-0.001-400--schedule_wsd-s1", "gpt2", 40, 1e-3, 1),
+        ("small-gpt2-0.0006-400--schedule_wsd-s1", "gpt2", 40, 6e-4, 1),
+        ("small-gpt2-0.001-400--schedule_wsd-s2", "gpt2", 40, 1e-3, 2),  # the better rate
+        ("small-fast-200-s1", "fast", 6, 1.8e-3, 1),
+        ("small-fast-200-s2", "fast", 6, 1.8e-3, 2),
     ]
-    assert "| fast | 150 | 0.61M | 3.200 ± 0.000 (2) | 3.200, 3.200 |" in capsys.readouterr().out
+    assert "| fast | 200 | 0.82M | 3.200 ± 0.000 (2) | 3.200, 3.200 |" in capsys.readouterr().out
 
 
 def test_it_finds_the_length_of_an_equal_loss(run_benchmark, tmp_path, capsys):
