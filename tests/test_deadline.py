@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -243,6 +244,12 @@ def test_intervals_follow_the_new_length_unless_they_were_chosen(out):
 def test_what_a_longer_run_cannot_use(out):
     with pytest.raises(UserError, match="--checkpoint-every 0 would lose the longer run"):
         configure(["--resume", "--out", out, "--max-steps", "30", "--checkpoint-every", "0"])
+    # as if each step had taken half a minute: 6 minutes before the cooldown, which begins at step 12, and 4 after that
+    metrics = [json.loads(line) | {"seconds": 30.0} for line in (out / "metrics.jsonl").read_text().splitlines()]
+    (out / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in metrics))
+    with pytest.raises(UserError, match=r"shorter: .* from step 12, .* has trained for 4\.0 minutes"):
+        configure(["--resume", "--out", out, "--minutes", "4"])
+    assert configure(["--resume", "--out", out, "--minutes", "4.5"])[0].minutes == 10.5
     (out / "model_00012" / "model.safetensors").write_bytes(b"")
     assert configure(["--resume", "--out", out, "--max-steps", "30"])[1].step == 10
     for step in (5, 10, 12):
