@@ -216,6 +216,11 @@ def out(runs, tmp_path):
     return shutil.copytree(runs / "20", tmp_path / "run")
 
 
+def say_that_steps_took_half_a_minute(out):
+    metrics = [json.loads(line) | {"seconds": 30.0} for line in (out / "metrics.jsonl").read_text().splitlines()]
+    (out / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in metrics))
+
+
 @pytest.mark.parametrize("flags", [["--max-steps", 30], ["--minutes", 3]])
 def test_a_longer_run_continues_before_the_cooldown(runs, out, monkeypatch, capsys, flags):
     """A run of 20 steps that becomes one of 30 is the run of 30 steps."""
@@ -231,6 +236,9 @@ def test_a_longer_run_continues_before_the_cooldown(runs, out, monkeypatch, caps
     for again in (["--resume"], ["--resume", "auto", "--minutes", "3"]):  # which has finished, in a loop of restarts
         config, checkpoint = configure([*again, "--out", out])
         assert checkpoint.step == config.max_steps == 30
+    say_that_steps_took_half_a_minute(out)
+    train_with("--resume", "--out", out)  # says once more how it becomes longer: by more than the cooldown's 6 minutes
+    assert ("--minutes 7" if "--minutes" in flags else "--max-steps 60") in capsys.readouterr().out
 
 
 def test_intervals_follow_the_new_length_unless_they_were_chosen(out):
@@ -244,9 +252,7 @@ def test_intervals_follow_the_new_length_unless_they_were_chosen(out):
 def test_what_a_longer_run_cannot_use(out):
     with pytest.raises(UserError, match="--checkpoint-every 0 would lose the longer run"):
         configure(["--resume", "--out", out, "--max-steps", "30", "--checkpoint-every", "0"])
-    # as if each step had taken half a minute: 6 minutes before the cooldown, which begins at step 12, and 4 after that
-    metrics = [json.loads(line) | {"seconds": 30.0} for line in (out / "metrics.jsonl").read_text().splitlines()]
-    (out / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in metrics))
+    say_that_steps_took_half_a_minute(out)  # 6 minutes before the cooldown, which begins at step 12, and 4 after that
     with pytest.raises(UserError, match=r"shorter: .* from step 12, .* has trained for 4\.0 minutes"):
         configure(["--resume", "--out", out, "--minutes", "4"])
     assert configure(["--resume", "--out", out, "--minutes", "4.5"])[0].minutes == 10.5

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from support import __version__
 from support.console.deadline import seconds_for_process
-from support.console.log import read_metrics, read_values
+from support.console.log import read_metrics, read_values, seconds_trained
 from support.console.run_logger import clock
 from support.console.terminal import BOLD, YELLOW, StatusLine, labelled, on_one_line, pluralize, styled
 from support.data.presets import MAX_STEPS
@@ -179,7 +179,10 @@ def print_summary(run: RunInfo, dist: Distributed, texts: Sequence[str]) -> None
     before_cooldown = checkpoint_path(out, config.cooldown_start)
     can_go_back = config.schedule == "wsd" and config.decay_steps == max_steps and before_cooldown != checkpoint
     if can_go_back and checkpoint.is_dir() and before_cooldown.is_dir():
-        more = f"--minutes {max(1, round(config.minutes))}" if config.minutes else f"--max-steps {2 * max_steps}"
+        more = f"--max-steps {2 * max_steps}"
+        if config.minutes:  # enough, also if the machine became slow during the cooldown
+            cooldown = seconds_trained(out, max_steps) - seconds_trained(out, config.cooldown_start)
+            more = f"--minutes {max(round(config.minutes), int(cooldown / 60) + 1)}"
         lines.append(f"longer  python train_gpt2.py --resume --out {shlex.quote(str(out))} {more}")
         lines.append(f"        continues from {before_cooldown}, before the cooldown")
     print("\n" + "\n".join(lines), flush=True)
