@@ -28,7 +28,7 @@ _LONG_WORD, _PIECE = re.compile(r"\S{257}|\s{257}"), re.compile(r"\s{0,256}\S{1,
 
 
 def fitting_vocab_size(chars: float) -> int:
-    """The power of two that suits a text: measured, see docs/recipes.md. A rare token would hardly be trained."""
+    """The power of two that suits a text: measured, see docs/small-models.md. A rare token would hardly be trained."""
     exponent = round(math.log2(max(1.0, chars / CHARS_PER_TOKEN_OF_VOCABULARY)))
     return min(max(2**exponent, 512), MAX_VOCAB_SIZE // 2)
 
