@@ -1,6 +1,6 @@
 """--recipe fast against AdamW: the loss at equal tokens, and the tokens for an equal loss.
 
-    python benchmarks/bench_recipes.py --data SHARDS --figure recipes.svg    # two scales, three lengths
+    python benchmarks/bench_recipes.py --data SHARDS --figure recipes.svg    # two scales, two lengths each
     python benchmarks/bench_recipes.py --data SHARDS --scale tiny --steps 2000
     python benchmarks/bench_recipes.py --data SHARDS --scale small --try "--weight-decay 0.4" "--cooldown-fraction 0.7"
 
@@ -27,12 +27,27 @@ from support.console.log import read_values
 from support.data.presets import fast_rates
 
 SHAPE = "--batch-size 16 --val-tokens 131072"
-SCALES = {  # flags of train_gpt2.py, tokens per step, numbers of steps of AdamW, and what part of them is its warm-up
-    "tiny": (f"--n-layer 3 --n-head 2 --n-embd 128 --block-size 64 {SHAPE}", 1024, [2000, 8000], 0.03),
-    "small": (f"--n-layer 4 --n-head 4 --n-embd 256 --block-size 256 {SHAPE}", 4096, [2000], 0.1),
-    "124M": ("", 524288, [19073], 0.0375),
-}
 ALWAYS = "--shuffle --sample-every 0 --hellaswag-every 0 --checkpoint-every 0"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A size of the model and of its steps."""
+
+    flags: str  # of train_gpt2.py
+    tokens: int  # per step
+    steps: tuple[int, ...]  # of AdamW
+    adamw_warmup: float  # of its steps; that of `fast` is 0.03
+    fractions: tuple[float, ...] = (0.25, 0.5)  # of AdamW's steps, for `fast`
+
+
+SCALES = {
+    "tiny": Scale(f"--n-layer 3 --n-head 2 --n-embd 128 --block-size 64 {SHAPE}", 1024, (2000, 8000), 0.03),
+    "small": Scale(
+        f"--n-layer 4 --n-head 4 --n-embd 256 --block-size 256 {SHAPE}", 4096, (1000, 2000), 0.1, (0.25, 0.4)
+    ),
+    "124M": Scale("", 524288, (19073,), 0.0375),
+}
 
 
 @dataclass(frozen=True)
@@ -59,12 +74,12 @@ def train(trials: list[Trial], args: argparse.Namespace) -> None:
     def one(trial: Trial) -> None:
         if trial.steps in val_curve(trial, args):
             return
-        of_scale, tokens, _, warmup = SCALES[trial.scale]
-        warmup_steps = round(trial.steps * (warmup if trial.recipe == "gpt2" else 0.03))
-        rates = {"max_lr": trial.rate} if trial.rate else fast_rates(tokens, {})
+        scale = SCALES[trial.scale]
+        warmup_steps = round(trial.steps * (scale.adamw_warmup if trial.recipe == "gpt2" else 0.03))
+        rates = {"max_lr": trial.rate} if trial.rate else fast_rates(scale.tokens, {})
         options = ["--data", args.data, "--out", args.out / trial.name, "--resume", "auto", "--recipe", trial.recipe]
         options += ["--max-steps", trial.steps, "--warmup-steps", warmup_steps, "--val-every", trial.steps // 4]
-        options += ["--total-batch-size", tokens, "--seed", trial.seed, *shlex.split(f"{of_scale} {ALWAYS}")]
+        options += ["--total-batch-size", scale.tokens, "--seed", trial.seed, *shlex.split(f"{scale.flags} {ALWAYS}")]
         options += [word for name, rate in rates.items() for word in (f"--{name.replace('_', '-')}", rate)]
         options += shlex.split(f"{args.flags} {trial.flags}")
         threads = {"OMP_NUM_THREADS": "1"} if args.jobs > 1 else {}
@@ -83,6 +98,10 @@ def val_curve(trial: Trial, args: argparse.Namespace) -> dict[int, float]:
 
 def final(trial: Trial, args: argparse.Namespace) -> float:
     return val_curve(trial, args)[trial.steps]
+
+
+def million_tokens(trial: Trial) -> float:
+    return trial.steps * SCALES[trial.scale].tokens / 1e6
 
 
 def steps_to(loss: float, ends: dict[int, float]) -> float | None:
@@ -109,13 +128,12 @@ def compare(scale: str, steps: int, args: argparse.Namespace) -> list[Trial]:
     train(tuning, args)
     best = min(tuning, key=lambda trial: final(trial, args)).rate
     adamw = [Trial(scale, "gpt2", best, steps, seed, args.adamw) for seed in args.seeds]
-    lengths = [round(fraction * steps) for fraction in args.fractions]
+    lengths = [round(fraction * steps) for fraction in args.fractions or SCALES[scale].fractions]
     fast = {length: [Trial(scale, "fast", None, length, seed) for seed in args.seeds] for length in lengths}
     trials = [*adamw, *(trial for of_length in fast.values() for trial in of_length)]
     train(trials, args)
 
-    flags, tokens, *_ = SCALES[scale]
-    print(f"\n{scale}: {flags}")
+    print(f"\n{scale}: {SCALES[scale].flags}")
     print(f"\n| rate of AdamW, {args.adamw} | loss after {steps:,} steps |\n|---|---|")
     for trial in tuning:
         print(f"| {trial.rate:g} | {final(trial, args):.3f} |")
@@ -123,7 +141,7 @@ def compare(scale: str, steps: int, args: argparse.Namespace) -> list[Trial]:
     for name, of_row in ((f"AdamW, {best:g}", adamw), *(("fast", of_row) for of_row in fast.values())):
         made, ends = of_row[0].steps, [final(trial, args) for trial in of_row]
         each = ", ".join(f"{end:.3f}" for end in ends)
-        print(f"| {name} | {made:,} | {made * tokens / 1e6:,.2f}M | {spread(ends)} | {each} |")
+        print(f"| {name} | {made:,} | {million_tokens(of_row[0]):,.2f}M | {spread(ends)} | {each} |")
 
     target = statistics.mean(final(trial, args) for trial in adamw)
     reached = [steps_to(target, {n: final(fast[n][i], args) for n in lengths}) for i in range(len(args.seeds))]
@@ -141,16 +159,15 @@ def draw(by_scale: dict[str, list[Trial]], args: argparse.Namespace) -> None:
     figure = Figure(figsize=(4.2 * len(by_scale), 3.6), layout="constrained")
     panels = figure.subplots(1, len(by_scale), squeeze=False)[0]
     for axes, (scale, trials) in zip(panels, by_scale.items(), strict=True):
-        million = SCALES[scale][1] / 1e6  # tokens per step
         for recipe, label in (("gpt2", "AdamW, tuned"), ("fast", "--recipe fast")):
             ends: dict[float, list[float]] = {}
             for trial in sorted({t for t in trials if t.recipe == recipe}, key=lambda t: t.steps):
-                ends.setdefault(trial.steps * million, []).append(final(trial, args))
+                ends.setdefault(million_tokens(trial), []).append(final(trial, args))
             (line,) = axes.plot(ends.keys(), [statistics.mean(losses) for losses in ends.values()], label=label)
             for tokens, losses in ends.items():
                 axes.plot([tokens] * len(losses), losses, "o", markersize=4, color=line.get_color())
         axes.set(title=scale, xscale="log", xlabel="million tokens", ylabel="validation loss at the end of a run")
-        ticks = sorted({trial.steps * million for trial in trials})
+        ticks = sorted({million_tokens(trial) for trial in trials})
         axes.set_xticks(ticks, [f"{tokens:.2g}" for tokens in ticks])
         axes.minorticks_off()
         axes.legend()
@@ -162,7 +179,7 @@ def try_flags(scale: str, steps: int, args: argparse.Namespace) -> None:
     steps //= 4
     trials = {flags: [Trial(scale, "fast", None, steps, s, flags) for s in args.seeds] for flags in ("", *args.try_)}
     train([trial for of_flags in trials.values() for trial in of_flags], args)
-    print(f"\n{scale}, {steps * SCALES[scale][1] / 1e6:,.2f}M tokens")
+    print(f"\n{scale}, {steps * SCALES[scale].tokens / 1e6:,.2f}M tokens")
     print("\n| fast | validation loss |\n|---|---|")
     for flags, of_flags in trials.items():
         print(f"| {flags or 'as it is'} | {spread([final(trial, args) for trial in of_flags])} |")
@@ -179,8 +196,7 @@ def main() -> None:
     numbers = dict(type=float, nargs="+", metavar="X")
     rates_help = "learning rates of AdamW to choose from (default: 1.2e-3 2.4e-3 4.8e-3)"
     parser.add_argument("--rates", **numbers, default=[1.2e-3, 2.4e-3, 4.8e-3], help=rates_help)
-    fractions_help = "of AdamW's steps, for fast (default: 0.25 0.5)"
-    parser.add_argument("--fractions", **numbers, default=[0.25, 0.5], help=fractions_help)
+    parser.add_argument("--fractions", **numbers, help="of AdamW's steps, for fast (default: those of the scale)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, a thread each (default: 1)")
     parser.add_argument("--flags", default="", help='more flags for all runs, as in --flags "--dtype bf16"')
     adamw_help = "more flags for AdamW (default: --schedule wsd)"
@@ -191,7 +207,7 @@ def main() -> None:
     args = parser.parse_args()
     by_scale: dict[str, list[Trial]] = {scale: [] for scale in args.scale}
     for scale, trials in by_scale.items():
-        for steps in args.steps or SCALES[scale][2]:
+        for steps in args.steps or SCALES[scale].steps:
             if args.try_:
                 try_flags(scale, steps, args)
             else:
