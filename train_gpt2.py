@@ -687,7 +687,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         with fsdp.full_weights(eval_model, model), amp:
             generator = devices.seeded_generator(device, config.seed)
             texts = sample(eval_model.eval(), data.tokenizer, "The", 150, generator, 0.8)
-    print_summary(run, dist, texts)
+    print_summary(run, dist, checkpoints.validation_losses(), texts)
     return state
 
 

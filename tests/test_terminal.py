@@ -166,7 +166,7 @@ def test_the_summary_agrees_with_the_log(tmp_path, capsys):
     (out / "log.txt").write_text("0 val 5.0000\n3 val 3.0000\n6 val 4.0000\n")
     run = run_info("--out", out, "--max-steps", 6)
     run.data.__dict__["bytes_per_token"] = 2.0
-    print_summary(run, ONE_PROCESS, ["a\nb\x1b[2Jc", "another"])
+    print_summary(run, ONE_PROCESS, {}, ["a\nb\x1b[2Jc", "another"])
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"done    6 steps, 1,536 tokens; \d+:\d\d:\d\d elapsed", lines[1])
     assert lines[2:] == [
@@ -177,16 +177,18 @@ def test_the_summary_agrees_with_the_log(tmp_path, capsys):
         f"next    python sample.py --model '{out}/model_00006'",
     ]
     (out / "log.txt").write_text("0 val 5.0000\n6 val 4.0000\n")
-    print_summary(dataclasses.replace(run, resumed_from=SimpleNamespace(step=2)), ONE_PROCESS, [])
+    print_summary(dataclasses.replace(run, resumed_from=SimpleNamespace(step=2)), ONE_PROCESS, {}, [])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].endswith(" elapsed since step 2")
     assert [line.split()[0] for line in lines[2:]] == ["best", "saved", "next"]
-    print_summary(run_info("--out", out, "--max-steps", 6, "--checkpoint-every", 0, "--val-every", 0), ONE_PROCESS, [])
+    print_summary(
+        run_info("--out", out, "--max-steps", 6, "--checkpoint-every", 0, "--val-every", 0), ONE_PROCESS, {}, []
+    )
     assert "saved" not in capsys.readouterr().out  # that checkpoint belongs to the run before
     for decay_steps in (6, 5):
         run = run_info("--out", out, "--max-steps", 6, "--schedule", "wsd", "--decay-steps", decay_steps)
         (out / f"model_{run.config.cooldown_start:05d}").mkdir(exist_ok=True)
-        print_summary(run, ONE_PROCESS, [])
+        print_summary(run, ONE_PROCESS, {}, [])
         # a run with steps after its cooldown does not go back before it
         assert ("\nlonger  " in capsys.readouterr().out) == (decay_steps == 6)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -136,6 +136,13 @@ class CheckpointManager:
         command = f"{launcher} train_gpt2.py --resume --out {shlex.quote(str(self.out))}"
         return f"The newest checkpoint is {checkpoint_path(self.out, self.newest)}.\nnext    {command}"
 
+    def validation_losses(self) -> dict[Path, float]:
+        """Those of the checkpoints in the run's folder, as far as they are known, and of the ones that it has replaced."""
+        logged = self._logged("val")  # older checkpoints do not have their validation loss
+        losses = {path: validation_loss_of(path) or logged.get(step_of(path)) for path in list_checkpoints(self.out)}
+        losses |= {path: validation_loss_of(path) for path in run_folder.list_earlier(self.out)}
+        return {path: loss for path, loss in losses.items() if loss is not None}
+
     def __enter__(self) -> CheckpointManager:
         return self
 
@@ -179,23 +186,28 @@ class CheckpointManager:
 
         Kept are the newest `keep` that are intact, the one of `step` included (0: all), the one with the best validation
         loss, and the newest one before a cooldown, from which the run can become longer. Those of an earlier run are
-        kept until this one has finished, since they may be better; if they are its own, with `keep` 0 even then.
+        kept until this one has finished. If they are its own, from when it had another length, the best of them is
+        kept even then if it is better than all others, and with `keep` 0 all are.
         """
-        config, resumed_from = self.run.config, self.run.resumed_from
+        config, resumed_from, losses = self.run.config, self.run.resumed_from, self.validation_losses()
+        *earlier, newest = [path for path in list_checkpoints(self.out) if step_of(path) <= step]
+
+        def best_of(paths: Iterable[Path]) -> Path:
+            return min(paths, key=lambda path: losses.get(path, math.inf))  # without any loss, the first one
+
+        best = best_of([newest, *reversed(earlier)])
         if step == config.max_steps:
+            replaced = run_folder.list_earlier(self.out)
             has_gone_back = resumed_from is not None and resumed_from.replaces_later
-            if config.keep or (config.overwrite_policy == "run" and not has_gone_back):
-                yield from run_folder.list_earlier(self.out)
-        earlier = [path for path in list_checkpoints(self.out) if step_of(path) < step]
+            if config.overwrite_policy == "run" and not has_gone_back:
+                yield from replaced
+            elif config.keep:
+                yield from {*replaced} - {best_of([best, *replaced])}
         if config.keep == 0 or len(earlier) < config.keep:
             return
-        # Older checkpoints do not have their validation loss, and the log of a run that was extended lacks some.
-        logged, paths = self._logged("val"), [*earlier, checkpoint_path(self.out, step)]
-        val = {path: validation_loss_of(path) or logged.get(step_of(path), math.inf) for path in paths}
         before_cooldown = [
-            path for path in paths if config.schedule == "wsd" and step_of(path) <= config.cooldown_start
+            path for path in (*earlier, newest) if config.schedule == "wsd" and step_of(path) <= config.cooldown_start
         ]
-        best = min(reversed(paths), key=lambda path: val[path])  # without any, the newest one
         kept = 1
         for directory in reversed(earlier):
             if kept < config.keep and find_corruption(directory) is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -36,9 +35,9 @@ def flags_to_resume(
         dist.print0("note    --resume auto does not make a run longer, --resume does: this one keeps its length")
     stored = _stored_flags(config_class, checkpoint, cli_flags, dist)
     if start := _start_of_other_length(cli_flags, config_class(**stored), checkpoint, dist):
-        newest, checkpoint = checkpoint, replace(start, replaces_later=True)
+        checkpoint = replace(start, replaces_later=True)
         stored = _stored_flags(config_class, checkpoint, cli_flags, dist)
-        stored |= _length_flags(cli_flags, config_class(**stored), checkpoint, newest, dist)
+        stored |= _length_flags(cli_flags, config_class(**stored), checkpoint, dist)
         cli_flags = {name: value for name, value in cli_flags.items() if name != "minutes"}  # the sum is in `stored`
     _check_unchanged(config_class, cli_flags, stored, checkpoint)
     flags = {**stored, "out": str(checkpoint.path.parent), "resume": "newest", "profile": 0, **cli_flags}
@@ -144,24 +143,12 @@ def _start_of_other_length(
 
 
 def _length_flags(
-    cli_flags: Mapping[str, Any], before: RunOptions, checkpoint: Checkpoint, newest: Checkpoint, dist: Distributed
+    cli_flags: Mapping[str, Any], before: RunOptions, checkpoint: Checkpoint, dist: Distributed
 ) -> dict[str, Any]:
-    """The flags of the new length of a run that is resumed from `checkpoint`, at a constant learning rate.
-
-    Raises:
-        UserError: with that many minutes, it would be shorter than it is in its `newest` checkpoint.
-    """
-    out = checkpoint.path.parent
+    """The flags of the new length of a run that is resumed from `checkpoint`, at a constant learning rate."""
     if "minutes" in cli_flags:
-        steps = checkpoint.step, newest.step
-        seconds = dist.once("seconds", lambda: json.dumps([seconds_trained(out, step) for step in steps]))
-        trained, trained_in_all = (of_step / 60 for of_step in json.loads(seconds))
-        if (minutes := cli_flags["minutes"]) <= (again := trained_in_all - trained):
-            raise UserError(
-                f"--minutes {minutes:g} would make the run in {out} shorter: it continues from step {checkpoint.step}, "
-                f"before the cooldown, after which it has trained for {again:.1f} minutes. Use more."
-            )
-        return presets.flags_for_open_end(trained + minutes)
+        trained = dist.once("seconds", lambda: str(seconds_trained(checkpoint.path.parent, checkpoint.step)))
+        return presets.flags_for_open_end(cli_flags["minutes"] + float(trained) / 60)
     steps = cli_flags["max_steps"]
     # after --minutes, the stored fraction is what there was time for
     fraction = before.cooldown_fraction if before.minutes is None else presets.TIMED_COOLDOWN_FRACTION

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Protocol, TypeVar
@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from support import __version__
 from support.console.deadline import seconds_for_process
-from support.console.log import read_metrics, read_values, seconds_trained
+from support.console.log import read_metrics, read_values
 from support.console.run_logger import clock
 from support.console.terminal import BOLD, YELLOW, StatusLine, labelled, on_one_line, pluralize, styled
 from support.data.presets import MAX_STEPS
@@ -143,10 +143,11 @@ def notes(config: RunOptions, first_step: int, checkpoint_bytes: int) -> Iterato
         yield f"this run has finished its {pluralize(max_steps, 'step')}; {more} makes it longer"
 
 
-def print_summary(run: RunInfo, dist: Distributed, texts: Sequence[str]) -> None:
+def print_summary(run: RunInfo, dist: Distributed, losses: Mapping[Path, float], texts: Sequence[str]) -> None:
     """Prints the end of a finished run: losses, time, tokens, the checkpoint, and the command to run next.
 
     Args:
+        losses: validation losses of checkpoints, also of earlier ones that are better: the log does not have those.
         texts: samples, of which the first is shown.
     """
     if dist.rank > 0:
@@ -161,17 +162,18 @@ def print_summary(run: RunInfo, dist: Distributed, texts: Sequence[str]) -> None
     ]
     if timed and (reason := why_late(run, seconds)):
         lines.append(labelled("", reason))
-    val = read_values(out / "log.txt", "val") if config.val_every else {}
-    best = min(val, key=lambda step: val[step], default=max_steps)
-    for step, name in {max_steps: "last", best: "best"}.items():  # one line if they are the same
-        if step in val:
-            per_byte = val[step] / run.data.bytes_per_token
-            loss = f"{val[step]:.4f} nats per token, {per_byte:.4f} per byte, at step {step:,}"
-            directory = checkpoint_path(out, step)
-            loss += f": {directory}" if step != max_steps and directory.is_dir() else ""
+    checkpoint, val = checkpoint_path(out, max_steps), dict[Path, float]()
+    if config.val_every:
+        logged = read_values(out / "log.txt", "val")
+        val = {checkpoint_path(out, step): loss for step, loss in logged.items()} | dict(losses)
+    best = min(val, key=lambda path: val[path], default=checkpoint)
+    for path, name in {checkpoint: "last", best: "best"}.items():  # one line if they are the same
+        if path in val:
+            step, per_byte = int(path.stem.removeprefix("model_")), val[path] / run.data.bytes_per_token
+            loss = f"{val[path]:.4f} nats per token, {per_byte:.4f} per byte, at step {step:,}"
+            loss += f": {path}" if path != checkpoint and path.is_dir() else ""
             lines.append(styled(labelled(name, f"validation loss {loss}"), BOLD))
     lines += [labelled("sample", on_one_line(text)) for text in texts[:1]]
-    checkpoint = checkpoint_path(out, max_steps)
     if config.checkpoint_every and checkpoint.is_dir():  # without, it may be of an earlier run
         prompt = ' --prompt "The"' if config.demo else ""
         lines.append(f"saved   {checkpoint}")
@@ -179,10 +181,7 @@ def print_summary(run: RunInfo, dist: Distributed, texts: Sequence[str]) -> None
     before_cooldown = checkpoint_path(out, config.cooldown_start)
     can_go_back = config.schedule == "wsd" and config.decay_steps == max_steps and before_cooldown != checkpoint
     if can_go_back and checkpoint.is_dir() and before_cooldown.is_dir():
-        more = f"--max-steps {2 * max_steps}"
-        if config.minutes:  # enough, also if the machine became slow during the cooldown
-            cooldown = seconds_trained(out, max_steps) - seconds_trained(out, config.cooldown_start)
-            more = f"--minutes {max(round(config.minutes), int(cooldown / 60) + 1)}"
+        more = f"--minutes {max(1, round(config.minutes))}" if config.minutes else f"--max-steps {2 * max_steps}"
         lines.append(f"longer  python train_gpt2.py --resume --out {shlex.quote(str(out))} {more}")
         lines.append(f"        continues from {before_cooldown}, before the cooldown")
     print("\n" + "\n".join(lines), flush=True)
