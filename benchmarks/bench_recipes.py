@@ -38,14 +38,11 @@ class Scale:
     tokens: int  # per step
     steps: tuple[int, ...]  # of AdamW
     adamw_warmup: float  # of its steps; that of `fast` is 0.03
-    fractions: tuple[float, ...] = (0.25, 0.5)  # of AdamW's steps, for `fast`
 
 
 SCALES = {
     "tiny": Scale(f"--n-layer 3 --n-head 2 --n-embd 128 --block-size 64 {SHAPE}", 1024, (2000, 8000), 0.03),
-    "small": Scale(
-        f"--n-layer 4 --n-head 4 --n-embd 256 --block-size 256 {SHAPE}", 4096, (1000, 2000), 0.1, (0.25, 0.4)
-    ),
+    "small": Scale(f"--n-layer 4 --n-head 4 --n-embd 256 --block-size 256 {SHAPE}", 4096, (1000, 4000), 0.1),
     "124M": Scale("", 524288, (19073,), 0.0375),
 }
 
@@ -128,7 +125,7 @@ def compare(scale: str, steps: int, args: argparse.Namespace) -> list[Trial]:
     train(tuning, args)
     best = min(tuning, key=lambda trial: final(trial, args)).rate
     adamw = [Trial(scale, "gpt2", best, steps, seed, args.adamw) for seed in args.seeds]
-    lengths = [round(fraction * steps) for fraction in args.fractions or SCALES[scale].fractions]
+    lengths = [round(fraction * steps) for fraction in args.fractions]
     fast = {length: [Trial(scale, "fast", None, length, seed) for seed in args.seeds] for length in lengths}
     trials = [*adamw, *(trial for of_length in fast.values() for trial in of_length)]
     train(trials, args)
@@ -196,7 +193,8 @@ def main() -> None:
     numbers = dict(type=float, nargs="+", metavar="X")
     rates_help = "learning rates of AdamW to choose from (default: 1.2e-3 2.4e-3 4.8e-3)"
     parser.add_argument("--rates", **numbers, default=[1.2e-3, 2.4e-3, 4.8e-3], help=rates_help)
-    parser.add_argument("--fractions", **numbers, help="of AdamW's steps, for fast (default: those of the scale)")
+    fractions_help = "of AdamW's steps, for fast (default: 0.25 0.4 0.5)"
+    parser.add_argument("--fractions", **numbers, default=[0.25, 0.4, 0.5], help=fractions_help)
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, a thread each (default: 1)")
     parser.add_argument("--flags", default="", help='more flags for all runs, as in --flags "--dtype bf16"')
     adamw_help = "more flags for AdamW (default: --schedule wsd)"
