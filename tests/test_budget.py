@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -97,7 +98,10 @@ def test_given_sizes_stay(monkeypatch):
 
 @pytest.mark.parametrize("fitting", [8, 4, 0])
 def test_the_tokens_of_a_model_in_time(fitting, monkeypatch):
-    """By hand: 0.7 of 8 rows of 64 tokens in 0.01 s, on two ranks; of fewer rows if 8 do not fit into the memory."""
+    """By hand: 0.7 of 8 rows of 64 tokens in 0.01 s, on two ranks; of fewer rows if 8 do not fit into the memory.
+
+    What a failed attempt has allocated is free when the next one allocates its model, or that would not fit either.
+    """
 
     class Limited(GPT):
         def forward(self, idx, targets=None):
@@ -105,10 +109,18 @@ def test_the_tokens_of_a_model_in_time(fitting, monkeypatch):
                 raise torch.OutOfMemoryError
             return super().forward(idx, targets)
 
+    earlier = []
+
+    def new_model(**sizes):
+        assert not any(model() for model in earlier)
+        model = Limited(GPTConfig(**sizes))
+        earlier.append(weakref.ref(model))
+        return model
+
     monkeypatch.setattr(budget, "_seconds", lambda work, device: work() or 0.01)
     sizes = dict(n_layer=1, n_head=1, n_embd=16, block_size=64, batch_size=8, vocab_size=257)
     dist = SimpleNamespace(device=torch.device("cpu"), world_size=2)
-    found = budget._tokens_per_second(config_of(), sizes, dist, lambda **sizes: Limited(GPTConfig(**sizes)))
+    found = budget._tokens_per_second(config_of(), sizes, dist, new_model)
     assert found == pytest.approx(0.7 / 0.01 * fitting * 64 * 2)
 
 

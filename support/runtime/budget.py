@@ -103,25 +103,38 @@ def _tokens_per_second(
     config: RunOptions, sizes: Mapping[str, int], dist: Distributed, new_model: Callable[..., nn.Module]
 ) -> float:
     """About the tokens that all ranks train on per second of --minutes, from the speed of this one; 0 if out of memory."""
-    model = new_model(**{name: size for name, size in sizes.items() if name != "batch_size"}).to(dist.device)
-    tokens = torch.randint(sizes["vocab_size"], (sizes["batch_size"], sizes["block_size"] + 1), device=dist.device)
-    dtype = devices.DTYPES[config.dtype]
-    devices.configure_backends(dist.device, config.tf32, dtype, sizes["block_size"])
+    model_sizes = {name: size for name, size in sizes.items() if name != "batch_size"}
+    devices.configure_backends(dist.device, config.tf32, devices.DTYPES[config.dtype], sizes["block_size"])
+    B = sizes["batch_size"]
+    while B:
+        try:
+            seconds = _micro_step_seconds(config, model_sizes, B, dist.device, new_model)
+        except RuntimeError as error:
+            if not devices.is_out_of_memory(error):
+                raise
+            seconds = None
+        devices.free_memory(dist.device)  # here, as the traceback holds the tensors of the failed attempt
+        if seconds is not None:
+            return TRAINING_FRACTION * B * sizes["block_size"] * dist.world_size / seconds
+        B //= 2
+    return 0.0  # a smaller model will do
+
+
+def _micro_step_seconds(
+    config: RunOptions, model_sizes: Mapping[str, int], B: int, device: torch.device,
+    new_model: Callable[..., nn.Module],
+) -> float:  # fmt: skip
+    """Seconds of a forward and backward pass of B rows, not compiled."""
+    model = new_model(**model_sizes).to(device)
+    tokens = torch.randint(model_sizes["vocab_size"], (B, model_sizes["block_size"] + 1), device=device)
 
     def micro_step() -> None:
-        with devices.autocast(dist.device, dtype):
+        with devices.autocast(device, devices.DTYPES[config.dtype]):
             loss = model(tokens[:, :-1], tokens[:, 1:])[1]
         loss.backward()
         model.zero_grad(set_to_none=True)
 
-    try:
-        seconds = _seconds(micro_step, dist.device)
-    except torch.OutOfMemoryError:
-        if sizes["batch_size"] == 1:
-            return 0.0  # a smaller model will do
-        smaller = {**sizes, "batch_size": sizes["batch_size"] // 2}
-        return _tokens_per_second(config, smaller, dist, new_model)
-    return TRAINING_FRACTION * tokens[:, 1:].numel() * dist.world_size / seconds
+    return _seconds(micro_step, device)
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
