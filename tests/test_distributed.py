@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 
 import pytest
 import torch
-from helpers import finish_run, free_port, in_threads, on_ranks, run_to_the_end, start_run, steps_done, wait_for
+from helpers import ROOT, finish_run, free_port, in_threads, on_ranks, run_to_the_end, start_run, steps_done, wait_for
 from torch.distributed import HashStore
 
 import train_gpt2
@@ -110,6 +112,54 @@ def test_ranks_agree_on_an_attempt_whatever_earlier_attempts_left():
         [attempt] = set(in_threads(ranks, lambda rank: agree_on_attempt(store, rank, 3)).values())
         shared.add(attempt)
     assert len(shared) == 3
+
+
+RESTARTED = """
+import os
+from torch import distributed
+from support.runtime.distributed import Distributed
+
+dist = Distributed.from_environment()
+store = dist.store
+while isinstance(store, distributed.PrefixStore):
+    store = store.underlying_store
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+with dist.local_rank_zero_first():
+    if first:
+        store.set("exception_dump", (1).to_bytes(4, "little"))  # as ProcessGroupNCCL does after a timeout
+        os._exit(1)
+with open(f"{dist.rank}.txt", "w") as file:
+    file.write(str(store.check(["exception_dump"])))
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rendezvous", ["--standalone", "--master_addr=localhost"])
+def test_a_restart_does_not_find_the_timeout_before_it(tmp_path, rendezvous):
+    """In torchrun's own store, which survives a restart: NCCL would abort the new processes 8 minutes later."""
+    (tmp_path / "script.py").write_text(RESTARTED)
+    port = [] if rendezvous == "--standalone" else [f"--master_port={free_port()}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", rendezvous, *port, "--nproc_per_node=2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([*torchrun, "--max-restarts=1", "script.py"], cwd=tmp_path, env=environment, check=True, timeout=100)
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)] == ["False", "False"]
+
+
+def test_what_nccl_writes_after_a_timeout_is_named_after_the_start(monkeypatch):
+    """By all ranks alike, and by a restarted run not as before."""
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **options: None)
+    monkeypatch.setattr(Distributed, "all_reduce_min", lambda dist, value: value)
+    times, names = ["20261125-100000", "20261125-100500"], []
+    for now in times:
+        monkeypatch.setattr(distributed.time, "strftime", lambda form, now=now: now)
+        store = HashStore()
+        for rank in (0, 1):
+            monkeypatch.delenv("TORCH_FR_DUMP_TEMP_FILE", raising=False)
+            Distributed(rank, rank, 2, store=store).init_process_group("log")
+            names.append(os.environ.pop("TORCH_FR_DUMP_TEMP_FILE"))
+            monkeypatch.setattr(distributed.time, "strftime", lambda form: "20991231-235959")  # its clock is wrong
+    assert names == [f"log/nccl_trace_{time}_rank_" for time in times for _ in (0, 1)]
 
 
 def fail_and_succeed(rank):

@@ -157,12 +157,14 @@ class Distributed:
     # Collectives
 
     def init_process_group(self, out: str) -> None:
-        """Connects the ranks, if there are several. If one times out under NCCL, its last operations go to `out`."""
+        """Connects the ranks, if there are several.
+
+        If one times out under NCCL, PyTorch's flight recorder writes its last operations to `out`, for `torchfrtrace`.
+        """
         if self.world_size > 1:
-            # NCCL's flight recorder; `torchfrtrace` reads what it writes
-            os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", os.path.join(out, "nccl_trace_rank_"))
+            # The start of the run is in the name, so a restart does not overwrite what explains it.
+            started = self.once("started", lambda: time.strftime("%Y%m%d-%H%M%S"))
+            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", os.path.join(out, f"nccl_trace_{started}_rank_"))
             distributed.init_process_group(
                 self.backend, store=self.store, rank=self.rank, world_size=self.world_size, timeout=LONG_TIMEOUT
             )
@@ -171,7 +173,8 @@ class Distributed:
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets how long a collective waits for a rank that is stopped or cut off, before it ends this process."""
         if self.world_size > 1:
-            distributed.distributed_c10d._set_pg_timeout(timeout)  # as torchtitan does: there is no public function
+            # as torchtitan does: there is no public function before torch 2.14, which has set_timeout
+            distributed.distributed_c10d._set_pg_timeout(timeout)
 
     def all_reduce_mean(self, tensor: torch.Tensor) -> torch.Tensor:
         """The mean over ranks; in place."""
@@ -251,6 +254,8 @@ def connect(rank: int, world_size: int) -> distributed.Store:
     store, _, _ = next(distributed.rendezvous("env://", rank, world_size, timeout=timeout))
     store.set_timeout(START_TIMEOUT)
     attempt = agree_on_attempt(store, rank, world_size)
+    if rank == 0:
+        forget_timeout(store)
     store.set_timeout(PREPARE_TIMEOUT)
     return distributed.PrefixStore(attempt, store)
 
@@ -281,3 +286,14 @@ def agree_on_attempt(store: distributed.Store, rank: int, world_size: int) -> st
         missing = {other for other in missing if not store.check([f"confirmed/{own}/{other}"])}
         time.sleep(0.05)
     return own
+
+
+def forget_timeout(store: distributed.Store) -> None:
+    """Deletes what a process group of an earlier attempt left in torchrun's store after a timeout under NCCL.
+
+    NCCL's monitor writes its key past every prefix. Those of the restarted processes would find it, and abort them 8
+    minutes later (pytorch#196968). Once the ranks have agreed on an attempt, no earlier process is left to write it.
+    """
+    while isinstance(store, distributed.PrefixStore):
+        store = store.underlying_store
+    store.delete_key("exception_dump")
