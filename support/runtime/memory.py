@@ -26,12 +26,13 @@ COMPILED_FRACTION = 0.9  # of the activations are saved by torch.compile, at lea
 
 @contextlib.contextmanager
 def report_out_of_memory() -> Iterator[None]:
-    """Turns torch.OutOfMemoryError into a UserError that says what to do."""
+    """Turns the errors of a device that is out of memory into a UserError that says what to do."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        reason = str(error).split(". ")[0]
-        message = f"{reason}. Lower --batch-size (a step keeps its number of tokens), or use --recompute."
+    except RuntimeError as error:
+        if not devices.is_out_of_memory(error):
+            raise
+        message = "out of memory. Lower --batch-size (a step keeps its number of tokens), or use --recompute."
         raise UserError(message, this_rank_only=True) from error
 
 
