@@ -1,8 +1,15 @@
-"""Everything that only a GPU can show, in three stages of at most eight minutes each, without a network.
+"""Everything that only a GPU can show, in four stages of at most eight minutes each, without a network.
 
-    python benchmarks/gpu_check.py                            # all three, on a CUDA GPU
-    python benchmarks/gpu_check.py --stage b                  # a: is it right, and where is the time?  b: in pairs  c: whole runs
+    python benchmarks/gpu_check.py                            # all four, on a CUDA GPU
+    python benchmarks/gpu_check.py --stage b                  # only this one
     python benchmarks/gpu_check.py --device cpu --small       # the script itself, with a tiny model
+
+| stage | what | seconds expected on a GPU where nothing is compiled yet |
+|---|---|---|
+| a | is it right, and where is the time of a step? | 250: 150 for the tests, 28 to compile 12 layers |
+| b | what is faster, in pairs? | 300 to compile five variants, then 120 a round |
+| c | whole runs | 140 for two ranks, 100 to resume, 40 to score, 45 for each of four variants, the last if there is time |
+| d | larger sizes, the loss alone | 200 for gpt2-xl, 173 of them to compile 48 layers; 80 for the loss; 45 to 120 for each larger size, if there is time |
 
 Each check runs in its own process. Its figures are printed as they come, and it ends with a line: ok, FAILED and what, or skipped
 and why. At the end there is a table of figures for docs/performance.md. Exit code 1 if a check failed. --keep DIR keeps what the
@@ -230,14 +237,6 @@ def gpu_readings(context: Context) -> Iterator[None]:
         context.figure(name, f"{statistics.median(values):.0f} (from {min(values):.0f} to {max(values):.0f})")
 
 
-def large_model(context: Context) -> None:
-    """GPT-2 XL with a micro-batch that surely fits"""
-    setting = "gpt2-xl:16x1024x1"
-    if context.small:
-        return context.part(setting, "skipped: as training, with --small")
-    report(context, f"train_gpt2.py, {setting}", throughput(context, setting, 3))
-
-
 # -----------------------------------------------------------------------------
 # b: how fast is it, in pairs?
 
@@ -258,13 +257,16 @@ PAIRS = {  # by what is compared: fields of bench_throughput.py's Job
 
 
 def pairs(context: Context) -> None:
-    """train_gpt2.py against itself with one thing changed, and against build-nanogpt's recipe, in three rounds"""
+    """train_gpt2.py against itself with one thing changed, and against build-nanogpt's recipe, in up to three rounds"""
     setting, steps, rounds = ("small:4x64x2", 3, 1) if context.small else ("gpt2:64x1024x8", 6, 3)
     names = list(PAIRS)[:1] if context.small else list(PAIRS)
+    if not context.small:
+        for changes in ({}, *PAIRS.values()):  # compiles all of them, which takes longer than all rounds
+            throughput(context, setting, 1, warm_up=1, **changes)
     ratios = defaultdict[str, list[float]](list)
-    slowest = 2.0 * LEAST_SECONDS
+    slowest = 0.0
     for i in range(rounds):
-        if not context.has_time(1.1 * slowest + 2 * LEAST_SECONDS):  # the next checks want some, too
+        if not context.has_time(1.1 * slowest):
             context.part(f"round {i + 1}", "skipped: out of time")
             break
         started = time.monotonic()
@@ -276,75 +278,9 @@ def pairs(context: Context) -> None:
             context.figure(f"{name}, round {i + 1}: tok/s to train_gpt2.py's", f"{ratios[name][-1]:.3f}")
             difference = max(abs(a / b - 1) for a, b in zip(ours["losses"], other["losses"], strict=False))
             expect(difference < 2**-7, f"{name}: the losses differ by {difference:.1e}")
-        slowest = time.monotonic() - started
+        slowest = max(slowest, time.monotonic() - started)
     for name, values in ratios.items():
         context.figure(f"{name}: median", f"{statistics.median(values):.3f} of {len(values)}")
-
-
-def plain_loss(x: Tensor, weight: Tensor, targets: Tensor, V: int) -> Tensor:
-    return F.cross_entropy(F.linear(x, weight)[:, :V].float(), targets)
-
-
-def loss_alone(context: Context) -> None:
-    """The loss and its gradients alone"""
-    N, C, V, W = (512, 32, 257, 320) if context.small else (65536, 768, 50257, 50304)
-    device, on_gpu = torch.device(context.device), context.device == "cuda"
-    torch.manual_seed(0)
-    x = torch.randn(N, C, device=device, dtype=torch.bfloat16).requires_grad_()
-    weight = (0.02 * torch.randn(W, C, device=device)).requires_grad_()
-    targets = torch.randint(0, V, (N,), device=device)
-    found: dict[str, float] = {}
-
-    def measure_loss(name: str, function: Callable[..., Tensor]) -> None:
-        def step() -> None:
-            x.grad = weight.grad = None
-            with devices.autocast(device, torch.bfloat16):
-                value = function(x, weight, targets, V)
-            value.backward()
-            found[name] = value.item()
-
-        devices.free_memory(device)
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        figure = f"loss of {N:,} tokens, {name}, "
-        try:
-            context.figure(figure + "ms", f"{milliseconds(step, device, calls=1):.1f}")
-        except torch.OutOfMemoryError:
-            return context.figure(figure + "ms", "out of memory")
-        if on_gpu:
-            context.figure(figure + "GB", f"{torch.cuda.max_memory_allocated() / 1e9:.1f}")
-
-    if not context.small:
-        compiled = partial(torch.compile, dynamic=False)
-        measure_loss("as in training", compiled(loss.chunked_cross_entropy))
-        for bits in (26, 28, 29, 30):
-            torch.compiler.reset()
-            with patch.object(loss, "chunk_numel", return_value=2**bits):
-                measure_loss(f"chunks of 2^{bits}", compiled(loss.chunked_cross_entropy))
-        measure_loss("plain, compiled", compiled(plain_loss))
-    measure_loss("not compiled", loss.chunked_cross_entropy)
-    measure_loss("plain", plain_loss)
-    if on_gpu and find_spec("liger_kernel"):
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-        measure_loss("Liger-Kernel", lambda x, w, y, V: LigerFusedLinearCrossEntropyLoss()(w[:V].to(x.dtype), x, y))
-    expected = found.get("plain", found["not compiled"])  # the plain one may not have fitted into memory
-    for name, value in found.items():
-        expect(abs(value / expected - 1) < 2**-9, f"{name}: loss {value}, expected {expected}")
-
-
-def larger(context: Context) -> None:
-    """A larger micro-batch, and larger models with the largest micro-batch that fits"""
-    settings = ["gpt2:128x1024x4", "gpt2-medium:64x1024x2", "gpt2-large:64x1024x2", "gpt2-xl:64x1024x1"]
-    slowest = 60.0
-    for setting in [] if context.small else settings:
-        if not context.has_time(1.7 * slowest):  # each is larger than the one before
-            context.part(setting, "skipped: out of time")
-            continue
-        started = time.monotonic()
-        report(context, f"train_gpt2.py, {setting}", throughput(context, setting, 3))
-        context.part(setting, "ok")
-        slowest = max(slowest, time.monotonic() - started)
 
 
 # -----------------------------------------------------------------------------
@@ -488,12 +424,91 @@ def resume(context: Context) -> None:
 
 
 # -----------------------------------------------------------------------------
+# d: other sizes, and the loss alone
+
+
+def large_model(context: Context) -> None:
+    """GPT-2 XL with a micro-batch that surely fits"""
+    setting = "gpt2-xl:16x1024x1"
+    if context.small:
+        return context.part(setting, "skipped: as training, with --small")
+    report(context, f"train_gpt2.py, {setting}", throughput(context, setting, 3))
+
+
+def plain_loss(x: Tensor, weight: Tensor, targets: Tensor, V: int) -> Tensor:
+    return F.cross_entropy(F.linear(x, weight)[:, :V].float(), targets)
+
+
+def loss_alone(context: Context) -> None:
+    """The loss and its gradients alone"""
+    N, C, V, W = (512, 32, 257, 320) if context.small else (65536, 768, 50257, 50304)
+    device, on_gpu = torch.device(context.device), context.device == "cuda"
+    torch.manual_seed(0)
+    x = torch.randn(N, C, device=device, dtype=torch.bfloat16).requires_grad_()
+    weight = (0.02 * torch.randn(W, C, device=device)).requires_grad_()
+    targets = torch.randint(0, V, (N,), device=device)
+    found: dict[str, float] = {}
+
+    def measure_loss(name: str, function: Callable[..., Tensor]) -> None:
+        def step() -> None:
+            x.grad = weight.grad = None
+            with devices.autocast(device, torch.bfloat16):
+                value = function(x, weight, targets, V)
+            value.backward()
+            found[name] = value.item()
+
+        devices.free_memory(device)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        figure = f"loss of {N:,} tokens, {name}, "
+        try:
+            context.figure(figure + "ms", f"{milliseconds(step, device, calls=1):.1f}")
+        except torch.OutOfMemoryError:
+            return context.figure(figure + "ms", "out of memory")
+        if on_gpu:
+            context.figure(figure + "GB", f"{torch.cuda.max_memory_allocated() / 1e9:.1f}")
+
+    if not context.small:
+        compiled = partial(torch.compile, dynamic=False)
+        measure_loss("as in training", compiled(loss.chunked_cross_entropy))
+        for bits in (26, 28, 29, 30):
+            torch.compiler.reset()
+            with patch.object(loss, "chunk_numel", return_value=2**bits):
+                measure_loss(f"chunks of 2^{bits}", compiled(loss.chunked_cross_entropy))
+        measure_loss("plain, compiled", compiled(plain_loss))
+    measure_loss("not compiled", loss.chunked_cross_entropy)
+    measure_loss("plain", plain_loss)
+    if on_gpu and find_spec("liger_kernel"):
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        measure_loss("Liger-Kernel", lambda x, w, y, V: LigerFusedLinearCrossEntropyLoss()(w[:V].to(x.dtype), x, y))
+    expected = found.get("plain", found["not compiled"])  # the plain one may not have fitted into memory
+    for name, value in found.items():
+        expect(abs(value / expected - 1) < 2**-9, f"{name}: loss {value}, expected {expected}")
+
+
+def larger(context: Context) -> None:
+    """A larger micro-batch, and larger models with the largest micro-batch that fits"""
+    settings = ["gpt2:128x1024x4", "gpt2-medium:64x1024x2", "gpt2-large:64x1024x2", "gpt2-xl:64x1024x1"]
+    slowest = 60.0
+    for setting in [] if context.small else settings:
+        if not context.has_time(1.7 * slowest):  # each is larger than the one before
+            context.part(setting, "skipped: out of time")
+            continue
+        started = time.monotonic()
+        report(context, f"train_gpt2.py, {setting}", throughput(context, setting, 3))
+        context.part(setting, "ok")
+        slowest = max(slowest, time.monotonic() - started)
+
+
+# -----------------------------------------------------------------------------
 # Running them
 
 CHECKS: dict[str, list[Callable[[Context], None]]] = {  # by stage; a docstring's first line says what is checked
-    "a": [environment, tests, training, large_model],
-    "b": [pairs, loss_alone, larger],
-    "c": [two_ranks, variants, scoring, resume],
+    "a": [environment, tests, training],
+    "b": [pairs],
+    "c": [two_ranks, resume, scoring, variants],
+    "d": [large_model, loss_alone, larger],
 }
 
 
@@ -580,7 +595,7 @@ def describe_machine(device: str) -> str:
 def main() -> None:
     names = [function.__name__ for functions in CHECKS.values() for function in functions]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", choices=tuple(CHECKS), help="only this stage (default: all three)")
+    parser.add_argument("--stage", choices=tuple(CHECKS), help="only this stage (default: all)")
     parser.add_argument("--only", nargs="+", choices=names, metavar="CHECK", help=f"only these: {', '.join(names)}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default: cuda)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="a new folder, for the figures and all output")

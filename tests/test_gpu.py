@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import TINY_FLAGS, losses
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from training import ONE_PROCESS, TINY, config_of, trainer_file
 
@@ -100,6 +102,33 @@ def test_compiled_gradients_at_full_width(exact_products):
         compiled[mix_order] = found
     for name, error in relative_errors(compiled[True], found).items():
         assert error < 1e-2, f"{name}: with and without mix_order_reduction"  # sums in another order
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+def test_attention_at_the_micro_batch_of_training(rows):
+    """The kernel that PyTorch chooses (on Hopper, cuDNN's), and its gradients, against fp32 without a fused kernel.
+
+    cuDNN's backward pass gave NaN at such sizes, with a mask (pytorch#196678, cudnn-frontend#628).
+    """
+    rows, T, heads, size = (2, 32, 2, 16) if ON_CPU else (rows, 1024, 12, 64)
+    torch.manual_seed(0)
+    qkv = torch.randn(rows, T, 3 * heads * size, device=DEVICE, dtype=torch.bfloat16)  # strides as in the model
+    upstream = torch.randn(rows, heads, T, size, device=DEVICE, dtype=torch.bfloat16)
+
+    def output_and_gradient(dtype: torch.dtype, some: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = qkv[some].to(dtype).requires_grad_()
+        q, k, v = (t.unflatten(2, (heads, size)).transpose(1, 2) for t in leaf.split(heads * size, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y.backward(upstream[some].to(dtype))
+        return y.detach().float(), leaf.grad.float()
+
+    found = output_and_gradient(torch.bfloat16, slice(None))
+    for first in range(0, rows, 8):
+        some = slice(first, first + 8)
+        with sdpa_kernel(SDPBackend.MATH):
+            exact = output_and_gradient(torch.float32, some)
+        for ours, expected in zip(found, exact, strict=True):
+            assert (ours[some] - expected).norm() < 1e-2 * expected.norm()  # bf16 rounds by up to 2^-8
 
 
 def test_compiled_bf16_follows_fp32_and_compiles_nothing_twice(byte_shards, tmp_path, gpu, monkeypatch):

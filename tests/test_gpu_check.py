@@ -38,6 +38,26 @@ def test_the_checks_find_what_they_expect_on_a_cpu(tmp_path, monkeypatch):
     assert figures == dict(environment=2, training=1, large_model=0, pairs=3, loss_alone=2, larger=0, scoring=6)
 
 
+def test_pairs_are_measured_when_all_is_compiled_and_end_in_time(tmp_path, monkeypatch):
+    """A row takes 60 s if it has to be compiled, then 24: by hand, of 480 s that leaves time for one round of five."""
+    clock, compiled, rounds = [0.0], set(), []
+
+    def throughput(context, setting, steps, warm_up=2, **changes):
+        if steps == 6:
+            assert str(changes) in compiled
+        clock[0] += 24 if str(changes) in compiled else 60
+        compiled.add(str(changes))
+        row = {"tok_s": 1.0, "mfu": None, "matmul": 0.5, "B": 64, "peak_gb": 1.0, "output": "", "losses": [1.0]}
+        return row
+
+    monkeypatch.setattr(gpu_check, "throughput", throughput)
+    monkeypatch.setattr(gpu_check, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    pipe = SimpleNamespace(send=lambda report: rounds.append(report[1]))
+    gpu_check.pairs(gpu_check.Context("cuda", False, tmp_path, gpu_check.STAGE_SECONDS, pipe))
+    assert clock[0] == 5 * 60 + 5 * 24 <= gpu_check.STAGE_SECONDS
+    assert "train_gpt2.py, round 1" in rounds and rounds.count("round 2") == 1  # which was skipped
+
+
 def test_without_a_gpu_it_says_so(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--stage", "a"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
