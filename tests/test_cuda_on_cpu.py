@@ -1,0 +1,127 @@
+"""train_gpt2.py on pretended GPUs: what happens only on CUDA, on every commit. See cuda_on_cpu.py for what that shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT, TINY_FLAGS, free_port, losses
+from training import trained, trainer_file
+
+PINNED = re.search(r"^torch==(\S+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)[1]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler"),
+    pytest.mark.skipif(sys.platform != "linux", reason="needs Linux"),
+    pytest.mark.skipif(
+        torch.__version__.split("+")[0] != PINNED or torch.version.cuda is not None,
+        reason=f"needs the CPU build of torch {PINNED}, whose private functions it replaces",
+    ),
+]
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory) -> Path:
+    library, torch_folder = tmp_path_factory.mktemp("library") / "cuda_on_cpu.so", Path(torch.__file__).parent
+    command = f"c++ -std=c++20 -shared -fPIC -I{torch_folder}/include {ROOT}/tests/cuda_on_cpu.cpp -o {library}"
+    command += f" -L{torch_folder}/lib -ltorch_cpu -lc10 -Wl,-rpath,{torch_folder}/lib"
+    subprocess.run(command.split(), check=True)
+    return library
+
+
+@pytest.fixture
+def run(library, byte_shards, tmp_path):
+    """A function that runs the trainer with TINY_FLAGS and more on pretended GPUs, checks its report and returns its output.
+
+    Checked of each rank: exit code 0; one wait for the device in each step, for the loss that is logged; no CUDA in the thread
+    that saves. With one rank, copies to the device are from pinned memory (gloo's are not).
+
+    Args:
+        waits: in the first steps, if they are others.
+        gpu_bytes: of the memory of each rank's GPU.
+    """
+
+    def run_on_cuda(
+        *flags: object, tiny: bool = True, waits: tuple[int, ...] = (),
+        gpu_bytes: tuple[float, ...] = (80e9,), capability: str = "9.0",
+    ) -> str:  # fmt: skip
+        all_flags = [*(TINY_FLAGS + ["--data", str(byte_shards)] if tiny else []), "--device", "cuda", "--no-compile"]
+        all_flags += [str(flag) for flag in flags]
+        options = dict(flags=all_flags, gpu_bytes=gpu_bytes, capability=capability, port=free_port())
+        result = subprocess.run(
+            [sys.executable, ROOT / "tests/cuda_on_cpu.py", library, json.dumps(options)],
+            cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"},
+            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120,
+        )  # fmt: skip
+        output, _, reports = result.stdout.strip().rpartition("\n")
+        print(result.stdout)
+        reports = json.loads(reports)
+        assert [report["exit code"] for report in reports] == [0] * len(gpu_bytes)
+        for report in reports:
+            found = [len(lines) for lines in report["waits"]]
+            assert found == [*waits, *[1] * (len(found) - len(waits))] and len(found) > len(waits)
+            assert not report["while saving"]
+            assert len(gpu_bytes) > 1 or not report["not pinned"]
+        return output
+
+    return run_on_cuda
+
+
+def assert_losses_of_cpu(out: Path, byte_shards: Path, *flags: object, within: float = 1e-6) -> None:
+    """The losses are those of the same run on the CPU, in one process and in micro-batches of four rows."""
+    trained(out.parent / "cpu", "--data", byte_shards, *flags)
+    for name in ("train", "val"):
+        found, expected = losses(out / "log.txt", name), losses(out.parent / "cpu/log.txt", name)
+        assert found and found == pytest.approx(expected, rel=0, abs=within + 0.51e-6)  # written with six decimals
+
+
+def test_bf16_is_resumed_exactly(run, tmp_path):
+    flags = "--out log --dtype auto --max-steps 6 --checkpoint-every 3 --sample-every 6 --dropout 0.1".split()
+    assert "bf16" in run(*flags)
+    log = (tmp_path / "log/log.txt").read_text()
+    shutil.rmtree(tmp_path / "log/model_00006")
+    assert "step     4 | loss" in run("--resume", "--out", "log", tiny=False)
+    assert (tmp_path / "log/log.txt").read_text() == log
+
+
+def test_fp16_scales_its_gradients_where_bf16_is_not_native(run, byte_shards, tmp_path):
+    flags = ["--max-steps", 8]
+    assert "fp16" in run(*flags, "--dtype", "auto", "--out", "log", capability="7.5")
+    assert trainer_file(tmp_path / "log/model_00008")["scaler"]["scale"] > 1
+    assert_losses_of_cpu(tmp_path / "log", byte_shards, *flags, within=2**-9 * 6)  # fp16 rounds by 2^-11
+
+
+@pytest.mark.parametrize(
+    "flags, waits",
+    [
+        ("--parallel ddp", (1, 3)),  # DDP plans its buckets anew in the second step, on the host
+        ("--parallel fsdp --optimizer muon --recompute --sample-every 6", ()),
+    ],
+    ids=["DDP", "FSDP with Muon"],
+)
+def test_two_ranks_have_the_losses_of_one_cpu(run, byte_shards, tmp_path, flags, waits):
+    flags = [*flags.split(), *"--max-steps 6 --checkpoint-every 3".split()]
+    run(*flags, "--out", "log", gpu_bytes=(80e9, 80e9), waits=waits)
+    assert_losses_of_cpu(tmp_path / "log", byte_shards, *flags)
+
+
+@pytest.mark.parametrize("gpu_bytes", [(0.56e9,), (80e9, 2.17e9)], ids=["one rank", "one of two ranks"])
+def test_a_micro_batch_that_does_not_fit_is_made_smaller(run, byte_shards, tmp_path, gpu_bytes):
+    flags = "--total-batch-size 8192 --max-steps 3 --val-every 0 --checkpoint-every 0".split()
+    waits = (1, 3) if len(gpu_bytes) > 1 else ()
+    output = run(*flags, "--batch-size", 512, "--out", "log", waits=waits, gpu_bytes=gpu_bytes)
+    assert re.search(r"step +8,192 tokens = (64|128) rows x 16 tokens", output)
+    trained(tmp_path / "cpu", "--data", byte_shards, *flags)
+    assert losses(tmp_path / "log/log.txt") == pytest.approx(losses(tmp_path / "cpu/log.txt"), rel=0, abs=1.51e-6)
+
+
+def test_a_timed_demo(run):
+    output = run("--demo", "--minutes", 0.2, tiny=False)
+    assert "saved   log_demo/model_" in output
