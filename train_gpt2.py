@@ -5,6 +5,7 @@
     python train_gpt2.py                                    # GPT-2 124M, one GPU
     torchrun --standalone --nproc_per_node=8 train_gpt2.py  # the same on 8 GPUs
     python train_gpt2.py --resume                           # continue in --out
+    python train_gpt2.py --fork log/model_05000 --out new   # another run from there
 
 fineweb.py makes the shards. The defaults are the recipe of GPT-2 124M on 10 billion tokens.
 """
@@ -35,7 +36,6 @@ from support.checkpoints import huggingface, lora, resume, run_folder, start
 from support.checkpoints.manager import CheckpointManager
 from support.checkpoints.state import Checkpoint, TrainState
 from support.cli import MAIN_GROUP, flag, parse_flags, run_cli
-from support.console.deadline import Deadline
 from support.console.progress import print_header, print_summary, progress_bar
 from support.console.run_logger import RunLogger
 from support.data import presets, shards
@@ -44,6 +44,7 @@ from support.data.tokenizer import Tokenizer
 from support.optim.loss import chunked_cross_entropy
 from support.optim.muon import Muon
 from support.runtime import batch_size, budget, devices, fsdp, memory, plan, preflight
+from support.runtime.clock import Clock
 from support.runtime.distributed import ONE_PROCESS, STEP_TIMEOUT, Distributed, report_lost_processes
 from support.runtime.options import MACHINE_FLAGS, RunOptions, check_consistent
 from support.runtime.run_info import RunInfo
@@ -378,7 +379,7 @@ GPT2_RECIPE, FAST_RECIPE = RECIPES["gpt2"], RECIPES["fast"]
 
 @dataclass(frozen=True)
 class TrainConfig(RunOptions):
-    """The flags of a run. A resumed run may change max_steps and those of RunOptions except SOURCE_FLAGS, no others."""
+    """The flags of a run. A resumed run may change those of RunOptions except SOURCE_FLAGS, no others."""
 
     # fmt: off
     model: str = flag("gpt2", "model size", MAIN_GROUP, choices=tuple(MODELS))
@@ -424,21 +425,40 @@ class TrainConfig(RunOptions):
         """Steps of the cooldown of a wsd schedule, which does not start before the warm-up ends."""
         return max(0, min(round(self.cooldown_fraction * self.decay_steps), self.decay_steps - self.warmup_steps))
 
+    @property
+    def cooldown_start(self) -> float:
+        """The progress at which the cooldown of a wsd schedule begins."""
+        if self.minutes:
+            return 1 - min(self.cooldown_fraction, 1 - TIMED_WARMUP)
+        return (self.decay_steps - self.cooldown_steps) / self.decay_steps
 
-def get_lr(step: int, config: TrainConfig) -> float:
+
+TIMED_WARMUP = 1 / 30  # of a run of --minutes
+
+
+def get_lr(step: int, config: TrainConfig, progress: float = 0.0) -> float:
     """Learning rate of a step: linear warm-up, then a cosine from max_lr to min_lr, then min_lr.
 
     With the schedule "wsd" (warm-up, stable, decay), max_lr until the cooldown, which falls linearly to min_lr.
+
+    Args:
+        progress: of a run of --minutes, the fraction of its time that is over; it takes the place of steps.
     """
-    if step < config.warmup_steps:
-        return config.max_lr * (step + 1) / config.warmup_steps  # + 1: a step at learning rate 0 would be wasted
-    if step >= config.decay_steps:
+    if config.minutes:
+        now, warmup, end, cooldown = progress, TIMED_WARMUP, 1.0, 1 - config.cooldown_start
+        started = max(now, TIMED_WARMUP / 10)
+    else:
+        now, warmup, end, cooldown = step, config.warmup_steps, config.decay_steps, config.cooldown_steps
+        started = step + 1  # a step at learning rate 0 would be wasted
+    if now < warmup:
+        return config.max_lr * started / warmup
+    if now >= end:
         return config.min_lr  # a run may be longer than its schedule
     if config.schedule == "wsd":
-        left = (config.decay_steps - step) / config.cooldown_steps if config.cooldown_steps else 1.0
+        left = (end - now) / cooldown if cooldown else 1.0
         return config.min_lr + min(1.0, left) * (config.max_lr - config.min_lr)
-    progress = (step - config.warmup_steps) / (config.decay_steps - config.warmup_steps)  # from 0 to 1
-    return config.min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (config.max_lr - config.min_lr)
+    decayed = (now - warmup) / (end - warmup)  # from 0 to 1
+    return config.min_lr + 0.5 * (1.0 + math.cos(math.pi * decayed)) * (config.max_lr - config.min_lr)
 
 
 def resolve(flags: Mapping[str, Any], device: torch.device, world_size: int) -> TrainConfig:
@@ -524,15 +544,15 @@ def sample(
 
 def train_step(
     model: nn.Module, state: TrainState, loader: DataLoaderLite, config: TrainConfig, stop: StopHandler,
-    amp: torch.autocast,
-) -> tuple[float, float] | None:  # fmt: skip
+    amp: torch.autocast, clock: Clock,
+) -> tuple[float, float, float] | None:  # fmt: skip
     """One optimizer step on `loader.grad_accum` micro-batches of each rank; `model` may be compiled and wrapped by DDP.
 
     If the loss or a gradient is not finite, the step is skipped, on all ranks.
 
     Returns:
-        The mean loss in nats and the gradient norm before clipping, the same on all ranks. None if a signal interrupted
-        the step, which only happens with one process; then nothing was applied.
+        The mean loss in nats, the gradient norm before clipping, and the progress of --minutes, the same on all ranks. None
+        if a signal interrupted the step, which only happens with one process; then nothing was applied.
     """
     optimizer, scaler, dist = state.optimizer, state.scaler, loader.dist
     if config.dropout:
@@ -556,14 +576,17 @@ def train_step(
         loss = loss / loader.grad_accum
         loss_sum += loss.detach()
         scaler.scale(loss).backward()  # scales only in fp16, where small gradients would become zero
-    if state.step + 1 < config.max_steps:
+    if config.minutes or state.step + 1 < config.max_steps:
         with stop.deferring_errors():  # a corrupt shard ends the run after this step, which is applied and saved
             loader.prefetch(loader.grad_accum)  # of the next step, while the device is still computing
     scaler.unscale_(optimizer)  # before clipping, which compares with the true norm
     # Clipping keeps the direction: one batch with huge gradients must not undo the steps before it.
     norm = fsdp.full_tensor(nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf))
-    # One all-reduce for all that the ranks must agree on. They have the same norm already, so its mean is the norm.
-    reduced = dist.all_reduce_mean(torch.stack([loss_sum, norm, torch.full_like(norm, stop.requested)]))
+    # One all-reduce for all that the ranks must agree on. They have the same norm already, so its mean is the norm. The
+    # others have no clock, so that the mean is rank 0's.
+    progress = clock.progress() * dist.world_size if dist.rank == 0 else 0.0
+    of_host = (torch.full_like(norm, value) for value in (stop.requested, progress))
+    reduced = dist.all_reduce_mean(torch.stack([loss_sum, norm, *of_host]))
     finite = reduced.isfinite().all()
     if scaler.is_enabled():  # fp16: skips the step after an overflow of the gradients, and lowers their scale
         scaler.step(optimizer)
@@ -574,13 +597,13 @@ def train_step(
         optimizer.grad_scale, optimizer.found_inf = None, 1.0 - finite.float()  # type: ignore[attr-defined]
         if dist.device.type != "mps" or finite:
             optimizer.step()
-    mean_loss, norm, stop_requests = reduced.tolist()  # the only CPU-GPU sync point of a step
+    mean_loss, norm, stop_requests, progress = reduced.tolist()  # the only CPU-GPU sync point of a step
     stop.agree(stop_requests)
-    return mean_loss, norm
+    return mean_loss, norm, progress
 
 
 def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None = None) -> TrainState:
-    """Trains to `config.max_steps`, from the beginning or from a checkpoint.
+    """Trains for `config.max_steps` or `config.minutes`, from the beginning or from a checkpoint.
 
     Raises:
         UserError: data, folder or model are unusable, too many steps in a row were not finite, or saving failed.
@@ -594,15 +617,20 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         data = start.check_and_open_data(config, dist, checkpoint)  # for --text and --demo, makes the shards first
         with fsdp.weights_on_rank_zero(use_fsdp, rank):  # the others have it without memory, until ShardedModel
             model = initial_model(config, data.tokenizer, checkpoint)
-        identity = resume.identify_data(data, model, checkpoint)  # checksums, which a resumed run must match
+        identity = resume.identify_data(
+            data, model, checkpoint, config.fork is not None
+        )  # checksums, which a resumed run must match
         examples = hellaswag.load_examples(config, data.tokenizer, dist.print0)  # downloads them once
         devices.configure_backends(device, config.tf32, dtype, config.block_size)  # TF32, attention, the allocator
         amp = devices.autocast(device, dtype)  # matrix products in bf16 or fp16; weights, norms and sums in fp32
         memory.recompute_activations(model.transformer.h if config.recompute else [])  # activation checkpointing
         # Evaluations take all weights on each rank: with FSDP an empty copy that full_weights() fills, otherwise model.
         eval_model = fsdp.without_weights(model) if use_fsdp else model.to(device)
-        compiled = devices.compile(eval_model, device) if config.compile else eval_model  # also validates
-        B = batch_size.largest_batch_size(config, compiled, dist, amp)  # --batch-size, or what fits (FSDP: an estimate)
+        if config.compile:
+            eval_model = devices.compile(eval_model, device)  # has the weights and the methods of the model in it
+        B = batch_size.largest_batch_size(
+            config, eval_model, dist, amp
+        )  # --batch-size, or what fits (FSDP: an estimate)
 
     # Through torchrun's store, before there is a process group: ranks that differ would hang in a collective.
     preflight.check_ranks_agree(dist, config, identity, checkpoint.step if checkpoint else 0)
@@ -610,84 +638,85 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     B = dist.all_reduce_min(B)  # one GPU may have less free memory than another
     examples = examples if dist.all_reduce_min(len(examples)) else []  # one node may have failed to download them
 
-    train_model = compiled
+    train_model: nn.Module = eval_model
     if use_fsdp:  # each rank keeps a part of every weight
-        train_model = fsdp.ShardedModel(model, model.transformer.h, device, dtype, compiled=compiled is not eval_model)
+        train_model = fsdp.ShardedModel(model, model.transformer.h, device, dtype, devices.is_compiled(eval_model))
     elif dist.world_size > 1:
         # What the trial has compiled is one graph. DDP needs it cut at its buckets, to send gradients during backward.
         torch.compiler.reset()
-        train_model = DistributedDataParallel(compiled, gradient_as_bucket_view=True)
+        train_model = DistributedDataParallel(eval_model, gradient_as_bucket_view=True)
     muon = dict(dtype=dtype, adamw_lr=config.adamw_lr) if config.optimizer == "muon" else None  # otherwise all by AdamW
     optimizer = model.configure_optimizers(config.weight_decay, config.max_lr, (config.beta1, config.beta2), muon)
     # In fp16 small gradients would be zero, so the scaler multiplies the loss, and divides the gradients afterwards.
     state = TrainState(model, optimizer, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16))
     if checkpoint:
-        state.restore(checkpoint)  # the model has its weights already
+        state.restore(checkpoint, config)  # the model has its weights already
     loader = train_loader(config, data, B, dist)
     loader.seek(state.step)
     val_loader = DataLoaderLite(data.val, B, config.block_size, data.tokenizer.vocab_size, dist) if data.val else None
     run = RunInfo(config, data, identity, model, checkpoint, len(examples))
-    folder = run_folder.lock_and_replace_folder(run, dist)  # keeps an earlier run. From here on, --out is written
+    folder = run_folder.lock_folder(run, dist)  # from here on, --out is written
     stop = StopHandler(dist.world_size)  # requested: a signal or an error on this rank. agreed: all ranks know and stop
-    logger = RunLogger(run, dist)  # log.txt, metrics.jsonl, run.json, curves.png, trackers, and the console
+    logger = RunLogger(run, dist, state)  # log.txt, metrics.jsonl, run.json, curves.png, trackers, and the console
     checkpoints = CheckpointManager(run, stop, logger.sync, rank)  # writes in a thread, after the log is on the disk
-    deadline = Deadline(run, dist, logger.length_known)  # of --minutes
-    scoring_model = hellaswag.ScoringModel(eval_model.transformer, eval_model.logits, config.block_size, device)
     print_header(run, dist, loader)
 
-    def evaluate(step: int) -> bool:
+    def evaluate(due: set[str]) -> bool:
         """Measures what is due before a step. False if a signal interrupted that, on all ranks."""
-        due = logger.evaluations_due(step)  # except what was logged of this step before a resume
         if config.dropout:
             eval_model.eval()  # only with dropout: otherwise both modes are the same, and would be two compiled graphs
         if "val" in due and val_loader:
-            logger.validation(step, validation_loss(compiled, val_loader, config.val_tokens, stop, amp))
+            logger.validation(state.step, validation_loss(eval_model, val_loader, config.val_tokens, stop, amp))
         if "hella" in due and examples and not stop.agreed:
-            logger.hellaswag(step, hellaswag.score_with_ranks(scoring_model, examples, dist, stop, amp))
+            # through the methods, which are not compiled: every length would be compiled again
+            scoring_model = hellaswag.ScoringModel(eval_model.transformer, eval_model.logits, config.block_size, device)
+            logger.hellaswag(state.step, hellaswag.score_with_ranks(scoring_model, examples, dist, stop, amp))
         if stop.agreed:
             return False
         if "samples" in due and rank == 0:
-            generator = devices.seeded_generator(device, config.seed, step, rank)
-            with amp:  # uncompiled: every length would be compiled again
-                logger.samples(step, sample(eval_model, data.tokenizer, run.prompt, 32, generator))
+            generator = devices.seeded_generator(device, config.seed, state.step, rank)
+            with amp:
+                logger.samples(state.step, sample(eval_model, data.tokenizer, run.prompt, 32, generator))
         devices.trim_memory(device)  # evaluations fragment the heap of a CPU
         return True
 
+    clock, finished = Clock(config.minutes, state.seconds), False
     with folder, stop, logger, checkpoints:  # left in reverse: the log is complete before the folder is free
-        while not stop.agreed:
-            config = deadline.config_at(state.step, config)  # with --minutes, fixes max_steps when the cooldown is due
-            last = state.step == config.max_steps
-            if logger.evaluations_due(state.step):
-                with fsdp.full_weights(eval_model, model):  # without FSDP, both are the same model
-                    if not evaluate(state.step):
-                        continue  # stop.agreed, so the loop ends, in its else branch
-            if config.checkpoint_due(state.step):
-                checkpoints.save(state, final=last)
-            if last:
+        while not finished and not stop.agreed:
+            if due := logger.evaluations_due(state):
+                with clock.evaluating(), fsdp.full_weights(eval_model, model):  # without FSDP, both are the same model
+                    complete = evaluate(due)
+                if not complete:
+                    break
+            finished = config.is_over(state)
+            if config.checkpoint_due(state):
+                checkpoints.save(state, final=finished)
+            if finished:
                 break
-            lr = get_lr(state.step, config)
+            lr = get_lr(state.step, config, state.progress)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             devices.synchronize(device)  # the clock must not count what an evaluation left in the GPU's queue
             started = time.perf_counter()  # of the step alone, without evaluation, logging and checkpoints
-            result = train_step(train_model, state, loader, config, stop, amp)
+            result = train_step(train_model, state, loader, config, stop, amp, clock)
             if result is None:
-                continue  # stopped, too
-            dt, (loss, norm) = time.perf_counter() - started, result  # the step has ended with a sync
+                break  # a signal: nothing was applied
+            dt, (loss, norm, progress) = time.perf_counter() - started, result  # the step has ended with a sync
             skipped = state.record(loss, norm)  # why the step was not applied, or None
-            logger.step(state.step, loss, lr, norm, dt, skipped)
+            logger.step(state, loss, lr, norm, dt, skipped)
             if state.step == run.first_step:
                 dist.set_timeout(STEP_TIMEOUT)  # all is compiled: a rank that takes longer now is lost
-            state.step += 1
+            state.advance(progress if config.minutes else (state.step + 1) / config.decay_steps, clock.seconds())
             state.check_bad_steps(config.max_bad_steps)  # too many in a row that were not finite end the run
-        else:  # without break: a signal, a corrupt shard or a failed save, on any rank
+        if not finished:  # a signal, a corrupt shard or a failed save, on any rank
             checkpoints.save_and_exit(state, dist)
     texts: list[str] = []
     if config.demo:
         with fsdp.full_weights(eval_model, model), amp:
             generator = devices.seeded_generator(device, config.seed)
-            texts = sample(eval_model.eval(), data.tokenizer, "The", 150, generator, 0.8)
-    print_summary(run, dist, checkpoints.validation_losses(), texts)
+            eval_model.eval()
+            texts = sample(eval_model, data.tokenizer, "The", 150, generator, 0.8)
+    print_summary(run, dist, state, checkpoints.validation_losses(), checkpoints.before_cooldown(), texts)
     return state
 
 
@@ -703,8 +732,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return plan.print_report(config, lambda vocab_size: new_model(config, vocab_size), dist.rank)
     dist = dist.with_device(flags.get("device", "auto"))
     config = resolve(flags, dist.device, dist.world_size)
-    if config.minutes and (not checkpoint or checkpoint.replaces_later):  # times models, to find what suits the time
-        flags |= budget.flags_for_minutes(config, cli_flags, dist, lambda **sizes: GPT(GPTConfig(**sizes)), checkpoint)
+    if config.minutes and not checkpoint:  # times models, to find what suits the time
+        flags |= budget.flags_for_minutes(config, cli_flags, dist, lambda **sizes: GPT(GPTConfig(**sizes)))
         config = resolve(flags, dist.device, dist.world_size)
     exit_code: int | str | None = 0
     try:

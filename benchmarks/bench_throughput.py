@@ -103,7 +103,7 @@ def worker(job: Job) -> dict[str, Any]:
         step, loaded, times = train_gpt2.train_step, train_gpt2.DataLoaderLite.batch, []
         loading, rows = [0.0], [0]
 
-        def timed_step(*args: Any) -> tuple[float, float]:
+        def timed_step(*args: Any) -> tuple[float, float, float]:
             started, loading[0] = time.perf_counter(), 0.0
             answer = step(*args)
             times.append((started, time.perf_counter(), loading[0], answer[0]))
@@ -183,9 +183,9 @@ def make_plain(features: set[str]) -> None:
         model.configure_optimizers = lambda *how: plain_optimizer(model, features, *how)
         return model
 
-    def step(model: Any, state: Any, loader: Any, config: Any, stop: Any, amp: Any) -> tuple[float, float]:
+    def step(model: Any, state: Any, loader: Any, config: Any, stop: Any, amp: Any, clock: Any) -> tuple[float, ...]:
         batches = [loader.next_batch() for _ in range(loader.grad_accum)]
-        return plain_step(model, state.optimizer, batches, amp, state.optimizer.param_groups[0]["lr"])
+        return *plain_step(model, state.optimizer, batches, amp, state.optimizer.param_groups[0]["lr"]), 0.0
 
     original, train_gpt2.initial_model, train_gpt2.train_step = train_gpt2.initial_model, initial_model, step
     if "kept memory" not in features:

@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -230,6 +231,13 @@ def flag(default: T, help: str, group: str, *, default_help: str | None = None, 
 
 def flag_name(field: str) -> str:
     return "--" + field.replace("_", "-")
+
+
+def flag_words(field: str, value: object) -> str:
+    """A flag and its value as words of a command line."""
+    if isinstance(value, bool):
+        return flag_name(field) if value else f"--no-{flag_name(field)[2:]}"
+    return f"{flag_name(field)} {shlex.quote(str(value))}"
 
 
 def flag_fields(config_class: type[DataclassInstance]) -> list[dataclasses.Field[Any]]:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
@@ -61,18 +61,18 @@ def free_port() -> int:
 
 
 def start_run(
-    *flags: object, cwd: Path, world_size: int = 1, sabotage: Callable[[int], None] | None = None, tiny: bool = True
-) -> list[BaseProcess]:
-    """Starts `train_gpt2.py` with TINY_FLAGS and these, one process per rank; rank r prints to `cwd/r.txt`.
+    *flags: object, cwd: Path, world_size: int = 1, sabotage: Callable[[int], None] | None = None,
+    defaults: Sequence[str] = TINY_FLAGS,
+) -> list[BaseProcess]:  # fmt: skip
+    """Starts `train_gpt2.py` with the `defaults` and these flags, one process per rank; rank r prints to `cwd/r.txt`.
 
-    `sabotage(rank)` is called first in each: a function of a test module that breaks something there. Without `tiny`,
-    the flags of the model are left out.
+    `sabotage(rank)` is called first in each: a function of a test module that breaks something there.
     """
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     ranks: list[BaseProcess] = []
     for rank in range(world_size):
         environment = address | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size > 1 else {}
-        all_flags = [*(TINY_FLAGS if tiny else TINY_TRAINING_FLAGS), *map(str, flags)]
+        all_flags = [*defaults, *map(str, flags)]
         ranks.append(FORKS.Process(target=_run_rank, args=(all_flags, cwd, environment, sabotage, rank)))
         ranks[-1].start()
     return ranks
@@ -117,6 +117,22 @@ def run_to_the_end(*flags: object, cwd: Path, **options: object) -> None:
     """`start_run` and `finish_run`, successfully."""
     codes = finish_run(start_run(*flags, cwd=cwd, **options))
     assert not any(codes), (cwd / "0.txt").read_text()
+
+
+def stop_before(step: int, rank: int) -> None:
+    """For `start_run`: sends SIGTERM in the step before this one, so that the run saves there and ends."""
+    import signal
+
+    import train_gpt2
+
+    real = train_gpt2.train_step
+
+    def train_step(model, state, *args):
+        if state.step == step - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(model, state, *args)
+
+    train_gpt2.train_step = train_step
 
 
 def on_ranks(function: Callable[[int], T], world_size: int, folder: Path) -> dict[int, T]:

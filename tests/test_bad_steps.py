@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from helpers import run_to_the_end
-from training import assert_same_run, checkpoint_names, remove_skipped_step, resumed, trained, trainer_file
+from training import assert_same_run, checkpoint_names, forked, remove_skipped_step, trained, trainer_file
 
 import train_gpt2
 from support.cli import UserError
@@ -117,7 +117,7 @@ def test_a_bad_last_step_does_not_cost_the_others(byte_shards, tmp_path, monkeyp
     monkeypatch.undo()
     bad_losses(monkeypatch, {0})
     with pytest.raises(UserError, match="3 steps in a row .* not finite, the last one at step 6"):
-        resumed(tmp_path, "--max-steps", "9", "--max-bad-steps", "2")
+        forked(tmp_path / "fork", tmp_path / "model_00006", "--max-steps", 9, "--max-bad-steps", 2)
 
 
 def test_bad_gradients_do_not_pass_for_overflows_forever(byte_shards, tmp_path, monkeypatch):

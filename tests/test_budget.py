@@ -12,12 +12,11 @@ from training import ONE_PROCESS, config_of, configure
 
 from support.cli import UserError, parse_flags
 from support.data import presets
-from support.data.presets import MAX_STEPS
 from support.runtime import budget
 from train_gpt2 import GPT, GPTConfig, TrainConfig
 
 
-def flags_for(text_bytes, tokens, monkeypatch, *flags, minutes=3, checkpoint=None):
+def flags_for(text_bytes, tokens, monkeypatch, *flags, minutes=3):
     """The flags for a text, when a model can be trained on this many tokens in time, or `tokens(sizes)`."""
     monkeypatch.setattr(presets, "text_bytes", lambda *args: text_bytes)
     in_time = tokens if callable(tokens) else lambda sizes: tokens
@@ -25,7 +24,7 @@ def flags_for(text_bytes, tokens, monkeypatch, *flags, minutes=3, checkpoint=Non
     given = ["--text", "a.txt", "--minutes", str(minutes), "--block-size", "64", *flags]
     config, _ = configure(given)
     cli_flags = {name: value for name, value in parse_flags(TrainConfig, given, "").items() if name != "block_size"}
-    return budget.flags_for_minutes(config, cli_flags, ONE_PROCESS, GPT, checkpoint)
+    return budget.flags_for_minutes(config, cli_flags, ONE_PROCESS, GPT)
 
 
 # By hand: 7 bytes, at 3 per token, for each weight of the blocks, 12 C^2 in each: 331,776 of 3 x 96, 589,824 of 3 x 128,
@@ -57,27 +56,15 @@ def test_the_smallest_model_is_for_bytes(tokens, n_embd, monkeypatch):
     assert (chosen["n_layer"], chosen["n_embd"]) == (3, n_embd)
 
 
-def test_what_follows_from_the_estimated_steps(monkeypatch):
-    """By hand: 2,048,000 tokens are 2,000 steps of 1,024; a validation has a twentieth of them. Below 100 steps, a run is
-    validated at its ends."""
-    chosen = flags_for(3e6, 2.048e6, monkeypatch)
-    assert chosen["decay_steps"] == MAX_STEPS  # open
-    expected = dict(max_steps=2000, warmup_steps=66, val_every=500, sample_every=500, checkpoint_every=500)
-    assert expected.items() <= chosen.items() and chosen["val_tokens"] == 102400
-    chosen = flags_for(3e6, 2.048e6, monkeypatch, "--val-every", "7", "--val-tokens", "640", "--warmup-steps", "9")
-    assert not chosen.keys() & {"val_every", "val_tokens", "warmup_steps"}
+def test_what_is_validated_and_what_is_said_of_few_steps(monkeypatch, capsys):
+    """By hand: a validation has a twentieth of the tokens, 32,768 at least; 50 steps of 1,024 tokens are few."""
+    for tokens, validated in ((2.048e6, 102400), (1e5, 32768), (1e12, 10485760)):
+        assert flags_for(3e6, tokens, monkeypatch)["val_tokens"] == validated
+    assert "val_tokens" not in flags_for(3e6, 2.048e6, monkeypatch, "--val-tokens", "640")
+    assert "steps only" not in capsys.readouterr().out
     chosen = flags_for(3e6, 50 * 1024, monkeypatch)
-    assert (chosen["max_steps"], chosen["val_every"], chosen["sample_every"]) == (50, 50, 0)
-    chosen = flags_for(3e6, 1e15, monkeypatch)
-    assert chosen["max_steps"] < chosen["decay_steps"] == 2**31 - 1
-    parse_flags(TrainConfig, [f"--max-steps={chosen['max_steps']}", f"--decay-steps={chosen['decay_steps']}"])
-
-
-def test_a_run_that_becomes_longer_keeps_its_sizes(monkeypatch):
-    """By hand: 500 more steps of 1,024 tokens after step 700; the warm-up is over, the validations stay as long."""
-    chosen = flags_for(3e6, 512_000, monkeypatch, "--total-batch-size", "1024", checkpoint=SimpleNamespace(step=700))
-    assert chosen["max_steps"] == 1200 and chosen["decay_steps"] == MAX_STEPS
-    assert not chosen.keys() & {"n_layer", "max_lr", "warmup_steps", "val_tokens"}
+    assert "there is time for about 50 steps only" in capsys.readouterr().out
+    assert not chosen.keys() & {"max_steps", "decay_steps", "warmup_steps", "val_every"}  # steps are not counted
 
 
 def test_a_time_without_a_single_step_is_refused(monkeypatch):
@@ -89,11 +76,10 @@ def test_a_time_without_a_single_step_is_refused(monkeypatch):
 def test_given_sizes_stay(monkeypatch):
     chosen = flags_for(3e6, 2.4e7, monkeypatch, *"--n-layer 2 --total-batch-size 4096 --max-lr 1e-3".split())
     assert not chosen.keys() & {"n_layer", "n_head", "n_embd", "total_batch_size", "max_lr"}
-    pretrained = replace(config_of(), minutes=3.0, init_from="gpt2")
     monkeypatch.setattr(budget, "_tokens_per_second", lambda *args: 1000.0)
-    chosen = budget.flags_for_minutes(pretrained, {}, ONE_PROCESS, GPT, None)
-    assert not chosen.keys() & {"n_layer", "n_embd", "total_batch_size", "max_lr"}
-    assert chosen["max_steps"] == 180_000 // 256
+    for others in ({"init_from": "gpt2", "text": "a.txt", "recipe": "gpt2"}, {}):  # pretrained weights, shards
+        chosen = budget.flags_for_minutes(replace(config_of(), minutes=3.0, **others), {}, ONE_PROCESS, GPT)
+        assert chosen.keys() == {"val_tokens"}
 
 
 @pytest.mark.parametrize("fitting", [8, 4, 0])
@@ -127,13 +113,11 @@ def test_the_tokens_of_a_model_in_time(fitting, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--minutes", "5"], "--minutes is for --text and --demo. Use --max-steps."),
-        (["--demo", "--minutes", "5", "--max-steps", "5"], "--minutes chooses the number of steps. Leave out --max-steps"),
+        (["--demo", "--minutes", "5", "--max-steps", "5"], "--max-steps counts steps, and --minutes has none."),
+        (["--minutes", "5", "--decay-steps", "5"], "--decay-steps counts steps, and --minutes has none."),
         (["--demo", "--minutes", "0"], "--minutes is 0.0. It must be 0.1 or more."),
-        (["--demo", "--schedule", "cosine"], "--schedule cosine and --decay-steps need --max-steps, instead of --minutes."),
-        (["--demo", "--decay-steps", "9"], "--schedule cosine and --decay-steps need --max-steps, instead of --minutes."),
     ],
-)  # fmt: skip
+)
 def test_wrong_flags_are_errors(flags, message):
     with pytest.raises(UserError) as error:
         configure(flags)

@@ -49,11 +49,11 @@ def test_an_unknown_id_loses_no_finished_step(data, tmp_path, world_size):
 def truncate_at_step_3(rank, split):
     real = train_gpt2.get_lr
 
-    def get_lr(step, config):
+    def get_lr(step, config, progress):
         if step == 3 and rank == 0:
             for shard in Path(config.data).glob(f"*_{split}_*.npy"):
                 os.truncate(shard, shard.stat().st_size // 2)
-        return real(step, config)
+        return real(step, config, progress)
 
     train_gpt2.get_lr = get_lr
 
@@ -134,7 +134,7 @@ def test_no_pickle_in_a_checkpoint_is_executed(finished, byte_shards, tmp_path, 
     new = [*TINY_TRAINING_FLAGS, *flags, "--out", str(tmp_path / "new"), "--init-from", str(model)]
     with pytest.raises(UserError, match=message):
         {
-            "resume": lambda: train_gpt2.main(["--resume", "--out", str(run), *flags]),
+            "resume": lambda: train_gpt2.main(["--resume", "--out", str(run)]),
             "init-from": lambda: train_gpt2.main(new),
             "sample": lambda: sample.main(["--model", str(model), "--prompt", "x"]),
             "score": lambda: huggingface.load_hf_model(model),  # as hellaswag.py does

@@ -190,7 +190,7 @@ def no_checkpoint_on_node_1(rank):
 def test_nodes_that_see_different_checkpoints_do_not_train(byte_shards, tmp_path):
     flags = ["--data", byte_shards, "--out", "run", "--resume", "auto"]
     run_to_the_end(*flags, "--max-steps", 4, cwd=tmp_path)
-    ranks = start_run(*flags, "--max-steps", 6, cwd=tmp_path, world_size=2, sabotage=no_checkpoint_on_node_1)
+    ranks = start_run(*flags, "--max-steps", 4, cwd=tmp_path, world_size=2, sabotage=no_checkpoint_on_node_1)
     assert finish_run(ranks) == [2, 2]
     expected = r"error: the nodes differ in the checkpoint: none on \S+ \(rank 1\), step 4 on \S+ \(rank 0\). All nodes"
     assert all(re.search(expected, (tmp_path / name).read_text()) for name in ("0.txt", "1.txt"))

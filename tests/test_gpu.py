@@ -29,6 +29,7 @@ from support.checkpoints.state import TrainState
 from support.cli import parse_flags
 from support.data.corpus import Documents
 from support.runtime import batch_size, devices
+from support.runtime.clock import Clock
 from support.runtime.distributed import Distributed
 from support.runtime.memory import Sizes, training_memory
 from support.runtime.signals import StopHandler
@@ -183,12 +184,12 @@ def test_a_step_with_an_infinite_gradient_changes_nothing(byte_shards, tmp_path,
     amp = devices.autocast(DEVICE, torch.bfloat16)
 
     def step():
-        return train_gpt2.train_step(model, state, loader, config, StopHandler(), amp)
+        return train_gpt2.train_step(model, state, loader, config, StopHandler(), amp, Clock(None))
 
     assert np.isfinite(step()).all()
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     hook = model.transformer.ln_f.weight.register_hook(lambda gradient: gradient * torch.inf)
-    loss, norm = step()
+    loss, norm, _ = step()
     assert np.isfinite(loss) and not np.isfinite(norm)
     weights, moments = model.state_dict(), optimizer.state_dict()
     assert all(torch.equal(weights[name], p) for name, p in before[0].items())

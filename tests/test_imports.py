@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,12 +29,23 @@ TREES = {module_name(path): ast.parse(path.read_text(encoding="utf-8")) for path
 
 def imports_in(tree: ast.AST) -> Iterator[str]:
     """The modules that import statements name, wherever they are; for `from a import b` these are a and a.b."""
-    for node in ast.walk(tree):
+    for node in ast.walk(without_types(tree)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module, "imports are absolute"
             yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+
+
+class WithoutTypes(ast.NodeTransformer):
+    """Leaves out what only mypy imports: types may come from above."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        return None if ast.unparse(node.test) == "TYPE_CHECKING" else node
+
+
+def without_types(tree: ast.AST) -> ast.AST:
+    return WithoutTypes().visit(copy.deepcopy(tree))
 
 
 def modules_imported_by(name: str) -> set[str]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import html
-import io
 import re
-import tokenize
 
 import nbformat
 import numpy as np
@@ -100,19 +97,3 @@ def test_requirements_are_pinned():
     for path in (ROOT / "requirements.txt", ROOT / "tests" / "requirements.txt"):
         lines = [line.split("#")[0].strip() for line in path.read_text().splitlines()]
         assert all(re.fullmatch(r"[\w-]+==[\w.]+", line) for line in lines if line and line != "-r ../requirements.txt")
-
-
-def test_the_trainer_is_short_and_explained():
-    source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
-    comments = [t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type == tokenize.COMMENT]
-    lines, tree = source.splitlines(), ast.parse(source)
-    assert len(lines) <= 720 and len(comments) >= 0.2 * len(lines)
-    [train] = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "train"]
-    assert train.end_lineno - train.lineno < 110
-    calls = [node for node in ast.walk(train) if isinstance(node, ast.Call)]
-    assert [ast.unparse(call) for call in calls if len(call.args) + len(call.keywords) > 6] == []
-    nested = [node for node in ast.walk(tree) if isinstance(node, ast.IfExp) and isinstance(node.orelse, ast.IfExp)]
-    assert not nested, "a conditional expression inside another one"
-    # but for the table of flags, only signatures are not as the formatter has them
-    skipped = [line for line in lines if line.endswith("# fmt: skip")]
-    assert skipped and all(re.fullmatch(r" *\)( -> [^:]+)?:  # fmt: skip", line) for line in skipped)

@@ -101,7 +101,7 @@ def test_a_hangup_that_is_ignored_stays_ignored():
 def interrupted_while_saving(rank: int) -> None:
     signalled_in_forward(rank, signal.SIGINT, 9)
 
-    def save(*args):
+    def save(*args, **facts):
         while True:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.01)
@@ -119,11 +119,11 @@ def reader_closes_after_step_3(rank):
     read, write = os.pipe()
     real = RunLogger.step
 
-    def step(self, number, *figures):
-        real(self, number, *figures)
-        if number == 1:
+    def step(self, state, *figures):
+        real(self, state, *figures)
+        if state.step == 1:
             os.dup2(write, 1)
-        if number == 3:
+        if state.step == 3:
             os.close(read)
 
     RunLogger.step = step

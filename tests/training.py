@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from contextlib import AbstractContextManager
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from helpers import TINY_FLAGS, TINY_SIZES
 from torch import nn
 
 from benchmarks.bench_chaos import differences
-from support.checkpoints import directory, run_folder
 from support.checkpoints.start import gather_flags
 from support.checkpoints.state import Checkpoint, TrainState
 from support.cli import parse_flags
@@ -61,6 +58,12 @@ def resumed(out: Path, *flags: object) -> TrainState:
     return train(config, ONE_PROCESS, checkpoint)
 
 
+def forked(out: Path, checkpoint: Path, *flags: object) -> TrainState:
+    """The final state of a fork of a checkpoint, in this process."""
+    config, opened = configure(["--fork", str(checkpoint), "--out", str(out), *map(str, flags)])
+    return train(config, ONE_PROCESS, opened)
+
+
 def saved_bytes(model: nn.Module, B: int, T: int, dtype: torch.dtype = torch.float32) -> int:
     """Bytes that autograd saves in a forward pass of (B, T) tokens, besides the weights: counted in a real one."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -76,20 +79,6 @@ def saved_bytes(model: nn.Module, B: int, T: int, dtype: torch.dtype = torch.flo
         loss = model(tokens, tokens)  # holds what is saved, so that no address is used twice
     del loss
     return sum(nbytes for address, nbytes in saved.items() if address not in weights)
-
-
-def lock_and_replace(
-    out: Path, policy: str, resume_from: Path | None = None, replaces_later: bool = False
-) -> AbstractContextManager:
-    """What a run does to its folder before it writes; `policy` is its `overwrite_policy`.
-
-    The context is the rest of the run. Unless it is entered, the run was killed.
-    """
-    step = directory.step_of(resume_from) if resume_from else 0
-    resumed_from = resume_from and SimpleNamespace(path=resume_from, step=step, replaces_later=replaces_later)
-    config = SimpleNamespace(out=str(out), overwrite_policy=policy)
-    run = SimpleNamespace(config=config, resumed_from=resumed_from, first_step=step)
-    return run_folder.lock_and_replace_folder(run, ONE_PROCESS)
 
 
 def trainer_file(checkpoint: Path) -> dict:

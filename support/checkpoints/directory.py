@@ -17,9 +17,8 @@ from support.cli import UserError, warn
 
 CONTENTS = "checkpoint.json"
 MODEL_CARD = "README.md"  # not listed: its owner adds a license
-REPLACED_RUN = "replaced_run"  # in the folder of a run, the one that it is about to replace: see run_folder
 _NAME = re.compile(r"model_(\d{5,})")
-_LEFTOVER = re.compile(rf"\.(model_\d{{5,}}(\.earlier)?|{REPLACED_RUN})\.(partial|removed)")
+_LEFTOVER = re.compile(r"\.model_\d{5,}\.(partial|removed)")
 
 
 def step_of(directory: Path) -> int:
@@ -35,32 +34,32 @@ def list_checkpoints(out: str | os.PathLike[str]) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def write_checkpoint(directory: Path, write_files: Callable[[Path], None], val: float | None = None) -> None:
+def write_checkpoint(directory: Path, write_files: Callable[[Path], None], **facts: float | bool | None) -> None:
     """Writes a checkpoint: `write_files(folder)` fills a temporary folder, which then becomes `directory`.
 
     An earlier checkpoint of that name is replaced once the new one is on the disk. On a failure nothing changes.
 
     Args:
-        val: its validation loss, if that is known.
+        facts: for `checkpoint.json`: `before_cooldown`, and the validation loss `val`, if it is known.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     with files.atomic_write(directory) as tmp:
         tmp.mkdir()
         write_files(tmp)
         listed = {path.name: _size_and_sha256(path) for path in sorted(tmp.iterdir()) if path.name != MODEL_CARD}
-        contents = {"files": listed} | ({} if val is None else {"val": val})
-        (tmp / CONTENTS).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+        known = {name: value for name, value in facts.items() if value is not None}
+        (tmp / CONTENTS).write_text(json.dumps({"files": listed} | known, indent=2) + "\n", encoding="utf-8")
         for path in tmp.iterdir():
             path.chmod((tmp / CONTENTS).stat().st_mode)  # safetensors creates files that only their owner can read
 
 
-def validation_loss_of(directory: Path) -> float | None:
-    """The validation loss of a checkpoint; None if it does not have one."""
+def read_fact(directory: Path, name: str) -> float | bool | None:
+    """A fact in `checkpoint.json`, see `write_checkpoint`; None if it is not there."""
     try:
-        val = json.loads((directory / CONTENTS).read_text(encoding="utf-8")).get("val")
+        value = json.loads((directory / CONTENTS).read_text(encoding="utf-8")).get(name)
     except (OSError, ValueError, AttributeError, RecursionError):
         return None
-    return val if isinstance(val, float) else None
+    return value if isinstance(value, float | bool) else None
 
 
 def remove_leftovers(out: str | os.PathLike[str]) -> None:
@@ -90,15 +89,13 @@ def find_corruption(directory: Path) -> str | None:
     return None
 
 
-def newest_checkpoint(out: str | os.PathLike[str], last_step: int | None = None) -> Path | None:
-    """The intact checkpoint of the highest step in `out`, up to `last_step`; corrupt ones are reported and skipped.
-
-    None if there is no checkpoint at all; with `last_step`, also if all are corrupt.
+def newest_checkpoint(out: str | os.PathLike[str]) -> Path | None:
+    """The intact checkpoint of the highest step in `out`; None if there is none. Corrupt ones are reported and skipped.
 
     Raises:
         UserError: there are checkpoints, and all of them are corrupt.
     """
-    checkpoints = [path for path in list_checkpoints(out) if last_step is None or step_of(path) <= last_step]
+    checkpoints = list_checkpoints(out)
     for directory in reversed(checkpoints):
         try:
             problem = find_corruption(directory)
@@ -108,7 +105,7 @@ def newest_checkpoint(out: str | os.PathLike[str], last_step: int | None = None)
             return directory
         if os.environ.get("RANK", "0") == "0":
             warn(f"{directory} is corrupt: {problem}. Skipping it.")
-    if checkpoints and last_step is None:
+    if checkpoints:
         raise UserError(f"all checkpoints in {out} are corrupt. Restore one, or start a new run with another --out.")
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -13,13 +13,13 @@ from typing import NoReturn
 import torch
 
 from support import files
-from support.checkpoints import huggingface, lora, run_folder, state
+from support.checkpoints import huggingface, lora, state
 from support.checkpoints.directory import (
     MODEL_CARD,
     find_corruption,
     list_checkpoints,
+    read_fact,
     step_of,
-    validation_loss_of,
     write_checkpoint,
 )
 from support.checkpoints.model_card import model_card
@@ -47,7 +47,7 @@ class CheckpointManager:
         """`sync_log` waits until all that was logged is on the disk."""
         self.run, self.stop, self.sync_log, self.rank = run, stop, sync_log, rank
         self.out = Path(run.config.out)
-        self.newest = run.first_step  # the step of the newest checkpoint, 0 if there is none
+        self.newest = 0 if run.is_fork else run.first_step  # the step of the newest checkpoint, 0 if there is none
         self._failures = 0  # saves in a row
         self._thread: threading.Thread | None = None
 
@@ -61,7 +61,7 @@ class CheckpointManager:
         step, run = train_state.step, self.run
         # The ranks agree on these two conditions; they must, or the others would wait forever for a rank's parts.
         if step == self.newest:  # saved already, or step 0
-            if step == run.config.max_steps and self.rank == 0:
+            if final and self.rank == 0:
                 self._clean_up(step)  # the process that saved it may not have come to that
             return
         if train_state.bad_steps and not final:
@@ -93,12 +93,13 @@ class CheckpointManager:
             else:
                 (directory / MODEL_CARD).write_bytes(card.encode())
 
-        self.start(step, write_files)
+        self.start(step, run.config.is_before_cooldown(train_state), write_files)
 
-    def start(self, step: int, write_files: Callable[[Path], None]) -> None:
+    def start(self, step: int, before_cooldown: bool, write_files: Callable[[Path], None]) -> None:
         """Starts to write the checkpoint of `step`, with the files of `write_files(folder)`."""
         self.wait()
-        self._thread = threading.Thread(target=self._write, args=(step, write_files), name=f"checkpoint {step}")
+        args = step, before_cooldown, write_files
+        self._thread = threading.Thread(target=self._write, args=args, name=f"checkpoint {step}")
         self._thread.start()
 
     def wait(self) -> None:
@@ -137,11 +138,13 @@ class CheckpointManager:
         return f"The newest checkpoint is {checkpoint_path(self.out, self.newest)}.\nnext    {command}"
 
     def validation_losses(self) -> dict[Path, float]:
-        """Those of the checkpoints in the run's folder, as far as they are known, and of the ones that it has replaced."""
-        logged = self._logged("val")  # older checkpoints do not have their validation loss
-        losses = {path: validation_loss_of(path) or logged.get(step_of(path)) for path in list_checkpoints(self.out)}
-        losses |= {path: validation_loss_of(path) for path in run_folder.list_earlier(self.out)}
+        """The known validation losses of the checkpoints in the run's folder."""
+        losses = {path: read_fact(path, "val") for path in list_checkpoints(self.out)}
         return {path: loss for path, loss in losses.items() if loss is not None}
+
+    def before_cooldown(self) -> Path | None:
+        """The newest checkpoint before the cooldown of a wsd schedule, from which a longer run can start."""
+        return next((path for path in reversed(list_checkpoints(self.out)) if read_fact(path, "before_cooldown")), None)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -151,10 +154,10 @@ class CheckpointManager:
         if kind is None and self.stop.failure:
             raise self.stop.failure
 
-    def _write(self, step: int, write_files: Callable[[Path], None]) -> None:
+    def _write(self, step: int, before_cooldown: bool, write_files: Callable[[Path], None]) -> None:
         directory = checkpoint_path(self.out, step)
         try:
-            write_checkpoint(directory, write_files, self._logged("val").get(step))
+            write_checkpoint(directory, write_files, before_cooldown=before_cooldown, val=self._logged("val").get(step))
         except Exception as error:  # the libraries that write have errors of their own
             self._failures += 1
             reason = getattr(error, "strerror", None) or str(error)
@@ -174,7 +177,6 @@ class CheckpointManager:
     def _clean_up(self, step: int) -> None:
         """Removes the checkpoints that are not to be kept beside that of `step`, the newest one; when it stops, none."""
         try:
-            run_folder.complete_replacement(self.out)
             if not self.stop.requested:  # a stop should not take longer
                 for directory in self._not_kept(step):
                     files.remove(directory)
@@ -185,34 +187,19 @@ class CheckpointManager:
         """The checkpoints to remove.
 
         Kept are the newest `keep` that are intact, the one of `step` included (0: all), the one with the best validation
-        loss, and the newest one before a cooldown, from which the run can become longer. Those of an earlier run are
-        kept until this one has finished. If they are its own, from when it had another length, the best of them is
-        kept even then if it is better than all others, and with `keep` 0 all are.
+        loss, and the newest one before a cooldown, from which a longer run can start.
         """
-        config, resumed_from, losses = self.run.config, self.run.resumed_from, self.validation_losses()
+        config, losses = self.run.config, self.validation_losses()
         *earlier, newest = [path for path in list_checkpoints(self.out) if step_of(path) <= step]
-
-        def best_of(paths: Iterable[Path]) -> Path:
-            return min(paths, key=lambda path: losses.get(path, math.inf))  # without any loss, the first one
-
-        best = best_of([newest, *reversed(earlier)])
-        if step == config.max_steps:
-            replaced = run_folder.list_earlier(self.out)
-            has_gone_back = resumed_from is not None and resumed_from.replaces_later
-            if config.overwrite_policy == "run" and not has_gone_back:
-                yield from replaced
-            elif config.keep:
-                yield from {*replaced} - {best_of([best, *replaced])}
         if config.keep == 0 or len(earlier) < config.keep:
             return
-        before_cooldown = [
-            path for path in (*earlier, newest) if config.schedule == "wsd" and step_of(path) <= config.cooldown_start
-        ]
+        # without any loss, the newest one
+        best = min([newest, *reversed(earlier)], key=lambda path: losses.get(path, math.inf))
         kept = 1
         for directory in reversed(earlier):
             if kept < config.keep and find_corruption(directory) is None:
                 kept += 1
-            elif directory not in (best, *before_cooldown[-1:]):
+            elif directory not in (best, self.before_cooldown()):
                 yield directory
 
     def _logged(self, name: str) -> dict[int, float]:

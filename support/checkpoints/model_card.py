@@ -133,8 +133,8 @@ def _flags(config: RunOptions, base_name: str | None) -> str:
     for field in flag_fields(type(config)):
         name = field.name
         value = base_name if name == "init_from" else getattr(config, name)
-        is_open = config.open_ended and name in ("max_steps", "decay_steps")  # the number of steps is not known yet
-        if name in RunOptions.__dataclass_fields__ or value == field.default or is_open:
+        is_unused = config.minutes is not None and name in ("max_steps", "decay_steps", "warmup_steps")
+        if name in RunOptions.__dataclass_fields__ or value == field.default or is_unused:
             continue
         if isinstance(value, bool):
             words.append(flag_name(name) if value else f"--no-{flag_name(name)[2:]}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from support.checkpoints import huggingface, run_folder
 from support.checkpoints.directory import newest_checkpoint
-from support.checkpoints.resume import find_once_per_node, flags_to_resume
+from support.checkpoints.resume import find_once_per_node, flags_to_fork, flags_to_resume
 from support.checkpoints.state import Checkpoint
 from support.cli import UserError, flag_name
 from support.console.trackers import check_installed
@@ -23,7 +23,7 @@ from support.runtime.options import PLAN_FLAGS, RunOptions
 def gather_flags(
     config_class: type[RunOptions], cli_flags: Mapping[str, Any], dist: Distributed
 ) -> tuple[dict[str, Any], Checkpoint | None]:
-    """All flags that a run has a value for, and the checkpoint that it resumes from, if any.
+    """All flags that a run has a value for, and the checkpoint that it resumes from or forks, if any.
 
     Pretrained weights and checkpoints are downloaded and compared with their checksums here, by one rank of each node.
 
@@ -35,18 +35,24 @@ def gather_flags(
     """
     if not cli_flags.get("plan") and (unused := sorted(PLAN_FLAGS & cli_flags.keys() - {"plan"})):
         raise UserError(f"{' and '.join(map(flag_name, unused))}: only for --plan. Add --plan, or leave it out.")
+    resume = cli_flags.get("resume")
     out = str(cli_flags.get("out", DEMO["out"] if cli_flags.get("demo") else "log"))
-    if "resume" in cli_flags:
-        dist.once("put back", lambda: str(run_folder.put_back(Path(out))))
+    if resume:
         newest = dist.once_per_node("checkpoint", lambda: str(newest_checkpoint(out) or ""))
         if newest:
-            return flags_to_resume(config_class, cli_flags, Checkpoint.open(Path(newest)), dist)
-        if cli_flags["resume"] == "newest":
+            checkpoint = Checkpoint.open(Path(newest))
+            return flags_to_resume(config_class, cli_flags, checkpoint, dist), checkpoint
+        if resume == "newest":
             raise UserError(
                 f"no checkpoint in {out} to resume from. Pass its folder with --out, or leave out --resume."
             )
     if problems := _conflicts(cli_flags, out):
         raise UserError(*problems)
+    if "fork" in cli_flags:
+        checkpoint = Checkpoint.open(find_once_per_node(cli_flags["fork"], dist))
+        return flags_to_fork(config_class, {**cli_flags, "out": out}, checkpoint, dist), checkpoint
+    if cli_flags.get("demo") and "out" not in cli_flags and not resume:
+        cli_flags = {**cli_flags, "out": dist.once("out", lambda: run_folder.first_free(out))}
     if "init_from" not in cli_flags:
         return preset_flags(cli_flags) | dict(cli_flags), None
     directory = find_once_per_node(cli_flags["init_from"], dist)
@@ -64,8 +70,19 @@ def gather_flags(
 
 
 def _conflicts(cli_flags: Mapping[str, Any], out: str) -> list[str]:
-    """One sentence for each flag of a new run that conflicts with --init-from or with LoRA, or needs it."""
+    """One sentence for each flag of a new run or a fork that conflicts with another one, or needs it."""
     problems = []
+    if cli_flags.get("demo") and "text" in cli_flags:
+        problems.append("--demo brings its own text. Leave out --text, or --demo.")
+    if "text" in cli_flags and "data" in cli_flags:
+        problems.append("--text makes its own shards, in --out. Leave out --data, or --text to train on shards.")
+    if "minutes" in cli_flags:
+        counted = [name for name in ("max_steps", "decay_steps", "warmup_steps") if name in cli_flags]
+        problems += [
+            f"{flag_name(name)} counts steps, and --minutes has none. Leave out one of them." for name in counted
+        ]
+    if "fork" in cli_flags and "out" not in cli_flags:
+        problems.append("--fork starts another run. Name its folder with --out.")
     if "init_from" in cli_flags:
         defaults = {"n_layer": None, "n_head": None, "n_embd": None, "model": "gpt2", "bias": True}
         sized = [name for name, default in defaults.items() if cli_flags.get(name, default) != default]
@@ -94,13 +111,13 @@ def check_and_open_data(config: RunOptions, dist: Distributed, checkpoint: Check
         UserError: a check failed, or the shards could not be made.
     """
     if dist.rank == 0:
-        run_folder.check_folder(config, checkpoint)
+        run_folder.check_folder(config, None if config.fork else checkpoint)
         check_installed(config)
     if config.demo or config.text is not None:
         make_preset_shards(config, dist.rank, resumed=checkpoint is not None)
-    data = TokenData.open(config.data, needs_val=config.val_every > 0)
+    data = TokenData.open(config.data, needs_val=config.val_every != 0)
     T = config.block_size
-    data.check_rows(T, config.total_batch_size // T, config.val_tokens if config.val_every else None)
+    data.check_rows(T, config.total_batch_size // T, None if config.val_every == 0 else config.val_tokens)
     check_training_fits(config, data.tokenizer.vocab_size, dist)
     return data
 

@@ -3,6 +3,8 @@
 `trainer.pt` is a dict of plain tensors and containers, read with `weights_only=True`, so nothing in it is executed:
 
     step        the step that comes next
+    progress    how much of the schedule is done, from 0 to 1
+    seconds     of training so far, evaluations and checkpoints included
     bad_steps   skipped steps just before it (loss or gradients not finite)
     overflows   steps skipped because of an fp16 overflow, in total (not in the oldest files)
     config      flags of the run, by field of TrainConfig
@@ -17,7 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map
@@ -26,9 +28,13 @@ from support.cli import UserError
 from support.console.terminal import pluralize
 from support.data.shards import DataIdentity
 from support.runtime import fsdp
+from support.runtime.clock import progress_after
+
+if TYPE_CHECKING:
+    from train_gpt2 import TrainConfig
 
 FILE = "trainer.pt"
-REQUIRED = ("step", "bad_steps", "config", "data", "optimizer", "scaler")
+REQUIRED = ("step", "progress", "seconds", "bad_steps", "config", "data", "optimizer", "scaler")
 SCALER_STATE = ("scale", "_growth_tracker")
 Tree = TypeVar("Tree")
 
@@ -41,8 +47,20 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     step: int = 0  # the step that comes next
+    progress: float = 0.0  # of the schedule: 1 at its end
+    last_progress: float = -1.0  # one step ago; below 0 at the start of a run
+    seconds: float = 0.0  # of training so far, evaluations and checkpoints included
     bad_steps: int = 0  # skipped steps just before it
     overflows: int = 0  # steps that the scaler skipped, in total
+
+    def advance(self, progress: float, seconds: float) -> None:
+        """Goes on to the next step."""
+        self.step, self.seconds = self.step + 1, seconds
+        self.last_progress, self.progress = self.progress, progress
+
+    def has_passed(self, progress: float) -> bool:
+        """Whether the last step of this process, or the start of the run, has reached this progress."""
+        return self.last_progress < progress <= self.progress
 
     def record(self, loss: float, norm: float) -> str | None:
         """Counts skipped steps; returns why this step was not applied, or None if it was."""
@@ -74,6 +92,8 @@ class TrainState:
         """The content of `trainer.pt`: a copy in host memory, as by `copy_to_host`."""
         return {
             "step": self.step,
+            "progress": self.progress,
+            "seconds": self.seconds,
             "bad_steps": self.bad_steps,
             "overflows": self.overflows,
             "config": config,
@@ -83,12 +103,24 @@ class TrainState:
             "scaler": self.scaler.state_dict(),
         }
 
-    def restore(self, checkpoint: Checkpoint) -> None:
+    def restore(self, checkpoint: Checkpoint, config: TrainConfig) -> None:
         """Restores optimizer, scaler and counters; the model has its weights already. Unmaps `trainer.pt`.
+
+        A fork with another optimizer starts that one anew, and one of another length has another progress.
 
         Raises:
             UserError: the optimizer's state does not fit the model.
         """
+        self.step, self.bad_steps, self.overflows = checkpoint.step, checkpoint.bad_steps, checkpoint.overflows
+        self.seconds, self.progress = checkpoint.seconds, checkpoint.progress
+        if config.fork is None:
+            self.last_progress = self.progress
+        else:
+            timed = progress_after(self.seconds, config.minutes) if config.minutes else None
+            self.progress = self.step / config.decay_steps if timed is None else timed
+            if checkpoint.config["optimizer"] != config.optimizer:
+                checkpoint.optimizer.clear()
+                return
         saved, by_name = checkpoint.optimizer["state"], self._optimizer_parameters()
         names, parameters = list(by_name), list(by_name.values())
         fits = checkpoint.parameters in (None, names) and set(saved) in (set(), set(range(len(names))))
@@ -107,7 +139,6 @@ class TrainState:
         if checkpoint.scaler:
             scaler = {name: checkpoint.scaler[name] for name in SCALER_STATE}
             self.scaler.load_state_dict(self.scaler.state_dict() | scaler)
-        self.step, self.bad_steps, self.overflows = checkpoint.step, checkpoint.bad_steps, checkpoint.overflows
 
     def _optimizer_parameters(self) -> dict[str, torch.nn.Parameter]:
         """The optimizer's parameters by name, in its order: its state has only their numbers."""
@@ -121,6 +152,8 @@ class Checkpoint:
 
     path: Path
     step: int
+    progress: float
+    seconds: float
     bad_steps: int
     overflows: int
     config: dict[str, Any]
@@ -128,7 +161,6 @@ class Checkpoint:
     parameters: list[str] | None
     optimizer: dict[str, Any]
     scaler: dict[str, Any]
-    replaces_later: bool = False  # the run gets another length: checkpoints after this one belong to the old one
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:

@@ -153,6 +153,12 @@ class MetricsLog(StepFile):
         self.append(json.dumps(line))
 
 
+def begin_log(path: Path, source: Path | None, step: int) -> None:
+    """Begins a log: with the lines before `step` of another run's, or empty."""
+    matches = filter(None, map(LINE.fullmatch, _complete_lines(source))) if source else ()
+    _write_lines(path, [m[0] for m in matches if int(m[1]) < step])
+
+
 def _write_lines(path: Path, lines: Sequence[str]) -> None:
     with atomic_write(path) as tmp:
         tmp.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")

@@ -45,8 +45,8 @@ def describe_run(run: RunInfo, dist: Distributed) -> dict[str, Any]:
     flags = {name: value for name, value in run.config.to_dict().items() if name not in PLAN_FLAGS}
     tokenizer = run.data.tokenizer
     flags["tokenizer"] = tokenizer.name  # the flag is for --text only
-    if run.config.open_ended:
-        del flags["decay_steps"]  # not known yet
+    if run.config.minutes:
+        del flags["max_steps"], flags["decay_steps"], flags["warmup_steps"]
     if run.config.explicit & {"n_layer", "n_head", "n_embd"}:  # set by --demo, --text and --init-from, too
         del flags["model"]  # the model does not have the sizes of that name
     versions = {"train_gpt2.py": __version__, "python": platform.python_version(), "torch": torch.__version__}

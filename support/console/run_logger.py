@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from support.console import terminal
 from support.console.curves import CurvesFile
 from support.console.log import MetricsLog, RunLog
-from support.console.record import change_flags, describe_run, write_record
-from support.console.terminal import pluralize
+from support.console.record import describe_run, write_record
 from support.console.trackers import Trackers, start_trackers
 from support.runtime import devices
 from support.runtime.distributed import Distributed
-from support.runtime.options import RunOptions
 from support.runtime.profiler import make_profiler
 from support.runtime.run_info import RunInfo
 from support.startup import STARTED
+
+if TYPE_CHECKING:
+    from support.checkpoints.state import TrainState
 
 LINE_SECONDS = 10.0  # between the lines of steps on a terminal, so that the header stays in view
 ETA_EVERY = 50  # steps between notes with the remaining time in a file
@@ -40,12 +41,12 @@ class RunLogger:
         OSError: at the end, if the last lines of the log cannot be written.
     """
 
-    def __init__(self, run: RunInfo, dist: Distributed):
-        self.run, self.print0, self.world_size = run, dist.print0, dist.world_size
+    def __init__(self, run: RunInfo, dist: Distributed, state: TrainState):
+        self.run, self.config, self.print0, self.world_size = run, run.config, dist.print0, dist.world_size
         self.first_step = run.first_step
         self.flops_per_token, self.peak_flops = run.model.flops_per_token(), devices.peak_flops(dist.device)
         self._trackers = Trackers(dist.on_rank_zero(lambda: start_trackers(run.config, self.first_step)) or [])
-        due = self._due(self.first_step)
+        due = self._due(state)
         self._folder = folder = Path(run.config.out) if dist.rank == 0 else None
         self._log = RunLog(folder and folder / "log.txt", self.first_step, due)
         self._metrics = MetricsLog(folder and folder / "metrics.jsonl", self.first_step)
@@ -60,24 +61,14 @@ class RunLogger:
         self._status = terminal.StatusLine(dist.rank == 0 and terminal.is_terminal())
         self._line_shown = self._first_step_ended = 0.0
 
-    @property
-    def config(self) -> RunOptions:
-        """That of the run, whose number of steps --minutes fixes late."""
-        return self.run.config
-
-    def length_known(self, flags: Mapping[str, Any]) -> None:
-        """Records the `flags` that changed when --minutes fixed the number of steps."""
-        if self._folder:
-            change_flags(self._folder, flags)
-
-    def evaluations_due(self, step: int) -> set[str]:
+    def evaluations_due(self, state: TrainState) -> set[str]:
         """What is due before a step: "val", "hella" and "samples"; but not what an earlier process has logged."""
-        return self._due(step) - (self._logged if step == self.first_step else set())
+        return self._due(state) - (self._logged if state.step == self.first_step else set())
 
-    def _due(self, step: int) -> set[str]:
+    def _due(self, state: TrainState) -> set[str]:
         c = self.config
-        every = {"val": c.val_every, "hella": c.hellaswag_every, "samples": c.sample_every if step > 0 else 0}
-        return {name for name, n in every.items() if c.is_due(n, step)}
+        every = {"val": c.val_every, "hella": c.hellaswag_every, "samples": c.sample_every if state.step > 0 else 0}
+        return {name for name, interval in every.items() if c.is_due(interval, state)}
 
     def validation(self, step: int, loss: float | None) -> None:
         """A validation loss, if it was not interrupted."""
@@ -102,19 +93,18 @@ class RunLogger:
             line = f"step {step:5d} | sample {i}: {terminal.on_one_line(text)}"
             self.print0(terminal.styled(terminal.fit_lines(line, 2), terminal.CYAN))
 
-    def step(self, step: int, loss: float, lr: float, norm: float, dt: float, skipped: str | None) -> None:
+    def step(self, state: TrainState, loss: float, lr: float, norm: float, dt: float, skipped: str | None) -> None:
         """A step that took `dt` seconds; `skipped` says why it was not applied.
 
         MFU is the fraction of the GPUs' peak FLOP/s that the model's arithmetic reaches, where that peak is known.
         """
-        now = time.perf_counter()
+        step, now = state.step, time.perf_counter()
         speed = self.config.total_batch_size / dt
         mfu = speed * self.flops_per_token / (self.peak_flops * self.world_size) if self.peak_flops else None
         self._value(step, "train", loss)
         self._metrics.write(step, loss, lr, norm, dt, (step + 1) * self.config.total_batch_size, skipped is not None)
-        if self.config.schedule == "wsd" and step == self.config.cooldown_start:
-            cooldown = f"{pluralize(self.config.cooldown_steps, 'step')}, to step {self.config.decay_steps}"
-            self.print0(terminal.styled(f"step {step:5d} | the cooldown begins: {cooldown}", terminal.BOLD))
+        if self.config.schedule == "wsd" and state.has_passed(self.config.cooldown_start):
+            self.print0(terminal.styled(f"step {step:5d} | the cooldown begins", terminal.BOLD))
         eta = self._eta(step, now)
         self._status.show(self._describe_progress(step, loss, speed, now, eta))
         due = self._line_due(step, now)
@@ -180,27 +170,31 @@ class RunLogger:
             due = now - self._line_shown >= LINE_SECONDS
         else:
             due = step % (self.config.log_every or 1) == 0
-        return due or step in (self.first_step, self.config.max_steps - 1)
+        return due or step == self.first_step or self._is_last(step)
+
+    def _is_last(self, step: int) -> bool:
+        """Whether this is known to be the last step: with --minutes it is not."""
+        return self.config.minutes is None and step == self.config.max_steps - 1
 
     def _eta(self, step: int, now: float) -> float | None:
         """The remaining seconds, evaluations and checkpoints included. None after the first step and the last."""
         if step == self.first_step:
             self._first_step_ended = now
-        if step in (self.first_step, self.config.max_steps - 1) or self.config.open_ended:
+        if self.config.minutes or step == self.first_step or self._is_last(step):
             return None
         return (now - self._first_step_ended) / (step - self.first_step) * (self.config.max_steps - step - 1)
 
     def _describe_progress(self, step: int, loss: float, speed: float, now: float, eta: float | None) -> str:
         tokens = f"{speed:,.0f}" if speed < 1e5 else f"{speed / 1e3:,.0f}k"
         remaining = "" if eta is None else f", ETA {clock(eta)}"
-        if self.config.open_ended and self.config.minutes and not self.first_step:
+        if self.config.minutes and not self.first_step:
             remaining = f" of {clock(60 * self.config.minutes)}"
         elapsed = f"{clock(now - STARTED)} elapsed{remaining}"
         return f"step {self._count(step + 1)} | loss {loss:.4f} | {tokens} tok/s | {elapsed}"
 
     def _count(self, step: int) -> str:
-        """`12/1000`; as long as the number of steps is open, `12`."""
-        return str(step) if self.config.open_ended else f"{step}/{self.config.max_steps}"
+        """`12/1000`; with --minutes, `12`."""
+        return str(step) if self.config.minutes else f"{step}/{self.config.max_steps}"
 
 
 def clock(seconds: float) -> str:

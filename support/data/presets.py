@@ -19,16 +19,16 @@ from support.data.readers import TEXT_TYPES, estimate_text_bytes, find_text_file
 
 # The peak learning rate of --recipe fast; for Muon, in steps of 16,384 tokens or more: docs/recipes.md
 FAST_LR = 3.6e-3
+SHORT_COOLDOWN = 0.7  # of --text and --demo: a short run gains from a long one
 # About two minutes on two CPU cores.
 DEMO: dict[str, Any] = dict(
     data="demo_data", out="log_demo", n_layer=3, n_head=2, n_embd=128, block_size=64, batch_size=16,
-    recipe="fast", total_batch_size=1024, max_steps=1200, cooldown_fraction=0.7, shuffle=True,
+    recipe="fast", total_batch_size=1024, max_steps=1200, cooldown_fraction=SHORT_COOLDOWN, shuffle=True,
     val_tokens=65536, hellaswag_every=0, sample_every=0,
 )  # fmt: skip
 DEMO_SOURCE = "documentation of CPython"
 DEMO_TEXT_BYTES, DEMO_MINUTES = 2e6, 2.0
-TIMED_COOLDOWN_FRACTION = 0.4  # with --minutes; 0.7 is a little better, but would fix the number of steps too early
-MAX_STEPS = 2**31 - 1  # of a run; as decay_steps of --minutes, that the number is still open
+MAX_STEPS = 2**31 - 1
 COMPILING_FRACTION = 0.1  # of a run of --text or --demo that may be spent on compiling, at most
 MODEL_FLAGS = {"n_layer", "n_head", "n_embd", "block_size"}
 MODELS_FOR_TEXT: tuple[dict[str, int], ...] = (
@@ -56,14 +56,15 @@ class PresetConfig:
     text_field: str
     tokenizer: str
     init_from: str | None
+    fork: str | None
     minutes: float | None
     n_layer: int
     n_embd: int
     total_batch_size: int
     max_steps: int
-    val_every: int
-    sample_every: int
-    checkpoint_every: int
+    val_every: int | None
+    sample_every: int | None
+    checkpoint_every: int | None
 
 
 def preset_flags(cli_flags: Mapping[str, Any], tokenizer: str | None = None, n_embd: int = 768) -> dict[str, Any]:
@@ -73,23 +74,20 @@ def preset_flags(cli_flags: Mapping[str, Any], tokenizer: str | None = None, n_e
         tokenizer, n_embd: of the model of --init-from; not used without that flag.
 
     Raises:
-        UserError: --text names no text, or does not go together with another flag.
+        UserError: --text names no text, or a flag needs it.
     """
     if "text" in cli_flags:
-        if cli_flags.get("demo"):
-            raise UserError("--demo brings its own text. Leave out --text, or --demo.")
-        if "data" in cli_flags:
-            raise UserError("--text makes its own shards, in --out. Leave out --data, or --text to train on shards.")
         return _text_flags(cli_flags, tokenizer, n_embd)
     if for_text := [flag_name(name) for name in ("text_field", "tokenizer") if name in cli_flags]:
         raise UserError(*(f"{name} is for --text. Add --text, or leave out {name}." for name in for_text))
     if not cli_flags.get("demo"):
-        if "minutes" in cli_flags:
-            raise UserError("--minutes is for --text and --demo. Use --max-steps.")
         return {}
-    length = flags_for_steps(cli_flags.get("max_steps", DEMO["max_steps"]), demo=True)
+    if "max_steps" in cli_flags:
+        length = flags_for_steps(cli_flags["max_steps"], demo=True)
+    else:
+        length = {"minutes": DEMO_MINUTES} | _intervals(None, demo=True)
     other_sizes = MODEL_FLAGS if cli_flags.keys() & {"model", "init_from"} else set()
-    flags = DEMO | fast_rates(DEMO["total_batch_size"], cli_flags) | length | _minutes(cli_flags, DEMO_MINUTES)
+    flags = DEMO | fast_rates(DEMO["total_batch_size"], cli_flags) | length
     return {name: value for name, value in flags.items() if name not in other_sizes}
 
 
@@ -110,9 +108,10 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
             flags |= models_for_text(size, total_tokens * BYTES_PER_TOKEN[tokenizer])[-1]
     tokens_per_step = cli_flags.get("total_batch_size", step_size(total_tokens, steps))
     if flags.get("recipe") == "fast" and cli_flags.get("recipe", "fast") == "fast":
-        flags |= dict(cooldown_fraction=0.7) | fast_rates(tokens_per_step, cli_flags)
+        flags |= dict(cooldown_fraction=SHORT_COOLDOWN) | fast_rates(tokens_per_step, cli_flags)
     steps = cli_flags.get("max_steps", max(1, round(total_tokens / max(1, tokens_per_step))))
-    return flags | flags_for_steps(steps, False, fine_tuned) | _minutes(cli_flags, None) | dict(
+    length = _intervals(None, False) if "minutes" in cli_flags else flags_for_steps(steps, False, fine_tuned)
+    return flags | length | dict(
         data=str(Path(cli_flags.get("out", "log")) / "data"), tokenizer=tokenizer, shuffle=True,
         total_batch_size=tokens_per_step, keep=1,
     )  # fmt: skip
@@ -163,43 +162,25 @@ def flags_for_steps(steps: int, demo: bool, fine_tuned: bool = False) -> dict[st
     return dict(max_steps=steps, decay_steps=steps, warmup_steps=warmup_steps) | _intervals(steps, demo)
 
 
-def _intervals(steps: int, demo: bool) -> dict[str, int]:
-    """Four validations with --text, and what comes with them; two with --demo."""
-    quarter = -(-steps // 4)
-    if demo:
-        return dict(val_every=-(-steps // 2))
-    return dict(val_every=quarter, sample_every=quarter, checkpoint_every=quarter)
+def _intervals(steps: int | None, demo: bool) -> dict[str, int | None]:
+    """Four validations with --text, and what comes with them, or two with --demo; None for a run of --minutes."""
+    names = ("val_every",) if demo else ("val_every", "sample_every", "checkpoint_every")
+    return dict.fromkeys(names, None if steps is None else -(-steps // (2 if demo else 4)))
 
 
-def flags_for_length(config: PresetConfig, steps: int) -> dict[str, int]:
-    """The number of steps and what follows from it for a run that becomes longer or shorter; chosen intervals stay."""
-    before, after = _intervals(config.max_steps, config.demo), _intervals(steps, config.demo)
-    has_preset = config.demo or config.text is not None
-    followed = {name: after[name] for name, every in before.items() if has_preset and getattr(config, name) == every}
-    return dict(max_steps=steps, decay_steps=steps) | followed
+def flags_for_length(before: Mapping[str, Any], max_steps: int | None) -> dict[str, Any]:
+    """The flags that follow from another length, in steps or with None in minutes; intervals that were chosen stay.
 
-
-def _minutes(cli_flags: Mapping[str, Any], default: float | None) -> dict[str, Any]:
-    """What --minutes sets: a constant learning rate, and a cooldown that begins when its share of the time is left.
-
-    Nothing if the steps are given instead.
-
-    Raises:
-        UserError: both are given, or a schedule that needs the number of steps from the beginning.
+    Args:
+        before: the flags of the run that this one continues.
     """
-    if "max_steps" in cli_flags and "minutes" in cli_flags:
-        raise UserError("--minutes chooses the number of steps. Leave out --max-steps, or --minutes.")
-    minutes = cli_flags.get("minutes", default)
-    if "max_steps" in cli_flags or minutes is None:
-        return {}
-    if cli_flags.get("schedule") == "cosine" or "decay_steps" in cli_flags:
-        raise UserError("--schedule cosine and --decay-steps need --max-steps, instead of --minutes.")
-    return flags_for_open_end(minutes)
-
-
-def flags_for_open_end(minutes: float) -> dict[str, Any]:
-    """The flags of a run whose number of steps is fixed when its cooldown begins."""
-    return dict(minutes=minutes, schedule="wsd", decay_steps=MAX_STEPS, cooldown_fraction=TIMED_COOLDOWN_FRACTION)
+    flags, timed, demo = dict[str, Any](), before.get("minutes") is not None, before.get("demo", False)
+    if max_steps is not None and (timed or before["decay_steps"] == before["max_steps"]):
+        flags |= dict(minutes=None, decay_steps=max_steps)
+    if demo or before.get("text") is not None:
+        old, new = _intervals(None if timed else before["max_steps"], demo), _intervals(max_steps, demo)
+        flags |= {name: new[name] for name, every in old.items() if before[name] == every}
+    return flags
 
 
 def text_bytes(text: str | None, field: str = "text") -> float:
@@ -239,8 +220,8 @@ def make_preset_shards(config: PresetConfig, rank: int, resumed: bool) -> None:
     if config.text is not None:  # with "=" and ".", values that begin with "-" do not look like flags
         source = [f"--tokenizer={config.tokenizer}", f"--text-field={config.text_field}", "--split-documents"]
         source += ["--input", os.path.join(".", config.text)]
-        if config.init_from and config.tokenizer == "bpe":
-            source.append(f"--tokenizer-from={config.init_from}")
+        if config.tokenizer == "bpe" and (of_model := config.fork or config.init_from):
+            source.append(f"--tokenizer-from={of_model}")
     fineweb = Path(__file__).parents[2] / "fineweb.py"  # support does not import scripts
     startup.show("making token shards ...")
     failed = run_child_process([sys.executable, str(fineweb), "--output", config.data, *source])

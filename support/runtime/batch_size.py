@@ -73,7 +73,7 @@ def largest_batch_size(config: RunOptions, model: nn.Module, dist: Distributed, 
     if device.type not in PROBED:
         return most
     free, total = devices.free_and_total_memory(device)
-    config = replace(config, compile=hasattr(model, "_orig_mod"))  # not everywhere where it should be
+    config = replace(config, compile=devices.is_compiled(model))  # not everywhere where it should be
     rows, sizes = rows_per_rank(config.total_batch_size, T, world_size), Sizes.of(model)
     sharded = config.parallel == "fsdp" and world_size > 1
     for B in range(most, 0, -1):

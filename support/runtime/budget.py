@@ -1,4 +1,4 @@
-"""--minutes: the sizes that suit this machine and the time, and about how many steps that will be."""
+"""--minutes: the model, the step and the validation that suit this machine and the time."""
 
 from __future__ import annotations
 
@@ -17,24 +17,22 @@ from support.data.tokenizer import VOCAB_SIZES
 from support.runtime import devices
 from support.runtime.distributed import Distributed
 from support.runtime.options import RunOptions
-from support.runtime.run_info import ResumedCheckpoint
 
 MEASURED_SECONDS = 0.5  # for each model
 TRAINING_FRACTION = 0.7  # of the time: the rest is for the optimizer, validations, and the start and end of the process
-# Tokens of a validation, of those to train on, at most: without a backward pass, five of them take 8% of the time.
+# Tokens of a validation, of those to train on: without a backward pass, five of them take 8% of the time.
 VALIDATED_FRACTION = 1 / 20
-FEW_STEPS = 100  # a run that is shorter is validated at its ends only, and makes no samples
+LEAST_VALIDATED = 2**15  # tokens; the loss of fewer depends on which they are
+FEW_STEPS = 100
 
 
 def flags_for_minutes(
-    config: RunOptions, cli_flags: Mapping[str, Any], dist: Distributed, new_model: Callable[..., nn.Module],
-    checkpoint: ResumedCheckpoint | None,
-) -> dict[str, Any]:  # fmt: skip
+    config: RunOptions, cli_flags: Mapping[str, Any], dist: Distributed, new_model: Callable[..., nn.Module]
+) -> dict[str, Any]:
     """The flags for --minutes on this machine, the same on all ranks, except those on the command line.
 
-    For a new run, the model is the largest that suits the text and reads enough of it in time, see
-    `presets.models_for_text`; tokens per step and learning rate follow. A run that is resumed from a `checkpoint` keeps
-    its own, and so does a pretrained model. The number of steps is an estimate until the cooldown begins.
+    With --text and --demo, the model is the largest that suits the text and reads enough of it in time, see
+    `presets.models_for_text`; tokens per step and learning rate follow. A pretrained model keeps its sizes.
 
     Args:
         new_model: makes a model from fields of GPTConfig.
@@ -42,17 +40,15 @@ def flags_for_minutes(
     Raises:
         UserError: not even a step of the smallest model is done in time.
     """
-    first_step = checkpoint.step if checkpoint else 0
     tokenizer = "bpe" if config.demo else config.tokenizer
-    text = config.text if first_step == 0 else None  # of a resumed run, it may be gone
-    text_bytes = presets.text_bytes(text, config.text_field)
+    has_text = config.demo or config.text is not None
+    text_bytes = presets.text_bytes(config.text, config.text_field)
     own_sizes = {name: getattr(config, name) for name in (*presets.MODEL_FLAGS, "batch_size")}
     own_sizes["vocab_size"] = VOCAB_SIZES.get(tokenizer) or bpe.fitting_vocab_size(text_bytes)
-    minutes = cli_flags.get("minutes", config.minutes)
-    choose_sizes = first_step == 0 and config.recipe == "fast" and not config.init_from
+    choose_sizes = has_text and config.recipe == "fast" and not config.init_from
 
     def tokens_in_time(model: Mapping[str, int]) -> float:
-        return 60 * minutes * _tokens_per_second(config, {**own_sizes, **model}, dist, new_model)
+        return 60 * (config.minutes or 0) * _tokens_per_second(config, {**own_sizes, **model}, dist, new_model)
 
     def choose_model() -> tuple[dict[str, int], float]:
         """The model's sizes, and the tokens on which it trains in time."""
@@ -75,22 +71,19 @@ def flags_for_minutes(
         step = cli_flags.get("total_batch_size", presets.step_size(tokens) if choose_sizes else config.total_batch_size)
         if 0 < tokens < step:
             raise UserError(
-                f"--minutes {minutes:g} is too short: on this machine, the {step:,} tokens of a step take this model "
-                f"{60 * TRAINING_FRACTION * minutes * step / tokens:.3g} s. Use more minutes, or for a new run a smaller "
-                "model or --total-batch-size."
+                f"--minutes {config.minutes:g} is too short: on this machine, the {step:,} tokens of a step take this model "
+                f"{60 * TRAINING_FRACTION * (config.minutes or 0) * step / tokens:.3g} s. Use more minutes, a smaller model, "
+                "or a smaller --total-batch-size."
             )
-        steps = min(first_step + max(1, int(tokens / step)), presets.MAX_STEPS - 1)
-        open_end = {"decay_steps": presets.MAX_STEPS}
-        if first_step > 0:
-            return json.dumps(presets.flags_for_length(config, steps) | open_end)
-        chosen: dict[str, Any] = (
-            flags | presets.flags_for_steps(steps, config.demo, config.init_from is not None) | open_end
-        )
+        if tokens < FEW_STEPS * step:
+            dist.print0(
+                f"note    there is time for about {int(tokens / step)} steps only, and a model that learns something\n"
+                "        needs hundreds. What helps: more --minutes, a smaller model or --total-batch-size"
+            )
+        chosen: dict[str, Any] = dict(flags)
         if choose_sizes:
             chosen |= {"total_batch_size": step} | presets.fast_rates(step, cli_flags)
-        if steps < FEW_STEPS:
-            chosen |= {"val_every": steps, "sample_every": 0}
-        chosen["val_tokens"] = min(config.val_tokens, max(config.block_size, int(VALIDATED_FRACTION * tokens)))
+        chosen["val_tokens"] = min(config.val_tokens, max(LEAST_VALIDATED, int(VALIDATED_FRACTION * tokens)))
         return json.dumps(chosen)
 
     startup.show("measuring how fast this machine trains ...")

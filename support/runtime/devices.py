@@ -11,12 +11,14 @@ import re
 import shutil
 import sysconfig
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 
 from support.cli import UserError
+
+Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 class Gpu(NamedTuple):
@@ -84,12 +86,17 @@ def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
     return torch.autocast(device.type, dtype=dtype if lower else None, enabled=lower)
 
 
-def compile(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+def compile(model: Model, device: torch.device) -> Model:
     """The model through torch.compile, or the model itself where that cannot work."""
     if why_not_compile(device):
         return model
-    # one graph per shape: faster, and there are few shapes; the model itself stays uncompiled
-    return cast(torch.nn.Module, torch.compile(model, dynamic=False))
+    # one graph per shape: faster, and there are few shapes
+    return cast(Model, torch.compile(model, dynamic=False))
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether calls of the model run what `compile` made; its methods do not."""
+    return hasattr(model, "_orig_mod")
 
 
 def why_not_compile(device: torch.device) -> str | None:

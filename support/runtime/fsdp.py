@@ -116,8 +116,9 @@ def without_weights(model: Model) -> Model:
 def full_weights(eval_model: nn.Module, model: nn.Module) -> Iterator[None]:
     """Gives `eval_model` the weights of the sharded `model`, on every rank, within the block. All ranks must enter it.
 
-    Without FSDP both are the same model, and nothing happens.
+    Without FSDP both are the same model, compiled or not, and nothing happens.
     """
+    eval_model = getattr(eval_model, "_orig_mod", eval_model)
     if eval_model is model:
         yield
         return

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from support.cli import MAIN_GROUP, UserError, flag
+from support.cli import MAIN_GROUP, UserError, flag, flag_fields
 from support.data import presets
 from support.runtime import devices
 
-# What a new run may replace in its folder: nothing, a log without checkpoints, or everything of an earlier run.
-OverwritePolicy = Literal["nothing", "log", "run"]
+if TYPE_CHECKING:
+    from support.checkpoints.state import TrainState
+
+QUARTERS = "four times with --text"  # in the help of intervals
 DEFAULT_PROMPT = "Hello, I'm a language model,"
 # Their defaults depend on the machine, so a resumed run chooses them anew unless they were explicit.
 MACHINE_FLAGS = {"device", "dtype", "compile", "batch_size", "hellaswag_every"}
 # What the shards were made from. A resumed run keeps these, so it must not name anything else.
 SOURCE_FLAGS = {"text", "text_field", "tokenizer"}
+START_FLAGS = {"resume", "fork", "profile"}  # of one start, not of the run
 # Those of --plan, which ends before a run.
 PLAN_FLAGS = {"plan", "gpus", "gpu", "price", "mfu"}
 
@@ -42,7 +46,7 @@ class Recipe(presets.PresetConfig):
     optimizer: str
 
     @property
-    def cooldown_steps(self) -> int:
+    def cooldown_start(self) -> float:
         raise NotImplementedError
 
 
@@ -76,11 +80,18 @@ class RunOptions(Recipe):
         const="newest",
         metavar="auto",
     )
+    fork: str | None = flag(
+        None,
+        "start a run of its own, in --out, from the weights, optimizer and step of this checkpoint",
+        MAIN_GROUP,
+        default_help="no",
+        metavar="CHECKPOINT",
+    )
     minutes: float | None = flag(
         None,
-        "with --text and --demo: train for M minutes on this machine; with --resume, M more",
+        "train for M minutes, whatever the machine does meanwhile, instead of --max-steps",
         MAIN_GROUP,
-        default_help="2 with --demo; otherwise steps that suit the text",
+        default_help="2 with --demo",
         at_least=0.1,
         below=1e6,
         metavar="M",
@@ -102,7 +113,10 @@ class RunOptions(Recipe):
         choices=("gpt2", "bytes", "bpe"),
     )
 
-    val_every: int = flag(250, "steps between validations; 0: never", "evaluation", at_least=0)
+    # Where an interval is None, a run of --minutes does this at quarters of its time.
+    val_every: int | None = flag(
+        250, "steps between validations; 0: never", "evaluation", default_help=f"250; {QUARTERS}", at_least=0
+    )
     val_tokens: int = flag(
         10485760, "tokens per validation, or the complete split if it has fewer", "evaluation", at_least=1
     )
@@ -119,7 +133,9 @@ class RunOptions(Recipe):
     hellaswag_limit: int | None = flag(
         None, "score only the first N HellaSwag items", "evaluation", default_help="all", at_least=1
     )
-    sample_every: int = flag(250, "steps between samples; 0: never", "evaluation", at_least=0)
+    sample_every: int | None = flag(
+        250, "steps between samples; 0: never", "evaluation", default_help=f"250; {QUARTERS}; 0 with --demo", at_least=0
+    )
     prompt: str | None = flag(
         None,
         "text that samples continue",
@@ -147,8 +163,12 @@ class RunOptions(Recipe):
         const="gpt2",
     )
 
-    checkpoint_every: int = flag(
-        5000, "steps between checkpoints; 0: never, not even when the run is stopped", "checkpoints", at_least=0
+    checkpoint_every: int | None = flag(
+        5000,
+        "steps between checkpoints; 0: never, not even when the run is stopped",
+        "checkpoints",
+        default_help=f"5000; {QUARTERS}",
+        at_least=0,
     )
     keep: int = flag(
         0,
@@ -216,31 +236,25 @@ class RunOptions(Recipe):
 
     explicit: frozenset[str] = frozenset()  # names of the flags set by the command line, a preset or the checkpoint
 
-    @property
-    def overwrite_policy(self) -> OverwritePolicy:
-        """What a new run may replace in `out`: --demo its own last run, --resume auto a run without checkpoints."""
-        if self.demo and self.out == "log_demo":
-            return "run" if self.checkpoint_every else "log"  # no model takes the place of those that are there
-        return "log" if self.resume == "auto" else "nothing"
+    def is_over(self, state: TrainState) -> bool:
+        """Whether the run has done its last step, or its time is over."""
+        return state.progress >= 1 if self.minutes else state.step >= self.max_steps
 
-    @property
-    def open_ended(self) -> bool:
-        """Whether --minutes has not fixed the number of steps yet: the learning rate is constant, max_steps a guess."""
-        return self.minutes is not None and self.decay_steps == presets.MAX_STEPS
+    def is_due(self, every: int | None, state: TrainState) -> bool:
+        """Whether what happens every so often is due before a step: never with 0, and after the last step otherwise."""
+        if every is None:
+            return any(state.has_passed(n / 4) for n in range(4)) or self.is_over(state)
+        return every > 0 and (state.step % every == 0 or self.is_over(state))
 
-    @property
-    def cooldown_start(self) -> int:
-        """The step at which the cooldown of a wsd schedule begins: before it, a run may become longer."""
-        return self.decay_steps - self.cooldown_steps
+    def is_before_cooldown(self, state: TrainState) -> bool:
+        """Whether no step of a wsd schedule's cooldown has been done: a longer run can start here."""
+        last = state.last_progress if state.last_progress >= 0 else state.progress
+        return self.schedule == "wsd" and last <= self.cooldown_start
 
-    def checkpoint_due(self, step: int) -> bool:
+    def checkpoint_due(self, state: TrainState) -> bool:
         """Whether a checkpoint is due before a step: every so often, after the last one, and before a cooldown."""
-        before_cooldown = self.schedule == "wsd" and step == self.cooldown_start
-        return self.is_due(self.checkpoint_every, step) or before_cooldown and self.checkpoint_every > 0
-
-    def is_due(self, every: int, step: int) -> bool:
-        """Whether what happens every so often (0: never) is due before a step, or after the last one."""
-        return every > 0 and (step % every == 0 or step == self.max_steps)
+        before_cooldown = self.schedule == "wsd" and state.has_passed(self.cooldown_start)
+        return self.is_due(self.checkpoint_every, state) or before_cooldown and self.checkpoint_every != 0
 
     def to_dict(self) -> dict[str, Any]:
         """The value of each flag."""
@@ -250,6 +264,15 @@ class RunOptions(Recipe):
         """What a checkpoint stores of them."""
         left_out = PLAN_FLAGS | MACHINE_FLAGS - self.explicit
         return {name: value for name, value in self.to_dict().items() if name not in left_out}
+
+
+def changed_flags(
+    config_class: type[RunOptions], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> list[tuple[str, Any, Any]]:
+    """Name, old value and new value of each flag of a run that is in `after` and has another value than `before`."""
+    both = [(field.name, before.get(field.name, field.default)) for field in flag_fields(config_class)]
+    changed = [(name, had, after[name]) for name, had in both if name in after and after[name] != had]
+    return [change for change in changed if change[0] not in START_FLAGS]
 
 
 def check_consistent(config: RunOptions) -> None:

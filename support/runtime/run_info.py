@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import nn
 
 from support.data.shards import DataIdentity, TokenData
-from support.runtime.options import DEFAULT_PROMPT, RunOptions
+from support.runtime.options import DEFAULT_PROMPT
+
+if TYPE_CHECKING:
+    from support.checkpoints.state import Checkpoint
+    from train_gpt2 import TrainConfig
 
 
 def checkpoint_path(out: str | os.PathLike[str], step: int) -> Path:
@@ -26,34 +30,26 @@ class Model(Protocol):
     def flops_per_token(self) -> int: ...
 
 
-class ResumedCheckpoint(Protocol):
-    """What is needed of the checkpoint that a run resumes from."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def config(self) -> Mapping[str, Any]: ...  # the flags of the process that saved it
-    @property
-    def replaces_later(self) -> bool: ...  # the run gets another length, and replaces the checkpoints after this one
-
-
-@dataclass
+@dataclass(frozen=True)
 class RunInfo:
-    """A run: header, record, log, checkpoints and summary take it from here. Only its length may change, see `Deadline`."""
+    """A run: header, record, log, checkpoints and summary take it from here."""
 
-    config: RunOptions
+    config: TrainConfig
     data: TokenData
     identity: DataIdentity
     model: Model
-    resumed_from: ResumedCheckpoint | None = None
+    checkpoint: Checkpoint | None = None  # that it resumes from or forks
     hellaswag_items: int = 0  # that this process scores
 
     @property
     def first_step(self) -> int:
-        """Of this process; above 0 if it has resumed the run."""
-        return self.resumed_from.step if self.resumed_from else 0
+        """The first step of this process."""
+        return self.checkpoint.step if self.checkpoint else 0
+
+    @property
+    def is_fork(self) -> bool:
+        """Whether this process starts the run from a checkpoint of another one."""
+        return self.config.fork is not None
 
     @property
     def prompt(self) -> str:

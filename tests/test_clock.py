@@ -1,0 +1,231 @@
+"""--minutes: progress and learning rates by hand, with a clock that the test moves; runs that end on time, whatever happens."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from helpers import TINY_MODEL_FLAGS, finish_run, losses, run_to_the_end, start_run
+from training import ONE_PROCESS, checkpoint_names, config_of, configure, trainer_file
+
+import train_gpt2
+from support.checkpoints.directory import read_fact
+from support.checkpoints.state import TrainState
+from support.runtime import clock
+from support.runtime.clock import Clock, progress_after
+from train_gpt2 import get_lr, train
+
+TEXT = "".join(f"{a} and {b} are {a + b}.\n" for a in range(40) for b in range(60))
+FLAGS = "--device cpu --dtype fp32 --tokenizer bytes --batch-size 4 --total-batch-size 256 --max-lr 3e-3".split()
+FLAGS += "--val-tokens 512 --sample-every 0 --keep 0".split()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT)
+    return ["--text", str(path), *TINY_MODEL_FLAGS, *FLAGS]
+
+
+class Time:
+    """Takes the place of the time module in the clock."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def fake_time(monkeypatch):
+    """A clock that stands at 0, which is when the process has started."""
+    fake = Time()
+    monkeypatch.setattr(clock, "time", fake)
+    monkeypatch.setattr(clock, "STARTED", 0.0)
+    return fake
+
+
+# ---- by hand
+
+
+def test_progress_is_the_fraction_of_the_time_for_training(fake_time):
+    """By hand: of 2 minutes, 10 s go before the first step and 4 at the end; half of 106 s is over 53 s later."""
+    fake_time.now = 10.0
+    of_run = Clock(2.0)
+    assert of_run.progress() == 0.0
+    fake_time.now = 63.0
+    assert of_run.progress() == 0.5 and of_run.seconds() == 53.0
+    fake_time.now = 116.0
+    assert of_run.progress() == 1.0
+    assert Clock(None).progress() == 0.0
+
+
+def test_time_for_a_last_evaluation_is_kept_and_progress_never_falls(fake_time):
+    """By hand: 116 s for training; an evaluation of 6 s leaves 110, one of 50 s, which compiles, 104, as it counts 12."""
+    of_run = Clock(2.0)
+    for seconds, left in ((6.0, 110.0), (50.0, 104.0)):
+        with of_run.evaluating():
+            fake_time.now += seconds
+        assert of_run.progress() == pytest.approx(fake_time.now / left)
+    before = of_run.progress()
+    with of_run.evaluating():
+        pass
+    assert fake_time.now / 116 < before == of_run.progress()
+
+
+def test_a_resumed_run_has_the_time_that_is_left(fake_time):
+    """By hand: 60 s were trained of 120; this process takes 5 s to start and has 51 for training."""
+    fake_time.now = 5.0
+    resumed = Clock(2.0, seconds_before=60.0)
+    assert resumed.progress() == pytest.approx(60 / 111)
+    fake_time.now = 56.0
+    assert resumed.progress() == 1.0 and resumed.seconds() == 111.0
+    assert progress_after(58.0, 2.0) == 0.5 and progress_after(300.0, 2.0) == 1.0
+
+
+def test_the_learning_rate_follows_the_time():
+    """By hand: up to 1 in a thirtieth of the time, from a tenth on; then the cooldown or the cosine, to 0.1."""
+    config = replace(config_of("--schedule", "wsd", "--cooldown-fraction", 0.4), minutes=2.0, max_lr=1.0, min_lr=0.1)
+    expected = {0.0: 0.1, 1 / 60: 0.5, 1 / 30: 1.0, 0.6: 1.0, 0.8: 0.55, 1.0: 0.1}
+    assert {p: get_lr(7, config, p) for p in expected} == pytest.approx(expected)
+    all_cooldown = replace(config, cooldown_fraction=1.0)
+    assert all_cooldown.cooldown_start == pytest.approx(1 / 30) and get_lr(7, all_cooldown, 1 / 30) == pytest.approx(1)
+    cosine = replace(config, schedule="cosine")
+    assert get_lr(7, cosine, 1 / 30 + 29 / 60) == pytest.approx(0.55)
+
+
+def test_quarters_are_passed_once():
+    state, config = TrainState(None, None, None), replace(config_of(), minutes=2.0)
+    due = []
+    for progress in (0.1, 0.3, 0.49, 0.5, 0.8, 0.97, 1.0):
+        due.append((config.is_due(None, state), config.is_over(state)))
+        state.advance(progress, 0.0)
+    due.append((config.is_due(None, state), config.is_over(state)))
+    at_start, between, at_quarter, at_end = (True, False), (False, False), (True, False), (True, True)
+    assert due == [at_start, between, at_quarter, between, at_quarter, at_quarter, between, at_end]
+    assert not config.is_due(0, state)
+
+
+# ---- runs
+
+
+def train_with(*flags):
+    config, checkpoint = configure(flags)
+    return train(config, ONE_PROCESS, checkpoint)
+
+
+def steps_take(patch, fake, seconds_of_step):
+    """Moves the clock by `seconds_of_step(step)` in each step, and by 2 s in each validation."""
+    real_step, real_validation = train_gpt2.train_step, train_gpt2.validation_loss
+
+    def step(model, state, *args):
+        fake.now += seconds_of_step(state.step)
+        return real_step(model, state, *args)
+
+    def validation_loss(*args):
+        fake.now += 2.0
+        return real_validation(*args)
+
+    patch.setattr(train_gpt2, "train_step", step)
+    patch.setattr(train_gpt2, "validation_loss", validation_loss)
+
+
+@pytest.mark.parametrize(
+    "seconds_of_step, steps",
+    [
+        (lambda step: 1.0, 106),  # 116 s, less five validations of 2 s
+        (lambda step: 1.0 if step < 53 else 2.0, 80),  # twice as slow from half-way on: 53 + 27
+        (lambda step: 30.0 if step == 20 else 1.0, 77),
+    ],
+)
+def test_a_run_ends_on_time(text, tmp_path, fake_time, monkeypatch, seconds_of_step, steps):
+    """It validates and saves at its quarters, saves before the cooldown, and ends at the lowest learning rate."""
+    out = tmp_path / "run"
+    steps_take(monkeypatch, fake_time, seconds_of_step)
+    state = train_with(*text, "--minutes", 2, "--cooldown-fraction", 0.4, "--out", out)
+    assert abs(state.step - steps) <= 1 and 114 <= fake_time.now <= 118
+    log = [line.split() for line in (out / "log.txt").read_text().splitlines()]
+    assert sum(name == "val" for _, name, _ in log) == 5
+    rates = losses(out / "log.txt", "lr")
+    assert max(rates) == pytest.approx(3e-3) and rates[-1] < 0.1 * 3e-3
+    saved = [out / name for name in checkpoint_names(out)]
+    before = [path for path in saved if read_fact(path, "before_cooldown")]
+    assert len(saved) == 5 and len(before) == 3  # at 1/4, 2/4, and 0.6
+    stored = trainer_file(saved[-1])
+    assert stored["progress"] == 1.0 and stored["seconds"] == pytest.approx(fake_time.now)
+    assert "decay-steps" not in (saved[-1] / "README.md").read_text()
+
+
+def test_a_killed_run_continues_with_the_time_that_is_left(text, tmp_path, fake_time, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def die_at_70(step):
+        if step == 70:
+            raise Killed
+        return 1.0
+
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        steps_take(patch, fake_time, die_at_70)
+        train_with(*text, "--minutes", 2, "--out", out)
+    trained = trainer_file(out / checkpoint_names(out)[-1])["seconds"]
+    fake_time.now = 3.0  # of the new process
+    steps_take(monkeypatch, fake_time, lambda step: 1.0)
+    train_with("--resume", "--out", out)
+    assert trained + fake_time.now == pytest.approx(116, abs=2)
+    lines = (out / "log.txt").read_text().splitlines()
+    steps = [int(line.split()[0]) for line in lines if " train " in line]
+    assert steps == list(range(len(steps)))
+    finished = checkpoint_names(out)
+    train_with("--resume", "--out", out)  # there is no time left
+    assert checkpoint_names(out) == finished and (out / "log.txt").read_text().splitlines() == lines
+
+
+def other_clock(seconds: float, rank: int) -> None:
+    """Rank 1's clock is wrong by an hour, and the time is over for rank 0 after as many seconds as were asked for."""
+    clock.STARTED = time.perf_counter() - (3600 if rank else 0)
+    clock.END_SECONDS = 60 * 5 - seconds
+    real = train_gpt2.train_step
+
+    def step(model, state, *args):
+        if seconds > 100 and state.step == 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(model, state, *args)
+
+    train_gpt2.train_step = step
+
+
+@pytest.mark.slow
+def test_rank_zeros_clock_decides_and_a_kill_is_survived(text, tmp_path):
+    flags = [*text, "--minutes", 5, "--parallel", "fsdp", "--checkpoint-every", 5, "--val-every", 0, "--out", "run"]
+    options = dict(cwd=tmp_path, world_size=2, defaults=())
+    assert finish_run(start_run(*flags, sabotage=partial(other_clock, 200), **options)) == [-9, -9]
+    run_to_the_end("--resume", "--out", "run", sabotage=partial(other_clock, 4), **options)
+    steps = len(losses(tmp_path / "run/log.txt"))
+    assert steps > 10 and checkpoint_names(tmp_path / "run")[-1] == f"model_{steps:05d}"
+
+
+def test_a_fork_makes_a_timed_run_longer_or_counts_steps(text, tmp_path, fake_time, monkeypatch, capsys):
+    """From before the cooldown; what was trained counts. The first run stays as it is."""
+    steps_take(monkeypatch, fake_time, lambda step: 1.0)
+    out = tmp_path / "run"
+    train_with(*text, "--minutes", 2, "--out", out)
+    printed = " ".join(capsys.readouterr().out.split())
+    start = next(path for path in reversed(sorted(out.glob("model_*"))) if read_fact(path, "before_cooldown"))
+    assert f"longer python train_gpt2.py --fork {start} --out {out}_longer --minutes 4" in printed
+    seconds, before = trainer_file(start)["seconds"], {path: path.read_bytes() for path in out.glob("*.*")}
+    fake_time.now = 0.0
+    train_with("--fork", start, "--out", tmp_path / "longer", "--minutes", 4)
+    assert "--minutes 4.0 (was 2.0)" in " ".join(capsys.readouterr().out.split())
+    assert seconds + fake_time.now == pytest.approx(240 - 4, abs=2)
+    assert len(losses(tmp_path / "longer/log.txt", "val")) >= 5
+    config, _ = configure(["--fork", start, "--out", tmp_path / "steps", "--max-steps", 80])
+    assert (config.minutes, config.max_steps, config.decay_steps, config.val_every) == (None, 80, 80, 20)
+    assert {path: path.read_bytes() for path in out.glob("*.*")} == before
+    shutil.rmtree(out)

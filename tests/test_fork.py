@@ -1,0 +1,165 @@
+"""--fork: a run of its own from a checkpoint of another one, which stays as it is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import finish_run, losses, run_to_the_end, start_run
+from training import ONE_PROCESS, assert_same_run, checkpoint_names, configure, forked, trained, trainer_file
+
+import train_gpt2
+from support.cli import UserError
+from train_gpt2 import train
+
+FAST = ["--recipe", "fast", "--shuffle", "--checkpoint-every", 6]
+
+
+@pytest.fixture(scope="module")
+def runs(byte_shards, tmp_path_factory):
+    """Runs of 20, 10 and 30 steps with a long constant learning rate, and checkpoints before the cooldown."""
+    folder = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("support.console.curves.CurvesFile.draw", lambda self: None)
+        for steps in (20, 10, 30):
+            trained(folder / f"{steps}", "--data", byte_shards, *FAST, "--max-steps", steps)
+    return folder
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+@pytest.mark.parametrize("steps", [10, 30])
+def test_a_fork_of_another_length_is_the_run_of_that_length(runs, tmp_path, steps):
+    """Bit by bit, its log from the beginning; also a fork of that fork. The first run stays as it is."""
+    before = contents(runs / "20")
+    forked(tmp_path / "fork", runs / "20/model_00006", "--max-steps", steps)
+    assert_same_run(tmp_path / "fork", runs / f"{steps}")
+    forked(tmp_path / "again", tmp_path / "fork/model_00006", "--max-steps", 40 - steps)
+    assert_same_run(tmp_path / "again", runs / f"{40 - steps}")
+    assert contents(runs / "20") == before
+    assert losses(runs / "10/log.txt") != losses(runs / "30/log.txt")[:10]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_fork_on_two_ranks_is_the_run_of_that_length(byte_shards, tmp_path, parallel):
+    flags = ["--data", byte_shards, *FAST, "--dropout", 0.2, "--parallel", parallel]
+    start = dict(cwd=tmp_path, world_size=2)
+    run_to_the_end(*flags, "--max-steps", 8, "--out", "short", **start)
+    run_to_the_end(*flags, "--max-steps", 16, "--out", "long", **start)
+    more = ["--fork", "short/model_00006", "--out", "fork", "--max-steps", 16]
+    run_to_the_end(*more, defaults=(), **start)
+    assert_same_run(tmp_path / "fork", tmp_path / "long")
+
+
+def kill_at_step_7(rank: int) -> None:
+    real = train_gpt2.train_step
+
+    def step(model, state, *args):
+        if state.step == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(model, state, *args)
+
+    train_gpt2.train_step = step
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_fork_that_was_killed_is_started_again_or_resumed(runs, tmp_path, saves):
+    """It saves at its start if that is due; before its first checkpoint, the same command starts it over."""
+    flags = ["--fork", runs / "20/model_00006", "--out", "fork", "--max-steps", 30]
+    flags += ["--checkpoint-every", 6 if saves else 10]
+    assert finish_run(start_run(*flags, cwd=tmp_path, sabotage=kill_at_step_7, defaults=())) == [-9]
+    if saves:
+        with pytest.raises(UserError, match="already contains a run. Continue it with --resume"):
+            forked(tmp_path / "fork", flags[1], *flags[4:])
+        flags = ["--resume", "--out", "fork"]
+    run_to_the_end(*flags, cwd=tmp_path, defaults=())
+    assert (tmp_path / "fork/log.txt").read_text() == (runs / "30/log.txt").read_text()
+    for again in (["--resume"], [*flags, "--resume", "auto"]):  # as after a restart of torchrun
+        config, checkpoint = configure([*again, "--out", tmp_path / "fork"])
+        assert checkpoint.step == 30 and config.fork is None
+
+
+def test_two_forks_of_a_checkpoint_at_once(runs, tmp_path):
+    both = [
+        start_run("--fork", runs / "20/model_00006", "--out", f"to_{n}", "--max-steps", n, cwd=tmp_path, defaults=())[0]
+        for n in (10, 30)
+    ]
+    assert finish_run(both) == [0, 0]
+    for n in (10, 30):
+        assert_same_run(tmp_path / f"to_{n}", runs / f"{n}")
+
+
+def test_a_fork_takes_other_flags_and_says_which(runs, byte_shards, tmp_path, capsys):
+    """Another learning rate, batch, optimizer, data: the weights are those of the checkpoint, and the step goes on."""
+    data = shutil.copytree(byte_shards, tmp_path / "other")
+    flags = ["--max-steps", 9, "--max-lr", 0.0, "--min-lr", 0.0, "--total-batch-size", 512, "--checkpoint-every", 0]
+    forked(tmp_path / "fork", runs / "20/model_00006", *flags, "--optimizer", "adamw", "--data", data)
+    printed = " ".join(capsys.readouterr().out.split())
+    for change in ("--max-lr 0.0 (was 0.003)", "--total-batch-size 512 (was 256)", "--optimizer adamw (was muon)"):
+        assert change in printed
+    steps = [int(line.split()[0]) for line in (tmp_path / "fork/log.txt").read_text().splitlines() if "train" in line]
+    assert steps == list(range(9))  # those before the fork come from the other run's log
+    expected = losses(runs / "20/log.txt")[:6]
+    assert losses(tmp_path / "fork/log.txt")[:6] == expected
+    forked(tmp_path / "saved", runs / "20/model_00006", "--max-steps", 7, "--max-lr", 0, "--min-lr", 0)
+    states = [trainer_file(path) for path in (runs / "20/model_00006", tmp_path / "saved/model_00007")]
+    assert [state["step"] for state in states] == [6, 7]
+    weights = [
+        (path / "model.safetensors").read_bytes() for path in (runs / "20/model_00006", tmp_path / "saved/model_00007")
+    ]
+    assert weights[0] == weights[1]
+
+
+def test_another_optimizer_starts_anew(runs, tmp_path):
+    forked(tmp_path / "fork", runs / "20/model_00006", "--max-steps", 7, "--optimizer", "adamw")
+    steps = {
+        float(state["step"]) for state in trainer_file(tmp_path / "fork/model_00007")["optimizer"]["state"].values()
+    }
+    assert steps == {1.0}
+
+
+@pytest.mark.parametrize(
+    "flags, problem",
+    [
+        (["--n-layer", 3, "--block-size", 8], ["--n-layer is 3, and the model in", "--block-size is 8, and the model"]),
+        (["--max-steps", 5], ["model_00006 was trained for 6 steps"]),
+        (["--model", "gpt2-xl"], ["--fork brings its own model. Leave out --model."]),
+    ],
+)
+def test_what_a_fork_cannot_be(runs, tmp_path, flags, problem):
+    with pytest.raises(UserError) as error:
+        configure(["--fork", runs / "20/model_00006", "--out", tmp_path / "fork", *flags])
+    assert len(error.value.problems) == len(problem)
+    assert all(text in found for text, found in zip(problem, error.value.problems, strict=True))
+
+
+def test_a_fork_needs_a_folder_and_an_intact_checkpoint(runs, tmp_path):
+    with pytest.raises(UserError, match="--fork starts another run. Name its folder with --out."):
+        configure(["--fork", runs / "20/model_00006"])
+    copy = shutil.copytree(runs / "20/model_00006", tmp_path / "model_00006")
+    (copy / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match="is corrupt"):
+        configure(["--fork", copy, "--out", tmp_path / "fork"])
+    with pytest.raises(UserError, match="already contains a run"):
+        forked(runs / "10", runs / "20/model_00006", "--max-steps", 30)
+    assert torch.load(runs / "10/model_00010/trainer.pt", weights_only=True)["step"] == 10
+
+
+def test_intervals_follow_the_new_length_unless_they_were_chosen(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("It was the best of times, it was the worst of times. " * 400)
+    text = ["--text", "text.txt", "--tokenizer", "bytes", "--device", "cpu", "--dtype", "fp32", "--max-steps", 8]
+    train(configure([*text, "--val-every", 3, "--out", "run"])[0], ONE_PROCESS)
+    assert checkpoint_names(Path("run"))[0] == "model_00002"
+    config, _ = configure(["--fork", "run/model_00002", "--out", "fork", "--max-steps", 40])
+    assert (config.checkpoint_every, config.val_every, config.decay_steps) == (10, 3, 40)
+    config, _ = configure(["--fork", "run/model_00002", "--out", "fork", "--minutes", 5])
+    assert (config.checkpoint_every, config.val_every, config.minutes) == (None, 3, 5.0)
+    assert config.data == "run/data"  # the shards stay where they are
