@@ -629,9 +629,9 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     run = RunInfo(config, data, identity, model, checkpoint, len(examples))
     folder = run_folder.lock_and_replace_folder(run, dist)  # keeps an earlier run. From here on, --out is written
     stop = StopHandler(dist.world_size)  # requested: a signal or an error on this rank. agreed: all ranks know and stop
-    logger = RunLogger(run, dist)  # log.txt, metrics.jsonl, run.json, curves.png, trackers, and the console
+    logger = RunLogger(run, dist)  # log.txt, starts.jsonl, curves.png, trackers, and the console
     checkpoints = CheckpointManager(run, stop, logger.sync, rank)  # writes in a thread, after the log is on the disk
-    deadline = Deadline(run, dist, logger.length_known)  # of --minutes
+    deadline = Deadline(run, dist)  # of --minutes
     scoring_model = hellaswag.ScoringModel(eval_model.transformer, eval_model.logits, config.block_size, device)
     print_header(run, dist, loader)
 

@@ -24,7 +24,7 @@ from support.runtime.distributed import Distributed
 from support.runtime.options import OverwritePolicy, RunOptions
 from support.runtime.run_info import ResumedCheckpoint, RunInfo
 
-RUN_FILES = ("log.txt", "metrics.jsonl", "run.json", "curves.png", "wandb_id.txt")
+RUN_FILES = ("log.txt", "starts.jsonl", "curves.png", "wandb_id.txt")
 _FIRST_STEP = "first_step.txt"  # in it, once all is set aside: the step that the new run starts at
 
 

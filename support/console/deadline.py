@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from bisect import bisect
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -34,9 +33,8 @@ class Deadline:
     is part of the configuration from then on, so of every checkpoint, and a resumed run keeps it.
     """
 
-    def __init__(self, run: RunInfo, dist: Distributed, report: Callable[[dict[str, Any]], None]):
-        """`report` is called with the flags that change when the number of steps is fixed."""
-        self.run, self.dist, self.report = run, dist, report
+    def __init__(self, run: RunInfo, dist: Distributed):
+        self.run, self.dist = run, dist
         self.seconds = seconds_for_process(run) if dist.rank == 0 else 0.0
         self._last: tuple[int, float] | None = None  # the step that has just ended, and when it began
         self._ended, self._total = [0.0], [0.0]  # when each measured step ended, and the seconds of all up to it
@@ -56,10 +54,8 @@ class Deadline:
             length = {**flags_for_length(config, 2 * step), "decay_steps": MAX_STEPS}
         else:
             return config
-        self.run.config = config = replace(config, **length)
-        if not config.open_ended:
-            self.report(length)
-        return config
+        self.run.config = replace(config, **length)
+        return self.run.config
 
     def cooldown_steps(self, step: int, config: RunOptions) -> int:
         """The steps of the cooldown, if it begins now; MAX_STEPS if it does not."""

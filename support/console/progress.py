@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from support import __version__
 from support.console.deadline import seconds_for_process
-from support.console.log import read_metrics, read_values
+from support.console.log import read_log
 from support.console.run_logger import clock
 from support.console.terminal import BOLD, YELLOW, StatusLine, labelled, on_one_line, pluralize, styled
 from support.data.presets import MAX_STEPS
@@ -48,7 +48,7 @@ class Loader(Protocol):
 
 
 def print_header(run: RunInfo, dist: Distributed, loader: Loader) -> None:
-    """Prints the lines before the first step: the figures that people compare. The rest is in `run.json`."""
+    """Prints the lines before the first step: the figures that people compare. The rest is in `starts.jsonl`."""
     if dist.rank > 0:
         return
     config, T, world_size = run.config, run.config.block_size, dist.world_size
@@ -164,7 +164,7 @@ def print_summary(run: RunInfo, dist: Distributed, losses: Mapping[Path, float],
         lines.append(labelled("", reason))
     checkpoint, val = checkpoint_path(out, max_steps), dict[Path, float]()
     if config.val_every:
-        logged = read_values(out / "log.txt", "val")
+        logged = read_log(out / "log.txt")["val"]
         val = {checkpoint_path(out, step): loss for step, loss in logged.items()} | dict(losses)
     best = min(val, key=lambda path: val[path], default=checkpoint)
     for path, name in {checkpoint: "last", best: "best"}.items():  # one line if they are the same
@@ -192,7 +192,7 @@ def why_late(run: RunInfo, seconds: float) -> str | None:
     start, planned = run.config.cooldown_start, seconds_for_process(run)
     if abs(seconds - planned) < TOLERANCE * planned:
         return None
-    taken = read_metrics(Path(run.config.out) / "metrics.jsonl").get("seconds", {})
+    taken = read_log(Path(run.config.out) / "log.txt")["seconds"]
     before = [taken[step] for step in range(start - max(1, start // 8), start) if step in taken]
     after = [taken[step] for step in range(start, run.config.max_steps) if step in taken]
     if not before or not after:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from support.console import terminal
 from support.console.curves import CurvesFile
-from support.console.log import MetricsLog, RunLog
-from support.console.record import change_flags, describe_run, write_record
+from support.console.log import RunLog
+from support.console.starts import append_start, describe_start
 from support.console.terminal import pluralize
 from support.console.trackers import Trackers, start_trackers
 from support.runtime import devices
@@ -29,8 +28,8 @@ ETA_EVERY = 50  # steps between notes with the remaining time in a file
 class RunLogger:
     """Reports validations, scores, samples and steps; on all ranks but 0 it does nothing.
 
-    Values go to `log.txt`, `metrics.jsonl` and `curves.png` in `--out` and to the trackers, until the end of a `with`;
-    the record goes to `run.json` at once. A resumed run continues the files and the curves of the process before it.
+    Values go to `log.txt` and `curves.png` in `--out` and to the trackers, until the end of a `with`; a line about this
+    process goes to `starts.jsonl` at once. A resumed run continues the files and the curves of the process before it.
     What that one has logged of the first step is not measured again.
 
     On a terminal, a status line shows how far the run is, and only some of the steps get a line of their own.
@@ -46,11 +45,10 @@ class RunLogger:
         self.flops_per_token, self.peak_flops = run.model.flops_per_token(), devices.peak_flops(dist.device)
         self._trackers = Trackers(dist.on_rank_zero(lambda: start_trackers(run.config, self.first_step)) or [])
         due = self._due(self.first_step)
-        self._folder = folder = Path(run.config.out) if dist.rank == 0 else None
+        folder = Path(run.config.out) if dist.rank == 0 else None
         self._log = RunLog(folder and folder / "log.txt", self.first_step, due)
-        self._metrics = MetricsLog(folder and folder / "metrics.jsonl", self.first_step)
         if folder:
-            write_record(folder, describe_run(run, dist), self.first_step)
+            append_start(folder, describe_start(run, dist))
         self._curves = CurvesFile(folder)
         self._profiler = make_profiler(run.config.profile, run.config.out, dist.device, dist.rank, dist.print0)
         for name, value in self._log.kept.items():  # trackers hide what they have of first_step and later
@@ -65,11 +63,6 @@ class RunLogger:
         """That of the run, whose number of steps --minutes fixes late."""
         return self.run.config
 
-    def length_known(self, flags: Mapping[str, Any]) -> None:
-        """Records the `flags` that changed when --minutes fixed the number of steps."""
-        if self._folder:
-            change_flags(self._folder, flags)
-
     def evaluations_due(self, step: int) -> set[str]:
         """What is due before a step: "val", "hella" and "samples"; but not what an earlier process has logged."""
         return self._due(step) - (self._logged if step == self.first_step else set())
@@ -83,7 +76,7 @@ class RunLogger:
         """A validation loss, if it was not interrupted."""
         if loss is None:
             return
-        self._value(step, "val", loss)
+        self._evaluation(step, "val", loss)
         self.print0(terminal.styled(f"step {step:5d} | val loss: {loss:.4f}", terminal.BOLD))
 
     def hellaswag(self, step: int, score: tuple[float, float, float] | None) -> None:
@@ -91,7 +84,7 @@ class RunLogger:
         if score is None:
             return
         acc_norm, stderr, seconds = score
-        self._value(step, "hella", acc_norm)
+        self._evaluation(step, "hella", acc_norm)
         result = f"{acc_norm:.4f} ± {stderr:.4f} of {self.run.hellaswag_items:,} items"
         line = f"step {step:5d} | HellaSwag acc_norm: {result} | {seconds:.1f}s"
         self.print0(terminal.styled(line, terminal.BOLD))
@@ -110,8 +103,8 @@ class RunLogger:
         now = time.perf_counter()
         speed = self.config.total_batch_size / dt
         mfu = speed * self.flops_per_token / (self.peak_flops * self.world_size) if self.peak_flops else None
-        self._value(step, "train", loss)
-        self._metrics.write(step, loss, lr, norm, dt, (step + 1) * self.config.total_batch_size, skipped is not None)
+        self._trackers.log_value(step, "train", loss)
+        self._log.write(step, {"train": loss, "lr": lr, "norm": norm, "seconds": dt})
         if self.config.schedule == "wsd" and step == self.config.cooldown_start:
             cooldown = f"{pluralize(self.config.cooldown_steps, 'step')}, to step {self.config.decay_steps}"
             self.print0(terminal.styled(f"step {step:5d} | the cooldown begins: {cooldown}", terminal.BOLD))
@@ -145,7 +138,6 @@ class RunLogger:
             OSError: some of it could not be written.
         """
         self._log.sync()
-        self._metrics.sync()
         self._trackers.flush()
 
     def __enter__(self) -> RunLogger:
@@ -160,19 +152,15 @@ class RunLogger:
         self._trackers.close(succeeded=kind is None)
         try:
             if kind is None:
-                try:
-                    self._metrics.close()
-                finally:
-                    self._log.close()
+                self._log.close()
                 self._curves.draw()
         finally:
             self._status.close()  # last: drawing takes seconds on a busy machine
 
-    def _value(self, step: int, name: str, value: float) -> None:
+    def _evaluation(self, step: int, name: str, value: float) -> None:
         self._trackers.log_value(step, name, value)
-        self._log.write(step, name, value)
-        if name != "train":
-            self._curves.update()
+        self._log.write(step, {name: value})
+        self._curves.update()
 
     def _line_due(self, step: int, now: float) -> bool:
         """Whether a step gets a line, without regard to what else there is to say about it."""
