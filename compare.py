@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from support.cli import Parser, UserError, flag_name, run_cli
-from support.console.curves import AXES, Run, compares_per_byte, draw_runs, read_run, save
+from support.console.curves import AXES, Run, compares_per_byte, draw_runs, read_run, save, short_count
 from support.console.terminal import on_one_line
 from support.files import check_output_file
 
@@ -107,29 +107,28 @@ def print_differences(labels: Sequence[str], runs: Sequence[Run]) -> None:
 
 
 def results(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """Returns the columns of the table, each with its title; what no run has measured is left out."""
-    final = [run.val[max(run.val)] if run.val else None for run in runs]
-    best = [min(run.val.values(), default=None) for run in runs]
-    hours = [run.positions([run.steps], "hours") for run in runs]
-    best_step = [min(run.val, key=lambda step: run.val[step], default=None) for run in runs]
-    columns: list[tuple[str, str, Sequence[float | None]]] = [
-        ("parameters", ",", [run.start["parameters"] for run in runs]),
-        ("steps", ",", [run.steps for run in runs]),
-        ("tokens", ",", [run.steps * run.start["tokens_per_step"] for run in runs]),
-        ("hours", ".3f", [ends[0] for ends in hours]),
-        ("val loss", ".4f", final),
-        ("best", ".4f", best),
-        ("at step", ",", best_step),
-    ]
-    if compares_per_byte(runs):
-        for title, losses in (("val/byte", final), ("best/byte", best)):
-            per_byte = [
-                None if loss is None else loss / run.bytes_per_token for loss, run in zip(losses, runs, strict=True)
-            ]
-            columns.append((title, ".4f", per_byte))
-    columns.append(("HellaSwag", ".4f", [run.hella[max(run.hella)] if run.hella else None for run in runs]))
-    known = [column for column in columns if any(value is not None for value in column[2])]
-    return [(title, *(UNKNOWN if v is None else f"{v:{spec}}" for v in values)) for title, spec, values in known]
+    """Returns the columns of the table, each with its title; what no run has measured is left out.
+
+    Losses are per byte if tokens differ in length. With names of up to ten characters, a line has at most 80.
+    """
+    per_byte, rows = compares_per_byte(runs), list[dict[str, str]]()
+    for run in runs:
+        [hours] = run.positions([run.steps], "hours")
+        row = {"params": short_count(run.start["parameters"]), "steps": f"{run.steps:,}"}
+        row |= {"tokens": short_count(run.steps * run.start["tokens_per_step"]), "hours": f"{hours:.3f}"}
+        if run.val:
+            last, best = max(run.val), min(run.val, key=lambda step: run.val[step])
+            scale, title = (1 / run.bytes_per_token, "val/byte") if per_byte else (1.0, "val loss")
+            row |= {
+                title: f"{scale * run.val[last]:.4f}",
+                "best": f"{scale * run.val[best]:.4f}",
+                "at step": f"{best:,}",
+            }
+        if run.hella:
+            row["HellaSwag"] = f"{run.hella[max(run.hella)]:.4f}"
+        rows.append(row)
+    titles = dict.fromkeys(title for row in rows for title in row)
+    return [(title, *(row.get(title, UNKNOWN) for row in rows)) for title in titles]
 
 
 def print_columns(columns: Sequence[Sequence[str]]) -> None:

@@ -33,9 +33,9 @@ def test_two_runs_are_compared(tmp_path, capsys):
             "--optimizer   adamw      muon",
             "--init-from       -      gpt2",
             "",
-            "run        parameters  steps   tokens  hours  val loss    best  at step  HellaSwag",
-            "log       124,475,904    100  100,000  1.000    3.6000  3.5000       50     0.3100",
-            "log_fast            7      5   25,000  0.050    4.0000  4.0000        5          -",
+            "run       params  steps  tokens  hours  val loss    best  at step  HellaSwag",
+            "log         124M    100    100k  1.000    3.6000  3.5000       50     0.3100",
+            "log_fast       7      5     25k  0.050    4.0000  4.0000        5          -",
         ]
 
 
@@ -48,22 +48,37 @@ def test_runs_with_other_tokens_are_compared_per_byte(tmp_path, capsys):
         "The runs have the same flags.",
         "note: the runs have different validation data.",
         "",
-        "run   parameters  steps  tokens  hours  val loss    best  at step  val/byte  best/byte",
-        "a    124,475,904      1   1,000  0.010    4.0000  4.0000        1    1.0000     1.0000",
-        "b    124,475,904      1   1,000  0.010    3.0000  3.0000        1    1.5000     1.5000",
+        "run  params  steps  tokens  hours  val/byte    best  at step",
+        "a      124M      1      1k  0.010    1.0000  1.0000        1",
+        "b      124M      1      1k  0.010    1.5000  1.5000        1",
     ]
+
+
+def test_the_table_of_two_long_runs_fits_into_80_columns(tmp_path, capsys):
+    """As of GPT-2 124M and 1558M on 10 billion tokens in half a million each, over several days."""
+    sizes = {"log_gpt2": 124475904, "log_1558M": 1557686400}
+    runs = [
+        write_run(tmp_path / name, [11.0], {0: 10.8249, 19073: 3.0}, {19073: 0.3}, parameters=n, tokens_per_step=524288)
+        for name, n in sizes.items()
+    ]
+    for run in runs:
+        with open(run / "log.txt", "a") as log:
+            log.write("19072 seconds 1799928.0\n")  # 499.98 hours, and the first step
+    lines = compared(tmp_path, capsys, *runs)[-3:]
+    assert lines[1].split() == ["log_gpt2", "124M", "19,073", "10B", "499.990", "3.0000", "3.0000", "19,073", "0.3000"]
+    assert lines[2].split()[1] == "1.56B" and max(map(len, lines)) <= 80
 
 
 def test_what_no_run_has_measured_is_left_out(tmp_path, capsys):
     without, one = write_run(tmp_path / "without", [5.0], {}), write_run(tmp_path / "with", [5.0], {1: 4.0})
     assert compared(tmp_path, capsys, without, one)[-3:] == [
-        "run       parameters  steps  tokens  hours  val loss    best  at step",
-        "without  124,475,904      1   1,000  0.010         -       -        -",
-        "with     124,475,904      1   1,000  0.010    4.0000  4.0000        1",
+        "run      params  steps  tokens  hours  val loss    best  at step",
+        "without    124M      1      1k  0.010         -       -        -",
+        "with       124M      1      1k  0.010    4.0000  4.0000        1",
     ]
     assert compared(tmp_path, capsys, without) == [
-        "run       parameters  steps  tokens  hours",
-        "without  124,475,904      1   1,000  0.010",
+        "run      params  steps  tokens  hours",
+        "without    124M      1      1k  0.010",
     ]
 
 

@@ -13,7 +13,7 @@ from training import assert_same_run, trained
 
 from support.cli import UserError
 from support.console import curves
-from support.console.curves import CurvesFile, draw_run, draw_runs, loss_limits, read_run, smooth
+from support.console.curves import CurvesFile, draw_run, draw_runs, loss_limits, read_run, short_count, smooth
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -78,6 +78,11 @@ def test_smoothing_is_the_mean_of_the_values_around():
     expected = [values[max(0, i - 4) : i + 5].mean() for i in range(450)]
     assert smooth(values) == pytest.approx(np.array(expected))
     assert smooth(values[:99]) == pytest.approx(values[:99]) and len(smooth(values[:0])) == 0
+
+
+def test_counts_have_three_digits():
+    counts = [7, 999, 1000, 124_475_904, 999_999, 9_999_745_024]
+    assert [short_count(n) for n in counts] == ["7", "999", "1k", "124M", "1M", "10B"]
 
 
 def test_neither_the_first_losses_nor_a_spike_flatten_the_others():

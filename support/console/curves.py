@@ -244,7 +244,8 @@ def _key_flags(run: Run) -> str:
 
 
 def short_count(n: float) -> str:
-    """A number with three digits, such as 124M."""
+    """Returns a number with three digits, such as 124M."""
+    n = float(f"{n:.3g}")  # 999,999 is 1M
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if n >= unit:
             return f"{n / unit:.3g}{name}"
