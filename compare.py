@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from support.cli import Parser, UserError, flag_name, run_cli
-from support.console.curves import AXES, Run, compares_per_byte, draw_runs, read_run, save
+from support.console.curves import AXES, Run, compares_per_byte, draw_runs, read_run, save, short_count
 from support.console.terminal import on_one_line
 from support.files import check_output_file
 
@@ -45,7 +45,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     check_output_file(Path(args.output), "-o", "\ufffdPNG")
-    runs = read_runs(args.runs, args.x)
+    runs = read_runs(args.runs)
     labels = label_runs(runs)
     if len(runs) > 1:
         print_differences(labels, runs)
@@ -54,23 +54,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"\nsaved {args.output}")
 
 
-def read_runs(folders: Sequence[str], axis: str) -> list[Run]:
-    """The runs in these folders.
+def read_runs(folders: Sequence[str]) -> list[Run]:
+    """Reads the runs in these folders.
 
     Raises:
-        UserError: some are no runs, are named twice, or have no positions on the `axis`; one line for each.
+        UserError: some are no runs, or are named twice; one line for each.
     """
-    runs, problems = [], list[str]()
+    runs, problems = list[Run](), list[str]()
     for folder in map(Path, folders):
         try:
-            run = read_run(folder)
+            runs.append(read_run(folder))
         except UserError as error:
             problems += error.problems
-            continue
-        if run.positions([], axis) is None:
-            lacking = "run.json" if axis == "tokens" else "metrics.jsonl of all its steps"
-            problems.append(f"{folder} has no {lacking}, so its {axis} are not known. Use --x steps.")
-        runs.append(run)
     count = Counter(run.folder.resolve() for run in runs)
     problems += [f"{folder} is named twice. Name each run once." for folder, n in count.items() if n > 1]
     if problems:
@@ -98,49 +93,42 @@ def draw(labels: Sequence[str], runs: Sequence[Run], axis: str, path: Path) -> N
 
 def print_differences(labels: Sequence[str], runs: Sequence[Run]) -> None:
     """Prints the flags that are not the same in all runs, and what else makes their losses differ."""
-    known = [(label, run) for label, run in zip(labels, runs, strict=True) if run.record]
-    names = dict.fromkeys(name for _, run in known for name in run.flags if name not in IGNORED_FLAGS)
-    values = {name: [run.flags.get(name) for _, run in known] for name in names}
+    names = dict.fromkeys(name for run in runs for name in run.flags if name not in IGNORED_FLAGS)
+    values = {name: [run.flags.get(name) for run in runs] for name in names}
     different = [name for name in names if any(value != values[name][0] for value in values[name])]
     if different:
         rows = [(flag_name(name), *(_show(value) for value in values[name])) for name in different]
-        print_columns(list(zip(*[("flag", *(label for label, _ in known)), *rows], strict=True)))
-    elif len(known) > 1:
+        print_columns(list(zip(*[("flag", *labels), *rows], strict=True)))
+    else:
         print("The runs have the same flags.")
-    for label, run in zip(labels, runs, strict=True):
-        if not run.record:
-            print(f"note: {label} has no run.json, so its flags and sizes are not known.")
-    val_data = [run.record["data"].get("val") for run in runs if run.record]
-    if any(data != val_data[0] for data in val_data):
+    if any(run.start["data"]["val"] != runs[0].start["data"]["val"] for run in runs):
         print("note: the runs have different validation data.")
     print()
 
 
 def results(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """The columns of the table, each with its title; those about which no run says anything are left out."""
-    final = [run.val[max(run.val)] if run.val else None for run in runs]
-    best = [min(run.val.values(), default=None) for run in runs]
-    hours = [run.positions([run.steps], "hours") for run in runs]
-    best_step = [min(run.val, key=lambda step: run.val[step], default=None) for run in runs]
-    columns: list[tuple[str, str, Sequence[float | None]]] = [
-        ("parameters", ",", [run.record["parameters"] if run.record else None for run in runs]),
-        ("steps", ",", [run.steps for run in runs]),
-        ("tokens", ",", [run.steps * run.record["tokens_per_step"] if run.record else None for run in runs]),
-        ("hours", ".3f", [None if ends is None else ends[0] for ends in hours]),
-        ("val loss", ".4f", final),
-        ("best", ".4f", best),
-        ("at step", ",", best_step),
-    ]
-    if compares_per_byte(runs):
-        for title, losses in (("val/byte", final), ("best/byte", best)):
-            per_byte = [
-                None if loss is None else loss / (run.bytes_per_token or 1)
-                for loss, run in zip(losses, runs, strict=True)
-            ]
-            columns.append((title, ".4f", per_byte))
-    columns.append(("HellaSwag", ".4f", [run.hella[max(run.hella)] if run.hella else None for run in runs]))
-    known = [column for column in columns if any(value is not None for value in column[2])]
-    return [(title, *(UNKNOWN if v is None else f"{v:{spec}}" for v in values)) for title, spec, values in known]
+    """Returns the columns of the table, each with its title; what no run has measured is left out.
+
+    Losses are per byte if tokens differ in length. With names of up to ten characters, a line has at most 80.
+    """
+    per_byte, rows = compares_per_byte(runs), list[dict[str, str]]()
+    for run in runs:
+        [hours] = run.positions([run.steps], "hours")
+        row = {"params": short_count(run.start["parameters"]), "steps": f"{run.steps:,}"}
+        row |= {"tokens": short_count(run.steps * run.start["tokens_per_step"]), "hours": f"{hours:.3f}"}
+        if run.val:
+            last, best = max(run.val), min(run.val, key=lambda step: run.val[step])
+            scale, title = (1 / run.bytes_per_token, "val/byte") if per_byte else (1.0, "val loss")
+            row |= {
+                title: f"{scale * run.val[last]:.4f}",
+                "best": f"{scale * run.val[best]:.4f}",
+                "at step": f"{best:,}",
+            }
+        if run.hella:
+            row["HellaSwag"] = f"{run.hella[max(run.hella)]:.4f}"
+        rows.append(row)
+    titles = dict.fromkeys(title for row in rows for title in row)
+    return [(title, *(row.get(title, UNKNOWN) for row in rows)) for title in titles]
 
 
 def print_columns(columns: Sequence[Sequence[str]]) -> None:

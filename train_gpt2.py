@@ -657,7 +657,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     run = RunInfo(config, data, identity, model, checkpoint, len(examples))
     folder = run_folder.lock_folder(run, dist)  # from here on, --out is written
     stop = StopHandler(dist.world_size)  # requested: a signal or an error on this rank. agreed: all ranks know and stop
-    logger = RunLogger(run, dist, state)  # log.txt, metrics.jsonl, run.json, curves.png, trackers, and the console
+    logger = RunLogger(run, dist, state)  # log.txt, starts.jsonl, curves.png, trackers, and the console
     checkpoints = CheckpointManager(run, stop, logger.sync, rank)  # writes in a thread, after the log is on the disk
     print_header(run, dist, loader)
 

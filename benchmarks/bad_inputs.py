@@ -262,9 +262,9 @@ def bad_text(rng: random.Random) -> Command:
 
 
 def bad_log(rng: random.Random) -> Command:
-    """The log, the metrics and the record, before a run is resumed."""
+    """The log and the starts, before a run is resumed."""
     copy_fixtures("data", "run")
-    path = Path("run", rng.choice(("log.txt", "metrics.jsonl", "run.json")))
+    path = Path("run", rng.choice(("log.txt", "starts.jsonl")))
     mutate_file(rng, path)
     keep = ["--keep", "1"] if rng.random() < 0.5 else []
     argv = [*RESUME_FLAGS, "run", *keep]

@@ -118,7 +118,7 @@ def find_problem(
 
 
 def may_change(path: str, command: Command, code: int) -> bool:
-    progress = r"(run|lora|bpe)/(log\.txt|metrics\.jsonl|run\.json|curves\.png)|partial/manifest\.json"
+    progress = r"(run|lora|bpe)/(log\.txt|starts\.jsonl|curves\.png)|partial/manifest\.json"
     patterns = [progress, command.may_change] if code == 0 else [progress]
     return any(re.fullmatch(pattern, path, re.DOTALL) for pattern in patterns)
 

@@ -43,7 +43,7 @@ from torch.utils._pytree import tree_leaves
 from fineweb import make_shards
 from support.checkpoints.directory import find_corruption, list_checkpoints, newest_checkpoint
 from support.cli import UserError
-from support.console.record import read_record
+from support.console.starts import read_starts
 from support.data.corpus import Documents
 from support.data.tokenizer import get_tokenizer
 from support.files import LOCK, sha256_of
@@ -277,17 +277,14 @@ def inode_of(path: Path) -> int | None:
 # What must be the same
 
 
-def metrics_without_time(out: Path) -> list[dict[str, object]]:
-    """The lines of metrics.jsonl, without the seconds of each step."""
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if name != "seconds"} for line in lines]
+def log_without_seconds(out: Path) -> str:
+    """Returns the log of a run without the lines about time."""
+    return "".join(line for line in (out / "log.txt").read_text().splitlines(True) if " seconds " not in line)
 
 
 def differences(a: Path, b: Path) -> list[str]:
-    """What differs between two runs, in any bit of the log, the metrics or the last checkpoint."""
-    found = [] if (a / "log.txt").read_bytes() == (b / "log.txt").read_bytes() else ["log.txt"]
-    if metrics_without_time(a) != metrics_without_time(b):
-        found.append("metrics.jsonl")
+    """Names what differs between two runs, in any bit of the log or the last checkpoint; the time of steps may."""
+    found = [] if log_without_seconds(a) == log_without_seconds(b) else ["log.txt"]
     last, other = newest_checkpoint(a), newest_checkpoint(b)
     if last is None or other is None or last.name != other.name:
         return [*found, f"{last} and {other}"]
@@ -309,8 +306,8 @@ def different_files(a: Path, b: Path) -> list[str]:
 def check_results(run: Run, reference: Path) -> None:
     """A finished run must be the same as the one without faults."""
     found = (different_files if run.scenario.tokenises else differences)(run.out, reference)
-    if not run.scenario.tokenises and not read_record(run.out / "run.json"):
-        found.append("run.json")
+    if not run.scenario.tokenises and not read_starts(run.out):
+        found.append("starts.jsonl")
     if found:
         raise Violation(f"not those of {reference}: {', '.join(found[:9])}")
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from harness import run_script
 
-from support.console.log import read_values
+from support.console.log import read_log
 from support.data.presets import fast_rates
 
 SHAPE = "--batch-size 16 --val-tokens 131072"
@@ -90,7 +90,7 @@ def train(trials: list[Trial], args: argparse.Namespace) -> None:
 def val_curve(trial: Trial, args: argparse.Namespace) -> dict[int, float]:
     """The validation losses of a run, by step."""
     log = args.out / trial.name / "log.txt"
-    return read_values(log, "val") if log.exists() else {}
+    return read_log(log)["val"]
 
 
 def final(trial: Trial, args: argparse.Namespace) -> float:

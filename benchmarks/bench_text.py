@@ -24,7 +24,7 @@ from pathlib import Path
 from harness import run_script
 
 from support.checkpoints.directory import newest_checkpoint
-from support.console.log import read_values
+from support.console.log import read_log
 from support.data import shards
 
 RECIPE = (
@@ -77,7 +77,7 @@ def main() -> None:
                 out = Path(folder) / str(number)
                 source = ["--demo", "--data", out / "data"] if name == "demo" else ["--text", args.text]
                 seconds = train(args, "--seed", seed, "--out", out, *source, *flags.format(demo=demo).split())
-                step, loss = max(read_values(out / "log.txt", "val").items())
+                step, loss = max(read_log(out / "log.txt")["val"].items())
                 per_byte = loss / shards.TokenData.open(str(out / "data")).bytes_per_token
                 print(f"| {name} | {seed} | {step:,} | {seconds:.0f} | {loss:.4f} | {per_byte:.4f} |", flush=True)
                 demo = newest_checkpoint(out) if name == "demo" else demo

@@ -59,7 +59,7 @@ import hellaswag
 import train_gpt2
 from fineweb import make_shards
 from support.cli import UserError, run_cli
-from support.console.log import read_values
+from support.console.log import read_log
 from support.data.corpus import Documents
 from support.data.tokenizer import get_tokenizer
 from support.optim import loss
@@ -298,7 +298,7 @@ def run_flags(context: Context, out: object, steps: int) -> list[str]:
 
 
 def losses(out: Path) -> list[float]:
-    return list(read_values(out / "log.txt", "train").values())
+    return list(read_log(out / "log.txt")["train"].values())
 
 
 def two_ranks(context: Context) -> None:

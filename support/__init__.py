@@ -3,7 +3,7 @@
 Each package may import those below it, and never a script:
 
     checkpoints     saving and resuming a run; models in Hugging Face's format
-    console         log.txt, metrics.jsonl, run.json, curves.png, console lines, TensorBoard and Weights & Biases
+    console         log.txt, starts.jsonl, curves.png, console lines, TensorBoard and Weights & Biases
     runtime         processes, signals, devices, memory
     data, optim     text to tokens on disk; the loss and the optimizer Muon
     files, cli      atomic writes and locks; flags and errors

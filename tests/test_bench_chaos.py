@@ -41,11 +41,11 @@ def test_a_different_log_or_weight_is_a_violation(byte_shards, tmp_path, run):
     with pytest.raises(Violation, match="log.txt$"):
         bench_chaos.check_results(run, tmp_path / "same")
     log.write_text(lines)
-    (tmp_path / "run" / "run.json").write_text("{")
-    with pytest.raises(Violation, match="same: run.json$"):
+    (tmp_path / "run" / "starts.jsonl").write_text("{")
+    with pytest.raises(Violation, match="same: starts.jsonl$"):
         bench_chaos.check_results(run, tmp_path / "same")
     run_to_the_end(*flags, "--seed", 2, "--out", "other", cwd=tmp_path)
-    different = "log.txt, metrics.jsonl, README.md, model.safetensors, optimizer in trainer.pt, run.json$"
+    different = "log.txt, README.md, model.safetensors, optimizer in trainer.pt, starts.jsonl$"
     with pytest.raises(Violation, match=different):
         bench_chaos.check_results(run, tmp_path / "other")
 

@@ -33,39 +33,52 @@ def test_two_runs_are_compared(tmp_path, capsys):
             "--optimizer   adamw      muon",
             "--init-from       -      gpt2",
             "",
-            "run        parameters  steps   tokens  hours  val loss    best  at step  HellaSwag",
-            "log       124,475,904    100  100,000  1.000    3.6000  3.5000       50     0.3100",
-            "log_fast            7      5   25,000  0.050    4.0000  4.0000        5          -",
+            "run       params  steps  tokens  hours  val loss    best  at step  HellaSwag",
+            "log         124M    100    100k  1.000    3.6000  3.5000       50     0.3100",
+            "log_fast       7      5     25k  0.050    4.0000  4.0000        5          -",
         ]
 
 
 def test_runs_with_other_tokens_are_compared_per_byte(tmp_path, capsys):
     runs = [
-        write_run(tmp_path / name, [5.0], {1: loss}, bytes_per_token=length, data={"val": [name]})
+        write_run(tmp_path / name, [5.0], {0: 8.0, 1: loss}, data={"val": [name], "bytes_per_token": length})
         for name, loss, length in (("a", 4.0, 4.0), ("b", 3.0, 2.0))
     ]
     assert compared(tmp_path, capsys, *runs) == [
         "The runs have the same flags.",
         "note: the runs have different validation data.",
         "",
-        "run   parameters  steps  tokens  hours  val loss    best  at step  val/byte  best/byte",
-        "a    124,475,904      1   1,000  0.010    4.0000  4.0000        1    1.0000     1.0000",
-        "b    124,475,904      1   1,000  0.010    3.0000  3.0000        1    1.5000     1.5000",
+        "run  params  steps  tokens  hours  val/byte    best  at step",
+        "a      124M      1      1k  0.010    1.0000  1.0000        1",
+        "b      124M      1      1k  0.010    1.5000  1.5000        1",
     ]
 
 
-def test_a_run_of_an_earlier_version_has_what_its_log_says(tmp_path, capsys):
-    old, new = write_run(tmp_path / "old", [5.0], {1: 4.0}), write_run(tmp_path / "new", [5.0], {}, keep=1)
-    assert compared(tmp_path, capsys, old, new) == [
-        "note: old has no run.json, so its flags and sizes are not known.",
-        "",
-        "run   parameters  steps  tokens  hours  val loss    best  at step",
-        "old            -      1       -      -    4.0000  4.0000        1",
-        "new  124,475,904      1   1,000  0.010         -       -        -",
+def test_the_table_of_two_long_runs_fits_into_80_columns(tmp_path, capsys):
+    """As of GPT-2 124M and 1558M on 10 billion tokens in half a million each, over several days."""
+    sizes = {"log_gpt2": 124475904, "log_1558M": 1557686400}
+    runs = [
+        write_run(tmp_path / name, [11.0], {0: 10.8249, 19073: 3.0}, {19073: 0.3}, parameters=n, tokens_per_step=524288)
+        for name, n in sizes.items()
     ]
-    assert compared(tmp_path, capsys, old) == [
-        "run  steps  val loss    best  at step",
-        "old      1    4.0000  4.0000        1",
+    for run in runs:
+        with open(run / "log.txt", "a") as log:
+            log.write("19072 seconds 1799928.0\n")  # 499.98 hours, and the first step
+    lines = compared(tmp_path, capsys, *runs)[-3:]
+    assert lines[1].split() == ["log_gpt2", "124M", "19,073", "10B", "499.990", "3.0000", "3.0000", "19,073", "0.3000"]
+    assert lines[2].split()[1] == "1.56B" and max(map(len, lines)) <= 80
+
+
+def test_what_no_run_has_measured_is_left_out(tmp_path, capsys):
+    without, one = write_run(tmp_path / "without", [5.0], {}), write_run(tmp_path / "with", [5.0], {1: 4.0})
+    assert compared(tmp_path, capsys, without, one)[-3:] == [
+        "run      params  steps  tokens  hours  val loss    best  at step",
+        "without    124M      1      1k  0.010         -       -        -",
+        "with       124M      1      1k  0.010    4.0000  4.0000        1",
+    ]
+    assert compared(tmp_path, capsys, without) == [
+        "run      params  steps  tokens  hours",
+        "without    124M      1      1k  0.010",
     ]
 
 
@@ -91,10 +104,8 @@ def test_what_a_strangers_run_says_cannot_act_on_the_terminal(tmp_path, capsys):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["nothing", "nor"], "nothing has no log.txt. Pass the folder of a run, its --out.\nnor has no log.txt."),
+        (["nothing", "nor"], "nothing has no log.txt and starts.jsonl. Pass the folder of a run, its --out.\nnor has"),
         (["log", "log/"], "log is named twice. Name each run once."),
-        (["old", "--x", "tokens"], "old has no run.json, so its tokens are not known. Use --x steps."),
-        (["old", "--x", "hours"], "old has no metrics.jsonl of all its steps, so its hours are not known"),
         (["log", "-o", "picture.svg"], "-o picture.svg is not a .png file. Use another name."),
         (["log", "-o", "other.png"], "other.png exists and has other content. Use another file with -o."),
         (["log", "-o", "no/where.png"], "cannot write no/where.png"),
@@ -102,8 +113,7 @@ def test_what_a_strangers_run_says_cannot_act_on_the_terminal(tmp_path, capsys):
 )
 def test_errors_say_what_to_do(tmp_path, monkeypatch, argv, message):
     monkeypatch.chdir(tmp_path)
-    write_run(tmp_path / "log", [5.0], {}, keep=1)
-    write_run(tmp_path / "old", [5.0], {})
+    write_run(tmp_path / "log", [5.0], {})
     (tmp_path / "other.png").write_text("a picture of mine")
     with pytest.raises(UserError) as error:
         compare.main(argv)

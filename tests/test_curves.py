@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -12,29 +13,27 @@ from training import assert_same_run, trained
 
 from support.cli import UserError
 from support.console import curves
-from support.console.curves import CurvesFile, draw_run, draw_runs, loss_limits, read_run, smooth
+from support.console.curves import CurvesFile, draw_run, draw_runs, loss_limits, read_run, short_count, smooth
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def write_run(
-    folder: Path, losses: list[float], val: dict[int, float], hella: dict[int, float] | None = None, **record: object
+    folder: Path, losses: list[float], val: dict[int, float], hella: dict[int, float] | None = None, **start: object
 ) -> Path:  # fmt: skip
-    """The files of a run that did not take place; those besides the log only with a `record`."""
+    """Writes the files of a run that did not take place, whose steps take 36 s, by hand; `start` is what differs in it."""
     folder.mkdir(parents=True)
-    lines = [f"{step} train {loss:.6f}" for step, loss in enumerate(losses)]
+    lines = [f"{i} train {loss:.6f}\n{i} lr {1e-3 / (i + 1):.8g}\n{i} seconds 36" for i, loss in enumerate(losses)]
     lines += [f"{step} val {loss:.4f}" for step, loss in val.items()]
     lines += [f"{step} hella {score:.4f}" for step, score in (hella or {}).items()]
     (folder / "log.txt").write_text("\n".join(lines) + "\n")
-    if record:
-        steps = [{"step": i, "lr": 1e-3 / (i + 1), "seconds": 36.0} for i in range(len(losses))]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-        run = {
-            "flags": {"optimizer": "adamw", "schedule": "cosine", "max_lr": 1e-3, "data": "shards"}, "versions": {},
-            "data": {"source": "text", "val": []}, "tokenizer": {"name": "gpt2"}, "bytes_per_token": 4.5,
-            "parameters": 124475904, "tokens_per_step": 1000, "resumes": [],
-        }  # fmt: skip
-        (folder / "run.json").write_text(json.dumps(run | record))
+    start = {
+        "flags": {"optimizer": "adamw", "schedule": "cosine", "max_lr": 1e-3, "data": "shards"},
+        "parameters": 124475904, "tokens_per_step": 1000,
+    } | start | {
+        "data": {"source": "text", "val": [], "tokenizer": "gpt2", "bytes_per_token": 4.5} | start.get("data", {})
+    }  # fmt: skip
+    (folder / "starts.jsonl").write_text(json.dumps(start) + "\n")
     return folder
 
 
@@ -49,38 +48,29 @@ def labels_of(figure) -> list[str]:
     return [text.get_text() for legend in legends for text in legend.get_texts()]
 
 
-def test_a_run_is_read_from_its_three_files(tmp_path):
-    changed = {"max_lr": 2e-3, "keep": 1}
-    folder = write_run(tmp_path / "run", [5.0, 4.0, 3.0], {0: 5.1, 3: 2.9}, {3: 0.26}, resumes=[{"flags": changed}])
+def test_a_run_is_read_from_its_log_and_its_last_start(tmp_path):
+    folder = write_run(tmp_path / "run", [5.0, 4.0, 3.0], {0: 5.1, 3: 2.9}, {3: 0.26})
+    first = json.loads((folder / "starts.jsonl").read_text())
+    last = first | {"flags": first["flags"] | {"max_lr": 2e-3, "keep": 1}}
+    with open(folder / "starts.jsonl", "a") as file:
+        file.write(json.dumps(last) + '\n{"flags": {"max_lr": 9')  # cut off by a kill
     run = read_run(folder)
     assert run.train == {0: 5.0, 1: 4.0, 2: 3.0} and run.val == {0: 5.1, 3: 2.9} and run.hella == {3: 0.26}
     assert run.lr == {0: 1e-3, 1: 5e-4, 2: pytest.approx(1e-3 / 3)} and run.steps == 3
     assert run.flags["max_lr"] == 2e-3 and run.flags["keep"] == 1 and run.flags["optimizer"] == "adamw"
     assert run.bytes_per_token == 4.5 and run.positions([0, 3], "tokens").tolist() == [0, 3000]
     assert run.positions([0, 1, 3], "hours").tolist() == pytest.approx([0, 0.01, 0.03])
-    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (folder / "metrics.jsonl").write_text(lines[0] + lines[2])
-    assert read_run(folder).positions([0], "hours") is None
+    assert run.positions([1], "steps").tolist() == [1]
 
 
-@pytest.mark.parametrize("damage", [None, "", "{", "[]", '{"flags": 1}', "\0"])
-def test_a_run_of_an_earlier_version_or_with_damaged_files_is_its_log(tmp_path, damage):
-    folder = write_run(tmp_path / "run", [5.0, 4.0], {0: 5.1})
-    for name in ("run.json", "metrics.jsonl") if damage is not None else ():
-        (folder / name).write_text(damage)
-    run = read_run(folder)
-    assert (run.steps, run.lr, run.record, run.flags, run.bytes_per_token) == (2, {}, None, {}, None)
-    assert run.positions([1], "tokens") is None and run.positions([1], "steps").tolist() == [1]
-    assert len(draw_run(run).axes) == 1
-
-
-@pytest.mark.parametrize("log", ["", "0 hella 0.2500\n"])
-def test_what_is_no_run_is_an_error(tmp_path, log):
-    with pytest.raises(UserError, match="nothing has no log.txt"):
-        read_run(tmp_path / "nothing")
-    (tmp_path / "log.txt").write_text(log)
-    with pytest.raises(UserError, match="has no loss yet"):
-        read_run(tmp_path)
+@pytest.mark.parametrize("losses, hella", [([], {}), ([], {0: 0.25}), ([math.nan], {})])
+def test_what_is_no_run_is_an_error(tmp_path, losses, hella):
+    folder = write_run(tmp_path / "run", losses, {}, hella)
+    with pytest.raises(UserError, match="run/log.txt has no loss yet"):
+        read_run(folder)
+    (folder / "starts.jsonl").write_text("{")
+    with pytest.raises(UserError, match="run has no log.txt and starts.jsonl. Pass the folder of a run"):
+        read_run(folder)
 
 
 def test_smoothing_is_the_mean_of_the_values_around():
@@ -88,6 +78,11 @@ def test_smoothing_is_the_mean_of_the_values_around():
     expected = [values[max(0, i - 4) : i + 5].mean() for i in range(450)]
     assert smooth(values) == pytest.approx(np.array(expected))
     assert smooth(values[:99]) == pytest.approx(values[:99]) and len(smooth(values[:0])) == 0
+
+
+def test_counts_have_three_digits():
+    counts = [7, 999, 1000, 124_475_904, 999_999, 9_999_745_024]
+    assert [short_count(n) for n in counts] == ["7", "999", "1k", "124M", "1M", "10B"]
 
 
 def test_neither_the_first_losses_nor_a_spike_flatten_the_others():
@@ -111,15 +106,15 @@ def test_neither_the_first_losses_nor_a_spike_flatten_the_others():
 )
 def test_openais_figures_are_drawn_where_they_can_be_compared(tmp_path, tokenizer, source, context, lines):
     flags = {"model": "gpt2-medium", "max_lr": 1e-3, "block_size": context}
-    record = dict(tokenizer={"name": tokenizer}, data={"source": source, "val": []}, flags=flags)
-    run = write_run(tmp_path / "run", [5.0, 4.0, 3.5], {3: 3.4}, {0: 0.25, 3: 0.26}, **record)
+    start = dict(data={"source": source, "tokenizer": tokenizer}, flags=flags)
+    run = write_run(tmp_path / "run", [5.0, 4.0, 3.5], {3: 3.4}, {0: 0.25, 3: 0.26}, **start)
     labels = [label for label in labels_of(draw_run(read_run(run))) if "OpenAI" in label]
     assert len(labels) == len(lines) and all(line in label for line, label in zip(lines, labels, strict=True))
 
 
 def test_a_picture_shows_the_values_of_its_run(tmp_path):
     losses = [11 - i / 20 for i in range(200)]
-    folder = write_run(tmp_path / "a$b$_\udcff", losses, {0: 11.0, 100: 6.0, 200: 6.5}, {200: 0.3}, bytes_per_token=4.0)
+    folder = write_run(tmp_path / "a$b$_\udcff", losses, {0: 11.0, 100: 6.0, 200: 6.5}, {200: 0.3})
     figure = draw_run(read_run(folder))
     loss, lr, hella = figure.axes
     raw, smoothed, line, val = points(loss)
@@ -137,7 +132,8 @@ def test_a_picture_shows_the_values_of_its_run(tmp_path):
 def test_runs_with_other_tokens_are_drawn_per_byte(tmp_path):
     lengths = {"_a": 4.0, "b$c$": 2.0}
     runs = [
-        read_run(write_run(tmp_path / name, [8.0, 6.0], {2: 4.0}, bytes_per_token=n)) for name, n in lengths.items()
+        read_run(write_run(tmp_path / name, [8.0, 6.0], {2: 4.0}, data={"bytes_per_token": n}))
+        for name, n in lengths.items()
     ]
     figure = draw_runs(list(lengths), runs, "tokens")
     [axes] = figure.axes

@@ -29,7 +29,7 @@ from support.checkpoints import manager
 from support.checkpoints.directory import list_checkpoints, newest_checkpoint, step_of
 from support.checkpoints.manager import CheckpointManager
 from support.cli import UserError
-from support.console.log import MetricsLog, RunLog
+from support.console.log import RunLog
 from support.runtime.signals import StopHandler
 from train_gpt2 import train
 
@@ -113,12 +113,11 @@ def test_a_file_that_cannot_grow_ends_the_run_with_the_old_checkpoint_intact(byt
     assert newest_checkpoint(out) is not None and not any(out.glob(".model*"))
 
 
-@pytest.mark.parametrize("kind", [RunLog, MetricsLog])
-def test_no_checkpoint_is_ahead_of_its_log_or_metrics(byte_shards, tmp_path, monkeypatch, kind):
+def test_no_checkpoint_is_ahead_of_its_log(byte_shards, tmp_path, monkeypatch):
     def full(self):
         raise OSError("the log of the run could not be written")
 
-    monkeypatch.setattr(kind, "sync", full)
+    monkeypatch.setattr(RunLog, "sync", full)
     with pytest.raises(UserError, match="could not be saved"):
         train(config_for(byte_shards, tmp_path, 20), ONE_PROCESS)
     assert checkpoint_names(tmp_path) == []
@@ -169,7 +168,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     log, checkpoints, kept = RunLog(tmp_path / "log.txt", 0), manager_of(tmp_path, "--keep", 2), []
     for step in (10, 20, 25, 30, 40, 50):
         if step in values:
-            log.write(step, "val", values[step])
+            log.write(step, {"val": values[step]})
         kept.append(save_one(checkpoints, step))
     assert kept == [[10], [10, 20], [20, 25], [20, 25, 30], [20, 30, 40], [20, 40, 50]]
     assert save_one(manager_of(tmp_path), 60) == [20, 40, 50, 60]

@@ -18,6 +18,7 @@ from training import ONE_PROCESS, config_of, configure, resumed
 
 from support.cli import UserError
 from support.console.progress import notes
+from support.console.starts import read_starts
 from support.data.presets import fast_rates, make_preset_shards, run_child_process, text_bytes
 from support.data.tokenizer import get_tokenizer
 from train_gpt2 import GPT, MODELS, GPTConfig, train
@@ -193,7 +194,7 @@ def test_samples_continue_the_held_out_text_unless_there_is_a_prompt_and_the_hea
     assert all(text.startswith(expected) for text in before + after)
     header = printed.partition("device ")[2].partition("\nstep     0 |")[0].splitlines()
     assert 6 <= len(header) <= 8 and all(len(line) <= 80 for line in header)
-    recorded = json.loads(Path("run", "run.json").read_text())["flags"]  # which has what was chosen
+    recorded = read_starts(Path("run"))[0]["flags"]  # which has what was chosen
     chosen = {"tokenizer": "bytes", "recipe": "fast", "max_lr": 0.0009, "max_steps": 4, "keep": 1, "shuffle": True}
     assert chosen.items() <= recorded.items()
 

@@ -46,7 +46,7 @@ def test_a_second_demo_replaces_its_own_run_and_nothing_else(demo):
     assert done.returncode == 0, done.stderr
     assert "replacing log_demo/model_00030 when this run has saved a model" in done.stdout
     # model_00001: before the cooldown
-    names = ".lock curves.png log.txt metrics.jsonl model_00001 model_00002 notes.txt run.json".split()
+    names = ".lock curves.png log.txt model_00001 model_00002 notes.txt starts.jsonl".split()
     assert sorted(p.name for p in (folder / "log_demo").iterdir()) == names
     assert shards == {p: p.stat().st_mtime_ns for p in (folder / "demo_data").iterdir()}
     bad = run_script("train_gpt2.py", "--demo", "--batch-size", 3, "--device", "cpu", cwd=folder)

@@ -48,7 +48,7 @@ def test_what_a_new_run_may_replace(tmp_path):
     for policy in ("nothing", "log"):
         with pytest.raises(UserError, match="already contains a run"):
             lock_and_replace(tmp_path, policy)
-    assert len(os.listdir(tmp_path)) == 11
+    assert len(os.listdir(tmp_path)) == 10
     lock_and_replace(tmp_path, "nothing", tmp_path / "model_00001")
     assert sorted(os.listdir(tmp_path)) == sorted([".lock", *RUN_FILES, "model_00001", "model_of_mine", "notes.md"])
     write_checkpoint(tmp_path / "model_00004", lambda folder: (folder / "x").write_text("x"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import torch
 from training import TINY, run_info
 
 from support.console import progress, run_logger
-from support.console.log import MetricsLog
+from support.console.log import RunLog
 from support.console.run_logger import RunLogger
 from support.runtime import devices
 from train_gpt2 import GPT
@@ -40,7 +39,7 @@ def logger_of(
     )  # fmt: skip
     checkpoint = SimpleNamespace(step=first_step, path=out, config={}) if first_step else None
     logger = RunLogger(run_info("--out", out, "--max-steps", max_steps, checkpoint=checkpoint), dist)
-    lines.clear()  # of a resumed run without a record
+    lines.clear()
     return logger
 
 
@@ -64,17 +63,15 @@ def test_a_skipped_step_is_explained_below_its_line(tmp_path, monkeypatch, lines
     logger.step(0, float("nan"), 1e-3, 1.0, 0.5, "skipped: the loss or the gradient is not finite")
     assert lines[0].startswith("step     0 | loss: nan | ")
     assert lines[1] == "step     0 | skipped: the loss or the gradient is not finite"
-    assert (tmp_path / "log.txt").read_text() == "0 train nan\n"
-    [metrics] = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert metrics["skipped"] is True and metrics["loss"] is None
+    assert (tmp_path / "log.txt").read_text() == "0 train nan\n0 lr 0.001\n0 norm 1\n0 seconds 0.5\n"
 
 
 def test_the_end_says_why_a_run_took_other_than_its_minutes(tmp_path, monkeypatch):
     """By hand: steps of 0.1 s up to step 80, where their number was fixed, and of 0.15 s afterwards."""
-    metrics = MetricsLog(tmp_path / "metrics.jsonl")
+    log = RunLog(tmp_path / "log.txt")
     for step in range(100):
-        metrics.write(step, 1.0, 0.1, 1.0, 0.1 if step < 80 else 0.15, 0, False)
-    metrics.close()
+        log.write(step, {"seconds": 0.1 if step < 80 else 0.15})
+    log.close()
     monkeypatch.setattr(progress, "seconds_for_process", lambda run: 60.0)
     run = SimpleNamespace(config=SimpleNamespace(out=tmp_path, cooldown_start=80, max_steps=100))
     assert progress.why_late(run, 62.0) is None

@@ -27,7 +27,7 @@ import train_gpt2
 from benchmarks.plain_loop import plain_losses
 from support.checkpoints.directory import list_checkpoints, step_of
 from support.cli import UserError, run_cli
-from support.console.log import read_values
+from support.console.log import read_log
 from support.data import shards
 from support.runtime.signals import StopHandler
 from train_gpt2 import GPT, DataLoaderLite, train, validation_loss
@@ -67,7 +67,7 @@ def test_losses_do_not_depend_on_processes_and_micro_batch(byte_shards, tmp_path
     one, moved = (tmp_path / out / "log.txt" for out in ("one", "moved"))
     assert [step_of(path) for path in list_checkpoints(tmp_path / "moved")] == [5, 10, 20]
     order = [line.split()[:2] for line in one.read_text().splitlines()]
-    assert len(order) == 25  # 20 steps, 5 validations
+    assert len(order) == 85  # four lines for each of 20 steps, 5 validations
     assert [line.split()[:2] for line in moved.read_text().splitlines()] == order  # each once, by rank 0 alone
     np.testing.assert_allclose(losses(moved), losses(one), rtol=0, atol=1e-5)
     np.testing.assert_allclose(losses(moved, "val"), losses(one, "val"), rtol=0, atol=1.01e-4)
@@ -104,7 +104,7 @@ def test_when_things_are_evaluated(byte_shards, tmp_path, capsys):
     flags = "--max-steps 7 --val-every 3 --sample-every 3 --checkpoint-every 4".split()
     log = trained(tmp_path / "run", "--data", byte_shards, *flags)
     assert [line.split()[0] for line in log.splitlines() if " val " in line] == ["0", "3", "6", "7"]
-    assert [line.split()[:2] for line in log.splitlines()][:3] == [["0", "val"], ["0", "train"], ["1", "train"]]
+    assert [line.split()[:2] for line in log.splitlines()][:3] == [["0", "val"], ["0", "train"], ["0", "lr"]]
     out = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in out if "| sample 0:" in line] == ["3", "6", "7"]
     assert sorted(p.name for p in (tmp_path / "run").glob("model_*")) == ["model_00004", "model_00007"]
@@ -147,7 +147,7 @@ def test_hellaswag_is_scored_in_training(gpt2_shards, tmp_path, capsys):
     flags = ["--data", gpt2_shards, "--max-steps", 4, "--hellaswag-every", 2, "--hellaswag-data", items]
     # The same endings with each label once: whatever the model prefers, it is right for one of the four.
     trained(tmp_path / "run", *flags)
-    assert read_values(tmp_path / "run" / "log.txt", "hella") == {0: 0.25, 2: 0.25, 4: 0.25}
+    assert read_log(tmp_path / "run" / "log.txt")["hella"] == {0: 0.25, 2: 0.25, 4: 0.25}
     out = capsys.readouterr().out
     assert re.search(r"step     2 \| HellaSwag acc_norm: 0\.2500 ± 0\.2500 of 4 items \| \d+\.\ds\n", out)
 
@@ -159,7 +159,7 @@ def test_training_continues_without_hellaswag(gpt2_shards, byte_shards, tmp_path
     monkeypatch.setattr("hellaswag.download", unreachable)
     log = trained(tmp_path / "run", "--data", gpt2_shards, "--max-steps", 2, "--hellaswag-every", 1)
     out = capsys.readouterr().out
-    assert "hella" not in log and read_values(tmp_path / "run" / "log.txt", "train").keys() == {0, 1}
+    assert "hella" not in log and read_log(tmp_path / "run" / "log.txt")["train"].keys() == {0, 1}
     assert out.index("HellaSwag is off: cannot download it.") < out.index("step     0")
     monkeypatch.undo()
     assert "note    HellaSwag is off: cannot" in out

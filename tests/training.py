@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 from helpers import TINY_FLAGS, TINY_SIZES
 from torch import nn
 
-from benchmarks.bench_chaos import differences
+from benchmarks.bench_chaos import differences, log_without_seconds
 from support.checkpoints.start import gather_flags
 from support.checkpoints.state import Checkpoint, TrainState
 from support.cli import parse_flags
@@ -46,9 +45,9 @@ def run_info(*flags: object, checkpoint: Checkpoint | None = None, hellaswag_ite
 
 
 def trained(out: Path, *flags: object) -> str:
-    """The log of a run in this process with TINY_FLAGS and these."""
+    """Trains in this process with TINY_FLAGS and these; returns the log, without the seconds of the steps."""
     train(config_of("--out", out, *flags), ONE_PROCESS)
-    return (out / "log.txt").read_text()
+    return log_without_seconds(out)
 
 
 def resumed(out: Path, *flags: object) -> TrainState:
@@ -89,14 +88,6 @@ def trainer_file(checkpoint: Path) -> dict:
 def checkpoint_names(out: Path) -> list[str]:
     """The names of all checkpoints in a run's folder, of partly written ones too."""
     return sorted(path.name for path in out.iterdir() if "model" in path.name)
-
-
-def remove_skipped_step(out: Path, step: int) -> dict:
-    """Removes a step from `metrics.jsonl`, for a comparison with a run that skipped it for another reason."""
-    lines = (out / "metrics.jsonl").read_text().splitlines(True)
-    removed = json.loads(lines.pop(step))
-    (out / "metrics.jsonl").write_text("".join(lines))
-    return removed
 
 
 def assert_same_run(out: Path, expected: Path) -> None:

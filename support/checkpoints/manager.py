@@ -25,7 +25,7 @@ from support.checkpoints.directory import (
 from support.checkpoints.model_card import model_card
 from support.checkpoints.state import TrainState
 from support.cli import UserError, warn
-from support.console.log import read_values
+from support.console.log import read_log
 from support.console.terminal import GREEN, styled
 from support.runtime import devices
 from support.runtime.distributed import LONG_TIMEOUT, Distributed
@@ -204,4 +204,4 @@ class CheckpointManager:
 
     def _logged(self, name: str) -> dict[int, float]:
         """The values of one name in the log, by step."""
-        return read_values(self.out / "log.txt", name)
+        return read_log(self.out / "log.txt")[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from pathlib import Path
@@ -13,7 +14,7 @@ from support import files
 from support.checkpoints.directory import find_corruption, list_checkpoints, remove_leftovers, step_of
 from support.checkpoints.state import Checkpoint
 from support.cli import UserError
-from support.console.log import begin_log
+from support.console.starts import read_starts
 from support.runtime.distributed import Distributed
 from support.runtime.options import RunOptions
 from support.runtime.run_info import RunInfo
@@ -53,9 +54,6 @@ def lock_folder(run: RunInfo, dist: Distributed) -> AbstractContextManager[Any]:
             lock = files.lock_folder(folder, "--out")
             _check_contents(run.config, None if run.is_fork else run.checkpoint)
             remove_leftovers(folder)
-            if run.checkpoint is None or run.is_fork:
-                source = run.checkpoint.path.parent / "log.txt" if run.checkpoint else None
-                begin_log(folder / "log.txt", source, run.first_step)
         except OSError as error:
             raise UserError(f"cannot write to {folder} ({error.strerror}). Use another --out.") from error
         return lock
@@ -85,6 +83,8 @@ def _check_contents(config: RunOptions, checkpoint: Checkpoint | None) -> None:
     elif checkpoints:
         raise UserError(f"{folder} already contains a run. Continue it with --resume, or use another --out.")
     elif has_log(folder) and config.resume != "auto":
-        raise UserError(
-            f"{folder} has a log without checkpoints. Start that run over with --resume auto, or use another --out."
-        )
+        starts = read_starts(folder)
+        if not starts or starts[-1]["command"] != sys.argv:  # the same command starts over
+            raise UserError(
+                f"{folder} has a log without checkpoints. Start that run over with --resume auto, or use another --out."
+            )

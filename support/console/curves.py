@@ -6,7 +6,6 @@ A picture is a `matplotlib.figure.Figure` of its own: no pyplot and no display.
 from __future__ import annotations
 
 import logging
-import math
 import re
 import time
 import warnings
@@ -18,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from support.cli import UserError, warn
-from support.console.log import read_metrics, read_values
-from support.console.record import FILE as RECORD
-from support.console.record import latest, read_record
+from support.console.log import read_log
+from support.console.starts import read_starts
 from support.console.terminal import on_one_line
 from support.files import atomic_write
 
@@ -45,7 +43,7 @@ OPENAI_HELLASWAG: dict[str, dict[str, tuple[float | None, float]]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """What the files in a run's folder say. Values are by step; those of step s were measured before it."""
+    """Holds what `log.txt` and `starts.jsonl` say about a run. Values are by step; those of step s were measured before it."""
 
     folder: Path
     train: Mapping[int, float]  # loss in nats per token, as `val`
@@ -53,7 +51,7 @@ class Run:
     hella: Mapping[int, float]  # acc_norm
     lr: Mapping[int, float]
     seconds: Mapping[int, float]  # of the step alone, without evaluation
-    record: Mapping[str, Any] | None  # `run.json`
+    start: Mapping[str, Any]  # of the process that last started or resumed it
 
     @property
     def name(self) -> str:
@@ -62,48 +60,44 @@ class Run:
     @property
     def steps(self) -> int:
         """Steps that the run has done."""
-        return max(self.train, default=-1) + 1
+        return max(self.seconds, default=-1) + 1
 
     @property
     def flags(self) -> dict[str, Any]:
-        """The flags of the process that last resumed the run; none without a record."""
-        return latest(self.record)["flags"] if self.record else {}
+        return self.start["flags"]
 
     @property
-    def bytes_per_token(self) -> float | None:
-        return self.record["bytes_per_token"] if self.record else None
+    def bytes_per_token(self) -> float:
+        return self.start["data"]["bytes_per_token"]
 
     @property
     def has_gpt2_tokens(self) -> bool:
-        return self.record is not None and self.record["tokenizer"].get("name") == "gpt2"
+        return self.start["data"]["tokenizer"] == "gpt2"
 
-    def positions(self, steps: Sequence[int], axis: str) -> np.ndarray | None:
-        """Where steps are on an axis, one of AXES; None if the files do not say it."""
+    def positions(self, steps: Sequence[int], axis: str) -> np.ndarray:
+        """Where steps are on an axis, one of AXES."""
         x = np.array(steps, dtype=np.int64)
         if axis == "tokens":
-            return x * float(self.record["tokens_per_step"]) if self.record else None
+            return x * float(self.start["tokens_per_step"])
         if axis == "hours":
-            seconds = [self.seconds.get(step, math.nan) for step in range(self.steps)]
-            ends = np.cumsum([0.0, *seconds]) / 3600
-            return None if np.isnan(ends[-1]) else ends[np.minimum(x, self.steps)]
+            ends = np.cumsum([0.0, *(self.seconds.get(step, 0.0) for step in range(self.steps))])
+            return ends[np.minimum(x, self.steps)] / 3600
         return x
 
 
 def read_run(folder: Path) -> Run:
-    """The run in a folder; of runs of earlier versions, which have only `log.txt`, what that says.
+    """Reads the run in a folder.
 
     Raises:
         UserError: there is no run, or its log has no loss.
     """
-    log = folder / "log.txt"
-    if not log.is_file():
-        raise UserError(f"{folder} has no log.txt. Pass the folder of a run, its --out.")
-    values = {name: read_values(log, name) for name in ("train", "val", "hella")}
-    if not values["train"] and not values["val"]:
-        raise UserError(f"{log} has no loss yet. Pass the folder of another run.")
-    metrics = read_metrics(folder / "metrics.jsonl")
-    lr, seconds = metrics.get("lr", {}), metrics.get("seconds", {})
-    return Run(folder, **values, lr=lr, seconds=seconds, record=read_record(folder / RECORD))
+    path, starts = folder / "log.txt", read_starts(folder)
+    if not path.is_file() or not starts:
+        raise UserError(f"{folder} has no log.txt and starts.jsonl. Pass the folder of a run, its --out.")
+    log = read_log(path)
+    if not log["train"] and not log["val"]:
+        raise UserError(f"{path} has no loss yet. Pass the folder of another run.")
+    return Run(folder, log["train"], log["val"], log["hella"], log["lr"], log["seconds"], starts[-1])
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -127,7 +121,7 @@ def loss_limits(curves: Sequence[Curve]) -> tuple[float, float]:
 
 
 def draw_run(run: Run) -> Figure:
-    """One run by steps: loss, learning rate and HellaSwag, as far as its files have them."""
+    """Draws one run by steps: loss, learning rate and HellaSwag, as far as its log has them."""
     figure = _new_figure(run.name)
     below = [name for name, values in (("lr", run.lr), ("hella", run.hella)) if values]
     rows: list[list[Any]] = [["loss"] * len(below), below] if below else [["loss"]]
@@ -157,7 +151,7 @@ def draw_runs(labels: Sequence[str], runs: Sequence[Run], axis: str = "steps") -
     axes = figure.add_subplot()
     per_byte, curves, lines = compares_per_byte(runs), list[Curve](), []
     for i, run in enumerate(runs):
-        scale = 1 / (run.bytes_per_token or 1) if per_byte else 1.0
+        scale = 1 / run.bytes_per_token if per_byte else 1.0
         color = f"C{i}" if len(runs) <= 10 else colormaps["turbo"](i / len(runs))
         (x, y), val = (_curve(run, values, axis, scale) for values in (run.train, run.val))
         axes.plot(x, smooth(y), color=color, linewidth=1, alpha=0.5)
@@ -172,8 +166,7 @@ def draw_runs(labels: Sequence[str], runs: Sequence[Run], axis: str = "steps") -
 
 def compares_per_byte(runs: Sequence[Run]) -> bool:
     """Whether the tokens of runs differ in length, so that losses per token cannot be compared."""
-    lengths = [run.bytes_per_token for run in runs]
-    return None not in lengths and len(set(lengths)) > 1
+    return len({run.bytes_per_token for run in runs}) > 1
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -201,8 +194,8 @@ def _draw_loss(axes: Axes, run: Run) -> None:
         best = min(run.val, key=lambda step: run.val[step])
         label = f"validation: best {run.val[best]:.4f}, at step {best:,}"
         _draw_validation(axes, *val, "C1", label)
-    data = run.record["data"] if run.record else {}
-    if run.has_gpt2_tokens and re.search("fineweb-edu|edufineweb", f"{data.get('source')} {data.get('val')}"):
+    data = run.start["data"]
+    if run.has_gpt2_tokens and re.search("fineweb-edu|edufineweb", f"{data['source']} {data['val']}"):
         axes.axhline(OPENAI_LOSS, color="k", ls="--", lw=1, label=f"OpenAI's GPT-2 124M: {OPENAI_LOSS}")
         curves.append((np.array([0]), np.array([OPENAI_LOSS])))
     axes.set_ylim(*loss_limits(curves))
@@ -231,9 +224,8 @@ def _draw_hellaswag(axes: Axes, run: Run) -> None:
 
 
 def _curve(run: Run, values: Mapping[int, float], axis: str = "steps", scale: float = 1.0) -> Curve:
-    x = run.positions(sorted(values), axis)
-    assert x is not None
-    return x, scale * np.array([values[step] for step in sorted(values)])
+    steps = sorted(values)
+    return run.positions(steps, axis), scale * np.array([values[step] for step in steps])
 
 
 def _style(axes: Axes, axis: str, end: float) -> None:
@@ -244,17 +236,16 @@ def _style(axes: Axes, axis: str, end: float) -> None:
 
 
 def _key_flags(run: Run) -> str:
-    """One line about a run: size, recipe, data."""
-    if not run.record:
-        return ""
+    """Describes a run in one line: size, recipe, data."""
     flags = run.flags
     schedule = f"{flags.get('optimizer')}, {flags.get('schedule')}, learning rate {flags.get('max_lr')}"
-    sizes = f"{short_count(run.record['parameters'])} parameters, {run.record['tokens_per_step']:,} tokens per step"
+    sizes = f"{short_count(run.start['parameters'])} parameters, {run.start['tokens_per_step']:,} tokens per step"
     return on_one_line(f"{sizes}; {schedule}; data {Path(str(flags.get('text') or flags.get('data'))).name}")
 
 
 def short_count(n: float) -> str:
-    """A number with three digits, such as 124M."""
+    """Returns a number with three digits, such as 124M."""
+    n = float(f"{n:.3g}")  # 999,999 is 1M
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if n >= unit:
             return f"{n / unit:.3g}{name}"

@@ -1,86 +1,84 @@
-"""The files of a run that grow with each step.
+"""`log.txt`, the values of a run: a line for each, `{step} {name} {value}`.
 
-`log.txt` has one line per value, `{step} {name} {value}`. `metrics.jsonl` has one JSON object per step, for example
+    250 val 3.9821          before the step: the validation loss, and `hella`, HellaSwag's acc_norm
+    250 train 3.912345      the loss of the step's own batches, in nats per token
+    250 lr 0.0005991        learning rate
+    250 norm 0.51234567     gradient norm before clipping
+    250 seconds 0.0653128   of the step alone, without evaluation
 
-    {"step": 12, "loss": 3.21, "lr": 0.0009, "norm": 0.51, "seconds": 0.065, "tokens": 13312}
-
-where `tokens` are all those that the run has read after the step, numbers that are not finite are null, and steps that
-were not applied have `"skipped": true`.
+All but `seconds` are those of a run that was never interrupted.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 import threading
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 from support.cli import warn
 from support.files import atomic_write
 
-LINE = re.compile(r"(\d{1,12}) ([a-z]+) (nan|-?inf|-?\d+\.\d+)")
-FORMATS = {"train": ".6f", "val": ".4f", "hella": ".4f"}
+LINE = re.compile(r"(\d{1,12}) ([a-z]+) (nan|-?inf|-?\d+(?:\.\d+)?(?:e[+-]\d+)?)")
+FORMATS = {"train": ".6f", "val": ".4f", "hella": ".4f", "lr": ".8g", "norm": ".8g", "seconds": ".8g"}
 
 
-def read_values(path: Path, name: str) -> dict[int, float]:
-    """The finite values of one name in a log, by step; none without a log."""
-    matches = filter(None, map(LINE.fullmatch, _complete_lines(path)))
-    return {int(m[1]): float(m[3]) for m in matches if m[2] == name and math.isfinite(float(m[3]))}
+def read_log(path: Path) -> dict[str, dict[int, float]]:
+    """Reads the finite values in a log, by name and then by step; a name that it lacks has none, nor has a missing log."""
+    values: dict[str, dict[int, float]] = defaultdict(dict)
+    for line in _read_lines(path):
+        if math.isfinite(value := float(line[3])):
+            values[line[2]][int(line[1])] = value
+    return values
 
 
-def read_metrics(path: Path) -> dict[str, dict[int, float]]:
-    """The finite numbers in a `metrics.jsonl`: by name, then by step; none without a file."""
-    numbers: dict[str, dict[int, float]] = {}
-    for metrics in filter(None, map(_parse_metrics, _complete_lines(path))):
-        for name, value in metrics.items():
-            if type(value) in (int, float) and math.isfinite(value):
-                numbers.setdefault(name, {})[metrics["step"]] = value
-    return numbers
+def _read_lines(path: Path) -> list[re.Match[str]]:
+    """Returns the well-formed lines of a log, without a last one that a crash has cut off."""
+    lines = path.read_bytes().decode("utf-8", "replace").split("\n")[:-1] if path.is_file() else []
+    return list(filter(None, map(LINE.fullmatch, lines)))
 
 
-def seconds_trained(out: str | os.PathLike[str], step: int) -> float:
-    """The seconds of all steps before `step` of the run in `out`, without evaluations; 0 if it has no metrics."""
-    seconds = read_metrics(Path(out) / "metrics.jsonl").get("seconds", {})
-    return sum(taken for n, taken in seconds.items() if n < step)
-
-
-def _complete_lines(path: Path) -> list[str]:
-    """The lines of a file, without a last one that a crash has cut off; none without a file."""
-    return path.read_bytes().decode("utf-8", "replace").split("\n")[:-1] if path.is_file() else []
-
-
-def _parse_metrics(line: str) -> dict[str, Any] | None:
-    """The object in a line of `metrics.jsonl`; None if the line is malformed."""
-    try:
-        metrics = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    valid = isinstance(metrics, dict) and type(metrics.get("step")) is int and metrics["step"] >= 0
-    return metrics if valid else None
-
-
-class StepFile:
-    """A file of lines about steps, written line by line.
+class RunLog:
+    """Writes `log.txt` line by line.
 
     While the disk is full, lines are kept in memory. Without a path, as on all ranks but 0, nothing is written.
     """
 
-    def __init__(self, path: Path | None):
+    def __init__(
+        self, path: Path | None = None, first_step: int = 0, kept_names: Collection[str] = (),
+        source: Path | None = None,
+    ):  # fmt: skip
+        """Continues a log at `first_step`; at step 0 it begins anew.
+
+        Lines at or past `first_step` are dropped, since those steps run again, and so are malformed ones. Values of
+        `first_step` whose names are in `kept_names` were measured before that step: they stay, and are in `kept`.
+
+        Args:
+            source: the log that a fork continues, in the folder of another run.
+        """
+        self.kept: dict[str, float] = {}
+        if path:
+            lines = _read_lines(source or path)
+            before = [line for line in lines if int(line[1]) < first_step]
+            kept = [line for line in lines if int(line[1]) == first_step and line[2] in kept_names]
+            with atomic_write(path) as tmp:
+                tmp.write_bytes("".join(f"{line[0]}\n" for line in before + kept).encode())
+            self.kept = {line[2]: float(line[3]) for line in kept}
         self._file: FileIO | None = open(path, "ab", buffering=0) if path else None  # noqa: SIM115
         self._pending, self._warned = b"", False
         self._lock = threading.Lock()  # the thread that writes a checkpoint syncs the file
 
-    def append(self, line: str) -> None:
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes values of a step; their names are in FORMATS."""
         if self._file is None:
             return
         try:
             with self._lock:
-                self._pending += f"{line}\n".encode()
+                self._pending += "".join(f"{step} {name} {x:{FORMATS[name]}}\n" for name, x in values.items()).encode()
                 self._write_pending(self._file)
         except OSError as error:
             if not self._warned:
@@ -88,7 +86,7 @@ class StepFile:
             self._warned = True
 
     def sync(self) -> None:
-        """Waits until all lines are on the disk: a checkpoint must never be ahead of the files of its run.
+        """Waits until all lines are on the disk: a checkpoint must never be ahead of the log of its run.
 
         Raises:
             OSError: some lines could not be written.
@@ -99,7 +97,7 @@ class StepFile:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """As `sync`, and closes the file."""
+        """Syncs and closes the file."""
         if self._file:
             with self._file:
                 self.sync()
@@ -111,54 +109,3 @@ class StepFile:
         except OSError as error:
             error.filename = file.name
             raise
-
-
-class RunLog(StepFile):
-    """`log.txt`; a `first_step` above 0 continues an existing one at that step.
-
-    Lines at or past `first_step` are dropped, since those steps run again, and so are malformed ones. Values of
-    `first_step` whose names are in `kept_names` were measured before that step: they stay, and are in `kept`.
-    """
-
-    def __init__(self, path: Path | None = None, first_step: int = 0, kept_names: Collection[str] = ()):
-        self.kept: dict[str, float] = {}
-        if path and first_step > 0:
-            matches = list(filter(None, map(LINE.fullmatch, _complete_lines(path))))
-            before = [m for m in matches if int(m[1]) < first_step]
-            kept = [m for m in matches if int(m[1]) == first_step and m[2] in kept_names]
-            _write_lines(path, [m[0] for m in before + kept])
-            self.kept = {m[2]: float(m[3]) for m in kept}
-        super().__init__(path)
-
-    def write(self, step: int, name: str, value: float) -> None:
-        self.append(f"{step} {name} {value:{FORMATS[name]}}")
-
-
-class MetricsLog(StepFile):
-    """`metrics.jsonl`, continued as `log.txt`. Steps may be missing: runs of earlier versions have no such file."""
-
-    def __init__(self, path: Path | None = None, first_step: int = 0):
-        if path and first_step > 0:
-            parsed = [(line, _parse_metrics(line)) for line in _complete_lines(path)]
-            _write_lines(path, [line for line, metrics in parsed if metrics and metrics["step"] < first_step])
-        super().__init__(path)
-
-    def write(
-        self, step: int, loss: float, lr: float, norm: float, seconds: float, tokens: int, skipped: bool
-    ) -> None:  # fmt: skip
-        """A step that took `seconds`; `tokens` are all those of the run, up to and including this step."""
-        values = {"loss": loss, "lr": lr, "norm": norm, "seconds": seconds}
-        numbers = {name: float(f"{x:.8g}") if math.isfinite(x) else None for name, x in values.items()}
-        line = {"step": step, **numbers, "tokens": tokens} | ({"skipped": True} if skipped else {})
-        self.append(json.dumps(line))
-
-
-def begin_log(path: Path, source: Path | None, step: int) -> None:
-    """Begins a log: with the lines before `step` of another run's, or empty."""
-    matches = filter(None, map(LINE.fullmatch, _complete_lines(source))) if source else ()
-    _write_lines(path, [m[0] for m in matches if int(m[1]) < step])
-
-
-def _write_lines(path: Path, lines: Sequence[str]) -> None:
-    with atomic_write(path) as tmp:
-        tmp.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from support import __version__
 from support.cli import flag_name
-from support.console.log import read_values
+from support.console.log import read_log
 from support.console.run_logger import clock
 from support.console.terminal import BOLD, YELLOW, StatusLine, labelled, on_one_line, pluralize, styled
 from support.files import format_bytes
@@ -48,7 +48,7 @@ class Loader(Protocol):
 
 
 def print_header(run: RunInfo, dist: Distributed, loader: Loader) -> None:
-    """Prints the lines before the first step: the figures that people compare. The rest is in `run.json`."""
+    """Prints the lines before the first step: the figures that people compare. The rest is in `starts.jsonl`."""
     if dist.rank > 0:
         return
     config, T, world_size = run.config, run.config.block_size, dist.world_size
@@ -162,7 +162,7 @@ def print_summary(
     lines = [labelled("done", done)]
     checkpoint, val = checkpoint_path(out, step), dict(losses)
     if config.val_every != 0:
-        logged = read_values(out / "log.txt", "val")
+        logged = read_log(out / "log.txt")["val"]
         val |= {checkpoint_path(out, step): loss for step, loss in logged.items()}
     best = min(val, key=lambda path: val[path], default=checkpoint)
     for path, name in {checkpoint: "last", best: "best"}.items():  # one line if they are the same

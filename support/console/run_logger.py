@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from support.console import terminal
 from support.console.curves import CurvesFile
-from support.console.log import MetricsLog, RunLog
-from support.console.record import describe_run, write_record
+from support.console.log import RunLog
+from support.console.starts import append_start, describe_start
 from support.console.trackers import Trackers, start_trackers
 from support.runtime import devices
 from support.runtime.distributed import Distributed
@@ -30,8 +30,8 @@ ETA_EVERY = 50  # steps between notes with the remaining time in a file
 class RunLogger:
     """Reports validations, scores, samples and steps; on all ranks but 0 it does nothing.
 
-    Values go to `log.txt`, `metrics.jsonl` and `curves.png` in `--out` and to the trackers, until the end of a `with`;
-    the record goes to `run.json` at once. A resumed run continues the files and the curves of the process before it.
+    Values go to `log.txt` and `curves.png` in `--out` and to the trackers, until the end of a `with`; a line about this
+    process goes to `starts.jsonl` at once. A resumed run continues the files and the curves of the process before it.
     What that one has logged of the first step is not measured again.
 
     On a terminal, a status line shows how far the run is, and only some of the steps get a line of their own.
@@ -47,11 +47,12 @@ class RunLogger:
         self.flops_per_token, self.peak_flops = run.model.flops_per_token(), devices.peak_flops(dist.device)
         self._trackers = Trackers(dist.on_rank_zero(lambda: start_trackers(run.config, self.first_step)) or [])
         due = self._due(state)
-        self._folder = folder = Path(run.config.out) if dist.rank == 0 else None
-        self._log = RunLog(folder and folder / "log.txt", self.first_step, due)
-        self._metrics = MetricsLog(folder and folder / "metrics.jsonl", self.first_step)
+        folder = Path(run.config.out) if dist.rank == 0 else None
+        source = run.checkpoint.path.parent / "log.txt" if run.checkpoint and run.is_fork else None
+        kept_names = due if run.checkpoint and not source else ()
+        self._log = RunLog(folder and folder / "log.txt", self.first_step, kept_names, source)
         if folder:
-            write_record(folder, describe_run(run, dist), self.first_step)
+            append_start(folder, describe_start(run, dist))
         self._curves = CurvesFile(folder)
         self._profiler = make_profiler(run.config.profile, run.config.out, dist.device, dist.rank, dist.print0)
         for name, value in self._log.kept.items():  # trackers hide what they have of first_step and later
@@ -74,7 +75,7 @@ class RunLogger:
         """A validation loss, if it was not interrupted."""
         if loss is None:
             return
-        self._value(step, "val", loss)
+        self._evaluation(step, "val", loss)
         self.print0(terminal.styled(f"step {step:5d} | val loss: {loss:.4f}", terminal.BOLD))
 
     def hellaswag(self, step: int, score: tuple[float, float, float] | None) -> None:
@@ -82,7 +83,7 @@ class RunLogger:
         if score is None:
             return
         acc_norm, stderr, seconds = score
-        self._value(step, "hella", acc_norm)
+        self._evaluation(step, "hella", acc_norm)
         result = f"{acc_norm:.4f} ± {stderr:.4f} of {self.run.hellaswag_items:,} items"
         line = f"step {step:5d} | HellaSwag acc_norm: {result} | {seconds:.1f}s"
         self.print0(terminal.styled(line, terminal.BOLD))
@@ -101,8 +102,8 @@ class RunLogger:
         step, now = state.step, time.perf_counter()
         speed = self.config.total_batch_size / dt
         mfu = speed * self.flops_per_token / (self.peak_flops * self.world_size) if self.peak_flops else None
-        self._value(step, "train", loss)
-        self._metrics.write(step, loss, lr, norm, dt, (step + 1) * self.config.total_batch_size, skipped is not None)
+        self._trackers.log_value(step, "train", loss)
+        self._log.write(step, {"train": loss, "lr": lr, "norm": norm, "seconds": dt})
         if self.config.schedule == "wsd" and state.has_passed(self.config.cooldown_start):
             self.print0(terminal.styled(f"step {step:5d} | the cooldown begins", terminal.BOLD))
         eta = self._eta(step, now)
@@ -135,7 +136,6 @@ class RunLogger:
             OSError: some of it could not be written.
         """
         self._log.sync()
-        self._metrics.sync()
         self._trackers.flush()
 
     def __enter__(self) -> RunLogger:
@@ -150,19 +150,15 @@ class RunLogger:
         self._trackers.close(succeeded=kind is None)
         try:
             if kind is None:
-                try:
-                    self._metrics.close()
-                finally:
-                    self._log.close()
+                self._log.close()
                 self._curves.draw()
         finally:
             self._status.close()  # last: drawing takes seconds on a busy machine
 
-    def _value(self, step: int, name: str, value: float) -> None:
+    def _evaluation(self, step: int, name: str, value: float) -> None:
         self._trackers.log_value(step, name, value)
-        self._log.write(step, name, value)
-        if name != "train":
-            self._curves.update()
+        self._log.write(step, {name: value})
+        self._curves.update()
 
     def _line_due(self, step: int, now: float) -> bool:
         """Whether a step gets a line, without regard to what else there is to say about it."""

@@ -1,0 +1,93 @@
+"""`starts.jsonl`: each process that starts or resumes a run appends a line that says what it runs, on what and with what.
+
+What a run is, for the tools that read it, is its last line.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from support import __version__
+from support.cli import warn
+
+if TYPE_CHECKING:  # reading a file must not take as long as importing torch
+    from support.runtime.distributed import Distributed
+    from support.runtime.run_info import RunInfo
+
+FILE = "starts.jsonl"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def describe_start(run: RunInfo, dist: Distributed) -> dict[str, Any]:
+    """Describes this process and its run, in the layout of a line of `starts.jsonl`."""
+    import torch
+
+    from support.runtime import devices
+    from support.runtime.options import PLAN_FLAGS, describe_speed
+
+    flags = {name: value for name, value in run.config.to_dict().items() if name not in PLAN_FLAGS}
+    tokenizer = run.data.tokenizer
+    flags["tokenizer"] = tokenizer.name  # the flag is for --text only
+    if run.config.minutes:
+        del flags["max_steps"], flags["decay_steps"], flags["warmup_steps"]
+    if run.config.explicit & {"n_layer", "n_head", "n_embd"}:  # set by --demo, --text and --init-from, too
+        del flags["model"]  # the model does not have the sizes of that name
+    versions = {"train_gpt2.py": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    versions |= {"numpy": np.__version__, "platform": platform.platform()}
+    speed = describe_speed(run.config, dist.device)
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "first_step": run.first_step,
+        "command": sys.argv,
+        "flags": flags,
+        "versions": versions | ({"commit": commit} if (commit := _read_commit()) else {}),
+        "machine": {"device": devices.describe(dist.device), "processes": dist.world_size, **speed},
+        "data": {
+            **run.identity,
+            "tokenizer": tokenizer.name,
+            "vocab_size": tokenizer.vocab_size,
+            "bytes_per_token": run.data.bytes_per_token,
+        },
+        "parameters": sum(p.numel() for p in run.model.parameters()),
+        "tokens_per_step": run.config.total_batch_size,
+    }
+
+
+def append_start(folder: Path, start: Mapping[str, Any]) -> None:
+    """Appends a line to `starts.jsonl`. It is best effort: if it cannot be written, that is a warning."""
+    path = folder / FILE
+    try:
+        is_torn = path.exists() and not path.read_bytes().endswith(b"\n")  # by a kill or a full disk
+        with open(path, "ab") as file:
+            file.write(b"\n" * is_torn + json.dumps(start).encode() + b"\n")
+    except OSError as error:
+        warn(f"cannot write {path} ({error.strerror}).")
+
+
+def read_starts(folder: Path) -> list[dict[str, Any]]:
+    """Reads the starts of the run in a folder, the last one last; lines that a kill has cut off are left out."""
+    path, starts = folder / FILE, []
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        try:
+            starts.append(json.loads(line))
+        except ValueError:
+            continue
+    return starts
+
+
+def _read_commit() -> str | None:
+    """Returns the commit that this project has checked out; None without git, or without a repository."""
+    command = ["git", f"--git-dir={ROOT / '.git'}", "rev-parse", "HEAD"]  # not one in the folders above
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
