@@ -58,7 +58,7 @@ def test_the_smallest_model_is_for_bytes(tokens, n_embd, monkeypatch):
 
 def test_what_is_validated_and_what_is_said_of_few_steps(monkeypatch, capsys):
     """By hand: a validation has a twentieth of the tokens, 32,768 at least; 50 steps of 1,024 tokens are few."""
-    for tokens, validated in ((2.048e6, 102400), (1e5, 32768), (1e12, 10485760)):
+    for tokens, validated in ((2.048e6, 102400), (2e5, 32768), (1e12, 10485760)):
         assert flags_for(3e6, tokens, monkeypatch)["val_tokens"] == validated
     assert "val_tokens" not in flags_for(3e6, 2.048e6, monkeypatch, "--val-tokens", "640")
     assert "steps only" not in capsys.readouterr().out

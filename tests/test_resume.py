@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import TINY_FLAGS, finish_run, losses, needs_gpt2_vocabulary, run_to_the_end, start_run
+from helpers import TINY_FLAGS, finish_run, needs_gpt2_vocabulary, run_to_the_end, start_run
 from training import ONE_PROCESS, assert_same_run, configure, resumed, trained, trainer_file
 
 import train_gpt2
 from benchmarks.bench_chaos import log_without_seconds
-from support.checkpoints import directory, run_folder
+from support.checkpoints import directory
 from support.cli import UserError
 from support.console.starts import read_starts
 from support.data import shards
-from support.runtime.options import RunOptions
-from train_gpt2 import get_lr, train
+from train_gpt2 import train
 
 
 class Killed(BaseException):
@@ -135,68 +132,7 @@ def test_a_resumed_fast_run_is_the_uninterrupted_run(byte_shards, tmp_path):
     assert_same_run(tmp_path / "resumed", tmp_path / "straight")
 
 
-def test_more_steps_keep_the_schedule(run, byte_shards, tmp_path, capsys):
-    config, checkpoint = configure(["--resume", "--out", run, "--max-steps", "9"])
-    assert (config.max_steps, config.decay_steps, get_lr(8, config)) == (9, 6, config.min_lr)
-    written = (checkpoint.path / "checkpoint.json").stat().st_mtime_ns
-    train(config, ONE_PROCESS, checkpoint)
-    assert "from step 6 on, the learning rate stays at its lowest, 0.0003;" in " ".join(capsys.readouterr().out.split())
-    assert (checkpoint.path / "checkpoint.json").stat().st_mtime_ns == written  # not saved again
-    trained(tmp_path / "straight", "--data", byte_shards, "--max-steps", 9, "--decay-steps", 6)
-    assert log_without_seconds(run) == log_without_seconds(tmp_path / "straight")
-    with pytest.raises(UserError, match=r"^--decay-steps is 30, but the run in .* has 6. Leave it out.$"):
-        configure(["--resume", "--out", run, "--max-steps", "30", "--decay-steps", "30"])
-
-
-def test_a_constant_rate_can_end_earlier_or_later(byte_shards, tmp_path):
-    """A run of 20 steps, interrupted at 6, is cut to 10 and extended to 30: each is the run of that length, bit by bit."""
-    flags = ["--data", byte_shards, "--recipe", "fast", "--shuffle", "--checkpoint-every", 6]
-    trained(tmp_path / "20", *flags, "--max-steps", 20)
-    for steps in (10, 30):
-        trained(tmp_path / f"{steps}", *flags, "--max-steps", steps)
-        out = tmp_path / f"to_{steps}"
-        shutil.copytree(tmp_path / "20" / "model_00006", out / "model_00006")
-        shutil.copy(tmp_path / "20" / "log.txt", out)
-        resumed(out, "--max-steps", steps, "--decay-steps", steps)
-        assert_same_run(out, tmp_path / f"{steps}")
-    assert losses(tmp_path / "10" / "log.txt") != losses(tmp_path / "30" / "log.txt")[:10]
-
-
-def files_in(folder):
-    """The bytes of all files but the lock, by path."""
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
-
-
-def test_a_new_run_that_dies_early_leaves_the_earlier_one_which_resumes(run, byte_shards, tmp_path, monkeypatch):
-    """As a second demo does: one that fails, one that is killed, and then --resume."""
-    before = files_in(run)
-    monkeypatch.setattr(RunOptions, "overwrite_policy", "run")
-    for cleans_up in (True, False):
-        with monkeypatch.context() as patch, pytest.raises(Killed):
-            if not cleans_up:
-                patch.setattr(run_folder, "_recover", lambda folder: None)
-            kill_before_step(patch, 2)
-            trained(run, "--data", byte_shards, "--max-steps", 4, "--seed", 7)
-        assert (files_in(run) == before) == cleans_up
-    resumed(run, "--max-steps", 8)
-    trained(tmp_path / "straight", "--data", byte_shards, "--max-steps", 8, "--decay-steps", 6)
-    assert_same_run(run, tmp_path / "straight")
-
-
-def test_a_run_that_goes_back_replaces_what_came_later(byte_shards, tmp_path, monkeypatch):
-    """It is the uninterrupted run."""
-    out = tmp_path / "run"
-    trained(out, "--data", byte_shards, "--max-steps", 6, "--checkpoint-every", 2)
-    monkeypatch.setattr("support.checkpoints.start.newest_checkpoint", lambda out: Path(out) / "model_00002")
-    config, checkpoint = configure(["--resume", "--out", out, "--max-steps", 5])
-    train(config, ONE_PROCESS, dataclasses.replace(checkpoint, replaces_later=True))
-    assert sorted(path.name for path in out.glob("model_*")) == ["model_00002", "model_00004", "model_00004.earlier",
-        "model_00005", "model_00006.earlier"]  # fmt: skip
-    trained(tmp_path / "straight", "--data", byte_shards, "--max-steps", 5, "--decay-steps", 6, "--checkpoint-every", 2)
-    assert_same_run(out, tmp_path / "straight")
-
-
-def test_a_resumed_run_keeps_no_file_of_its_checkpoint_open(run, monkeypatch):
+def test_a_run_keeps_no_file_of_the_checkpoint_it_continues_open(run, tmp_path, monkeypatch):
     """Windows and NFS cannot remove a file that is mapped, and --keep removes old checkpoints."""
     if not os.path.exists("/proc/self/maps"):
         pytest.skip("reads /proc")
@@ -207,7 +143,7 @@ def test_a_resumed_run_keeps_no_file_of_its_checkpoint_open(run, monkeypatch):
             mapped.append(file in maps.read())
         return real_step(*args)
 
-    config, checkpoint = configure(["--resume", "--out", run, "--max-steps", 7])
+    config, checkpoint = configure(["--fork", run / "model_00006", "--out", tmp_path / "fork", "--max-steps", 7])
     with open("/proc/self/maps") as maps:
         assert file in maps.read()  # until it is restored
     monkeypatch.setattr(train_gpt2, "train_step", step)
@@ -219,37 +155,32 @@ def test_a_resumed_run_keeps_no_file_of_its_checkpoint_open(run, monkeypatch):
 
 
 def refused(*flags):
-    """The flags that a resume refuses."""
+    """The flags that a resume refuses, and the command that it names."""
     with pytest.raises(UserError) as error:
         configure(["--resume", *flags])
-    assert all(problem.endswith("Leave it out.") for problem in error.value.problems)
-    return {problem.split()[0] for problem in error.value.problems}
+    *problems, advice = error.value.problems
+    assert all(problem.endswith("Leave it out.") for problem in problems)
+    return {problem.split()[0] for problem in problems}, advice
 
 
-def test_a_resume_that_would_change_the_run_is_refused(byte_shards, tmp_path):
+def test_a_resume_that_would_change_the_run_is_refused_with_the_fork_that_does_it(byte_shards, tmp_path):
     run = tmp_path / "run"
     flags = ["--recipe", "fast", "--no-bias", "--dropout", 0.1, "--max-steps", 13, "--decay-steps", 20]
     trained(run, "--data", byte_shards, *flags, "--checkpoint-every", 6)
     config, checkpoint = configure(["--resume", "--out", run])
     assert (config.recipe, config.optimizer, config.schedule, config.max_lr) == ("fast", "muon", "wsd", 3e-3)
     assert (config.bias, config.dropout) == (False, 0.1) and "dropout" in checkpoint.config
-    changed = {
-        "--max-lr": "1e-3",
-        "--n-layer": 1,
-        "--seed": 1,
-        "--text": "other.txt",
-        "--dropout": 0.2,
-        "--recipe": "gpt2",
-    }
-    changed |= {"--optimizer": "adamw", "--schedule": "cosine", "--cooldown-fraction": 0.2, "--decay-steps": 30}
+    changed = {"--max-lr": "1e-3", "--n-layer": 1, "--seed": 1, "--text": "other.txt", "--dropout": 0.2}
+    changed |= {"--recipe": "gpt2", "--optimizer": "adamw", "--schedule": "cosine", "--cooldown-fraction": 0.2}
+    changed |= {"--decay-steps": 30, "--max-steps": 30, "--minutes": 3.0}
     more = [*(word for flag in changed.items() for word in flag), "--bias", "--batch-size", 2, "--keep", 3]
-    assert refused("--out", run, *more) == {*changed, "--bias"}  # the cooldown has begun at step 12
-    with pytest.raises(UserError, match="past --max-steps 2"):
-        configure(["--resume", "--out", run, "--max-steps", "2"])
-    for step in (12, 13):
-        shutil.rmtree(run / f"model_000{step}")
-    for flag, value in (("--decay-steps", 9), ("--cooldown-fraction", 0.8)):  # one that would begin before step 6
-        assert refused("--out", run, "--max-steps", 30, flag, value) == {flag}
+    names, advice = refused("--out", run, *more)
+    assert names == {*changed, "--bias"}
+    for words in (f"--fork {run}/model_00013 --out NEW", "--bias", "--seed 1", "--text other.txt", "--max-lr 0.001"):
+        assert words in advice
+    assert refused("--out", run, "--max-steps", 30)[1].endswith(
+        f"python train_gpt2.py --fork {run}/model_00013 --out NEW --max-steps 30"
+    )
 
 
 def test_a_resume_chooses_anew_what_depends_on_the_machine(run):
@@ -280,13 +211,13 @@ def test_a_run_does_not_resume_with_other_data(byte_shards, tmp_path, had_manife
     write_manifest(had_manifest)
     trained(out, "--data", data, "--max-steps", 2)
     write_manifest(has_manifest)
-    resumed(out, "--max-steps", 2)
+    resumed(out)
     for split in ("val", "train"):  # of both, train is reported
         shard = next(shard for shard in manifest["shards"] if shard["split"] == split)
         shard["sha256"] = shards.write_shard(data / shard["file"], np.load(data / shard["file"])[::-1].copy())
         write_manifest(has_manifest)
         with pytest.raises(UserError, match=f"the {split} shards are not those that .*model_00002 was trained on"):
-            resumed(out, "--max-steps", 3)
+            resumed(out)
 
 
 def test_a_run_without_validation_knows_its_validation_data(six_steps, byte_shards, tmp_path):
@@ -308,7 +239,7 @@ def test_shards_that_moved_are_found_or_asked_for(byte_shards, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="shards that .*model_00003 was trained on are not in mine. .* with --data."):
         resumed(tmp_path / "run")
-    assert resumed(tmp_path / "run", "--data", "../mine", "--max-steps", 4).step == 4
+    assert resumed(tmp_path / "run", "--data", "../mine").step == 3
 
 
 @pytest.mark.slow
@@ -320,15 +251,15 @@ def test_a_run_on_a_text_may_move_with_its_shards(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     os.rename("run", "elsewhere/moved")
     monkeypatch.chdir("elsewhere")
-    assert resumed(tmp_path / "elsewhere" / "moved", "--max-steps", 3).step == 3
-    with pytest.raises(UserError, match="no train shards in mistyped"):
+    assert resumed(tmp_path / "elsewhere" / "moved").step == 2
+    with pytest.raises(UserError, match="are not in mistyped. Pass their folder with --data."):
         resumed(tmp_path / "elsewhere" / "moved", "--data", "mistyped")
     assert not os.path.exists("mistyped")  # the shards are not made there
     shutil.rmtree("moved/data")
-    with pytest.raises(UserError, match="the shards that .*model_00001 was trained on are not in run/data. Pass their"):
-        resumed(tmp_path / "elsewhere" / "moved", "--max-steps", 4)
+    with pytest.raises(UserError, match="the shards that .*model_00002 was trained on are not in run/data. Pass their"):
+        resumed(tmp_path / "elsewhere" / "moved")
     shutil.copy(tmp_path / "book.txt", "book.txt")  # they are made again, in the folder of the run
-    assert resumed(tmp_path / "elsewhere" / "moved", "--max-steps", 4).step == 4
+    assert resumed(tmp_path / "elsewhere" / "moved").step == 2
     assert sorted(os.listdir()) == ["book.txt", "moved"]
 
 
@@ -336,12 +267,8 @@ def test_resume_auto_starts_anew_or_resumes(byte_shards, tmp_path):
     out, flags = tmp_path / "run", ["--data", byte_shards, "--max-steps", 3]
     with pytest.raises(UserError, match="no checkpoint in .* to resume from"):
         configure(["--resume", "--out", out])
-    log = trained(out, *flags, "--resume", "auto", "--checkpoint-every", 0)
-    with pytest.raises(UserError, match="already contains a run without checkpoints"):
-        trained(out, *flags)
-    assert trained(out, *flags, "--resume", "auto") == log  # in place of a run that saved nothing
+    log = trained(out, *flags, "--resume", "auto")
     assert configure([*TINY_FLAGS, *flags, "--out", out, "--resume", "auto"])[1].path.name == "model_00003"
-    for more in ([], ["--demo"]):
-        with pytest.raises(UserError, match="already contains a run. Continue it with --resume, or use another --out"):
-            trained(out, *flags, *more)
+    with pytest.raises(UserError, match="already contains a run. Continue it with --resume, or use another --out"):
+        trained(out, *flags)
     assert log_without_seconds(out) == log and (out / "model_00003").is_dir()

@@ -131,6 +131,8 @@ def notes(config: RunOptions, first_step: int, checkpoint_bytes: int) -> Iterato
             f"from step {decay_steps:,} on, the learning rate stays at its lowest, {config.min_lr:.3g}; "
             "--decay-steps moves the end of the schedule"
         )
+    if config.minutes is None and first_step == max_steps:
+        yield f"this run has finished its {pluralize(max_steps, 'step')}; --fork starts a longer one from a checkpoint"
     own_tokenizer = config.tokenizer != "gpt2" and not config.init_from  # which only --text can have
     if own_tokenizer and first_step == 0 and config.hellaswag_every == 0:  # otherwise there is a note from HellaSwag
         yield "only models made with --tokenizer gpt2 can be scored on HellaSwag"
