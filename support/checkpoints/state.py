@@ -66,10 +66,6 @@ class TrainState:
                 "fineweb.py --check, or lower --max-lr in a new run."
             )
 
-    def trained_weights(self) -> dict[str, torch.Tensor]:
-        """The weights that are trained, by name: all of them, or LoRA's."""
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-
     def trainer_file(self, config: dict[str, Any], data: DataIdentity, keep: bool = True) -> dict[str, Any]:
         """The content of `trainer.pt`: a copy in host memory, as by `copy_to_host`."""
         return {

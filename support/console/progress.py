@@ -87,7 +87,8 @@ def print_header(run: RunInfo, dist: Distributed, loader: Loader) -> None:
     ]
     facts += [("note", f"compiled: {speed['compiled']}")] if config.compile and speed["compiled"] != "yes" else []
     facts += [("note", f"resuming from {run.resumed_from.path}")] if run.resumed_from else []
-    facts += [("note", note) for note in notes(config, run.first_step, memory.checkpoint_bytes(config, trained))]
+    checkpoint_bytes = memory.checkpoint_bytes(config, parameters, trained)
+    facts += [("note", note) for note in notes(config, run.first_step, checkpoint_bytes)]
     for label, text in facts:
         print(labelled(label, text), flush=True)
     if config.warmup_steps >= config.max_steps:
