@@ -87,13 +87,8 @@ class CheckpointManager:
             run.data.tokenizer.save_pretrained(directory, model_max_length=config.block_size)
             torch.save(trainer_file, directory / state.FILE)
             self.sync_log()  # a checkpoint must never be ahead of its log
-            trained = sum(tensor.numel() for tensor in weights.values())
-            try:
-                card = model_card(run, step, trained, self._logged("val"), self._logged("hella"))
-            except Exception as error:  # the weights are worth more
-                warn(f"the checkpoint of step {step} has no model card ({error}).")
-            else:
-                (directory / MODEL_CARD).write_bytes(card.encode())
+            card = model_card(run, step, self._logged("val"), self._logged("hella"))
+            (directory / MODEL_CARD).write_text(card, encoding="utf-8", newline="\n")
 
         self.start(step, write_files)
 
