@@ -135,7 +135,7 @@ class CheckpointManager:
 
     def validation_losses(self) -> dict[Path, float]:
         """Those of the checkpoints in the run's folder, as far as they are known, and of the ones that it has replaced."""
-        logged = self._logged("val")  # older checkpoints do not have their validation loss
+        logged = self._logged("val")  # a checkpoint lacks its loss if a signal ended the validation before it
         losses = {path: validation_loss_of(path) or logged.get(step_of(path)) for path in list_checkpoints(self.out)}
         losses |= {path: validation_loss_of(path) for path in run_folder.list_earlier(self.out)}
         return {path: loss for path, loss in losses.items() if loss is not None}
