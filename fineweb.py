@@ -450,7 +450,7 @@ def find_trained_tokenizer(name_or_dir: str) -> Path:
     if not (directory / MANIFEST).exists():
         from support.checkpoints import huggingface  # imports torch
 
-        directory = huggingface.tokenizer_folder(huggingface.find_model(name_or_dir, verify=False))
+        directory = huggingface.find_model(name_or_dir, verify=False)
     name = find_tokenizer(directory)
     if name is None:
         raise UserError(f"{directory} has no {TOKENIZER_JSON}. Use another --tokenizer-from.")

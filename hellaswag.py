@@ -595,7 +595,7 @@ def load_model(directory: Path, device: torch.device) -> tuple[GPT2LMHeadModel, 
         UserError: the files are corrupt, or the tokenizer is not GPT-2's, on which HellaSwag's scores are defined.
     """
     vocab_size = huggingface.read_config(directory)["vocab_size"]
-    tokenizer = tokenizer_of_model(huggingface.tokenizer_folder(directory), vocab_size)
+    tokenizer = tokenizer_of_model(directory, vocab_size)
     if tokenizer.name != "gpt2":
         raise UserError(
             f"{directory} was trained on {tokenizer.name}, and HellaSwag's scores are defined on GPT-2 tokens. "

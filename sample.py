@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from support.checkpoints.huggingface import find_model, read_config, tokenizer_folder
+from support.checkpoints.huggingface import find_model, read_config
 from support.cli import Parser, UserError, add_device_flag, run_cli
 from support.data.tokenizer import END_OF_TEXT, Tokenizer, tokenizer_of_model
 from support.runtime import devices
@@ -312,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dtype = devices.DTYPES[devices.pick_dtype(args.dtype, device)]
     directory = find_model(args.model)
     sizes = read_config(directory)
-    tokenizer = tokenizer_of_model(tokenizer_folder(directory), sizes["vocab_size"])
+    tokenizer = tokenizer_of_model(directory, sizes["vocab_size"])
     encode = partial(encode_prompt, tokenizer=tokenizer, block_size=sizes["block_size"], model_name=args.model)
     prompt = piped_prompt() if args.prompt is None else args.prompt
     on_terminal = sys.stdout.isatty()

@@ -198,7 +198,9 @@ class GPT(nn.Module):
         directory = huggingface.find_model(name_or_dir, verify)
         config = GPTConfig(**huggingface.read_config(directory), dropout=dropout)
         model = cls(config)
-        weights = huggingface.read_weights(directory)  # stored without the padding of the vocabulary
+        weights = huggingface.read_weights(
+            directory / huggingface.WEIGHTS
+        )  # stored without the padding of the vocabulary
         model.load_state_dict(huggingface.from_hf(weights, model.state_dict(), config.vocab_size))
         return model
 
@@ -490,7 +492,7 @@ def new_model(config: TrainConfig, vocab_size: int) -> GPT:
 def initial_model(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Checkpoint | None) -> GPT:
     """The model at the start of this process, on the CPU: random weights, pretrained ones, or those of a checkpoint."""
     resume_from = checkpoint.path if checkpoint else None
-    # an adapter's checkpoint does not have the weights that it adapts
+    # LoRA continues on the weights that it leaves frozen: in its checkpoints, the two are merged
     source = resume_from if resume_from and not config.lora_rank else config.init_from
     if source is None:
         torch.manual_seed(config.seed)  # on the CPU, so that every kind of device starts from the same weights

@@ -133,10 +133,21 @@ class MaliciousPickle:
         return self.call
 
 
+def files_of(checkpoint: Path) -> list[Path]:
+    """The files of a checkpoint, its adapter's included."""
+    return sorted(path for path in checkpoint.rglob("*") if path.is_file())
+
+
 def update_checksums(checkpoint: Path) -> None:
     """Makes a mutated checkpoint look intact."""
-    paths = sorted(path for path in checkpoint.iterdir() if path.is_file() and path.name != "checkpoint.json")
-    listed = {p.name: {"bytes": p.stat().st_size, "sha256": hashlib.sha256(p.read_bytes()).hexdigest()} for p in paths}
+    paths = [path for path in files_of(checkpoint) if path.name != "checkpoint.json"]
+    listed = {
+        p.relative_to(checkpoint).as_posix(): {
+            "bytes": p.stat().st_size,
+            "sha256": hashlib.sha256(p.read_bytes()).hexdigest(),
+        }
+        for p in paths
+    }
     (checkpoint / "checkpoint.json").write_text(json.dumps({"files": listed}))
 
 
@@ -202,11 +213,11 @@ def bad_shards(rng: random.Random) -> Command:
 
 
 def bad_checkpoint(rng: random.Random) -> Command:
-    """Bytes of any file of a checkpoint or an adapter; mostly the checksums are right."""
+    """Bytes of any file of a checkpoint; mostly the checksums are right."""
     copy_fixtures("data", "run", "lora", "gpt2", "items.jsonl", "bpe_data", "bpe")
     run = rng.choice(("run", "run", "lora", "bpe"))
     checkpoint = Path(run, "model_00004")
-    mutate_file(rng, rng.choice(sorted(checkpoint.iterdir())))
+    mutate_file(rng, rng.choice(files_of(checkpoint)))
     if rng.random() < 0.8 and not (checkpoint / "checkpoint.json").is_dir():
         update_checksums(checkpoint)
     return use_checkpoint(rng, run)
@@ -217,7 +228,8 @@ def pickles(rng: random.Random) -> Command:
     copy_fixtures("data", "run", "lora", "gpt2", "items.jsonl")
     run = rng.choice(("run", "lora"))
     checkpoint = Path(run, "model_00004")
-    name = rng.choice(sorted(path.name for path in checkpoint.iterdir()) + ["trainer.pt", "pytorch_model.bin"] * 3)
+    names = [path.relative_to(checkpoint).as_posix() for path in files_of(checkpoint)]
+    name = rng.choice(names + ["trainer.pt", "pytorch_model.bin"] * 3)
     alone, in_config, in_state = (MaliciousPickle(rng) for _ in range(3))
     evil = rng.choice((alone, {"config": in_config}, {"step": 4, "optimizer": {"state": {0: in_state}}}))
     torch.save(evil, checkpoint / name, _use_new_zipfile_serialization=rng.random() < 0.5)
@@ -326,10 +338,6 @@ def make_fixtures(folder: Path) -> None:
     call(train_gpt2, [*train, "--out", "bpe", "--data", "bpe_data"])
     shutil.copytree("run/model_00004", "base")
     call(train_gpt2, [*train[8:], "--out", "lora", "--init-from", "base", "--lora-rank", "2"])
-    for checkpoint in Path("lora").glob("model_*"):
-        config = json.loads((checkpoint / "adapter_config.json").read_text())
-        (checkpoint / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "base"}))
-        update_checksums(checkpoint)
     train_gpt2.GPT(train_gpt2.GPTConfig(16, 50257, 1, 2, 8)).save_pretrained("gpt2")
 
 

@@ -41,7 +41,7 @@ def atomic_write(path: Path, unique: bool = False) -> Iterator[Path]:
     remove(tmp)
     try:
         yield tmp
-        for file in [*sorted(tmp.iterdir()), tmp] if tmp.is_dir() else [tmp]:
+        for file in [*sorted(tmp.rglob("*")), tmp]:
             sync(file)
     except BaseException as error:
         with contextlib.suppress(OSError):

@@ -176,9 +176,10 @@ def test_an_uploaded_checkpoint_is_used_from_the_hub(run, tmp_path, monkeypatch,
         with pytest.raises(UserError, match="was trained on bpe, and HellaSwag's scores are defined on GPT-2 tokens"):
             hellaswag.load_model(find_model("me/own"), torch.device("cpu"))
         train(configure([*flags, "--init-from", "me/own", "--lora-rank", "2"])[0], ONE_PROCESS)
-        adapter = {path.name: path.read_bytes() for path in Path("tuned/model_00004").iterdir()}
-        hub.repositories["me/adapter"] = adapter
-        sample.main(["--model", "me/adapter", "--prompt", "once I ", "-n", "1", "-d", "cpu"])
+        tuned = Path("tuned/model_00004")
+        paths = [path.relative_to(tuned).as_posix() for path in tuned.rglob("*") if path.is_file()]
+        hub.repositories["me/tuned"] = {path: (tuned / path).read_bytes() for path in paths}
+        sample.main(["--model", "me/tuned", "--prompt", "once I ", "-n", "1", "-d", "cpu"])
         fineweb.main(["--input", "other.txt", "--output", "more", "--tokenizer", "bpe", "--tokenizer-from", "me/own", "--split-documents"])  # fmt: skip
         other = {**files, "tokenizer.json": bpe.train_bpe([TEXT[::-1]], 512).huggingface_json.encode()}
         hub.repositories["me/other"] = other

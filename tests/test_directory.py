@@ -12,8 +12,19 @@ from support.cli import UserError
 
 
 def checkpoint_with(directory: Path, text: str = "x") -> Path:
-    write_checkpoint(directory, lambda folder: (folder / "model.txt").write_text(text))
+    def write_files(folder: Path) -> None:
+        (folder / "adapter").mkdir()
+        for name in ("model.txt", "adapter/weights.txt"):
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o600)  # as safetensors does
+
+    write_checkpoint(directory, write_files)
     return directory
+
+
+def test_who_may_read_one_file_may_read_all(tmp_path):
+    paths = [path for path in checkpoint_with(tmp_path / "model_00001").rglob("*") if path.is_file()]
+    assert len(paths) == 3 and len({path.stat().st_mode for path in paths}) == 1 and paths[0].stat().st_mode & 0o044
 
 
 def test_a_checkpoint_is_complete_or_absent(tmp_path):
@@ -42,6 +53,8 @@ def test_a_checkpoint_is_complete_or_absent(tmp_path):
         ("model.txt", "five", "model.txt was altered"),
         ("model.txt", "fo", "model.txt was altered"),
         ("model.txt", None, "model.txt is missing"),
+        ("adapter/weights.txt", "five", "adapter/weights.txt was altered"),
+        ("adapter/weights.txt", None, "adapter/weights.txt is missing"),
         ("checkpoint.json", '{"files": 1}', "checkpoint.json is not readable"),
         ("checkpoint.json", None, "checkpoint.json is missing"),
     ],

@@ -30,8 +30,6 @@ OTHER_COMMANDS = {
     "python3 -m venv .venv",  # .ci/run makes one, too
     "source .venv/bin/activate",
     'python -m pytest -m "not slow"',  # the same, with a marker of pyproject.toml
-    "cp mine/model_00732/tokenizer*.json merged",  # runs in test_lora.py, and the next one, too
-    "python -c \"from train_gpt2 import GPT; GPT.from_pretrained('mine/model_00732').save_pretrained('merged')\"",
 }
 PLACEHOLDERS = {"RATE": "1e-3", "BEST": "1e-3", "N": "9000", "M": "5", "NAME": "gpt2", "GPU": "H100"}
 

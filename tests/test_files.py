@@ -26,13 +26,14 @@ def test_before_it_is_renamed_all_is_on_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "sync", synced.append)
 
     def check(tmp, path):
-        assert [path.name for path in synced] == ["file", ".folder.partial"] and not path.exists()
+        assert {path.name for path in synced} == {"file", "inner", "nested", ".folder.partial"} and not path.exists()
         tmp.rename(path)
 
     monkeypatch.setattr(files, "replace", check)
     with files.atomic_write(path) as tmp:
-        tmp.mkdir()
+        (tmp / "nested").mkdir(parents=True)
         (tmp / "file").touch()
+        (tmp / "nested" / "inner").touch()
     assert os.listdir(tmp_path) == ["folder"]
 
 

@@ -1,8 +1,7 @@
-"""LoRA: trained alone, saved as peft saves it, opened by peft and here, and merged."""
+"""LoRA: trained alone, saved as peft saves it, and merged as peft merges it: a checkpoint is a complete model."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -13,11 +12,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, TINY_TRAINING_FLAGS, losses
+from helpers import TINY_TRAINING_FLAGS, losses, run_to_the_end
 from safetensors.torch import load_file, save_file
 from training import ONE_PROCESS, configure, resumed, trained
 
-from support.checkpoints import huggingface
+import fineweb
+import hellaswag
+import sample
+from support.checkpoints import lora
+from support.checkpoints.directory import find_corruption
 from support.cli import UserError
 from train_gpt2 import GPT, TrainConfig, train
 
@@ -38,12 +41,16 @@ def tuned(base, byte_shards, tmp_path_factory) -> SimpleNamespace:
     out = tmp_path_factory.mktemp("tuned")
     state = train(config_with_lora(byte_shards, base, out, "--max-lr", 0.01), ONE_PROCESS)
     with torch.no_grad():
-        return SimpleNamespace(adapter=out / "model_00012", state=state, logits=state.model.eval()(TOKENS)[0])
+        return SimpleNamespace(checkpoint=out / "model_00012", state=state, logits=state.model.eval()(TOKENS)[0])
 
 
-def config_with_lora(data: Path, base: Path, out: Path, *more: object) -> TrainConfig:
+def flags_with_lora(data: Path, base: Path, out: Path, *more: object) -> list[str]:
     flags = ["--data", data, "--out", out, "--init-from", base, "--lora-rank", 4, "--lora-alpha", 8, "--max-steps", 12]
-    return configure([*TINY_TRAINING_FLAGS, *map(str, [*flags, "--checkpoint-every", 5, *more])])[0]
+    return [str(flag) for flag in (*flags, "--checkpoint-every", 5, *more)]
+
+
+def config_with_lora(*args: object) -> TrainConfig:
+    return configure([*TINY_TRAINING_FLAGS, *flags_with_lora(*args)])[0]
 
 
 def assert_same_logits(model, logits):
@@ -52,64 +59,52 @@ def assert_same_logits(model, logits):
     torch.testing.assert_close(result[0] if isinstance(result, tuple) else result.logits, logits, rtol=1e-4, atol=1e-4)
 
 
-def with_peft(base, adapter):
-    """The adapter on Hugging Face's model of its base, as peft opens it."""
-    from peft import PeftModel
-    from transformers import GPT2LMHeadModel
+def with_peft(checkpoint):
+    """The adapter of a checkpoint on the base model that it names, as peft opens it."""
+    from peft import AutoPeftModelForCausalLM
 
-    return PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained(base), adapter)
+    return AutoPeftModelForCausalLM.from_pretrained(checkpoint / "adapter")
+
+
+def assert_merged_as_peft_does(checkpoint):
+    merged = with_peft(checkpoint).merge_and_unload().state_dict()
+    weights = load_file(checkpoint / "model.safetensors")
+    assert merged.keys() - weights.keys() == {"lm_head.weight"}  # tied
+    assert all(torch.equal(merged[name], weight) for name, weight in weights.items())
 
 
 # -----------------------------------------------------------------------------
 # The files
 
 
-@pytest.mark.slow
-def test_the_adapter_is_small_and_names_its_base_model(tuned, base):
-    names = {path.name for path in tuned.adapter.iterdir()}
-    assert len({path.stat().st_mode for path in tuned.adapter.iterdir()}) == 1  # who may read one may read all
-    assert {"adapter_config.json", "adapter_model.safetensors", "trainer.pt", "checkpoint.json"} < names
-    assert "model.safetensors" not in names and "config.json" not in names
-    config = json.loads((tuned.adapter / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(base) and (config["r"], config["lora_alpha"]) == (4, 8)
-    matrices = load_file(tuned.adapter / "adapter_model.safetensors")
-    assert all(tensor.any() for tensor in matrices.values())
-    # two blocks; c_attn 32 -> 96, c_proj 32 -> 32, the MLP's 128 -> 32: in + out, times the rank
-    assert sum(tensor.numel() for tensor in matrices.values()) == 2 * 4 * ((32 + 96) + (32 + 32) + (128 + 32))
-
-
-def test_the_adapter_opens_with_peft_and_here(tuned, base):
-    """And with the lines of its model card."""
+def test_a_checkpoint_is_a_complete_model(tuned, base):
     from transformers import GPT2LMHeadModel, pipeline
 
-    assert_same_logits(with_peft(base, tuned.adapter), tuned.logits)
-    assert_same_logits(GPT2LMHeadModel.from_pretrained(tuned.adapter), tuned.logits)
-    generator = pipeline("text-generation", model=str(tuned.adapter))
-    assert_same_logits(generator.model, tuned.logits)
-    assert generator("The", max_new_tokens=9)[0]["generated_text"].startswith("The")
-    assert_same_logits(GPT.from_pretrained(tuned.adapter), tuned.logits)
-    assert_same_logits(huggingface.load_hf_model(huggingface.find_model(tuned.adapter)), tuned.logits)
+    assert_same_logits(GPT.from_pretrained(tuned.checkpoint), tuned.logits)
+    assert_same_logits(GPT2LMHeadModel.from_pretrained(tuned.checkpoint), tuned.logits)
+    generate = pipeline("text-generation", model=str(tuned.checkpoint))
+    assert_same_logits(generate.model, tuned.logits)
+    assert generate("The", max_new_tokens=9)[0]["generated_text"].startswith("The")
     before = GPT.from_pretrained(base)(TOKENS)[0]
     assert (before - tuned.logits).abs().max() > 0.005  # something was learnt
 
 
-@pytest.mark.slow
-def test_the_lines_in_the_docs_merge_an_adapter(tuned, base, tmp_path):
-    """The result is a plain checkpoint with the logits of peft's merge_and_unload, and with its tokenizer."""
-    from transformers import AutoTokenizer, GPT2LMHeadModel
+def test_it_has_the_bits_of_peft(tuned, tmp_path):
+    assert_merged_as_peft_does(tuned.checkpoint)
+    with_peft(tuned.checkpoint).save_pretrained(tmp_path)
+    for path in (tuned.checkpoint / "adapter").iterdir():
+        assert path.read_bytes() == (tmp_path / path.name).read_bytes()
+    matrices = load_file(tmp_path / "adapter_model.safetensors")
+    # two blocks; c_attn 32 -> 96, c_proj 32 -> 32, the MLP's 128 -> 32: in + out, times the rank
+    assert sum(tensor.numel() for tensor in matrices.values()) == 2 * 4 * ((32 + 96) + (32 + 32) + (128 + 32))
+    assert all(tensor.any() for tensor in matrices.values())
 
-    page = (ROOT / "docs" / "training.md").read_text()
-    lines = re.findall(r"^(?:python -c .*save_pretrained|cp .*tokenizer).*$", page, re.M)
-    assert len(lines) == 2 and all("mine/model_00732" in line for line in lines)
-    shutil.copytree(tuned.adapter, tmp_path / "mine" / "model_00732")
-    python = Path(sys.executable).parent
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{python}{os.pathsep}{os.environ['PATH']}"}
-    subprocess.run(["bash", "-ec", "\n".join(lines)], cwd=tmp_path, env=environment, check=True)
-    merged = GPT2LMHeadModel.from_pretrained(tmp_path / "merged")
-    assert_same_logits(merged, tuned.logits)
-    with torch.no_grad():
-        assert_same_logits(with_peft(base, tuned.adapter).merge_and_unload(), merged(TOKENS).logits)
-    assert AutoTokenizer.from_pretrained(tmp_path / "merged").decode([72, 105]) == "Hi"
+
+@pytest.mark.slow
+def test_it_has_them_under_fsdp(base, byte_shards, tmp_path):
+    flags = flags_with_lora(byte_shards, base, tmp_path / "run", "--parallel", "fsdp")
+    run_to_the_end(*flags, cwd=tmp_path, world_size=2, tiny=False)
+    assert_merged_as_peft_does(tmp_path / "run" / "model_00012")
 
 
 # -----------------------------------------------------------------------------
@@ -123,7 +118,7 @@ def test_the_base_model_is_not_trained(tuned, base):
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     optimized = sum(p.numel() for group in tuned.state.optimizer.param_groups for p in group["params"])
     assert optimized == parameters == 2816
-    values = losses(tuned.adapter.parent / "log.txt", "val")
+    values = losses(tuned.checkpoint.parent / "log.txt", "val")
     assert values[-1] < values[0]
 
 
@@ -140,32 +135,83 @@ def test_a_resumed_run_is_the_uninterrupted_run_wherever_its_base_model_is(tuned
     moved = first.rename(tmp_path / "moved")
     with pytest.raises(UserError, match="first does not exist.* use --init-from."):
         configure(resume)
-    other = GPT.from_pretrained(base)
-    torch.nn.init.ones_(other.transformer.ln_f.weight)
-    shutil.copytree(base, tmp_path / "other", ignore=shutil.ignore_patterns("checkpoint.json"))
-    other.save_pretrained(tmp_path / "other")
-    config, checkpoint = configure([*resume, "--init-from", str(tmp_path / "other")])
+    # not even the merged weights of the run itself
+    config, checkpoint = configure([*resume, "--init-from", str(run / "model_00004")])
     with pytest.raises(UserError, match="the weights of --init-from are not those"):
         train(config, ONE_PROCESS, checkpoint)
     resumed(run, "--init-from", moved, "--max-steps", 12)
-    assert losses(run / "log.txt") == losses(tuned.adapter.parent / "log.txt")
-    weights = [(path / "adapter_model.safetensors").read_bytes() for path in (run / "model_00012", tuned.adapter)]
-    assert weights[0] == weights[1]
+    assert losses(run / "log.txt") == losses(tuned.checkpoint.parent / "log.txt")
+    for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        assert (run / "model_00012" / name).read_bytes() == (tuned.checkpoint / name).read_bytes()
+
+
+def test_a_corrupt_adapter_is_a_corrupt_checkpoint(tuned, tmp_path):
+    out = Path(shutil.copytree(tuned.checkpoint.parent, tmp_path / "run"))
+    file = out / "model_00012" / "adapter" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert find_corruption(out / "model_00012") == "adapter/adapter_model.safetensors was altered (wrong checksum)"
+    assert configure(["--resume", "--out", str(out)])[1].path.name == "model_00010"
+
+
+@pytest.mark.parametrize("change", [lambda found: found.popitem(), lambda found: found.update(more=torch.zeros(2))])
+def test_an_adapter_that_does_not_fit_is_named(tuned, base, tmp_path, change):
+    shutil.copytree(tuned.checkpoint / "adapter", tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    change(matrices := load_file(file))
+    save_file(matrices, file)
+    with pytest.raises(UserError, match="adapter_model.safetensors does not fit the base model and --lora-rank 4"):
+        lora.add_adapter(GPT.from_pretrained(base), 4, 8.0, 0, tmp_path)
+
+
+@pytest.mark.parametrize("more", [[], ["--lora-rank", "2"]], ids=["all weights", "LoRA"])
+def test_training_goes_on_from_the_merged_weights(tuned, byte_shards, tmp_path, more):
+    flags = ["--data", byte_shards, "--out", tmp_path, "--init-from", tuned.checkpoint, "--max-steps", 2, *more]
+    train(configure([*TINY_TRAINING_FLAGS, *map(str, flags)])[0], ONE_PROCESS)
+    before, now = (losses(out / "log.txt", "val") for out in (tuned.checkpoint.parent, tmp_path))
+    assert now[0] == pytest.approx(before[-1], abs=1.01e-4)
+    if more:
+        assert_merged_as_peft_does(tmp_path / "model_00002")
 
 
 # -----------------------------------------------------------------------------
 # Errors
 
 
+def test_a_foreign_adapter_is_refused_with_the_lines_that_merge_it(base, tmp_path, monkeypatch):
+    """It is a variant of LoRA that we do not implement."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import GPT2LMHeadModel
+
+    monkeypatch.chdir(tmp_path)
+    config = LoraConfig(r=3, use_rslora=True, target_modules=["c_fc"], init_lora_weights=False, fan_in_fan_out=True)
+    config.task_type = "CAUSAL_LM"
+    foreign = get_peft_model(GPT2LMHeadModel.from_pretrained(base), config)
+    foreign.save_pretrained("foreign")
+    flags = [*TINY_TRAINING_FLAGS, "--init-from"]
+    for use in (
+        lambda name: configure([*flags, name]),
+        lambda name: configure([*flags, name, "--lora-rank", "2"]),
+        lambda name: sample.main(["-m", name, "-d", "cpu"]),
+        lambda name: hellaswag.main(["-m", name, "-d", "cpu"]),
+        lambda name: fineweb.find_trained_tokenizer(name),
+    ):
+        with pytest.raises(UserError, match="^foreign is an adapter, not a complete model. Merge it") as error:
+            use("foreign")
+    [command] = re.findall('python -c ".*"$', str(error.value))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(["bash", "-c", command], env=os.environ | {"PATH": path}, check=True)
+    with torch.no_grad():
+        assert_same_logits(GPT.from_pretrained("merged"), foreign.eval()(TOKENS).logits)
+    configure([*flags, "merged"])
+    assert sorted(Path("merged").glob("tokenizer*"))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: "foreign")
+    with pytest.raises(UserError, match="me/foreign is an adapter, .*'me/foreign'"):
+        GPT.from_pretrained("me/foreign")
+
+
 def test_a_rank_above_the_width_of_the_model_is_rejected(base, byte_shards, tmp_path):
     with pytest.raises(UserError, match="--lora-rank 33 is more than the model's 32 channels. Lower it."):
         config_with_lora(byte_shards, base, tmp_path, "--lora-rank", 33)
-
-
-def test_an_adapter_of_an_adapter_is_refused(tuned, byte_shards, tmp_path):
-    """peft would open it on the base of its base."""
-    with pytest.raises(UserError, match="is an adapter, and another one needs a complete model. Merge it"):
-        config_with_lora(byte_shards, tuned.adapter, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -183,51 +229,3 @@ def test_bad_flags(flags, problem):
     with pytest.raises(UserError) as error:
         configure(flags)
     assert problem in error.value.problems
-
-
-def change_config(path, change):
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-
-
-@pytest.fixture
-def copied(tuned, tmp_path) -> Path:
-    """A copy of the adapter that a test may change."""
-    return Path(shutil.copytree(tuned.adapter, tmp_path / "adapter", ignore=shutil.ignore_patterns("checkpoint.json")))
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"base_model_name_or_path": "no-such-model"}, "no model 'no-such-model'"),
-        (
-            {"base_model_name_or_path": "/no/model"},
-            "/no/model does not exist. .* It is the base model of .*adapter, as",
-        ),
-        ({"base_model_name_or_path": None}, "is not an adapter's configuration"),
-        ({"base_model_name_or_path": "adapter"}, "adapter is an adapter, too"),
-        ({"r": 3}, "cannot open the adapter"),
-    ],
-)
-def test_a_bad_adapter_is_named(copied, monkeypatch, change, message):
-    monkeypatch.chdir(copied.parent)
-    change_config(copied / "adapter_config.json", change)
-    with pytest.raises(UserError, match=message):
-        GPT.from_pretrained(copied)
-
-
-def test_an_adapter_without_some_of_its_matrices_is_not_its_base_model(copied):
-    file = copied / "adapter_model.safetensors"
-    matrices = load_file(file)
-    name, _ = matrices.popitem()
-    save_file(matrices, file)
-    with pytest.raises(UserError, match=f"adapter_model.safetensors lacks {name}"):
-        GPT.from_pretrained(copied)
-
-
-def test_variants_of_lora_are_merged_as_peft_does(tuned, copied, base):
-    """An adapter that others trained: scaled by the root of its rank."""
-    change_config(copied / "adapter_config.json", {"use_rslora": True})
-    with torch.no_grad():
-        logits = GPT.from_pretrained(copied)(TOKENS)[0]
-    assert_same_logits(with_peft(base, copied), logits)
-    assert (logits - tuned.logits).abs().max() > 1e-3

@@ -31,17 +31,11 @@ def test_other_shards_are_never_mixed_or_lost(tmp_path):
         manifest.unlink(missing_ok=True)
 
 
-# names of earlier versions of this program, and of this one
-@pytest.mark.parametrize("hidden, unsplit", [("", "counted"), (".", "unsplit")])
-def test_leftovers_of_a_killed_run_are_removed(tmp_path, monkeypatch, hidden, unsplit):
+def test_leftovers_of_a_killed_run_are_removed(tmp_path, monkeypatch):
     options = {"shard_size": 500, "val_fraction": 0.3}
-    leftovers = [
-        f"texts_{unsplit}_000099.npy",
-        "texts_train_000099.npy",
-        f"{hidden}texts_train_000003.npy.partial",
-        f"{hidden}texts_{unsplit}_000003.npy.partial",
-    ]
-    others = ["notes.txt", f"other_{unsplit}_000001.npy", f"{hidden}notes.npy.partial"]
+    leftovers = [f"texts_{split}_000099.npy" for split in ("train", "unsplit")]
+    leftovers += [f".texts_{split}_000003.npy.partial" for split in ("train", "unsplit")]
+    others = ["notes.txt", "other_unsplit_000001.npy", ".notes.npy.partial"]
     fineweb.make_shards(corpus_of(LONG), tmp_path / "expected", tokenizer="bytes", **options)
     expected = files_in(tmp_path / "expected") | dict.fromkeys(others, b"x")
     interrupt(LONG, tmp_path / "out", monkeypatch, 14, **options)

@@ -13,7 +13,7 @@ from training import config_of
 from support.runtime import devices, preflight
 from support.runtime.distributed import Distributed
 
-DATA = {"train": [["a.npy", 100, "1234"]], "val": [], "base": None}
+DATA = {"train": [["a.npy", 100, "1234"]], "val": [], "base": None, "source": None}
 SAME = (config_of(), DATA, 0)
 
 

@@ -58,19 +58,6 @@ def test_every_kind_of_file_can_be_read_from_every_cursor(files_of_every_kind, m
         assert documents_of(files.batches(batch.cursor)) == documents_of(batches[i:])
 
 
-def test_what_a_cursor_is(tmp_path):
-    """Folders that an earlier version has begun have them in their manifests."""
-    texts = [f"text {i} with words" for i in range(9)]
-    (tmp_path / "a.txt").write_text(texts[0])
-    lines = [json.dumps({"text": text}) + "\n" for text in texts]
-    (tmp_path / "b.jsonl").write_text("".join(lines))
-    pa.parquet.write_table(pa.table({"text": texts}), tmp_path / "c.parquet", row_group_size=4)
-    files = Files("files", sorted(tmp_path.iterdir()), "text")
-    assert documents_of(files.batches([0, 6, 1])) == [texts[0][6:], *texts, *texts]  # of a file: characters, inside
-    assert documents_of(files.batches([1, len("".join(lines[:3])), 3])) == [*texts[3:], *texts]  # bytes, lines
-    assert documents_of(files.batches([2, 4, 0])) == texts[4:]  # rows, characters
-
-
 @pytest.mark.parametrize("separator", ["\n\n", "b", "END OF DOC"])
 @pytest.mark.parametrize("batch_chars", [2, 30, 10**6])
 def test_a_text_file_is_cut_at_its_separator(tmp_path, monkeypatch, separator, batch_chars):

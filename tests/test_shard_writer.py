@@ -10,7 +10,7 @@ import types
 
 import numpy as np
 import pytest
-from helpers import FORKS, ROOT
+from helpers import FORKS
 from shard_helpers import (
     ADVERSARIAL,
     LONG,
@@ -188,23 +188,6 @@ def test_a_run_interrupted_while_a_small_corpus_is_split_resumes(tmp_path, monke
     interrupt(["a" * 9] * 20, tmp_path, monkeypatch, 1)
     fineweb.make_shards(corpus_of(["a" * 9] * 20), tmp_path, tokenizer="bytes")
     assert split_sizes(tmp_path) == [("val", 20), ("train", 180)]
-
-
-@pytest.mark.parametrize("name, options", [("in_order", {}), ("counted", {"val_fraction": 0.3})])
-def test_a_run_of_an_earlier_version_resumes(tmp_path, capsys, name, options):
-    """With a manifest that commit ce63d66 left when it was killed while it wrote shard 4, and the files next to it."""
-    out = tmp_path / "out"
-    out.mkdir()
-    shutil.copy(ROOT / "tests" / "fixtures" / "ce63d66" / f"manifest_{name}.json", out / "manifest.json")
-    manifest = json.loads((out / "manifest.json").read_text())
-    kept = [out / entry["file"] for entry in (*manifest["shards"], *manifest["counted"])]
-    for path, tokens in zip(kept, plain_loop(LONG, plain_bytes, 256, 500)[:4], strict=True):
-        np.save(path, np.array(tokens, dtype=np.uint16))
-    (out / kept[-1].name.replace("000003.npy", "000004.npy.partial")).write_bytes(b"a part")
-    for folder in (out, tmp_path / "expected"):
-        fineweb.make_shards(corpus_of(LONG), folder, tokenizer="bytes", shard_size=500, **options)
-    assert "resuming after 4 finished shards" in capsys.readouterr().out
-    assert files_in(out) == files_in(tmp_path / "expected")
 
 
 # ---- disks

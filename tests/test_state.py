@@ -83,7 +83,7 @@ def content():
     state.optimizer.step()
     state.record(1.0, float("inf"))
     state.step += 1
-    content = state.trainer_file({"seed": 1}, {"train": [["a", 1, None]], "val": [], "base": None})
+    content = state.trainer_file({"seed": 1}, {"train": [["a", 1, "1234"]], "val": [], "base": None, "source": None})
     state.optimizer.step()
     return content
 
@@ -110,7 +110,7 @@ def test_a_saved_state_is_restored(content, tmp_path):
     assert len(saved) == 2 and all(tensors["step"] == 1 for tensors in saved.values())
 
 
-@pytest.mark.parametrize("name", ["step", "config", "optimizer"])
+@pytest.mark.parametrize("name", ["step", "overflows", "config", "parameters", "optimizer"])
 def test_a_file_of_another_program_is_refused(content, tmp_path, name):
     del content[name]
     with pytest.raises(UserError, match="trainer.pt is corrupt, or was not written by this trainer"):
@@ -131,9 +131,3 @@ def test_a_state_of_other_parameters_is_refused(content, tmp_path, change):
     change(content)
     with pytest.raises(UserError, match="trainer.pt belongs to a model with other parameters"):
         restored(content, tmp_path)
-
-
-def test_a_state_without_names_is_restored(content, tmp_path):
-    """As those of earlier versions."""
-    del content["parameters"], content["overflows"]
-    assert restored(content, tmp_path).overflows == 0

@@ -17,7 +17,6 @@ from training import config_of
 import fineweb
 import hellaswag
 import sample
-from support.checkpoints import huggingface
 from support.checkpoints.start import check_pretrained
 from support.cli import UserError
 from support.data import bpe, shards
@@ -193,16 +192,6 @@ def test_shards_without_a_manifest_have_gpt2s_tokens_unless_a_tokenizer_says_oth
     pairs_of_bytes(300).save_pretrained(tmp_path, 16)
     with pytest.raises(UserError, match="has a tokenizer of its own, but no manifest.json to say so"):
         shards.read_tokenizer(tmp_path)
-
-
-def test_an_adapter_has_the_tokenizer_of_its_base_unless_it_has_its_own(tmp_path):
-    base, adapter = save_model(tmp_path / "base", 300, pairs_of_bytes(300)), tmp_path / "adapter"
-    adapter.mkdir()
-    config = {"base_model_name_or_path": str(base), "peft_type": "LORA", "r": 1, "lora_alpha": 1}
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
-    assert huggingface.tokenizer_folder(adapter) == base
-    pairs_of_bytes(300).save_pretrained(adapter, 16)
-    assert huggingface.tokenizer_folder(adapter) == adapter
 
 
 def test_a_tokenizer_with_a_name_is_not_copied_as_a_trained_one(tmp_path):

@@ -40,7 +40,7 @@ def run_info(*flags: object, checkpoint: Checkpoint | None = None, hellaswag_ite
     """What is constant in a run of TINY_FLAGS and these: on bytes, without shards."""
     data = TokenData("data", [], [], BytesTokenizer())
     data.__dict__["bytes_per_token"] = 1.0  # it would be measured on the shards
-    identity: DataIdentity = {"train": [], "val": [], "base": None}
+    identity: DataIdentity = {"train": [], "val": [], "base": None, "source": None}
     return RunInfo(config_of(*flags), data, identity, GPT(TINY), checkpoint, hellaswag_items)
 
 

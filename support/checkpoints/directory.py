@@ -46,10 +46,13 @@ def write_checkpoint(directory: Path, write_files: Callable[[Path], None], **fac
     with files.atomic_write(directory) as tmp:
         tmp.mkdir()
         write_files(tmp)
-        listed = {path.name: _size_and_sha256(path) for path in sorted(tmp.iterdir()) if path.name != MODEL_CARD}
+        written = [path for path in sorted(tmp.rglob("*")) if path.is_file()]
+        listed = {
+            path.relative_to(tmp).as_posix(): _size_and_sha256(path) for path in written if path != tmp / MODEL_CARD
+        }
         known = {name: value for name, value in facts.items() if value is not None}
         (tmp / CONTENTS).write_text(json.dumps({"files": listed} | known, indent=2) + "\n", encoding="utf-8")
-        for path in tmp.iterdir():
+        for path in written:
             path.chmod((tmp / CONTENTS).stat().st_mode)  # safetensors creates files that only their owner can read
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ import torch
 from support.checkpoints.directory import CONTENTS, find_corruption, newest_checkpoint
 from support.cli import UserError
 from support.data.hub import hub_error_reason
-from support.data.tokenizer import TOKENIZER_FILES, TOKENIZER_JSON
+from support.data.tokenizer import TOKENIZER_FILES
 from support.runtime.memory import check_model_fits
 
 if TYPE_CHECKING:
@@ -28,8 +27,14 @@ HF_NAMES = {  # in config.json, and in GPTConfig
     "n_positions": "block_size",
     **{name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")},
 }
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-FILES = ["config.json", "model.safetensors", *TOKENIZER_FILES, ADAPTER_CONFIG, ADAPTER_WEIGHTS]  # of a hub model
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"  # of a peft adapter, which is not a model
+FILES = [CONFIG, WEIGHTS, *TOKENIZER_FILES, ADAPTER_CONFIG]  # of a hub model
+MERGE_COMMAND = (
+    'python -c "from peft import AutoPeftModelForCausalLM; from transformers import AutoTokenizer; '
+    "model = AutoPeftModelForCausalLM.from_pretrained({adapter!r}).merge_and_unload(); model.save_pretrained('merged'); "
+    "AutoTokenizer.from_pretrained(model.name_or_path).save_pretrained('merged')\""
+)
 MAX_SIZE = 2**20  # far beyond any real model: a corrupt file gives a message and not a traceback
 # The values that our model implements; the first one is the default of a missing field.
 SUPPORTED_MODEL_VALUES: dict[str, tuple[object, ...]] = {
@@ -46,29 +51,31 @@ TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "ml
 
 
 def find_model(name_or_dir: str | os.PathLike[str], verify: bool = True) -> Path:
-    """The folder of a model, or of an adapter: a directory, or a hub name, of which FILES are downloaded once.
+    """The folder of a complete model: a directory, or a hub name, of which FILES are downloaded once.
 
-    With `verify`, the files of a checkpoint directory, and of an adapter's base model, are compared with their
-    checksums.
+    With `verify`, the files of a checkpoint directory are compared with their checksums.
 
     Raises:
-        UserError: the directory is not an intact checkpoint, or the hub has no such model or cannot be reached.
+        UserError: the directory is not an intact checkpoint, the hub has no such model or cannot be reached, or the model
+            is an adapter.
     """
     directory = Path(name_or_dir)
-    if directory.exists():
-        if not (directory / "config.json").is_file() and not is_adapter(directory):
-            inside = newest_checkpoint(directory) if directory.is_dir() else None
-            hint = f"Did you mean {inside}?" if inside else "Use a checkpoint directory, or a model on the hub."
-            raise UserError(f"{directory} is not a checkpoint: it has no config.json. {hint}")
-        corruption = find_corruption(directory) if verify and (directory / CONTENTS).exists() else None
-        if corruption:
-            raise UserError(f"{directory} is corrupt: {corruption}. Use another checkpoint.")
-    elif directory.is_absolute() or (len(directory.parts) > 1 and directory.parent.is_dir()):
-        raise UserError(f"{directory} does not exist. Check the path.")
-    else:
+    if not directory.exists():
+        if directory.is_absolute() or (len(directory.parts) > 1 and directory.parent.is_dir()):
+            raise UserError(f"{directory} does not exist. Check the path.")
         directory = _download(str(name_or_dir))
-    if verify and is_adapter(directory):
-        _base_model_of(directory)
+    if not (directory / CONFIG).is_file():
+        if (directory / ADAPTER_CONFIG).is_file():
+            raise UserError(
+                f"{name_or_dir} is an adapter, not a complete model. Merge it with its base model, and use the result: "
+                + MERGE_COMMAND.format(adapter=str(name_or_dir))
+            )
+        inside = newest_checkpoint(directory) if directory.is_dir() else None
+        hint = f"Did you mean {inside}?" if inside else "Use a checkpoint directory, or a model on the hub."
+        raise UserError(f"{name_or_dir} is not a checkpoint: it has no {CONFIG}. {hint}")
+    corruption = find_corruption(directory) if verify and (directory / CONTENTS).exists() else None
+    if corruption:
+        raise UserError(f"{directory} is corrupt: {corruption}. Use another checkpoint.")
     return directory
 
 
@@ -84,23 +91,15 @@ def _download(name: str) -> Path:
         ) from error
 
 
-def tokenizer_folder(directory: Path) -> Path:
-    """The folder that has the tokenizer of a model: its own, or for an adapter that has none, that of its base model."""
-    has_tokenizer = any((directory / name).exists() for name in (TOKENIZER_JSON, "vocab.json"))
-    return directory if has_tokenizer or not is_adapter(directory) else _base_model_of(directory, verify=False)
-
-
 def read_config(directory: Path) -> dict[str, Any]:
-    """The sizes in `config.json`, by field of GPTConfig, and `bias`; for an adapter, those of its base model.
+    """The sizes in `config.json`, by field of GPTConfig, and `bias`.
 
     Hugging Face's model always has biases. Where ours has none, its file has zeros and says `"bias": false`.
 
     Raises:
         UserError: it is unreadable, or describes a model that ours does not compute, or that does not fit into memory.
     """
-    if is_adapter(directory):
-        return read_config(_base_model_of(directory, verify=False))
-    path = directory / "config.json"
+    path = directory / CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         sizes: dict[str, Any] = {ours: config[hf] for hf, ours in HF_NAMES.items()}
@@ -127,12 +126,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     return sizes
 
 
-def read_weights(directory: Path) -> dict[str, torch.Tensor]:
-    """The tensors of `model.safetensors`, under Hugging Face's names; of an adapter, its base model's plus it."""
-    return _merge_adapter(directory) if is_adapter(directory) else read_tensors(directory / "model.safetensors")
-
-
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file.
 
     Raises:
@@ -220,7 +214,7 @@ def load_hf_model(directory: Path) -> GPT2LMHeadModel:
     with torch.device("meta"):
         shapes = GPT2LMHeadModel(config).state_dict()
     expected = {name: tensor.t() if name.endswith(TRANSPOSED) else tensor for name, tensor in shapes.items()}
-    weights = _check_weights(read_weights(directory), expected, sizes["vocab_size"])
+    weights = _check_weights(read_weights(directory / WEIGHTS), expected, sizes["vocab_size"])
     weights = {name: (w.t() if name.endswith(TRANSPOSED) else w).float() for name, w in weights.items()}
     del weights["lm_head.weight"]  # the model ties it to the embedding
     return GPT2LMHeadModel.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32).eval()
@@ -255,46 +249,5 @@ def write_model(directory: Path, sizes: Mapping[str, int], hf_weights: dict[str,
     config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     config |= {"initializer_range": 0.02, "bos_token_id": end_of_text, "eos_token_id": end_of_text, "dtype": "float32"}
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file(hf_weights, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-# -----------------------------------------------------------------------------
-# Adapters, which peft reads: `adapter_config.json`, `adapter_model.safetensors`
-
-
-def is_adapter(directory: Path) -> bool:
-    return (directory / ADAPTER_CONFIG).is_file()
-
-
-def _base_model_of(adapter: Path, verify: bool = True) -> Path:
-    """The folder of the model that an adapter belongs to, as `find_model` does."""
-    path = adapter / ADAPTER_CONFIG
-    try:
-        name = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
-        _ = Path(name)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path} is not an adapter's configuration ({error!r}). Use another adapter.") from error
-    try:
-        if is_adapter(Path(name)):
-            raise UserError(f"{name} is an adapter, too. Use an adapter of a complete model.")
-        return find_model(name, verify)
-    except UserError as error:
-        raise error.with_hint(f"It is the base model of {adapter}, as adapter_config.json says.") from error
-
-
-def _merge_adapter(directory: Path) -> dict[str, torch.Tensor]:
-    """The weights of an adapter's base model with the adapter added to them."""
-    from peft import PeftModel, get_peft_model_state_dict
-
-    base, saved = load_hf_model(_base_model_of(directory, verify=False)), read_tensors(directory / ADAPTER_WEIGHTS)
-    try:
-        with warnings.catch_warnings(action="ignore"):  # of peft's, about transformers
-            model = PeftModel.from_pretrained(base, str(directory))
-        # peft only warns of these, and leaves the base model as it is
-        if missing := get_peft_model_state_dict(model, save_embedding_layers=False).keys() - saved.keys():
-            raise ValueError(f"{ADAPTER_WEIGHTS} lacks {min(missing)}")
-        return model.merge_and_unload().state_dict()
-    except Exception as error:  # peft's checks raise errors of many kinds
-        problem = " ".join(str(error).split())[:300].rstrip(".")
-        raise UserError(f"cannot open the adapter in {directory}: {problem}. Use another adapter.") from error
+    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(hf_weights, directory / WEIGHTS, metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""LoRA (arXiv:2106.09685) through peft: small matrices next to frozen weights; only they are trained and saved."""
+"""LoRA (arXiv:2106.09685) through peft: small matrices next to frozen weights; a checkpoint has both, merged."""
 
 from __future__ import annotations
 
@@ -10,22 +10,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from support.checkpoints import huggingface
+from support.cli import UserError
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+ADAPTER, WEIGHTS = "adapter", "adapter_model.safetensors"  # a folder of a checkpoint, and a file in it
 TARGET_MODULES = ["c_attn", "c_proj"]  # of the attention, and the projection of the MLP
 
 
-def add_adapter(model: torch.nn.Module, rank: int, alpha: float, seed: int, adapter: Path | None) -> None:
-    """Freezes a GPT and adds trainable matrices of this rank to TARGET_MODULES: random ones, or those of a checkpoint."""
+def add_adapter(model: torch.nn.Module, rank: int, alpha: float, seed: int, checkpoint: Path | None) -> None:
+    """Freezes a GPT and adds trainable matrices of this rank to TARGET_MODULES: random ones, or a checkpoint's.
+
+    Raises:
+        UserError: those of the checkpoint cannot be read, or do not fit.
+    """
     from peft import inject_adapter_in_model
 
     torch.manual_seed(seed)
     inject_adapter_in_model(_lora_config(rank, alpha), model)
-    if adapter is not None:
-        saved = huggingface.read_tensors(adapter / huggingface.ADAPTER_WEIGHTS)
+    if checkpoint is not None:
+        path = checkpoint / ADAPTER / WEIGHTS
+        saved = huggingface.read_weights(path)
         trained = {_peft_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+        if {name: tensor.shape for name, tensor in saved.items()} != {name: p.shape for name, p in trained.items()}:
+            raise UserError(f"{path} does not fit the base model and --lora-rank {rank}. Use another checkpoint.")
         with torch.no_grad():
             for name, parameter in trained.items():
                 parameter.copy_(saved[name])
@@ -39,16 +48,25 @@ def frozen_sha256(model: torch.nn.Module) -> str | None:
     return digest.hexdigest() if frozen else None
 
 
-def write_adapter(directory: Path, matrices: Mapping[str, torch.Tensor], base: str, rank: int, alpha: float) -> None:
-    """Writes an adapter as peft does: `PeftModel.from_pretrained` opens it on Hugging Face's model of its base."""
+def merge(weights: Mapping[str, torch.Tensor], rank: int, alpha: float) -> dict[str, torch.Tensor]:
+    """Returns the weights of the complete model, W + (alpha / rank) * B @ A for each adapted W, as peft merges them."""
+    merged = {name.replace(".base_layer", ""): weight for name, weight in weights.items() if ".lora_" not in name}
+    for name, A in weights.items():
+        if ".lora_A." in name:
+            layer, B = name.partition(".lora_A.")[0], weights[name.replace(".lora_A.", ".lora_B.")]
+            merged[f"{layer}.weight"] = merged[f"{layer}.weight"] + B @ A * (alpha / rank)
+    return merged
+
+
+def write_adapter(directory: Path, weights: Mapping[str, torch.Tensor], base: str, rank: int, alpha: float) -> None:
+    """Writes the adapter as peft does: `PeftModel.from_pretrained` opens it on Hugging Face's model of its base."""
     from safetensors.torch import save_file
 
-    config = _lora_config(rank, alpha, task_type="CAUSAL_LM", inference_mode=True)
+    config = _lora_config(rank, alpha, task_type="CAUSAL_LM", inference_mode=True, base_model_name_or_path=base)
     config.fan_in_fan_out = True  # Hugging Face's GPT-2 stores these weights transposed
-    config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
     config.save_pretrained(str(directory))
-    tensors = {_peft_name(name): matrix.contiguous() for name, matrix in matrices.items()}
-    save_file(tensors, directory / huggingface.ADAPTER_WEIGHTS)
+    matrices = {_peft_name(name): weight.contiguous() for name, weight in weights.items() if ".lora_" in name}
+    save_file(matrices, directory / WEIGHTS, metadata={"format": "pt"})
 
 
 def _lora_config(rank: int, alpha: float, **options: Any) -> LoraConfig:

@@ -68,7 +68,8 @@ class CheckpointManager:
             if self.rank == 0:
                 print(f"step {step:5d} | no checkpoint while steps are skipped", flush=True)
             return
-        weights = state.copy_to_host(train_state.trained_weights(), keep=self.rank == 0)
+        parameters: dict[str, torch.Tensor] = dict(train_state.model.named_parameters())
+        weights = state.copy_to_host(parameters, keep=self.rank == 0)
         trainer_file = train_state.trainer_file(run.config.to_save(), run.identity, keep=self.rank == 0)
         devices.trim_memory(next(train_state.model.parameters()).device)
         if self.rank > 0 or self._failures > 1:  # the run ends because saving fails
@@ -77,21 +78,17 @@ class CheckpointManager:
         def write_files(directory: Path) -> None:
             if not all(torch.isfinite(tensor).all() for tensor in weights.values()):
                 raise ValueError("the weights are not finite")
-            config = run.config
+            config, complete = run.config, weights
             if config.lora_rank is not None and config.init_from is not None:
-                lora.write_adapter(directory, weights, config.init_from, config.lora_rank, config.lora_alpha)
-            else:
-                huggingface.write_model(directory, run.sizes, huggingface.to_hf(weights, run.sizes["vocab_size"]))
+                adapter, scale = directory / lora.ADAPTER, (config.lora_rank, config.lora_alpha)
+                lora.write_adapter(adapter, weights, config.init_from, *scale)
+                complete = lora.merge(weights, *scale)
+            huggingface.write_model(directory, run.sizes, huggingface.to_hf(complete, run.sizes["vocab_size"]))
             run.data.tokenizer.save_pretrained(directory, model_max_length=config.block_size)
             torch.save(trainer_file, directory / state.FILE)
             self.sync_log()  # a checkpoint must never be ahead of its log
-            trained = sum(tensor.numel() for tensor in weights.values())
-            try:
-                card = model_card(run, step, trained, self._logged("val"), self._logged("hella"))
-            except Exception as error:  # the weights are worth more
-                warn(f"the checkpoint of step {step} has no model card ({error}).")
-            else:
-                (directory / MODEL_CARD).write_bytes(card.encode())
+            card = model_card(run, step, self._logged("val"), self._logged("hella"))
+            (directory / MODEL_CARD).write_text(card, encoding="utf-8", newline="\n")
 
         self.start(step, run.config.is_before_cooldown(train_state), write_files)
 
@@ -139,7 +136,8 @@ class CheckpointManager:
 
     def validation_losses(self) -> dict[Path, float]:
         """The known validation losses of the checkpoints in the run's folder."""
-        losses = {path: read_fact(path, "val") for path in list_checkpoints(self.out)}
+        logged = self._logged("val")  # a checkpoint lacks its loss if a signal ended the validation before it
+        losses = {path: read_fact(path, "val") or logged.get(step_of(path)) for path in list_checkpoints(self.out)}
         return {path: loss for path, loss in losses.items() if loss is not None}
 
     def before_cooldown(self) -> Path | None:

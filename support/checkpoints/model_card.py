@@ -1,6 +1,6 @@
-"""The model card of a checkpoint: a `README.md` in the format of the Hugging Face hub.
+"""The model card of a checkpoint: a `README.md` in the format of the Hugging Face hub, which its owner may edit.
 
-It depends on the run alone, not on the machine: no time, no path, no name of a host. Its owner may edit it.
+It depends on the run alone, not on the machine: no time, no folder, no name of a host.
 """
 
 from __future__ import annotations
@@ -8,14 +8,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from support.checkpoints.directory import step_of
 from support.cli import flag_fields, flag_name
-from support.console.terminal import on_one_line
 from support.data.hub import FINEWEB_PREFIXES
-from support.data.presets import DEMO_SOURCE
 from support.runtime.memory import count_parameters
 from support.runtime.options import RunOptions
 from support.runtime.run_info import RunInfo
@@ -27,98 +25,64 @@ _CARD = """---
 {metadata}
 ---
 
-<!-- To publish this folder, choose a license above, then
+# GPT-2
 
-hf upload NAME FOLDER --exclude trainer.pt --exclude checkpoint.json
-
-Those two files are only needed to resume the run. -->
-
-# GPT-2, {size} parameters
-
-{kind}, {origin} with `train_gpt2.py`. It continues text; it was not trained to follow instructions.
+A GPT-2, {origin} with `train_gpt2.py`. It continues text; it was not trained to follow instructions.
 
 {facts}
 
-## How to use it
-
-NAME is the name of this model on the hub or its folder, FOLDER its folder on your disk.
+NAME is the name of this model on the hub, or its folder. In Python, and with the script that comes with the trainer:
 
 ```python
 from transformers import pipeline
 
-generate = pipeline("text-generation", model="NAME")
-print(generate({prompt}, max_new_tokens=32)[0]["generated_text"])
+pipeline("text-generation", model="NAME")("Once upon a time", max_new_tokens=32)
 ```
-
-`GPT2LMHeadModel.from_pretrained("NAME")` and `AutoTokenizer.from_pretrained("NAME")` open its parts.{adapter}
-
-With the scripts that trained it:
 
 ```sh
-{commands}
+python sample.py --model NAME --prompt "Once upon a time"
 ```
 
-## How it was trained
+The flags that determine the weights:
 
-{flags}
+```sh
+{command}
+```
 """
 
 
-def model_card(run: RunInfo, step: int, trained: int, val: Mapping[int, float], hellaswag: Mapping[int, float]) -> str:
-    """The text of the card of the checkpoint of `step`.
-
-    Args:
-        trained: number of parameters that are trained, all or LoRA's.
-        val, hellaswag: the validation losses, in nats per token, and accuracies in the log, by step; the newest count.
-    """
-    config, base, source = run.config, run.config.init_from, run.identity.get("source") or ""
-    tokenizer, parameters = run.data.tokenizer.name, count_parameters(run.sizes)
-    is_adapter, base_on_hub = config.lora_rank is not None, base is not None and _is_on_hub(base)
-    base_name = base if base is None or base_on_hub else _printable(Path(base).name)
-    fineweb = [name for name in FINEWEB_PREFIXES if source.startswith(f"{name}/")]
+def model_card(run: RunInfo, step: int, val: Mapping[int, float], hellaswag: Mapping[int, float]) -> str:
+    """Returns the card of the checkpoint of `step`; `val` and `hellaswag` are the values in the log, by step."""
+    config, base, source = run.config, run.config.init_from, run.identity["source"] or ""
+    on_hub = base is not None and not Path(base).exists() and step_of(Path(base)) < 0 and _HUB_NAME.fullmatch(base)
+    base_name = base if on_hub or base is None else _printable(Path(base).name)
     metadata = {
-        "language": "en" if fineweb or source == DEMO_SOURCE else None,
-        "library_name": "peft" if is_adapter else "transformers",
+        "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["gpt2", "lora"] if is_adapter else ["gpt2"],
-        "datasets": fineweb,
-        "base_model": base if base_on_hub else None,
+        "tags": ["gpt2"],
+        "datasets": [name for name in FINEWEB_PREFIXES if source.startswith(f"{name}/")],
+        "base_model": base_name if on_hub else None,
     }
-    facts = [
-        f"**parameters**: {parameters:,}" + (f", and {trained:,} of the adapter" if is_adapter else ""),
-        f"**sizes**: {config.n_layer} layers, {config.n_head} heads, {config.n_embd} channels, context {config.block_size:,}",
-        f"**vocabulary**: {run.sizes['vocab_size']:,} tokens ({tokenizer})",
-        f"**data**: `{_printable(source)}`" if source else "**data**: token shards without a description",
-        f"**tokens seen**: {step * config.total_batch_size:,}, in {step:,} steps of {config.total_batch_size:,}",
-    ]
-    # Training has gone on: the log may be ahead of the checkpoint. At step 0 the weights are random, or those of the base.
+    facts = {
+        "parameters": f"{count_parameters(run.sizes):,}",
+        "sizes": f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} channels, context {config.block_size:,}",
+        "vocabulary": f"{run.sizes['vocab_size']:,} tokens ({run.data.tokenizer.name})",
+        "data": f"`{_printable(source)}`" if source else "token shards without a description",
+        "tokens seen": f"{step * config.total_batch_size:,}, in {step:,} steps of {config.total_batch_size:,}",
+    }
+    # Training has gone on, so the log may be ahead. At step 0 the weights were random, or those of the base model.
     if at := max((n for n in val if n <= step), default=0):
         per_byte = val[at] / run.data.bytes_per_token
-        facts.append(f"**validation loss**: {val[at]:.4f} nats per token, {per_byte:.4f} per byte (step {at:,})")
+        facts["validation loss"] = f"{val[at]:.4f} nats per token, {per_byte:.4f} per byte (step {at:,})"
     if at := max((n for n in hellaswag if n <= step), default=0):
-        known = at >= run.first_step and run.hellaswag_items  # an earlier process of this run may have scored others
-        items = f" of {run.hellaswag_items:,} items" if known else ""
-        facts.append(f"**HellaSwag**: acc_norm {hellaswag[at]:.4f}{items} (step {at:,})")
-    prompt = on_one_line(run.prompt) if config.text is not None else "The" if config.demo else "Once upon a time"
-    commands = [f"python sample.py --model FOLDER --prompt {shlex.quote(prompt)}"]
-    commands += ["python hellaswag.py --model FOLDER"] if tokenizer == "gpt2" else []
+        facts["HellaSwag"] = f"acc_norm {hellaswag[at]:.4f} (step {at:,})"
     return _CARD.format(
         # JSON is YAML, too, and quoted: a name such as "on" or "1e3" stays a string
         metadata="\n".join(f"{name}: {json.dumps(value)}" for name, value in metadata.items() if value),
-        size=f"{parameters / 1e6:.0f}M" if parameters >= 1e7 else f"{parameters / 1e6:.2g}M",
-        kind=f"An adapter (LoRA of rank {config.lora_rank}) for a GPT-2" if is_adapter else "A GPT-2",
         origin="trained from random weights" if base is None else f"fine-tuned from `{base_name}`",
-        facts="\n".join(f"- {fact}" for fact in facts),
-        prompt=json.dumps(prompt, ensure_ascii=False),
-        adapter=" They need `peft`, and its base model." if is_adapter else "",
-        commands="\n".join(commands),
-        flags=_flags(config, base_name),
+        facts="\n".join(f"- **{name}**: {fact}" for name, fact in facts.items()),
+        command=" \\\n  ".join(["python train_gpt2.py", *_flags(config, base_name)]),
     )
-
-
-def _is_on_hub(name: str) -> bool:
-    """Whether a base model is one of the hub, as far as its name tells."""
-    return not Path(name).exists() and step_of(Path(name)) < 0 and bool(_HUB_NAME.fullmatch(name))
 
 
 def _printable(text: str) -> str:
@@ -127,20 +91,15 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() and c != "`" else "?" for c in text)
 
 
-def _flags(config: RunOptions, base_name: str | None) -> str:
+def _flags(config: RunOptions, base_name: str | None) -> Iterator[str]:
     """The flags that determine the weights, where they differ from the defaults."""
-    words = []
     for field in flag_fields(type(config)):
-        name = field.name
-        value = base_name if name == "init_from" else getattr(config, name)
-        is_unused = config.minutes is not None and name in ("max_steps", "decay_steps", "warmup_steps")
-        if name in RunOptions.__dataclass_fields__ or value == field.default or is_unused:
+        value = base_name if field.name == "init_from" else getattr(config, field.name)
+        is_unused = config.minutes is not None and field.name in ("max_steps", "decay_steps", "warmup_steps")
+        if field.name in RunOptions.__dataclass_fields__ or value == field.default or is_unused:
             continue
+        flag = flag_name(field.name)
         if isinstance(value, bool):
-            words.append(flag_name(name) if value else f"--no-{flag_name(name)[2:]}")
+            yield flag if value else f"--no-{flag[2:]}"
         else:
-            value = f"{value:.6g}" if isinstance(value, float) else str(value)
-            words.append(f"{flag_name(name)} {shlex.quote(value)}")
-    if not words:
-        return "With the default flags of `train_gpt2.py`."
-    return "With these flags, and the defaults for all others:\n\n```\n" + "\n".join(words) + "\n```"
+            yield f"{flag} {shlex.quote(str(value))}"

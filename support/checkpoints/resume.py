@@ -92,17 +92,14 @@ def find_once_per_node(name_or_dir: str, dist: Distributed) -> Path:
 def _stored_flags(
     config_class: type[RunOptions], checkpoint: Checkpoint, cli_flags: Mapping[str, Any], dist: Distributed
 ) -> dict[str, Any]:
-    """The flags of the run that wrote a checkpoint, and the sizes of its model; with LoRA, those of the base model."""
+    """Returns the flags of the run that wrote a checkpoint; with LoRA, finds the base model that it continues on."""
     if checkpoint.config.get("lora_rank"):
-        base = cli_flags.get("init_from", checkpoint.config["init_from"])
         try:
-            sizes = huggingface.read_config(find_once_per_node(base, dist))
+            find_once_per_node(cli_flags.get("init_from", checkpoint.config["init_from"]), dist)
         except UserError as error:
             raise error.with_hint(f"If the base model of {checkpoint.path} has moved, use --init-from.") from error
-    else:
-        sizes = huggingface.read_config(checkpoint.path)
     names = {field.name for field in flag_fields(config_class)} - START_FLAGS
-    return {name: value for name, value in {**sizes, **checkpoint.config}.items() if name in names}
+    return {name: value for name, value in checkpoint.config.items() if name in names}
 
 
 # -----------------------------------------------------------------------------

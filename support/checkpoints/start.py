@@ -56,15 +56,10 @@ def gather_flags(
     if "init_from" not in cli_flags:
         return preset_flags(cli_flags) | dict(cli_flags), None
     directory = find_once_per_node(cli_flags["init_from"], dist)
-    if "lora_rank" in cli_flags and huggingface.is_adapter(directory):
-        raise UserError(
-            f"{cli_flags['init_from']} is an adapter, and another one needs a complete model. Merge it into its base model "
-            "first, as docs/training.md shows."
-        )
     sizes = huggingface.read_config(directory)
     flags: dict[str, Any] = {name: sizes[name] for name in ("n_layer", "n_head", "n_embd", "block_size", "bias")}
     if cli_flags.get("plan") or "text" in cli_flags:
-        name = tokenizer_name(huggingface.tokenizer_folder(directory), sizes["vocab_size"])
+        name = tokenizer_name(directory, sizes["vocab_size"])
         flags["tokenizer"] = name if name in VOCAB_SIZES else "bpe"
     return flags | preset_flags(cli_flags, flags.get("tokenizer"), sizes["n_embd"]) | dict(cli_flags), None
 
@@ -130,8 +125,7 @@ def check_pretrained(
     Raises:
         UserError: they do not.
     """
-    folder = huggingface.tokenizer_folder(huggingface.find_model(source, verify=False))
-    name = tokenizer_name(folder, vocab_size)
+    name = tokenizer_name(huggingface.find_model(source, verify=False), vocab_size)
     if name != tokenizer.name and (vocab_size != tokenizer.vocab_size or not get_tokenizer(name).is_same_as(tokenizer)):
         raise UserError(
             f"{source} has another tokenizer than the shards in {config.data}: {vocab_size:,} tokens, and they have "

@@ -6,10 +6,10 @@
     progress    how much of the schedule is done, from 0 to 1
     seconds     of training so far, evaluations and checkpoints included
     bad_steps   skipped steps just before it (loss or gradients not finite)
-    overflows   steps skipped because of an fp16 overflow, in total (not in the oldest files)
+    overflows   steps skipped because of an fp16 overflow, in total
     config      flags of the run, by field of TrainConfig
     data        which shards the run reads, and the SHA-256 of the weights that LoRA leaves unchanged
-    parameters  names of the optimizer's parameters, in its order (not in older files)
+    parameters  names of the optimizer's parameters, in its order
     optimizer   its state dict, of which only the tensors are read: the rest follows from the flags
     scaler      that of the gradient scaler; empty unless fp16. Only its scale and its count of good steps are read
 """
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from train_gpt2 import TrainConfig
 
 FILE = "trainer.pt"
-REQUIRED = ("step", "progress", "seconds", "bad_steps", "config", "data", "optimizer", "scaler")
 SCALER_STATE = ("scale", "_growth_tracker")
 Tree = TypeVar("Tree")
 
@@ -84,10 +83,6 @@ class TrainState:
                 "fineweb.py --check, or lower --max-lr in a new run."
             )
 
-    def trained_weights(self) -> dict[str, torch.Tensor]:
-        """The weights that are trained, by name: all of them, or LoRA's."""
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-
     def trainer_file(self, config: dict[str, Any], data: DataIdentity, keep: bool = True) -> dict[str, Any]:
         """The content of `trainer.pt`: a copy in host memory, as by `copy_to_host`."""
         return {
@@ -123,7 +118,7 @@ class TrainState:
                 return
         saved, by_name = checkpoint.optimizer["state"], self._optimizer_parameters()
         names, parameters = list(by_name), list(by_name.values())
-        fits = checkpoint.parameters in (None, names) and set(saved) in (set(), set(range(len(names))))
+        fits = checkpoint.parameters == names and set(saved) in (set(), set(range(len(names))))
         for i, parameter in enumerate(parameters):  # torch does not compare shapes
             shapes = {tensor.shape for name, tensor in saved.get(i, {}).items() if name != "step"}
             fits = fits and shapes <= {parameter.shape}
@@ -158,7 +153,7 @@ class Checkpoint:
     overflows: int
     config: dict[str, Any]
     data: DataIdentity
-    parameters: list[str] | None
+    parameters: list[str]
     optimizer: dict[str, Any]
     scaler: dict[str, Any]
 
@@ -171,8 +166,7 @@ class Checkpoint:
         """
         try:
             content = torch.load(path / FILE, map_location="cpu", weights_only=True, mmap=True)
-            later = {"overflows": content.get("overflows", 0), "parameters": content.get("parameters")}
-            return cls(path, **{name: content[name] for name in REQUIRED}, **later)
+            return cls(path, **content)
         except Exception as error:  # a pickle, a corrupt zip file, a file of another program: errors of many kinds
             raise _unusable(path, f"is corrupt, or was not written by this trainer ({type(error).__name__})") from error
 

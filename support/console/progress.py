@@ -89,7 +89,8 @@ def print_header(run: RunInfo, dist: Distributed, loader: Loader) -> None:
         facts.append(("note", f"a fork of {run.checkpoint.path}: {', '.join(shown) or 'the same flags'}"))
     elif run.checkpoint:
         facts.append(("note", f"resuming from {run.checkpoint.path}"))
-    facts += [("note", note) for note in notes(config, run.first_step, memory.checkpoint_bytes(config, trained))]
+    checkpoint_bytes = memory.checkpoint_bytes(config, parameters, trained)
+    facts += [("note", note) for note in notes(config, run.first_step, checkpoint_bytes)]
     for label, text in facts:
         print(labelled(label, text), flush=True)
     if config.minutes is None and config.warmup_steps >= config.max_steps:

@@ -24,8 +24,8 @@ from support.data.shards import (
 )
 from support.data.tokenizer import TOKENIZER_JSON, VOCAB_SIZES
 
-# A shard, a part of a corpus before its split (which earlier versions called "counted"), or what a killed run wrote of it.
-_LEFTOVER = re.compile(r"\.?(?P<prefix>.+)_(train|val|unsplit|counted)_[0-9]{6,12}\.npy(\.partial)?")
+# A shard, a part of a corpus before its split, or what a killed run wrote of it.
+_LEFTOVER = re.compile(r"\.?(?P<prefix>.+)_(train|val|unsplit)_[0-9]{6,12}\.npy(\.partial)?")
 
 
 @dataclass

@@ -33,7 +33,7 @@ from support.data.tokenizer import (
 
 MANIFEST = "manifest.json"
 Setting: TypeAlias = str | int | float | bool | None
-ShardIdentity: TypeAlias = list[str | int | None]  # file name, tokens, SHA-256; without a manifest, that of both ends
+ShardIdentity: TypeAlias = list[str | int]  # file name, tokens, SHA-256; without a manifest, that of both ends
 
 TOKENS_OF_AN_END, ENDS_PREFIX = 2**15, "ends "  # of a shard without a manifest, which is known by its ends
 TOKENS_WITH_A_LINE, LINE_LETTERS = 2**14, 20  # of a text whose beginning is to be continued
@@ -84,13 +84,13 @@ def shard_paths(directory: str | os.PathLike[str], split: str) -> list[Path]:
 class DataIdentity(TypedDict):
     """Which data a run is trained on: file name, tokens and SHA-256 of each shard, and the frozen weights' SHA-256.
 
-    `source` is the manifest's name of the text, for people; older checkpoints lack it.
+    `source` is the manifest's name of the text, for people.
     """
 
     train: list[ShardIdentity]
     val: list[ShardIdentity]
     base: str | None
-    source: NotRequired[str | None]
+    source: str | None
 
 
 @dataclass(frozen=True)
@@ -174,9 +174,8 @@ def load_manifest(directory: str | os.PathLike[str]) -> Manifest | None:
         return None
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        # Earlier versions called the parts of a corpus before its split `counted`.
-        manifest["unsplit"] = manifest.pop("counted", manifest.get("unsplit", []))
-        manifest["unsplit_complete"] = manifest.pop("all_counted", manifest.get("unsplit_complete", False))
+        manifest.setdefault("unsplit", [])
+        manifest.setdefault("unsplit_complete", False)
         for entry in (*manifest["shards"], *manifest["unsplit"]):
             cursor, skip = json.loads(entry.get("end", "[null, 0]"))
             if Path(entry["file"]).name != entry["file"] or not isinstance(cursor, list | None):
@@ -382,7 +381,7 @@ def find_difference(before: list[ShardIdentity], now: list[ShardIdentity], folde
         checksum = has[2]
         if str(had[2]).startswith(ENDS_PREFIX):  # there was no manifest; now there may be one
             checksum = _sha256_of_ends(load_shard(Path(folder) / str(has[0])))
-        if had[:2] != has[:2] or had[2] not in (None, checksum):  # older checkpoints have no checksum
+        if had[:2] != has[:2] or had[2] != checksum:
             return f"{had[0]} differs"
     return f"{len(now)} instead of {len(before)}" if len(before) != len(now) else None
 

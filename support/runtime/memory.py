@@ -98,9 +98,9 @@ def optimizer_bytes(config: RunOptions, trained: int) -> int:
     return 8 * trained - (4 * block_parameters(config) if config.optimizer == "muon" else 0)
 
 
-def checkpoint_bytes(config: RunOptions, trained: int) -> int:
-    """Weights that are trained, and the optimizer's state."""
-    return 4 * trained + optimizer_bytes(config, trained)
+def checkpoint_bytes(config: RunOptions, parameters: int, trained: int) -> int:
+    """All weights, and the optimizer's state of those that are trained."""
+    return 4 * parameters + optimizer_bytes(config, trained)
 
 
 def training_memory(

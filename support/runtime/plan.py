@@ -166,7 +166,7 @@ def report(config: RunOptions, sizes: Sizes, flops_per_token: int) -> Iterator[s
     gpu_hours = gpus * seconds / 3600
     cost = "" if config.price is None else f", {gpu_hours * config.price:,.2f} at {config.price:g} per GPU-hour"
     yield f"cost     {gpu_hours:,.1f} GPU-hours{cost}"
-    checkpoint_bytes = memory.checkpoint_bytes(config, sizes.trained)
+    checkpoint_bytes = memory.checkpoint_bytes(config, sizes.parameters, sizes.trained)
     yield f"disk     {format_bytes(2 * tokens)} of tokens are read, {format_bytes(checkpoint_bytes)} per checkpoint"
     for layout in layouts:
         if gpus > 1 and layout.recompute == config.recompute and largest_micro_batch(layout, sizes):
