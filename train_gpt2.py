@@ -5,7 +5,7 @@
     python train_gpt2.py                                    # GPT-2 124M, one GPU
     torchrun --standalone --nproc_per_node=8 train_gpt2.py  # the same on 8 GPUs
     python train_gpt2.py --resume                           # continue in --out
-    python train_gpt2.py --fork log/model_05000 --out new   # another run from there
+    python train_gpt2.py --fork log/model_05000 --out new   # a new run from there
 
 fineweb.py makes the shards. The defaults are the recipe of GPT-2 124M on 10 billion tokens.
 """

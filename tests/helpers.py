@@ -120,17 +120,21 @@ def run_to_the_end(*flags: object, cwd: Path, **options: object) -> None:
 
 
 def stop_before(step: int, rank: int) -> None:
-    """For `start_run`: sends SIGTERM in the step before this one, so that the run saves there and ends."""
+    """For `start_run`: a SIGTERM makes the run save at this step and end."""
     import signal
 
     import train_gpt2
 
     real = train_gpt2.train_step
 
-    def train_step(model, state, *args):
-        if state.step == step - 1:
+    def train_step(model, state, loader, *args):
+        alone = loader.dist.world_size == 1  # stops at once; several ranks at the end of the step
+        if state.step == step - 1 and not alone:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(model, state, *args)
+        result = real(model, state, loader, *args)
+        if state.step == step - 1 and alone:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
 
     train_gpt2.train_step = train_step
 

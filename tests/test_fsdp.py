@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from functools import partial
 
 import pytest
 import torch
-from helpers import losses, on_ranks, run_to_the_end
+from helpers import finish_run, losses, on_ranks, run_to_the_end, start_run, stop_before
 from torch.nn.parallel import DistributedDataParallel
 from training import TINY, assert_same_run, trained, trainer_file
 
@@ -141,16 +142,23 @@ def assert_same_losses(out, expected):
     assert val[-1] < val[0]
 
 
+def bad_loss_at_step_6_and_stop(step, rank):
+    bad_loss_at_step_6_on_the_last_rank(rank)
+    stop_before(step if step < 20 else 99, rank)
+
+
 @pytest.mark.slow
 def test_a_run_that_moves_between_layouts_is_that_of_one_process(byte_shards, tmp_path):
     """With both optimizers (Muon leaves the embeddings to AdamW), accumulation, clipping, and a step that is skipped."""
     flags = ["--data", byte_shards, "--shuffle", "--batch-size", 2, "--checkpoint-every", 4, "--val-every", 4]
     flags += ["--optimizer", "muon", "--max-lr", 1e-2, "--grad-clip", 0.5]
-    options = dict(cwd=tmp_path, sabotage=bad_loss_at_step_6_on_the_last_rank)
-    run_to_the_end(*flags, "--out", "straight", "--max-steps", 20, **options)
+    flags += ["--max-steps", 20]
+    run_to_the_end(*flags, "--out", "straight", cwd=tmp_path, sabotage=bad_loss_at_step_6_on_the_last_rank)
     for i, (world_size, parallel) in enumerate([(1, "ddp"), (4, "fsdp"), (2, "ddp"), (2, "fsdp"), (1, "fsdp")]):
-        ends = ["--max-steps", 4 * (i + 1), "--decay-steps", 20, "--resume", "auto"]
-        run_to_the_end(*flags, *ends, "--out", "moved", "--parallel", parallel, world_size=world_size, **options)
+        again = [*flags, "--out", "moved", "--resume", "auto", "--parallel", parallel]
+        sabotage = partial(bad_loss_at_step_6_and_stop, 4 * (i + 1))
+        codes = finish_run(start_run(*again, cwd=tmp_path, world_size=world_size, sabotage=sabotage))
+        assert codes == [143 if i < 4 else 0] * world_size
     straight, moved = tmp_path / "straight", tmp_path / "moved"
     assert_same_losses(moved, straight)
     names = sorted(path.name for path in (straight / "model_00020").iterdir())

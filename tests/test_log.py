@@ -7,7 +7,7 @@ import math
 import pytest
 from shard_helpers import file_size_limit
 
-from support.console.log import RunLog, read_log, seconds_trained
+from support.console.log import RunLog, read_log
 
 COMPLETE = """\
 0 val 10.8249
@@ -55,7 +55,6 @@ def test_a_log_has_a_line_for_each_value_and_is_read_by_name_and_step(tmp_path):
     with open(path, "ab") as file:
         file.write(b"\nmine\n\0\0\0\n3 train\n3 train 1.0 \n-3 train 1.0\n3 train 0x1\n\xff\n3 train 1.5")  # cut off
     assert read_log(path) == expected
-    assert seconds_trained(tmp_path, 2) == 2.065 and seconds_trained(tmp_path / "none", 2) == 0
     assert read_log(tmp_path / "nothing")["val"] == {}
 
 
@@ -71,8 +70,13 @@ def test_a_resumed_log_is_that_of_a_run_without_interruption(tmp_path, first_ste
     write(log, WRITTEN[written:])
     assert path.read_text() == COMPLETE
     assert RunLog(path, 2, ["hella"]).kept == {"hella": 0.25} and "2 val" not in path.read_text()
+    fork = tmp_path / "fork.txt"
+    write(RunLog(fork, 1, source=path), WRITTEN[2:])  # continues the log of another run
+    assert fork.read_text() == COMPLETE
+    RunLog(fork).close()  # a new run
+    assert fork.read_text() == ""
     RunLog(None, 4).write(4, {"train": 1.0})
-    assert [p.name for p in tmp_path.iterdir()] == ["log.txt"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["fork.txt", "log.txt"]
 
 
 def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path, capsys):

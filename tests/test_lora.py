@@ -7,12 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import TINY_TRAINING_FLAGS, losses, run_to_the_end
+from helpers import TINY_TRAINING_FLAGS, finish_run, losses, run_to_the_end, start_run, stop_before
 from safetensors.torch import load_file, save_file
 from training import ONE_PROCESS, configure, resumed, trained
 
@@ -103,7 +104,7 @@ def test_it_has_the_bits_of_peft(tuned, tmp_path):
 @pytest.mark.slow
 def test_it_has_them_under_fsdp(base, byte_shards, tmp_path):
     flags = flags_with_lora(byte_shards, base, tmp_path / "run", "--parallel", "fsdp")
-    run_to_the_end(*flags, cwd=tmp_path, world_size=2, tiny=False)
+    run_to_the_end(*flags, cwd=tmp_path, world_size=2, defaults=TINY_TRAINING_FLAGS)
     assert_merged_as_peft_does(tmp_path / "run" / "model_00012")
 
 
@@ -125,12 +126,13 @@ def test_the_base_model_is_not_trained(tuned, base):
 def test_a_resumed_run_is_the_uninterrupted_run_wherever_its_base_model_is(tuned, base, byte_shards, tmp_path):
     """But neither the base model nor its context may change."""
     first, run = Path(shutil.copytree(base, tmp_path / "first")), tmp_path / "run"
-    flags = ["--max-lr", 0.01, "--max-steps", 4, "--decay-steps", 12]
-    train(config_with_lora(byte_shards, first, run, *flags), ONE_PROCESS)
-    resume = ["--resume", "--out", str(run), "--max-steps", "12"]
+    flags = flags_with_lora(byte_shards, first, run, "--max-lr", 0.01)
+    stop = partial(stop_before, 4)
+    assert finish_run(start_run(*flags, cwd=tmp_path, sabotage=stop, defaults=TINY_TRAINING_FLAGS)) == [143]
+    resume = ["--resume", "--out", str(run)]
     assert configure([*resume, "--lora-rank", "4", "--lora-alpha", "8"])[0].lora_rank == 4
     for change in (["--lora-rank", "5"], ["--block-size", "8"]):
-        with pytest.raises(UserError, match=f"^{change[0]} is {change[1]}, but the run in .* has .*. Leave it out.$"):
+        with pytest.raises(UserError, match=f"^{change[0]} is {change[1]}, but the run in .* has .*. Leave it out."):
             configure([*resume, *change])
     moved = first.rename(tmp_path / "moved")
     with pytest.raises(UserError, match="first does not exist.* use --init-from."):
@@ -139,7 +141,7 @@ def test_a_resumed_run_is_the_uninterrupted_run_wherever_its_base_model_is(tuned
     config, checkpoint = configure([*resume, "--init-from", str(run / "model_00004")])
     with pytest.raises(UserError, match="the weights of --init-from are not those"):
         train(config, ONE_PROCESS, checkpoint)
-    resumed(run, "--init-from", moved, "--max-steps", 12)
+    resumed(run, "--init-from", moved)
     assert losses(run / "log.txt") == losses(tuned.checkpoint.parent / "log.txt")
     for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
         assert (run / "model_00012" / name).read_bytes() == (tuned.checkpoint / name).read_bytes()

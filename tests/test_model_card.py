@@ -34,10 +34,10 @@ def run(byte_shards, tmp_path_factory):
     """A run with two checkpoints, of which the first is written when the log is past it."""
     out, write = tmp_path_factory.mktemp("card") / "log", manager.write_checkpoint
 
-    def write_late(directory, write_files, *args):
+    def write_late(directory, write_files, **facts):
         if directory.name == "model_00004":
             assert wait_for(lambda: steps_done(out) >= 7)
-        write(directory, write_files, *args)
+        write(directory, write_files, **facts)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manager, "write_checkpoint", write_late)

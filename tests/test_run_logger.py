@@ -10,8 +10,8 @@ import pytest
 import torch
 from training import TINY, run_info
 
-from support.console import progress, run_logger
-from support.console.log import RunLog
+from support.checkpoints.state import TrainState
+from support.console import run_logger
 from support.console.run_logger import RunLogger
 from support.runtime import devices
 from train_gpt2 import GPT
@@ -23,6 +23,10 @@ FLOPS_PER_TOKEN = 6 * (257 * 32 + 63 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 3
 def lines() -> list[str]:
     """What is printed."""
     return []
+
+
+def state_at(step: int) -> TrainState:
+    return TrainState(None, None, None, step=step)
 
 
 def logger_of(
@@ -38,7 +42,8 @@ def logger_of(
         all_reduce_min=int,
     )  # fmt: skip
     checkpoint = SimpleNamespace(step=first_step, path=out, config={}) if first_step else None
-    logger = RunLogger(run_info("--out", out, "--max-steps", max_steps, checkpoint=checkpoint), dist)
+    run = run_info("--out", out, "--max-steps", max_steps, checkpoint=checkpoint)
+    logger = RunLogger(run, dist, state_at(first_step))
     lines.clear()
     return logger
 
@@ -50,9 +55,9 @@ def test_mfu_counts_all_gpus_and_time_counts_from_the_resume(tmp_path, monkeypat
     logger = logger_of(
         tmp_path, lines, monkeypatch, max_steps=300, started=0.0, clock=[20.0, 30.0], first_step=100, world_size=2
     )
-    logger.step(100, 1.0, 1e-3, 1.0, 0.5, None)
+    logger.step(state_at(100), 1.0, 1e-3, 1.0, 0.5, None)
     assert lines[0].endswith(f"| mfu: {256 / 0.5 * FLOPS_PER_TOKEN / 2e9:.1%}")
-    logger.step(150, 1.0, 1e-3, 1.0, 0.5, None)
+    logger.step(state_at(150), 1.0, 1e-3, 1.0, 0.5, None)
     assert lines[-1] == (
         "note    38,656 of 76,800 tokens; 0:00:30 elapsed since the resume, ETA 0:00:30"  # 149 at 0.2 s
     )
@@ -60,20 +65,7 @@ def test_mfu_counts_all_gpus_and_time_counts_from_the_resume(tmp_path, monkeypat
 
 def test_a_skipped_step_is_explained_below_its_line(tmp_path, monkeypatch, lines):
     logger = logger_of(tmp_path, lines, monkeypatch, max_steps=9, started=0.0, clock=[1.0])
-    logger.step(0, float("nan"), 1e-3, 1.0, 0.5, "skipped: the loss or the gradient is not finite")
+    logger.step(state_at(0), float("nan"), 1e-3, 1.0, 0.5, "skipped: the loss or the gradient is not finite")
     assert lines[0].startswith("step     0 | loss: nan | ")
     assert lines[1] == "step     0 | skipped: the loss or the gradient is not finite"
     assert (tmp_path / "log.txt").read_text() == "0 train nan\n0 lr 0.001\n0 norm 1\n0 seconds 0.5\n"
-
-
-def test_the_end_says_why_a_run_took_other_than_its_minutes(tmp_path, monkeypatch):
-    """By hand: steps of 0.1 s up to step 80, where their number was fixed, and of 0.15 s afterwards."""
-    log = RunLog(tmp_path / "log.txt")
-    for step in range(100):
-        log.write(step, {"seconds": 0.1 if step < 80 else 0.15})
-    log.close()
-    monkeypatch.setattr(progress, "seconds_for_process", lambda run: 60.0)
-    run = SimpleNamespace(config=SimpleNamespace(out=tmp_path, cooldown_start=80, max_steps=100))
-    assert progress.why_late(run, 62.0) is None
-    reason = progress.why_late(run, 90.0)
-    assert "step 80," in reason and "1.50 times" in reason

@@ -71,11 +71,11 @@ def test_each_start_appends_a_line_and_changes_none(byte_shards, tmp_path, monke
     trained(tmp_path, "--data", byte_shards, "--max-steps", 2)
     first = path.read_bytes()
     monkeypatch.setattr(platform, "python_version", lambda: "9.9")
-    resumed(tmp_path, "--max-steps", 3, "--keep", 2)
+    resumed(tmp_path, "--keep", 2)
     assert path.read_bytes().startswith(first) and path.read_bytes().count(b"\n") == 2
     before, after = read_starts(tmp_path)
     assert (before["first_step"], after["first_step"]) == (0, 2) and after["versions"]["python"] == "9.9"
-    changed = {"max_steps": 3, "keep": 2, "resume": "newest"}
+    changed = {"keep": 2, "resume": "newest"}
     assert after["flags"] == before["flags"] | changed and after["data"] == before["data"]
 
 

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file
-from training import trained, trainer_file
+from training import config_of, trained, trainer_file
 
 from support.checkpoints.state import Checkpoint, TrainState
 from support.cli import UserError
@@ -40,7 +40,8 @@ def test_a_checkpoint_opens_in_huggingface(directory):
 def test_checkpoints_hold_plain_data_and_their_own_checksums(directory):
     state = trainer_file(directory)
     assert (state["step"], state["config"]["n_embd"]) == (3, 32)
-    assert state.keys() == {"step", "bad_steps", "overflows", "config", "data", "parameters", "optimizer", "scaler"}
+    assert {*state} == {*"step progress seconds bad_steps overflows config data parameters optimizer scaler".split()}
+    assert state["progress"] == 1.0 and state["seconds"] > 0
     listed = json.loads((directory / "checkpoint.json").read_text())["files"]
     assert sorted([*listed, "checkpoint.json", "README.md"]) == sorted(os.listdir(directory))
     names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "trainer.pt"}
@@ -82,8 +83,10 @@ def content():
     state.model(torch.ones(1, 2)).sum().backward()
     state.optimizer.step()
     state.record(1.0, float("inf"))
-    state.step += 1
-    content = state.trainer_file({"seed": 1}, {"train": [["a", 1, "1234"]], "val": [], "base": None, "source": None})
+    state.advance(0.25, 8.0)
+    content = state.trainer_file(
+        {"seed": 1, "optimizer": "adamw"}, {"train": [["a", 1, "1234"]], "val": [], "base": None, "source": None}
+    )
     state.optimizer.step()
     return content
 
@@ -93,7 +96,7 @@ def restored(content, folder) -> TrainState:
     folder.mkdir(exist_ok=True)
     torch.save(content, folder / "trainer.pt")
     state = new_state(scale=2.0)
-    state.restore(Checkpoint.open(folder))
+    state.restore(Checkpoint.open(folder), config_of())
     return state
 
 
@@ -103,6 +106,7 @@ def test_a_saved_state_is_restored(content, tmp_path):
     content["scaler"]["growth_factor"] = "not read"
     state, expected = restored(content, tmp_path), new_state(scale=8.0)
     assert (state.step, state.bad_steps, state.overflows) == (1, 0, 1)
+    assert (state.progress, state.last_progress, state.seconds) == (0.25, 0.25, 8.0)  # so nothing is passed again
     assert state.scaler.state_dict() == expected.scaler.state_dict()
     assert state.optimizer.param_groups[0]["betas"] == expected.optimizer.param_groups[0]["betas"]
     saved = content["optimizer"]["state"]

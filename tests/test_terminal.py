@@ -22,6 +22,7 @@ from test_signals import signalled_in_forward
 from training import ONE_PROCESS, run_info, trained
 
 from benchmarks.bench_chaos import log_without_seconds
+from support.checkpoints.state import TrainState
 from support.console import run_logger, terminal
 from support.console.progress import print_summary
 from support.console.run_logger import RunLogger
@@ -96,9 +97,9 @@ def with_a_warning(rank: int) -> None:
     on_a_terminal(rank)
     real = RunLogger.step
 
-    def step(self, number, *figures):
-        real(self, number, *figures)
-        if number == 7:
+    def step(self, state, *figures):
+        real(self, state, *figures)
+        if state.step == 7:
             print("warning:", "from a library", file=sys.stderr)
 
     RunLogger.step = step
@@ -167,7 +168,8 @@ def test_the_summary_agrees_with_the_log(tmp_path, capsys):
     (out / "log.txt").write_text("0 val 5.0000\n3 val 3.0000\n6 val 4.0000\n")
     run = run_info("--out", out, "--max-steps", 6)
     run.data.__dict__["bytes_per_token"] = 2.0
-    print_summary(run, ONE_PROCESS, {}, ["a\nb\x1b[2Jc", "another"])
+    state = TrainState(None, None, None, step=6)
+    print_summary(run, ONE_PROCESS, state, {}, None, ["a\nb\x1b[2Jc", "another"])
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"done    6 steps, 1,536 tokens; \d+:\d\d:\d\d elapsed", lines[1])
     assert lines[2:] == [
@@ -178,20 +180,18 @@ def test_the_summary_agrees_with_the_log(tmp_path, capsys):
         f"next    python sample.py --model '{out}/model_00006'",
     ]
     (out / "log.txt").write_text("0 val 5.0000\n6 val 4.0000\n")
-    print_summary(dataclasses.replace(run, resumed_from=SimpleNamespace(step=2)), ONE_PROCESS, {}, [])
+    checkpoint = SimpleNamespace(step=2, seconds=60.0)
+    resumed = dataclasses.replace(run, checkpoint=checkpoint)
+    print_summary(resumed, ONE_PROCESS, state, {}, out / "model_00004", [])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].endswith(" elapsed since step 2")
-    assert [line.split()[0] for line in lines[2:]] == ["best", "saved", "next"]
-    print_summary(
-        run_info("--out", out, "--max-steps", 6, "--checkpoint-every", 0, "--val-every", 0), ONE_PROCESS, {}, []
-    )
-    assert "saved" not in capsys.readouterr().out  # that checkpoint belongs to the run before
-    for decay_steps in (6, 5):
-        run = run_info("--out", out, "--max-steps", 6, "--schedule", "wsd", "--decay-steps", decay_steps)
-        (out / f"model_{run.config.cooldown_start:05d}").mkdir(exist_ok=True)
-        print_summary(run, ONE_PROCESS, {}, [])
-        # a run with steps after its cooldown does not go back before it
-        assert ("\nlonger  " in capsys.readouterr().out) == (decay_steps == 6)
+    assert [line.split()[0] for line in lines[2:]] == ["best", "saved", "next", "longer"]
+    command = f"python train_gpt2.py --fork '{out}/model_00004' --out '{out}_longer'"
+    assert lines[-1] == f"longer  {command} --max-steps 12"
+    timed = dataclasses.replace(resumed, config=dataclasses.replace(run.config, minutes=3.0))
+    print_summary(timed, ONE_PROCESS, state, {}, out / "model_00004", [])
+    lines = capsys.readouterr().out.splitlines()
+    assert " of 0:02:00 elapsed" in lines[1] and lines[-1] == f"longer  {command} --minutes 6"
 
 
 @pytest.mark.parametrize("term, no_color, is_styled", [("xterm", "", True), ("xterm", "1", False), ("dumb", "", False)])

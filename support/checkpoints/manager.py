@@ -90,12 +90,12 @@ class CheckpointManager:
             card = model_card(run, step, self._logged("val"), self._logged("hella"))
             (directory / MODEL_CARD).write_text(card, encoding="utf-8", newline="\n")
 
-        self.start(step, run.config.is_before_cooldown(train_state), write_files)
+        self.start(step, write_files, run.config.is_before_cooldown(train_state))
 
-    def start(self, step: int, before_cooldown: bool, write_files: Callable[[Path], None]) -> None:
+    def start(self, step: int, write_files: Callable[[Path], None], before_cooldown: bool = False) -> None:
         """Starts to write the checkpoint of `step`, with the files of `write_files(folder)`."""
         self.wait()
-        args = step, before_cooldown, write_files
+        args = step, write_files, before_cooldown
         self._thread = threading.Thread(target=self._write, args=args, name=f"checkpoint {step}")
         self._thread.start()
 
@@ -152,7 +152,7 @@ class CheckpointManager:
         if kind is None and self.stop.failure:
             raise self.stop.failure
 
-    def _write(self, step: int, before_cooldown: bool, write_files: Callable[[Path], None]) -> None:
+    def _write(self, step: int, write_files: Callable[[Path], None], before_cooldown: bool) -> None:
         directory = checkpoint_path(self.out, step)
         try:
             write_checkpoint(directory, write_files, before_cooldown=before_cooldown, val=self._logged("val").get(step))
