@@ -39,7 +39,7 @@ TINY_FLAGS = (
     "--n-layer 1 --n-head 2 --n-embd 8 --block-size 16 --total-batch-size 64 --batch-size 4 --warmup-steps 1 "
     "--val-every 2 --val-tokens 64 --sample-every 0 --checkpoint-every 2 --device cpu --dtype fp32"
 ).split()
-RESUME_FLAGS = "--resume --max-steps 6 --device cpu --out".split()
+RESUME_FLAGS = "--resume --device cpu --out".split()
 SHARD_FLAGS = "--output shards --tokenizer bytes --shard-size 1000 --workers 1 --input text".split()
 BPE_FLAGS = [*SHARD_FLAGS, *"--tokenizer bpe --vocab-size 320".split()]
 
@@ -249,6 +249,7 @@ def use_checkpoint(rng: random.Random, run: str) -> Command:
     start = [*TINY_FLAGS[8:], "--data", data, "--out", "new", "--max-steps", "2", "--init-from", checkpoint]
     commands = [
         ("train_gpt2", [*RESUME_FLAGS, run]),
+        ("train_gpt2", ["--fork", checkpoint, *"--out new --max-steps 8 --device cpu".split()]),
         ("train_gpt2", start),
         ("sample", f"--model {checkpoint} -d cpu --max-new-tokens 4".split()),
         ("hellaswag", f"-m {checkpoint} --data items.jsonl -d cpu".split()),
@@ -333,11 +334,13 @@ def make_fixtures(folder: Path) -> None:
     manifest = json.loads(Path("partial/manifest.json").read_text())
     manifest |= {"complete": False, "shards": manifest["shards"][:-3], "unsplit": [], "unsplit_complete": False}
     Path("partial/manifest.json").write_text(json.dumps(manifest))
-    train = [*TINY_FLAGS, "--data", "data", "--max-steps", "4"]
+    train = [*TINY_FLAGS, "--data", "data", "--max-steps", "6"]
     call(train_gpt2, [*train, "--out", "run"])
     call(train_gpt2, [*train, "--out", "bpe", "--data", "bpe_data"])
     shutil.copytree("run/model_00004", "base")
     call(train_gpt2, [*train[8:], "--out", "lora", "--init-from", "base", "--lora-rank", "2"])
+    for run in ("run", "bpe", "lora"):
+        shutil.rmtree(f"{run}/model_00006")  # as if they had been killed before that
     train_gpt2.GPT(train_gpt2.GPTConfig(16, 50257, 1, 2, 8)).save_pretrained("gpt2")
 
 

@@ -5,8 +5,8 @@
     python benchmarks/bench_chaos.py --scenarios train --faults 5    # one scenario, once
 
 Each scenario is one command: fineweb.py with two workers, or train_gpt2.py with checkpoints and validation, in one
-process, in two under torchrun, or in two that torchrun restarts, with DDP or FSDP. Whenever it has exited, it is started
-again. It suffers one fault after the other: SIGKILL, SIGTERM or SIGSTOP of one of its processes, a full disk, a folder
+process, in two under torchrun, or in two that torchrun restarts, with DDP or FSDP, or as a fork of a shorter run. Whenever it
+has exited, it is started again. It suffers one fault after the other: SIGKILL, SIGTERM or SIGSTOP of one of its processes, a full disk, a folder
 without permission, a corrupt file, a console that nobody reads.
 After each one, within a minute and a half, all processes must have exited, with a documented exit code, or make progress
 again; there must be no traceback, and nothing incomplete under a final name. At the end, the log, the weights and the
@@ -68,7 +68,7 @@ os.fsync = fsync
 TRAINING_FLAGS = (
     "--n-layer 2 --n-head 2 --n-embd 32 --block-size 16 --batch-size 4 --warmup-steps 20 --total-batch-size 256 "
     "--max-lr 3e-3 --shuffle --val-every 10 --val-tokens 512 --sample-every 0 --hellaswag-every 0 --checkpoint-every 4 "
-    "--keep 3 --device cpu --dtype fp32 --resume auto"
+    "--keep 3 --schedule wsd --device cpu --dtype fp32 --resume auto"
 ).split()
 
 
@@ -82,6 +82,7 @@ class Scenario:
     processes: int = 1
     restarts: int = 0  # by torchrun
     parallel: str = "ddp"
+    forks: bool = False  # a shorter run
 
     @property
     def tokenises(self) -> bool:
@@ -94,7 +95,9 @@ SCENARIOS = (
     Scenario("torchrun", 2),
     Scenario("restarts", 2, 3),
     Scenario("fsdp", 2, 3, "fsdp"),
+    Scenario("fork", 2, 3, "fsdp", forks=True),
 )
+SHORTER, BEFORE_COOLDOWN = 40, 24  # steps of the run that is forked, and where
 
 
 # -----------------------------------------------------------------------------
@@ -129,6 +132,8 @@ class Run:
             return script_command("fineweb.py", *flags.split(), "--output", self.out)
         flags = f"--data {folder}/data --max-steps {self.setting.steps} --parallel {self.scenario.parallel}"
         args = [*TRAINING_FLAGS, *flags.split(), "--out", self.out]
+        if self.scenario.forks:
+            args += ["--fork", self.setting.disk / "shorter" / f"model_{BEFORE_COOLDOWN:05d}"]
         return script_command("train_gpt2.py", *args, processes=self.scenario.processes)
 
     def start(self) -> None:
@@ -493,9 +498,12 @@ def run_scenario(
     """Runs a scenario under these faults; the one without, too, if it has not run yet."""
     kind = "tokens" if scenario.tokenises else f"{scenario.parallel}_{scenario.processes}"
     reference = setting.disk / f"reference_{kind}"
+    undisturbed = replace(scenario, restarts=0, forks=False)
     if not reference.exists():
-        Run(setting, replace(scenario, restarts=0), reference).finish()
+        Run(setting, undisturbed, reference).finish()
         print(f"{scenario.name}, without faults", flush=True)
+    if scenario.forks and not (setting.disk / "shorter").exists():
+        Run(replace(setting, steps=SHORTER), undisturbed, setting.disk / "shorter").finish()
     run = Run(setting, scenario, setting.disk / f"{scenario.name}_{number}")
     try:
         for fault in faults:
