@@ -51,11 +51,12 @@ from support.data.download import download as download_file
 from support.data.tokenizer import Tokenizer, tokenizer_of_model
 from support.runtime import devices
 from support.runtime.distributed import Distributed
-from support.runtime.options import RunOptions
 from support.runtime.signals import StopHandler
 
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel
+
+    from train_gpt2 import TrainConfig
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_{split}.jsonl"
 GIT_BLOBS = {  # the SHA-1 by which git names each file's content
@@ -186,7 +187,9 @@ def _clean(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
-def load_examples(config: RunOptions, tokenizer: Tokenizer, notice: Callable[[str], None]) -> list[Example]:
+def load_examples(
+    config: TrainConfig, every: int, tokenizer: Tokenizer, notice: Callable[[str], None]
+) -> list[Example]:
     """The examples that a training run scores: of --hellaswag-data, or of the downloaded validation split.
 
     Returns an empty list, and calls `notice` with the reason, if the tokenizer is not GPT-2's or the download failed.
@@ -197,11 +200,11 @@ def load_examples(config: RunOptions, tokenizer: Tokenizer, notice: Callable[[st
         GPT-2's.
     """
     path, limit, block_size = config.hellaswag_data, config.hellaswag_limit, config.block_size
-    if config.hellaswag_every == 0:
+    if every == 0:
         return []
     if tokenizer.name != "gpt2":
         problem = f"scores are defined on GPT-2 tokens, and {config.data} has {tokenizer.name} tokens"
-        if path is not None or limit is not None or "hellaswag_every" in config.explicit:
+        if path is not None or limit is not None or config.hellaswag_every is not None:
             raise UserError(f"HellaSwag's {problem}. Train with --tokenizer gpt2, or with --hellaswag-every 0.")
         notice(labelled("note", f"HellaSwag is off: its {problem}"))
         return []

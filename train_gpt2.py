@@ -46,7 +46,8 @@ from support.optim.muon import Muon
 from support.runtime import batch_size, budget, devices, fsdp, memory, plan, preflight
 from support.runtime.clock import Clock
 from support.runtime.distributed import ONE_PROCESS, STEP_TIMEOUT, Distributed, report_lost_processes
-from support.runtime.options import MACHINE_FLAGS, RunOptions, check_consistent
+from support.runtime.machine import Machine
+from support.runtime.options import RunOptions, check_consistent
 from support.runtime.run_info import RunInfo
 from support.runtime.signals import StopHandler
 
@@ -170,7 +171,8 @@ class GPT(nn.Module):
             targets: (B, T) ids of the tokens that follow.
 
         Returns:
-            `(logits, None)` with fp32 logits (B, T, V), or `(None, loss)` with the mean cross-entropy in nats.
+            `(logits, None)` with fp32 logits (B, T, V), or `(None, loss)` with the mean cross-entropy in nats: in training
+            all logits at once would not fit into memory.
         """
         x = self.transformer(idx)  # (B, T, C)
         if targets is None:
@@ -434,6 +436,26 @@ class TrainConfig(RunOptions):
             return 1 - min(self.cooldown_fraction, 1 - TIMED_WARMUP)
         return (self.decay_steps - self.cooldown_steps) / self.decay_steps
 
+    def is_over(self, state: TrainState) -> bool:
+        """Whether the run has done its last step, or its time is over."""
+        return state.progress >= 1 if self.minutes else state.step >= self.max_steps
+
+    def is_due(self, every: int | None, state: TrainState) -> bool:
+        """Whether what happens every so many steps (0: never, None: at quarters of --minutes) is due before a step."""
+        if every is None:
+            return any(state.has_passed(n / 4) for n in range(4)) or self.is_over(state)
+        return every > 0 and (state.step % every == 0 or self.is_over(state))
+
+    def is_checkpoint_due(self, state: TrainState) -> bool:
+        """Whether a checkpoint is due before a step: every so often, after the last one, and before a cooldown."""
+        before_cooldown = self.schedule == "wsd" and state.has_passed(self.cooldown_start)
+        return self.is_due(self.checkpoint_every, state) or before_cooldown and self.checkpoint_every != 0
+
+    def is_before_cooldown(self, state: TrainState) -> bool:
+        """Whether no step of a wsd schedule's cooldown has been done: a longer run can start here."""
+        last = state.last_progress if state.last_progress >= 0 else state.progress
+        return self.schedule == "wsd" and last <= self.cooldown_start
+
 
 TIMED_WARMUP = 1 / 30  # of a run of --minutes
 
@@ -463,24 +485,19 @@ def get_lr(step: int, config: TrainConfig, progress: float = 0.0) -> float:
     return config.min_lr + 0.5 * (1.0 + math.cos(math.pi * decayed)) * (config.max_lr - config.min_lr)
 
 
-def resolve(flags: Mapping[str, Any], device: torch.device, world_size: int) -> TrainConfig:
-    """The configuration that the flags specify; what they leave open follows from other flags or from the machine.
+def resolve(flags: Mapping[str, Any]) -> TrainConfig:
+    """The configuration that the flags specify; what they leave open follows from other flags, or is left to the machine.
 
     Raises:
         UserError: their values do not fit each other.
     """
-    on_gpu = device.type == "cuda"
-    flags = {name: value for name, value in flags.items() if name not in MACHINE_FLAGS or value != "auto"}
-    values = MODELS[flags.get("model", "gpt2")] | RECIPES[flags.get("recipe", "gpt2")]
-    values |= {"decay_steps": flags.get("max_steps", TrainConfig.max_steps), **flags}  # flags win
+    defaults = MODELS[flags.get("model", "gpt2")] | RECIPES[flags.get("recipe", "gpt2")]
+    defaults["decay_steps"] = flags.get("max_steps", TrainConfig.max_steps)
+    values = {**defaults, **flags}  # flags win
     values.setdefault("min_lr", values["max_lr"] / (50 if values["schedule"] == "wsd" else 10))
-    values.setdefault("hellaswag_every", 250 if on_gpu or flags.keys() & {"hellaswag_data", "hellaswag_limit"} else 0)
-    values |= {"device": device.type, "dtype": devices.pick_dtype(flags.get("dtype", "auto"), device)}
-    config = TrainConfig(**values, explicit=frozenset(flags))  # a resumed run may choose the others anew
+    config = TrainConfig(**values)
     check_consistent(config)
-    rows = batch_size.rows_per_rank(config.total_batch_size, config.block_size, world_size)
-    B = batch_size.pick_batch_size(flags.get("batch_size"), rows, device.type)
-    return replace(config, batch_size=B, compile=flags.get("compile", on_gpu and presets.is_worth_compiling(config)))
+    return config
 
 
 def new_model(config: TrainConfig, vocab_size: int) -> GPT:
@@ -594,14 +611,20 @@ def train_step(
         scaler.step(optimizer)
         scaler.update()
     else:
-        # Fused AdamW and Muon skip the step if found_inf is 1. They read it on the device, so the host does not wait,
-        # except on MPS, where they do not read it. grad_scale None: the gradients are not scaled.
-        optimizer.grad_scale, optimizer.found_inf = None, 1.0 - finite.float()  # type: ignore[attr-defined]
-        if dist.device.type != "mps" or finite:
-            optimizer.step()
+        step_if_finite(optimizer, finite)
     mean_loss, norm, stop_requests, progress = reduced.tolist()  # the only CPU-GPU sync point of a step
     stop.agree(stop_requests)
     return mean_loss, norm, progress
+
+
+def step_if_finite(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
+    """Applies the gradients if `finite` is true, on the device: the host does not wait for it.
+
+    Fused AdamW and Muon skip a step whose `found_inf` is 1, as GradScaler tells them; on MPS they do not read it.
+    """
+    optimizer.grad_scale, optimizer.found_inf = None, 1.0 - finite.float()  # type: ignore[attr-defined]
+    if finite.device.type != "mps" or finite:
+        optimizer.step()
 
 
 def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None = None) -> TrainState:
@@ -612,37 +635,35 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         SystemExit: a signal ended the run; its state is saved.
     """
     device, rank = dist.device, dist.rank
-    dtype, use_fsdp = devices.DTYPES[config.dtype], config.parallel == "fsdp" and dist.world_size > 1
+    machine = Machine.find(config, device, dist.world_size)  # what the flags leave open: precision, micro-batch, ...
+    dtype, use_fsdp = devices.DTYPES[machine.dtype], config.parallel == "fsdp" and dist.world_size > 1
 
     # What can fail or take long comes first. Local rank 0 runs it before the others, which find what it downloaded.
     with dist.local_rank_zero_first():
-        data = start.check_and_open_data(config, dist, checkpoint)  # for --text and --demo, makes the shards first
+        data = start.check_and_open_data(config, machine, dist, checkpoint)  # --text and --demo make their shards first
         with fsdp.weights_on_rank_zero(use_fsdp, rank):  # the others have it without memory, until ShardedModel
             model = initial_model(config, data.tokenizer, checkpoint)
-        identity = resume.identify_data(
-            data, model, checkpoint, config.fork is not None
-        )  # checksums, which a resumed run must match
-        examples = hellaswag.load_examples(config, data.tokenizer, dist.print0)  # downloads them once
+        identity = resume.identify_data(config, data, model, checkpoint)  # checksums, which a resumed run must match
+        examples = hellaswag.load_examples(config, machine.hellaswag_every, data.tokenizer, dist.print0)
         devices.configure_backends(device, config.tf32, dtype, config.block_size)  # TF32, attention, the allocator
         amp = devices.autocast(device, dtype)  # matrix products in bf16 or fp16; weights, norms and sums in fp32
         memory.recompute_activations(model.transformer.h if config.recompute else [])  # activation checkpointing
         # Evaluations take all weights on each rank: with FSDP an empty copy that full_weights() fills, otherwise model.
         eval_model = fsdp.without_weights(model) if use_fsdp else model.to(device)
-        if config.compile:
-            eval_model = devices.compile(eval_model, device)  # has the weights and the methods of the model in it
-        B = batch_size.largest_batch_size(
-            config, eval_model, dist, amp
-        )  # --batch-size, or what fits (FSDP: an estimate)
+        if machine.compiled:
+            eval_model = devices.compile(eval_model)  # has the weights and the methods of the model in it
+        B = batch_size.largest_batch_size(config, machine, eval_model, dist, amp)  # (FSDP: by an estimate)
 
     # Through torchrun's store, before there is a process group: ranks that differ would hang in a collective.
-    preflight.check_ranks_agree(dist, config, identity, checkpoint.step if checkpoint else 0)
+    preflight.check_ranks_agree(dist, config, machine, identity, checkpoint.step if checkpoint else 0)
     dist.init_process_group(config.out)  # NCCL on GPUs, otherwise gloo
     B = dist.all_reduce_min(B)  # one GPU may have less free memory than another
+    machine = replace(machine, batch_size=B)
     examples = examples if dist.all_reduce_min(len(examples)) else []  # one node may have failed to download them
 
     train_model: nn.Module = eval_model
     if use_fsdp:  # each rank keeps a part of every weight
-        train_model = fsdp.ShardedModel(model, model.transformer.h, device, dtype, devices.is_compiled(eval_model))
+        train_model = fsdp.ShardedModel(model, model.transformer.h, device, dtype, machine.compiled)
     elif dist.world_size > 1:
         # What the trial has compiled is one graph. DDP needs it cut at its buckets, to send gradients during backward.
         torch.compiler.reset()
@@ -656,7 +677,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     loader = train_loader(config, data, B, dist)
     loader.seek(state.step)
     val_loader = DataLoaderLite(data.val, B, config.block_size, data.tokenizer.vocab_size, dist) if data.val else None
-    run = RunInfo(config, data, identity, model, checkpoint, len(examples))
+    run = RunInfo(config, machine, data, identity, model, checkpoint, len(examples))
     folder = run_folder.lock_folder(run, dist)  # from here on, --out is written
     stop = StopHandler(dist.world_size)  # requested: a signal or an error on this rank. agreed: all ranks know and stop
     logger = RunLogger(run, dist, state)  # log.txt, starts.jsonl, curves.png, trackers, and the console
@@ -691,7 +712,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
                 if not complete:
                     break
             finished = config.is_over(state)
-            if config.checkpoint_due(state):
+            if config.is_checkpoint_due(state):
                 checkpoints.save(state, final=finished)
             if finished:
                 break
@@ -728,15 +749,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     cli_flags = parse_flags(TrainConfig, argv, __doc__, ("text", "model", "schedule", "optimizer", "randomness"))
     dist = Distributed.from_environment()
     flags, checkpoint = start.gather_flags(TrainConfig, cli_flags, dist)
-    if flags.get("plan"):
-        flags = {"gpus": dist.world_size} | flags | {"dtype": cli_flags.get("dtype", "auto").replace("auto", "bf16")}
-        config = resolve(flags, torch.device("cuda"), flags["gpus"])
+    config = resolve(flags)
+    if config.plan:
+        config = replace(config, gpus=flags.get("gpus", dist.world_size))
         return plan.print_report(config, lambda vocab_size: new_model(config, vocab_size), dist.rank)
-    dist = dist.with_device(flags.get("device", "auto"))
-    config = resolve(flags, dist.device, dist.world_size)
+    dist = dist.with_device(config.device)
     if config.minutes and not checkpoint:  # times models, to find what suits the time
         flags |= budget.flags_for_minutes(config, cli_flags, dist, lambda **sizes: GPT(GPTConfig(**sizes)))
-        config = resolve(flags, dist.device, dist.world_size)
+        config = resolve(flags)
     exit_code: int | str | None = 0
     try:
         with memory.report_out_of_memory():

@@ -91,7 +91,7 @@ def worker(job: Job) -> dict[str, Any]:
             total_batch_size=B * T * A * dist.world_size, compile="compiled" in job.features, warmup_steps=10,
             dtype="bf16" if "bf16" in job.features else "fp32", max_steps=job.warm_up + job.steps + 1, **job.flags,
         )  # fmt: skip
-        config = train_gpt2.resolve(flags, dist.device, dist.world_size)
+        config = train_gpt2.resolve(flags)
         # needs no vocabulary file
         tokenizer = SimpleNamespace(name="bytes", vocab_size=vocab_size(job.model), eot=0, count_bytes=len)
         train_gpt2.shards.read_tokenizer = lambda data: tokenizer

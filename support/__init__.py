@@ -9,4 +9,4 @@ Each package may import those below it, and never a script:
     files, cli      atomic writes and locks; flags and errors
 """
 
-__version__ = "1.1.0"  # of the project
+__version__ = "2.0.0"  # of the project

@@ -14,8 +14,14 @@ from training import FP32, ONE_PROCESS, assert_same_run, config_of, saved_bytes
 from support.cli import UserError
 from support.runtime import batch_size, devices
 from support.runtime.fsdp import without_weights
+from support.runtime.machine import Machine
 from support.runtime.memory import Sizes, training_memory
 from train_gpt2 import GPT, train
+
+
+def largest(config, model, dist):
+    machine = Machine.find(config, dist.device, dist.world_size)
+    return batch_size.largest_batch_size(config, machine, model, dist, FP32)
 
 
 def two_rows_fit_on_rank_1(rank):
@@ -91,7 +97,7 @@ def test_a_trial_takes_what_a_run_does(tiny_model, set_memory, monkeypatch, rank
 
     monkeypatch.setattr(tiny_model, "forward", spy)
     config = config_of("--batch-size", 8, "--total-batch-size", 8 * 16 * ranks)
-    assert batch_size.largest_batch_size(config, tiny_model, replace(ONE_PROCESS, world_size=ranks), FP32) == 2
+    assert largest(config, tiny_model, replace(ONE_PROCESS, world_size=ranks)) == 2
     tried = [(B, True, has_gradients) for B in (8, 4, 2) for has_gradients in (False, True)]
     assert seen == [*tried, (2, False, True)]
     assert taken == [pytest.approx(spare + copies * parameter_bytes, abs=parameter_bytes / 4)] * 4
@@ -104,7 +110,7 @@ def test_what_clearly_cannot_fit_is_not_tried(tiny_model, set_memory, monkeypatc
     tried, forward = set(), tiny_model.forward
     monkeypatch.setattr(tiny_model, "forward", lambda idx, targets: tried.add(len(idx)) or forward(idx, targets))
     config = config_of("--batch-size", 64, "--total-batch-size", 64 * 16)
-    assert batch_size.largest_batch_size(config, tiny_model, ONE_PROCESS, FP32) == 8
+    assert largest(config, tiny_model, ONE_PROCESS) == 8
     assert tried == {8}
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"memory  about \d\.\d of 1\.9 GiB with 64 rows", lines[0])
@@ -115,11 +121,13 @@ def test_a_sharded_model_is_not_tried_but_estimated(tiny_model, set_memory, caps
     """A trial would take all ranks. Of 4, with the memory that 8 rows take by the formulas, and 2 GiB for NCCL."""
     total, four = 2 * 10**9, replace(ONE_PROCESS, world_size=4)
     config = config_of("--batch-size", 64, "--total-batch-size", 4 * 64 * 16, "--parallel", "fsdp", "--no-compile")
-    set_memory(training_memory(config, Sizes.of(tiny_model), 8, 4, total).total + 2 * 2**30, total)
+    set_memory(
+        training_memory(config, Sizes.of(tiny_model), 8, 4, total, torch.float32, False).total + 2 * 2**30, total
+    )
     model = without_weights(tiny_model)  # on the meta device, where a trial would fail
-    assert batch_size.largest_batch_size(config, model, four, FP32) == 8
+    assert largest(config, model, four) == 8
     with pytest.raises(UserError, match="not even one row"):  # Muon's all-to-all takes more
-        batch_size.largest_batch_size(replace(config, optimizer="muon"), model, four, FP32)
+        largest(replace(config, optimizer="muon"), model, four)
     assert "does not fit into memory; using 8" in capsys.readouterr().out
 
 

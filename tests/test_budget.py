@@ -13,6 +13,7 @@ from training import ONE_PROCESS, config_of, configure
 from support.cli import UserError, parse_flags
 from support.data import presets
 from support.runtime import budget
+from support.runtime.machine import Machine
 from train_gpt2 import GPT, GPTConfig, TrainConfig
 
 
@@ -106,7 +107,8 @@ def test_the_tokens_of_a_model_in_time(fitting, monkeypatch):
     monkeypatch.setattr(budget, "_seconds", lambda work, device: work() or 0.01)
     sizes = dict(n_layer=1, n_head=1, n_embd=16, block_size=64, batch_size=8, vocab_size=257)
     dist = SimpleNamespace(device=torch.device("cpu"), world_size=2)
-    found = budget._tokens_per_second(config_of(), sizes, dist, new_model)
+    machine = Machine.find(config_of(), dist.device, 2)
+    found = budget._tokens_per_second(machine, sizes, dist, new_model)
     assert found == pytest.approx(0.7 / 0.01 * fitting * 64 * 2)
 
 

@@ -16,7 +16,7 @@ from support.checkpoints.start import gather_flags
 from support.cli import parse_flags
 from support.runtime import devices
 from support.runtime.distributed import Distributed
-from support.runtime.options import describe_speed
+from support.runtime.machine import Machine
 from train_gpt2 import DataLoaderLite, TrainConfig, resolve, train
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -103,18 +103,20 @@ def test_what_torch_compile_needs(monkeypatch, tmp_path):
 def test_a_short_run_on_a_gpu_is_not_compiled(flags, compiled, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     flags, _ = gather_flags(TrainConfig, parse_flags(TrainConfig, flags, ""), ONE_PROCESS)
-    assert resolve(flags, CUDA, 1).compile == compiled
+    monkeypatch.setattr(devices, "describe_attention", lambda *args: "flash")
+    monkeypatch.setattr(devices, "why_not_compile", lambda device: None)
+    assert Machine.find(resolve(flags), CUDA, 1).compiled == compiled
 
 
 def test_what_decides_the_speed_is_said(monkeypatch):
     """Whether a run is compiled or why not, and PyTorch's attention."""
-    speed = describe_speed(config_of(), CPU)
-    assert "--compile turns it on" in speed["compiled"] and speed["attention"] == "flash"
-    assert describe_speed(config_of("--compile"), CPU)["compiled"] == "yes"
+    machine = Machine.find(config_of(), CPU, 1)
+    assert (machine.compiled, machine.why_not_compiled, machine.attention) == (False, None, "flash")
+    assert Machine.find(config_of("--compile"), CPU, 1).compiled
     monkeypatch.setattr(devices.shutil, "which", lambda name: None)
     torch.backends.cuda.enable_flash_sdp(False)
-    speed = describe_speed(config_of("--compile"), CPU)
-    assert "C++ compiler" in speed["compiled"] and speed["attention"] == "not fused"
+    machine = Machine.find(config_of("--compile"), CPU, 1)
+    assert not machine.compiled and "C++ compiler" in machine.why_not_compiled and machine.attention == "not fused"
 
 
 def test_the_next_step_is_read_while_this_one_computes(byte_shards, tmp_path, monkeypatch):

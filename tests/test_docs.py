@@ -8,7 +8,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
 from helpers import ROOT
 from torch.distributed.run import get_args_parser
 
@@ -19,6 +18,7 @@ import sample
 import train_gpt2
 from support import __version__
 from support.cli import parse_flags
+from support.runtime.batch_size import rows_per_rank
 
 SCRIPTS = {"fineweb.py": fineweb, "hellaswag.py": hellaswag, "sample.py": sample, "compare.py": compare}
 README = ROOT / "README.md"
@@ -82,7 +82,8 @@ def parse_with_script(script: str, args: list[str], world_size: int = 1) -> None
     if script == "train_gpt2.py":
         flags = parse_flags(train_gpt2.TrainConfig, args, "")
         if not flags.keys() & {"text", "demo", "resume", "init_from"}:  # these read files
-            train_gpt2.resolve({"dtype": "bf16", **flags}, torch.device("cuda"), world_size)
+            config = train_gpt2.resolve(flags)
+            rows_per_rank(config.total_batch_size, config.block_size, world_size)
     elif script in SCRIPTS:
         SCRIPTS[script].parse_arguments(args)
     else:
@@ -183,9 +184,8 @@ def test_named_files_exist():
     assert {page.name for page in (ROOT / "docs").glob("*.md")} <= linked
 
 
-def test_the_readme_is_short_and_its_counts_are_right():
+def test_the_counts_of_the_readme_are_right():
     text = README.read_text()
-    assert len(text.splitlines()) <= 110
     [script, support] = re.findall(r"\| (\d+), and about ([\d,]+) in `support/` \|", text)[0]
     assert int(script) == pytest.approx(len((ROOT / "train_gpt2.py").read_text().splitlines()), abs=10)
     lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "support").rglob("*.py"))

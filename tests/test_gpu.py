@@ -58,7 +58,7 @@ def exact_products() -> Iterator[None]:
 
 def config_on_gpu(data: Path, out: Path, *flags: object) -> TrainConfig:
     given = parse_flags(TrainConfig, [*TINY_FLAGS, *map(str, ["--data", data, "--out", out, *flags])], "")
-    return resolve(given | {"device": DEVICE.type}, DEVICE, 1)
+    return resolve(given | {"device": DEVICE.type})
 
 
 def random_tokens(rows: int, config: GPTConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -207,7 +207,7 @@ def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(byte_shards, tmp_
     train(config_on_gpu(byte_shards, out, *flags, "--max-steps", 7, "--decay-steps", 12), gpu)
     resume = parse_flags(TrainConfig, ["--resume", "--out", str(out), "--max-steps", "12"], "")
     given, checkpoint = gather_flags(TrainConfig, resume, gpu)
-    train(resolve(given | {"device": DEVICE.type}, DEVICE, 1), gpu, checkpoint)
+    train(resolve(given | {"device": DEVICE.type}), gpu, checkpoint)
     resumed, straight = (np.array(losses(folder / "log.txt")) for folder in (out, tmp_path / "straight"))
     assert len(resumed) == 12 and np.abs(resumed - straight).max() < 1e-3
     assert trainer_file(out / "model_00012")["step"] == 12
@@ -292,14 +292,14 @@ def test_a_micro_batch_that_does_not_fit_is_made_smaller(tmp_path, gpu, capsys):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_the_estimate_of_memory_holds(gpu, compiled):
     """For 16 rows of GPT-2 124M: what is allocated is not more, and not much less."""
-    config = TrainConfig(batch_size=16, compile=compiled)
+    config = TrainConfig(batch_size=16)
     devices.free_memory(DEVICE)
     before = torch.cuda.memory_allocated()
     model = GPT(GPTConfig()).to(DEVICE)
     torch.compiler.reset()
     model_or_compiled = torch.compile(model, dynamic=False) if compiled else model
     total = devices.free_and_total_memory(DEVICE)[1]
-    estimate = training_memory(config, Sizes.of(model_or_compiled), 16, 1, total)
+    estimate = training_memory(config, Sizes.of(model_or_compiled), 16, 1, total, torch.bfloat16, compiled)
     torch.cuda.reset_peak_memory_stats()
     batch_size._try_batch_size(config, 16, model_or_compiled, gpu, devices.autocast(DEVICE, torch.bfloat16))
     taken = torch.cuda.max_memory_allocated() - before - batch_size.SPARE_BYTES

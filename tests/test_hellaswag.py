@@ -377,9 +377,9 @@ def test_training_scores_items_with_labels_and_notes_which_are_cut(tmp_path):
     labelled, unlabelled = write_items(tmp_path / "a.jsonl"), write_items(tmp_path / "b.jsonl", None)
     tokenizer, flags, notices = get_tokenizer("gpt2"), ["--hellaswag-every", 1, "--hellaswag-data"], []
     with pytest.raises(UserError, match="no labels, so there is nothing to score"):
-        hellaswag.load_examples(config_of(*flags, unlabelled), tokenizer, print)
+        hellaswag.load_examples(config_of(*flags, unlabelled), 1, tokenizer, print)
     limited = config_of(*flags, labelled, "--hellaswag-limit", 2, "--block-size", 4)
-    assert len(hellaswag.load_examples(limited, tokenizer, notices.append)) == 2
+    assert len(hellaswag.load_examples(limited, 1, tokenizer, notices.append)) == 2
     assert "8 endings with their contexts are longer than 4 tokens" in " ".join(notices[0].split())
 
 

@@ -16,12 +16,22 @@ from training import ONE_PROCESS, saved_bytes
 from support.checkpoints import huggingface, lora
 from support.cli import UserError
 from support.runtime import devices, fsdp, memory
+from support.runtime.machine import Machine
 from support.runtime.memory import Sizes, training_memory
 from train_gpt2 import GPT, MODELS, GPTConfig, TrainConfig, new_model
 
 GPU = replace(ONE_PROCESS, device=torch.device("cuda"))
 # Small, and with activations that are most of the memory.
-SMALL = TrainConfig(n_layer=4, n_head=2, n_embd=128, block_size=128, batch_size=8, total_batch_size=2 * 8 * 128)
+SMALL = TrainConfig(
+    dtype="bf16",
+    device="cpu",
+    n_layer=4,
+    n_head=2,
+    n_embd=128,
+    block_size=128,
+    batch_size=8,
+    total_batch_size=2 * 8 * 128,
+)
 DTYPES = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 
 
@@ -62,7 +72,7 @@ def test_every_way_to_run_out_of_memory_is_one_line(error):
 
 
 def planned(config, model, B):
-    return training_memory(config, Sizes.of(model), B, 1, None)
+    return training_memory(config, Sizes.of(model), B, 1, None, devices.DTYPES[config.dtype], False)
 
 
 @pytest.mark.parametrize(
@@ -107,11 +117,12 @@ def test_ddp_keeps_everything_and_fsdp_a_part():
         sizes = Sizes.of(new_model(config, 50257))
     N, gpu = sizes.parameters, 80 * 10**9
     assert N == 1_557_611_200 + 47 * 1600
-    one, ddp = (training_memory(config, sizes, 8, ranks, gpu) for ranks in (1, 8))
+    in_bf16 = dict(dtype=torch.bfloat16, compiled=True)
+    one, ddp = (training_memory(config, sizes, 8, ranks, gpu, **in_bf16) for ranks in (1, 8))
     assert one.state == ddp.state == 16 * N and ddp.buffers - one.buffers == 4 * N
     sharded = replace(config, parallel="fsdp")
-    assert training_memory(sharded, sizes, 8, 8, gpu).state == 2 * N
-    assert training_memory(sharded, sizes, 4, 8, gpu).state == 2 * N + 4 * N
+    assert training_memory(sharded, sizes, 8, 8, gpu, **in_bf16).state == 2 * N
+    assert training_memory(sharded, sizes, 4, 8, gpu, **in_bf16).state == 2 * N + 4 * N
     assert not fsdp.reshard_after_forward(1000, torch.bfloat16, 16_000)  # gathered, they take an eighth of the GPU
     assert fsdp.reshard_after_forward(1000, torch.bfloat16, 15_999)
 
@@ -121,14 +132,14 @@ def test_logits_are_those_of_a_chunk_in_fp16_of_all_rows():
     config = TrainConfig(batch_size=64)
     sizes = Sizes(124_475_904, 124_475_904, 50304)
 
-    def logits(B, **changes):
+    def logits(B, dtype=torch.bfloat16, compiled=True):
         per_weight = 10 * 50304 * 768  # two gradients in fp32, and the weight in bf16
-        return training_memory(replace(config, **changes), sizes, B, 1, 150 * 10**9).logits - per_weight
+        return training_memory(config, sizes, B, 1, 150 * 10**9, dtype, compiled).logits - per_weight
 
     assert logits(64) == logits(16) == 16384 * 50304 * 2
     assert logits(2) == 2048 * 50304 * 2
-    assert logits(64, compile=False) == 16384 * 50304 * 10
-    assert logits(64, dtype="fp16") == 65536 * 50304 * 2
+    assert logits(64, compiled=False) == 16384 * 50304 * 10
+    assert logits(64, dtype=torch.float16) == 65536 * 50304 * 2
 
 
 @pytest.mark.slow
@@ -152,6 +163,11 @@ def test_parameters_are_counted(config):
     assert memory.count_parameters(vars(config)) == sum(p.numel() for p in model.parameters()) - padding
 
 
+def check_training_fits(config, vocab_size, dist):
+    machine = Machine(dist.device, config.dtype, False, None, "flash", config.batch_size, 0)
+    memory.check_training_fits(config, machine, vocab_size, dist)
+
+
 @pytest.mark.parametrize("changes", [{}, {"lora_rank": 4}, {"recompute": True}, {"total_batch_size": 8 * 128}], ids=str)
 @DTYPES
 def test_what_a_step_takes_is_not_refused_and_much_less_is(monkeypatch, dtype, changes):
@@ -163,10 +179,10 @@ def test_what_a_step_takes_is_not_refused_and_much_less_is(monkeypatch, dtype, c
     needed = sum(p.nbytes for p in model.parameters()) + copies * trained
     needed += saved_in_a_step(config)
     monkeypatch.setattr(memory, "available_memory", lambda: needed)
-    memory.check_training_fits(config, 257, ONE_PROCESS)
+    check_training_fits(config, 257, ONE_PROCESS)
     monkeypatch.setattr(memory, "available_memory", lambda: 3 * needed // 4)
     with pytest.raises(UserError, match="takes at least"):
-        memory.check_training_fits(config, 257, ONE_PROCESS)
+        check_training_fits(config, 257, ONE_PROCESS)
 
 
 @pytest.mark.parametrize(
@@ -184,19 +200,19 @@ def test_what_a_step_takes_is_not_refused_and_much_less_is(monkeypatch, dtype, c
 def test_what_cannot_fit_is_refused(monkeypatch, changes, gigabytes, problem):
     """AdamW has 16 bytes for each of 124 million parameters; Muon 12 for the 85 million in matrices of the blocks."""
     monkeypatch.setattr(memory, "available_memory", lambda: gigabytes and round(gigabytes * 1e9))
-    config = TrainConfig(**{"batch_size": 2, **changes})
+    config = TrainConfig(**{"dtype": "bf16", "batch_size": 2, **changes})
     with pytest.raises(UserError, match=problem) if problem else nullcontext():
-        memory.check_training_fits(config, 50257, ONE_PROCESS)
+        check_training_fits(config, 50257, ONE_PROCESS)
 
 
 def test_fsdp_divides_what_must_fit_among_the_gpus(monkeypatch):
     monkeypatch.setattr(memory, "available_memory", lambda: 10**12)
     monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (24 * 10**9, 24 * 10**9))
-    config, two = TrainConfig(**MODELS["gpt2-xl"]), replace(GPU, world_size=2)
+    config, two = TrainConfig(**MODELS["gpt2-xl"], dtype="bf16", batch_size=64), replace(GPU, world_size=2)
     for dist in (GPU, two):
         with pytest.raises(UserError, match=r"takes at least 24\.9 GB, and 24\.0 GB are .+ --parallel fsdp\.$"):
-            memory.check_training_fits(config, 50257, dist)
-    memory.check_training_fits(replace(config, parallel="fsdp"), 50257, two)
+            check_training_fits(config, 50257, dist)
+    check_training_fits(replace(config, parallel="fsdp"), 50257, two)
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_built(tiny_model, tmp_path, monkeypatch):

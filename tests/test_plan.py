@@ -18,7 +18,7 @@ from train_gpt2 import TrainConfig, main, new_model, resolve
 
 
 def config_for(model, **flags):
-    return resolve({"model": model, **flags}, torch.device("cuda"), flags.get("gpus", 1))
+    return resolve({"model": model, **flags})
 
 
 def sizes_of(config):
@@ -55,7 +55,7 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not():
     config = config_for("gpt2", gpu="RTX4090", batch_size=64)
     sizes, device_memory = sizes_of(config), int(23.5 * 2**30)
     B = plan.largest_micro_batch(config, sizes)
-    totals = [training_memory(config, sizes, b, 1, device_memory).total for b in (B, 2 * B)]
+    totals = [training_memory(config, sizes, b, 1, device_memory, torch.bfloat16, True).total for b in (B, 2 * B)]
     assert 1 <= B < 64 and totals[0] <= device_memory < totals[1]
     config = config_for("gpt2-xl", gpu="RTX4090")
     assert plan.largest_micro_batch(config, sizes_of(config)) == 0
@@ -126,7 +126,7 @@ def test_flags_of_the_plan_are_checked(tmp_path, monkeypatch, capsys):
         main("--plan --gpus 1000".split())
     with pytest.raises(UserError, match="--gpu is 'H99'. It must be A100, "):
         main("--plan --gpu H99".split())
-    lora = resolve({"init_from": "x", "lora_rank": 4, "dtype": "bf16"}, torch.device("cuda"), 1)
+    lora = resolve({"init_from": "x", "lora_rank": 4, "dtype": "bf16"})
     with pytest.raises(UserError, match="Leave out --lora-rank"):
         plan.print_report(lora, partial(new_model, lora))
     with pytest.raises(UserError, match="^--gpus and --price: only for --plan. Add --plan"):

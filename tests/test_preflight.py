@@ -12,6 +12,7 @@ from training import config_of
 
 from support.runtime import devices, preflight
 from support.runtime.distributed import Distributed
+from support.runtime.machine import Machine
 
 DATA = {"train": [["a.npy", 100, "1234"]], "val": [], "base": None, "source": None}
 SAME = (config_of(), DATA, 0)
@@ -22,7 +23,9 @@ def compare(*ranks):
     store = HashStore()
 
     def check(rank):
-        preflight.check_ranks_agree(Distributed(rank, 0, 3, torch.device("cpu"), store), *ranks[rank])
+        config, *others = ranks[rank]
+        dist = Distributed(rank, 0, 3, torch.device("cpu"), store)
+        preflight.check_ranks_agree(dist, config, Machine.find(config, dist.device, 1), *others)
 
     return [error and error.problems for error in in_threads(range(3), check).values()]
 

@@ -9,6 +9,8 @@ import torch
 from training import configure
 
 from support.cli import UserError
+from support.runtime import devices
+from support.runtime.machine import Machine
 from train_gpt2 import MODELS, TrainConfig, get_lr, resolve
 
 # ---- the learning rate
@@ -54,24 +56,32 @@ def test_the_defaults_are_gpt2s_recipe():
     assert get_lr(0, config) == pytest.approx(6e-4 / 715) and get_lr(19073, config) == config.min_lr
     assert config.total_batch_size == 2**19 and (config.beta1, config.beta2, config.weight_decay) == (0.9, 0.95, 0.1)
     assert (config.n_layer, config.n_head, config.n_embd, config.block_size) == (12, 12, 768, 1024)
-    # and those of the class, which do not know the machine, are the same
-    machine = {"device", "dtype", "compile", "batch_size", "hellaswag_every"}
+    # and those of the class are the same
     plain = TrainConfig().to_dict()
-    assert {k: v for k, v in config.to_dict().items() if k not in machine} == {
-        k: pytest.approx(v) if k == "min_lr" else v for k, v in plain.items() if k not in machine
-    }
+    assert config.to_dict() == {k: pytest.approx(v) if k == "min_lr" else v for k, v in plain.items()}
 
 
-def test_defaults_follow_the_machine():
+def machine_for(flags, device_type, world_size=1):
+    return Machine.find(resolve(flags), torch.device(device_type), world_size)
+
+
+@pytest.fixture(autouse=True)
+def a_gpu_to_ask(monkeypatch):
+    monkeypatch.setattr(devices, "describe_attention", lambda *args: "flash")
+    monkeypatch.setattr(devices, "why_not_compile", lambda device: None)
+
+
+def test_defaults_follow_the_machine_and_are_not_of_the_run():
     for device_type, expected in (("cuda", (64, 250, True)), ("cpu", (4, 0, False)), ("mps", (4, 0, False))):
-        config = resolve({"dtype": "fp32"}, torch.device(device_type), 1)
-        assert (config.batch_size, config.hellaswag_every, config.compile) == expected
-        assert (config.device, config.dtype) == (device_type, "fp32")
-        assert not config.to_save().keys() & {"device", "compile", "batch_size", "hellaswag_every"}
-    asked = {"batch_size": 8, "compile": True, "hellaswag_every": 5, "dtype": "fp32"}
-    assert asked.items() <= resolve(asked, torch.device("cpu"), 1).to_save().items()
+        machine = machine_for({"dtype": "fp32"}, device_type)
+        assert (machine.batch_size, machine.hellaswag_every, machine.compiled) == expected
+        assert (machine.device.type, machine.dtype) == (device_type, "fp32")
+    left_open = dict(device="auto", dtype="auto", compile=None, batch_size=None, hellaswag_every=None)
+    assert left_open.items() <= resolve({}).to_dict().items()
+    asked = machine_for({"batch_size": 8, "compile": True, "hellaswag_every": 5, "dtype": "fp32"}, "cpu")
+    assert (asked.batch_size, asked.compiled, asked.hellaswag_every) == (8, True, 5)
     for flag in ({"hellaswag_data": "items.jsonl"}, {"hellaswag_limit": 9}):  # asks for scores on a CPU
-        assert resolve(flag, torch.device("cpu"), 1).hellaswag_every == 250
+        assert machine_for(flag, "cpu").hellaswag_every == 250
 
 
 @pytest.mark.parametrize(
@@ -80,9 +90,9 @@ def test_defaults_follow_the_machine():
 )
 def test_the_default_batch_size_divides_a_step(rows, device_type, batch_size):
     flags = {"total_batch_size": rows * 1024, "dtype": "fp32"}
-    assert resolve(flags, torch.device(device_type), 1).batch_size == batch_size
-    assert resolve(flags | {"batch_size": 4096}, torch.device(device_type), 1).batch_size == rows  # at most a step
-    assert resolve(flags | {"total_batch_size": rows * 1024 * 8}, torch.device(device_type), 8).batch_size == batch_size
+    assert machine_for(flags, device_type).batch_size == batch_size
+    assert machine_for(flags | {"batch_size": 4096}, device_type).batch_size == rows  # at most a step
+    assert machine_for(flags | {"total_batch_size": rows * 1024 * 8}, device_type, 8).batch_size == batch_size
 
 
 def test_the_demo_with_another_model():

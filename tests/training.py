@@ -16,6 +16,7 @@ from support.data.shards import DataIdentity, TokenData
 from support.data.tokenizer import BytesTokenizer
 from support.runtime import devices
 from support.runtime.distributed import ONE_PROCESS
+from support.runtime.machine import Machine
 from support.runtime.run_info import RunInfo
 from train_gpt2 import GPT, GPTConfig, TrainConfig, resolve, train
 
@@ -28,7 +29,7 @@ def configure(flags: list[str] | tuple[str, ...]) -> tuple[TrainConfig, Checkpoi
     """The configuration that `main` makes of a command line, and the checkpoint that it resumes from."""
     given = parse_flags(TrainConfig, [str(flag) for flag in flags], "")
     all_flags, checkpoint = gather_flags(TrainConfig, given, ONE_PROCESS)
-    return resolve(all_flags, ONE_PROCESS.device, 1), checkpoint
+    return resolve(all_flags), checkpoint
 
 
 def config_of(*flags: object) -> TrainConfig:
@@ -41,7 +42,10 @@ def run_info(*flags: object, checkpoint: Checkpoint | None = None, hellaswag_ite
     data = TokenData("data", [], [], BytesTokenizer())
     data.__dict__["bytes_per_token"] = 1.0  # it would be measured on the shards
     identity: DataIdentity = {"train": [], "val": [], "base": None, "source": None}
-    return RunInfo(config_of(*flags), data, identity, GPT(TINY), checkpoint, hellaswag_items)
+    config = config_of(*flags)
+    return RunInfo(
+        config, Machine.find(config, ONE_PROCESS.device, 1), data, identity, GPT(TINY), checkpoint, hellaswag_items
+    )
 
 
 def trained(out: Path, *flags: object) -> str:

@@ -70,7 +70,7 @@ class CheckpointManager:
             return
         parameters: dict[str, torch.Tensor] = dict(train_state.model.named_parameters())
         weights = state.copy_to_host(parameters, keep=self.rank == 0)
-        trainer_file = train_state.trainer_file(run.config.to_save(), run.identity, keep=self.rank == 0)
+        trainer_file = train_state.trainer_file(run.config.to_dict(), run.identity, keep=self.rank == 0)
         devices.trim_memory(next(train_state.model.parameters()).device)
         if self.rank > 0 or self._failures > 1:  # the run ends because saving fails
             return

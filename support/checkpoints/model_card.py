@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from support.checkpoints.directory import step_of
 from support.cli import flag_fields, flag_name
@@ -17,6 +18,9 @@ from support.data.hub import FINEWEB_PREFIXES
 from support.runtime.memory import count_parameters
 from support.runtime.options import RunOptions
 from support.runtime.run_info import RunInfo
+
+if TYPE_CHECKING:
+    from train_gpt2 import TrainConfig
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _CARD = """---
@@ -91,7 +95,7 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() and c != "`" else "?" for c in text)
 
 
-def _flags(config: RunOptions, base_name: str | None) -> Iterator[str]:
+def _flags(config: TrainConfig, base_name: str | None) -> Iterator[str]:
     """The flags that determine the weights, where they differ from the defaults."""
     for field in flag_fields(type(config)):
         value = base_name if field.name == "init_from" else getattr(config, field.name)

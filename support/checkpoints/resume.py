@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,11 +17,14 @@ from support.data.shards import DataIdentity
 from support.runtime.distributed import Distributed
 from support.runtime.options import SOURCE_FLAGS, START_FLAGS, RunOptions, changed_flags
 
+if TYPE_CHECKING:
+    from train_gpt2 import TrainConfig
+
 SHAPE_FLAGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "lora_rank")  # of the model
 
 
 def flags_to_resume(
-    config_class: type[RunOptions], cli_flags: Mapping[str, Any], checkpoint: Checkpoint, dist: Distributed
+    config_class: type[TrainConfig], cli_flags: Mapping[str, Any], checkpoint: Checkpoint, dist: Distributed
 ) -> dict[str, Any]:
     """The flags of a run that continues from `checkpoint` as it is: the stored ones, and those on the command line.
 
@@ -47,7 +50,7 @@ def flags_to_resume(
 
 
 def flags_to_fork(
-    config_class: type[RunOptions], cli_flags: Mapping[str, Any], checkpoint: Checkpoint, dist: Distributed
+    config_class: type[TrainConfig], cli_flags: Mapping[str, Any], checkpoint: Checkpoint, dist: Distributed
 ) -> dict[str, Any]:
     """The flags of a run of its own that starts from `checkpoint`: those of its run, and those on the command line.
 
@@ -90,7 +93,7 @@ def find_once_per_node(name_or_dir: str, dist: Distributed) -> Path:
 
 
 def _stored_flags(
-    config_class: type[RunOptions], checkpoint: Checkpoint, cli_flags: Mapping[str, Any], dist: Distributed
+    config_class: type[TrainConfig], checkpoint: Checkpoint, cli_flags: Mapping[str, Any], dist: Distributed
 ) -> dict[str, Any]:
     """Returns the flags of the run that wrote a checkpoint; with LoRA, finds the base model that it continues on."""
     if checkpoint.config.get("lora_rank"):
@@ -126,7 +129,7 @@ def _find_data(flags: Mapping[str, Any], stored: Mapping[str, Any], checkpoint: 
 
 
 def identify_data(
-    data: shards.TokenData, model: torch.nn.Module, checkpoint: Checkpoint | None, is_fork: bool
+    config: TrainConfig, data: shards.TokenData, model: torch.nn.Module, checkpoint: Checkpoint | None
 ) -> DataIdentity:
     """Identifies what a run is trained on: its shards, and with LoRA the frozen weights.
 
@@ -140,7 +143,7 @@ def identify_data(
             "Pass the folder of the original ones with --init-from."
         )
     train, val, source = shards.identify(data)
-    if checkpoint and not is_fork:
+    if checkpoint and config.fork is None:
         saved = checkpoint.data
         for split, before, now in (("train", saved["train"], train), ("val", saved["val"], val)):
             if difference := shards.find_difference(before, now, data.folder):

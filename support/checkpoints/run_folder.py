@@ -8,7 +8,7 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from support import files
 from support.checkpoints.directory import find_corruption, list_checkpoints, remove_leftovers, step_of
@@ -16,11 +16,13 @@ from support.checkpoints.state import Checkpoint
 from support.cli import UserError
 from support.console.starts import read_starts
 from support.runtime.distributed import Distributed
-from support.runtime.options import RunOptions
 from support.runtime.run_info import RunInfo
 
+if TYPE_CHECKING:
+    from train_gpt2 import TrainConfig
 
-def check_folder(config: RunOptions, checkpoint: Checkpoint | None) -> None:
+
+def check_folder(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
     """Checks that a run may write into its folder: it is writable, not in use, and has no other run. Writes nothing.
 
     Args:
@@ -73,7 +75,7 @@ def has_log(folder: str | os.PathLike[str]) -> bool:
     return False
 
 
-def _check_contents(config: RunOptions, checkpoint: Checkpoint | None) -> None:
+def _check_contents(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
     folder = Path(config.out)
     checkpoints = list_checkpoints(folder)
     if checkpoint is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from support.checkpoints import huggingface, run_folder
 from support.checkpoints.directory import newest_checkpoint
@@ -17,11 +17,15 @@ from support.data.shards import TokenData
 from support.data.tokenizer import VOCAB_SIZES, Tokenizer, get_tokenizer, tokenizer_name
 from support.runtime.distributed import Distributed
 from support.runtime.memory import check_training_fits
-from support.runtime.options import PLAN_FLAGS, RunOptions
+from support.runtime.options import PLAN_FLAGS
+
+if TYPE_CHECKING:
+    from support.runtime.machine import Machine
+    from train_gpt2 import TrainConfig
 
 
 def gather_flags(
-    config_class: type[RunOptions], cli_flags: Mapping[str, Any], dist: Distributed
+    config_class: type[TrainConfig], cli_flags: Mapping[str, Any], dist: Distributed
 ) -> tuple[dict[str, Any], Checkpoint | None]:
     """All flags that a run has a value for, and the checkpoint that it resumes from or forks, if any.
 
@@ -96,7 +100,9 @@ def _conflicts(cli_flags: Mapping[str, Any], out: str) -> list[str]:
     return problems
 
 
-def check_and_open_data(config: RunOptions, dist: Distributed, checkpoint: Checkpoint | None) -> TokenData:
+def check_and_open_data(
+    config: TrainConfig, machine: Machine, dist: Distributed, checkpoint: Checkpoint | None
+) -> TokenData:
     """Checks what a run needs before anything is written or allocated, and opens its shards.
 
     On rank 0: that it may write into its folder, and that its trackers are installed. Then the shards, of which those of
@@ -113,12 +119,12 @@ def check_and_open_data(config: RunOptions, dist: Distributed, checkpoint: Check
     data = TokenData.open(config.data, needs_val=config.val_every != 0)
     T = config.block_size
     data.check_rows(T, config.total_batch_size // T, None if config.val_every == 0 else config.val_tokens)
-    check_training_fits(config, data.tokenizer.vocab_size, dist)
+    check_training_fits(config, machine, data.tokenizer.vocab_size, dist)
     return data
 
 
 def check_pretrained(
-    source: str | Path, vocab_size: int, context: int, tokenizer: Tokenizer, config: RunOptions
+    source: str | Path, vocab_size: int, context: int, tokenizer: Tokenizer, config: TrainConfig
 ) -> None:
     """Checks that pretrained weights of this vocabulary and context fit a run and the `tokenizer` of its shards.
 

@@ -20,12 +20,13 @@ from support.console.terminal import BOLD, YELLOW, StatusLine, labelled, on_one_
 from support.files import format_bytes
 from support.runtime import devices, memory
 from support.runtime.distributed import Distributed
-from support.runtime.options import RunOptions, changed_flags, describe_speed
+from support.runtime.options import changed_flags
 from support.runtime.run_info import RunInfo, checkpoint_path
 from support.startup import STARTED
 
 if TYPE_CHECKING:
     from support.checkpoints.state import TrainState
+    from support.runtime.machine import Machine
     from train_gpt2 import TrainConfig
 
 T = TypeVar("T")
@@ -54,11 +55,11 @@ def print_header(run: RunInfo, dist: Distributed, loader: Loader) -> None:
     config, T, world_size = run.config, run.config.block_size, dist.world_size
     step_rows = loader.B * world_size * loader.grad_accum
     steps_per_epoch = loader.rows_per_epoch / step_rows
-    speed = describe_speed(config, dist.device)
+    machine = run.machine
     device = [f"{world_size} x {devices.describe(dist.device)}" + (f" ({config.parallel})" if world_size > 1 else "")]
     device += ["recomputing activations"] if config.recompute else []
-    device += [config.dtype, "compiled"] if speed["compiled"] == "yes" else [config.dtype]
-    device += [f"{speed['attention']} attention"] if dist.device.type == "cuda" else []
+    device += [machine.dtype, "compiled"] if machine.compiled else [machine.dtype]
+    device += [f"{machine.attention} attention"] if dist.device.type == "cuda" else []
     parameters = sum(p.numel() for p in run.model.parameters())
     trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
     facts = [
@@ -82,7 +83,7 @@ def print_header(run: RunInfo, dist: Distributed, loader: Loader) -> None:
         ("length", describe_length(run, steps_per_epoch)),
         ("recipe", describe_recipe(config)),
     ]
-    facts += [("note", f"compiled: {speed['compiled']}")] if config.compile and speed["compiled"] != "yes" else []
+    facts += [("note", f"not compiled: {machine.why_not_compiled}")] if machine.why_not_compiled else []
     if run.checkpoint and run.is_fork:
         changes = changed_flags(type(config), run.checkpoint.config, config.to_dict())
         shown = [f"{flag_name(name)} {new} (was {had})" for name, had, new in changes if name not in ("out", "device")]
@@ -90,7 +91,7 @@ def print_header(run: RunInfo, dist: Distributed, loader: Loader) -> None:
     elif run.checkpoint:
         facts.append(("note", f"resuming from {run.checkpoint.path}"))
     checkpoint_bytes = memory.checkpoint_bytes(config, parameters, trained)
-    facts += [("note", note) for note in notes(config, run.first_step, checkpoint_bytes)]
+    facts += [("note", note) for note in notes(config, machine, run.first_step, checkpoint_bytes)]
     for label, text in facts:
         print(labelled(label, text), flush=True)
     if config.minutes is None and config.warmup_steps >= config.max_steps:
@@ -124,7 +125,7 @@ def describe_recipe(config: TrainConfig) -> str:
     return f"{config.optimizer}, {config.schedule}; {rates}"
 
 
-def notes(config: RunOptions, first_step: int, checkpoint_bytes: int) -> Iterator[str]:
+def notes(config: TrainConfig, machine: Machine, first_step: int, checkpoint_bytes: int) -> Iterator[str]:
     """What is worth knowing before the first step."""
     max_steps, decay_steps = config.max_steps, config.decay_steps
     if config.minutes is None and config.warmup_steps < decay_steps < max_steps and first_step < max_steps:
@@ -135,7 +136,7 @@ def notes(config: RunOptions, first_step: int, checkpoint_bytes: int) -> Iterato
     if config.minutes is None and first_step == max_steps:
         yield f"this run has finished its {pluralize(max_steps, 'step')}; --fork starts a longer one from a checkpoint"
     own_tokenizer = config.tokenizer != "gpt2" and not config.init_from  # which only --text can have
-    if own_tokenizer and first_step == 0 and config.hellaswag_every == 0:  # otherwise there is a note from HellaSwag
+    if own_tokenizer and first_step == 0 and machine.hellaswag_every == 0:  # otherwise there is a note from HellaSwag
         yield "only models made with --tokenizer gpt2 can be scored on HellaSwag"
     free = shutil.disk_usage(config.out).free
     if config.checkpoint_every != 0 and free < checkpoint_bytes:

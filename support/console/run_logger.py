@@ -67,9 +67,9 @@ class RunLogger:
         return self._due(state) - (self._logged if state.step == self.first_step else set())
 
     def _due(self, state: TrainState) -> set[str]:
-        c = self.config
-        every = {"val": c.val_every, "hella": c.hellaswag_every, "samples": c.sample_every if state.step > 0 else 0}
-        return {name for name, interval in every.items() if c.is_due(interval, state)}
+        samples_every = self.config.sample_every if state.step > 0 else 0
+        every = {"val": self.config.val_every, "hella": self.run.machine.hellaswag_every, "samples": samples_every}
+        return {name for name, interval in every.items() if self.config.is_due(interval, state)}
 
     def validation(self, step: int, loss: float | None) -> None:
         """A validation loss, if it was not interrupted."""
@@ -121,7 +121,7 @@ class RunLogger:
             since = " since the resume" if self.first_step else ""
             note = f"{done:,} of {total:,} tokens; {clock(now - STARTED)} elapsed{since}, ETA {clock(eta)}"
             self.print0(terminal.labelled("note", note))
-        if step == self.first_step and self.config.compile:
+        if step == self.first_step and self.run.machine.compiled:
             self.print0(terminal.labelled("note", f"the first step ended {now - STARTED:.1f}s after the start"))
         # these names stay, so that a resumed run continues its curves
         values = {"update/lr": lr, "update/norm": norm, "speed/tokens_per_second": speed}

@@ -32,25 +32,30 @@ def describe_start(run: RunInfo, dist: Distributed) -> dict[str, Any]:
     import torch
 
     from support.runtime import devices
-    from support.runtime.options import PLAN_FLAGS, describe_speed
 
-    flags = {name: value for name, value in run.config.to_dict().items() if name not in PLAN_FLAGS}
-    tokenizer = run.data.tokenizer
+    flags, tokenizer, machine = run.config.to_dict(), run.data.tokenizer, run.machine
+    del flags["model"]  # its sizes are there
     flags["tokenizer"] = tokenizer.name  # the flag is for --text only
     if run.config.minutes:
         del flags["max_steps"], flags["decay_steps"], flags["warmup_steps"]
-    if run.config.explicit & {"n_layer", "n_head", "n_embd"}:  # set by --demo, --text and --init-from, too
-        del flags["model"]  # the model does not have the sizes of that name
     versions = {"train_gpt2.py": __version__, "python": platform.python_version(), "torch": torch.__version__}
     versions |= {"numpy": np.__version__, "platform": platform.platform()}
-    speed = describe_speed(run.config, dist.device)
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "first_step": run.first_step,
         "command": sys.argv,
         "flags": flags,
         "versions": versions | ({"commit": commit} if (commit := _read_commit()) else {}),
-        "machine": {"device": devices.describe(dist.device), "processes": dist.world_size, **speed},
+        "machine": {
+            "device": devices.describe(dist.device),
+            "processes": dist.world_size,
+            "dtype": machine.dtype,
+            "compiled": "yes"
+            if machine.compiled
+            else f"no{f' ({reason})' if (reason := machine.why_not_compiled) else ''}",
+            "attention": machine.attention,
+            "batch_size": machine.batch_size,
+        },
         "data": {
             **run.identity,
             "tokenizer": tokenizer.name,

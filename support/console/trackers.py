@@ -6,16 +6,18 @@ import importlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from support.cli import UserError, warn
 from support.files import atomic_write
-from support.runtime.options import RunOptions
+
+if TYPE_CHECKING:
+    from train_gpt2 import TrainConfig
 
 CURVES = {"train": "loss/train", "val": "loss/val", "hella": "hellaswag/acc_norm"}  # by their names in the log
 
 
-def check_installed(config: RunOptions) -> None:
+def check_installed(config: TrainConfig) -> None:
     """Checks that the packages of --tensorboard and --wandb are installed, before an earlier run is replaced.
 
     Raises:
@@ -32,7 +34,7 @@ def check_installed(config: RunOptions) -> None:
 class TensorBoard:
     name = "--tensorboard"
 
-    def __init__(self, config: RunOptions, first_step: int):
+    def __init__(self, config: TrainConfig, first_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
         self._flags = {name: value for name, value in config.to_dict().items() if value is not None}
@@ -71,7 +73,7 @@ class WeightsAndBiases:
 
     name = "--wandb"
 
-    def __init__(self, config: RunOptions, first_step: int):
+    def __init__(self, config: TrainConfig, first_step: int):
         import wandb
 
         file = Path(config.out) / "wandb_id.txt"
@@ -106,7 +108,7 @@ class WeightsAndBiases:
 Tracker = TensorBoard | WeightsAndBiases
 
 
-def start_trackers(config: RunOptions, first_step: int) -> list[Tracker]:
+def start_trackers(config: TrainConfig, first_step: int) -> list[Tracker]:
     """Starts the trackers that were asked for; a `first_step` above 0 continues their curves at that step."""
     trackers: list[Tracker] = [TensorBoard(config, first_step)] if config.tensorboard else []
     return [*trackers, WeightsAndBiases(config, first_step)] if config.wandb else trackers

@@ -10,12 +10,15 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from support import startup
 from support.cli import UserError, flag_name
 from support.data import shards
 from support.data.readers import TEXT_TYPES, estimate_text_bytes, find_text_files, text_suffix
+
+if TYPE_CHECKING:
+    from train_gpt2 import TrainConfig
 
 # The peak learning rate of --recipe fast; for Muon, in steps of 16,384 tokens or more: docs/recipes.md
 FAST_LR = 3.6e-3
@@ -45,26 +48,6 @@ BYTES_PER_WEIGHT = 7
 BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0, "bpe": 3.0}
 LEAST_TOKENS = {"gpt2": 1.65e6, "bytes": 2.4e6, "bpe": 1.65e6}  # a text that has fewer is read up to ten times
 LARGEST_TEXT_FOR_BPE = 4e8  # bytes; larger ones get GPT-2's tokens
-
-
-class PresetConfig:
-    """The fields of a run's configuration that are read here."""
-
-    data: str
-    demo: bool
-    text: str | None
-    text_field: str
-    tokenizer: str
-    init_from: str | None
-    fork: str | None
-    minutes: float | None
-    n_layer: int
-    n_embd: int
-    total_batch_size: int
-    max_steps: int
-    val_every: int | None
-    sample_every: int | None
-    checkpoint_every: int | None
 
 
 def preset_flags(cli_flags: Mapping[str, Any], tokenizer: str | None = None, n_embd: int = 768) -> dict[str, Any]:
@@ -128,7 +111,7 @@ def block_weights(model: Mapping[str, int]) -> int:
     return 12 * model["n_layer"] * model["n_embd"] ** 2
 
 
-def is_worth_compiling(config: PresetConfig) -> bool:
+def is_worth_compiling(config: TrainConfig) -> bool:
     """Whether compiling takes a small part of a run on a GPU: of --text and --demo by arithmetic, of others always."""
     if not config.demo and config.text is None:
         return True
@@ -204,7 +187,7 @@ def text_bytes(text: str | None, field: str = "text") -> float:
 # Shards
 
 
-def make_preset_shards(config: PresetConfig, rank: int, resumed: bool) -> None:
+def make_preset_shards(config: TrainConfig, rank: int, resumed: bool) -> None:
     """Makes the shards of --text or --demo with fineweb.py on rank 0, unless they exist.
 
     For a new run of --text, fineweb.py also checks that existing shards were made from this text.

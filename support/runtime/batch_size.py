@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -11,7 +11,10 @@ from support.cli import UserError
 from support.runtime import devices
 from support.runtime.distributed import Distributed
 from support.runtime.memory import Sizes, training_memory
-from support.runtime.options import RunOptions
+
+if TYPE_CHECKING:
+    from support.runtime.machine import Machine
+    from train_gpt2 import TrainConfig
 
 PROBED = ("cuda",)  # device types whose memory is tried out; others swap
 SPARE_BYTES = 512 * 2**20  # left free for fragmentation
@@ -53,8 +56,10 @@ def pick_batch_size(batch_size: int | None, rows: int, device_type: str) -> int:
     return min(batch_size, rows)
 
 
-def largest_batch_size(config: RunOptions, model: nn.Module, dist: Distributed, amp: torch.autocast) -> int:
-    """The largest micro-batch, up to `batch_size`, with which a run fits into the memory of this process's device.
+def largest_batch_size(
+    config: TrainConfig, machine: Machine, model: nn.Module, dist: Distributed, amp: torch.autocast
+) -> int:
+    """The largest micro-batch, up to the machine's, with which a run fits into the memory of this process's device.
 
     Tries those that may fit, by an estimate that it prints: allocates what a run needs at the same time, which is
     `spare_bytes`, AdamW's two moments, gradients (and DDP's copy of them with several ranks), micro-batches of (B, T)
@@ -69,17 +74,16 @@ def largest_batch_size(config: RunOptions, model: nn.Module, dist: Distributed, 
         UserError: not even one row fits.
     """
     device, world_size = dist.device, dist.world_size
-    T, most = config.block_size, config.batch_size
+    T, most = config.block_size, machine.batch_size
     if device.type not in PROBED:
         return most
     free, total = devices.free_and_total_memory(device)
-    config = replace(config, compile=devices.is_compiled(model))  # not everywhere where it should be
     rows, sizes = rows_per_rank(config.total_batch_size, T, world_size), Sizes.of(model)
     sharded = config.parallel == "fsdp" and world_size > 1
     for B in range(most, 0, -1):
         if rows % B:
             continue
-        needed = training_memory(config, sizes, B, world_size, total)
+        needed = training_memory(config, sizes, B, world_size, total, devices.DTYPES[machine.dtype], machine.compiled)
         if most == B:
             dist.print0(f"memory  about {needed.total / 2**30:.1f} of {total / 2**30:.1f} GiB with {B} rows")
         if needed.minimum > free:
@@ -98,7 +102,7 @@ def largest_batch_size(config: RunOptions, model: nn.Module, dist: Distributed, 
     )
 
 
-def spare_bytes(config: RunOptions, world_size: int) -> int:
+def spare_bytes(config: TrainConfig, world_size: int) -> int:
     """What is left free on each GPU."""
     if world_size == 1:
         return SPARE_BYTES
@@ -106,7 +110,7 @@ def spare_bytes(config: RunOptions, world_size: int) -> int:
     return SPARE_BYTES_OF_SHARDED_MUON if sharded_muon else SPARE_BYTES_OF_RANKS
 
 
-def _fits(config: RunOptions, B: int, model: nn.Module, dist: Distributed, amp: torch.autocast) -> bool:
+def _fits(config: TrainConfig, B: int, model: nn.Module, dist: Distributed, amp: torch.autocast) -> bool:
     try:
         _try_batch_size(config, B, model, dist, amp)
         fits = True
@@ -119,7 +123,7 @@ def _fits(config: RunOptions, B: int, model: nn.Module, dist: Distributed, amp: 
     return fits
 
 
-def _try_batch_size(config: RunOptions, B: int, model: nn.Module, dist: Distributed, amp: torch.autocast) -> None:
+def _try_batch_size(config: TrainConfig, B: int, model: nn.Module, dist: Distributed, amp: torch.autocast) -> None:
     device = dist.device
     reserved = [torch.empty(spare_bytes(config, dist.world_size), dtype=torch.uint8, device=device)]
     copies = 2 if dist.world_size == 1 else 3  # AdamW's moments, and the buckets in which DDP sends gradients

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,7 +16,10 @@ from support.data import bpe, presets
 from support.data.tokenizer import VOCAB_SIZES
 from support.runtime import devices
 from support.runtime.distributed import Distributed
-from support.runtime.options import RunOptions
+from support.runtime.machine import Machine
+
+if TYPE_CHECKING:
+    from train_gpt2 import TrainConfig
 
 MEASURED_SECONDS = 0.5  # for each model
 TRAINING_FRACTION = 0.7  # of the time: the rest is for the optimizer, validations, and the start and end of the process
@@ -27,7 +30,7 @@ FEW_STEPS = 100
 
 
 def flags_for_minutes(
-    config: RunOptions, cli_flags: Mapping[str, Any], dist: Distributed, new_model: Callable[..., nn.Module]
+    config: TrainConfig, cli_flags: Mapping[str, Any], dist: Distributed, new_model: Callable[..., nn.Module]
 ) -> dict[str, Any]:
     """The flags for --minutes on this machine, the same on all ranks, except those on the command line.
 
@@ -43,12 +46,13 @@ def flags_for_minutes(
     tokenizer = "bpe" if config.demo else config.tokenizer
     has_text = config.demo or config.text is not None
     text_bytes = presets.text_bytes(config.text, config.text_field)
-    own_sizes = {name: getattr(config, name) for name in (*presets.MODEL_FLAGS, "batch_size")}
+    machine = Machine.find(config, dist.device, dist.world_size)
+    own_sizes = {name: getattr(config, name) for name in presets.MODEL_FLAGS} | {"batch_size": machine.batch_size}
     own_sizes["vocab_size"] = VOCAB_SIZES.get(tokenizer) or bpe.fitting_vocab_size(text_bytes)
     choose_sizes = has_text and config.recipe == "fast" and not config.init_from
 
     def tokens_in_time(model: Mapping[str, int]) -> float:
-        return 60 * (config.minutes or 0) * _tokens_per_second(config, {**own_sizes, **model}, dist, new_model)
+        return 60 * (config.minutes or 0) * _tokens_per_second(machine, {**own_sizes, **model}, dist, new_model)
 
     def choose_model() -> tuple[dict[str, int], float]:
         """The model's sizes, and the tokens on which it trains in time."""
@@ -93,15 +97,15 @@ def flags_for_minutes(
 
 
 def _tokens_per_second(
-    config: RunOptions, sizes: Mapping[str, int], dist: Distributed, new_model: Callable[..., nn.Module]
+    machine: Machine, sizes: Mapping[str, int], dist: Distributed, new_model: Callable[..., nn.Module]
 ) -> float:
     """About the tokens that all ranks train on per second of --minutes, from the speed of this one; 0 if out of memory."""
     model_sizes = {name: size for name, size in sizes.items() if name != "batch_size"}
-    devices.configure_backends(dist.device, config.tf32, devices.DTYPES[config.dtype], sizes["block_size"])
+    devices.configure_backends(dist.device, True, devices.DTYPES[machine.dtype], sizes["block_size"])
     B = sizes["batch_size"]
     while B:
         try:
-            seconds = _micro_step_seconds(config, model_sizes, B, dist.device, new_model)
+            seconds = _micro_step_seconds(machine, model_sizes, B, new_model)
         except RuntimeError as error:
             if not devices.is_out_of_memory(error):
                 raise
@@ -114,15 +118,15 @@ def _tokens_per_second(
 
 
 def _micro_step_seconds(
-    config: RunOptions, model_sizes: Mapping[str, int], B: int, device: torch.device,
-    new_model: Callable[..., nn.Module],
-) -> float:  # fmt: skip
+    machine: Machine, model_sizes: Mapping[str, int], B: int, new_model: Callable[..., nn.Module]
+) -> float:
     """Seconds of a forward and backward pass of B rows, not compiled."""
+    device = machine.device
     model = new_model(**model_sizes).to(device)
     tokens = torch.randint(model_sizes["vocab_size"], (B, model_sizes["block_size"] + 1), device=device)
 
     def micro_step() -> None:
-        with devices.autocast(device, devices.DTYPES[config.dtype]):
+        with devices.autocast(device, devices.DTYPES[machine.dtype]):
             loss = model(tokens[:, :-1], tokens[:, 1:])[1]
         loss.backward()
         model.zero_grad(set_to_none=True)

@@ -86,17 +86,10 @@ def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
     return torch.autocast(device.type, dtype=dtype if lower else None, enabled=lower)
 
 
-def compile(model: Model, device: torch.device) -> Model:
-    """The model through torch.compile, or the model itself where that cannot work."""
-    if why_not_compile(device):
-        return model
+def compile(model: Model) -> Model:
+    """The model through torch.compile."""
     # one graph per shape: faster, and there are few shapes
     return cast(Model, torch.compile(model, dynamic=False))
-
-
-def is_compiled(model: torch.nn.Module) -> bool:
-    """Whether calls of the model run what `compile` made; its methods do not."""
-    return hasattr(model, "_orig_mod")
 
 
 def why_not_compile(device: torch.device) -> str | None:

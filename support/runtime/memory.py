@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -17,7 +17,10 @@ from support.files import format_bytes
 from support.optim import loss
 from support.runtime import devices, fsdp
 from support.runtime.distributed import Distributed
-from support.runtime.options import RunOptions
+
+if TYPE_CHECKING:
+    from support.runtime.machine import Machine
+    from train_gpt2 import TrainConfig
 
 RESERVED_BYTES = 10**9  # CUDA's own, and fragmentation
 PROGRAM_BYTES = 2.5e8  # on a CPU: Python and PyTorch
@@ -88,24 +91,25 @@ class TrainingMemory(NamedTuple):
         return self.state + COMPILED_FRACTION * self.activations
 
 
-def block_parameters(config: RunOptions) -> int:
+def block_parameters(config: TrainConfig) -> int:
     """Those that are matrices of the blocks: attention 4 C^2 and MLP 8 C^2 in each."""
     return 12 * config.n_layer * config.n_embd**2
 
 
-def optimizer_bytes(config: RunOptions, trained: int) -> int:
+def optimizer_bytes(config: TrainConfig, trained: int) -> int:
     """AdamW has two moments of each trained weight; Muon has one of the matrices of the blocks, and AdamW the rest."""
     return 8 * trained - (4 * block_parameters(config) if config.optimizer == "muon" else 0)
 
 
-def checkpoint_bytes(config: RunOptions, parameters: int, trained: int) -> int:
+def checkpoint_bytes(config: TrainConfig, parameters: int, trained: int) -> int:
     """All weights, and the optimizer's state of those that are trained."""
     return 4 * parameters + optimizer_bytes(config, trained)
 
 
 def training_memory(
-    config: RunOptions, sizes: Sizes, B: int, world_size: int, device_memory: int | None
-) -> TrainingMemory:
+    config: TrainConfig, sizes: Sizes, B: int, world_size: int, device_memory: int | None, dtype: torch.dtype,
+    compiled: bool,
+) -> TrainingMemory:  # fmt: skip
     """Bytes on each of `world_size` devices at the peak of a step, with micro-batches of B rows.
 
     FSDP is ZeRO (arXiv:1910.02054) of stage 3 or, where the weights stay gathered, 2.
@@ -114,7 +118,6 @@ def training_memory(
         device_memory: of the GPU in bytes; None for a CPU.
     """
     L, C, T, N, trained, V = config.n_layer, config.n_embd, config.block_size, *sizes
-    dtype = devices.DTYPES[config.dtype]
     on_gpu, itemsize, blocks = device_memory is not None, dtype.itemsize, block_parameters(config)
     tokens, embedding, accumulates = B * T, V * C, config.total_batch_size > world_size * B * T
     sharded = config.parallel == "fsdp" and world_size > 1
@@ -130,7 +133,7 @@ def training_memory(
     numel = loss.chunk_numel("cuda" if on_gpu else "cpu", device_memory or 0)
     rows = tokens if dtype == torch.float16 else min(loss.chunk_rows(numel, V), tokens)
     # Eager: logits and log-probabilities in fp32, too, and on a CPU about as much for copies inside matrix products.
-    logits = rows * V * (itemsize + (16 if not on_gpu else 0 if config.compile else 8))
+    logits = rows * V * (itemsize + (16 if not on_gpu else 0 if compiled else 8))
     if config.lora_rank is None:
         logits += (4 + 4) * embedding  # the gradient of the embedding, and of one chunk, in fp32
     logits += itemsize * embedding if itemsize == 2 else 0  # the embedding in bf16
@@ -178,7 +181,7 @@ def check_model_fits(sizes: Mapping[str, int]) -> None:
         )
 
 
-def check_training_fits(config: RunOptions, vocab_size: int, dist: Distributed) -> None:
+def check_training_fits(config: TrainConfig, machine: Machine, vocab_size: int, dist: Distributed) -> None:
     """Checks that training a GPT can fit into memory: weights, gradients, optimizer, and most of the activations.
 
     On CUDA without the activations: a smaller micro-batch may be found later.
@@ -196,12 +199,13 @@ def check_training_fits(config: RunOptions, vocab_size: int, dist: Distributed) 
     parameters = count_parameters(shape)
     sizes = Sizes(parameters, parameters if config.lora_rank is None else 0, vocab_size)  # LoRA's own are few
     ranks = dist.world_size if on_cuda else 1  # those of a CPU share its memory
-    memory = training_memory(config, sizes, config.batch_size, ranks, total if on_cuda else None)
+    B, dtype = machine.batch_size, devices.DTYPES[machine.dtype]
+    memory = training_memory(config, sizes, B, ranks, total if on_cuda else None, dtype, machine.compiled)
     needed = memory.state
     advice = "Use a smaller --model, or smaller --n-layer and --n-embd, or more GPUs with --parallel fsdp."
     if not on_cuda and memory.state <= total:
         # In a single micro-step, gradients take the place of activations.
-        single = config.total_batch_size == config.batch_size * config.block_size
+        single = config.total_batch_size == B * config.block_size
         needed = memory.minimum - (memory.gradients if single else 0)
         advice = "Lower --batch-size (a step keeps its number of tokens) or --block-size, or use --recompute."
     if needed > total:

@@ -9,7 +9,7 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -18,10 +18,12 @@ from support.cli import UserError
 from support.data import bpe, presets, shards
 from support.data.tokenizer import VOCAB_SIZES
 from support.files import format_bytes
-from support.runtime import devices, fsdp, memory
-from support.runtime.memory import Sizes, block_parameters, training_memory
-from support.runtime.options import RunOptions
+from support.runtime import batch_size, devices, fsdp, memory
+from support.runtime.memory import Sizes, TrainingMemory, block_parameters, training_memory
 from support.runtime.run_info import Model
+
+if TYPE_CHECKING:
+    from train_gpt2 import TrainConfig
 
 # Model FLOPs utilization that was reached with this architecture on 8 GPUs, by millions of parameters: tokens per
 # second per GPU times FLOPs per token over the peak. All are llm.c's (github.com/karpathy/llm.c, discussions 481, 580,
@@ -32,23 +34,29 @@ MEASURED_MFU = {
 }
 ASSUMED_MFU = 0.4  # where nothing was measured
 GPUS_PER_NODE = 8
+LARGEST_MICRO_BATCH = 64  # rows, unless --batch-size asks for others
 SMALL = 60e6  # parameters: half of the smallest model in the table
 
 
-def largest_micro_batch(config: RunOptions, sizes: Sizes) -> int:
+def largest_micro_batch(config: TrainConfig, sizes: Sizes) -> int:
     """The largest divisor of the rows of a step whose micro-batch fits into a GPU; 0 if none does."""
     rows, device_memory = rows_per_gpu(config), memory_of_gpu(config)
-    for B in range(min(rows, config.batch_size), 0, -1):
-        if rows % B == 0 and training_memory(config, sizes, B, config.gpus, device_memory).total <= device_memory:
+    for B in range(min(rows, config.batch_size or LARGEST_MICRO_BATCH), 0, -1):
+        if rows % B == 0 and memory_per_gpu(config, sizes, B).total <= device_memory:
             return B
     return 0
 
 
-def rows_per_gpu(config: RunOptions) -> int:
+def memory_per_gpu(config: TrainConfig, sizes: Sizes, B: int) -> TrainingMemory:
+    """Bytes on each GPU with micro-batches of B rows, compiled and in bf16."""
+    return training_memory(config, sizes, B, config.gpus, memory_of_gpu(config), torch.bfloat16, compiled=True)
+
+
+def rows_per_gpu(config: TrainConfig) -> int:
     return config.total_batch_size // config.block_size // config.gpus
 
 
-def memory_of_gpu(config: RunOptions) -> int:
+def memory_of_gpu(config: TrainConfig) -> int:
     return int(devices.GPUS[devices.GPU_FLAGS[config.gpu]].gib * 2**30)
 
 
@@ -56,7 +64,7 @@ def memory_of_gpu(config: RunOptions) -> int:
 # Time and traffic
 
 
-def mfu(config: RunOptions, parameters: int, flops_per_token: int) -> tuple[float, str]:
+def mfu(config: TrainConfig, parameters: int, flops_per_token: int) -> tuple[float, str]:
     """Model FLOPs utilization to expect, and where it is from: --mfu, or what was measured with the nearest size."""
     if config.mfu:
         return config.mfu, "--mfu"
@@ -72,7 +80,7 @@ def mfu(config: RunOptions, parameters: int, flops_per_token: int) -> tuple[floa
     return utilization, source
 
 
-def bytes_sent(config: RunOptions, parameters: int, micro_steps: int, reshard_after_forward: bool) -> float:
+def bytes_sent(config: TrainConfig, parameters: int, micro_steps: int, reshard_after_forward: bool) -> float:
     """Bytes that each GPU sends in a step, and receives.
 
     A ring sends (W - 1) / W of a tensor to gather or to reduce-scatter it, and twice that to all-reduce it (Patarasu
@@ -90,19 +98,20 @@ def bytes_sent(config: RunOptions, parameters: int, micro_steps: int, reshard_af
 # The report
 
 
-def print_report(config: RunOptions, new_model: Callable[[int], nn.Module], rank: int = 0) -> None:
+def print_report(config: TrainConfig, new_model: Callable[[int], nn.Module], rank: int = 0) -> None:
     """Prints, on rank 0, what --plan prints: for a run on `config.gpus` GPUs of the kind `config.gpu`.
 
     Args:
         new_model: makes the model from the size of its vocabulary; on the meta device, about 2 ms per layer.
 
     Raises:
-        UserError: the run is of a kind that the formulas do not know.
+        UserError: the run is of a kind that the formulas do not know, or its sizes do not divide.
     """
     if config.lora_rank:
         raise UserError("--plan knows training of all weights only. Leave out --lora-rank.")
-    if config.dtype != "bf16":
+    if config.dtype not in ("auto", "bf16"):
         raise UserError(f"--plan knows bf16 only. Leave out --dtype {config.dtype}.")
+    batch_size.rows_per_rank(config.total_batch_size, config.block_size, config.gpus)
     if rank > 0:
         return
     with torch.device("meta"):
@@ -111,7 +120,7 @@ def print_report(config: RunOptions, new_model: Callable[[int], nn.Module], rank
         print(textwrap.fill(line, 80, subsequent_indent=" " * 9))
 
 
-def vocab_size_of(config: RunOptions) -> int:
+def vocab_size_of(config: TrainConfig) -> int:
     """The vocabulary of the run's shards, if there are any yet, otherwise of its tokenizer."""
     if shards.shard_paths(config.data, "train"):
         return shards.read_manifest(config.data)["vocab_size"]
@@ -119,9 +128,9 @@ def vocab_size_of(config: RunOptions) -> int:
     return VOCAB_SIZES.get(tokenizer) or bpe.fitting_vocab_size(presets.text_bytes(config.text, config.text_field))
 
 
-def report(config: RunOptions, sizes: Sizes, flops_per_token: int) -> Iterator[str]:
+def report(config: TrainConfig, sizes: Sizes, flops_per_token: int) -> Iterator[str]:
     """The lines of --plan."""
-    config = replace(config, compile=True, parallel=config.parallel if config.gpus > 1 else "ddp")
+    config = replace(config, parallel=config.parallel if config.gpus > 1 else "ddp")
     gpus, gpu, steps, T = config.gpus, devices.GPU_FLAGS[config.gpu], config.max_steps, config.block_size
     peak, tokens = devices.GPUS[gpu].peak_flops, steps * config.total_batch_size
     yield (
@@ -173,17 +182,17 @@ def report(config: RunOptions, sizes: Sizes, flops_per_token: int) -> Iterator[s
             yield network_line(layout, sizes, seconds / steps)
 
 
-def name_of(config: RunOptions) -> str:
+def name_of(config: TrainConfig) -> str:
     """Of a layout: how the GPUs share the work, and whether activations are recomputed."""
     return ("1 GPU" if config.gpus == 1 else config.parallel) + ("+recompute" if config.recompute else "")
 
 
-def memory_table(layouts: Sequence[RunOptions], sizes: Sizes) -> Iterator[str]:
+def memory_table(layouts: Sequence[TrainConfig], sizes: Sizes) -> Iterator[str]:
     """What each layout takes with the largest micro-batch that fits, or with one row if none does."""
     columns = []
     for layout in layouts:
         B = largest_micro_batch(layout, sizes)
-        parts = training_memory(layout, sizes, B or 1, layout.gpus, memory_of_gpu(layout))
+        parts = memory_per_gpu(layout, sizes, B or 1)
         gigabytes = (f"{part / 1e9:,.2f}" for part in (*parts, parts.total))
         columns.append([name_of(layout), *gigabytes, str(B or "none")])
     titles = ["", *parts._fields, "total", "batch size"]
@@ -191,7 +200,7 @@ def memory_table(layouts: Sequence[RunOptions], sizes: Sizes) -> Iterator[str]:
         yield f"{title:<12}" + "".join(f"{cell:>17}" for cell in cells)
 
 
-def network_line(config: RunOptions, sizes: Sizes, seconds: float) -> str:
+def network_line(config: TrainConfig, sizes: Sizes, seconds: float) -> str:
     """What a step of `seconds` sends, and the bandwidth below which that takes longer than its arithmetic.
 
     A ring through all GPUs enters and leaves each node once, so a node sends as much as a GPU does.

@@ -6,6 +6,7 @@ import hashlib
 import json
 import platform
 import socket
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,7 +14,10 @@ from support.cli import UserError, flag_name
 from support.data.shards import DataIdentity
 from support.runtime import devices
 from support.runtime.distributed import Distributed
-from support.runtime.options import RunOptions
+
+if TYPE_CHECKING:
+    from support.runtime.machine import Machine
+    from train_gpt2 import TrainConfig
 
 HINTS = {
     "the versions": "Install the same on all nodes.",
@@ -24,7 +28,9 @@ HINTS = {
 PATHS = {"data", "text", "out", "resume", "init_from", "hellaswag_data"}  # flags that may differ between nodes
 
 
-def check_ranks_agree(dist: Distributed, config: RunOptions, identity: DataIdentity, resumed_step: int) -> None:
+def check_ranks_agree(
+    dist: Distributed, config: TrainConfig, machine: Machine, identity: DataIdentity, resumed_step: int
+) -> None:
     """Checks before the ranks are connected that they have the same versions, GPUs, flags, shards and checkpoint.
 
     Args:
@@ -41,7 +47,7 @@ def check_ranks_agree(dist: Distributed, config: RunOptions, identity: DataIdent
     flags = {flag_name(name): str(value) for name, value in config.to_dict().items() if name not in PATHS}
     facts = {
         "the versions": f"Python {'.'.join(platform.python_version_tuple()[:2])}, torch {torch.__version__}",
-        "the device": devices.describe(dist.device),
+        "the device": f"{devices.describe(dist.device)} in {machine.dtype}",
         "the checkpoint": f"step {resumed_step}" if resumed_step else "none",
         "the shards": hashlib.sha256(json.dumps([identity["train"], identity["val"]]).encode()).hexdigest()[:8],
         **flags,

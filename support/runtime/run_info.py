@@ -15,6 +15,7 @@ from support.runtime.options import DEFAULT_PROMPT
 
 if TYPE_CHECKING:
     from support.checkpoints.state import Checkpoint
+    from support.runtime.machine import Machine
     from train_gpt2 import TrainConfig
 
 
@@ -32,9 +33,10 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run: header, record, log, checkpoints and summary take it from here."""
+    """A run: header, log, checkpoints and summary take it from here."""
 
     config: TrainConfig
+    machine: Machine
     data: TokenData
     identity: DataIdentity
     model: Model

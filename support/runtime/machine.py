@@ -1,0 +1,51 @@
+"""What a process finds on its machine, next to what its flags ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from support.data import presets
+from support.runtime import batch_size, devices
+
+if TYPE_CHECKING:
+    from train_gpt2 import TrainConfig
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the flags leave to the machine. A resumed run may find something else."""
+
+    device: torch.device
+    dtype: str  # of matrix products: a key of devices.DTYPES
+    compiled: bool
+    why_not_compiled: str | None  # None if it is, or if that was not asked for
+    attention: str  # which implementation PyTorch takes
+    batch_size: int  # rows of a micro-batch, at most: the first step may show that fewer fit
+    hellaswag_every: int
+
+    @classmethod
+    def find(cls, config: TrainConfig, device: torch.device, world_size: int) -> Machine:
+        """Finds what suits `device`, one of `world_size`, and the flags.
+
+        Raises:
+            UserError: micro-batches cannot make up a step.
+        """
+        on_gpu = device.type == "cuda"
+        dtype = devices.pick_dtype(config.dtype, device)
+        asks = on_gpu and presets.is_worth_compiling(config) if config.compile is None else config.compile
+        reason = devices.why_not_compile(device) if asks else None
+        rows = batch_size.rows_per_rank(config.total_batch_size, config.block_size, world_size)
+        asks_for_scores = config.hellaswag_data is not None or config.hellaswag_limit is not None
+        every = 250 if on_gpu or asks_for_scores else 0
+        return cls(
+            device,
+            dtype,
+            asks and reason is None,
+            reason,
+            devices.describe_attention(device, devices.DTYPES[dtype], config.n_head, config.n_embd, config.block_size),
+            batch_size.pick_batch_size(config.batch_size, rows, device.type),
+            every if config.hellaswag_every is None else config.hellaswag_every,
+        )
