@@ -25,7 +25,7 @@ from support.console.curves import AXES, Run, compares_per_byte, draw_runs, read
 from support.console.terminal import on_one_line
 from support.files import check_output_file
 
-IGNORED_FLAGS = {"out", "resume"}
+IGNORED_FLAGS = {"out", "resume", "fork", "profile"}
 UNKNOWN = "-"
 
 

@@ -188,7 +188,7 @@ def _clean(text: str) -> str:
 
 
 def load_examples(
-    config: TrainConfig, every: int, tokenizer: Tokenizer, notice: Callable[[str], None]
+    config: TrainConfig, every: int | None, tokenizer: Tokenizer, notice: Callable[[str], None]
 ) -> list[Example]:
     """The examples that a training run scores: of --hellaswag-data, or of the downloaded validation split.
 

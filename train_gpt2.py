@@ -33,13 +33,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hellaswag
 from support.checkpoints import huggingface, lora, resume, run_folder, start
+from support.checkpoints.directory import newest_before_cooldown
 from support.checkpoints.manager import CheckpointManager
 from support.checkpoints.state import Checkpoint, TrainState
 from support.cli import MAIN_GROUP, flag, parse_flags, run_cli
 from support.console.progress import print_header, print_summary, progress_bar
 from support.console.run_logger import RunLogger
 from support.data import presets, shards
-from support.data.shards import TokenData, rows_in_shard
+from support.data.shards import rows_in_shard
 from support.data.tokenizer import Tokenizer
 from support.optim.loss import chunked_cross_entropy
 from support.optim.muon import Muon
@@ -156,7 +157,7 @@ class GPT(nn.Module):
             if name.endswith(".bias"):
                 parameter.zero_()
             elif parameter.dim() >= 2:
-                std = 0.02  # logits near 0: the first loss is 10.98, hardly above ln(V), that of a uniform guess
+                std = 0.02  # logits near 0: the first loss is 10.98, and a uniform guess has ln(V) = 10.82
                 if name.endswith("c_proj.weight"):
                     # 2 per layer add to the residual stream: scaled, so that its variance does not grow with depth
                     std /= math.sqrt(2 * self.config.n_layer)
@@ -171,8 +172,7 @@ class GPT(nn.Module):
             targets: (B, T) ids of the tokens that follow.
 
         Returns:
-            `(logits, None)` with fp32 logits (B, T, V), or `(None, loss)` with the mean cross-entropy in nats: in training
-            all logits at once would not fit into memory.
+            `(logits, None)` with fp32 logits (B, T, V), or `(None, loss)` with the mean cross-entropy in nats.
         """
         x = self.transformer(idx)  # (B, T, C)
         if targets is None:
@@ -185,7 +185,10 @@ class GPT(nn.Module):
         return None, chunked_cross_entropy(x, weight, targets, self.config.vocab_size)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Next-token logits (..., V) of hidden states (..., C), in fp32: near -35, as GPT-2's, bf16 steps by 0.25."""
+        """Next-token logits (..., V) of hidden states (..., C), in fp32.
+
+        GPT-2's are near -35, where bf16 values are 0.25 apart.
+        """
         with torch.autocast(x.device.type, enabled=False):
             logits = (self.lm_head.weight @ x.float().mT).mT  # for few rows on a CPU, faster than self.lm_head(x)
             return logits[..., : self.config.vocab_size]
@@ -222,7 +225,7 @@ class GPT(nn.Module):
     ) -> torch.optim.Optimizer:
         """AdamW with weight decay on matrices and embeddings, but not on biases and layer norms.
 
-        With `muon`, its options, Muon updates the matrices of the blocks instead: it orthogonalizes their momentum, so
+        With `muon`, the options of Muon, that updates the matrices of the blocks: it orthogonalizes their momentum, so
         that a step moves all directions of a matrix equally far.
         """
         num_splits: dict[nn.Parameter, int] = {}  # parameters for Muon, and how many matrices each one stacks
@@ -267,11 +270,14 @@ class GPT(nn.Module):
 
 
 def next_token_probs(logits: Tensor, temperature: float = 1.0, top_k: int | None = None) -> tuple[Tensor, Tensor]:
-    """The tokens to draw from, given logits (B, V): probabilities (B, K) and ids (B, K) of the `top_k` likeliest, or of all."""
+    """The tokens to draw from, given logits (B, V): probabilities (B, K) and ids (B, K) of the `top_k` likeliest, or all.
+
+    A temperature below 1 makes likely tokens likelier.
+    """
     ids = torch.arange(logits.size(-1), device=logits.device).expand_as(logits)
     if top_k is not None:
         logits, ids = torch.topk(logits, min(top_k, logits.size(-1)))
-    return F.softmax(logits / max(temperature, 1e-10), dim=-1), ids  # below 1: likely tokens become likelier
+    return F.softmax(logits / max(temperature, 1e-10), dim=-1), ids
 
 
 # -----------------------------------------------------------------------------
@@ -322,7 +328,7 @@ class DataLoaderLite:
         self._prefetched = [self.batch(range(b * self.B, (b + 1) * self.B)) for b in batches]
 
     def batch(self, rows: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """The rows with these numbers, which continue through all epochs: (B, T) tokens and the tokens after them.
+        """The rows with these numbers, counted through all epochs: (B, T) tokens and the tokens after them.
 
         Raises:
             UserError: a shard was truncated, or a token id is not in the vocabulary; the message names the shard.
@@ -356,13 +362,6 @@ class DataLoaderLite:
         return self._cached_permutation[1]
 
 
-def train_loader(config: TrainConfig, data: TokenData, B: int, dist: Distributed) -> DataLoaderLite:
-    """Micro-batches of B rows for this rank. A step adds up the gradients of several, to reach its number of tokens."""
-    T, vocab_size = config.block_size, data.tokenizer.vocab_size
-    grad_accum = config.total_batch_size // (B * T * dist.world_size)
-    return DataLoaderLite(data.train, B, T, vocab_size, dist, grad_accum, config.shuffle, config.seed)
-
-
 # -----------------------------------------------------------------------------
 # The recipe
 
@@ -376,14 +375,20 @@ MODELS = {
 # --recipe: how GPT-2 was trained, or how to reach the same loss with fewer tokens (docs/recipes.md).
 RECIPES: dict[str, dict[str, Any]] = {
     "gpt2": dict(optimizer="adamw", schedule="cosine", max_lr=6e-4),
-    "fast": dict(optimizer="muon", schedule="wsd", max_lr=presets.FAST_LR),  # --text, --demo: lower in small steps
+    "fast": dict(optimizer="muon", schedule="wsd", max_lr=presets.FAST_LR),  # lower in small steps, with --text
 }
 GPT2_RECIPE, FAST_RECIPE = RECIPES["gpt2"], RECIPES["fast"]
 
 
+TIMED_WARMUP = 1 / 30  # of a run of --minutes, as a fraction of its time
+
+
 @dataclass(frozen=True)
 class TrainConfig(RunOptions):
-    """The flags of a run. A resumed run may change those of RunOptions except SOURCE_FLAGS, no others."""
+    """What was asked for. These flags make a run what it is; RunOptions adds files, evaluation, checkpoints and device.
+
+    A resumed run may change only the latter, and of these neither --minutes nor the flags of the text.
+    """
 
     # fmt: off
     model: str = flag("gpt2", "model size", MAIN_GROUP, choices=tuple(MODELS))
@@ -408,10 +413,10 @@ class TrainConfig(RunOptions):
                          "schedule", default_help="cosine; wsd with --recipe fast", choices=("cosine", "wsd"))
     decay_steps: int = flag(19073, "step at which the cosine or the cooldown ends", "schedule",
                             default_help="--max-steps", at_least=1, at_most=presets.MAX_STEPS)
-    cooldown_fraction: float = flag(0.4, "wsd's cooldown, of --decay-steps", "schedule", at_least=0, at_most=1)
+    cooldown_fraction: float = flag(0.4, "wsd's cooldown, as a fraction of the run", "schedule", at_least=0, at_most=1)
     max_lr: float = flag(GPT2_RECIPE["max_lr"], "peak learning rate", "schedule", at_least=0,
                          default_help=f"{GPT2_RECIPE['max_lr']:g}; {FAST_RECIPE['max_lr']:g} with --recipe fast")
-    adamw_lr: float | None = flag(None, "peak rate of AdamW beside Muon", "schedule", at_least=0, default_help="--max-lr")
+    adamw_lr: float | None = flag(None, "AdamW's peak rate beside Muon", "schedule", at_least=0, default_help="--max-lr")
     min_lr: float = flag(GPT2_RECIPE["max_lr"] / 10, "final learning rate", "schedule", at_least=0,
                          default_help="a tenth of --max-lr; a fiftieth with wsd")
     optimizer: str = flag(GPT2_RECIPE["optimizer"], "AdamW; or Muon for the blocks' matrices, and AdamW for the rest",
@@ -441,10 +446,15 @@ class TrainConfig(RunOptions):
         return state.progress >= 1 if self.minutes else state.step >= self.max_steps
 
     def is_due(self, every: int | None, state: TrainState) -> bool:
-        """Whether what happens every so many steps (0: never, None: at quarters of --minutes) is due before a step."""
-        if every is None:
-            return any(state.has_passed(n / 4) for n in range(4)) or self.is_over(state)
-        return every > 0 and (state.step % every == 0 or self.is_over(state))
+        """Whether something is due before a step that happens every so many steps; and once more after the last one.
+
+        Args:
+            every: 0 is never, and None at each quarter of --minutes.
+        """
+        if every == 0:
+            return False
+        regularly = any(state.has_passed(n / 4) for n in range(4)) if every is None else state.step % every == 0
+        return regularly or self.is_over(state)
 
     def is_checkpoint_due(self, state: TrainState) -> bool:
         """Whether a checkpoint is due before a step: every so often, after the last one, and before a cooldown."""
@@ -453,11 +463,8 @@ class TrainConfig(RunOptions):
 
     def is_before_cooldown(self, state: TrainState) -> bool:
         """Whether no step of a wsd schedule's cooldown has been done: a longer run can start here."""
-        last = state.last_progress if state.last_progress >= 0 else state.progress
+        last = state.last_progress if state.last_progress >= 0 else state.progress  # when the last step's rate was set
         return self.schedule == "wsd" and last <= self.cooldown_start
-
-
-TIMED_WARMUP = 1 / 30  # of a run of --minutes
 
 
 def get_lr(step: int, config: TrainConfig, progress: float = 0.0) -> float:
@@ -466,16 +473,16 @@ def get_lr(step: int, config: TrainConfig, progress: float = 0.0) -> float:
     With the schedule "wsd" (warm-up, stable, decay), max_lr until the cooldown, which falls linearly to min_lr.
 
     Args:
-        progress: of a run of --minutes, the fraction of its time that is over; it takes the place of steps.
+        progress: the fraction of the time that is over, which a run of --minutes counts instead of steps.
     """
     if config.minutes:
         now, warmup, end, cooldown = progress, TIMED_WARMUP, 1.0, 1 - config.cooldown_start
-        started = max(now, TIMED_WARMUP / 10)
+        ramp = max(now, TIMED_WARMUP / 10)
     else:
         now, warmup, end, cooldown = step, config.warmup_steps, config.decay_steps, config.cooldown_steps
-        started = step + 1  # a step at learning rate 0 would be wasted
+        ramp = step + 1
     if now < warmup:
-        return config.max_lr * started / warmup
+        return config.max_lr * ramp / warmup  # never 0: the first step would be wasted
     if now >= end:
         return config.min_lr  # a run may be longer than its schedule
     if config.schedule == "wsd":
@@ -486,13 +493,15 @@ def get_lr(step: int, config: TrainConfig, progress: float = 0.0) -> float:
 
 
 def resolve(flags: Mapping[str, Any]) -> TrainConfig:
-    """The configuration that the flags specify; what they leave open follows from other flags, or is left to the machine.
+    """The configuration that the flags specify; what they leave open follows from other flags, or stays open.
 
     Raises:
         UserError: their values do not fit each other.
     """
     defaults = MODELS[flags.get("model", "gpt2")] | RECIPES[flags.get("recipe", "gpt2")]
     defaults["decay_steps"] = flags.get("max_steps", TrainConfig.max_steps)
+    if flags.get("minutes"):
+        defaults |= dict.fromkeys(("val_every", "sample_every", "checkpoint_every"))  # None: at quarters of the time
     values = {**defaults, **flags}  # flags win
     values.setdefault("min_lr", values["max_lr"] / (50 if values["schedule"] == "wsd" else 10))
     config = TrainConfig(**values)
@@ -508,9 +517,9 @@ def new_model(config: TrainConfig, vocab_size: int) -> GPT:
 
 def initial_model(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Checkpoint | None) -> GPT:
     """The model at the start of this process, on the CPU: random weights, pretrained ones, or those of a checkpoint."""
-    resume_from = checkpoint.path if checkpoint else None
-    # LoRA continues on the weights that it leaves frozen: in its checkpoints, the two are merged
-    source = resume_from if resume_from and not config.lora_rank else config.init_from
+    path = checkpoint.path if checkpoint else None
+    # LoRA's checkpoints have merged weights: it takes the frozen ones from --init-from, and its matrices from adapter/
+    source = path if path and not config.lora_rank else config.init_from
     if source is None:
         torch.manual_seed(config.seed)  # on the CPU, so that every kind of device starts from the same weights
         model = new_model(config, tokenizer.vocab_size)
@@ -519,7 +528,7 @@ def initial_model(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Checkpo
         start.check_pretrained(source, model.config.vocab_size, model.config.block_size, tokenizer, config)
         model.crop(config.block_size)
     if config.lora_rank:
-        lora.add_adapter(model, config.lora_rank, config.lora_alpha, config.seed, resume_from)
+        lora.add_adapter(model, config.lora_rank, config.lora_alpha, config.seed, path)
     return model
 
 
@@ -562,16 +571,16 @@ def sample(
 
 
 def train_step(
-    model: nn.Module, state: TrainState, loader: DataLoaderLite, config: TrainConfig, stop: StopHandler,
+    train_model: nn.Module, state: TrainState, loader: DataLoaderLite, config: TrainConfig, stop: StopHandler,
     amp: torch.autocast, clock: Clock,
 ) -> tuple[float, float, float] | None:  # fmt: skip
-    """One optimizer step on `loader.grad_accum` micro-batches of each rank; `model` may be compiled and wrapped by DDP.
+    """One optimizer step on `loader.grad_accum` micro-batches of each rank; `train_model` may be compiled and wrapped.
 
     If the loss or a gradient is not finite, the step is skipped, on all ranks.
 
     Returns:
-        The mean loss in nats, the gradient norm before clipping, and the progress of --minutes, the same on all ranks. None
-        if a signal interrupted the step, which only happens with one process; then nothing was applied.
+        The mean loss in nats, the gradient norm before clipping, and the progress of --minutes, the same on all ranks.
+        None if a signal interrupted the step, which only happens with one process; then nothing was applied.
     """
     optimizer, scaler, dist = state.optimizer, state.scaler, loader.dist
     if config.dropout:
@@ -579,39 +588,38 @@ def train_step(
         # The masks depend on (seed, step, rank) alone, so a resumed run draws the same ones.
         torch.manual_seed(devices.derive_seed(config.seed, state.step, dist.rank))
     optimizer.zero_grad(set_to_none=True)  # frees them: the first backward pass writes, and the others add
-    loss_sum = torch.zeros((), device=dist.device)  # on the device: reading it would make the host wait
+    loss_accum = torch.zeros((), device=dist.device)  # on the device: reading it would make the host wait
     for micro_step in range(loader.grad_accum):
         if stop.agreed:  # several ranks agree at the end of a step only
             return None
         x, y = loader.next_batch()  # (B, T) each
         # DDP, and FSDP, average gradients over the ranks during backward. Once per step is enough: in the last
         # micro-step. The flag must be set before the forward pass, which prepares the reduction.
-        if isinstance(model, DistributedDataParallel | fsdp.ShardedModel):
-            model.require_backward_grad_sync = micro_step == loader.grad_accum - 1
+        if dist.world_size > 1:
+            train_model.require_backward_grad_sync = micro_step == loader.grad_accum - 1  # type: ignore[assignment]
         with amp:
-            _, loss = model(x, y)
+            _, loss = train_model(x, y)
         # backward() adds to the gradients, and each loss is a mean over its micro-batch. Without this division the sum
         # would be grad_accum times the gradient of the full batch.
         loss = loss / loader.grad_accum
-        loss_sum += loss.detach()
+        loss_accum += loss.detach()
         scaler.scale(loss).backward()  # scales only in fp16, where small gradients would become zero
-    if config.minutes or state.step + 1 < config.max_steps:
+    if config.minutes or state.step + 1 < config.max_steps:  # there is a next step
         with stop.deferring_errors():  # a corrupt shard ends the run after this step, which is applied and saved
             loader.prefetch(loader.grad_accum)  # of the next step, while the device is still computing
     scaler.unscale_(optimizer)  # before clipping, which compares with the true norm
     # Clipping keeps the direction: one batch with huge gradients must not undo the steps before it.
-    norm = fsdp.full_tensor(nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf))
-    # One all-reduce for all that the ranks must agree on. They have the same norm already, so its mean is the norm. The
-    # others have no clock, so that the mean is rank 0's.
+    norm = fsdp.full_tensor(nn.utils.clip_grad_norm_(train_model.parameters(), config.grad_clip or math.inf))
+    # One all-reduce carries all that the ranks must share. The norm is the same on all of them already; it rides along,
+    # so that one transfer brings everything to the host. Rank 0's clock decides: the others contribute 0 to the mean.
     progress = clock.progress() * dist.world_size if dist.rank == 0 else 0.0
-    of_host = (torch.full_like(norm, value) for value in (stop.requested, progress))
-    reduced = dist.all_reduce_mean(torch.stack([loss_sum, norm, *of_host]))
-    finite = reduced.isfinite().all()
+    host_values = [torch.full_like(norm, value) for value in (stop.requested, progress)]
+    reduced = dist.all_reduce_mean(torch.stack([loss_accum, norm, *host_values]))
     if scaler.is_enabled():  # fp16: skips the step after an overflow of the gradients, and lowers their scale
         scaler.step(optimizer)
         scaler.update()
     else:
-        step_if_finite(optimizer, finite)
+        step_if_finite(optimizer, reduced.isfinite().all())
     mean_loss, norm, stop_requests, progress = reduced.tolist()  # the only CPU-GPU sync point of a step
     stop.agree(stop_requests)
     return mean_loss, norm, progress
@@ -620,7 +628,8 @@ def train_step(
 def step_if_finite(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
     """Applies the gradients if `finite` is true, on the device: the host does not wait for it.
 
-    Fused AdamW and Muon skip a step whose `found_inf` is 1, as GradScaler tells them; on MPS they do not read it.
+    Fused AdamW and Muon skip a step whose `found_inf` is 1, which is GradScaler's protocol. On MPS it is ignored, so
+    there the host looks at `finite`.
     """
     optimizer.grad_scale, optimizer.found_inf = None, 1.0 - finite.float()  # type: ignore[attr-defined]
     if finite.device.type != "mps" or finite:
@@ -641,18 +650,19 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     # What can fail or take long comes first. Local rank 0 runs it before the others, which find what it downloaded.
     with dist.local_rank_zero_first():
         data = start.check_and_open_data(config, machine, dist, checkpoint)  # --text and --demo make their shards first
-        with fsdp.weights_on_rank_zero(use_fsdp, rank):  # the others have it without memory, until ShardedModel
+        with fsdp.weights_on_rank_zero(use_fsdp, rank):  # on the meta device elsewhere, until ShardedModel sends them
             model = initial_model(config, data.tokenizer, checkpoint)
         identity = resume.identify_data(config, data, model, checkpoint)  # checksums, which a resumed run must match
         examples = hellaswag.load_examples(config, machine.hellaswag_every, data.tokenizer, dist.print0)
         devices.configure_backends(device, config.tf32, dtype, config.block_size)  # TF32, attention, the allocator
         amp = devices.autocast(device, dtype)  # matrix products in bf16 or fp16; weights, norms and sums in fp32
         memory.recompute_activations(model.transformer.h if config.recompute else [])  # activation checkpointing
-        # Evaluations take all weights on each rank: with FSDP an empty copy that full_weights() fills, otherwise model.
-        eval_model = fsdp.without_weights(model) if use_fsdp else model.to(device)
+        # model has the weights that are trained. eval_model has all weights on each rank, and may be compiled: calls run
+        # the compiled graph, but its methods, such as generate(), are the model's. train_model is either one, wrapped.
+        eval_model = fsdp.without_weights(model) if use_fsdp else model.to(device)  # full_weights() fills the former
         if machine.compiled:
-            eval_model = devices.compile(eval_model)  # has the weights and the methods of the model in it
-        B = batch_size.largest_batch_size(config, machine, eval_model, dist, amp)  # (FSDP: by an estimate)
+            eval_model = devices.compile(eval_model)
+        B = batch_size.largest_batch_size(config, machine, eval_model, dist, amp)  # tries it (FSDP: estimates)
 
     # Through torchrun's store, before there is a process group: ranks that differ would hang in a collective.
     preflight.check_ranks_agree(dist, config, machine, identity, checkpoint.step if checkpoint else 0)
@@ -665,7 +675,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     if use_fsdp:  # each rank keeps a part of every weight
         train_model = fsdp.ShardedModel(model, model.transformer.h, device, dtype, machine.compiled)
     elif dist.world_size > 1:
-        # What the trial has compiled is one graph. DDP needs it cut at its buckets, to send gradients during backward.
+        # The trial has compiled one graph. DDP needs it split at its buckets, to send gradients during backward.
         torch.compiler.reset()
         train_model = DistributedDataParallel(eval_model, gradient_as_bucket_view=True)
     muon = dict(dtype=dtype, adamw_lr=config.adamw_lr) if config.optimizer == "muon" else None  # otherwise all by AdamW
@@ -674,11 +684,13 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     state = TrainState(model, optimizer, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16))
     if checkpoint:
         state.restore(checkpoint, config)  # the model has its weights already
-    loader = train_loader(config, data, B, dist)
+    T, vocab_size = config.block_size, data.tokenizer.vocab_size
+    grad_accum = config.total_batch_size // (B * T * dist.world_size)  # micro-batches of a step
+    loader = DataLoaderLite(data.train, B, T, vocab_size, dist, grad_accum, config.shuffle, config.seed)
     loader.seek(state.step)
-    val_loader = DataLoaderLite(data.val, B, config.block_size, data.tokenizer.vocab_size, dist) if data.val else None
+    val_loader = DataLoaderLite(data.val, B, T, vocab_size, dist) if data.val else None
     run = RunInfo(config, machine, data, identity, model, checkpoint, len(examples))
-    folder = run_folder.lock_folder(run, dist)  # from here on, --out is written
+    folder_lock = run_folder.lock_folder(run, dist)  # from here on, --out is written
     stop = StopHandler(dist.world_size)  # requested: a signal or an error on this rank. agreed: all ranks know and stop
     logger = RunLogger(run, dist, state)  # log.txt, starts.jsonl, curves.png, trackers, and the console
     checkpoints = CheckpointManager(run, stop, logger.sync, rank)  # writes in a thread, after the log is on the disk
@@ -703,9 +715,10 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         devices.trim_memory(device)  # evaluations fragment the heap of a CPU
         return True
 
-    clock, finished = Clock(config.minutes, state.seconds), False
-    with folder, stop, logger, checkpoints:  # left in reverse: the log is complete before the folder is free
-        while not finished and not stop.agreed:
+    clock = Clock(config.minutes, state.seconds, state.progress)
+    finished = False
+    with folder_lock, stop, logger, checkpoints:  # closed in reverse: the log is complete before the folder is free
+        while not stop.agreed:
             if due := logger.evaluations_due(state):
                 with clock.evaluating(), fsdp.full_weights(eval_model, model):  # without FSDP, both are the same model
                     complete = evaluate(due)
@@ -713,24 +726,27 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
                     break
             finished = config.is_over(state)
             if config.is_checkpoint_due(state):
+                state.seconds = clock.seconds()  # with the evaluation
                 checkpoints.save(state, final=finished)
             if finished:
                 break
             lr = get_lr(state.step, config, state.progress)
             for group in optimizer.param_groups:
-                group["lr"] = lr
-            devices.synchronize(device)  # the clock must not count what an evaluation left in the GPU's queue
+                group["lr"] = lr  # Muon multiplies that of its AdamW groups by adamw_lr / max_lr
+            devices.synchronize(device)  # so that dt does not count what an evaluation left in the GPU's queue
             started = time.perf_counter()  # of the step alone, without evaluation, logging and checkpoints
             result = train_step(train_model, state, loader, config, stop, amp, clock)
             if result is None:
                 break  # a signal: nothing was applied
-            dt, (loss, norm, progress) = time.perf_counter() - started, result  # the step has ended with a sync
+            dt = time.perf_counter() - started  # the step has ended with a sync
+            loss, norm, timed_progress = result
             skipped = state.record(loss, norm)  # why the step was not applied, or None
             logger.step(state, loss, lr, norm, dt, skipped)
             if state.step == run.first_step:
                 dist.set_timeout(STEP_TIMEOUT)  # all is compiled: a rank that takes longer now is lost
-            state.advance(progress if config.minutes else (state.step + 1) / config.decay_steps, clock.seconds())
-            state.check_bad_steps(config.max_bad_steps)  # too many in a row that were not finite end the run
+            progress = timed_progress if config.minutes else (state.step + 1) / config.decay_steps  # of the schedule
+            state.advance(progress, clock.seconds())
+            state.check_bad_steps(config.max_bad_steps)  # raises after too many skipped steps in a row
         if not finished:  # a signal, a corrupt shard or a failed save, on any rank
             checkpoints.save_and_exit(state, dist)
     texts: list[str] = []
@@ -739,13 +755,13 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
             generator = devices.seeded_generator(device, config.seed)
             eval_model.eval()
             texts = sample(eval_model, data.tokenizer, "The", 150, generator, 0.8)
-    print_summary(run, dist, state, checkpoints.validation_losses(), checkpoints.before_cooldown(), texts)
+    print_summary(run, dist, state, checkpoints.validation_losses(), newest_before_cooldown(config.out), texts)
     return state
 
 
 @report_lost_processes()
 def main(argv: Sequence[str] | None = None) -> None:
-    # command line -> all flags, with those of a preset or of the checkpoint to resume -> configuration -> run
+    # command line -> all flags, with a preset's or a checkpoint's -> configuration -> run
     cli_flags = parse_flags(TrainConfig, argv, __doc__, ("text", "model", "schedule", "optimizer", "randomness"))
     dist = Distributed.from_environment()
     flags, checkpoint = start.gather_flags(TrainConfig, cli_flags, dist)
@@ -763,8 +779,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             train(config, dist, checkpoint)
     except SystemExit as stopped:
         exit_code = stopped.code
-    dist.close()  # now that train has returned and DDP's model is gone; with it, gloo could deadlock here
-    raise SystemExit(exit_code)
+    dist.close()  # now that train() has returned: while DDP's model is alive, gloo could deadlock here
+    if exit_code:
+        raise SystemExit(exit_code)
 
 
 if __name__ == "__main__":

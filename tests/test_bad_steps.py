@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import signal
 
 import pytest
 import torch
 from helpers import run_to_the_end
-from training import assert_same_run, checkpoint_names, forked, trained, trainer_file
+from training import assert_same_run, checkpoint_names, forked, resumed, trained, trainer_file
 
 import train_gpt2
 from support.cli import UserError
@@ -115,9 +116,27 @@ def test_a_bad_last_step_does_not_cost_the_others(byte_shards, tmp_path, monkeyp
     state = trainer_file(tmp_path / "model_00006")
     assert state["bad_steps"] == 2 and state["optimizer"]["state"][0]["step"] == 4
     monkeypatch.undo()
+    bad_losses(monkeypatch, {0})  # a fork has none yet
+    assert forked(tmp_path / "fork", tmp_path / "model_00006", "--max-steps", 8, "--max-bad-steps", 2).step == 8
+
+
+def test_bad_steps_are_counted_over_a_resume(byte_shards, tmp_path, monkeypatch):
+    bad_losses(monkeypatch, {4, 5})
+    real = train_gpt2.train_step
+
+    def stopped_step(model, state, *args):
+        result = real(model, state, *args)
+        if state.step == 5:
+            signal.raise_signal(signal.SIGTERM)
+        return result
+
+    monkeypatch.setattr(train_gpt2, "train_step", stopped_step)
+    with pytest.raises(SystemExit):
+        trained(tmp_path, "--data", byte_shards, "--max-steps", 9)
+    monkeypatch.undo()
     bad_losses(monkeypatch, {0})
     with pytest.raises(UserError, match="3 steps in a row .* not finite, the last one at step 6"):
-        forked(tmp_path / "fork", tmp_path / "model_00006", "--max-steps", 9, "--max-bad-steps", 2)
+        resumed(tmp_path)
 
 
 def test_bad_gradients_do_not_pass_for_overflows_forever(byte_shards, tmp_path, monkeypatch):

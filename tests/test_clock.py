@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import time
@@ -71,11 +72,23 @@ def test_time_for_a_last_evaluation_is_kept_and_progress_never_falls(fake_time):
     for seconds, left in ((6.0, 110.0), (50.0, 104.0)):
         with of_run.evaluating():
             fake_time.now += seconds
+        of_run.progress()
         assert of_run.progress() == pytest.approx(fake_time.now / left)
     before = of_run.progress()
-    with of_run.evaluating():
+    with of_run.evaluating():  # a short one does not count
         pass
-    assert fake_time.now / 116 < before == of_run.progress()
+    assert before == of_run.progress()
+    resumed = Clock(2.0, 30.0, 0.4)
+    assert resumed.progress() == 0.4  # it was further when it was saved
+
+
+def test_half_a_step_is_kept(fake_time):
+    """By hand: of 116 s, steps of 10 s leave 111; an evaluation between two of them is no step."""
+    of_run, found = Clock(2.0), []
+    for seconds in (10.0, 10.0, 50.0, 10.0):
+        fake_time.now += seconds
+        found.append(of_run.progress())
+    assert found == pytest.approx([10 / 116, 20 / 111, 70 / 111, 80 / 111])
 
 
 def test_a_resumed_run_has_the_time_that_is_left(fake_time):
@@ -187,6 +200,35 @@ def test_a_killed_run_continues_with_the_time_that_is_left(text, tmp_path, fake_
     assert checkpoint_names(out) == finished and (out / "log.txt").read_text().splitlines() == lines
 
 
+@pytest.mark.parametrize("when", ["step", "validation"])
+def test_a_signal_saves_and_what_it_interrupted_is_made_up_for(text, tmp_path, fake_time, monkeypatch, when):
+    """At the first quarter: in the step that passes it, or in the validation that is due then."""
+    out, real_step, real_validation = tmp_path / "run", train_gpt2.train_step, train_gpt2.validation_loss
+
+    def step(model, state, *args):
+        fake_time.now += 1.0
+        result = real_step(model, state, *args)
+        if when == "step" and result[2] >= 0.25:
+            signal.raise_signal(signal.SIGTERM)
+        return result
+
+    def validation_loss(*args):
+        if when == "validation" and fake_time.now > 1:
+            signal.raise_signal(signal.SIGTERM)
+        return real_validation(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(train_gpt2, "train_step", step)
+        patch.setattr(train_gpt2, "validation_loss", validation_loss)
+        train_with(*text, "--minutes", 2, "--out", out)
+    [saved] = checkpoint_names(out)
+    at = int(saved[6:])
+    assert not re.search(rf"^{at} val", (out / "log.txt").read_text(), re.MULTILINE)
+    steps_take(monkeypatch, fake_time, lambda step: 20.0)
+    train_with("--resume", "--out", out)
+    assert re.search(rf"^{at} val", (out / "log.txt").read_text(), re.MULTILINE)
+
+
 def other_clock(seconds: float, rank: int) -> None:
     """Rank 1's clock is wrong by an hour, and the time is over for rank 0 after as many seconds as were asked for."""
     clock.STARTED = time.perf_counter() - (3600 if rank else 0)
@@ -227,5 +269,6 @@ def test_a_fork_makes_a_timed_run_longer_or_counts_steps(text, tmp_path, fake_ti
     assert len(losses(tmp_path / "longer/log.txt", "val")) >= 5
     config, _ = configure(["--fork", start, "--out", tmp_path / "steps", "--max-steps", 80])
     assert (config.minutes, config.max_steps, config.decay_steps, config.val_every) == (None, 80, 80, 20)
+    assert config.warmup_steps == 2
     assert {path: path.read_bytes() for path in out.glob("*.*")} == before
     shutil.rmtree(out)

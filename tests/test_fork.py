@@ -141,6 +141,33 @@ def test_what_a_fork_cannot_be(runs, tmp_path, flags, problem):
     assert all(text in found for text, found in zip(problem, error.value.problems, strict=True))
 
 
+def test_what_follows_from_other_flags_follows_in_a_fork(runs, tmp_path):
+    """As in a new run: the recipe's optimizer and rates, and a final rate that fits the highest."""
+    fork = ["--fork", runs / "20/model_00006", "--out", tmp_path / "fork"]
+    config, _ = configure([*fork, "--recipe", "gpt2"])
+    assert (config.optimizer, config.schedule, config.max_lr, config.min_lr) == ("adamw", "cosine", 6e-4, 6e-5)
+    config, _ = configure([*fork, "--max-lr", 1e-4])
+    assert (config.optimizer, config.max_lr, config.min_lr) == ("muon", 1e-4, pytest.approx(2e-6))
+    config, _ = configure([*fork, "--keep", 3])
+    assert (config.max_lr, config.min_lr, config.keep) == (3e-3, pytest.approx(6e-5), 3)
+
+
+def test_resume_auto_without_a_folder_does_not_touch_the_run_that_is_forked(runs, monkeypatch):
+    monkeypatch.chdir(runs)
+    with pytest.raises(UserError, match="Name its folder with --out"):
+        configure(["--fork", "20/model_00006", "--resume", "auto"])
+
+
+def test_the_command_of_a_refusal_is_one_that_works(runs, tmp_path):
+    """It leaves out what a fork cannot change, and a longer run starts before the cooldown."""
+    with pytest.raises(UserError) as error:
+        configure(["--resume", "--out", runs / "20", "--max-steps", 30, "--n-layer", 3])
+    assert error.value.problems[-1].endswith(f"--fork {runs}/20/model_00012 --out NEW --max-steps 30")
+    with pytest.raises(UserError) as error:
+        configure(["--resume", "--out", runs / "20", "--n-layer", 3])
+    assert len(error.value.problems) == 1
+
+
 def test_a_fork_needs_a_folder_and_an_intact_checkpoint(runs, tmp_path):
     with pytest.raises(UserError, match="--fork starts another run. Name its folder with --out."):
         configure(["--fork", runs / "20/model_00006"])

@@ -140,5 +140,5 @@ def test_flags_of_the_plan_are_checked(tmp_path, monkeypatch, capsys):
 
 
 def test_a_checkpoint_knows_nothing_of_a_plan():
-    assert not {"plan", "gpus", "gpu", "price", "mfu"} & config_of("--out", "x").to_save().keys()
+    assert not {"plan", "gpus", "gpu", "price", "mfu"} & config_of("--out", "x").to_dict().keys()
     assert {"plan", "gpus"} <= set(TrainConfig.__dataclass_fields__)

@@ -44,7 +44,7 @@ def lock(folder: Path, resume_from: Path | None = None, **flags: object) -> None
         pass
 
 
-CHECKPOINT = Checkpoint(Path(), 0, 0.0, 0.0, 0, 0, {}, {"train": [], "val": [], "base": None}, None, {}, {})
+CHECKPOINT = Checkpoint(Path(), 0, 0.0, 0.0, 0.0, 0, 0, {}, {"train": [], "val": [], "base": None}, [], {}, {})
 
 
 def test_what_is_in_a_folder_stays(tmp_path):

@@ -79,17 +79,30 @@ def test_each_start_appends_a_line_and_changes_none(byte_shards, tmp_path, monke
     assert after["flags"] == before["flags"] | changed and after["data"] == before["data"]
 
 
+START = {"command": ["x"], "flags": {}, "data": {}, "parameters": 1, "tokens_per_step": 1, "first_step": 0}
+
+
 @pytest.mark.parametrize("cut", [1, 5])
 def test_a_line_that_a_kill_has_cut_off_takes_no_other_with_it(tmp_path, cut):
     """Without its last character, which is the end of the line, or without more."""
     for step in (0, 1):
-        append_start(tmp_path, {"first_step": step})
+        append_start(tmp_path, START | {"first_step": step})
     path = tmp_path / "starts.jsonl"
     path.write_bytes(path.read_bytes()[:-cut])
-    left = [{"first_step": step} for step in ((0, 1) if cut == 1 else (0,))]
+    left = [START | {"first_step": step} for step in ((0, 1) if cut == 1 else (0,))]
     assert read_starts(tmp_path) == left
-    append_start(tmp_path, {"first_step": 2})
-    assert read_starts(tmp_path) == [*left, {"first_step": 2}]
+    append_start(tmp_path, START | {"first_step": 2})
+    assert read_starts(tmp_path) == [*left, START | {"first_step": 2}]
+
+
+@pytest.mark.parametrize(
+    "line", ["3", "{}", "[" * 10_000, '{"command": "x"}', "\ud800".encode("utf-8", "replace").decode()]
+)
+def test_a_damaged_line_is_left_out(tmp_path, line):
+    append_start(tmp_path, START)
+    with open(tmp_path / "starts.jsonl", "a") as file:
+        file.write(line + "\n")
+    assert read_starts(tmp_path) == [START]
 
 
 def test_a_full_disk_is_a_warning(tmp_path, capsys):

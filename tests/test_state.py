@@ -40,7 +40,9 @@ def test_a_checkpoint_opens_in_huggingface(directory):
 def test_checkpoints_hold_plain_data_and_their_own_checksums(directory):
     state = trainer_file(directory)
     assert (state["step"], state["config"]["n_embd"]) == (3, 32)
-    assert {*state} == {*"step progress seconds bad_steps overflows config data parameters optimizer scaler".split()}
+    assert {*state} == {
+        *"step progress last_progress seconds bad_steps overflows config data parameters optimizer scaler".split()
+    }
     assert state["progress"] == 1.0 and state["seconds"] > 0
     listed = json.loads((directory / "checkpoint.json").read_text())["files"]
     assert sorted([*listed, "checkpoint.json", "README.md"]) == sorted(os.listdir(directory))
@@ -106,7 +108,7 @@ def test_a_saved_state_is_restored(content, tmp_path):
     content["scaler"]["growth_factor"] = "not read"
     state, expected = restored(content, tmp_path), new_state(scale=8.0)
     assert (state.step, state.bad_steps, state.overflows) == (1, 0, 1)
-    assert (state.progress, state.last_progress, state.seconds) == (0.25, 0.25, 8.0)  # so nothing is passed again
+    assert (state.progress, state.last_progress, state.seconds) == (0.25, 0.0, 8.0)  # what was due then still is
     assert state.scaler.state_dict() == expected.scaler.state_dict()
     assert state.optimizer.param_groups[0]["betas"] == expected.optimizer.param_groups[0]["betas"]
     saved = content["optimizer"]["state"]

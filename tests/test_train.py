@@ -29,6 +29,7 @@ from support.checkpoints.directory import list_checkpoints, step_of
 from support.cli import UserError, run_cli
 from support.console.log import read_log
 from support.data import shards
+from support.runtime.machine import Machine
 from support.runtime.signals import StopHandler
 from train_gpt2 import GPT, DataLoaderLite, train, validation_loss
 
@@ -165,14 +166,14 @@ def test_training_continues_without_hellaswag(gpt2_shards, byte_shards, tmp_path
     assert "note    HellaSwag is off: cannot" in out
 
 
-def test_hellaswag_on_other_tokens_is_an_error_if_a_flag_asks_for_it(byte_shards, tmp_path, capsys):
+def test_hellaswag_on_other_tokens_is_an_error_if_a_flag_asks_for_it(byte_shards, tmp_path, capsys, monkeypatch):
     flags = ["--data", byte_shards, "--max-steps", 1]
     problem = "on GPT-2 tokens, and .* has bytes tokens. Train with --tokenizer gpt2, or "
     for name, value in (("every", 1), ("data", "items.jsonl"), ("limit", 5)):
         with pytest.raises(UserError, match=problem):
             trained(tmp_path / name, *flags, "--hellaswag-every", 1, f"--hellaswag-{name}", value)
-    config = config_of(*flags, "--out", tmp_path / "run")
-    config = replace(config, hellaswag_every=1, explicit=config.explicit - {"hellaswag_every"})  # by default on a GPU
+    config, find = replace(config_of(*flags, "--out", tmp_path / "run"), hellaswag_every=None), Machine.find
+    monkeypatch.setattr(Machine, "find", lambda *args: replace(find(*args), hellaswag_every=1))  # as on a GPU
     train(config, ONE_PROCESS)
     out = capsys.readouterr().out.replace("\n        ", " ")
     assert "note    HellaSwag is off: its scores are defined on GPT-2 tokens, and " in out

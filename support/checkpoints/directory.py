@@ -65,6 +65,11 @@ def read_fact(directory: Path, name: str) -> float | bool | None:
     return value if isinstance(value, float | bool) else None
 
 
+def newest_before_cooldown(out: str | os.PathLike[str]) -> Path | None:
+    """The newest checkpoint before the cooldown of a wsd schedule, from which a longer run can start."""
+    return next((path for path in reversed(list_checkpoints(out)) if read_fact(path, "before_cooldown")), None)
+
+
 def remove_leftovers(out: str | os.PathLike[str]) -> None:
     """Removes what a killed process left half-written or half-removed in a run's folder."""
     for path in Path(out).iterdir():

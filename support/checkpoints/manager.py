@@ -18,6 +18,7 @@ from support.checkpoints.directory import (
     MODEL_CARD,
     find_corruption,
     list_checkpoints,
+    newest_before_cooldown,
     read_fact,
     step_of,
     write_checkpoint,
@@ -119,7 +120,7 @@ class CheckpointManager:
             SystemExit, or the error of this rank that stopped the run.
         """
         dist.set_timeout(LONG_TIMEOUT)  # the others wait until rank 0 has written
-        if self.run.config.checkpoint_every:
+        if self.run.config.checkpoint_every != 0:
             self.save(train_state, final=True)
         self.finish()
         if not self.stop.failure:
@@ -139,10 +140,6 @@ class CheckpointManager:
         logged = self._logged("val")  # a checkpoint lacks its loss if a signal ended the validation before it
         losses = {path: read_fact(path, "val") or logged.get(step_of(path)) for path in list_checkpoints(self.out)}
         return {path: loss for path, loss in losses.items() if loss is not None}
-
-    def before_cooldown(self) -> Path | None:
-        """The newest checkpoint before the cooldown of a wsd schedule, from which a longer run can start."""
-        return next((path for path in reversed(list_checkpoints(self.out)) if read_fact(path, "before_cooldown")), None)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -197,7 +194,7 @@ class CheckpointManager:
         for directory in reversed(earlier):
             if kept < config.keep and find_corruption(directory) is None:
                 kept += 1
-            elif directory not in (best, self.before_cooldown()):
+            elif directory not in (best, newest_before_cooldown(self.out)):
                 yield directory
 
     def _logged(self, name: str) -> dict[int, float]:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from support.checkpoints.directory import step_of
-from support.cli import flag_fields, flag_name
+from support.cli import flag_fields, flag_words
 from support.data.hub import FINEWEB_PREFIXES
 from support.runtime.memory import count_parameters
 from support.runtime.options import RunOptions
@@ -74,6 +73,8 @@ def model_card(run: RunInfo, step: int, val: Mapping[int, float], hellaswag: Map
         "data": f"`{_printable(source)}`" if source else "token shards without a description",
         "tokens seen": f"{step * config.total_batch_size:,}, in {step:,} steps of {config.total_batch_size:,}",
     }
+    if config.fork is not None:
+        facts["started from"] = f"`{_printable(Path(config.fork).name)}` of another run"
     # Training has gone on, so the log may be ahead. At step 0 the weights were random, or those of the base model.
     if at := max((n for n in val if n <= step), default=0):
         per_byte = val[at] / run.data.bytes_per_token
@@ -100,10 +101,6 @@ def _flags(config: TrainConfig, base_name: str | None) -> Iterator[str]:
     for field in flag_fields(type(config)):
         value = base_name if field.name == "init_from" else getattr(config, field.name)
         is_unused = config.minutes is not None and field.name in ("max_steps", "decay_steps", "warmup_steps")
-        if field.name in RunOptions.__dataclass_fields__ or value == field.default or is_unused:
-            continue
-        flag = flag_name(field.name)
-        if isinstance(value, bool):
-            yield flag if value else f"--no-{flag[2:]}"
-        else:
-            yield f"{flag} {shlex.quote(str(value))}"
+        is_option = field.name in RunOptions.__dataclass_fields__ and field.name != "minutes"
+        if not is_option and not is_unused and value != field.default:
+            yield flag_words(field.name, value)

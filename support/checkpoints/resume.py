@@ -10,23 +10,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from support.checkpoints import huggingface, lora
+from support.checkpoints.directory import newest_before_cooldown
 from support.checkpoints.state import Checkpoint
 from support.cli import UserError, flag_fields, flag_name, flag_words
 from support.data import presets, shards
 from support.data.shards import DataIdentity
+from support.data.tokenizer import VOCAB_SIZES, tokenizer_name
 from support.runtime.distributed import Distributed
 from support.runtime.options import SOURCE_FLAGS, START_FLAGS, RunOptions, changed_flags
 
 if TYPE_CHECKING:
     from train_gpt2 import TrainConfig
 
-SHAPE_FLAGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "lora_rank")  # of the model
+SHAPE_FLAGS = {"n_layer", "n_head", "n_embd", "block_size", "bias", "lora_rank"}  # of the model
+NOT_OF_A_FORK = SHAPE_FLAGS | SOURCE_FLAGS - {"text"} | {"model", "init_from"}
+LENGTH_FLAGS = {"max_steps", "minutes"}
 
 
 def flags_to_resume(
     config_class: type[TrainConfig], cli_flags: Mapping[str, Any], checkpoint: Checkpoint, dist: Distributed
 ) -> dict[str, Any]:
-    """The flags of a run that continues from `checkpoint` as it is: the stored ones, and those on the command line.
+    """The flags of a run that continues from `checkpoint` as it is: stored in it, or on the command line.
 
     Raises:
         UserError: flags would change the run; one line each, and the command for a run of its own with them.
@@ -37,27 +41,30 @@ def flags_to_resume(
         may_differ |= {"init_from"}  # the base model may have moved; identify_data compares its weights
     changes = [change for change in changed_flags(config_class, stored, cli_flags) if change[0] not in may_differ]
     if changes:
-        out, path = checkpoint.path.parent, shlex.quote(str(checkpoint.path))
+        out = checkpoint.path.parent
         problems = [
             f"{flag_name(name)} is {new}, but the run in {out} has {had}. Leave it out." for name, had, new in changes
         ]
-        words = " ".join(flag_words(name, new) for name, _, new in changes)
-        raise UserError(
-            *problems, f"A run of its own can have other flags: python train_gpt2.py --fork {path} --out NEW {words}"
-        )
-    flags = {**stored, **cli_flags, "out": str(checkpoint.path.parent), "resume": "newest", "fork": None}
+        if words := [flag_words(name, new) for name, _, new in changes if name not in NOT_OF_A_FORK]:
+            path = (newest_before_cooldown(out) if cli_flags.keys() & LENGTH_FLAGS else None) or checkpoint.path
+            command = f"python train_gpt2.py --fork {shlex.quote(str(path))} --out NEW {' '.join(words)}"
+            problems.append(f"A run of its own can have other flags: {command}")
+        raise UserError(*problems)
+    flags = {**stored, **cli_flags, "out": str(checkpoint.path.parent), "resume": "newest"}
+    flags["fork"] = stored.get("fork")
     return flags | {"data": _find_data(flags, stored, checkpoint.path)}
 
 
 def flags_to_fork(
     config_class: type[TrainConfig], cli_flags: Mapping[str, Any], checkpoint: Checkpoint, dist: Distributed
 ) -> dict[str, Any]:
-    """The flags of a run of its own that starts from `checkpoint`: those of its run, and those on the command line.
+    """The flags of a new run that starts from `checkpoint`: on the command line, or of the run that it forks.
 
     Raises:
         UserError: the model would have another shape, or there is nothing left to train; one line each.
     """
     stored = _stored_flags(config_class, checkpoint, cli_flags, dist)
+    own = {"init_from"} if stored.get("lora_rank") else set()  # the base model may have moved
     problems = [
         f"{flag_name(name)} is {new}, and the model in {checkpoint.path} has {had}. A fork keeps its shape. Leave it out."
         for name, had, new in changed_flags(config_class, stored, cli_flags)
@@ -66,25 +73,37 @@ def flags_to_fork(
     problems += [
         f"--fork brings its own model. Leave out {flag_name(name)}."
         for name in ("model", "demo", "init_from")
-        if name in cli_flags
+        if name in cli_flags and name not in own
     ]
     if problems:
         raise UserError(*problems)
-    length = {}
-    if "max_steps" in cli_flags or "minutes" in cli_flags:
-        length = presets.flags_for_length(stored, cli_flags.get("max_steps"))
-    flags = {**stored, **length, **cli_flags}
+    flags = {name: value for name, value in stored.items() if name not in _derived_flags(cli_flags)}
+    if cli_flags.keys() & LENGTH_FLAGS:
+        flags |= presets.flags_for_length(stored, cli_flags.get("max_steps"))
+    flags |= cli_flags
     steps, minutes = checkpoint.step, checkpoint.seconds / 60
-    if not flags.get("minutes") and steps >= flags["max_steps"] or flags.get("minutes") and minutes >= flags["minutes"]:
+    if minutes >= flags["minutes"] if flags.get("minutes") else steps >= flags["max_steps"]:
         raise UserError(
-            f"{checkpoint.path} was trained for {steps:,} steps and {minutes:.2g} minutes. For a longer run, use a higher "
+            f"{checkpoint.path} was trained for {steps:,} steps and {minutes:.1f} minutes. For a longer run, use a higher "
             "--max-steps or --minutes; or fork an earlier checkpoint."
         )
     if "data" in cli_flags:
         return flags | {"text": None, "demo": False}
     if "text" in cli_flags:
-        return flags | {"data": str(Path(flags["out"]) / "data")}
+        name = tokenizer_name(checkpoint.path, huggingface.read_config(checkpoint.path)["vocab_size"])
+        tokenizer = name if name in VOCAB_SIZES else "bpe"
+        return flags | {"data": str(Path(flags["out"]) / "data"), "tokenizer": tokenizer, "demo": False}
     return flags | {"data": _find_data(flags, stored, checkpoint.path)}
+
+
+def _derived_flags(cli_flags: Mapping[str, Any]) -> set[str]:
+    """The flags that follow from others on the command line of a fork, as they would for a new run."""
+    derived = set()
+    if "recipe" in cli_flags:
+        derived |= {"optimizer", "schedule", "max_lr"}
+    if cli_flags.keys() & {"recipe", "optimizer", "schedule", "max_lr"}:
+        derived |= {"min_lr", "adamw_lr"}
+    return derived
 
 
 def find_once_per_node(name_or_dir: str, dist: Distributed) -> Path:
@@ -116,16 +135,19 @@ def _find_data(flags: Mapping[str, Any], stored: Mapping[str, Any], checkpoint: 
         UserError: they are in none, and cannot be made again.
     """
     text, folders = stored.get("text"), [flags["data"]]
-    if text is not None and flags["data"] == stored["data"]:
+    if flags["data"] == stored["data"] and text is not None:
         folders.insert(0, str(checkpoint.parent / "data"))  # the folder of the run may have moved
     for folder in folders:
         if shards.shard_paths(folder, "train"):
             return folder
-    if not stored.get("demo") and (text is None or not Path(text).exists()):
+    made_again = stored.get("demo") or (
+        text is not None and Path(text).exists()
+    )  # by --demo and --text, at their place
+    if flags["data"] != stored["data"] or not made_again:
         raise UserError(
             f"the shards that {checkpoint} was trained on are not in {flags['data']}. Pass their folder with --data."
         )
-    return folders[0]  # --demo and --text make them again
+    return folders[0] if stored.get("demo") else str(Path(flags["out"]) / "data")
 
 
 def identify_data(
@@ -143,7 +165,7 @@ def identify_data(
             "Pass the folder of the original ones with --init-from."
         )
     train, val, source = shards.identify(data)
-    if checkpoint and config.fork is None:
+    if checkpoint and not config.starts_fork:
         saved = checkpoint.data
         for split, before, now in (("train", saved["train"], train), ("val", saved["val"], val)):
             if difference := shards.find_difference(before, now, data.folder):

@@ -40,6 +40,8 @@ def gather_flags(
     if not cli_flags.get("plan") and (unused := sorted(PLAN_FLAGS & cli_flags.keys() - {"plan"})):
         raise UserError(f"{' and '.join(map(flag_name, unused))}: only for --plan. Add --plan, or leave it out.")
     resume = cli_flags.get("resume")
+    if "fork" in cli_flags and "out" not in cli_flags:
+        raise UserError("--fork starts another run. Name its folder with --out.")
     out = str(cli_flags.get("out", DEMO["out"] if cli_flags.get("demo") else "log"))
     if resume:
         newest = dist.once_per_node("checkpoint", lambda: str(newest_checkpoint(out) or ""))
@@ -54,18 +56,42 @@ def gather_flags(
         raise UserError(*problems)
     if "fork" in cli_flags:
         checkpoint = Checkpoint.open(find_once_per_node(cli_flags["fork"], dist))
-        return flags_to_fork(config_class, {**cli_flags, "out": out}, checkpoint, dist), checkpoint
+        flags = flags_to_fork(config_class, cli_flags, checkpoint, dist)
+        check_length(flags, cli_flags)
+        return flags, checkpoint
     if cli_flags.get("demo") and "out" not in cli_flags and not resume:
         cli_flags = {**cli_flags, "out": dist.once("out", lambda: run_folder.first_free(out))}
     if "init_from" not in cli_flags:
-        return preset_flags(cli_flags) | dict(cli_flags), None
+        flags = preset_flags(cli_flags) | dict(cli_flags)
+        check_length(flags, cli_flags)
+        return flags, None
     directory = find_once_per_node(cli_flags["init_from"], dist)
     sizes = huggingface.read_config(directory)
-    flags: dict[str, Any] = {name: sizes[name] for name in ("n_layer", "n_head", "n_embd", "block_size", "bias")}
+    flags = {name: sizes[name] for name in ("n_layer", "n_head", "n_embd", "block_size", "bias")}
     if cli_flags.get("plan") or "text" in cli_flags:
         name = tokenizer_name(directory, sizes["vocab_size"])
         flags["tokenizer"] = name if name in VOCAB_SIZES else "bpe"
-    return flags | preset_flags(cli_flags, flags.get("tokenizer"), sizes["n_embd"]) | dict(cli_flags), None
+    flags |= preset_flags(cli_flags, flags.get("tokenizer"), sizes["n_embd"]) | dict(cli_flags)
+    check_length(flags, cli_flags)
+    return flags, None
+
+
+def check_length(flags: Mapping[str, Any], cli_flags: Mapping[str, Any]) -> None:
+    """Checks that a run of --minutes is not given a number of steps.
+
+    Raises:
+        UserError: it is, one line for each flag.
+    """
+    if flags.get("minutes"):
+        counted = [name for name in ("max_steps", "decay_steps", "warmup_steps") if name in cli_flags]
+        minutes = f"and this run has --minutes {flags['minutes']:g}"
+        if counted:
+            raise UserError(
+                *(
+                    f"{flag_name(name)} counts steps, {minutes}. Leave it out, or use --max-steps alone."
+                    for name in counted
+                )
+            )
 
 
 def _conflicts(cli_flags: Mapping[str, Any], out: str) -> list[str]:
@@ -75,13 +101,8 @@ def _conflicts(cli_flags: Mapping[str, Any], out: str) -> list[str]:
         problems.append("--demo brings its own text. Leave out --text, or --demo.")
     if "text" in cli_flags and "data" in cli_flags:
         problems.append("--text makes its own shards, in --out. Leave out --data, or --text to train on shards.")
-    if "minutes" in cli_flags:
-        counted = [name for name in ("max_steps", "decay_steps", "warmup_steps") if name in cli_flags]
-        problems += [
-            f"{flag_name(name)} counts steps, and --minutes has none. Leave out one of them." for name in counted
-        ]
-    if "fork" in cli_flags and "out" not in cli_flags:
-        problems.append("--fork starts another run. Name its folder with --out.")
+    if "fork" in cli_flags:
+        return problems
     if "init_from" in cli_flags:
         defaults = {"n_layer": None, "n_head": None, "n_embd": None, "model": "gpt2", "bias": True}
         sized = [name for name, default in defaults.items() if cli_flags.get(name, default) != default]
@@ -112,10 +133,11 @@ def check_and_open_data(
         UserError: a check failed, or the shards could not be made.
     """
     if dist.rank == 0:
-        run_folder.check_folder(config, None if config.fork else checkpoint)
+        run_folder.check_folder(config, None if config.starts_fork else checkpoint)
         check_installed(config)
     if config.demo or config.text is not None:
-        make_preset_shards(config, dist.rank, resumed=checkpoint is not None)
+        continues = checkpoint is not None and config.text == checkpoint.config["text"]
+        make_preset_shards(config, dist.rank, resumed=continues)
     data = TokenData.open(config.data, needs_val=config.val_every != 0)
     T = config.block_size
     data.check_rows(T, config.total_batch_size // T, None if config.val_every == 0 else config.val_tokens)

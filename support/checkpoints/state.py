@@ -3,7 +3,7 @@
 `trainer.pt` is a dict of plain tensors and containers, read with `weights_only=True`, so nothing in it is executed:
 
     step        the step that comes next
-    progress    how much of the schedule is done, from 0 to 1
+    progress, last_progress    how much of the schedule is done, from 0 to 1, and was one step ago
     seconds     of training so far, evaluations and checkpoints included
     bad_steps   skipped steps just before it (loss or gradients not finite)
     overflows   steps skipped because of an fp16 overflow, in total
@@ -88,6 +88,7 @@ class TrainState:
         return {
             "step": self.step,
             "progress": self.progress,
+            "last_progress": self.last_progress,
             "seconds": self.seconds,
             "bad_steps": self.bad_steps,
             "overflows": self.overflows,
@@ -106,10 +107,10 @@ class TrainState:
         Raises:
             UserError: the optimizer's state does not fit the model.
         """
-        self.step, self.bad_steps, self.overflows = checkpoint.step, checkpoint.bad_steps, checkpoint.overflows
-        self.seconds, self.progress = checkpoint.seconds, checkpoint.progress
-        if config.fork is None:
-            self.last_progress = self.progress
+        self.step, self.seconds, self.overflows = checkpoint.step, checkpoint.seconds, checkpoint.overflows
+        if not config.starts_fork:
+            self.bad_steps = checkpoint.bad_steps
+            self.progress, self.last_progress = checkpoint.progress, checkpoint.last_progress
         else:
             timed = progress_after(self.seconds, config.minutes) if config.minutes else None
             self.progress = self.step / config.decay_steps if timed is None else timed
@@ -148,6 +149,7 @@ class Checkpoint:
     path: Path
     step: int
     progress: float
+    last_progress: float
     seconds: float
     bad_steps: int
     overflows: int

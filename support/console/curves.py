@@ -33,7 +33,7 @@ SETTLED = 0.05  # the loss of this first part of a curve may be above the pictur
 DRAW_SECONDS = 10.0  # at least, between two pictures of a run that is being trained
 MAX_DRAW_FRACTION = 0.01  # of a run's time
 OPENAI_LOSS = 3.2924  # of OpenAI's GPT-2 124M, on FineWeb-Edu's validation shard
-OPENAI_SIZES = {"gpt2": "124M", "gpt2-medium": "350M", "gpt2-large": "774M", "gpt2-xl": "1558M"}
+OPENAI_SIZES = {(12, 768): "124M", (24, 1024): "350M", (36, 1280): "774M", (48, 1600): "1558M"}  # layers, channels
 # Of each style of hellaswag.py, (acc, acc_norm) on all validation items; None where no figure was published
 OPENAI_HELLASWAG: dict[str, dict[str, tuple[float | None, float]]] = {
     "tokens": {"124M": (0.2859, 0.2955), "350M": (None, 0.3752), "774M": (None, 0.4320), "1558M": (0.3842, 0.4893)},
@@ -214,11 +214,10 @@ def _draw_hellaswag(axes: Axes, run: Run) -> None:
     x, y = _curve(run, run.hella)
     axes.plot(x, y, "o-", color="C3", markersize=3, label=f"acc_norm, now {y[-1]:.4f}")
     comparable = run.has_gpt2_tokens and run.flags.get("block_size", 0) >= 1024  # a shorter context may be cut off
-    for model in dict.fromkeys(("gpt2", run.flags.get("model"))) if comparable else ():
-        if model in OPENAI_SIZES:
-            size = OPENAI_SIZES[model]
-            _, score = OPENAI_HELLASWAG["tokens"][size]
-            axes.axhline(score, color="k", ls="--", lw=1, label=f"OpenAI's GPT-2 {size}: {score:.4f}")
+    own = OPENAI_SIZES.get((run.flags.get("n_layer", 0), run.flags.get("n_embd", 0)), "124M")
+    for size in dict.fromkeys(("124M", own)) if comparable else ():
+        _, score = OPENAI_HELLASWAG["tokens"][size]
+        axes.axhline(score, color="k", ls="--", lw=1, label=f"OpenAI's GPT-2 {size}: {score:.4f}")
     axes.set_ylabel("HellaSwag")
     axes.legend(loc="lower right", fontsize=8)
 

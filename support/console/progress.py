@@ -117,7 +117,7 @@ def describe_recipe(config: TrainConfig) -> str:
     """Optimizer and schedule in words."""
     unit = "minute" if config.minutes else "step"
     warmup = f" after {pluralize(config.warmup_steps, 'step')}" if config.warmup_steps and not config.minutes else ""
-    end = f"at {unit} {config.minutes or config.decay_steps:,g}"
+    end = f"at minute {config.minutes:g}" if config.minutes else f"at step {config.decay_steps:,}"
     start = config.cooldown_start * (config.minutes or config.decay_steps)
     cooldown = f"from {unit} {start:,.{1 if config.minutes else 0}f} down to " if config.schedule == "wsd" else ""
     adamw = f" ({config.adamw_lr:.3g} for AdamW)" if config.adamw_lr is not None else ""
@@ -180,13 +180,14 @@ def print_summary(
         prompt = ' --prompt "The"' if config.demo else ""
         lines.append(f"saved   {checkpoint}")
         lines.append(f"next    python sample.py --model {shlex.quote(str(checkpoint))}{prompt}")  # in one line, to copy
-        if before_cooldown and before_cooldown != checkpoint:
+        ends_together = config.minutes is not None or config.decay_steps == step  # else a longer one has no other rates
+        if before_cooldown and before_cooldown != checkpoint and ends_together:
             more = f"--minutes {2 * config.minutes:g}" if config.minutes else f"--max-steps {2 * step}"
             command = f"python train_gpt2.py --fork {shlex.quote(str(before_cooldown))}"
-            lines.append(f"longer  {command} --out {shlex.quote(f'{out}_longer')} {more}")
-    if earlier_demos := [folder for folder in sorted(Path().glob("log_demo*")) if config.demo and folder != out]:
-        names = " ".join(shlex.quote(str(folder)) for folder in earlier_demos)
-        lines.append(
-            labelled("note", f"there are runs of before, which are yours to keep, or to remove: rm -r {names}")
-        )
+            names = (f"{out}_longer{n}" for n in ("", *map("_{}".format, range(2, 1000))))
+            new = next(name for name in names if not Path(name).exists())
+            lines.append(f"longer  {command} --out {shlex.quote(new)} {more}")
+    demos = [path.parent for path in sorted(Path().glob("log_demo*/starts.jsonl")) if config.demo]
+    if others := [str(folder) for folder in demos if folder.resolve() != out.resolve()]:
+        lines.append(labelled("note", f"as they were: {', '.join(others)}. To remove them: rm -r {' '.join(others)}"))
     print("\n" + "\n".join(lines), flush=True)

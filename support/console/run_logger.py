@@ -183,8 +183,9 @@ class RunLogger:
     def _describe_progress(self, step: int, loss: float, speed: float, now: float, eta: float | None) -> str:
         tokens = f"{speed:,.0f}" if speed < 1e5 else f"{speed / 1e3:,.0f}k"
         remaining = "" if eta is None else f", ETA {clock(eta)}"
-        if self.config.minutes and not self.first_step:
-            remaining = f" of {clock(60 * self.config.minutes)}"
+        if self.config.minutes:
+            before = self.run.checkpoint.seconds if self.run.checkpoint else 0.0
+            remaining = f" of {clock(60 * self.config.minutes - before)}"
         elapsed = f"{clock(now - STARTED)} elapsed{remaining}"
         return f"step {self._count(step + 1)} | loss {loss:.4f} | {tokens} tok/s | {elapsed}"
 

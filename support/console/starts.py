@@ -5,6 +5,7 @@ What a run is, for the tools that read it, is its last line.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import subprocess
@@ -24,6 +25,8 @@ if TYPE_CHECKING:  # reading a file must not take as long as importing torch
     from support.runtime.run_info import RunInfo
 
 FILE = "starts.jsonl"
+# What the readers of a line rely on.
+REQUIRED = {"command": list, "flags": dict, "data": dict, "parameters": int, "tokens_per_step": int, "first_step": int}
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -79,13 +82,13 @@ def append_start(folder: Path, start: Mapping[str, Any]) -> None:
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
-    """Reads the starts of the run in a folder, the last one last; lines that a kill has cut off are left out."""
+    """Reads the starts of the run in a folder, the last one last; lines that are cut off or damaged are left out."""
     path, starts = folder / FILE, []
     for line in path.read_bytes().splitlines() if path.is_file() else ():
-        try:
-            starts.append(json.loads(line))
-        except ValueError:
-            continue
+        with contextlib.suppress(ValueError, RecursionError):
+            start = json.loads(line)
+            if isinstance(start, dict) and all(type(start.get(name)) is kind for name, kind in REQUIRED.items()):
+                starts.append(start)
     return starts
 
 

@@ -18,7 +18,7 @@ CURVES = {"train": "loss/train", "val": "loss/val", "hella": "hellaswag/acc_norm
 
 
 def check_installed(config: TrainConfig) -> None:
-    """Checks that the packages of --tensorboard and --wandb are installed, before an earlier run is replaced.
+    """Checks that the packages of --tensorboard and --wandb are installed, before anything is written.
 
     Raises:
         UserError: one is not.
@@ -37,15 +37,17 @@ class TensorBoard:
     def __init__(self, config: TrainConfig, first_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
+        self._last_step = first_step
         self._flags = {name: value for name, value in config.to_dict().items() if value is not None}
         folder = Path(config.out) / "tensorboard"
         if first_step == 0:
-            for events in folder.glob("events.out.tfevents.*"):  # of a run that this one replaces
+            for events in folder.glob("events.out.tfevents.*"):  # of a run that is started over
                 events.unlink()
         # hides what a killed run wrote after its last checkpoint
         self._writer = SummaryWriter(str(folder), purge_step=first_step or None)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._last_step = step
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
@@ -59,8 +61,7 @@ class TensorBoard:
     def close(self, final_values: Mapping[str, float]) -> None:
         """Finishes the run; `final_values` is empty if it failed or was stopped."""
         if final_values:
-            step = self._flags["max_steps"]
-            self._writer.add_hparams(self._flags, dict(final_values), run_name=".", global_step=step)
+            self._writer.add_hparams(self._flags, dict(final_values), run_name=".", global_step=self._last_step)
         self._writer.close()
 
 

@@ -68,7 +68,7 @@ def preset_flags(cli_flags: Mapping[str, Any], tokenizer: str | None = None, n_e
     if "max_steps" in cli_flags:
         length = flags_for_steps(cli_flags["max_steps"], demo=True)
     else:
-        length = {"minutes": DEMO_MINUTES} | _intervals(None, demo=True)
+        length = {"minutes": DEMO_MINUTES, "checkpoint_every": 5000}  # before the cooldown and at the end is enough
     other_sizes = MODEL_FLAGS if cli_flags.keys() & {"model", "init_from"} else set()
     flags = DEMO | fast_rates(DEMO["total_batch_size"], cli_flags) | length
     return {name: value for name, value in flags.items() if name not in other_sizes}
@@ -93,7 +93,9 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
     if flags.get("recipe") == "fast" and cli_flags.get("recipe", "fast") == "fast":
         flags |= dict(cooldown_fraction=SHORT_COOLDOWN) | fast_rates(tokens_per_step, cli_flags)
     steps = cli_flags.get("max_steps", max(1, round(total_tokens / max(1, tokens_per_step))))
-    length = _intervals(None, False) if "minutes" in cli_flags else flags_for_steps(steps, False, fine_tuned)
+    length = flags_for_steps(steps, False, fine_tuned)
+    if "minutes" in cli_flags:
+        length |= _intervals(None, False)
     return flags | length | dict(
         data=str(Path(cli_flags.get("out", "log")) / "data"), tokenizer=tokenizer, shuffle=True,
         total_batch_size=tokens_per_step, keep=1,
@@ -160,6 +162,8 @@ def flags_for_length(before: Mapping[str, Any], max_steps: int | None) -> dict[s
     flags, timed, demo = dict[str, Any](), before.get("minutes") is not None, before.get("demo", False)
     if max_steps is not None and (timed or before["decay_steps"] == before["max_steps"]):
         flags |= dict(minutes=None, decay_steps=max_steps)
+    if max_steps is not None and timed:
+        flags["warmup_steps"] = max_steps // 30  # as with --text; that of a run of --minutes is over
     if demo or before.get("text") is not None:
         old, new = _intervals(None if timed else before["max_steps"], demo), _intervals(max_steps, demo)
         flags |= {name: new[name] for name, every in old.items() if before[name] == every}

@@ -18,34 +18,39 @@ class Clock:
     Only rank 0's decides; the others learn the progress in each step.
     """
 
-    def __init__(self, minutes: float | None, seconds_before: float = 0.0):
-        """`seconds_before`: trained by the processes before this one."""
-        self.minutes, self._before, self._began = minutes, seconds_before, time.perf_counter()
-        self._last_evaluation = self._progress = 0.0
+    def __init__(self, minutes: float | None, seconds_before: float = 0.0, progress: float = 0.0):
+        """`seconds_before` and `progress`: what the processes before this one have trained, and how far the run is."""
+        self.minutes, self._before, self._progress = minutes, seconds_before, progress
+        self._began = time.perf_counter()
+        self._evaluation = 0.0  # seconds of the longest one
+        self._last_call, self._steps = self._began, (0.0, 0.0)  # seconds of the last two steps
 
     def seconds(self) -> float:
         """Seconds of training, evaluations and checkpoints included."""
         return self._before + time.perf_counter() - self._began
 
     def progress(self) -> float:
-        """The fraction of the time that is over, from 0 to 1; it never falls. 0 without --minutes.
+        """The fraction of the time that is over, from 0 to 1; to be called in each step. 0 without --minutes.
 
-        The time begins with the process; training has what is left of it between the start and the end of the process.
+        The time begins with the process. Training has what is left of it between the start and the end of the process, less
+        the time for a last evaluation and half a step. Progress never falls.
         """
         if self.minutes is None:
             return 0.0
-        used = self._before + time.perf_counter() - STARTED
-        left = 60 * self.minutes - used - END_SECONDS - self._last_evaluation
-        self._progress = max(self._progress, self.seconds() / (self.seconds() + left) if left > 0 else 1.0)
+        now = time.perf_counter()
+        self._steps, self._last_call = (self._steps[1], now - self._last_call), now
+        used, reserved = self._before + now - STARTED, END_SECONDS + self._evaluation + min(self._steps) / 2
+        left, trained = 60 * self.minutes - used - reserved, self.seconds()
+        self._progress = max(self._progress, trained / (trained + left) if left > 0 else 1.0)
         return self._progress
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Notes how long an evaluation takes: time for a last one is kept."""
+        """Measures an evaluation: time for a last one is kept."""
         started = time.perf_counter()
         yield
-        seconds = time.perf_counter() - started
-        self._last_evaluation = min(seconds, MOST_EVALUATION * 60 * (self.minutes or 0.0))
+        seconds = min(time.perf_counter() - started, MOST_EVALUATION * 60 * (self.minutes or 0.0))
+        self._evaluation = max(self._evaluation, seconds)
 
 
 def progress_after(seconds: float, minutes: float) -> float:

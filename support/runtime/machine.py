@@ -24,7 +24,7 @@ class Machine:
     why_not_compiled: str | None  # None if it is, or if that was not asked for
     attention: str  # which implementation PyTorch takes
     batch_size: int  # rows of a micro-batch, at most: the first step may show that fewer fit
-    hellaswag_every: int
+    hellaswag_every: int | None  # as --hellaswag-every, or what suits the machine
 
     @classmethod
     def find(cls, config: TrainConfig, device: torch.device, world_size: int) -> Machine:
@@ -39,7 +39,8 @@ class Machine:
         reason = devices.why_not_compile(device) if asks else None
         rows = batch_size.rows_per_rank(config.total_batch_size, config.block_size, world_size)
         asks_for_scores = config.hellaswag_data is not None or config.hellaswag_limit is not None
-        every = 250 if on_gpu or asks_for_scores else 0
+        often = None if config.minutes else 250
+        every = often if on_gpu or asks_for_scores else 0
         return cls(
             device,
             dtype,

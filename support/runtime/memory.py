@@ -54,7 +54,7 @@ def recompute_activations(blocks: Iterable[nn.Module]) -> None:
 
 
 class Sizes(NamedTuple):
-    """Of a model, next to those of its configuration."""
+    """Sizes of a model that are not in its configuration."""
 
     parameters: int  # with the padded vocabulary, as they are in memory
     trained: int  # of these: not all with LoRA
@@ -92,7 +92,7 @@ class TrainingMemory(NamedTuple):
 
 
 def block_parameters(config: TrainConfig) -> int:
-    """Those that are matrices of the blocks: attention 4 C^2 and MLP 8 C^2 in each."""
+    """Parameters in matrices of the blocks: attention 4 C^2 and MLP 8 C^2 in each."""
     return 12 * config.n_layer * config.n_embd**2
 
 

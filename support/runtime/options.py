@@ -13,12 +13,12 @@ from support.runtime import devices
 if TYPE_CHECKING:
     from train_gpt2 import TrainConfig
 
-QUARTERS = "four times with --text"  # in the help of intervals
+QUARTERS = "at quarters of --minutes, and with --text"  # in the help of intervals
 DEFAULT_PROMPT = "Hello, I'm a language model,"
 # What the shards were made from. A resumed run keeps these, so it must not name anything else.
 SOURCE_FLAGS = {"text", "text_field", "tokenizer"}
-START_FLAGS = {"resume", "fork", "profile"}  # of one start, not of the run
-# Those of --plan, which ends before a run.
+START_FLAGS = {"resume", "profile"}  # of one start, not of the run
+# Flags of --plan, which ends before a run.
 PLAN_FLAGS = {"plan", "gpus", "gpu", "price", "mfu"}
 
 
@@ -55,7 +55,7 @@ class RunOptions:
     tokenizer: str = flag("gpt2", "for --text: GPT-2's tokens, bytes, or bpe, which is trained on the text", "text",
         default_help="bpe up to 400 MB, then gpt2; that of --init-from", choices=("gpt2", "bytes", "bpe"))
 
-    # Where an interval is None, a run of --minutes does this at quarters of its time.
+    # None: at quarters of the time, with --minutes
     val_every: int | None = flag(250, "steps between validations; 0: never", "evaluation",
         default_help=f"250; {QUARTERS}", at_least=0)
     val_tokens: int = flag(10485760, "tokens per validation, or the complete split if it has fewer", "evaluation",
@@ -109,6 +109,11 @@ class RunOptions:
         default_help="one published for this GPU, or 0.4", at_least=0.001, at_most=1)
     # fmt: on
 
+    @property
+    def starts_fork(self) -> bool:
+        """Whether this process starts the run from a checkpoint of another one; a resumed fork is a run as any other."""
+        return self.fork is not None and self.resume != "newest"
+
     def to_dict(self) -> dict[str, Any]:
         """The value of each flag of a run."""
         names = {field.name for field in flag_fields(type(self))} - PLAN_FLAGS
@@ -121,7 +126,7 @@ def changed_flags(
     """Name, old value and new value of each flag of a run that is in `after` and has another value than `before`."""
     both = [(field.name, before.get(field.name, field.default)) for field in flag_fields(config_class)]
     changed = [(name, had, after[name]) for name, had in both if name in after and after[name] != had]
-    return [change for change in changed if change[0] not in START_FLAGS]
+    return [change for change in changed if change[0] not in START_FLAGS | {"fork"}]
 
 
 def check_consistent(config: TrainConfig) -> None:

@@ -183,7 +183,7 @@ def report(config: TrainConfig, sizes: Sizes, flops_per_token: int) -> Iterator[
 
 
 def name_of(config: TrainConfig) -> str:
-    """Of a layout: how the GPUs share the work, and whether activations are recomputed."""
+    """Short label of a layout, such as `fsdp+recompute`."""
     return ("1 GPU" if config.gpus == 1 else config.parallel) + ("+recompute" if config.recompute else "")
 
 

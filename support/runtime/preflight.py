@@ -25,7 +25,7 @@ HINTS = {
     "the checkpoint": "All nodes must see the same folder at --out.",
     "the shards": "Copy those of one node to the others.",
 }  # the others are flags
-PATHS = {"data", "text", "out", "resume", "init_from", "hellaswag_data"}  # flags that may differ between nodes
+PATHS = {"data", "text", "out", "resume", "fork", "init_from", "hellaswag_data"}  # flags that may differ between nodes
 
 
 def check_ranks_agree(
@@ -55,7 +55,7 @@ def check_ranks_agree(
     store.set(f"facts/{dist.rank}", json.dumps([socket.gethostname(), facts]))
     if problems := json.loads(dist.once("differences", lambda: json.dumps(_find_differences(dist)))):
         store.set(f"informed/{dist.rank}", "")
-        if dist.rank == 0:  # its end may be that of the store
+        if dist.rank == 0:  # rank 0 may host the store, so it leaves last
             store.wait([f"informed/{rank}" for rank in range(dist.world_size)])
         raise UserError(*problems)
 

@@ -51,7 +51,7 @@ class RunInfo:
     @property
     def is_fork(self) -> bool:
         """Whether this process starts the run from a checkpoint of another one."""
-        return self.config.fork is not None
+        return self.config.starts_fork
 
     @property
     def prompt(self) -> str:
