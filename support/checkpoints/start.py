@@ -46,52 +46,41 @@ def gather_flags(
     if resume:
         newest = dist.once_per_node("checkpoint", lambda: str(newest_checkpoint(out) or ""))
         if newest:
-            checkpoint = Checkpoint.open(Path(newest))
-            return flags_to_resume(config_class, cli_flags, checkpoint, dist), checkpoint
+            resumed = Checkpoint.open(Path(newest))
+            return flags_to_resume(config_class, cli_flags, resumed, dist), resumed
         if resume == "newest":
             raise UserError(
                 f"no checkpoint in {out} to resume from. Pass its folder with --out, or leave out --resume."
             )
     if problems := _conflicts(cli_flags, out):
         raise UserError(*problems)
+    if cli_flags.get("demo") and "out" not in cli_flags and not resume:
+        cli_flags = {**cli_flags, "out": dist.once("out", lambda: run_folder.first_free(out))}
+    checkpoint: Checkpoint | None = None
     if "fork" in cli_flags:
         checkpoint = Checkpoint.open(find_once_per_node(cli_flags["fork"], dist))
         flags = flags_to_fork(config_class, cli_flags, checkpoint, dist)
-        check_length(flags, cli_flags)
-        return flags, checkpoint
-    if cli_flags.get("demo") and "out" not in cli_flags and not resume:
-        cli_flags = {**cli_flags, "out": dist.once("out", lambda: run_folder.first_free(out))}
-    if "init_from" not in cli_flags:
+    elif "init_from" in cli_flags:
+        directory = find_once_per_node(cli_flags["init_from"], dist)
+        sizes = huggingface.read_config(directory)
+        flags = {name: sizes[name] for name in ("n_layer", "n_head", "n_embd", "block_size", "bias")}
+        if cli_flags.get("plan") or "text" in cli_flags:
+            name = tokenizer_name(directory, sizes["vocab_size"])
+            flags["tokenizer"] = name if name in VOCAB_SIZES else "bpe"
+        flags |= preset_flags(cli_flags, flags.get("tokenizer"), sizes["n_embd"]) | dict(cli_flags)
+    else:
         flags = preset_flags(cli_flags) | dict(cli_flags)
-        check_length(flags, cli_flags)
-        return flags, None
-    directory = find_once_per_node(cli_flags["init_from"], dist)
-    sizes = huggingface.read_config(directory)
-    flags = {name: sizes[name] for name in ("n_layer", "n_head", "n_embd", "block_size", "bias")}
-    if cli_flags.get("plan") or "text" in cli_flags:
-        name = tokenizer_name(directory, sizes["vocab_size"])
-        flags["tokenizer"] = name if name in VOCAB_SIZES else "bpe"
-    flags |= preset_flags(cli_flags, flags.get("tokenizer"), sizes["n_embd"]) | dict(cli_flags)
-    check_length(flags, cli_flags)
-    return flags, None
+    _check_length(flags, cli_flags)
+    return flags, checkpoint
 
 
-def check_length(flags: Mapping[str, Any], cli_flags: Mapping[str, Any]) -> None:
-    """Checks that a run of --minutes is not given a number of steps.
-
-    Raises:
-        UserError: it is, one line for each flag.
-    """
+def _check_length(flags: Mapping[str, Any], cli_flags: Mapping[str, Any]) -> None:
+    """Raises a UserError if a run of --minutes is given a number of steps, one line for each flag."""
     if flags.get("minutes"):
-        counted = [name for name in ("max_steps", "decay_steps", "warmup_steps") if name in cli_flags]
-        minutes = f"and this run has --minutes {flags['minutes']:g}"
+        counted = [flag_name(name) for name in ("max_steps", "decay_steps", "warmup_steps") if name in cli_flags]
+        why = f"counts steps, and this run has --minutes {flags['minutes']:g}. Leave it out, or use --max-steps alone."
         if counted:
-            raise UserError(
-                *(
-                    f"{flag_name(name)} counts steps, {minutes}. Leave it out, or use --max-steps alone."
-                    for name in counted
-                )
-            )
+            raise UserError(*(f"{flag} {why}" for flag in counted))
 
 
 def _conflicts(cli_flags: Mapping[str, Any], out: str) -> list[str]:

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -27,7 +27,7 @@ from support.startup import STARTED
 if TYPE_CHECKING:
     from support.checkpoints.state import TrainState
     from support.runtime.machine import Machine
-    from train_gpt2 import TrainConfig
+    from train_gpt2 import DataLoaderLite, TrainConfig
 
 T = TypeVar("T")
 
@@ -40,15 +40,7 @@ def progress_bar(items: Iterable[T], name: str, rank: int) -> Iterator[T]:
         yield from tqdm(items, desc=name, leave=False, delay=1, disable=True if rank else None)
 
 
-class Loader(Protocol):
-    """What is needed of a DataLoaderLite."""
-
-    B: int
-    grad_accum: int
-    rows_per_epoch: int
-
-
-def print_header(run: RunInfo, dist: Distributed, loader: Loader) -> None:
+def print_header(run: RunInfo, dist: Distributed, loader: DataLoaderLite) -> None:
     """Prints the lines before the first step: the figures that people compare. The rest is in `starts.jsonl`."""
     if dist.rank > 0:
         return

@@ -9,10 +9,9 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from support.cli import UserError
 from support.data import bpe, presets, shards
@@ -20,10 +19,9 @@ from support.data.tokenizer import VOCAB_SIZES
 from support.files import format_bytes
 from support.runtime import batch_size, devices, fsdp, memory
 from support.runtime.memory import Sizes, TrainingMemory, block_parameters, training_memory
-from support.runtime.run_info import Model
 
 if TYPE_CHECKING:
-    from train_gpt2 import TrainConfig
+    from train_gpt2 import GPT, TrainConfig
 
 # Model FLOPs utilization that was reached with this architecture on 8 GPUs, by millions of parameters: tokens per
 # second per GPU times FLOPs per token over the peak. All are llm.c's (github.com/karpathy/llm.c, discussions 481, 580,
@@ -98,7 +96,7 @@ def bytes_sent(config: TrainConfig, parameters: int, micro_steps: int, reshard_a
 # The report
 
 
-def print_report(config: TrainConfig, new_model: Callable[[int], nn.Module], rank: int = 0) -> None:
+def print_report(config: TrainConfig, new_model: Callable[[int], GPT], rank: int = 0) -> None:
     """Prints, on rank 0, what --plan prints: for a run on `config.gpus` GPUs of the kind `config.gpu`.
 
     Args:
@@ -116,7 +114,7 @@ def print_report(config: TrainConfig, new_model: Callable[[int], nn.Module], ran
         return
     with torch.device("meta"):
         model = new_model(vocab_size_of(config))
-    for line in report(config, Sizes.of(model), cast(Model, model).flops_per_token()):
+    for line in report(config, Sizes.of(model), model.flops_per_token()):
         print(textwrap.fill(line, 80, subsequent_indent=" " * 9))
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from support.data.shards import DataIdentity, TokenData
 from support.runtime.options import DEFAULT_PROMPT
@@ -16,19 +13,12 @@ from support.runtime.options import DEFAULT_PROMPT
 if TYPE_CHECKING:
     from support.checkpoints.state import Checkpoint
     from support.runtime.machine import Machine
-    from train_gpt2 import TrainConfig
+    from train_gpt2 import GPT, TrainConfig
 
 
 def checkpoint_path(out: str | os.PathLike[str], step: int) -> Path:
     """The directory of the checkpoint of `step` in the run's folder `out`."""
     return Path(out) / f"model_{step:05d}"
-
-
-class Model(Protocol):
-    """What is needed of a GPT."""
-
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-    def flops_per_token(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -39,7 +29,7 @@ class RunInfo:
     machine: Machine
     data: TokenData
     identity: DataIdentity
-    model: Model
+    model: GPT
     checkpoint: Checkpoint | None = None  # that it resumes from or forks
     hellaswag_items: int = 0  # that this process scores
 
