@@ -23,6 +23,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -287,6 +288,15 @@ def log_without_seconds(out: Path) -> str:
     return "".join(line for line in (out / "log.txt").read_text().splitlines(True) if " seconds " not in line)
 
 
+def content(file: Path) -> bytes:
+    """The bytes of a file, without the line of a model card that a fork has."""
+    return (
+        re.sub(rb"- \*\*started from\*\*.*\n", b"", file.read_bytes())
+        if file.name == "README.md"
+        else file.read_bytes()
+    )
+
+
 def differences(a: Path, b: Path) -> list[str]:
     """Names what differs between two runs, in any bit of the log or the last checkpoint; the time of steps may."""
     found = [] if log_without_seconds(a) == log_without_seconds(b) else ["log.txt"]
@@ -294,7 +304,7 @@ def differences(a: Path, b: Path) -> list[str]:
     if last is None or other is None or last.name != other.name:
         return [*found, f"{last} and {other}"]
     listed = {*json.loads((last / "checkpoint.json").read_text())["files"], "README.md"} - {"trainer.pt"}
-    found += [name for name in sorted(listed) if (last / name).read_bytes() != (other / name).read_bytes()]
+    found += [name for name in sorted(listed) if content(last / name) != content(other / name)]
     ours, theirs = (torch.load(each / "trainer.pt", weights_only=True) for each in (last, other))
     found += [f"{key} in trainer.pt" for key in ("step", "data", "scaler") if ours[key] != theirs[key]]
     tensors = zip(tree_leaves(ours["optimizer"]), tree_leaves(theirs["optimizer"]), strict=True)

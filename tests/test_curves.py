@@ -105,7 +105,7 @@ def test_neither_the_first_losses_nor_a_spike_flatten_the_others():
     ],
 )
 def test_openais_figures_are_drawn_where_they_can_be_compared(tmp_path, tokenizer, source, context, lines):
-    flags = {"model": "gpt2-medium", "max_lr": 1e-3, "block_size": context}
+    flags = {"n_layer": 24, "n_embd": 1024, "max_lr": 1e-3, "block_size": context}
     start = dict(data={"source": source, "tokenizer": tokenizer}, flags=flags)
     run = write_run(tmp_path / "run", [5.0, 4.0, 3.5], {3: 3.4}, {0: 0.25, 3: 0.26}, **start)
     labels = [label for label in labels_of(draw_run(read_run(run))) if "OpenAI" in label]

@@ -75,17 +75,16 @@ def test_what_torch_compile_needs(monkeypatch, tmp_path):
         (tmp_path / name).touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(devices.sysconfig, "get_config_var", lambda name: str(tmp_path))
-    model = torch.nn.Linear(1, 1)
     for device in (CPU, CUDA):
-        assert devices.compile(model, device) is not model and not devices.why_not_compile(device)
+        assert not devices.why_not_compile(device)
     capability[:] = 6, 1  # of a GTX 1080
-    assert devices.compile(model, CUDA) is model and "7.0" in devices.why_not_compile(CUDA)
+    assert "7.0" in devices.why_not_compile(CUDA)
     capability[:] = 7, 5
     (tmp_path / "Python.h").unlink()
-    assert devices.compile(model, CUDA) is model and "Install Python's headers" in devices.why_not_compile(CUDA)
-    assert devices.compile(model, CPU) is not model
+    assert "Install Python's headers" in devices.why_not_compile(CUDA)
+    assert not devices.why_not_compile(CPU)
     (tmp_path / "g++").unlink()
-    assert devices.compile(model, CPU) is model and "C++ compiler" in devices.why_not_compile(CPU)
+    assert "C++ compiler" in devices.why_not_compile(CPU)
 
 
 @pytest.mark.parametrize(

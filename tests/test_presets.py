@@ -21,6 +21,7 @@ from support.console.progress import notes
 from support.console.starts import read_starts
 from support.data.presets import fast_rates, make_preset_shards, run_child_process, text_bytes
 from support.data.tokenizer import get_tokenizer
+from support.runtime.machine import Machine
 from train_gpt2 import GPT, MODELS, GPTConfig, train
 
 TEXT = "".join(f"{a} and {b} are {a + b}.\n" for a in range(40) for b in range(60))
@@ -165,11 +166,16 @@ def test_a_note_says_that_hellaswag_cannot_score_a_text_with_tokens_of_its_own(t
     noted, others = [text, (*text, "--tokenizer", "bytes")], [("--demo",), (*text, "--tokenizer", "gpt2")]
     others.append((*text, "--hellaswag-limit", "9", "--tokenizer", "bytes"))  # hellaswag.load_examples says it
     others.append((*text, "--init-from", str(tmp_path / "bytes")))  # another tokenizer would not fit
+
+    def notes_of(flags, first_step):
+        config = configure(flags)[0]
+        return list(notes(config, Machine.find(config, ONE_PROCESS.device, 1), first_step, 0))
+
     for flags in (*noted, *others):
-        found = [note for note in notes(configure(flags)[0], 0, 0) if "can be scored on HellaSwag" in note]
+        found = [note for note in notes_of(flags, 0) if "can be scored on HellaSwag" in note]
         assert len(found) == (flags in noted)
         assert not found or "--tokenizer gpt2" in found[0]
-    assert not list(notes(configure(text)[0], 1, 0))  # once is enough
+    assert not notes_of(text, 1)  # once is enough
 
 
 def samples_of(output: str) -> list[str]:

@@ -86,7 +86,7 @@ def _check_contents(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
         raise UserError(f"{folder} already contains a run. Continue it with --resume, or use another --out.")
     elif has_log(folder) and config.resume != "auto":
         starts = read_starts(folder)
-        if not starts or starts[-1]["command"] != sys.argv:  # the same command starts over
+        if not starts or starts[-1].get("command") != sys.argv:  # the same command starts over
             raise UserError(
                 f"{folder} has a log without checkpoints. Start that run over with --resume auto, or use another --out."
             )
