@@ -250,6 +250,8 @@ def test_rank_zeros_clock_decides_and_a_kill_is_survived(text, tmp_path):
     options = dict(cwd=tmp_path, world_size=2, defaults=())
     assert finish_run(start_run(*flags, sabotage=partial(other_clock, 200), **options)) == [-9, -9]
     run_to_the_end("--resume", "--out", "run", sabotage=partial(other_clock, 4), **options)
+    rates = losses(tmp_path / "run/log.txt", "lr")
+    assert rates[:10] == sorted(rates[:10])  # of the first run: on rank 1's clock, the cooldown would have begun
     steps = len(losses(tmp_path / "run/log.txt"))
     assert steps > 10 and checkpoint_names(tmp_path / "run")[-1] == f"model_{steps:05d}"
 

@@ -15,6 +15,7 @@ from training import ONE_PROCESS, assert_same_run, checkpoint_names, configure, 
 import train_gpt2
 from benchmarks.bench_chaos import log_without_seconds
 from support.cli import UserError
+from support.console.log import read_log
 from train_gpt2 import train
 
 FAST = ["--recipe", "fast", "--shuffle", "--checkpoint-every", 6]
@@ -116,6 +117,16 @@ def test_a_fork_takes_other_flags_and_says_which(runs, byte_shards, tmp_path, ca
         (path / "model.safetensors").read_bytes() for path in (runs / "20/model_00006", tmp_path / "saved/model_00007")
     ]
     assert weights[0] == weights[1]
+
+
+def test_the_best_loss_of_a_fork_is_one_of_its_own(runs, tmp_path, capsys):
+    """Not of the run that it started from, which may have had other data."""
+    parent = shutil.copytree(runs / "20", tmp_path / "parent")
+    (parent / "log.txt").write_text("3 val 0.1000\n" + (parent / "log.txt").read_text())
+    forked(tmp_path / "fork", parent / "model_00006", "--val-every", 3, "--max-steps", 9, "--max-lr", 0, "--min-lr", 0)
+    assert read_log(tmp_path / "fork/log.txt")["val"][3] == 0.1
+    last = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("best"))
+    assert "at step 6" in last
 
 
 def test_another_optimizer_starts_anew(runs, tmp_path):

@@ -16,6 +16,7 @@ from support import __version__
 from support.cli import flag_name
 from support.console.log import read_log
 from support.console.run_logger import clock
+from support.console.starts import read_starts
 from support.console.terminal import BOLD, YELLOW, StatusLine, labelled, on_one_line, pluralize, styled
 from support.files import format_bytes
 from support.runtime import devices, memory
@@ -158,8 +159,11 @@ def print_summary(
     lines = [labelled("done", done)]
     checkpoint, val = checkpoint_path(out, step), dict(losses)
     if config.val_every != 0:
+        first = min(
+            (start.get("first_step", 0) for start in read_starts(out)), default=0
+        )  # a fork's log has earlier ones
         logged = read_log(out / "log.txt")["val"]
-        val |= {checkpoint_path(out, step): loss for step, loss in logged.items()}
+        val |= {checkpoint_path(out, step): loss for step, loss in logged.items() if step >= first}
     best = min(val, key=lambda path: val[path], default=checkpoint)
     for path, name in {checkpoint: "last", best: "best"}.items():  # one line if they are the same
         if path in val:
