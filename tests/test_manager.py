@@ -192,10 +192,13 @@ def test_a_failed_save_removes_nothing(tmp_path):
 
 
 def test_what_a_longer_run_starts_from_is_kept(byte_shards, tmp_path):
-    """By hand: the cooldown of 10 steps begins at step 6; saved at 2, 4, 6, 8 and 10, with the best at the end."""
-    flags = ["--data", byte_shards, "--max-steps", 10, "--checkpoint-every", 2, "--keep", 1, "--val-every", 5]
-    trained(tmp_path, *flags, "--schedule", "wsd", "--cooldown-fraction", 0.4)
-    assert checkpoint_names(tmp_path) == ["model_00006", "model_00010"]
+    """By hand: the cooldown of 10 steps begins at step 6; saved at 4, 6, 8 and 10, with the best at the end."""
+    flags = ["--data", byte_shards, "--max-steps", 10, "--keep", 1, "--val-every", 5]
+    flags += ["--schedule", "wsd", "--cooldown-fraction", 0.4]
+    trained(tmp_path / "run", *flags, "--checkpoint-every", 4)
+    assert checkpoint_names(tmp_path / "run") == ["model_00006", "model_00010"]
+    trained(tmp_path / "none", *flags, "--checkpoint-every", 0)
+    assert checkpoint_names(tmp_path / "none") == []
 
 
 def test_a_run_that_is_stopped_removes_no_model(tmp_path):
