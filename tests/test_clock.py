@@ -267,7 +267,7 @@ def test_a_fork_makes_a_timed_run_longer_or_counts_steps(text, tmp_path, fake_ti
     seconds, before = trainer_file(start)["seconds"], {path: path.read_bytes() for path in out.glob("*.*")}
     fake_time.now = 0.0
     train_with("--fork", start, "--out", tmp_path / "longer", "--minutes", 4)
-    assert "--minutes 4.0 (was 2.0)" in " ".join(capsys.readouterr().out.split())
+    assert "--minutes 4 (was 2)" in " ".join(capsys.readouterr().out.split())
     assert seconds + fake_time.now == pytest.approx(240 - 4, abs=2)
     assert len(losses(tmp_path / "longer/log.txt", "val")) >= 5
     config, _ = configure(["--fork", start, "--out", tmp_path / "steps", "--max-steps", 80])

@@ -104,7 +104,7 @@ def test_a_fork_takes_other_flags_and_says_which(runs, byte_shards, tmp_path, ca
     flags = ["--max-steps", 9, "--max-lr", 0.0, "--min-lr", 0.0, "--total-batch-size", 512, "--checkpoint-every", 0]
     forked(tmp_path / "fork", runs / "20/model_00006", *flags, "--optimizer", "adamw", "--data", data)
     printed = " ".join(capsys.readouterr().out.split())
-    for change in ("--max-lr 0.0 (was 0.003)", "--total-batch-size 512 (was 256)", "--optimizer adamw (was muon)"):
+    for change in ("--max-lr 0 (was 0.003)", "--total-batch-size 512 (was 256)", "--optimizer adamw (was muon)"):
         assert change in printed
     steps = [int(line.split()[0]) for line in (tmp_path / "fork/log.txt").read_text().splitlines() if "train" in line]
     assert steps == list(range(9))  # those before the fork come from the other run's log
@@ -120,11 +120,12 @@ def test_a_fork_takes_other_flags_and_says_which(runs, byte_shards, tmp_path, ca
 
 
 def test_the_best_loss_of_a_fork_is_one_of_its_own(runs, tmp_path, capsys):
-    """Not of the run that it started from, which may have had other data."""
+    """Not of the run that it started from, which may have had other data; also at the step of the fork."""
     parent = shutil.copytree(runs / "20", tmp_path / "parent")
-    (parent / "log.txt").write_text("3 val 0.1000\n" + (parent / "log.txt").read_text())
+    (parent / "log.txt").write_text("3 val 0.1000\n6 val 0.2000\n" + (parent / "log.txt").read_text())
     forked(tmp_path / "fork", parent / "model_00006", "--val-every", 3, "--max-steps", 9, "--max-lr", 0, "--min-lr", 0)
-    assert read_log(tmp_path / "fork/log.txt")["val"][3] == 0.1
+    log = read_log(tmp_path / "fork/log.txt")["val"]
+    assert log[3] == 0.1 and log[6] == log[9] > 1
     last = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("best"))
     assert "at step 6" in last
 
@@ -175,10 +176,13 @@ def test_resume_auto_without_a_folder_does_not_touch_the_run_that_is_forked(runs
 
 
 def test_the_command_of_a_refusal_is_one_that_works(runs, tmp_path):
-    """It leaves out what a fork cannot change, and a longer run starts before the cooldown."""
+    """It leaves out what a fork cannot change, and starts before the cooldown if the run is over, or is to be longer."""
     with pytest.raises(UserError) as error:
         configure(["--resume", "--out", runs / "20", "--max-steps", 30, "--n-layer", 3])
     assert error.value.problems[-1].endswith(f"--fork {runs}/20/model_00012 --out NEW --max-steps 30")
+    with pytest.raises(UserError) as error:
+        configure(["--resume", "--out", runs / "20", "--max-lr", 3e-4])
+    assert error.value.problems[-1].endswith(f"--fork {runs}/20/model_00012 --out NEW --max-lr 0.0003")
     with pytest.raises(UserError) as error:
         configure(["--resume", "--out", runs / "20", "--n-layer", 3])
     assert len(error.value.problems) == 1

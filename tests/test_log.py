@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import pytest
 from shard_helpers import file_size_limit
@@ -90,3 +91,15 @@ def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path, capsys):
     log.close()
     assert (tmp_path / "log.txt").read_text() == COMPLETE
     assert capsys.readouterr().err.count("Its lines are kept in memory") == 1
+
+
+def test_sync_waits_for_the_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino))
+    log = RunLog(tmp_path / "log.txt")
+    synced.clear()  # what was written at the start
+    log.write(0, {"train": 1.0})
+    assert synced == []  # no step waits
+    log.sync()
+    assert synced == [(tmp_path / "log.txt").stat().st_ino]
+    log.close()

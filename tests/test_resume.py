@@ -70,7 +70,7 @@ def test_what_the_log_has_is_not_evaluated_again(byte_shards, tmp_path):
     assert "step     6 | val loss" in printed and "step     8 | sample 0" in printed
     run_to_the_end("--resume", *flags, "--out", "resumed", **start)
     printed = (tmp_path / "0.txt").read_text()
-    assert "this run has finished its 11 steps" in printed and "val loss" not in printed
+    assert "this run has finished" in printed and "val loss" not in printed
     assert_same_run(tmp_path / "resumed", tmp_path / "straight")
 
 

@@ -100,6 +100,7 @@ GOOD_MANIFEST = {
         {"shards": None},
         {"shards": [{"file": "x_train_000001.npy", "split": "train", "tokens": "9"}]},
         {"shards": [{"file": "x_train_000001.npy", "tokens": 9}]},
+        {"shards": [{"file": "count_train_000000.npy", "split": "train", "tokens": 100, "documents": [1]}]},
         {"shards": [{"file": None, "split": "train", "tokens": 9}]},
         {"shards": [{"file": "../count_train_000000.npy", "split": "train", "tokens": 100}]},
         {"complete": "no"},

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import GPT2_VOCABULARY, ROOT, needs_gpt2_vocabulary
-from training import config_of
+from training import config_of, configure
 
 import fineweb
 import hellaswag
@@ -158,6 +158,8 @@ def test_shards_with_another_tokenizer_than_the_models_are_refused(tmp_path):
     model = save_model(tmp_path / "large", 50257, pairs_of_bytes(50257))
     with pytest.raises(UserError, match="another tokenizer than the shards"):  # which have GPT-2's tokens
         check_pretrained(model, 50257, 16, UnreadGpt2(), run)
+    with pytest.raises(UserError, match="--init-from brings its own tokenizer. Leave out --tokenizer."):
+        configure(["--text", "a.txt", "--init-from", tmp_path / "model", "--tokenizer", "gpt2"])
 
 
 class UnreadGpt2(Gpt2Tokenizer):

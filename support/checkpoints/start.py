@@ -67,6 +67,8 @@ def gather_flags(
         if cli_flags.get("plan") or "text" in cli_flags:
             name = tokenizer_name(directory, sizes["vocab_size"])
             flags["tokenizer"] = name if name in VOCAB_SIZES else "bpe"
+            if cli_flags.get("tokenizer", flags["tokenizer"]) != flags["tokenizer"]:
+                raise UserError("--init-from brings its own tokenizer. Leave out --tokenizer.")
         flags |= preset_flags(cli_flags, flags.get("tokenizer"), sizes["n_embd"]) | dict(cli_flags)
     else:
         flags = preset_flags(cli_flags) | dict(cli_flags)
@@ -146,7 +148,7 @@ def check_pretrained(
     if name != tokenizer.name and (vocab_size != tokenizer.vocab_size or not get_tokenizer(name).is_same_as(tokenizer)):
         raise UserError(
             f"{source} has another tokenizer than the shards in {config.data}: {vocab_size:,} tokens, and they have "
-            f"{tokenizer.vocab_size:,} ({tokenizer.name}). Make shards with its tokenizer, in another folder: --tokenizer "
+            f"{tokenizer.vocab_size:,} ({tokenizer.name}). Make shards with its tokenizer, in another folder: fineweb.py --tokenizer "
             f"{name if name in VOCAB_SIZES else f'bpe --tokenizer-from {source}'}."
         )
     if config.block_size > context:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import time
@@ -79,10 +80,16 @@ def print_header(run: RunInfo, dist: Distributed, loader: DataLoaderLite) -> Non
     facts += [("note", f"not compiled: {machine.why_not_compiled}")] if machine.why_not_compiled else []
     if run.checkpoint and run.is_fork:
         changes = changed_flags(type(config), run.checkpoint.config, config.to_dict())
-        shown = [f"{flag_name(name)} {new} (was {had})" for name, had, new in changes if name not in ("out", "device")]
+        shown = [
+            f"{flag_name(name)} {_shown(new)} (was {_shown(had)})"
+            for name, had, new in changes
+            if name not in ("out", "device")
+        ]
         facts.append(("note", f"a fork of {run.checkpoint.path}: {', '.join(shown) or 'the same flags'}"))
     elif run.checkpoint:
         facts.append(("note", f"resuming from {run.checkpoint.path}"))
+        if run.checkpoint.progress >= 1 if config.minutes else run.first_step == config.max_steps:
+            facts.append(("note", "this run has finished; --fork starts a longer one from a checkpoint"))
     checkpoint_bytes = memory.checkpoint_bytes(config, parameters, trained)
     facts += [("note", note) for note in notes(config, machine, run.first_step, checkpoint_bytes)]
     for label, text in facts:
@@ -96,6 +103,10 @@ def print_header(run: RunInfo, dist: Distributed, loader: DataLoaderLite) -> Non
         print(styled(labelled("warning", warning), YELLOW), flush=True)
 
 
+def _shown(value: object) -> object:
+    return f"{value:g}" if isinstance(value, float) else "unset" if value is None else value
+
+
 def describe_length(run: RunInfo, steps_per_epoch: float) -> str:
     config = run.config
     epoch = f"{steps_per_epoch:,.1f} steps"
@@ -103,7 +114,7 @@ def describe_length(run: RunInfo, steps_per_epoch: float) -> str:
         return f"{pluralize(config.max_steps, 'step')}: {config.max_steps / steps_per_epoch:.2f} epochs of {epoch}"
     before = run.checkpoint.seconds / 60 if run.checkpoint else 0
     since = f", of which {before:.1f} are over" if before else ""
-    return f"{config.minutes:g} minutes{since}; an epoch has {epoch}"
+    return f"{config.minutes:g} minute{'' if config.minutes == 1 else 's'}{since}; an epoch has {epoch}"
 
 
 def describe_recipe(config: TrainConfig) -> str:
@@ -112,9 +123,9 @@ def describe_recipe(config: TrainConfig) -> str:
     warmup = f" after {pluralize(config.warmup_steps, 'step')}" if config.warmup_steps and not config.minutes else ""
     end = f"at minute {config.minutes:g}" if config.minutes else f"at step {config.decay_steps:,}"
     start = config.cooldown_start * (config.minutes or config.decay_steps)
-    cooldown = f"from {unit} {start:,.{1 if config.minutes else 0}f} down to " if config.schedule == "wsd" else ""
+    cooldown = f"from {unit} {start:,.{1 if config.minutes else 0}f} on " if config.schedule == "wsd" else ""
     adamw = f" ({config.adamw_lr:.3g} for AdamW)" if config.adamw_lr is not None else ""
-    rates = f"learning rate {config.max_lr:.3g}{adamw}{warmup}, {cooldown}{config.min_lr:.3g} {end}"
+    rates = f"learning rate {config.max_lr:.3g}{adamw}{warmup}, {cooldown}falling to {config.min_lr:.3g} {end}"
     return f"{config.optimizer}, {config.schedule}; {rates}"
 
 
@@ -126,8 +137,6 @@ def notes(config: TrainConfig, machine: Machine, first_step: int, checkpoint_byt
             f"from step {decay_steps:,} on, the learning rate stays at its lowest, {config.min_lr:.3g}; "
             "--decay-steps moves the end of the schedule"
         )
-    if config.minutes is None and first_step == max_steps:
-        yield f"this run has finished its {pluralize(max_steps, 'step')}; --fork starts a longer one from a checkpoint"
     own_tokenizer = config.tokenizer != "gpt2" and not config.init_from  # which only --text can have
     if own_tokenizer and first_step == 0 and machine.hellaswag_every == 0:  # otherwise there is a note from HellaSwag
         yield "only models made with --tokenizer gpt2 can be scored on HellaSwag"
@@ -183,7 +192,9 @@ def print_summary(
             names = (f"{out}_longer{n}" for n in ("", *map("_{}".format, range(2, 1000))))
             new = next(name for name in names if not Path(name).exists())
             lines.append(f"longer  {command} --out {shlex.quote(new)} {more}")
-    demos = [path.parent for path in sorted(Path().glob("log_demo*/starts.jsonl")) if config.demo]
+    demos = sorted(
+        path for path in Path().glob("log_demo*") if re.fullmatch(r"log_demo(_\d+)?", path.name) and config.demo
+    )
     if others := [str(folder) for folder in demos if folder.resolve() != out.resolve()]:
-        lines.append(labelled("note", f"as they were: {', '.join(others)}. To remove them: rm -r {' '.join(others)}"))
+        lines.append(labelled("note", f"earlier demos are kept until you remove them: rm -r {' '.join(others)}"))
     print("\n" + "\n".join(lines), flush=True)

@@ -180,8 +180,8 @@ def load_manifest(directory: str | os.PathLike[str]) -> Manifest | None:
             cursor, skip = json.loads(entry.get("end", "[null, 0]"))
             if Path(entry["file"]).name != entry["file"] or not isinstance(cursor, list | None):
                 raise ValueError(f"shard {entry}")
-            if min(entry["tokens"], skip) < 0:
-                raise ValueError(f"tokens of {entry}")
+            if min(entry["tokens"], entry.get("documents", 0), skip) < 0:
+                raise ValueError(f"numbers of {entry}")
         # It is removed later, so it must not be a folder elsewhere.
         if not re.fullmatch(f"{PARTS}[0-9a-f]+", manifest.get("in_parts", f"{PARTS}0")):
             raise ValueError(f"in_parts {manifest['in_parts']!r}")
