@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,11 @@ from training import ONE_PROCESS, assert_same_run, checkpoint_names, configure, 
 
 import train_gpt2
 from benchmarks.bench_chaos import log_without_seconds
+from support.checkpoints import start
+from support.checkpoints.directory import write_checkpoint
 from support.cli import UserError
 from support.console.log import read_log
+from support.runtime import budget
 from train_gpt2 import train
 
 FAST = ["--recipe", "fast", "--shuffle", "--checkpoint-every", 6]
@@ -153,6 +157,21 @@ def test_what_a_fork_cannot_be(runs, tmp_path, flags, problem):
     assert all(text in found for text, found in zip(problem, error.value.problems, strict=True))
 
 
+def test_a_text_of_its_own_is_compared_with_the_shards_that_are_there(runs, tmp_path, monkeypatch):
+    """A fork that was killed may have left those of another text. Those of its parent need no text any more."""
+    asked = []
+    monkeypatch.setattr(start, "make_preset_shards", lambda config, rank, resumed: asked.append(resumed))
+    monkeypatch.setattr(start.TokenData, "open", lambda *args, **options: 1 / 0)
+    (tmp_path / "text.txt").write_text("A text. " * 100)
+    fork = ["--fork", runs / "20/model_00006", "--out", tmp_path / "fork", "--max-steps", 30]
+    config, checkpoint = configure([*fork, "--text", tmp_path / "text.txt"])
+    checkpoint.config["text"] = config.text
+    for data in (config.data, str(tmp_path / "run/data")):
+        with pytest.raises(ZeroDivisionError):
+            start.check_and_open_data(replace(config, data=data), None, ONE_PROCESS, checkpoint)
+    assert asked == [False, True]
+
+
 def test_what_follows_from_other_flags_follows_in_a_fork(runs, tmp_path):
     """As in a new run: the recipe's optimizer and rates, and a final rate that fits the highest."""
     fork = ["--fork", runs / "20/model_00006", "--out", tmp_path / "fork"]
@@ -195,9 +214,40 @@ def test_a_fork_needs_a_folder_and_an_intact_checkpoint(runs, tmp_path):
     (copy / "model.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match="is corrupt"):
         configure(["--fork", copy, "--out", tmp_path / "fork"])
+    (copy / "checkpoint.json").unlink()  # it was copied in part, or comes from a hub
+    with pytest.raises(UserError, match="is not a whole checkpoint: it has no checkpoint.json"):
+        configure(["--fork", copy, "--out", tmp_path / "fork"])
     with pytest.raises(UserError, match="already contains a run"):
         forked(runs / "10", runs / "20/model_00006", "--max-steps", 30)
     assert torch.load(runs / "10/model_00010/trainer.pt", weights_only=True)["step"] == 10
+
+
+def test_a_folder_has_the_fork_that_is_asked_for(runs, tmp_path):
+    forked(tmp_path / "fork", runs / "20/model_00006", "--max-steps", 7)
+    for out, fork in ((tmp_path / "fork", runs / "20/model_00012"), (runs / "10", runs / "20/model_00006")):
+        for resume in (["--resume"], ["--resume", "auto"]):
+            with pytest.raises(UserError, match="has another run than a fork of .*Use another --out"):
+                configure(["--fork", fork, "--out", out, *resume])
+
+
+@pytest.mark.parametrize("minutes", [None, 0.5])
+def test_what_a_timed_run_validates_is_chosen_once(runs, tmp_path, monkeypatch, minutes):
+    """By hand: a twentieth of 40,000 tokens is 2,000, and at least 32,768 are validated."""
+
+    def write_files(folder):
+        shutil.copytree(
+            runs / "20/model_00006", folder, ignore=shutil.ignore_patterns("checkpoint.json"), dirs_exist_ok=True
+        )
+        content = torch.load(folder / "trainer.pt", weights_only=True)
+        content["config"] |= {"val_tokens": 100_000, "minutes": minutes}
+        torch.save(content, folder / "trainer.pt")
+
+    write_checkpoint(tmp_path / "run/model_00006", write_files)
+    found = []
+    monkeypatch.setattr(train_gpt2, "train", lambda config, *args: found.append(config))
+    monkeypatch.setattr(budget, "_tokens_per_second", lambda *args: 40_000 / 60)
+    train_gpt2.main(["--fork", str(tmp_path / "run/model_00006"), "--out", str(tmp_path / "fork"), "--minutes", "1"])
+    assert found[0].val_tokens == (100_000 if minutes else 32_768)
 
 
 def test_intervals_follow_the_new_length_unless_they_were_chosen(tmp_path, monkeypatch):

@@ -223,11 +223,19 @@ def test_a_rank_above_the_width_of_the_model_is_rejected(base, byte_shards, tmp_
         (["--lora-alpha", "32"], "--lora-alpha is for LoRA. Add --lora-rank, or leave it out."),
         (["--init-from", "gpt2", "--out", "gpt2"], "--out is gpt2, as --init-from. Use another --out."),
         (["--init-from", "gpt2", "--lora-rank", "0"], "--lora-rank is 0. It must be 1 or more."),
-        (["--init-from", "gpt2", "--lora-rank", "8", "--recipe", "fast"],
-         "Muon does not suit LoRA's small matrices. Use --optimizer adamw, and --recipe gpt2."),
     ],
 )  # fmt: skip
 def test_bad_flags(flags, problem):
     with pytest.raises(UserError) as error:
         configure(flags)
     assert problem in error.value.problems
+
+
+def test_muon_is_refused_in_a_fork_too(tuned, base, tmp_path):
+    new, fork = (
+        ["--init-from", base, "--lora-rank", 8, "--recipe", "fast"],
+        ["--fork", tuned.checkpoint, "--max-steps", 30],
+    )
+    for flags in (new, [*fork, "--optimizer", "muon", "--out", tmp_path / "fork"]):
+        with pytest.raises(UserError, match="Muon does not suit LoRA's small matrices. Use --optimizer adamw"):
+            configure(flags)

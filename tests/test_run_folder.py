@@ -82,5 +82,13 @@ def test_a_demo_takes_the_first_free_folder(tmp_path, monkeypatch):
     write_checkpoint(Path("log_demo/model_00005"), lambda folder: (folder / "x").write_text("x"))
     Path("log_demo_2").mkdir()
     Path("log_demo_2/log.txt").write_text("0 train 1.0\n")
-    Path("log_demo_3").mkdir()  # nothing in it
-    assert run_folder.first_free("log_demo") == "log_demo_3"
+    Path("log_demo_3").mkdir()  # of a demo that is starting
+    assert run_folder.first_free("log_demo") == "log_demo_4"
+
+
+def test_no_run_is_in_a_checkpoint(tmp_path):
+    """It would be removed with it."""
+    write_checkpoint(tmp_path / "model_00005", lambda folder: (folder / "x").write_text("x"))
+    for out in ("model_00005", "model_00005/run"):
+        with pytest.raises(UserError, match="--out is in the checkpoint .*model_00005. Use another one."):
+            run_folder.check_folder(config_of("--out", tmp_path / out), None)

@@ -39,6 +39,10 @@ def flags_to_resume(
     may_differ = RunOptions.__dataclass_fields__.keys() - SOURCE_FLAGS - {"minutes"}
     if stored.get("lora_rank"):
         may_differ |= {"init_from"}  # the base model may have moved; identify_data compares its weights
+    if cli_flags.get("fork", stored.get("fork")) != stored.get("fork"):
+        raise UserError(
+            f"{checkpoint.path.parent} has another run than a fork of {cli_flags['fork']}. Use another --out."
+        )
     changes = [change for change in changed_flags(config_class, stored, cli_flags) if change[0] not in may_differ]
     if changes:
         out = checkpoint.path.parent
@@ -85,7 +89,8 @@ def flags_to_fork(
         flags |= presets.flags_for_length(stored, cli_flags.get("max_steps"))
     flags |= cli_flags
     steps, minutes = checkpoint.step, checkpoint.seconds / 60
-    if minutes >= flags["minutes"] if flags.get("minutes") else steps >= flags["max_steps"]:
+    is_over = minutes >= flags["minutes"] if flags.get("minutes") else steps >= flags["max_steps"]
+    if is_over or checkpoint.progress >= 1 and flags.get("minutes") and flags["minutes"] == stored.get("minutes"):
         raise UserError(
             f"{checkpoint.path} was trained for {steps:,} steps and {minutes:.1f} minutes. For a longer run, use a higher "
             "--max-steps or --minutes; or fork an earlier checkpoint."

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from support import files
-from support.checkpoints.directory import find_corruption, list_checkpoints, remove_leftovers, step_of
+from support.checkpoints.directory import CONTENTS, find_corruption, list_checkpoints, remove_leftovers, step_of
 from support.checkpoints.state import Checkpoint
 from support.cli import UserError
 from support.console.starts import read_starts
@@ -32,6 +32,8 @@ def check_folder(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
         UserError: it may not.
     """
     folder = Path(config.out)
+    if inside := [path for path in (folder.absolute(), *folder.absolute().parents) if (path / CONTENTS).is_file()]:
+        raise UserError(f"--out is in the checkpoint {inside[-1]}. Use another one.")
     existing = files.nearest_existing(folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"cannot write to {folder}. Use another --out.")
@@ -64,9 +66,9 @@ def lock_folder(run: RunInfo, dist: Distributed) -> AbstractContextManager[Any]:
 
 
 def first_free(folder: str) -> str:
-    """The folder itself if there is no run in it, or the first of `folder_2`, `folder_3`, ... without one."""
+    """The first of `folder`, `folder_2`, `folder_3`, ... that does not exist."""
     names = (folder if n == 1 else f"{folder}_{n}" for n in count(1))
-    return next(name for name in names if not list_checkpoints(name) and not has_log(name))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def has_log(folder: str | os.PathLike[str]) -> bool:

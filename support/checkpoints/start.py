@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from support.checkpoints import huggingface, run_folder
-from support.checkpoints.directory import newest_checkpoint
+from support.checkpoints.directory import CONTENTS, newest_checkpoint
 from support.checkpoints.resume import find_once_per_node, flags_to_fork, flags_to_resume
 from support.checkpoints.state import Checkpoint
 from support.cli import UserError, flag_name
@@ -58,7 +58,12 @@ def gather_flags(
         cli_flags = {**cli_flags, "out": dist.once("out", lambda: run_folder.first_free(out))}
     checkpoint: Checkpoint | None = None
     if "fork" in cli_flags:
-        checkpoint = Checkpoint.open(find_once_per_node(cli_flags["fork"], dist))
+        directory = find_once_per_node(cli_flags["fork"], dist)
+        if not (directory / CONTENTS).is_file():  # it is written last, and has the checksums
+            raise UserError(
+                f"{directory} is not a whole checkpoint: it has no {CONTENTS}. Use another one, or --init-from."
+            )
+        checkpoint = Checkpoint.open(directory)
         flags = flags_to_fork(config_class, cli_flags, checkpoint, dist)
     elif "init_from" in cli_flags:
         directory = find_once_per_node(cli_flags["init_from"], dist)
@@ -104,11 +109,6 @@ def _conflicts(cli_flags: Mapping[str, Any], out: str) -> list[str]:
             problems.append(f"--out is {out}, as --init-from. Use another --out.")
     elif "lora_rank" in cli_flags:
         problems.append("--lora-rank needs pretrained weights to adapt. Pass them with --init-from.")
-    if "lora_alpha" in cli_flags and "lora_rank" not in cli_flags:
-        problems.append("--lora-alpha is for LoRA. Add --lora-rank, or leave it out.")
-    optimizer = cli_flags.get("optimizer", "muon" if cli_flags.get("recipe") == "fast" else "adamw")
-    if "lora_rank" in cli_flags and optimizer == "muon":
-        problems.append("Muon does not suit LoRA's small matrices. Use --optimizer adamw, and --recipe gpt2.")
     return problems
 
 
@@ -127,7 +127,10 @@ def check_and_open_data(
         run_folder.check_folder(config, None if config.starts_fork else checkpoint)
         check_installed(config)
     if config.demo or config.text is not None:
-        continues = checkpoint is not None and config.text == checkpoint.config["text"]
+        own_shards = (
+            config.starts_fork and Path(config.data) == Path(config.out) / "data"
+        )  # and not those of its parent
+        continues = checkpoint is not None and config.text == checkpoint.config["text"] and not own_shards
         make_preset_shards(config, dist.rank, resumed=continues)
     data = TokenData.open(config.data, needs_val=config.val_every != 0)
     T = config.block_size

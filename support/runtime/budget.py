@@ -35,7 +35,7 @@ def flags_for_minutes(
     """The flags for --minutes on this machine, the same on all ranks, except those on the command line.
 
     With --text and --demo, the model is the largest that suits the text and reads enough of it in time, see
-    `presets.models_for_text`; tokens per step and learning rate follow. A pretrained model keeps its sizes.
+    `presets.models_for_text`; tokens per step and learning rate follow. A pretrained model and a fork keep their sizes.
 
     Args:
         new_model: makes a model from fields of GPTConfig.
@@ -49,7 +49,7 @@ def flags_for_minutes(
     machine = Machine.find(config, dist.device, dist.world_size)
     own_sizes = {name: getattr(config, name) for name in presets.MODEL_FLAGS} | {"batch_size": machine.batch_size}
     own_sizes["vocab_size"] = VOCAB_SIZES.get(tokenizer) or bpe.fitting_vocab_size(text_bytes)
-    choose_sizes = has_text and config.recipe == "fast" and not config.init_from
+    choose_sizes = has_text and config.recipe == "fast" and not (config.init_from or config.fork)
 
     def tokens_in_time(model: Mapping[str, int]) -> float:
         return 60 * (config.minutes or 0) * _tokens_per_second(machine, {**own_sizes, **model}, dist, new_model)

@@ -142,6 +142,10 @@ def check_consistent(config: TrainConfig) -> None:
         problems.append(f"--min-lr {config.min_lr:g} is above --max-lr {config.max_lr:g}. Lower it.")
     if config.adamw_lr is not None and (config.optimizer != "muon" or config.max_lr == 0):
         problems.append("--adamw-lr is for --optimizer muon with a --max-lr above 0. Use --max-lr alone.")
+    if config.lora_rank is None and config.lora_alpha != type(config).lora_alpha:
+        problems.append("--lora-alpha is for LoRA. Add --lora-rank, or leave it out.")
+    if config.lora_rank is not None and config.optimizer == "muon":
+        problems.append("Muon does not suit LoRA's small matrices. Use --optimizer adamw, and --recipe gpt2.")
     if config.lora_rank is not None and config.lora_rank > config.n_embd:
         problems.append(f"--lora-rank {config.lora_rank} is more than the model's {config.n_embd} channels. Lower it.")
     if problems:
