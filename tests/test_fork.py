@@ -46,6 +46,7 @@ def test_a_fork_of_another_length_is_the_run_of_that_length(runs, tmp_path, step
     before = contents(runs / "20")
     forked(tmp_path / "fork", runs / "20/model_00006", "--max-steps", steps)
     assert_same_run(tmp_path / "fork", runs / f"{steps}")
+    assert trainer_file(tmp_path / "fork/model_00006")["progress"] == 6 / steps
     forked(tmp_path / "again", tmp_path / "fork/model_00006", "--max-steps", 40 - steps)
     assert_same_run(tmp_path / "again", runs / f"{40 - steps}")
     assert contents(runs / "20") == before

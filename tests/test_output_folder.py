@@ -31,6 +31,13 @@ def test_other_shards_are_never_mixed_or_lost(tmp_path):
         manifest.unlink(missing_ok=True)
 
 
+def test_the_tokenizer_of_something_else_stays(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")  # of a checkpoint
+    with pytest.raises(UserError, match=r"tokenizer\.json of something else. Use another --output."):
+        fineweb.make_shards(corpus_of(["a" * 250]), tmp_path, tokenizer="bytes")
+    assert files_in(tmp_path) == {"tokenizer.json": b"{}"}
+
+
 def test_leftovers_of_a_killed_run_are_removed(tmp_path, monkeypatch):
     options = {"shard_size": 500, "val_fraction": 0.3}
     leftovers = [f"texts_{split}_000099.npy" for split in ("train", "unsplit")]

@@ -186,7 +186,7 @@ def print_summary(
         lines.append(f"saved   {checkpoint}")
         lines.append(f"next    python sample.py --model {shlex.quote(str(checkpoint))}{prompt}")  # in one line, to copy
         ends_together = config.minutes is not None or config.decay_steps == step  # else a longer one has no other rates
-        if before_cooldown and before_cooldown != checkpoint and ends_together:
+        if before_cooldown and ends_together:
             more = f"--minutes {2 * config.minutes:g}" if config.minutes else f"--max-steps {2 * step}"
             command = f"python train_gpt2.py --fork {shlex.quote(str(before_cooldown))}"
             names = (f"{out}_longer{n}" for n in ("", *map("_{}".format, range(2, 1000))))

@@ -106,6 +106,8 @@ def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str) -> 
         UserError: the folder has other shards.
     """
     earlier = load_manifest(directory)
+    if earlier is None and (directory / TOKENIZER_JSON).exists():  # as in a checkpoint
+        raise UserError(f"{directory} has the {TOKENIZER_JSON} of something else. Use another --output.")
     was_begun = earlier is not None and bool(earlier["shards"] or earlier["unsplit"] or earlier.get("in_parts"))
     if earlier and was_begun and not earlier["complete"] and ("in_parts" in earlier) != ("in_parts" in manifest):
         raise UserError(
