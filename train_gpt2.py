@@ -770,9 +770,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = replace(config, gpus=flags.get("gpus", dist.world_size))
         return plan.print_report(config, lambda vocab_size: new_model(config, vocab_size), dist.rank)
     dist = dist.with_device(config.device)
-    if config.minutes and not (
-        checkpoint and checkpoint.config["minutes"]
-    ):  # times models, to find what suits the time
+    if config.minutes and not (checkpoint and checkpoint.config["minutes"]):
+        # times models, to find what suits the time; a resumed run has done so, and a fork of a timed one
         flags |= budget.flags_for_minutes(config, cli_flags, dist, lambda **sizes: GPT(GPTConfig(**sizes)))
         config = resolve(flags)
     exit_code: int | str | None = 0
