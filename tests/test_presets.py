@@ -158,12 +158,14 @@ def test_bad_text_is_rejected(tmp_path, monkeypatch, flags, message):
 
 def test_a_note_says_that_hellaswag_cannot_score_a_text_with_tokens_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for out in ("log", "log_demo"):
-        (tmp_path / out).mkdir()
+    (tmp_path / "log").mkdir()
     GPT(GPTConfig(8, 257, 1, 1, 4)).save_pretrained(tmp_path / "bytes")
     get_tokenizer("bytes").save_pretrained(tmp_path / "bytes", 8)
     text = ("--device", "cpu", "--text", str(file_of_size(tmp_path, 1e6)))
-    noted, others = [text, (*text, "--tokenizer", "bytes")], [("--demo",), (*text, "--tokenizer", "gpt2")]
+    noted, others = (
+        [text, (*text, "--tokenizer", "bytes")],
+        [("--demo", "--out", "log"), (*text, "--tokenizer", "gpt2")],
+    )
     others.append((*text, "--hellaswag-limit", "9", "--tokenizer", "bytes"))  # hellaswag.load_examples says it
     others.append((*text, "--init-from", str(tmp_path / "bytes")))  # another tokenizer would not fit
 
