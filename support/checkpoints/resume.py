@@ -50,10 +50,8 @@ def flags_to_resume(
             f"{flag_name(name)} is {new}, but the run in {out} has {had}. Leave it out." for name, had, new in changes
         ]
         if words := [flag_words(name, new) for name, _, new in changes if name not in NOT_OF_A_FORK]:
-            is_over = checkpoint.progress >= 1  # nothing is left to train from its end
-            path = (
-                newest_before_cooldown(out) if is_over or cli_flags.keys() & LENGTH_FLAGS else None
-            ) or checkpoint.path
+            longer = checkpoint.progress >= 1 or cli_flags.keys() & LENGTH_FLAGS  # at its end, nothing is left to train
+            path = (newest_before_cooldown(out) if longer else None) or checkpoint.path
             command = f"python train_gpt2.py --fork {shlex.quote(str(path))} --out NEW {' '.join(words)}"
             problems.append(f"A run of its own can have other flags: {command}")
         raise UserError(*problems)

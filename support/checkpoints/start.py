@@ -127,9 +127,7 @@ def check_and_open_data(
         run_folder.check_folder(config, None if config.starts_fork else checkpoint)
         check_installed(config)
     if config.demo or config.text is not None:
-        own_shards = (
-            config.starts_fork and Path(config.data) == Path(config.out) / "data"
-        )  # and not those of its parent
+        own_shards = config.starts_fork and Path(config.data) == Path(config.out) / "data"  # not those of its parent
         continues = checkpoint is not None and config.text == checkpoint.config["text"] and not own_shards
         make_preset_shards(config, dist.rank, resumed=continues)
     data = TokenData.open(config.data, needs_val=config.val_every != 0)
