@@ -203,9 +203,7 @@ class GPT(nn.Module):
         directory = huggingface.find_model(name_or_dir, verify)
         config = GPTConfig(**huggingface.read_config(directory), dropout=dropout)
         model = cls(config)
-        weights = huggingface.read_weights(
-            directory / huggingface.WEIGHTS
-        )  # stored without the padding of the vocabulary
+        weights = huggingface.read_weights(directory / huggingface.WEIGHTS)  # without the padding of the vocabulary
         model.load_state_dict(huggingface.from_hf(weights, model.state_dict(), config.vocab_size))
         return model
 
@@ -225,8 +223,8 @@ class GPT(nn.Module):
     ) -> torch.optim.Optimizer:
         """AdamW with weight decay on matrices and embeddings, but not on biases and layer norms.
 
-        With `muon`, the options of Muon, that updates the matrices of the blocks: it orthogonalizes their momentum, so
-        that a step moves all directions of a matrix equally far.
+        With `muon`, a dict of its options, Muon updates the matrices of the blocks instead: it orthogonalizes their
+        momentum, so that a step moves all directions of a matrix equally far.
         """
         num_splits: dict[nn.Parameter, int] = {}  # parameters for Muon, and how many matrices each one stacks
         if muon is not None:
@@ -378,8 +376,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     "fast": dict(optimizer="muon", schedule="wsd", max_lr=presets.FAST_LR),  # lower in small steps, with --text
 }
 GPT2_RECIPE, FAST_RECIPE = RECIPES["gpt2"], RECIPES["fast"]
-
-
 TIMED_WARMUP = 1 / 30  # of a run of --minutes, as a fraction of its time
 
 

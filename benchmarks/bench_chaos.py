@@ -290,11 +290,8 @@ def log_without_seconds(out: Path) -> str:
 
 def content(file: Path) -> bytes:
     """The bytes of a file, without the line of a model card that a fork has."""
-    return (
-        re.sub(rb"- \*\*started from\*\*.*\n", b"", file.read_bytes())
-        if file.name == "README.md"
-        else file.read_bytes()
-    )
+    found = file.read_bytes()
+    return re.sub(rb"- \*\*started from\*\*.*\n", b"", found) if file.name == "README.md" else found
 
 
 def differences(a: Path, b: Path) -> list[str]:

@@ -47,7 +47,7 @@ def test_a_line_is_there_before_the_first_step_and_says_what_is_trained(byte_sha
     assert (data["tokenizer"], data["vocab_size"], data["bytes_per_token"]) == ("bytes", 257, 1)
     assert start["tokens_per_step"] == 256
     machine, flags = start["machine"], start["flags"]
-    assert (machine["device"], machine["processes"], machine["compiled"]) == ("cpu", 1, "no")
+    assert (machine["device"], machine["processes"], machine["compiled"]) == ("cpu", 1, False)
     assert (machine["dtype"], machine["batch_size"]) == ("fp32", 4)
     assert machine["attention"] and flags["dtype"] == "fp32" and "gpus" not in flags
     assert flags["max_lr"] == 3e-3 and flags["n_layer"] == 2 and flags["decay_steps"] == 6

@@ -53,9 +53,8 @@ def describe_start(run: RunInfo, dist: Distributed) -> dict[str, Any]:
             "device": devices.describe(dist.device),
             "processes": dist.world_size,
             "dtype": machine.dtype,
-            "compiled": "yes"
-            if machine.compiled
-            else f"no{f' ({reason})' if (reason := machine.why_not_compiled) else ''}",
+            "compiled": machine.compiled,
+            "why_not_compiled": machine.why_not_compiled,
             "attention": machine.attention,
             "batch_size": machine.batch_size,
         },
