@@ -45,7 +45,7 @@ from fineweb import make_shards
 from support.checkpoints.directory import find_corruption, list_checkpoints, newest_checkpoint
 from support.cli import UserError
 from support.console.starts import read_starts
-from support.data.corpus import Documents
+from support.data.text_files import Documents
 from support.data.tokenizer import get_tokenizer
 from support.files import LOCK, sha256_of
 
@@ -474,7 +474,7 @@ def isolate() -> None:
 def make_inputs(folder: Path) -> str:
     """Makes the text and the shards that the scenarios read; returns the tokenizer for the text."""
     with contextlib.redirect_stdout(None):
-        make_shards(Documents("topics", topics.values), folder / "data", tokenizer="bytes")
+        make_shards(Documents("topics", topics.values()), folder / "data", tokenizer="bytes")
     (folder / "text").mkdir()
     for i in range(40):
         (folder / "text" / f"{i:02d}.txt").write_text(f"{i}\n" + "\n".join(topics.values()))

@@ -60,7 +60,7 @@ import train_gpt2
 from fineweb import make_shards
 from support.cli import UserError, run_cli
 from support.console.log import read_log
-from support.data.corpus import Documents
+from support.data.text_files import Documents
 from support.data.tokenizer import get_tokenizer
 from support.optim import loss
 from support.runtime import batch_size, devices
@@ -290,7 +290,7 @@ def pairs(context: Context) -> None:
 def run_flags(context: Context, out: object, steps: int) -> list[str]:
     """Flags of a run of 12 layers with 768 channels, or of a tiny one, on shards that are made once."""
     data = context.folder.parent / "data"
-    make_shards(Documents("topics", topics.values), data, tokenizer="bytes")
+    make_shards(Documents("topics", topics.values()), data, tokenizer="bytes")
     sizes = "--n-layer 1 --n-head 2 --n-embd 32 --block-size 64 --batch-size 4 --total-batch-size 512"
     full = "--block-size 256 --batch-size 16 --total-batch-size 8192"
     common = f"--data {data} --out {out} --device {context.device} --max-steps {steps} --warmup-steps 5"

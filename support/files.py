@@ -147,18 +147,19 @@ def write_output_file(path: Path, text: str) -> None:
 # Folders and disks
 
 
-def lock_folder(folder: Path, flag: str) -> TextIO:
+def lock_folder(folder: Path, flag: str, shared: bool = False) -> TextIO:
     """Locks a folder until the returned file is closed or the process ends. The file says which process holds the lock.
 
     Args:
         flag: the flag that names the folder, for the message.
+        shared: others may hold the lock, too, if theirs is shared (not on Windows).
 
     Raises:
         UserError: another process holds the lock.
     """
     file = open(folder / LOCK, "a+", encoding="utf-8")  # noqa: SIM115  open as long as the lock
     try:
-        _lock_file(file)
+        _lock_file(file, shared)
     except (BlockingIOError, PermissionError):
         file.seek(0)
         holder = file.read().strip() or "another process"
@@ -172,7 +173,7 @@ def lock_folder(folder: Path, flag: str) -> TextIO:
     return file
 
 
-def _lock_file(file: TextIO) -> None:
+def _lock_file(file: TextIO, shared: bool) -> None:
     if sys.platform == "win32":
         import msvcrt
 
@@ -181,7 +182,7 @@ def _lock_file(file: TextIO) -> None:
     else:
         import fcntl
 
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
 
 
 def nearest_existing(path: Path) -> Path:

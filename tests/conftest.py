@@ -63,10 +63,10 @@ def tiny_model():
 def byte_shards(tmp_path_factory) -> Path:
     """A folder of `bytes` shards of text that a model can learn something from: sums of numbers, in words and digits."""
     import fineweb
-    from support.data.corpus import Documents
+    from support.data.text_files import Documents
 
     folder = tmp_path_factory.mktemp("shards")
     rng = np.random.default_rng(0)
     texts = [" ".join(f"{a} + {b} = {a + b}." for a, b in rng.integers(0, 50, (20, 2))) for _ in range(60)]
-    fineweb.make_shards(Documents("sums", lambda: texts), folder / "data", tokenizer="bytes", shard_size=4000)
+    fineweb.make_shards(Documents("sums", texts), folder / "data", tokenizer="bytes", shard_size=4000)
     return folder / "data"

@@ -25,12 +25,23 @@ COMMIT = "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9"
 TEXTS = [f"page {i}: " + "words and more of them. " * (i % 9) for i in range(300)]
 
 
+README = b"""---
+configs:
+- {config_name: default, data_files: [{split: train, path: data/*/*}]}
+- {config_name: sample-10BT, data_files: [{split: train, path: sample/10BT/*}]}
+- {config_name: sample-100BT, data_files: [{split: train, path: sample/100BT/*}]}
+- {config_name: sample-350BT, data_files: [{split: train, path: sample/350BT/*}]}
+- {config_name: CC-MAIN-2024-10, data_files: [{split: train, path: data/CC-MAIN-2024-10/*}]}
+---
+about"""
+
+
 class Hub:
     """A server of data sets and models, which are files by path.
 
     Attributes:
         failures: what goes wrong with the next requests for files: a status, "stall", "cut off", or None.
-        requests: path and range of the requests for files.
+        requests: path and range of the requests for files, but for README.md.
     """
 
     def __init__(self, repositories: dict[str, dict[str, bytes]]):
@@ -119,8 +130,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return self.reply(404, headers={"X-Error-Code": "RepoNotFound"})
 
     def file(self, path, files):
-        self.hub.requests.append((path, self.headers["Range"]))
         body = files[path]
+        if path == "README.md":
+            return self.reply(200, body)
+        self.hub.requests.append((path, self.headers["Range"]))
         failure = self.hub.failures.pop(0) if self.hub.failures else None
         if isinstance(failure, int):
             return self.reply(failure, headers={"Retry-After": "7"} if failure == 429 else {})
@@ -167,7 +180,7 @@ def fineweb_files() -> dict[str, bytes]:
     """FineWeb-Edu in small. sample-10BT has TEXTS."""
     files = {f"sample/10BT/{i:03d}_00000.parquet": parquet(TEXTS[100 * i : 100 * i + 100]) for i in range(3)}
     files |= {f"sample/350BT/{i:03d}_00000.parquet": parquet(TEXTS[30 * i : 30 * i + 30]) for i in range(8)}
-    files |= {"sample/100BT/000_00000.parquet": parquet(TEXTS[:50]), "README.md": b"about"}
+    files |= {"sample/100BT/000_00000.parquet": parquet(TEXTS[:50]), "README.md": README}
     return files | {"data/CC-MAIN-2024-10/train-00000.parquet": parquet(TEXTS[50:80])}
 
 
@@ -179,6 +192,10 @@ def running_hub(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[Hub]:
     template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.config.HF_ENDPOINT", hub.url)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    for cache in ("datasets.config.HF_DATASETS_CACHE", "huggingface_hub.constants.HF_HUB_CACHE"):
+        monkeypatch.setattr(cache, str(folder / "hub cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.5)
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 50)
     monkeypatch.setattr("time.sleep", lambda seconds: None)

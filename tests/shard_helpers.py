@@ -15,8 +15,8 @@ from helpers import needs_gpt2_vocabulary
 import fineweb
 from support import files
 from support.cli import UserError
-from support.data import corpus
-from support.data.corpus import Batch, Documents
+from support.data import encode
+from support.data.text_files import Corpus, Documents
 
 # empty, longer than several shards, the text of a special token, a lone surrogate, many scripts
 ADVERSARIAL = [
@@ -105,24 +105,25 @@ def flip_bit(path: Path) -> None:
 
 
 def corpus_of(texts: list[str]) -> Documents:
-    return Documents("texts", lambda: texts)
+    return Documents("texts", texts)
 
 
-def documents_of(batches: Iterable[Batch]) -> list[str]:
-    """The documents of batches, with the pieces of long ones joined."""
+def documents_of(corpus: Corpus) -> list[str]:
+    """The documents of a corpus, with the pieces of long ones joined."""
     documents: list[str] = []
-    for batch in batches:
-        texts = batch.texts()
-        if batch.continues:
-            documents[-1:] = [(documents[-1] if documents else "") + texts[0]]
-            texts = texts[1:]
-        documents += texts
+    for part in corpus.parts():
+        for text, starts_document in corpus.read(part):
+            if starts_document:
+                documents.append(text)
+            else:
+                documents[-1] += text
     return documents
 
 
 def set_batch_chars(monkeypatch: pytest.MonkeyPatch, chars: int) -> None:
-    """Makes batches small, so that long documents are cut and short corpora have many batches."""
-    monkeypatch.setattr(corpus, "BATCH_CHARS", chars)
+    """Makes batches small, and cuts long documents."""
+    monkeypatch.setattr(encode, "BATCH_CHARS", chars)
+    monkeypatch.setattr(encode, "PIECE_CHARS", chars)
 
 
 @contextlib.contextmanager
@@ -141,11 +142,11 @@ def interrupt(texts: list[str], out: Path, monkeypatch: pytest.MonkeyPatch, afte
     """Runs until `after` shards are written; the disk fails while the next one is."""
     atomic_write, written = files.atomic_write, []
 
-    def fail_after(path, *options):
+    def fail_after(path, **options):
         written.extend([path] if path.suffix == ".npy" else [])
         if len(written) > after:
             raise OSError(5, "broken")
-        return atomic_write(path, *options)
+        return atomic_write(path, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(files, "atomic_write", fail_after)

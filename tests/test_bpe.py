@@ -22,7 +22,7 @@ import sample
 from support.checkpoints.huggingface import find_model
 from support.cli import UserError
 from support.data import bpe, shards
-from support.data.corpus import Documents
+from support.data.text_files import Documents
 from support.data.tokenizer import get_tokenizer, load_bpe
 from train_gpt2 import GPT, GPTConfig, train
 
@@ -69,7 +69,7 @@ def test_words_without_an_end_take_no_time_without_an_end():
     letters = "".join(np.random.default_rng(0).choice(list("ACGT"), 100_000))
     for text in ("x" * 30_000, letters, " " * 30_000 + "a", "hi \ud800 there " * 3):
         tokenizer = bpe.train_bpe([text], 512)
-        assert max(map(len, tokenizer.token_bytes())) <= 64 and json.loads(tokenizer.huggingface_json)
+        assert max(map(len, tokenizer.token_bytes())) <= 64 and json.loads(tokenizer.json)
         assert tokenizer.decode(tokenizer.encode(text[:1000])) == text[:1000].replace("\ud800", "\ufffd")
 
 
@@ -79,36 +79,41 @@ def test_the_vocabulary_fits_the_text():
 
 
 def test_the_held_out_text_is_not_trained_on():
-    corpus = Documents("d", lambda: ["x" * 60, "y" * 30, "z" * 10])
+    corpus = Documents("d", ["x" * 60, "y" * 30, "z" * 10])
     assert "".join(bpe.training_texts(corpus)) == "x" * 60 + "y" * 30
-    assert "".join(bpe.training_texts(Documents("d", lambda: ["0123456789" * 10]))) == "0123456789" * 9
-    assert bpe.training_texts(Documents("d", lambda: [])) == []
+    assert "".join(bpe.training_texts(Documents("d", ["0123456789" * 10]))) == "0123456789" * 9
+    assert bpe.training_texts(Documents("d", [])) == []
 
 
 def make(folder, text=TEXT, **options):
     return fineweb.make_shards(
-        Documents("rhymes", lambda: [text, text[:999]]), folder, tokenizer="bpe", shard_size=3000, **options
+        Documents("rhymes", [text, text[:999]]), folder, tokenizer="bpe", shard_size=3000, **options
     )
 
 
-def test_shards_have_the_text_and_do_not_depend_on_workers_and_interruptions(tmp_path, monkeypatch):
+def test_shards_have_the_text_and_do_not_depend_on_threads_and_interruptions(tmp_path, monkeypatch):
     make(tmp_path / "a")
     tokenizer = shards.read_tokenizer(tmp_path / "a")
     tokens = np.concatenate(
         [np.load(path) for path in sorted((tmp_path / "a").glob("*.npy"), key=lambda p: p.name[-10:])]
     )
     assert tokenizer.decode(tokens.tolist()) == f"<|endoftext|>{TEXT}<|endoftext|>{TEXT[:999]}"
-    make(tmp_path / "b", workers=2)
+    make(tmp_path / "b", threads=2)
     assert files_in(tmp_path / "b") == files_in(tmp_path / "a")
     # as after a kill: shards are missing, and the manifest does not list them
     listed = json.loads((tmp_path / "b" / "manifest.json").read_text())
     for shard in listed["shards"][1:]:
         (tmp_path / "b" / shard["file"]).unlink()
-    listed |= {"complete": False, "unsplit": [], "unsplit_complete": False, "shards": listed["shards"][:1]}
+    listed |= {"complete": False, "parts": [], "shards": listed["shards"][:1]}
     (tmp_path / "b" / "manifest.json").write_text(json.dumps(listed))
     monkeypatch.setattr(bpe, "train_bpe", lambda *args: pytest.fail("trained again"))
     make(tmp_path / "b")
     assert files_in(tmp_path / "b") == files_in(tmp_path / "a")
+
+
+def test_a_text_that_is_longer_than_what_is_trained_on(monkeypatch):
+    monkeypatch.setattr(bpe, "TRAINING_CHARS", 100)
+    assert "".join(bpe.training_texts(Documents("d", ["x" * 60, "y" * 60, "z"]))) == "x" * 60 + "y" * 40
 
 
 def test_an_altered_tokenizer_is_noticed(tmp_path):
@@ -168,8 +173,6 @@ def test_an_uploaded_checkpoint_is_used_from_the_hub(run, tmp_path, monkeypatch,
     flags = ["--text", "other.txt", "--out", "tuned", *SMALL[8:]]
     with running_hub(monkeypatch, tmp_path) as hub:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-        for name, value in (("HF_ENDPOINT", hub.url), ("HF_HUB_OFFLINE", "0"), ("HF_HUB_CACHE", tmp_path / "cache")):
-            monkeypatch.setenv(name, str(value))  # for fineweb.py, which --text starts
         hub.repositories["me/own"] = files
         sample.main(["--model", "me/own", "--prompt", "once I ", "-n", "1", "--temperature", "0", "-d", "cpu"])
         from_hub = capsys.readouterr()
@@ -181,7 +184,7 @@ def test_an_uploaded_checkpoint_is_used_from_the_hub(run, tmp_path, monkeypatch,
         hub.repositories["me/tuned"] = {path: (tuned / path).read_bytes() for path in paths}
         sample.main(["--model", "me/tuned", "--prompt", "once I ", "-n", "1", "-d", "cpu"])
         fineweb.main(["--input", "other.txt", "--output", "more", "--tokenizer", "bpe", "--tokenizer-from", "me/own", "--split-documents"])  # fmt: skip
-        other = {**files, "tokenizer.json": bpe.train_bpe([TEXT[::-1]], 512).huggingface_json.encode()}
+        other = {**files, "tokenizer.json": bpe.train_bpe([TEXT[::-1]], 512).json.encode()}
         hub.repositories["me/other"] = other
         with pytest.raises(UserError, match="me/other has another tokenizer than the shards in more"):
             train(configure(["--data", "more", "--init-from", "me/other", "--total-batch-size", "256", "--out", "x", *SMALL[8:]])[0], ONE_PROCESS)  # fmt: skip

@@ -9,12 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from helpers import run_script
-from shard_helpers import flip_bit, plain_bytes, plain_loop, set_batch_chars, shards_in, tokens_in
+from shard_helpers import files_in, flip_bit, plain_bytes, plain_loop, shards_in, tokens_in
 
 import fineweb
 from support.cli import UserError, run_cli
-from support.data import shard_writer, shards
-from support.data.readers import Files
+from support.data import make_shards, shards, text_files
 from support.data.tokenizer import get_tokenizer
 
 # ---- sources
@@ -85,9 +84,17 @@ def test_the_demo_text(tmp_path):
         ("--dataset no/such --output out", "cannot open the data set no/such"),
         ("--input cut.jsonl.gz --output out", "cut.jsonl.gz cannot be read"),
         ("--input null.parquet --text-field body --output out", "no column 'body'. Choose with --text-field from text"),
-        ("--demo --document-separator x", "--document-separator is for --input"),
+        ("--demo --document-separator x", "--document-separator is for files"),
         ("--input a.txt --output out --shard-size 1e12", "It must be 1000000000 or less"),
-        ("--demo --name x", "--name is for data sets"),
+        ("--demo --name x", "--name and --revision are for data sets"),
+        ("--input a.txt --output out --revision x", "--name and --revision are for data sets"),
+        (
+            "--input a.txt --output out --only-parts 3/2",
+            "--only-parts is '3/2'. It must be K/N, such as 3/8, with K from 1",
+        ),
+        ("--input a.txt --output out --only-parts x", "--only-parts is 'x'. It must be K/N"),
+        ("--input a.txt --output out --executor ray --only-parts 1/2", "Leave out --only-parts"),
+        ("--input a.txt --output out --tasks 3", "--tasks and --executor-options are for --executor"),
         ("--input a.txt --output out --vocab-size 300", "--vocab-size is for --tokenizer bpe."),
         ("--input a.txt --output out --tokenizer-from x --tokenizer gpt2", "--tokenizer-from is for --tokenizer bpe."),
         ("--demo --tokenizer bpe --tokenizer-from x --vocab-size 300", "--tokenizer-from brings its own vocabulary"),
@@ -96,7 +103,8 @@ def test_the_demo_text(tmp_path):
             "empty is not a checkpoint: it has no config.json.",
         ),
         ("--demo --tokenizer bpe --vocab-size 257", "--vocab-size is 257. It must be 258 or more."),
-        ("--dataset a.txt --output out", "a.txt is a file. Pass it with --input"),
+        ("--dataset a.txt --output out", "a.txt is on this machine. Pass it with --input"),
+        ("--dataset empty --output out", "empty is on this machine. Pass it with --input"),
         ("--input a.txt --output out --max-tokens 1.5", "--max-tokens is '1.5'. It must be a whole number"),
         ("--input a.txt link.txt fifo.txt --output out", "link.txt is not a file of .txt"),
     ],
@@ -162,21 +170,24 @@ def test_an_edited_file_is_another_source_and_a_failure_leaves_the_folder_free(t
     assert shards_in(tmp_path / "out") == before
 
 
-def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, monkeypatch):
-    set_batch_chars(monkeypatch, 50)
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "fine"}\n' * 99)
-    write = shard_writer.write_shard
-    monkeypatch.setattr(shard_writer, "write_shard", lambda *arguments: (os.utime(path, (0, 0)), write(*arguments))[1])
-    with pytest.raises(UserError, match=r"a\.jsonl changed while it was read\. Remove .*out and run the command again"):
-        fineweb.make_shards(Files("a.jsonl", [path], "text"), tmp_path / "out", tokenizer="bytes", shard_size=50)
-    assert not shards.is_complete(tmp_path / "out")
+def test_several_commands_share_the_parts(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(text_files, "MIN_PART_BYTES", 100)
+    (tmp_path / "a.txt").write_text("some words " * 100)
+    flags = "--input a.txt --tokenizer bytes --shard-size 300 --output".split()
+    fineweb.main([*flags, "one"])
+    for share in ("2/2", "1/2"):
+        fineweb.main([*flags, "out", "--only-parts", share])
+    assert capsys.readouterr().out.count("part ") == 11
+    monkeypatch.setattr(make_shards, "write_part", None)  # nothing is left to encode
+    fineweb.main([*flags, "out"])
+    assert files_in(tmp_path / "out") == files_in(tmp_path / "one")
 
 
 def test_after_ctrl_c_the_same_command_resumes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("some words " * 100)
-    write, flags = shard_writer.write_shard, "--input a.txt --output out --tokenizer bytes --shard-size 100".split()
+    write, flags = make_shards.write_shard, "--input a.txt --output out --tokenizer bytes --shard-size 100".split()
 
     def interrupt_third(path, *arguments):
         if "000002" in path.name:
@@ -184,7 +195,7 @@ def test_after_ctrl_c_the_same_command_resumes(tmp_path, monkeypatch, capsys):
         return write(path, *arguments)
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
-        patch.setattr(shard_writer, "write_shard", interrupt_third)
+        patch.setattr(make_shards, "write_shard", interrupt_third)
         run_cli(lambda: fineweb.main(flags))
     assert exit.value.code == 130 and capsys.readouterr().err == "\ninterrupted\n"
     fineweb.main(flags)
@@ -211,14 +222,3 @@ def test_check_reads_all_shards(byte_shards, tmp_path, capsys):
     assert f"{val} is not a readable .npy file" in "\n".join(error.value.problems)
     with pytest.raises(UserError, match="no train shards in"):
         fineweb.main(["--check", str(folder / "nowhere")])
-
-
-def test_a_file_that_is_named_twice_is_read_once(tmp_path, monkeypatch):
-    """Otherwise its copy would be the validation split."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "a.txt").write_text("one")
-    (tmp_path / "notes" / "b.txt").write_text("two")
-    (tmp_path / "link.txt").symlink_to("notes/a.txt")
-    corpus = fineweb.file_source(["notes/b.txt", "notes/../notes", "link.txt", "notes/*.txt"], "text")
-    assert [text for batch in corpus.batches() for text in batch.texts()] == ["two", "one"]

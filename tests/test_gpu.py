@@ -27,7 +27,7 @@ from benchmarks.plain_loop import plain_losses
 from support.checkpoints.start import gather_flags
 from support.checkpoints.state import TrainState
 from support.cli import parse_flags
-from support.data.corpus import Documents
+from support.data.text_files import Documents
 from support.runtime import batch_size, devices
 from support.runtime.clock import Clock
 from support.runtime.distributed import Distributed
@@ -274,7 +274,7 @@ def check_ddp() -> None:
 def test_a_micro_batch_that_does_not_fit_is_made_smaller(tmp_path, gpu, capsys):
     """2,048 rows of 64 tokens save 4.8 GB, and the process may have two."""
     texts = ["some text, again and again. " * 40] * 400
-    fineweb.make_shards(Documents("text", lambda: texts), tmp_path / "data", tokenizer="bytes")
+    fineweb.make_shards(Documents("text", texts), tmp_path / "data", tokenizer="bytes")
     devices.free_memory(DEVICE)
     torch.cuda.set_per_process_memory_fraction(2e9 / devices.free_and_total_memory(DEVICE)[1])
     flags = "--n-embd 512 --block-size 64 --batch-size 2048 --total-batch-size 131072 --max-steps 2 --val-tokens 4096"

@@ -1,7 +1,6 @@
 """Data sets of the hub, from a local server that fails in many ways."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -13,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import ROOT, wait_for
-from hub_server import COMMIT, TEXTS, environment_of, expected_shards, npy, running_hub, start_fineweb
-from shard_helpers import adversarial_texts, documents_of, files_in, set_batch_chars, tokens_in, valid_unicode
+from hub_server import COMMIT, TEXTS, environment_of, expected_shards, npy, parquet, running_hub, start_fineweb
+from shard_helpers import files_in, tokens_in
 
 import fineweb
 from support.cli import UserError
-from support.data import cluster, hub, readers, shards
+from support.data import shards, text_files
 
 EDU = fineweb.FINEWEB_EDU
 FLAGS = ["--tokenizer", "bytes", "--shard-size", "3000"]
@@ -78,8 +77,8 @@ def test_after_a_failure_that_lasts_the_same_command_resumes(server):
 
 def test_a_download_with_a_wrong_checksum_is_not_used(server):
     path = "sample/10BT/000_00000.parquet"
-    tree = server.tree(server.repositories[EDU], "")
-    server.tree = lambda files, folder, recursive: [e for e in tree if "10BT" in e["path"]]
+    tree, listed = server.tree, dict(server.repositories[EDU])
+    server.tree = lambda files, folder, recursive=True: tree(listed, folder, recursive)
     server.repositories[EDU][path] = server.repositories[EDU][path][:-9] + b"!" * 9
     with pytest.raises(UserError, match="wrong checksum"):
         fineweb.main(FLAGS)
@@ -97,31 +96,27 @@ def test_a_disk_that_is_too_small_for_a_download(server, monkeypatch):
 # ---- files come one ahead of the reader, and do not stay
 
 
-def test_downloads_are_removed_after_their_last_shard_or_kept(server, monkeypatch):
+def test_downloads_are_removed_when_they_are_encoded(server, monkeypatch):
     counts, atomic_write = [], shards.files.atomic_write
 
-    def count_downloads(path, *options):
+    def count_downloads(path, **options):
         counts.append(len(list(Path().glob("*/downloads/**/*.parquet"))))
-        return atomic_write(path, *options)
+        return atomic_write(path, **options)
 
     monkeypatch.setattr(shards.files, "atomic_write", count_downloads)
     fineweb.main(["--name", "sample-350BT", "--tokenizer", "bytes", "--shard-size", "500"])
-    # of 8: one that is read, the next, and one of which not all tokens are in a shard yet
-    assert 1 <= max(counts) <= 3 and not Path("edu_fineweb350B/downloads").exists()
-    fineweb.main([*FLAGS, "--output", "other", "--keep-downloads"])
-    kept = {str(path.relative_to("other/downloads")): path.read_bytes() for path in Path("other").rglob("*.parquet")}
-    assert kept == {path: body for path, body in server.repositories[EDU].items() if "10BT" in path}
+    # of 8: one that is read, and the next
+    assert 1 <= max(counts) <= 2 and not Path("edu_fineweb350B/downloads").exists()
 
 
 def test_the_next_file_is_downloaded_while_one_is_read(server, monkeypatch):
-    read_row_group = readers._read_row_group
+    read_parquet = text_files.read_parquet
 
     def wait_for_the_next(path, *args):
-        number = int(path.name[:3])
-        assert wait_for(lambda: len(server.requests) >= min(3, number + 2))
-        return read_row_group(path, *args)
+        assert wait_for(lambda: len(server.requests) >= min(3, int(path.name[:3]) + 2))
+        return read_parquet(path, *args)
 
-    monkeypatch.setattr(readers, "_read_row_group", wait_for_the_next)
+    monkeypatch.setattr(text_files, "read_parquet", wait_for_the_next)
     monkeypatch.setattr("helpers.time.sleep", threading.Event().wait)
     fineweb.main(FLAGS)
     assert tokens_in("edu_fineweb10B") == expected_shards(TEXTS)
@@ -134,67 +129,70 @@ def test_with_enough_tokens_nobody_waits_for_a_download(server):
     assert sum(map(len, tokens_in("edu_fineweb10B"))) == 5000
 
 
-def test_tasks_of_a_cluster_download_their_files_themselves(server, monkeypatch):
-    def run_in_this_process(self, job, stage):
-        self._datatrove(job, stage, self.tasks, workers=1).run()
-
-    monkeypatch.setattr(cluster.Executor, "_run_stage", run_in_this_process)
+def test_several_commands_download_their_files_themselves(server):
     fineweb.main(FLAGS)
     server.requests.clear()
-    fineweb.main([*FLAGS, "--output", "tasks", "--executor", "local", "--tasks", "2"])
+    for share in ("2/2", "1/2"):
+        fineweb.main([*FLAGS, "--output", "shared", "--only-parts", share])
     assert sorted(path for path, _ in server.requests) == [f"sample/10BT/{i:03d}_00000.parquet" for i in range(3)]
-    assert [path for path in Path("tasks").iterdir() if path.is_dir()] == [Path("tasks/logs")]
-    shutil.rmtree("tasks/logs")
-    assert files_in(Path("tasks")) == files_in(Path("edu_fineweb10B"))
+    fineweb.main([*FLAGS, "--output", "shared"])
+    assert len(server.requests) == 3 and files_in(Path("shared")) == files_in(Path("edu_fineweb10B"))
 
 
-# ---- streams
+# ---- any data set
 
 
-@pytest.mark.slow
-def test_a_stream_can_be_read_from_every_cursor(tmp_path, monkeypatch):
-    set_batch_chars(monkeypatch, 100)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    texts = [text.replace("\r", "") for text in valid_unicode(adversarial_texts(3, 60))]
-    (tmp_path / "set").mkdir()
-    for i in range(3):
-        lines = (json.dumps({"text": text}) + "\n" for text in texts[20 * i : 20 * i + 20])
-        (tmp_path / "set" / f"train-{i}.jsonl").write_text("".join(lines))
-    stream = hub.StreamedDataset(str(tmp_path / "set"), None, "train", "text")
-    batches = list(stream.batches())
-    assert documents_of(batches) == texts
-    for i in range(0, len(batches), 7):
-        rest = list(stream.batches(json.loads(json.dumps(batches[i].cursor))))
-        assert [batch.texts() for batch in rest] == [batch.texts() for batch in batches[i:]]
+STORIES = [f"story {i}" for i in range(9)]
 
 
-def test_a_folder_that_is_a_data_set_is_streamed_and_is_another_source_when_edited(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "train.jsonl").write_text("".join(f'{{"story": "story {i}"}}\n' for i in range(30)))
-    flags = "--dataset ./set --text-field story --tokenizer bytes --output out --shard-size 100".split()
-    fineweb.main(flags)
-    assert tokens_in("out") == expected_shards([f"story {i}" for i in range(30)], 100)
-    os.utime("set/train.jsonl", (0, 0))
-    with pytest.raises(UserError, match="another source or setting"):
-        fineweb.main(flags)
+@pytest.fixture
+def stories(server):
+    """Data sets in files of several kinds."""
+    lines = [json.dumps({"story": story}) + "\n" for story in STORIES]
+    server.repositories["someone/lines"] = {f"data/train-{i}.jsonl": line.encode() for i, line in enumerate(lines)}
+    server.repositories["someone/texts"] = {"train.txt": "##".join(STORIES).encode(), "test.txt": b"the test"}
+    server.repositories["someone/tables"] = {"train.csv": b"text\n" + "\n".join(STORIES).encode()}
+    configs = b"---\nconfigs:\n- {config_name: a, data_files: 'x/*'}\n- {config_name: b, data_files: 'y/*'}\n---\n"
+    server.repositories["someone/two"] = {
+        "README.md": configs,
+        "x/0.parquet": parquet(TEXTS),
+        "y/0.parquet": parquet(STORIES),
+    }
+    return server
+
+
+def test_any_data_set_of_text_files(stories):
+    flags = ["--tokenizer", "bytes", "--shard-size", "20", "--output"]
+    fineweb.main(["--dataset", "someone/lines", "--text-field", "story", *flags, "lines"])
+    assert tokens_in("lines") == expected_shards(STORIES, 20)
+    fineweb.main(["--dataset", "someone/texts", "--document-separator", "##", *flags, "texts"])
+    assert tokens_in("texts") == expected_shards(STORIES, 20)
+    fineweb.main(["--dataset", "someone/texts", "--split", "test", *flags, "test"])
+    assert tokens_in("test") == [list(b"t"), [256, *b"he test"]] or sum(map(len, tokens_in("test"))) == 9
+    fineweb.main(["--dataset", "someone/two", "--name", "b", *flags, "two"])
+    assert tokens_in("two") == expected_shards(STORIES, 20)
+    manifest = shards.read_manifest("two")
+    assert (manifest["source"], manifest["revision"]) == ("someone/two/b [train]", COMMIT)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("someone/tables", r"has files of \.csv, not of \.txt, .*--revision refs/convert/parquet"),
+        ("someone/texts --split validation", "no split 'validation'. Choose --split from train, test"),
+        ("someone/two", "cannot open the data set someone/two: .*a.*b.* --name"),
+        ("someone/two --name c", "cannot open the data set someone/two: .*'c'"),
+        ("someone/none", "the Hugging Face hub has no public repository of that name"),
+        ("someone/texts --revision old", "cannot open the data set someone/texts"),
+    ],
+)
+def test_a_data_set_that_cannot_be_read(stories, flags, message):
+    with pytest.raises(UserError, match=message):
+        fineweb.main(["--dataset", *flags.split(), "--tokenizer", "bytes", "--output", "out"])
+    assert not Path("out").exists()
 
 
 # ---- in a process
-
-
-@pytest.mark.slow
-def test_a_data_set_of_the_hub_is_streamed(server, tmp_path):
-    stories = {f"data/train-{i}.jsonl": json.dumps({"story": f"story {i}"}).encode() for i in range(9)}
-    server.repositories["someone/stories"] = {"README.md": b"stories", **stories}
-    server.failures += [None, 503]
-    flags = ["--dataset", "someone/stories", "--text-field", "story", "--tokenizer", "bytes", "--shard-size", "20"]
-    process = start_fineweb(server, tmp_path / "home", *flags, "--output", "out", **PIPES)
-    _, errors = process.communicate(timeout=90)
-    assert process.returncode == 0, errors
-    assert tokens_in("out") == expected_shards([f"story {i}" for i in range(9)], 20)
-    assert shards.read_manifest("out")["revision"] == COMMIT and 503 not in server.failures
 
 
 def test_killed_while_it_downloads_the_same_command_resumes(server, tmp_path):
@@ -206,11 +204,11 @@ def test_killed_while_it_downloads_the_same_command_resumes(server, tmp_path):
     process.kill()
     process.wait()
     server.failures.clear()
-    process = start_fineweb(server, tmp_path / "home", *FLAGS, "--keep-downloads", **PIPES)
+    process = start_fineweb(server, tmp_path / "home", *FLAGS, **PIPES)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert tokens_in("edu_fineweb10B") == expected_shards(TEXTS)
-    assert not list(Path("edu_fineweb10B/downloads").rglob("*.incomplete"))  # of the killed process
+    assert not Path("edu_fineweb10B/downloads").exists()  # with what the killed process left
 
 
 def test_ready_made_shards_are_downloaded_and_checked_as_the_docs_say(server, tmp_path, capsys):

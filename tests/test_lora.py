@@ -17,11 +17,11 @@ from helpers import TINY_TRAINING_FLAGS, finish_run, losses, run_to_the_end, sta
 from safetensors.torch import load_file, save_file
 from training import ONE_PROCESS, configure, resumed, trained
 
-import fineweb
 import hellaswag
 import sample
 from support.checkpoints import lora
 from support.checkpoints.directory import find_corruption
+from support.checkpoints.huggingface import find_trained_tokenizer
 from support.cli import UserError
 from train_gpt2 import GPT, TrainConfig, train
 
@@ -195,7 +195,7 @@ def test_a_foreign_adapter_is_refused_with_the_lines_that_merge_it(base, tmp_pat
         lambda name: configure([*flags, name, "--lora-rank", "2"]),
         lambda name: sample.main(["-m", name, "-d", "cpu"]),
         lambda name: hellaswag.main(["-m", name, "-d", "cpu"]),
-        lambda name: fineweb.find_trained_tokenizer(name),
+        lambda name: find_trained_tokenizer(name),
     ):
         with pytest.raises(UserError, match="^foreign is an adapter, not a complete model. Merge it") as error:
             use("foreign")

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,9 +15,9 @@ import torch
 from helpers import GPT2_VOCABULARY, ROOT, needs_gpt2_vocabulary
 from training import config_of, configure
 
-import fineweb
 import hellaswag
 import sample
+from support.checkpoints.huggingface import find_trained_tokenizer
 from support.checkpoints.start import check_pretrained
 from support.cli import UserError
 from support.data import bpe, shards
@@ -26,6 +27,8 @@ from support.data.tokenizer import (
     Tokenizer,
     find_tokenizer,
     get_tokenizer,
+    printable_bytes,
+    tokenizer_json,
     tokenizer_name,
     tokenizer_of_model,
 )
@@ -78,25 +81,17 @@ def test_hugging_face_opens_the_saved_tokenizer(name, tmp_path):
     assert tokenizer.eot not in tokenizer.encode("a<|endoftext|>")
 
 
-@needs_gpt2_vocabulary
-def test_the_recovered_merges_are_the_published_ones():
-    """vocab.bpe has a version line, then one merge per line."""
-    url = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
-    file = GPT2_VOCABULARY.parent / hashlib.sha1(url.encode()).hexdigest()
-    published = file.read_text(encoding="utf-8").splitlines()[1:]
-    recovered = json.loads(get_tokenizer("gpt2").huggingface_json)["model"]["merges"]
-    assert [" ".join(pair) for pair in recovered] == published
-
-
 # -----------------------------------------------------------------------------
 # The tokenizer of a model: what its files say, not what its size suggests
 
 
 def pairs_of_bytes(vocab_size: int, reverse: bool = False) -> BpeTokenizer:
     """A trained tokenizer of any size: all bytes, then pairs of them."""
-    pairs = [bytes([a, b]) for a in range(256) for b in range(256)]
-    pairs = pairs[::-1] if reverse else pairs
-    return BpeTokenizer([*(bytes([a]) for a in range(256)), *pairs[: vocab_size - 257]])
+    pairs = [(a, b) for a in range(256) for b in range(256)]
+    pairs = (pairs[::-1] if reverse else pairs)[: vocab_size - 257]
+    printable = printable_bytes()
+    merges = [(printable[a], printable[b]) for a, b in pairs]
+    return BpeTokenizer(tokenizer_json([*(bytes([a]) for a in range(256)), *map(bytes, pairs)], merges))
 
 
 def save_model(folder: Path, vocab_size: int, tokenizer: Tokenizer | None = None) -> Path:
@@ -108,31 +103,54 @@ def save_model(folder: Path, vocab_size: int, tokenizer: Tokenizer | None = None
 
 @pytest.mark.slow
 @needs_gpt2_vocabulary
-def test_gpt2s_tokenizer_is_known_by_its_content_in_each_form_of_its_files(tmp_path):
-    from transformers import GPT2TokenizerFast
-
-    old, new, ours = (tmp_path / name for name in ("old", "new", "ours"))
-    for folder in (old, new, ours):
+def test_gpt2s_tokenizer_is_known_by_its_content(tmp_path):
+    """As Hugging Face writes it in any version, and as we do; the older vocab.json and merges.txt are to be converted."""
+    hub, ours = tmp_path / "hub", tmp_path / "ours"
+    for folder in (hub, ours):
         folder.mkdir()
     for name, url in (("merges.txt", "vocab.bpe"), ("vocab.json", "encoder.json")):
         url = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{url}"
-        shutil.copy(GPT2_VOCABULARY.parent / hashlib.sha1(url.encode()).hexdigest(), old / name)
-    GPT2TokenizerFast(vocab=str(old / "vocab.json"), merges=str(old / "merges.txt")).save_pretrained(new)
+        shutil.copy(GPT2_VOCABULARY.parent / hashlib.sha1(url.encode()).hexdigest(), hub / name)
+    (hub / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(
+        UserError, match=r"has its tokenizer in vocab\.json and merges\.txt\. Make a tokenizer\.json"
+    ) as error:
+        find_tokenizer(hub)
+    _, *command = shlex.split(str(error.value).partition("of them: ")[2])
+    subprocess.run([sys.executable, *command], check=True)
     get_tokenizer("gpt2").save_pretrained(ours, 1024)
-    hub = json.loads((new / "tokenizer.json").read_text())  # as older versions of the library have written it
-    hub["model"]["merges"] = [" ".join(pair) for pair in hub["model"]["merges"]]
-    del hub["pre_tokenizer"]["use_regex"]
-    assert [find_tokenizer(folder) for folder in (old, new, ours)] == ["gpt2"] * 3
-    (new / "tokenizer.json").write_text(json.dumps(hub))
-    assert find_tokenizer(new) == "gpt2"
-    hub["model"]["merges"][7], hub["model"]["merges"][8] = hub["model"]["merges"][8], hub["model"]["merges"][7]
-    (new / "tokenizer.json").write_text(json.dumps(hub))
+    assert [find_tokenizer(folder) for folder in (hub, ours)] == ["gpt2"] * 2
+    content = json.loads((hub / "tokenizer.json").read_text())
+    assert content["model"]["merges"] == json.loads((ours / "tokenizer.json").read_text())["model"]["merges"]
+    content["model"]["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
+    del content["pre_tokenizer"]["use_regex"]  # older versions of the library have written it so
+    (hub / "tokenizer.json").write_text(json.dumps(content))
+    assert find_tokenizer(hub) == "gpt2"
+    merges = content["model"]["merges"]
+    merges[7], merges[8] = merges[8], merges[7]
+    (hub / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="not a byte-level BPE as"):  # its ids are not in the order of its merges
-        find_tokenizer(new)
-    merges = (old / "merges.txt").read_text().splitlines(keepends=True)
-    (old / "merges.txt").write_text("".join([*merges[:-2], merges[-1], merges[-2]]))
-    with pytest.raises(UserError, match="Use another model"):
-        find_tokenizer(old)
+        find_tokenizer(hub)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content["pre_tokenizer"].update(add_prefix_space=True),
+        lambda content: content["pre_tokenizer"].update(use_regex=False),
+        lambda content: content.update(normalizer={"type": "Lowercase"}),
+        lambda content: content["added_tokens"].append({"content": "<pad>", "id": 5}),
+        lambda content: content["model"]["merges"].pop(),
+        lambda content: content["model"]["vocab"].update({"<|endoftext|>": 0, "!": 299}),
+        lambda content: content.pop("model"),
+    ],
+)
+def test_a_tokenizer_that_gives_other_ids_is_refused(tmp_path, change):
+    content = json.loads(pairs_of_bytes(300).json)
+    change(content)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="is not a byte-level BPE"):
+        find_tokenizer(tmp_path)
 
 
 @pytest.mark.slow
@@ -188,9 +206,6 @@ def test_shards_without_a_manifest_have_gpt2s_tokens_unless_a_tokenizer_says_oth
     assert shards.read_tokenizer(tmp_path).name == "gpt2"
     get_tokenizer("gpt2").save_pretrained(tmp_path, 16)
     assert shards.read_tokenizer(tmp_path).name == "gpt2"
-    (tmp_path / "tokenizer_config.json").write_text('{"add_prefix_space": true}')  # then ids differ
-    with pytest.raises(UserError, match="Use another model"):
-        shards.read_tokenizer(tmp_path)
     pairs_of_bytes(300).save_pretrained(tmp_path, 16)
     with pytest.raises(UserError, match="has a tokenizer of its own, but no manifest.json to say so"):
         shards.read_tokenizer(tmp_path)
@@ -199,7 +214,7 @@ def test_shards_without_a_manifest_have_gpt2s_tokens_unless_a_tokenizer_says_oth
 def test_a_tokenizer_with_a_name_is_not_copied_as_a_trained_one(tmp_path):
     save_model(tmp_path, 257, get_tokenizer("bytes"))
     with pytest.raises(UserError, match="has the tokenizer bytes. Use --tokenizer bytes"):
-        fineweb.find_trained_tokenizer(str(tmp_path))
+        find_trained_tokenizer(str(tmp_path))
 
 
 # -----------------------------------------------------------------------------
@@ -207,16 +222,14 @@ def test_a_tokenizer_with_a_name_is_not_copied_as_a_trained_one(tmp_path):
 
 def test_without_the_vocabulary_the_error_says_how_to_get_it(tmp_path):
     code = """
-import support.data.download
 from support.cli import run_cli
 from support.data.tokenizer import get_tokenizer
-support.data.download.DEFAULT_ATTEMPTS = 1
 run_cli(lambda: get_tokenizer('gpt2'))
 """
     proxy = "http://127.0.0.1:9"  # nobody listens
     environment = os.environ | {"TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": proxy, "https_proxy": proxy}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-    expected = f"error: the GPT-2 vocabulary is not in {tmp_path}: cannot download"
+    expected = "error: GPT-2's vocabulary is not on this machine, and cannot be downloaded (no connection"
     assert done.returncode == 2 and done.stderr.startswith(expected)
     assert "TIKTOKEN_CACHE_DIR" in done.stderr and done.stderr.count("\n") == 1
     assert not os.listdir(tmp_path)

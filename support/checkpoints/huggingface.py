@@ -16,7 +16,8 @@ import torch
 from support.checkpoints.directory import CONTENTS, find_corruption, newest_checkpoint
 from support.cli import UserError
 from support.data.hub import hub_error_reason
-from support.data.tokenizer import TOKENIZER_FILES
+from support.data.shards import MANIFEST
+from support.data.tokenizer import TOKENIZER_FILES, TOKENIZER_JSON, VOCAB_SIZES, find_tokenizer
 from support.runtime.memory import check_model_fits
 
 if TYPE_CHECKING:
@@ -89,6 +90,23 @@ def _download(name: str) -> Path:
             f"no model {name!r}: it is not a directory, and {hub_error_reason(error)}. Check the name and the network.",
             this_rank_only=True,
         ) from error
+
+
+def find_trained_tokenizer(name_or_dir: str) -> Path:
+    """The `tokenizer.json` of a model, or of a folder of shards, that was trained on a text.
+
+    Raises:
+        UserError: there is none, or it is one of those with a name.
+    """
+    directory = Path(name_or_dir)
+    if not (directory / MANIFEST).exists():
+        directory = find_model(name_or_dir, verify=False)
+    name = find_tokenizer(directory)
+    if name is None:
+        raise UserError(f"{directory} has no {TOKENIZER_JSON}. Use another --tokenizer-from.")
+    if name in VOCAB_SIZES:
+        raise UserError(f"{name_or_dir} has the tokenizer {name}. Use --tokenizer {name}, without --tokenizer-from.")
+    return Path(name)
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from support.data.corpus import Corpus
 from support.data.output_folder import OutputFolder
+from support.data.shards import write_manifest
+from support.data.text_files import Corpus
 from support.data.tokenizer import (
     MAX_TOKEN_BYTES,
     MAX_VOCAB_SIZE,
@@ -17,6 +19,7 @@ from support.data.tokenizer import (
     load_bpe,
     printable_bytes,
     to_utf8,
+    tokenizer_json,
     tokens_in_order,
 )
 from support.files import atomic_write, sha256_of
@@ -48,7 +51,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
         initial_alphabet=printable_bytes(), show_progress=False,
     )  # fmt: skip
     trained.train_from_iterator(texts, trainer)
-    return BpeTokenizer(tokens_in_order(trained.get_vocab()))
+    model = json.loads(trained.to_str())["model"]
+    return BpeTokenizer(tokenizer_json(tokens_in_order(model["vocab"]), model["merges"]))
 
 
 def _cut_long_words(text: str) -> list[str]:
@@ -56,10 +60,10 @@ def _cut_long_words(text: str) -> list[str]:
     return _PIECE.findall(text) if _LONG_WORD.search(text) else [text]
 
 
-def write_tokenizer(folder: OutputFolder, corpus: Corpus, vocab_size: int | None, copy_of: Path | None) -> str:
-    """Trains the encoding of a corpus, or copies one, into `folder`; returns the path of `tokenizer.json`.
+def write_tokenizer(folder: OutputFolder, corpus: Corpus, vocab_size: int | None, copy_of: Path | None) -> BpeTokenizer:
+    """Trains the encoding of a corpus, or copies one, into the `tokenizer.json` of `folder`, and returns it.
 
-    If shards were made with it already, it is kept. Its vocabulary and checksum are noted in the manifest.
+    One that is there already is kept. Its vocabulary and checksum are noted in the manifest.
 
     Args:
         vocab_size: the largest allowed (default: `fitting_vocab_size`).
@@ -69,28 +73,30 @@ def write_tokenizer(folder: OutputFolder, corpus: Corpus, vocab_size: int | None
         UserError: the corpus, or `copy_of`, cannot be read.
     """
     path = folder.directory / TOKENIZER_JSON
-    if "tokenizer_sha256" not in folder.manifest:  # no shards are finished
+    if "tokenizer_sha256" not in folder.manifest:
         if copy_of:
             tokenizer = load_bpe(copy_of)
         else:
             texts = training_texts(corpus)
             tokenizer = train_bpe(texts, vocab_size or fitting_vocab_size(sum(map(len, texts))))
-        with atomic_write(path) as tmp:
-            tmp.write_text(tokenizer.huggingface_json, encoding="utf-8", newline="\n")
-        folder.manifest["tokenizer_sha256"] = sha256_of(path)
-    folder.manifest["vocab_size"] = load_bpe(path).vocab_size
-    return str(path)
+        with atomic_write(path, unique=True) as tmp:
+            tmp.write_text(tokenizer.json, encoding="utf-8", newline="\n")
+        folder.manifest |= {"tokenizer_sha256": sha256_of(path), "vocab_size": tokenizer.vocab_size}
+        write_manifest(folder.directory, folder.manifest)
+    return load_bpe(path)
 
 
 def training_texts(corpus: Corpus) -> list[str]:
-    """The beginning of a corpus, or nine tenths of a small one."""
+    """The first TRAINING_CHARS of a corpus, or nine tenths of a smaller one."""
     texts: list[str] = []
     chars = 0
-    for batch in corpus.batches():
-        texts += batch.texts()
-        chars = sum(map(len, texts))
-        if chars >= TRAINING_CHARS:
-            return texts
+    for part in corpus.parts():
+        corpus.prepare(part)
+        for text, _ in corpus.read(part):
+            texts.append(text[: TRAINING_CHARS - chars])
+            chars += len(texts[-1])
+            if chars == TRAINING_CHARS:
+                return texts
     rest = chars - int(HELD_OUT * chars)
     kept = []
     for text in texts:

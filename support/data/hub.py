@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, as two corpora: FineWeb's .parquet files, and any data set as a stream."""
+"""The files of a data set on the Hugging Face hub. Each is downloaded when it is needed, and removed when it is encoded."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 from support.cli import DISK_ERRORS, UserError, warn
-from support.data.corpus import Batch, Corpus, Cursor, Piece, pack_pieces, slug, split_long_document
 from support.data.download import RETRIED_STATUS
-from support.data.readers import FileCorpus, fingerprint, record_text
+from support.data.text_files import TEXT_TYPES, Corpus, Part, Piece, TextFiles, group_by_size, slug, text_suffix
 from support.files import check_free_space, sha256_of
 
 if TYPE_CHECKING:
@@ -29,18 +28,6 @@ T = TypeVar("T")
 
 # -----------------------------------------------------------------------------
 # Requests
-
-
-def current_revision(repository: str) -> str | None:
-    """The newest commit of a data set.
-
-    Raises:
-        UserError: there is no such data set, or the hub cannot be reached.
-    """
-    from huggingface_hub import HfApi
-
-    failure = f"cannot open the data set {repository}"
-    return _request(lambda: HfApi().dataset_info(repository).sha, failure, CONNECT_ATTEMPTS)
 
 
 def _request(request: Callable[[], T], failure: str, attempts: int) -> T:
@@ -93,155 +80,169 @@ def hub_error_reason(error: Exception) -> str:
     unreachable = (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError)
     if isinstance(error, unreachable) or type(error).__module__.startswith("httpx"):
         return "the Hugging Face hub cannot be reached"
-    return (str(error).strip() or repr(error)).split("\n")[0][:200].rstrip(".")
+    return " ".join((str(error).strip() or repr(error)).split("\n")[:2])[:200].rstrip(".")
 
 
 # -----------------------------------------------------------------------------
-# .parquet files, of which only a few are on the disk at any time
+# The files of a data set
 
 FINEWEB_PREFIXES = {"HuggingFaceFW/fineweb-edu": "edufineweb", "HuggingFaceFW/fineweb": "fineweb"}  # of shard names
+TEXT_BYTES = 1.5  # typical: bytes of text per byte of .parquet
 
 
-def fineweb_folder(config: str) -> str:
-    """The folder of a FineWeb configuration, such as `sample-10BT`, `CC-MAIN-2024-10` (one crawl) or `default`."""
-    if config.startswith("sample-"):
-        return f"sample/{config.removeprefix('sample-')}"
-    return "data" if config == "default" else f"data/{config}"
+class HubFiles(Corpus):
+    """The .parquet, .jsonl or .txt files that the `datasets` library finds for a split of a data set, in its order.
 
+    Args:
+        config: configuration of the data set, or None for its default.
+        revision: branch, tag or commit; the corpus has the commit.
+        downloads: folder for the files while they are needed.
 
-class HubParquet(FileCorpus):
-    """The .parquet files of a FineWeb configuration. Each is downloaded while the one before is read, then removed."""
+    Raises:
+        UserError: there is no such data set or revision, or the hub cannot be reached.
+    """
 
-    def __init__(self, repository: str, config: str, text_field: str, download_folder: Path, keep: bool):
-        self.name = f"{repository}/{config} [train]"
-        self.prefix = FINEWEB_PREFIXES[repository]
-        self.text_field, self.settings = text_field, {"text_field": text_field}
-        self._repository, self._hub_folder = repository, fineweb_folder(config)
-        self._download_folder, self._keep = download_folder, keep
-        self._downloaded: set[str] = set()
-        self._early_download: threading.Thread | None = None  # of the next file
-        self._reads_all = True
+    def __init__(
+        self,
+        repository: str,
+        config: str | None,
+        split: str,
+        text_field: str,
+        separator: str | None,
+        downloads: Path,
+        revision: str | None = None,
+    ):
+        self.name = f"{repository}/{config} [{split}]" if config else f"{repository} [{split}]"
+        self.prefix = FINEWEB_PREFIXES.get(repository) or slug(repository)
+        self.settings = {"text_field": text_field, "document_separator": separator}
+        self._repository, self._config, self._split, self._downloads = repository, config, split, downloads
+        self._text_field, self._separator = text_field, separator
+        self._downloading: dict[str, threading.Thread] = {}
+        self._finished: set[str] = set()
+        self.revision = revision
 
     @functools.cached_property
-    def _hub_files(self) -> list[RepoFile]:
+    def files(self) -> list[RepoFile]:
+        """All files, of which none need be here.
+
+        Raises:
+            UserError: there is no such configuration or split, or it has other files than text.
+        """
         from huggingface_hub import HfApi
         from huggingface_hub.hf_api import RepoFile
 
-        name, folder = self._repository, self._hub_folder
+        failure = f"cannot open the data set {self._repository}"
+        paths = _request(self._find_paths, failure, CONNECT_ATTEMPTS)
+        if others := sorted({Path(path).suffix or path for path in paths if not text_suffix(Path(path))}):
+            raise UserError(
+                f"{self._repository} has files of {', '.join(others)}, not of {TEXT_TYPES}. Use the hub's conversion of it, with "
+                f"--revision refs/convert/parquet, or write .parquet files with the datasets library and pass them with --input."
+            )
         entries = _request(
-            lambda: list(
-                HfApi().list_repo_tree(name, folder, recursive=True, revision=self.revision, repo_type="dataset")
-            ),
-            f"cannot list the files of {name}/{folder}",
-            attempts=1,  # the library repeats this one
+            lambda: [
+                entry
+                for first in range(0, len(paths), 500)
+                for entry in HfApi().get_paths_info(
+                    self._repository, paths[first : first + 500], revision=self.revision, repo_type="dataset"
+                )
+            ],
+            failure,
+            CONNECT_ATTEMPTS,
         )
-        found = [entry for entry in entries if isinstance(entry, RepoFile) and entry.path.endswith(".parquet")]
-        if not found:
-            raise UserError(f"{name} has no .parquet files in {folder}. Choose another --name.")
-        return sorted(found, key=lambda file: file.path)
+        by_path = {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
+        return [by_path[path] for path in paths]
 
-    def files(self) -> list[tuple[Path, int]]:
-        return [(self._download_folder / file.path, file.size) for file in self._hub_files]
+    def _find_paths(self) -> list[str]:
+        import datasets
 
-    def wait_for(self, index: int) -> None:
-        if self._early_download:
-            self._early_download.join()
-        else:  # the library starts a file again of which a killed process had a part
-            for part in self._download_folder.glob(".cache/**/*.incomplete"):
-                part.unlink()
-        file = self._hub_files[index]
-        _request(lambda: self._download(file), f"cannot download {file.path}", DOWNLOAD_ATTEMPTS)
-        if self._reads_all and index + 1 < len(
-            self._hub_files
-        ):  # a daemon thread: Ctrl-C does not wait for two gigabytes
-            next_file = self._hub_files[index + 1]
-            self._early_download = threading.Thread(target=self._try_download, args=(next_file,), daemon=True)
-            self._early_download.start()
+        datasets.disable_progress_bars()
+        builder = datasets.load_dataset_builder(self._repository, self._config, revision=self.revision)
+        splits = builder.config.data_files or {}
+        if self._split not in splits:
+            raise UserError(
+                f"{self._repository} has no split {self._split!r}. Choose --split from {', '.join(map(str, splits))}."
+            )
+        # hf://datasets/OWNER/NAME@REVISION/PATH
+        return [url.partition("@")[2].removeprefix(f"{self.revision}/") for url in splits[self._split]]
 
-    def _try_download(self, file: RepoFile) -> None:
-        with contextlib.suppress(Exception):  # `wait_for` repeats it, and reports what is wrong
-            self._download(file)
+    def parts(self) -> list[Part]:
+        """A file each, or small files together: the row groups of a file are known only when it is here."""
+        sizes = [round(file.size * TEXT_BYTES) for file in self.files]
+        largest = max(sizes, default=0)
+        return [Part(files, text_bytes=sum(sizes[files.start : files.stop])) for files in group_by_size(sizes, largest)]
 
-    def _download(self, file: RepoFile) -> None:
+    def read(self, part: Part) -> Iterator[Piece]:
+        for index in part.files:
+            path = self._download(self.files[index])
+            yield from TextFiles([path], self._text_field, self._separator).read(Part(range(1)))
+
+    def describe(self, part: Part) -> str:
+        return f"{self._repository}, {self.files[part.files.start].path}"
+
+    def prepare(self, part: Part) -> None:
+        """Starts to download the files of a part, after those of earlier calls. Ctrl-C does not wait for daemon threads."""
+        if not self._downloading:  # the library starts a file again of which a killed process had a part
+            for rest in self._downloads.glob(".cache/**/*.incomplete"):
+                rest.unlink()
+        for index in part.files:
+            file = self.files[index]
+            if file.path not in self._downloading:
+                before = next(reversed(self._downloading.values()), None)
+                thread = threading.Thread(target=self._try_download, args=(file, before), daemon=True)
+                self._downloading[file.path] = thread
+                thread.start()
+
+    def release(self, part: Part) -> None:
+        for index in part.files:
+            (self._downloads / self.files[index].path).unlink(missing_ok=True)
+            self._finished.discard(self.files[index].path)
+            self._downloading.pop(self.files[index].path, None)
+
+    def for_process(self, number: int) -> HubFiles:
+        corpus = copy.copy(self)
+        corpus._downloads, corpus._downloading, corpus._finished = self._downloads / str(number), {}, set()
+        return corpus
+
+    def close(self) -> None:
+        shutil.rmtree(self._downloads, ignore_errors=True)
+
+    def _try_download(self, file: RepoFile, after: threading.Thread | None) -> None:
+        if after:
+            after.join()
+        with contextlib.suppress(Exception):  # `_download` repeats it, and reports what is wrong
+            self._fetch(file)
+
+    def _download(self, file: RepoFile) -> Path:
+        """The path of a file that is here when this returns."""
+        if thread := self._downloading.get(file.path):
+            thread.join()
+        _request(lambda: self._fetch(file), f"cannot download {file.path}", DOWNLOAD_ATTEMPTS)
+        return self._downloads / file.path
+
+    def _fetch(self, file: RepoFile) -> None:
         """Downloads a file, unless that was done. The library resumes after a broken connection."""
         from huggingface_hub import hf_hub_download
 
-        if file.path in self._downloaded:
+        if file.path in self._finished:
             return
-        name, folder = self._repository, self._download_folder
+        folder = self._downloads
         check_free_space(folder, file.size, f"download {file.path}")
-        path = hf_hub_download(name, file.path, repo_type="dataset", revision=self.revision, local_dir=folder)
+        path = hf_hub_download(
+            self._repository, file.path, repo_type="dataset", revision=self.revision, local_dir=folder
+        )
         if file.lfs and sha256_of(Path(path)) != file.lfs.sha256:
             os.unlink(path)
             raise OSError("it is not the expected file (wrong checksum)")
-        self._downloaded.add(file.path)
-
-    def _row_ranges(self, index: int) -> list[tuple[int, int | None]]:
-        return [(0, None)]  # it is not here
-
-    def for_task(self, folder: Path) -> FileCorpus:
-        corpus = copy.copy(self)
-        corpus._download_folder, corpus._downloaded, corpus._reads_all = folder / "downloads", set(), False
-        return corpus
-
-    def estimate_text_bytes(self) -> float:
-        return 1.5 * sum(size for _, size in self.files())  # they are compressed
-
-    def release(self, cursor: Cursor) -> None:
-        index = cast(Sequence[int], cursor)[0]
-        for path, _ in self.files()[: 0 if self._keep else index]:
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        if not self._keep:
-            shutil.rmtree(self._download_folder, ignore_errors=True)
+        self._finished.add(file.path)
 
 
-# -----------------------------------------------------------------------------
-# Streamed data sets
+def find_revision(repository: str, revision: str | None) -> str | None:
+    """The commit of a branch or tag of a data set, by default its newest one.
 
-
-class StreamedDataset(Corpus):
-    """A text data set that the `datasets` library streams, from the hub or from a local folder of files.
-
-    The library repeats requests that fail. A cursor is a number of examples, the library's state after them, and an
-    offset in characters in a long document.
+    Raises:
+        UserError: there is no such data set or revision, or the hub cannot be reached.
     """
+    from huggingface_hub import HfApi
 
-    def __init__(self, repository: str, config: str | None, split: str, text_field: str):
-        full_name = repository if config is None else f"{repository}/{config}"
-        self.name, self.prefix, self.settings = f"{full_name} [{split}]", slug(repository), {"text_field": text_field}
-        self._repository, self._config, self._split, self._text_field = repository, config, split, text_field
-        if os.path.isdir(repository):
-            self.revision = fingerprint(path for path in sorted(Path(repository).rglob("*")) if path.is_file())
-
-    def batches(self, cursor: Cursor | None = None) -> Iterator[Batch]:
-        number, state, char = cast(tuple[int, Mapping[str, object] | None, int], cursor or (0, None, 0))
-        return pack_pieces(self._pieces(number, state, char), self.name)
-
-    def _pieces(self, number: int, state: Mapping[str, object] | None, first_char: int) -> Iterator[Piece]:
-        import datasets
-
-        try:
-            stream = datasets.load_dataset(
-                self._repository, self._config, split=self._split, streaming=True, revision=self.revision
-            )
-            split_info = (getattr(stream.info, "splits", None) or {}).get(self._split)
-            total = getattr(split_info, "num_examples", None)
-            if state is not None:
-                stream.load_state_dict(state)
-            for example in stream:
-                text = record_text(example, self._text_field, f"{self._repository}, example {number}")
-                fraction = (number + 1) / total if total else None
-                for char, part in split_long_document(text):
-                    if char >= first_char:
-                        yield Piece([number, state, char], part, continues=char > 0, fraction_read=fraction)
-                number, state, first_char = number + 1, stream.state_dict(), 0
-        except UserError:
-            raise
-        except Exception as error:  # the classes of the hub, of the HTTP library and of the data set's own code
-            failure = f"cannot open the data set {self._repository}"
-            if number:
-                failure = f"the stream of {self._repository} broke off after {number} examples"
-            raise _user_error(failure, error) from error
+    failure = f"cannot open the data set {repository}"
+    return _request(lambda: HfApi().dataset_info(repository, revision=revision).sha, failure, CONNECT_ATTEMPTS)

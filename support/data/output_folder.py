@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +15,9 @@ from support import files
 from support.cli import UserError, flag_name
 from support.data.shards import (
     MANIFEST,
-    PARTS,
     Manifest,
     Setting,
     ShardEntry,
-    is_complete,
     load_manifest,
     load_shard,
     shard_paths,
@@ -24,8 +25,7 @@ from support.data.shards import (
 )
 from support.data.tokenizer import TOKENIZER_JSON, VOCAB_SIZES
 
-# A shard, a part of a corpus before its split, or what a killed run wrote of it.
-_LEFTOVER = re.compile(r"\.?(?P<prefix>.+)_(train|val|unsplit)_[0-9]{6,12}\.npy(\.partial)?")
+PARTS = "parts_"  # begins the name of the folder of encoded parts
 
 
 @dataclass
@@ -37,23 +37,16 @@ class OutputFolder:
     is_finished: bool = False
 
     @property
-    def finished_shards(self) -> list[ShardEntry]:
-        """Those of both splits, and the parts of a corpus that is not split yet."""
-        return [*self.manifest.get("unsplit", []), *self.manifest["shards"]]
-
-    def add(self, entry: ShardEntry) -> None:
-        """Lists a shard that was written."""
-        self.manifest["unsplit" if entry["split"] == "unsplit" else "shards"].append(entry)
-        write_manifest(self.directory, self.manifest)
+    def parts(self) -> Path:
+        """The folder of encoded parts, of this source with these settings."""
+        identity = [self.manifest[key] for key in ("source", "revision", "tokenizer", "settings")]
+        return self.directory / (PARTS + hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16])
 
     def finish(self) -> None:
-        """Marks the shards as complete, and removes the parts of a corpus that is now split."""
-        parts = self.manifest.pop("unsplit")
-        self.manifest.pop("unsplit_complete")
+        """Marks the shards as complete, and removes the parts."""
         self.manifest["complete"] = True
         write_manifest(self.directory, self.manifest)
-        for part in parts:
-            (self.directory / part["file"]).unlink(missing_ok=True)
+        shutil.rmtree(self.parts, ignore_errors=True)
 
 
 def new_manifest(source: str, revision: str | None, tokenizer: str, settings: Mapping[str, Setting]) -> Manifest:
@@ -65,19 +58,22 @@ def new_manifest(source: str, revision: str | None, tokenizer: str, settings: Ma
         "revision": revision,
         "settings": {key: value for key, value in settings.items() if value is not None},
         "complete": False,
+        "parts": [],
         "shards": [],
-        "unsplit": [],
-        "unsplit_complete": False,
     }
 
 
 @contextlib.contextmanager
-def open_output_folder(directory: Path, manifest: Manifest, prefix: str) -> Iterator[OutputFolder]:
+def open_output_folder(
+    directory: Path, manifest: Manifest, prefix: str, only_parts: bool = False
+) -> Iterator[OutputFolder]:
     """Opens a folder for the shards that a new manifest describes, and adopts what an earlier run has finished.
 
     If all shards are finished, the folder is only read. Otherwise it is created and locked, and shards that are not
-    listed or not intact must be made again, as those after them. Leftover files with `prefix`, that of the shards, are
-    removed.
+    listed or not intact must be made again. Leftover files with `prefix`, that of the shards, are removed.
+
+    Args:
+        only_parts: the folder is opened to add parts; several processes may do that at once.
 
     Raises:
         UserError: the folder has shards of another source or with other settings, is in use, or cannot be written.
@@ -89,18 +85,21 @@ def open_output_folder(directory: Path, manifest: Manifest, prefix: str) -> Iter
                 print("nothing to do: these shards exist already and are intact")
             else:
                 directory.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(files.lock_folder(directory, "--output"))
+                stack.enter_context(files.lock_folder(directory, "--output", shared=only_parts))
                 folder = _adopt_finished_shards(directory, manifest, prefix)  # another run may have written some
-                stack.callback(_remove_if_empty, folder)
+                if not only_parts:
+                    stack.callback(_remove_if_empty, folder)
+                folder.parts.mkdir(exist_ok=True)
                 write_manifest(directory, folder.manifest)
-            _remove_leftovers(folder, prefix)
+            if not only_parts:
+                _remove_leftovers(folder, prefix)
         except OSError as error:
             raise UserError(f"cannot write to {directory} ({error.strerror}). Use another --output.") from error
         yield folder
 
 
 def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str) -> OutputFolder:
-    """The folder with the shards that an earlier run with the same source and settings has finished, up to a lost one.
+    """The folder with the shards that an earlier run with the same source and settings has finished.
 
     Raises:
         UserError: the folder has other shards.
@@ -108,14 +107,8 @@ def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str) -> 
     earlier = load_manifest(directory)
     if earlier is None and (directory / TOKENIZER_JSON).exists():  # as in a checkpoint
         raise UserError(f"{directory} has the {TOKENIZER_JSON} of something else. Use another --output.")
-    was_begun = earlier is not None and bool(earlier["shards"] or earlier["unsplit"] or earlier.get("in_parts"))
-    if earlier and was_begun and not earlier["complete"] and ("in_parts" in earlier) != ("in_parts" in manifest):
-        raise UserError(
-            f"{directory} was begun {'with' if 'in_parts' in earlier else 'without'} --executor. Continue it so, or "
-            "use another --output."
-        )
     if earlier and (differences := _differences(manifest, earlier)):
-        if was_begun:
+        if earlier["shards"] or any(directory.glob(f"{PARTS}*/*.json")):
             raise UserError(
                 f"{directory} has shards of another source or setting: {'; '.join(differences)}. Use another "
                 f"--output, or remove {directory}."
@@ -130,21 +123,11 @@ def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str) -> 
         return OutputFolder(directory, manifest)
     tokenizer, sha256 = directory / TOKENIZER_JSON, earlier.get("tokenizer_sha256")
     if sha256 and not (tokenizer.is_file() and files.sha256_of(tokenizer) == sha256):
+        shutil.rmtree(OutputFolder(directory, manifest).parts, ignore_errors=True)
         return OutputFolder(directory, manifest)  # the tokens mean nothing without it
-    shards, unsplit = (
-        _intact_shards(directory, earlier, entries) for entries in (earlier["shards"], earlier["unsplit"])
-    )
-    if earlier["complete"] and len(shards) == len(earlier["shards"]) > 0:
-        return OutputFolder(directory, earlier, is_finished=True)
-    unsplit_complete = bool(earlier["unsplit_complete"]) and len(unsplit) == len(earlier["unsplit"])
-    adopted: Manifest = {**manifest, "shards": shards, "unsplit": unsplit, "unsplit_complete": unsplit_complete}
-    if "in_parts" in earlier:
-        adopted["in_parts"] = earlier["in_parts"]
-    elif shards:  # they were complete: one process makes those from a lost one on
-        adopted.pop("in_parts", None)
-    if sha256 and (shards or unsplit or "in_parts" in earlier):
-        adopted["tokenizer_sha256"] = sha256
-    return OutputFolder(directory, adopted)
+    shards = _intact_shards(directory, earlier)
+    is_finished = earlier["complete"] and len(shards) == len(earlier["shards"]) > 0
+    return OutputFolder(directory, {**earlier, "shards": shards, "complete": is_finished}, is_finished)
 
 
 def _differences(manifest: Manifest, earlier: Manifest) -> list[str]:
@@ -158,37 +141,38 @@ def _differences(manifest: Manifest, earlier: Manifest) -> list[str]:
     return [f"{key} was {there.get(key)!r} and is now {here.get(key)!r}" for key in keys]
 
 
-def _intact_shards(directory: Path, manifest: Manifest, entries: list[ShardEntry]) -> list[ShardEntry]:
-    """The shards up to one that is lost; only of a complete manifest are they read for that."""
+def _intact_shards(directory: Path, manifest: Manifest) -> list[ShardEntry]:
+    """The shards that are not lost; only of a complete manifest are they read for that."""
     from tqdm import tqdm
 
     intact = []
-    for entry in tqdm(entries, "checking shards", unit=" shards", leave=False, delay=1, disable=None):
-        try:
-            load_shard(directory / entry["file"], entry, verify=manifest["complete"])
-        except UserError:
-            break
-        intact.append(entry)
+    for entry in tqdm(manifest["shards"], "checking shards", unit=" shards", leave=False, delay=1, disable=None):
+        with contextlib.suppress(UserError):
+            load_shard(directory / entry["file"], entry, verify=bool(manifest["complete"]))
+            intact.append(entry)
     return intact
 
 
 def _remove_if_empty(folder: OutputFolder) -> None:
     """After an error, removes what is in a folder without shards, then the folder unless something else is in it."""
-    if is_complete(folder.directory):  # tasks have finished it
+    if folder.manifest["shards"]:
         return
     with contextlib.suppress(OSError):  # of a folder that is not empty
-        for parts in folder.directory.glob(f"{PARTS}*"):
-            parts.rmdir()
-        if not folder.finished_shards:
-            for name in (MANIFEST, TOKENIZER_JSON, files.LOCK):
-                (folder.directory / name).unlink(missing_ok=True)
-            folder.directory.rmdir()
+        if folder.parts.exists():
+            folder.parts.rmdir()
+        for name in (MANIFEST, TOKENIZER_JSON, files.LOCK):
+            (folder.directory / name).unlink(missing_ok=True)
+        folder.directory.rmdir()
 
 
 def _remove_leftovers(folder: OutputFolder, prefix: str) -> None:
-    """Removes shards with this prefix that the manifest does not list, and what a killed run wrote of one."""
-    listed = {entry["file"] for entry in folder.finished_shards}
+    """Removes shards with this prefix that the manifest does not list, and what killed runs wrote of others."""
+    shard = re.compile(r"\.?" + re.escape(prefix) + r"_(train|val)_[0-9]{6,12}\.npy(\.partial)?")
+    listed = {entry["file"] for entry in folder.manifest["shards"]}
     for path in folder.directory.iterdir():
-        leftover = _LEFTOVER.fullmatch(path.name)
-        if leftover and leftover["prefix"] == prefix and path.name not in listed:
-            path.unlink()
+        others = path.name.startswith(PARTS) and (path != folder.parts or folder.is_finished)
+        partial = path.name.startswith(f".{MANIFEST}.") or path.name.startswith(f".{TOKENIZER_JSON}.")
+        if partial or others or (shard.fullmatch(path.name) and path.name not in listed):
+            files.remove(path)
+    for path in folder.parts.glob(".*.partial"):
+        path.unlink()

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from support import startup
 from support.cli import UserError, flag_name
 from support.data import shards
-from support.data.readers import TEXT_TYPES, estimate_text_bytes, find_text_files, text_suffix
+from support.data.demo_text import demo_corpus
+from support.data.encode import usable_cores
+from support.data.make_shards import make_shards
+from support.data.text_files import TEXT_TYPES, TextFiles, estimate_text_bytes, find_input, find_text_files, text_suffix
 
 if TYPE_CHECKING:
     from train_gpt2 import TrainConfig
@@ -29,7 +30,6 @@ DEMO: dict[str, Any] = dict(
     recipe="fast", total_batch_size=1024, max_steps=1200, cooldown_fraction=SHORT_COOLDOWN, shuffle=True,
     val_tokens=65536, hellaswag_every=0, sample_every=0,
 )  # fmt: skip
-DEMO_SOURCE = "documentation of CPython"
 DEMO_TEXT_BYTES, DEMO_MINUTES = 2e6, 2.0
 MAX_STEPS = 2**31 - 1
 COMPILING_FRACTION = 0.1  # of a run of --text or --demo that may be spent on compiling, at most
@@ -191,38 +191,34 @@ def text_bytes(text: str | None, field: str = "text") -> float:
 # Shards
 
 
-def make_preset_shards(config: TrainConfig, rank: int, resumed: bool) -> None:
-    """Makes the shards of --text or --demo with fineweb.py on rank 0, unless they exist.
+def make_preset_shards(config: TrainConfig, rank: int, resumed: bool, tokenizer_file: Path | None) -> None:
+    """Makes the shards of --text or --demo on rank 0, unless they exist.
 
-    For a new run of --text, fineweb.py also checks that existing shards were made from this text.
+    For a new run of --text, it also checks that existing shards were made from this text.
+
+    Args:
+        tokenizer_file: the `tokenizer.json` of the model that is continued, if that has one of its own.
 
     Raises:
-        UserError: it failed, and has said why.
+        UserError: no shards can be made.
     """
     while rank > 0 and not shards.is_complete(config.data):  # all nodes see this folder, as they do that of the run
         time.sleep(1)
     if rank > 0 or (shards.is_complete(config.data) and (config.text is None or resumed)):
         return
-    source = ["--demo"]
-    if config.text is not None:  # with "=" and ".", values that begin with "-" do not look like flags
-        source = [f"--tokenizer={config.tokenizer}", f"--text-field={config.text_field}", "--split-documents"]
-        source += ["--input", os.path.join(".", config.text)]
-        if config.tokenizer == "bpe" and (of_model := config.fork or config.init_from):
-            source.append(f"--tokenizer-from={of_model}")
-    fineweb = Path(__file__).parents[2] / "fineweb.py"  # support does not import scripts
     startup.show("making token shards ...")
-    failed = run_child_process([sys.executable, str(fineweb), "--output", config.data, *source])
-    startup.show("")
-    if failed:
-        raise UserError(
-            "no shards were made, see above. For another text or tokenizer, use another --out.", this_rank_only=True
-        )
-
-
-def run_child_process(command: Sequence[str]) -> int:
-    """Runs a program, of which only stderr is shown, and returns its exit code. A SIGTERM to this process ends both."""
-    handler = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        return subprocess.run(command, stdout=subprocess.DEVNULL).returncode
+        with contextlib.redirect_stdout(io.StringIO()):  # only the progress, which is on stderr, belongs to a run
+            if config.text is None:
+                make_shards(demo_corpus(), config.data, tokenizer="bpe")
+            else:
+                corpus = TextFiles(find_input([config.text]), config.text_field)
+                make_shards(
+                    corpus, config.data, tokenizer=config.tokenizer, tokenizer_file=tokenizer_file,
+                    split_documents=True, threads=usable_cores(),
+                )  # fmt: skip
+    except UserError as error:
+        hint = "With --text, shards are in --out: for another text or tokenizer, use another one."
+        raise UserError(*error.with_hint(hint).problems, this_rank_only=True) from error
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        startup.show("")

@@ -44,18 +44,14 @@ class ShardEntry(TypedDict):
     """What a manifest says about a shard."""
 
     file: str
-    split: str  # "train" or "val"; "unsplit" for a part of a corpus that is not split yet
+    split: str  # "train" or "val"
     tokens: int
     documents: NotRequired[int]
     sha256: NotRequired[str]
-    end: NotRequired[str]  # JSON: where the next shard begins, see `shard_writer.StreamPosition`
-
-
-PARTS = "parts_"  # the beginning of a folder's name, in which the tasks of `cluster` make shards
 
 
 class Manifest(TypedDict):
-    """What `manifest.json` says about a folder of shards. The last three keys exist only while the shards are made."""
+    """What `manifest.json` says about a folder of shards."""
 
     tokenizer: str
     vocab_size: int
@@ -65,9 +61,7 @@ class Manifest(TypedDict):
     settings: NotRequired[dict[str, Setting]]
     complete: NotRequired[bool]
     shards: list[ShardEntry]
-    unsplit: NotRequired[list[ShardEntry]]  # parts of a corpus, to be split into train and val when all are there
-    unsplit_complete: NotRequired[bool]
-    in_parts: NotRequired[str]  # a folder, while they are made by the tasks of `cluster`
+    parts: NotRequired[list[int]]  # tokens of the corpus' parts, as far as they were needed for the shards
 
 
 def shard_name(prefix: str, split: str, index: int) -> str:
@@ -174,17 +168,13 @@ def load_manifest(directory: str | os.PathLike[str]) -> Manifest | None:
         return None
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        manifest.setdefault("unsplit", [])
-        manifest.setdefault("unsplit_complete", False)
-        for entry in (*manifest["shards"], *manifest["unsplit"]):
-            cursor, skip = json.loads(entry.get("end", "[null, 0]"))
-            if Path(entry["file"]).name != entry["file"] or not isinstance(cursor, list | None):
+        for entry in manifest["shards"]:
+            if Path(entry["file"]).name != entry["file"]:
                 raise ValueError(f"shard {entry}")
-            if min(entry["tokens"], entry.get("documents", 0), skip) < 0:
+            if min(entry["tokens"], entry.get("documents", 0)) < 0:
                 raise ValueError(f"numbers of {entry}")
-        # It is removed later, so it must not be a folder elsewhere.
-        if not re.fullmatch(f"{PARTS}[0-9a-f]+", manifest.get("in_parts", f"{PARTS}0")):
-            raise ValueError(f"in_parts {manifest['in_parts']!r}")
+        if any(type(count) is not int or count < 0 for count in manifest.setdefault("parts", [])):
+            raise ValueError(f"parts {manifest['parts']}")
         if not isinstance(manifest.setdefault("source", None), str | None):
             raise TypeError(f"source {manifest['source']!r}")
         manifest["complete"] = manifest["complete"] is True
@@ -243,7 +233,7 @@ def is_complete(directory: str | os.PathLike[str]) -> bool:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    with files.atomic_write(directory / MANIFEST) as tmp:
+    with files.atomic_write(directory / MANIFEST, unique=True) as tmp:
         tmp.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8", newline="\n")
 
 
@@ -251,12 +241,16 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 # Shards
 
 
-def write_shard(path: Path, tokens: npt.NDArray[np.uint16], unique: bool = False) -> str:
-    """Writes one-dimensional tokens to `path`, as `atomic_write` does; returns the SHA-256 of the file, in hexadecimal."""
-    with files.atomic_write(path, unique) as tmp:
+def write_shard(path: Path, *slices: npt.NDArray[np.uint16]) -> str:
+    """Writes one-dimensional tokens, in slices, as one shard; returns the SHA-256 of the file, in hexadecimal."""
+    header = {"descr": "<u2", "fortran_order": False, "shape": (sum(map(len, slices)),)}
+    with files.atomic_write(path) as tmp:
         with open(tmp, "wb") as file:
-            np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(tokens))
-            file.write(np.ascontiguousarray(tokens).data.cast("B"))  # np.save does not say that a disk is full
+            np.lib.format.write_array_header_1_0(file, header)
+            for tokens in slices:
+                file.write(
+                    np.ascontiguousarray(tokens, "<u2").data.cast("B")
+                )  # np.save does not say that a disk is full
         return files.sha256_of(tmp)
 
 
@@ -324,7 +318,7 @@ def open_shards(directory: str | os.PathLike[str], *splits: str, read_all: bool 
         raise UserError(
             f'no {splits[0]} shards in {directory}. Make them with "python fineweb.py", or try it all with "--demo".'
         )
-    _raise_open_file_limit(len(names))
+    raise_open_file_limit(len(names))
     shards: list[np.memmap] = []
     problems: list[str] = []
     quiet = None if read_all else True
@@ -343,13 +337,13 @@ def open_shards(directory: str | os.PathLike[str], *splits: str, read_all: bool 
     return shards
 
 
-def _raise_open_file_limit(num_shards: int) -> None:
+def raise_open_file_limit(num_files: int) -> None:
     """Allows more open files, often only 1,024, if possible: a mapped file stays open."""
     with contextlib.suppress(ImportError, OSError, ValueError):  # Windows has no such limit
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + num_shards, hard), hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + num_files, hard), hard))
 
 
 def rows_in_shard(shard: np.memmap, T: int) -> int:

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import json
 import os
-import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from support.cli import UserError, warn
-from support.data.download import download
 
 if TYPE_CHECKING:
     import tiktoken
@@ -40,12 +37,18 @@ MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError, Recurs
 # GPT-2's pattern of words, each of which is encoded on its own.
 GPT2_WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
-_GPT2_DEFINITION_SHA256 = "1d5a9da12a2cb5cee343bcb0ffcffa54f7ce0c9a3bc4b4c5c4f3e7bd2092f4bc"  # of `_definition`
-_GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-_GPT2_FILES = {  # SHA-256, as in tiktoken
-    _GPT2_URL + "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    _GPT2_URL + "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+KNOWN_FINGERPRINTS = {
+    "1d5a9da12a2cb5cee343bcb0ffcffa54f7ce0c9a3bc4b4c5c4f3e7bd2092f4bc": "gpt2",
+    "4302384a23b4a64b271c0f0e343dfdf3ef75b3e37f36f37cfa27a31eeb1da036": "bytes",
 }
+GPT2_MERGES = (  # address and SHA-256, as in tiktoken
+    "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe",
+    "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+)
+CONVERT_COMMAND = (
+    'python -c "from transformers import AutoTokenizer; '
+    'AutoTokenizer.from_pretrained({directory!r}).save_pretrained({directory!r})"'
+)
 
 
 @functools.cache
@@ -63,26 +66,28 @@ def get_tokenizer(name: str) -> Tokenizer:
 def find_tokenizer(directory: Path) -> str | None:
     """The tokenizer of a model, by the files in its directory, as `get_tokenizer` takes it; None if there are none.
 
-    The content of `tokenizer.json`, or of `vocab.json` and `merges.txt`, decides: vocabularies of one size can differ.
+    The content of `tokenizer.json` decides: vocabularies of one size can differ.
 
     Raises:
-        UserError: the tokenizer is of a kind that this project cannot read.
+        UserError: the tokenizer is of a kind that this project cannot read, or in older files.
     """
+    path = (directory / TOKENIZER_JSON).absolute()
+    if not path.exists():
+        if (directory / "vocab.json").exists():
+            raise UserError(
+                f"{directory} has its tokenizer in vocab.json and merges.txt. Make a {TOKENIZER_JSON} of them: "
+                + CONVERT_COMMAND.format(directory=str(directory))
+            )
+        return None
     try:
-        content = _read_tokenizer_files(directory)
-        if content is None:
-            return None
-        definition = _definition(content)
+        fingerprint = _fingerprint(json.loads(path.read_text(encoding="utf-8")))
     except MALFORMED as error:
         problem = f"the tokenizer in {directory} is not a byte-level BPE ({error!r}). Use another model."
         raise UserError(problem) from error
-    if hashlib.sha256(definition.encode()).hexdigest() == _GPT2_DEFINITION_SHA256:
-        return "gpt2"
-    if definition == _definition(json.loads(BytesTokenizer().huggingface_json)):
-        return "bytes"
-    name = str((directory / TOKENIZER_JSON).absolute())
-    get_tokenizer(name)  # can it be read?
-    return name
+    if fingerprint in KNOWN_FINGERPRINTS:
+        return KNOWN_FINGERPRINTS[fingerprint]
+    get_tokenizer(str(path))  # can it be read?
+    return str(path)
 
 
 def tokenizer_name(directory: Path, vocab_size: int) -> str:
@@ -110,32 +115,14 @@ def tokenizer_of_model(directory: Path, vocab_size: int) -> Tokenizer:
     return get_tokenizer(tokenizer_name(directory, vocab_size))
 
 
-def _read_tokenizer_files(directory: Path) -> dict[str, Any] | None:
-    """The content of `tokenizer.json`, or that of the older `vocab.json` and `merges.txt` in its form."""
-    if (directory / TOKENIZER_JSON).exists():
-        content = json.loads((directory / TOKENIZER_JSON).read_text(encoding="utf-8"))
-        options = directory / "tokenizer_config.json"
-        if options.exists() and json.loads(options.read_text(encoding="utf-8")).get("add_prefix_space"):
-            content["pre_tokenizer"]["add_prefix_space"] = True  # as Hugging Face's library does
-        return content
-    if not (directory / "vocab.json").exists():
-        return None
-    vocabulary = json.loads((directory / "vocab.json").read_text(encoding="utf-8"))
-    _version, *merges = (directory / "merges.txt").read_text(encoding="utf-8").splitlines()
-    return {
-        "model": {"vocab": vocabulary, "merges": merges},
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False},
-        "added_tokens": [{"content": END_OF_TEXT, "id": vocabulary[END_OF_TEXT]}],
-    }
-
-
-def _definition(content: Mapping[str, Any]) -> str:
-    """What in a `tokenizer.json` decides the ids of a text, in one form for all versions of the `tokenizers` library."""
+def _fingerprint(content: Mapping[str, Any]) -> str:
+    """A hash of what in a `tokenizer.json` decides the ids of a text, the same for all versions of the `tokenizers` library."""
     model, words = content["model"], content["pre_tokenizer"]
     special = {token["content"]: token["id"] for token in content["added_tokens"]}
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     split = [words["type"], words["add_prefix_space"], words.get("use_regex", True), content.get("normalizer")]
-    return json.dumps([model["vocab"] | special, special, merges, split], sort_keys=True)
+    definition = json.dumps([model["vocab"] | special, special, merges, split], sort_keys=True)
+    return hashlib.sha256(definition.encode()).hexdigest()
 
 
 class Tokenizer:
@@ -164,7 +151,9 @@ class Tokenizer:
 
     def is_same_as(self, other: Tokenizer) -> bool:
         """Whether all texts have the same ids in both; two vocabularies of one size are two tokenizers."""
-        return self.name == other.name and (self.name != "bpe" or self.token_bytes() == other.token_bytes())
+        if self.name != other.name or self.name != "bpe":
+            return self.name == other.name
+        return _fingerprint(json.loads(self.json)) == _fingerprint(json.loads(other.json))
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(text).tolist()
@@ -180,39 +169,9 @@ class Tokenizer:
         return self._encoding.decode(list(ids))
 
     @functools.cached_property
-    def huggingface_json(self) -> str:
-        """The content of `tokenizer.json`: a byte-level BPE, in which each byte is one printable character."""
-        tokens, printable = self.token_bytes(), printable_bytes()
-
-        def spell(token: bytes) -> str:
-            return "".join(printable[b] for b in token)
-
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        split_words = self.name != "bytes"
-        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": split_words}
-        model = {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": "",
-            "end_of_word_suffix": "",
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "vocab": {spell(token): i for i, token in enumerate(tokens)} | {END_OF_TEXT: self.eot},
-            "merges": [[spell(a), spell(b)] for a, b in _recover_merges(tokens)],
-        }
-        content = {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": [{"id": self.eot, "content": END_OF_TEXT, "special": True, **flags}],
-            "normalizer": None,
-            "pre_tokenizer": byte_level,
-            "post_processor": None,
-            "decoder": byte_level,
-            "model": model,
-        }
-        return json.dumps(content, ensure_ascii=False)
+    def json(self) -> str:
+        """The content of `tokenizer.json`."""
+        raise NotImplementedError
 
     def save_pretrained(self, directory: str | os.PathLike[str], model_max_length: int) -> None:
         """Writes `tokenizer.json` and `tokenizer_config.json`, which Hugging Face's `AutoTokenizer` opens.
@@ -230,43 +189,69 @@ class Tokenizer:
             "model_input_names": ["input_ids", "attention_mask"],
             "clean_up_tokenization_spaces": False,
         }
-        Path(directory, TOKENIZER_JSON).write_text(self.huggingface_json, encoding="utf-8")
+        Path(directory, TOKENIZER_JSON).write_text(self.json, encoding="utf-8", newline="\n")
         Path(directory, "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 class BpeTokenizer(Tokenizer):
-    """A byte-pair encoding of words that are cut as GPT-2's.
+    """The byte-pair encoding in a `tokenizer.json`, of words that are cut as GPT-2's.
+
+    The first 256 tokens are the bytes, the i-th merge makes token 255 + i, and the last one is end-of-text.
 
     Args:
-        tokens: the bytes of all tokens except end-of-text, in order of id, which is the order of the merges.
+        content: the content of `tokenizer.json`.
+
+    Raises:
+        An exception of MALFORMED: it is another kind of tokenizer.
     """
 
     name = "bpe"
 
-    def __init__(self, tokens: list[bytes]):
+    def __init__(self, content: str):
         import tiktoken
 
+        self.json = content
+        definition = json.loads(content)
+        merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in definition["model"]["merges"]]
+        *tokens, _end_of_text = tokens_in_order(definition["model"]["vocab"])
+        pairs = [_bytes_of(first) + _bytes_of(second) for first, second in merges]
+        if set(tokens[:256]) != {bytes([i]) for i in range(256)} or tokens[256:] != pairs:
+            raise ValueError("its tokens are not the bytes and then the merges")
+        if max(map(len, tokens)) > MAX_TOKEN_BYTES or len(tokens) >= MAX_VOCAB_SIZE:
+            raise ValueError("its tokens are too long, or too many")
+        if _fingerprint(json.loads(tokenizer_json(tokens, merges))) != _fingerprint(definition):
+            raise ValueError("it cuts words otherwise, or has other special tokens")
         ranks = {token: rank for rank, token in enumerate(tokens)}
-        end_of_text = {END_OF_TEXT: len(tokens)}
         self._encoding = tiktoken.Encoding(
-            self.name, pat_str=GPT2_WORDS, mergeable_ranks=ranks, special_tokens=end_of_text
+            self.name, pat_str=GPT2_WORDS, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(tokens)}
         )
 
 
-class BytesTokenizer(BpeTokenizer):
+class BytesTokenizer(Tokenizer):
     """One token per UTF-8 byte, with ids 0 to 255, and end-of-text, 256."""
 
     name = "bytes"
 
     def __init__(self) -> None:
-        super().__init__([bytes([i]) for i in range(256)])
+        import tiktoken
+
+        self._encoding = tiktoken.Encoding(
+            self.name,
+            pat_str=GPT2_WORDS,
+            mergeable_ranks={bytes([i]): i for i in range(256)},
+            special_tokens={END_OF_TEXT: 256},
+        )
+
+    @functools.cached_property
+    def json(self) -> str:
+        return tokenizer_json(self.token_bytes(), [], split_words=False)
 
     def encode_array(self, text: str) -> TokenIds:
         return np.frombuffer(to_utf8(text), dtype=np.uint8)
 
 
 class Gpt2Tokenizer(Tokenizer):
-    """GPT-2's own. We download its two files, because tiktoken has no timeout and does not retry.
+    """GPT-2's own, whose two files tiktoken downloads once, into TIKTOKEN_CACHE_DIR.
 
     Raises:
         UserError: they are not on this machine, and the download fails.
@@ -275,48 +260,90 @@ class Gpt2Tokenizer(Tokenizer):
     name = "gpt2"
 
     def __init__(self) -> None:
+        import requests
         import tiktoken
 
-        folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
-        cache = Path(folder) if folder else Path(tempfile.gettempdir()) / "data-gym-cache"  # as in tiktoken
         try:
-            for url, sha256 in _GPT2_FILES.items():
-                download(url, cache / hashlib.sha1(url.encode()).hexdigest(), sha256=sha256)
-        except UserError as error:
+            self._encoding = tiktoken.get_encoding("gpt2")
+        except (OSError, ValueError, requests.RequestException) as error:  # ValueError: a wrong checksum
+            reason = "no connection to the server" if isinstance(error, requests.ConnectionError) else str(error)
             raise UserError(
-                f"the GPT-2 vocabulary is not in {cache}: {error} Or copy that folder from a machine that has it and "
-                'name it in TIKTOKEN_CACHE_DIR; or make shards with "--tokenizer bytes".',
+                f"GPT-2's vocabulary is not on this machine, and cannot be downloaded ({reason}). Copy tiktoken's cache from a "
+                'machine that has it, and name that folder in TIKTOKEN_CACHE_DIR; or make shards with "--tokenizer bpe".',
                 this_rank_only=True,
             ) from error
-        self._encoding = tiktoken.get_encoding("gpt2")
+
+    @functools.cached_property
+    def json(self) -> str:
+        from tiktoken.load import read_file_cached
+
+        _version, *lines = read_file_cached(*GPT2_MERGES).decode().splitlines()
+        return tokenizer_json(self.token_bytes(), [line.split(" ") for line in lines])
+
+
+def tokenizer_json(tokens: Sequence[bytes], merges: Sequence[Sequence[str]], split_words: bool = True) -> str:
+    """The content of a `tokenizer.json`: a byte-level BPE, where each byte is written as one printable character.
+
+    Args:
+        tokens: all tokens except end-of-text, in order of id.
+        merges: pairs of tokens, as they are written.
+        split_words: merge inside the words of GPT-2's pattern only.
+    """
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": split_words}
+    printable = printable_bytes()
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": "",
+        "end_of_word_suffix": "",
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "vocab": {"".join(printable[byte] for byte in token): i for i, token in enumerate(tokens)}
+        | {END_OF_TEXT: len(tokens)},
+        "merges": [*map(list, merges)],
+    }
+    content = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": len(tokens), "content": END_OF_TEXT, "special": True, **flags}],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": model,
+    }
+    return json.dumps(content, ensure_ascii=False)
 
 
 def load_bpe(path: Path) -> BpeTokenizer:
-    """The encoding in a `tokenizer.json`: a byte-level BPE of GPT-2's kind whose last id is end-of-text.
+    """The encoding in a `tokenizer.json`.
 
     Raises:
         UserError: the file is missing, or has another kind of tokenizer.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        *tokens, _end_of_text = tokens_in_order(content["model"]["vocab"])
-        is_byte_level = set(tokens) >= {bytes([i]) for i in range(256)} and max(map(len, tokens)) <= MAX_TOKEN_BYTES
-        if not is_byte_level or len(tokens) >= MAX_VOCAB_SIZE:
-            raise ValueError
-        tokenizer = BpeTokenizer(tokens)
-        if _definition(json.loads(tokenizer.huggingface_json)) != _definition(content):
-            raise ValueError
+        return BpeTokenizer(path.read_text(encoding="utf-8"))
     except MALFORMED as error:
         raise UserError(
             f"{path} is not a byte-level BPE as fineweb.py makes it, with end-of-text as its last token. Use another model."
         ) from error
-    return tokenizer
 
 
 def tokens_in_order(vocabulary: Mapping[str, int]) -> list[bytes]:
-    """The tokens of a byte-level BPE, spelled as in a `tokenizer.json`, in order of id."""
-    byte_of = {char: byte for byte, char in enumerate(printable_bytes())}
-    return [bytes(byte_of[char] for char in token) for token in sorted(vocabulary, key=lambda token: vocabulary[token])]
+    """The tokens of a byte-level BPE, written as in a `tokenizer.json`, in order of id."""
+    return [_bytes_of(token) for token in sorted(vocabulary, key=lambda token: vocabulary[token])]
+
+
+def _bytes_of(token: str) -> bytes:
+    return bytes(map(_byte_values().__getitem__, token))
+
+
+@functools.cache
+def _byte_values() -> dict[str, int]:
+    return {char: byte for byte, char in enumerate(printable_bytes())}
 
 
 def to_utf8(text: str) -> bytes:
@@ -325,22 +352,6 @@ def to_utf8(text: str) -> bytes:
         return text.encode("utf-8")
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode("utf-8")
-
-
-def _recover_merges(tokens: list[bytes]) -> list[tuple[bytes, bytes]]:
-    """The BPE merge that made each token of two or more bytes, in order of rank."""
-    rank = {token: i for i, token in enumerate(tokens)}
-    merges = []
-    for token in tokens:
-        if len(token) < 2:
-            continue
-        parts = [bytes([b]) for b in token]
-        while len(parts) > 2:  # apply the earlier merges, lowest rank first, until two parts remain
-            pairs = [rank.get(a + b, len(tokens)) for a, b in itertools.pairwise(parts)]
-            i = pairs.index(min(pairs))
-            parts[i : i + 2] = [parts[i] + parts[i + 1]]
-        merges.append((parts[0], parts[1]))
-    return merges
 
 
 def printable_bytes() -> list[str]:

@@ -1,0 +1,378 @@
+"""Text to shards. Each part of a corpus is encoded into a file, or is there already; shards are cut from the parts in order.
+
+A part and a shard exist completely or not at all, and depend on nothing but the corpus and the settings. So whatever
+is killed can be repeated, and parts may be encoded by any number of processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from support.cli import UserError
+from support.data import bpe
+from support.data.encode import (
+    Encoder,
+    default_engine,
+    encode_pieces,
+    get_encoder,
+    num_tokens,
+    read_part,
+    remove_part,
+    write_part,
+)
+from support.data.output_folder import OutputFolder, new_manifest, open_output_folder
+from support.data.shards import (
+    Manifest,
+    Setting,
+    ShardEntry,
+    raise_open_file_limit,
+    shard_name,
+    write_manifest,
+    write_shard,
+)
+from support.data.text_files import Corpus, Part
+from support.data.tokenizer import Tokenizer, get_tokenizer
+from support.files import check_free_space, sha256_of
+
+SHARD_SIZE = 10**8  # tokens
+VAL_FRACTION = 0.1  # of a corpus that fits into one shard
+MAX_CUT_ERROR = 0.1  # of the validation tokens, before --split-documents cuts inside a document
+BYTES_PER_TOKEN = {"gpt2": 5, "bpe": 2, "bytes": 1}  # of text, high estimates
+
+Tokens: TypeAlias = npt.NDArray[np.uint16]
+Shard: TypeAlias = tuple[str, int, int, int]  # split, index, and the tokens of the corpus that it starts and stops at
+
+
+def make_shards(
+    corpus: Corpus,
+    output: str | os.PathLike[str],
+    *,
+    tokenizer: str = "gpt2",
+    vocab_size: int | None = None,
+    tokenizer_file: Path | None = None,
+    engine: str | None = None,
+    shard_size: int = SHARD_SIZE,
+    max_tokens: int | None = None,
+    val_fraction: float | None = None,
+    split_documents: bool = False,
+    threads: int = 1,
+    only_parts: tuple[int, int] | None = None,
+) -> Manifest:
+    """Writes the shards of a corpus and their manifest into the folder `output`; returns the manifest.
+
+    Parts and shards that an earlier call with the same arguments has finished are kept.
+
+    Args:
+        tokenizer: "gpt2", "bytes", or "bpe", which is trained on the corpus.
+        vocab_size: the largest number of tokens of "bpe" (default: one that fits the amount of text).
+        tokenizer_file: the `tokenizer.json` of an earlier "bpe", to use that one.
+        engine: "gigatoken" or "tiktoken" (default: gigatoken if it is installed). The bytes do not depend on it.
+        shard_size, max_tokens: numbers of tokens.
+        val_fraction: fraction of the corpus, at its end, for validation (default: shard 0, or a tenth of a corpus
+            that fits into one shard).
+        split_documents: start the validation split inside a document if none starts near it.
+        threads: number of threads that encode. The bytes do not depend on it.
+        only_parts: (k, n) encodes only parts k, k + n, k + 2n, ..., from 1, and no shards; with k = 0 no part. Several
+            processes may do that at once.
+
+    Raises:
+        UserError: the folder has other shards, is in use or cannot be written, the disk is too small, or the corpus
+            cannot be read, changed meanwhile, or has too little text to be split.
+    """
+    settings: dict[str, Setting] = {
+        "shard_size": shard_size,
+        "max_tokens": max_tokens,
+        "val_fraction": val_fraction,
+        "split_documents": split_documents or None,
+        "vocab_size": vocab_size,
+        "tokenizer_from": sha256_of(tokenizer_file) if tokenizer_file else None,
+        **corpus.settings,
+    }
+    manifest = new_manifest(corpus.name, corpus.revision, tokenizer, settings)
+    if only_parts:
+        corpus = corpus.for_process(only_parts[0])
+    with open_output_folder(Path(output), manifest, corpus.prefix, only_parts is not None) as folder:
+        with report_disk_errors(folder.directory):
+            if not folder.is_finished:
+                parts = corpus.parts()
+                _check_space(folder, parts, max_tokens, copies=1 if val_fraction is None and not only_parts else 2)
+                if tokenizer == "bpe":
+                    encodes: Tokenizer = bpe.write_tokenizer(folder, corpus, vocab_size, tokenizer_file)
+                else:
+                    encodes = get_tokenizer(tokenizer)
+                encode = get_encoder(encodes, engine or default_engine(), threads)
+                with EncodedParts(folder, corpus, parts, encode, max_tokens) as encoded:
+                    if only_parts:
+                        encoded.encode_some(*only_parts)
+                    else:
+                        _write_all(folder, corpus, encoded, shard_size, val_fraction)
+            corpus.close()
+        return folder.manifest
+
+
+# -----------------------------------------------------------------------------
+# Parts
+
+
+class EncodedParts:
+    """The tokens of a corpus: its encoded parts, in a folder, and those that are not encoded yet.
+
+    Attributes:
+        limit: the number of tokens that are used.
+        lengths: tokens of the first parts, as far as they are known. Those that the manifest lists may be removed from
+            the disk, and are encoded again if they are needed.
+    """
+
+    def __init__(
+        self, folder: OutputFolder, corpus: Corpus, parts: list[Part], encode: Encoder, max_tokens: int | None
+    ):
+        self.folder, self.corpus, self.parts, self.encode = folder.parts, corpus, parts, encode
+        self.eot, self.limit = folder.manifest["vocab_size"] - 1, max_tokens or sys.maxsize
+        self.lengths = folder.manifest["parts"]
+        self._opened: dict[int, Tokens] = {}
+        raise_open_file_limit(len(parts))
+        self._text_bytes = [*itertools.accumulate(part.text_bytes for part in self.parts)]
+        style: dict[str, Any] = {"unit": " tokens", "unit_scale": True, "smoothing": 0.05, "leave": False}
+        # At first there would only be zeros and question marks.
+        self._bar = tqdm(desc="tokenising", total=max_tokens, delay=1, disable=None, **style)
+
+    def __enter__(self) -> EncodedParts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"part_{number:06d}.bin"
+
+    def open(self, number: int, following: int) -> Tokens:
+        """The tokens of a part, which is encoded now unless it is there; `following` is the part that is needed next.
+
+        Raises:
+            UserError: it cannot be read or encoded, or is not what it was.
+        """
+        if number in self._opened:
+            return self._opened[number]
+        tokens = read_part(self.path(number))
+        if tokens is None:
+            part = self.parts[number]
+            self.corpus.prepare(part)
+            if following < len(self.parts) and num_tokens(self.path(following)) is None:
+                self.corpus.prepare(self.parts[following])
+            try:
+                pieces = self.corpus.read(part)
+                tokens = write_part(self.path(number), self._show(encode_pieces(pieces, self.encode, self.eot)))
+            except BaseException as error:
+                # A panic in Rust code is not an Exception, and its class cannot be imported.
+                if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
+                    raise
+                raise UserError(
+                    f"a document of {self.corpus.describe(part)} cannot be encoded: {error}. "
+                    "Fix it (does it have a million spaces in a row?) or leave it out."
+                ) from None
+            self.corpus.release(part)
+        if number < len(self.lengths) and len(tokens) != self.lengths[number]:
+            raise UserError(f"{self.corpus.name} is not what it was. Make its shards in another --output.")
+        self._opened[number] = tokens
+        return tokens
+
+    def _show(self, batches: Iterator[Tokens]) -> Iterator[Tokens]:
+        for tokens in batches:
+            self._bar.update(len(tokens))
+            yield tokens
+
+    def encode_until(self, count: int) -> int:
+        """Encodes parts until there are `count` tokens, or all that are used; returns how many there are, at most `count`."""
+        count = min(count, self.limit)
+        while sum(self.lengths) < count and len(self.lengths) < len(self.parts):
+            number = len(self.lengths)
+            self.lengths.append(len(self.open(number, number + 1)))
+            self._bar.n = total = sum(self.lengths)
+            if self._text_bytes[number]:
+                self._bar.total = min(self.limit, total * self._text_bytes[-1] / self._text_bytes[number])
+        return min(count, sum(self.lengths))
+
+    def encode_some(self, first: int, every: int) -> None:
+        """Encodes parts number first, first + every, ..., from 1, unless those before have enough tokens already."""
+        for number in range(first - 1, len(self.parts), every) if first else ():
+            if self.limit < sys.maxsize and sum(num_tokens(self.path(i)) or 0 for i in range(number)) >= self.limit:
+                break
+            tqdm.write(f"part {number + 1} of {len(self.parts)}: {len(self.open(number, number + every)):,} tokens")
+            del self._opened[number]
+
+    def slices(self, start: int, stop: int) -> list[Tokens]:
+        """The tokens from `start` to `stop`, in slices that follow each other. `encode_until(stop)` was called before."""
+        ends = [*itertools.accumulate(self.lengths)]
+        numbers = [i for i, end in enumerate(ends) if end > start and end - self.lengths[i] < stop]
+        opened = ((ends[i] - self.lengths[i], self.open(i, i + 1)) for i in numbers)
+        return [tokens[max(0, start - offset) : stop - offset] for offset, tokens in opened]
+
+    def remove_before(self, position: int) -> None:
+        """Removes the parts whose tokens are before a position."""
+        for number, end in enumerate(itertools.accumulate(self.lengths)):
+            if end <= position:
+                self._opened.pop(number, None)
+                remove_part(self.path(number))
+
+
+# -----------------------------------------------------------------------------
+# Shards
+
+
+def _write_all(
+    folder: OutputFolder, corpus: Corpus, parts: EncodedParts, shard_size: int, val_fraction: float | None
+) -> None:
+    """Writes shard 0 for validation and the others for training; a corpus of only one shard is split instead.
+
+    With `val_fraction`, all parts are encoded first, to count their tokens.
+    """
+    manifest, first_tokens = folder.manifest, parts.encode_until(shard_size + 1)
+    if first_tokens < 2:
+        shutil.rmtree(folder.parts)  # with parts, other files would be refused
+        raise UserError(f"there is no text in {corpus.name}. Use other files, or another data set.")
+    in_order = val_fraction is None and first_tokens > shard_size
+    shards = _in_order(parts, shard_size) if in_order else _split(folder, parts, shard_size, val_fraction)
+    listed = {entry["file"]: entry for entry in manifest["shards"]}
+    if listed:
+        tokens = sum(entry["tokens"] for entry in listed.values())
+        tqdm.write(f"resuming after {len(listed)} finished shard{'s' * (len(listed) > 1)}, {tokens:,} tokens")
+
+    def add(entry: ShardEntry, stop: int) -> None:
+        listed[entry["file"]] = entry
+        manifest["shards"] = sorted(listed.values(), key=lambda entry: entry["file"].rpartition("_")[2])
+        write_manifest(folder.directory, manifest)
+        tqdm.write(f"{entry['file']}: {entry['tokens']:,} tokens")
+        if in_order:
+            parts.remove_before(stop)
+
+    writing: tuple[Future[ShardEntry], int] | None = None  # in a thread, while the next parts are encoded
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            for split, index, start, stop in shards:
+                path = folder.directory / shard_name(corpus.prefix, split, index)
+                if path.name in listed:
+                    continue
+                slices = parts.slices(start, stop)
+                if writing:
+                    add(writing[0].result(), writing[1])
+                writing = thread.submit(_write_shard, path, split, slices, parts.eot), stop
+        finally:  # also after an error of the next one
+            if writing:
+                add(writing[0].result(), writing[1])
+    folder.finish()
+
+
+def _write_shard(path: Path, split: str, slices: Sequence[Tokens], eot: int) -> ShardEntry:
+    """Writes a shard; returns what its manifest says about it."""
+    return {
+        "file": path.name,
+        "split": split,
+        "tokens": sum(map(len, slices)),
+        "documents": sum(int(np.count_nonzero(tokens == eot)) for tokens in slices),
+        "sha256": write_shard(path, *slices),
+    }
+
+
+def _in_order(parts: EncodedParts, size: int) -> Iterator[Shard]:
+    """Shards of `size` tokens, the last one shorter. The parts of each are encoded when it is asked for."""
+    for index in itertools.count():
+        start = index * size
+        stop = parts.encode_until(start + size)
+        if stop <= start:
+            return
+        yield "train" if index else "val", index, start, stop
+
+
+def _split(folder: OutputFolder, parts: EncodedParts, size: int, val_fraction: float | None) -> list[Shard]:
+    """The shards of a corpus whose last fraction is for validation."""
+    total, fraction = parts.encode_until(sys.maxsize), val_fraction or VAL_FRACTION
+    split_documents = bool(folder.manifest["settings"].get("split_documents"))
+    split_point = val_split_point(parts.slices(0, total), parts.eot, fraction, split_documents)
+    val_tokens = total - split_point
+    tqdm.write(f"the last {val_tokens / total:.1%} of the text, {val_tokens:,} tokens, is held out for validation")
+    if val_tokens > 2 * max(1, fraction * total):
+        tqdm.write(
+            f"note: that is more than {fraction:.0%} because the last document is long. Split it with "
+            "--split-documents, or divide the text into more documents with --document-separator."
+        )
+    train, val = range(0, split_point, size), range(split_point, total, size)
+    shards = [("train", i, start, min(start + size, split_point)) for i, start in enumerate(train, start=len(val))]
+    return shards + [("val", i, start, min(start + size, total)) for i, start in enumerate(val)]
+
+
+def val_split_point(parts: Sequence[Tokens], eot: int, fraction: float, split_documents: bool = False) -> int:
+    """The token at which the validation split starts, the last `fraction` of a corpus in parts.
+
+    It is the start of the nearest document. If there is no other document, or with `split_documents` none that starts
+    near, it is inside a text.
+    """
+    total = sum(map(len, parts))
+    ideal = total - max(1, round(fraction * total))
+    inside = max(1, ideal)
+    starts = nearest_documents(parts, eot, inside)
+    if not starts:
+        return inside
+    nearest = min(starts, key=lambda start: abs(start - ideal))
+    is_far = abs(nearest - ideal) > MAX_CUT_ERROR * (total - ideal)
+    return inside if split_documents and is_far else nearest
+
+
+def nearest_documents(parts: Sequence[Tokens], eot: int, position: int) -> list[int]:
+    """Where the last document before a position starts, unless it is the first of all, and the first one from it on."""
+    offsets = [0, *itertools.accumulate(map(len, parts))]
+    pairs = list(zip(offsets, parts, strict=False))
+    before = (  # lazily, from the position outwards: a corpus may be larger than the memory
+        offset + int(found[-1])
+        for offset, part in reversed(pairs)
+        if offset < position and len(found := np.flatnonzero(part[: position - offset] == eot))
+    )
+    after = (
+        max(offset, position) + int(found[0])
+        for offset, part in pairs
+        if position < offset + len(part) and len(found := np.flatnonzero(part[max(0, position - offset) :] == eot))
+    )
+    return [start for start in (next(before, 0), next(after, 0)) if start]
+
+
+# -----------------------------------------------------------------------------
+# The disk
+
+
+@contextlib.contextmanager
+def report_disk_errors(directory: Path) -> Iterator[None]:
+    """Turns an error of the disk into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {directory} ({error.strerror}). Fix this, then run the same command again to resume."
+        ) from error
+
+
+def _check_space(folder: OutputFolder, parts: list[Part], max_tokens: int | None, copies: int) -> None:
+    """Compares the free space with a low estimate of what the shards still need.
+
+    Args:
+        copies: how often each token is on the disk, 2 while a corpus in parts is split.
+
+    Raises:
+        UserError: there is clearly not enough.
+    """
+    text_bytes = sum(part.text_bytes for part in parts)
+    total_tokens = min(max_tokens or math.inf, text_bytes / BYTES_PER_TOKEN[folder.manifest["tokenizer"]])
+    finished_tokens = sum(entry["tokens"] for entry in folder.manifest["shards"])
+    in_parts = sum(path.stat().st_size for path in folder.parts.glob("*.bin"))
+    check_free_space(folder.directory, 2 * (copies * total_tokens - finished_tokens) - in_parts, "make the shards")

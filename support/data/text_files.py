@@ -1,0 +1,484 @@
+"""Text in files, .txt, .jsonl and .parquet, and the parts that it is read in.
+
+A part depends on the files alone, so that it is the same for every process that reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import glob
+import hashlib
+import io
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, TypeAlias
+
+from support.cli import UserError
+from support.data.shards import Setting
+from support.files import LOCK
+
+if TYPE_CHECKING:
+    import pyarrow.parquet
+
+Piece: TypeAlias = tuple[str, bool]  # a document, or a piece of a long one, and whether the document starts with it
+
+TEXT_TYPES = ".txt, .jsonl, .parquet (.txt and .jsonl also with .gz or .zst)"
+TEXT_SUFFIX = re.compile(r"(\.txt|\.jsonl)(?:\.gz|\.zst)?\Z|(\.parquet)\Z", re.IGNORECASE)
+COMPRESSION_CODECS = {".gz": "gzip", ".zst": "zstd"}
+COMPRESSION_RATIO = 3  # typical: bytes of text per byte of .gz or .zst
+READ_SIZE = 1 << 20  # bytes or characters
+MIN_PART_BYTES, MAX_PARTS = 1 << 24, 1024  # of text; the parts of a large corpus are larger, not more
+
+
+def text_suffix(path: Path) -> str | None:
+    """.txt, .jsonl or .parquet, for a compressed file the suffix before .gz or .zst; None for any other file."""
+    match = TEXT_SUFFIX.search(path.name)
+    return (match[1] or match[2]).lower() if match else None
+
+
+def compression(path: Path) -> str | None:
+    """The codec of a compressed file, as pyarrow calls it."""
+    return COMPRESSION_CODECS.get(path.suffix.lower())
+
+
+def find_text_files(folder: str | os.PathLike[str]) -> list[Path]:
+    """All files below a folder with a `text_suffix`, except in folders with a lock: those of runs and of shards."""
+    paths: list[Path] = []
+    visited = set()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [f for f in folders if not os.path.exists(os.path.join(parent, f, LOCK))]
+        if os.path.realpath(parent) in visited:  # a link to a folder that was searched already
+            folders.clear()
+            continue
+        visited.add(os.path.realpath(parent))
+        paths += [path for path in (Path(parent, name) for name in names) if text_suffix(path) and path.is_file()]
+    return sorted(paths)
+
+
+def find_input(patterns: Iterable[str]) -> list[Path]:
+    """The text files that files, folders and patterns name, in that order; a file that is named twice comes once.
+
+    Raises:
+        UserError: a pattern matches nothing, or a file that is not text.
+    """
+    unique: dict[str, Path] = {}  # a second copy, or a link, could be held out for validation
+    for pattern in patterns:
+        if os.path.isdir(pattern):
+            paths = find_text_files(pattern)
+        else:
+            matches = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
+            paths = [Path(os.path.normpath(match)) for match in matches if not os.path.isdir(match)]
+            if not matches:
+                raise UserError(f"no file matches {pattern}. Give files or folders of {TEXT_TYPES}.")
+        for path in paths:
+            unique.setdefault(os.path.realpath(path), path)
+    problems = [
+        f"{path} is not a file of {TEXT_TYPES}. Convert it, or leave it out."
+        for path in unique.values()
+        if not path.is_file() or not text_suffix(path)
+    ]
+    if not unique:
+        problems.append(f"there is no text in {' '.join(patterns)}. Give files or folders of {TEXT_TYPES}.")
+    if problems:
+        raise UserError(*problems)
+    return list(unique.values())
+
+
+def slug(name: str) -> str:
+    """A name made safe for use in a file name."""
+    safe = "".join(c if c.isalnum() or c in "-." else "_" for c in name).strip("._")
+    return safe.encode()[:60].decode(errors="ignore") or "text"
+
+
+def record_text(record: object, field: str, where: str) -> str:
+    """The text in a field of a record.
+
+    Raises:
+        UserError: the record, which is at `where`, has no such field or no text in it.
+    """
+    fields = record if isinstance(record, dict) else {}
+    if isinstance(text := fields.get(field), str):
+        return text
+    found = ", ".join(f"{name} ({type(value).__name__})" for name, value in fields.items()) or "nothing"
+    raise UserError(f"{where} has no text in {field!r}, only {found}. Fix it, or choose another --text-field.")
+
+
+def estimate_text_bytes(path: Path, text_field: str) -> int:
+    """About how many bytes of text a file has, without reading it; other fields of a .jsonl file count, too."""
+    if text_suffix(path) == ".parquet":
+        with _reading(str(path)):
+            return sum(_row_group_text_bytes(_parquet_metadata(path), text_field))
+    return path.stat().st_size * (COMPRESSION_RATIO if compression(path) else 1)
+
+
+# -----------------------------------------------------------------------------
+# A corpus and its parts
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some files of a corpus, by their indices, or a range of a single one.
+
+    Attributes:
+        start, stop: bytes of a .txt or .jsonl file, row groups of a .parquet file; `stop` is None at the file's end.
+        text_bytes: about how many bytes of text it has.
+    """
+
+    files: range
+    start: int = 0
+    stop: int | None = None
+    text_bytes: float = 0
+
+
+class Corpus:
+    """Documents in a fixed order, read in parts.
+
+    Attributes:
+        name, revision, settings: identify the corpus in a manifest.
+        prefix: start of the file names of its shards.
+    """
+
+    name: str
+    revision: str | None
+    prefix: str
+    settings: Mapping[str, Setting] = {}
+
+    def parts(self) -> list[Part]:
+        raise NotImplementedError
+
+    def read(self, part: Part) -> Iterator[Piece]:
+        """The documents of a part. Its first piece may continue the last document of the part before.
+
+        Raises:
+            UserError: a file cannot be read, or changed meanwhile.
+        """
+        raise NotImplementedError
+
+    def describe(self, part: Part) -> str:
+        """Where the text of a part is, for a message."""
+        return self.name
+
+    def prepare(self, part: Part) -> None:
+        """Starts to fetch a part that will be read soon."""
+
+    def release(self, part: Part) -> None:
+        """Called when a part is encoded, so that it need not be read again."""
+
+    def for_process(self, number: int) -> Corpus:
+        """The same corpus for one of several processes that read it."""
+        return self
+
+    def close(self) -> None:
+        """Called when no part is needed any more."""
+
+
+class Documents(Corpus):
+    """Documents in memory, as one part."""
+
+    def __init__(self, name: str, documents: Iterable[str], revision: str | None = None, prefix: str | None = None):
+        self.name, self.revision, self.prefix = name, revision, prefix or slug(name)
+        self._documents = list(documents)
+
+    def parts(self) -> list[Part]:
+        return [Part(range(1), text_bytes=sum(map(len, self._documents)))]
+
+    def read(self, part: Part) -> Iterator[Piece]:
+        return ((document, True) for document in self._documents)
+
+
+class TextFiles(Corpus):
+    """Files in order. A .txt file is one document, as are a line of a .jsonl file and a row of a .parquet file.
+
+    With `separator`, a .txt file is the documents between the separators, but for blank ones.
+    """
+
+    def __init__(self, paths: list[Path], text_field: str = "text", separator: str | None = None):
+        self.paths, self.text_field, self.separator = paths, text_field, separator
+        self.settings = {"text_field": text_field, "document_separator": separator}
+        self.prefix = slug(paths[0].name.split(".")[0])
+        self.name = " ".join(path.name for path in (paths if len(paths) <= 9 else paths[:3]))
+        self.name += f" ... ({len(paths)} files)" if len(paths) > 9 else ""
+        self._stamps = list(map(self._stamp, paths))
+        self.revision = hashlib.sha256(repr(self._stamps).encode()).hexdigest()[:16]
+
+    @staticmethod
+    def _stamp(path: Path) -> tuple[str, int, int]:
+        return path.name, path.stat().st_size, path.stat().st_mtime_ns
+
+    def parts(self) -> list[Part]:
+        """Large files in several parts, small ones together in one."""
+        sizes = [estimate_text_bytes(path, self.text_field) for path in self.paths]
+        part_bytes, parts = max(MIN_PART_BYTES, sum(sizes) // MAX_PARTS), list[Part]()
+        for files in group_by_size(sizes, part_bytes):
+            size = sum(sizes[files.start : files.stop])
+            ends = self._ends(self.paths[files.start], part_bytes) if size > part_bytes else [None]
+            for start, stop in itertools.pairwise([0, *ends]):
+                parts.append(Part(files, start or 0, stop, size / len(ends)))
+        return parts
+
+    def _ends(self, path: Path, part_bytes: int) -> list[int | None]:
+        """Where the parts of a file end, in its bytes or row groups; None is the file's end."""
+        with _reading(str(path)):
+            if text_suffix(path) == ".parquet":
+                return row_group_ends(path, self.text_field, part_bytes)
+            if compression(path):
+                return [None]
+            inner = range(part_bytes, path.stat().st_size, part_bytes)
+            if text_suffix(path) == ".jsonl":
+                return [*inner, None]
+            with open(path, "rb") as file:
+                cuts = {find_safe_cut(file, offset, self.separator) for offset in inner}
+            return [*sorted(cut for cut in cuts if cut is not None), None]
+
+    def read(self, part: Part) -> Iterator[Piece]:
+        for index in part.files:
+            path = self.paths[index]
+            with _reading(str(path)):
+                yield from self._read_file(path, part.start, part.stop)
+                if self._stamp(path) != self._stamps[index]:
+                    raise UserError(f"{path} changed while it was read. Run the command again, with another --output.")
+
+    def _read_file(self, path: Path, start: int, stop: int | None) -> Iterator[Piece]:
+        suffix = text_suffix(path)
+        if suffix == ".txt":
+            return read_txt(path, self.separator, start, stop)
+        if suffix == ".jsonl":
+            return read_jsonl(path, self.text_field, start, stop)
+        return read_parquet(path, self.text_field, start, stop)
+
+    def describe(self, part: Part) -> str:
+        return " to ".join(str(self.paths[index]) for index in sorted({part.files[0], part.files[-1]}))
+
+
+def group_by_size(sizes: list[int], part_bytes: int) -> Iterator[range]:
+    """Indices of files: each large file alone, small ones that follow each other together."""
+    first, total = 0, 0
+    for index, size in enumerate(sizes):
+        if index > first and total + size > part_bytes:
+            yield range(first, index)
+            first, total = index, 0
+        total += size
+    yield range(first, len(sizes))
+
+
+@contextlib.contextmanager
+def _reading(where: str) -> Iterator[None]:
+    """Turns errors of the disk, of decoding and of pyarrow into a UserError."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where} is not UTF-8 text. Convert it first.") from error
+    except Exception as error:
+        is_pyarrows = type(error).__module__.startswith("pyarrow")  # which has many classes
+        if not is_pyarrows and not isinstance(error, OSError | EOFError | ValueError):
+            raise
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split()).rstrip(".")[:300]
+        raise UserError(f"{where} cannot be read ({reason}). Check the file, or get it again.") from error
+
+
+class _ByteRange(io.RawIOBase):
+    """The bytes of a file from where it is up to `stop`."""
+
+    def __init__(self, file: BinaryIO, stop: int):
+        self._file, self._left = file, stop - file.tell()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        content = self._file.read(min(len(buffer), self._left))
+        buffer[: len(content)] = content
+        self._left -= len(content)
+        return len(content)
+
+
+@contextlib.contextmanager
+def _open_text(path: Path, start: int = 0, stop: int | None = None) -> Iterator[BinaryIO]:
+    """The bytes of a file, decompressed, or some of them."""
+    with open(path, "rb") as file:
+        if codec := compression(path):
+            import pyarrow
+
+            stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file), codec)
+            yield io.BufferedReader(stream, READ_SIZE)
+        else:
+            file.seek(start)
+            yield file if stop is None else io.BufferedReader(_ByteRange(file, stop), READ_SIZE)
+
+
+# -----------------------------------------------------------------------------
+# Where a text can be cut
+
+# GPT-2's pattern joins a space to the word after it, never to the one before. So two texts that are cut between a word and
+# a space, and encoded separately, have the tokens of the uncut text. \S excludes all that GPT-2's \s matches, and more.
+_WORD_END = re.compile(r"\S(?=[ \n])")
+_WORD_END_IN_BYTES = re.compile(rb"(?:[!-~]|[\xc2-\xf4][\x80-\xbf]+)(?=[ \n\r])")  # if the character is no space
+
+
+def last_safe_cut(text: str, start: int, limit: int) -> int:
+    """The last offset up to `limit` between a word and a space of `text[start:]`, or `start` if there is none."""
+    window = 4096
+    while True:
+        begin = max(start, limit - window)
+        ends = [match.end() for match in _WORD_END.finditer(text, begin, limit + 1)]
+        if ends or begin == start:
+            return ends[-1] if ends else start
+        window *= 8
+
+
+def cut_long_document(text: str, size: int) -> Iterator[str]:
+    """Pieces of a document of at most `size` characters, or longer ones where it has no space."""
+    start = 0
+    while len(text) - start > size:
+        end = last_safe_cut(text, start, start + size)
+        if end == start:
+            match = _WORD_END.search(text, start + size)
+            if match is None:
+                break
+            end = match.end()
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def find_safe_cut(file: BinaryIO, offset: int, separator: str | None) -> int | None:
+    """The first place in a UTF-8 file, from a byte on, that is between a word and a space and in no separator."""
+    begin = max(0, offset - 4)  # a character has up to 4 bytes
+    while True:
+        file.seek(begin)
+        window = file.read(READ_SIZE)
+        for match in _WORD_END_IN_BYTES.finditer(window):
+            cut = begin + match.end()
+            is_word = not match[0].decode(errors="replace").isspace()
+            if cut >= offset and is_word and not (separator and _separator_ends(file, cut, separator)):
+                return cut
+        if len(window) < READ_SIZE:
+            return None
+        begin += len(window) - 4
+
+
+def _separator_ends(file: BinaryIO, cut: int, separator: str) -> bool:
+    """Whether a separator starts before a cut and ends there or behind it, in a text whose line ends become \n."""
+    size = len(separator.encode())
+    file.seek(max(0, cut - 2 * size))
+    before, after = (file.read(count) for count in (min(cut, 2 * size), 2 * size))
+    left, right = (re.sub(rb"\r\n?", b"\n", side) for side in (before, after))
+    return separator.encode() in left[-size:] + right[: size - 1]
+
+
+# -----------------------------------------------------------------------------
+# .txt, .jsonl and .parquet
+
+
+def read_txt(path: Path, separator: str | None, start: int, stop: int | None) -> Iterator[Piece]:
+    """Pieces of a text file, which is one document, or of those between separators. Line ends become \\n."""
+    text, inside = "", start > 0
+    cut_above = READ_SIZE
+    encoding = "utf-8" if start else "utf-8-sig"
+    with _open_text(path, start, stop) as file, io.TextIOWrapper(file, encoding) as decoded:
+        while block := decoded.read(READ_SIZE):
+            text += block
+            if separator:
+                *documents, text = text.split(separator)
+                for document in documents:
+                    if document.strip() or inside:
+                        yield document, not inside
+                    inside = False
+            if len(text) > cut_above:
+                end = last_safe_cut(text, 0, len(text) - len(separator or ""))  # a separator may end in the next block
+                cut_above = READ_SIZE if end else 2 * len(text)
+                if end:
+                    yield text[:end], not inside
+                    text, inside = text[end:], True
+    if text.strip() or inside or not separator:
+        yield text, not inside
+
+
+def read_jsonl(path: Path, text_field: str, start: int, stop: int | None) -> Iterator[Piece]:
+    """The document in each line that starts in a range of bytes."""
+    with _open_text(path, max(0, start - 1)) as lines:
+        offset = start - 1 + len(lines.readline()) if start else 0
+        for number, line in enumerate(lines, start=1):
+            if stop is not None and offset >= stop:
+                return
+            if line.strip():
+                try:
+                    record = json.loads(line.rstrip())
+                    text = record.get(text_field) if isinstance(record, dict) else None
+                except (ValueError, RecursionError) as error:
+                    where = f"{path}, line {number + _lines_before(path, start)}"
+                    raise UserError(f"{where} is not JSON ({error}). Fix or remove the line.") from error
+                if not isinstance(text, str):
+                    text = record_text(record, text_field, f"{path}, line {number + _lines_before(path, start)}")
+                yield text, True
+            offset += len(line)
+
+
+def _lines_before(path: Path, start: int) -> int:
+    """The number of lines that start before a byte of a file."""
+    if start == 0:
+        return 0
+    with open(path, "rb") as file:
+        return 1 + sum(
+            block.count(b"\n") for block in iter(lambda: file.read(min(READ_SIZE, start - 1 - file.tell())), b"")
+        )
+
+
+def read_parquet(path: Path, text_field: str, start: int, stop: int | None) -> Iterator[Piece]:
+    """The document in each row of some row groups."""
+    import pyarrow.parquet
+
+    metadata = _parquet_metadata(path)
+    columns = metadata.schema.to_arrow_schema().names
+    if text_field not in columns:
+        raise UserError(f"{path} has no column {text_field!r}. Choose with --text-field from {', '.join(columns)}.")
+    groups = range(metadata.num_row_groups)[start:stop]
+    first_row = sum(metadata.row_group(group).num_rows for group in range(start))
+    num_rows = sum(metadata.row_group(group).num_rows for group in groups)
+    text_bytes = sum(_row_group_text_bytes(metadata, text_field)[start:stop])
+    rows_at_once = max(1, READ_SIZE * num_rows // max(1, text_bytes))
+    # Pages are read as they are needed, not whole row groups.
+    options = {"buffer_size": READ_SIZE, "pre_buffer": False}
+    with (
+        _reading(f"{path}, from row {first_row},"),
+        pyarrow.parquet.ParquetFile(path, metadata=metadata, **options) as file,
+    ):
+        batches = file.iter_batches(rows_at_once, row_groups=list(groups), columns=[text_field], use_threads=False)
+        texts = itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+        for row, text in enumerate(texts, start=first_row):
+            if not isinstance(text, str):
+                text = record_text({text_field: text}, text_field, f"{path}, row {row}")
+            yield text, True
+
+
+def row_group_ends(path: Path, text_field: str, part_bytes: int) -> list[int | None]:
+    """Where the parts of a .parquet file end: row groups with at most `part_bytes` of text, or a single larger one."""
+    sizes = _row_group_text_bytes(_parquet_metadata(path), text_field)
+    return [*(groups.stop for groups in group_by_size(sizes, part_bytes) if groups.stop < len(sizes)), None]
+
+
+def _parquet_metadata(path: Path) -> pyarrow.parquet.FileMetaData:
+    """The metadata of a .parquet file, cached: the parts of a file need it one after the other."""
+    return _read_parquet_metadata(path, path.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1)
+def _read_parquet_metadata(path: Path, mtime_ns: int) -> pyarrow.parquet.FileMetaData:
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_metadata(path)
+
+
+def _row_group_text_bytes(metadata: pyarrow.parquet.FileMetaData, text_field: str) -> list[int]:
+    """Uncompressed bytes of a column in each row group."""
+    sizes = []
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        columns = map(group.column, range(group.num_columns))
+        sizes.append(sum(c.total_uncompressed_size for c in columns if c.path_in_schema == text_field))
+    return sizes

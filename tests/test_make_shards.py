@@ -1,0 +1,448 @@
+"""Shards equal those of the plain loop, whatever interrupts the command and whoever encodes the parts."""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import random
+import shutil
+import time
+import types
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from helpers import FORKS, in_threads
+from shard_helpers import (
+    ADVERSARIAL,
+    LONG,
+    corpus_of,
+    documents_of,
+    file_size_limit,
+    files_in,
+    flip_bit,
+    interrupt,
+    plain_bytes,
+    plain_loop,
+    shards_in,
+    split_sizes,
+    tokens_in,
+    valid_unicode,
+)
+
+from support import files
+from support.cli import UserError
+from support.data import encode, shards, text_files
+from support.data import make_shards as module
+from support.data.make_shards import make_shards
+from support.data.text_files import Documents, TextFiles, find_input
+
+
+@pytest.fixture
+def texts(tmp_path, monkeypatch):
+    """Files of every kind in `texts/`: an empty one, one without a line, long documents, many row groups. Small parts."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    documents = valid_unicode(ADVERSARIAL)
+    (folder / "a.txt").write_text("one document " * 300)
+    (folder / "b.txt").write_text("")
+    pa.parquet.write_table(pa.table({"text": [*LONG, *documents] * 2}), folder / "c.parquet", row_group_size=9)
+    (folder / "d.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*documents, *LONG]))
+    (folder / "e.jsonl").write_text("")
+    (folder / "f.txt").write_text("the end")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(text_files, "MIN_PART_BYTES", 1500)
+    return folder
+
+
+def make(out, **options):
+    """The shards of `texts/`; the corpus is opened anew, as the same command does."""
+    return make_shards(TextFiles(find_input(["texts"])), out, **{"tokenizer": "bytes", "shard_size": 2000} | options)
+
+
+# ---- the plain loop
+
+
+@pytest.mark.parametrize("shard_size", [3, 255, 256, 700])
+def test_shards_equal_the_plain_loop(tmp_path, shard_size):
+    make_shards(corpus_of(ADVERSARIAL), tmp_path, tokenizer="bytes", shard_size=shard_size)
+    expected = plain_loop(ADVERSARIAL, plain_bytes, 256, shard_size)
+    assert shards_in(tmp_path) == [("train" if i else "val", i, tokens) for i, tokens in enumerate(expected)]
+    assert all(np.load(path).dtype == np.uint16 for path in tmp_path.glob("*.npy"))
+
+
+@pytest.mark.parametrize("shard_size", [37, 2000])
+@pytest.mark.parametrize("max_tokens", [None, 9001])
+def test_shards_of_many_parts_equal_the_plain_loop(texts, shard_size, max_tokens):
+    make("out", shard_size=shard_size, max_tokens=max_tokens)
+    corpus = TextFiles(find_input(["texts"]))
+    documents = documents_of(corpus)
+    [tokens] = plain_loop(documents, plain_bytes, 256, 10**9)
+    assert len(corpus.parts()) > 20 and len(documents) > 200
+    assert list(itertools.chain(*tokens_in("out"))) == tokens[:max_tokens]
+    assert {len(shard) for shard in tokens_in("out")[:-1]} == {shard_size}
+
+
+def test_the_manifest_describes_the_shards(tmp_path):
+    source = Documents("some texts", ADVERSARIAL, "abc123", "texts")
+    make_shards(source, tmp_path, tokenizer="bytes", shard_size=256)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    expected = dict(tokenizer="bytes", vocab_size=257, source="some texts", revision="abc123", complete=True)
+    assert expected.items() <= manifest.items()
+    assert sum(manifest["parts"]) == sum(shard["tokens"] for shard in manifest["shards"])
+    for shard in manifest["shards"]:
+        file = tmp_path / shard["file"]
+        assert shard["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest() and shard["split"] in shard["file"]
+        assert (shard["tokens"], shard["documents"]) == (len(np.load(file)), np.count_nonzero(np.load(file) == 256))
+
+
+# ---- the validation split
+
+
+def test_the_last_documents_of_a_small_corpus_are_held_out(tmp_path):
+    texts = ["a" * 9] * 20  # 200 tokens in documents of 10
+    make_shards(corpus_of(texts), tmp_path / "tenth", tokenizer="bytes")
+    assert split_sizes(tmp_path / "tenth") == [("val", 20), ("train", 180)]
+    make_shards(corpus_of(texts), tmp_path / "third", tokenizer="bytes", val_fraction=1 / 3)
+    assert split_sizes(tmp_path / "third") == [("val", 70), ("train", 130)]  # 7 documents are nearest to 66.7 tokens
+    make_shards(corpus_of(texts), tmp_path / "many", tokenizer="bytes", val_fraction=0.3, shard_size=50)
+    assert [(split, index, len(tokens)) for split, index, tokens in shards_in(tmp_path / "many")] == [
+        ("val", 0, 50), ("val", 1, 10), ("train", 2, 50), ("train", 3, 50), ("train", 4, 40),
+    ]  # fmt: skip
+    make_shards(corpus_of(["b" * 999]), tmp_path / "one", tokenizer="bytes")
+    assert tokens_in(tmp_path / "one") == [[98] * 100, [256] + [98] * 899]  # cut inside the only document
+
+
+def test_only_a_corpus_of_one_shard_is_split(tmp_path):
+    for max_tokens, expected in ((500, [("val", 50), ("train", 450)]), (501, [("val", 500), ("train", 1)])):
+        out, texts = tmp_path / str(max_tokens), ["a" * 9] * 99
+        make_shards(corpus_of(texts), out, tokenizer="bytes", shard_size=500, max_tokens=max_tokens)
+        assert split_sizes(out) == expected
+
+
+def test_split_documents_cuts_inside_a_document(tmp_path, capsys):
+    """Of documents of 10, 30 and 60 tokens, a cut between documents holds out 60."""
+    texts = ["a" * 9, "b" * 29, "c" * 59]
+    make_shards(corpus_of(texts), tmp_path / "between", tokenizer="bytes")
+    assert split_sizes(tmp_path / "between") == [("val", 60), ("train", 40)]
+    assert "note: that is more than 10%" in capsys.readouterr().out
+    make_shards(corpus_of(texts), tmp_path / "inside", tokenizer="bytes", split_documents=True)
+    assert split_sizes(tmp_path / "inside") == [("val", 10), ("train", 90)]
+    assert "note" not in capsys.readouterr().out
+    texts = ["a" * 59, "b" * 29, "c" * 10]  # a document starts one token from the ideal cut: near enough
+    make_shards(corpus_of(texts), tmp_path / "near", tokenizer="bytes", split_documents=True)
+    assert split_sizes(tmp_path / "near") == [("val", 11), ("train", 90)]
+
+
+def test_the_split_point_is_the_start_of_the_nearest_document():
+    """In parts of any sizes, compared with all starts at once."""
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        tokens = (rng.random(rng.integers(2, 60)) < rng.choice([0.02, 0.2, 0.9])).astype(np.uint16)
+        tokens[0] = 1  # the first document starts here
+        parts = np.split(tokens, np.sort(rng.integers(0, len(tokens), rng.integers(0, 5))))
+        fraction = rng.random()
+        ideal = len(tokens) - max(1, round(fraction * len(tokens)))
+        starts = np.flatnonzero(tokens)[1:]
+        expected = starts[np.abs(starts - ideal).argmin()] if len(starts) else max(1, ideal)
+        assert module.val_split_point(parts, 1, fraction) == expected
+
+
+@pytest.mark.parametrize("texts", [[], ["", ""][:1]])
+def test_nothing_is_left_of_a_corpus_without_text(tmp_path, texts):
+    with pytest.raises(UserError, match="there is no text in texts"):
+        make_shards(corpus_of(texts), tmp_path / "out", tokenizer="bytes")
+    assert not (tmp_path / "out").exists()
+
+
+# ---- parts by several processes
+
+OPTIONS = [
+    {},
+    {"shard_size": 10**6},  # a single shard, which is split
+    {"val_fraction": 0.3},
+    {"val_fraction": 0.02, "split_documents": True},
+    {"max_tokens": 9_001},
+    {"max_tokens": 9_001, "val_fraction": 0.1},
+    {"tokenizer": "bpe", "vocab_size": 300},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_parts_by_several_processes_make_the_same_bytes(texts, options):
+    """In any order, twice, at once; and what nobody has encoded, the last command encodes."""
+    make("one", **options)
+    for number in (3, 1, 3):
+        assert not make("out", only_parts=(number, 4), **options)["complete"]
+    outcomes = in_threads([1, 2, 3], lambda number: make("out", only_parts=(number, 4), **options))
+    assert not any(isinstance(outcome, Exception) for outcome in outcomes.values()), outcomes
+    encoded = {path: path.stat().st_mtime_ns for path in Path("out").glob("parts_*/*.bin")}
+    assert len(encoded) > (15 if "max_tokens" not in options else 1) and not list(Path("out").glob("*.npy"))
+    assert make("out", **options)["complete"]
+    assert files_in(Path("out")) == files_in(Path("one"))
+    make("out", only_parts=(2, 4), **options)  # too late
+    assert files_in(Path("out")) == files_in(Path("one"))
+
+
+def test_finished_parts_are_not_encoded_again(texts, monkeypatch):
+    make("out", only_parts=(1, 2))
+    monkeypatch.setattr(module, "write_part", None)
+    make("out", only_parts=(1, 2))
+    with pytest.raises(TypeError):
+        make("out", only_parts=(2, 2))
+
+
+def test_no_more_parts_are_encoded_than_are_needed(texts):
+    for options, out in (({}, "first"), ({"only_parts": (1, 1)}, "second")):
+        with pytest.MonkeyPatch.context() as patch:
+            written = []
+            write = module.write_part
+            patch.setattr(module, "write_part", lambda path, *args: written.append(path) or write(path, *args))  # noqa: B023
+            make(out, max_tokens=3000, **options)
+            assert len(written) == 2  # of 1,500 bytes
+
+
+def test_parts_are_not_added_while_shards_are_cut(texts):
+    Path("out").mkdir()
+    with files.lock_folder(Path("out"), "--output"), pytest.raises(UserError, match="is in use by process"):
+        make("out", only_parts=(1, 2))
+    with files.lock_folder(Path("out"), "--output", shared=True):
+        make("out", only_parts=(1, 2))
+        with pytest.raises(UserError, match="is in use by process"):
+            make("out")
+
+
+def test_used_parts_are_removed(texts, monkeypatch):
+    """So the disk never has many more tokens than those in the shards, and the parts of one more."""
+    write, most = module.write_part, []
+
+    def write_part(*args):
+        most.append(sum(path.stat().st_size for path in Path("out").glob("parts_*/*.bin")))
+        return write(*args)
+
+    monkeypatch.setattr(module, "write_part", write_part)
+    make("out")
+    assert len(most) > 20 and max(most) <= 2 * (2 * 2000 + 2 * 1500)  # of two shards, one of which is being written
+
+
+# ---- interrupted runs
+
+
+def test_the_same_command_again_resumes_or_has_nothing_to_do(tmp_path, monkeypatch):
+    interrupt(LONG, tmp_path, monkeypatch, 4, shard_size=500)
+    with pytest.raises(UserError, match="are not complete .* Run the same fineweb.py command again"):
+        shards.open_shards(tmp_path, "train")
+    make_shards(corpus_of(LONG), tmp_path, tokenizer="bytes", shard_size=500)
+    assert tokens_in(tmp_path) == plain_loop(LONG, plain_bytes, 256, 500)
+    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    make_shards(corpus_of(LONG), tmp_path, tokenizer="bytes", shard_size=500)
+    assert stamps == {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+
+
+def make_slowly(out, options):
+    """So that a kill can come at any moment of it."""
+    text_files.MIN_PART_BYTES = 1500
+    atomic_write = files.atomic_write
+    files.atomic_write = lambda *args, **more: (time.sleep(0.003), atomic_write(*args, **more))[1]
+    make(out, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"val_fraction": 0.3}, {"max_tokens": 30_000}, {"tokenizer": "bpe"}])
+def test_killed_at_any_moment_the_same_command_makes_the_same_bytes(texts, tmp_path, options):
+    rng = random.Random(0)
+    options = options | {"shard_size": 700}
+    make("expected", **options)
+    stamps, kills = {}, 0
+    while True:
+        process = FORKS.Process(target=make_slowly, args=(tmp_path / "out", options))
+        process.start()
+        before = len(list(tmp_path.glob("out/**/*.*")))
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("out/**/*.*"))) < before + rng.randrange(1, 20) and process.is_alive():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(rng.random() * 0.01)
+        if kills < 6:
+            process.kill()
+            kills += process.is_alive()
+        process.join(60)
+        for path, stamp in stamps.items():
+            assert not path.exists() or path.stat().st_mtime_ns == stamp, f"{path.name} was written again"
+        manifest = json.loads(content) if (content := _text(tmp_path / "out" / "manifest.json")) else {"shards": []}
+        finished = [tmp_path / "out" / shard["file"] for shard in manifest["shards"]]
+        finished += [path.with_suffix(".bin") for path in tmp_path.glob("out/parts_*/part_*.json")]
+        stamps = {path: path.stat().st_mtime_ns for path in finished if path.exists()}
+        if process.exitcode == 0:
+            break
+    assert kills >= 3
+    assert files_in(tmp_path / "out") == files_in(tmp_path / "expected")
+
+
+def _text(path):
+    return path.read_text() if path.exists() else None
+
+
+@pytest.mark.parametrize("options, interrupted_after", [({}, 5), ({"val_fraction": 0.3}, 5)])
+@pytest.mark.parametrize("harm", [lambda p: p.unlink(), lambda p: p.write_bytes(p.read_bytes()[:-50]), flip_bit])
+def test_only_lost_shards_are_made_again(tmp_path, monkeypatch, options, interrupted_after, harm):
+    """Those of a finished run, and of one that was interrupted, which compares only the sizes."""
+
+    def make(folder):
+        make_shards(corpus_of(LONG), folder, tokenizer="bytes", shard_size=500, **options)
+        return {path: path.stat().st_mtime_ns for path in sorted(folder.glob("*_train_*.npy"))}
+
+    before = make(tmp_path / "expected")
+    shutil.copytree(tmp_path / "expected", tmp_path / "finished", copy_function=shutil.copy2)
+    harm(list(before)[2])
+    after = make(tmp_path / "expected")
+    assert files_in(tmp_path / "expected") == files_in(tmp_path / "finished")
+    assert [before[path] == after[path] for path in before] == [i != 2 for i in range(len(before))]
+    if harm is not flip_bit:
+        interrupt(LONG, tmp_path / "out", monkeypatch, interrupted_after, shard_size=500, **options)
+        harm(max((tmp_path / "out").glob("*.npy")))
+        make(tmp_path / "out")
+        assert files_in(tmp_path / "out") == files_in(tmp_path / "finished")
+
+
+@pytest.mark.parametrize("lost", ["_val_000000.npy", "_train_000007.npy"])
+def test_only_the_parts_of_a_lost_shard_are_encoded_again(texts, monkeypatch, lost):
+    make("one")
+    make("out")
+    next(Path("out").glob(f"*{lost}")).unlink()
+    opened = []
+    monkeypatch.setattr(module, "write_part", lambda path, *args: opened.append(path) or encode.write_part(path, *args))
+    make("out")
+    assert 1 <= len(opened) <= 4 and files_in(Path("out")) == files_in(Path("one"))
+
+
+@pytest.mark.parametrize("name", ["part_000003.bin", "part_000003.json"])
+@pytest.mark.parametrize("harm", [flip_bit, lambda p: p.unlink(), lambda p: p.write_bytes(p.read_bytes()[:-2])])
+def test_a_corrupt_part_is_encoded_again(texts, name, harm):
+    make("one")
+    make("out", only_parts=(1, 1))
+    harm(next(Path("out").glob(f"parts_*/{name}")))
+    make("out")
+    assert files_in(Path("out")) == files_in(Path("one"))
+
+
+def test_a_text_that_is_not_what_it_was_is_noticed(tmp_path):
+    """The revision of a corpus says that; where it is wrong, so do the lengths of the parts."""
+    make_shards(corpus_of(LONG), tmp_path, tokenizer="bytes", shard_size=500)
+    next(tmp_path.glob("*_train_000003.npy")).unlink()
+    with pytest.raises(UserError, match="texts is not what it was. Make its shards in another --output"):
+        make_shards(corpus_of(LONG[1:]), tmp_path, tokenizer="bytes", shard_size=500)
+
+
+# ---- the folder
+
+
+def test_other_shards_are_never_mixed_or_lost(tmp_path):
+    def make(text, **settings):
+        make_shards(corpus_of([text * 250]), tmp_path, tokenizer="bytes", **settings)
+
+    make("a", shard_size=100)
+    before = shards_in(tmp_path)
+    for settings in ({"shard_size": 50}, {"shard_size": 100, "max_tokens": 60}):
+        with pytest.raises(UserError, match="another source or setting: --[-a-z]+ was .* and is now .*other --output"):
+            make("b", **settings)
+    assert shards_in(tmp_path) == before
+    np.save(tmp_path / "foreign_train_000007.npy", np.zeros(9, dtype=np.uint16))
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"complete": true', '"complete": false'))
+    for _ in ("with a manifest", "without one"):
+        with pytest.raises(UserError, match=r"shards of another tool, such as .*_train_00000\d\.npy\. Move them away"):
+            make("a", shard_size=100)
+        assert (tmp_path / "foreign_train_000007.npy").exists()
+        manifest.unlink(missing_ok=True)
+
+
+def test_the_parts_of_another_text_are_neither_used_nor_lost(texts):
+    make("out", only_parts=(1, 2))
+    encoded = {path: path.read_bytes() for path in Path("out").rglob("*.bin")}
+    (texts / "f.txt").write_text("another end")
+    for only_parts in (None, (1, 2)):
+        with pytest.raises(UserError, match="shards of another source or setting: revision was"):
+            make("out", only_parts=only_parts)
+    assert encoded == {path: path.read_bytes() for path in Path("out").rglob("*.bin")}
+
+
+def test_the_tokenizer_of_something_else_stays(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")  # of a checkpoint
+    with pytest.raises(UserError, match=r"tokenizer\.json of something else. Use another --output."):
+        make_shards(corpus_of(["a" * 250]), tmp_path, tokenizer="bytes")
+    assert files_in(tmp_path) == {"tokenizer.json": b"{}"}
+
+
+def test_leftovers_of_a_killed_run_are_removed(tmp_path, monkeypatch):
+    options = {"shard_size": 500, "val_fraction": 0.3}
+    leftovers = ["texts_train_000099.npy", ".texts_val_000003.npy.partial", ".manifest.json.0123.partial"]
+    others = ["notes.txt", "other_train.npy", ".notes.npy.partial"]
+    make_shards(corpus_of(LONG), tmp_path / "expected", tokenizer="bytes", **options)
+    expected = files_in(tmp_path / "expected") | dict.fromkeys(others, b"x")
+    interrupt(LONG, tmp_path / "out", monkeypatch, 5, **options)
+    (tmp_path / "out" / "parts_0123").mkdir()
+    for _ in range(2):  # the second time, there is nothing to do but this
+        for name in (*leftovers, *others):
+            (tmp_path / "out" / name).write_bytes(b"x")
+        make_shards(corpus_of(LONG), tmp_path / "out", tokenizer="bytes", **options)
+        assert files_in(tmp_path / "out") == expected
+
+
+PARTS_OF_ANOTHER_KIND = json.dumps(dict(tokenizer="bytes", vocab_size=257, shards=[], complete=False, parts=["9"]))
+
+
+@pytest.mark.parametrize("content", ["null", '"x"', "{", "[" * 100_000, '{"settings": {}}', PARTS_OF_ANOTHER_KIND])
+def test_a_file_that_is_not_a_manifest_is_named(tmp_path, content):
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(UserError, match=r"manifest\.json is not a manifest of shards .*Remove the folder"):
+        make_shards(corpus_of(["a" * 250]), tmp_path, tokenizer="bytes")
+    assert (tmp_path / "manifest.json").read_text() == content
+
+
+# ---- disks
+
+
+def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(tmp_path, monkeypatch):
+    """A resumed run needs only the rest."""
+    options = {"shard_size": 500, "val_fraction": 0.5}
+    characters = sum(map(len, LONG))
+
+    def try_with(folder, free):
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free))
+            make_shards(corpus_of(LONG), folder, tokenizer="bytes", **options)
+
+    with pytest.raises(UserError, match=r"new has 0\.0 MB free, and about 0\.0 MB are needed to make the shards"):
+        try_with(tmp_path / "new", 2 * 2 * characters - 1)
+    assert not (tmp_path / "new").exists()
+    interrupt(LONG, tmp_path / "out", monkeypatch, 7, **options)  # while the two splits are written
+    on_disk = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*.bin"))
+    needed = 2 * 2 * characters - on_disk - sum(2 * len(np.load(path)) for path in _listed(tmp_path / "out"))
+    with pytest.raises(UserError, match="are needed"):
+        try_with(tmp_path / "out", needed - 1)
+    try_with(tmp_path / "out", needed)
+
+
+def _listed(folder):
+    return [folder / shard["file"] for shard in json.loads((folder / "manifest.json").read_text())["shards"]]
+
+
+@pytest.mark.parametrize("written", ["write_shard", "write_part"])
+def test_after_a_full_disk_the_same_command_resumes(texts, monkeypatch, written):
+    write, number = getattr(module, written), 3
+
+    def write_to_full_disk(path, *options):
+        with file_size_limit(100) if f"_{number:06d}" in path.name else contextlib.nullcontext():
+            return write(path, *options)
+
+    make("one")
+    with monkeypatch.context() as patch:
+        patch.setattr(module, written, write_to_full_disk)
+        with pytest.raises(UserError, match=r"cannot write to out \(File too large\)\. .*same command again to resume"):
+            make("out")
+    assert not shards.is_complete("out") and not list(Path("out").rglob("*partial*"))
+    make("out")
+    assert files_in(Path("out")) == files_in(Path("one"))

@@ -1,0 +1,204 @@
+"""Files of every kind: their documents, whatever parts they are read in, and what is wrong with them."""
+
+import gzip
+import json
+import random
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from helpers import needs_gpt2_vocabulary
+from shard_helpers import adversarial_texts, documents_of, plain_encoder, valid_unicode
+
+from support.cli import UserError
+from support.data import text_files
+from support.data.text_files import TextFiles
+
+LARGE = 1 << 20
+
+
+def compress(text, codec):
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, codec) as stream:
+        stream.write(text.encode())
+    return sink.getvalue().to_pybytes()
+
+
+def parts_of(monkeypatch, part_bytes, *paths, **options):
+    """A corpus, and its parts of about so many bytes."""
+    monkeypatch.setattr(text_files, "MIN_PART_BYTES", part_bytes)
+    corpus = TextFiles(list(paths), **options)
+    return corpus, corpus.parts()
+
+
+@pytest.mark.parametrize("part_bytes, at_least", [(LARGE, 1), (2000, 5), (300, 40), (20, 150)])
+def test_files_of_every_kind_have_their_documents_in_parts_of_any_size(tmp_path, monkeypatch, part_bytes, at_least):
+    texts = [text.replace("\r", "") for text in valid_unicode(adversarial_texts(5, 70))]
+    lines = ["".join(json.dumps({"text": t}) + "\n" for t in part) for part in (texts[:10], texts[10:20], texts[20:30])]
+    (tmp_path / "a.jsonl").write_text("\n \n" + lines[0].rstrip("\n"))
+    half = len(lines[1]) // 2  # two gzip members in a file, as appending to one makes them
+    members = gzip.compress(lines[1][:half].encode()), gzip.compress(lines[1][half:].encode())
+    (tmp_path / "b.jsonl.gz").write_bytes(b"".join(members))
+    (tmp_path / "c.jsonl.zst").write_bytes(compress(lines[2], "zstd"))
+    pa.parquet.write_table(pa.table({"text": texts[30:40], "n": range(10)}), tmp_path / "d.parquet", row_group_size=2)
+    pa.parquet.write_table(pa.table({"n": range(10), "text": texts[40:50]}), tmp_path / "e.parquet")
+    (tmp_path / "f.txt").write_bytes(b"\xef\xbb\xbf" + texts[50].encode())
+    (tmp_path / "g.txt.gz").write_bytes(gzip.compress("é 日\r\n".encode() * 500))
+    (tmp_path / "h.txt").write_text("")
+    (tmp_path / "i.txt").write_bytes("é 日\r\n".encode() * 500)
+    pa.parquet.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "j.parquet")
+    paths = sorted(tmp_path.iterdir())
+    corpus, parts = parts_of(monkeypatch, part_bytes, *paths)
+    assert documents_of(corpus) == [*texts[:51], "é 日\n" * 500, "", "é 日\n" * 500]
+    assert len(parts) >= at_least and parts == TextFiles(paths).parts()
+    assert [part.files.start for part in parts] == sorted(part.files.start for part in parts)
+
+
+def test_a_large_corpus_has_larger_parts_not_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "MAX_PARTS", 10)
+    (tmp_path / "a.txt").write_text("some words " * 10_000)
+    _, parts = parts_of(monkeypatch, 100, tmp_path / "a.txt")
+    assert len(parts) == 10
+
+
+# ---- where a text is cut
+
+
+@needs_gpt2_vocabulary
+@pytest.mark.parametrize("seed", range(2))
+def test_a_safe_cut_changes_no_token(tmp_path, seed):
+    """Neither in a text nor in the bytes of a file."""
+    encode, _ = plain_encoder("gpt2")
+    text = "".join(valid_unicode(adversarial_texts(seed, 20))).replace("\r", "")
+    path = tmp_path / "a.txt"
+    path.write_bytes(text.encode())
+    with open(path, "rb") as file:
+        inside = {text_files.find_safe_cut(file, offset, None) for offset in range(1, len(text.encode()), 20)} - {None}
+    cuts = {text_files.last_safe_cut(text, 0, limit) for limit in range(1, len(text), 20)} - {0}
+    cuts |= {len(text.encode()[:cut].decode()) for cut in inside}
+    assert len(cuts) > 60 and len(inside) > 30
+    tokens = encode(text)
+    for cut in cuts:
+        assert encode(text[:cut]) + encode(text[cut:]) == tokens, (text[cut - 9 : cut], text[cut : cut + 9])
+
+
+def test_a_cut_in_a_file_is_the_first_one_from_an_offset_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "READ_SIZE", 16)
+    rng = random.Random(0)
+    for _ in range(60):
+        words = [
+            rng.choice(("é", "日本", "x", "yz" * 30, "\u00a0", "\u2003a", "🙂")) + rng.choice((" ", "\n", "\r\n", "-"))
+            for _ in range(30)
+        ]
+        content = "".join(words).encode()
+        (tmp_path / "a.txt").write_bytes(content)
+        ends = [
+            len("".join(content.decode()[: i + 1]).encode())
+            for i, (char, following) in enumerate(zip(content.decode(), content.decode()[1:], strict=False))
+            if not char.isspace() and following in " \r\n"
+        ]
+        with open(tmp_path / "a.txt", "rb") as file:
+            for offset in range(0, len(content), 7):
+                expected = next((end for end in ends if end >= offset), None)
+                assert text_files.find_safe_cut(file, offset, None) == expected
+
+
+SEPARATORS = ["\n\n", "b", "END OF DOC", "\n---\n", "a b", " ", "\n"]
+
+
+@pytest.mark.parametrize("separator", SEPARATORS)
+@pytest.mark.parametrize("part_bytes", [1, 30, 200, LARGE])
+@pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
+def test_a_text_file_is_cut_at_its_separator(tmp_path, monkeypatch, separator, part_bytes, line_end):
+    monkeypatch.setattr(text_files, "READ_SIZE", 64)
+    rng = random.Random(part_bytes)
+    pieces = [separator, "one", "two words  ", "\n", " \n ", "\n\n\n", "a long one, " * 20, "END OF", "é日 ", "---"]
+    for _ in range(9):
+        text = "".join(rng.choices(pieces, [9, *[2] * 9], k=60))
+        (tmp_path / "a.txt").write_bytes(text.replace("\n", line_end).encode())
+        expected = [document for document in text.split(separator) if document.strip()]
+        corpus, parts = parts_of(monkeypatch, part_bytes, tmp_path / "a.txt", separator=separator)
+        assert documents_of(corpus) == expected
+        assert part_bytes == LARGE or len(parts) > 1
+
+
+def test_a_separator_may_span_two_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "READ_SIZE", 40)
+    for before in range(28, 43):
+        (tmp_path / "a.txt").write_text("x" * before + "END OF DOC" + "two\r\n")
+        assert documents_of(TextFiles([tmp_path / "a.txt"], separator="END OF DOC")) == ["x" * before, "two\n"]
+
+
+# ---- bad files
+
+
+@pytest.mark.parametrize("line", [1, 2, 31, 40])
+@pytest.mark.parametrize("part_bytes", [1, 50, LARGE])
+def test_a_bad_line_is_named_in_any_part(tmp_path, monkeypatch, line, part_bytes):
+    lines = ['{"text": "fine"}'] * 40
+    for bad, message in (
+        ("{bad", f"line {line} is not JSON"),
+        ('{"n": 1}', rf"line {line} has no text in 'text', only n"),
+    ):
+        lines[line - 1] = bad
+        (tmp_path / "a.jsonl").write_text("\n".join(lines))
+        corpus, _ = parts_of(monkeypatch, part_bytes, tmp_path / "a.jsonl")
+        with pytest.raises(UserError, match=rf"a\.jsonl, {message}"):
+            documents_of(corpus)
+
+
+def test_a_corrupt_parquet_file_is_named_with_its_row(tmp_path, monkeypatch):
+    texts = [f"{i} " * 500 for i in range(40)]
+    path = tmp_path / "a.parquet"
+    pa.parquet.write_table(pa.table({"text": texts}), path, row_group_size=10, compression="none", use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    text_start = content.find(b"20 20 20")
+    content[text_start - 40 : text_start] = b"\xff" * 40  # the page header of the third row group
+    path.write_bytes(content)
+    corpus, parts = parts_of(monkeypatch, 1, path)
+    assert len(parts) == 4 and len(list(corpus.read(parts[1]))) == 10
+    with pytest.raises(UserError, match=r"a\.parquet, from row 20, cannot be read"):
+        list(corpus.read(parts[2]))
+
+
+@pytest.mark.parametrize("harm", [lambda p: p.write_text("other"), lambda p: p.touch(), lambda p: p.unlink()])
+def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, harm):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' * 9)
+    corpus = TextFiles([tmp_path / "a.jsonl"])
+    pieces = corpus.read(corpus.parts()[0])
+    next(pieces)
+    harm(tmp_path / "a.jsonl")
+    with pytest.raises(UserError, match=r"a\.jsonl (changed while it was read|cannot be read)"):
+        list(pieces)
+
+
+# ---- which files
+
+
+def test_which_files_of_a_folder_are_text(tmp_path):
+    for folder in ("deep/er", "run", "linked"):
+        (tmp_path / folder).mkdir(parents=True)
+    names = "a.txt b.JSONL c.parquet deep/d.txt.gz deep/er/e.jsonl.zst".split()
+    for name in (*names, *"x.csv x.parquet.gz x.gz deep/noext run/.lock run/log.txt".split()):
+        (tmp_path / name).touch()
+    (tmp_path / "linked" / "loop").symlink_to(tmp_path)
+    found = text_files.find_text_files(tmp_path)
+    assert [str(path.relative_to(tmp_path)) for path in found] == names
+    assert [text_files.text_suffix(path) for path in found] == [".txt", ".jsonl", ".parquet", ".txt", ".jsonl"]
+
+
+def test_a_file_that_is_named_twice_is_read_once(tmp_path, monkeypatch):
+    """Otherwise its copy would be the validation split."""
+    (tmp_path / "notes").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / "notes" / name).write_text(name)
+    (tmp_path / "link.txt").symlink_to("notes/a.txt")
+    monkeypatch.chdir(tmp_path)
+    found = text_files.find_input(["notes/b.txt", "notes/../notes", "link.txt", "notes/*.txt"])
+    assert found == [Path("notes/b.txt"), Path("notes/../notes/a.txt")]
+
+
+def test_names_become_safe_in_file_names():
+    names = ("a/b: c", "../x.", "", "日本" * 30)
+    assert [text_files.slug(name) for name in names] == ["a_b__c", "x", "text", "日本" * 10]
