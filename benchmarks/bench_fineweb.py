@@ -107,7 +107,14 @@ def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument_group("flags").add_argument
     add("--input", nargs="+", metavar="FILE", help="files as for fineweb.py (default: Python's documentation)")
-    add("--shard-size", type=parse_count, default=10**7, at_least=2, metavar="N", help="tokens of a shard (default: 1e7)")
+    add(
+        "--shard-size",
+        type=parse_count,
+        default=10**7,
+        at_least=2,
+        metavar="N",
+        help="tokens of a shard (default: 1e7)",
+    )
     add("--rounds", type=int, default=3, at_least=1, metavar="N", help="measurements of each (default: 3)")
     add("--baseline", metavar="DIR", help="checkout whose fineweb.py is measured (default: the plain loop)")
     add("--flags", default="", metavar="FLAGS", help="more flags of fineweb.py, in one word")
@@ -116,7 +123,7 @@ def main() -> None:
         folder = Path(name)
         if not args.input:
             documents = python_documentation()
-            copies = -(-10**8 // sum(len(text.encode()) for text in documents))
+            copies = -(-(10**8) // sum(len(text.encode()) for text in documents))
             with open(folder / "text.jsonl", "w") as file:
                 file.writelines(json.dumps({"text": text}) + "\n" for text in documents * copies)
         inputs = [str(Path(path).absolute()) for path in args.input or [folder / "text.jsonl"]]
@@ -140,10 +147,14 @@ def main() -> None:
         print(f"| {size / 1e6:.0f} MB of shards | seconds | memory | disk, of the shards |\n|---|---|---|---|")
         for who, rows in measured.items():
             seconds = ", ".join(f"{row[0]:.2f}" for row in rows)
-            print(f"| {who} | {seconds} | {max(row[1] for row in rows) / 1e6:.0f} MB | {max(row[2] for row in rows) / size:.2f} |")
+            print(
+                f"| {who} | {seconds} | {max(row[1] for row in rows) / 1e6:.0f} MB | {max(row[2] for row in rows) / size:.2f} |"
+            )
         ours, other = ([row[0] for row in rows] for rows in measured.values())
         ratios = [b / a for a, b in zip(ours, other, strict=True)]
-        print(f"ratio of the times in each round: {', '.join(f'{r:.1f}' for r in ratios)}; median {statistics.median(ratios):.1f}")
+        print(
+            f"ratio of the times in each round: {', '.join(f'{r:.1f}' for r in ratios)}; median {statistics.median(ratios):.1f}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Downloads of single files, from a server that fails in the ways it is told to."""
 
-import hashlib
 import http.server
 import os
 import subprocess
 import threading
 
 import pytest
+from hub_server import git_blob
 
 from support.cli import UserError
 from support.data.download import download
@@ -42,12 +42,12 @@ def server(monkeypatch):
 def test_a_download_survives_transient_errors_and_replaces_a_corrupt_file(server, tmp_path):
     url, body, failures, requests = server
     failures += [500, "cut off", 429]
-    sha256 = hashlib.sha256(body).hexdigest()
+    blob = git_blob(body)
     (tmp_path / "file").write_bytes(b"half")
     for path in (tmp_path / "file", tmp_path / "new" / "file"):
-        assert download(url, path, sha256=sha256).read_bytes() == body
+        assert download(url, path, blob).read_bytes() == body
     assert len(requests) == 5 and os.listdir(tmp_path / "new") == ["file"]
-    download(url, path, sha256=sha256)
+    download(url, path, blob)
     assert len(requests) == 5  # the file exists
 
 
@@ -59,16 +59,16 @@ def test_a_failed_download_leaves_nothing(server, tmp_path, failure, requests_ma
     url, _, failures, requests = server
     failures += [failure] * 9
     with pytest.raises(UserError, match=message):
-        download(url, tmp_path / "file")
+        download(url, tmp_path / "file", "0" * 40)
     assert len(requests) == requests_made and not os.listdir(tmp_path)
 
 
 def test_a_file_with_a_wrong_checksum_is_not_kept(server, tmp_path):
     url, body, _, _ = server
     with pytest.raises(UserError, match="wrong checksum"):
-        download(url, tmp_path / "file", sha256="0" * 64)
+        download(url, tmp_path / "file", "0" * 40)
     assert not os.listdir(tmp_path)
     (tmp_path / "same").write_bytes(body)
     command = ["git", "hash-object", tmp_path / "same"]
     blob = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    assert download(url, tmp_path / "file", git_blob=blob).read_bytes() == body
+    assert download(url, tmp_path / "file", blob).read_bytes() == body

@@ -132,10 +132,10 @@ def test_compressed_text_counts_uncompressed(tmp_path):
         (["--tokenizer", "bytes"], "--tokenizer is for --text. Add --text, or leave out --tokenizer."),
         (["--text", "text.txt", "--data", "d"], "--text makes its own shards, in --out. Leave out --data"),
         (["--text", "text.txt", "--total-batch-size", "0"], "--total-batch-size is 0. It must be 1 or more."),
-        (["--text", "nowhere"], "'nowhere' does not exist. Pass a text file, or a folder of them, with --text."),
+        (["--text", "nowhere"], "no file matches nowhere. Give files or folders of .txt, .jsonl, .parquet"),
         (
             ["--text", "empty"],
-            "no text in empty: only .txt, .jsonl, .parquet (.txt and .jsonl also with .gz or .zst) are",
+            "there is no text in empty. Give files or folders of .txt, .jsonl, .parquet",
         ),
         (["--text", ".", "--demo"], "--demo brings its own text. Leave out --text, or --demo."),
         (["--text", ".", "--tokenizer", "words"], "--tokenizer is 'words'. It must be gpt2, bytes or bpe"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from pathlib import Path
 
@@ -15,19 +14,17 @@ TIMEOUT = (10, 30)  # seconds: to connect, and without receiving a byte
 RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
 
 
-def download(url: str, path: str | os.PathLike[str], *, sha256: str | None = None, git_blob: str | None = None) -> Path:
+def download(url: str, path: Path, git_blob: str) -> Path:
     """Downloads `url` to `path`, unless that file exists already and has the right checksum.
 
     Args:
-        sha256: expected SHA-256, in hexadecimal.
         git_blob: expected SHA-1 of a git blob, that is of `blob {size}\\0` and the content, in hexadecimal.
 
     Raises:
         UserError: the download failed, has a wrong checksum, or cannot be written.
     """
-    path = Path(path)
     try:
-        if path.exists() and _checksum_matches(path, sha256, git_blob):
+        if path.exists() and _git_blob(path) == git_blob:
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.atomic_write(path, unique=True) as tmp:
@@ -36,7 +33,7 @@ def download(url: str, path: str | os.PathLike[str], *, sha256: str | None = Non
                 _fetch_with_retries(url, tmp)
             finally:
                 startup.show("")
-            if not _checksum_matches(tmp, sha256, git_blob):
+            if _git_blob(tmp) != git_blob:
                 problem = f"{url} is not the expected file (wrong checksum). Try again later."
                 raise UserError(problem, this_rank_only=True)
     except OSError as error:
@@ -44,14 +41,9 @@ def download(url: str, path: str | os.PathLike[str], *, sha256: str | None = Non
     return path
 
 
-def _checksum_matches(path: Path, sha256: str | None, git_blob: str | None) -> bool:
-    """Whether a file has the expected checksum, if one is known."""
-    if sha256 is not None:
-        return files.sha256_of(path) == sha256
-    if git_blob is not None:
-        content = path.read_bytes()
-        return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() == git_blob
-    return True
+def _git_blob(path: Path) -> str:
+    content = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 def _fetch_with_retries(url: str, path: Path) -> None:

@@ -321,30 +321,16 @@ def val_split_point(parts: Sequence[Tokens], eot: int, fraction: float, split_do
     """
     total = sum(map(len, parts))
     ideal = total - max(1, round(fraction * total))
-    inside = max(1, ideal)
-    starts = nearest_documents(parts, eot, inside)
-    if not starts:
-        return inside
-    nearest = min(starts, key=lambda start: abs(start - ideal))
-    is_far = abs(nearest - ideal) > MAX_CUT_ERROR * (total - ideal)
-    return inside if split_documents and is_far else nearest
-
-
-def nearest_documents(parts: Sequence[Tokens], eot: int, position: int) -> list[int]:
-    """Where the last document before a position starts, unless it is the first of all, and the first one from it on."""
-    offsets = [0, *itertools.accumulate(map(len, parts))]
-    pairs = list(zip(offsets, parts, strict=False))
-    before = (  # lazily, from the position outwards: a corpus may be larger than the memory
-        offset + int(found[-1])
-        for offset, part in reversed(pairs)
-        if offset < position and len(found := np.flatnonzero(part[: position - offset] == eot))
-    )
-    after = (
-        max(offset, position) + int(found[0])
-        for offset, part in pairs
-        if position < offset + len(part) and len(found := np.flatnonzero(part[max(0, position - offset) :] == eot))
-    )
-    return [start for start in (next(before, 0), next(after, 0)) if start]
+    starts, offset = [], 0  # the nearest of each part: a corpus may be larger than the memory
+    for part in parts:
+        found = offset + np.flatnonzero(part == eot)
+        found = found[found > 0]
+        if len(found):
+            starts.append(int(found[np.abs(found - ideal).argmin()]))
+        offset += len(part)
+    nearest = min(starts, key=lambda start: abs(start - ideal), default=None)
+    is_far = nearest is None or abs(nearest - ideal) > MAX_CUT_ERROR * (total - ideal)
+    return max(1, ideal) if nearest is None or (split_documents and is_far) else nearest
 
 
 # -----------------------------------------------------------------------------

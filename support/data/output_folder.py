@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -46,7 +45,8 @@ class OutputFolder:
         """Marks the shards as complete, and removes the parts."""
         self.manifest["complete"] = True
         write_manifest(self.directory, self.manifest)
-        shutil.rmtree(self.parts, ignore_errors=True)
+        for parts in self.directory.glob(f"{PARTS}*"):
+            shutil.rmtree(parts)
 
 
 def new_manifest(source: str, revision: str | None, tokenizer: str, settings: Mapping[str, Setting]) -> Manifest:
@@ -70,9 +70,10 @@ def open_output_folder(
     """Opens a folder for the shards that a new manifest describes, and adopts what an earlier run has finished.
 
     If all shards are finished, the folder is only read. Otherwise it is created and locked, and shards that are not
-    listed or not intact must be made again. Leftover files with `prefix`, that of the shards, are removed.
+    listed or not intact must be made again.
 
     Args:
+        prefix: start of the file names of the shards.
         only_parts: the folder is opened to add parts; several processes may do that at once.
 
     Raises:
@@ -89,10 +90,10 @@ def open_output_folder(
                 folder = _adopt_finished_shards(directory, manifest, prefix)  # another run may have written some
                 if not only_parts:
                     stack.callback(_remove_if_empty, folder)
+                    for leftover in (*directory.glob(".*.partial"), *folder.parts.glob(".*.partial")):
+                        leftover.unlink()  # of a killed run
                 folder.parts.mkdir(exist_ok=True)
                 write_manifest(directory, folder.manifest)
-            if not only_parts:
-                _remove_leftovers(folder, prefix)
         except OSError as error:
             raise UserError(f"cannot write to {directory} ({error.strerror}). Use another --output.") from error
         yield folder
@@ -163,16 +164,3 @@ def _remove_if_empty(folder: OutputFolder) -> None:
         for name in (MANIFEST, TOKENIZER_JSON, files.LOCK):
             (folder.directory / name).unlink(missing_ok=True)
         folder.directory.rmdir()
-
-
-def _remove_leftovers(folder: OutputFolder, prefix: str) -> None:
-    """Removes shards with this prefix that the manifest does not list, and what killed runs wrote of others."""
-    shard = re.compile(r"\.?" + re.escape(prefix) + r"_(train|val)_[0-9]{6,12}\.npy(\.partial)?")
-    listed = {entry["file"] for entry in folder.manifest["shards"]}
-    for path in folder.directory.iterdir():
-        others = path.name.startswith(PARTS) and (path != folder.parts or folder.is_finished)
-        partial = path.name.startswith(f".{MANIFEST}.") or path.name.startswith(f".{TOKENIZER_JSON}.")
-        if partial or others or (shard.fullmatch(path.name) and path.name not in listed):
-            files.remove(path)
-    for path in folder.parts.glob(".*.partial"):
-        path.unlink()

@@ -16,7 +16,7 @@ from support.data import shards
 from support.data.demo_text import demo_corpus
 from support.data.encode import usable_cores
 from support.data.make_shards import make_shards
-from support.data.text_files import TEXT_TYPES, TextFiles, estimate_text_bytes, find_input, find_text_files, text_suffix
+from support.data.text_files import TextFiles, estimate_text_bytes, find_input
 
 if TYPE_CHECKING:
     from train_gpt2 import TrainConfig
@@ -171,20 +171,14 @@ def flags_for_length(before: Mapping[str, Any], max_steps: int | None) -> dict[s
 
 
 def text_bytes(text: str | None, field: str = "text") -> float:
-    """About how many bytes the text has that --text names, a file or a folder of them; None is the demo's.
+    """About how many bytes the text has that --text names; None is the demo's.
 
     Raises:
         UserError: there is no text.
     """
     if text is None:
         return DEMO_TEXT_BYTES
-    path = Path(text)
-    if not path.exists():
-        raise UserError(f"{text!r} does not exist. Pass a text file, or a folder of them, with --text.")
-    paths = find_text_files(path) if path.is_dir() else [path] if text_suffix(path) else []
-    if not paths:
-        raise UserError(f"no text in {text}: only {TEXT_TYPES} are read. Pass others with --text.")
-    return sum(estimate_text_bytes(path, field) for path in paths)
+    return sum(estimate_text_bytes(path, field) for path in find_input([text]))
 
 
 # -----------------------------------------------------------------------------

@@ -6,7 +6,6 @@ A part depends on the files alone, so that it is the same for every process that
 from __future__ import annotations
 
 import contextlib
-import functools
 import glob
 import hashlib
 import io
@@ -112,8 +111,8 @@ def record_text(record: object, field: str, where: str) -> str:
 def estimate_text_bytes(path: Path, text_field: str) -> int:
     """About how many bytes of text a file has, without reading it; other fields of a .jsonl file count, too."""
     if text_suffix(path) == ".parquet":
-        with _reading(str(path)):
-            return sum(_row_group_text_bytes(_parquet_metadata(path), text_field))
+        with _reading(str(path)), _open_parquet(path) as file:
+            return sum(row_group_text_bytes(file, text_field))
     return path.stat().st_size * (COMPRESSION_RATIO if compression(path) else 1)
 
 
@@ -226,7 +225,9 @@ class TextFiles(Corpus):
         """Where the parts of a file end, in its bytes or row groups; None is the file's end."""
         with _reading(str(path)):
             if text_suffix(path) == ".parquet":
-                return row_group_ends(path, self.text_field, part_bytes)
+                with _open_parquet(path) as table:
+                    sizes = row_group_text_bytes(table, self.text_field)
+                return [*(groups.stop for groups in group_by_size(sizes, part_bytes) if groups.stop < len(sizes)), None]
             if compression(path):
                 return [None]
             inner = range(part_bytes, path.stat().st_size, part_bytes)
@@ -432,53 +433,34 @@ def _lines_before(path: Path, start: int) -> int:
 
 def read_parquet(path: Path, text_field: str, start: int, stop: int | None) -> Iterator[Piece]:
     """The document in each row of some row groups."""
+    with _open_parquet(path) as file:
+        columns = file.schema_arrow.names
+        if text_field not in columns:
+            raise UserError(f"{path} has no column {text_field!r}. Choose with --text-field from {', '.join(columns)}.")
+        rows = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+        text_bytes = sum(row_group_text_bytes(file, text_field)[start:stop])
+        first_row, rows_at_once = sum(rows[:start]), max(1, READ_SIZE * sum(rows[start:stop]) // max(1, text_bytes))
+        groups = [*range(len(rows))][start:stop]
+        with _reading(f"{path}, from row {first_row},"):
+            batches = file.iter_batches(rows_at_once, row_groups=groups, columns=[text_field], use_threads=False)
+            texts = itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+            for row, text in enumerate(texts, start=first_row):
+                if not isinstance(text, str):
+                    text = record_text({text_field: text}, text_field, f"{path}, row {row}")
+                yield text, True
+
+
+def _open_parquet(path: Path) -> pyarrow.parquet.ParquetFile:
+    """A .parquet file whose pages are read as they are needed, not whole row groups."""
     import pyarrow.parquet
 
-    metadata = _parquet_metadata(path)
-    columns = metadata.schema.to_arrow_schema().names
-    if text_field not in columns:
-        raise UserError(f"{path} has no column {text_field!r}. Choose with --text-field from {', '.join(columns)}.")
-    groups = range(metadata.num_row_groups)[start:stop]
-    first_row = sum(metadata.row_group(group).num_rows for group in range(start))
-    num_rows = sum(metadata.row_group(group).num_rows for group in groups)
-    text_bytes = sum(_row_group_text_bytes(metadata, text_field)[start:stop])
-    rows_at_once = max(1, READ_SIZE * num_rows // max(1, text_bytes))
-    # Pages are read as they are needed, not whole row groups.
-    options = {"buffer_size": READ_SIZE, "pre_buffer": False}
-    with (
-        _reading(f"{path}, from row {first_row},"),
-        pyarrow.parquet.ParquetFile(path, metadata=metadata, **options) as file,
-    ):
-        batches = file.iter_batches(rows_at_once, row_groups=list(groups), columns=[text_field], use_threads=False)
-        texts = itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
-        for row, text in enumerate(texts, start=first_row):
-            if not isinstance(text, str):
-                text = record_text({text_field: text}, text_field, f"{path}, row {row}")
-            yield text, True
+    return pyarrow.parquet.ParquetFile(path, buffer_size=READ_SIZE, pre_buffer=False)
 
 
-def row_group_ends(path: Path, text_field: str, part_bytes: int) -> list[int | None]:
-    """Where the parts of a .parquet file end: row groups with at most `part_bytes` of text, or a single larger one."""
-    sizes = _row_group_text_bytes(_parquet_metadata(path), text_field)
-    return [*(groups.stop for groups in group_by_size(sizes, part_bytes) if groups.stop < len(sizes)), None]
-
-
-def _parquet_metadata(path: Path) -> pyarrow.parquet.FileMetaData:
-    """The metadata of a .parquet file, cached: the parts of a file need it one after the other."""
-    return _read_parquet_metadata(path, path.stat().st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=1)
-def _read_parquet_metadata(path: Path, mtime_ns: int) -> pyarrow.parquet.FileMetaData:
-    import pyarrow.parquet
-
-    return pyarrow.parquet.read_metadata(path)
-
-
-def _row_group_text_bytes(metadata: pyarrow.parquet.FileMetaData, text_field: str) -> list[int]:
+def row_group_text_bytes(file: pyarrow.parquet.ParquetFile, text_field: str) -> list[int]:
     """Uncompressed bytes of a column in each row group."""
     sizes = []
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+    for group in map(file.metadata.row_group, range(file.num_row_groups)):
         columns = map(group.column, range(group.num_columns))
         sizes.append(sum(c.total_uncompressed_size for c in columns if c.path_in_schema == text_field))
     return sizes

@@ -208,8 +208,6 @@ class BpeTokenizer(Tokenizer):
     name = "bpe"
 
     def __init__(self, content: str):
-        import tiktoken
-
         self.json = content
         definition = json.loads(content)
         merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in definition["model"]["merges"]]
@@ -221,10 +219,7 @@ class BpeTokenizer(Tokenizer):
             raise ValueError("its tokens are too long, or too many")
         if _fingerprint(json.loads(tokenizer_json(tokens, merges))) != _fingerprint(definition):
             raise ValueError("it cuts words otherwise, or has other special tokens")
-        ranks = {token: rank for rank, token in enumerate(tokens)}
-        self._encoding = tiktoken.Encoding(
-            self.name, pat_str=GPT2_WORDS, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(tokens)}
-        )
+        self._encoding = _tiktoken_encoding(self.name, tokens)
 
 
 class BytesTokenizer(Tokenizer):
@@ -233,14 +228,7 @@ class BytesTokenizer(Tokenizer):
     name = "bytes"
 
     def __init__(self) -> None:
-        import tiktoken
-
-        self._encoding = tiktoken.Encoding(
-            self.name,
-            pat_str=GPT2_WORDS,
-            mergeable_ranks={bytes([i]): i for i in range(256)},
-            special_tokens={END_OF_TEXT: 256},
-        )
+        self._encoding = _tiktoken_encoding(self.name, [bytes([i]) for i in range(256)])
 
     @functools.cached_property
     def json(self) -> str:
@@ -281,6 +269,15 @@ class Gpt2Tokenizer(Tokenizer):
         return tokenizer_json(self.token_bytes(), [line.split(" ") for line in lines])
 
 
+def _tiktoken_encoding(name: str, tokens: Sequence[bytes]) -> tiktoken.Encoding:
+    """An encoding with these tokens, in order of id, and end-of-text after them."""
+    import tiktoken
+
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    end_of_text = {END_OF_TEXT: len(tokens)}
+    return tiktoken.Encoding(name, pat_str=GPT2_WORDS, mergeable_ranks=ranks, special_tokens=end_of_text)
+
+
 def tokenizer_json(tokens: Sequence[bytes], merges: Sequence[Sequence[str]], split_words: bool = True) -> str:
     """The content of a `tokenizer.json`: a byte-level BPE, where each byte is written as one printable character.
 
@@ -292,29 +289,17 @@ def tokenizer_json(tokens: Sequence[bytes], merges: Sequence[Sequence[str]], spl
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": split_words}
     printable = printable_bytes()
+    vocabulary = {"".join(printable[byte] for byte in token): i for i, token in enumerate(tokens)}
     model = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": "",
-        "end_of_word_suffix": "",
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "vocab": {"".join(printable[byte] for byte in token): i for i, token in enumerate(tokens)}
-        | {END_OF_TEXT: len(tokens)},
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "", "end_of_word_suffix": "",
+        "fuse_unk": False, "byte_fallback": False, "vocab": vocabulary | {END_OF_TEXT: len(tokens)},
         "merges": [*map(list, merges)],
-    }
+    }  # fmt: skip
     content = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
+        "version": "1.0", "truncation": None, "padding": None,
         "added_tokens": [{"id": len(tokens), "content": END_OF_TEXT, "special": True, **flags}],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": model,
-    }
+        "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level, "model": model,
+    }  # fmt: skip
     return json.dumps(content, ensure_ascii=False)
 
 
