@@ -29,19 +29,20 @@ def tmp_path(path: Path, kind: str = "partial") -> Path:
 
 
 @contextlib.contextmanager
-def atomic_write(path: Path, unique: bool = False) -> Iterator[Path]:
+def atomic_write(path: Path, unique: bool = False, durable: bool = True) -> Iterator[Path]:
     """Yields a temporary path; the file or folder that the block makes there replaces `path` at the end.
 
     A reader sees the old content or the new, never a part of it, even after a power failure. (While a folder is
     replaced, there is a moment without either.) If the block fails, `path` is unchanged and nothing else remains. A
     killed process leaves the temporary path behind, and the next write of `path` removes it. With `unique`, the
-    temporary name is never used twice: for files that no lock protects.
+    temporary name is never used twice: for files that no lock protects. Without `durable`, a power failure may leave
+    other content: for files that are compared with a checksum when they are read.
     """
     tmp = tmp_path(path, f"{secrets.token_hex(8)}.partial" if unique else "partial")
     remove(tmp)
     try:
         yield tmp
-        for file in [*sorted(tmp.rglob("*")), tmp]:
+        for file in [*sorted(tmp.rglob("*")), tmp] if durable else []:
             sync(file)
     except BaseException as error:
         with contextlib.suppress(OSError):

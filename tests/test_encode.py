@@ -3,6 +3,7 @@
 import itertools
 import json
 
+import numpy as np
 import pytest
 from helpers import needs_gpt2_vocabulary, run_script
 from shard_helpers import (
@@ -68,11 +69,13 @@ def test_batches_are_small_and_have_all_text():
 
 
 @needs_gpt2_vocabulary
-@pytest.mark.parametrize("wrong", [lambda ids: ids[::-1], lambda ids: [*ids, 5]])
+@pytest.mark.parametrize(
+    "wrong", [lambda ids, offsets: (ids[::-1], offsets), lambda ids, offsets: (ids, np.maximum(offsets - 1, 0))]
+)
 def test_a_difference_between_the_engines_stops_the_run(tmp_path, monkeypatch, wrong):
     compare = encode.GigatokenEncoder._compare_sample
     monkeypatch.setattr(
-        encode.GigatokenEncoder, "_compare_sample", lambda self, texts, ids: compare(self, texts, [*map(wrong, ids)])
+        encode.GigatokenEncoder, "_compare_sample", lambda self, texts, *encoded: compare(self, texts, *wrong(*encoded))
     )
     with pytest.raises(UserError, match="gigatoken and tiktoken disagree .* with --engine tiktoken"):
         make_shards(corpus_of(["some words", "and more of them"] * 9), tmp_path, engine="gigatoken")

@@ -74,7 +74,7 @@ def test_a_safe_cut_changes_no_token(tmp_path, seed):
     path = tmp_path / "a.txt"
     path.write_bytes(text.encode())
     with open(path, "rb") as file:
-        inside = {text_files.find_safe_cut(file, offset, None) for offset in range(1, len(text.encode()), 20)} - {None}
+        inside = {text_files.find_safe_cut(file, offset) for offset in range(1, len(text.encode()), 20)} - {None}
     cuts = {text_files.last_safe_cut(text, 0, limit) for limit in range(1, len(text), 20)} - {0}
     cuts |= {len(text.encode()[:cut].decode()) for cut in inside}
     assert len(cuts) > 60 and len(inside) > 30
@@ -101,7 +101,7 @@ def test_a_cut_in_a_file_is_the_first_one_from_an_offset_on(tmp_path, monkeypatc
         with open(tmp_path / "a.txt", "rb") as file:
             for offset in range(0, len(content), 7):
                 expected = next((end for end in ends if end >= offset), None)
-                assert text_files.find_safe_cut(file, offset, None) == expected
+                assert text_files.find_safe_cut(file, offset) == expected
 
 
 SEPARATORS = ["\n\n", "b", "END OF DOC", "\n---\n", "a b", " ", "\n"]

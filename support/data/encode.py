@@ -5,12 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.util
-import itertools
 import os
 import random
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeAlias
 
@@ -23,13 +22,13 @@ from support.data.text_files import Piece, cut_long_document, last_safe_cut
 from support.data.tokenizer import Tokenizer, to_utf8
 
 ENGINES = ("gigatoken", "tiktoken")
-BATCH_CHARS, PIECE_CHARS = 1 << 21, 1 << 17  # characters that are encoded at a time, and by one thread
+BATCH_CHARS, PIECE_CHARS = 1 << 22, 1 << 18  # characters that are encoded at a time, and by one thread
 COMPARED_FRACTION = 1 / 128  # of gigatoken's documents, encoded by tiktoken too
 MAX_COMPARED_CHARS = 1 << 14  # of one document
 # gigatoken caches every word that it has encoded. It is reloaded after this many characters or, on Linux, when the
 # process has grown by this many bytes.
 MAX_CACHED_CHARS = 1 << 28
-MAX_CACHE_BYTES = 100 << 20
+MAX_CACHE_BYTES = 200 << 20
 TOKEN = np.dtype("<u2")  # in the file of a part
 
 Encoder: TypeAlias = Callable[[list[str]], tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.integer]]]
@@ -99,10 +98,12 @@ class GigatokenEncoder:
             texts = [to_utf8(text).decode() for text in texts]
             layout = self._encoder.encode_batch(texts, parallel=True).layout
         ids, offsets = np.asarray(layout.content.data), np.asarray(layout.offsets)
-        self._compare_sample(texts, [ids[start:end] for start, end in itertools.pairwise(offsets)])
+        self._compare_sample(texts, ids, offsets)
         return ids, offsets
 
-    def _compare_sample(self, texts: list[str], encoded: list[npt.NDArray[np.unsignedinteger]]) -> None:
+    def _compare_sample(
+        self, texts: list[str], ids: npt.NDArray[np.unsignedinteger], offsets: npt.NDArray[np.integer]
+    ) -> None:
         """Compares the beginnings of some documents, chosen at random, the same ones in every run.
 
         Raises:
@@ -117,7 +118,8 @@ class GigatokenEncoder:
                 expected = self.reference.encode_array(texts[i][:end])
             except ValueError:  # tiktoken cannot encode a million tabs in a row; gigatoken can
                 continue
-            if not np.array_equal(expected, encoded[i] if end == length else encoded[i][: len(expected)]):
+            encoded = ids[offsets[i] : offsets[i + 1]]
+            if not np.array_equal(expected, encoded if end == length else encoded[: len(expected)]):
                 raise UserError(
                     f"gigatoken and tiktoken disagree about the tokens of {texts[i][:60]!r}... Remove the "
                     "shards and make them with --engine tiktoken, and please report it to gigatoken."
@@ -150,11 +152,22 @@ def batches_of(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def encode_pieces(pieces: Iterable[Piece], encode: Encoder, eot: int) -> Iterator[npt.NDArray[np.uint16]]:
-    """The tokens of all documents, with an end-of-text token before each."""
-    for batch in batches_of(pieces):
+    """The tokens of all documents, with an end-of-text token before each. A batch is encoded while the next is read."""
+
+    def encode_batch(batch: list[Piece]) -> npt.NDArray[np.uint16]:
         ids, offsets = encode([text for text, _ in batch])
         starts = offsets[:-1][[starts_document for _, starts_document in batch]]
-        yield np.insert(ids, starts, eot).astype(TOKEN)
+        return np.insert(ids, starts, eot).astype(TOKEN)
+
+    with ThreadPoolExecutor(1) as thread:
+        encoding: Future[npt.NDArray[np.uint16]] | None = None
+        for batch in batches_of(pieces):
+            following = thread.submit(encode_batch, batch)
+            if encoding:
+                yield encoding.result()
+            encoding = following
+        if encoding:
+            yield encoding.result()
 
 
 # -----------------------------------------------------------------------------
@@ -164,7 +177,7 @@ def encode_pieces(pieces: Iterable[Piece], encode: Encoder, eot: int) -> Iterato
 def write_part(path: Path, batches: Iterable[npt.NDArray[np.uint16]]) -> npt.NDArray[np.uint16]:
     """Writes tokens to a file and returns them, memory-mapped."""
     sha256, count = hashlib.sha256(), 0
-    with files.atomic_write(path, unique=True) as tmp, open(tmp, "wb") as file:
+    with files.atomic_write(path, unique=True, durable=False) as tmp, open(tmp, "wb") as file:
         for tokens in batches:
             content = tokens.tobytes()
             file.write(content)

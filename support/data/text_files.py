@@ -5,6 +5,7 @@ A part depends on the files alone, so that it is the same for every process that
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import glob
 import hashlib
@@ -234,7 +235,7 @@ class TextFiles(Corpus):
             if text_suffix(path) == ".jsonl":
                 return [*inner, None]
             with open(path, "rb") as file:
-                cuts = {find_safe_cut(file, offset, self.separator) for offset in inner}
+                cuts = {find_safe_cut(file, offset, (self.separator or "").encode()) for offset in inner}
             return [*sorted(cut for cut in cuts if cut is not None), None]
 
     def read(self, part: Part) -> Iterator[Piece]:
@@ -348,29 +349,45 @@ def cut_long_document(text: str, size: int) -> Iterator[str]:
     yield text[start:]
 
 
-def find_safe_cut(file: BinaryIO, offset: int, separator: str | None) -> int | None:
-    """The first place in a UTF-8 file, from a byte on, that is between a word and a space and in no separator."""
-    begin = max(0, offset - 4)  # a character has up to 4 bytes
+def safe_cuts(content: bytes, separator: bytes) -> Iterator[int]:
+    """Offsets in UTF-8 between a word and a space, and neither in a separator nor right behind one."""
+    size = len(separator)
+    for match in _WORD_END_IN_BYTES.finditer(content):
+        cut = match.end()
+        if match[0] > b"~" and match[0].decode(errors="replace").isspace():
+            continue
+        if separator:
+            sides = content[max(0, cut - 2 * size) : cut], content[cut : cut + 2 * size]
+            before, after = (re.sub(rb"\r\n?", b"\n", side) for side in sides)
+            if separator in before[-size:] + after[: size - 1]:
+                continue
+        yield cut
+
+
+def find_safe_cut(file: BinaryIO, offset: int, separator: bytes = b"") -> int | None:
+    """The first of the `safe_cuts` of a file from a byte on; None if there is none."""
+    margin = 4 + 2 * len(separator)  # of a cut, on both sides
+    begin = max(0, offset - margin)
     while True:
         file.seek(begin)
-        window = file.read(READ_SIZE)
-        for match in _WORD_END_IN_BYTES.finditer(window):
-            cut = begin + match.end()
-            is_word = not match[0].decode(errors="replace").isspace()
-            if cut >= offset and is_word and not (separator and _separator_ends(file, cut, separator)):
-                return cut
-        if len(window) < READ_SIZE:
+        window = file.read(READ_SIZE + 2 * margin)
+        is_last = len(window) < READ_SIZE + 2 * margin
+        for cut in safe_cuts(window, separator):
+            if begin + cut >= offset and (begin == 0 or cut >= margin) and (is_last or cut <= len(window) - margin):
+                return begin + cut
+        if is_last:
             return None
-        begin += len(window) - 4
+        begin += READ_SIZE
 
 
-def _separator_ends(file: BinaryIO, cut: int, separator: str) -> bool:
-    """Whether a separator starts before a cut and ends there or behind it, in a text whose line ends become \n."""
-    size = len(separator.encode())
-    file.seek(max(0, cut - 2 * size))
-    before, after = (file.read(count) for count in (min(cut, 2 * size), 2 * size))
-    left, right = (re.sub(rb"\r\n?", b"\n", side) for side in (before, after))
-    return separator.encode() in left[-size:] + right[: size - 1]
+def find_last_safe_cut(content: bytes, separator: bytes = b"") -> int:
+    """The last of the `safe_cuts` of the beginning of a text; 0 if there is none."""
+    margin = 4 + 2 * len(separator)
+    for begin in (max(0, len(content) - 1024), 0):
+        cuts = [cut for cut in safe_cuts(content[begin:], separator) if begin + cut <= len(content) - margin]
+        if cuts and (begin == 0 or cuts[-1] >= margin):
+            return begin + cuts[-1]
+    return 0
 
 
 # -----------------------------------------------------------------------------
@@ -379,26 +396,25 @@ def _separator_ends(file: BinaryIO, cut: int, separator: str) -> bool:
 
 def read_txt(path: Path, separator: str | None, start: int, stop: int | None) -> Iterator[Piece]:
     """Pieces of a text file, which is one document, or of those between separators. Line ends become \\n."""
-    text, inside = "", start > 0
-    cut_above = READ_SIZE
-    encoding = "utf-8" if start else "utf-8-sig"
-    with _open_text(path, start, stop) as file, io.TextIOWrapper(file, encoding) as decoded:
-        while block := decoded.read(READ_SIZE):
-            text += block
-            if separator:
-                *documents, text = text.split(separator)
-                for document in documents:
-                    if document.strip() or inside:
+    inside = start > 0
+    with _open_text(path, start, stop) as file:
+        rest = b"" if inside else file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
+        while True:
+            block = file.read(max(READ_SIZE, len(rest)))
+            content = rest + block
+            cut = find_last_safe_cut(content, (separator or "").encode()) if block else len(content)
+            rest = content[cut:]
+            if cut or not block:
+                text = content[:cut].decode()
+                if "\r" in text:
+                    text = text.replace("\r\n", "\n").replace("\r", "\n")
+                for number, document in enumerate(text.split(separator) if separator else [text]):
+                    inside = inside and number == 0
+                    if not separator or inside or document.strip():
                         yield document, not inside
-                    inside = False
-            if len(text) > cut_above:
-                end = last_safe_cut(text, 0, len(text) - len(separator or ""))  # a separator may end in the next block
-                cut_above = READ_SIZE if end else 2 * len(text)
-                if end:
-                    yield text[:end], not inside
-                    text, inside = text[end:], True
-    if text.strip() or inside or not separator:
-        yield text, not inside
+                        inside = True
+            if not block:
+                return
 
 
 def read_jsonl(path: Path, text_field: str, start: int, stop: int | None) -> Iterator[Piece]:
