@@ -121,9 +121,8 @@ def documents_of(corpus: Corpus) -> list[str]:
 
 
 def set_batch_chars(monkeypatch: pytest.MonkeyPatch, chars: int) -> None:
-    """Makes batches small, and cuts long documents."""
+    """Makes batches small."""
     monkeypatch.setattr(encode, "BATCH_CHARS", chars)
-    monkeypatch.setattr(encode, "PIECE_CHARS", chars)
 
 
 @contextlib.contextmanager

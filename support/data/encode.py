@@ -18,11 +18,11 @@ import numpy.typing as npt
 
 from support import files
 from support.cli import UserError
-from support.data.text_files import Piece, cut_long_document, last_safe_cut
+from support.data.text_files import Piece, find_last_safe_cut
 from support.data.tokenizer import Tokenizer, to_utf8
 
 ENGINES = ("gigatoken", "tiktoken")
-BATCH_CHARS, PIECE_CHARS = 1 << 22, 1 << 18  # characters that are encoded at a time, and by one thread
+BATCH_CHARS = 1 << 22  # characters that are encoded at a time
 COMPARED_FRACTION = 1 / 128  # of gigatoken's documents, encoded by tiktoken too
 MAX_COMPARED_CHARS = 1 << 14  # of one document
 # gigatoken caches every word that it has encoded. It is reloaded after this many characters or, on Linux, when the
@@ -111,15 +111,17 @@ class GigatokenEncoder:
         """
         number = min(len(texts), max(2, int(len(texts) * COMPARED_FRACTION)))
         for i in random.Random(len(texts)).sample(range(len(texts)), number):
-            length = len(texts[i])
-            end = length if length <= MAX_COMPARED_CHARS else last_safe_cut(texts[i], 0, MAX_COMPARED_CHARS)
-            end = end or length  # no space to cut at
+            text, encoded = texts[i], ids[offsets[i] : offsets[i + 1]]
+            if len(text) > MAX_COMPARED_CHARS:
+                beginning = text[:MAX_COMPARED_CHARS].encode()
+                text = beginning[: find_last_safe_cut(beginning)].decode() or text
             try:
-                expected = self.reference.encode_array(texts[i][:end])
+                expected = self.reference.encode_array(text)
             except ValueError:  # tiktoken cannot encode a million tabs in a row; gigatoken can
                 continue
-            encoded = ids[offsets[i] : offsets[i + 1]]
-            if not np.array_equal(expected, encoded if end == length else encoded[: len(expected)]):
+            if text is not texts[i]:
+                encoded = encoded[: len(expected)]
+            if not np.array_equal(expected, encoded):
                 raise UserError(
                     f"gigatoken and tiktoken disagree about the tokens of {texts[i][:60]!r}... Remove the "
                     "shards and make them with --engine tiktoken, and please report it to gigatoken."
@@ -136,17 +138,15 @@ def _private_memory() -> int:
 
 
 def batches_of(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """The same text in lists of about BATCH_CHARS characters; long documents are cut."""
+    """The same pieces in lists of about BATCH_CHARS characters."""
     batch: list[Piece] = []
     room = BATCH_CHARS
-    for document, starts_document in pieces:
-        for text in cut_long_document(document, PIECE_CHARS):
-            batch.append((text, starts_document))
-            starts_document = False
-            room -= len(text)
-            if room <= 0:
-                yield batch
-                batch, room = [], BATCH_CHARS
+    for text, starts_document in pieces:
+        batch.append((text, starts_document))
+        room -= len(text)
+        if room <= 0:
+            yield batch
+            batch, room = [], BATCH_CHARS
     if batch:
         yield batch
 

@@ -11,15 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from support.cli import UserError
-from support.data.output_folder import PARTS
-from support.data.shards import Manifest, is_complete, load_manifest
-from support.files import read_json, write_json
+from support.data.shards import Manifest, is_complete
 
 if TYPE_CHECKING:
     from datatrove.executor.base import PipelineExecutor
 
 EXECUTORS = ("slurm", "ray")
-SUBMITTED = "submitted.json"  # the numbers of Slurm's jobs
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class Executor:
             raise UserError(f"--executor {self.kind}: {reason}. Correct --executor-options.") from error
 
     def run(self, make: Callable[..., Manifest], output: Path) -> Manifest:
-        """Runs all tasks, or submits them to Slurm; returns the manifest.
+        """Runs all tasks, or submits them to Slurm; returns the manifest, which is then not complete.
 
         Args:
             make: `make_shards` with all arguments but `only_parts`; `output` is its folder.
@@ -73,8 +70,6 @@ class Executor:
         """
         if is_complete(output):
             return make()
-        if running := running_jobs(output):
-            return running
         manifest = make(only_parts=(0, 1))  # the folder, and a trained tokenizer
         search_path = filter(None, [str(Path(__file__).parents[2]), os.getenv("PYTHONPATH")])  # of other machines
         os.environ["PYTHONPATH"] = os.pathsep.join(search_path)
@@ -87,11 +82,9 @@ class Executor:
             cut.launch_job()
         except (OSError, subprocess.CalledProcessError) as error:
             raise UserError("sbatch is missing or failed, see above. Correct that, and run this again.") from error
-        finally:
-            if jobs := [str(stage.job_id) for stage in (encode, cut) if stage.job_id]:
-                [parts] = output.glob(f"{PARTS}*")
-                write_json(parts / SUBMITTED, ",".join(jobs))
-        print("submitted. The same command says later how far it is, or that the shards are complete.")
+        print(
+            f"submitted jobs {encode.job_id} and {cut.job_id}. When they have ended, the same command makes what is missing."
+        )
         return manifest
 
     def _datatrove(self, task: Task | None, logs: Path, tasks: int, **more: Any) -> PipelineExecutor:
@@ -109,18 +102,3 @@ class Executor:
             "logging_dir": str(logs.absolute()),
         }
         return getattr(executor, f"{self.kind.title()}PipelineExecutor")(**more, **options)  # an error if they overlap
-
-
-def running_jobs(output: Path) -> Manifest | None:
-    """The manifest of a folder whose jobs are in Slurm's queue, after a line about them. A UserError if Slurm fails."""
-    submitted = [*output.glob(f"{PARTS}*/{SUBMITTED}")]
-    jobs = read_json(submitted[0]) if submitted else None
-    if not jobs:
-        return None
-    # env: that there is no squeue is an error of the command, too
-    squeue = subprocess.run(["env", "squeue", "--noheader", f"--jobs={jobs}"], capture_output=True, text=True)
-    if squeue.returncode and "Invalid job id" not in squeue.stderr:  # as for jobs that ended long ago
-        raise UserError(f"squeue failed ({squeue.stderr.strip()}). Run this later, or where Slurm's commands are.")
-    running, encoded = bool(squeue.stdout.strip()), len([*output.glob(f"{PARTS}*/part_*.json")])
-    print(f"jobs {jobs} {'are queued or running' if running else 'have ended'}, parts that are encoded: {encoded}")
-    return load_manifest(output) if running else None

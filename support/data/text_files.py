@@ -318,41 +318,14 @@ def _open_text(path: Path, start: int = 0, stop: int | None = None) -> Iterator[
 # Where a text can be cut
 
 # GPT-2's pattern joins a space to the word after it, never to the one before. So two texts that are cut between a word and
-# a space, and encoded separately, have the tokens of the uncut text. \S excludes all that GPT-2's \s matches, and more.
-_WORD_END = re.compile(r"\S(?=[ \n])")
-_WORD_END_IN_BYTES = re.compile(rb"(?:[!-~]|[\xc2-\xf4][\x80-\xbf]+)(?=[ \n\r])")  # if the character is no space
-
-
-def last_safe_cut(text: str, start: int, limit: int) -> int:
-    """The last offset up to `limit` between a word and a space of `text[start:]`, or `start` if there is none."""
-    window = 4096
-    while True:
-        begin = max(start, limit - window)
-        ends = [match.end() for match in _WORD_END.finditer(text, begin, limit + 1)]
-        if ends or begin == start:
-            return ends[-1] if ends else start
-        window *= 8
-
-
-def cut_long_document(text: str, size: int) -> Iterator[str]:
-    """Pieces of a document of at most `size` characters, or longer ones where it has no space."""
-    start = 0
-    while len(text) - start > size:
-        end = last_safe_cut(text, start, start + size)
-        if end == start:
-            match = _WORD_END.search(text, start + size)
-            if match is None:
-                break
-            end = match.end()
-        yield text[start:end]
-        start = end
-    yield text[start:]
+# a space, and encoded separately, have the tokens of the uncut text.
+_WORD_END = re.compile(rb"(?:[!-~]|[\xc2-\xf4][\x80-\xbf]+)(?=[ \n\r])")  # unless the character is a space
 
 
 def safe_cuts(content: bytes, separator: bytes) -> Iterator[int]:
     """Offsets in UTF-8 between a word and a space, and neither in a separator nor right behind one."""
     size = len(separator)
-    for match in _WORD_END_IN_BYTES.finditer(content):
+    for match in _WORD_END.finditer(content):
         cut = match.end()
         if match[0] > b"~" and match[0].decode(errors="replace").isspace():
             continue
