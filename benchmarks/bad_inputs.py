@@ -40,7 +40,7 @@ TINY_FLAGS = (
     "--val-every 2 --val-tokens 64 --sample-every 0 --checkpoint-every 2 --device cpu --dtype fp32"
 ).split()
 RESUME_FLAGS = "--resume --device cpu --out".split()
-SHARD_FLAGS = "--output shards --tokenizer bytes --shard-size 1000 --workers 1 --input text".split()
+SHARD_FLAGS = "--output shards --tokenizer bytes --shard-size 1000 --input text".split()
 BPE_FLAGS = [*SHARD_FLAGS, *"--tokenizer bpe --vocab-size 320".split()]
 
 # -----------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def bad_command_line(rng: random.Random) -> Command:
         "hellaswag": "-m gpt2 --data items.jsonl -d cpu".split(),
         "sample": "--model run/model_00004 -d cpu --max-new-tokens 4".split(),
     }[script]
-    argv = list(argv) if script == "train_gpt2" or rng.random() < 0.8 else ["--workers", "1"] * (script == "fineweb")
+    argv = list(argv) if script == "train_gpt2" or rng.random() < 0.8 else []
     for _ in range(rng.choice((1, 1, 1, 2, 2, 6))):
         name = rng.choice(flags_of(SCRIPTS[script]))
         value = rng.choice(POOLS.get(name) or rng.choice((SMALL, SMALL, WORDS, TEXTS, PATHS)))
@@ -301,8 +301,8 @@ SIZE_FLAGS = ("--n-layer --n-head --n-embd --block-size --total-batch-size --bat
 POOLS = dict.fromkeys(PATH_FLAGS, PATHS) | dict.fromkeys(SIZE_FLAGS, SMALL)
 POOLS |= {"--text": TEXTS, "--shard-size": ("100", "1e3", "-1", "1.5", "nan", *TEXTS)}  # smaller ones are slow
 POOLS |= dict.fromkeys(("--n-layer", "--n-embd", "--block-size", "--batch-size"), (*SMALL, "1000000", "100000000"))
-# Workers and --compile would take minutes, and a valid --text starts fineweb.py.
-EXCLUDED_FLAGS = {"--workers", "--compile", "--help"}
+# --compile would take minutes.
+EXCLUDED_FLAGS = {"--compile", "--help"}
 
 # -----------------------------------------------------------------------------
 # Fixtures

@@ -4,7 +4,7 @@
     python benchmarks/bench_chaos.py --minutes 10 --seed 1           # other faults, at other moments
     python benchmarks/bench_chaos.py --scenarios train --faults 5    # one scenario, once
 
-Each scenario is one command: fineweb.py with two workers, or train_gpt2.py with checkpoints and validation, in one
+Each scenario is one command: fineweb.py, or train_gpt2.py with checkpoints and validation, in one
 process, in two under torchrun, or in two that torchrun restarts, with DDP or FSDP, or as a fork of a shorter run. Whenever it
 has exited, it is started again. It suffers one fault after the other: SIGKILL, SIGTERM or SIGSTOP of one of its processes, a full disk, a folder
 without permission, a corrupt file, a console that nobody reads.
@@ -129,7 +129,7 @@ class Run:
     def command(self) -> list[str]:
         folder = self.setting.folder
         if self.scenario.tokenises:
-            flags = f"--input {folder}/text --tokenizer {self.setting.tokenizer} --workers 2 --shard-size 50000"
+            flags = f"--input {folder}/text --tokenizer {self.setting.tokenizer} --shard-size 50000"
             return script_command("fineweb.py", *flags.split(), "--output", self.out)
         flags = f"--data {folder}/data --max-steps {self.setting.steps} --parallel {self.scenario.parallel}"
         args = [*TRAINING_FLAGS, *flags.split(), "--out", self.out]
@@ -159,7 +159,7 @@ class Run:
 
     def processes(self) -> dict[int, str]:
         """Its processes, the oldest first, and what they are."""
-        names = ("torch.distributed.run", "torchrun"), ("spawn_main", "worker"), ("fineweb.py", "fineweb.py")
+        names = ("torch.distributed.run", "torchrun"), ("fineweb.py", "fineweb.py")
         found = {}
         for pid, environment in find_processes(f"BENCH_CHAOS_OUT={self.out}").items():
             with contextlib.suppress(OSError):  # it has just exited
@@ -420,8 +420,8 @@ def close_console(run: Run, fault: Fault) -> str:
 
 # What each kind does, and the exit codes after it besides 0; under torchrun also 1, and what torchrun is killed with.
 FAULTS: dict[str, tuple[Callable[[Run, Fault], str], set[int]]] = {
-    "SIGKILL": (send_signal, {137, 2}),  # 2: a worker of fineweb.py was killed
-    "SIGTERM": (send_signal, {143, 2}),
+    "SIGKILL": (send_signal, {137}),
+    "SIGTERM": (send_signal, {143}),
     "SIGSTOP": (send_signal, set()),
     "full disk": (fill_disk, {2}),
     "no permission": (forbid_writing, {2}),
@@ -434,7 +434,7 @@ def must_exit(scenario: Scenario, fault: Fault, target: str) -> bool:
     """Whether the command must exit after a fault, which hit the process `target`."""
     if fault.kind == "closed console":
         return not scenario.tokenises and not scenario.restarts  # fineweb.py prints only now and then
-    survives = target in ("worker", "(it had just exited)") or (scenario.restarts > 0 and target.startswith("rank"))
+    survives = target == "(it had just exited)" or (scenario.restarts > 0 and target.startswith("rank"))
     return fault.kind in ("SIGKILL", "SIGTERM") and not survives
 
 
@@ -481,7 +481,7 @@ def make_inputs(folder: Path) -> str:
     try:
         return get_tokenizer("gpt2").name
     except UserError:
-        print("no GPT-2 vocabulary without a network: fineweb.py makes bytes, without workers")
+        print("no GPT-2 vocabulary without a network: fineweb.py makes bytes")
         return "bytes"
 
 

@@ -93,7 +93,7 @@ HEAVY = (
     "modules, heavy",
     [
         ("train_gpt2, hellaswag, sample", ["torch._dynamo", "torch._inductor"]),  # which take longer than --help may
-        (", ".join(["fineweb", *DATA]), ["torch"]),  # each worker of fineweb.py imports them again
+        (", ".join(["fineweb", *DATA]), ["torch"]),  # so that fineweb.py starts at once
         ("compare", ["torch"]),
     ],
 )

@@ -55,6 +55,14 @@ def test_files_of_every_kind_have_their_documents_in_parts_of_any_size(tmp_path,
     assert [part.files.start for part in parts] == sorted(part.files.start for part in parts)
 
 
+@pytest.mark.parametrize("part_bytes", [1, 13, 14, 15, 28, 30])
+def test_a_line_belongs_to_the_part_in_which_it_begins(tmp_path, monkeypatch, part_bytes):
+    """Also if that is the first byte of a part: each line has 14."""
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{i}"}}\n' for i in range(9)))
+    corpus, _ = parts_of(monkeypatch, part_bytes, tmp_path / "a.jsonl")
+    assert documents_of(corpus) == [str(i) for i in range(9)]
+
+
 def test_a_large_corpus_has_larger_parts_not_more(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "MAX_PARTS", 10)
     (tmp_path / "a.txt").write_text("some words " * 10_000)

@@ -1,5 +1,4 @@
 """Text to tokens on disk: sources and readers, tokenizers, encoding, shards and their manifest, downloads.
 
-May import `support.files`, `support.cli` and `support.startup`. Nothing here imports torch: every process that tokenises
-would load it.
+May import `support.files`, `support.cli` and `support.startup`. Nothing here imports torch: text to shards needs none.
 """
