@@ -132,6 +132,17 @@ def test_an_altered_tokenizer_is_noticed(tmp_path):
     assert files_in(tmp_path / "data") == files_in(tmp_path / "again")
 
 
+def test_parts_by_a_lost_tokenizer_are_not_used(tmp_path, monkeypatch):
+    """It is trained anew, maybe by another version of the library."""
+    make(tmp_path / "data", only_parts=(1, 1))
+    (tmp_path / "data" / "tokenizer.json").unlink()
+    train_bpe = bpe.train_bpe
+    monkeypatch.setattr(bpe, "train_bpe", lambda texts, size: train_bpe([TEXT[::-1]], size))
+    make(tmp_path / "data")
+    make(tmp_path / "expected")
+    assert files_in(tmp_path / "data") == files_in(tmp_path / "expected")
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """The folder of a run on a text, with a checkpoint model_00004."""

@@ -9,6 +9,7 @@ import threading
 import types
 from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pytest
 from helpers import ROOT, wait_for
@@ -129,14 +130,22 @@ def test_with_enough_tokens_nobody_waits_for_a_download(server):
     assert sum(map(len, tokens_in("edu_fineweb10B"))) == 5000
 
 
-def test_several_commands_download_their_files_themselves(server):
+def test_several_commands_download_their_files_themselves(server, monkeypatch):
+    """Each into a folder of its own: the library removes what it takes for leftovers."""
     fineweb.main(FLAGS)
     server.requests.clear()
+    download, folders = huggingface_hub.hf_hub_download, []
+    monkeypatch.setattr(
+        huggingface_hub,
+        "hf_hub_download",
+        lambda *args, **more: folders.append(more["local_dir"]) or download(*args, **more),
+    )
     for share in ("2/2", "1/2"):
         fineweb.main([*FLAGS, "--output", "shared", "--only-parts", share])
     assert sorted(path for path, _ in server.requests) == [f"sample/10BT/{i:03d}_00000.parquet" for i in range(3)]
     fineweb.main([*FLAGS, "--output", "shared"])
-    assert len(server.requests) == 3 and files_in(Path("shared")) == files_in(Path("edu_fineweb10B"))
+    assert len(server.requests) == 3 and len(set(folders)) == 2
+    assert files_in(Path("shared")) == files_in(Path("edu_fineweb10B"))
 
 
 # ---- any data set

@@ -63,6 +63,14 @@ def test_a_line_belongs_to_the_part_in_which_it_begins(tmp_path, monkeypatch, pa
     assert documents_of(corpus) == [str(i) for i in range(9)]
 
 
+def test_small_files_are_one_part(tmp_path, monkeypatch):
+    for i in range(30):
+        (tmp_path / f"{i:02}.txt").write_text("x" * 10)
+    corpus, parts = parts_of(monkeypatch, 100, *sorted(tmp_path.iterdir()))
+    assert [list(part.files) for part in parts] == [[*range(10)], [*range(10, 20)], [*range(20, 30)]]
+    assert documents_of(corpus) == ["x" * 10] * 30
+
+
 def test_a_large_corpus_has_larger_parts_not_more(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "MAX_PARTS", 10)
     (tmp_path / "a.txt").write_text("some words " * 10_000)

@@ -189,11 +189,8 @@ def write_part(path: Path, batches: Iterable[npt.NDArray[np.uint16]]) -> npt.NDA
 
 def read_part(path: Path) -> npt.NDArray[np.uint16] | None:
     """The tokens in a file, memory-mapped; None if it is missing, or not as it was written."""
-    count = num_tokens(path)
-    if count is None or not path.exists() or path.stat().st_size != count * TOKEN.itemsize:
-        return None
-    _, sha256 = files.read_json(_record_path(path))
-    return _map_tokens(path, count) if files.sha256_of(path) == sha256 else None
+    count, sha256 = files.read_json(_record_path(path)) or (0, None)
+    return _map_tokens(path, count) if path.exists() and files.sha256_of(path) == sha256 else None
 
 
 def num_tokens(path: Path) -> int | None:
