@@ -7,7 +7,7 @@
     python fineweb.py --demo                   # Python's own documentation
     python fineweb.py --check my_data          # are all shards intact?
 
-If the command is killed, the same command continues: what is finished is not made again.
+If the command is killed, the same command continues; finished work is kept.
 
 A shard is a one-dimensional uint16 .npy file. Every document is preceded by <|endoftext|>. Shard 0 is for validation
 and the others for training, unless --val-fraction or a small text holds out a fraction instead. manifest.json next to
@@ -58,7 +58,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_option(text: str) -> tuple[str, Any]:
-    """NAME=VALUE, with a value in JSON, or else a text."""
+    """Parses NAME=VALUE; VALUE is JSON or, failing that, a string."""
     name, equals, value = text.partition("=")
     if not name.isidentifier() or not equals:
         raise ValueError(text)
@@ -69,7 +69,7 @@ def parse_option(text: str) -> tuple[str, Any]:
 
 
 def parse_share(text: str) -> tuple[int, int]:
-    """K/N, as the numbers K and N."""
+    """Parses K/N into (K, N)."""
     number, of = map(int, text.split("/"))
     if not 1 <= number <= of:
         raise ValueError(text)
@@ -174,8 +174,8 @@ class Arguments:
     )
     only_parts: tuple[int, int] | None = flag(
         None,
-        "encode every N-th part of the text, from the K-th on, and write no shards: N machines share the work so, and then "
-        "the command without this flag cuts the shards",
+        "encode only parts K, K+N, K+2N, ... of the text and write no shards: run 1/N to N/N on N machines, then once "
+        "without this flag",
         PERFORMANCE,
         default_help="all parts and the shards",
         type=parse_share,
@@ -184,7 +184,7 @@ class Arguments:
     )
     executor: str | None = flag(
         None,
-        "what runs the tasks that encode, through datatrove",
+        "where datatrove runs the tasks that encode",
         PERFORMANCE,
         default_help="this process",
         choices=EXECUTORS,
@@ -258,7 +258,7 @@ def default_output(args: Arguments) -> str:
 
 
 def corpus_of(args: Arguments, output: Path) -> Corpus:
-    """The corpus that the command line names. A folder that an earlier run has started is continued with its revision.
+    """The corpus that the command line names. A folder that an earlier run started keeps its revision.
 
     Raises:
         UserError: there is no such file or data set, or the hub cannot be reached.
@@ -327,7 +327,7 @@ def main(argv: list[str] | None = None) -> None:
         threads=args.workers or (options.get("cpus_per_task", 1) if executor else usable_cores()),
     )
     manifest = executor.run(make, output) if executor else make(only_parts=args.only_parts)
-    if not manifest["complete"]:  # some parts only, or Slurm's jobs are not at their end
+    if not manifest["complete"]:  # only parts so far, or Slurm's jobs have not ended
         return
     shards = manifest["shards"]
     tokens, documents = sum(s["tokens"] for s in shards), sum(s.get("documents", 0) for s in shards)

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import importlib.util
 import math
 import os
 import platform
@@ -180,7 +181,10 @@ class Parser(argparse.ArgumentParser):
         """
         group = self.add_argument_group("help")  # the last one
         group.add_argument("-h", "--help", action="help", help="print this help and exit")
-        versions = f"%(prog)s {__version__}, Python {platform.python_version()}, torch {metadata.version('torch')}"
+        torch = (
+            f", torch {metadata.version('torch')}" if importlib.util.find_spec("torch") else ""
+        )  # fineweb.py needs none
+        versions = f"%(prog)s {__version__}, Python {platform.python_version()}{torch}"
         versions += f", {platform.system()} {platform.machine()}"
         group.add_argument("--version", action="version", version=versions, help="print versions and exit")
         args = sys.argv[1:] if args is None else list(args)

@@ -114,7 +114,9 @@ def test_slurm(text, tmp_path, monkeypatch):
     assert list(jobs) == STAGES and "--dependency" not in encode.with_suffix(".args").read_text()
     assert f"--dependency=afterany:{encode.name} " in cut.with_suffix(".args").read_text()
     assert "--array=0-1" in encode.read_text() and "--array=0-0" in cut.read_text()
-    assert done.stdout.splitlines()[-1].startswith(f"submitted jobs {encode.name} and {cut.name}. When they have ended")
+    assert done.stdout.splitlines()[-1].startswith(
+        f"submitted jobs {encode.name} and {cut.name}. When they have ended, run"
+    )
     for job, rank in ((encode, 1), (cut, 0)):  # the other task of the array is lost
         variables = {"SLURM_ARRAY_TASK_ID": str(rank), "SLURM_NODELIST": "node1", "RUN_OFFSET": "0"}
         variables["PYTHONPATH"] = str(ROOT)  # what sbatch --export=ALL hands on

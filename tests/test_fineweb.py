@@ -179,7 +179,7 @@ def test_several_commands_share_the_parts(tmp_path, monkeypatch, capsys):
     for share in ("2/2", "1/2"):
         fineweb.main([*flags, "out", "--only-parts", share])
     assert capsys.readouterr().out.count("part ") == 11
-    monkeypatch.setattr(make_shards, "write_part", None)  # nothing is left to encode
+    monkeypatch.setattr(make_shards, "encode_pieces", None)  # nothing is left to encode
     fineweb.main([*flags, "out"])
     assert files_in(tmp_path / "out") == files_in(tmp_path / "one")
 
@@ -187,15 +187,15 @@ def test_several_commands_share_the_parts(tmp_path, monkeypatch, capsys):
 def test_after_ctrl_c_the_same_command_resumes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("some words " * 100)
-    write, flags = make_shards.write_shard, "--input a.txt --output out --tokenizer bytes --shard-size 100".split()
+    write, flags = make_shards.write_tokens, "--input a.txt --output out --tokenizer bytes --shard-size 100".split()
 
-    def interrupt_third(path, *arguments):
-        if "000002" in path.name:
+    def interrupt_third(path, *args, **more):
+        if path.name.endswith("_000002.npy"):
             raise KeyboardInterrupt
-        return write(path, *arguments)
+        return write(path, *args, **more)
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
-        patch.setattr(make_shards, "write_shard", interrupt_third)
+        patch.setattr(make_shards, "write_tokens", interrupt_third)
         run_cli(lambda: fineweb.main(flags))
     assert exit.value.code == 130 and capsys.readouterr().err == "\ninterrupted\n"
     fineweb.main(flags)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import training  # noqa: F401  one thread
 from helpers import ROOT
+from shard_helpers import write_shard
 
 from support.cli import UserError
 from support.data import shards
@@ -24,7 +25,7 @@ def consecutive_shards(folder, lengths, split="train"):
     start = 0
     for index, n in enumerate(lengths):
         path = folder / shards.shard_name("count", split, index)
-        shards.write_shard(path, np.arange(start, start + n, dtype=np.uint16))
+        write_shard(path, np.arange(start, start + n, dtype=np.uint16))
         start += n
     return shards.open_shards(folder, split)
 
@@ -95,7 +96,7 @@ def test_shuffling_permutes_each_epoch_in_a_new_order_that_all_ranks_share(tmp_p
 def test_an_id_beyond_the_vocabulary_is_named_with_its_shard_and_offset(tmp_path):
     tokens = np.zeros(100, dtype=np.uint16)
     tokens[50] = 257
-    shards.write_shard(tmp_path / "x_train_000001.npy", tokens)
+    write_shard(tmp_path / "x_train_000001.npy", tokens)
     data = DataLoaderLite(shards.open_shards(tmp_path, "train"), 4, T, vocab_size=257)
     for _ in range(3):  # rows 0 to 11 end at token 48
         data.next_batch()

@@ -34,8 +34,8 @@ from shard_helpers import (
 
 from support import files
 from support.cli import UserError
-from support.data import encode, shards, text_files
 from support.data import make_shards as module
+from support.data import shards, text_files
 from support.data.make_shards import make_shards
 from support.data.text_files import Documents, TextFiles, find_input
 
@@ -137,17 +137,17 @@ def test_split_documents_cuts_inside_a_document(tmp_path, capsys):
 
 
 def test_the_split_point_is_the_start_of_the_nearest_document():
-    """In parts of any sizes, compared with all starts at once."""
+    """In blocks of any sizes, compared with all starts at once."""
     rng = np.random.default_rng(0)
     for _ in range(300):
         tokens = (rng.random(rng.integers(2, 60)) < rng.choice([0.02, 0.2, 0.9])).astype(np.uint16)
         tokens[0] = 1  # the first document starts here
-        parts = np.split(tokens, np.sort(rng.integers(0, len(tokens), rng.integers(0, 5))))
+        blocks = np.split(tokens, np.sort(rng.integers(0, len(tokens), rng.integers(0, 5))))
         fraction = rng.random()
         ideal = len(tokens) - max(1, round(fraction * len(tokens)))
         starts = np.flatnonzero(tokens)[1:]
         expected = starts[np.abs(starts - ideal).argmin()] if len(starts) else max(1, ideal)
-        assert module.val_split_point(parts, 1, fraction) == expected
+        assert module.val_split_point(blocks, len(tokens), 1, fraction) == expected
 
 
 @pytest.mark.parametrize("texts", [[], ["", ""][:1]])
@@ -188,7 +188,7 @@ def test_parts_by_several_processes_make_the_same_bytes(texts, options):
 
 def test_finished_parts_are_not_encoded_again(texts, monkeypatch):
     make("out", only_parts=(1, 2))
-    monkeypatch.setattr(module, "write_part", None)
+    monkeypatch.setattr(module, "encode_pieces", None)
     make("out", only_parts=(1, 2))
     with pytest.raises(TypeError):
         make("out", only_parts=(2, 2))
@@ -198,8 +198,8 @@ def test_no_more_parts_are_encoded_than_are_needed(texts):
     for options, out in (({}, "first"), ({"only_parts": (1, 1)}, "second")):
         with pytest.MonkeyPatch.context() as patch:
             written = []
-            write = module.write_part
-            patch.setattr(module, "write_part", lambda path, *args: written.append(path) or write(path, *args))  # noqa: B023
+            encode_pieces = module.encode_pieces
+            patch.setattr(module, "encode_pieces", lambda *args: written.append(args) or encode_pieces(*args))  # noqa: B023
             make(out, max_tokens=3000, **options)
             assert len(written) == 2  # of 1,500 bytes
 
@@ -216,13 +216,13 @@ def test_parts_are_not_added_while_shards_are_cut(texts):
 
 def test_used_parts_are_removed(texts, monkeypatch):
     """So the disk never has many more tokens than those in the shards, and the parts of one more."""
-    write, most = module.write_part, []
+    encode_pieces, most = module.encode_pieces, []
 
-    def write_part(*args):
+    def encode_pieces_and_look(*args):
         most.append(sum(path.stat().st_size for path in Path("out").glob("parts_*/*.bin")))
-        return write(*args)
+        return encode_pieces(*args)
 
-    monkeypatch.setattr(module, "write_part", write_part)
+    monkeypatch.setattr(module, "encode_pieces", encode_pieces_and_look)
     make("out")
     assert len(most) == len(TextFiles(find_input(["texts"])).parts()) > 20  # none is removed too early
     assert max(most) <= 2 * (2 * 2000 + 2 * 1500)  # of two shards, one of which is being written
@@ -313,10 +313,10 @@ def test_only_the_parts_of_a_lost_shard_are_encoded_again(texts, monkeypatch, lo
     make("one")
     make("out")
     next(Path("out").glob(f"*{lost}")).unlink()
-    opened = []
-    monkeypatch.setattr(module, "write_part", lambda path, *args: opened.append(path) or encode.write_part(path, *args))
+    encoded, encode_pieces = [], module.encode_pieces
+    monkeypatch.setattr(module, "encode_pieces", lambda *args: encoded.append(args) or encode_pieces(*args))
     make("out")
-    assert 1 <= len(opened) <= 4 and files_in(Path("out")) == files_in(Path("one"))
+    assert 1 <= len(encoded) <= 4 and files_in(Path("out")) == files_in(Path("one"))
 
 
 @pytest.mark.parametrize("name", ["part_000003.bin", "part_000003.json"])
@@ -329,11 +329,43 @@ def test_a_corrupt_part_is_encoded_again(texts, name, harm):
     assert files_in(Path("out")) == files_in(Path("one"))
 
 
+@pytest.mark.parametrize("finished", [False, True])
+def test_parts_that_are_divided_otherwise_are_not_mixed(texts, monkeypatch, finished):
+    """As by a later version."""
+    make("out", only_parts=None if finished else (1, 3))
+    if finished:
+        next(Path("out").glob("*_train_000003.npy")).unlink()
+    monkeypatch.setattr(text_files, "MIN_PART_BYTES", 3000)
+    with pytest.raises(UserError, match="was divided into other parts before. Make its shards in another --output"):
+        make("out")
+
+
+def test_after_a_killed_cut_no_used_part_is_encoded_again(texts, monkeypatch):
+    interrupt_at, write = 3, module.write_tokens
+
+    def fails(path, *args, **more):
+        if path.name.endswith(f"_{interrupt_at:06d}.npy"):
+            raise UserError("killed")
+        return write(path, *args, **more)
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="killed"):
+        patch.setattr(module, "write_tokens", fails)
+        make("out")
+    known = json.loads(Path("out/manifest.json").read_text())["parts"]
+    encoded, encode_pieces = [], module.encode_pieces
+    monkeypatch.setattr(module, "encode_pieces", lambda *args: encoded.append(args) or encode_pieces(*args))
+    make("out", only_parts=(1, 1))
+    total = len(TextFiles(find_input(["texts"])).parts())
+    assert 3 < len(known) < total and len(encoded) <= total - len(known)
+
+
 def test_a_text_that_is_not_what_it_was_is_noticed(tmp_path):
     """The revision of a corpus says that; where it is wrong, so do the lengths of the parts."""
     make_shards(corpus_of(LONG), tmp_path, tokenizer="bytes", shard_size=500)
     next(tmp_path.glob("*_train_000003.npy")).unlink()
-    with pytest.raises(UserError, match="texts is not what it was. Make its shards in another --output"):
+    with pytest.raises(
+        UserError, match="texts changed since its shards were begun, or is encoded differently. Use another --output"
+    ):
         make_shards(corpus_of(LONG[1:]), tmp_path, tokenizer="bytes", shard_size=500)
 
 
@@ -372,7 +404,9 @@ def test_the_parts_of_another_text_are_neither_used_nor_lost(texts):
 
 def test_the_tokenizer_of_something_else_stays(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")  # of a checkpoint
-    with pytest.raises(UserError, match=r"tokenizer\.json of something else. Use another --output."):
+    with pytest.raises(
+        UserError, match=r"a tokenizer\.json but no manifest\.json, as a checkpoint does. Use another --output."
+    ):
         make_shards(corpus_of(["a" * 250]), tmp_path, tokenizer="bytes")
     assert files_in(tmp_path) == {"tokenizer.json": b"{}"}
 
@@ -430,17 +464,17 @@ def _listed(folder):
     return [folder / shard["file"] for shard in json.loads((folder / "manifest.json").read_text())["shards"]]
 
 
-@pytest.mark.parametrize("written", ["write_shard", "write_part"])
-def test_after_a_full_disk_the_same_command_resumes(texts, monkeypatch, written):
-    write, number = getattr(module, written), 3
+@pytest.mark.parametrize("kind", [".npy", ".bin"])
+def test_after_a_full_disk_the_same_command_resumes(texts, monkeypatch, kind):
+    write = module.write_tokens
 
-    def write_to_full_disk(path, *options):
-        with file_size_limit(100) if f"_{number:06d}" in path.name else contextlib.nullcontext():
-            return write(path, *options)
+    def write_to_full_disk(path, *args, **more):
+        with file_size_limit(100) if path.name.endswith(f"_000002{kind}") else contextlib.nullcontext():
+            return write(path, *args, **more)
 
     make("one")
     with monkeypatch.context() as patch:
-        patch.setattr(module, written, write_to_full_disk)
+        patch.setattr(module, "write_tokens", write_to_full_disk)
         with pytest.raises(UserError, match=r"cannot write to out \(File too large\)\. .*same command again to resume"):
             make("out")
     assert not shards.is_complete("out") and not list(Path("out").rglob("*partial*"))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import TINY_FLAGS, finish_run, needs_gpt2_vocabulary, run_to_the_end, start_run
+from shard_helpers import write_shard
 from training import ONE_PROCESS, assert_same_run, configure, resumed, trained, trainer_file
 
 import train_gpt2
@@ -18,7 +19,6 @@ from benchmarks.bench_chaos import log_without_seconds
 from support.checkpoints import directory
 from support.cli import UserError
 from support.console.starts import read_starts
-from support.data import shards
 from train_gpt2 import train
 
 
@@ -215,7 +215,7 @@ def test_a_run_does_not_resume_with_other_data(byte_shards, tmp_path, had_manife
     resumed(out)
     for split in ("val", "train"):  # of both, train is reported
         shard = next(shard for shard in manifest["shards"] if shard["split"] == split)
-        shard["sha256"] = shards.write_shard(data / shard["file"], np.load(data / shard["file"])[::-1].copy())
+        shard["sha256"] = write_shard(data / shard["file"], np.load(data / shard["file"])[::-1].copy())
         write_manifest(has_manifest)
         with pytest.raises(UserError, match=f"the {split} shards are not those that .*model_00002 was trained on"):
             resumed(out)

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 from helpers import ROOT
-from shard_helpers import file_size_limit
+from shard_helpers import file_size_limit, write_shard
 
 from support.cli import UserError
 from support.data import shards
@@ -18,7 +18,7 @@ from support.data.tokenizer import get_tokenizer
 
 def write_shards(folder, lengths, split="train"):
     for index, n in enumerate(lengths):
-        shards.write_shard(folder / shards.shard_name("count", split, index), np.arange(n, dtype=np.uint16))
+        write_shard(folder / shards.shard_name("count", split, index), np.arange(n, dtype=np.uint16))
 
 
 def test_which_files_are_shards_of_a_split(tmp_path):
@@ -41,7 +41,7 @@ def test_a_shard_is_the_file_that_numpy_saves(tmp_path):
     for tokens in (array, array[17:60], mapped[17:60]):
         expected = io.BytesIO()
         np.save(expected, np.array(tokens))
-        sha256 = shards.write_shard(tmp_path / "x_train_000000.npy", tokens)
+        sha256 = write_shard(tmp_path / "x_train_000000.npy", tokens)
         content = (tmp_path / "x_train_000000.npy").read_bytes()
         assert content == expected.getvalue() and sha256 == hashlib.sha256(content).hexdigest()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["whole.npy", "x_train_000000.npy"]
@@ -49,7 +49,7 @@ def test_a_shard_is_the_file_that_numpy_saves(tmp_path):
 
 def test_a_failed_write_says_why_and_leaves_nothing(tmp_path):
     with file_size_limit(5000), pytest.raises(OSError) as error:
-        shards.write_shard(tmp_path / "x_train_000000.npy", np.zeros(10_000, dtype=np.uint16))
+        write_shard(tmp_path / "x_train_000000.npy", np.zeros(10_000, dtype=np.uint16))
     assert (error.value.errno, error.value.strerror) == (errno.EFBIG, os.strerror(errno.EFBIG))
     assert not list(tmp_path.iterdir())
 

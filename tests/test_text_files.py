@@ -89,8 +89,7 @@ def test_a_safe_cut_changes_no_token(tmp_path, seed):
     text = "".join(valid_unicode(adversarial_texts(seed, 20))).replace("\r", "")
     path = tmp_path / "a.txt"
     path.write_bytes(text.encode())
-    with open(path, "rb") as file:
-        inside = {text_files.find_safe_cut(file, offset) for offset in range(1, len(text.encode()), 20)} - {None}
+    inside = {text_files.find_safe_cut(path, offset) for offset in range(1, len(text.encode()), 20)} - {0}
     content = text.encode()
     last = {text_files.find_last_safe_cut(content[:end]) for end in range(1, len(content), 20)} - {0}
     assert len(last) > 30 and len(inside) > 30
@@ -100,7 +99,7 @@ def test_a_safe_cut_changes_no_token(tmp_path, seed):
 
 
 def test_a_cut_in_a_file_is_the_first_one_from_an_offset_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "READ_SIZE", 16)
+    monkeypatch.setattr(text_files, "READ_SIZE", 64 + 4)
     rng = random.Random(0)
     for _ in range(60):
         words = [
@@ -114,10 +113,9 @@ def test_a_cut_in_a_file_is_the_first_one_from_an_offset_on(tmp_path, monkeypatc
             for i, (char, following) in enumerate(zip(content.decode(), content.decode()[1:], strict=False))
             if not char.isspace() and following in " \r\n"
         ]
-        with open(tmp_path / "a.txt", "rb") as file:
-            for offset in range(0, len(content), 7):
-                expected = next((end for end in ends if end >= offset), None)
-                assert text_files.find_safe_cut(file, offset) == expected
+        for offset in range(7, len(content), 7):
+            expected = next((end for end in ends if offset <= end <= min(offset + 64, len(content) - 4)), 0)
+            assert text_files.find_safe_cut(tmp_path / "a.txt", offset) == expected
 
 
 SEPARATORS = ["\n\n", "b", "END OF DOC", "\n---\n", "a b", " ", "\n"]

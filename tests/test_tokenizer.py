@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import GPT2_VOCABULARY, ROOT, needs_gpt2_vocabulary
+from shard_helpers import write_shard
 from training import config_of, configure
 
 import hellaswag
@@ -202,7 +203,7 @@ def test_a_model_without_a_tokenizer_is_refused_unless_its_vocabulary_is_gpt2s(t
 
 @needs_gpt2_vocabulary
 def test_shards_without_a_manifest_have_gpt2s_tokens_unless_a_tokenizer_says_otherwise(tmp_path):
-    shards.write_shard(tmp_path / "a_train_000000.npy", np.arange(100, dtype=np.uint16))
+    write_shard(tmp_path / "a_train_000000.npy", np.arange(100, dtype=np.uint16))
     assert shards.read_tokenizer(tmp_path).name == "gpt2"
     get_tokenizer("gpt2").save_pretrained(tmp_path, 16)
     assert shards.read_tokenizer(tmp_path).name == "gpt2"

@@ -1,4 +1,4 @@
-"""Byte-pair encodings that are trained on a text: as GPT-2's, with a vocabulary that fits the amount of text."""
+"""Byte-pair encodings like GPT-2's, trained on a text, with a vocabulary sized to it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _cut_long_words(text: str) -> list[str]:
 def write_tokenizer(folder: OutputFolder, corpus: Corpus, vocab_size: int | None, copy_of: Path | None) -> BpeTokenizer:
     """Trains the encoding of a corpus, or copies one, into the `tokenizer.json` of `folder`, and returns it.
 
-    One that is there already is kept. Its vocabulary and checksum are noted in the manifest.
+    A `tokenizer.json` that the manifest lists is kept. Otherwise its vocabulary and checksum are noted there.
 
     Args:
         vocab_size: the largest allowed (default: `fitting_vocab_size`).

@@ -1,9 +1,8 @@
-"""Text to tokens: the encoders, and the parts of a corpus as files of tokens."""
+"""Text to tokens, with gigatoken or tiktoken."""
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import importlib.util
 import os
 import random
@@ -16,8 +15,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from support import files
 from support.cli import UserError
+from support.data.shards import TOKEN
 from support.data.text_files import Piece, find_last_safe_cut
 from support.data.tokenizer import Tokenizer, to_utf8
 
@@ -29,7 +28,6 @@ MAX_COMPARED_CHARS = 1 << 14  # of one document
 # process has grown by this many bytes.
 MAX_CACHED_CHARS = 1 << 28
 MAX_CACHE_BYTES = 200 << 20
-TOKEN = np.dtype("<u2")  # in the file of a part
 
 Encoder: TypeAlias = Callable[[list[str]], tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.integer]]]
 """Returns the ids of all texts in one array, and the n + 1 offsets where the ids of the n texts begin and end."""
@@ -46,7 +44,7 @@ def usable_cores() -> int:
 
 
 def get_encoder(tokenizer: Tokenizer, engine: str, threads: int) -> Encoder:
-    """What encodes with a tokenizer. The engine and the number of threads do not change the tokens.
+    """Returns the encoder of a tokenizer. The engine and the number of threads do not change the tokens.
 
     Raises:
         UserError: gigatoken is to be used, and is not installed or does not work.
@@ -129,7 +127,7 @@ class GigatokenEncoder:
 
 
 def _private_memory() -> int:
-    """Bytes of memory that this process shares with nobody, on Linux; elsewhere 0."""
+    """Private memory of this process in bytes; 0 except on Linux."""
     try:
         _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
         return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
@@ -138,7 +136,7 @@ def _private_memory() -> int:
 
 
 def batches_of(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """The same pieces in lists of about BATCH_CHARS characters."""
+    """Groups pieces into batches of about BATCH_CHARS characters."""
     batch: list[Piece] = []
     room = BATCH_CHARS
     for text, starts_document in pieces:
@@ -168,45 +166,3 @@ def encode_pieces(pieces: Iterable[Piece], encode: Encoder, eot: int) -> Iterato
             encoding = following
         if encoding:
             yield encoding.result()
-
-
-# -----------------------------------------------------------------------------
-# A part as a file of tokens. A file next to it has its length and checksum, and is written last
-
-
-def write_part(path: Path, batches: Iterable[npt.NDArray[np.uint16]]) -> npt.NDArray[np.uint16]:
-    """Writes tokens to a file and returns them, memory-mapped."""
-    sha256, count = hashlib.sha256(), 0
-    with files.atomic_write(path, unique=True, durable=False) as tmp, open(tmp, "wb") as file:
-        for tokens in batches:
-            content = tokens.tobytes()
-            file.write(content)
-            sha256.update(content)
-            count += len(tokens)
-    files.write_json(_record_path(path), [count, sha256.hexdigest()])
-    return _map_tokens(path, count)
-
-
-def read_part(path: Path) -> npt.NDArray[np.uint16] | None:
-    """The tokens in a file, memory-mapped; None if it is missing, or not as it was written."""
-    count, sha256 = files.read_json(_record_path(path)) or (0, None)
-    return _map_tokens(path, count) if path.exists() and files.sha256_of(path) == sha256 else None
-
-
-def num_tokens(path: Path) -> int | None:
-    """The number of tokens in the file of a part; None if it is missing."""
-    record = files.read_json(_record_path(path))
-    return record and record[0]
-
-
-def remove_part(path: Path) -> None:
-    for file in (_record_path(path), path):
-        file.unlink(missing_ok=True)
-
-
-def _record_path(path: Path) -> Path:
-    return path.with_suffix(".json")
-
-
-def _map_tokens(path: Path, count: int) -> npt.NDArray[np.uint16]:
-    return np.memmap(path, TOKEN, "r", shape=(count,)) if count else np.empty(0, TOKEN)

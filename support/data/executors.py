@@ -42,7 +42,7 @@ class Executor:
     """An executor of datatrove, with its options.
 
     Raises:
-        UserError: it is not installed, or an option is not its own.
+        UserError: a package is missing, or the executor does not take an option.
     """
 
     kind: str
@@ -71,7 +71,9 @@ class Executor:
         if is_complete(output):
             return make()
         manifest = make(only_parts=(0, 1))  # the folder, and a trained tokenizer
-        search_path = filter(None, [str(Path(__file__).parents[2]), os.getenv("PYTHONPATH")])  # of other machines
+        search_path = filter(
+            None, [str(Path(__file__).parents[2]), os.getenv("PYTHONPATH")]
+        )  # so that other machines find this project
         os.environ["PYTHONPATH"] = os.pathsep.join(search_path)
         encode = self._datatrove(Task(make, only_parts=True), output / "logs" / "encode", self.tasks)
         if self.kind == "ray":
@@ -83,7 +85,7 @@ class Executor:
         except (OSError, subprocess.CalledProcessError) as error:
             raise UserError("sbatch is missing or failed, see above. Correct that, and run this again.") from error
         print(
-            f"submitted jobs {encode.job_id} and {cut.job_id}. When they have ended, the same command makes what is missing."
+            f"submitted jobs {encode.job_id} and {cut.job_id}. When they have ended, run the same command again: it reports success, or submits what is missing."
         )
         return manifest
 
@@ -93,7 +95,7 @@ class Executor:
         options = dict(self.options)
         if self.kind == "slurm":  # shards are cut even if a task failed: what is missing is encoded then
             more |= {"run_on_dependency_fail": True, "job_name": f"shards_{logs.name}"}
-            # srun does not take over that of sbatch; datatrove would ask for a QOS that a cluster may not have
+            # srun does not inherit --cpus-per-task from sbatch; datatrove would ask for a QOS that a cluster may not have
             options = {"srun_args": {"cpus-per-task": options.get("cpus_per_task", 1)}, "qos": None} | options
         more |= {
             "pipeline": [task] if task else [],

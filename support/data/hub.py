@@ -87,7 +87,7 @@ def hub_error_reason(error: Exception) -> str:
 # The files of a data set
 
 FINEWEB_PREFIXES = {"HuggingFaceFW/fineweb-edu": "edufineweb", "HuggingFaceFW/fineweb": "fineweb"}  # of shard names
-TEXT_BYTES = 1.5  # typical: bytes of text per byte of .parquet
+TEXT_BYTES = 1.5  # bytes of text per byte of FineWeb's files; others may have anything beside it
 
 
 class HubFiles(Corpus):
@@ -119,11 +119,12 @@ class HubFiles(Corpus):
         self._text_field, self._separator = text_field, separator
         self._downloading: dict[str, threading.Thread] = {}
         self._finished: set[str] = set()
+        self._is_mostly_text = repository in FINEWEB_PREFIXES
         self.revision = revision
 
     @functools.cached_property
     def files(self) -> list[RepoFile]:
-        """All files, of which none need be here.
+        """All files of the split, downloaded or not.
 
         Raises:
             UserError: there is no such configuration or split, or it has other files than text.
@@ -133,7 +134,7 @@ class HubFiles(Corpus):
 
         failure = f"cannot open the data set {self._repository}"
         paths = _request(self._find_paths, failure, CONNECT_ATTEMPTS)
-        if others := sorted({Path(path).suffix or path for path in paths if not text_suffix(Path(path))}):
+        if others := sorted({"".join(Path(path).suffixes) for path in paths if not text_suffix(Path(path))}):
             raise UserError(
                 f"{self._repository} has files of {', '.join(others)}, not of {TEXT_TYPES}. Use the hub's conversion of it, with "
                 f"--revision refs/convert/parquet, or write .parquet files with the datasets library and pass them with --input."
@@ -167,9 +168,9 @@ class HubFiles(Corpus):
 
     def parts(self) -> list[Part]:
         """A file each, or small files together: the row groups of a file are known only when it is here."""
-        sizes = [round(file.size * TEXT_BYTES) for file in self.files]
-        largest = max(sizes, default=0)
-        return [Part(files, text_bytes=sum(sizes[files.start : files.stop])) for files in group_by_size(sizes, largest)]
+        groups = group_by_size([file.size for file in self.files], max((file.size for file in self.files), default=0))
+        ratio = TEXT_BYTES if self._is_mostly_text else 0
+        return [Part(files, text_bytes=ratio * sum(self.files[index].size for index in files)) for files in groups]
 
     def read(self, part: Part) -> Iterator[Piece]:
         for index in part.files:
@@ -181,7 +182,9 @@ class HubFiles(Corpus):
 
     def prepare(self, part: Part) -> None:
         """Starts to download the files of a part, after those of earlier calls. Ctrl-C does not wait for daemon threads."""
-        if not self._downloading:  # the library starts a file again of which a killed process had a part
+        if (
+            not self._downloading
+        ):  # the library starts a killed process's download again, and leaves the old file behind
             for rest in self._downloads.glob(".cache/**/*.incomplete"):
                 rest.unlink()
         for index in part.files:
@@ -199,6 +202,7 @@ class HubFiles(Corpus):
             self._downloading.pop(self.files[index].path, None)
 
     def for_process(self, number: int) -> HubFiles:
+        assert self.files  # listed once, before processes get a copy
         corpus = copy.copy(self)
         corpus._downloads, corpus._downloading, corpus._finished = self._downloads / str(number), {}, set()
         return corpus
@@ -213,7 +217,7 @@ class HubFiles(Corpus):
             self._fetch(file)
 
     def _download(self, file: RepoFile) -> Path:
-        """The path of a file that is here when this returns."""
+        """Downloads a file, unless it is here, and returns its path."""
         if thread := self._downloading.get(file.path):
             thread.join()
         _request(lambda: self._fetch(file), f"cannot download {file.path}", DOWNLOAD_ATTEMPTS)

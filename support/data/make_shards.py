@@ -7,12 +7,14 @@ is killed can be repeated, and parts may be encoded by any number of processes.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
+import json
 import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,36 +25,30 @@ from tqdm import tqdm
 
 from support.cli import UserError
 from support.data import bpe
-from support.data.encode import (
-    Encoder,
-    default_engine,
-    encode_pieces,
-    get_encoder,
-    num_tokens,
-    read_part,
-    remove_part,
-    write_part,
-)
-from support.data.output_folder import OutputFolder, new_manifest, open_output_folder
+from support.data.encode import Encoder, default_engine, encode_pieces, get_encoder
+from support.data.output_folder import PARTS, OutputFolder, new_manifest, open_output_folder
 from support.data.shards import (
+    TOKEN,
     Manifest,
     Setting,
     ShardEntry,
-    raise_open_file_limit,
+    TokenFile,
     shard_name,
     write_manifest,
-    write_shard,
+    write_tokens,
 )
 from support.data.text_files import Corpus, Part
 from support.data.tokenizer import Tokenizer, get_tokenizer
-from support.files import check_free_space, sha256_of
+from support.files import check_free_space, read_json, sha256_of, write_json
 
 SHARD_SIZE = 10**8  # tokens
 VAL_FRACTION = 0.1  # of a corpus that fits into one shard
 MAX_CUT_ERROR = 0.1  # of the validation tokens, before --split-documents cuts inside a document
-BYTES_PER_TOKEN = {"gpt2": 5, "bpe": 2, "bytes": 1}  # of text, high estimates
+MAX_BYTES_PER_TOKEN = {"gpt2": 5, "bpe": 2, "bytes": 1}  # of text, on average
+BLOCK = 1 << 23  # tokens that are read at a time
 
 Tokens: TypeAlias = npt.NDArray[np.uint16]
+Slice: TypeAlias = tuple[Path, int, int]  # the file of a part, and the first and the number of some of its tokens
 Shard: TypeAlias = tuple[str, int, int, int]  # split, index, and the tokens of the corpus that it starts and stops at
 
 
@@ -108,12 +104,14 @@ def make_shards(
         with report_disk_errors(folder.directory):
             if not folder.is_finished:
                 parts = corpus.parts()
+                _check_plan(folder, corpus, parts)
                 _check_space(folder, parts, max_tokens, copies=1 if val_fraction is None and not only_parts else 2)
                 if tokenizer == "bpe":
                     encodes: Tokenizer = bpe.write_tokenizer(folder, corpus, vocab_size, tokenizer_file)
                 else:
                     encodes = get_tokenizer(tokenizer)
                 encode = get_encoder(encodes, engine or default_engine(), threads)
+                folder.parts.mkdir(exist_ok=True)
                 with EncodedParts(folder, corpus, parts, encode, max_tokens) as encoded:
                     if only_parts:
                         encoded.encode_some(*only_parts)
@@ -123,17 +121,26 @@ def make_shards(
         return folder.manifest
 
 
+def _check_plan(folder: OutputFolder, corpus: Corpus, parts: list[Part]) -> None:
+    """Raises a UserError if an earlier command divided the corpus otherwise: its parts would not fit to these."""
+    plan = [[corpus.describe(part), part.start, part.stop] for part in parts]
+    sha256 = hashlib.sha256(json.dumps(plan).encode()).hexdigest()
+    if folder.manifest.setdefault("plan", sha256) != sha256:
+        raise UserError(f"{corpus.name} was divided into other parts before. Make its shards in another --output.")
+    write_manifest(folder.directory, folder.manifest)
+
+
 # -----------------------------------------------------------------------------
 # Parts
 
 
 class EncodedParts:
-    """The tokens of a corpus: its encoded parts, in a folder, and those that are not encoded yet.
+    """The tokens of a corpus, in files: one for each part that is encoded, and a record next to it, written last.
 
     Attributes:
         limit: the number of tokens that are used.
-        lengths: tokens of the first parts, as far as they are known. Those that the manifest lists may be removed from
-            the disk, and are encoded again if they are needed.
+        lengths: tokens of each part encoded so far. A part listed in the manifest may be gone from the disk; it is encoded
+            again if a shard needs it.
     """
 
     def __init__(
@@ -142,8 +149,8 @@ class EncodedParts:
         self.folder, self.corpus, self.parts, self.encode = folder.parts, corpus, parts, encode
         self.eot, self.limit = folder.manifest["vocab_size"] - 1, max_tokens or sys.maxsize
         self.lengths = folder.manifest["parts"]
-        self._opened: dict[int, Tokens] = {}
-        raise_open_file_limit(len(parts))
+        self._ready: set[int] = set()  # parts whose files were compared with their checksums
+        self._first_kept, self._removed_tokens = 0, 0
         self._text_bytes = [*itertools.accumulate(part.text_bytes for part in self.parts)]
         style: dict[str, Any] = {"unit": " tokens", "unit_scale": True, "smoothing": 0.05, "leave": False}
         # At first there would only be zeros and question marks.
@@ -158,36 +165,47 @@ class EncodedParts:
     def path(self, number: int) -> Path:
         return self.folder / f"part_{number:06d}.bin"
 
-    def open(self, number: int, following: int) -> Tokens:
-        """The tokens of a part, which is encoded now unless it is there; `following` is the part that is needed next.
+    def record(self, number: int) -> TokenFile | None:
+        """What is known about a part's file; None if there is none."""
+        return read_json(self.path(number).with_suffix(".json"))
+
+    def ensure(self, number: int, following: int) -> int:
+        """Encodes a part, unless it is there; returns its tokens. `following` is the part that is needed next.
 
         Raises:
             UserError: it cannot be read or encoded, or is not what it was.
         """
-        if number in self._opened:
-            return self._opened[number]
-        tokens = read_part(self.path(number))
-        if tokens is None:
-            part = self.parts[number]
-            self.corpus.prepare(part)
-            if following < len(self.parts) and num_tokens(self.path(following)) is None:
-                self.corpus.prepare(self.parts[following])
-            try:
-                pieces = self.corpus.read(part)
-                tokens = write_part(self.path(number), self._show(encode_pieces(pieces, self.encode, self.eot)))
-            except BaseException as error:
-                # A panic in Rust code is not an Exception, and its class cannot be imported.
-                if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
-                    raise
-                raise UserError(
-                    f"a document of {self.corpus.describe(part)} cannot be encoded: {error}. "
-                    "Fix it (does it have a million spaces in a row?) or leave it out."
-                ) from None
-            self.corpus.release(part)
-        if number < len(self.lengths) and len(tokens) != self.lengths[number]:
-            raise UserError(f"{self.corpus.name} is not what it was. Make its shards in another --output.")
-        self._opened[number] = tokens
-        return tokens
+        record, path = self.record(number), self.path(number)
+        if number not in self._ready:
+            if record is None or not path.exists() or sha256_of(path) != record["sha256"]:
+                record = self._encode(number, following)
+            self._ready.add(number)
+        assert record is not None
+        if number < len(self.lengths) and record["tokens"] != self.lengths[number]:
+            raise UserError(
+                f"{self.corpus.name} changed since its shards were begun, or is encoded differently. Use another --output."
+            )
+        return record["tokens"]
+
+    def _encode(self, number: int, following: int) -> TokenFile:
+        part = self.parts[number]
+        self.corpus.prepare(part)
+        if following < len(self.parts) and self.record(following) is None:
+            self.corpus.prepare(self.parts[following])
+        try:
+            batches = self._show(encode_pieces(self.corpus.read(part), self.encode, self.eot))
+            record = write_tokens(self.path(number), batches, self.eot)
+        except BaseException as error:
+            # A panic in Rust code is not an Exception, and its class cannot be imported.
+            if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
+                raise
+            raise UserError(
+                f"a document of {self.corpus.describe(part)} cannot be encoded: {error}. "
+                "Fix it (does it have a million spaces in a row?) or leave it out."
+            ) from None
+        write_json(self.path(number).with_suffix(".json"), record)
+        self.corpus.release(part)
+        return record
 
     def _show(self, batches: Iterator[Tokens]) -> Iterator[Tokens]:
         for tokens in batches:
@@ -199,33 +217,53 @@ class EncodedParts:
         count = min(count, self.limit)
         while sum(self.lengths) < count and len(self.lengths) < len(self.parts):
             number = len(self.lengths)
-            self.lengths.append(len(self.open(number, number + 1)))
+            self.lengths.append(self.ensure(number, number + 1))
             self._bar.n = total = sum(self.lengths)
             if self._text_bytes[number]:
                 self._bar.total = min(self.limit, total * self._text_bytes[-1] / self._text_bytes[number])
         return min(count, sum(self.lengths))
 
     def encode_some(self, first: int, every: int) -> None:
-        """Encodes parts number first, first + every, ..., from 1, unless those before have enough tokens already."""
+        """Encodes every `every`-th part from number `first` (counted from 1) on, until the limit is reached."""
+        before, counted = 0, 0  # tokens of the parts that are known to be encoded before this one
         for number in range(first - 1, len(self.parts), every) if first else ():
-            if self.limit < sys.maxsize and sum(num_tokens(self.path(i)) or 0 for i in range(number)) >= self.limit:
+            for other in range(counted, number):
+                before += (self.record(other) or {"tokens": 0})["tokens"]
+            counted = number
+            if before >= self.limit:
                 break
-            tqdm.write(f"part {number + 1} of {len(self.parts)}: {len(self.open(number, number + every)):,} tokens")
-            del self._opened[number]
+            if number >= len(self.lengths):  # the others are in shards already, or on the disk
+                tokens = self.ensure(number, number + every)
+                tqdm.write(f"part {number + 1} of {len(self.parts)}: {tokens:,} tokens")
 
-    def slices(self, start: int, stop: int) -> list[Tokens]:
-        """The tokens from `start` to `stop`, in slices that follow each other. `encode_until(stop)` was called before."""
-        ends = [*itertools.accumulate(self.lengths)]
-        numbers = [i for i, end in enumerate(ends) if end > start and end - self.lengths[i] < stop]
-        opened = ((ends[i] - self.lengths[i], self.open(i, i + 1)) for i in numbers)
-        return [tokens[max(0, start - offset) : stop - offset] for offset, tokens in opened]
+    def find(self, start: int, stop: int) -> list[Slice]:
+        """Where the tokens from `start` to `stop` are; parts that are gone are encoded again."""
+        slices, offset = [], 0
+        for number, length in enumerate(self.lengths):
+            first, last = max(start, offset) - offset, min(stop, offset + length) - offset
+            if first < last:
+                self.ensure(number, number + 1)
+                slices.append((self.path(number), first, last - first))
+            offset += length
+        return slices
 
     def remove_before(self, position: int) -> None:
         """Removes the parts whose tokens are before a position."""
-        for number, end in enumerate(itertools.accumulate(self.lengths)):
-            if end <= position:
-                self._opened.pop(number, None)
-                remove_part(self.path(number))
+        while self._first_kept < len(self.lengths):
+            end = self._removed_tokens + self.lengths[self._first_kept]
+            if end > position:
+                return
+            self._ready.discard(self._first_kept)
+            self.path(self._first_kept).with_suffix(".json").unlink(missing_ok=True)
+            self.path(self._first_kept).unlink(missing_ok=True)
+            self._first_kept, self._removed_tokens = self._first_kept + 1, end
+
+
+def read_slices(slices: Iterable[Slice]) -> Iterator[Tokens]:
+    """The tokens of slices, in blocks that fit into memory."""
+    for path, first, count in slices:
+        for start in range(first, first + count, BLOCK):
+            yield np.fromfile(path, TOKEN, min(BLOCK, first + count - start), offset=start * TOKEN.itemsize)
 
 
 # -----------------------------------------------------------------------------
@@ -241,7 +279,7 @@ def _write_all(
     """
     manifest, first_tokens = folder.manifest, parts.encode_until(shard_size + 1)
     if first_tokens < 2:
-        shutil.rmtree(folder.parts)  # with parts, other files would be refused
+        shutil.rmtree(folder.parts, ignore_errors=True)  # with parts, other files would be refused
         raise UserError(f"there is no text in {corpus.name}. Use other files, or another data set.")
     in_order = val_fraction is None and first_tokens > shard_size
     shards = _in_order(parts, shard_size) if in_order else _split(folder, parts, shard_size, val_fraction)
@@ -265,7 +303,7 @@ def _write_all(
                 path = folder.directory / shard_name(corpus.prefix, split, index)
                 if path.name in listed:
                     continue
-                slices = parts.slices(start, stop)
+                slices = parts.find(start, stop)
                 if writing:
                     add(writing[0].result(), writing[1])
                 writing = thread.submit(_write_shard, path, split, slices, parts.eot), stop
@@ -275,15 +313,10 @@ def _write_all(
     folder.finish()
 
 
-def _write_shard(path: Path, split: str, slices: Sequence[Tokens], eot: int) -> ShardEntry:
+def _write_shard(path: Path, split: str, slices: list[Slice], eot: int) -> ShardEntry:
     """Writes a shard; returns what its manifest says about it."""
-    return {
-        "file": path.name,
-        "split": split,
-        "tokens": sum(map(len, slices)),
-        "documents": sum(int(np.count_nonzero(tokens == eot)) for tokens in slices),
-        "sha256": write_shard(path, *slices),
-    }
+    size = sum(count for _, _, count in slices)
+    return {"file": path.name, "split": split, **write_tokens(path, read_slices(slices), eot, shard_size=size)}
 
 
 def _in_order(parts: EncodedParts, size: int) -> Iterator[Shard]:
@@ -300,7 +333,7 @@ def _split(folder: OutputFolder, parts: EncodedParts, size: int, val_fraction: f
     """The shards of a corpus whose last fraction is for validation."""
     total, fraction = parts.encode_until(sys.maxsize), val_fraction or VAL_FRACTION
     split_documents = bool(folder.manifest["settings"].get("split_documents"))
-    split_point = val_split_point(parts.slices(0, total), parts.eot, fraction, split_documents)
+    split_point = val_split_point(read_slices(parts.find(0, total)), total, parts.eot, fraction, split_documents)
     val_tokens = total - split_point
     tqdm.write(f"the last {val_tokens / total:.1%} of the text, {val_tokens:,} tokens, is held out for validation")
     if val_tokens > 2 * max(1, fraction * total):
@@ -313,21 +346,22 @@ def _split(folder: OutputFolder, parts: EncodedParts, size: int, val_fraction: f
     return shards + [("val", i, start, min(start + size, total)) for i, start in enumerate(val)]
 
 
-def val_split_point(parts: Sequence[Tokens], eot: int, fraction: float, split_documents: bool = False) -> int:
-    """The token at which the validation split starts, the last `fraction` of a corpus in parts.
+def val_split_point(
+    blocks: Iterable[Tokens], total: int, eot: int, fraction: float, split_documents: bool = False
+) -> int:
+    """The token at which the validation split starts, the last `fraction` of `total` tokens, which come in blocks.
 
     It is the start of the nearest document. If there is no other document, or with `split_documents` none that starts
     near, it is inside a text.
     """
-    total = sum(map(len, parts))
     ideal = total - max(1, round(fraction * total))
-    starts, offset = [], 0  # the nearest of each part: a corpus may be larger than the memory
-    for part in parts:
-        found = offset + np.flatnonzero(part == eot)
+    starts, offset = [], 0  # the nearest of each block: a corpus may be larger than the memory
+    for block in blocks:
+        found = offset + np.flatnonzero(block == eot)
         found = found[found > 0]
         if len(found):
             starts.append(int(found[np.abs(found - ideal).argmin()]))
-        offset += len(part)
+        offset += len(block)
     nearest = min(starts, key=lambda start: abs(start - ideal), default=None)
     is_far = nearest is None or abs(nearest - ideal) > MAX_CUT_ERROR * (total - ideal)
     return max(1, ideal) if nearest is None or (split_documents and is_far) else nearest
@@ -358,7 +392,7 @@ def _check_space(folder: OutputFolder, parts: list[Part], max_tokens: int | None
         UserError: there is clearly not enough.
     """
     text_bytes = sum(part.text_bytes for part in parts)
-    total_tokens = min(max_tokens or math.inf, text_bytes / BYTES_PER_TOKEN[folder.manifest["tokenizer"]])
+    total_tokens = min(max_tokens or math.inf, text_bytes / MAX_BYTES_PER_TOKEN[folder.manifest["tokenizer"]])
     finished_tokens = sum(entry["tokens"] for entry in folder.manifest["shards"])
-    in_parts = sum(path.stat().st_size for path in folder.parts.glob("*.bin"))
+    in_parts = sum(path.stat().st_size for path in folder.directory.glob(f"{PARTS}*/*.bin"))
     check_free_space(folder.directory, 2 * (copies * total_tokens - finished_tokens) - in_parts, "make the shards")

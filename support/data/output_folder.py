@@ -33,12 +33,16 @@ class OutputFolder:
 
     directory: Path
     manifest: Manifest
-    is_finished: bool = False
+
+    @property
+    def is_finished(self) -> bool:
+        return bool(self.manifest["complete"])
 
     @property
     def parts(self) -> Path:
-        """The folder of encoded parts, of this source with these settings."""
-        identity = [self.manifest[key] for key in ("source", "revision", "tokenizer", "settings")]
+        """The folder of encoded parts of this source, with these settings and this tokenizer."""
+        keys = ("source", "revision", "settings", "tokenizer", "tokenizer_sha256")
+        identity = [self.manifest.get(key) for key in keys]
         return self.directory / (PARTS + hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16])
 
     def finish(self) -> None:
@@ -46,7 +50,7 @@ class OutputFolder:
         self.manifest["complete"] = True
         write_manifest(self.directory, self.manifest)
         for parts in self.directory.glob(f"{PARTS}*"):
-            shutil.rmtree(parts)
+            shutil.rmtree(parts, ignore_errors=True)
 
 
 def new_manifest(source: str, revision: str | None, tokenizer: str, settings: Mapping[str, Setting]) -> Manifest:
@@ -90,9 +94,8 @@ def open_output_folder(
                 folder = _adopt_finished_shards(directory, manifest, prefix)  # another run may have written some
                 if not only_parts:
                     stack.callback(_remove_if_empty, folder)
-                    for leftover in (*directory.glob(".*.partial"), *folder.parts.glob(".*.partial")):
-                        leftover.unlink()  # of a killed run
-                folder.parts.mkdir(exist_ok=True)
+                    for leftover in (*directory.glob(".*.partial"), *directory.glob(f"{PARTS}*/.*.partial")):
+                        leftover.unlink(missing_ok=True)  # of a killed run
                 write_manifest(directory, folder.manifest)
         except OSError as error:
             raise UserError(f"cannot write to {directory} ({error.strerror}). Use another --output.") from error
@@ -107,7 +110,9 @@ def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str) -> 
     """
     earlier = load_manifest(directory)
     if earlier is None and (directory / TOKENIZER_JSON).exists():  # as in a checkpoint
-        raise UserError(f"{directory} has the {TOKENIZER_JSON} of something else. Use another --output.")
+        raise UserError(
+            f"{directory} has a {TOKENIZER_JSON} but no {MANIFEST}, as a checkpoint does. Use another --output."
+        )
     if earlier and (differences := _differences(manifest, earlier)):
         if earlier["shards"] or any(directory.glob(f"{PARTS}*/*.json")):
             raise UserError(
@@ -124,15 +129,14 @@ def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str) -> 
         return OutputFolder(directory, manifest)
     tokenizer, sha256 = directory / TOKENIZER_JSON, earlier.get("tokenizer_sha256")
     if sha256 and not (tokenizer.is_file() and files.sha256_of(tokenizer) == sha256):
-        shutil.rmtree(OutputFolder(directory, manifest).parts, ignore_errors=True)
         return OutputFolder(directory, manifest)  # the tokens mean nothing without it
     shards = _intact_shards(directory, earlier)
     is_finished = earlier["complete"] and len(shards) == len(earlier["shards"]) > 0
-    return OutputFolder(directory, {**earlier, "shards": shards, "complete": is_finished}, is_finished)
+    return OutputFolder(directory, {**earlier, "shards": shards, "complete": is_finished})
 
 
 def _differences(manifest: Manifest, earlier: Manifest) -> list[str]:
-    """What the shards of two manifests differ in; empty if one can be continued with the other."""
+    """Describes how two manifests differ; empty if the shards can be continued."""
     here, there = (
         {flag_name(key): value for key, value in m["settings"].items()}
         | {"source": m["source"], "revision": m.get("revision"), "--tokenizer": m["tokenizer"]}
@@ -143,7 +147,7 @@ def _differences(manifest: Manifest, earlier: Manifest) -> list[str]:
 
 
 def _intact_shards(directory: Path, manifest: Manifest) -> list[ShardEntry]:
-    """The shards that are not lost; only of a complete manifest are they read for that."""
+    """The shards that still exist; in a complete folder their checksums must match, too."""
     from tqdm import tqdm
 
     intact = []
@@ -159,8 +163,8 @@ def _remove_if_empty(folder: OutputFolder) -> None:
     if folder.manifest["shards"]:
         return
     with contextlib.suppress(OSError):  # of a folder that is not empty
-        if folder.parts.exists():
-            folder.parts.rmdir()
+        for parts in folder.directory.glob(f"{PARTS}*"):
+            parts.rmdir()
         for name in (MANIFEST, TOKENIZER_JSON, files.LOCK):
             (folder.directory / name).unlink(missing_ok=True)
         folder.directory.rmdir()

@@ -42,8 +42,8 @@ MODELS_FOR_TEXT: tuple[dict[str, int], ...] = (
     dict(n_layer=8, n_head=8, n_embd=512, block_size=512),
     dict(n_layer=12, n_head=12, n_embd=768, block_size=1024),  # gpt2
 )
-# Of text that a model reads, repetitions included, for each weight of its blocks: measured, see docs/small-models.md. A
-# model must not have more weights than the text has bytes, either: it would memorize it.
+# Bytes of text read per weight of the blocks, repetitions included: measured, see docs/small-models.md. A model must not
+# have more weights than the text has bytes, either: it would memorize it.
 BYTES_PER_WEIGHT = 7
 BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0, "bpe": 3.0}
 LEAST_TOKENS = {"gpt2": 1.65e6, "bytes": 2.4e6, "bpe": 1.65e6}  # a text that has fewer is read up to ten times
@@ -134,7 +134,7 @@ def step_size(total_tokens: float, steps: int = 2000) -> int:
 def fast_rates(tokens_per_step: int, cli_flags: Mapping[str, Any]) -> dict[str, float]:
     """The peak learning rates of --recipe fast: in small steps, Muon's with the square root of their size (docs/small-models.md).
 
-    A given --max-lr is for AdamW, too, and so is that of pretrained weights.
+    A given --max-lr applies to AdamW, too; so does the rate for pretrained weights.
     """
     rates = {"max_lr": FAST_LR * math.sqrt(min(1.0, tokens_per_step / 16384))}
     by_muon = cli_flags.get("recipe", "fast") == "fast" and cli_flags.get("optimizer", "muon") == "muon"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import io
 import json
 import mmap
 import os
 import re
 import textwrap
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NotRequired, TypeAlias, TypedDict
@@ -40,6 +42,17 @@ TOKENS_WITH_A_LINE, LINE_LETTERS = 2**14, 20  # of a text whose beginning is to 
 _MAKE_AGAIN = "Run the command that made these shards again."
 
 
+TOKEN = np.dtype("<u2")  # in files
+
+
+class TokenFile(TypedDict):
+    """The number of tokens and documents in a file, and its SHA-256."""
+
+    tokens: int
+    documents: int
+    sha256: str
+
+
 class ShardEntry(TypedDict):
     """What a manifest says about a shard."""
 
@@ -60,8 +73,9 @@ class Manifest(TypedDict):
     revision: NotRequired[str | None]
     settings: NotRequired[dict[str, Setting]]
     complete: NotRequired[bool]
+    plan: NotRequired[str]  # a hash of where the parts of the corpus start and stop
+    parts: NotRequired[list[int]]  # tokens of each part, as far as they were needed for the shards
     shards: list[ShardEntry]
-    parts: NotRequired[list[int]]  # tokens of the corpus' parts, as far as they were needed for the shards
 
 
 def shard_name(prefix: str, split: str, index: int) -> str:
@@ -98,7 +112,7 @@ class TokenData:
 
     @classmethod
     def open(cls, folder: str, needs_val: bool = True) -> TokenData:
-        """Opens the shards after a quick check; those of the validation split if there are any, or they are needed.
+        """Opens the shards after a quick check; val shards if they exist, or `needs_val`.
 
         Raises:
             UserError: shards are missing or fail the check, or the tokenizer cannot be read.
@@ -241,24 +255,39 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 # Shards
 
 
-def write_shard(path: Path, *slices: npt.NDArray[np.uint16]) -> str:
-    """Writes one-dimensional tokens, in slices, as one shard; returns the SHA-256 of the file, in hexadecimal."""
-    header = {"descr": "<u2", "fortran_order": False, "shape": (sum(map(len, slices)),)}
-    with files.atomic_write(path) as tmp:
-        with open(tmp, "wb") as file:
-            np.lib.format.write_array_header_1_0(file, header)
-            for tokens in slices:
-                file.write(
-                    np.ascontiguousarray(tokens, "<u2").data.cast("B")
-                )  # np.save does not say that a disk is full
-        return files.sha256_of(tmp)
+def write_tokens(
+    path: Path, batches: Iterable[npt.NDArray[np.unsignedinteger]], eot: int, shard_size: int | None = None
+) -> TokenFile:
+    """Writes one-dimensional tokens; returns what a manifest says about the file.
+
+    Args:
+        eot: the end-of-text token, which starts a document.
+        shard_size: number of all tokens, to write a shard; without it, they are part of a corpus, which a checksum
+            protects and which need not survive a power failure.
+    """
+    tokens, documents, sha256 = 0, 0, hashlib.sha256()
+    is_shard = shard_size is not None
+    with files.atomic_write(path, unique=not is_shard, durable=is_shard) as tmp, open(tmp, "wb") as file:
+        header = io.BytesIO()
+        if is_shard:
+            np.lib.format.write_array_header_1_0(
+                header, {"descr": TOKEN.str, "fortran_order": False, "shape": (shard_size,)}
+            )
+        file.write(header.getvalue())
+        sha256.update(header.getvalue())
+        for batch in batches:
+            content = batch.astype(TOKEN, copy=False).tobytes()
+            file.write(content)  # np.save does not say that a disk is full
+            sha256.update(content)
+            tokens, documents = tokens + len(batch), documents + int(np.count_nonzero(batch == eot))
+    return {"tokens": tokens, "documents": documents, "sha256": sha256.hexdigest()}
 
 
 def load_shard(path: Path, entry: ShardEntry | None = None, verify: bool = False) -> np.memmap:
     """A memory-mapped shard: one-dimensional uint16.
 
     Args:
-        entry: that of the shard in the manifest, to compare its length and, with `verify`, its checksum.
+        entry: the shard's entry in the manifest; its length and, with `verify`, its checksum must match.
 
     Raises:
         UserError: the file is something else, or cannot be opened.
@@ -318,7 +347,7 @@ def open_shards(directory: str | os.PathLike[str], *splits: str, read_all: bool 
         raise UserError(
             f'no {splits[0]} shards in {directory}. Make them with "python fineweb.py", or try it all with "--demo".'
         )
-    raise_open_file_limit(len(names))
+    _raise_open_file_limit(len(names))
     shards: list[np.memmap] = []
     problems: list[str] = []
     quiet = None if read_all else True
@@ -337,13 +366,13 @@ def open_shards(directory: str | os.PathLike[str], *splits: str, read_all: bool 
     return shards
 
 
-def raise_open_file_limit(num_files: int) -> None:
+def _raise_open_file_limit(num_shards: int) -> None:
     """Allows more open files, often only 1,024, if possible: a mapped file stays open."""
     with contextlib.suppress(ImportError, OSError, ValueError):  # Windows has no such limit
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + num_files, hard), hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + num_shards, hard), hard))
 
 
 def rows_in_shard(shard: np.memmap, T: int) -> int:
@@ -368,7 +397,7 @@ def identify(data: TokenData) -> tuple[list[ShardIdentity], list[ShardIdentity],
 
 
 def find_difference(before: list[ShardIdentity], now: list[ShardIdentity], folder: str) -> str | None:
-    """In what the shards in `folder` are not those that a run had before; None if they are, or one list is empty."""
+    """Describes the first shard in `folder` that differs from the run's own, or None. An empty list differs from none."""
     if not before or not now:
         return None
     for had, has in zip(before, now, strict=False):

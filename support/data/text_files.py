@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,7 +196,7 @@ class Documents(Corpus):
 class TextFiles(Corpus):
     """Files in order. A .txt file is one document, as are a line of a .jsonl file and a row of a .parquet file.
 
-    With `separator`, a .txt file is the documents between the separators, but for blank ones.
+    `separator` divides a .txt file into documents; blank ones are dropped.
     """
 
     def __init__(self, paths: list[Path], text_field: str = "text", separator: str | None = None):
@@ -234,9 +235,8 @@ class TextFiles(Corpus):
             inner = range(part_bytes, path.stat().st_size, part_bytes)
             if text_suffix(path) == ".jsonl":
                 return [*inner, None]
-            with open(path, "rb") as file:
-                cuts = {find_safe_cut(file, offset, (self.separator or "").encode()) for offset in inner}
-            return [*sorted(cut for cut in cuts if cut is not None), None]
+            cuts = {find_safe_cut(path, offset, (self.separator or "").encode()) for offset in inner}
+            return [*sorted(cuts - {0}), None]
 
     def read(self, part: Part) -> Iterator[Piece]:
         for index in part.files:
@@ -284,25 +284,9 @@ def _reading(where: str) -> Iterator[None]:
         raise UserError(f"{where} cannot be read ({reason}). Check the file, or get it again.") from error
 
 
-class _ByteRange(io.RawIOBase):
-    """The bytes of a file from where it is up to `stop`."""
-
-    def __init__(self, file: BinaryIO, stop: int):
-        self._file, self._left = file, stop - file.tell()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        content = self._file.read(min(len(buffer), self._left))
-        buffer[: len(content)] = content
-        self._left -= len(content)
-        return len(content)
-
-
 @contextlib.contextmanager
-def _open_text(path: Path, start: int = 0, stop: int | None = None) -> Iterator[BinaryIO]:
-    """The bytes of a file, decompressed, or some of them."""
+def _open_text(path: Path, start: int = 0) -> Iterator[BinaryIO]:
+    """The bytes of a file from `start` on, decompressed."""
     with open(path, "rb") as file:
         if codec := compression(path):
             import pyarrow
@@ -311,7 +295,7 @@ def _open_text(path: Path, start: int = 0, stop: int | None = None) -> Iterator[
             yield io.BufferedReader(stream, READ_SIZE)
         else:
             file.seek(start)
-            yield file if stop is None else io.BufferedReader(_ByteRange(file, stop), READ_SIZE)
+            yield file
 
 
 # -----------------------------------------------------------------------------
@@ -323,7 +307,7 @@ _WORD_END = re.compile(rb"(?:[!-~]|[\xc2-\xf4][\x80-\xbf]+)(?=[ \n\r])")  # unle
 
 
 def safe_cuts(content: bytes, separator: bytes) -> Iterator[int]:
-    """Offsets in UTF-8 between a word and a space, and neither in a separator nor right behind one."""
+    """Offsets in UTF-8 between a word and a space, never inside a separator or directly after one."""
     size = len(separator)
     for match in _WORD_END.finditer(content):
         cut = match.end()
@@ -337,20 +321,15 @@ def safe_cuts(content: bytes, separator: bytes) -> Iterator[int]:
         yield cut
 
 
-def find_safe_cut(file: BinaryIO, offset: int, separator: bytes = b"") -> int | None:
-    """The first of the `safe_cuts` of a file from a byte on; None if there is none."""
+def find_safe_cut(path: Path, offset: int, separator: bytes = b"") -> int:
+    """The first of the `safe_cuts` of a file within READ_SIZE bytes from an offset on; 0 if there is none."""
     margin = 4 + 2 * len(separator)  # of a cut, on both sides
     begin = max(0, offset - margin)
-    while True:
+    with open(path, "rb") as file:
         file.seek(begin)
-        window = file.read(READ_SIZE + 2 * margin)
-        is_last = len(window) < READ_SIZE + 2 * margin
-        for cut in safe_cuts(window, separator):
-            if begin + cut >= offset and (begin == 0 or cut >= margin) and (is_last or cut <= len(window) - margin):
-                return begin + cut
-        if is_last:
-            return None
-        begin += READ_SIZE
+        window = file.read(margin + READ_SIZE)
+    cuts = (begin + cut for cut in safe_cuts(window, separator) if cut <= len(window) - margin)
+    return next((cut for cut in cuts if cut >= offset), 0)
 
 
 def find_last_safe_cut(content: bytes, separator: bytes = b"") -> int:
@@ -368,13 +347,14 @@ def find_last_safe_cut(content: bytes, separator: bytes = b"") -> int:
 
 
 def read_txt(path: Path, separator: str | None, start: int, stop: int | None) -> Iterator[Piece]:
-    """Pieces of a text file, which is one document, or of those between separators. Line ends become \\n."""
-    inside = start > 0
-    with _open_text(path, start, stop) as file:
-        rest = b"" if inside else file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
+    """Yields a .txt file in pieces, as one document or divided at `separator`. Line ends become \\n."""
+    inside, left, rest = start > 0, (stop or sys.maxsize) - start, b""
+    bom = b"" if inside else codecs.BOM_UTF8
+    with _open_text(path, start) as file:
         while True:
-            block = file.read(max(READ_SIZE, len(rest)))
-            content = rest + block
+            block = file.read(min(left, max(READ_SIZE, len(rest))))
+            left -= len(block)
+            content, bom = (rest + block).removeprefix(bom), b""
             cut = find_last_safe_cut(content, (separator or "").encode()) if block else len(content)
             rest = content[cut:]
             if cut or not block:

@@ -31,7 +31,7 @@ TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_FILES = (TOKENIZER_JSON, "tokenizer_config.json", "vocab.json", "merges.txt")
 
 TokenIds: TypeAlias = npt.NDArray[np.unsignedinteger]  # one-dimensional, of some unsigned type
-# What code raises that takes a JSON file for what it should be.
+# Raised by code that trusts a JSON file's content.
 MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 # GPT-2's pattern of words, each of which is encoded on its own.
@@ -116,7 +116,7 @@ def tokenizer_of_model(directory: Path, vocab_size: int) -> Tokenizer:
 
 
 def _fingerprint(content: Mapping[str, Any]) -> str:
-    """A hash of what in a `tokenizer.json` decides the ids of a text, the same for all versions of the `tokenizers` library."""
+    """Hashes what determines a text's ids in a `tokenizer.json`, the same for all versions of the `tokenizers` library."""
     model, words = content["model"], content["pre_tokenizer"]
     special = {token["content"]: token["id"] for token in content["added_tokens"]}
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
@@ -239,7 +239,7 @@ class BytesTokenizer(Tokenizer):
 
 
 class Gpt2Tokenizer(Tokenizer):
-    """GPT-2's own, whose two files tiktoken downloads once, into TIKTOKEN_CACHE_DIR.
+    """GPT-2's tokenizer; tiktoken downloads its two files once, into TIKTOKEN_CACHE_DIR.
 
     Raises:
         UserError: they are not on this machine, and the download fails.
