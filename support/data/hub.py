@@ -48,17 +48,13 @@ def _request(request: Callable[[], T], failure: str, attempts: int) -> T:
             if isinstance(error, UserError) or (isinstance(error, OSError) and error.errno in DISK_ERRORS):
                 raise
             if _is_refused(error) or isinstance(error, OfflineModeIsEnabled) or attempt == attempts:
-                raise _user_error(failure, error) from error
+                advice = "Check the network and run the same command again, or name files of your own with --input"
+                if _is_refused(error):
+                    advice = "Check its name, --name and --split"
+                raise UserError(f"{failure}: {hub_error_reason(error)}. {advice}.") from error
             delay = 2**attempt  # seconds
             warn(f"{hub_error_reason(error)}. Retrying in {delay} s.")
             time.sleep(delay)
-
-
-def _user_error(failure: str, error: Exception) -> UserError:
-    advice = "Check the network and run the same command again, or name files of your own with --input"
-    if _is_refused(error):
-        advice = "Check its name, --name and --split"
-    return UserError(f"{failure}: {hub_error_reason(error)}. {advice}.")
 
 
 def _is_refused(error: Exception) -> bool:
