@@ -263,7 +263,9 @@ def corpus_of(args: Arguments, output: Path) -> Corpus:
     Raises:
         UserError: there is no such file or data set, or the hub cannot be reached.
     """
-    separator = args.document_separator and args.document_separator.replace("\\n", "\n")
+    separator = args.document_separator
+    if separator:  # line ends of files become \n, too
+        separator = separator.replace("\\n", "\n").replace("\r\n", "\n").replace("\r", "\n")
     if args.demo:
         return demo_corpus()
     if args.input:
@@ -272,7 +274,7 @@ def corpus_of(args: Arguments, output: Path) -> Corpus:
     if os.path.exists(name):
         raise UserError(f"{name} is on this machine. Pass it with --input.")
     config = args.name or ("sample-10BT" if name in hub.FINEWEB_PREFIXES else None)
-    corpus = hub.HubFiles(name, config, args.split, args.text_field, separator, output / "downloads")
+    corpus = hub.HubFiles(name, config, args.split, args.text_field, separator, output / ".downloads")
     earlier = load_manifest(output)
     is_continued = args.revision is None and earlier is not None and earlier["source"] == corpus.name
     corpus.revision = earlier.get("revision") if earlier and is_continued else hub.find_revision(name, args.revision)

@@ -40,7 +40,7 @@ def test_files_of_every_kind_are_one_corpus(tmp_path):
 def test_a_separator_is_named_on_the_command_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("one\ntwo\n\nthree\n\n\n\nfour")
-    flags = ["--input", "a.txt", "--output", "out", "--tokenizer", "bytes", "--document-separator", r"\n\n"]
+    flags = ["--input", "a.txt", "--output", "out", "--tokenizer", "bytes", "--document-separator", "\\n\r\n"]
     fineweb.main([*flags, "--shard-size", "9"])
     assert tokens_in("out") == plain_loop(["one\ntwo", "three", "four"], plain_bytes, 256, 9)
     with pytest.raises(UserError, match="another source or setting"):
@@ -201,6 +201,19 @@ def test_after_ctrl_c_the_same_command_resumes(tmp_path, monkeypatch, capsys):
     fineweb.main(flags)
     assert "resuming after 2 finished shards, 200 tokens" in capsys.readouterr().out
     assert tokens_in("out") == plain_loop(["some words " * 100], plain_bytes, 256, 100)
+
+
+def test_a_closed_reader_is_no_error_of_the_disk(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some words " * 100)
+
+    def write(line):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(make_shards.tqdm, "write", write)
+    with pytest.raises(SystemExit) as exit:
+        run_cli(lambda: fineweb.main("--input a.txt --output out --tokenizer bytes --shard-size 100".split()))
+    assert exit.value.code == 1 and not capsys.readouterr().err
 
 
 # ---- --check

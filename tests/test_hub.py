@@ -83,12 +83,12 @@ def test_a_download_with_a_wrong_checksum_is_not_used(server):
     server.repositories[EDU][path] = server.repositories[EDU][path][:-9] + b"!" * 9
     with pytest.raises(UserError, match="wrong checksum"):
         fineweb.main(FLAGS)
-    assert not list(Path().glob("*/*.npy")) and not list(Path().glob("*/downloads/**/000_00000.parquet"))
+    assert not list(Path().glob("*/*.npy")) and not list(Path().glob("*/.downloads/**/000_00000.parquet"))
 
 
 def test_a_disk_that_is_too_small_for_a_download(server, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=100))
-    for flags, folder in ((FLAGS, "edu_fineweb10B"), ([*FLAGS, "--max-tokens", "10"], "downloads")):
+    for flags, folder in ((FLAGS, "edu_fineweb10B"), ([*FLAGS, "--max-tokens", "10"], ".downloads")):
         with pytest.raises(UserError, match=f"{folder} has 0.0 MB free"):
             fineweb.main(flags)
     assert not server.requests
@@ -101,13 +101,13 @@ def test_downloads_are_removed_when_they_are_encoded(server, monkeypatch):
     counts, atomic_write = [], shards.files.atomic_write
 
     def count_downloads(path, **options):
-        counts.append(len(list(Path().glob("*/downloads/**/*.parquet"))))
+        counts.append(len(list(Path().glob("*/.downloads/**/*.parquet"))))
         return atomic_write(path, **options)
 
     monkeypatch.setattr(shards.files, "atomic_write", count_downloads)
     fineweb.main(["--name", "sample-350BT", "--tokenizer", "bytes", "--shard-size", "500"])
     # of 8: one that is read, and the next
-    assert 1 <= max(counts) <= 2 and not Path("edu_fineweb350B/downloads").exists()
+    assert 1 <= max(counts) <= 2 and not Path("edu_fineweb350B/.downloads").exists()
 
 
 def test_the_next_file_is_downloaded_while_one_is_read(server, monkeypatch):
@@ -126,7 +126,7 @@ def test_the_next_file_is_downloaded_while_one_is_read(server, monkeypatch):
 def test_with_enough_tokens_nobody_waits_for_a_download(server):
     server.failures += [None, "stall", "stall"]
     fineweb.main([*FLAGS, "--max-tokens", "5000"])
-    assert not Path("edu_fineweb10B/downloads").exists() and shards.is_complete("edu_fineweb10B")
+    assert not Path("edu_fineweb10B/.downloads").exists() and shards.is_complete("edu_fineweb10B")
     assert sum(map(len, tokens_in("edu_fineweb10B"))) == 5000
 
 
@@ -217,7 +217,7 @@ def test_killed_while_it_downloads_the_same_command_resumes(server, tmp_path):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert tokens_in("edu_fineweb10B") == expected_shards(TEXTS)
-    assert not Path("edu_fineweb10B/downloads").exists()  # with what the killed process left
+    assert not Path("edu_fineweb10B/.downloads").exists()  # with what the killed process left
 
 
 def test_ready_made_shards_are_downloaded_and_checked_as_the_docs_say(server, tmp_path, capsys):

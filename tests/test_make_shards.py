@@ -392,14 +392,19 @@ def test_other_shards_are_never_mixed_or_lost(tmp_path):
         manifest.unlink(missing_ok=True)
 
 
-def test_the_parts_of_another_text_are_neither_used_nor_lost(texts):
+def test_the_parts_of_another_text_are_not_used(texts):
+    """As after a bad line was corrected; they stay until the shards are complete."""
     make("out", only_parts=(1, 2))
-    encoded = {path: path.read_bytes() for path in Path("out").rglob("*.bin")}
+    encoded = set(Path("out").rglob("*.bin"))
     (texts / "f.txt").write_text("another end")
-    for only_parts in (None, (1, 2)):
-        with pytest.raises(UserError, match="shards of another source or setting: revision was"):
-            make("out", only_parts=only_parts)
-    assert encoded == {path: path.read_bytes() for path in Path("out").rglob("*.bin")}
+    make("out", only_parts=(1, 2))
+    assert encoded < set(Path("out").rglob("*.bin"))
+    (Path("out") / "parts_of_mine").mkdir()
+    make("out")
+    make("one")
+    assert [path for path in Path("out").iterdir() if path.is_dir()] == [Path("out/parts_of_mine")]
+    Path("out/parts_of_mine").rmdir()
+    assert files_in(Path("out")) == files_in(Path("one"))
 
 
 def test_the_tokenizer_of_something_else_stays(tmp_path):
@@ -413,12 +418,16 @@ def test_the_tokenizer_of_something_else_stays(tmp_path):
 
 def test_leftovers_of_a_killed_run_are_removed(tmp_path, monkeypatch):
     options = {"shard_size": 500, "val_fraction": 0.3}
-    leftovers = [".texts_val_000003.npy.partial", ".manifest.json.0123.partial", "parts_0123/part_000000.bin"]
+    leftovers = [
+        ".texts_val_000003.npy.partial",
+        ".manifest.json.0123.partial",
+        "parts_0123456789abcdef/part_000000.bin",
+    ]
     others = ["notes.txt", "other_train.npy"]
     make_shards(corpus_of(LONG), tmp_path / "expected", tokenizer="bytes", **options)
     expected = files_in(tmp_path / "expected") | dict.fromkeys(others, b"x")
     interrupt(LONG, tmp_path / "out", monkeypatch, 5, **options)
-    (tmp_path / "out" / "parts_0123").mkdir()
+    (tmp_path / "out" / "parts_0123456789abcdef").mkdir()
     for name in (*leftovers, *others):
         (tmp_path / "out" / name).write_bytes(b"x")
     make_shards(corpus_of(LONG), tmp_path / "out", tokenizer="bytes", **options)
@@ -431,7 +440,9 @@ PARTS_OF_ANOTHER_KIND = json.dumps(dict(tokenizer="bytes", vocab_size=257, shard
 @pytest.mark.parametrize("content", ["null", '"x"', "{", "[" * 100_000, '{"settings": {}}', PARTS_OF_ANOTHER_KIND])
 def test_a_file_that_is_not_a_manifest_is_named(tmp_path, content):
     (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(UserError, match=r"manifest\.json is not a manifest of shards .*Remove the folder"):
+    with pytest.raises(
+        UserError, match=r"manifest\.json is not a manifest of shards .*Restore it, or make the shards again"
+    ):
         make_shards(corpus_of(["a" * 250]), tmp_path, tokenizer="bytes")
     assert (tmp_path / "manifest.json").read_text() == content
 
@@ -458,6 +469,18 @@ def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(tmp_pat
     with pytest.raises(UserError, match="are needed"):
         try_with(tmp_path / "out", needed - 1)
     try_with(tmp_path / "out", needed)
+
+
+def test_a_small_corpus_needs_twice_its_size(tmp_path, monkeypatch):
+    """Its parts are kept until it is split; those of a larger one are removed."""
+    characters = sum(map(len, LONG))
+    for shard_size, copies in ((10**6, 2), (500, 1)):
+        for free in (2 * copies * characters - 1, 2 * copies * characters):
+            monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free))  # noqa: B023
+            out = tmp_path / f"{shard_size} {free}"
+            with contextlib.suppress(UserError):
+                make_shards(corpus_of(LONG), out, tokenizer="bytes", shard_size=shard_size)
+            assert out.exists() == (free % 2 == 0)
 
 
 def _listed(folder):

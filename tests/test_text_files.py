@@ -187,6 +187,11 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, harm):
         list(pieces)
 
 
+def test_a_file_that_vanishes_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"a\.txt cannot be read \(No such file or directory\)"):
+        TextFiles([tmp_path / "a.txt"])
+
+
 # ---- which files
 
 

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from support.cli import UserError
 from support.data import bpe
 from support.data.encode import Encoder, default_engine, encode_pieces, get_encoder
-from support.data.output_folder import PARTS, OutputFolder, new_manifest, open_output_folder
+from support.data.output_folder import ALL_PARTS, OutputFolder, new_manifest, open_output_folder
 from support.data.shards import (
     TOKEN,
     Manifest,
@@ -105,7 +105,8 @@ def make_shards(
             if not folder.is_finished:
                 parts = corpus.parts()
                 _check_plan(folder, corpus, parts)
-                _check_space(folder, parts, max_tokens, copies=1 if val_fraction is None and not only_parts else 2)
+                in_order = val_fraction is None and not only_parts
+                _check_space(folder, parts, max_tokens, shard_size if in_order else math.inf)
                 if tokenizer == "bpe":
                     encodes: Tokenizer = bpe.write_tokenizer(folder, corpus, vocab_size, tokenizer_file)
                 else:
@@ -225,6 +226,8 @@ class EncodedParts:
 
     def encode_some(self, first: int, every: int) -> None:
         """Encodes every `every`-th part from number `first` (counted from 1) on, until the limit is reached."""
+        if first > len(self.parts):
+            tqdm.write(f"nothing to do: the text has only {len(self.parts)} parts")
         before, counted = 0, 0  # tokens of the parts that are known to be encoded before this one
         for number in range(first - 1, len(self.parts), every) if first else ():
             for other in range(counted, number):
@@ -376,17 +379,19 @@ def report_disk_errors(directory: Path) -> Iterator[None]:
     """Turns an error of the disk into a UserError."""
     try:
         yield
+    except BrokenPipeError:  # of the console
+        raise
     except OSError as error:
         raise UserError(
             f"cannot write to {directory} ({error.strerror}). Fix this, then run the same command again to resume."
         ) from error
 
 
-def _check_space(folder: OutputFolder, parts: list[Part], max_tokens: int | None, copies: int) -> None:
+def _check_space(folder: OutputFolder, parts: list[Part], max_tokens: int | None, kept: float) -> None:
     """Compares the free space with a low estimate of what the shards still need.
 
     Args:
-        copies: how often each token is on the disk, 2 while a corpus in parts is split.
+        kept: a corpus of up to so many tokens is on the disk twice: its parts are kept until it is split.
 
     Raises:
         UserError: there is clearly not enough.
@@ -394,5 +399,6 @@ def _check_space(folder: OutputFolder, parts: list[Part], max_tokens: int | None
     text_bytes = sum(part.text_bytes for part in parts)
     total_tokens = min(max_tokens or math.inf, text_bytes / MAX_BYTES_PER_TOKEN[folder.manifest["tokenizer"]])
     finished_tokens = sum(entry["tokens"] for entry in folder.manifest["shards"])
-    in_parts = sum(path.stat().st_size for path in folder.directory.glob(f"{PARTS}*/*.bin"))
+    in_parts = sum(path.stat().st_size for path in folder.directory.glob(f"{ALL_PARTS}/*.bin"))
+    copies = 2 if total_tokens <= kept else 1
     check_free_space(folder.directory, 2 * (copies * total_tokens - finished_tokens) - in_parts, "make the shards")

@@ -24,7 +24,8 @@ from support.data.shards import (
 )
 from support.data.tokenizer import TOKENIZER_JSON, VOCAB_SIZES
 
-PARTS = "parts_"  # begins the name of the folder of encoded parts
+PARTS = "parts_"  # begins the name of the folder of encoded parts, which ends with 16 hexadecimal digits
+ALL_PARTS = PARTS + 16 * "[0-9a-f]"
 
 
 @dataclass
@@ -49,7 +50,7 @@ class OutputFolder:
         """Marks the shards as complete, and removes the parts."""
         self.manifest["complete"] = True
         write_manifest(self.directory, self.manifest)
-        for parts in self.directory.glob(f"{PARTS}*"):
+        for parts in self.directory.glob(ALL_PARTS):
             shutil.rmtree(parts, ignore_errors=True)
 
 
@@ -94,7 +95,7 @@ def open_output_folder(
                 folder = _adopt_finished_shards(directory, manifest, prefix)  # another run may have written some
                 if not only_parts:
                     stack.callback(_remove_if_empty, folder)
-                    for leftover in (*directory.glob(".*.partial"), *directory.glob(f"{PARTS}*/.*.partial")):
+                    for leftover in (*directory.glob(".*.partial"), *directory.glob(f"{ALL_PARTS}/.*.partial")):
                         leftover.unlink(missing_ok=True)  # of a killed run
                 write_manifest(directory, folder.manifest)
         except OSError as error:
@@ -114,12 +115,12 @@ def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str) -> 
             f"{directory} has a {TOKENIZER_JSON} but no {MANIFEST}, as a checkpoint does. Use another --output."
         )
     if earlier and (differences := _differences(manifest, earlier)):
-        if earlier["shards"] or any(directory.glob(f"{PARTS}*/*.json")):
+        if earlier["shards"]:
             raise UserError(
                 f"{directory} has shards of another source or setting: {'; '.join(differences)}. Use another "
                 f"--output, or remove {directory}."
             )
-        earlier = None
+        earlier = None  # there may be parts, which are removed when the shards are complete
     for path in (*shard_paths(directory, "train"), *shard_paths(directory, "val")):
         if earlier is None or path.name.rsplit("_", 2)[0] != prefix:
             raise UserError(
@@ -163,7 +164,7 @@ def _remove_if_empty(folder: OutputFolder) -> None:
     if folder.manifest["shards"]:
         return
     with contextlib.suppress(OSError):  # of a folder that is not empty
-        for parts in folder.directory.glob(f"{PARTS}*"):
+        for parts in folder.directory.glob(ALL_PARTS):
             parts.rmdir()
         for name in (MANIFEST, TOKENIZER_JSON, files.LOCK):
             (folder.directory / name).unlink(missing_ok=True)

@@ -212,7 +212,10 @@ def make_preset_shards(config: TrainConfig, rank: int, resumed: bool, tokenizer_
                     split_documents=True, threads=usable_cores(),
                 )  # fmt: skip
     except UserError as error:
-        hint = "With --text, shards are in --out: for another text or tokenizer, use another one."
-        raise UserError(*error.with_hint(hint).problems, this_rank_only=True) from error
+        if "--output" in error.problems[-1]:
+            error = error.with_hint(
+                "With --text, that folder is in --out: use another one for another text or tokenizer."
+            )
+        raise UserError(*error.problems, this_rank_only=True) from error
     finally:
         startup.show("")

@@ -198,7 +198,9 @@ def load_manifest(directory: str | os.PathLike[str]) -> Manifest | None:
         if manifest["complete"] and vocab_size not in sizes:
             raise ValueError(f"{tokenizer} with {vocab_size} tokens")
     except MALFORMED as error:
-        problem = f"{path} is not a manifest of shards ({error!r}). Remove the folder and make the shards again."
+        problem = (
+            f"{path} is not a manifest of shards ({error!r}). Restore it, or make the shards again in another folder."
+        )
         raise UserError(problem) from error
     return manifest
 

@@ -52,7 +52,7 @@ def find_text_files(folder: str | os.PathLike[str]) -> list[Path]:
     """All files below a folder with a `text_suffix`, except in folders with a lock: those of runs and of shards."""
     paths: list[Path] = []
     visited = set()
-    for parent, folders, names in os.walk(folder, followlinks=True):
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=_raise):
         folders[:] = [f for f in folders if not os.path.exists(os.path.join(parent, f, LOCK))]
         if os.path.realpath(parent) in visited:  # a link to a folder that was searched already
             folders.clear()
@@ -60,6 +60,10 @@ def find_text_files(folder: str | os.PathLike[str]) -> list[Path]:
         visited.add(os.path.realpath(parent))
         paths += [path for path in (Path(parent, name) for name in names) if text_suffix(path) and path.is_file()]
     return sorted(paths)
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def find_input(patterns: Iterable[str]) -> list[Path]:
@@ -70,15 +74,12 @@ def find_input(patterns: Iterable[str]) -> list[Path]:
     """
     unique: dict[str, Path] = {}  # a second copy, or a link, could be held out for validation
     for pattern in patterns:
-        if os.path.isdir(pattern):
-            paths = find_text_files(pattern)
-        else:
-            matches = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
-            paths = [Path(os.path.normpath(match)) for match in matches if not os.path.isdir(match)]
-            if not matches:
-                raise UserError(f"no file matches {pattern}. Give files or folders of {TEXT_TYPES}.")
-        for path in paths:
-            unique.setdefault(os.path.realpath(path), path)
+        matches = [pattern] if os.path.lexists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        if not matches:
+            raise UserError(f"no file matches {pattern}. Give files or folders of {TEXT_TYPES}.")
+        for match in matches:
+            for path in find_text_files(match) if os.path.isdir(match) else [Path(os.path.normpath(match))]:
+                unique.setdefault(os.path.realpath(path), path)
     problems = [
         f"{path} is not a file of {TEXT_TYPES}. Convert it, or leave it out."
         for path in unique.values()
@@ -112,10 +113,11 @@ def record_text(record: object, field: str, where: str) -> str:
 
 def estimate_text_bytes(path: Path, text_field: str) -> int:
     """About how many bytes of text a file has, without reading it; other fields of a .jsonl file count, too."""
-    if text_suffix(path) == ".parquet":
-        with _reading(str(path)), _open_parquet(path) as file:
-            return sum(row_group_text_bytes(file, text_field))
-    return path.stat().st_size * (COMPRESSION_RATIO if compression(path) else 1)
+    with _reading(str(path)):
+        if text_suffix(path) == ".parquet":
+            with _open_parquet(path) as file:
+                return sum(row_group_text_bytes(file, text_field))
+        return path.stat().st_size * (COMPRESSION_RATIO if compression(path) else 1)
 
 
 # -----------------------------------------------------------------------------
@@ -210,7 +212,8 @@ class TextFiles(Corpus):
 
     @staticmethod
     def _stamp(path: Path) -> tuple[str, int, int]:
-        return path.name, path.stat().st_size, path.stat().st_mtime_ns
+        with _reading(str(path)):
+            return path.name, path.stat().st_size, path.stat().st_mtime_ns
 
     def parts(self) -> list[Part]:
         """Large files in several parts, small ones together in one."""
