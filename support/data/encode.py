@@ -7,7 +7,6 @@ import importlib.util
 import os
 import random
 import tempfile
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +21,7 @@ from support.data.text_files import Piece, find_last_safe_cut
 from support.data.tokenizer import Tokenizer, to_utf8
 
 ENGINES = ("gigatoken", "tiktoken")
-BATCH_CHARS = 1 << 21  # characters that are encoded at a time
+BATCH_CHARS = 1 << 22  # characters that are encoded at a time
 COMPARED_FRACTION = 1 / 128  # of gigatoken's documents, encoded by tiktoken too
 MAX_COMPARED_CHARS = 1 << 14  # of one document
 # gigatoken caches every word that it has encoded. It is reloaded after this many characters or, on Linux, when the
@@ -44,17 +43,19 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def get_encoder(tokenizer: Tokenizer, engine: str) -> Encoder:
-    """Returns the encoder of a tokenizer, which several threads may call. The engine does not change the tokens.
+def get_encoder(tokenizer: Tokenizer, engine: str, threads: int) -> Encoder:
+    """Returns the encoder of a tokenizer. The engine and the number of threads do not change the tokens.
 
     Raises:
         UserError: gigatoken is to be used, and is not installed or does not work.
     """
     if tokenizer.name == "gpt2" and engine == "gigatoken":
+        os.environ["RAYON_NUM_THREADS"] = str(threads)  # its threads start with its first batch
         return GigatokenEncoder(tokenizer)
+    pool = ThreadPoolExecutor(threads) if tokenizer.name != "bytes" else None  # tiktoken releases the GIL
 
     def encode(texts: list[str]) -> tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.integer]]:
-        ids = list(map(tokenizer.encode_array, texts))
+        ids = list((pool.map if pool else map)(tokenizer.encode_array, texts))
         return np.concatenate([np.empty(0, np.uint16), *ids], dtype=np.uint16), np.cumsum([0, *map(len, ids)])
 
     return encode
@@ -90,10 +91,10 @@ class GigatokenEncoder:
             self._load()
         self._cached_chars += sum(map(len, texts))
         try:
-            layout = self._encoder.encode_batch(texts, parallel=False).layout
+            layout = self._encoder.encode_batch(texts, parallel=True).layout
         except (TypeError, UnicodeEncodeError):  # lone surrogates
             texts = [to_utf8(text).decode() for text in texts]
-            layout = self._encoder.encode_batch(texts, parallel=False).layout
+            layout = self._encoder.encode_batch(texts, parallel=True).layout
         ids, offsets = np.asarray(layout.content.data), np.asarray(layout.offsets)
         self._compare_sample(texts, ids, offsets)
         return ids, offsets
@@ -106,7 +107,7 @@ class GigatokenEncoder:
         Raises:
             UserError: gigatoken's tokens differ from tiktoken's.
         """
-        number = min(len(texts), max(1, int(len(texts) * COMPARED_FRACTION)))
+        number = min(len(texts), max(2, int(len(texts) * COMPARED_FRACTION)))
         for i in random.Random(len(texts)).sample(range(len(texts)), number):
             text, encoded = texts[i], ids[offsets[i] : offsets[i + 1]]
             if len(text) > MAX_COMPARED_CHARS:
@@ -148,22 +149,20 @@ def batches_of(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def encode_pieces(pieces: Iterable[Piece], encode: Encoder, eot: int, threads: int) -> Iterator[npt.NDArray[np.uint16]]:
-    """The tokens of all documents, with an end-of-text token before each.
-
-    Each thread encodes a batch, for which gigatoken and tiktoken release the GIL, while this one reads the next.
-    """
+def encode_pieces(pieces: Iterable[Piece], encode: Encoder, eot: int) -> Iterator[npt.NDArray[np.uint16]]:
+    """The tokens of all documents, with an end-of-text token before each. A batch is encoded while the next is read."""
 
     def encode_batch(batch: list[Piece]) -> npt.NDArray[np.uint16]:
         ids, offsets = encode([text for text, _ in batch])
         starts = offsets[:-1][[starts_document for _, starts_document in batch]]
         return np.insert(ids, starts, eot).astype(TOKEN)
 
-    with ThreadPoolExecutor(threads) as pool:
-        encoding: deque[Future[npt.NDArray[np.uint16]]] = deque()
+    with ThreadPoolExecutor(1) as thread:
+        encoding: Future[npt.NDArray[np.uint16]] | None = None
         for batch in batches_of(pieces):
-            encoding.append(pool.submit(encode_batch, batch))
-            if len(encoding) > threads:
-                yield encoding.popleft().result()
-        while encoding:
-            yield encoding.popleft().result()
+            following = thread.submit(encode_batch, batch)
+            if encoding:
+                yield encoding.result()
+            encoding = following
+        if encoding:
+            yield encoding.result()

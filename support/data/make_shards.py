@@ -111,9 +111,9 @@ def make_shards(
                     encodes: Tokenizer = bpe.write_tokenizer(folder, corpus, vocab_size, tokenizer_file)
                 else:
                     encodes = get_tokenizer(tokenizer)
-                encode = get_encoder(encodes, engine or default_engine())
+                encode = get_encoder(encodes, engine or default_engine(), threads)
                 folder.parts.mkdir(exist_ok=True)
-                with EncodedParts(folder, corpus, parts, encode, max_tokens, threads) as encoded:
+                with EncodedParts(folder, corpus, parts, encode, max_tokens) as encoded:
                     if only_parts:
                         encoded.encode_some(*only_parts)
                     else:
@@ -145,15 +145,9 @@ class EncodedParts:
     """
 
     def __init__(
-        self,
-        folder: OutputFolder,
-        corpus: Corpus,
-        parts: list[Part],
-        encode: Encoder,
-        max_tokens: int | None,
-        threads: int,
+        self, folder: OutputFolder, corpus: Corpus, parts: list[Part], encode: Encoder, max_tokens: int | None
     ):
-        self.folder, self.corpus, self.parts, self.encode, self.threads = folder.parts, corpus, parts, encode, threads
+        self.folder, self.corpus, self.parts, self.encode = folder.parts, corpus, parts, encode
         self.eot, self.limit = folder.manifest["vocab_size"] - 1, max_tokens or sys.maxsize
         self.lengths = folder.manifest["parts"]
         self._ready: set[int] = set()  # parts whose files were compared with their checksums
@@ -200,8 +194,8 @@ class EncodedParts:
         if following < len(self.parts) and self.record(following) is None:
             self.corpus.prepare(self.parts[following])
         try:
-            batches = encode_pieces(self.corpus.read(part), self.encode, self.eot, self.threads)
-            record = write_tokens(self.path(number), self._show(batches), self.eot)
+            batches = self._show(encode_pieces(self.corpus.read(part), self.encode, self.eot))
+            record = write_tokens(self.path(number), batches, self.eot)
         except BaseException as error:
             # A panic in Rust code is not an Exception, and its class cannot be imported.
             if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
