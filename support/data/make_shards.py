@@ -282,7 +282,7 @@ def _write_all(
     """
     manifest, first_tokens = folder.manifest, parts.encode_until(shard_size + 1)
     if first_tokens < 2:
-        shutil.rmtree(folder.parts, ignore_errors=True)  # with parts, other files would be refused
+        shutil.rmtree(folder.parts, ignore_errors=True)  # so that nothing is left
         raise UserError(f"there is no text in {corpus.name}. Use other files, or another data set.")
     in_order = val_fraction is None and first_tokens > shard_size
     shards = _in_order(parts, shard_size) if in_order else _split(folder, parts, shard_size, val_fraction)
