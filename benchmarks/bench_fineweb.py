@@ -105,9 +105,11 @@ def checksums(folder: Path) -> dict[str, str]:
 
 def main() -> None:
     parser = Parser(__doc__)
-    add = parser.add_argument_group("flags").add_argument
-    add("--input", nargs="+", metavar="FILE", help="files as for fineweb.py (default: Python's documentation)")
-    add(
+    group = parser.add_argument_group("flags")
+    group.add_argument(
+        "--input", nargs="+", metavar="FILE", help="files as for fineweb.py (default: Python's documentation)"
+    )
+    group.add_argument(
         "--shard-size",
         type=parse_count,
         default=10**7,
@@ -115,9 +117,13 @@ def main() -> None:
         metavar="N",
         help="tokens of a shard (default: 1e7)",
     )
-    add("--rounds", type=int, default=3, at_least=1, metavar="N", help="measurements of each (default: 3)")
-    add("--baseline", metavar="DIR", help="checkout whose fineweb.py is measured (default: the plain loop)")
-    add("--flags", default="", metavar="FLAGS", help="more flags of fineweb.py, in one word")
+    group.add_argument(
+        "--rounds", type=int, default=3, at_least=1, metavar="N", help="measurements of each (default: 3)"
+    )
+    group.add_argument(
+        "--baseline", metavar="DIR", help="checkout whose fineweb.py is measured (default: the plain loop)"
+    )
+    group.add_argument("--flags", default="", metavar="FLAGS", help="more flags of fineweb.py, in one word")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

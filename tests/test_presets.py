@@ -211,6 +211,7 @@ def test_one_command_trains_on_a_text_and_resumes(tmp_path):
     command = ["train_gpt2.py", "--text", "text.jsonl", "--tokenizer", "bytes", "--out", "mine", *SMALL]
     without = run_script(*command, cwd=tmp_path)
     assert without.returncode == 2 and "has no text in 'text', only id (int), story (str)" in without.stderr
+    assert "--out" not in without.stderr  # another folder would not help
     done = run_script(*command, "--text-field", "story", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     [val], [train_shard] = ((tmp_path / "mine" / "data").glob(f"*_{split}_*.npy") for split in ("val", "train"))

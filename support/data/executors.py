@@ -83,7 +83,7 @@ class Executor:
         try:
             cut.launch_job()
         except (OSError, subprocess.CalledProcessError) as error:
-            raise UserError("sbatch is missing or failed, see above. Correct that, and run this again.") from error
+            raise UserError("sbatch is not on the PATH, or failed. Correct that, and run this again.") from error
         print(
             f"submitted jobs {encode.job_id} and {cut.job_id}. When they have ended, run the same command again: it reports success, or submits what is missing."
         )

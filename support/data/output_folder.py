@@ -86,13 +86,15 @@ def open_output_folder(
     """
     with contextlib.ExitStack() as stack:
         try:
-            folder = _adopt_finished_shards(directory, manifest, prefix)
+            folder = _adopt_finished_shards(directory, manifest, prefix, only_parts)
             if folder.is_finished:
                 print("nothing to do: these shards exist already and are intact")
             else:
                 directory.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(files.lock_folder(directory, "--output", shared=only_parts))
-                folder = _adopt_finished_shards(directory, manifest, prefix)  # another run may have written some
+                folder = _adopt_finished_shards(
+                    directory, manifest, prefix, only_parts
+                )  # another run may have written some
                 if not only_parts:
                     stack.callback(_remove_if_empty, folder)
                     for leftover in (*directory.glob(".*.partial"), *directory.glob(f"{ALL_PARTS}/.*.partial")):
@@ -103,7 +105,7 @@ def open_output_folder(
         yield folder
 
 
-def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str) -> OutputFolder:
+def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str, only_parts: bool) -> OutputFolder:
     """The folder with the shards that an earlier run with the same source and settings has finished.
 
     Raises:
@@ -115,7 +117,7 @@ def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str) -> 
             f"{directory} has a {TOKENIZER_JSON} but no {MANIFEST}, as a checkpoint does. Use another --output."
         )
     if earlier and (differences := _differences(manifest, earlier)):
-        if earlier["shards"]:
+        if earlier["shards"] or (only_parts and any(directory.glob(f"{ALL_PARTS}/*.json"))):  # of another machine
             raise UserError(
                 f"{directory} has shards of another source or setting: {'; '.join(differences)}. Use another "
                 f"--output, or remove {directory}."
@@ -144,7 +146,10 @@ def _differences(manifest: Manifest, earlier: Manifest) -> list[str]:
         for m in (manifest, earlier)
     )
     keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
-    return [f"{key} was {there.get(key)!r} and is now {here.get(key)!r}" for key in keys]
+    changed = "the text was changed or copied (sizes or times of files, or the revision of a data set)"
+    return [
+        changed if key == "revision" else f"{key} was {there.get(key)!r} and is now {here.get(key)!r}" for key in keys
+    ]
 
 
 def _intact_shards(directory: Path, manifest: Manifest) -> list[ShardEntry]:

@@ -220,7 +220,8 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     if not manifest["complete"]:
         finished = len(manifest["shards"])
         raise UserError(
-            f"the shards in {directory} are not complete ({finished} so far). Run the same fineweb.py command again."
+            f"the shards in {directory} are not complete ({finished} so far). Run the same fineweb.py command again, "
+            "without --only-parts."
         )
     return manifest
 
