@@ -83,8 +83,12 @@ def test_a_line_that_a_kill_has_cut_off_takes_no_other_with_it(tmp_path, cut):
     assert read_starts(tmp_path) == [*left, START | {"first_step": 2}]
 
 
+NO_STEP = START | {"first_step": {}}
+
+
 @pytest.mark.parametrize(
-    "line", ["3", "{}", "[" * 10_000, '{"command": "x"}', "\ud800".encode("utf-8", "replace").decode()]
+    "line",
+    ["3", "{}", "[" * 10_000, '{"command": "x"}', "\ud800".encode("utf-8", "replace").decode(), json.dumps(NO_STEP)],
 )
 def test_a_damaged_line_is_left_out(tmp_path, line):
     append_start(tmp_path, START)

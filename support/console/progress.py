@@ -169,7 +169,7 @@ def print_summary(
     checkpoint, val = checkpoint_path(out, step), dict(losses)
     if config.val_every != 0:
         # the log of a fork begins with that of another run
-        first = min((start.get("first_step", 0) for start in read_starts(out)), default=0)
+        first = min((start["first_step"] for start in read_starts(out)), default=0)
         logged = read_log(out / "log.txt")["val"]
         val |= {checkpoint_path(out, step): loss for step, loss in logged.items() if step >= first}
     best = min(val, key=lambda path: val[path], default=checkpoint)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # reading a file must not take as long as importing torch
 
 FILE = "starts.jsonl"
 # What the readers of a line rely on.
-REQUIRED = {"flags": dict, "data": dict, "parameters": int, "tokens_per_step": int}
+REQUIRED = {"first_step": int, "flags": dict, "data": dict, "parameters": int, "tokens_per_step": int}
 ROOT = Path(__file__).resolve().parents[2]
 
 
