@@ -191,6 +191,7 @@ def test_samples_continue_the_held_out_text_unless_there_is_a_prompt_and_the_hea
     flags = ["--text", "text.txt", "--tokenizer", "bytes", "--out", "run", *SMALL, "--sample-every", 4]
     train(configure([*flags, *prompt])[0], ONE_PROCESS)
     printed = capfd.readouterr().out
+    assert ".npy" not in printed  # the lines of fineweb.py
     forked(Path("longer"), Path("run/model_00004"), "--max-steps", 5)
     before, after = samples_of(printed), samples_of(capfd.readouterr().out)
     [val] = Path("run", "data").glob("*_val_*.npy")  # it begins inside a line
