@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -166,6 +167,17 @@ def test_fine_tuning_keeps_the_tokenizer_of_the_base(run, tmp_path):
     flags = ["--text", str(tmp_path / "other.txt"), "--init-from", str(run / "model_00004"), *SMALL[8:]]
     train(configure([*flags, "--out", str(tmp_path / "tuned")])[0], ONE_PROCESS)
     assert (tmp_path / "tuned/data/tokenizer.json").read_text() == (run / "data/tokenizer.json").read_text()
+
+
+def test_a_resumed_run_does_not_look_for_its_base(run, tmp_path):
+    """Its shards are there, and the model may be gone."""
+    base = shutil.copytree(run / "model_00004", tmp_path / "base")
+    (tmp_path / "other.txt").write_text("nine or ten fish, " * 500)
+    flags = ["--text", str(tmp_path / "other.txt"), "--init-from", str(base), *SMALL[8:]]
+    train(configure([*flags, "--out", str(tmp_path / "tuned")])[0], ONE_PROCESS)
+    shutil.rmtree(base)
+    config, checkpoint = configure(["--resume", "--out", str(tmp_path / "tuned")])
+    train(config, ONE_PROCESS, checkpoint)
 
 
 def test_a_checkpoint_whose_tokenizer_has_another_size_is_refused(tmp_path):

@@ -14,6 +14,7 @@ import pytest
 from helpers import losses, run_script
 from training import ONE_PROCESS, config_of, configure, forked
 
+from support.checkpoints.huggingface import find_trained_tokenizer
 from support.cli import UserError
 from support.console.progress import notes
 from support.console.starts import read_starts
@@ -257,9 +258,11 @@ def test_one_process_of_all_nodes_makes_the_shards(tmp_path, monkeypatch):
     flags = config_of("--text", tmp_path / "text.txt", "--out", tmp_path / "run", "--tokenizer", "bytes")
     waits, sleep = threading.Event(), time.sleep
     monkeypatch.setattr(time, "sleep", lambda seconds: (waits.set(), sleep(0.01)))
-    other_node = threading.Thread(target=make_preset_shards, args=(flags, 1, False, None), daemon=True)
+    other_node = threading.Thread(
+        target=make_preset_shards, args=(flags, 1, False, find_trained_tokenizer), daemon=True
+    )
     other_node.start()
     assert waits.wait(60) and not (tmp_path / "run").exists()
-    make_preset_shards(flags, 0, False, None)
+    make_preset_shards(flags, 0, False, find_trained_tokenizer)
     other_node.join(60)
     assert not other_node.is_alive() and (tmp_path / "run" / "data" / "manifest.json").exists()

@@ -129,10 +129,7 @@ def check_and_open_data(
     if config.demo or config.text is not None:
         own_shards = config.starts_fork and Path(config.data) == Path(config.out) / "data"  # not those of its parent
         continues = checkpoint is not None and config.text == checkpoint.config["text"] and not own_shards
-        model = config.fork or config.init_from
-        has_own = dist.rank == 0 and config.tokenizer == "bpe" and model is not None
-        tokenizer_file = huggingface.find_trained_tokenizer(str(model)) if has_own else None
-        make_preset_shards(config, dist.rank, continues, tokenizer_file)
+        make_preset_shards(config, dist.rank, continues, huggingface.find_trained_tokenizer)
     data = TokenData.open(config.data, needs_val=config.val_every != 0)
     T = config.block_size
     data.check_rows(T, config.total_batch_size // T, None if config.val_every == 0 else config.val_tokens)

@@ -6,7 +6,7 @@ import contextlib
 import io
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -185,13 +185,15 @@ def text_bytes(text: str | None, field: str = "text") -> float:
 # Shards
 
 
-def make_preset_shards(config: TrainConfig, rank: int, resumed: bool, tokenizer_file: Path | None) -> None:
+def make_preset_shards(
+    config: TrainConfig, rank: int, resumed: bool, find_trained_tokenizer: Callable[[str], Path]
+) -> None:
     """Makes the shards of --text or --demo on rank 0, unless they exist.
 
     For a new run of --text, it also checks that existing shards were made from this text.
 
     Args:
-        tokenizer_file: the `tokenizer.json` of the model that is continued, if that has one of its own.
+        find_trained_tokenizer: returns the `tokenizer.json` of a model, for text that continues its training.
 
     Raises:
         UserError: no shards can be made.
@@ -207,6 +209,8 @@ def make_preset_shards(config: TrainConfig, rank: int, resumed: bool, tokenizer_
                 make_shards(demo_corpus(), config.data, tokenizer="bpe")
             else:
                 corpus = TextFiles(find_input([config.text]), config.text_field)
+                model = config.fork or config.init_from
+                tokenizer_file = find_trained_tokenizer(model) if model and config.tokenizer == "bpe" else None
                 make_shards(
                     corpus, config.data, tokenizer=config.tokenizer, tokenizer_file=tokenizer_file,
                     split_documents=True, threads=usable_cores(),
