@@ -177,7 +177,7 @@ def test_any_data_set_of_text_files(stories):
     fineweb.main(["--dataset", "someone/texts", "--document-separator", "##", *flags, "texts"])
     assert tokens_in("texts") == expected_shards(STORIES, 20)
     fineweb.main(["--dataset", "someone/texts", "--split", "test", *flags, "test"])
-    assert tokens_in("test") == [list(b"t"), [256, *b"he test"]] or sum(map(len, tokens_in("test"))) == 9
+    assert tokens_in("test") == [list(b"t"), [256, *b"the tes"]]  # the last tenth is held out
     fineweb.main(["--dataset", "someone/two", "--name", "b", *flags, "two"])
     assert tokens_in("two") == expected_shards(STORIES, 20)
     manifest = shards.read_manifest("two")

@@ -91,7 +91,6 @@ class HubFiles(Corpus):
 
     Args:
         config: configuration of the data set, or None for its default.
-        revision: branch, tag or commit; the corpus has the commit.
         downloads: folder for the files while they are needed.
 
     Raises:
@@ -106,7 +105,6 @@ class HubFiles(Corpus):
         text_field: str,
         separator: str | None,
         downloads: Path,
-        revision: str | None = None,
     ):
         self.name = f"{repository}/{config} [{split}]" if config else f"{repository} [{split}]"
         self.prefix = FINEWEB_PREFIXES.get(repository) or slug(repository)
@@ -115,8 +113,7 @@ class HubFiles(Corpus):
         self._text_field, self._separator = text_field, separator
         self._downloading: dict[str, threading.Thread] = {}
         self._finished: set[str] = set()
-        self._is_mostly_text = repository in FINEWEB_PREFIXES
-        self.revision = revision
+        self.revision = None  # a commit, which must be set first
 
     @functools.cached_property
     def files(self) -> list[RepoFile]:
@@ -165,7 +162,7 @@ class HubFiles(Corpus):
     def parts(self) -> list[Part]:
         """A file each, or small files together: the row groups of a file are known only when it is here."""
         groups = group_by_size([file.size for file in self.files], max((file.size for file in self.files), default=0))
-        ratio = TEXT_BYTES if self._is_mostly_text else 0
+        ratio = TEXT_BYTES if self._repository in FINEWEB_PREFIXES else 0
         return [Part(files, text_bytes=ratio * sum(self.files[index].size for index in files)) for files in groups]
 
     def read(self, part: Part) -> Iterator[Piece]:
@@ -178,9 +175,8 @@ class HubFiles(Corpus):
 
     def prepare(self, part: Part) -> None:
         """Starts to download the files of a part, after those of earlier calls. Ctrl-C does not wait for daemon threads."""
-        if (
-            not self._downloading
-        ):  # the library starts a killed process's download again, and leaves the old file behind
+        # the library starts a killed process's download again, and leaves the old file behind
+        if not self._downloading:
             for rest in self._downloads.glob(".cache/**/*.incomplete"):
                 rest.unlink()
         for index in part.files:
@@ -198,7 +194,6 @@ class HubFiles(Corpus):
             self._downloading.pop(self.files[index].path, None)
 
     def for_process(self, number: int) -> HubFiles:
-        assert self.files  # listed once, before processes get a copy
         corpus = copy.copy(self)
         corpus._downloads, corpus._downloading, corpus._finished = self._downloads / str(number), {}, set()
         return corpus

@@ -98,28 +98,29 @@ def make_shards(
         **corpus.settings,
     }
     manifest = new_manifest(corpus.name, corpus.revision, tokenizer, settings)
-    if only_parts:
-        corpus = corpus.for_process(only_parts[0])
-    with open_output_folder(Path(output), manifest, corpus.prefix, only_parts is not None) as folder:
-        with report_disk_errors(folder.directory):
-            if not folder.is_finished:
-                parts = corpus.parts()
-                _check_plan(folder, corpus, parts)
-                in_order = val_fraction is None and not only_parts
-                _check_space(folder, parts, max_tokens, shard_size if in_order else math.inf)
-                if tokenizer == "bpe":
-                    encodes: Tokenizer = bpe.write_tokenizer(folder, corpus, vocab_size, tokenizer_file)
+    with (
+        open_output_folder(Path(output), manifest, corpus.prefix, only_parts is not None) as folder,
+        report_disk_errors(folder.directory),
+    ):
+        if not folder.is_finished:
+            parts = corpus.parts()
+            corpus = corpus.for_process(only_parts[0]) if only_parts else corpus
+            _check_plan(folder, corpus, parts)
+            in_order = val_fraction is None and not only_parts
+            _check_space(folder, parts, max_tokens, shard_size if in_order else math.inf)
+            if tokenizer == "bpe":
+                encodes: Tokenizer = bpe.write_tokenizer(folder, corpus, vocab_size, tokenizer_file)
+            else:
+                encodes = get_tokenizer(tokenizer)
+            encode = get_encoder(encodes, engine or default_engine(), threads)
+            folder.parts.mkdir(exist_ok=True)
+            with EncodedParts(folder, corpus, parts, encode, max_tokens) as encoded:
+                if only_parts:
+                    encoded.encode_some(*only_parts)
                 else:
-                    encodes = get_tokenizer(tokenizer)
-                encode = get_encoder(encodes, engine or default_engine(), threads)
-                folder.parts.mkdir(exist_ok=True)
-                with EncodedParts(folder, corpus, parts, encode, max_tokens) as encoded:
-                    if only_parts:
-                        encoded.encode_some(*only_parts)
-                    else:
-                        _write_all(folder, corpus, encoded, shard_size, val_fraction)
-            corpus.close()
-        return folder.manifest
+                    _write_all(folder, corpus, encoded, shard_size, val_fraction)
+        corpus.close()
+    return folder.manifest
 
 
 def _check_plan(folder: OutputFolder, corpus: Corpus, parts: list[Part]) -> None:
