@@ -44,15 +44,9 @@ def plain_loop(shard_size: int, output: Path, paths: list[str]) -> None:
         np.save(output / f"{corpus.prefix}_{'train' if index else 'val'}_{index:06d}.npy", buffer[:filled])
 
     output.mkdir()
-    documents: list[str] = []
-    for part in corpus.parts():
-        for text, starts_document in corpus.read(part):
-            if starts_document:
-                documents.append(text)
-            else:
-                documents[-1] += text
-    for text in documents:
-        tokens = [encoding.eot_token, *encoding.encode_ordinary(text)]
+    pieces = (piece for part in corpus.parts() for piece in corpus.read(part))
+    for text, starts_document in pieces:
+        tokens = [encoding.eot_token] * starts_document + encoding.encode_ordinary(text)
         while tokens:
             if filled == shard_size:
                 save()
