@@ -181,9 +181,8 @@ class Parser(argparse.ArgumentParser):
         """
         group = self.add_argument_group("help")  # the last one
         group.add_argument("-h", "--help", action="help", help="print this help and exit")
-        torch = (
-            f", torch {metadata.version('torch')}" if importlib.util.find_spec("torch") else ""
-        )  # fineweb.py needs none
+        # fineweb.py needs no torch
+        torch = f", torch {metadata.version('torch')}" if importlib.util.find_spec("torch") else ""
         versions = f"%(prog)s {__version__}, Python {platform.python_version()}{torch}"
         versions += f", {platform.system()} {platform.machine()}"
         group.add_argument("--version", action="version", version=versions, help="print versions and exit")

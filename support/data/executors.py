@@ -71,9 +71,8 @@ class Executor:
         if is_complete(output):
             return make()
         manifest = make(only_parts=(0, 1))  # the folder, and a trained tokenizer
-        search_path = filter(
-            None, [str(Path(__file__).parents[2]), os.getenv("PYTHONPATH")]
-        )  # so that other machines find this project
+        # so that other machines find this project
+        search_path = filter(None, [str(Path(__file__).parents[2]), os.getenv("PYTHONPATH")])
         os.environ["PYTHONPATH"] = os.pathsep.join(search_path)
         encode = self._datatrove(Task(make, only_parts=True), output / "logs" / "encode", self.tasks)
         if self.kind == "ray":
@@ -85,7 +84,8 @@ class Executor:
         except (OSError, subprocess.CalledProcessError) as error:
             raise UserError("sbatch is not on the PATH, or failed. Correct that, and run this again.") from error
         print(
-            f"submitted jobs {encode.job_id} and {cut.job_id}. When they have ended, run the same command again: it reports success, or submits what is missing."
+            f"submitted jobs {encode.job_id} and {cut.job_id}. When they have ended, run the same command again: it "
+            "reports success, or submits what is missing."
         )
         return manifest
 

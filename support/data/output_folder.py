@@ -92,9 +92,8 @@ def open_output_folder(
             else:
                 directory.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(files.lock_folder(directory, "--output", shared=only_parts))
-                folder = _adopt_finished_shards(
-                    directory, manifest, prefix, only_parts
-                )  # another run may have written some
+                # again, under the lock: another run may have written some
+                folder = _adopt_finished_shards(directory, manifest, prefix, only_parts)
                 if not only_parts:
                     stack.callback(_remove_if_empty, folder)
                     for leftover in (*directory.glob(".*.partial"), *directory.glob(f"{ALL_PARTS}/.*.partial")):

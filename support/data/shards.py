@@ -400,7 +400,7 @@ def identify(data: TokenData) -> tuple[list[ShardIdentity], list[ShardIdentity],
 
 
 def find_difference(before: list[ShardIdentity], now: list[ShardIdentity], folder: str) -> str | None:
-    """Describes the first shard in `folder` that differs from the run's own, or None. An empty list differs from none."""
+    """Describes the first shard in `folder` that differs from the run's own; None if all agree or one list is empty."""
     if not before or not now:
         return None
     for had, has in zip(before, now, strict=False):
