@@ -660,12 +660,10 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
             eval_model = devices.compile(eval_model)
         B = batch_size.largest_batch_size(config, machine, eval_model, dist, amp)  # tries it (FSDP: estimates)
 
-    # Through torchrun's store, before there is a process group: ranks that differ would hang in a collective.
-    preflight.check_ranks_agree(dist, config, machine, identity, checkpoint.step if checkpoint else 0)
-    dist.init_process_group(config.out)  # NCCL on GPUs, otherwise gloo
-    B = dist.all_reduce_min(B)  # one GPU may have less free memory than another
+    preflight.check_runs_agree(dist, config, machine, identity)
+    B = min(dist.gather(B))  # one GPU may have less free memory than another
     machine = replace(machine, batch_size=B)
-    examples = examples if dist.all_reduce_min(len(examples)) else []  # one node may have failed to download them
+    examples = examples if all(dist.gather(bool(examples))) else []  # one node may have failed to download them
 
     train_model: nn.Module = eval_model
     if use_fsdp:  # each rank keeps a part of every weight
@@ -759,7 +757,8 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
 def main(argv: Sequence[str] | None = None) -> None:
     # command line -> all flags, with a preset's or a checkpoint's -> configuration -> run
     cli_flags = parse_flags(TrainConfig, argv, __doc__, ("text", "model", "schedule", "optimizer", "randomness"))
-    dist = Distributed.from_environment()
+    dist = Distributed.from_environment(cli_flags.get("out", "log"))
+    preflight.check_starts_agree(dist, cli_flags)
     flags, checkpoint = start.gather_flags(TrainConfig, cli_flags, dist)
     config = resolve(flags)
     if config.plan:

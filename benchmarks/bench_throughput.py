@@ -85,7 +85,7 @@ def worker(job: Job) -> dict[str, Any]:
     # loading the C library, to keep memory, is counted
     count_libraries = patch.object(devices.ctypes, "CDLL", side_effect=devices.ctypes.CDLL)
     with tempfile.TemporaryDirectory() as out, count_libraries as libraries:
-        dist = Distributed.from_environment().with_device(job.device)
+        dist = Distributed.from_environment(out).with_device(job.device)
         flags = dict(
             data=job.data, out=out, batch_size=B, block_size=T, **MODELS.get(job.model, {"model": job.model}), **off,
             total_batch_size=B * T * A * dist.world_size, compile="compiled" in job.features, warmup_steps=10,

@@ -63,7 +63,7 @@ from support.console.log import read_log
 from support.data.text_files import Documents
 from support.data.tokenizer import get_tokenizer
 from support.optim import loss
-from support.runtime import batch_size, devices
+from support.runtime import batch_size, devices, distributed
 from support.runtime.distributed import Distributed
 from train_gpt2 import GPT, GPTConfig
 
@@ -317,7 +317,7 @@ def two_ranks(context: Context) -> None:
 
 def train_on_a_shared_device(flags: list[str]) -> None:
     """train_gpt2.py as one of several ranks on the same device, which NCCL does not allow."""
-    Distributed.backend = property(lambda dist: "gloo")
+    distributed.backend = lambda: "gloo"
     with_device = Distributed.with_device
     Distributed.with_device = lambda dist, name: replace(
         dist, device=with_device(replace(dist, local_rank=0), name).device

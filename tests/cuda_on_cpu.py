@@ -43,8 +43,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import train_gpt2
 from support.optim import loss
-from support.runtime import devices
-from support.runtime.distributed import Distributed
+from support.runtime import devices, distributed
 
 ROOT, aten = str(Path(train_gpt2.__file__).parent), torch.ops.aten
 EVENTS = collections.Counter[str]()  # kind of event, and the line of the project that caused it
@@ -249,7 +248,7 @@ def pretend(capability: tuple[int, int]) -> None:
     _fsdp_param.free_storage = _fsdp_param.alloc_storage = lambda tensor: None  # what was gathered stays
     generator = type("CudaGenerator", (torch.Generator,), {"device": this_gpu()})
     devices.seeded_generator = lambda device, *seeds: generator().manual_seed(devices.derive_seed(*seeds))
-    Distributed.backend = property(lambda dist: "gloo")
+    distributed.backend = lambda: "gloo"
 
 
 # ---- runs

@@ -21,12 +21,6 @@ from support.cli import UserError
 from support.runtime import distributed
 from support.runtime.distributed import Distributed, agree_on_attempt, connect, report_lost_processes
 
-
-def two_nodes(rank, store):
-    """One of four ranks, two on each node."""
-    return Distributed(rank, rank % 2, 4, torch.device("cpu"), store)
-
-
 TORCHRUN = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
@@ -43,66 +37,61 @@ def test_an_environment_that_is_not_torchruns_is_an_error(monkeypatch, changed):
     for name, value in (TORCHRUN | changed).items():
         monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match="Start with torchrun, or unset WORLD_SIZE"):
-        Distributed.from_environment()
+        Distributed.from_environment("log")
 
 
 def test_the_environment_of_torchrun_is_read(monkeypatch):
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(distributed, "connect", lambda rank, world_size: None)
-    assert Distributed.from_environment() == Distributed(rank=1, local_rank=1, world_size=2)
+    monkeypatch.setattr(distributed, "connect", lambda rank, world_size, out: None)
+    assert Distributed.from_environment("log") == Distributed(rank=1, local_rank=1, world_size=2)
     monkeypatch.setenv("WORLD_SIZE", "1")  # a variable that was left over does not make a rank that writes nothing
-    assert Distributed.from_environment() == Distributed(rank=0, local_rank=0, world_size=1)
+    assert Distributed.from_environment("log") == Distributed(rank=0, local_rank=0, world_size=1)
 
 
-def test_what_runs_once_is_known_to_all():
-    """On each node, or on rank 0 alone."""
-    store, calls = HashStore(), []
-
-    def call(rank, once):
-        return once(two_nodes(rank, store), once.__name__, lambda: calls.append(rank) or f"by {rank}")
-
-    for once, callers in ((Distributed.once_per_node, [0, 0, 2, 2]), (Distributed.once, [0, 0, 0, 0])):
-        assert in_threads(range(4), lambda rank, once=once: call(rank, once)) == {
-            rank: f"by {caller}" for rank, caller in enumerate(callers)
-        }
-        assert sorted(calls) == sorted(set(callers))
-        calls.clear()
-
-
-def test_the_first_rank_of_a_node_goes_before_the_others():
-    """And all of them leave together."""
-    store, order, left = HashStore(), [], []
-
-    def run(rank):
-        with two_nodes(rank, store).local_rank_zero_first():
-            order.append(rank)
-            assert not left
-        left.append(rank)
-
-    in_threads([3, 2, 1, 0], run)
-    assert order.index(0) < order.index(1) and order.index(2) < order.index(3) and set(left) == {0, 1, 2, 3}
-
-
-def run_once(dist, function):
-    return dist.once("x", function)
-
-
-def run_on_each(dist, function):
+def prepare_together(rank):
+    """On two nodes of two ranks: who ran what, in which order, with what result, and who was told about a failure."""
+    dist, calls = Distributed(rank, rank % 2, 4), []
+    results = [
+        once(lambda: calls.append(rank) or f"by {rank}") for once in (dist.once, dist.once_per_node, dist.on_rank_zero)
+    ]
     with dist.local_rank_zero_first():
-        return function() if dist.rank == 2 else None
+        entered = time.monotonic()
+    left, failures = time.monotonic(), []
+
+    def fail_on(failing):
+        if rank == failing:
+            raise UserError("first problem.", "second problem.")
+
+    def fail_first(failing):
+        with dist.local_rank_zero_first():
+            fail_on(failing)
+
+    fail_in_turn = [
+        lambda failing=failing: fail_first(failing) for failing in (2, 3)
+    ]  # a first rank of its node, and another
+    for attempt in (lambda: dist.once(lambda: fail_on(0)), *fail_in_turn):
+        try:
+            attempt()
+        except UserError as error:
+            failures.append((error.problems, error.this_rank_only))
+    return calls, results, (entered, left), failures
 
 
-@pytest.mark.parametrize("run, failing", [(run_once, 0), (run_on_each, 2)])  # rank 2 is the first of the second node
-def test_no_rank_waits_for_one_that_could_not_prepare(run, failing):
-    store = HashStore()
-
-    def fail():
-        raise UserError("first problem.", "second problem.")
-
-    errors = in_threads(range(4), lambda rank: run(two_nodes(rank, store), fail))
-    assert errors.pop(failing).problems == ("first problem.", "second problem.")
-    assert all(f"rank {failing} could not prepare" in str(error) for error in errors.values())
+def test_ranks_prepare_together(tmp_path):
+    returned = on_ranks(prepare_together, 4, tmp_path)
+    calls, results, times, failures = ([values[i] for _, values in sorted(returned.items())] for i in range(4))
+    assert calls == [[0, 0, 0], [], [2], []]
+    by_node = ["by 0", "by 0", "by 2", "by 2"]
+    assert results == [["by 0", node, "by 0" if rank == 0 else None] for rank, node in enumerate(by_node)]
+    entered, left = zip(*times, strict=True)
+    assert max(entered[0], entered[2]) < min(entered[1], entered[3]) and max(entered) < min(left)
+    for i, failing in enumerate((0, 2, 3)):
+        expected = {
+            rank: ((f"rank {failing} could not prepare the run. See its message.",), False) for rank in range(4)
+        }
+        expected[failing] = (("first problem.", "second problem."), True)
+        assert {rank: failures[rank][i] for rank in range(4)} == expected
 
 
 def test_ranks_agree_on_an_attempt_whatever_earlier_attempts_left():
@@ -119,8 +108,8 @@ import os
 from torch import distributed
 from support.runtime.distributed import Distributed
 
-dist = Distributed.from_environment()
-store = dist.store
+dist = Distributed.from_environment("log")
+store = distributed.distributed_c10d._get_default_store()
 while isinstance(store, distributed.PrefixStore):
     store = store.underlying_store
 first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
@@ -148,43 +137,26 @@ def test_a_restart_does_not_find_the_timeout_before_it(tmp_path, rendezvous):
 
 def test_what_nccl_writes_after_a_timeout_is_named_after_the_start(monkeypatch):
     """By all ranks alike, and by a restarted run not as before."""
+    store, names = HashStore(), []
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **options: None)
-    monkeypatch.setattr(Distributed, "all_reduce_min", lambda dist, value: value)
-    times, names = ["20261125-100000", "20261125-100500"], []
-    for now in times:
-        monkeypatch.setattr(distributed.time, "strftime", lambda form, now=now: now)
-        store = HashStore()
-        for rank in (0, 1):
-            monkeypatch.delenv("TORCH_FR_DUMP_TEMP_FILE", raising=False)
-            Distributed(rank, rank, 2, store=store).init_process_group("log")
-            names.append(os.environ.pop("TORCH_FR_DUMP_TEMP_FILE"))
-            monkeypatch.setattr(distributed.time, "strftime", lambda form: "20991231-235959")  # its clock is wrong
-    assert names == [f"log/nccl_trace_{time}_rank_" for time in times for _ in (0, 1)]
+    monkeypatch.setattr(torch.distributed, "rendezvous", lambda *args, **options: iter([(store, 0, 0)]))
 
+    class Environment(dict):
+        def setdefault(self, name, value):
+            names.append((name, value))
 
-def fail_and_succeed(rank):
-    dist, failure = Distributed(rank, rank, 2), None
-
-    def fail():
-        raise UserError("no folder.")
-
-    try:
-        dist.on_rank_zero(fail)
-    except UserError as error:
-        failure = str(error)
-    return failure, dist.on_rank_zero(lambda: "result")
-
-
-def test_a_failure_of_rank_zero_is_one_of_all(tmp_path):
-    failed = "rank 0 failed. See its message."
-    assert on_ranks(fail_and_succeed, 2, tmp_path) == {0: ("no folder.", "result"), 1: (failed, None)}
+    monkeypatch.setattr(distributed.os, "environ", Environment())
+    for _ in range(2):
+        in_threads([0, 1], lambda rank: connect(rank, 2, "log"))
+    assert {name for name, _ in names} == {"TORCH_FR_DUMP_TEMP_FILE"}
+    (first, same), (second, also) = (names[i][1] for i in (0, 1)), (names[i][1] for i in (2, 3))
+    assert first == same != second == also and re.fullmatch(r"log/nccl_trace_[0-9a-f]{8}_rank_", first)
 
 
 def no_checkpoint_on_node_1(rank):
     os.environ["LOCAL_RANK"] = "0"
     if rank == 1:
-        real = start.gather_flags
-        start.gather_flags = lambda *args: (real(*args)[0], None)
+        start.newest_checkpoint = lambda out: None
 
 
 def test_nodes_that_see_different_checkpoints_do_not_train(byte_shards, tmp_path):
@@ -192,7 +164,9 @@ def test_nodes_that_see_different_checkpoints_do_not_train(byte_shards, tmp_path
     run_to_the_end(*flags, "--max-steps", 4, cwd=tmp_path)
     ranks = start_run(*flags, "--max-steps", 4, cwd=tmp_path, world_size=2, sabotage=no_checkpoint_on_node_1)
     assert finish_run(ranks) == [2, 2]
-    expected = r"error: the nodes differ in the checkpoint: none on \S+ \(rank 1\), step 4 on \S+ \(rank 0\). All nodes"
+    expected = (
+        r"error: the nodes differ in the checkpoint: none on \S+ \(rank 1\), model_00004 on \S+ \(rank 0\). All nodes"
+    )
     assert all(re.search(expected, (tmp_path / name).read_text()) for name in ("0.txt", "1.txt"))
     assert steps_done(tmp_path / "run") == 4
 
@@ -204,7 +178,7 @@ def test_a_rank_whose_torchrun_is_dead_gives_up_and_says_so(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(distributed, "TORCHRUN_TIMEOUT", timedelta(seconds=1))
     with pytest.raises(UserError, match="lost the connection to torchrun"), report_lost_processes():
-        connect(1, 2)
+        connect(1, 2, "log")
 
 
 def a_short_timeout_after_a_long_first_step(rank):

@@ -30,7 +30,7 @@ from support.cli import parse_flags
 from support.data.text_files import Documents
 from support.runtime import batch_size, devices
 from support.runtime.clock import Clock
-from support.runtime.distributed import Distributed
+from support.runtime.distributed import Distributed, backend
 from support.runtime.memory import Sizes, training_memory
 from support.runtime.signals import StopHandler
 from train_gpt2 import GPT, GPTConfig, TrainConfig, resolve, train
@@ -238,7 +238,7 @@ def test_a_process_group_of_one_rank(gpu, exact_products, tmp_path):
     """NCCL on CUDA: the collectives that a run uses, and DDP around a compiled model, synchronized or not."""
     distributed = torch.distributed
     store = distributed.FileStore(str(tmp_path / "store"), 1)
-    distributed.init_process_group(gpu.backend, store=store, rank=0, world_size=1)
+    distributed.init_process_group(backend(), store=store, rank=0, world_size=1)
     try:
         for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16):
             tensor = torch.tensor([3, 5], dtype=dtype, device=DEVICE)

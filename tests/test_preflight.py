@@ -1,69 +1,87 @@
-"""What several ranks compare before they are connected."""
+"""What several ranks compare before they train."""
 
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
-import torch
-from helpers import in_threads
-from torch.distributed import HashStore
-from training import config_of
+from training import ONE_PROCESS, config_of
 
+from support.cli import UserError
 from support.runtime import devices, preflight
-from support.runtime.distributed import Distributed
 from support.runtime.machine import Machine
 
 DATA = {"train": [["a.npy", 100, "1234"]], "val": [], "base": None, "source": None}
-SAME = (config_of(), DATA, 0)
+SAME = (config_of(), DATA)
+MACHINE = Machine.find(SAME[0], ONE_PROCESS.device, 1)
 
 
-def compare(*ranks):
-    """The problems of three ranks, each given by its configuration, data and step; None where there is none."""
-    store = HashStore()
+def compare(check, *ranks):
+    """The problems of three ranks, or None. `check(dist, *arguments)` is called with the arguments of each."""
+    values: list = []
 
-    def check(rank):
-        config, *others = ranks[rank]
-        dist = Distributed(rank, 0, 3, torch.device("cpu"), store)
-        preflight.check_ranks_agree(dist, config, Machine.find(config, dist.device, 1), *others)
+    def problems(arguments, gather):
+        try:
+            check(SimpleNamespace(device=ONE_PROCESS.device, gather=gather), *arguments)
+        except UserError as error:
+            return error.problems
 
-    return [error and error.problems for error in in_threads(range(3), check).values()]
+    for arguments in ranks:  # what each tells the others
+        problems(arguments, lambda value: values.append(value) or [value])
+    return problems(ranks[0], lambda value: values)
+
+
+def compare_runs(*ranks):
+    return compare(lambda dist, config, data: preflight.check_runs_agree(dist, config, MACHINE, data), *ranks)
 
 
 def test_ranks_that_agree_go_on():
     elsewhere = config_of("--data", "/other/disk", "--out", "/other/log")  # each node may have its own paths
-    assert compare(SAME, (elsewhere, DATA, 0), SAME) == [None, None, None]
+    assert compare_runs(SAME, (elsewhere, DATA), SAME) is None
+    paths = [{"out": "/a"}, {"out": "/b", "data": "/c"}, {"out": "/a"}]
+    assert compare(preflight.check_starts_agree, *([flags] for flags in paths)) is None
 
 
 @pytest.mark.parametrize(
     "other, expected",
     [
-        ((config_of("--beta2", 0.5), DATA, 0), r"--beta2: 0\.5 on \S+ \(rank 2\), 0\.95 on \S+ \(rank 0\)"),
-        ((config_of(), DATA, 7), r"the checkpoint: step 7 on \S+ \(rank 2\), none on \S+ \(rank 0\)"),
-        ((config_of(), DATA | {"train": [["a.npy", 100, "1235"]]}, 0), "the shards: "),
-        ((config_of(), DATA | {"val": [["a.npy", 100, "1234"]]}, 0), "the shards: "),
+        ((config_of("--beta2", 0.5), DATA), r"--beta2: 0\.5 on \S+ \(rank 2\), 0\.95 on \S+ \(rank 0\)"),
+        ((config_of(), DATA | {"train": [["a.npy", 100, "1235"]]}), "the shards: "),
+        ((config_of(), DATA | {"val": [["a.npy", 100, "1234"]]}), "the shards: "),
     ],
 )
-def test_a_difference_is_an_error_on_all_ranks(other, expected):
-    first, *others = compare(SAME, SAME, other)
-    assert others == [first, first] and len(first) == 1
-    assert re.match("the nodes differ in " + expected, first[0])
+def test_runs_that_differ(other, expected):
+    [problem] = compare_runs(SAME, SAME, other)
+    assert re.match("the nodes differ in " + expected, problem)
+
+
+def test_command_lines_that_differ():
+    """In a value, or in what is given: the ranks would not do the same before there is a configuration."""
+    first, second = {"beta2": 0.5, "minutes": 2}, {"minutes": 3, "init_from": "/a", "beta2": 0.5}
+    problems = compare(preflight.check_starts_agree, [first], [first], [second])
+    assert [problem.split(" on ")[0] for problem in problems] == [
+        "the nodes differ in --init-from: given",
+        "the nodes differ in --minutes: 3",
+    ]
+    assert "not given on" in problems[0]
 
 
 def test_versions_and_gpus_are_compared(monkeypatch):
     def different_on_one_rank():
-        values = iter(["same", "same", "other"])
+        values = iter(["same", "same", "other", "same"])
         return lambda *_: next(values)
 
     monkeypatch.setattr(preflight.platform, "python_version_tuple", different_on_one_rank())
     monkeypatch.setattr(preflight, "torch", type("Torch", (), {"__version__": property(different_on_one_rank())})())
     monkeypatch.setattr(devices, "describe", different_on_one_rank())
-    for problems in compare(SAME, SAME, SAME):
-        assert [re.split(" in |: ", problem)[1] for problem in problems] == ["the device", "the versions"]
-        assert re.search(r": Python (o\.t|s\.a), torch (other|same) on", problems[1])
+    [problem] = compare(preflight.check_starts_agree, [{}], [{}], [{}])
+    assert re.search(r"the versions: Python (o\.t|s\.a), torch (other|same) on", problem)
+    [problem] = compare_runs(SAME, SAME, SAME)
+    assert re.match(r"the nodes differ in the device: other in \w+ on \S+ \(rank 2\), same", problem)
 
 
 def test_one_line_for_each_difference():
-    two = (config_of("--seed", 1, "--beta2", 0.5), DATA, 0)
-    for problems in compare(SAME, two, (config_of("--seed", 1), DATA, 0)):
-        assert [problem.split()[4] for problem in problems] == ["--beta2:", "--seed:"]
+    two = (config_of("--seed", 1, "--beta2", 0.5), DATA)
+    problems = compare_runs(SAME, two, (config_of("--seed", 1), DATA))
+    assert [problem.split()[4] for problem in problems] == ["--beta2:", "--seed:"]

@@ -125,7 +125,7 @@ class CheckpointManager:
         self.finish()
         if not self.stop.failure:
             dist.print0(f"step {train_state.step:5d} | stopped. {self.describe_newest()}")
-        self.stop.exit_all_ranks(dist.all_reduce_min)
+        self.stop.exit_all_ranks(dist.gather)
 
     def describe_newest(self) -> str:
         """Where a resumed run would start, with a line for its command."""

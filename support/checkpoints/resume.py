@@ -114,7 +114,7 @@ def _derived_flags(cli_flags: Mapping[str, Any]) -> set[str]:
 
 def find_once_per_node(name_or_dir: str, dist: Distributed) -> Path:
     """`huggingface.find_model`, called by one rank of each node."""
-    return Path(dist.once_per_node(f"find {name_or_dir}", lambda: str(huggingface.find_model(name_or_dir))))
+    return dist.once_per_node(lambda: huggingface.find_model(name_or_dir))
 
 
 def _stored_flags(

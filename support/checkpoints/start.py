@@ -18,6 +18,7 @@ from support.data.tokenizer import VOCAB_SIZES, Tokenizer, get_tokenizer, tokeni
 from support.runtime.distributed import Distributed
 from support.runtime.memory import check_training_fits
 from support.runtime.options import PLAN_FLAGS
+from support.runtime.preflight import check_checkpoints_agree
 
 if TYPE_CHECKING:
     from support.runtime.machine import Machine
@@ -44,9 +45,10 @@ def gather_flags(
         raise UserError("--fork starts another run. Name its folder with --out.")
     out = str(cli_flags.get("out", DEMO["out"] if cli_flags.get("demo") else "log"))
     if resume:
-        newest = dist.once_per_node("checkpoint", lambda: str(newest_checkpoint(out) or ""))
+        newest = dist.once_per_node(lambda: newest_checkpoint(out))
+        check_checkpoints_agree(dist, newest)
         if newest:
-            resumed = Checkpoint.open(Path(newest))
+            resumed = Checkpoint.open(newest)
             return flags_to_resume(config_class, cli_flags, resumed, dist), resumed
         if resume == "newest":
             raise UserError(
@@ -55,7 +57,7 @@ def gather_flags(
     if problems := _conflicts(cli_flags, out):
         raise UserError(*problems)
     if cli_flags.get("demo") and "out" not in cli_flags and not resume:
-        cli_flags = {**cli_flags, "out": dist.once("out", lambda: run_folder.first_free(out))}
+        cli_flags = {**cli_flags, "out": dist.once(lambda: run_folder.first_free(out))}
     checkpoint: Checkpoint | None = None
     if "fork" in cli_flags:
         directory = find_once_per_node(cli_flags["fork"], dist)
@@ -63,6 +65,7 @@ def gather_flags(
             raise UserError(
                 f"{directory} is not a whole checkpoint: it has no {CONTENTS}. Use another one, or --init-from."
             )
+        check_checkpoints_agree(dist, directory)
         checkpoint = Checkpoint.open(directory)
         flags = flags_to_fork(config_class, cli_flags, checkpoint, dist)
     elif "init_from" in cli_flags:

@@ -58,7 +58,7 @@ class RunLogger:
         for name, value in self._log.kept.items():  # trackers hide what they have of first_step and later
             self._trackers.log_value(self.first_step, name, value)
         # every rank must know, or the others wait forever in the next evaluation
-        self._logged = {name for name in sorted(due) if dist.all_reduce_min(dist.rank > 0 or name in self._log.kept)}
+        self._logged = dist.once(lambda: due & self._log.kept.keys())
         self._status = terminal.StatusLine(dist.rank == 0 and terminal.is_terminal())
         self._line_shown = self._first_step_ended = 0.0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -70,7 +69,7 @@ def flags_for_minutes(
             chosen, tokens = model, measured
         return chosen, tokens
 
-    def choose_flags() -> str:
+    def choose_flags() -> dict[str, Any]:
         flags, tokens = choose_model()
         step = cli_flags.get("total_batch_size", presets.step_size(tokens) if choose_sizes else config.total_batch_size)
         if 0 < tokens < step:
@@ -88,10 +87,10 @@ def flags_for_minutes(
         if choose_sizes:
             chosen |= {"total_batch_size": step} | presets.fast_rates(step, cli_flags)
         chosen["val_tokens"] = min(config.val_tokens, max(LEAST_VALIDATED, int(VALIDATED_FRACTION * tokens)))
-        return json.dumps(chosen)
+        return chosen
 
     startup.show("measuring how fast this machine trains ...")
-    flags = json.loads(dist.once("minutes", choose_flags))
+    flags = dist.once(choose_flags)
     startup.show("")
     return {name: value for name, value in flags.items() if name not in cli_flags}
 

@@ -1,9 +1,8 @@
-"""The processes of a run: torchrun's environment, how they find each other, collectives."""
+"""The processes of a run: torchrun's environment, how they find each other, what they tell each other."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import socket
@@ -12,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import distributed
@@ -25,8 +24,9 @@ T = TypeVar("T")
 CONNECT_TIMEOUT = timedelta(minutes=5)  # to the store of rank 0, which may start later than this process
 TORCHRUN_TIMEOUT = timedelta(seconds=20)  # to the store of torchrun, which starts before us: otherwise it is dead
 START_TIMEOUT = timedelta(minutes=30)  # of all processes; a node may have to be replaced first
-PREPARE_TIMEOUT = timedelta(hours=2)  # a node may download gigabytes first
-LONG_TIMEOUT = timedelta(hours=1)  # the first step compiles; at the end rank 0 may write gigabytes to a slow disk
+# Of a collective before the first step ends, which compiles (a node may download gigabytes before it), and at the end of the
+# run, when rank 0 may write gigabytes to a slow disk.
+LONG_TIMEOUT = timedelta(hours=2)
 STEP_TIMEOUT = timedelta(minutes=10)  # in between: rank 0 draws samples, or waits until it can save again
 
 
@@ -34,22 +34,23 @@ STEP_TIMEOUT = timedelta(minutes=10)  # in between: rank 0 draws samples, or wai
 class Distributed:
     """This process among the `world_size` that torchrun started: its rank, its rank on its node, and its device.
 
-    `store` is torchrun's key-value store, through which ranks talk before there is a process group; None if this
-    process is the only one.
+    They are connected from the start: by NCCL for tensors on CUDA, and by gloo for all others and for objects.
     """
 
     rank: int
     local_rank: int
     world_size: int
     device: torch.device = torch.device("cpu")
-    store: distributed.Store | None = None
 
     @classmethod
-    def from_environment(cls) -> Distributed:
-        """Reads torchrun's environment variables; without them, this is the only process.
+    def from_environment(cls, out: str) -> Distributed:
+        """Reads torchrun's environment variables and connects the processes; without them, this is the only one.
+
+        If one waits too long under NCCL, PyTorch's flight recorder writes its last collectives to the folder `out`, for
+        `torchfrtrace`.
 
         Raises:
-            UserError: they are incomplete, or not valid.
+            UserError: the variables are incomplete or not valid, or a process did not start.
         """
         if os.environ.get("WORLD_SIZE", "1") == "1":
             return ONE_PROCESS
@@ -57,7 +58,8 @@ class Distributed:
         if all(value.isdecimal() for value in values) and "MASTER_ADDR" in os.environ:
             rank, local_rank, world_size, _ = map(int, values)
             if local_rank <= rank < world_size:
-                return cls(rank, local_rank, world_size, store=connect(rank, world_size))
+                connect(rank, world_size, out)
+                return cls(rank, local_rank, world_size)
         raise UserError(
             f"WORLD_SIZE is {values[2]!r} in the environment, and RANK, LOCAL_RANK, MASTER_ADDR or MASTER_PORT is missing "
             "or does not fit. Start with torchrun, or unset WORLD_SIZE for a single process.",
@@ -87,94 +89,74 @@ class Distributed:
         torch.cuda.set_device(self.local_rank)
         return replace(self, device=torch.device("cuda", self.local_rank))
 
-    @property
-    def backend(self) -> str:
-        return "nccl" if self.device.type == "cuda" else "gloo"
-
     def print0(self, text: str) -> None:
         """Prints on rank 0, in one write: checkpoints are announced by another thread."""
         if self.rank == 0:
             print(text + "\n", end="", flush=True)
 
-    # Before the process group exists, ranks talk through the store
+    # What follows must be called by all ranks, in the same order
+
+    def gather(self, value: T) -> list[T]:
+        """The value of each rank, on all of them."""
+        values: list[Any] = [value] * self.world_size
+        if self.world_size > 1:
+            distributed.all_gather_object(values, value)
+        return values
+
+    @contextlib.contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Waits until all ranks have left the block.
+
+        Raises:
+            UserError: on all ranks, if the block raised one on any.
+        """
+        error: UserError | None = None
+        try:
+            yield
+        except UserError as caught:
+            error = caught
+        failed = self.gather(error is not None)
+        if error:
+            error.this_rank_only = True  # the first rank of the node may not have the problem
+            raise error
+        if any(failed):
+            raise UserError(f"rank {failed.index(True)} could not prepare the run. See its message.")
 
     @contextlib.contextmanager
     def local_rank_zero_first(self) -> Iterator[None]:
         """The first rank of each node runs the block before the others, which then find what it downloaded.
 
-        All ranks leave it together, so no collective times out while another node still downloads.
-
         Raises:
-            UserError: on all ranks, if one failed.
+            UserError: on all ranks, if the block raised one on any.
         """
-        if self.store is None:
-            yield
-            return
         if self.local_rank > 0:
-            self._result_of(self.rank - self.local_rank, "preparation")
-        outcome = None
-        try:
+            with self.failing_together():
+                pass  # of the first ranks
+        with self.failing_together():
             yield
-            outcome = "done"
-        except UserError as error:
-            error.this_rank_only = True  # the first rank of the node had no such problem
-            raise
-        finally:
-            self.store.set(f"preparation/{self.rank}", json.dumps(outcome))
-        for rank in range(self.world_size):
-            self._result_of(rank, "preparation")
+        if self.local_rank == 0:
+            with self.failing_together():
+                pass  # of the others
 
-    def once(self, name: str, function: Callable[[], str], caller: int = 0) -> str:
-        """Calls `function` on one rank, and returns its result on all.
-
-        `name` must be unique to this call.
-
-        Raises:
-            UserError: on all ranks, if `function` did.
-        """
-        if self.store is None:
-            return function()
-        if self.rank != caller:
-            return self._result_of(caller, name)
+    def on_rank_zero(self, function: Callable[[], T]) -> T | None:
+        """Calls `function` on rank 0 and returns its result there, None on the others. If it fails, all ranks do."""
         result = None
-        try:
-            result = function()
-        finally:
-            self.store.set(f"{name}/{caller}", json.dumps(result))  # None: it failed
+        with self.failing_together():
+            if self.rank == 0:
+                result = function()
         return result
 
-    def once_per_node(self, name: str, function: Callable[[], str]) -> str:
+    def once(self, function: Callable[[], T]) -> T:
+        """Calls `function` on rank 0, and returns its result on all. If it fails, all ranks do."""
+        return cast(T, self.gather(self.on_rank_zero(function))[0])
+
+    def once_per_node(self, function: Callable[[], T]) -> T:
         """As `once`, on the first rank of each node, for the ranks of that node."""
-        return self.once(name, function, caller=self.rank - self.local_rank)
-
-    def _result_of(self, rank: int, name: str) -> str:
-        assert self.store is not None
-        result = json.loads(self.store.get(f"{name}/{rank}"))  # waits for it
-        if result is None:
-            raise UserError(f"rank {rank} could not prepare the run. See its message.")
-        return result
-
-    # Collectives
-
-    def init_process_group(self, out: str) -> None:
-        """Connects the ranks, if there are several.
-
-        If one times out under NCCL, PyTorch's flight recorder writes its last operations to `out`, for `torchfrtrace`.
-        """
-        if self.world_size > 1:
-            # The start of the run is in the name, so a restart does not overwrite what explains it.
-            started = self.once("started", lambda: time.strftime("%Y%m%d-%H%M%S"))
-            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", os.path.join(out, f"nccl_trace_{started}_rank_"))
-            distributed.init_process_group(
-                self.backend, store=self.store, rank=self.rank, world_size=self.world_size, timeout=LONG_TIMEOUT
-            )
-            self.all_reduce_min(0)  # NCCL connects in its first collective
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Sets how long a collective waits for a rank that is stopped or cut off, before it ends this process."""
-        if self.world_size > 1:
-            # as torchtitan does: there is no public function before torch 2.14, which has set_timeout
-            distributed.distributed_c10d._set_pg_timeout(timeout)
+        result = None
+        with self.failing_together():
+            if self.local_rank == 0:
+                result = function()
+        return cast(T, self.gather(result)[self.rank - self.local_rank])
 
     def all_reduce_mean(self, tensor: torch.Tensor) -> torch.Tensor:
         """The mean over ranks; in place."""
@@ -185,38 +167,20 @@ class Distributed:
 
     def all_reduce_sum(self, *values: float) -> list[float]:
         """The sum of each value over ranks, in float64."""
-        if self.world_size == 1:
-            return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        distributed.all_reduce(tensor)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        if self.world_size > 1:
+            distributed.all_reduce(tensor)
         return tensor.tolist()
 
-    def all_reduce_min(self, value: int) -> int:
-        """The minimum over ranks."""
-        if self.world_size == 1:
-            return int(value)
-        tensor = torch.tensor(int(value), device=self.device)
-        distributed.all_reduce(tensor, distributed.ReduceOp.MIN)
-        return int(tensor)
-
-    def on_rank_zero(self, function: Callable[[], T]) -> T | None:
-        """Calls `function` on rank 0 and returns its result there, None on the others.
-
-        Raises:
-            UserError: on all ranks, if `function` did.
-        """
-        try:
-            result = function() if self.rank == 0 else None
-        except UserError:
-            self.all_reduce_min(False)
-            raise
-        if not self.all_reduce_min(True):
-            raise UserError("rank 0 failed. See its message.")
-        return result
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets how long a collective waits for a rank that is stopped or cut off, before it ends this process."""
+        if self.world_size > 1:
+            # as torchtitan does: there is no public function before torch 2.14, which has set_timeout
+            distributed.distributed_c10d._set_pg_timeout(timeout)
 
     def close(self) -> None:
         """Leaves the process group."""
-        if self.world_size > 1 and distributed.is_initialized():
+        if self.world_size > 1:
             distributed.destroy_process_group()
 
 
@@ -247,8 +211,8 @@ def report_lost_processes() -> Iterator[None]:
 # Finding each other
 
 
-def connect(rank: int, world_size: int) -> distributed.Store:
-    """torchrun's store, with keys of this attempt only."""
+def connect(rank: int, world_size: int, out: str) -> None:
+    """Connects this process with the others; `out` is for PyTorch's flight recorder."""
     launched_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     timeout = TORCHRUN_TIMEOUT if launched_by_torchrun else CONNECT_TIMEOUT
     store, _, _ = next(distributed.rendezvous("env://", rank, world_size, timeout=timeout))
@@ -256,8 +220,15 @@ def connect(rank: int, world_size: int) -> distributed.Store:
     attempt = agree_on_attempt(store, rank, world_size)
     if rank == 0:
         forget_timeout(store)
-    store.set_timeout(PREPARE_TIMEOUT)
-    return distributed.PrefixStore(attempt, store)
+    # The attempt is in the name, so a restart does not overwrite what explains it.
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", os.path.join(out, f"nccl_trace_{attempt[:8]}_rank_"))
+    store = distributed.PrefixStore(attempt, store)
+    distributed.init_process_group(backend(), store=store, rank=rank, world_size=world_size, timeout=LONG_TIMEOUT)
+
+
+def backend() -> str:
+    has_nccl = torch.cuda.is_available() and distributed.is_nccl_available()
+    return "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
 
 
 def agree_on_attempt(store: distributed.Store, rank: int, world_size: int) -> str:

@@ -1,4 +1,4 @@
-"""Before several ranks are connected: whether they agree on what they are about to train."""
+"""Whether all ranks are about to do the same: otherwise they would wait for each other, or train on different data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import hashlib
 import json
 import platform
 import socket
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,53 +27,59 @@ HINTS = {
     "the checkpoint": "All nodes must see the same folder at --out.",
     "the shards": "Copy those of one node to the others.",
 }  # the others are flags
-PATHS = {"data", "text", "out", "resume", "fork", "init_from", "hellaswag_data"}  # flags that may differ between nodes
+PATHS = {"text", "out", "fork", "init_from", "hellaswag_data"}  # flags whose values may differ between nodes
 
 
-def check_ranks_agree(
-    dist: Distributed, config: TrainConfig, machine: Machine, identity: DataIdentity, resumed_step: int
-) -> None:
-    """Checks before the ranks are connected that they have the same versions, GPUs, flags, shards and checkpoint.
+def check_starts_agree(dist: Distributed, cli_flags: Mapping[str, Any]) -> None:
+    """Checks that all ranks have the same versions and command line; comes before anything else that they do together.
 
-    Args:
-        identity: of the shards that this rank reads.
-        resumed_step: of the checkpoint that it resumes from, or 0.
+    Raises:
+        UserError: as in `check_facts_agree`.
+    """
+    given = {flag_name(name): "given" if name in PATHS else str(value) for name, value in cli_flags.items()}
+    given.pop("--data", None)  # a node may have its shards where the others look by default
+    versions = f"Python {'.'.join(platform.python_version_tuple()[:2])}, torch {torch.__version__}"
+    check_facts_agree(dist, given | {"the versions": versions})
+
+
+def check_runs_agree(dist: Distributed, config: TrainConfig, machine: Machine, identity: DataIdentity) -> None:
+    """Checks that all ranks have the same GPUs, shards and configuration.
+
+    Raises:
+        UserError: as in `check_facts_agree`.
+    """
+    facts = {flag_name(name): str(value) for name, value in config.to_dict().items() if name not in PATHS | {"data"}}
+    facts["the device"] = f"{devices.describe(dist.device)} in {machine.dtype}"
+    splits = json.dumps([identity["train"], identity["val"]])
+    facts["the shards"] = hashlib.sha256(splits.encode()).hexdigest()[:8]
+    check_facts_agree(dist, facts)
+
+
+def check_checkpoints_agree(dist: Distributed, checkpoint: Path | None) -> None:
+    """Checks that all ranks have found the same checkpoint to resume from or to fork, or none.
+
+    Raises:
+        UserError: as in `check_facts_agree`.
+    """
+    check_facts_agree(dist, {"the checkpoint": checkpoint.name if checkpoint else "none"})
+
+
+def check_facts_agree(dist: Distributed, facts: dict[str, str]) -> None:
+    """Checks that all ranks have the same facts, by name.
 
     Raises:
         UserError: on all ranks, with one line for each fact that differs. It names the first rank that does, and its
             node.
     """
-    store = dist.store
-    if store is None:
-        return
-    flags = {flag_name(name): str(value) for name, value in config.to_dict().items() if name not in PATHS}
-    facts = {
-        "the versions": f"Python {'.'.join(platform.python_version_tuple()[:2])}, torch {torch.__version__}",
-        "the device": f"{devices.describe(dist.device)} in {machine.dtype}",
-        "the checkpoint": f"step {resumed_step}" if resumed_step else "none",
-        "the shards": hashlib.sha256(json.dumps([identity["train"], identity["val"]]).encode()).hexdigest()[:8],
-        **flags,
-    }
-    store.set(f"facts/{dist.rank}", json.dumps([socket.gethostname(), facts]))
-    if problems := json.loads(dist.once("differences", lambda: json.dumps(_find_differences(dist)))):
-        store.set(f"informed/{dist.rank}", "")
-        if dist.rank == 0:  # rank 0 may host the store, so it leaves last
-            store.wait([f"informed/{rank}" for rank in range(dist.world_size)])
-        raise UserError(*problems)
-
-
-def _find_differences(dist: Distributed) -> list[str]:
-    """One sentence for each fact in which another rank differs from rank 0."""
-    assert dist.store is not None
-    own_host, own_facts = json.loads(dist.store.get("facts/0"))
+    (own_host, own_facts), *others = dist.gather((socket.gethostname(), facts))
     problems: dict[str, str] = {}
-    for rank in range(1, dist.world_size):
-        host, facts = json.loads(dist.store.get(f"facts/{rank}"))  # waits for it
-        for name in own_facts.keys() | facts.keys():
-            own, other = own_facts.get(name, "unknown"), facts.get(name, "unknown")
+    for rank, (host, other_facts) in enumerate(others, 1):
+        for name in own_facts.keys() | other_facts.keys():
+            own, other = own_facts.get(name, "not given"), other_facts.get(name, "not given")
             if own != other and name not in problems:
                 problems[name] = (
                     f"the nodes differ in {name}: {other} on {host} (rank {rank}), {own} on {own_host} (rank 0). "
                     f"{HINTS.get(name, 'Pass the same flags on all nodes.')}"
                 )
-    return sorted(problems.values())
+    if problems:
+        raise UserError(*sorted(problems.values()))
