@@ -22,6 +22,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -658,20 +659,20 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         eval_model = fsdp.without_weights(model) if use_fsdp else model.to(device)  # full_weights() fills the former
         if machine.compiled:
             eval_model = devices.compile(eval_model)
-        B = batch_size.largest_batch_size(config, machine, eval_model, dist, amp)  # tries it (FSDP: estimates)
-
     preflight.check_runs_agree(dist, config, machine, identity)
-    B = min(dist.gather(B))  # one GPU may have less free memory than another
-    machine = replace(machine, batch_size=B)
     examples = examples if all(dist.gather(bool(examples))) else []  # one node may have failed to download them
 
     train_model: nn.Module = eval_model
-    if use_fsdp:  # each rank keeps a part of every weight
-        train_model = fsdp.ShardedModel(model, model.transformer.h, device, dtype, machine.compiled)
-    elif dist.world_size > 1:
-        # The trial has compiled one graph. DDP needs it split at its buckets, to send gradients during backward.
-        torch.compiler.reset()
+    if dist.world_size > 1 and not use_fsdp:
         train_model = DistributedDataParallel(eval_model, gradient_as_bucket_view=True)
+    shard = partial(fsdp.ShardedModel, device=device, dtype=dtype, compiled=machine.compiled)
+    B = batch_size.largest_batch_size(
+        config, machine, memory.Sizes.of(model), dist, amp,
+        lambda: shard(fsdp.without_weights(model), alone=True) if use_fsdp else train_model,
+    )  # fmt: skip
+    if use_fsdp:  # each rank keeps a part of every weight
+        train_model = shard(model)
+    machine = replace(machine, batch_size=B)
     muon = dict(dtype=dtype, adamw_lr=config.adamw_lr) if config.optimizer == "muon" else None  # otherwise all by AdamW
     optimizer = model.configure_optimizers(config.weight_decay, config.max_lr, (config.beta1, config.beta2), muon)
     # In fp16 small gradients would be zero, so the scaler multiplies the loss, and divides the gradients afterwards.
@@ -767,7 +768,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dist = dist.with_device(config.device)
     if config.minutes and not (checkpoint and checkpoint.config["minutes"]):
         # times models, to find what suits the time; a resumed run has done so, and a fork of a timed one
-        flags |= budget.flags_for_minutes(config, cli_flags, dist, lambda **sizes: GPT(GPTConfig(**sizes)))
+        flags |= budget.flags_for_minutes(config, cli_flags, dist, new_model)
         config = resolve(flags)
     exit_code: int | str | None = 0
     try:

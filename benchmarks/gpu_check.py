@@ -323,7 +323,7 @@ def train_on_a_shared_device(flags: list[str]) -> None:
         dist, device=with_device(replace(dist, local_rank=0), name).device
     )
     if not torch.cuda.is_available():
-        batch_size.PROBED, devices.free_and_total_memory = ("cpu",), lambda device: (10**10, 10**10)
+        batch_size.TRIED, devices.free_and_total_memory = ("cpu",), lambda device: (10**10, 10**10)
     run_cli(lambda: train_gpt2.main(flags))
 
 

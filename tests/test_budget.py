@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,20 +10,19 @@ from training import ONE_PROCESS, config_of, configure
 
 from support.cli import UserError, parse_flags
 from support.data import presets
-from support.runtime import budget
-from support.runtime.machine import Machine
-from train_gpt2 import GPT, GPTConfig, TrainConfig
+from support.runtime import budget, devices, memory
+from train_gpt2 import GPT, GPTConfig, TrainConfig, new_model
 
 
 def flags_for(text_bytes, tokens, monkeypatch, *flags, minutes=3):
     """The flags for a text, when a model can be trained on this many tokens in time, or `tokens(sizes)`."""
     monkeypatch.setattr(presets, "text_bytes", lambda *args: text_bytes)
-    in_time = tokens if callable(tokens) else lambda sizes: tokens
-    monkeypatch.setattr(budget, "_tokens_per_second", lambda _, sizes, *args: in_time(sizes) / (60 * minutes))
+    in_time = tokens if callable(tokens) else lambda of_model: tokens
+    monkeypatch.setattr(budget, "_tokens_per_second", lambda of_model, *args: in_time(of_model) / (60 * minutes))
     given = ["--text", "a.txt", "--minutes", str(minutes), "--block-size", "64", *flags]
     config, _ = configure(given)
     cli_flags = {name: value for name, value in parse_flags(TrainConfig, given, "").items() if name != "block_size"}
-    return budget.flags_for_minutes(config, cli_flags, ONE_PROCESS, GPT)
+    return budget.flags_for_minutes(config, cli_flags, ONE_PROCESS, new_model)
 
 
 # By hand: 7 bytes, at 3 per token, for each weight of the blocks, 12 C^2 in each: 331,776 of 3 x 96, 589,824 of 3 x 128,
@@ -40,7 +37,7 @@ def flags_for(text_bytes, tokens, monkeypatch, *flags, minutes=3):
         (5e5, 2.4e7, (3, 96), 8192),
         (3e7, 1.10e7, (4, 128), 4096),
         (3e7, 1.11e7, (6, 256), 4096),
-        (3e7, lambda sizes: 4.8e7 / sizes["n_layer"], (4, 128), 4096),  # 12 million, and 8 of the next one
+        (3e7, lambda of_model: 4.8e7 / of_model.n_layer, (4, 128), 4096),  # 12 million, and 8 of the next one
         (7e5, 2.4e7, (3, 128), 8192),  # the text is too small for more
         (3e8, 7e7, (8, 512), 32768),
     ],
@@ -79,37 +76,27 @@ def test_given_sizes_stay(monkeypatch):
     assert not chosen.keys() & {"n_layer", "n_head", "n_embd", "total_batch_size", "max_lr"}
     monkeypatch.setattr(budget, "_tokens_per_second", lambda *args: 1000.0)
     for others in ({"init_from": "gpt2", "text": "a.txt", "recipe": "gpt2"}, {}):  # pretrained weights, shards
-        chosen = budget.flags_for_minutes(replace(config_of(), minutes=3.0, **others), {}, ONE_PROCESS, GPT)
+        chosen = budget.flags_for_minutes(replace(config_of(), minutes=3.0, **others), {}, ONE_PROCESS, new_model)
         assert chosen.keys() == {"val_tokens"}
 
 
 @pytest.mark.parametrize("fitting", [8, 4, 0])
 def test_the_tokens_of_a_model_in_time(fitting, monkeypatch):
-    """By hand: 0.7 of 8 rows of 64 tokens in 0.01 s, on two ranks; of fewer rows if 8 do not fit into the memory.
+    """By hand: 0.7 of 8 rows of 64 tokens in 0.01 s, on two ranks; of fewer rows if 8 do not fit into the memory."""
+    rows = []
 
-    What a failed attempt has allocated is free when the next one allocates its model, or that would not fit either.
-    """
-
-    class Limited(GPT):
+    class Watched(GPT):
         def forward(self, idx, targets=None):
-            if len(idx) > fitting:
-                raise torch.OutOfMemoryError
+            rows.append(len(idx))
             return super().forward(idx, targets)
 
-    earlier = []
-
-    def new_model(**sizes):
-        assert not any(model() for model in earlier)
-        model = Limited(GPTConfig(**sizes))
-        earlier.append(weakref.ref(model))
-        return model
-
+    config = TrainConfig(n_layer=1, n_head=1, n_embd=16, block_size=64, batch_size=8)
+    model, two = Watched(GPTConfig(64, 257, 1, 1, 16)), replace(ONE_PROCESS, world_size=2)
+    needed = memory.bytes_needed(config, memory.Sizes.of(model), two, torch.float32, False, fitting) if fitting else 1
+    monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (needed, 1e12))
     monkeypatch.setattr(budget, "_seconds", lambda work, device: work() or 0.01)
-    sizes = dict(n_layer=1, n_head=1, n_embd=16, block_size=64, batch_size=8, vocab_size=257)
-    dist = SimpleNamespace(device=torch.device("cpu"), world_size=2)
-    machine = Machine.find(config_of(), dist.device, 2)
-    found = budget._tokens_per_second(machine, sizes, dist, new_model)
-    assert found == pytest.approx(0.7 / 0.01 * fitting * 64 * 2)
+    found = budget._tokens_per_second(config, "fp32", 257, two, lambda *_: model)
+    assert found == pytest.approx(0.7 / 0.01 * fitting * 64 * 2) and rows == [fitting] * bool(fitting)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from training import TINY, assert_same_run, trained, trainer_file
 import train_gpt2
 from support.checkpoints import lora
 from support.data.tokenizer import BytesTokenizer
-from support.runtime import fsdp
+from support.runtime import batch_size, fsdp
 from train_gpt2 import GPT, GPTConfig
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def wrapped_model(rank, name, layout="fsdp"):
     if not sharded:
         return DistributedDataParallel(model)
     assert all(p.is_meta for p in model.parameters()) == (rank > 0)
-    wrapped = fsdp.ShardedModel(model, model.transformer.h, CPU, torch.float32, compiled=False)
+    wrapped = fsdp.ShardedModel(model, CPU, torch.float32, compiled=False)
     wrapped.reshard_after_forward = LAYOUTS[layout]
     model.set_reshard_after_forward(LAYOUTS[layout])
     return wrapped
@@ -224,7 +224,9 @@ def test_scores_and_samples_are_those_of_one_process(scored_run, of_one_process)
 
 
 def nothing_is_compiled_twice(rank):
+    """Not by the trial of the micro-batch either, whose model is another one."""
     bytes_as_gpt2_tokens(rank)
+    batch_size.TRIED = ("cpu",)
     torch._dynamo.config.error_on_recompile = True
 
 

@@ -10,6 +10,7 @@ import copy
 import os
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ from support.data.text_files import Documents
 from support.runtime import batch_size, devices
 from support.runtime.clock import Clock
 from support.runtime.distributed import Distributed, backend
+from support.runtime.machine import Machine
 from support.runtime.memory import Sizes, training_memory
 from support.runtime.signals import StopHandler
 from train_gpt2 import GPT, GPTConfig, TrainConfig, resolve, train
@@ -293,14 +295,16 @@ def test_a_micro_batch_that_does_not_fit_is_made_smaller(tmp_path, gpu, capsys):
 def test_the_estimate_of_memory_holds(gpu, compiled):
     """For 16 rows of GPT-2 124M: what is allocated is not more, and not much less."""
     config = TrainConfig(batch_size=16)
+    machine = replace(Machine.find(config, DEVICE, 1), batch_size=16, compiled=compiled)
     devices.free_memory(DEVICE)
     before = torch.cuda.memory_allocated()
     model = GPT(GPTConfig()).to(DEVICE)
     torch.compiler.reset()
     model_or_compiled = torch.compile(model, dynamic=False) if compiled else model
-    total = devices.free_and_total_memory(DEVICE)[1]
-    estimate = training_memory(config, Sizes.of(model_or_compiled), 16, 1, total, torch.bfloat16, compiled)
+    sizes, total = Sizes.of(model), devices.free_and_total_memory(DEVICE)[1]
+    estimate = training_memory(config, sizes, 16, 1, total, torch.bfloat16, compiled)
     torch.cuda.reset_peak_memory_stats()
-    batch_size._try_batch_size(config, 16, model_or_compiled, gpu, devices.autocast(DEVICE, torch.bfloat16))
-    taken = torch.cuda.max_memory_allocated() - before - batch_size.SPARE_BYTES
-    assert estimate.minimum < taken < estimate.total
+    amp = devices.autocast(DEVICE, torch.bfloat16)
+    batch_size.largest_batch_size(config, machine, sizes, gpu, amp, lambda: model_or_compiled)
+    taken = torch.cuda.max_memory_allocated() - before
+    assert estimate.state + 0.9 * estimate.activations < taken < estimate.total

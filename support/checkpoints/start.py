@@ -136,7 +136,7 @@ def check_and_open_data(
     data = TokenData.open(config.data, needs_val=config.val_every != 0)
     T = config.block_size
     data.check_rows(T, config.total_batch_size // T, None if config.val_every == 0 else config.val_tokens)
-    check_training_fits(config, machine, data.tokenizer.vocab_size, dist)
+    check_training_fits(config, data.tokenizer.vocab_size, dist)
     return data
 
 

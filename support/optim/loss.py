@@ -52,9 +52,9 @@ def chunked_cross_entropy(
     return loss / len(targets)
 
 
-def chunk_numel(device_type: str, device_memory: int) -> int:
+def chunk_numel(device_type: str, device_memory: float) -> int:
     """Logits of a chunk at most; `device_memory` in bytes, for CUDA."""
-    return device_memory // CUDA_BYTES_PER_LOGIT if device_type == "cuda" else CHUNK_NUMEL[device_type]
+    return int(device_memory // CUDA_BYTES_PER_LOGIT) if device_type == "cuda" else CHUNK_NUMEL[device_type]
 
 
 def chunk_rows(numel: int, width: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,17 +12,13 @@ from torch import nn
 from support.cli import UserError
 from support.runtime import devices
 from support.runtime.distributed import Distributed
-from support.runtime.memory import Sizes, training_memory
+from support.runtime.memory import Sizes, bytes_needed, largest_micro_batch, optimizer_bytes
 
 if TYPE_CHECKING:
     from support.runtime.machine import Machine
     from train_gpt2 import TrainConfig
 
-PROBED = ("cuda",)  # device types whose memory is tried out; others swap
-SPARE_BYTES = 512 * 2**20  # left free for fragmentation
-# NCCL connects after the trial. It was seen to take 0.7 and 1.6 GB (NVIDIA/nccl#964, #864), and 3 GB more for the
-# all-to-all (#1685) by which Muon collects what FSDP has divided.
-SPARE_BYTES_OF_RANKS, SPARE_BYTES_OF_SHARDED_MUON = 2 * 2**30, 5 * 2**30
+TRIED = ("cuda",)  # device types whose memory is tried out; others swap
 
 
 def rows_per_rank(total_batch_size: int, T: int, world_size: int) -> int:
@@ -57,85 +55,69 @@ def pick_batch_size(batch_size: int | None, rows: int, device_type: str) -> int:
 
 
 def largest_batch_size(
-    config: TrainConfig, machine: Machine, model: nn.Module, dist: Distributed, amp: torch.autocast
-) -> int:
-    """The largest micro-batch, up to the machine's, with which a run fits into the memory of this process's device.
+    config: TrainConfig, machine: Machine, sizes: Sizes, dist: Distributed, amp: torch.autocast,
+    make_model: Callable[[], nn.Module],
+) -> int:  # fmt: skip
+    """The largest micro-batch, up to the machine's, with which a step fits into the memory of every rank.
 
-    Tries those that may fit, by an estimate that it prints: allocates what a run needs at the same time, which is
-    `spare_bytes`, AdamW's two moments, gradients (and DDP's copy of them with several ranks), micro-batches of (B, T)
-    tokens forward and backward, and validation. Weights are unchanged, and no other rank is waited for.
-
-    Under FSDP only the estimate decides: a trial would take all ranks.
+    Begins with the largest that fits by the formulas. On CUDA, that one and then smaller ones are tried: forward and
+    backward passes, next to as much memory as the optimizer takes.
 
     Args:
-        model: compiled or not.
+        make_model: returns the model as it is trained, whose weights do not change: DDP's, which waits for no rank as long
+            as nothing is synchronized, or one of FSDP that is `alone`.
 
     Raises:
         UserError: not even one row fits.
     """
-    device, world_size = dist.device, dist.world_size
-    T, most = config.block_size, machine.batch_size
-    if device.type not in PROBED:
-        return most
+    device, most = dist.device, machine.batch_size
+    rows = rows_per_rank(config.total_batch_size, config.block_size, dist.world_size)
     free, total = devices.free_and_total_memory(device)
-    rows, sizes = rows_per_rank(config.total_batch_size, T, world_size), Sizes.of(model)
-    sharded = config.parallel == "fsdp" and world_size > 1
-    for B in range(most, 0, -1):
-        if rows % B:
-            continue
-        needed = training_memory(config, sizes, B, world_size, total, devices.DTYPES[machine.dtype], machine.compiled)
-        if most == B:
-            dist.print0(f"memory  about {needed.total / 2**30:.1f} of {total / 2**30:.1f} GiB with {B} rows")
-        if needed.minimum > free:
-            continue
-        if needed.total + spare_bytes(config, world_size) <= free if sharded else _fits(config, B, model, dist, amp):
-            if most != B:
-                dist.print0(
-                    f"note    a micro-batch of {most} rows does not fit into memory; using {B}. "
-                    "A step keeps its number of tokens."
+    needed = partial(bytes_needed, config, sizes, dist, devices.DTYPES[machine.dtype], machine.compiled)
+
+    def try_to_train(B: int) -> None:
+        model, sharded = make_model(), config.parallel == "fsdp" and dist.world_size > 1
+        moments = optimizer_bytes(config, sizes.trained) // (dist.world_size if sharded else 1)
+        optimizer = torch.empty(moments, dtype=torch.uint8, device=device)
+        tokens = torch.zeros((B, config.block_size + 1), dtype=torch.int64, device=device)
+        x, y = tokens[:, :-1], tokens[:, 1:]  # sliced as the loader does: other strides would cause a recompilation
+        try:
+            for left in (
+                (1, 0) if rows > B else (0,)
+            ):  # in a second micro-step, gradients and activations exist together
+                model.require_backward_grad_sync = sharded and left == 0  # type: ignore[assignment]
+                with amp:
+                    _, loss = model(x, y)
+                loss.backward()
+            devices.synchronize(device)
+        finally:
+            model.zero_grad(set_to_none=True)
+        del optimizer
+
+    def fits(B: int) -> bool:
+        try:
+            try_to_train(B)
+            answer = True
+        except RuntimeError as error:
+            if not devices.is_out_of_memory(error):
+                raise
+            answer = False  # what the failed attempt holds is freed with its traceback, after this block
+        devices.free_memory(device)
+        return answer
+
+    B = min(dist.gather(largest_micro_batch(rows, most, needed, free) or 1))
+    if device.type in TRIED:
+        dist.print0(f"memory  about {needed(B) / 2**30:.1f} of {total / 2**30:.1f} GiB with {B} rows")
+        while not all(dist.gather(fits(B))):
+            if B == 1:
+                raise UserError(
+                    f"not even one row of {config.block_size} tokens fits into the memory of {device}, of which "
+                    f"{free / 2**30:.1f} GiB are free. Use a smaller --model or --block-size."
                 )
-            return B
-        torch.compiler.reset()  # the graphs of what did not fit would count towards the limit of recompilations
-    raise UserError(
-        f"not even one row of {T} tokens fits into the memory of {device}, of which {free / 2**30:.1f} GiB are free. "
-        "Use a smaller --model or --block-size."
-    )
-
-
-def spare_bytes(config: TrainConfig, world_size: int) -> int:
-    """What is left free on each GPU."""
-    if world_size == 1:
-        return SPARE_BYTES
-    sharded_muon = config.parallel == "fsdp" and config.optimizer == "muon"
-    return SPARE_BYTES_OF_SHARDED_MUON if sharded_muon else SPARE_BYTES_OF_RANKS
-
-
-def _fits(config: TrainConfig, B: int, model: nn.Module, dist: Distributed, amp: torch.autocast) -> bool:
-    try:
-        _try_batch_size(config, B, model, dist, amp)
-        fits = True
-    except RuntimeError as error:
-        if not devices.is_out_of_memory(error):
-            raise
-        fits = False  # what the failed attempt holds is freed with its traceback, after this block
-    model.zero_grad(set_to_none=True)
-    devices.free_memory(dist.device)
-    return fits
-
-
-def _try_batch_size(config: TrainConfig, B: int, model: nn.Module, dist: Distributed, amp: torch.autocast) -> None:
-    device = dist.device
-    reserved = [torch.empty(spare_bytes(config, dist.world_size), dtype=torch.uint8, device=device)]
-    copies = 2 if dist.world_size == 1 else 3  # AdamW's moments, and the buckets in which DDP sends gradients
-    reserved += [torch.empty_like(p) for p in model.parameters() if p.requires_grad for _ in range(copies)]
-    tokens = torch.zeros((B, config.block_size + 1), dtype=torch.int64, device=device)
-    x, y = tokens[:, :-1], tokens[:, 1:]  # sliced as the loader does: other strides would cause a recompilation
-    # the same calls as in training and validation: others would be compiled, and then those again
-    for _ in range(2):  # in the second pass, gradients and activations exist together
-        with amp:
-            _, loss = model(x, y)
-        loss.backward()
-    with torch.no_grad(), amp:
-        model(x, y)
-    devices.synchronize(device)
-    del reserved
+            B = max(b for b in range(1, B) if rows % b == 0)
+            torch.compiler.reset()  # the graphs of what did not fit would count towards the limit of recompilations
+    if most > B:
+        dist.print0(
+            f"note    a micro-batch of {most} rows does not fit into memory; using {B}. A step keeps its number of tokens."
+        )
+    return B

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import math
 import os
 import platform
 import re
@@ -179,10 +180,24 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or re.search(messages, str(error)) is not None
 
 
-def free_and_total_memory(device: torch.device) -> tuple[int, int]:
-    """Bytes of a CUDA device: what this process has or may still allocate, and all."""
-    free, total = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device), total
+def free_and_total_memory(device: torch.device) -> tuple[float, float]:
+    """Bytes of a device's memory: what this process has or may still allocate, and all. Infinite where it is not known.
+
+    The ranks on a CPU have equal shares of what is available, swap included, and at most a container's limit.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device), total
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        kilobytes = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
+        available = 1024.0 * (kilobytes["MemAvailable"] + kilobytes["SwapFree"])
+    except (OSError, ValueError, LookupError):  # not Linux
+        return math.inf, math.inf
+    with contextlib.suppress(OSError, ValueError):  # no container, or "max"
+        available = min(available, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    share = available / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return share, share
 
 
 def free_memory(device: torch.device) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
@@ -20,6 +20,8 @@ from support.runtime import devices
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
+    from train_gpt2 import GPT
+
 Model = TypeVar("Model", bound=nn.Module)
 GATHERED_FRACTION = 1 / 8  # of the memory of a GPU
 
@@ -27,22 +29,21 @@ GATHERED_FRACTION = 1 / 8  # of the memory of a GPU
 class ShardedModel(nn.Module):
     """A model whose weights are divided among the ranks; it is called as DistributedDataParallel is.
 
+    The blocks are gathered as a whole, one after the other. The rest of the model stays gathered during a micro-step.
+
     Args:
         model: with its weights on rank 0; the other ranks have it on the meta device (`weights_on_rank_zero`), and
             receive the weights one block at a time. It is changed in place: its parameters become DTensors.
-        blocks: submodules that are gathered as a whole, one after the other. The rest of the model stays gathered
-            during a micro-step. (A tied weight must not be in two of them.)
         dtype: precision of the matrix products. On CUDA, the weights of the blocks are sent and used in it; gradients
             are averaged in fp32.
         compiled: compile the blocks and the loss. They are compiled one by one, as communication cannot be.
+        alone: allocate what training does, but send nothing and wait for no rank. All weights are 0.
 
     Weights are gathered once per step where memory allows, otherwise (`reshard_after_forward`) twice in each
     micro-step.
     """
 
-    def __init__(
-        self, model: nn.Module, blocks: Iterable[nn.Module], device: torch.device, dtype: torch.dtype, compiled: bool
-    ):
+    def __init__(self, model: GPT, device: torch.device, dtype: torch.dtype, compiled: bool, alone: bool = False):
         from torch.distributed import fsdp
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -57,16 +58,19 @@ class ShardedModel(nn.Module):
         policy = fsdp.MixedPrecisionPolicy(
             dtype if device.type == "cuda" else None, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-        for block in blocks:
-            _receive_weights(block, device)
+        for block in model.transformer.h:
+            _receive_weights(block, device, alone)
             if compiled:
                 block.forward = torch.compile(block.forward, dynamic=False)
             fsdp.fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard_after_forward)
-        _receive_weights(model, device)
+        _receive_weights(model, device, alone)
         if compiled:  # in effect, the loss: the loop over the blocks cannot be
-            model.forward = torch.compile(model.forward, dynamic=False)
+            model.forward = torch.compile(model.forward, dynamic=False)  # type: ignore[method-assign]
         fsdp.fully_shard(model, mesh=mesh, reshard_after_forward=False)
-        self.module = model
+        for module in (*model.transformer.h, model) if alone else ():
+            module.set_custom_all_gather(_NothingSent())
+            module.set_custom_reduce_scatter(_NothingSent())
+        self.module: nn.Module = model
         devices.trim_memory(device)  # rank 0 had all weights
 
     def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -76,7 +80,7 @@ class ShardedModel(nn.Module):
         return self.module(idx, targets)
 
 
-def reshard_after_forward(parameters: int, dtype: torch.dtype, device_memory: int | None) -> bool:
+def reshard_after_forward(parameters: int, dtype: torch.dtype, device_memory: float | None) -> bool:
     """Whether a rank drops the gathered weights after each pass, or keeps them during a step, as small ones are."""
     return device_memory is not None and dtype.itemsize * parameters > GATHERED_FRACTION * device_memory
 
@@ -86,7 +90,17 @@ def weights_on_rank_zero(sharded: bool, rank: int) -> contextlib.AbstractContext
     return torch.device("meta") if sharded and rank > 0 else contextlib.nullcontext()
 
 
-def _receive_weights(module: nn.Module, device: torch.device) -> None:
+class _NothingSent:
+    """In place of FSDP's all-gather and reduce-scatter: it only allocates what they write to."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.zeros(*size, dtype=dtype, device=device)
+
+    def __call__(self, *args: object, **options: object) -> None:
+        pass
+
+
+def _receive_weights(module: nn.Module, device: torch.device, alone: bool) -> None:
     """Replaces the parameters by those of rank 0, on `device`. Tied ones stay tied; sharded ones are left alone."""
     received: dict[nn.Parameter, nn.Parameter] = {}
     for submodule in module.modules():
@@ -94,9 +108,10 @@ def _receive_weights(module: nn.Module, device: torch.device) -> None:
             if hasattr(parameter, "full_tensor"):
                 continue
             if parameter not in received:
-                on_rank_zero = not parameter.is_meta
-                tensor = parameter.detach().to(device) if on_rank_zero else torch.empty_like(parameter, device=device)
-                distributed.broadcast(tensor, src=0)
+                has_weights = not parameter.is_meta
+                tensor = parameter.detach().to(device) if has_weights else torch.zeros_like(parameter, device=device)
+                if not alone:
+                    distributed.broadcast(tensor, src=0)
                 received[parameter] = nn.Parameter(tensor, parameter.requires_grad)
             setattr(submodule, name, received[parameter])
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,12 +18,10 @@ from support.runtime import devices, fsdp
 from support.runtime.distributed import Distributed
 
 if TYPE_CHECKING:
-    from support.runtime.machine import Machine
     from train_gpt2 import TrainConfig
 
-RESERVED_BYTES = 10**9  # CUDA's own, and fragmentation
+CUDA_BYTES = 10**9  # CUDA's own, and fragmentation
 PROGRAM_BYTES = 2.5e8  # on a CPU: Python and PyTorch
-COMPILED_FRACTION = 0.9  # of the activations are saved by torch.compile, at least: 0.999 was measured
 
 
 @contextlib.contextmanager
@@ -76,6 +73,7 @@ class TrainingMemory(NamedTuple):
     activations: float
     logits: float
     buffers: float
+    program: float
 
     @property
     def total(self) -> float:
@@ -84,11 +82,6 @@ class TrainingMemory(NamedTuple):
     @property
     def state(self) -> float:
         return self.weights + self.gradients + self.optimizer
-
-    @property
-    def minimum(self) -> float:
-        """What a step of several micro-steps certainly takes, compiled or not."""
-        return self.state + COMPILED_FRACTION * self.activations
 
 
 def block_parameters(config: TrainConfig) -> int:
@@ -107,7 +100,7 @@ def checkpoint_bytes(config: TrainConfig, parameters: int, trained: int) -> int:
 
 
 def training_memory(
-    config: TrainConfig, sizes: Sizes, B: int, world_size: int, device_memory: int | None, dtype: torch.dtype,
+    config: TrainConfig, sizes: Sizes, B: int, world_size: int, device_memory: float | None, dtype: torch.dtype,
     compiled: bool,
 ) -> TrainingMemory:  # fmt: skip
     """Bytes on each of `world_size` devices at the peak of a step, with micro-batches of B rows.
@@ -151,9 +144,23 @@ def training_memory(
     else:
         gradients = 4.0 * trained
         buffers = 4.0 * trained + (0.0 if on_gpu else largest) if world_size > 1 else 0.0  # DDP's buckets
-    buffers += RESERVED_BYTES if on_gpu else PROGRAM_BYTES
-    moments = optimizer_bytes(config, trained) / parts
-    return TrainingMemory(4 * N / parts, gradients, moments, saved, logits, buffers)
+    moments, program = optimizer_bytes(config, trained) / parts, CUDA_BYTES if on_gpu else PROGRAM_BYTES
+    return TrainingMemory(4 * N / parts, gradients, moments, saved, logits, buffers, program)
+
+
+def bytes_needed(
+    config: TrainConfig, sizes: Sizes, dist: Distributed, dtype: torch.dtype, compiled: bool, B: int
+) -> float:
+    """Bytes of all tensors of a step on this rank's device, with micro-batches of B rows."""
+    total = devices.free_and_total_memory(dist.device)[1] if dist.device.type == "cuda" else None
+    taken = training_memory(config, sizes, B, dist.world_size, total, dtype, compiled)
+    return taken.total - taken.program  # which runs already
+
+
+def largest_micro_batch(rows: int, most: int, needed: Callable[[int], float], available: float) -> int:
+    """The largest divisor of `rows`, up to `most`, whose micro-batch takes at most what is available; 0 if none does."""
+    divisors = (B for B in range(min(rows, most), 0, -1) if rows % B == 0)
+    return next((B for B in divisors if needed(B) <= available), 0)
 
 
 # -----------------------------------------------------------------------------
@@ -173,60 +180,29 @@ def check_model_fits(sizes: Mapping[str, int]) -> None:
     Raises:
         UserError: they do not.
     """
-    needed, available = 4 * count_parameters(sizes), available_memory()
-    if available is not None and needed > available:
+    parameters, available = count_parameters(sizes), devices.free_and_total_memory(torch.device("cpu"))[0]
+    if 4 * parameters > available:
         raise UserError(
-            f"the model has {count_parameters(sizes):,} parameters, which take {format_bytes(needed)}, and this machine "
+            f"the model has {parameters:,} parameters, which take {format_bytes(4 * parameters)}, and this machine "
             f"has {format_bytes(available)} of memory available. Use a smaller model."
         )
 
 
-def check_training_fits(config: TrainConfig, machine: Machine, vocab_size: int, dist: Distributed) -> None:
-    """Checks that training a GPT can fit into memory: weights, gradients, optimizer, and most of the activations.
-
-    On CUDA without the activations: a smaller micro-batch may be found later.
+def check_training_fits(config: TrainConfig, vocab_size: int, dist: Distributed) -> None:
+    """Checks that the weights, gradients and optimizer of a GPT fit into memory. A micro-batch is fitted later.
 
     Raises:
-        UserError: it cannot, compiled or not; the flags to change are named.
+        UserError: they do not.
     """
     shape = dict(n_layer=config.n_layer, n_embd=config.n_embd, block_size=config.block_size, bias=config.bias)
     shape["vocab_size"] = vocab_size
     check_model_fits(shape)
-    on_cuda = dist.device.type == "cuda"
-    total = devices.free_and_total_memory(dist.device)[1] if on_cuda else available_memory()
-    if total is None:
-        return
-    parameters = count_parameters(shape)
-    sizes = Sizes(parameters, parameters if config.lora_rank is None else 0, vocab_size)  # LoRA's own are few
-    ranks = dist.world_size if on_cuda else 1  # those of a CPU share its memory
-    B, dtype = machine.batch_size, devices.DTYPES[machine.dtype]
-    memory = training_memory(config, sizes, B, ranks, total if on_cuda else None, dtype, machine.compiled)
-    needed = memory.state
-    advice = "Use a smaller --model, or smaller --n-layer and --n-embd, or more GPUs with --parallel fsdp."
-    if not on_cuda and memory.state <= total:
-        # In a single micro-step, gradients take the place of activations.
-        single = config.total_batch_size == B * config.block_size
-        needed = memory.minimum - (memory.gradients if single else 0)
-        advice = "Lower --batch-size (a step keeps its number of tokens) or --block-size, or use --recompute."
+    parameters, total = count_parameters(shape), devices.free_and_total_memory(dist.device)[1]
+    trained = parameters if config.lora_rank is None else 0  # LoRA's own are few
+    parts = dist.world_size if config.parallel == "fsdp" else 1
+    needed = (4 * parameters + 4 * trained + optimizer_bytes(config, trained)) / parts
     if needed > total:
         raise UserError(
             f"training {parameters:,} parameters takes at least {format_bytes(needed)}, and {format_bytes(total)} are "
-            f"available. {advice}"
+            "available. Use a smaller --model, or smaller --n-layer and --n-embd, or more GPUs with --parallel fsdp."
         )
-
-
-def available_memory() -> int | None:
-    """Bytes of this machine's memory that are free or can be freed, swap included, and at most a container's limit.
-
-    None where that is not known: it is on Linux.
-    """
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        kilobytes = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
-        available = 1024 * (kilobytes["MemAvailable"] + kilobytes["SwapFree"])
-    except (OSError, ValueError, LookupError):
-        return None
-    try:
-        return min(available, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):  # no container, or "max"
-        return available
