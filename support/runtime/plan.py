@@ -38,11 +38,10 @@ SMALL = 60e6  # parameters: half of the smallest model in the table
 
 def largest_micro_batch(config: TrainConfig, sizes: Sizes) -> int:
     """The largest divisor of the rows of a step whose micro-batch fits into a GPU; 0 if none does."""
-    rows, device_memory = rows_per_gpu(config), memory_of_gpu(config)
-    for B in range(min(rows, config.batch_size or LARGEST_MICRO_BATCH), 0, -1):
-        if rows % B == 0 and memory_per_gpu(config, sizes, B).total <= device_memory:
-            return B
-    return 0
+    most, available = config.batch_size or LARGEST_MICRO_BATCH, memory_of_gpu(config)
+    return memory.largest_micro_batch(
+        rows_per_gpu(config), most, lambda B: memory_per_gpu(config, sizes, B).total, available
+    )
 
 
 def memory_per_gpu(config: TrainConfig, sizes: Sizes, B: int) -> TrainingMemory:
