@@ -14,13 +14,13 @@ from support import startup
 if __name__ == "__main__":
     startup.prepare()  # comes first: the imports take seconds
 
-import argparse
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.cli import Parser, UserError, flag_name, run_cli
+from support.cli import UserError, flag, flag_name, parse_flags, run_cli
 from support.console.curves import AXES, Run, compares_per_byte, draw_runs, read_run, save, short_count
 from support.console.terminal import on_one_line
 from support.files import check_output_file
@@ -29,14 +29,25 @@ IGNORED_FLAGS = {"out", "resume", "fork", "profile"}
 UNKNOWN = "-"
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(__doc__, usage="%(prog)s DIR [DIR ...] [flags]")
-    parser.add_argument("runs", nargs="+", metavar="DIR", help=argparse.SUPPRESS)
-    add = parser.add_argument_group("flags").add_argument
-    over = "what the losses are drawn over; hours count the steps, not the evaluations (default: steps)"
-    add("--x", choices=tuple(AXES), default="steps", help=over)
-    add("-o", "--output", default="compare.png", metavar="FILE", help="picture to write (default: compare.png)")
-    args = parser.parse_args(argv)
+@dataclass(frozen=True)
+class Arguments:
+    """The command line."""
+
+    # fmt: off
+    runs: Sequence[str] = flag((), "folders of runs", positional=True, nargs="+", metavar="DIR")
+    x: str = flag("steps", "what the losses are drawn over; hours count the steps, not the evaluations",
+        choices=tuple(AXES))
+    output: str = flag("compare.png", "picture to write", short="-o", metavar="FILE")
+    # fmt: on
+
+
+def parse_arguments(argv: Sequence[str] | None) -> Arguments:
+    """Parses the command line.
+
+    Raises:
+        UserError: it is not valid; one line for each problem.
+    """
+    args = Arguments(**parse_flags(Arguments, argv, __doc__))
     if Path(args.output).suffix != ".png":
         raise UserError(f"-o {args.output} is not a .png file. Use another name.")
     return args

@@ -29,7 +29,7 @@ from decimal import Decimal, DecimalException
 from pathlib import Path
 from typing import Any
 
-from support.cli import MAIN_GROUP, UserError, flag, parse_flags, run_cli
+from support.cli import UserError, flag, parse_flags, run_cli
 from support.data import hub
 from support.data.demo_text import demo_corpus
 from support.data.encode import ENGINES, default_engine, usable_cores
@@ -83,125 +83,54 @@ PERFORMANCE = "performance (does not change the shards)"  # a group of flags
 class Arguments:
     """The command line."""
 
-    input: list[str] | None = flag(
-        None,
-        f"files, folders or patterns such as 'texts/*.txt': {TEXT_TYPES}",
-        MAIN_GROUP,
-        default_help="a data set",
-        type=str,
-        nargs="+",
-        metavar="FILE",
-    )
-    dataset: str | None = flag(None, "data set on the Hugging Face hub", MAIN_GROUP, default_help=FINEWEB_EDU)
-    name: str | None = flag(
-        None, "configuration of the data set", MAIN_GROUP, default_help="sample-10BT for FineWeb", metavar="CONFIG"
-    )
+    # fmt: off
+    input: list[str] | None = flag(None, f"files, folders or patterns such as 'texts/*.txt': {TEXT_TYPES}",
+        default_help="a data set", nargs="+", metavar="FILE")
+    dataset: str | None = flag(None, "data set on the Hugging Face hub", default_help=FINEWEB_EDU)
+    name: str | None = flag(None, "configuration of the data set", default_help="sample-10BT for FineWeb",
+        metavar="CONFIG")
     split: str = flag("train", "split of the data set", "source")
-    revision: str | None = flag(
-        None, "branch, tag or commit of the data set", "source", default_help="the newest", metavar="REVISION"
-    )
+    revision: str | None = flag(None, "branch, tag or commit of the data set", "source", default_help="the newest",
+        metavar="REVISION")
     text_field: str = flag("text", "field or column with the text", "source", metavar="FIELD")
-    document_separator: str | None = flag(
-        None,
-        r"string between the documents of a .txt file; \n stands for a newline",
-        "source",
-        default_help="a file is one document",
-        metavar="TEXT",
-    )
-    demo: bool = flag(False, "the documentation of this Python; needs no network", MAIN_GROUP)
-    check: str | None = flag(
-        None,
-        "read the shards in DIR, compare them with their manifest, and exit",
-        MAIN_GROUP,
-        default_help="make shards",
-        metavar="DIR",
-    )
-    output: str | None = flag(
-        None,
-        "folder for the shards",
-        MAIN_GROUP,
-        default_help="edu_fineweb10B or similar for FineWeb, demo_data with --demo",
-        metavar="DIR",
-    )
-    tokenizer: str | None = flag(
-        None,
-        "GPT-2's tokens, bytes, or bpe, which is trained on the text",
-        MAIN_GROUP,
-        default_help="gpt2; with --demo bpe",
-        choices=(*VOCAB_SIZES, "bpe"),
-    )
-    vocab_size: int | None = flag(
-        None,
-        "tokens in the vocabulary of --tokenizer bpe",
-        "shards",
-        default_help="what suits the amount of text",
-        at_least=258,
-        at_most=MAX_VOCAB_SIZE,
-        type=parse_count,
-    )
-    tokenizer_from: str | None = flag(
-        None,
-        "use the trained tokenizer of this model, or of these shards",
-        "shards",
-        default_help="train a new one",
-        metavar="NAME_OR_DIR",
-    )
-    shard_size: int = flag(
-        SHARD_SIZE, "tokens of a shard", "shards", at_least=2, at_most=MAX_SHARD_SIZE, type=parse_count
-    )
-    max_tokens: int | None = flag(
-        None, "stop after this many tokens, such as 1e9", MAIN_GROUP, default_help="all", at_least=2, type=parse_count
-    )
-    val_fraction: float | None = flag(
-        None,
-        "hold out this fraction for validation",
-        "shards",
-        default_help="shard 0; a tenth of a text that fits into one shard",
-        metavar="F",
-    )
-    split_documents: bool = flag(
-        False, "let the validation split start inside a document if none starts nearby", "shards"
-    )
-    workers: int | None = flag(
-        None, "threads that encode", PERFORMANCE, default_help="one per core", at_least=1, at_most=1024
-    )
-    engine: str | None = flag(
-        None,
-        "encoder of gpt2 tokens",
-        PERFORMANCE,
-        default_help="gigatoken, compared with tiktoken on samples",
-        choices=ENGINES,
-    )
-    only_parts: tuple[int, int] | None = flag(
-        None,
+    document_separator: str | None = flag(None,
+        r"string between the documents of a .txt file; \n stands for a newline", "source",
+        default_help="a file is one document", metavar="TEXT")
+    demo: bool = flag(False, "the documentation of this Python; needs no network")
+    check: str | None = flag(None, "read the shards in DIR, compare them with their manifest, and exit",
+        default_help="make shards", metavar="DIR")
+    output: str | None = flag(None, "folder for the shards",
+        default_help="edu_fineweb10B or similar for FineWeb, demo_data with --demo", metavar="DIR")
+    tokenizer: str | None = flag(None, "GPT-2's tokens, bytes, or bpe, which is trained on the text",
+        default_help="gpt2; with --demo bpe", choices=(*VOCAB_SIZES, "bpe"))
+    vocab_size: int | None = flag(None, "tokens in the vocabulary of --tokenizer bpe", "shards",
+        default_help="what suits the amount of text", at_least=258, at_most=MAX_VOCAB_SIZE, parse=parse_count)
+    tokenizer_from: str | None = flag(None, "use the trained tokenizer of this model, or of these shards", "shards",
+        default_help="train a new one", metavar="NAME_OR_DIR")
+    shard_size: int = flag(SHARD_SIZE, "tokens of a shard", "shards", at_least=2, at_most=MAX_SHARD_SIZE,
+        parse=parse_count)
+    max_tokens: int | None = flag(None, "stop after this many tokens, such as 1e9", default_help="all", at_least=2,
+        parse=parse_count)
+    val_fraction: float | None = flag(None, "hold out this fraction for validation", "shards",
+        default_help="shard 0; a tenth of a text that fits into one shard", metavar="F")
+    split_documents: bool = flag(False, "let the validation split start inside a document if none starts nearby",
+        "shards")
+    workers: int | None = flag(None, "threads that encode", PERFORMANCE, default_help="one per core", at_least=1,
+        at_most=1024)
+    engine: str | None = flag(None, "encoder of gpt2 tokens", PERFORMANCE,
+        default_help="gigatoken, compared with tiktoken on samples", choices=ENGINES)
+    only_parts: tuple[int, int] | None = flag(None,
         "encode only parts K, K+N, K+2N, ... of the text and write no shards: run 1/N to N/N on N machines, then once "
-        "without this flag",
-        PERFORMANCE,
-        default_help="all parts and the shards",
-        type=parse_share,
-        hint="It must be K/N, such as 3/8, with K from 1 to N.",
-        metavar="K/N",
-    )
-    executor: str | None = flag(
-        None,
-        "where datatrove runs the tasks that encode",
-        PERFORMANCE,
-        default_help="this process",
-        choices=EXECUTORS,
-    )
-    tasks: int | None = flag(
-        None, "tasks of --executor", PERFORMANCE, default_help="one per core of this machine", at_least=1, at_most=10**6
-    )
-    executor_options: list[tuple[str, Any]] | None = flag(
-        None,
-        "options of datatrove's executor, such as time=4:00:00",
-        PERFORMANCE,
-        default_help="datatrove's",
-        type=parse_option,
-        hint="It must be NAME=VALUE.",
-        nargs="+",
-        metavar="NAME=VALUE",
-    )
+        "without this flag", PERFORMANCE, default_help="all parts and the shards", parse=parse_share,
+        hint="It must be K/N, such as 3/8, with K from 1 to N.", metavar="K/N")
+    executor: str | None = flag(None, "where datatrove runs the tasks that encode", PERFORMANCE,
+        default_help="this process", choices=EXECUTORS)
+    tasks: int | None = flag(None, "tasks of --executor", PERFORMANCE, default_help="one per core of this machine",
+        at_least=1, at_most=10**6)
+    executor_options: list[tuple[str, Any]] | None = flag(None,
+        "options of datatrove's executor, such as time=4:00:00", PERFORMANCE, default_help="datatrove's",
+        parse=parse_option, hint="It must be NAME=VALUE.", nargs="+", metavar="NAME=VALUE")
+    # fmt: on
 
     @property
     def tokenizer_name(self) -> str:

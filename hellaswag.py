@@ -24,7 +24,6 @@ from support import startup
 if __name__ == "__main__":
     startup.prepare("PyTorch")  # comes first: the imports take seconds
 
-import argparse
 import json
 import math
 import os
@@ -43,7 +42,7 @@ from torch.nn import functional as F
 
 from support import files
 from support.checkpoints import huggingface
-from support.cli import Parser, UserError, add_device_flag, run_cli
+from support.cli import UserError, flag, parse_flags, run_cli
 from support.console.curves import OPENAI_HELLASWAG
 from support.console.progress import progress_bar
 from support.console.terminal import labelled
@@ -555,30 +554,33 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(report(results, model.config.n_positions, args.json))
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(__doc__)
-    group = parser.add_argument_group("flags")
-    add = group.add_argument
-    model_help = "hub name, such as gpt2, or checkpoint directory (default: gpt2)"
-    add("-m", "--model", default="gpt2", metavar="NAME_OR_DIR", help=model_help)
-    add(
-        "--style",
-        default="tokens",
-        choices=tuple(STYLE_FIELDS),
-        help="how texts are encoded and losses normalised (default: tokens)",
-    )
-    add_device_flag(group)
-    add(
-        "--dtype",
-        default="fp32",
-        choices=("auto", *devices.DTYPES),
-        help="precision of matrix products; logits and losses are always fp32 (default: fp32)",
-    )
-    add("--split", choices=tuple(GIT_BLOBS), help="split, downloaded once; test has no labels (default: val)")
-    add("--data", metavar="FILE", help="a HellaSwag .jsonl file instead of the download")
-    add("--limit", type=int, at_least=1, metavar="N", help="score only the first N items (default: all)")
-    add("--json", metavar="FILE", help="write the scores, and each item's losses, predictions and label, to a file")
-    args = parser.parse_args(argv)
+@dataclass(frozen=True)
+class Arguments:
+    """The command line."""
+
+    # fmt: off
+    model: str = flag("gpt2", "hub name, such as gpt2, or checkpoint directory", short="-m", metavar="NAME_OR_DIR")
+    style: str = flag("tokens", "how texts are encoded and losses normalised", choices=tuple(STYLE_FIELDS))
+    device: str = flag("auto", "where to score", default_help="auto, the best available", short="-d",
+        choices=devices.DEVICES)
+    dtype: str = flag("fp32", "precision of matrix products; logits and losses are always fp32",
+        choices=("auto", *devices.DTYPES))
+    split: str | None = flag(None, "split, downloaded once; test has no labels", default_help="val",
+        choices=tuple(GIT_BLOBS))
+    data: str | None = flag(None, "a HellaSwag .jsonl file", default_help="download it", metavar="FILE")
+    limit: int | None = flag(None, "score only the first N items", default_help="all", at_least=1)
+    json: str | None = flag(None, "write the scores, and each item's losses, predictions and label, to a file",
+        default_help="none", metavar="FILE")
+    # fmt: on
+
+
+def parse_arguments(argv: Sequence[str] | None) -> Arguments:
+    """Parses the command line.
+
+    Raises:
+        UserError: it is not valid, or --json cannot be written; one line for each problem.
+    """
+    args = Arguments(**parse_flags(Arguments, argv, __doc__))
     problems = []
     if args.data and args.split:
         problems.append("--split names a download, and --data a file. Leave out one of them.")

@@ -15,10 +15,10 @@ from support import startup
 if __name__ == "__main__":
     startup.prepare("PyTorch")  # comes first: the imports take seconds
 
-import argparse
 import codecs
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import cast
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from support.checkpoints.huggingface import find_model, read_config
-from support.cli import Parser, UserError, add_device_flag, run_cli
+from support.cli import UserError, flag, parse_flags, run_cli
 from support.data.tokenizer import END_OF_TEXT, Tokenizer, tokenizer_of_model
 from support.runtime import devices
 from train_gpt2 import GPT, Block, CausalSelfAttention, GPTConfig, next_token_probs
@@ -265,42 +265,37 @@ def converse(
 # Command line
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(__doc__)
-    group = parser.add_argument_group("flags")
-    add = group.add_argument
-    add(
-        "-m",
-        "--model",
-        required=True,
-        metavar="NAME_OR_DIR",
-        help="hub name, such as gpt2, or checkpoint directory (required)",
-    )
-    add("--prompt", metavar="TEXT", help=f"text to continue; without it, what is piped in, or on a terminal, without -n, what you type (default: {DEFAULT_PROMPT})")  # fmt: skip
-    add("-n", type=int, at_least=1, metavar="N", help=f"number of texts (default: {DEFAULT_NUM_TEXTS})")
-    add(
-        "--max-new-tokens",
-        type=int,
-        default=32,
-        at_least=1,
-        at_most=1_000_000,
-        metavar="N",
-        help="tokens to add to the prompt (default: 32)",
-    )
-    add("--temperature", type=float, default=1.0, at_least=0, metavar="X", help="less than 1 for likelier tokens, 0 for the likeliest (default: 1.0)")  # fmt: skip
-    add(
-        "--top-k",
-        type=int,
-        default=50,
-        at_least=0,
-        metavar="K",
-        help="sample from the K likeliest tokens; 0: from all (default: 50)",
-    )
-    add("--top-p", type=float, default=1.0, at_most=1, metavar="P", help="nucleus sampling: of these, from the fewest with probability P together; 1: from all (default: 1.0)")  # fmt: skip
-    add("--seed", type=int, default=1337, at_least=0, metavar="N", help="random seed (default: 1337)")
-    add("--dtype", default="fp32", choices=("auto", *devices.DTYPES), help="precision of matrix products; auto is the fastest native one (default: fp32)")  # fmt: skip
-    add_device_flag(group)
-    args = parser.parse_args(argv)
+@dataclass(frozen=True)
+class Arguments:
+    """The command line."""
+
+    # fmt: off
+    model: str = flag("", "hub name, such as gpt2, or checkpoint directory", short="-m", required=True,
+        metavar="NAME_OR_DIR")
+    prompt: str | None = flag(None,
+        "text to continue; without it, what is piped in, or on a terminal, without -n, what you type",
+        default_help=DEFAULT_PROMPT, may_be_empty=True, metavar="TEXT")
+    number: int | None = flag(None, "number of texts", default_help=str(DEFAULT_NUM_TEXTS), short="-n", at_least=1)
+    max_new_tokens: int = flag(32, "tokens to add to the prompt", at_least=1, at_most=1_000_000)
+    temperature: float = flag(1.0, "less than 1 for likelier tokens, 0 for the likeliest", at_least=0)
+    top_k: int = flag(50, "sample from the K likeliest tokens; 0: from all", at_least=0, metavar="K")
+    top_p: float = flag(1.0,
+        "nucleus sampling: of these, from the fewest with probability P together; 1: from all", at_most=1, metavar="P")
+    seed: int = flag(1337, "random seed", at_least=0)
+    dtype: str = flag("fp32", "precision of matrix products; auto is the fastest native one",
+        choices=("auto", *devices.DTYPES))
+    device: str = flag("auto", "where to generate", default_help="auto, the best available", short="-d",
+        choices=devices.DEVICES)
+    # fmt: on
+
+
+def parse_arguments(argv: Sequence[str] | None) -> Arguments:
+    """Parses the command line.
+
+    Raises:
+        UserError: it is not valid; one line for each problem.
+    """
+    args = Arguments(**parse_flags(Arguments, argv, __doc__))
     if args.top_p <= 0:
         raise UserError("--top-p must be more than 0. For the likeliest token, use --temperature 0.")
     return args
@@ -316,24 +311,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     encode = partial(encode_prompt, tokenizer=tokenizer, block_size=sizes["block_size"], model_name=args.model)
     prompt = piped_prompt() if args.prompt is None else args.prompt
     on_terminal = sys.stdout.isatty()
-    interactive = prompt is None and args.n is None and on_terminal and sys.stdin is not None and sys.stdin.isatty()
+    interactive = (
+        prompt is None and args.number is None and on_terminal and sys.stdin is not None and sys.stdin.isatty()
+    )
     # an error in the prompt comes before the weights, which take longer
     ids = [] if interactive else encode(DEFAULT_PROMPT if prompt is None else prompt)
     model = GPT.from_pretrained(directory, verify=False).to(device).eval()
 
-    prepare_weights(model, dtype, single_row=interactive or args.n == 1)
-    options = {"temperature": args.temperature, "top_k": args.top_k or None, "top_p": args.top_p}
-    continue_ids = partial(generate, model, max_new_tokens=args.max_new_tokens, **options)
+    prepare_weights(model, dtype, single_row=interactive or args.number == 1)
+    continue_ids = partial(
+        generate, model, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k or None,
+        top_p=args.top_p,
+    )  # fmt: skip
     generator = devices.seeded_generator(device, args.seed)
     with devices.autocast(device, dtype), devices.attention_without_cudnn(device):
         if interactive:
             print(f"{args.model} continues what you type.\nCtrl-C stops a text, Ctrl-D leaves.")
             converse(encode, partial(stream_text, continue_ids, tokenizer), args.seed, device)
-        elif args.n == 1 and on_terminal:
+        elif args.number == 1 and on_terminal:
             stream_text(continue_ids, tokenizer, ids, generator)
         else:
             batch = rows_in_memory(model.config, len(ids), args.max_new_tokens)
-            print_texts(continue_ids, tokenizer, ids, args.n or DEFAULT_NUM_TEXTS, batch, generator)
+            print_texts(continue_ids, tokenizer, ids, args.number or DEFAULT_NUM_TEXTS, batch, generator)
 
 
 if __name__ == "__main__":

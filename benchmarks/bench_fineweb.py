@@ -11,6 +11,8 @@ folder; both are looked at 50 times per second. Linux only.
 
 from __future__ import annotations
 
+import argparse
+
 import harness  # isort: skip
 import hashlib
 import json
@@ -25,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from fineweb import parse_count
-from support.cli import Parser, UserError, run_cli
+from support.cli import UserError, run_cli
 from support.data.demo_text import python_documentation
 from support.data.text_files import TextFiles, find_input
 
@@ -98,26 +100,16 @@ def checksums(folder: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = Parser(__doc__)
-    group = parser.add_argument_group("flags")
-    group.add_argument(
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
         "--input", nargs="+", metavar="FILE", help="files as for fineweb.py (default: Python's documentation)"
     )
-    group.add_argument(
-        "--shard-size",
-        type=parse_count,
-        default=10**7,
-        at_least=2,
-        metavar="N",
-        help="tokens of a shard (default: 1e7)",
-    )
-    group.add_argument(
-        "--rounds", type=int, default=3, at_least=1, metavar="N", help="measurements of each (default: 3)"
-    )
-    group.add_argument(
+    parser.add_argument("--shard-size", type=parse_count, default=10**7, help="tokens of a shard (default: 1e7)")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each (default: 3)")
+    parser.add_argument(
         "--baseline", metavar="DIR", help="checkout whose fineweb.py is measured (default: the plain loop)"
     )
-    group.add_argument("--flags", default="", metavar="FLAGS", help="more flags of fineweb.py, in one word")
+    parser.add_argument("--flags", default="", help="more flags of fineweb.py, in one word")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

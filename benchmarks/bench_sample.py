@@ -9,6 +9,8 @@ and computes its logits in it; those of sample.py are fp32.
 
 from __future__ import annotations
 
+import argparse
+
 import harness  # noqa: F401  finds the project; isort: skip
 from support import startup
 
@@ -25,7 +27,7 @@ import torch
 
 import sample
 from support.checkpoints import huggingface
-from support.cli import Parser, add_device_flag, run_cli
+from support.cli import run_cli
 from support.runtime import devices
 from train_gpt2 import GPT, GPTConfig
 
@@ -61,11 +63,10 @@ def measure(dtype: torch.dtype, rows: int, tokens: int, rounds: int, device: tor
 
 
 def main() -> None:
-    parser = Parser(__doc__)
-    add = parser.add_argument_group("flags").add_argument
-    add("--tokens", type=int, default=32, at_least=1, metavar="N", help="tokens to generate (default: 32)")
-    add("--rounds", type=int, default=5, at_least=1, metavar="N", help="measurements of each (default: 5)")
-    add_device_flag(parser.add_argument_group("device"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=32, help="tokens to generate (default: 32)")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each (default: 5)")
+    parser.add_argument("-d", "--device", default="auto", choices=devices.DEVICES)
     args = parser.parse_args()
     device = torch.device(devices.pick_device_type(args.device))
     print("| | texts | sample.py | transformers | |\n|---|---|---|---|---|")

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import difflib
 import importlib.util
 import math
 import os
 import platform
-import re
 import shlex
 import shutil
 import signal
 import sys
 import textwrap
 import threading
-import types
-import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields
 from errno import EACCES, EDQUOT, EFBIG, EIO, EISDIR, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM, EPIPE, EROFS, ESTALE
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar, get_args, get_type_hints
 
 from support import __version__, startup
 
@@ -58,7 +55,7 @@ def warn(text: str) -> None:
 
 
 # -----------------------------------------------------------------------------
-# Command lines
+# Command lines: a dataclass for each script, whose fields are its flags
 
 MAIN_GROUP = "the flags that matter"
 MAX_HELP_WIDTH = 100  # columns; longer lines are hard to read
@@ -66,10 +63,186 @@ ADVICE = {  # on unknown flags with these words in their names, which other trai
     "epochs": "The length of a run is in steps: --max-steps (the header of a run says how many steps an epoch has).",
     "config": "There is no configuration file: every setting is a flag. See --help.",
 }
-MAY_BE_EMPTY = {"prompt"}  # flags whose value may be the empty string
 
 
-class HelpFormatter(argparse.HelpFormatter):
+@dataclass(frozen=True)
+class Flag:
+    """What a field of a dataclass is on the command line."""
+
+    default: Any
+    help: str
+    group: str
+    default_help: str | None = None  # the default in words, where it depends on other flags or on the machine
+    at_least: float = -math.inf
+    at_most: float = math.inf
+    below: float = math.inf
+    choices: Sequence[str] = ()
+    parse: Callable[[str], Any] | None = None  # converts the text, or raises a ValueError; None: as the field's type
+    hint: str | None = None  # what to do if the text is none of the choices, or cannot be converted
+    may_be_empty: bool = False
+    required: bool = False
+    short: str | None = None  # another name, such as "-m"
+    negatable: bool = False  # has a --no- form, as a flag that is on by default has
+    positional: bool = False  # a word without a name
+    metavar: str | None = None  # this and what follows: as in argparse
+    nargs: str | None = None
+    const: str | None = None
+
+
+def flag(default: T, help: str, group: str = MAIN_GROUP, **options: Any) -> T:
+    """A dataclass field that is also a flag; `options` are other fields of `Flag`."""
+    return field(default=default, metadata={"flag": Flag(default, help, group, **options)})
+
+
+def flag_name(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def flag_words(field: str, value: object) -> str:
+    """A flag and its value as words of a command line."""
+    if isinstance(value, bool):
+        return flag_name(field) if value else f"--no-{flag_name(field)[2:]}"
+    return f"{flag_name(field)} {shlex.quote(str(value))}"
+
+
+def flags_of(config_class: type[DataclassInstance]) -> dict[str, Flag]:
+    """The flags of a dataclass, by the names of the fields."""
+    return {field.name: field.metadata["flag"] for field in fields(config_class) if "flag" in field.metadata}
+
+
+def parse_flags(
+    config_class: type[DataclassInstance],
+    argv: Sequence[str] | None,
+    description: str | None = None,
+    first_groups: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Parses a command line; returns the values of the flags that were given, as the others may come from elsewhere.
+
+    Args:
+        first_groups: those that --help lists first, after MAIN_GROUP.
+
+    Raises:
+        UserError: the command line is not valid, or a value is out of its range; one line for each problem.
+    """
+    flags, types = flags_of(config_class), {name: _value_type(t) for name, t in get_type_hints(config_class).items()}
+    parser = _make_parser(flags, types, description, first_groups)
+    words, given = sys.argv[1:] if argv is None else list(argv), argparse.Namespace()
+    try:
+        if "--" in words:  # argparse would take no word after it as a flag
+            parser.error("-- is not used here")
+        _, unknown = parser.parse_known_args(words, given)
+        problems = _describe_unknown(unknown, [flag_name(name)[2:] for name in flags])
+    except UserError as error:
+        problems = list(error.problems)
+    values, wrong = dict[str, Any](), list[str]()
+    for name, text in vars(given).items():
+        try:
+            several = type(text) is list
+            converted = [_convert(t, flags[name], types[name]) for t in (text if several else [text])]
+            values[name] = converted if several else converted[0]
+        except ValueError as error:
+            wrong.append(f"{flags[name].metavar if flags[name].positional else flag_name(name)} {error}")
+    required = [name for name, flag in flags.items() if flag.required and name not in vars(given)]
+    if problems := [*wrong, *problems, *(f"{flag_name(name)} is missing. See --help." for name in required)]:
+        raise UserError(*problems)
+    return values
+
+
+def _convert(text: str | bool, flag: Flag, value_type: type) -> Any:
+    """The value of a flag. A ValueError says what is wrong with the text, and what to do."""
+    if isinstance(text, bool):
+        return text
+    if not text and not flag.may_be_empty:  # as of an unset shell variable
+        raise ValueError("is empty. Pass a value.")
+    try:
+        value = (flag.parse or value_type)(text)
+    except ValueError:
+        wanted = "a number" if value_type is float else "a whole number"
+        raise ValueError(f"is {text!r}. {flag.hint or f'It must be {wanted}.'}") from None
+    if flag.choices and value not in (*flag.choices, flag.const):
+        *others, last = flag.choices
+        raise ValueError(f"is {value!r}. " + (flag.hint or f"It must be {', '.join(others)} or {last}."))
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"is {value}. It must be a finite number.")
+    if isinstance(value, int | float):
+        if value < flag.at_least:
+            raise ValueError(f"is {value}. It must be {flag.at_least} or more.")
+        if value > flag.at_most:
+            raise ValueError(f"is {value}. It must be {flag.at_most} or less.")
+        if value >= flag.below:
+            raise ValueError(f"is {value}. It must be less than {flag.below}.")
+    return value
+
+
+def _value_type(hint: Any) -> Any:
+    """int for `int`, `int | None` and `list[int]`."""
+    inner = [t for t in get_args(hint) if t is not type(None)]
+    return _value_type(inner[0]) if inner else hint
+
+
+def _describe_unknown(words: Sequence[str], known: Sequence[str]) -> list[str]:
+    """A line for each unknown flag or word, with the flag that was perhaps meant."""
+    problems, follows_flag = [], False
+    for word in words:
+        is_flag = word.startswith("-")
+        if is_flag or not follows_flag:  # not the value of an unknown flag
+            name = word.split("=")[0]
+            plain = name.lstrip("-").replace("_", "-")
+            parts = [flag for flag in known if f"{flag}-".startswith(f"{plain}-") or flag.endswith(f"-{plain}")]
+            near = sorted(parts, key=len) or difflib.get_close_matches(plain, known, 1)
+            advice = [ADVICE[part] for part in plain.split("-") if is_flag and part in ADVICE]
+            advice += [f"Did you mean --{near[0]}? See --help." if near else "See --help."]
+            problems.append((f"unknown flag {name}. " if is_flag else f"{word!r} is not a flag. ") + advice[0])
+        follows_flag = "=" not in word if is_flag else follows_flag
+    return problems
+
+
+def _make_parser(
+    flags: Mapping[str, Flag], types: Mapping[str, Any], description: str | None, first_groups: Sequence[str]
+) -> argparse.ArgumentParser:
+    """A parser that only divides the command line among the flags: values stay text."""
+    positional = "".join(f"{flag.metavar} [{flag.metavar} ...] " for flag in flags.values() if flag.positional)
+    parser = _Parser(
+        usage=f"%(prog)s {positional}[flags]", description=description, add_help=False, allow_abbrev=False,
+        formatter_class=_HelpFormatter,
+    )  # fmt: skip
+    names = dict.fromkeys((MAIN_GROUP, *first_groups, *(flag.group for flag in flags.values())))
+    groups = {name: parser.add_argument_group(name if len(names) > 1 else "flags") for name in names}
+    for name, flag in flags.items():
+        if flag.positional:
+            parser.add_argument(name, nargs=flag.nargs, metavar=flag.metavar, help=argparse.SUPPRESS)
+            continue
+        default = f" (default: {flag.default_help or _in_words(flag.default)})"
+        help = flag.help + (" (required)" if flag.required else "" if flag.default is False else default)
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": help.replace("%", "%%")}
+        if types[name] is bool:
+            is_simple = flag.default is False and not flag.negatable
+            options["action"] = "store_true" if is_simple else argparse.BooleanOptionalAction
+        else:
+            usual = f"{{{','.join(flag.choices)}}}" if flag.choices else {int: "N", float: "X"}.get(types[name], "NAME")
+            options |= {"metavar": flag.metavar or usual, "nargs": flag.nargs, "const": flag.const}
+        groups[flag.group].add_argument(*filter(None, [flag.short, flag_name(name)]), **options)
+    group = parser.add_argument_group("help")  # the last one
+    group.add_argument("-h", "--help", action="help", help="print this help and exit")
+    torch = f", torch {metadata.version('torch')}" if importlib.util.find_spec("torch") else ""  # fineweb.py needs none
+    versions = f"%(prog)s {__version__}, Python {platform.python_version()}{torch}"
+    versions += f", {platform.system()} {platform.machine()}"
+    group.add_argument("--version", action="version", version=versions, help="print versions and exit")
+    return parser
+
+
+def _in_words(value: object) -> str:
+    if value is True:
+        return "on"
+    return f"{value:,}" if type(value) is int and value >= 10_000 else str(value)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}. See --help.")
+
+
+class _HelpFormatter(argparse.HelpFormatter):
     """Help that wraps paragraphs, keeps indented examples as they are, and never divides the name of a flag."""
 
     def __init__(self, prog: str):
@@ -87,211 +260,6 @@ class HelpFormatter(argparse.HelpFormatter):
             else "\n".join(self._split_lines(paragraph, width))
             for paragraph in paragraphs
         )
-
-
-class StoreChecked(argparse.Action):
-    """argparse's "store", except that a wrong value is added to the `problems` of the parser, and does not end it.
-
-    Args:
-        type: converts the text of a value, or raises a ValueError.
-        choices: what a text may be, and `hint` what to do if it is something else.
-        at_least, at_most, below: bounds of a number.
-        required: whether a value must be given.
-    """
-
-    def __init__(
-        self,
-        *,
-        type: Callable[[str], Any] = str,
-        choices: Sequence[str] = (),
-        hint: str | None = None,
-        at_least: float = -math.inf,
-        at_most: float = math.inf,
-        below: float = math.inf,
-        required: bool = False,
-        **options: Any,
-    ):
-        super().__init__(**options)  # without the above: argparse would end at the first problem
-        if choices and self.metavar is None:
-            self.metavar = f"{{{','.join(choices)}}}"
-        self.convert, self.allowed, self.hint, self.must_be_given = type, choices, hint, required
-        self.at_least, self.at_most, self.below = at_least, at_most, below
-        self.name = self.option_strings[-1] if self.option_strings else str(self.metavar)
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        assert isinstance(parser, Parser) and values is not None
-        setattr(namespace, self.dest, values)
-        try:
-            value = self._value_of(values) if isinstance(values, str) else [self._value_of(text) for text in values]
-            setattr(namespace, self.dest, value)
-        except ValueError as error:
-            parser.problems.append(f"{self.name} {error}")
-
-    def _value_of(self, text: str) -> object:
-        if not text and self.dest not in MAY_BE_EMPTY:  # as of an unset shell variable
-            raise ValueError("is empty. Pass a value.")
-        try:
-            value = self.convert(text)
-        except ValueError:
-            wanted = "a number" if self.convert is float else "a whole number"
-            raise ValueError(f"is {text!r}. " + (self.hint or f"It must be {wanted}.")) from None
-        if self.allowed and value not in self.allowed:
-            *others, last = self.allowed
-            raise ValueError(f"is {value!r}. " + (self.hint or f"It must be {', '.join(others)} or {last}."))
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"is {value}. It must be a finite number.")
-        if isinstance(value, int | float):
-            if value < self.at_least:
-                raise ValueError(f"is {value}. It must be {self.at_least} or more.")
-            if value > self.at_most:
-                raise ValueError(f"is {value}. It must be {self.at_most} or less.")
-            if value >= self.below:
-                raise ValueError(f"is {value}. It must be less than {self.below}.")
-        return value
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, with errors that say what to do, all of them at once, and without abbreviated flags.
-
-    `add_argument` takes the arguments of `StoreChecked`, too.
-    """
-
-    def __init__(self, description: str | None = None, **options: Any):
-        options = {"usage": "%(prog)s [flags]", **options}
-        super().__init__(
-            description=description, add_help=False, formatter_class=HelpFormatter, allow_abbrev=False, **options
-        )
-        self.register("action", None, StoreChecked)  # what `add_argument` uses unless it is told
-        self.problems: list[str] = []
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(*self.problems, f"{message}. See --help.")
-
-    def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:  # type: ignore[override]
-        """As argparse does, but with all problems.
-
-        Raises:
-            UserError: the command line is not valid.
-        """
-        group = self.add_argument_group("help")  # the last one
-        group.add_argument("-h", "--help", action="help", help="print this help and exit")
-        # fineweb.py needs no torch
-        torch = f", torch {metadata.version('torch')}" if importlib.util.find_spec("torch") else ""
-        versions = f"%(prog)s {__version__}, Python {platform.python_version()}{torch}"
-        versions += f", {platform.system()} {platform.machine()}"
-        group.add_argument("--version", action="version", version=versions, help="print versions and exit")
-        args = sys.argv[1:] if args is None else list(args)
-        if "--" in args:  # argparse would take no word after it as a flag
-            self.error("-- is not used here")
-        parsed, unknown = self.parse_known_args(args)
-        follows_flag = False
-        for word in unknown:
-            is_flag = word.startswith("-")
-            if is_flag or not follows_flag:  # not the value of an unknown flag
-                name = word.split("=")[0]
-                near = self._nearest_flag(name)
-                what = f"unknown flag {name}." if is_flag else f"{word!r} is not a flag."
-                advice = next((ADVICE[part] for part in re.split("[-_]", name) if is_flag and part in ADVICE), None)
-                advice = advice or (f"Did you mean {near}? See --help." if near else "See --help.")
-                self.problems.append(f"{what} {advice}")
-            follows_flag = "=" not in word if is_flag else follows_flag
-        for action in self._actions:
-            if isinstance(action, StoreChecked) and action.must_be_given and getattr(parsed, action.dest) is None:
-                self.problems.append(f"{action.name} is missing. See --help.")
-        if self.problems:
-            raise UserError(*self.problems)
-        return parsed
-
-    def _nearest_flag(self, name: str) -> str | None:
-        """The flag that begins or ends with the words of an unknown one, or else is spelled nearly like it."""
-        name = name.lstrip("-").replace("_", "-")
-        known = [flag[2:] for action in self._actions for flag in action.option_strings if flag.startswith("--")]
-        parts = [flag for flag in known if f"{flag}-".startswith(f"{name}-") or flag.endswith(f"-{name}")]
-        near = sorted(parts, key=len) or difflib.get_close_matches(name, known, 1)
-        return f"--{near[0]}" if near else None
-
-
-# -----------------------------------------------------------------------------
-# Flags from the fields of a dataclass
-
-
-def flag(default: T, help: str, group: str, *, default_help: str | None = None, **options: Any) -> T:
-    """A dataclass field that is also a command-line flag.
-
-    Args:
-        default_help: the default in words, for --help, where it depends on other flags or on the machine.
-        options: arguments of `add_argument`, and so of `StoreChecked`.
-    """
-    words = {"help": help, "group": group, "default_help": default_help}
-    return dataclasses.field(default=default, metadata={**words, "options": options})
-
-
-def flag_name(field: str) -> str:
-    return "--" + field.replace("_", "-")
-
-
-def flag_words(field: str, value: object) -> str:
-    """A flag and its value as words of a command line."""
-    if isinstance(value, bool):
-        return flag_name(field) if value else f"--no-{flag_name(field)[2:]}"
-    return f"{flag_name(field)} {shlex.quote(str(value))}"
-
-
-def flag_fields(config_class: type[DataclassInstance]) -> list[dataclasses.Field[Any]]:
-    """The fields of a dataclass that were made by `flag`."""
-    return [field for field in dataclasses.fields(config_class) if "group" in field.metadata]
-
-
-def parse_flags(
-    config_class: type[DataclassInstance],
-    argv: Sequence[str] | None,
-    description: str | None = None,
-    first_groups: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Parses a command line with a flag for each field made by `flag`; returns the values of the flags that were given.
-
-    The others can come from somewhere else. `first_groups` are those that --help lists first, after MAIN_GROUP.
-
-    Raises:
-        UserError: the command line is not valid, or a value is out of its range.
-    """
-    parser, hints = Parser(description), typing.get_type_hints(config_class)
-    groups = {name: parser.add_argument_group(name) for name in (MAIN_GROUP, *first_groups)}
-    for field in flag_fields(config_class):
-        meta = field.metadata
-        if meta["group"] not in groups:
-            groups[meta["group"]] = parser.add_argument_group(meta["group"])
-        help = meta["help"]
-        if field.default is not False:
-            help += f" (default: {meta['default_help'] or _in_words(field.default)})"
-        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": help.replace("%", "%%")}
-        hint = hints[field.name]
-        kind = next((t for t in typing.get_args(hint) if t is not types.NoneType), hint)  # int for `int | None`
-        if kind is bool:
-            options["action"] = "store_true" if field.default is False else argparse.BooleanOptionalAction
-        else:
-            options["type"] = kind
-            if "choices" not in meta["options"]:
-                options["metavar"] = {int: "N", float: "X"}.get(kind, "NAME")
-        groups[meta["group"]].add_argument(flag_name(field.name), **(options | meta["options"]))
-    return vars(parser.parse_args(argv))
-
-
-def add_device_flag(group: argparse._ArgumentGroup) -> None:
-    names, help = ("auto", "cuda", "cpu", "mps"), "device (default: auto, the best available)"
-    group.add_argument("-d", "--device", default="auto", choices=names, help=help)
-
-
-def _in_words(value: object) -> str:
-    if value is True:
-        return "on"
-    return f"{value:,}" if type(value) is int and value >= 10_000 else str(value)
 
 
 # -----------------------------------------------------------------------------

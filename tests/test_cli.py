@@ -9,7 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ import hellaswag
 import sample
 import train_gpt2
 from support import __version__
-from support.cli import UserError, flag, flag_fields, flag_name, parse_flags, run_cli
+from support.cli import UserError, flag, flag_name, flags_of, parse_flags, run_cli
 
 
 @dataclass
@@ -49,7 +49,7 @@ def test_flags_are_the_fields(capsys):
 def test_help_lists_every_flag_with_its_default(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     help = output_of(train_gpt2, "--help", capsys)
-    assert set(map(flag_name, (field.name for field in flag_fields(train_gpt2.TrainConfig)))) < set(flags_in(help))
+    assert set(map(flag_name, flags_of(train_gpt2.TrainConfig))) < set(flags_in(help))
     for default in ("524,288", "19,073", "0.0006; 0.0036 with --recipe fast", "64 on CUDA, otherwise 4"):
         assert f"(default: {default})" in " ".join(help.split())
     assert not list(tmp_path.iterdir())
@@ -146,13 +146,14 @@ def test_a_missing_flag_is_named_with_the_other_problems(flags):
     assert flags.split()[0].split("=")[0] in other and missing == "--model is missing. See --help."
 
 
-STRINGS = [field for field in flag_fields(train_gpt2.TrainConfig) if field.type in ("str", "str | None")]
+STRINGS = [field.name for field in fields(train_gpt2.TrainConfig) if field.type in ("str", "str | None")]
 
 
 def test_a_flag_with_nothing_in_it_is_an_error(tmp_path, monkeypatch):
     """As of an unset shell variable: --out "$OUT". But the prompt may be empty."""
     monkeypatch.chdir(tmp_path)
-    names = [flag_name(field.name) for field in STRINGS if "choices" not in field.metadata["options"]]
+    flags = flags_of(train_gpt2.TrainConfig)
+    names = [flag_name(name) for name in STRINGS if not flags[name].choices]
     with pytest.raises(UserError) as error:
         train_gpt2.main([f"{name}=" for name in names])
     assert [problem.split()[0] for problem in error.value.problems] == [name for name in names if name != "--prompt"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from support.checkpoints.directory import step_of
-from support.cli import flag_fields, flag_words
+from support.cli import flag_words, flags_of
 from support.data.hub import FINEWEB_PREFIXES
 from support.runtime.memory import count_parameters
 from support.runtime.options import RunOptions
@@ -98,9 +98,9 @@ def _printable(text: str) -> str:
 
 def _flags(config: TrainConfig, base_name: str | None) -> Iterator[str]:
     """The flags that determine the weights, where they differ from the defaults."""
-    for field in flag_fields(type(config)):
-        value = base_name if field.name == "init_from" else getattr(config, field.name)
-        is_unused = config.minutes is not None and field.name in ("max_steps", "decay_steps", "warmup_steps")
-        is_option = field.name in RunOptions.__dataclass_fields__ and field.name != "minutes"
-        if not is_option and not is_unused and value != field.default:
-            yield flag_words(field.name, value)
+    for name, flag in flags_of(type(config)).items():
+        value = base_name if name == "init_from" else getattr(config, name)
+        is_unused = config.minutes is not None and name in ("max_steps", "decay_steps", "warmup_steps")
+        is_option = name in RunOptions.__dataclass_fields__ and name != "minutes"
+        if not is_option and not is_unused and value != flag.default:
+            yield flag_words(name, value)

@@ -12,7 +12,7 @@ import torch
 from support.checkpoints import huggingface, lora
 from support.checkpoints.directory import newest_before_cooldown
 from support.checkpoints.state import Checkpoint
-from support.cli import UserError, flag_fields, flag_name, flag_words
+from support.cli import UserError, flag_name, flag_words, flags_of
 from support.data import presets, shards
 from support.data.shards import DataIdentity
 from support.data.tokenizer import VOCAB_SIZES, tokenizer_name
@@ -126,7 +126,7 @@ def _stored_flags(
             find_once_per_node(cli_flags.get("init_from", checkpoint.config["init_from"]), dist)
         except UserError as error:
             raise error.with_hint(f"If the base model of {checkpoint.path} has moved, use --init-from.") from error
-    names = {field.name for field in flag_fields(config_class)} - START_FLAGS
+    names = flags_of(config_class).keys() - START_FLAGS
     return {name: value for name, value in checkpoint.config.items() if name in names}
 
 

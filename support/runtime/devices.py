@@ -51,6 +51,7 @@ GPUS = {
 }
 GPU_FLAGS = {gpu.flag: name for name, gpu in GPUS.items() if gpu.flag}
 LONGEST_UNFUSED_CONTEXT = 128  # in bf16 on a CPU; measured, see docs/performance.md
+DEVICES = ("auto", "cuda", "cpu", "mps")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from support.cli import MAIN_GROUP, UserError, flag, flag_fields
+from support.cli import MAIN_GROUP, UserError, flag, flags_of
 from support.runtime import devices
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class RunOptions:
         at_least=1)
     sample_every: int | None = flag(250, "steps between samples; 0: never", "evaluation",
         default_help=f"250; {QUARTERS}; 0 with --demo", at_least=0)
-    prompt: str | None = flag(None, "text that samples continue", "evaluation",
+    prompt: str | None = flag(None, "text that samples continue", "evaluation", may_be_empty=True,
         default_help=f'"{DEFAULT_PROMPT}"; with --text, the first words of a line of the held-out text', metavar="TEXT")
 
     log_every: int | None = flag(None, "steps between lines on the console", "tracking",
@@ -86,14 +85,14 @@ class RunOptions:
         "checkpoints", at_least=1)
 
     device: str = flag("auto", "where to train", "device", default_help="auto, the best available",
-        choices=("auto", "cuda", "cpu", "mps"))
+        choices=devices.DEVICES)
     dtype: str = flag("auto", "precision of matrix products", "device",
         default_help="auto, the fastest that the device has natively", choices=("auto", "fp32", "bf16", "fp16"))
     parallel: str = flag("ddp", "several processes: with ddp each has all weights, with fsdp a part of them", "device",
         choices=("ddp", "fsdp"))
     recompute: bool = flag(False,
         "recompute the activations of the blocks in the backward pass: less memory, more time", "device",
-        action=argparse.BooleanOptionalAction)
+        negatable=True)
     tf32: bool = flag(True, "TF32 on CUDA for the matrix products that stay in fp32", "device")
     compile: bool | None = flag(None, "torch.compile the model", "device", default_help="on with CUDA")
     profile: int = flag(0, "profile N steps, after the first 3, into trace.json.gz in --out; 0: none", "device",
@@ -116,15 +115,14 @@ class RunOptions:
 
     def to_dict(self) -> dict[str, Any]:
         """The value of each flag of a run."""
-        names = {field.name for field in flag_fields(type(self))} - PLAN_FLAGS
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name in names}
+        return {name: getattr(self, name) for name in flags_of(type(self)) if name not in PLAN_FLAGS}
 
 
 def changed_flags(
     config_class: type[RunOptions], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> list[tuple[str, Any, Any]]:
     """Name, old value and new value of each flag of a run that is in `after` and has another value than `before`."""
-    both = [(field.name, before.get(field.name, field.default)) for field in flag_fields(config_class)]
+    both = [(name, before.get(name, flag.default)) for name, flag in flags_of(config_class).items()]
     changed = [(name, had, after[name]) for name, had in both if name in after and after[name] != had]
     return [change for change in changed if change[0] not in START_FLAGS | {"fork"}]
 
