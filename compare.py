@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_differences(labels, runs)
     print_columns([("run", *labels), *results(runs)])
     draw(labels, runs, args.x, Path(args.output))
-    print(f"\nsaved {args.output}")
+    print(f"\nsaved {args.output}", flush=True)
 
 
 def read_runs(folders: Sequence[str]) -> list[Run]:
@@ -156,4 +156,4 @@ def _show(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    run_cli(main, prints_result=True)
+    run_cli(main)

@@ -29,7 +29,7 @@ from decimal import Decimal, DecimalException
 from pathlib import Path
 from typing import Any
 
-from support.cli import UserError, flag, parse_flags, run_cli
+from support.cli import UserError, flag, parse_flags, print_lines, run_cli
 from support.data import hub
 from support.data.demo_text import demo_corpus
 from support.data.encode import ENGINES, default_engine, usable_cores
@@ -221,7 +221,7 @@ def check_shards(directory: str) -> None:
         read_tokenizer(directory)
     shards = open_shards(directory, "train", "val", read_all=True)
     verdict = "all as in the manifest" if manifest["shards"] else "well-formed; there is no manifest to compare with"
-    print(
+    print_lines(
         f"{directory}: {len(shards)} shard{'s' if len(shards) > 1 else ''}, {sum(map(len, shards)):,} tokens ({manifest['tokenizer']}), {verdict}"
     )
 
@@ -234,7 +234,7 @@ def main(argv: list[str] | None = None) -> None:
     output = Path(args.output or default_output(args))
     tokenizer, tokenizer_file = args.tokenizer_name, None
     if tokenizer == "gpt2" and args.engine is None and default_engine() == "tiktoken":
-        print('gigatoken is not installed: tiktoken encodes, several times slower ("pip install gigatoken")')
+        print_lines('gigatoken is not installed: tiktoken encodes, several times slower ("pip install gigatoken")')
     options = dict(args.executor_options or [])
     executor = Executor(args.executor, args.tasks or usable_cores(), options) if args.executor else None
     if tokenizer != "bpe":
@@ -262,7 +262,9 @@ def main(argv: list[str] | None = None) -> None:
         return
     shards = manifest["shards"]
     tokens, documents = sum(s["tokens"] for s in shards), sum(s.get("documents", 0) for s in shards)
-    print(f"{output}: {tokens:,} tokens ({manifest['tokenizer']}), documents: {documents:,}, shards: {len(shards)}")
+    print_lines(
+        f"{output}: {tokens:,} tokens ({manifest['tokenizer']}), documents: {documents:,}, shards: {len(shards)}"
+    )
 
 
 if __name__ == "__main__":

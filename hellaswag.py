@@ -551,7 +551,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.json:  # before printing, which fails if the reader of stdout has closed it (`| head`)
             write_json(Path(args.json), results, sums, normalised, items)
     finally:  # the scores are printed even if the file cannot be written
-        print(report(results, model.config.n_positions, args.json))
+        print(report(results, model.config.n_positions, args.json), flush=True)
 
 
 @dataclass(frozen=True)
@@ -692,4 +692,4 @@ def write_json(path: Path, results: Results, sums: np.ndarray, normalised: np.nd
 
 
 if __name__ == "__main__":
-    run_cli(main, prints_result=True)
+    run_cli(main)

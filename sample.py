@@ -199,7 +199,7 @@ def print_texts(
         if sys.stdout.isatty():
             texts = [text.translate(CONTROL_CHARACTERS) for text in texts]
         if first:
-            print("---")
+            print("---", flush=True)
         print("\n---\n".join(texts), flush=True)
 
 
@@ -336,4 +336,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_cli(main, prints_result=True)
+    run_cli(main)

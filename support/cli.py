@@ -14,13 +14,13 @@ import shutil
 import signal
 import sys
 import textwrap
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from errno import EACCES, EDQUOT, EFBIG, EIO, EISDIR, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM, EPIPE, EROFS, ESTALE
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar, get_args, get_type_hints
+
+from tqdm import tqdm
 
 from support import __version__, startup
 
@@ -48,10 +48,6 @@ class UserError(Exception):
         """The same problems, with another sentence after the last one."""
         *others, last = self.problems
         return UserError(*others, f"{last} {hint}", this_rank_only=self.this_rank_only)
-
-
-def warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 # -----------------------------------------------------------------------------
@@ -263,113 +259,63 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 # -----------------------------------------------------------------------------
-# The console
+# The console, and exit codes
 
 READER_CLOSED = (EPIPE, EIO)  # of a pipe, of a terminal
+on_reader_closed: Callable[[], None] | None = None  # called instead of ending the script with a BrokenPipeError
 
 
-class GuardedStream:
-    """stdout or stderr, on which training must not depend: what cannot be written is dropped.
+def print_lines(text: str, file: TextIO | None = None) -> None:
+    """Prints lines, above a progress bar if there is one.
 
-    If the reader has closed it, `on_close` is called; without `on_close`, the error is raised. A `required` stream, to
-    which a script prints its result, raises a `UserError` instead of dropping anything. A line is written when it is
-    complete or flushed, in `around_write()`: a status line makes room for it.
+    No run depends on its console: what a full disk has no space for is dropped. If the reader has closed it, the script
+    ends, or `on_reader_closed` is called.
     """
-
-    def __init__(self, stream: TextIO, required: bool):
-        self.stream, self._required = stream, required
-        self.on_close: Callable[[], None] | None = None
-        self.around_write: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-        self._begun = ""  # a line that is not complete
-        self._lock = threading.RLock()  # the thread that saves checkpoints prints, too
-
-    def write(self, text: str) -> int:
-        with self._lock:
-            self._begun += text
-            if text.endswith(("\n", "\r")):  # \r: of a progress bar
-                self.flush()
-        return len(text)
-
-    def flush(self) -> None:
-        with self._lock:
-            text, self._begun = self._begun, ""
-            if text:
-                self._write_now(text)
-
-    def _write_now(self, text: str) -> None:
-        try:
-            with self.around_write():
-                self.stream.write(text)
-                self.stream.flush()
-        except OSError as error:
-            if error.errno in READER_CLOSED:
-                if self.on_close is None:
-                    raise BrokenPipeError(EPIPE, "the reader is gone") from error
-                self.on_close()
-                self._discard()
-            elif self._required:
-                raise UserError(f"cannot print the result ({error.strerror}). Redirect it to another file.") from error
-
-    def unguard(self) -> TextIO:
-        """The stream itself, with nothing left in its buffer that could fail later."""
-        try:
-            self.stream.write(self._begun)
-            self.stream.flush()
-        except OSError:
-            self._discard()
-        return self.stream
-
-    def _discard(self) -> None:
-        """Redirects the stream to the null device: what is buffered would fail again when the process ends."""
-        with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as null:
-            os.dup2(null.fileno(), self.stream.fileno())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-
-def guarded_streams() -> list[GuardedStream]:
-    """stdout and stderr, in a script that is run with `run_cli`."""
-    return [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, GuardedStream)]
-
-
-@contextlib.contextmanager
-def guarded_console(prints_result: bool) -> Iterator[None]:
-    """Guards stdout and stderr, and makes them print anything: what their encoding lacks is escaped."""
-    guarded = []
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the parent process; tqdm and print need something to write to
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-        stream = getattr(sys, name)
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
-        guarded.append(GuardedStream(stream, required=prints_result and name == "stdout"))
-        setattr(sys, name, guarded[-1])
+    stream = sys.stdout if file is None else file
     try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = (stream.unguard() for stream in guarded)
+        tqdm.write(text, file=stream)
+        stream.flush()
+    except OSError as error:
+        if error.errno in READER_CLOSED:
+            if on_reader_closed is None:
+                raise BrokenPipeError(EPIPE, "the reader is gone") from error
+            on_reader_closed()
+            _discard(stream)
 
 
-# -----------------------------------------------------------------------------
-# Exit codes
+def warn(text: str) -> None:
+    print_lines(f"warning: {text}", sys.stderr)
 
 
-def run_cli(main: Callable[[], None], prints_result: bool = False) -> NoReturn:
+def _discard(stream: TextIO) -> None:
+    """Redirects the stream to the null device: what is buffered would fail again when the process ends."""
+    with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), stream.fileno())
+
+
+def run_cli(main: Callable[[], None]) -> NoReturn:
     """Calls `main` and exits.
 
     Exit codes: 0 when it returns; 2 after a `UserError` or an error of the disk, with one line per problem; 130 on
-    Ctrl-C; 1 if the reader of stdout has closed it. A console that cannot be written is no error, unless the script
-    `prints_result` to stdout.
+    Ctrl-C; 1 if the reader of stdout has closed it.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as the scripts set it for their imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
     startup.show("")
-    with guarded_console(prints_result):
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the parent process; tqdm and print need something to write to
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        if hasattr(getattr(sys, name), "reconfigure"):
+            getattr(sys, name).reconfigure(errors="backslashreplace")  # any character can be printed
+    try:
+        code: int | str | None = _exit_code(main)
+    except SystemExit as stopped:
+        code = stopped.code
+    for stream in (sys.stdout, sys.stderr):
         try:
-            code: int | str | None = _exit_code(main)
-        except SystemExit as stopped:
-            code = stopped.code
+            stream.flush()
+        except OSError:
+            _discard(stream)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         # gloo's threads outlive its process group if there was DDP. One that frees a tensor while Python is ending aborts
         # the process, and torchrun reports a finished run as failed.
@@ -380,7 +326,6 @@ def run_cli(main: Callable[[], None], prints_result: bool = False) -> NoReturn:
 def _exit_code(main: Callable[[], None]) -> int:
     try:
         main()
-        sys.stdout.flush()
         return 0
     except UserError as error:
         if error.this_rank_only or os.environ.get("LOCAL_RANK", "0") == "0":
@@ -396,13 +341,13 @@ def _exit_code(main: Callable[[], None]) -> int:
         return 2
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would be a traceback of the interpreter's own exit
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):
             print("\ninterrupted", file=sys.stderr, flush=True)
         return 130
 
 
 def _print_errors(*problems: str) -> None:
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(OSError):
         for problem in problems:
             # a line break as \n, and other control characters so, too: names of files can have them
             escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in problem)

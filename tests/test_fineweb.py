@@ -207,10 +207,10 @@ def test_a_closed_reader_is_no_error_of_the_disk(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("some words " * 100)
 
-    def write(line):
+    def print_lines(line):
         raise BrokenPipeError
 
-    monkeypatch.setattr(make_shards.tqdm, "write", write)
+    monkeypatch.setattr(make_shards, "print_lines", print_lines)
     with pytest.raises(SystemExit) as exit:
         run_cli(lambda: fineweb.main("--input a.txt --output out --tokenizer bytes --shard-size 100".split()))
     assert exit.value.code == 1 and not capsys.readouterr().err

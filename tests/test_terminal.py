@@ -23,6 +23,7 @@ from training import ONE_PROCESS, run_info, trained
 
 from benchmarks.bench_chaos import log_without_seconds
 from support.checkpoints.state import TrainState
+from support.cli import warn
 from support.console import run_logger, terminal
 from support.console.progress import print_summary
 from support.console.run_logger import RunLogger
@@ -100,7 +101,7 @@ def with_a_warning(rank: int) -> None:
     def step(self, state, *figures):
         real(self, state, *figures)
         if state.step == 7:
-            print("warning:", "from a library", file=sys.stderr)
+            warn("from another thread, for example")
 
     RunLogger.step = step
 
@@ -119,7 +120,7 @@ def test_a_terminal_shows_some_steps_and_a_status_line_that_goes(byte_shards, tm
     assert any(re.fullmatch(drawn, text) for text in status)
     assert any(re.fullmatch(r"step 75/150 \| validation \d+/\d+ *", text) for text in status)
     assert not any("/150 |" in line for line in lines) and lines[-1] == ""
-    assert "warning: from a library" in lines
+    assert "warning: from another thread, for example" in lines
     steps = [int(match[1]) for line in lines if (match := re.match(r"step +(\d+) \| loss: \d\.\d{6} ", line))]
     assert steps == [*range(0, 150, 10), 149]  # a line in ten seconds
     assert not any(line.startswith("note    ") and "ETA" in line for line in lines)

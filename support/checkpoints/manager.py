@@ -25,7 +25,7 @@ from support.checkpoints.directory import (
 )
 from support.checkpoints.model_card import model_card
 from support.checkpoints.state import TrainState
-from support.cli import UserError, warn
+from support.cli import UserError, print_lines, warn
 from support.console.log import read_log
 from support.console.terminal import GREEN, styled
 from support.runtime import devices
@@ -67,7 +67,7 @@ class CheckpointManager:
             return
         if train_state.bad_steps and not final:
             if self.rank == 0:
-                print(f"step {step:5d} | no checkpoint while steps are skipped", flush=True)
+                print_lines(f"step {step:5d} | no checkpoint while steps are skipped")
             return
         parameters: dict[str, torch.Tensor] = dict(train_state.model.named_parameters())
         weights = state.copy_to_host(parameters, keep=self.rank == 0)
@@ -165,8 +165,7 @@ class CheckpointManager:
                 self.stop.fail(UserError(f"{problem}; neither could the one before. {HOW_TO_GO_ON}"))
             return
         self._failures, self.newest = 0, step
-        line = styled(f"step {step:5d} | saved {directory}", GREEN)
-        print(line + "\n", end="", flush=True)  # one write: the loop prints too
+        print_lines(styled(f"step {step:5d} | saved {directory}", GREEN))
         self._clean_up(step)
 
     def _clean_up(self, step: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from support import __version__
-from support.cli import flag_name
+from support.cli import flag_name, print_lines
 from support.console.log import read_log
 from support.console.run_logger import clock
 from support.console.starts import read_starts
@@ -93,14 +93,14 @@ def print_header(run: RunInfo, dist: Distributed, loader: DataLoaderLite) -> Non
     checkpoint_bytes = memory.checkpoint_bytes(config, parameters, trained)
     facts += [("note", note) for note in notes(config, machine, run.first_step, checkpoint_bytes)]
     for label, text in facts:
-        print(labelled(label, text), flush=True)
+        print_lines(labelled(label, text))
     if config.minutes is None and config.warmup_steps >= config.max_steps:
         advice = f"Set --warmup-steps {config.max_steps // 10}, or raise" if run.first_step == 0 else "Raise"
         warning = (
             f"the warm-up of {pluralize(config.warmup_steps, 'step')} takes the whole run of {config.max_steps:,}, and the "
             f"learning rate never falls. {advice} --max-steps."
         )
-        print(styled(labelled("warning", warning), YELLOW), flush=True)
+        print_lines(styled(labelled("warning", warning), YELLOW))
 
 
 def _shown(value: object) -> object:
@@ -196,4 +196,4 @@ def print_summary(
     )
     if others := [str(folder) for folder in demos if folder.resolve() != out.resolve()]:
         lines.append(labelled("note", f"earlier demos are kept until you remove them: rm -r {' '.join(others)}"))
-    print("\n" + "\n".join(lines), flush=True)
+    print_lines("\n" + "\n".join(lines))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sized
-from functools import partial
 from typing import ClassVar, TypeVar
 
 from tqdm import tqdm
 
-from support.cli import guarded_streams
 from support.startup import is_terminal
 
 T = TypeVar("T")
@@ -62,39 +60,23 @@ def fit_fields(line: str) -> str:
 
 
 class StatusLine:
-    """The last line of a terminal, which tqdm draws, until it is closed; what is printed meanwhile goes above it.
-
-    Without `enabled`, or if the script was not run by `run_cli`, nothing happens.
-    """
+    """The last line of a terminal, which tqdm draws, until it is closed; `print_lines` prints above it."""
 
     current: ClassVar[StatusLine | None] = None  # the one that is not closed
 
     def __init__(self, enabled: bool):
-        self._streams = [stream for stream in guarded_streams() if enabled and stream.isatty()]
-        self.enabled, self._text = bool(self._streams), ""
-        # tqdm writes past the guard, which makes room for the lines of all others. There is no total, so {bar} is blank, and
-        # as wide as the terminal. The cursor goes back to the beginning: what libraries write past these streams, or the
-        # shell after a kill, overwrites the line.
-        terminal = self._streams[0].stream if self.enabled else None
+        self.enabled, self._text = enabled, ""
+        # There is no total, so {bar} is blank, and as wide as the terminal. The cursor goes back to the beginning: what
+        # libraries print, or the shell after a kill, overwrites the line.
         self._bar = tqdm(
-            file=terminal,
-            disable=not self.enabled,
-            bar_format="{desc}{bar}\r",
-            dynamic_ncols=True,
-            leave=False,
-            position=0,
-            miniters=1,
-            mininterval=REDRAW_SECONDS,
-        )
-        for stream in self._streams:
-            stream.around_write = partial(tqdm.external_write_mode, file=terminal)
+            file=sys.stdout, disable=not enabled, bar_format="{desc}{bar}\r", dynamic_ncols=True, leave=False, position=0,
+            miniters=1, mininterval=REDRAW_SECONDS,
+        )  # fmt: skip
         StatusLine.current = self
 
     def close(self) -> None:
         StatusLine.current = None
         self._bar.close()
-        for stream in self._streams:
-            stream.around_write = contextlib.nullcontext
 
     def show(self, text: str) -> None:
         """Replaces the text."""

@@ -8,8 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from tqdm import tqdm
-
+from support.cli import print_lines
 from support.data.output_folder import OutputFolder
 from support.data.shards import write_manifest
 from support.data.text_files import Corpus
@@ -80,7 +79,7 @@ def write_tokenizer(folder: OutputFolder, corpus: Corpus, vocab_size: int | None
             tokenizer = load_bpe(copy_of)
         else:
             texts = training_texts(corpus)
-            tqdm.write(f"training a tokenizer on {sum(map(len, texts)):,} characters ...")
+            print_lines(f"training a tokenizer on {sum(map(len, texts)):,} characters ...")
             tokenizer = train_bpe(texts, vocab_size or fitting_vocab_size(sum(map(len, texts))))
         with atomic_write(path, unique=True) as tmp:
             tmp.write_text(tokenizer.json, encoding="utf-8", newline="\n")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from support.cli import UserError
+from support.cli import UserError, print_lines
 from support.data.shards import Manifest, is_complete
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Executor:
             cut.launch_job()
         except (OSError, subprocess.CalledProcessError) as error:
             raise UserError("sbatch is not on the PATH, or failed. Correct that, and run this again.") from error
-        print(
+        print_lines(
             f"submitted jobs {encode.job_id} and {cut.job_id}. When they have ended, run the same command again: it "
             "reports success, or submits what is missing."
         )

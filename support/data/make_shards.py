@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from support.cli import UserError
+from support.cli import UserError, print_lines
 from support.data import bpe
 from support.data.encode import Encoder, default_engine, encode_pieces, get_encoder
 from support.data.output_folder import ALL_PARTS, OutputFolder, new_manifest, open_output_folder
@@ -228,7 +228,7 @@ class EncodedParts:
     def encode_some(self, first: int, every: int) -> None:
         """Encodes every `every`-th part from number `first` (counted from 1) on, until the limit is reached."""
         if first > len(self.parts):
-            tqdm.write(f"nothing to do: the text has only {len(self.parts)} parts")
+            print_lines(f"nothing to do: the text has only {len(self.parts)} parts")
         before, counted = 0, 0  # tokens of the parts that are known to be encoded before this one
         for number in range(first - 1, len(self.parts), every) if first else ():
             for other in range(counted, number):
@@ -238,7 +238,7 @@ class EncodedParts:
                 break
             if number >= len(self.lengths):  # the others are in shards already, or on the disk
                 tokens = self.ensure(number, number + every)
-                tqdm.write(f"part {number + 1} of {len(self.parts)}: {tokens:,} tokens")
+                print_lines(f"part {number + 1} of {len(self.parts)}: {tokens:,} tokens")
 
     def find(self, start: int, stop: int) -> list[Slice]:
         """Where the tokens from `start` to `stop` are; parts that are gone are encoded again."""
@@ -290,13 +290,13 @@ def _write_all(
     listed = {entry["file"]: entry for entry in manifest["shards"]}
     if listed:
         tokens = sum(entry["tokens"] for entry in listed.values())
-        tqdm.write(f"resuming after {len(listed)} finished shard{'s' * (len(listed) > 1)}, {tokens:,} tokens")
+        print_lines(f"resuming after {len(listed)} finished shard{'s' * (len(listed) > 1)}, {tokens:,} tokens")
 
     def add(entry: ShardEntry, stop: int) -> None:
         listed[entry["file"]] = entry
         manifest["shards"] = sorted(listed.values(), key=lambda entry: entry["file"].rpartition("_")[2])
         write_manifest(folder.directory, manifest)
-        tqdm.write(f"{entry['file']}: {entry['tokens']:,} tokens")
+        print_lines(f"{entry['file']}: {entry['tokens']:,} tokens")
         if in_order:
             parts.remove_before(stop)
 
@@ -339,9 +339,9 @@ def _split(folder: OutputFolder, parts: EncodedParts, size: int, val_fraction: f
     split_documents = bool(folder.manifest["settings"].get("split_documents"))
     split_point = val_split_point(read_slices(parts.find(0, total)), total, parts.eot, fraction, split_documents)
     val_tokens = total - split_point
-    tqdm.write(f"the last {val_tokens / total:.1%} of the text, {val_tokens:,} tokens, is held out for validation")
+    print_lines(f"the last {val_tokens / total:.1%} of the text, {val_tokens:,} tokens, is held out for validation")
     if val_tokens > 2 * max(1, fraction * total):
-        tqdm.write(
+        print_lines(
             f"note: that is more than {fraction:.0%} because the last document is long. Split it with "
             "--split-documents, or divide the text into more documents with --document-separator."
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from support import files
-from support.cli import UserError, flag_name
+from support.cli import UserError, flag_name, print_lines
 from support.data.shards import (
     MANIFEST,
     Manifest,
@@ -88,7 +88,7 @@ def open_output_folder(
         try:
             folder = _adopt_finished_shards(directory, manifest, prefix, only_parts)
             if folder.is_finished:
-                print("nothing to do: these shards exist already and are intact")
+                print_lines("nothing to do: these shards exist already and are intact")
             else:
                 directory.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(files.lock_folder(directory, "--output", shared=only_parts))

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import distributed
 
-from support.cli import UserError
+from support.cli import UserError, print_lines
 from support.runtime import devices
 
 T = TypeVar("T")
@@ -90,9 +90,9 @@ class Distributed:
         return replace(self, device=torch.device("cuda", self.local_rank))
 
     def print0(self, text: str) -> None:
-        """Prints on rank 0, in one write: checkpoints are announced by another thread."""
+        """`print_lines` on rank 0."""
         if self.rank == 0:
-            print(text + "\n", end="", flush=True)
+            print_lines(text)
 
     # What follows must be called by all ranks, in the same order
 

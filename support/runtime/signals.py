@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, TracebackType
 from typing import NoReturn, TypeVar
 
-from support.cli import UserError, guarded_streams
+from support import cli
+from support.cli import UserError
 from support.startup import is_terminal
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ class StopHandler:
     def requested(self) -> bool:
         if self._reason is None and "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != LAUNCHER:
             self._reason = signal.SIGTERM
-            print("torchrun has exited: stopping", file=sys.stderr, flush=True)
+            cli.print_lines("torchrun has exited: stopping", sys.stderr)
         return self._reason is not None
 
     @property
@@ -89,15 +90,13 @@ class StopHandler:
         # An ignored SIGHUP stays ignored: that is what nohup does.
         handled = [n for n in STOP_SIGNALS if n == signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
         self._handlers = {number: signal.signal(number, self._handle) for number in handled}
-        for stream in guarded_streams():
-            stream.on_close = self._reader_closed
+        cli.on_reader_closed = self._reader_closed
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: a handler that is not Python's
-        for stream in guarded_streams():
-            stream.on_close = None
+        cli.on_reader_closed = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # torchrun may send a signal twice, and kills what does not end.
