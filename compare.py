@@ -1,4 +1,4 @@
-"""Compares runs: draws their losses into one picture, and prints the flags in which they differ and a table.
+"""Compares runs: draws their losses into one picture, and prints the flags that differ and a table.
 
     python compare.py log log_fast               # by steps, into compare.png
     python compare.py log log_fast --x tokens    # for steps of different sizes
@@ -35,7 +35,7 @@ class Arguments:
 
     # fmt: off
     runs: Sequence[str] = flag((), "folders of runs", positional=True, nargs="+", metavar="DIR")
-    x: str = flag("steps", "what the losses are drawn over; hours count the steps, not the evaluations",
+    x: str = flag("steps", "x-axis; hours are the time spent in training steps alone",
         choices=tuple(AXES))
     output: str = flag("compare.png", "picture to write", short="-o", metavar="FILE")
     # fmt: on
@@ -69,7 +69,7 @@ def read_runs(folders: Sequence[str]) -> list[Run]:
     """Reads the runs in these folders.
 
     Raises:
-        UserError: some are no runs, or are named twice; one line for each.
+        UserError: some are not runs, or are named twice; one line for each.
     """
     runs, problems = list[Run](), list[str]()
     for folder in map(Path, folders):
@@ -85,7 +85,7 @@ def read_runs(folders: Sequence[str]) -> list[Run]:
 
 
 def label_runs(runs: Sequence[Run]) -> list[str]:
-    """The names of the runs' folders, or the complete paths of those with the same name."""
+    """Returns the names of the runs' folders, or the complete paths of those with the same name."""
     count = Counter(run.name for run in runs)
     return [run.name if count[run.name] == 1 else on_one_line(str(run.folder.resolve())) for run in runs]
 
@@ -98,7 +98,7 @@ def draw(labels: Sequence[str], runs: Sequence[Run], axis: str, path: Path) -> N
     """
     try:
         save(draw_runs(labels, runs, axis), path)
-    except Exception as error:  # matplotlib has many
+    except Exception as error:  # matplotlib raises many kinds
         raise UserError(f"cannot draw {path} ({error}). Check the disk, and matplotlib's settings.") from error
 
 
@@ -120,7 +120,7 @@ def print_differences(labels: Sequence[str], runs: Sequence[Run]) -> None:
 def results(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     """Returns the columns of the table, each with its title; what no run has measured is left out.
 
-    Losses are per byte if tokens differ in length. With names of up to ten characters, a line has at most 80.
+    Losses are per byte if tokens differ in length. With names of up to ten characters, a line has at most 80 columns.
     """
     per_byte, rows = compares_per_byte(runs), list[dict[str, str]]()
     for run in runs:

@@ -47,7 +47,7 @@ MAX_SHARD_SIZE = 10**9
 
 
 def parse_count(text: str) -> int:
-    """An integer, also written as 1e9 or 10_000_000."""
+    """Parses an integer, also written as 1e9 or 10_000_000."""
     try:
         number = Decimal(text)
         if abs(number) < 10**30 and number == int(number):
@@ -107,7 +107,7 @@ class Arguments:
         default_help="what suits the amount of text", at_least=258, at_most=MAX_VOCAB_SIZE, parse=parse_count)
     tokenizer_from: str | None = flag(None, "use the trained tokenizer of this model, or of these shards", "shards",
         default_help="train a new one", metavar="NAME_OR_DIR")
-    shard_size: int = flag(SHARD_SIZE, "tokens of a shard", "shards", at_least=2, at_most=MAX_SHARD_SIZE,
+    shard_size: int = flag(SHARD_SIZE, "tokens per shard", "shards", at_least=2, at_most=MAX_SHARD_SIZE,
         parse=parse_count)
     max_tokens: int | None = flag(None, "stop after this many tokens, such as 1e9", default_help="all", at_least=2,
         parse=parse_count)
@@ -115,20 +115,20 @@ class Arguments:
         default_help="shard 0; a tenth of a text that fits into one shard", metavar="F")
     split_documents: bool = flag(False, "let the validation split start inside a document if none starts nearby",
         "shards")
-    workers: int | None = flag(None, "threads that encode", PERFORMANCE, default_help="one per core", at_least=1,
+    workers: int | None = flag(None, "number of encoder threads", PERFORMANCE, default_help="one per core", at_least=1,
         at_most=1024)
-    engine: str | None = flag(None, "encoder of gpt2 tokens", PERFORMANCE,
+    engine: str | None = flag(None, "encoder for gpt2 tokens", PERFORMANCE,
         default_help="gigatoken, compared with tiktoken on samples", choices=ENGINES)
     only_parts: tuple[int, int] | None = flag(None,
         "encode only parts K, K+N, K+2N, ... of the text and write no shards: run 1/N to N/N on N machines, then once "
         "without this flag", PERFORMANCE, default_help="all parts and the shards", parse=parse_share,
         hint="It must be K/N, such as 3/8, with K from 1 to N.", metavar="K/N")
-    executor: str | None = flag(None, "where datatrove runs the tasks that encode", PERFORMANCE,
+    executor: str | None = flag(None, "where datatrove runs the encoding tasks", PERFORMANCE,
         default_help="this process", choices=EXECUTORS)
-    tasks: int | None = flag(None, "tasks of --executor", PERFORMANCE, default_help="one per core of this machine",
+    tasks: int | None = flag(None, "number of tasks for --executor", PERFORMANCE, default_help="one per core of this machine",
         at_least=1, at_most=10**6)
     executor_options: list[tuple[str, Any]] | None = flag(None,
-        "options of datatrove's executor, such as time=4:00:00", PERFORMANCE, default_help="datatrove's",
+        "options for datatrove's executor, such as time=4:00:00", PERFORMANCE, default_help="datatrove's",
         parse=parse_option, hint="It must be NAME=VALUE.", nargs="+", metavar="NAME=VALUE")
     # fmt: on
 
@@ -171,9 +171,9 @@ def _invalid_arguments(args: Arguments) -> list[str]:
     elif args.vocab_size is not None and args.tokenizer_from is not None:
         problems.append("--tokenizer-from brings its own vocabulary. Leave out --vocab-size.")
     if (args.name is not None or args.revision is not None) and (args.input or args.demo):
-        problems.append("--name and --revision are for data sets.")
+        problems.append("--name and --revision are for data sets. Leave them out.")
     if args.executor is None and (args.tasks or args.executor_options):
-        problems.append("--tasks and --executor-options are for --executor.")
+        problems.append("--tasks and --executor-options are for --executor. Add it, or leave them out.")
     if args.executor and args.only_parts:
         problems.append("--executor divides the parts among its tasks. Leave out --only-parts.")
     return problems
@@ -187,7 +187,7 @@ def default_output(args: Arguments) -> str:
 
 
 def corpus_of(args: Arguments, output: Path) -> Corpus:
-    """The corpus that the command line names. A folder that an earlier run started keeps its revision.
+    """Returns the corpus that the command line names. A folder that an earlier run started keeps its revision.
 
     Raises:
         UserError: there is no such file or data set, or the hub cannot be reached.
@@ -234,7 +234,9 @@ def main(argv: list[str] | None = None) -> None:
     output = Path(args.output or default_output(args))
     tokenizer, tokenizer_file = args.tokenizer_name, None
     if tokenizer == "gpt2" and args.engine is None and default_engine() == "tiktoken":
-        print_lines('gigatoken is not installed: tiktoken encodes, several times slower ("pip install gigatoken")')
+        print_lines(
+            'gigatoken is not installed: tiktoken encodes instead, several times slower ("pip install gigatoken")'
+        )
     options = dict(args.executor_options or [])
     executor = Executor(args.executor, args.tasks or usable_cores(), options) if args.executor else None
     if tokenizer != "bpe":

@@ -65,7 +65,7 @@ GIT_BLOBS = {  # the SHA-1 by which git names each file's content
 }
 DATA_FOLDER = "hellaswag_data"
 NUM_VAL_ITEMS = 10042
-STYLE_FIELDS = {"tokens": ("ctx",), "harness": ("activity_label", "ctx_a", "ctx_b")}  # what each style reads of an item
+STYLE_FIELDS = {"tokens": ("ctx",), "harness": ("activity_label", "ctx_a", "ctx_b")}  # the fields that each style uses
 
 # -----------------------------------------------------------------------------
 # Items
@@ -161,10 +161,10 @@ class Example:
     context: list[int]
     completions: list[list[int]]
     label: int | None
-    char_lengths: list[int] | None = None  # of the endings, for `acc_norm`; None: divide by each completion's tokens
+    char_lengths: list[int] | None = None  # characters of each ending, for `acc_norm`; None: divide by its tokens
 
     def row_lengths(self) -> list[int]:
-        """Tokens the model reads to score each completion: its last token is only predicted, not read."""
+        """Tokens that the model is fed to score each completion, whose last token is only predicted."""
         return [len(self.context) + len(completion) - 1 for completion in self.completions]
 
 
@@ -189,7 +189,7 @@ def _clean(text: str) -> str:
 def load_examples(
     config: TrainConfig, every: int | None, tokenizer: Tokenizer, notice: Callable[[str], None]
 ) -> list[Example]:
-    """The examples that a training run scores: of --hellaswag-data, or of the downloaded validation split.
+    """Returns the examples that a training run scores, from --hellaswag-data or the downloaded validation split.
 
     Returns an empty list, and calls `notice` with the reason, if the tokenizer is not GPT-2's or the download failed.
     A notice also says whether endings are longer than the model's context.
@@ -202,7 +202,7 @@ def load_examples(
     if every == 0:
         return []
     if tokenizer.name != "gpt2":
-        problem = f"scores are defined on GPT-2 tokens, and {config.data} has {tokenizer.name} tokens"
+        problem = f"scores are defined on GPT-2 tokens, but {config.data} has {tokenizer.name} tokens"
         if path is not None or limit is not None or config.hellaswag_every is not None:
             raise UserError(f"HellaSwag's {problem}. Train with --tokenizer gpt2, or with --hellaswag-every 0.")
         notice(labelled("note", f"HellaSwag is off: its {problem}"))
@@ -226,14 +226,14 @@ def load_examples(
 
 
 def count_truncated(examples: Sequence[Example], block_size: int) -> int:
-    """How many endings are, with their contexts, longer than a model's context."""
+    """Counts the endings that, with their contexts, are longer than a model's context."""
     return sum(length > block_size for example in examples for length in example.row_lengths())
 
 
 def score_with_ranks(
     model: ScoringModel, examples: Sequence[Example], dist: Distributed, stop: StopHandler, amp: torch.autocast
 ) -> tuple[float, float, float] | None:
-    """acc_norm over all examples, which the ranks share, its standard error, and seconds; None if the run should stop."""
+    """Returns acc_norm over the examples of all ranks, its standard error and the seconds; None if the run should stop."""
     rank_examples = examples_for_rank(examples, dist.rank, dist.world_size, model.block_size)
 
     def interruptible(rows: Iterable[Row]) -> Iterator[Row]:
@@ -248,7 +248,7 @@ def score_with_ranks(
 
 
 def examples_for_rank(examples: Sequence[Example], rank: int, world_size: int, block_size: int) -> list[Example]:
-    """The examples that this rank scores: every world_size-th in order of cost, so that all ranks do similar work."""
+    """Returns the examples that this rank scores: every world_size-th in order of cost, so that all ranks do similar work."""
 
     def cost(example: Example) -> int:
         return sum(min(block_size, length) for length in example.row_lengths())
@@ -287,7 +287,7 @@ class Row:
 
     @property
     def length(self) -> int:
-        """Tokens the model reads: all but the last of each completion."""
+        """Tokens that the model is fed: all except the last one of each completion."""
         return len(self.context) + sum(len(completion) - 1 for completion in self.completions)
 
 
@@ -298,7 +298,7 @@ def completion_losses(
     token_budget: int | None = None,
     progress: Callable[[list[Row]], Iterable[Row]] = iter,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Cross-entropy of each completion given its context, in nats.
+    """Returns the cross-entropy of each completion given its context, in nats.
 
     Rows of similar length are batched. A batch that does not fit into memory is halved.
 
@@ -339,7 +339,7 @@ def completion_losses(
 
 
 def make_rows(example: Example, index: int, block_size: int, share_context: bool) -> list[Row]:
-    """One row for all completions, if `share_context` and they fit into a block; else one row per completion.
+    """Makes one row for all completions, if `share_context` and they fit into a block; else one row per completion.
 
     A row that is too long loses the beginning of its context.
 
@@ -355,7 +355,7 @@ def make_rows(example: Example, index: int, block_size: int, share_context: bool
         return [shared]
     rows = []
     for unique_completion, indices in loss_indices.items():
-        tokens = [*example.context, *unique_completion][-block_size - 1 :]  # the last token is predicted, not read
+        tokens = [*example.context, *unique_completion][-block_size - 1 :]  # the last token is only predicted
         split = max(1, len(tokens) - len(unique_completion))  # at least one token of context
         rows.append(Row(tokens[:split], [tokens[split:]], [indices]))
     return rows
@@ -392,7 +392,7 @@ def _batch_losses(model: ScoringModel, batch: list[Row]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A batch of rows as the model reads it, padded at the end; see `pack`."""
+    """A batch of rows as the model is fed it, padded at the end; see `pack`."""
 
     ids: np.ndarray  # (B, T)
     position_ids: np.ndarray  # (B, T)
@@ -485,7 +485,7 @@ def count_correct(losses: np.ndarray, examples: Sequence[Example]) -> int:
 
 
 def accuracy(correct: float, total: float) -> tuple[float, float]:
-    """The fraction that is correct, and its standard error: that of the mean of `total` samples, NaN for one sample."""
+    """Returns the fraction of samples that are correct, and its standard error, which is NaN for one sample."""
     p = correct / total
     return p, math.sqrt(p * (1 - p) / (total - 1)) if total > 1 else math.nan
 
@@ -493,7 +493,7 @@ def accuracy(correct: float, total: float) -> tuple[float, float]:
 # -----------------------------------------------------------------------------
 # Command line
 
-RESULTS_BEGINNING = '{"model": '  # of a --json file: only a file that begins like this may be overwritten
+RESULTS_BEGINNING = '{"model": '  # only a file that begins like this is overwritten by --json
 
 
 @dataclass(frozen=True)
@@ -594,7 +594,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Arguments:
 
 
 def load_model(directory: Path, device: torch.device) -> tuple[GPT2LMHeadModel, Tokenizer]:
-    """Hugging Face's own GPT-2 with the weights of a checkpoint in fp32, and its tokenizer.
+    """Loads Hugging Face's own GPT-2 with the weights of a checkpoint in fp32, and its tokenizer.
 
     Raises:
         UserError: the files are corrupt, or the tokenizer is not GPT-2's, on which HellaSwag's scores are defined.
@@ -603,7 +603,7 @@ def load_model(directory: Path, device: torch.device) -> tuple[GPT2LMHeadModel, 
     tokenizer = tokenizer_of_model(directory, vocab_size)
     if tokenizer.name != "gpt2":
         raise UserError(
-            f"{directory} was trained on {tokenizer.name}, and HellaSwag's scores are defined on GPT-2 tokens. "
+            f"{directory} was trained on {tokenizer.name} tokens, but HellaSwag's scores are defined on GPT-2 tokens. "
             "Train with --tokenizer gpt2."
         )
     model = huggingface.load_hf_model(directory)
@@ -612,7 +612,7 @@ def load_model(directory: Path, device: torch.device) -> tuple[GPT2LMHeadModel, 
 
 
 def from_huggingface(model: GPT2LMHeadModel) -> ScoringModel:
-    """Hugging Face's model for scoring, with a context shared by its completions."""
+    """Wraps Hugging Face's model for scoring; the completions of an item share its context."""
 
     def hidden(
         ids: torch.Tensor, position_ids: torch.Tensor | None = None, mask: torch.Tensor | None = None
@@ -631,14 +631,14 @@ def check_finite(losses: np.ndarray, directory: Path, dtype: torch.dtype) -> Non
 
 
 def score(losses: np.ndarray, examples: Sequence[Example]) -> tuple[float, float]:
-    """The accuracy and its standard error, from losses (examples, 4); NaN if the examples have no labels."""
+    """Returns the accuracy and its standard error, from losses (examples, 4); NaN if the examples have no labels."""
     if examples[0].label is None:
         return math.nan, math.nan
     return accuracy(count_correct(losses, examples), len(examples))
 
 
 def report(results: Results, block_size: int, json_file: str | None) -> str:
-    """What is printed: how the scores were computed, and the table."""
+    """Returns what is printed: how the scores were computed, and the table."""
     r = results
     paragraphs = [f"HellaSwag {r.data}, {r.items:,} items, style {r.style}; {r.dtype} on {r.device}, {r.seconds:.1f} s"]
     if r.truncated:
@@ -650,14 +650,14 @@ def report(results: Results, block_size: int, json_file: str | None) -> str:
         return "\n\n".join([*paragraphs, f"no labels, so no scores; the losses go to {json_file}"])
     paragraphs.append(table(results))
     if r.truncated:
-        paragraphs.append("Published scores are of models that read the complete contexts: there is no comparison.")
+        paragraphs.append("Published scores are for models that saw the complete contexts, so they do not compare.")
     elif r.data != "val" or r.items != NUM_VAL_ITEMS:
         paragraphs.append(f"Published scores are for all {NUM_VAL_ITEMS:,} validation items.")
     return "\n\n".join(paragraphs)
 
 
 def table(results: Results) -> str:
-    """The model's scores with their standard errors, above the published ones in the same style if they compare."""
+    """Returns the model's scores with standard errors, above the published ones in the same style if those compare."""
     acc = f"{results.acc:.4f} ± {results.acc_stderr:.4f}"
     acc_norm = f"{results.acc_norm:.4f} ± {results.acc_norm_stderr:.4f}"
     lines = [("", "acc", "acc_norm"), (results.model, acc, acc_norm)]

@@ -35,7 +35,7 @@ from train_gpt2 import GPT, Block, CausalSelfAttention, GPTConfig, next_token_pr
 
 DEFAULT_PROMPT, DEFAULT_NUM_TEXTS = "Hello, I'm a language model,", 4
 MAX_BATCH = 64  # texts generated at a time
-MAX_CACHE_BYTES = 2 << 30  # of their keys and values; fewer texts at a time if they would take more
+MAX_CACHE_BYTES = 2 << 30  # most bytes in the KV cache; beyond, fewer texts are generated at a time
 MAX_PROMPT_CHARS = 1 << 20  # far more than a context takes: what is piped may have no end
 # a model could produce any control sequence of a terminal
 CONTROL_CHARACTERS = {c: f"\\x{c:02x}" for c in (*range(32), *range(127, 160)) if chr(c) not in "\t\n"}
@@ -45,23 +45,23 @@ CONTROL_CHARACTERS = {c: f"\\x{c:02x}" for c in (*range(32), *range(127, 160)) i
 
 
 class CachedTransformer:
-    """A model's `Transformer` that keeps the keys and values of all tokens, so that each token is read once.
+    """Runs a model's `Transformer` with a KV cache, so that each token is fed only once.
 
     The model must be in eval mode: there is no dropout here.
 
     Args:
-        capacity: tokens of a row that there is space for, at most the model's context.
+        capacity: tokens per row that the cache has space for, at most the model's context.
     """
 
     def __init__(self, model: GPT, capacity: int):
         self.transformer, self.capacity = model.transformer, capacity
-        self.length = 0  # tokens read so far
+        self.length = 0  # tokens fed so far
         self.caches: dict[CausalSelfAttention, Tensor] = {}  # (2, B, nh, capacity, hs): keys and values
 
     def __call__(self, idx: Tensor) -> Tensor:
-        """Reads the next tokens (B, T) and returns the last one's final hidden state (B, C).
+        """Feeds the next tokens (B, T) and returns the last one's final hidden state (B, C).
 
-        The first call reads any number of tokens, every further one a single token.
+        The first call takes any number of tokens, every later one a single token.
         """
         pos = torch.arange(self.length, self.length + idx.size(1), device=idx.device)  # (T)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
@@ -72,7 +72,7 @@ class CachedTransformer:
         return self.transformer.ln_f(x[:, -1])
 
     def _attend(self, attn: CausalSelfAttention, x: Tensor) -> Tensor:
-        """Attention of new tokens (B, T, C) to themselves and to all earlier ones."""
+        """Returns the attention output for new tokens (B, T, C), which attend to themselves and to all earlier ones."""
         B, T, C = x.shape
         q, k, v = (t.view(B, T, attn.n_head, C // attn.n_head).transpose(1, 2) for t in attn.c_attn(x).split(C, dim=2))
         if attn not in self.caches:
@@ -85,7 +85,7 @@ class CachedTransformer:
 
 
 def prepare_weights(model: GPT, dtype: torch.dtype, single_row: bool) -> None:
-    """Stores weights so that generating reads them fast: the matrices of the blocks in `dtype`, to which autocast would cast them.
+    """Stores the weights for fast generation: the blocks' matrices in `dtype`, to which autocast would cast them.
 
     On a CPU, a product of a matrix and a single row in fp32 is faster if the matrix is stored by columns; of several
     rows, it is slower.
@@ -99,12 +99,12 @@ def prepare_weights(model: GPT, dtype: torch.dtype, single_row: bool) -> None:
 
 
 def cache_capacity(config: GPTConfig, prompt_length: int, max_new_tokens: int) -> int:
-    """Tokens of a row whose keys and values are kept: the last one is not read, and a full context is read anew."""
+    """Tokens per row in the KV cache. The last new token is never fed back; a full context is recomputed without the cache."""
     return min(prompt_length + max_new_tokens - 1, config.block_size)
 
 
 def rows_in_memory(config: GPTConfig, prompt_length: int, max_new_tokens: int) -> int:
-    """How many texts are generated at a time, limited by MAX_BATCH and MAX_CACHE_BYTES, in any precision."""
+    """Returns how many texts are generated at a time, limited by MAX_BATCH and MAX_CACHE_BYTES, in any precision."""
     row_bytes = 2 * 4 * config.n_layer * config.n_embd * cache_capacity(config, prompt_length, max_new_tokens)
     return min(MAX_BATCH, max(1, MAX_CACHE_BYTES // row_bytes))
 
@@ -114,21 +114,21 @@ def generate(
     model: GPT, idx: Tensor, max_new_tokens: int, generator: torch.Generator, temperature: float = 1.0,
     top_k: int | None = None, top_p: float = 1.0,
 ) -> Iterator[Tensor]:  # fmt: skip
-    """Yields the next token (B,) of each row of (B, T) ids: those of `GPT.generate`, with the work of one token each.
+    """Yields each row's next token, (B,), for (B, T) ids, as `GPT.generate` draws them, at the cost of one token each.
 
     Once the context is full, a new token moves all others to an earlier position, where they have other keys and
-    values: from then on, each token takes a pass over the whole context, as in `GPT.generate`.
+    values: from then on, each token takes a forward pass over the whole context, as in `GPT.generate`.
 
     Raises:
         UserError: the logits are not finite.
     """
     length, block_size = idx.size(1), model.config.block_size
-    read = CachedTransformer(model, cache_capacity(model.config, length, max_new_tokens))
+    cached = CachedTransformer(model, cache_capacity(model.config, length, max_new_tokens))
     new = idx
     for _ in range(max_new_tokens):
-        x = read(new) if length <= block_size else model.transformer(idx[:, -block_size:])[:, -1]  # (B, C)
+        x = cached(new) if length <= block_size else model.transformer(idx[:, -block_size:])[:, -1]  # (B, C)
         logits = model.logits(x)  # (B, V)
-        if not logits.sum().isfinite():  # as if all are, in a third of the time
+        if not logits.sum().isfinite():  # tells whether all are finite, in a third of the time
             raise UserError("the logits are not finite numbers. Try --dtype fp32, or use another model.")
         probs, ids = next_token_probs(logits, temperature, top_k)  # (B, K) each
         new = ids.gather(1, torch.multinomial(nucleus(probs, top_p), 1, generator=generator))  # (B, 1)
@@ -137,7 +137,7 @@ def generate(
 
 
 def nucleus(probs: Tensor, top_p: float) -> Tensor:
-    """Limits probabilities (B, K) to the fewest tokens that have `top_p` together, the likeliest (arXiv:1904.09751)."""
+    """Limits probabilities (B, K) to the fewest tokens, the likeliest, that have `top_p` together (arXiv:1904.09751)."""
     if top_p == 1.0:
         return probs
     ascending, order = probs.sort()
@@ -154,10 +154,10 @@ Continue = Callable[..., Iterator[Tensor]]  # `generate` with its options; calle
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int, model_name: str) -> list[int]:
-    """The tokens of a prompt: an end-of-text token if it is empty.
+    """Returns the tokens of a prompt: an end-of-text token if it is empty.
 
     Raises:
-        UserError: it was not UTF-8, or it is longer than the context.
+        UserError: it is not valid UTF-8, or is longer than the context.
     """
     try:
         prompt.encode()
@@ -166,13 +166,13 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int, model_name
     ids = tokenizer.encode(prompt)
     if len(ids) > block_size:
         raise UserError(
-            f"the prompt has {len(ids)} tokens, and the context of {model_name} is {block_size}. Shorten it."
+            f"the prompt has {len(ids)} tokens, but the context of {model_name} is {block_size}. Shorten the prompt."
         )
     return ids or [tokenizer.eot]
 
 
 def piped_prompt() -> str | None:
-    """What is piped into standard input, read as a .txt file is, and without a line break at its end; None if nothing is."""
+    """Returns the text piped into standard input, read like a .txt file, without a last line break; None if there is none."""
     if sys.stdin is None or sys.stdin.isatty():
         return None
     options = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": None}  # `encode_prompt` finds errors
@@ -184,7 +184,7 @@ def piped_prompt() -> str | None:
 
 
 def shown_ids(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """The tokens of a prompt that are printed: not the end-of-text token that stands for an empty one."""
+    """Returns the tokens of a prompt that are printed: not the end-of-text token that stands for an empty one."""
     return [] if ids == [tokenizer.eot] else ids
 
 
@@ -204,7 +204,7 @@ def print_texts(
 
 
 def decode_pieces(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """The text of the tokens, piece by piece: a character appears with the last of its tokens."""
+    """Yields the text of the tokens, piece by piece: a character appears with the last of its tokens."""
     token_bytes = [*tokenizer.token_bytes(), END_OF_TEXT.encode()]
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in tokens:
@@ -226,7 +226,7 @@ def converse(
 ) -> None:  # fmt: skip
     """Streams a continuation of each prompt that is typed, until Ctrl-D, or Ctrl-C on an empty line.
 
-    The first text has the seed of --seed; the seed of a further one depends on --seed and the number of texts before.
+    The first text is drawn with --seed; the seeds of later ones depend on --seed and the number of texts before.
     """
     try:  # only here: in a pipe, importing it may print a control sequence
         import readline  # with it, `input` has line editing and a history
@@ -280,7 +280,7 @@ class Arguments:
     temperature: float = flag(1.0, "less than 1 for likelier tokens, 0 for the likeliest", at_least=0)
     top_k: int = flag(50, "sample from the K likeliest tokens; 0: from all", at_least=0, metavar="K")
     top_p: float = flag(1.0,
-        "nucleus sampling: of these, from the fewest with probability P together; 1: from all", at_most=1, metavar="P")
+        "nucleus sampling: of those, from the fewest that together have probability P; 1: from all", at_most=1, metavar="P")
     seed: int = flag(1337, "random seed", at_least=0)
     dtype: str = flag("fp32", "precision of matrix products; auto is the fastest native one",
         choices=("auto", *devices.DTYPES))

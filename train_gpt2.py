@@ -65,7 +65,7 @@ class GPTConfig:
     n_head: int = 12
     n_embd: int = 768
     bias: bool = True  # in the linear layers and layer norms
-    dropout: float = 0.0  # GPT-2 had 0.1; text that is read only once needs none
+    dropout: float = 0.0  # GPT-2 had 0.1; text that is seen only once needs none
 
     @property
     def padded_vocab_size(self) -> int:
@@ -86,7 +86,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = self.c_attn(x).split(C, dim=2)  # (B, T, C) each
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
         # softmax(q @ k.mT / sqrt(hs) with the future masked) @ v, in one kernel that never stores the (T, T) matrix
-        p = self.dropout.p if self.training else 0.0  # of the attention weights
+        p = self.dropout.p if self.training else 0.0  # dropout of the attention weights
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)  # (B, nh, T, hs)
         y = y.transpose(1, 2).reshape(B, T, C)  # concatenate the heads
         return self.dropout(self.c_proj(y))
@@ -95,7 +95,7 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, config.bias)  # each token for itself
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, config.bias)  # each token by itself
         self.gelu = nn.GELU(approximate="tanh")  # as in GPT-2; the exact GELU would be as fast today
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, config.bias)
         self.dropout = nn.Dropout(config.dropout)
@@ -130,7 +130,7 @@ class Transformer(nn.Module):
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)  # the residual stream has grown with each block
 
     def forward(self, idx: Tensor) -> Tensor:
-        """Final hidden states (B, T, C) of token ids (B, T). A ValueError if T exceeds the context."""
+        """Returns the final hidden states (B, T, C) of token ids (B, T). A ValueError if T exceeds the context."""
         T = idx.size(1)
         if self.wpe.num_embeddings < T:
             raise ValueError(f"a sequence of {T} tokens is longer than the context of {self.wpe.num_embeddings}")
@@ -166,7 +166,7 @@ class GPT(nn.Module):
         self.lm_head.weight[self.config.vocab_size :] = 0.0  # the padding gets no gradient, so it stays zero
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
-        """Next-token logits, or the loss if `targets` are given.
+        """Returns next-token logits, or the loss if `targets` are given.
 
         Args:
             idx: (B, T) token ids, T at most block_size.
@@ -186,9 +186,9 @@ class GPT(nn.Module):
         return None, chunked_cross_entropy(x, weight, targets, self.config.vocab_size)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Next-token logits (..., V) of hidden states (..., C), in fp32.
+        """Returns next-token logits (..., V) for hidden states (..., C), in fp32.
 
-        GPT-2's are near -35, where bf16 values are 0.25 apart.
+        GPT-2's logits are near -35, where bf16 values are 0.25 apart.
         """
         with torch.autocast(x.device.type, enabled=False):
             logits = (self.lm_head.weight @ x.float().mT).mT  # for few rows on a CPU, faster than self.lm_head(x)
@@ -222,7 +222,7 @@ class GPT(nn.Module):
     def configure_optimizers(
         self, weight_decay: float, lr: float, betas: tuple[float, float], muon: Mapping[str, Any] | None = None
     ) -> torch.optim.Optimizer:
-        """AdamW with weight decay on matrices and embeddings, but not on biases and layer norms.
+        """Returns AdamW with weight decay on matrices and embeddings, but not on biases and layer norms.
 
         With `muon`, a dict of its options, Muon updates the matrices of the blocks instead: it orthogonalizes their
         momentum, so that a step moves all directions of a matrix equally far.
@@ -260,7 +260,7 @@ class GPT(nn.Module):
         Only the last block_size tokens are context. Temperature 0 always takes the most likely token.
         """
         for _ in range(max_new_tokens):
-            with devices.attention_without_cudnn(idx.device):  # every length is another shape
+            with devices.attention_without_cudnn(idx.device):  # every length is a new shape
                 x = self.transformer(idx[:, -self.config.block_size :])[:, -1]  # (B, C): the last position predicts
             probs, ids = next_token_probs(self.logits(x), temperature, top_k)  # (B, K) each
             new = ids.gather(1, torch.multinomial(probs, 1, generator=generator))  # (B, 1)
@@ -269,7 +269,7 @@ class GPT(nn.Module):
 
 
 def next_token_probs(logits: Tensor, temperature: float = 1.0, top_k: int | None = None) -> tuple[Tensor, Tensor]:
-    """The tokens to draw from, given logits (B, V): probabilities (B, K) and ids (B, K) of the `top_k` likeliest, or all.
+    """Returns probabilities (B, K) and ids (B, K) of the `top_k` likeliest tokens, or of all, given logits (B, V).
 
     A temperature below 1 makes likely tokens likelier.
     """
@@ -311,7 +311,7 @@ class DataLoaderLite:
         self._prefetched: list[tuple[Tensor, Tensor]] = []  # the next micro-batch first
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
-        """This rank's next micro-batch: (B, T) tokens, and the (B, T) tokens that follow them."""
+        """Returns this rank's next micro-batch: (B, T) tokens, and the (B, T) tokens that follow them."""
         if not self._prefetched:
             self.prefetch(1)
         self.position += 1
@@ -327,7 +327,7 @@ class DataLoaderLite:
         self._prefetched = [self.batch(range(b * self.B, (b + 1) * self.B)) for b in batches]
 
     def batch(self, rows: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """The rows with these numbers, counted through all epochs: (B, T) tokens and the tokens after them.
+        """Returns the rows with these numbers, counted through all epochs: (B, T) tokens and the tokens after them.
 
         Raises:
             UserError: a shard was truncated, or a token id is not in the vocabulary; the message names the shard.
@@ -374,17 +374,17 @@ MODELS = {
 # --recipe: how GPT-2 was trained, or how to reach the same loss with fewer tokens (docs/recipes.md).
 RECIPES: dict[str, dict[str, Any]] = {
     "gpt2": dict(optimizer="adamw", schedule="cosine", max_lr=6e-4),
-    "fast": dict(optimizer="muon", schedule="wsd", max_lr=presets.FAST_LR),  # lower in small steps, with --text
+    "fast": dict(optimizer="muon", schedule="wsd", max_lr=presets.FAST_LR),  # lower for small steps, with --text
 }
 GPT2_RECIPE, FAST_RECIPE = RECIPES["gpt2"], RECIPES["fast"]
-TIMED_WARMUP = 1 / 30  # of a run of --minutes, as a fraction of its time
+TIMED_WARMUP = 1 / 30  # the warm-up of a --minutes run, as a fraction of its time
 
 
 @dataclass(frozen=True)
 class TrainConfig(RunOptions):
     """What was asked for. These flags make a run what it is; RunOptions adds files, evaluation, checkpoints and device.
 
-    A resumed run may change only the latter, and of these neither --minutes nor the flags of the text.
+    A resumed run may change only the latter, except --minutes and the flags that describe the text.
     """
 
     # fmt: off
@@ -393,7 +393,7 @@ class TrainConfig(RunOptions):
     n_head: int = flag(GPTConfig.n_head, "heads", "model", default_help="set by --model", at_least=1, below=2**31)
     n_embd: int = flag(GPTConfig.n_embd, "channels", "model", default_help="set by --model", at_least=1, below=2**31)
     block_size: int = flag(GPTConfig.block_size, "context length in tokens", "model", at_least=1, below=2**31,
-                           default_help="1024, or that of --init-from")
+                           default_help="1024; the model's with --init-from")
     bias: bool = flag(GPTConfig.bias, "biases in linear layers and layer norms", "model")
     dropout: float = flag(GPTConfig.dropout, "dropout probability", "model", at_least=0, below=1)
     init_from: str | None = flag(None, "pretrained weights to start from: a hub name or a checkpoint directory",
@@ -401,19 +401,20 @@ class TrainConfig(RunOptions):
     lora_rank: int | None = flag(None, "train only LoRA matrices of this rank, next to c_attn and c_proj", "model",
                                  default_help="train all weights", at_least=1, below=2**31)
     lora_alpha: float = flag(16.0, "LoRA alpha (scale = alpha / rank)", "model", at_least=0)
-    total_batch_size: int = flag(2**19, "tokens of an optimizer step, over all devices", "schedule", at_least=1)
-    recipe: str = flag("gpt2", "defaults of --optimizer, --schedule and --max-lr: GPT-2's, or fast, the same loss with "
-                       "fewer tokens", MAIN_GROUP, choices=tuple(RECIPES))
+    total_batch_size: int = flag(2**19, "tokens per optimizer step, over all devices", "schedule", at_least=1)
+    recipe: str = flag("gpt2", "defaults for --optimizer, --schedule and --max-lr: gpt2 is how GPT-2 was trained, "
+                       "fast reaches the same loss with fewer tokens", MAIN_GROUP, choices=tuple(RECIPES))
     max_steps: int = flag(19073, "total steps", MAIN_GROUP, at_least=1, at_most=presets.MAX_STEPS)  # 10 billion tokens
     warmup_steps: int = flag(715, "steps of linear warm-up", "schedule", at_least=0)  # 375 million tokens, as GPT-3 had
-    schedule: str = flag(GPT2_RECIPE["schedule"], "after the warm-up: cosine decay, or constant with a linear cooldown",
+    schedule: str = flag(GPT2_RECIPE["schedule"], "after the warm-up: cosine decay, or a constant rate and a linear cooldown",
                          "schedule", default_help="cosine; wsd with --recipe fast", choices=("cosine", "wsd"))
     decay_steps: int = flag(19073, "step at which the cosine or the cooldown ends", "schedule",
                             default_help="--max-steps", at_least=1, at_most=presets.MAX_STEPS)
     cooldown_fraction: float = flag(0.4, "wsd's cooldown, as a fraction of the run", "schedule", at_least=0, at_most=1)
     max_lr: float = flag(GPT2_RECIPE["max_lr"], "peak learning rate", "schedule", at_least=0,
                          default_help=f"{GPT2_RECIPE['max_lr']:g}; {FAST_RECIPE['max_lr']:g} with --recipe fast")
-    adamw_lr: float | None = flag(None, "AdamW's peak rate beside Muon", "schedule", at_least=0, default_help="--max-lr")
+    adamw_lr: float | None = flag(None, "AdamW's peak learning rate beside Muon", "schedule", at_least=0,
+                                  default_help="--max-lr")
     min_lr: float = flag(GPT2_RECIPE["max_lr"] / 10, "final learning rate", "schedule", at_least=0,
                          default_help="a tenth of --max-lr; a fiftieth with wsd")
     optimizer: str = flag(GPT2_RECIPE["optimizer"], "AdamW; or Muon for the blocks' matrices, and AdamW for the rest",
@@ -428,25 +429,25 @@ class TrainConfig(RunOptions):
 
     @property
     def cooldown_steps(self) -> int:
-        """Steps of the cooldown of a wsd schedule, which does not start before the warm-up ends."""
+        """Steps of wsd's cooldown, which does not start before the warm-up ends."""
         return max(0, min(round(self.cooldown_fraction * self.decay_steps), self.decay_steps - self.warmup_steps))
 
     @property
     def cooldown_start(self) -> float:
-        """The progress at which the cooldown of a wsd schedule begins."""
+        """The progress at which wsd's cooldown begins."""
         if self.minutes:
             return 1 - min(self.cooldown_fraction, 1 - TIMED_WARMUP)
         return (self.decay_steps - self.cooldown_steps) / self.decay_steps
 
     def is_over(self, state: TrainState) -> bool:
-        """Whether the run has done its last step, or its time is over."""
+        """Whether the run has done its last step, or its time is up."""
         return state.progress >= 1 if self.minutes else state.step >= self.max_steps
 
     def is_due(self, every: int | None, state: TrainState) -> bool:
-        """Whether something is due before a step that happens every so many steps; and once more after the last one.
+        """Whether something that happens every few steps is due before this one. It is due after the last step, too.
 
         Args:
-            every: 0 is never, and None at each quarter of --minutes.
+            every: interval in steps; 0 means never, and None at each quarter of --minutes.
         """
         if every == 0:
             return False
@@ -459,18 +460,18 @@ class TrainConfig(RunOptions):
         return self.is_due(self.checkpoint_every, state) or before_cooldown and self.checkpoint_every != 0
 
     def is_before_cooldown(self, state: TrainState) -> bool:
-        """Whether no step of a wsd schedule's cooldown has been done: a longer run can start here."""
+        """Whether wsd's cooldown has not begun yet, so that a longer run can start here."""
         last = state.last_progress if state.last_progress >= 0 else state.progress  # when the last step's rate was set
         return self.schedule == "wsd" and last <= self.cooldown_start
 
 
 def get_lr(step: int, config: TrainConfig, progress: float = 0.0) -> float:
-    """Learning rate of a step: linear warm-up, then a cosine from max_lr to min_lr, then min_lr.
+    """Returns the learning rate of a step: linear warm-up, then a cosine from max_lr to min_lr, then min_lr.
 
-    With the schedule "wsd" (warm-up, stable, decay), max_lr until the cooldown, which falls linearly to min_lr.
+    With the schedule "wsd" (warm-up, stable, decay), it stays at max_lr until the cooldown, and falls linearly to min_lr.
 
     Args:
-        progress: the fraction of the time that is over, which a run of --minutes counts instead of steps.
+        progress: the fraction of the time that has passed, which a --minutes run counts instead of steps.
     """
     if config.minutes:
         now, warmup, end, cooldown = progress, TIMED_WARMUP, 1.0, 1 - config.cooldown_start
@@ -490,15 +491,15 @@ def get_lr(step: int, config: TrainConfig, progress: float = 0.0) -> float:
 
 
 def resolve(flags: Mapping[str, Any]) -> TrainConfig:
-    """The configuration that the flags specify; what they leave open follows from other flags, or stays open.
+    """Returns the configuration that the flags specify; what they leave open follows from other flags, or stays open.
 
     Raises:
-        UserError: their values do not fit each other.
+        UserError: some values contradict each other.
     """
     defaults = MODELS[flags.get("model", "gpt2")] | RECIPES[flags.get("recipe", "gpt2")]
     defaults["decay_steps"] = flags.get("max_steps", TrainConfig.max_steps)
     if flags.get("minutes"):
-        defaults |= dict.fromkeys(("val_every", "sample_every", "checkpoint_every"))  # None: at quarters of the time
+        defaults |= dict.fromkeys(("val_every", "sample_every", "checkpoint_every"))  # None: each quarter of the time
     values = {**defaults, **flags}  # flags win
     values.setdefault("min_lr", values["max_lr"] / (50 if values["schedule"] == "wsd" else 10))
     config = TrainConfig(**values)
@@ -507,13 +508,13 @@ def resolve(flags: Mapping[str, Any]) -> TrainConfig:
 
 
 def new_model(config: TrainConfig, vocab_size: int) -> GPT:
-    """The model that the configuration describes, with random weights."""
+    """Makes the model that the configuration describes, with random weights."""
     sizes = {field.name: getattr(config, field.name) for field in fields(GPTConfig) if field.name != "vocab_size"}
     return GPT(GPTConfig(vocab_size=vocab_size, **sizes))
 
 
 def initial_model(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Checkpoint | None) -> GPT:
-    """The model at the start of this process, on the CPU: random weights, pretrained ones, or those of a checkpoint."""
+    """Makes the model that this process starts from, on the CPU, with random, pretrained or a checkpoint's weights."""
     path = checkpoint.path if checkpoint else None
     # LoRA's checkpoints have merged weights: it takes the frozen ones from --init-from, and its matrices from adapter/
     source = path if path and not config.lora_rank else config.init_from
@@ -537,7 +538,7 @@ def initial_model(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Checkpo
 def validation_loss(
     model: nn.Module, loader: DataLoaderLite, tokens: int, stop: StopHandler, amp: torch.autocast
 ) -> float | None:
-    """Mean loss in nats over the first `tokens` tokens of a split, or all. It depends neither on the ranks nor on B."""
+    """Mean loss in nats over a split's first `tokens` tokens, or over all; the same for any number of ranks and any B."""
     dist, rows = loader.dist, min(tokens // loader.T, loader.rows_per_epoch)
     total = n = 0.0
     first_rows = range(dist.rank * loader.B, rows, dist.world_size * loader.B)  # ranks take turns
@@ -555,9 +556,9 @@ def sample(
     model: GPT, tokenizer: Tokenizer, prompt: str, max_new_tokens: int, generator: torch.Generator,
     temperature: float = 1.0, top_k: int | None = 50, n: int = 4,
 ) -> list[str]:  # fmt: skip
-    """`n` continuations of `prompt`, the prompt included. A tokenizer of bytes gets four times the new tokens."""
+    """Returns `n` continuations of `prompt`, the prompt included; with a byte tokenizer, of four times as many tokens."""
     if tokenizer.name == "bytes":
-        max_new_tokens *= 4  # a GPT-2 token has about four
+        max_new_tokens *= 4  # a GPT-2 token has about four bytes
     idx = torch.tensor([tokenizer.encode(prompt) or [tokenizer.eot]], device=generator.device).repeat(n, 1)  # (n, T)
     texts = model.generate(idx, max_new_tokens, temperature, top_k, generator)  # (n, T + max_new_tokens)
     return [tokenizer.decode(text) for text in texts.tolist()]
@@ -571,7 +572,7 @@ def train_step(
     train_model: nn.Module, state: TrainState, loader: DataLoaderLite, config: TrainConfig, stop: StopHandler,
     amp: torch.autocast, clock: Clock,
 ) -> tuple[float, float, float] | None:  # fmt: skip
-    """One optimizer step on `loader.grad_accum` micro-batches of each rank; `train_model` may be compiled and wrapped.
+    """Takes one optimizer step on `loader.grad_accum` micro-batches of each rank; `train_model` may be compiled and wrapped.
 
     If the loss or a gradient is not finite, the step is skipped, on all ranks.
 
@@ -603,7 +604,7 @@ def train_step(
         scaler.scale(loss).backward()  # scales only in fp16, where small gradients would become zero
     if config.minutes or state.step + 1 < config.max_steps:  # there is a next step
         with stop.deferring_errors():  # a corrupt shard ends the run after this step, which is applied and saved
-            loader.prefetch(loader.grad_accum)  # of the next step, while the device is still computing
+            loader.prefetch(loader.grad_accum)  # reads the next step's batches, while the device is still computing
     scaler.unscale_(optimizer)  # before clipping, which compares with the true norm
     # Clipping keeps the direction: one batch with huge gradients must not undo the steps before it.
     norm = fsdp.full_tensor(nn.utils.clip_grad_norm_(train_model.parameters(), config.grad_clip or math.inf))
@@ -634,7 +635,7 @@ def step_if_finite(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
 
 
 def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None = None) -> TrainState:
-    """Trains for `config.max_steps` or `config.minutes`, from the beginning or from a checkpoint.
+    """Trains for `config.max_steps` or `config.minutes`, from the beginning or from a checkpoint; returns the final state.
 
     Raises:
         UserError: data, folder or model are unusable, too many steps in a row were not finite, or saving failed.
@@ -647,7 +648,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     # What can fail or take long comes first. Local rank 0 runs it before the others, which find what it downloaded.
     with dist.local_rank_zero_first():
         data = start.check_and_open_data(config, machine, dist, checkpoint)  # --text and --demo make their shards first
-        with fsdp.weights_on_rank_zero(use_fsdp, rank):  # on the meta device elsewhere, until ShardedModel sends them
+        with fsdp.weights_on_rank_zero(use_fsdp, rank):  # elsewhere on the meta device, until ShardedModel sends them
             model = initial_model(config, data.tokenizer, checkpoint)
         identity = resume.identify_data(config, data, model, checkpoint)  # checksums, which a resumed run must match
         examples = hellaswag.load_examples(config, machine.hellaswag_every, data.tokenizer, dist.print0)
@@ -659,21 +660,22 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         eval_model = fsdp.without_weights(model) if use_fsdp else model.to(device)  # full_weights() fills the former
         if machine.compiled:
             eval_model = devices.compile(eval_model)
-    preflight.check_runs_agree(dist, config, machine, identity)
+    preflight.check_runs_agree(dist, config, machine, identity)  # or ranks would wait for each other forever
     examples = examples if all(dist.gather(bool(examples))) else []  # one node may have failed to download them
 
     train_model: nn.Module = eval_model
     if dist.world_size > 1 and not use_fsdp:
         train_model = DistributedDataParallel(eval_model, gradient_as_bucket_view=True)
     shard = partial(fsdp.ShardedModel, device=device, dtype=dtype, compiled=machine.compiled)
-    B = batch_size.largest_batch_size(
-        config, machine, memory.Sizes.of(model), dist, amp,
-        lambda: shard(fsdp.without_weights(model), alone=True) if use_fsdp else train_model,
-    )  # fmt: skip
-    if use_fsdp:  # each rank keeps a part of every weight
-        train_model = shard(model)
+
+    def model_to_try() -> nn.Module:
+        return shard(fsdp.without_weights(model), alone=True) if use_fsdp else train_model
+
+    B = batch_size.largest_batch_size(config, machine, memory.Sizes.of(model), dist, amp, model_to_try)
     machine = replace(machine, batch_size=B)
-    muon = dict(dtype=dtype, adamw_lr=config.adamw_lr) if config.optimizer == "muon" else None  # otherwise all by AdamW
+    if use_fsdp:  # each rank keeps a shard of every weight
+        train_model = shard(model)
+    muon = dict(dtype=dtype, adamw_lr=config.adamw_lr) if config.optimizer == "muon" else None  # otherwise AdamW alone
     optimizer = model.configure_optimizers(config.weight_decay, config.max_lr, (config.beta1, config.beta2), muon)
     # In fp16 small gradients would be zero, so the scaler multiplies the loss, and divides the gradients afterwards.
     state = TrainState(model, optimizer, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16))
@@ -727,9 +729,9 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
                 break
             lr = get_lr(state.step, config, state.progress)
             for group in optimizer.param_groups:
-                group["lr"] = lr  # Muon multiplies that of its AdamW groups by adamw_lr / max_lr
+                group["lr"] = lr  # Muon multiplies it by adamw_lr / max_lr in its AdamW groups
             devices.synchronize(device)  # so that dt does not count what an evaluation left in the GPU's queue
-            started = time.perf_counter()  # of the step alone, without evaluation, logging and checkpoints
+            started = time.perf_counter()  # dt is the step alone, without evaluation, logging and checkpoints
             result = train_step(train_model, state, loader, config, stop, amp, clock)
             if result is None:
                 break  # a signal: nothing was applied
@@ -739,7 +741,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
             logger.step(state, loss, lr, norm, dt, skipped)
             if state.step == run.first_step:
                 dist.set_timeout(STEP_TIMEOUT)  # all is compiled: a rank that takes longer now is lost
-            progress = timed_progress if config.minutes else (state.step + 1) / config.decay_steps  # of the schedule
+            progress = timed_progress if config.minutes else (state.step + 1) / config.decay_steps
             state.advance(progress, clock.seconds())
             state.check_bad_steps(config.max_bad_steps)  # raises after too many skipped steps in a row
         if not finished:  # a signal, a corrupt shard or a failed save, on any rank
@@ -767,7 +769,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return plan.print_report(config, lambda vocab_size: new_model(config, vocab_size), dist.rank)
     dist = dist.with_device(config.device)
     if config.minutes and not (checkpoint and checkpoint.config["minutes"]):
-        # times models, to find what suits the time; a resumed run has done so, and a fork of a timed one
+        # times models, to find what suits the time; a resumed run and a fork of a timed one have done so already
         flags |= budget.flags_for_minutes(config, cli_flags, dist, new_model)
         config = resolve(flags)
     exit_code: int | str | None = 0

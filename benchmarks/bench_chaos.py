@@ -23,7 +23,6 @@ import contextlib
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -37,12 +36,11 @@ from itertools import count
 from pathlib import Path
 from pydoc_data.topics import topics
 
-import torch
 from harness import ROOT, find_processes, kill_processes, script_command
-from torch.utils._pytree import tree_leaves
+from runs import differences
 
 from fineweb import make_shards
-from support.checkpoints.directory import find_corruption, list_checkpoints, newest_checkpoint
+from support.checkpoints.directory import find_corruption, list_checkpoints
 from support.cli import UserError
 from support.console.starts import read_starts
 from support.data.text_files import Documents
@@ -281,32 +279,6 @@ def inode_of(path: Path) -> int | None:
 
 # -----------------------------------------------------------------------------
 # What must be the same
-
-
-def log_without_seconds(out: Path) -> str:
-    """Returns the log of a run without the lines about time."""
-    return "".join(line for line in (out / "log.txt").read_text().splitlines(True) if " seconds " not in line)
-
-
-def content(file: Path) -> bytes:
-    """The bytes of a file, without the line of a model card that a fork has."""
-    found = file.read_bytes()
-    return re.sub(rb"- \*\*started from\*\*.*\n", b"", found) if file.name == "README.md" else found
-
-
-def differences(a: Path, b: Path) -> list[str]:
-    """Names what differs between two runs, in any bit of the log or the last checkpoint; the time of steps may."""
-    found = [] if log_without_seconds(a) == log_without_seconds(b) else ["log.txt"]
-    last, other = newest_checkpoint(a), newest_checkpoint(b)
-    if last is None or other is None or last.name != other.name:
-        return [*found, f"{last} and {other}"]
-    listed = {*json.loads((last / "checkpoint.json").read_text())["files"], "README.md"} - {"trainer.pt"}
-    found += [name for name in sorted(listed) if content(last / name) != content(other / name)]
-    ours, theirs = (torch.load(each / "trainer.pt", weights_only=True) for each in (last, other))
-    found += [f"{key} in trainer.pt" for key in ("step", "data", "scaler") if ours[key] != theirs[key]]
-    tensors = zip(tree_leaves(ours["optimizer"]), tree_leaves(theirs["optimizer"]), strict=True)
-    same = [torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in tensors]
-    return found + ([] if all(same) else ["optimizer in trainer.pt"])
 
 
 def different_files(a: Path, b: Path) -> list[str]:

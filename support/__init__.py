@@ -1,4 +1,4 @@
-"""What the scripts build on: not needed to understand how GPT-2 is trained, needed to trust a run.
+"""What the scripts build on: not needed to understand how GPT-2 is trained, but needed to trust a run.
 
 Each package may import those below it, and never a script:
 
@@ -9,4 +9,4 @@ Each package may import those below it, and never a script:
     files, cli      atomic writes and locks; flags and errors
 """
 
-__version__ = "2.0.0"  # of the project
+__version__ = "2.0.0"

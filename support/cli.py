@@ -115,7 +115,7 @@ def parse_flags(
     """Parses a command line; returns the values of the flags that were given, as the others may come from elsewhere.
 
     Args:
-        first_groups: those that --help lists first, after MAIN_GROUP.
+        first_groups: groups that --help lists first, after MAIN_GROUP.
 
     Raises:
         UserError: the command line is not valid, or a value is out of its range; one line for each problem.
@@ -145,10 +145,10 @@ def parse_flags(
 
 
 def _convert(text: str | bool, flag: Flag, value_type: type) -> Any:
-    """The value of a flag. A ValueError says what is wrong with the text, and what to do."""
+    """Returns the value of a flag. A ValueError says what is wrong with the text, and what to do."""
     if isinstance(text, bool):
         return text
-    if not text and not flag.may_be_empty:  # as of an unset shell variable
+    if not text and not flag.may_be_empty:  # as from an unset shell variable
         raise ValueError("is empty. Pass a value.")
     try:
         value = (flag.parse or value_type)(text)
@@ -171,13 +171,13 @@ def _convert(text: str | bool, flag: Flag, value_type: type) -> Any:
 
 
 def _value_type(hint: Any) -> Any:
-    """int for `int`, `int | None` and `list[int]`."""
+    """Returns int for `int`, `int | None` and `list[int]`."""
     inner = [t for t in get_args(hint) if t is not type(None)]
     return _value_type(inner[0]) if inner else hint
 
 
 def _describe_unknown(words: Sequence[str], known: Sequence[str]) -> list[str]:
-    """A line for each unknown flag or word, with the flag that was perhaps meant."""
+    """Returns a line for each unknown flag or word, which suggests the flag that was probably meant."""
     problems, follows_flag = [], False
     for word in words:
         is_flag = word.startswith("-")
@@ -196,7 +196,7 @@ def _describe_unknown(words: Sequence[str], known: Sequence[str]) -> list[str]:
 def _make_parser(
     flags: Mapping[str, Flag], types: Mapping[str, Any], description: str | None, first_groups: Sequence[str]
 ) -> argparse.ArgumentParser:
-    """A parser that only divides the command line among the flags: values stay text."""
+    """Makes a parser that only splits the command line into flags: values stay text."""
     positional = "".join(f"{flag.metavar} [{flag.metavar} ...] " for flag in flags.values() if flag.positional)
     parser = _Parser(
         usage=f"%(prog)s {positional}[flags]", description=description, add_help=False, allow_abbrev=False,
@@ -239,7 +239,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Help that wraps paragraphs, keeps indented examples as they are, and never divides the name of a flag."""
+    """Help that wraps paragraphs, keeps indented examples as they are, and never breaks a flag's name across lines."""
 
     def __init__(self, prog: str):
         width = min(shutil.get_terminal_size().columns, MAX_HELP_WIDTH) - 2
@@ -261,17 +261,19 @@ class _HelpFormatter(argparse.HelpFormatter):
 # -----------------------------------------------------------------------------
 # The console, and exit codes
 
-READER_CLOSED = (EPIPE, EIO)  # of a pipe, of a terminal
+READER_CLOSED = (EPIPE, EIO)  # the errors of a pipe and of a terminal whose reader is gone
 on_reader_closed: Callable[[], None] | None = None  # called instead of ending the script with a BrokenPipeError
 
 
 def print_lines(text: str, file: TextIO | None = None) -> None:
     """Prints lines, above a progress bar if there is one.
 
-    No run depends on its console: what a full disk has no space for is dropped. If the reader has closed it, the script
-    ends, or `on_reader_closed` is called.
+    No run depends on its console: what a full disk has no space for is dropped. If the reader has closed the stream, the
+    script ends, or `on_reader_closed` is called.
     """
     stream = sys.stdout if file is None else file
+    if stream is None:  # closed by the parent process, as for print()
+        return
     try:
         tqdm.write(text, file=stream)
         stream.flush()
@@ -296,7 +298,7 @@ def _discard(stream: TextIO) -> None:
 def run_cli(main: Callable[[], None]) -> NoReturn:
     """Calls `main` and exits.
 
-    Exit codes: 0 when it returns; 2 after a `UserError` or an error of the disk, with one line per problem; 130 on
+    Exit codes: 0 when it returns; 2 after a `UserError` or a disk error, with one line per problem; 130 on
     Ctrl-C; 1 if the reader of stdout has closed it.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as the scripts set it for their imports
@@ -340,7 +342,7 @@ def _exit_code(main: Callable[[], None]) -> int:
         _print_errors(f"{error.strerror}{where}. Check the disk and its permissions.")
         return 2
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would be a traceback of the interpreter's own exit
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would print a traceback while the interpreter exits
         with contextlib.suppress(OSError):
             print("\ninterrupted", file=sys.stderr, flush=True)
         return 130
@@ -349,6 +351,6 @@ def _exit_code(main: Callable[[], None]) -> int:
 def _print_errors(*problems: str) -> None:
     with contextlib.suppress(OSError):
         for problem in problems:
-            # a line break as \n, and other control characters so, too: names of files can have them
+            # escapes line breaks and other control characters, which file names can have
             escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in problem)
             print(f"error: {escaped}", file=sys.stderr, flush=True)

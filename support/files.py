@@ -24,7 +24,7 @@ LOCK = ".lock"  # in a locked folder; the operating system releases it when the 
 
 
 def tmp_path(path: Path, kind: str = "partial") -> Path:
-    """The hidden temporary name next to a path."""
+    """Returns the hidden temporary path next to a path."""
     return path.with_name(f".{path.name}.{kind}")
 
 
@@ -36,7 +36,7 @@ def atomic_write(path: Path, unique: bool = False, durable: bool = True) -> Iter
     replaced, there is a moment without either.) If the block fails, `path` is unchanged and nothing else remains. A
     killed process leaves the temporary path behind, and the next write of `path` removes it. With `unique`, the
     temporary name is never used twice: for files that no lock protects. Without `durable`, a power failure may leave
-    other content: for files that are compared with a checksum when they are read.
+    the wrong content: for files that are compared with a checksum when they are read.
     """
     tmp = tmp_path(path, f"{secrets.token_hex(8)}.partial" if unique else "partial")
     remove(tmp)
@@ -47,7 +47,7 @@ def atomic_write(path: Path, unique: bool = False, durable: bool = True) -> Iter
     except BaseException as error:
         with contextlib.suppress(OSError):
             remove(tmp)
-        if isinstance(error, OSError) and error.errno and error.filename is None:  # as of a write to a full disk
+        if isinstance(error, OSError) and error.errno and error.filename is None:  # as after a write to a full disk
             error.filename = str(path)
         raise
     replace(tmp, path)
@@ -102,7 +102,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The value that `write_json` wrote; None if there is none, or the file was altered."""
+    """Returns the value that `write_json` wrote; None if there is no such file, or it was altered."""
     with contextlib.suppress(OSError, ValueError):
         checksum, content, _ = path.read_bytes().split(b"\n")
         if hashlib.sha256(content).hexdigest().encode() == checksum:
@@ -136,12 +136,19 @@ def check_output_file(path: Path, flag: str, beginning: str) -> None:
 
 
 def write_output_file(path: Path, text: str) -> None:
-    """Writes a file atomically. A link stays a link; a pipe or a device is written to."""
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
-    else:
-        with atomic_write(Path(os.path.realpath(path)), unique=True) as tmp:
-            tmp.write_text(text, encoding="utf-8")
+    """Writes a file atomically. A link stays a link; a pipe or a device is written to.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+        else:
+            with atomic_write(Path(os.path.realpath(path)), unique=True) as tmp:
+                tmp.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror}). Use another file.") from error
 
 
 # -----------------------------------------------------------------------------
@@ -200,7 +207,7 @@ def check_free_space(folder: Path, needed: float, purpose: str) -> None:
     free = shutil.disk_usage(nearest_existing(folder)).free
     if needed > free:
         raise UserError(
-            f"{folder} has {format_bytes(free)} free, and about {format_bytes(needed)} are needed to {purpose}. "
+            f"{folder} has {format_bytes(free)} free, but about {format_bytes(needed)} are needed to {purpose}. "
             "Free some disk space, or use a folder on a larger disk."
         )
 

@@ -7,18 +7,18 @@ import signal
 import sys
 import time
 
-STARTED = time.perf_counter()  # of this process: the scripts import this module first
+STARTED = time.perf_counter()  # when this process started: the scripts import this module first
 # A thread that waits for the others in OpenMP's barrier spins 300,000 rounds, and if another program has taken their core,
 # it spins for milliseconds, hundreds of times in a step. After 1,000 rounds it sleeps: a small model is as fast on a free
 # machine, and 1.6 to 8 times as fast on a busy one (docs/performance.md).
-# Other OpenMP libraries than GCC's ignore it.
+# OpenMP libraries other than GCC's ignore it.
 SPIN_COUNT = "1000"
 
 
 def prepare(importing: str = "") -> None:
-    """To be called by a script, if it is run, before its other imports; `importing` is what will take long.
+    """Prepares the process of a script, which calls it before its other imports; `importing` names a slow one.
 
-    Sets how long OpenMP's threads spin, unless the user has set that or their number.
+    Sets how long OpenMP's threads spin, unless the user has set that or the number of threads.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports without a traceback

@@ -120,7 +120,7 @@ def run_to_the_end(*flags: object, cwd: Path, **options: object) -> None:
 
 
 def stop_before(step: int, rank: int) -> None:
-    """For `start_run`: a SIGTERM makes the run save at this step and end."""
+    """Sabotages `start_run`: a SIGTERM makes the run save at this step and end."""
     import signal
 
     import train_gpt2

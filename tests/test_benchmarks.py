@@ -34,7 +34,7 @@ def measure_in_fork(job: Job, processes: int = 1) -> dict:
 
 @pytest.mark.slow
 def test_every_row_of_the_ladder_trains_alike(byte_shards, tmp_path, monkeypatch, capsys):
-    """From one row to the next a single feature changes, and no loss."""
+    """A single feature changes from one row to the next, and no loss."""
     monkeypatch.setattr(bench_throughput, "measure", measure_in_fork)
     flags = f"--ladder small:4x16x4 --steps 3 --warm-up 1 --dtype fp32 --json {tmp_path}/out.json --data {byte_shards}"
     monkeypatch.setattr(sys, "argv", ["bench_throughput.py", *flags.split()])

@@ -59,9 +59,9 @@ def test_what_is_validated_and_what_is_said_of_few_steps(monkeypatch, capsys):
     for tokens, validated in ((2.048e6, 102400), (2e5, 32768), (1e12, 10485760)):
         assert flags_for(3e6, tokens, monkeypatch)["val_tokens"] == validated
     assert "val_tokens" not in flags_for(3e6, 2.048e6, monkeypatch, "--val-tokens", "640")
-    assert "steps only" not in capsys.readouterr().out
+    assert "only time for" not in capsys.readouterr().out
     chosen = flags_for(3e6, 50 * 1024, monkeypatch)
-    assert "there is time for about 50 steps only" in capsys.readouterr().out
+    assert "there is only time for about 50 steps" in capsys.readouterr().out
     assert not chosen.keys() & {"max_steps", "decay_steps", "warmup_steps", "val_every"}  # steps are not counted
 
 

@@ -21,7 +21,7 @@ import hellaswag
 import sample
 import train_gpt2
 from support import __version__
-from support.cli import UserError, flag, flag_name, flags_of, parse_flags, run_cli
+from support.cli import UserError, flag, flag_name, flags_of, parse_flags, print_lines, run_cli
 
 
 @dataclass
@@ -46,15 +46,6 @@ def test_flags_are_the_fields(capsys):
     assert "not-a-flag" not in help
 
 
-def test_help_lists_every_flag_with_its_default(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    help = output_of(train_gpt2, "--help", capsys)
-    assert set(map(flag_name, flags_of(train_gpt2.TrainConfig))) < set(flags_in(help))
-    for default in ("524,288", "19,073", "0.0006; 0.0036 with --recipe fast", "64 on CUDA, otherwise 4"):
-        assert f"(default: {default})" in " ".join(help.split())
-    assert not list(tmp_path.iterdir())
-
-
 SCRIPTS = {script.__name__: script for script in (train_gpt2, fineweb, hellaswag, sample, compare)}
 
 
@@ -72,38 +63,37 @@ def flags_in(help):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_help_has_examples_first_and_fits_any_width(name, capsys, monkeypatch):
+def test_help_has_valid_examples_first_and_fits_any_width(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for columns in (50, 80, 200):
         monkeypatch.setenv("COLUMNS", str(columns))
         help = output_of(SCRIPTS[name], "--help", capsys)
         usage, _, examples, *_ = help.split("\n\n")
         assert usage == f"usage: {name}.py {'DIR [DIR ...] ' * (name == 'compare')}[flags]"
-        assert all(f"{name}.py" in line for line in examples.splitlines()) and 3 <= examples.count("\n") + 1 <= 6
         flags = flags_in(help)
         assert len(set(flags)) == len(flags) and flags[-2:] == ["--help", "--version"]
         words = {word.strip("(),.;:") for word in re.split(r"[\s/]+", help) if word.startswith("--")}
         assert {word for word in words if not word.startswith("--nproc")} <= {*flags, "--standalone"}  # none is divided
         assert max(map(len, help.splitlines())) <= min(max(columns, 80), 100)  # examples are not wrapped
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_the_examples_of_help_are_valid(name, capsys, monkeypatch):
-    examples = output_of(SCRIPTS[name], "--help", capsys).split("\n\n")[2]
     for example in examples.splitlines():
-        flags = shlex.split(example.partition(f"{name}.py")[2], comments=True)
+        example_flags = shlex.split(example.partition(f"{name}.py")[2], comments=True)
         if name == "train_gpt2":
-            parse_flags(train_gpt2.TrainConfig, flags)
+            parse_flags(train_gpt2.TrainConfig, example_flags)
         else:
-            SCRIPTS[name].parse_arguments(flags)
+            SCRIPTS[name].parse_arguments(example_flags)
+    if name == "train_gpt2":
+        assert set(map(flag_name, flags_of(train_gpt2.TrainConfig))) < set(flags)
+        for default in ("524,288", "19,073", "0.0006; 0.0036 with --recipe fast", "64 on CUDA, otherwise 4"):
+            assert f"(default: {default})" in " ".join(help.split())
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_versions_are_printed(name, capsys):
     printed = output_of(SCRIPTS[name], "--version", capsys)
-    assert printed.startswith(f"{name}.py {__version__}, Python {platform.python_version()}, torch ")
-    version, system = printed.partition(", torch ")[2].strip().split(", ")
-    assert torch.__version__.startswith(version)  # +cu130, for example, may be left out
-    assert system == f"{platform.system()} {platform.machine()}"
+    versions, found, torch_and_system = printed.partition(", torch ")
+    assert versions == f"{name}.py {__version__}, Python {platform.python_version()}" and found
+    assert torch.__version__.startswith(torch_and_system.split(",")[0])  # +cu130, for example, may be left out
 
 
 # Command lines of train_gpt2.py, and of each of their problems, in order, what it names and what to do.
@@ -150,7 +140,7 @@ STRINGS = [field.name for field in fields(train_gpt2.TrainConfig) if field.type 
 
 
 def test_a_flag_with_nothing_in_it_is_an_error(tmp_path, monkeypatch):
-    """As of an unset shell variable: --out "$OUT". But the prompt may be empty."""
+    """A shell variable may be unset: --out "$OUT". But the prompt may be empty."""
     monkeypatch.chdir(tmp_path)
     flags = flags_of(train_gpt2.TrainConfig)
     names = [flag_name(name) for name in STRINGS if not flags[name].choices]
@@ -169,6 +159,11 @@ def run_main(body: str, stdout: str | int = subprocess.PIPE, stderr: str | int =
         streams = {"stdout": full if stdout == "full" else stdout, "stderr": full if stderr == "full" else stderr}
         command = [sys.executable, "-c", f"{code}run_cli(main)"]
         return subprocess.run(command, cwd=ROOT, env=os.environ | env, timeout=60, **streams)
+
+
+def test_a_console_that_is_closed_is_no_error(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    print_lines("nobody reads this")
 
 
 def test_a_console_without_space_is_no_error():
@@ -190,7 +185,7 @@ def test_the_console_prints_any_character_in_any_encoding():
 
 
 def test_a_script_ends_with_the_reader_of_its_output():
-    """As with "| head"."""
+    """The reader may be "| head"."""
     read, write = os.pipe()
     os.close(read)
     for printing in ("print_lines('line')", "print('line', flush=True)"):

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import signal
 import time
 from dataclasses import replace
-from functools import partial
 
 import pytest
-from helpers import TINY_MODEL_FLAGS, finish_run, losses, run_to_the_end, start_run
+from helpers import TINY_MODEL_FLAGS, finish_run, losses, start_run, stop_before
 from training import ONE_PROCESS, checkpoint_names, config_of, configure, trainer_file
 
 import train_gpt2
 from support.checkpoints.directory import read_fact
-from support.checkpoints.state import TrainState
 from support.runtime import clock
 from support.runtime.clock import Clock, progress_after
 from train_gpt2 import get_lr, train
@@ -64,6 +60,7 @@ def test_progress_is_the_fraction_of_the_time_for_training(fake_time):
     fake_time.now = 116.0
     assert of_run.progress() == 1.0
     assert Clock(None).progress() == 0.0
+    assert progress_after(58.0, 2.0) == 0.5 and progress_after(300.0, 2.0) == 1.0
 
 
 def test_time_for_a_last_evaluation_is_kept_and_progress_never_falls(fake_time):
@@ -92,16 +89,6 @@ def test_half_a_step_is_kept(fake_time):
     assert found == pytest.approx([10 / 116, 20 / 111, 70 / 111, 80 / 111])
 
 
-def test_a_resumed_run_has_the_time_that_is_left(fake_time):
-    """By hand: 60 s were trained of 120; this process takes 5 s to start and has 51 for training."""
-    fake_time.now = 5.0
-    resumed = Clock(2.0, seconds_before=60.0)
-    assert resumed.progress() == pytest.approx(60 / 111)
-    fake_time.now = 56.0
-    assert resumed.progress() == 1.0 and resumed.seconds() == 111.0
-    assert progress_after(58.0, 2.0) == 0.5 and progress_after(300.0, 2.0) == 1.0
-
-
 def test_the_learning_rate_follows_the_time():
     """By hand: up to 1 in a thirtieth of the time, from a tenth on; then the cooldown or the cosine, to 0.1."""
     config = replace(config_of("--schedule", "wsd", "--cooldown-fraction", 0.4), minutes=2.0, max_lr=1.0, min_lr=0.1)
@@ -113,18 +100,6 @@ def test_the_learning_rate_follows_the_time():
     assert get_lr(7, cosine, 1 / 30 + 29 / 60) == pytest.approx(0.55)
 
 
-def test_quarters_are_passed_once():
-    state, config = TrainState(None, None, None), replace(config_of(), minutes=2.0)
-    due = []
-    for progress in (0.1, 0.3, 0.49, 0.5, 0.8, 0.97, 1.0):
-        due.append((config.is_due(None, state), config.is_over(state)))
-        state.advance(progress, 0.0)
-    due.append((config.is_due(None, state), config.is_over(state)))
-    at_start, between, at_quarter, at_end = (True, False), (False, False), (True, False), (True, True)
-    assert due == [at_start, between, at_quarter, between, at_quarter, at_quarter, between, at_end]
-    assert not config.is_due(0, state)
-
-
 # ---- runs
 
 
@@ -133,16 +108,19 @@ def train_with(*flags):
     return train(config, ONE_PROCESS, checkpoint)
 
 
-def steps_take(patch, fake, seconds_of_step):
+def steps_take(patch, fake, seconds_of_step, interrupt=lambda when: None):
     """Moves the clock by `seconds_of_step(step)` in each step, and by 2 s in each validation."""
     real_step, real_validation = train_gpt2.train_step, train_gpt2.validation_loss
 
     def step(model, state, *args):
         fake.now += seconds_of_step(state.step)
-        return real_step(model, state, *args)
+        result = real_step(model, state, *args)
+        interrupt("step")
+        return result
 
     def validation_loss(*args):
         fake.now += 2.0
+        interrupt("validation")
         return real_validation(*args)
 
     patch.setattr(train_gpt2, "train_step", step)
@@ -203,24 +181,15 @@ def test_a_killed_run_continues_with_the_time_that_is_left(text, tmp_path, fake_
 
 @pytest.mark.parametrize("when", ["step", "validation"])
 def test_a_signal_saves_and_what_it_interrupted_is_made_up_for(text, tmp_path, fake_time, monkeypatch, when):
-    """At the first quarter: in the step that passes it, or in the validation that is due then."""
-    out, real_step, real_validation = tmp_path / "run", train_gpt2.train_step, train_gpt2.validation_loss
+    """The signal comes at the first quarter: in the step that passes it, or in the validation that is due then."""
+    out = tmp_path / "run"
 
-    def step(model, state, *args):
-        fake_time.now += 1.0
-        result = real_step(model, state, *args)
-        if when == "step" and result[2] >= 0.25:
+    def interrupt(where):
+        if where == when and fake_time.now > 120 / 4:
             signal.raise_signal(signal.SIGTERM)
-        return result
-
-    def validation_loss(*args):
-        if when == "validation" and fake_time.now > 1:
-            signal.raise_signal(signal.SIGTERM)
-        return real_validation(*args)
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(train_gpt2, "train_step", step)
-        patch.setattr(train_gpt2, "validation_loss", validation_loss)
+        steps_take(patch, fake_time, lambda step: 20.0, interrupt)
         train_with(*text, "--minutes", 2, "--out", out)
     [saved] = checkpoint_names(out)
     at = int(saved[6:])
@@ -230,34 +199,23 @@ def test_a_signal_saves_and_what_it_interrupted_is_made_up_for(text, tmp_path, f
     assert re.search(rf"^{at} val", (out / "log.txt").read_text(), re.MULTILINE)
 
 
-def other_clock(seconds: float, rank: int) -> None:
-    """Rank 1's clock is wrong by an hour, and the time is over for rank 0 after as many seconds as were asked for."""
+def other_clock(rank: int) -> None:
+    """Rank 1's clock is wrong by an hour; a SIGTERM stops the run at step 12."""
     clock.STARTED = time.perf_counter() - (3600 if rank else 0)
-    clock.END_SECONDS = 60 * 5 - seconds
-    real = train_gpt2.train_step
-
-    def step(model, state, *args):
-        if seconds > 100 and state.step == 12:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(model, state, *args)
-
-    train_gpt2.train_step = step
+    stop_before(12, rank)
 
 
 @pytest.mark.slow
-def test_rank_zeros_clock_decides_and_a_kill_is_survived(text, tmp_path):
-    flags = [*text, "--minutes", 5, "--parallel", "fsdp", "--checkpoint-every", 5, "--val-every", 0, "--out", "run"]
-    options = dict(cwd=tmp_path, world_size=2, defaults=())
-    assert finish_run(start_run(*flags, sabotage=partial(other_clock, 200), **options)) == [-9, -9]
-    run_to_the_end("--resume", "--out", "run", sabotage=partial(other_clock, 4), **options)
+def test_rank_zeros_clock_decides(text, tmp_path):
+    flags = [*text, "--minutes", 5, "--parallel", "fsdp", "--val-every", 0, "--out", "run"]
+    ranks = start_run(*flags, cwd=tmp_path, world_size=2, defaults=(), sabotage=other_clock)
+    assert finish_run(ranks) == [143, 143]
     rates = losses(tmp_path / "run/log.txt", "lr")
-    assert rates[:10] == sorted(rates[:10])  # of the first run: on rank 1's clock, the cooldown would have begun
-    steps = len(losses(tmp_path / "run/log.txt"))
-    assert steps > 10 and checkpoint_names(tmp_path / "run")[-1] == f"model_{steps:05d}"
+    assert rates == sorted(rates) and rates[-1] < 3e-3  # a warm-up; on rank 1's clock, the run would be over
 
 
 def test_a_fork_makes_a_timed_run_longer_or_counts_steps(text, tmp_path, fake_time, monkeypatch, capsys):
-    """From before the cooldown; what was trained counts. The first run stays as it is."""
+    """The fork starts before the cooldown, and what was trained counts. The first run stays as it is."""
     steps_take(monkeypatch, fake_time, lambda step: 1.0)
     out = tmp_path / "run"
     train_with(*text, "--minutes", 2, "--out", out)
@@ -274,4 +232,3 @@ def test_a_fork_makes_a_timed_run_longer_or_counts_steps(text, tmp_path, fake_ti
     assert (config.minutes, config.max_steps, config.decay_steps, config.val_every) == (None, 80, 80, 20)
     assert config.warmup_steps == 2
     assert {path: path.read_bytes() for path in out.glob("*.*")} == before
-    shutil.rmtree(out)

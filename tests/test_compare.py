@@ -54,32 +54,11 @@ def test_runs_with_other_tokens_are_compared_per_byte(tmp_path, capsys):
     ]
 
 
-def test_the_table_of_two_long_runs_fits_into_80_columns(tmp_path, capsys):
-    """As of GPT-2 124M and 1558M on 10 billion tokens in half a million each, over several days."""
-    sizes = {"log_gpt2": 124475904, "log_1558M": 1557686400}
-    runs = [
-        write_run(tmp_path / name, [11.0], {0: 10.8249, 19073: 3.0}, {19073: 0.3}, parameters=n, tokens_per_step=524288)
-        for name, n in sizes.items()
-    ]
-    for run in runs:
-        with open(run / "log.txt", "a") as log:
-            log.write("19072 seconds 1799928.0\n")  # 499.98 hours, and the first step
-    lines = compared(tmp_path, capsys, *runs)[-3:]
-    assert lines[1].split() == ["log_gpt2", "124M", "19,073", "10B", "499.990", "3.0000", "3.0000", "19,073", "0.3000"]
-    assert lines[2].split()[1] == "1.56B" and max(map(len, lines)) <= 80
-
-
 def test_what_no_run_has_measured_is_left_out(tmp_path, capsys):
     without, one = write_run(tmp_path / "without", [5.0], {}), write_run(tmp_path / "with", [5.0], {1: 4.0})
-    assert compared(tmp_path, capsys, without, one)[-3:] == [
-        "run      params  steps  tokens  hours  val loss    best  at step",
-        "without    124M      1      1k  0.010         -       -        -",
-        "with       124M      1      1k  0.010    4.0000  4.0000        1",
-    ]
-    assert compared(tmp_path, capsys, without) == [
-        "run      params  steps  tokens  hours",
-        "without    124M      1      1k  0.010",
-    ]
+    lines = [line.split() for line in compared(tmp_path, capsys, without, one)[-2:]]
+    assert lines[0][5:] == ["-", "-", "-"] and lines[1][5:] == ["4.0000", "4.0000", "1"]
+    assert compared(tmp_path, capsys, without)[-2].split() == ["run", "params", "steps", "tokens", "hours"]
 
 
 def test_folders_of_the_same_name_are_told_apart(tmp_path, capsys, monkeypatch):
@@ -104,7 +83,10 @@ def test_what_a_strangers_run_says_cannot_act_on_the_terminal(tmp_path, capsys):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["nothing", "nor"], "nothing has no log.txt and starts.jsonl. Pass the folder of a run, its --out.\nnor has"),
+        (
+            ["nothing", "nor"],
+            "nothing is not a run: log.txt or starts.jsonl is missing or unreadable. Pass a run's --out folder.\nnor is",
+        ),
         (["log", "log/"], "log is named twice. Name each run once."),
         (["log", "-o", "picture.svg"], "-o picture.svg is not a .png file. Use another name."),
         (["log", "-o", "other.png"], "other.png exists and has other content. Use another file with -o."),

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_one_graph_for_each_shape_and_no_recompilation(byte_shards, tmp_path, monkeypatch):
-    """By PyTorch's own counters, after the first step and the first validation with its smaller last batch."""
+    """PyTorch's own counters say so, after the first step and the first validation with its smaller last batch."""
     counters = torch._dynamo.utils.counters
     torch.compiler.reset()
     counters.clear()

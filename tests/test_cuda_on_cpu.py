@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT, TINY_FLAGS, free_port, losses
+from runs import log_without_seconds
 from training import trained, trainer_file
-
-from benchmarks.bench_chaos import log_without_seconds
 
 PINNED = re.search(r"^torch==(\S+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)[1]
 pytestmark = [

@@ -13,7 +13,7 @@ from training import assert_same_run, trained
 
 from support.cli import UserError
 from support.console import curves
-from support.console.curves import CurvesFile, draw_run, draw_runs, loss_limits, read_run, short_count, smooth
+from support.console.curves import CurvesFile, draw_run, draw_runs, loss_limits, read_run, smooth
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -38,12 +38,12 @@ def write_run(
 
 
 def points(axes) -> list[list[list[float]]]:
-    """The points of all lines."""
+    """Returns the points of all lines."""
     return [line.get_xydata().tolist() for line in axes.get_lines()]
 
 
 def labels_of(figure) -> list[str]:
-    """The texts of all legends."""
+    """Returns the texts of all legends."""
     legends = [axes.get_legend() for axes in figure.axes if axes.get_legend()]
     return [text.get_text() for legend in legends for text in legend.get_texts()]
 
@@ -69,7 +69,9 @@ def test_what_is_no_run_is_an_error(tmp_path, losses, hella):
     with pytest.raises(UserError, match="run/log.txt has no loss yet"):
         read_run(folder)
     (folder / "starts.jsonl").write_text("{")
-    with pytest.raises(UserError, match="run has no log.txt and starts.jsonl. Pass the folder of a run"):
+    with pytest.raises(
+        UserError, match="run is not a run: log.txt or starts.jsonl is missing or unreadable. Pass a run's"
+    ):
         read_run(folder)
 
 
@@ -78,11 +80,6 @@ def test_smoothing_is_the_mean_of_the_values_around():
     expected = [values[max(0, i - 4) : i + 5].mean() for i in range(450)]
     assert smooth(values) == pytest.approx(np.array(expected))
     assert smooth(values[:99]) == pytest.approx(values[:99]) and len(smooth(values[:0])) == 0
-
-
-def test_counts_have_three_digits():
-    counts = [7, 999, 1000, 124_475_904, 999_999, 9_999_745_024]
-    assert [short_count(n) for n in counts] == ["7", "999", "1k", "124M", "1M", "10B"]
 
 
 def test_neither_the_first_losses_nor_a_spike_flatten_the_others():
@@ -169,24 +166,3 @@ def test_training_draws_its_curves_and_goes_on_without_them(byte_shards, tmp_pat
     monkeypatch.setattr(CurvesFile, "draw", lambda self: None)
     trained(tmp_path / "other", "--data", byte_shards, "--max-steps", 6, "--val-every", 1)
     assert_same_run(out, tmp_path / "other")
-
-
-@pytest.mark.curves
-def test_curves_are_not_drawn_too_often(tmp_path, monkeypatch):
-    now, drawn = [100.0], []
-
-    def draw(run):
-        drawn.append(now[0])
-        now[0] += 0.5
-
-    monkeypatch.setattr(curves.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(curves, "read_run", lambda folder: None)
-    monkeypatch.setattr(curves, "draw_run", draw)
-    monkeypatch.setattr(curves, "save", lambda *_: None)
-    file, nothing = CurvesFile(tmp_path), CurvesFile(None)
-    while now[0] < 400:
-        file.update()
-        nothing.update()
-        now[0] = int(now[0]) + 1
-    # ten seconds after the start, then 100 times as long as a drawing takes after the last
-    assert drawn == [110, 161, 212, 263, 314, 365]

@@ -19,7 +19,7 @@ import train_gpt2
 from support.checkpoints import start
 from support.cli import UserError
 from support.runtime import distributed
-from support.runtime.distributed import Distributed, agree_on_attempt, connect, report_lost_processes
+from support.runtime.distributed import ONE_PROCESS, Distributed, agree_on_attempt, connect, report_lost_processes
 
 TORCHRUN = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
@@ -38,19 +38,12 @@ def test_an_environment_that_is_not_torchruns_is_an_error(monkeypatch, changed):
         monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match="Start with torchrun, or unset WORLD_SIZE"):
         Distributed.from_environment("log")
-
-
-def test_the_environment_of_torchrun_is_read(monkeypatch):
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(distributed, "connect", lambda rank, world_size, out: None)
-    assert Distributed.from_environment("log") == Distributed(rank=1, local_rank=1, world_size=2)
     monkeypatch.setenv("WORLD_SIZE", "1")  # a variable that was left over does not make a rank that writes nothing
-    assert Distributed.from_environment("log") == Distributed(rank=0, local_rank=0, world_size=1)
+    assert Distributed.from_environment("log") == ONE_PROCESS
 
 
 def prepare_together(rank):
-    """On two nodes of two ranks: who ran what, in which order, with what result, and who was told about a failure."""
+    """Returns, on two nodes of two ranks, who ran what, when, with what result, and who was told about a failure."""
     dist, calls = Distributed(rank, rank % 2, 4), []
     results = [
         once(lambda: calls.append(rank) or f"by {rank}") for once in (dist.once, dist.once_per_node, dist.on_rank_zero)
@@ -67,10 +60,8 @@ def prepare_together(rank):
         with dist.local_rank_zero_first():
             fail_on(failing)
 
-    fail_in_turn = [
-        lambda failing=failing: fail_first(failing) for failing in (2, 3)
-    ]  # a first rank of its node, and another
-    for attempt in (lambda: dist.once(lambda: fail_on(0)), *fail_in_turn):
+    # 2 is the first rank of its node, and 3 is not
+    for attempt in (lambda: dist.once(lambda: fail_on(0)), lambda: fail_first(2), lambda: fail_first(3)):
         try:
             attempt()
         except UserError as error:
@@ -87,9 +78,8 @@ def test_ranks_prepare_together(tmp_path):
     entered, left = zip(*times, strict=True)
     assert max(entered[0], entered[2]) < min(entered[1], entered[3]) and max(entered) < min(left)
     for i, failing in enumerate((0, 2, 3)):
-        expected = {
-            rank: ((f"rank {failing} could not prepare the run. See its message.",), False) for rank in range(4)
-        }
+        message = f"rank {failing} could not prepare the run. See its message."
+        expected = dict.fromkeys(range(4), ((message,), False))
         expected[failing] = (("first problem.", "second problem."), True)
         assert {rank: failures[rank][i] for rank in range(4)} == expected
 
@@ -126,7 +116,7 @@ os._exit(0)
 @pytest.mark.slow
 @pytest.mark.parametrize("rendezvous", ["--standalone", "--master_addr=localhost"])
 def test_a_restart_does_not_find_the_timeout_before_it(tmp_path, rendezvous):
-    """In torchrun's own store, which survives a restart: NCCL would abort the new processes 8 minutes later."""
+    """torchrun's own store survives a restart: NCCL would abort the new processes 8 minutes later."""
     (tmp_path / "script.py").write_text(RESTARTED)
     port = [] if rendezvous == "--standalone" else [f"--master_port={free_port()}"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", rendezvous, *port, "--nproc_per_node=2"]
@@ -164,11 +154,22 @@ def test_nodes_that_see_different_checkpoints_do_not_train(byte_shards, tmp_path
     run_to_the_end(*flags, "--max-steps", 4, cwd=tmp_path)
     ranks = start_run(*flags, "--max-steps", 4, cwd=tmp_path, world_size=2, sabotage=no_checkpoint_on_node_1)
     assert finish_run(ranks) == [2, 2]
-    expected = (
-        r"error: the nodes differ in the checkpoint: none on \S+ \(rank 1\), model_00004 on \S+ \(rank 0\). All nodes"
-    )
+    expected = r"error: the nodes differ in the checkpoint: none on \S+ \(rank 1\), model_00004 on \S+ \(rank 0\)"
     assert all(re.search(expected, (tmp_path / name).read_text()) for name in ("0.txt", "1.txt"))
     assert steps_done(tmp_path / "run") == 4
+
+
+def other_flags_on_rank_1(rank):
+    if rank == 1:
+        real = train_gpt2.parse_flags
+        train_gpt2.parse_flags = lambda *args: real(*args) | {"minutes": 1.0}
+
+
+def test_ranks_with_other_flags_do_not_wait_for_each_other(byte_shards, tmp_path):
+    """With --minutes, a rank would measure its speed first, and tell the others."""
+    ranks = start_run("--data", byte_shards, "--out", "run", cwd=tmp_path, world_size=2, sabotage=other_flags_on_rank_1)
+    assert finish_run(ranks) == [2, 2]
+    assert "error: the nodes differ in --minutes: 1.0 on" in (tmp_path / "0.txt").read_text()
 
 
 @pytest.mark.slow
@@ -212,6 +213,11 @@ def test_a_lost_rank_ends_the_run(byte_shards, tmp_path, parallel, sabotage, num
     finally:
         ranks[1].kill()
     assert re.search(rf"^error: rank 0 on \S+ {problem}", (tmp_path / "0.txt").read_text(), re.MULTILINE)
+
+
+def test_a_store_that_does_not_answer_is_a_lost_process():
+    with pytest.raises(UserError, match="waited too long for another process"), report_lost_processes():
+        raise torch.distributed.DistStoreError("wait timeout after 1800000ms")
 
 
 def test_other_errors_than_a_lost_connection_keep_their_traceback():

@@ -55,3 +55,5 @@ def test_an_output_file_of_other_content_is_refused(tmp_path):
         with pytest.raises(UserError, match="--json"):
             files.check_output_file(path, "--json", "text")
     assert (tmp_path / "mine").read_text() == "my text"
+    with pytest.raises(UserError, match=r"cannot write .*gone/file \(No such file or directory\)"):
+        files.write_output_file(tmp_path / "gone" / "file", "text")

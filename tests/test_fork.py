@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import finish_run, losses, run_to_the_end, start_run
+from runs import log_without_seconds
 from training import ONE_PROCESS, assert_same_run, checkpoint_names, configure, forked, trained, trainer_file
 
 import train_gpt2
-from benchmarks.bench_chaos import log_without_seconds
 from support.checkpoints import start
 from support.checkpoints.directory import write_checkpoint
 from support.cli import UserError
@@ -216,7 +216,7 @@ def test_a_fork_needs_a_folder_and_an_intact_checkpoint(runs, tmp_path):
     with pytest.raises(UserError, match="is corrupt"):
         configure(["--fork", copy, "--out", tmp_path / "fork"])
     (copy / "checkpoint.json").unlink()  # it was copied in part, or comes from a hub
-    with pytest.raises(UserError, match="is not a whole checkpoint: it has no checkpoint.json"):
+    with pytest.raises(UserError, match="is not a checkpoint: it has no checkpoint.json"):
         configure(["--fork", copy, "--out", tmp_path / "fork"])
     with pytest.raises(UserError, match="already contains a run"):
         forked(runs / "10", runs / "20/model_00006", "--max-steps", 30)

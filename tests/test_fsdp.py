@@ -31,16 +31,14 @@ LAYOUTS = {"ddp": None, "fsdp": True, "fsdp, gathered once": False}
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory):
-    """What `computed_on` returns, of each rank."""
+    """Returns what `computed_on` returns on each rank."""
     return list(on_ranks(computed_on, 4, tmp_path_factory.mktemp("ranks")).values())
 
 
 def computed_on(rank):
+    """Returns the gradients by model and layout, and the bytes of the model state under DDP and FSDP."""
     gradients = {(model, layout): sharded_gradients(rank, model, layout) for model in MODELS for layout in LAYOUTS}
-    return {
-        "gradients": gradients,
-        "bytes": [bytes_of_model_state(rank, layout) for layout in ("ddp", "fsdp")],
-    }
+    return gradients, [bytes_of_model_state(rank, layout) for layout in ("ddp", "fsdp")]
 
 
 def rows():
@@ -70,7 +68,7 @@ def wrapped_model(rank, name, layout="fsdp"):
 
 
 def sharded_gradients(rank, name, layout):
-    """Of two micro-steps."""
+    """Returns the gradients of two micro-steps."""
     wrapped = wrapped_model(rank, name, layout)
     for i, batch in enumerate(rows().chunk(8)[rank::4]):
         wrapped.require_backward_grad_sync = i == 1
@@ -86,9 +84,9 @@ def test_raw_gradients_are_those_of_one_process(four_ranks, name):
     model = make_model(name)
     model(rows()[:, :-1], rows()[:, 1:])[1].backward()
     expected = {name: p.grad.numpy() for name, p in model.named_parameters() if p.requires_grad}
-    for found in four_ranks:
+    for found, _ in four_ranks:
         for layout in LAYOUTS:
-            gradients = found["gradients"][name, layout]
+            gradients = found[name, layout]
             assert gradients.keys() == expected.keys()
             for parameter, gradient in gradients.items():
                 error = abs(gradient - expected[parameter]).max()
@@ -96,7 +94,7 @@ def test_raw_gradients_are_those_of_one_process(four_ranks, name):
 
 
 def bytes_of_model_state(rank, layout):
-    """Of weights, gradients and moments on this rank after a step."""
+    """Counts the bytes of weights, gradients and moments on this rank after a step."""
     wrapped = wrapped_model(rank, "tiny", layout)
     optimizer = wrapped.module.configure_optimizers(0.1, 1e-3, (0.9, 0.95))
     wrapped(rows()[:, :-1], rows()[:, 1:])[1].backward()
@@ -108,7 +106,7 @@ def bytes_of_model_state(rank, layout):
 
 @pytest.mark.slow
 def test_each_rank_has_its_part_of_the_model_state(four_ranks):
-    for ddp, sharded in (found["bytes"] for found in four_ranks):
+    for _, (ddp, sharded) in four_ranks:
         assert 0 < sharded <= 0.3 * ddp
 
 
@@ -120,7 +118,8 @@ def assert_close(a, b, tolerance=1e-5):
     assert pairs and max(abs(x - y) for x, y in pairs) < tolerance
 
 
-def bad_loss_at_step_6_on_the_last_rank(rank):
+def bad_loss_at_step_6_on_the_last_rank(rank, stop=20):
+    """Makes the loss NaN there; a SIGTERM stops the run at a step below 20."""
     real_step, real_loss = train_gpt2.train_step, train_gpt2.chunked_cross_entropy
     is_last = rank == int(os.environ.get("WORLD_SIZE", 1)) - 1
 
@@ -130,37 +129,32 @@ def bad_loss_at_step_6_on_the_last_rank(rank):
         return real_step(model, state, *args)
 
     train_gpt2.train_step = step
-
-
-def assert_same_losses(out, expected):
-    """Up to rounding; step 6 was skipped."""
-    found, losses_of_one = losses(out / "log.txt"), losses(expected / "log.txt")
-    assert str(found.pop(6)) == str(losses_of_one.pop(6)) == "nan"
-    assert_close(found, losses_of_one)
-    val = losses(expected / "log.txt", "val")
-    assert_close(losses(out / "log.txt", "val"), val, 1.1e-4)  # the log has four decimals
-    assert val[-1] < val[0]
-
-
-def bad_loss_at_step_6_and_stop(step, rank):
-    bad_loss_at_step_6_on_the_last_rank(rank)
-    stop_before(step if step < 20 else 99, rank)
+    if stop < 20:
+        stop_before(stop, rank)
 
 
 @pytest.mark.slow
 def test_a_run_that_moves_between_layouts_is_that_of_one_process(byte_shards, tmp_path):
-    """With both optimizers (Muon leaves the embeddings to AdamW), accumulation, clipping, and a step that is skipped."""
-    flags = ["--data", byte_shards, "--shuffle", "--batch-size", 2, "--checkpoint-every", 4, "--val-every", 4]
+    """Both optimizers take part (Muon leaves the embeddings to AdamW), accumulation, clipping, and a skipped step."""
+    flags = ["--data", byte_shards, "--shuffle", "--checkpoint-every", 4, "--val-every", 4]
     flags += ["--optimizer", "muon", "--max-lr", 1e-2, "--grad-clip", 0.5]
     flags += ["--max-steps", 20]
     run_to_the_end(*flags, "--out", "straight", cwd=tmp_path, sabotage=bad_loss_at_step_6_on_the_last_rank)
-    for i, (world_size, parallel) in enumerate([(1, "ddp"), (4, "fsdp"), (2, "ddp"), (2, "fsdp"), (1, "fsdp")]):
-        again = [*flags, "--out", "moved", "--resume", "auto", "--parallel", parallel]
-        sabotage = partial(bad_loss_at_step_6_and_stop, 4 * (i + 1))
+    layouts = [(1, "ddp", 4), (4, "fsdp", 2), (2, "ddp", 1), (2, "fsdp", 4), (1, "fsdp", 2)]
+    for i, (world_size, parallel, B) in enumerate(layouts):
+        again = [*flags, "--out", "moved", "--resume", "auto", "--parallel", parallel, "--batch-size", B]
+        sabotage = partial(bad_loss_at_step_6_on_the_last_rank, stop=4 * (i + 1))
         codes = finish_run(start_run(*again, cwd=tmp_path, world_size=world_size, sabotage=sabotage))
         assert codes == [143 if i < 4 else 0] * world_size
     straight, moved = tmp_path / "straight", tmp_path / "moved"
-    assert_same_losses(moved, straight)
+    order = [[line.split()[:2] for line in (out / "log.txt").read_text().splitlines()] for out in (moved, straight)]
+    assert order[0] == order[1]  # each value once, by rank 0 alone
+    found, expected = (losses(out / "log.txt") for out in (moved, straight))
+    assert str(found.pop(6)) == str(expected.pop(6)) == "nan"
+    assert_close(found, expected)
+    found, expected = (losses(out / "log.txt", "val") for out in (moved, straight))
+    assert_close(found, expected, 1.1e-4)  # the log has four decimals
+    assert expected[-1] < expected[0]
     names = sorted(path.name for path in (straight / "model_00020").iterdir())
     assert sorted(path.name for path in (moved / "model_00020").iterdir()) == names
     a, b = (trainer_file(out / "model_00020")["optimizer"]["state"] for out in (straight, moved))
@@ -172,7 +166,7 @@ def test_a_run_that_moves_between_layouts_is_that_of_one_process(byte_shards, tm
 
 @pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(byte_shards, tmp_path):
-    """Under FSDP, with dropout and Muon: of its masks, momenta and weights each rank restores its own."""
+    """Each rank restores its own part of the weights and of Muon's momenta, and its own dropout masks."""
     flags = ["--data", byte_shards, "--parallel", "fsdp", "--dropout", 0.1, "--recipe", "fast", "--checkpoint-every", 3]
     run_to_the_end(*flags, "--max-steps", 6, "--out", "straight", cwd=tmp_path, world_size=2)
     shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
@@ -223,8 +217,21 @@ def test_scores_and_samples_are_those_of_one_process(scored_run, of_one_process)
     assert len(evaluated) == 3 + 2 * 4 and evaluated == of_one_process[1]
 
 
+def no_items_on_rank_1(rank):
+    bytes_as_gpt2_tokens(rank)
+    if rank == 1:
+        train_gpt2.hellaswag.load_examples = lambda *args: []
+
+
+def test_no_rank_scores_if_one_has_no_items(scored_run, of_one_process):
+    """As after a download that failed on one node: the others would wait for its scores."""
+    found, evaluated = scored_run("without", world_size=2, sabotage=no_items_on_rank_1)
+    assert_close(found, of_one_process[0])
+    assert len(evaluated) == 2 * 4
+
+
 def nothing_is_compiled_twice(rank):
-    """Not by the trial of the micro-batch either, whose model is another one."""
+    """The trial of the micro-batch compiles nothing more, though its model is another one."""
     bytes_as_gpt2_tokens(rank)
     batch_size.TRIED = ("cpu",)
     torch._dynamo.config.error_on_recompile = True

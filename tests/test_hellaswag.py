@@ -10,8 +10,7 @@ import statistics
 import numpy as np
 import pytest
 import torch
-from helpers import losses, needs_gpt2_vocabulary, run_to_the_end
-from safetensors.torch import load_file, save_file
+from helpers import needs_gpt2_vocabulary
 from torch.nn import functional as F
 from training import ONE_PROCESS, config_of
 
@@ -128,7 +127,7 @@ def test_logits_are_fp32_under_autocast_and_few_at_a_time(models, monkeypatch):
 
 
 def test_scores_by_hand():
-    """With a model whose loss of token k is k + z nats in any context."""
+    """The loss of token k is k + z nats in any context."""
     logits = -torch.arange(10.0)
     z = math.log(logits.exp().sum())
     model = hellaswag.ScoringModel(lambda idx: idx[..., None], lambda hidden: logits.expand(len(hidden), 10), 64, CPU)
@@ -166,7 +165,7 @@ def test_a_batch_that_does_not_fit_is_halved(models):
 
 
 def score_of(model, examples, stop=None, amp=FP32):
-    """What a run scores."""
+    """Scores examples as a training run does."""
     scoring_model = hellaswag.ScoringModel(model.transformer, model.logits, model.config.block_size, ONE_PROCESS.device)
     return hellaswag.score_with_ranks(scoring_model, examples, ONE_PROCESS, stop or StopHandler(), amp)
 
@@ -213,7 +212,7 @@ def item(**change):
         "activity_label": "Roofing",
         "ctx_a": "A man sits on a roof.",
         "ctx_b": "he",
-        "ctx": "A man sits on a roof. he",
+        "ctx": "A man sits on a [step] roof. he",
         "endings": ["falls.", "rips up tiles.", "sings a song.", "is ripping level tiles off it"],
         "label": 1,
     } | change
@@ -279,18 +278,10 @@ def test_the_harness_style_by_hand(tmp_path, change, context, continuations, spa
     assert example.char_lengths == [len(c) - spaces for c in continuations]
 
 
-def test_the_tokens_style_by_hand():
-    """On bytes; nothing is cleaned."""
-    example = hellaswag.render(hellaswag.Item(["a b", "", " c"], 3, ctx="Wait. [step] he"), get_tokenizer("bytes"))
-    assert example == Example([*b"Wait. [step] he"], [[*b" a b"], [*b" "], [*b"  c"]], 3)
-
-
 def test_a_split_is_downloaded_with_its_checksum(monkeypatch):
-    monkeypatch.setattr(hellaswag, "download_file", lambda url, path, git_blob: (url, path, git_blob))
-    urls, paths, blobs = zip(*map(hellaswag.download, ("val", "train", "test")), strict=True)
-    assert all(
-        url.endswith(f"/rowanz/hellaswag/master/data/{path.name}") for url, path in zip(urls, paths, strict=True)
-    )
+    monkeypatch.setattr(hellaswag, "download_file", lambda url, path, git_blob: (url, path.name, git_blob))
+    urls, names, blobs = zip(*map(hellaswag.download, ("val", "train", "test")), strict=True)
+    assert [url.rpartition("/rowanz/hellaswag/master/data/")[2] for url in urls] == list(names)
     assert len(set(urls)) == len(set(blobs)) == 3
 
 
@@ -299,20 +290,14 @@ def test_a_split_is_downloaded_with_its_checksum(monkeypatch):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A model, and its files as other tools write them: as OpenAI's weights are on the hub, in fp16, with other fields."""
+    """A model of GPT-2's vocabulary, and its folder."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=64, n_layer=1, n_head=2, n_embd=16))
     with torch.no_grad():  # large weights: predictions are far from uniform
         for name, parameter in model.named_parameters():
-            parameter.mul_(20 if name == "transformer.wte.weight" else 8).copy_(parameter.half())
+            parameter.mul_(20 if name == "transformer.wte.weight" else 8)
     directory = tmp_path_factory.mktemp("checkpoint")
     model.save_pretrained(directory)
-    weights = load_file(directory / "model.safetensors")
-    older = {name.removeprefix("transformer."): tensor.half() for name, tensor in weights.items()}
-    save_file(older | {"h.0.attn.bias": torch.ones(1, 1, 64, 64).tril()}, directory / "model.safetensors")
-    fields = {"attn_implementation": "eager", "return_dict": False, "n_ctx": 8, "use_cache": True, "attn_pdrop": 0.9}
-    config = json.loads((directory / "config.json").read_text()) | fields
-    (directory / "config.json").write_text(json.dumps(config))
     return model, directory
 
 
@@ -324,11 +309,12 @@ def score(capsys, *flags):
 @needs_gpt2_vocabulary
 @pytest.mark.parametrize("style", ["tokens", "harness"])
 def test_the_command_line_scores_a_checkpoint(checkpoint, tmp_path, capsys, style):
+    """Against PyTorch's cross-entropy of whole rows; only the style of the harness cleans the texts."""
     model, directory = checkpoint
     items, encode = write_items(tmp_path / "items.jsonl", 1, 3, 3), get_tokenizer("gpt2").encode
     out = score(capsys, "-m", directory, "--data", items, "--style", style, "--json", tmp_path / "scores.json")
 
-    context = encode("A man sits on a roof. he" if style == "tokens" else "Roofing: A man sits on a roof. He")
+    context = encode("A man sits on a [step] roof. he" if style == "tokens" else "Roofing: A man sits on a roof. He")
     sums, normalised = [], []
     for ending in item()["endings"]:
         row = torch.tensor([context + encode(" " + ending)])
@@ -410,31 +396,14 @@ def test_weights_that_are_corrupt_or_nan_give_no_score(checkpoint, tmp_path, cap
     assert not json_file.exists() and "acc" not in capsys.readouterr().out
 
 
-@pytest.mark.slow
-@needs_gpt2_vocabulary
-def test_one_rank_two_ranks_and_the_command_line_agree(tmp_path, capsys):
-    rng, words = np.random.default_rng(0), "man roof tile sings red walks the a of cat jumps into water then".split()
-    for name in ("x_val_000000", "x_train_000001"):
-        np.save(tmp_path / name, rng.integers(0, 50257, 3000, dtype=np.uint16))
-    items = tmp_path / "items.jsonl"
-    with open(items, "w") as file:
-        for label in rng.integers(4, size=41):
-            ctx, *endings = (" ".join(rng.choice(words, rng.integers(1, 12))) for _ in range(5))
-            print(json.dumps(item(ctx=ctx, endings=endings, label=int(label))), file=file)
-    flags = ["--data", tmp_path, "--max-steps", 2, "--val-every", 0, "--hellaswag-every", 1, "--hellaswag-data", items]
-    for out, world_size in (("one", 1), ("two", 2)):
-        run_to_the_end(*flags, "--hellaswag-limit", 40, "--out", out, cwd=tmp_path, world_size=world_size)
-    one, two = (losses(tmp_path / out / "log.txt", "hella") for out in ("one", "two"))
-    assert one == two and len(one) == 3
-    score(capsys, "-m", tmp_path / "two" / "model_00002", "--data", items, "--limit", 40, "--json", tmp_path / "x")
-    assert two[-1] == round(json.loads((tmp_path / "x").read_text())["acc_norm"], 4)
-
-
 @pytest.mark.parametrize(
     "flags, message",
     [
         ("-m nowhere/model --data items.jsonl", "no model 'nowhere/model'"),
-        ("-m tiny --data items.jsonl", "tiny was trained on bytes, and HellaSwag's scores are defined on GPT-2 tokens"),
+        (
+            "-m tiny --data items.jsonl",
+            "tiny was trained on bytes tokens, but HellaSwag's scores are defined on GPT-2 tokens",
+        ),
         ("-m gpt2 --limit 0", "--limit is 0. It must be 1 or more"),
         ("-m gpt2 --split val --data items.jsonl", "--split names a download, and --data a file"),
         ("-m gpt2 --json tiny", "cannot write tiny"),

@@ -6,7 +6,6 @@ import ast
 import copy
 import subprocess
 import sys
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -27,14 +26,7 @@ def module_name(path: Path) -> str:
 TREES = {module_name(path): ast.parse(path.read_text(encoding="utf-8")) for path in (*SUPPORT, *SCRIPTS)}
 
 
-def imports_in(tree: ast.AST) -> Iterator[str]:
-    """The modules that import statements name, wherever they are; for `from a import b` these are a and a.b."""
-    for node in ast.walk(without_types(tree)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module, "imports are absolute"
-            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+PACKAGES = {module_name(path) for path in SUPPORT if path.name == "__init__.py"}
 
 
 class WithoutTypes(ast.NodeTransformer):
@@ -44,43 +36,29 @@ class WithoutTypes(ast.NodeTransformer):
         return None if ast.unparse(node.test) == "TYPE_CHECKING" else node
 
 
-def without_types(tree: ast.AST) -> ast.AST:
-    return WithoutTypes().visit(copy.deepcopy(tree))
-
-
-def modules_imported_by(name: str) -> set[str]:
+def imports_of(name: str) -> set[str]:
     """The modules of this project that one of them imports, anywhere in its file."""
-    return {module for module in imports_in(TREES[name]) if module in TREES and module not in PACKAGES}
+    found = set()
+    for node in ast.walk(WithoutTypes().visit(copy.deepcopy(TREES[name]))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, "imports are absolute"
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found & TREES.keys() - PACKAGES
 
 
-PACKAGES = {module_name(path) for path in SUPPORT if path.name == "__init__.py"}
-
-
-def test_imports_in_support_only_go_down():
-    def level(name: str) -> tuple[str, int]:
-        layer = name.split(".")[1]
-        return layer, LEVELS[layer]
-
-    modules = [name for name in TREES if name.startswith("support.") and name not in PACKAGES]
-    assert {name.split(".")[1] for name in modules} == LEVELS.keys()
-    for name in modules:
-        own_layer, own_level = level(name)
-        for other in modules_imported_by(name):
-            layer, below = level(other)
-            assert layer == own_layer or below < own_level, f"{name} imports {other}"
-    for name in PACKAGES:
-        assert not list(imports_in(TREES[name])), f"{name} imports something"
-
-
-def test_no_circles():
-    TopologicalSorter({name: modules_imported_by(name) for name in TREES}).prepare()
-
-
-def test_nothing_but_sample_imports_the_trainer():
-    importers = [name for name, tree in TREES.items() if "train_gpt2" in imports_in(tree)]
-    assert importers == ["sample"]
-    assert not any(script in imports_in(TREES[name]) for name in TREES for script in ("fineweb", "sample"))
-    assert [name for name, tree in TREES.items() if "hellaswag" in imports_in(tree)] == ["train_gpt2"]
+def test_imports_only_go_down():
+    TopologicalSorter({name: imports_of(name) for name in TREES}).prepare()  # raises if there are circles
+    for name in TREES:
+        importable = {"train_gpt2": {"hellaswag"}, "sample": {"train_gpt2"}}.get(name, set())
+        for other in imports_of(name):
+            if other.startswith("support."):
+                layer = name.split(".")[1] if name.startswith("support.") else None
+                below = other.split(".")[1]
+                assert layer in (None, below) or LEVELS[below] < LEVELS[layer], f"{name} imports {other}"
+            else:
+                assert other in importable, f"{name} imports {other}"
 
 
 DATA = [name for name in TREES if name.startswith("support.data.")]

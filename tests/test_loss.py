@@ -55,7 +55,7 @@ def test_chunked_loss_is_the_cross_entropy(head, compiled):
 
 
 def test_the_weight_gradients_of_many_chunks_are_summed_in_fp32(head):
-    """250 of them in bf16, each rounded once; a bf16 sum would be rounded 250 times."""
+    """There are 250 of them in bf16, each rounded once; a bf16 sum would be rounded 250 times."""
     x, weight, targets, vocab_size = head
     x, targets = x.repeat(40, 1), targets.repeat(40)
     exact = loss_and_gradients(plain_loss, x, weight, targets, vocab_size)
@@ -75,16 +75,12 @@ def test_no_gradients_are_computed_under_no_grad(head, products):
     x, weight, targets, vocab_size = head
     with torch.no_grad():
         chunked_cross_entropy(x.clone().requires_grad_(), weight.clone().requires_grad_(), targets, vocab_size)
-    logits = [(8, 32, 320)] * 6 + [(2, 32, 320)]
-    assert products == logits
-    products.clear()
-    loss_and_gradients(chunked_cross_entropy, *head)
-    assert set(products) == {*logits, (8, 320, 32), (2, 320, 32), (320, 8, 32), (320, 2, 32)} and len(products) == 21
+    assert products == [(8, 32, 320)] * 6 + [(2, 32, 320)]  # the logits
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_frozen_weight_gets_no_gradient_and_costs_none(head, products, compiled):
-    """And the gradient of the hidden states is the same."""
+    """The gradient of the hidden states is the same."""
     function = torch.compile(chunked_cross_entropy, fullgraph=True) if compiled else chunked_cross_entropy
     x, weight, targets, vocab_size = head
     expected, expected_grad, _ = loss_and_gradients(chunked_cross_entropy, *head)

@@ -337,7 +337,7 @@ def test_parts_that_are_divided_otherwise_are_not_mixed(texts, monkeypatch, fini
     if finished:
         next(Path("out").glob("*_train_000003.npy")).unlink()
     monkeypatch.setattr(text_files, "MIN_PART_BYTES", 3000)
-    with pytest.raises(UserError, match="was divided into other parts before. Make its shards in another --output"):
+    with pytest.raises(UserError, match="was divided into other parts before. Use another --output"):
         make("out")
 
 
@@ -462,7 +462,7 @@ def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(tmp_pat
             patch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free))
             make_shards(corpus_of(LONG), folder, tokenizer="bytes", **options)
 
-    with pytest.raises(UserError, match=r"new has 0\.0 MB free, and about 0\.0 MB are needed to make the shards"):
+    with pytest.raises(UserError, match=r"new has 0\.0 MB free, but about 0\.0 MB are needed to make the shards"):
         try_with(tmp_path / "new", 2 * 2 * characters - 1)
     assert not (tmp_path / "new").exists()
     interrupt(LONG, tmp_path / "out", monkeypatch, 7, **options)  # while the two splits are written

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from helpers import on_ranks
-from training import ONE_PROCESS, TINY, config_of, trained
+from training import TINY, trained
 
 from support.optim.muon import Muon, orthogonalize
-from train_gpt2 import GPT, train
+from train_gpt2 import GPT
 
 ADAMW = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
 
@@ -93,7 +93,7 @@ def test_muon_gets_the_matrices_of_the_blocks():
 
 
 def test_adamw_has_a_learning_rate_of_its_own():
-    """In proportion to Muon's through the schedule; Muon's matrices do not notice."""
+    """It stays in proportion to Muon's through the schedule; Muon's matrices do not notice."""
     vectors, expected_vectors = random_matrices((7,), (5, 3), seed=1), random_matrices((7,), (5, 3), seed=1)
     matrices, expected_matrices = random_matrices((32, 32)), random_matrices((32, 32))
     group = {"num_splits": [1], "weight_decay": 0.1}
@@ -131,7 +131,7 @@ def test_a_skipped_step_changes_nothing(value):
 
 
 def weights_after_three_steps(rank=0):
-    """And how many matrices this rank has orthogonalized, by batch of one shape."""
+    """Returns them, and how many matrices this rank has orthogonalized, by batch of one shape."""
     parameters = random_matrices((32, 32), (96, 32), (64, 32), (32, 64), (16, 8))
     groups = [{"params": parameters, "num_splits": [1, 3, 1, 1, 1], "weight_decay": 0.1}]
     optimizer, counts = Muon(groups, dtype=torch.bfloat16, **ADAMW), []
@@ -179,8 +179,8 @@ def test_matrix_products_are_in_bf16_only_if_training_is(byte_shards, tmp_path, 
 
 
 def test_the_flag_is_for_what_adamw_updates(byte_shards, tmp_path):
-    flags = ["--data", byte_shards, "--recipe", "fast", "--adamw-lr", 0]
-    one, two = (train(config_of("--out", tmp_path / str(n), *flags, "--max-steps", n), ONE_PROCESS) for n in (1, 2))
-    before, after = one.model.state_dict(), two.model.state_dict()
+    flags = ["--data", byte_shards, "--recipe", "fast", "--adamw-lr", 0, "--max-steps", 2, "--checkpoint-every", 1]
+    trained(tmp_path, *flags)
+    before, after = (GPT.from_pretrained(tmp_path / name).state_dict() for name in ("model_00001", "model_00002"))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if name.startswith("transformer.h.") and before[name].dim() == 2}

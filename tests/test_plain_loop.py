@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from helpers import losses
-from training import FP32, ONE_PROCESS, config_of
+from torch.nn import functional as F
+from training import FP32, ONE_PROCESS, TINY, config_of
 
 from benchmarks.plain_loop import plain_losses
 from support.data import shards
@@ -32,9 +34,19 @@ def several_chunks_in_each_micro_batch(monkeypatch):
 
 
 @compile_flags
-def test_fifty_steps_follow_the_plain_loop(byte_shards, tmp_path, flags):
-    config, found = trained_losses(byte_shards, tmp_path / "run", "--val-every", 50, *flags)
-    plain = plain_losses(config, 4, 50)
+def test_fifty_steps_follow_a_plain_loop_with_huggingfaces_model(byte_shards, tmp_path, flags):
+    """The reference has another model, one large batch per step, and rows cut by hand."""
+    from transformers import GPT2LMHeadModel
+
+    class WithLoss(GPT2LMHeadModel):
+        def forward(self, idx, targets):
+            return None, F.cross_entropy(super().forward(idx).logits.flatten(0, 1), targets.flatten())
+
+    flags = ["--val-every", 50, "--beta2", 0.99, "--weight-decay", 0.2, *flags]
+    config, found = trained_losses(byte_shards, tmp_path / "run", *flags)
+    torch.manual_seed(config.seed)
+    GPT(TINY).save_pretrained(tmp_path / "start")
+    plain = plain_losses(config, 16, 50, WithLoss.from_pretrained(tmp_path / "start"))
     assert plain[-1] < plain[0] - 1  # it learns
     assert np.abs(found - plain).max() < 1e-4
     saved = GPT.from_pretrained(tmp_path / "run" / "model_00050")  # compiled or not, its weights have the same names
@@ -44,10 +56,10 @@ def test_fifty_steps_follow_the_plain_loop(byte_shards, tmp_path, flags):
 
 
 @pytest.mark.slow
-@compile_flags
-def test_in_bf16_they_stay_within_its_rounding(byte_shards, tmp_path, flags):
+@pytest.mark.parametrize("dtype, flags", [("bf16", ()), ("fp16", ()), ("bf16", ["--compile"])])
+def test_lower_precision_stays_within_the_rounding_of_bf16(byte_shards, tmp_path, dtype, flags):
     """bf16 rounds by up to 2^-8 of a value; of 256 tokens, roundings of both signs mostly cancel in the mean."""
-    config, found = trained_losses(byte_shards, tmp_path / "run", "--val-every", 0, "--dtype", "bf16", *flags)
+    config, found = trained_losses(byte_shards, tmp_path / "run", "--val-every", 0, "--dtype", dtype, *flags)
     exact = plain_losses(config, 4, 50)
     error = np.abs(found / exact - 1)
-    assert error.min() > 0 and error.max() < 2**-10
+    assert error.max() > 1e-6 and error.max() < 2**-10

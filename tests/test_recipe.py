@@ -15,32 +15,24 @@ from train_gpt2 import MODELS, TrainConfig, get_lr, resolve
 
 # ---- the learning rate
 
-
-def test_cosine_schedule_by_hand():
-    config = TrainConfig(max_lr=1.0, min_lr=0.1, warmup_steps=10, decay_steps=110, max_steps=1000)
-    quarter = 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2
-    expected = {0: 0.1, 4: 0.5, 9: 1.0, 10: 1.0, 35: quarter, 60: 0.55, 85: 1.1 - quarter, 110: 0.1, 999: 0.1}
-    for step, lr in expected.items():
-        assert get_lr(step, config) == pytest.approx(lr), step
-
-
-def test_wsd_schedule_by_hand():
-    config = TrainConfig(schedule="wsd", max_lr=1.0, min_lr=0.1, warmup_steps=10, decay_steps=100, max_steps=200)
-    expected = {0: 0.1, 9: 1.0, 10: 1.0, 59: 1.0, 60: 1.0, 61: 0.9775, 80: 0.55, 99: 0.1225, 100: 0.1, 199: 0.1}
-    for step, lr in expected.items():
-        assert get_lr(step, config) == pytest.approx(lr), step
+QUARTER = 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2  # of a cosine
 
 
 @pytest.mark.parametrize(
     "options, expected",
     [
+        (
+            dict(schedule="cosine", decay_steps=110),
+            {0: 0.1, 4: 0.5, 9: 1.0, 10: 1.0, 35: QUARTER, 60: 0.55, 85: 1.1 - QUARTER, 110: 0.1, 299: 0.1},
+        ),
+        ({}, {0: 0.1, 9: 1.0, 59: 1.0, 60: 1.0, 61: 0.9775, 80: 0.55, 99: 0.1225, 100: 0.1, 299: 0.1}),
         (dict(cooldown_fraction=0.0), {10: 1.0, 99: 1.0, 100: 0.1}),
         (dict(cooldown_fraction=1.0), {9: 1.0, 10: 1.0, 55: 0.55, 100: 0.1}),  # not before the warm-up ends
         (dict(warmup_steps=0, cooldown_fraction=1.0), {0: 1.0, 50: 0.55}),
         (dict(warmup_steps=300), {0: 1 / 300, 150: 151 / 300, 299: 1.0}),
     ],
 )
-def test_cooldowns_at_their_limits(options, expected):
+def test_schedules_by_hand(options, expected):
     base = dict(schedule="wsd", max_lr=1.0, min_lr=0.1, warmup_steps=10, decay_steps=100, max_steps=300)
     for step, lr in expected.items():
         assert get_lr(step, TrainConfig(**(base | options))) == pytest.approx(lr), step
@@ -131,15 +123,11 @@ def test_a_recipe_sets_defaults_and_nothing_else(flags, optimizer, schedule, max
 @pytest.mark.parametrize(
     "flags, problem",
     [
-        (["--cooldown-fraction", "1.1"], "--cooldown-fraction is 1.1. It must be 1 or less."),
         (["--recipe", "fast", "--decay-steps", "1" + "0" * 400], "--decay-steps is 1000"),
-        (["--cooldown-fraction", "nan"], "--cooldown-fraction is nan. It must be a finite number."),
-        (["--dropout", "1"], "--dropout is 1.0. It must be less than 1."),
         (["--init-from", "gpt2", "--no-bias"], "--init-from brings its own sizes. Leave out --no-bias."),
     ],
 )
 def test_bad_values(flags, problem):
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=f"^{problem}") as error:
         configure(flags)
-    [message] = error.value.problems
-    assert message.startswith(problem)
+    assert len(error.value.problems) == 1

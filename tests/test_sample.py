@@ -150,10 +150,18 @@ def texts_of(run: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> list
     return capsys.readouterr().out.split("\n---\n")
 
 
-def test_texts_continue_the_prompt_and_depend_on_the_seed(run, capsys):
-    texts = texts_of(run, capsys)
-    assert [text[:4] for text in texts] == ["The ", "The "] and texts[0] != texts[1]
-    assert texts_of(run, capsys) == texts != texts_of(run, capsys, "--seed", "2")
+def test_texts_are_those_of_the_trainer_without_a_cache(run, capsys, monkeypatch):
+    """An empty prompt is an end-of-text token, which is not printed; any number of texts takes the memory of a few."""
+    checkpoint, tokenizer = GPT.from_pretrained(run / "model_00003"), BytesTokenizer()
+    for flags in ([], ["--prompt", ""], ["--seed", "2"]):
+        prompt, seed = "" if "--prompt" in flags else "The ", 2 if "--seed" in flags else 1337
+        generator = seeded_generator(torch.device("cpu"), seed)
+        expected = trainers_sample(checkpoint, tokenizer, prompt, 8, generator, n=2)
+        expected = [text.removeprefix("<|endoftext|>" if not prompt else "") for text in expected]
+        assert texts_of(run, capsys, *flags) == [expected[0], expected[1] + "\n"]
+    monkeypatch.setattr(sample, "MAX_BATCH", 2)
+    texts = texts_of(run, capsys, "-n", "5")
+    assert len(set(texts)) == 5 and texts[:2] == [text.rstrip("\n") for text in texts_of(run, capsys)]
 
 
 def test_what_is_piped_in_is_the_prompt(run, capsys, monkeypatch):
@@ -168,19 +176,6 @@ def test_what_is_piped_in_is_the_prompt(run, capsys, monkeypatch):
     assert texts_for(b"") == texts_of(run, capsys, "--prompt", "Or")
     with pytest.raises(UserError, match="not valid UTF-8"):
         texts_for(b"caf\xe9")
-
-
-def test_any_number_of_texts_takes_the_memory_of_a_few(run, capsys, monkeypatch):
-    monkeypatch.setattr(sample, "MAX_BATCH", 2)
-    texts = texts_of(run, capsys, "-n", "5")
-    assert len(texts) == len(set(texts)) == 5 and {text[:4] for text in texts} == {"The "}
-    assert "\n---\n".join(texts[:2]) + "\n" == "\n---\n".join(texts_of(run, capsys)) and texts[4].endswith("\n")
-
-
-def test_the_texts_are_those_of_the_trainer_without_a_cache(run, capsys):
-    checkpoint, tokenizer = GPT.from_pretrained(run / "model_00003"), BytesTokenizer()
-    expected = trainers_sample(checkpoint, tokenizer, "The ", 8, seeded_generator(torch.device("cpu"), 1337), n=2)
-    assert "\n---\n".join(expected) + "\n" == "\n---\n".join(texts_of(run, capsys))
 
 
 def test_top_p_and_dtype_are_used(run, capsys, monkeypatch):
@@ -235,7 +230,9 @@ def test_a_session_continues_what_is_typed(run, capsys):
         shown.append(terminal.before.replace("\r\n", "\n"))
     first, second, too_long, not_utf8 = shown
     assert first == f"Thé\n{as_on_terminal(text)}" and as_on_terminal(text) not in second
-    assert too_long.endswith(f"the prompt has 17 tokens, and the context of {run / 'model_00003'} is 16. Shorten it.")
+    assert too_long.endswith(
+        f"the prompt has 17 tokens, but the context of {run / 'model_00003'} is 16. Shorten the prompt."
+    )
     assert "error: the prompt is not valid UTF-8." in not_utf8
     terminal.sendeof()
     assert terminal.wait() == 0
@@ -265,7 +262,7 @@ def test_ctrl_c_stops_a_text_and_then_the_session(run):
         (["--model", "log"], r"log is not a checkpoint: it has no config.json. Did you mean log/model_00003\?"),
         (
             ["--model", "log/model_00003", "--prompt", "x" * 17],
-            "the prompt has 17 tokens, and the context of log/model_00003 is 16. Shorten it.",
+            "the prompt has 17 tokens, but the context of log/model_00003 is 16. Shorten the prompt.",
         ),
         (
             ["--model", "log/model_00003", "--prompt", "caf\udce9"],
@@ -287,11 +284,3 @@ def test_a_broken_weight_is_named(tiny_model):
     tiny_model.transformer.ln_f.bias.data[0] = torch.inf
     with pytest.raises(UserError, match="the logits are not finite numbers. Try --dtype fp32"):
         list(sample.generate(tiny_model, prompts(3), 2, torch.Generator()))
-
-
-def test_an_empty_prompt_is_an_end_of_text(run, capsys):
-    """It starts the text, and is not printed."""
-    model = GPT.from_pretrained(run / "model_00003").eval()
-    new = model.generate(torch.full((1, 1), 256), 32, temperature=0)
-    text = BytesTokenizer().decode(new[0, 1:].tolist())
-    assert texts_of(run, capsys, "-n", "1", "--prompt", "", "--temperature", "0") == [text + "\n"]

@@ -45,18 +45,6 @@ def test_one_process_stops_within_a_step(byte_shards, tmp_path, number, code):
     assert_same_run(tmp_path / "run", tmp_path / "straight")
 
 
-@pytest.mark.slow
-def test_several_processes_stop_at_the_same_step(byte_shards, tmp_path):
-    flags = ["--data", byte_shards, "--shuffle", "--max-steps", 7, "--val-every", 0]
-    in_step_3 = partial(signalled_in_forward, number=signal.SIGTERM, call=3 * 2, receiver=1)  # 2 micro-steps in each
-    ranks = start_run(*flags, "--out", "run", cwd=tmp_path, world_size=2, sabotage=in_step_3)
-    assert finish_run(ranks) == [143, 143]  # the other rank learns of it with the next loss
-    assert steps_done(tmp_path / "run") == 4 and checkpoint_names(tmp_path / "run") == ["model_00004"]
-    run_to_the_end(*flags, "--out", "run", "--resume", cwd=tmp_path, world_size=2)
-    run_to_the_end(*flags, "--out", "straight", cwd=tmp_path, world_size=2)
-    assert_same_run(tmp_path / "run", tmp_path / "straight")
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_signal_interrupts_a_validation(byte_shards, tmp_path, world_size):
     flags = ["--data", byte_shards, "--max-steps", 4, "--val-every", 2, "--batch-size", 1, "--val-tokens", 10**6]
@@ -90,7 +78,7 @@ def test_a_second_interrupt_exits_immediately(monkeypatch, torchrun, numbers, ex
 
 
 def test_a_hangup_that_is_ignored_stays_ignored():
-    """As under nohup."""
+    """nohup ignores it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with StopHandler() as stop:
         signal.raise_signal(signal.SIGHUP)
@@ -132,7 +120,7 @@ def reader_closes_after_step_3(rank):
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_state_is_saved_when_the_reader_of_the_output_closes_it(byte_shards, tmp_path, world_size):
-    """As "| tee" does on Ctrl-C, which ends tee first."""
+    """Ctrl-C with "| tee" ends tee first."""
     flags = ["--data", byte_shards, "--max-steps", 8]
     run_to_the_end(*flags, "--out", "straight", cwd=tmp_path, world_size=world_size)
     ranks = start_run(*flags, "--out", "run", cwd=tmp_path, world_size=world_size, sabotage=reader_closes_after_step_3)

@@ -72,7 +72,7 @@ START = {"command": ["x"], "flags": {}, "data": {}, "parameters": 1, "tokens_per
 
 @pytest.mark.parametrize("cut", [1, 5])
 def test_a_line_that_a_kill_has_cut_off_takes_no_other_with_it(tmp_path, cut):
-    """Without its last character, which is the end of the line, or without more."""
+    """The last line lacks its last character, which is its end, or more."""
     for step in (0, 1):
         append_start(tmp_path, START | {"first_step": step})
     path = tmp_path / "starts.jsonl"

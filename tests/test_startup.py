@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
@@ -10,8 +9,6 @@ import sys
 import pytest
 from helpers import ROOT
 from test_terminal import Terminal, screen
-
-SCRIPTS = ["train_gpt2.py", "sample.py", "hellaswag.py", "fineweb.py", "compare.py"]
 
 
 @pytest.mark.parametrize(
@@ -29,17 +26,6 @@ def test_threads_sleep_soon_unless_the_user_has_chosen(chosen, expected):
     code = "import os; from support import startup; startup.prepare(); print(os.environ.get('GOMP_SPINCOUNT'))"
     command = [sys.executable, "-c", code]
     assert subprocess.check_output(command, cwd=ROOT, env=environment | chosen, text=True).strip() == expected
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_scripts_prepare_before_all_other_imports(script):
-    """libgomp reads its variables when PyTorch loads it."""
-    docstring, future, first, second, *others = ast.parse((ROOT / script).read_text(encoding="utf-8")).body
-    assert ast.unparse(first) == "from support import startup"
-    assert ast.unparse(second).startswith("if __name__ == '__main__':\n    startup.prepare(")
-    used = {ast.unparse(node).split(".")[0] for node in ast.walk(ast.parse((ROOT / "support/startup.py").read_text()))
-            if isinstance(node, ast.alias)}  # fmt: skip
-    assert used <= {*sys.stdlib_module_names, "annotations"}
 
 
 @pytest.mark.slow

@@ -18,10 +18,10 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import finish_run, start_run
+from runs import log_without_seconds
 from test_signals import signalled_in_forward
 from training import ONE_PROCESS, run_info, trained
 
-from benchmarks.bench_chaos import log_without_seconds
 from support.checkpoints.state import TrainState
 from support.cli import warn
 from support.console import run_logger, terminal
@@ -75,7 +75,7 @@ def screen(output: str) -> list[str]:
 
 
 def status_lines(output: str) -> list[str]:
-    """All that was drawn in place."""
+    """Returns all that was drawn in place."""
     return [re.sub(ESCAPE, "", text) for text in re.findall(r"\r([^\r\n]+)(?=\r(?!\n))", output)]
 
 
@@ -120,15 +120,11 @@ def test_a_terminal_shows_some_steps_and_a_status_line_that_goes(byte_shards, tm
     assert any(re.fullmatch(drawn, text) for text in status)
     assert any(re.fullmatch(r"step 75/150 \| validation \d+/\d+ *", text) for text in status)
     assert not any("/150 |" in line for line in lines) and lines[-1] == ""
-    assert "warning: from another thread, for example" in lines
+    assert "warning: from another thread, for example" in lines and lines[-2].startswith("next    python sample.py")
     steps = [int(match[1]) for line in lines if (match := re.match(r"step +(\d+) \| loss: \d\.\d{6} ", line))]
     assert steps == [*range(0, 150, 10), 149]  # a line in ten seconds
-    assert not any(line.startswith("note    ") and "ETA" in line for line in lines)
     assert all(len(line) <= COLUMNS or str(byte_shards) in line for line in lines)
     assert "\x1b[1mstep    75 | val loss: " in output and "step    75 | saved run/model_00075" in lines
-    assert lines[-2] == "next    python sample.py --model run/model_00150"
-    assert any(line.startswith("warning the warm-up of 150 steps takes the whole run of 150") for line in lines)
-    assert "step    256 tokens = 4 rows x 16 tokens x 1 process x 4 micro-steps" in lines
 
 
 def interrupted_in_step_3(rank: int) -> None:
@@ -180,19 +176,12 @@ def test_the_summary_agrees_with_the_log(tmp_path, capsys):
         f"saved   {out}/model_00006",
         f"next    python sample.py --model '{out}/model_00006'",
     ]
-    (out / "log.txt").write_text("0 val 5.0000\n6 val 4.0000\n")
-    checkpoint = SimpleNamespace(step=2, seconds=60.0)
-    resumed = dataclasses.replace(run, checkpoint=checkpoint)
+    resumed = dataclasses.replace(run, checkpoint=SimpleNamespace(step=2, seconds=60.0))
     print_summary(resumed, ONE_PROCESS, state, {}, out / "model_00004", [])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].endswith(" elapsed since step 2")
-    assert [line.split()[0] for line in lines[2:]] == ["best", "saved", "next", "longer"]
-    command = f"python train_gpt2.py --fork '{out}/model_00004' --out '{out}_longer'"
-    assert lines[-1] == f"longer  {command} --max-steps 12"
-    timed = dataclasses.replace(resumed, config=dataclasses.replace(run.config, minutes=3.0))
-    print_summary(timed, ONE_PROCESS, state, {}, out / "model_00004", [])
-    lines = capsys.readouterr().out.splitlines()
-    assert " of 0:02:00 elapsed" in lines[1] and lines[-1] == f"longer  {command} --minutes 6"
+    fork = f"python train_gpt2.py --fork '{out}/model_00004' --out '{out}_longer' --max-steps 12"
+    assert lines[-1] == f"longer  {fork}"
 
 
 @pytest.mark.parametrize("term, no_color, is_styled", [("xterm", "", True), ("xterm", "1", False), ("dumb", "", False)])

@@ -116,13 +116,11 @@ def test_a_resumed_run_continues_the_same_curves(byte_shards, tmp_path, monkeypa
     assert summary["final/loss/train"] == pytest.approx(losses(out / "log.txt")[-1], abs=1e-5)
 
 
-def test_a_run_that_replaces_another_starts_new_curves(byte_shards, tmp_path, monkeypatch):
-    flags = ["--data", byte_shards, "--checkpoint-every", 0, "--resume", "auto"]
+def test_a_run_that_is_started_over_starts_new_curves(byte_shards, tmp_path, monkeypatch):
+    flags = ["--data", byte_shards, "--checkpoint-every", 0, "--resume", "auto", "--tensorboard"]
     trained(tmp_path, *flags, "--max-steps", 4)
-    assert not (tmp_path / "tensorboard").exists() and not (tmp_path / "wandb").exists()  # unless asked for
-    trained(tmp_path, *flags, "--max-steps", 4, "--tensorboard")
     monkeypatch.setattr("support.runtime.devices.peak_flops", lambda device: 1e12)
-    trained(tmp_path, *flags, "--max-steps", 3, "--tensorboard")
+    trained(tmp_path, *flags, "--max-steps", 3)
     shown, _ = curves(tmp_path)
     assert shown["loss/train"].keys() == {0, 1, 2} == shown["speed/mfu"].keys()
 

@@ -1,11 +1,10 @@
-"""The training loop against the same training written out plainly, and against itself done another way."""
+"""Training in one process: what is evaluated and when, starting points, and bad input. test_plain_loop.py has the losses."""
 
 import json
 import math
 import os
 import re
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -13,78 +12,19 @@ import torch
 from helpers import (
     TINY_FLAGS,
     TINY_TRAINING_FLAGS,
-    finish_run,
     losses,
     run_script,
-    run_to_the_end,
-    start_run,
-    stop_before,
 )
 from torch.nn import functional as F
-from training import FP32, ONE_PROCESS, TINY, config_of, configure, forked, trained, trainer_file
+from training import FP32, ONE_PROCESS, config_of, configure, forked, trained
 
 import train_gpt2
-from benchmarks.plain_loop import plain_losses
-from support.checkpoints.directory import list_checkpoints, step_of
 from support.cli import UserError, run_cli
 from support.console.log import read_log
 from support.data import shards
 from support.runtime.machine import Machine
 from support.runtime.signals import StopHandler
-from train_gpt2 import GPT, DataLoaderLite, train, validation_loss
-
-# ---- the step
-
-
-def test_losses_equal_a_plain_loop_with_huggingfaces_model(byte_shards, tmp_path):
-    """20 steps of 4 micro-batches, against another model, one large batch per step, and rows cut by hand."""
-    from transformers import GPT2LMHeadModel
-
-    flags = ["--data", byte_shards, "--max-steps", 20, "--beta2", 0.99, "--weight-decay", 0.2]
-    trained(tmp_path / "run", *flags)
-    config = config_of(*flags)
-    torch.manual_seed(config.seed)
-    GPT(TINY).save_pretrained(tmp_path / "start")
-
-    class WithLoss(GPT2LMHeadModel):
-        def forward(self, idx, targets):
-            return None, F.cross_entropy(super().forward(idx).logits.flatten(0, 1), targets.flatten())
-
-    expected = plain_losses(config, 16, 20, WithLoss.from_pretrained(tmp_path / "start"))
-    measured = losses(tmp_path / "run" / "log.txt")
-    np.testing.assert_allclose(measured, expected, atol=2e-5)
-    assert measured[-1] < measured[0] - 1
-
-
-@pytest.mark.slow
-def test_losses_do_not_depend_on_processes_and_micro_batch(byte_shards, tmp_path):
-    """20 steps on one process, and resumed from one layout of 4, 1 and 2 processes to another."""
-    flags = ["--data", byte_shards, "--shuffle", "--max-steps", 20]
-    run_to_the_end(*flags, "--out", "one", "--batch-size", 4, "--checkpoint-every", 0, cwd=tmp_path)
-    for stop, (world_size, B) in zip((5, 10, 21), [(4, 1), (1, 4), (2, 2)], strict=True):
-        again = [*flags, "--resume", "auto", "--out", "moved", "--batch-size", B]
-        ranks = start_run(*again, cwd=tmp_path, world_size=world_size, sabotage=partial(stop_before, stop))
-        assert finish_run(ranks) == [143 if stop < 20 else 0] * world_size
-    one, moved = (tmp_path / out / "log.txt" for out in ("one", "moved"))
-    assert [step_of(path) for path in list_checkpoints(tmp_path / "moved")] == [5, 10, 20]
-    order = [line.split()[:2] for line in one.read_text().splitlines()]
-    assert len(order) == 85  # four lines for each of 20 steps, 5 validations
-    assert [line.split()[:2] for line in moved.read_text().splitlines()] == order  # each once, by rank 0 alone
-    np.testing.assert_allclose(losses(moved), losses(one), rtol=0, atol=1e-5)
-    np.testing.assert_allclose(losses(moved, "val"), losses(one, "val"), rtol=0, atol=1.01e-4)
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_lower_precision_follows_fp32(byte_shards, tmp_path, dtype):
-    flags = ("--data", byte_shards, "--max-steps", 12, "--checkpoint-every", 6)
-    trained(tmp_path / "fp32", *flags)
-    trained(tmp_path / dtype, *flags, "--dtype", dtype)
-    a, b = losses(tmp_path / "fp32" / "log.txt"), losses(tmp_path / dtype / "log.txt")
-    assert a != b
-    np.testing.assert_allclose(a, b, atol=0.03)
-    scaler = trainer_file(tmp_path / dtype / "model_00012")["scaler"]
-    assert bool(scaler) == (dtype == "fp16")
-
+from train_gpt2 import DataLoaderLite, train, validation_loss
 
 # ---- evaluation
 
@@ -102,12 +42,13 @@ def test_validation_is_the_mean_over_its_rows(byte_shards, tiny_model, tokens, r
 
 
 def test_when_things_are_evaluated(byte_shards, tmp_path, capsys):
-    flags = "--max-steps 7 --val-every 3 --sample-every 3 --checkpoint-every 4".split()
+    flags = ["--prompt", "30 + 12 =", *"--max-steps 7 --val-every 3 --sample-every 3 --checkpoint-every 4".split()]
     log = trained(tmp_path / "run", "--data", byte_shards, *flags)
     assert [line.split()[0] for line in log.splitlines() if " val " in line] == ["0", "3", "6", "7"]
     assert [line.split()[:2] for line in log.splitlines()][:3] == [["0", "val"], ["0", "train"], ["0", "lr"]]
     out = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in out if "| sample 0:" in line] == ["3", "6", "7"]
+    assert [line.split()[1] for line in out if "| sample 0: 30 + 12 =" in line] == ["3", "6", "7"]
+    assert sum(": 30 + 12 =" in line for line in out) == 3 * 4
     assert sorted(p.name for p in (tmp_path / "run").glob("model_*")) == ["model_00004", "model_00007"]
     off = trained(tmp_path / "off", "--data", byte_shards, "--max-steps", 2, "--val-every", 0, "--checkpoint-every", 0)
     assert "val" not in off and not list((tmp_path / "off").glob("model_*"))
@@ -136,39 +77,33 @@ def gpt2_shards(tmp_path, monkeypatch):
     return data
 
 
-def test_shards_without_a_manifest_train_as_gpt2_tokens(gpt2_shards, tmp_path):
-    log = trained(tmp_path / "run", "--data", gpt2_shards, "--max-steps", 2, "--sample-every", 1)
-    assert float(log.split()[2]) == pytest.approx(math.log(50257), abs=0.1)
-
-
-def test_hellaswag_is_scored_in_training(gpt2_shards, tmp_path, capsys):
+def test_shards_without_a_manifest_train_as_gpt2_tokens_with_hellaswags_scores(gpt2_shards, tmp_path, capsys):
     items = tmp_path / "items.jsonl"
     texts = [("A man sits on a roof.", i, ["falls", "sleeps", "sings a song", "rips up tiles"]) for i in range(4)]
     items.write_text("".join(json.dumps({"ctx": c, "label": i, "endings": e}) + "\n" for c, i, e in texts))
     flags = ["--data", gpt2_shards, "--max-steps", 4, "--hellaswag-every", 2, "--hellaswag-data", items]
     # The same endings with each label once: whatever the model prefers, it is right for one of the four.
     trained(tmp_path / "run", *flags)
-    assert read_log(tmp_path / "run" / "log.txt")["hella"] == {0: 0.25, 2: 0.25, 4: 0.25}
+    log = read_log(tmp_path / "run" / "log.txt")
+    assert log["hella"] == {0: 0.25, 2: 0.25, 4: 0.25} and log["val"][0] == pytest.approx(math.log(50257), abs=0.1)
     out = capsys.readouterr().out
     assert re.search(r"step     2 \| HellaSwag acc_norm: 0\.2500 ± 0\.2500 of 4 items \| \d+\.\ds\n", out)
 
 
-def test_training_continues_without_hellaswag(gpt2_shards, byte_shards, tmp_path, monkeypatch, capsys):
+def test_training_continues_without_hellaswag(gpt2_shards, tmp_path, monkeypatch, capsys):
     def unreachable():
         raise UserError("cannot download it.")
 
     monkeypatch.setattr("hellaswag.download", unreachable)
     log = trained(tmp_path / "run", "--data", gpt2_shards, "--max-steps", 2, "--hellaswag-every", 1)
     out = capsys.readouterr().out
-    assert "hella" not in log and read_log(tmp_path / "run" / "log.txt")["train"].keys() == {0, 1}
-    assert out.index("HellaSwag is off: cannot download it.") < out.index("step     0")
-    monkeypatch.undo()
-    assert "note    HellaSwag is off: cannot" in out
+    assert "hella" not in log and losses(tmp_path / "run" / "log.txt")[1:]
+    assert -1 < out.find("note    HellaSwag is off: cannot download it.") < out.index("step     0")
 
 
 def test_hellaswag_on_other_tokens_is_an_error_if_a_flag_asks_for_it(byte_shards, tmp_path, capsys, monkeypatch):
     flags = ["--data", byte_shards, "--max-steps", 1]
-    problem = "on GPT-2 tokens, and .* has bytes tokens. Train with --tokenizer gpt2, or "
+    problem = "on GPT-2 tokens, but .* has bytes tokens. Train with --tokenizer gpt2, or "
     for name, value in (("every", 1), ("data", "items.jsonl"), ("limit", 5)):
         with pytest.raises(UserError, match=problem):
             trained(tmp_path / name, *flags, "--hellaswag-every", 1, f"--hellaswag-{name}", value)
@@ -176,7 +111,7 @@ def test_hellaswag_on_other_tokens_is_an_error_if_a_flag_asks_for_it(byte_shards
     monkeypatch.setattr(Machine, "find", lambda *args: replace(find(*args), hellaswag_every=1))  # as on a GPU
     train(config, ONE_PROCESS)
     out = capsys.readouterr().out.replace("\n        ", " ")
-    assert "note    HellaSwag is off: its scores are defined on GPT-2 tokens, and " in out
+    assert "note    HellaSwag is off: its scores are defined on GPT-2 tokens, but " in out
 
 
 def test_pretrained_weights_train_with_a_shorter_context(byte_shards, tmp_path):
@@ -201,13 +136,6 @@ def test_pretrained_weights_train_with_a_shorter_context(byte_shards, tmp_path):
         configure(["--resume", "--out", out, "--block-size", 4])
 
 
-def test_samples_continue_the_prompt(byte_shards, tmp_path, capsys):
-    flags = ["--data", byte_shards, "--max-steps", 2, "--sample-every", 2, "--prompt", "30 + 12 ="]
-    trained(tmp_path / "run", *flags)
-    samples = [line for line in capsys.readouterr().out.splitlines() if "| sample " in line]
-    assert len(samples) == 4 and all(": 30 + 12 =" in line for line in samples)
-
-
 # ---- bad input: one line per problem, exit code 2, nothing written
 
 
@@ -217,7 +145,7 @@ def test_samples_continue_the_prompt(byte_shards, tmp_path, capsys):
         ("--data nowhere", 'no train shards in nowhere. Make them with "python fineweb.py", or try it all with "--demo".'),
         ("--data book.txt", "book.txt is a file, not a folder of shards. To train on a text, pass it with --text."),
         ("--total-batch-size 1000", "--total-batch-size 1000 is not a multiple of 16, the context of 16 tokens times 1 processes. Use 992 or 1008."),
-        ("--batch-size 3", "--batch-size 3 does not divide the 16 rows that each process has of a step. Use one of 1, 2, 4, 8, 16."),
+        ("--batch-size 3", "--batch-size 3 does not divide the 16 rows that each process contributes to a step. Use one of 1, 2, 4, 8, 16."),
         ("--val-tokens 15", "no row of 16 tokens to validate on"),
         ("--adamw-lr 1e-3", "--adamw-lr is for --optimizer muon with a --max-lr above 0. Use --max-lr alone."),
         ("--min-lr 1", "--min-lr 1 is above --max-lr 0.003. Lower it."),
@@ -237,13 +165,12 @@ def test_bad_flags(byte_shards, tmp_path, monkeypatch, capsys, flags, message):
     assert os.listdir(tmp_path) == ["book.txt"]  # nothing that would be in the way of the corrected command
 
 
-def test_a_schedule_that_ends_before_the_run_is_noted(byte_shards, tmp_path, capsys):
-    for decay_steps in (3, 4):
-        flags = ["--warmup-steps", 1, "--max-steps", 4, "--decay-steps", decay_steps]
-        trained(tmp_path / str(decay_steps), "--data", byte_shards, *flags)
-        assert ("from step 3 on, the learning rate stays at its lowest" in capsys.readouterr().out) == (
-            decay_steps == 3
-        )
+@pytest.mark.parametrize("decay_steps", [3, 4])
+def test_a_schedule_that_ends_before_the_run_is_noted(byte_shards, tmp_path, capsys, decay_steps):
+    flags = ["--warmup-steps", 1, "--max-steps", 4, "--decay-steps", decay_steps]
+    trained(tmp_path / "run", "--data", byte_shards, *flags)
+    noted = "from step 3 on, the learning rate stays at its lowest" in capsys.readouterr().out
+    assert noted == (decay_steps == 3)
 
 
 @pytest.mark.slow

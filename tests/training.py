@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 from helpers import TINY_FLAGS, TINY_SIZES
+from runs import differences, log_without_seconds
 from torch import nn
 
-from benchmarks.bench_chaos import differences, log_without_seconds
 from support.checkpoints.start import gather_flags
 from support.checkpoints.state import Checkpoint, TrainState
 from support.cli import parse_flags

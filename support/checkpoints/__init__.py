@@ -1,4 +1,4 @@
-"""The state of a run on disk and back: checkpoint directories, resuming, Hugging Face's format, LoRA.
+"""Saving a run to disk and restoring it: checkpoint directories, resuming, Hugging Face's format, LoRA.
 
 May import all other packages of `support`.
 """

@@ -1,7 +1,7 @@
 """Checkpoint directories on disk: written atomically, verified by checksum, listed by step.
 
-The folder of a run holds `model_{step:05d}/`. The files of such a directory, except the model card, are listed with
-sizes and SHA-256 in its `checkpoint.json`, which is written last.
+The folder of a run has a `model_{step:05d}/` for each checkpoint. `checkpoint.json` in it is written last, and lists the
+sizes and SHA-256 of all files except the model card.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from pathlib import Path
 
 from support import files
 from support.cli import UserError, warn
+from support.data.tokenizer import MALFORMED
 
 CONTENTS = "checkpoint.json"
-MODEL_CARD = "README.md"  # not listed: its owner adds a license
+MODEL_CARD = "README.md"  # not listed: its owner may edit it, to add a license
 _NAME = re.compile(r"model_(\d{5,})")
-_LEFTOVER = re.compile(r"\.model_\d{5,}\.(partial|removed)")
 
 
 def step_of(directory: Path) -> int:
-    """The step in the name of a checkpoint directory; -1 for any other name."""
+    """Returns the step in the name of a checkpoint directory; -1 for any other name."""
     match = _NAME.fullmatch(directory.name)
     return int(match[1]) if match else -1
 
 
 def list_checkpoints(out: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoint directories in `out`, lowest step first."""
+    """Returns the checkpoint directories in `out`, lowest step first."""
     out = Path(out)
     found = [path for path in out.iterdir() if step_of(path) >= 0 and path.is_dir()] if out.is_dir() else []
     return sorted(found, key=step_of)
@@ -37,10 +37,10 @@ def list_checkpoints(out: str | os.PathLike[str]) -> list[Path]:
 def write_checkpoint(directory: Path, write_files: Callable[[Path], None], **facts: float | bool | None) -> None:
     """Writes a checkpoint: `write_files(folder)` fills a temporary folder, which then becomes `directory`.
 
-    An earlier checkpoint of that name is replaced once the new one is on the disk. On a failure nothing changes.
+    An earlier checkpoint of that name is replaced once the new one is on the disk. If the write fails, nothing changes.
 
     Args:
-        facts: for `checkpoint.json`: `before_cooldown`, and the validation loss `val`, if it is known.
+        facts: more values for `checkpoint.json`: `before_cooldown`, and the validation loss `val`, if it is known.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     with files.atomic_write(directory) as tmp:
@@ -57,31 +57,31 @@ def write_checkpoint(directory: Path, write_files: Callable[[Path], None], **fac
 
 
 def read_fact(directory: Path, name: str) -> float | bool | None:
-    """A fact in `checkpoint.json`, see `write_checkpoint`; None if it is not there."""
+    """Returns a fact in `checkpoint.json`, see `write_checkpoint`; None if it is not there."""
     try:
         value = json.loads((directory / CONTENTS).read_text(encoding="utf-8")).get(name)
-    except (OSError, ValueError, AttributeError, RecursionError):
+    except MALFORMED:
         return None
     return value if isinstance(value, float | bool) else None
 
 
 def newest_before_cooldown(out: str | os.PathLike[str]) -> Path | None:
-    """The newest checkpoint before the cooldown of a wsd schedule, from which a longer run can start."""
+    """Returns the newest checkpoint before the cooldown of a wsd schedule, from which a longer run can start."""
     return next((path for path in reversed(list_checkpoints(out)) if read_fact(path, "before_cooldown")), None)
 
 
 def remove_leftovers(out: str | os.PathLike[str]) -> None:
     """Removes what a killed process left half-written or half-removed in a run's folder."""
-    for path in Path(out).iterdir():
-        if _LEFTOVER.fullmatch(path.name):
+    for kind in ("partial", "removed"):
+        for path in Path(out).glob(f".model_*.{kind}"):
             files.remove(path)
 
 
 def find_corruption(directory: Path) -> str | None:
-    """Describes the corruption of a checkpoint: a missing or altered file. None if it is intact.
+    """Describes the first missing or altered file of a checkpoint; None if it is intact.
 
     Raises:
-        OSError: a file cannot be read, which proves nothing.
+        OSError: a file cannot be read, which does not prove that it is corrupt.
     """
     try:
         listed = json.loads((directory / CONTENTS).read_text(encoding="utf-8"))["files"]
@@ -98,7 +98,7 @@ def find_corruption(directory: Path) -> str | None:
 
 
 def newest_checkpoint(out: str | os.PathLike[str]) -> Path | None:
-    """The intact checkpoint of the highest step in `out`; None if there is none. Corrupt ones are reported and skipped.
+    """Returns the intact checkpoint of the highest step in `out`; None without any. Warns of corrupt ones.
 
     Raises:
         UserError: there are checkpoints, and all of them are corrupt.

@@ -1,6 +1,6 @@
-"""GPT-2 models in Hugging Face's files (`config.json`, `model.safetensors`): found, read and written.
+"""Finds, reads and writes GPT-2 models in Hugging Face's files, `config.json` and `model.safetensors`.
 
-The formats are those of transformers' GPT2LMHeadModel; transformers itself is imported by `load_hf_model` only.
+The files have the format of transformers' GPT2LMHeadModel; only `load_hf_model` imports transformers itself.
 """
 
 from __future__ import annotations
@@ -17,27 +17,26 @@ from support.checkpoints.directory import CONTENTS, find_corruption, newest_chec
 from support.cli import UserError
 from support.data.hub import hub_error_reason
 from support.data.shards import MANIFEST
-from support.data.tokenizer import TOKENIZER_FILES, TOKENIZER_JSON, VOCAB_SIZES, find_tokenizer
+from support.data.tokenizer import MALFORMED, TOKENIZER_FILES, TOKENIZER_JSON, VOCAB_SIZES, find_tokenizer
 from support.runtime.memory import check_model_fits
 
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel
 
-
-HF_NAMES = {  # in config.json, and in GPTConfig
+HF_NAMES = {  # fields of config.json, and of GPTConfig
     "n_positions": "block_size",
     **{name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")},
 }
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"  # of a peft adapter, which is not a model
-FILES = [CONFIG, WEIGHTS, *TOKENIZER_FILES, ADAPTER_CONFIG]  # of a hub model
+ADAPTER_CONFIG = "adapter_config.json"  # tells that a folder is a peft adapter, not a model
+FILES = [CONFIG, WEIGHTS, *TOKENIZER_FILES, ADAPTER_CONFIG]  # to download from the hub
 MERGE_COMMAND = (
     'python -c "from peft import AutoPeftModelForCausalLM; from transformers import AutoTokenizer; '
     "model = AutoPeftModelForCausalLM.from_pretrained({adapter!r}).merge_and_unload(); model.save_pretrained('merged'); "
     "AutoTokenizer.from_pretrained(model.name_or_path).save_pretrained('merged')\""
 )
-MAX_SIZE = 2**20  # far beyond any real model: a corrupt file gives a message and not a traceback
-# The values that our model implements; the first one is the default of a missing field.
+MAX_SIZE = 2**20  # far beyond any real model, so that a corrupt file gives a message and not a traceback
+# The values that our model implements. The first is what a missing field means.
 SUPPORTED_MODEL_VALUES: dict[str, tuple[object, ...]] = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -47,14 +46,14 @@ SUPPORTED_MODEL_VALUES: dict[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
 }
-# OpenAI's TensorFlow code stored these as (in, out), and so does Hugging Face's Conv1D; nn.Linear has (out, in).
+# OpenAI's TensorFlow code and Hugging Face's Conv1D store these as (in, out), nn.Linear as (out, in).
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 
 def find_model(name_or_dir: str | os.PathLike[str], verify: bool = True) -> Path:
-    """The folder of a complete model: a directory, or a hub name, of which FILES are downloaded once.
+    """Returns the folder of a complete model, by its directory or its name on the hub; FILES are downloaded once.
 
-    With `verify`, the files of a checkpoint directory are compared with their checksums.
+    With `verify`, compares the files of a checkpoint directory with their checksums.
 
     Raises:
         UserError: the directory is not an intact checkpoint, the hub has no such model or cannot be reached, or the model
@@ -93,10 +92,10 @@ def _download(name: str) -> Path:
 
 
 def find_trained_tokenizer(name_or_dir: str) -> Path:
-    """The `tokenizer.json` of a model, or of a folder of shards, that was trained on a text.
+    """Returns the `tokenizer.json`, trained on a text, of a model or a folder of shards.
 
     Raises:
-        UserError: there is none, or it is one of those with a name.
+        UserError: there is none, or it is the tokenizer "gpt2" or "bytes".
     """
     directory = Path(name_or_dir)
     if not (directory / MANIFEST).exists():
@@ -110,12 +109,12 @@ def find_trained_tokenizer(name_or_dir: str) -> Path:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The sizes in `config.json`, by field of GPTConfig, and `bias`.
+    """Returns the sizes in `config.json`, by field of GPTConfig, and `bias`.
 
-    Hugging Face's model always has biases. Where ours has none, its file has zeros and says `"bias": false`.
+    Hugging Face's model always has biases. If ours has none, they are zeros in its file, which says `"bias": false`.
 
     Raises:
-        UserError: it is unreadable, or describes a model that ours does not compute, or that does not fit into memory.
+        UserError: the file is unreadable, or the model is one that ours does not implement or does not fit into memory.
     """
     path = directory / CONFIG
     try:
@@ -123,7 +122,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         sizes: dict[str, Any] = {ours: config[hf] for hf, ours in HF_NAMES.items()}
         if not all(type(size) is int for size in sizes.values()):
             raise ValueError(f"sizes must be integers, not {sizes}")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except MALFORMED as error:
         raise UserError(f"{path} is not a GPT-2 configuration ({error!r}). Use another checkpoint.") from error
     problems = [
         f"{path}: {field} is {config[field]!r}, and only {supported[0]!r} is supported. Use another model."
@@ -145,7 +144,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file.
+    """Returns the tensors of a safetensors file.
 
     Raises:
         UserError: it cannot be read.
@@ -165,7 +164,7 @@ def from_hf(
     """Converts a state dict of GPT2Model or GPT2LMHeadModel to one of ours.
 
     Args:
-        hf_weights: with or without the prefix `transformer.`, the masks of old files and the tied `lm_head.weight`.
+        hf_weights: with or without the prefix `transformer.`, the masks in old files and the tied `lm_head.weight`.
         expected: our model's state dict, for names and shapes.
         vocab_size: rows of the embedding in the file; ours is padded with rows of zeros.
 
@@ -182,13 +181,13 @@ def from_hf(
 def _check_weights(
     hf_weights: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], vocab_size: int
 ) -> dict[str, torch.Tensor]:
-    """The same tensors with our names and layout, but without padding; see `from_hf`."""
+    """Returns the tensors with our names and layout, without padding; see `from_hf`."""
     named: dict[str, torch.Tensor] = {}
     for key, tensor in hf_weights.items():
         key = key if key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
-        is_mask = key.endswith((".attn.bias", ".attn.masked_bias"))  # the causal one, not a parameter
+        is_mask = key.endswith((".attn.bias", ".attn.masked_bias"))  # the causal mask is not a parameter
         is_added = key.endswith(".bias") and key not in expected and f"{key[:-4]}weight" in expected
-        if not is_mask and not (is_added and not tensor.any()):  # zeros stand for biases that this model does not have
+        if not is_mask and not (is_added and not tensor.any()):  # a model without biases has zeros in the file
             named[key] = tensor.t() if key.endswith(TRANSPOSED) and tensor.dim() == 2 else tensor
     head, embedding = "lm_head.weight", "transformer.wte.weight"
     is_tied = head not in named
@@ -210,12 +209,12 @@ def _check_weights(
 
 
 def load_hf_model(directory: Path) -> GPT2LMHeadModel:
-    """Hugging Face's own GPT2LMHeadModel with the weights in a directory, in fp32, for inference.
+    """Returns Hugging Face's own GPT2LMHeadModel with the weights in a directory, in fp32, for inference.
 
-    Of config.json only the fields that `read_config` returns are used: no other field can change the results.
+    It is made from what `read_config` returns: no other field of `config.json` can change the results.
 
     Raises:
-        UserError: the configuration or the weights are not those of a GPT-2; the problem is named.
+        UserError: the configuration or the weights are not a GPT-2's; the problem is named.
     """
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.utils.logging import disable_progress_bar
@@ -227,7 +226,7 @@ def load_hf_model(directory: Path) -> GPT2LMHeadModel:
         bos_token_id=None,
         eos_token_id=None,
         activation_function="gelu_pytorch_tanh",  # gelu_new, in one kernel
-        attn_implementation="sdpa",  # type: ignore[call-arg]  # of the base class
+        attn_implementation="sdpa",  # type: ignore[call-arg]  # an argument of the base class
     )
     with torch.device("meta"):
         shapes = GPT2LMHeadModel(config).state_dict()
@@ -256,10 +255,10 @@ def to_hf(weights: Mapping[str, torch.Tensor], vocab_size: int) -> dict[str, tor
 
 
 def write_model(directory: Path, sizes: Mapping[str, int], hf_weights: dict[str, torch.Tensor]) -> None:
-    """Writes `config.json` and `model.safetensors`. `sizes` are under our names, `hf_weights` those of `to_hf`."""
+    """Writes `config.json` and `model.safetensors`, from sizes by field of GPTConfig and weights from `to_hf`."""
     from safetensors.torch import save_file
 
-    end_of_text = sizes["vocab_size"] - 1  # the last id of both our tokenizers
+    end_of_text = sizes["vocab_size"] - 1  # the last id in all our tokenizers
     config: dict[str, Any] = {"architectures": ["GPT2LMHeadModel"]}
     config |= {field: supported[0] for field, supported in SUPPORTED_MODEL_VALUES.items()} | {"n_inner": None}
     config |= {hf: sizes[ours] for hf, ours in HF_NAMES.items()} | ({} if sizes["bias"] else {"bias": False})

@@ -15,15 +15,15 @@ from support.cli import UserError
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-ADAPTER, WEIGHTS = "adapter", "adapter_model.safetensors"  # a folder of a checkpoint, and a file in it
-TARGET_MODULES = ["c_attn", "c_proj"]  # of the attention, and the projection of the MLP
+ADAPTER, WEIGHTS = "adapter", "adapter_model.safetensors"  # a folder in a checkpoint, and a file in it
+TARGET_MODULES = ["c_attn", "c_proj"]  # the attention's matrices, and the second one of the MLP
 
 
 def add_adapter(model: torch.nn.Module, rank: int, alpha: float, seed: int, checkpoint: Path | None) -> None:
     """Freezes a GPT and adds trainable matrices of this rank to TARGET_MODULES: random ones, or a checkpoint's.
 
     Raises:
-        UserError: those of the checkpoint cannot be read, or do not fit.
+        UserError: the checkpoint's matrices cannot be read, or do not fit.
     """
     from peft import inject_adapter_in_model
 
@@ -41,7 +41,7 @@ def add_adapter(model: torch.nn.Module, rank: int, alpha: float, seed: int, chec
 
 
 def frozen_sha256(model: torch.nn.Module) -> str | None:
-    """SHA-256 of the frozen weights; None if all weights are trained, or if they are not on this rank (FSDP)."""
+    """Returns the SHA-256 of the frozen weights; None if all are trained, or if they are not on this rank (FSDP)."""
     frozen, digest = [p for p in model.parameters() if not (p.requires_grad or p.is_meta)], hashlib.sha256()
     for parameter in frozen:
         digest.update(parameter.cpu().contiguous().numpy().data)
@@ -59,7 +59,7 @@ def merge(weights: Mapping[str, torch.Tensor], rank: int, alpha: float) -> dict[
 
 
 def write_adapter(directory: Path, weights: Mapping[str, torch.Tensor], base: str, rank: int, alpha: float) -> None:
-    """Writes the adapter as peft does: `PeftModel.from_pretrained` opens it on Hugging Face's model of its base."""
+    """Writes the adapter as peft does, so that `PeftModel.from_pretrained` adds it to the base model."""
     from safetensors.torch import save_file
 
     config = _lora_config(rank, alpha, task_type="CAUSAL_LM", inference_mode=True, base_model_name_or_path=base)
@@ -76,5 +76,5 @@ def _lora_config(rank: int, alpha: float, **options: Any) -> LoraConfig:
 
 
 def _peft_name(name: str) -> str:
-    """peft's name of one of our parameters."""
+    """Returns peft's name for one of our parameters."""
     return "base_model.model." + name.replace(".default.", ".")

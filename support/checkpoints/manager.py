@@ -37,33 +37,32 @@ HOW_TO_GO_ON = "Fix this, then rerun with --resume auto."
 
 
 class CheckpointManager:
-    """Saves checkpoints in a thread, one at a time, and removes those that are not to be kept.
+    """Saves checkpoints in a thread, one at a time, and removes old ones beyond `keep`.
 
     Training waits only for a copy of the state in host memory. A save that fails (a full disk, no permission) is
-    reported on stderr and leaves earlier checkpoints as they are; if the next one fails too, the run is asked to stop.
+    reported on stderr and leaves earlier checkpoints as they are; if the next one fails, too, the run is asked to stop.
     Rank 0 writes; the others take part in `save`, because under FSDP each has only a part of the state.
     """
 
     def __init__(self, run: RunInfo, stop: StopHandler, sync_log: Callable[[], None], rank: int = 0):
-        """`sync_log` waits until all that was logged is on the disk."""
+        """`sync_log` waits until everything logged so far is on the disk."""
         self.run, self.stop, self.sync_log, self.rank = run, stop, sync_log, rank
         self.out = Path(run.config.out)
         self.newest = 0 if run.is_fork else run.first_step  # the step of the newest checkpoint, 0 if there is none
-        self._failures = 0  # saves in a row
+        self._failures = 0  # failed saves in a row
         self._thread: threading.Thread | None = None
 
     def save(self, train_state: TrainState, final: bool = False) -> None:
         """Starts to save the state, from which `--resume` will continue.
 
-        A state right after skipped steps is saved only if it is the `final` one: its weights are those of an older
-        step.
+        A state right after skipped steps is saved only if it is the `final` one: its weights are an older step's.
         """
         self.wait()
         step, run = train_state.step, self.run
-        # The ranks agree on these two conditions; they must, or the others would wait forever for a rank's parts.
-        if step == self.newest:  # saved already, or step 0
+        # these two conditions are the same on all ranks, or some would wait forever for another one's parts
+        if step == self.newest:  # it is saved already, or step 0
             if final and self.rank == 0:
-                self._clean_up(step)  # the process that saved it may not have come to that
+                self._clean_up(step)  # the process that saved it may have ended before that
             return
         if train_state.bad_steps and not final:
             if self.rank == 0:
@@ -95,18 +94,17 @@ class CheckpointManager:
 
     def start(self, step: int, write_files: Callable[[Path], None], before_cooldown: bool = False) -> None:
         """Starts to write the checkpoint of `step`, with the files of `write_files(folder)`."""
-        self.wait()
         args = step, write_files, before_cooldown
         self._thread = threading.Thread(target=self._write, args=args, name=f"checkpoint {step}")
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits for the save that is under way."""
+        """Waits for the save in progress."""
         if self._thread:
             self._thread.join()
 
     def finish(self) -> None:
-        """Waits for the last save; if it failed, the run ends with an error, since no later save makes up for it."""
+        """Waits for the last save. If it failed, the run ends with an error, because no later save replaces it."""
         self.wait()
         if self._failures and not self.stop.failure:
             self.stop.fail(
@@ -117,7 +115,7 @@ class CheckpointManager:
         """Saves the last state of a run that is stopped, and ends all ranks with the same exit code.
 
         Raises:
-            SystemExit, or the error of this rank that stopped the run.
+            SystemExit: or the error that stopped the run, on the rank that had it.
         """
         dist.set_timeout(LONG_TIMEOUT)  # the others wait until rank 0 has written
         if self.run.config.checkpoint_every != 0:
@@ -128,16 +126,16 @@ class CheckpointManager:
         self.stop.exit_all_ranks(dist.gather)
 
     def describe_newest(self) -> str:
-        """Where a resumed run would start, with a line for its command."""
+        """Says where a resumed run would start, and with which command."""
         if self.newest == 0:
             return "There is no checkpoint yet."
-        launcher = "python" if self.stop.world_size == 1 else "torchrun ..."  # with the flags that it had
+        launcher = "python" if self.stop.world_size == 1 else "torchrun ..."  # its flags are not known here
         command = f"{launcher} train_gpt2.py --resume --out {shlex.quote(str(self.out))}"
         return f"The newest checkpoint is {checkpoint_path(self.out, self.newest)}.\nnext    {command}"
 
     def validation_losses(self) -> dict[Path, float]:
-        """The known validation losses of the checkpoints in the run's folder."""
-        logged = self._logged("val")  # a checkpoint lacks its loss if a signal ended the validation before it
+        """Returns the known validation losses of the checkpoints in the run's folder."""
+        logged = self._logged("val")  # a checkpoint lacks its loss if a signal interrupted its validation
         losses = {path: read_fact(path, "val") or logged.get(step_of(path)) for path in list_checkpoints(self.out)}
         return {path: loss for path, loss in losses.items() if loss is not None}
 
@@ -156,7 +154,7 @@ class CheckpointManager:
         except Exception as error:  # the libraries that write have errors of their own
             self._failures += 1
             reason = getattr(error, "strerror", None) or str(error)
-            if isinstance(error, RuntimeError):  # torch.save's message does not say so
+            if isinstance(error, RuntimeError):  # from torch.save, whose message does not explain it
                 reason = "a file could not be written completely"
             problem = f"the checkpoint of step {step} could not be saved in {self.out}: {reason}"
             if self._failures == 1:
@@ -169,25 +167,25 @@ class CheckpointManager:
         self._clean_up(step)
 
     def _clean_up(self, step: int) -> None:
-        """Removes the checkpoints that are not to be kept beside that of `step`, the newest one; when it stops, none."""
+        """Removes the checkpoints that are not to be kept when `step` is the newest one."""
         try:
-            if not self.stop.requested:  # a stop should not take longer
+            if not self.stop.requested:  # a stopped run should end soon
                 for directory in self._not_kept(step):
                     files.remove(directory)
         except OSError as error:
             warn(f"cannot remove old checkpoints in {self.out}: {error.strerror}.")
 
     def _not_kept(self, step: int) -> Iterator[Path]:
-        """The checkpoints to remove.
+        """Yields the checkpoints to remove.
 
-        Kept are the newest `keep` that are intact, the one of `step` included (0: all), the one with the best validation
-        loss, and the newest one before a cooldown, from which a longer run can start.
+        All others are kept: the newest `keep` intact ones, including `step` (0 keeps all), the one with the best
+        validation loss, and the newest one before a cooldown, from which a longer run can start.
         """
         config, losses = self.run.config, self.validation_losses()
         *earlier, newest = [path for path in list_checkpoints(self.out) if step_of(path) <= step]
         if config.keep == 0 or len(earlier) < config.keep:
             return
-        # without any loss, the newest one
+        # the newest one if no loss is known
         best = min([newest, *reversed(earlier)], key=lambda path: losses.get(path, math.inf))
         kept = 1
         for directory in reversed(earlier):
@@ -197,5 +195,5 @@ class CheckpointManager:
                 yield directory
 
     def _logged(self, name: str) -> dict[int, float]:
-        """The values of one name in the log, by step."""
+        """Returns the values of one name in the log, by step."""
         return read_log(self.out / "log.txt")[name]

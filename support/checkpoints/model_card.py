@@ -1,6 +1,6 @@
 """The model card of a checkpoint: a `README.md` in the format of the Hugging Face hub, which its owner may edit.
 
-It depends on the run alone, not on the machine: no time, no folder, no name of a host.
+It depends on the run alone, not on the machine: it has no times, folders or host names.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ The flags that determine the weights:
 
 
 def model_card(run: RunInfo, step: int, val: Mapping[int, float], hellaswag: Mapping[int, float]) -> str:
-    """Returns the card of the checkpoint of `step`; `val` and `hellaswag` are the values in the log, by step."""
+    """Returns the card for the checkpoint of `step`; `val` and `hellaswag` are the values in the log, by step."""
     config, base, source = run.config, run.config.init_from, run.identity["source"] or ""
     on_hub = base is not None and not Path(base).exists() and step_of(Path(base)) < 0 and _HUB_NAME.fullmatch(base)
     base_name = base if on_hub or base is None else _printable(Path(base).name)
@@ -75,14 +75,14 @@ def model_card(run: RunInfo, step: int, val: Mapping[int, float], hellaswag: Map
     }
     if config.fork is not None:
         facts["started from"] = f"`{_printable(Path(config.fork).name)}` of another run"
-    # Training has gone on, so the log may be ahead. At step 0 the weights were random, or those of the base model.
+    # training goes on while a checkpoint is written, so the log may be ahead; at step 0, nothing was trained
     if at := max((n for n in val if n <= step), default=0):
         per_byte = val[at] / run.data.bytes_per_token
         facts["validation loss"] = f"{val[at]:.4f} nats per token, {per_byte:.4f} per byte (step {at:,})"
     if at := max((n for n in hellaswag if n <= step), default=0):
         facts["HellaSwag"] = f"acc_norm {hellaswag[at]:.4f} (step {at:,})"
     return _CARD.format(
-        # JSON is YAML, too, and quoted: a name such as "on" or "1e3" stays a string
+        # JSON is also YAML, and quotes: a name such as "on" or "1e3" stays a string
         metadata="\n".join(f"{name}: {json.dumps(value)}" for name, value in metadata.items() if value),
         origin="trained from random weights" if base is None else f"fine-tuned from `{base_name}`",
         facts="\n".join(f"- **{name}**: {fact}" for name, fact in facts.items()),
@@ -91,13 +91,13 @@ def model_card(run: RunInfo, step: int, val: Mapping[int, float], hellaswag: Map
 
 
 def _printable(text: str) -> str:
-    """Text for a code span on one line: without line breaks, backticks and the folders of an absolute path."""
+    """Makes text fit into a code span: without line breaks, backticks and the folders of an absolute path."""
     text = Path(text).name if Path(text).is_absolute() else text
     return "".join(c if c.isprintable() and c != "`" else "?" for c in text)
 
 
 def _flags(config: TrainConfig, base_name: str | None) -> Iterator[str]:
-    """The flags that determine the weights, where they differ from the defaults."""
+    """Yields the flags that determine the weights, where they differ from the defaults."""
     for name, flag in flags_of(type(config)).items():
         value = base_name if name == "init_from" else getattr(config, name)
         is_unused = config.minutes is not None and name in ("max_steps", "decay_steps", "warmup_steps")

@@ -1,4 +1,4 @@
-"""The flags and the data of a run that continues from a checkpoint: a resumed one, and a fork."""
+"""The flags and the data of a run that starts from a checkpoint: a resumed run, or a fork."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from support.runtime.options import SOURCE_FLAGS, START_FLAGS, RunOptions, chang
 if TYPE_CHECKING:
     from train_gpt2 import TrainConfig
 
-SHAPE_FLAGS = {"n_layer", "n_head", "n_embd", "block_size", "bias", "lora_rank"}  # of the model
-NOT_OF_A_FORK = SHAPE_FLAGS | SOURCE_FLAGS - {"text"} | {"model", "init_from"}
+SHAPE_FLAGS = {"n_layer", "n_head", "n_embd", "block_size", "bias", "lora_rank"}  # they determine the model's shape
+NOT_FOR_A_FORK = SHAPE_FLAGS | SOURCE_FLAGS - {"text"} | {"model", "init_from"}
 LENGTH_FLAGS = {"max_steps", "minutes"}
 
 
 def flags_to_resume(
     config_class: type[TrainConfig], cli_flags: Mapping[str, Any], checkpoint: Checkpoint, dist: Distributed
 ) -> dict[str, Any]:
-    """The flags of a run that continues from `checkpoint` as it is: stored in it, or on the command line.
+    """Returns the flags of a run that continues from `checkpoint` as it is: stored in it, or on the command line.
 
     Raises:
-        UserError: flags would change the run; one line each, and the command for a run of its own with them.
+        UserError: flags would change the run; one line each, and the command for a fork with these flags.
     """
     stored = _stored_flags(config_class, checkpoint, cli_flags, dist)
     may_differ = RunOptions.__dataclass_fields__.keys() - SOURCE_FLAGS - {"minutes"}
     if stored.get("lora_rank"):
-        may_differ |= {"init_from"}  # the base model may have moved; identify_data compares its weights
+        may_differ |= {"init_from"}  # the base model may have moved; `identify_data` compares its weights
     if cli_flags.get("fork", stored.get("fork")) != stored.get("fork"):
         raise UserError(
             f"{checkpoint.path.parent} has another run than a fork of {cli_flags['fork']}. Use another --out."
@@ -49,27 +49,26 @@ def flags_to_resume(
         problems = [
             f"{flag_name(name)} is {new}, but the run in {out} has {had}. Leave it out." for name, had, new in changes
         ]
-        if words := [flag_words(name, new) for name, _, new in changes if name not in NOT_OF_A_FORK]:
+        if words := [flag_words(name, new) for name, _, new in changes if name not in NOT_FOR_A_FORK]:
             longer = checkpoint.progress >= 1 or cli_flags.keys() & LENGTH_FLAGS  # at its end, nothing is left to train
             path = (newest_before_cooldown(out) if longer else None) or checkpoint.path
             command = f"python train_gpt2.py --fork {shlex.quote(str(path))} --out NEW {' '.join(words)}"
             problems.append(f"A run of its own can have other flags: {command}")
         raise UserError(*problems)
-    flags = {**stored, **cli_flags, "out": str(checkpoint.path.parent), "resume": "newest"}
-    flags["fork"] = stored.get("fork")
+    flags = {**stored, **cli_flags, "out": str(checkpoint.path.parent), "resume": "newest", "fork": stored.get("fork")}
     return flags | {"data": _find_data(flags, stored, checkpoint.path)}
 
 
 def flags_to_fork(
     config_class: type[TrainConfig], cli_flags: Mapping[str, Any], checkpoint: Checkpoint, dist: Distributed
 ) -> dict[str, Any]:
-    """The flags of a new run that starts from `checkpoint`: on the command line, or of the run that it forks.
+    """Returns the flags of a new run that starts from `checkpoint`: stored in it, or on the command line.
 
     Raises:
         UserError: the model would have another shape, or there is nothing left to train; one line each.
     """
     stored = _stored_flags(config_class, checkpoint, cli_flags, dist)
-    own = {"init_from"} if stored.get("lora_rank") else set()  # the base model may have moved
+    allowed = {"init_from"} if stored.get("lora_rank") else set()  # the base model may have moved
     problems = [
         f"{flag_name(name)} is {new}, and the model in {checkpoint.path} has {had}. A fork keeps its shape. Leave it out."
         for name, had, new in changed_flags(config_class, stored, cli_flags)
@@ -78,7 +77,7 @@ def flags_to_fork(
     problems += [
         f"--fork brings its own model. Leave out {flag_name(name)}."
         for name in ("model", "demo", "init_from")
-        if name in cli_flags and name not in own
+        if name in cli_flags and name not in allowed
     ]
     if problems:
         raise UserError(*problems)
@@ -103,7 +102,7 @@ def flags_to_fork(
 
 
 def _derived_flags(cli_flags: Mapping[str, Any]) -> set[str]:
-    """The flags that follow from others on the command line of a fork, as they would for a new run."""
+    """Returns the flags that follow from others on the command line of a fork, as they would for a new run."""
     derived = set()
     if "recipe" in cli_flags:
         derived |= {"optimizer", "schedule", "max_lr"}
@@ -113,14 +112,14 @@ def _derived_flags(cli_flags: Mapping[str, Any]) -> set[str]:
 
 
 def find_once_per_node(name_or_dir: str, dist: Distributed) -> Path:
-    """`huggingface.find_model`, called by one rank of each node."""
+    """Calls `huggingface.find_model` on one rank of each node."""
     return dist.once_per_node(lambda: huggingface.find_model(name_or_dir))
 
 
 def _stored_flags(
     config_class: type[TrainConfig], checkpoint: Checkpoint, cli_flags: Mapping[str, Any], dist: Distributed
 ) -> dict[str, Any]:
-    """Returns the flags of the run that wrote a checkpoint; with LoRA, finds the base model that it continues on."""
+    """Returns the flags of the run that wrote a checkpoint. With LoRA, it first finds the base model."""
     if checkpoint.config.get("lora_rank"):
         try:
             find_once_per_node(cli_flags.get("init_from", checkpoint.config["init_from"]), dist)
@@ -135,10 +134,10 @@ def _stored_flags(
 
 
 def _find_data(flags: Mapping[str, Any], stored: Mapping[str, Any], checkpoint: Path) -> str:
-    """The folder of a run's shards: where --data says or where they were, or beside the checkpoint if --text made them.
+    """Returns the folder of a run's shards: as in `flags`, or beside the checkpoint if --text made them.
 
     Raises:
-        UserError: they are in none, and cannot be made again.
+        UserError: the shards are in neither, and cannot be made again.
     """
     text, folders = stored.get("text"), [flags["data"]]
     if flags["data"] == stored["data"] and text is not None:
@@ -146,10 +145,8 @@ def _find_data(flags: Mapping[str, Any], stored: Mapping[str, Any], checkpoint: 
     for folder in folders:
         if shards.shard_paths(folder, "train"):
             return folder
-    made_again = stored.get("demo") or (
-        text is not None and Path(text).exists()
-    )  # by --demo and --text, at their place
-    if flags["data"] != stored["data"] or not made_again:
+    has_text = stored.get("demo") or (text is not None and Path(text).exists())  # the shards can be made again
+    if flags["data"] != stored["data"] or not has_text:
         raise UserError(
             f"the shards that {checkpoint} was trained on are not in {flags['data']}. Pass their folder with --data."
         )
@@ -162,7 +159,7 @@ def identify_data(
     """Identifies what a run is trained on: its shards, and with LoRA the frozen weights.
 
     Raises:
-        UserError: a run that resumes from `checkpoint` was trained on others, or a fork adapts other weights.
+        UserError: `checkpoint` was trained with other frozen weights or, if the run resumes from it, on other shards.
     """
     base = lora.frozen_sha256(model)
     if checkpoint and base is not None and checkpoint.data.get("base") != base:
@@ -174,7 +171,7 @@ def identify_data(
     if checkpoint and not config.starts_fork:
         saved = checkpoint.data
         for split, before, now in (("train", saved["train"], train), ("val", saved["val"], val)):
-            if difference := shards.find_difference(before, now, data.folder):
+            if difference := shards.find_difference(before, now):
                 raise UserError(
                     f"the {split} shards are not those that {checkpoint.path} was trained on ({difference}). "
                     "Pass the folder of the original ones with --data."

@@ -1,8 +1,7 @@
-"""The folder of a run: made by one run, and never replaced."""
+"""The folder of a run, which is made by one run and never replaced."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -26,10 +25,10 @@ def check_folder(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
     """Checks that a run may write into its folder: it is writable, not in use, and has no other run. Writes nothing.
 
     Args:
-        checkpoint: the one that the run resumes from; None for a new run and a fork.
+        checkpoint: the checkpoint that the run resumes from; None for a new run and a fork.
 
     Raises:
-        UserError: it may not.
+        UserError: a check failed.
     """
     folder = Path(config.out)
     if inside := [path for path in (folder.absolute(), *folder.absolute().parents) if (path / CONTENTS).is_file()]:
@@ -45,10 +44,10 @@ def check_folder(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
 def lock_folder(run: RunInfo, dist: Distributed) -> AbstractContextManager[Any]:
     """Creates the folder and locks it on rank 0, until the returned context is left or the process ends.
 
-    What a killed process left half-written is removed.
+    Removes what a killed process left half-written.
 
     Raises:
-        UserError: on all ranks, as in `check_folder`; another run may have been faster.
+        UserError: on all ranks, as in `check_folder`, because another run may have been faster.
     """
 
     def create_and_lock() -> AbstractContextManager[Any]:
@@ -66,27 +65,21 @@ def lock_folder(run: RunInfo, dist: Distributed) -> AbstractContextManager[Any]:
 
 
 def first_free(folder: str) -> str:
-    """The first of `folder`, `folder_2`, `folder_3`, ... that does not exist."""
+    """Returns the first of `folder`, `folder_2`, `folder_3`, ... that does not exist."""
     names = (folder if n == 1 else f"{folder}_{n}" for n in count(1))
     return next(name for name in names if not os.path.lexists(name))
 
 
-def has_log(folder: str | os.PathLike[str]) -> bool:
-    with contextlib.suppress(OSError):
-        return (Path(folder) / "log.txt").stat().st_size > 0
-    return False
-
-
 def _check_contents(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
     folder = Path(config.out)
-    checkpoints = list_checkpoints(folder)
+    checkpoints, log = list_checkpoints(folder), folder / "log.txt"
     if checkpoint is not None:
         newer = [path for path in checkpoints if step_of(path) > checkpoint.step]
         if any(find_corruption(path) is None for path in newer):
             raise UserError(f"another run saved {newer[-1]} while this one was starting. Start it again.")
     elif checkpoints:
         raise UserError(f"{folder} already contains a run. Continue it with --resume, or use another --out.")
-    elif has_log(folder) and config.resume != "auto":
+    elif log.is_file() and log.stat().st_size > 0 and config.resume != "auto":
         starts = read_starts(folder)
         if not starts or starts[-1].get("command") != sys.argv:  # the same command starts over
             raise UserError(

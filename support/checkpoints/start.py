@@ -1,4 +1,4 @@
-"""The start of a run: merges the flags of the command line, a preset, pretrained weights and the resumed checkpoint."""
+"""The start of a run: its flags, merged from several places, and checks before anything is written or allocated."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 def gather_flags(
     config_class: type[TrainConfig], cli_flags: Mapping[str, Any], dist: Distributed
 ) -> tuple[dict[str, Any], Checkpoint | None]:
-    """All flags that a run has a value for, and the checkpoint that it resumes from or forks, if any.
+    """Returns a run's flags, of which the others have their defaults, and the checkpoint that it resumes from or forks.
 
-    Pretrained weights and checkpoints are downloaded and compared with their checksums here, by one rank of each node.
+    The flags come from the command line, a preset, pretrained weights and a checkpoint. One rank of each node downloads
+    pretrained weights and compares checkpoints with their checksums.
 
     Args:
         cli_flags: the flags on the command line.
@@ -61,10 +62,8 @@ def gather_flags(
     checkpoint: Checkpoint | None = None
     if "fork" in cli_flags:
         directory = find_once_per_node(cli_flags["fork"], dist)
-        if not (directory / CONTENTS).is_file():  # it is written last, and has the checksums
-            raise UserError(
-                f"{directory} is not a whole checkpoint: it has no {CONTENTS}. Use another one, or --init-from."
-            )
+        if not (directory / CONTENTS).is_file():
+            raise UserError(f"{directory} is not a checkpoint: it has no {CONTENTS}. Use another one, or --init-from.")
         check_checkpoints_agree(dist, directory)
         checkpoint = Checkpoint.open(directory)
         flags = flags_to_fork(config_class, cli_flags, checkpoint, dist)
@@ -85,7 +84,7 @@ def gather_flags(
 
 
 def _check_length(flags: Mapping[str, Any], cli_flags: Mapping[str, Any]) -> None:
-    """Raises a UserError if a run of --minutes is given a number of steps, one line for each flag."""
+    """Raises a UserError if flags count the steps of a run of --minutes, one line for each."""
     if flags.get("minutes"):
         counted = [flag_name(name) for name in ("max_steps", "decay_steps", "warmup_steps") if name in cli_flags]
         why = f"counts steps, and this run has --minutes {flags['minutes']:g}. Leave it out, or use --max-steps alone."
@@ -94,7 +93,7 @@ def _check_length(flags: Mapping[str, Any], cli_flags: Mapping[str, Any]) -> Non
 
 
 def _conflicts(cli_flags: Mapping[str, Any], out: str) -> list[str]:
-    """One sentence for each flag of a new run or a fork that conflicts with another one, or needs it."""
+    """Describes which flags of a new run or a fork conflict with each other, or need another one."""
     problems = []
     if cli_flags.get("demo") and "text" in cli_flags:
         problems.append("--demo brings its own text. Leave out --text, or --demo.")
@@ -120,8 +119,8 @@ def check_and_open_data(
 ) -> TokenData:
     """Checks what a run needs before anything is written or allocated, and opens its shards.
 
-    On rank 0: that it may write into its folder, and that its trackers are installed. Then the shards, of which those of
-    --text and --demo are made first unless they exist, and that the model fits into memory.
+    Rank 0 checks the run's folder, and that the trackers are installed; then it makes the shards of --text and --demo,
+    unless they exist. All ranks check the shards, and that training fits into memory.
 
     Raises:
         UserError: a check failed, or the shards could not be made.
@@ -130,9 +129,9 @@ def check_and_open_data(
         run_folder.check_folder(config, None if config.starts_fork else checkpoint)
         check_installed(config)
     if config.demo or config.text is not None:
-        own_shards = config.starts_fork and Path(config.data) == Path(config.out) / "data"  # not those of its parent
-        continues = checkpoint is not None and config.text == checkpoint.config["text"] and not own_shards
-        make_preset_shards(config, dist.rank, continues, huggingface.find_trained_tokenizer)
+        has_own_shards = config.starts_fork and Path(config.data) == Path(config.out) / "data"
+        keeps_shards = checkpoint is not None and config.text == checkpoint.config["text"] and not has_own_shards
+        make_preset_shards(config, dist.rank, keeps_shards, huggingface.find_trained_tokenizer)
     data = TokenData.open(config.data, needs_val=config.val_every != 0)
     T = config.block_size
     data.check_rows(T, config.total_batch_size // T, None if config.val_every == 0 else config.val_tokens)
@@ -146,7 +145,7 @@ def check_pretrained(
     """Checks that pretrained weights of this vocabulary and context fit a run and the `tokenizer` of its shards.
 
     Raises:
-        UserError: they do not.
+        UserError: they do not fit.
     """
     name = tokenizer_name(huggingface.find_model(source, verify=False), vocab_size)
     if name != tokenizer.name and (vocab_size != tokenizer.vocab_size or not get_tokenizer(name).is_same_as(tokenizer)):

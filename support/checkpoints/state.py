@@ -2,16 +2,12 @@
 
 `trainer.pt` is a dict of plain tensors and containers, read with `weights_only=True`, so nothing in it is executed:
 
-    step        the step that comes next
-    progress, last_progress    how much of the schedule is done, from 0 to 1, and was one step ago
-    seconds     of training so far, evaluations and checkpoints included
-    bad_steps   skipped steps just before it (loss or gradients not finite)
-    overflows   steps skipped because of an fp16 overflow, in total
+    step to overflows    the counters of TrainState
     config      flags of the run, by field of TrainConfig
-    data        which shards the run reads, and the SHA-256 of the weights that LoRA leaves unchanged
+    data        what the run is trained on, see DataIdentity
     parameters  names of the optimizer's parameters, in its order
-    optimizer   its state dict, of which only the tensors are read: the rest follows from the flags
-    scaler      that of the gradient scaler; empty unless fp16. Only its scale and its count of good steps are read
+    optimizer   the optimizer's state dict. Only its tensors are read: the rest follows from the flags
+    scaler      the gradient scaler's state dict, empty unless fp16. Only its scale and its count of good steps are read
 """
 
 from __future__ import annotations
@@ -46,19 +42,19 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     step: int = 0  # the step that comes next
-    progress: float = 0.0  # of the schedule: 1 at its end
-    last_progress: float = -1.0  # one step ago; below 0 at the start of a run
-    seconds: float = 0.0  # of training so far, evaluations and checkpoints included
-    bad_steps: int = 0  # skipped steps just before it
-    overflows: int = 0  # steps that the scaler skipped, in total
+    progress: float = 0.0  # fraction of the schedule that is done
+    last_progress: float = -1.0  # the progress one step ago; below 0 at the start of a run
+    seconds: float = 0.0  # training time so far, including evaluations and checkpoints
+    bad_steps: int = 0  # steps skipped just before `step`, because loss or gradients were not finite
+    overflows: int = 0  # steps that the scaler skipped because of an fp16 overflow, in total
 
     def advance(self, progress: float, seconds: float) -> None:
-        """Goes on to the next step."""
+        """Moves on to the next step."""
         self.step, self.seconds = self.step + 1, seconds
         self.last_progress, self.progress = self.progress, progress
 
     def has_passed(self, progress: float) -> bool:
-        """Whether the last step of this process, or the start of the run, has reached this progress."""
+        """Returns whether the last step, or the start of the run, has reached this progress."""
         return self.last_progress < progress <= self.progress
 
     def record(self, loss: float, norm: float) -> str | None:
@@ -66,7 +62,7 @@ class TrainState:
         if math.isfinite(loss) and math.isfinite(norm):
             self.bad_steps = 0
             return None
-        # After an fp16 overflow the scaler halves its scale. At a scale of 1, or without a scaler, it is no overflow.
+        # After an fp16 overflow the scaler halves its scale. At a scale of 1, or without a scaler, the cause is another one.
         if math.isfinite(loss) and self.scaler.get_scale() > 1:
             self.bad_steps, self.overflows = 0, self.overflows + 1
             scale = self.scaler.get_scale()
@@ -75,7 +71,7 @@ class TrainState:
         return "skipped: the loss or the gradient is not finite"
 
     def check_bad_steps(self, at_most: int) -> None:
-        """Raises a UserError after `at_most` steps in a row that were not applied, fp16 overflows not counted."""
+        """Raises a UserError after `at_most` skipped steps in a row, without counting fp16 overflows."""
         if self.bad_steps >= at_most:
             raise UserError(
                 f"{pluralize(self.bad_steps, 'step')} in a row had a loss or gradients that are not finite, the last one at step "
@@ -84,7 +80,7 @@ class TrainState:
             )
 
     def trainer_file(self, config: dict[str, Any], data: DataIdentity, keep: bool = True) -> dict[str, Any]:
-        """The content of `trainer.pt`: a copy in host memory, as by `copy_to_host`."""
+        """Returns the content of `trainer.pt`, with tensors from `copy_to_host`."""
         return {
             "step": self.step,
             "progress": self.progress,
@@ -102,7 +98,7 @@ class TrainState:
     def restore(self, checkpoint: Checkpoint, config: TrainConfig) -> None:
         """Restores optimizer, scaler and counters; the model has its weights already. Unmaps `trainer.pt`.
 
-        A fork with another optimizer starts that one anew, and one of another length has another progress.
+        In a fork, the progress follows from its own length, and an optimizer of another kind starts anew.
 
         Raises:
             UserError: the optimizer's state does not fit the model.
@@ -137,14 +133,14 @@ class TrainState:
             self.scaler.load_state_dict(self.scaler.state_dict() | scaler)
 
     def _optimizer_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The optimizer's parameters by name, in its order: its state has only their numbers."""
+        """Returns the optimizer's parameters by name, in its order: its state has only their numbers."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         return {names[parameter]: parameter for group in self.optimizer.param_groups for parameter in group["params"]}
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint directory and the content of its `trainer.pt`; the weights are in other files."""
+    """A checkpoint directory and the content of its `trainer.pt`; the weights are in another file."""
 
     path: Path
     step: int
@@ -164,12 +160,12 @@ class Checkpoint:
         """Reads `trainer.pt`; its tensors stay on disk until they are used.
 
         Raises:
-            UserError: it is unreadable, or holds anything but plain data.
+            UserError: the file is unreadable, or has anything but plain data.
         """
         try:
             content = torch.load(path / FILE, map_location="cpu", weights_only=True, mmap=True)
             return cls(path, **content)
-        except Exception as error:  # a pickle, a corrupt zip file, a file of another program: errors of many kinds
+        except Exception as error:  # many kinds, for a pickle, a corrupt zip file or another program's file
             raise _unusable(path, f"is corrupt, or was not written by this trainer ({type(error).__name__})") from error
 
 
@@ -178,10 +174,10 @@ def _unusable(path: Path, problem: str) -> UserError:
 
 
 def copy_to_host(state: Tree, keep: bool = True) -> Tree:
-    """A copy of a state dict with its tensors on the CPU, which training does not change.
+    """Copies a state dict, with its tensors to the CPU, so that training does not change it.
 
-    Tensors that FSDP has sharded are gathered one after the other, by all ranks. Ranks that do not `keep` the copy have
-    None instead of each tensor.
+    All ranks gather the tensors that FSDP has sharded, one after the other. A rank that does not `keep` the copy gets
+    None for each tensor.
     """
 
     def copy(x: object) -> object:

@@ -1,4 +1,4 @@
-"""The output of a run: its files except checkpoints, console lines, TensorBoard and Weights & Biases.
+"""What a run writes besides checkpoints: console lines, log files, curves, TensorBoard and Weights & Biases.
 
 May import `support.runtime` and what is below it.
 """

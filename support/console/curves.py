@@ -29,12 +29,12 @@ if TYPE_CHECKING:  # importing it takes as long as drawing a picture
 
 Curve = tuple[np.ndarray, np.ndarray]  # x and y
 AXES = {"steps": "step", "tokens": "tokens", "hours": "hours of training steps"}
-SETTLED = 0.05  # the loss of this first part of a curve may be above the picture, so that the rest is not flat
+SETTLED = 0.05  # fraction of a curve at its beginning that may be above the picture, so that the rest is not flat
 DRAW_SECONDS = 10.0  # at least, between two pictures of a run that is being trained
-MAX_DRAW_FRACTION = 0.01  # of a run's time
-OPENAI_LOSS = 3.2924  # of OpenAI's GPT-2 124M, on FineWeb-Edu's validation shard
+MAX_DRAW_FRACTION = 0.01  # fraction of a run's time that drawing may take
+OPENAI_LOSS = 3.2924  # OpenAI's GPT-2 124M on FineWeb-Edu's validation shard
 OPENAI_SIZES = {(12, 768): "124M", (24, 1024): "350M", (36, 1280): "774M", (48, 1600): "1558M"}  # layers, channels
-# Of each style of hellaswag.py, (acc, acc_norm) on all validation items; None where no figure was published
+# (acc, acc_norm) on all validation items, by style of hellaswag.py; None where no figure was published
 OPENAI_HELLASWAG: dict[str, dict[str, tuple[float | None, float]]] = {
     "tokens": {"124M": (0.2859, 0.2955), "350M": (None, 0.3752), "774M": (None, 0.4320), "1558M": (0.3842, 0.4893)},
     "harness": {"124M": (0.2892, 0.3114), "1558M": (0.4004, 0.5089)},
@@ -43,15 +43,15 @@ OPENAI_HELLASWAG: dict[str, dict[str, tuple[float | None, float]]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """Holds what `log.txt` and `starts.jsonl` say about a run. Values are by step; those of step s were measured before it."""
+    """What `log.txt` and `starts.jsonl` say about a run. Values are by step; evaluations come before their step."""
 
     folder: Path
-    train: Mapping[int, float]  # loss in nats per token, as `val`
+    train: Mapping[int, float]  # loss in nats per token, like `val`
     val: Mapping[int, float]
     hella: Mapping[int, float]  # acc_norm
     lr: Mapping[int, float]
-    seconds: Mapping[int, float]  # of the step alone, without evaluation
-    start: Mapping[str, Any]  # of the process that last started or resumed it
+    seconds: Mapping[int, float]  # duration of the step alone, without evaluation
+    start: Mapping[str, Any]  # the last line of starts.jsonl
 
     @property
     def name(self) -> str:
@@ -75,7 +75,7 @@ class Run:
         return self.start["data"]["tokenizer"] == "gpt2"
 
     def positions(self, steps: Sequence[int], axis: str) -> np.ndarray:
-        """Where steps are on an axis, one of AXES."""
+        """Returns the x-coordinates of steps on an axis, a key of AXES."""
         x = np.array(steps, dtype=np.int64)
         if axis == "tokens":
             return x * float(self.start["tokens_per_step"])
@@ -93,7 +93,9 @@ def read_run(folder: Path) -> Run:
     """
     path, starts = folder / "log.txt", read_starts(folder)
     if not path.is_file() or not starts:
-        raise UserError(f"{folder} has no log.txt and starts.jsonl. Pass the folder of a run, its --out.")
+        raise UserError(
+            f"{folder} is not a run: log.txt or starts.jsonl is missing or unreadable. Pass a run's --out folder."
+        )
     log = read_log(path)
     if not log["train"] and not log["val"]:
         raise UserError(f"{path} has no loss yet. Pass the folder of another run.")
@@ -101,7 +103,7 @@ def read_run(folder: Path) -> Run:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """The mean around each value: of itself and a hundredth of all values on each side, fewer at the ends."""
+    """Returns the moving average over each value and a hundredth of all values on each side, fewer at the ends."""
     n, i = len(values), np.arange(len(values))
     first, end = np.maximum(i - n // 100, 0), np.minimum(i + n // 100 + 1, n)
     sums = np.concatenate([[0.0], np.cumsum(values)])
@@ -109,7 +111,7 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def loss_limits(curves: Sequence[Curve]) -> tuple[float, float]:
-    """Limits of the axis of a loss that shows these curves, but neither their beginning nor spikes, which would flatten them."""
+    """Returns the limits of the y-axis that show these curves without their beginning and spikes, which would flatten them."""
     ends = [np.quantile(y[x >= SETTLED * x.max()], (0.005, 0.995)) for x, y in curves if len(y)]
     low, high = float(np.min(ends)), float(np.max(ends))
     margin = 0.05 * (high - low) or 0.1
@@ -121,7 +123,7 @@ def loss_limits(curves: Sequence[Curve]) -> tuple[float, float]:
 
 
 def draw_run(run: Run) -> Figure:
-    """Draws one run by steps: loss, learning rate and HellaSwag, as far as its log has them."""
+    """Draws one run by steps: loss and, if its log has them, learning rate and HellaSwag."""
     figure = _new_figure(run.name)
     below = [name for name, values in (("lr", run.lr), ("hella", run.hella)) if values]
     rows: list[list[Any]] = [["loss"] * len(below), below] if below else [["loss"]]
@@ -143,7 +145,7 @@ def draw_runs(labels: Sequence[str], runs: Sequence[Run], axis: str = "steps") -
 
     Args:
         labels: a different one for each run.
-        axis: a key of AXES, on which all runs have positions.
+        axis: the x-axis, a key of AXES.
     """
     figure = _new_figure("training (thin, smoothed) and validation (dots)")
     from matplotlib import colormaps
@@ -171,13 +173,13 @@ def compares_per_byte(runs: Sequence[Run]) -> bool:
 
 def save(figure: Figure, path: Path) -> None:
     """Writes a picture as a PNG, atomically."""
-    # the warnings are of characters that the font lacks
+    # the warnings are about characters that the font lacks
     with atomic_write(path) as tmp, warnings.catch_warnings(action="ignore"):
         figure.savefig(tmp, format="png")
 
 
 def _new_figure(title: str) -> Figure:
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # its first import says that it builds a cache of fonts
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # its first import says that it builds a font cache
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 7), dpi=100, layout="constrained")
@@ -205,7 +207,7 @@ def _draw_loss(axes: Axes, run: Run) -> None:
 
 
 def _draw_validation(axes: Axes, x: np.ndarray, y: np.ndarray, color: Any, label: str | None = None) -> list[Line2D]:
-    """Dots, and a line from the second one on: from that of step 0, it would pass far above the training loss."""
+    """Draws dots, and a line from the second one on: from step 0, it would pass far above the training loss."""
     axes.plot(x[1:], y[1:], color=color)
     return axes.plot(x, y, "o", color=color, markersize=3, label=label)
 
@@ -243,7 +245,7 @@ def _key_flags(run: Run) -> str:
 
 
 def short_count(n: float) -> str:
-    """Returns a number with three digits, such as 124M."""
+    """Formats a number with three digits, such as 124M."""
     n = float(f"{n:.3g}")  # 999,999 is 1M
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if n >= unit:
@@ -256,14 +258,14 @@ def short_count(n: float) -> str:
 
 
 class CurvesFile:
-    """`curves.png` in the folder of a run; without a folder, nothing is drawn. It is best effort: a failure is one warning."""
+    """`curves.png` in a run's folder; without a folder, nothing is drawn. It is best effort: failures give one warning."""
 
     def __init__(self, folder: Path | None):
         self._folder, self._warned = folder, False
         self._not_before = time.monotonic() + DRAW_SECONDS
 
     def update(self) -> None:
-        """Draws the curves, unless that was done a short while ago: it may take MAX_DRAW_FRACTION of the time."""
+        """Draws the curves, unless they were drawn a short while ago: drawing may take MAX_DRAW_FRACTION of the time."""
         if time.monotonic() >= self._not_before:
             self.draw()
 
@@ -273,7 +275,7 @@ class CurvesFile:
         started = time.monotonic()
         try:
             save(draw_run(read_run(self._folder)), self._folder / "curves.png")
-        except Exception as error:  # matplotlib has many
+        except Exception as error:  # matplotlib raises many kinds
             if not self._warned:
                 warn(f"cannot draw {self._folder / 'curves.png'} ({error}).")
             self._warned = True

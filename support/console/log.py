@@ -4,9 +4,9 @@
     250 train 3.912345      the loss of the step's own batches, in nats per token
     250 lr 0.0005991        learning rate
     250 norm 0.51234567     gradient norm before clipping
-    250 seconds 0.0653128   of the step alone, without evaluation
+    250 seconds 0.0653128   duration of the step alone, without evaluation
 
-All but `seconds` are those of a run that was never interrupted.
+A resumed run has the same values as one that was never interrupted, except for `seconds`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FORMATS = {"train": ".6f", "val": ".4f", "hella": ".4f", "lr": ".8g", "norm": ".
 
 
 def read_log(path: Path) -> dict[str, dict[int, float]]:
-    """Reads the finite values in a log, by name and then by step; a name that it lacks has none, nor has a missing log."""
+    """Reads the finite values in a log, by name and then by step. A missing log has none."""
     values: dict[str, dict[int, float]] = defaultdict(dict)
     for line in _read_lines(path):
         if math.isfinite(value := float(line[3])):
@@ -73,7 +73,7 @@ class RunLog:
         self._lock = threading.Lock()  # the thread that writes a checkpoint syncs the file
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes values of a step; their names are in FORMATS."""
+        """Writes a step's values; their names are in FORMATS."""
         if self._file is None:
             return
         try:
@@ -86,7 +86,7 @@ class RunLog:
             self._warned = True
 
     def sync(self) -> None:
-        """Waits until all lines are on the disk: a checkpoint must never be ahead of the log of its run.
+        """Waits until all lines are on the disk: a checkpoint must never be ahead of its run's log.
 
         Raises:
             OSError: some lines could not be written.

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 def progress_bar(items: Iterable[T], name: str, rank: int) -> Iterator[T]:
-    """The items, counted in the status line; without one, a bar on stderr, if that is a terminal. Rank 0 only."""
+    """Yields the items; rank 0 counts them in the status line or, without one, in a bar on stderr if that is a terminal."""
     if StatusLine.current and StatusLine.current.enabled:
         yield from StatusLine.current.counting(items, name)
     else:
@@ -113,12 +113,12 @@ def describe_length(run: RunInfo, steps_per_epoch: float) -> str:
     if config.minutes is None:
         return f"{pluralize(config.max_steps, 'step')}: {config.max_steps / steps_per_epoch:.2f} epochs of {epoch}"
     before = run.checkpoint.seconds / 60 if run.checkpoint else 0
-    since = f", of which {before:.1f} are over" if before else ""
+    since = f", of which {before:.1f} have passed" if before else ""
     return f"{config.minutes:g} minute{'' if config.minutes == 1 else 's'}{since}; an epoch has {epoch}"
 
 
 def describe_recipe(config: TrainConfig) -> str:
-    """Optimizer and schedule in words."""
+    """Describes optimizer and schedule in words."""
     unit = "minute" if config.minutes else "step"
     warmup = f" after {pluralize(config.warmup_steps, 'step')}" if config.warmup_steps and not config.minutes else ""
     end = f"at minute {config.minutes:g}" if config.minutes else f"at step {config.decay_steps:,}"
@@ -130,7 +130,7 @@ def describe_recipe(config: TrainConfig) -> str:
 
 
 def notes(config: TrainConfig, machine: Machine, first_step: int, checkpoint_bytes: int) -> Iterator[str]:
-    """What is worth knowing before the first step."""
+    """Yields what is worth knowing before the first step."""
     max_steps, decay_steps = config.max_steps, config.decay_steps
     if config.minutes is None and config.warmup_steps < decay_steps < max_steps and first_step < max_steps:
         yield (
@@ -142,7 +142,7 @@ def notes(config: TrainConfig, machine: Machine, first_step: int, checkpoint_byt
         yield "only models made with --tokenizer gpt2 can be scored on HellaSwag"
     free = shutil.disk_usage(config.out).free
     if config.checkpoint_every != 0 and free < checkpoint_bytes:
-        yield f"a checkpoint takes {format_bytes(checkpoint_bytes)}, and {config.out} has {format_bytes(free)} free"
+        yield f"a checkpoint takes {format_bytes(checkpoint_bytes)}, but {config.out} has {format_bytes(free)} free"
 
 
 def print_summary(
@@ -168,7 +168,7 @@ def print_summary(
     lines = [labelled("done", done)]
     checkpoint, val = checkpoint_path(out, step), dict(losses)
     if config.val_every != 0:
-        # the log of a fork begins with that of another run
+        # the log of a fork begins with another run's
         first = min((start["first_step"] for start in read_starts(out)), default=0)
         logged = read_log(out / "log.txt")["val"]
         val |= {checkpoint_path(out, step): loss for step, loss in logged.items() if step >= first}
@@ -184,7 +184,8 @@ def print_summary(
         prompt = ' --prompt "The"' if config.demo else ""
         lines.append(f"saved   {checkpoint}")
         lines.append(f"next    python sample.py --model {shlex.quote(str(checkpoint))}{prompt}")  # in one line, to copy
-        ends_together = config.minutes is not None or config.decay_steps == step  # else a longer one has no other rates
+        # if the decay has ended before, a longer run has the same learning rates
+        ends_together = config.minutes is not None or config.decay_steps == step
         if before_cooldown and ends_together:
             more = f"--minutes {2 * config.minutes:g}" if config.minutes else f"--max-steps {2 * step}"
             command = f"python train_gpt2.py --fork {shlex.quote(str(before_cooldown))}"

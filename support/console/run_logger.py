@@ -23,16 +23,16 @@ from support.startup import STARTED
 if TYPE_CHECKING:
     from support.checkpoints.state import TrainState
 
-LINE_SECONDS = 10.0  # between the lines of steps on a terminal, so that the header stays in view
-ETA_EVERY = 50  # steps between notes with the remaining time in a file
+LINE_SECONDS = 10.0  # between step lines on a terminal, so that the header stays in view
+ETA_EVERY = 50  # steps between notes on the remaining time, in a file
 
 
 class RunLogger:
     """Reports validations, scores, samples and steps; on all ranks but 0 it does nothing.
 
     Values go to `log.txt` and `curves.png` in `--out` and to the trackers, until the end of a `with`; a line about this
-    process goes to `starts.jsonl` at once. A resumed run continues the files and the curves of the process before it.
-    What that one has logged of the first step is not measured again.
+    process goes to `starts.jsonl` at once. A resumed run continues the files and curves of the earlier process.
+    What that process logged for the first step is not measured again.
 
     On a terminal, a status line shows how far the run is, and only some of the steps get a line of their own.
 
@@ -55,7 +55,7 @@ class RunLogger:
             append_start(folder, describe_start(run, dist))
         self._curves = CurvesFile(folder)
         self._profiler = make_profiler(run.config.profile, run.config.out, dist.device, dist.rank, dist.print0)
-        for name, value in self._log.kept.items():  # trackers hide what they have of first_step and later
+        for name, value in self._log.kept.items():  # trackers hide what they have for first_step and later
             self._trackers.log_value(self.first_step, name, value)
         # every rank must know, or the others wait forever in the next evaluation
         self._logged = dist.once(lambda: due & self._log.kept.keys())
@@ -63,7 +63,7 @@ class RunLogger:
         self._line_shown = self._first_step_ended = 0.0
 
     def evaluations_due(self, state: TrainState) -> set[str]:
-        """What is due before a step: "val", "hella" and "samples"; but not what an earlier process has logged."""
+        """Returns what is due before a step, of "val", "hella" and "samples", except what an earlier process has logged."""
         return self._due(state) - (self._logged if state.step == self.first_step else set())
 
     def _due(self, state: TrainState) -> set[str]:
@@ -72,14 +72,14 @@ class RunLogger:
         return {name for name, interval in every.items() if self.config.is_due(interval, state)}
 
     def validation(self, step: int, loss: float | None) -> None:
-        """A validation loss, if it was not interrupted."""
+        """Reports a validation loss; None: the validation was interrupted."""
         if loss is None:
             return
         self._evaluation(step, "val", loss)
         self.print0(terminal.styled(f"step {step:5d} | val loss: {loss:.4f}", terminal.BOLD))
 
     def hellaswag(self, step: int, score: tuple[float, float, float] | None) -> None:
-        """acc_norm, its standard error and the seconds that it took, if that was not interrupted."""
+        """Reports acc_norm, its standard error and the seconds that it took; None: the scoring was interrupted."""
         if score is None:
             return
         acc_norm, stderr, seconds = score
@@ -95,7 +95,7 @@ class RunLogger:
             self.print0(terminal.styled(terminal.fit_lines(line, 2), terminal.CYAN))
 
     def step(self, state: TrainState, loss: float, lr: float, norm: float, dt: float, skipped: str | None) -> None:
-        """A step that took `dt` seconds; `skipped` says why it was not applied.
+        """Reports a step that took `dt` seconds; `skipped` says why it was not applied.
 
         MFU is the fraction of the GPUs' peak FLOP/s that the model's arithmetic reaches, where that peak is known.
         """
@@ -161,7 +161,7 @@ class RunLogger:
         self._curves.update()
 
     def _line_due(self, step: int, now: float) -> bool:
-        """Whether a step gets a line, without regard to what else there is to say about it."""
+        """Whether a step that was not skipped gets a line."""
         if self._status.enabled and self.config.log_every is None:
             due = now - self._line_shown >= LINE_SECONDS
         else:
@@ -195,5 +195,5 @@ class RunLogger:
 
 
 def clock(seconds: float) -> str:
-    """`1:02:03`, and `2 days, 1:02:03`."""
+    """Formats a duration: `1:02:03`, or `2 days, 1:02:03`."""
     return str(timedelta(seconds=round(seconds)))

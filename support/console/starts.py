@@ -1,6 +1,6 @@
-"""`starts.jsonl`: each process that starts or resumes a run appends a line that says what it runs, on what and with what.
+"""`starts.jsonl`: each process that starts or resumes a run appends a line about its flags, machine and versions.
 
-What a run is, for the tools that read it, is its last line.
+The tools that read a run take its flags and data from the last line.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def describe_start(run: RunInfo, dist: Distributed) -> dict[str, Any]:
 
 
 def append_start(folder: Path, start: Mapping[str, Any]) -> None:
-    """Appends a line to `starts.jsonl`. It is best effort: if it cannot be written, that is a warning."""
+    """Appends a line to `starts.jsonl`. It is best effort: a failure is a warning."""
     path = folder / FILE
     try:
-        is_torn = path.exists() and not path.read_bytes().endswith(b"\n")  # by a kill or a full disk
+        is_torn = path.exists() and not path.read_bytes().endswith(b"\n")  # cut off by a kill or a full disk
         with open(path, "ab") as file:
             file.write(b"\n" * is_torn + json.dumps(start).encode() + b"\n")
     except OSError as error:
@@ -81,7 +81,7 @@ def append_start(folder: Path, start: Mapping[str, Any]) -> None:
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
-    """Reads the starts of the run in a folder, the last one last; lines that are cut off or damaged are left out."""
+    """Reads the starts of the run in a folder, oldest first; lines that are cut off or damaged are left out."""
     path, starts = folder / FILE, []
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with contextlib.suppress(ValueError, RecursionError):
@@ -93,7 +93,7 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
 
 def _read_commit() -> str | None:
     """Returns the commit that this project has checked out; None without git, or without a repository."""
-    command = ["git", f"--git-dir={ROOT / '.git'}", "rev-parse", "HEAD"]  # not one in the folders above
+    command = ["git", f"--git-dir={ROOT / '.git'}", "rev-parse", "HEAD"]  # not a repository in a folder above
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

@@ -15,24 +15,24 @@ from support.startup import is_terminal
 
 T = TypeVar("T")
 
-WIDTH = 80  # of the header and of notes, on a terminal and in a file
+WIDTH = 80  # columns of the header and of notes, on a terminal and in a file
 REDRAW_SECONDS = 0.2
 BOLD, GREEN, YELLOW, CYAN = "1", "32", "33", "36"
 
 
 def styled(text: str, style: str) -> str:
-    """The text in bold or in a colour on a terminal, unless NO_COLOR is set (no-color.org)."""
+    """Returns the text in bold or in a colour on a terminal, unless NO_COLOR is set (no-color.org)."""
     return f"\x1b[{style}m{text}\x1b[0m" if is_terminal() and not os.environ.get("NO_COLOR") else text
 
 
 def pluralize(n: int, noun: str) -> str:
-    """`1 process`, `8 processes`."""
+    """Formats a count: `1 process`, `8 processes`."""
     plural = "" if n == 1 else "es" if noun.endswith("s") else "s"
     return f"{n:,} {noun}{plural}"
 
 
 def labelled(label: str, text: str) -> str:
-    """A label and its text, in lines of at most WIDTH columns; longer words are not broken."""
+    """Formats a label and its text, in lines of at most WIDTH columns; longer words are not broken."""
     first, others = f"{label:8}", " " * 8
     return textwrap.fill(
         text, WIDTH, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
@@ -40,12 +40,12 @@ def labelled(label: str, text: str) -> str:
 
 
 def on_one_line(text: str) -> str:
-    """A generated text: line breaks become spaces, and so do control characters, which would act on the terminal."""
+    """Returns the text with spaces for line breaks and control characters, which would act on the terminal."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def fit_lines(text: str, lines: int) -> str:
-    """The text, on a terminal in at most `lines` lines, indented as those of `labelled`."""
+    """Wraps the text, on a terminal, into at most `lines` lines, indented as by `labelled`."""
     if not is_terminal():
         return text
     columns = shutil.get_terminal_size().columns
@@ -53,7 +53,7 @@ def fit_lines(text: str, lines: int) -> str:
 
 
 def fit_fields(line: str) -> str:
-    """Fields separated by " | ", on a terminal without the last ones if it is too narrow."""
+    """Drops the last of the fields, separated by " | ", for which a terminal is too narrow."""
     while is_terminal() and len(line) > shutil.get_terminal_size().columns and " | " in line:
         line = line.rpartition(" | ")[0]
     return line
@@ -84,7 +84,7 @@ class StatusLine:
         self._draw(text)
 
     def counting(self, items: Iterable[T], name: str) -> Iterator[T]:
-        """The items, counted after the first field of the text."""
+        """Yields the items; meanwhile the line shows the text's first field and a count, such as `validation 3/20`."""
         total = f"/{len(items):,}" if isinstance(items, Sized) else ""
         for n, item in enumerate(items):
             self._draw(f"{self._text.partition(' | ')[0]} | {name} {n:,}{total}")

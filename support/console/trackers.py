@@ -21,7 +21,7 @@ def check_installed(config: TrainConfig) -> None:
     """Checks that the packages of --tensorboard and --wandb are installed, before anything is written.
 
     Raises:
-        UserError: one is not.
+        UserError: one is missing.
     """
     for module, requested in {"torch.utils.tensorboard": config.tensorboard, "wandb": config.wandb}.items():
         try:
@@ -41,7 +41,7 @@ class TensorBoard:
         self._flags = {name: value for name, value in config.to_dict().items() if value is not None}
         folder = Path(config.out) / "tensorboard"
         if first_step == 0:
-            for events in folder.glob("events.out.tfevents.*"):  # of a run that is started over
+            for events in folder.glob("events.out.tfevents.*"):  # left by a run that is started over
                 events.unlink()
         # hides what a killed run wrote after its last checkpoint
         self._writer = SummaryWriter(str(folder), purge_step=first_step or None)
@@ -66,7 +66,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """As TensorBoard.
+    """Sends curves to Weights & Biases; its methods are TensorBoard's.
 
     Raises:
         UserError: it cannot start.
@@ -86,7 +86,7 @@ class WeightsAndBiases:
         options: dict[str, Any] = dict(project=config.wandb, id=run_id, resume="allow", dir=config.out)
         try:
             self._run = wandb.init(config=config.to_dict(), allow_val_change=True, **options)
-        except Exception as error:  # its own errors, and those of the network
+        except Exception as error:  # wandb raises errors of its own, and the network's
             reason = str(error).rstrip(". ")
             raise UserError(f"--wandb cannot start: {reason}. Run wandb login, or set WANDB_MODE=offline.") from error
         self._table = wandb.Table
@@ -123,7 +123,7 @@ class Trackers:
         self._final_values: dict[str, float] = {}
 
     def log_value(self, step: int, name: str, value: float) -> None:
-        """A value of the log, under its name there."""
+        """Sends a value of the log, given by its name there."""
         self._final_values[f"final/{CURVES[name]}"] = value
         self.log(step, {CURVES[name]: value})
 
@@ -134,11 +134,11 @@ class Trackers:
         self._for_each(lambda tracker: tracker.log_samples(step, texts))
 
     def flush(self) -> None:
-        """Writes what is buffered: a checkpoint must never be ahead of the curves of its run."""
+        """Writes what is buffered: a checkpoint must never be ahead of its run's curves."""
         self._for_each(lambda tracker: tracker.flush())
 
     def close(self, succeeded: bool) -> None:
-        """Finishes the curves; those of a run that succeeded get its final values."""
+        """Finishes the curves; a run that succeeded gets its final values."""
         self._for_each(lambda tracker: tracker.close(self._final_values if succeeded else {}))
 
     def _for_each(self, call: Callable[[Tracker], None]) -> None:

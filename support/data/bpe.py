@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from support.cli import print_lines
@@ -13,7 +13,6 @@ from support.data.output_folder import OutputFolder
 from support.data.shards import write_manifest
 from support.data.text_files import Corpus
 from support.data.tokenizer import (
-    MAX_TOKEN_BYTES,
     MAX_VOCAB_SIZE,
     TOKENIZER_JSON,
     BpeTokenizer,
@@ -25,20 +24,21 @@ from support.data.tokenizer import (
 )
 from support.files import atomic_write, sha256_of
 
-TRAINING_CHARS = 1 << 25  # of a corpus, at its beginning, that its encoding is trained on
-HELD_OUT = 0.1  # of a smaller corpus: the validation split is at its end
+TRAINING_CHARS = 1 << 25  # the encoding is trained on the beginning of a corpus, up to this many characters
+HELD_OUT = 0.1  # fraction of a smaller corpus that it is not trained on: the end, which is the validation split
 CHARS_PER_TOKEN_OF_VOCABULARY = 500
+MAX_TOKEN_BYTES = 64
 _LONG_WORD, _PIECE = re.compile(r"\S{257}|\s{257}"), re.compile(r"\s{0,256}\S{1,256}|\s{1,256}")
 
 
 def fitting_vocab_size(chars: float) -> int:
-    """The power of two that suits a text: measured, see docs/small-models.md. A rare token would hardly be trained."""
+    """Returns the power of two that suits a text (measured, see docs/small-models.md): rare tokens would hardly be trained."""
     exponent = round(math.log2(max(1.0, chars / CHARS_PER_TOKEN_OF_VOCABULARY)))
     return min(max(2**exponent, 512), MAX_VOCAB_SIZE // 2)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
-    """Trains an encoding with at most `vocab_size` tokens, end-of-text among them; fewer if the text has no more pairs.
+    """Trains an encoding with at most `vocab_size` tokens, end-of-text included; fewer if the text has no more pairs.
 
     The tokenizers library counts and merges; the same texts give the same tokens.
     """
@@ -57,17 +57,17 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
 
 
 def _cut_long_words(text: str) -> list[str]:
-    """The text, or pieces of it with words of a length that can be trained on in reasonable time."""
+    """Returns the text, in pieces if it has words that are too long to train on in reasonable time."""
     return _PIECE.findall(text) if _LONG_WORD.search(text) else [text]
 
 
 def write_tokenizer(folder: OutputFolder, corpus: Corpus, vocab_size: int | None, copy_of: Path | None) -> BpeTokenizer:
     """Trains the encoding of a corpus, or copies one, into the `tokenizer.json` of `folder`, and returns it.
 
-    A `tokenizer.json` that the manifest lists is kept. Otherwise its vocabulary and checksum are noted there.
+    If its checksum is in the manifest already, it is kept. Otherwise checksum and vocabulary size are added there.
 
     Args:
-        vocab_size: the largest allowed (default: `fitting_vocab_size`).
+        vocab_size: the largest size allowed (default: `fitting_vocab_size`).
         copy_of: a `tokenizer.json`.
 
     Raises:
@@ -89,19 +89,24 @@ def write_tokenizer(folder: OutputFolder, corpus: Corpus, vocab_size: int | None
 
 
 def training_texts(corpus: Corpus) -> list[str]:
-    """The first TRAINING_CHARS of a corpus, or nine tenths of a smaller one."""
-    texts: list[str] = []
-    chars = 0
-    for part in corpus.parts():
-        corpus.prepare(part)
-        for text, _ in corpus.read(part):
-            texts.append(text[: TRAINING_CHARS - chars])
-            chars += len(texts[-1])
-            if chars == TRAINING_CHARS:
-                return texts
-    rest = chars - int(HELD_OUT * chars)
-    kept = []
+    """Returns the first TRAINING_CHARS characters of a corpus, or all but HELD_OUT of a smaller one."""
+
+    def read_all() -> Iterator[str]:
+        for part in corpus.parts():
+            corpus.prepare(part)
+            yield from (text for text, _ in corpus.read(part))
+
+    texts = _truncate(read_all(), TRAINING_CHARS)
+    chars = sum(map(len, texts))
+    return texts if chars == TRAINING_CHARS else _truncate(texts, chars - int(HELD_OUT * chars))
+
+
+def _truncate(texts: Iterable[str], chars: int) -> list[str]:
+    """Returns the beginning of some texts, `chars` characters in total."""
+    kept: list[str] = []
     for text in texts:
-        kept.append(text[:rest])
-        rest -= len(kept[-1])
+        kept.append(text[:chars])
+        chars -= len(kept[-1])
+        if chars == 0:
+            break
     return kept

@@ -11,22 +11,20 @@ from pathlib import Path
 
 from support.data.text_files import Documents
 
-DEMO_SOURCE = "documentation of CPython"
-
 
 def demo_corpus() -> Documents:
-    """About 2 MB of English: language reference and docstrings."""
+    """Returns about 2 MB of English: language reference and docstrings."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return Documents(DEMO_SOURCE, python_documentation(), revision=python, prefix="pydoc")
+    return Documents("documentation of CPython", python_documentation(), revision=python, prefix="pydoc")
 
 
 def python_documentation() -> list[str]:
-    """The documents, in an order that mixes both kinds."""
+    """Returns the documents, in an order that mixes topics and docstrings."""
     from pydoc_data.topics import topics
 
     texts = {f"topic {name}": text for name, text in topics.items()}
     library = Path(sysconfig.get_paths()["stdlib"])
-    # Tests have no prose, and some CPythons come without the others.
+    # Tests have no prose, and the other packages do not come with every CPython.
     skipped = set("site-packages dist-packages test tests idlelib lib2to3 distutils turtledemo ensurepip".split())
     for path in library.rglob("*.py"):
         module = path.relative_to(library)
@@ -34,7 +32,7 @@ def python_documentation() -> list[str]:
             docstrings = _docstrings(path)
             if docstrings:
                 texts[f"module {module.as_posix()}"] = "\n\n".join(docstrings)
-    # Ordered by a hash, so that the last tenth, for validation, is a fair sample of both kinds.
+    # A hash orders them, so that the last tenth, for validation, is a fair sample of both kinds.
     return [texts[name] for name in sorted(texts, key=lambda name: hashlib.sha1(name.encode()).digest())]
 
 

@@ -1,4 +1,4 @@
-"""Downloads of single files: each ends with the complete, verified file or leaves nothing behind."""
+"""Downloads single files: the file is complete and verified, or nothing is left behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from support import files, startup
 from support.cli import UserError
 
-DEFAULT_ATTEMPTS = 4
+ATTEMPTS = 4
 TIMEOUT = (10, 30)  # seconds: to connect, and without receiving a byte
 RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
 
@@ -18,7 +18,7 @@ def download(url: str, path: Path, git_blob: str) -> Path:
     """Downloads `url` to `path`, unless that file exists already and has the right checksum.
 
     Args:
-        git_blob: expected SHA-1 of a git blob, that is of `blob {size}\\0` and the content, in hexadecimal.
+        git_blob: the expected hash, as of `git hash-object`: SHA-1 of `blob {size}\\0` and the content, in hexadecimal.
 
     Raises:
         UserError: the download failed, has a wrong checksum, or cannot be written.
@@ -49,7 +49,7 @@ def _git_blob(path: Path) -> str:
 def _fetch_with_retries(url: str, path: Path) -> None:
     import requests
 
-    for attempt in range(1, DEFAULT_ATTEMPTS + 1):
+    for attempt in range(1, ATTEMPTS + 1):
         try:
             response = requests.get(url, timeout=TIMEOUT)
             response.raise_for_status()
@@ -58,7 +58,7 @@ def _fetch_with_retries(url: str, path: Path) -> None:
         except requests.RequestException as error:
             answer = error.response
             refused = answer is not None and answer.status_code not in RETRIED_STATUS
-            if refused or attempt == DEFAULT_ATTEMPTS:
+            if refused or attempt == ATTEMPTS:
                 reason = "no connection to the server" if answer is None else f"status {answer.status_code}"
                 problem = f"cannot download {url} ({reason}). Check the network and run the same command again."
                 raise UserError(problem, this_rank_only=True) from error

@@ -18,28 +18,29 @@ import numpy.typing as npt
 from support.cli import UserError
 from support.data.shards import TOKEN
 from support.data.text_files import Piece, find_last_safe_cut
-from support.data.tokenizer import Tokenizer, to_utf8
+from support.data.tokenizer import TokenIds, Tokenizer, to_utf8
 
 ENGINES = ("gigatoken", "tiktoken")
 BATCH_CHARS = 1 << 22  # characters that are encoded at a time
-COMPARED_FRACTION = 1 / 128  # of gigatoken's documents, encoded by tiktoken too
-MAX_COMPARED_CHARS = 1 << 14  # of one document
-# gigatoken caches every word that it has encoded. It is reloaded after this many characters or, on Linux, when the
-# process has grown by this many bytes.
+COMPARED_FRACTION = 1 / 128  # fraction of the documents that tiktoken encodes, too, to compare
+MAX_COMPARED_CHARS = 1 << 14  # characters of a document that are compared
+# gigatoken caches every word that it encodes. It is reloaded after this many characters or, on Linux, when the process
+# has grown by this many bytes.
 MAX_CACHED_CHARS = 1 << 28
 MAX_CACHE_BYTES = 200 << 20
 
-Encoder: TypeAlias = Callable[[list[str]], tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.integer]]]
-"""Returns the ids of all texts in one array, and the n + 1 offsets where the ids of the n texts begin and end."""
+Encoded: TypeAlias = tuple[TokenIds, npt.NDArray[np.integer]]
+"""The ids of n texts in one array, and the n + 1 offsets at which the ids of each text begin and end."""
+Encoder: TypeAlias = Callable[[list[str]], Encoded]
 
 
 def default_engine() -> str:
-    """gigatoken if it is installed."""
+    """Returns "gigatoken" if it is installed, otherwise "tiktoken"."""
     return "gigatoken" if importlib.util.find_spec("gigatoken") else "tiktoken"
 
 
 def usable_cores() -> int:
-    """The cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -47,14 +48,14 @@ def get_encoder(tokenizer: Tokenizer, engine: str, threads: int) -> Encoder:
     """Returns the encoder of a tokenizer. The engine and the number of threads do not change the tokens.
 
     Raises:
-        UserError: gigatoken is to be used, and is not installed or does not work.
+        UserError: gigatoken is chosen, and is not installed or does not work.
     """
     if tokenizer.name == "gpt2" and engine == "gigatoken":
         os.environ["RAYON_NUM_THREADS"] = str(threads)  # its threads start with its first batch
         return GigatokenEncoder(tokenizer)
     pool = ThreadPoolExecutor(threads) if tokenizer.name != "bytes" else None  # tiktoken releases the GIL
 
-    def encode(texts: list[str]) -> tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.integer]]:
+    def encode(texts: list[str]) -> Encoded:
         ids = list((pool.map if pool else map)(tokenizer.encode_array, texts))
         return np.concatenate([np.empty(0, np.uint16), *ids], dtype=np.uint16), np.cumsum([0, *map(len, ids)])
 
@@ -62,7 +63,7 @@ def get_encoder(tokenizer: Tokenizer, engine: str, threads: int) -> Encoder:
 
 
 class GigatokenEncoder:
-    """GPT-2's encoding by gigatoken. Samples of every batch are compared with tiktoken's.
+    """Encodes with gigatoken; samples of every batch are compared with tiktoken.
 
     Raises:
         UserError: gigatoken is not installed or does not work.
@@ -86,7 +87,7 @@ class GigatokenEncoder:
             self._encoder = BPETokenizer.from_tiktoken(str(folder / "gpt2.tiktoken"), "gpt2")
         self._cached_chars, self._memory_after_load = 0, _private_memory()
 
-    def __call__(self, texts: list[str]) -> tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.integer]]:
+    def __call__(self, texts: list[str]) -> Encoded:
         if self._cached_chars > MAX_CACHED_CHARS or _private_memory() - self._memory_after_load > MAX_CACHE_BYTES:
             self._load()
         self._cached_chars += sum(map(len, texts))
@@ -99,10 +100,8 @@ class GigatokenEncoder:
         self._compare_sample(texts, ids, offsets)
         return ids, offsets
 
-    def _compare_sample(
-        self, texts: list[str], ids: npt.NDArray[np.unsignedinteger], offsets: npt.NDArray[np.integer]
-    ) -> None:
-        """Compares the beginnings of some documents, chosen at random, the same ones in every run.
+    def _compare_sample(self, texts: list[str], ids: TokenIds, offsets: npt.NDArray[np.integer]) -> None:
+        """Compares the beginnings of randomly chosen documents, the same ones in every run.
 
         Raises:
             UserError: gigatoken's tokens differ from tiktoken's.
@@ -127,7 +126,7 @@ class GigatokenEncoder:
 
 
 def _private_memory() -> int:
-    """Private memory of this process in bytes; 0 except on Linux."""
+    """Returns the private memory of this process in bytes; 0 except on Linux."""
     try:
         _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
         return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
@@ -150,7 +149,7 @@ def batches_of(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def encode_pieces(pieces: Iterable[Piece], encode: Encoder, eot: int) -> Iterator[npt.NDArray[np.uint16]]:
-    """The tokens of all documents, with an end-of-text token before each. A batch is encoded while the next is read."""
+    """Yields the tokens of all documents, an end-of-text before each. A batch is encoded while the next one is read."""
 
     def encode_batch(batch: list[Piece]) -> npt.NDArray[np.uint16]:
         ids, offsets = encode([text for text, _ in batch])

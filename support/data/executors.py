@@ -1,4 +1,4 @@
-"""Shards made by the tasks of a cluster, through datatrove: N tasks encode the parts, and one more cuts the shards."""
+"""Makes shards on a cluster, through datatrove: N tasks encode the parts, and one more cuts the shards."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ EXECUTORS = ("slurm", "ray")
 
 @dataclass(frozen=True)
 class Task:
-    """Calls `make_shards` from the working directory of the command, as a pipeline of datatrove.
+    """A step of a datatrove pipeline that calls `make_shards` in the working directory of the command.
 
     Attributes:
         make: `make_shards` with all arguments but `only_parts`.
-        only_parts: whether it encodes parts; otherwise it writes the shards.
+        only_parts: whether the task encodes parts; otherwise it writes the shards.
     """
 
     make: Callable[..., Manifest] = field(repr=False)  # datatrove logs the task
@@ -70,8 +70,8 @@ class Executor:
         """
         if is_complete(output):
             return make()
-        manifest = make(only_parts=(0, 1))  # the folder, and a trained tokenizer
-        # so that other machines find this project
+        manifest = make(only_parts=(0, 1))  # makes the folder and, for bpe, the tokenizer
+        # other machines must find this project
         search_path = filter(None, [str(Path(__file__).parents[2]), os.getenv("PYTHONPATH")])
         os.environ["PYTHONPATH"] = os.pathsep.join(search_path)
         encode = self._datatrove(Task(make, only_parts=True), output / "logs" / "encode", self.tasks)
@@ -93,9 +93,9 @@ class Executor:
         from datatrove import executor
 
         options = dict(self.options)
-        if self.kind == "slurm":  # shards are cut even if a task failed: what is missing is encoded then
+        if self.kind == "slurm":  # even if a task failed, shards are cut, and the missing parts encoded then
             more |= {"run_on_dependency_fail": True, "job_name": f"shards_{logs.name}"}
-            # srun does not inherit --cpus-per-task from sbatch; datatrove would ask for a QOS that a cluster may not have
+            # srun does not inherit --cpus-per-task from sbatch; datatrove's default QOS may not exist on a cluster
             options = {"srun_args": {"cpus-per-task": options.get("cpus_per_task", 1)}, "qos": None} | options
         more |= {
             "pipeline": [task] if task else [],

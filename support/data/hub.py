@@ -1,4 +1,4 @@
-"""The files of a data set on the Hugging Face hub. Each is downloaded when it is needed, and removed when it is encoded."""
+"""The files of a data set on the Hugging Face hub, each downloaded when it is needed and removed when it is encoded."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from support.files import check_free_space, sha256_of
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoFile
 
-CONNECT_ATTEMPTS = 4  # before the first byte: seconds, because a user is waiting
-DOWNLOAD_ATTEMPTS = 7  # once a run has made shards: minutes. Within each, the hub's library retries too
+CONNECT_ATTEMPTS = 4  # at the start, for seconds: a user is waiting
+DOWNLOAD_ATTEMPTS = 7  # later, for minutes; within each attempt, the hub's library retries, too
 T = TypeVar("T")
 
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def _request(request: Callable[[], T], failure: str, attempts: int) -> T:
-    """The result of a request, which is repeated after transient errors: the hub's library does not repeat all of them.
+    """Returns the result of a request. Repeats it after transient errors, as the hub's library does only after some.
 
     Raises:
         UserError: it failed for good. The message starts with `failure`.
@@ -44,7 +44,7 @@ def _request(request: Callable[[], T], failure: str, attempts: int) -> T:
         attempt += 1
         try:
             return request()
-        except Exception as error:  # the classes of the hub's and of the HTTP library
+        except Exception as error:  # the hub's library and the HTTP library have classes of their own
             if isinstance(error, UserError) or (isinstance(error, OSError) and error.errno in DISK_ERRORS):
                 raise
             if _is_refused(error) or isinstance(error, OfflineModeIsEnabled) or attempt == attempts:
@@ -58,7 +58,7 @@ def _request(request: Callable[[], T], failure: str, attempts: int) -> T:
 
 
 def _is_refused(error: Exception) -> bool:
-    """Whether another attempt would fail, too: there is no such data set, file or split."""
+    """Returns whether another attempt would fail, too, because there is no such data set, file or split."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     return isinstance(error, ValueError) or (
         status is not None and 400 <= status < 500 and status not in RETRIED_STATUS
@@ -66,7 +66,7 @@ def _is_refused(error: Exception) -> bool:
 
 
 def hub_error_reason(error: Exception) -> str:
-    """A short description of an error of the Hugging Face hub, or of a library that uses it."""
+    """Describes an error of the Hugging Face hub, or of a library that uses it."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.RepositoryNotFoundError):
@@ -82,15 +82,18 @@ def hub_error_reason(error: Exception) -> str:
 # -----------------------------------------------------------------------------
 # The files of a data set
 
-FINEWEB_PREFIXES = {"HuggingFaceFW/fineweb-edu": "edufineweb", "HuggingFaceFW/fineweb": "fineweb"}  # of shard names
-TEXT_BYTES = 1.5  # bytes of text per byte of FineWeb's files; others may have anything beside it
+# FineWeb's data sets, and how the names of their shards begin
+FINEWEB_PREFIXES = {"HuggingFaceFW/fineweb-edu": "edufineweb", "HuggingFaceFW/fineweb": "fineweb"}
+TEXT_BYTES = 1.5  # bytes of text per byte of FineWeb's files; other data sets may have large columns beside the text
 
 
 class HubFiles(Corpus):
-    """The .parquet, .jsonl or .txt files that the `datasets` library finds for a split of a data set, in its order.
+    """The .parquet, .jsonl or .txt files of a split, in the order of the `datasets` library.
+
+    `revision`, a commit, must be set before they are read.
 
     Args:
-        config: configuration of the data set, or None for its default.
+        config: configuration of the data set; None is its default.
         downloads: folder for the files while they are needed.
 
     Raises:
@@ -113,14 +116,14 @@ class HubFiles(Corpus):
         self._text_field, self._separator = text_field, separator
         self._downloading: dict[str, threading.Thread] = {}
         self._finished: set[str] = set()
-        self.revision = None  # a commit, which must be set first
+        self.revision = None
 
     @functools.cached_property
     def files(self) -> list[RepoFile]:
         """All files of the split, downloaded or not.
 
         Raises:
-            UserError: there is no such configuration or split, or it has other files than text.
+            UserError: there is no such configuration or split, or not all of its files are text.
         """
         from huggingface_hub import HfApi
         from huggingface_hub.hf_api import RepoFile
@@ -160,7 +163,7 @@ class HubFiles(Corpus):
         return [url.partition("@")[2].removeprefix(f"{self.revision}/") for url in splits[self._split]]
 
     def parts(self) -> list[Part]:
-        """A file each, or small files together: the row groups of a file are known only when it is here."""
+        """Returns a part per file, or for several small files: row groups are known only after the download."""
         groups = group_by_size([file.size for file in self.files], max((file.size for file in self.files), default=0))
         ratio = TEXT_BYTES if self._repository in FINEWEB_PREFIXES else 0
         return [Part(files, text_bytes=ratio * sum(self.files[index].size for index in files)) for files in groups]
@@ -174,16 +177,15 @@ class HubFiles(Corpus):
         return f"{self._repository}, {self.files[part.files.start].path}"
 
     def prepare(self, part: Part) -> None:
-        """Starts to download the files of a part, after those of earlier calls. Ctrl-C does not wait for daemon threads."""
-        # the library starts a killed process's download again, and leaves the old file behind
-        if not self._downloading:
-            for rest in self._downloads.glob(".cache/**/*.incomplete"):
-                rest.unlink()
+        """Starts to download the files of a part, when the earlier ones are there. Ctrl-C does not wait for it."""
+        if not self._downloading:  # after a kill, the library starts over, and leaves the incomplete file behind
+            for leftover in self._downloads.glob(".cache/**/*.incomplete"):
+                leftover.unlink()
         for index in part.files:
             file = self.files[index]
             if file.path not in self._downloading:
-                before = next(reversed(self._downloading.values()), None)
-                thread = threading.Thread(target=self._try_download, args=(file, before), daemon=True)
+                previous = next(reversed(self._downloading.values()), None)
+                thread = threading.Thread(target=self._try_download, args=(file, previous), daemon=True)
                 self._downloading[file.path] = thread
                 thread.start()
 
@@ -201,29 +203,28 @@ class HubFiles(Corpus):
     def close(self) -> None:
         shutil.rmtree(self._downloads, ignore_errors=True)
 
-    def _try_download(self, file: RepoFile, after: threading.Thread | None) -> None:
-        if after:
-            after.join()
-        with contextlib.suppress(Exception):  # `_download` repeats it, and reports what is wrong
+    def _try_download(self, file: RepoFile, previous: threading.Thread | None) -> None:
+        if previous:
+            previous.join()
+        with contextlib.suppress(Exception):  # `_download` tries again, and reports what is wrong
             self._fetch(file)
 
     def _download(self, file: RepoFile) -> Path:
-        """Downloads a file, unless it is here, and returns its path."""
+        """Waits until a file is downloaded, and returns its path."""
         if thread := self._downloading.get(file.path):
             thread.join()
         _request(lambda: self._fetch(file), f"cannot download {file.path}", DOWNLOAD_ATTEMPTS)
         return self._downloads / file.path
 
     def _fetch(self, file: RepoFile) -> None:
-        """Downloads a file, unless that was done. The library resumes after a broken connection."""
+        """Downloads a file, unless this process has done so. The library resumes after a broken connection."""
         from huggingface_hub import hf_hub_download
 
         if file.path in self._finished:
             return
-        folder = self._downloads
-        check_free_space(folder, file.size, f"download {file.path}")
+        check_free_space(self._downloads, file.size, f"download {file.path}")
         path = hf_hub_download(
-            self._repository, file.path, repo_type="dataset", revision=self.revision, local_dir=folder
+            self._repository, file.path, repo_type="dataset", revision=self.revision, local_dir=self._downloads
         )
         if file.lfs and sha256_of(Path(path)) != file.lfs.sha256:
             os.unlink(path)
@@ -232,7 +233,7 @@ class HubFiles(Corpus):
 
 
 def find_revision(repository: str, revision: str | None) -> str | None:
-    """The commit of a branch or tag of a data set, by default its newest one.
+    """Returns the commit of a branch or tag of a data set, by default the newest one.
 
     Raises:
         UserError: there is no such data set or revision, or the hub cannot be reached.

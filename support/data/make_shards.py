@@ -1,7 +1,7 @@
 """Text to shards. Each part of a corpus is encoded into a file, or is there already; shards are cut from the parts in order.
 
-A part and a shard exist completely or not at all, and depend on nothing but the corpus and the settings. So whatever
-is killed can be repeated, and parts may be encoded by any number of processes.
+A part and a shard exist completely or not at all, and depend on nothing but the corpus and the settings. So a command
+that was killed can be repeated, and any number of processes can encode parts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from support.data.shards import (
     TOKEN,
     Manifest,
     Setting,
-    ShardEntry,
     TokenFile,
     shard_name,
     write_manifest,
@@ -42,14 +41,14 @@ from support.data.tokenizer import Tokenizer, get_tokenizer
 from support.files import check_free_space, read_json, sha256_of, write_json
 
 SHARD_SIZE = 10**8  # tokens
-VAL_FRACTION = 0.1  # of a corpus that fits into one shard
-MAX_CUT_ERROR = 0.1  # of the validation tokens, before --split-documents cuts inside a document
-MAX_BYTES_PER_TOKEN = {"gpt2": 5, "bpe": 2, "bytes": 1}  # of text, on average
+VAL_FRACTION = 0.1  # is held out of a corpus that fits into one shard
+MAX_CUT_ERROR = 0.1  # fraction of the validation tokens; beyond it, --split-documents cuts inside a document
+MAX_BYTES_PER_TOKEN = {"gpt2": 5, "bpe": 2, "bytes": 1}  # average bytes of text per token, at most
 BLOCK = 1 << 23  # tokens that are read at a time
 
 Tokens: TypeAlias = npt.NDArray[np.uint16]
-Slice: TypeAlias = tuple[Path, int, int]  # the file of a part, and the first and the number of some of its tokens
-Shard: TypeAlias = tuple[str, int, int, int]  # split, index, and the tokens of the corpus that it starts and stops at
+Slice: TypeAlias = tuple[Path, int, int]  # the file of a part, the offset of a token in it, and a number of tokens
+Shard: TypeAlias = tuple[str, int, int, int]  # split, index, and the corpus' tokens at which the shard starts and stops
 
 
 def make_shards(
@@ -73,20 +72,20 @@ def make_shards(
 
     Args:
         tokenizer: "gpt2", "bytes", or "bpe", which is trained on the corpus.
-        vocab_size: the largest number of tokens of "bpe" (default: one that fits the amount of text).
-        tokenizer_file: the `tokenizer.json` of an earlier "bpe", to use that one.
+        vocab_size: the largest vocabulary of "bpe" (default: one that fits the amount of text).
+        tokenizer_file: a `tokenizer.json` for "bpe" to use instead of a new one.
         engine: "gigatoken" or "tiktoken" (default: gigatoken if it is installed). The bytes do not depend on it.
         shard_size, max_tokens: numbers of tokens.
         val_fraction: fraction of the corpus, at its end, for validation (default: shard 0, or a tenth of a corpus
             that fits into one shard).
-        split_documents: start the validation split inside a document if none starts near it.
+        split_documents: let the validation split start inside a document if none starts nearby.
         threads: number of threads that encode. The bytes do not depend on it.
-        only_parts: (k, n) encodes only parts k, k + n, k + 2n, ..., from 1, and no shards; with k = 0 no part. Several
-            processes may do that at once.
+        only_parts: (k, n) encodes only parts k, k + n, k + 2n, ..., counted from 1, and writes no shards; (0, n) encodes
+            no part. Several processes may do that at once.
 
     Raises:
-        UserError: the folder has other shards, is in use or cannot be written, the disk is too small, or the corpus
-            cannot be read, changed meanwhile, or has too little text to be split.
+        UserError: the folder has other shards, is in use or cannot be written; the disk is too small; or the corpus
+            cannot be read, changed meanwhile, or has no text.
     """
     settings: dict[str, Setting] = {
         "shard_size": shard_size,
@@ -99,8 +98,8 @@ def make_shards(
     }
     manifest = new_manifest(corpus.name, corpus.revision, tokenizer, settings)
     with (
+        report_disk_errors(Path(output)),
         open_output_folder(Path(output), manifest, corpus.prefix, only_parts is not None) as folder,
-        report_disk_errors(folder.directory),
     ):
         if not folder.is_finished:
             parts = corpus.parts()
@@ -114,7 +113,7 @@ def make_shards(
                 encodes = get_tokenizer(tokenizer)
             encode = get_encoder(encodes, engine or default_engine(), threads)
             folder.parts.mkdir(exist_ok=True)
-            with EncodedParts(folder, corpus, parts, encode, max_tokens) as encoded:
+            with contextlib.closing(EncodedParts(folder, corpus, parts, encode, max_tokens)) as encoded:
                 if only_parts:
                     encoded.encode_some(*only_parts)
                 else:
@@ -124,11 +123,11 @@ def make_shards(
 
 
 def _check_plan(folder: OutputFolder, corpus: Corpus, parts: list[Part]) -> None:
-    """Raises a UserError if an earlier command divided the corpus otherwise: its parts would not fit to these."""
+    """Raises a UserError if an earlier command divided the corpus into other parts."""
     plan = [[corpus.describe(part), part.start, part.stop] for part in parts]
     sha256 = hashlib.sha256(json.dumps(plan).encode()).hexdigest()
     if folder.manifest.setdefault("plan", sha256) != sha256:
-        raise UserError(f"{corpus.name} was divided into other parts before. Make its shards in another --output.")
+        raise UserError(f"{corpus.name} was divided into other parts before. Use another --output.")
     write_manifest(folder.directory, folder.manifest)
 
 
@@ -137,12 +136,12 @@ def _check_plan(folder: OutputFolder, corpus: Corpus, parts: list[Part]) -> None
 
 
 class EncodedParts:
-    """The tokens of a corpus, in files: one for each part that is encoded, and a record next to it, written last.
+    """The tokens of a corpus, in a file for each part that is encoded, and a record next to it, written last.
 
     Attributes:
-        limit: the number of tokens that are used.
-        lengths: tokens of each part encoded so far. A part listed in the manifest may be gone from the disk; it is encoded
-            again if a shard needs it.
+        limit: the number of tokens that are used, at most.
+        lengths: tokens of each part encoded so far, as in the manifest. Used parts are removed from the disk, and
+            encoded again if a shard needs them.
     """
 
     def __init__(
@@ -151,42 +150,38 @@ class EncodedParts:
         self.folder, self.corpus, self.parts, self.encode = folder.parts, corpus, parts, encode
         self.eot, self.limit = folder.manifest["vocab_size"] - 1, max_tokens or sys.maxsize
         self.lengths = folder.manifest["parts"]
-        self._ready: set[int] = set()  # parts whose files were compared with their checksums
-        self._first_kept, self._removed_tokens = 0, 0
+        self._ready: dict[int, int] = {}  # tokens of the parts whose files are on the disk and intact
         self._text_bytes = [*itertools.accumulate(part.text_bytes for part in self.parts)]
         style: dict[str, Any] = {"unit": " tokens", "unit_scale": True, "smoothing": 0.05, "leave": False}
-        # At first there would only be zeros and question marks.
+        # without the delay, it would begin with zeros and question marks
         self._bar = tqdm(desc="tokenising", total=max_tokens, delay=1, disable=None, **style)
 
-    def __enter__(self) -> EncodedParts:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._bar.close()
 
     def path(self, number: int) -> Path:
         return self.folder / f"part_{number:06d}.bin"
 
     def record(self, number: int) -> TokenFile | None:
-        """What is known about a part's file; None if there is none."""
+        """Returns the record of a part, or None if it is not encoded."""
         return read_json(self.path(number).with_suffix(".json"))
 
     def ensure(self, number: int, following: int) -> int:
-        """Encodes a part, unless it is there; returns its tokens. `following` is the part that is needed next.
+        """Encodes a part, unless it is there; returns its number of tokens. `following` is the part that is needed next.
 
         Raises:
-            UserError: it cannot be read or encoded, or is not what it was.
+            UserError: it cannot be read or encoded, or differs from what was encoded before.
         """
+        if number in self._ready:
+            return self._ready[number]
         record, path = self.record(number), self.path(number)
-        if number not in self._ready:
-            if record is None or not path.exists() or sha256_of(path) != record["sha256"]:
-                record = self._encode(number, following)
-            self._ready.add(number)
-        assert record is not None
+        if record is None or not path.exists() or sha256_of(path) != record["sha256"]:
+            record = self._encode(number, following)
         if number < len(self.lengths) and record["tokens"] != self.lengths[number]:
             raise UserError(
                 f"{self.corpus.name} changed since its shards were begun, or is encoded differently. Use another --output."
             )
+        self._ready[number] = record["tokens"]
         return record["tokens"]
 
     def _encode(self, number: int, following: int) -> TokenFile:
@@ -198,7 +193,7 @@ class EncodedParts:
             batches = self._show(encode_pieces(self.corpus.read(part), self.encode, self.eot))
             record = write_tokens(self.path(number), batches, self.eot)
         except BaseException as error:
-            # A panic in Rust code is not an Exception, and its class cannot be imported.
+            # a panic in Rust code is not an Exception, and its class cannot be imported
             if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
                 raise
             raise UserError(
@@ -215,7 +210,7 @@ class EncodedParts:
             yield tokens
 
     def encode_until(self, count: int) -> int:
-        """Encodes parts until there are `count` tokens, or all that are used; returns how many there are, at most `count`."""
+        """Encodes parts until there are `count` tokens, or all that are used; returns the number of tokens, up to `count`."""
         count = min(count, self.limit)
         while sum(self.lengths) < count and len(self.lengths) < len(self.parts):
             number = len(self.lengths)
@@ -229,19 +224,19 @@ class EncodedParts:
         """Encodes every `every`-th part from number `first` (counted from 1) on, until the limit is reached."""
         if first > len(self.parts):
             print_lines(f"nothing to do: the text has only {len(self.parts)} parts")
-        before, counted = 0, 0  # tokens of the parts that are known to be encoded before this one
+        tokens_before, counted = 0, 0  # tokens of the encoded parts before this one
         for number in range(first - 1, len(self.parts), every) if first else ():
             for other in range(counted, number):
-                before += (self.record(other) or {"tokens": 0})["tokens"]
+                tokens_before += (self.record(other) or {"tokens": 0})["tokens"]
             counted = number
-            if before >= self.limit:
+            if tokens_before >= self.limit:
                 break
-            if number >= len(self.lengths):  # the others are in shards already, or on the disk
+            if number >= len(self.lengths):  # earlier ones are in shards already, or on the disk
                 tokens = self.ensure(number, number + every)
                 print_lines(f"part {number + 1} of {len(self.parts)}: {tokens:,} tokens")
 
     def find(self, start: int, stop: int) -> list[Slice]:
-        """Where the tokens from `start` to `stop` are; parts that are gone are encoded again."""
+        """Returns where the tokens from `start` to `stop` are; parts that are gone are encoded again."""
         slices, offset = [], 0
         for number, length in enumerate(self.lengths):
             first, last = max(start, offset) - offset, min(stop, offset + length) - offset
@@ -252,19 +247,15 @@ class EncodedParts:
         return slices
 
     def remove_before(self, position: int) -> None:
-        """Removes the parts whose tokens are before a position."""
-        while self._first_kept < len(self.lengths):
-            end = self._removed_tokens + self.lengths[self._first_kept]
-            if end > position:
-                return
-            self._ready.discard(self._first_kept)
-            self.path(self._first_kept).with_suffix(".json").unlink(missing_ok=True)
-            self.path(self._first_kept).unlink(missing_ok=True)
-            self._first_kept, self._removed_tokens = self._first_kept + 1, end
+        """Removes the parts whose tokens all come before a position."""
+        for number, stop in enumerate(itertools.accumulate(self.lengths)):
+            if stop <= position and self._ready.pop(number, None) is not None:
+                self.path(number).with_suffix(".json").unlink(missing_ok=True)
+                self.path(number).unlink(missing_ok=True)
 
 
 def read_slices(slices: Iterable[Slice]) -> Iterator[Tokens]:
-    """The tokens of slices, in blocks that fit into memory."""
+    """Yields the tokens of slices, in blocks that fit into memory."""
     for path, first, count in slices:
         for start in range(first, first + count, BLOCK):
             yield np.fromfile(path, TOKEN, min(BLOCK, first + count - start), offset=start * TOKEN.itemsize)
@@ -283,7 +274,7 @@ def _write_all(
     """
     manifest, first_tokens = folder.manifest, parts.encode_until(shard_size + 1)
     if first_tokens < 2:
-        shutil.rmtree(folder.parts, ignore_errors=True)  # so that nothing is left
+        shutil.rmtree(folder.parts, ignore_errors=True)  # nothing may be left
         raise UserError(f"there is no text in {corpus.name}. Use other files, or another data set.")
     in_order = val_fraction is None and first_tokens > shard_size
     shards = _in_order(parts, shard_size) if in_order else _split(folder, parts, shard_size, val_fraction)
@@ -292,39 +283,32 @@ def _write_all(
         tokens = sum(entry["tokens"] for entry in listed.values())
         print_lines(f"resuming after {len(listed)} finished shard{'s' * (len(listed) > 1)}, {tokens:,} tokens")
 
-    def add(entry: ShardEntry, stop: int) -> None:
-        listed[entry["file"]] = entry
+    def write(path: Path, split: str, slices: list[Slice], stop: int) -> None:
+        size = sum(count for _, _, count in slices)
+        written = write_tokens(path, read_slices(slices), parts.eot, shard_size=size)
+        listed[path.name] = {"file": path.name, "split": split, **written}
         manifest["shards"] = sorted(listed.values(), key=lambda entry: entry["file"].rpartition("_")[2])
         write_manifest(folder.directory, manifest)
-        print_lines(f"{entry['file']}: {entry['tokens']:,} tokens")
+        print_lines(f"{path.name}: {size:,} tokens")
         if in_order:
             parts.remove_before(stop)
 
-    writing: tuple[Future[ShardEntry], int] | None = None  # in a thread, while the next parts are encoded
-    with ThreadPoolExecutor(1) as thread:
-        try:
-            for split, index, start, stop in shards:
-                path = folder.directory / shard_name(corpus.prefix, split, index)
-                if path.name in listed:
-                    continue
+    with ThreadPoolExecutor(1) as thread:  # a shard is written while the parts of the next one are encoded
+        writing: Future[None] | None = None
+        for split, index, start, stop in shards:
+            path = folder.directory / shard_name(corpus.prefix, split, index)
+            if path.name not in listed:
                 slices = parts.find(start, stop)
                 if writing:
-                    add(writing[0].result(), writing[1])
-                writing = thread.submit(_write_shard, path, split, slices, parts.eot), stop
-        finally:  # also after an error of the next one
-            if writing:
-                add(writing[0].result(), writing[1])
+                    writing.result()
+                writing = thread.submit(write, path, split, slices, stop)
+        if writing:
+            writing.result()
     folder.finish()
 
 
-def _write_shard(path: Path, split: str, slices: list[Slice], eot: int) -> ShardEntry:
-    """Writes a shard; returns what its manifest says about it."""
-    size = sum(count for _, _, count in slices)
-    return {"file": path.name, "split": split, **write_tokens(path, read_slices(slices), eot, shard_size=size)}
-
-
 def _in_order(parts: EncodedParts, size: int) -> Iterator[Shard]:
-    """Shards of `size` tokens, the last one shorter. The parts of each are encoded when it is asked for."""
+    """Yields shards of `size` tokens, the last one shorter. The parts of a shard are encoded before it is yielded."""
     for index in itertools.count():
         start = index * size
         stop = parts.encode_until(start + size)
@@ -334,7 +318,7 @@ def _in_order(parts: EncodedParts, size: int) -> Iterator[Shard]:
 
 
 def _split(folder: OutputFolder, parts: EncodedParts, size: int, val_fraction: float | None) -> list[Shard]:
-    """The shards of a corpus whose last fraction is for validation."""
+    """Returns the shards of a corpus whose last fraction is held out for validation."""
     total, fraction = parts.encode_until(sys.maxsize), val_fraction or VAL_FRACTION
     split_documents = bool(folder.manifest["settings"].get("split_documents"))
     split_point = val_split_point(read_slices(parts.find(0, total)), total, parts.eot, fraction, split_documents)
@@ -353,13 +337,13 @@ def _split(folder: OutputFolder, parts: EncodedParts, size: int, val_fraction: f
 def val_split_point(
     blocks: Iterable[Tokens], total: int, eot: int, fraction: float, split_documents: bool = False
 ) -> int:
-    """The token at which the validation split starts, the last `fraction` of `total` tokens, which come in blocks.
+    """Returns where to split off the last `fraction` of `total` tokens, which come in blocks, for validation.
 
-    It is the start of the nearest document. If there is no other document, or with `split_documents` none that starts
-    near, it is inside a text.
+    That is the nearest start of a document. If there is only one document, or with `split_documents` if none starts
+    nearby, it is inside a document.
     """
     ideal = total - max(1, round(fraction * total))
-    starts, offset = [], 0  # the nearest of each block: a corpus may be larger than the memory
+    starts, offset = [], 0  # the nearest start of each block: all of them may not fit into memory
     for block in blocks:
         found = offset + np.flatnonzero(block == eot)
         found = found[found > 0]
@@ -377,10 +361,10 @@ def val_split_point(
 
 @contextlib.contextmanager
 def report_disk_errors(directory: Path) -> Iterator[None]:
-    """Turns an error of the disk into a UserError."""
+    """Turns a disk error into a UserError."""
     try:
         yield
-    except BrokenPipeError:  # of the console
+    except BrokenPipeError:  # the console was closed
         raise
     except OSError as error:
         raise UserError(
@@ -392,7 +376,7 @@ def _check_space(folder: OutputFolder, parts: list[Part], max_tokens: int | None
     """Compares the free space with a low estimate of what the shards still need.
 
     Args:
-        kept: a corpus of up to so many tokens is on the disk twice: its parts are kept until it is split.
+        kept: a corpus of up to this many tokens is on the disk twice, because its parts are kept until it is split.
 
     Raises:
         UserError: there is clearly not enough.

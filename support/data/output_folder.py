@@ -1,4 +1,4 @@
-"""A folder that shards are being written to. Its manifest lists the finished ones, so that a later run can resume."""
+"""The folder that shards are written to. Its manifest lists the finished ones, so that a later run can resume."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from support.data.shards import (
 )
 from support.data.tokenizer import TOKENIZER_JSON, VOCAB_SIZES
 
-PARTS = "parts_"  # begins the name of the folder of encoded parts, which ends with 16 hexadecimal digits
+PARTS = "parts_"  # with 16 hexadecimal digits, the name of a folder of encoded parts
 ALL_PARTS = PARTS + 16 * "[0-9a-f]"
 
 
 @dataclass
 class OutputFolder:
-    """A locked folder and its manifest. A shard that the manifest lists is complete and never written again."""
+    """A folder of shards and its manifest. A shard that the manifest lists is complete and never written again."""
 
     directory: Path
     manifest: Manifest
@@ -41,7 +41,7 @@ class OutputFolder:
 
     @property
     def parts(self) -> Path:
-        """The folder of encoded parts of this source, with these settings and this tokenizer."""
+        """The folder of the encoded parts of this source, with these settings and this tokenizer."""
         keys = ("source", "revision", "settings", "tokenizer", "tokenizer_sha256")
         identity = [self.manifest.get(key) for key in keys]
         return self.directory / (PARTS + hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16])
@@ -55,7 +55,7 @@ class OutputFolder:
 
 
 def new_manifest(source: str, revision: str | None, tokenizer: str, settings: Mapping[str, Setting]) -> Manifest:
-    """The manifest of a folder without shards. Settings that are None are left out."""
+    """Returns the manifest of a folder without shards. Settings that are None are left out."""
     return {
         "tokenizer": tokenizer,
         "vocab_size": VOCAB_SIZES.get(tokenizer, 0),  # 0 until it is trained
@@ -72,56 +72,56 @@ def new_manifest(source: str, revision: str | None, tokenizer: str, settings: Ma
 def open_output_folder(
     directory: Path, manifest: Manifest, prefix: str, only_parts: bool = False
 ) -> Iterator[OutputFolder]:
-    """Opens a folder for the shards that a new manifest describes, and adopts what an earlier run has finished.
+    """Opens the folder for the shards that a new manifest describes, and adopts what an earlier run has finished.
 
-    If all shards are finished, the folder is only read. Otherwise it is created and locked, and shards that are not
-    listed or not intact must be made again.
+    If all shards are finished, the folder is only read. Otherwise it is created and locked, and shards that are missing
+    or corrupt are to be made again.
 
     Args:
-        prefix: start of the file names of the shards.
+        prefix: beginning of the file names of the shards.
         only_parts: the folder is opened to add parts; several processes may do that at once.
 
     Raises:
-        UserError: the folder has shards of another source or with other settings, is in use, or cannot be written.
+        UserError: the folder has shards of another source or with other settings, or is in use.
     """
+    folder = _adopt_finished_shards(directory, manifest, prefix, only_parts)
+    if folder.is_finished:
+        print_lines("nothing to do: these shards exist already and are intact")
+        yield folder
+        return
+    directory.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        try:
-            folder = _adopt_finished_shards(directory, manifest, prefix, only_parts)
-            if folder.is_finished:
-                print_lines("nothing to do: these shards exist already and are intact")
-            else:
-                directory.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(files.lock_folder(directory, "--output", shared=only_parts))
-                # again, under the lock: another run may have written some
-                folder = _adopt_finished_shards(directory, manifest, prefix, only_parts)
-                if not only_parts:
-                    stack.callback(_remove_if_empty, folder)
-                    for leftover in (*directory.glob(".*.partial"), *directory.glob(f"{ALL_PARTS}/.*.partial")):
-                        leftover.unlink(missing_ok=True)  # of a killed run
-                write_manifest(directory, folder.manifest)
-        except OSError as error:
-            raise UserError(f"cannot write to {directory} ({error.strerror}). Use another --output.") from error
+        stack.enter_context(files.lock_folder(directory, "--output", shared=only_parts))
+        # again, under the lock: another run may have written shards meanwhile
+        folder = _adopt_finished_shards(directory, manifest, prefix, only_parts)
+        if not only_parts:
+            stack.callback(_remove_if_empty, folder)
+            # a killed run leaves these behind
+            for leftover in (*directory.glob(".*.partial"), *directory.glob(f"{ALL_PARTS}/.*.partial")):
+                leftover.unlink(missing_ok=True)
+        write_manifest(directory, folder.manifest)
         yield folder
 
 
 def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str, only_parts: bool) -> OutputFolder:
-    """The folder with the shards that an earlier run with the same source and settings has finished.
+    """Returns the folder with the shards that an earlier run of the same source and settings has finished.
 
     Raises:
         UserError: the folder has other shards.
     """
     earlier = load_manifest(directory)
-    if earlier is None and (directory / TOKENIZER_JSON).exists():  # as in a checkpoint
+    if earlier is None and (directory / TOKENIZER_JSON).exists():
         raise UserError(
             f"{directory} has a {TOKENIZER_JSON} but no {MANIFEST}, as a checkpoint does. Use another --output."
         )
     if earlier and (differences := _differences(manifest, earlier)):
-        if earlier["shards"] or (only_parts and any(directory.glob(f"{ALL_PARTS}/*.json"))):  # of another machine
+        # with `only_parts`, the parts may be those that another machine is encoding
+        if earlier["shards"] or (only_parts and any(directory.glob(f"{ALL_PARTS}/*.json"))):
             raise UserError(
                 f"{directory} has shards of another source or setting: {'; '.join(differences)}. Use another "
                 f"--output, or remove {directory}."
             )
-        earlier = None  # there may be parts, which are removed when the shards are complete
+        earlier = None  # its parts are removed when the new shards are complete
     for path in (*shard_paths(directory, "train"), *shard_paths(directory, "val")):
         if earlier is None or path.name.rsplit("_", 2)[0] != prefix:
             raise UserError(
@@ -131,14 +131,14 @@ def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str, onl
         return OutputFolder(directory, manifest)
     tokenizer, sha256 = directory / TOKENIZER_JSON, earlier.get("tokenizer_sha256")
     if sha256 and not (tokenizer.is_file() and files.sha256_of(tokenizer) == sha256):
-        return OutputFolder(directory, manifest)  # the tokens mean nothing without it
+        return OutputFolder(directory, manifest)  # without it, the tokens mean nothing
     shards = _intact_shards(directory, earlier)
     is_finished = earlier["complete"] and len(shards) == len(earlier["shards"]) > 0
     return OutputFolder(directory, {**earlier, "shards": shards, "complete": is_finished})
 
 
 def _differences(manifest: Manifest, earlier: Manifest) -> list[str]:
-    """Describes how two manifests differ; empty if the shards can be continued."""
+    """Describes how a manifest differs from an earlier one; without differences, its shards can be continued."""
     here, there = (
         {flag_name(key): value for key, value in m["settings"].items()}
         | {"source": m["source"], "revision": m.get("revision"), "--tokenizer": m["tokenizer"]}
@@ -152,7 +152,7 @@ def _differences(manifest: Manifest, earlier: Manifest) -> list[str]:
 
 
 def _intact_shards(directory: Path, manifest: Manifest) -> list[ShardEntry]:
-    """The shards that still exist; in a complete folder their checksums must match, too."""
+    """Returns the listed shards that still exist; in a complete folder, their checksums must match, too."""
     from tqdm import tqdm
 
     intact = []
@@ -164,10 +164,10 @@ def _intact_shards(directory: Path, manifest: Manifest) -> list[ShardEntry]:
 
 
 def _remove_if_empty(folder: OutputFolder) -> None:
-    """After an error, removes what is in a folder without shards, then the folder unless something else is in it."""
+    """Removes a folder to which an error has left neither shards nor parts, unless it has other files."""
     if folder.manifest["shards"]:
         return
-    with contextlib.suppress(OSError):  # of a folder that is not empty
+    with contextlib.suppress(OSError):  # a folder that is not empty cannot be removed
         for parts in folder.directory.glob(ALL_PARTS):
             parts.rmdir()
         for name in (MANIFEST, TOKENIZER_JSON, files.LOCK):

@@ -21,10 +21,10 @@ from support.data.text_files import TextFiles, estimate_text_bytes, find_input
 if TYPE_CHECKING:
     from train_gpt2 import TrainConfig
 
-# The peak learning rate of --recipe fast; for Muon, in steps of 16,384 tokens or more: docs/recipes.md
+# The peak learning rate of --recipe fast; Muon's is lower in steps of less than 16,384 tokens: docs/recipes.md
 FAST_LR = 3.6e-3
-SHORT_COOLDOWN = 0.7  # of --text and --demo: a short run gains from a long one
-# About two minutes on two CPU cores.
+SHORT_COOLDOWN = 0.7  # --cooldown-fraction of --text and --demo: a short run gains from a long cooldown
+# The demo takes about two minutes on two CPU cores.
 DEMO: dict[str, Any] = dict(
     data="demo_data", out="log_demo", n_layer=3, n_head=2, n_embd=128, block_size=64, batch_size=16,
     recipe="fast", total_batch_size=1024, max_steps=1200, cooldown_fraction=SHORT_COOLDOWN, shuffle=True,
@@ -32,7 +32,7 @@ DEMO: dict[str, Any] = dict(
 )  # fmt: skip
 DEMO_TEXT_BYTES, DEMO_MINUTES = 2e6, 2.0
 MAX_STEPS = 2**31 - 1
-COMPILING_FRACTION = 0.1  # of a run of --text or --demo that may be spent on compiling, at most
+MAX_COMPILE_FRACTION = 0.1  # compiling may take this fraction of a run of --text or --demo
 MODEL_FLAGS = {"n_layer", "n_head", "n_embd", "block_size"}
 MODELS_FOR_TEXT: tuple[dict[str, int], ...] = (
     dict(n_layer=3, n_head=2, n_embd=96, block_size=64, batch_size=16),
@@ -42,22 +42,22 @@ MODELS_FOR_TEXT: tuple[dict[str, int], ...] = (
     dict(n_layer=8, n_head=8, n_embd=512, block_size=512),
     dict(n_layer=12, n_head=12, n_embd=768, block_size=1024),  # gpt2
 )
-# Bytes of text read per weight of the blocks, repetitions included: measured, see docs/small-models.md. A model must not
-# have more weights than the text has bytes, either: it would memorize it.
+# A model reads at least this many bytes of text, repetitions included, per weight of its blocks (measured, see
+# docs/small-models.md). Nor may it have more weights than the text has bytes: it would memorize the text.
 BYTES_PER_WEIGHT = 7
 BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0, "bpe": 3.0}
-LEAST_TOKENS = {"gpt2": 1.65e6, "bytes": 2.4e6, "bpe": 1.65e6}  # a text that has fewer is read up to ten times
-LARGEST_TEXT_FOR_BPE = 4e8  # bytes; larger ones get GPT-2's tokens
+MIN_TOKENS = {"gpt2": 1.65e6, "bytes": 2.4e6, "bpe": 1.65e6}  # a text with fewer tokens is read up to ten times
+MAX_BPE_TEXT = 4e8  # bytes; a larger text gets GPT-2's tokens
 
 
 def preset_flags(cli_flags: Mapping[str, Any], tokenizer: str | None = None, n_embd: int = 768) -> dict[str, Any]:
-    """Flags that --demo or --text sets unless they are given; none without those two.
+    """Returns the flags that --demo or --text sets unless they are given; none without those two.
 
     Args:
-        tokenizer, n_embd: of the model of --init-from; not used without that flag.
+        tokenizer, n_embd: what the model of --init-from has; not used without that flag.
 
     Raises:
-        UserError: --text names no text, or a flag needs it.
+        UserError: --text names no text, or a flag needs --text.
     """
     if "text" in cli_flags:
         return _text_flags(cli_flags, tokenizer, n_embd)
@@ -68,7 +68,7 @@ def preset_flags(cli_flags: Mapping[str, Any], tokenizer: str | None = None, n_e
     if "max_steps" in cli_flags:
         length = flags_for_steps(cli_flags["max_steps"], demo=True)
     else:
-        length = {"minutes": DEMO_MINUTES, "checkpoint_every": 5000}  # before the cooldown and at the end is enough
+        length = {"minutes": DEMO_MINUTES, "checkpoint_every": 5000}  # it saves before the cooldown and at the end
     other_sizes = MODEL_FLAGS if cli_flags.keys() & {"model", "init_from"} else set()
     flags = DEMO | fast_rates(DEMO["total_batch_size"], cli_flags) | length
     return {name: value for name, value in flags.items() if name not in other_sizes}
@@ -77,7 +77,7 @@ def preset_flags(cli_flags: Mapping[str, Any], tokenizer: str | None = None, n_e
 def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int) -> dict[str, Any]:
     fine_tuned = "init_from" in cli_flags
     size = text_bytes(cli_flags["text"], cli_flags.get("text_field", "text"))
-    tokenizer = cli_flags.get("tokenizer", tokenizer or ("bpe" if size <= LARGEST_TEXT_FOR_BPE else "gpt2"))
+    tokenizer = cli_flags.get("tokenizer", tokenizer or ("bpe" if size <= MAX_BPE_TEXT else "gpt2"))
     tokens = 0.9 * size / BYTES_PER_TOKEN[tokenizer]  # the last tenth is held out
     flags: dict[str, Any]
     if fine_tuned:  # few epochs, at a low learning rate
@@ -85,7 +85,7 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
         # These learning rates suit GPT-2; AdamW's best one grows as models get narrower (arXiv:2203.03466).
         flags = dict(max_lr=(1e-3 if "lora_rank" in cli_flags else 1e-4) * max(1.0, 768 / n_embd))
     else:  # several epochs of a small text, but too few to memorize it
-        total_tokens, steps = max(tokens, min(LEAST_TOKENS[tokenizer], 10 * tokens)), 2000
+        total_tokens, steps = max(tokens, min(MIN_TOKENS[tokenizer], 10 * tokens)), 2000
         flags = dict(recipe="fast")
         if "model" not in cli_flags:
             flags |= models_for_text(size, total_tokens * BYTES_PER_TOKEN[tokenizer])[-1]
@@ -103,18 +103,18 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
 
 
 def models_for_text(text_bytes: float, bytes_read: float = math.inf) -> list[dict[str, int]]:
-    """The flags of the models, the smallest first, that suit a text; `bytes_read` includes its repetitions."""
+    """Returns the flags of the models that suit a text, the smallest first; `bytes_read` includes repetitions."""
     most_weights = min(text_bytes, bytes_read / BYTES_PER_WEIGHT)
     return [model for model in MODELS_FOR_TEXT if model is MODELS_FOR_TEXT[0] or block_weights(model) <= most_weights]
 
 
 def block_weights(model: Mapping[str, int]) -> int:
-    """The weights of a model's blocks, without biases and norms."""
+    """Returns the number of weights in a model's blocks, without biases and norms."""
     return 12 * model["n_layer"] * model["n_embd"] ** 2
 
 
 def is_worth_compiling(config: TrainConfig) -> bool:
-    """Whether compiling takes a small part of a run on a GPU: of --text and --demo by arithmetic, of others always."""
+    """Returns whether compiling takes a small part of a run on a GPU. Estimates it for --text and --demo only."""
     if not config.demo and config.text is None:
         return True
     if config.minutes:
@@ -123,18 +123,19 @@ def is_worth_compiling(config: TrainConfig) -> bool:
         flops = 6 * 12 * config.n_layer * config.n_embd**2 * config.total_batch_size
         seconds = config.max_steps * (2e-3 * config.n_layer + flops / 1e14)
     compile_seconds = 10 + 4 * config.n_layer  # a minute for 12 layers, as nanoGPT says; not measured here
-    return compile_seconds <= COMPILING_FRACTION * seconds
+    return compile_seconds <= MAX_COMPILE_FRACTION * seconds
 
 
 def step_size(total_tokens: float, steps: int = 2000) -> int:
-    """Tokens of a step: the largest power of two that leaves at least `steps` steps, from 1,024 to GPT-2's 2**19."""
+    """Returns the tokens of a step: the largest power of two from 1,024 to 2**19 that leaves at least `steps` steps."""
     return min(2**19, max(1024, 2 ** int(math.log2(max(1.0, total_tokens / steps)))))
 
 
 def fast_rates(tokens_per_step: int, cli_flags: Mapping[str, Any]) -> dict[str, float]:
-    """The peak learning rates of --recipe fast: in small steps, Muon's with the square root of their size (docs/small-models.md).
+    """Returns the peak learning rates of --recipe fast; in small steps, Muon's grows with the square root of their size.
 
-    A given --max-lr applies to AdamW, too; so does the rate for pretrained weights.
+    docs/small-models.md has the measurements. A given --max-lr applies to AdamW, too; so does the rate for pretrained
+    weights.
     """
     rates = {"max_lr": FAST_LR * math.sqrt(min(1.0, tokens_per_step / 16384))}
     by_muon = cli_flags.get("recipe", "fast") == "fast" and cli_flags.get("optimizer", "muon") == "muon"
@@ -142,28 +143,32 @@ def fast_rates(tokens_per_step: int, cli_flags: Mapping[str, Any]) -> dict[str, 
 
 
 def flags_for_steps(steps: int, demo: bool, fine_tuned: bool = False) -> dict[str, Any]:
-    """The flags that follow from the number of steps."""
+    """Returns the flags that follow from the number of steps."""
     warmup_steps = steps // (12 if fine_tuned else 30)
     return dict(max_steps=steps, decay_steps=steps, warmup_steps=warmup_steps) | _intervals(steps, demo)
 
 
 def _intervals(steps: int | None, demo: bool) -> dict[str, int | None]:
-    """Four validations with --text, and what comes with them, or two with --demo; None for a run of --minutes."""
+    """Returns the flags for four validations, samples and checkpoints with --text, or two validations with --demo.
+
+    In a run of --minutes, for which `steps` is None, they are None.
+    """
     names = ("val_every",) if demo else ("val_every", "sample_every", "checkpoint_every")
     return dict.fromkeys(names, None if steps is None else -(-steps // (2 if demo else 4)))
 
 
 def flags_for_length(before: Mapping[str, Any], max_steps: int | None) -> dict[str, Any]:
-    """The flags that follow from another length, in steps or with None in minutes; intervals that were chosen stay.
+    """Returns the flags that change with the new length of a fork. Intervals that the user chose are kept.
 
     Args:
-        before: the flags of the run that this one continues.
+        before: the flags of the run that is forked.
+        max_steps: the new length; None if it is given in --minutes.
     """
     flags, timed, demo = dict[str, Any](), before.get("minutes") is not None, before.get("demo", False)
     if max_steps is not None and (timed or before["decay_steps"] == before["max_steps"]):
         flags |= dict(minutes=None, decay_steps=max_steps)
     if max_steps is not None and timed:
-        flags["warmup_steps"] = max_steps // 30  # as with --text; that of a run of --minutes is over
+        flags["warmup_steps"] = max_steps // 30  # as with --text; the warm-up of a run of --minutes is over
     if demo or before.get("text") is not None:
         old, new = _intervals(None if timed else before["max_steps"], demo), _intervals(max_steps, demo)
         flags |= {name: new[name] for name, every in old.items() if before[name] == every}
@@ -171,7 +176,7 @@ def flags_for_length(before: Mapping[str, Any], max_steps: int | None) -> dict[s
 
 
 def text_bytes(text: str | None, field: str = "text") -> float:
-    """About how many bytes the text has that --text names; None is the demo's.
+    """Estimates the bytes of the text that --text names, or with None of the demo's.
 
     Raises:
         UserError: there is no text.
@@ -186,25 +191,24 @@ def text_bytes(text: str | None, field: str = "text") -> float:
 
 
 def make_preset_shards(
-    config: TrainConfig, rank: int, resumed: bool, find_trained_tokenizer: Callable[[str], Path]
+    config: TrainConfig, rank: int, keep_existing: bool, find_trained_tokenizer: Callable[[str], Path]
 ) -> None:
-    """Makes the shards of --text or --demo on rank 0, unless they exist.
-
-    For a new run of --text, it also checks that existing shards were made from this text.
+    """Makes the shards of --text or --demo on rank 0, unless they exist. The other ranks wait for them.
 
     Args:
-        find_trained_tokenizer: returns the `tokenizer.json` of a model, for text that continues its training.
+        keep_existing: use shards that exist without comparing them with the text of --text.
+        find_trained_tokenizer: returns the `tokenizer.json` of a model that is trained further on the text.
 
     Raises:
         UserError: no shards can be made.
     """
-    while rank > 0 and not shards.is_complete(config.data):  # all nodes see this folder, as they do that of the run
+    while rank > 0 and not shards.is_complete(config.data):  # all nodes share this folder
         time.sleep(1)
-    if rank > 0 or (shards.is_complete(config.data) and (config.text is None or resumed)):
+    if rank > 0 or (shards.is_complete(config.data) and (config.text is None or keep_existing)):
         return
     startup.show("making token shards ...")
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # only the progress, which is on stderr, belongs to a run
+        with contextlib.redirect_stdout(io.StringIO()):  # a run shows only the progress, which is on stderr
             if config.text is None:
                 make_shards(demo_corpus(), config.data, tokenizer="bpe")
             else:

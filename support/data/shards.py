@@ -35,14 +35,12 @@ from support.data.tokenizer import (
 
 MANIFEST = "manifest.json"
 Setting: TypeAlias = str | int | float | bool | None
-ShardIdentity: TypeAlias = list[str | int]  # file name, tokens, SHA-256; without a manifest, that of both ends
-
-TOKENS_OF_AN_END, ENDS_PREFIX = 2**15, "ends "  # of a shard without a manifest, which is known by its ends
-TOKENS_WITH_A_LINE, LINE_LETTERS = 2**14, 20  # of a text whose beginning is to be continued
-_MAKE_AGAIN = "Run the command that made these shards again."
-
+ShardIdentity: TypeAlias = list[str | int]  # file name, tokens, and SHA-256 (without a manifest, of both ends)
 
 TOKEN = np.dtype("<u2")  # in files
+HASHED_TOKENS = 2**15  # at each end of a shard that no manifest lists
+SEARCHED_TOKENS, LINE_LETTERS = 2**14, 20  # where to find a line with enough letters for samples to continue
+_MAKE_AGAIN = "Run the command that made these shards again."
 
 
 class TokenFile(TypedDict):
@@ -68,37 +66,34 @@ class Manifest(TypedDict):
 
     tokenizer: str
     vocab_size: int
-    tokenizer_sha256: NotRequired[str]  # of the `tokenizer.json` of a trained one
+    tokenizer_sha256: NotRequired[str]  # SHA-256 of `tokenizer.json`, which a trained tokenizer has
     source: str | None
     revision: NotRequired[str | None]
     settings: NotRequired[dict[str, Setting]]
     complete: NotRequired[bool]
     plan: NotRequired[str]  # a hash of where the parts of the corpus start and stop
-    parts: NotRequired[list[int]]  # tokens of each part, as far as they were needed for the shards
+    parts: NotRequired[list[int]]  # tokens of the parts, up to the last one that the shards needed
     shards: list[ShardEntry]
 
 
 def shard_name(prefix: str, split: str, index: int) -> str:
-    """The file name of a shard, such as `edufineweb_train_000001.npy`."""
+    """Returns the file name of a shard, such as `edufineweb_train_000001.npy`."""
     return f"{prefix}_{split}_{index:06d}.npy"
 
 
 def shard_paths(directory: str | os.PathLike[str], split: str) -> list[Path]:
-    """The shards of a split, "train" or "val", in order of their names; none if there is no such directory."""
+    """Returns the shards of a split, "train" or "val", in order of their names; none if there is no such directory."""
     paths = Path(directory).glob(f"*_{split}_*.npy")
     return sorted(p for p in paths if re.fullmatch(rf".+_{split}_[0-9]{{6,12}}\.npy", p.name) and p.is_file())
 
 
 class DataIdentity(TypedDict):
-    """Which data a run is trained on: file name, tokens and SHA-256 of each shard, and the frozen weights' SHA-256.
-
-    `source` is the manifest's name of the text, for people.
-    """
+    """The data that a run is trained on."""
 
     train: list[ShardIdentity]
     val: list[ShardIdentity]
-    base: str | None
-    source: str | None
+    base: str | None  # SHA-256 of the weights that LoRA leaves unchanged
+    source: str | None  # the text's name in the manifest, for people
 
 
 @dataclass(frozen=True)
@@ -112,7 +107,7 @@ class TokenData:
 
     @classmethod
     def open(cls, folder: str, needs_val: bool = True) -> TokenData:
-        """Opens the shards after a quick check; val shards if they exist, or `needs_val`.
+        """Opens the shards after a quick check. Without `needs_val`, there may be no val shards.
 
         Raises:
             UserError: shards are missing or fail the check, or the tokenizer cannot be read.
@@ -123,33 +118,33 @@ class TokenData:
 
     @functools.cached_property
     def bytes_per_token(self) -> float:
-        """Bytes of text in a token, on average over the beginning of the validation split, or else of the train split.
+        """Average bytes of text per token at the beginning of the validation split, or without one of the train split.
 
-        Nats per token over this are nats per byte.
+        It converts nats per token to nats per byte.
         """
         sample = (self.val or self.train)[0][: 1 << 20]
         return self.tokenizer.count_bytes(sample) / len(sample)
 
     @functools.cached_property
     def beginning(self) -> str:
-        """The first words of a line of the validation split, for samples to continue; of the train split without one.
+        """The first words of a line of the validation split, or without one of the train split, for samples to continue.
 
-        It is the first line with LINE_LETTERS letters, or else the longest. The split may begin inside a line.
+        The line is the first with LINE_LETTERS letters, or else the longest. The split may begin inside a line.
         """
-        tokens = read_tokens((self.val or self.train)[0], 0, TOKENS_WITH_A_LINE, self.tokenizer.vocab_size)
+        tokens = read_tokens((self.val or self.train)[0], 0, SEARCHED_TOKENS, self.tokenizer.vocab_size)
         text = self.tokenizer.decode(tokens.tolist()).replace(END_OF_TEXT, "\n").strip("\ufffd")
         printable = "".join(c if c.isprintable() or c == "\n" else " " for c in text)
         rest, *lines = [" ".join(line.split()) for line in printable.split("\n")]
-        lines.append(rest.partition(" ")[2] or rest)  # without what may be half a word
+        lines.append(rest.partition(" ")[2] or rest)  # its first word may be cut
         line = next((line for line in lines if sum(map(str.isalpha, line)) >= LINE_LETTERS), max(lines, key=len))
-        columns = 40 if " " in line[:40] else 12  # six or seven words, or what is as much in Chinese
+        columns = 40 if " " in line[:40] else 12  # six or seven words, or as much Chinese
         return next(iter(textwrap.wrap(line, columns, break_on_hyphens=False)), "")
 
     def check_rows(self, T: int, step_rows: int, val_tokens: int | None) -> None:
-        """Checks that there are the rows of T tokens that a step takes, and one to validate on.
+        """Checks that there are enough rows of T tokens for a step, and one to validate on.
 
         Args:
-            val_tokens: tokens to validate on at most; None without validation.
+            val_tokens: tokens to validate on, at most; None without validation.
 
         Raises:
             UserError: there are fewer.
@@ -172,7 +167,7 @@ class TokenData:
 
 
 def load_manifest(directory: str | os.PathLike[str]) -> Manifest | None:
-    """The manifest of a folder, whether its shards are complete or not; None if there is none.
+    """Returns the manifest of a folder, whether its shards are complete or not; None if there is none.
 
     Raises:
         UserError: the file is not a manifest.
@@ -206,11 +201,11 @@ def load_manifest(directory: str | os.PathLike[str]) -> Manifest | None:
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
-    """The manifest of a folder of shards. Shards without one, made by another tool, are assumed to be GPT-2 tokens.
+    """Returns the manifest of a folder of shards. Shards without one, made by another tool, are taken for GPT-2 tokens.
 
     Raises:
-        UserError: the manifest cannot be read, or says that the shards are incomplete; or there is none, and a
-            `tokenizer.json` which is not GPT-2's.
+        UserError: the manifest cannot be read, or says that the shards are incomplete; or there is none, but a
+            `tokenizer.json` that is not GPT-2's.
     """
     manifest = load_manifest(directory)
     if manifest is None:
@@ -227,10 +222,10 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
 
 
 def read_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a folder of shards.
+    """Returns the tokenizer of a folder of shards.
 
     Raises:
-        UserError: the manifest, or a `tokenizer.json` next to it, cannot be read or was altered.
+        UserError: the manifest cannot be read, or `tokenizer.json` next to it is missing or was altered.
     """
     manifest = read_manifest(directory)
     if manifest["tokenizer"] != "bpe":
@@ -242,7 +237,7 @@ def read_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
 
 
 def is_complete(directory: str | os.PathLike[str]) -> bool:
-    """Whether the folder has a manifest that says that all shards were written."""
+    """Returns whether the folder has a manifest that says that all shards were written."""
     try:
         return read_manifest(directory).get("complete", False)
     except UserError:
@@ -261,12 +256,12 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 def write_tokens(
     path: Path, batches: Iterable[npt.NDArray[np.unsignedinteger]], eot: int, shard_size: int | None = None
 ) -> TokenFile:
-    """Writes one-dimensional tokens; returns what a manifest says about the file.
+    """Writes one-dimensional tokens into a file; returns their numbers and the file's checksum.
 
     Args:
         eot: the end-of-text token, which starts a document.
-        shard_size: number of all tokens, to write a shard; without it, they are part of a corpus, which a checksum
-            protects and which need not survive a power failure.
+        shard_size: the number of all tokens, to write a shard. Without it, the file is a part of a corpus: it has no
+            header, and need not survive a power failure, because its checksum is compared when it is read.
     """
     tokens, documents, sha256 = 0, 0, hashlib.sha256()
     is_shard = shard_size is not None
@@ -287,18 +282,18 @@ def write_tokens(
 
 
 def load_shard(path: Path, entry: ShardEntry | None = None, verify: bool = False) -> np.memmap:
-    """A memory-mapped shard: one-dimensional uint16.
+    """Returns a memory-mapped shard: one-dimensional uint16.
 
     Args:
-        entry: the shard's entry in the manifest; its length and, with `verify`, its checksum must match.
+        entry: the shard's entry in the manifest: the length and, with `verify`, the checksum must match.
 
     Raises:
-        UserError: the file is something else, or cannot be opened.
+        UserError: the file is not a shard, not as in the entry, or cannot be opened.
     """
     try:
         with warnings.catch_warnings(action="ignore"):  # numpy warns about headers in Python 2's format
             tokens = np.lib.format.open_memmap(path, mode="r")
-    except Exception as error:  # numpy's parser of the header raises many kinds
+    except Exception as error:  # numpy's header parser raises many kinds
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path} is not a readable .npy file ({reason}). {_MAKE_AGAIN}") from error
     if tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
@@ -312,12 +307,12 @@ def load_shard(path: Path, entry: ShardEntry | None = None, verify: bool = False
 
 
 def read_tokens(shard: np.memmap, start: int, count: int, vocab_size: int) -> npt.NDArray[np.uint16]:
-    """`count` tokens of a shard, from `start` on.
+    """Returns `count` tokens of a shard, from `start` on.
 
     Raises:
         UserError: the file was truncated since it was opened, or a token id is not in the vocabulary.
     """
-    # Reading a page that the file no longer has would kill the process (SIGBUS).
+    # reading a page that the file no longer has would kill the process (SIGBUS)
     if isinstance(shard.base, mmap.mmap) and shard.base.size() < shard.offset + shard.nbytes:
         raise UserError(f"{shard.filename} was truncated while it was in use. {_MAKE_AGAIN}", this_rank_only=True)
     tokens = shard[start : start + count]
@@ -331,9 +326,9 @@ def read_tokens(shard: np.memmap, start: int, count: int, vocab_size: int) -> np
 
 
 def open_shards(directory: str | os.PathLike[str], *splits: str, read_all: bool = False) -> list[np.memmap]:
-    """The memory-mapped shards of some splits, after a check: types, dimensions, and lengths as in the manifest.
+    """Returns the memory-mapped shards of some splits. Checks their types, dimensions, and lengths in the manifest.
 
-    With `read_all`, their checksums are compared with the manifest, too, and their ids with the vocabulary.
+    With `read_all`, it also compares their checksums with the manifest, and their ids with the vocabulary.
 
     Raises:
         UserError: there are none, or some fail the check; one line for each.
@@ -370,7 +365,7 @@ def open_shards(directory: str | os.PathLike[str], *splits: str, read_all: bool 
 
 
 def _raise_open_file_limit(num_shards: int) -> None:
-    """Allows more open files, often only 1,024, if possible: a mapped file stays open."""
+    """Raises the limit on open files, often 1,024, if possible: a mapped file stays open."""
     with contextlib.suppress(ImportError, OSError, ValueError):  # Windows has no such limit
         import resource
 
@@ -379,40 +374,35 @@ def _raise_open_file_limit(num_shards: int) -> None:
 
 
 def rows_in_shard(shard: np.memmap, T: int) -> int:
-    """Number of rows of T+1 tokens. Neighbours share a token: the last target of one is the first input of the next."""
+    """Returns the number of rows of T+1 tokens. The last target of a row is also the first input of the next one."""
     return max(0, (len(shard) - 1) // T)
 
 
 # -----------------------------------------------------------------------------
-# Are they the shards that a run was trained on?
+# Is it the data that a run was trained on?
 
 
 def identify(data: TokenData) -> tuple[list[ShardIdentity], list[ShardIdentity], str | None]:
-    """The train and val shards, to recognise them, and what their manifest says about the text."""
+    """Returns identities of the train and val shards, and the source in their manifest."""
     manifest = read_manifest(data.folder)
     sha256_of = {entry["file"]: entry.get("sha256") for entry in manifest["shards"]}
 
     def identity(tokens: np.memmap) -> ShardIdentity:
         name = Path(str(tokens.filename)).name
-        return [name, len(tokens), sha256_of.get(name) or _sha256_of_ends(tokens)]
+        return [name, len(tokens), sha256_of.get(name) or sha256_of_ends(tokens)]
+
+    def sha256_of_ends(tokens: np.memmap) -> str:  # to read all shards would take minutes
+        ends = tokens[:HASHED_TOKENS].tobytes() + tokens[-HASHED_TOKENS:].tobytes()
+        return f"ends {hashlib.sha256(ends).hexdigest()}"
 
     return [identity(shard) for shard in data.train], [identity(shard) for shard in data.val], manifest["source"]
 
 
-def find_difference(before: list[ShardIdentity], now: list[ShardIdentity], folder: str) -> str | None:
-    """Describes the first shard in `folder` that differs from the run's own; None if all agree or one list is empty."""
+def find_difference(before: list[ShardIdentity], now: list[ShardIdentity]) -> str | None:
+    """Describes the first shard that differs from the run's own; None if all agree or one list is empty."""
     if not before or not now:
         return None
     for had, has in zip(before, now, strict=False):
-        checksum = has[2]
-        if str(had[2]).startswith(ENDS_PREFIX):  # there was no manifest; now there may be one
-            checksum = _sha256_of_ends(load_shard(Path(folder) / str(has[0])))
-        if had[:2] != has[:2] or had[2] != checksum:
+        if had != has:
             return f"{had[0]} differs"
     return f"{len(now)} instead of {len(before)}" if len(before) != len(now) else None
-
-
-def _sha256_of_ends(tokens: np.memmap) -> str:
-    """What identifies a shard without a manifest: its ends, because to read all shards would take minutes."""
-    ends = hashlib.sha256(tokens[:TOKENS_OF_AN_END].tobytes() + tokens[-TOKENS_OF_AN_END:].tobytes())
-    return ENDS_PREFIX + ends.hexdigest()

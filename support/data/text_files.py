@@ -1,6 +1,6 @@
-"""Text in files, .txt, .jsonl and .parquet, and the parts that it is read in.
+"""Text in .txt, .jsonl and .parquet files, and the parts in which it is read.
 
-A part depends on the files alone, so that it is the same for every process that reads it.
+A part depends on the files alone, so that it is the same for every process.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from support.files import LOCK
 if TYPE_CHECKING:
     import pyarrow.parquet
 
-Piece: TypeAlias = tuple[str, bool]  # a document, or a piece of a long one, and whether the document starts with it
+Piece: TypeAlias = tuple[str, bool]  # a document or a piece of a long one, and whether a document starts with it
 
 TEXT_TYPES = ".txt, .jsonl, .parquet (.txt and .jsonl also with .gz or .zst)"
 TEXT_SUFFIX = re.compile(r"(\.txt|\.jsonl)(?:\.gz|\.zst)?\Z|(\.parquet)\Z", re.IGNORECASE)
 COMPRESSION_CODECS = {".gz": "gzip", ".zst": "zstd"}
-COMPRESSION_RATIO = 3  # typical: bytes of text per byte of .gz or .zst
-READ_SIZE = 1 << 20  # bytes or characters
-MIN_PART_BYTES, MAX_PARTS = 1 << 24, 1024  # of text; the parts of a large corpus are larger, not more
+COMPRESSION_RATIO = 3  # typical bytes of text per byte of .gz or .zst
+READ_SIZE = 1 << 20  # bytes
+MIN_PART_BYTES, MAX_PARTS = 1 << 24, 1024  # a larger corpus has larger parts, not more
 
 
 def text_suffix(path: Path) -> str | None:
-    """.txt, .jsonl or .parquet, for a compressed file the suffix before .gz or .zst; None for any other file."""
+    """Returns ".txt", ".jsonl" or ".parquet", without .gz or .zst after it; None for any other file."""
     match = TEXT_SUFFIX.search(path.name)
     return (match[1] or match[2]).lower() if match else None
 
 
 def compression(path: Path) -> str | None:
-    """The codec of a compressed file, as pyarrow calls it."""
+    """Returns pyarrow's name for the codec of a compressed file, None for others."""
     return COMPRESSION_CODECS.get(path.suffix.lower())
 
 
 def find_text_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """All files below a folder with a `text_suffix`, except in folders with a lock: those of runs and of shards."""
+    """Returns all files below a folder with a `text_suffix`, except in folders of runs and shards, which have a lock."""
     paths: list[Path] = []
     visited = set()
     for parent, folders, names in os.walk(folder, followlinks=True, onerror=_raise):
         folders[:] = [f for f in folders if not os.path.exists(os.path.join(parent, f, LOCK))]
-        if os.path.realpath(parent) in visited:  # a link to a folder that was searched already
+        if os.path.realpath(parent) in visited:  # through a link
             folders.clear()
             continue
         visited.add(os.path.realpath(parent))
@@ -67,12 +67,12 @@ def _raise(error: OSError) -> None:
 
 
 def find_input(patterns: Iterable[str]) -> list[Path]:
-    """The text files that files, folders and patterns name, in that order; a file that is named twice comes once.
+    """Returns the text files that files, folders and patterns name, in that order; a file that is named twice, once.
 
     Raises:
         UserError: a pattern matches nothing, or a file that is not text.
     """
-    unique: dict[str, Path] = {}  # a second copy, or a link, could be held out for validation
+    unique: dict[str, Path] = {}  # the validation split could be a second copy of a file
     for pattern in patterns:
         matches = [pattern] if os.path.lexists(pattern) else sorted(glob.glob(pattern, recursive=True))
         if not matches:
@@ -93,26 +93,13 @@ def find_input(patterns: Iterable[str]) -> list[Path]:
 
 
 def slug(name: str) -> str:
-    """A name made safe for use in a file name."""
+    """Makes a name safe for use in a file name."""
     safe = "".join(c if c.isalnum() or c in "-." else "_" for c in name).strip("._")
     return safe.encode()[:60].decode(errors="ignore") or "text"
 
 
-def record_text(record: object, field: str, where: str) -> str:
-    """The text in a field of a record.
-
-    Raises:
-        UserError: the record, which is at `where`, has no such field or no text in it.
-    """
-    fields = record if isinstance(record, dict) else {}
-    if isinstance(text := fields.get(field), str):
-        return text
-    found = ", ".join(f"{name} ({type(value).__name__})" for name, value in fields.items()) or "nothing"
-    raise UserError(f"{where} has no text in {field!r}, only {found}. Fix it, or choose another --text-field.")
-
-
 def estimate_text_bytes(path: Path, text_field: str) -> int:
-    """About how many bytes of text a file has, without reading it; other fields of a .jsonl file count, too."""
+    """Estimates the bytes of text in a file, without reading it; other fields of a .jsonl file count, too."""
     with _reading(str(path)):
         if text_suffix(path) == ".parquet":
             with _open_parquet(path) as file:
@@ -129,8 +116,8 @@ class Part:
     """Some files of a corpus, by their indices, or a range of a single one.
 
     Attributes:
-        start, stop: bytes of a .txt or .jsonl file, row groups of a .parquet file; `stop` is None at the file's end.
-        text_bytes: about how many bytes of text it has.
+        start, stop: offsets in bytes of a .txt or .jsonl file, in row groups of a .parquet file; None is the file's end.
+        text_bytes: estimated bytes of text.
     """
 
     files: range
@@ -144,7 +131,7 @@ class Corpus:
 
     Attributes:
         name, revision, settings: identify the corpus in a manifest.
-        prefix: start of the file names of its shards.
+        prefix: beginning of the file names of its shards.
     """
 
     name: str
@@ -156,7 +143,7 @@ class Corpus:
         raise NotImplementedError
 
     def read(self, part: Part) -> Iterator[Piece]:
-        """The documents of a part. Its first piece may continue the last document of the part before.
+        """Yields the documents of a part. Its first piece may continue the last document of the part before.
 
         Raises:
             UserError: a file cannot be read, or changed meanwhile.
@@ -164,21 +151,21 @@ class Corpus:
         raise NotImplementedError
 
     def describe(self, part: Part) -> str:
-        """Where the text of a part is, for a message."""
+        """Says where the text of a part is, for a message."""
         return self.name
 
     def prepare(self, part: Part) -> None:
         """Starts to fetch a part that will be read soon."""
 
     def release(self, part: Part) -> None:
-        """Called when a part is encoded, so that it need not be read again."""
+        """Removes what was fetched for a part that will not be read again."""
 
     def for_process(self, number: int) -> Corpus:
-        """The same corpus for one of several processes that read it."""
+        """Returns the same corpus for one of several processes that read it."""
         return self
 
     def close(self) -> None:
-        """Called when no part is needed any more."""
+        """Removes everything that was fetched."""
 
 
 class Documents(Corpus):
@@ -196,9 +183,9 @@ class Documents(Corpus):
 
 
 class TextFiles(Corpus):
-    """Files in order. A .txt file is one document, as are a line of a .jsonl file and a row of a .parquet file.
+    """Files in order. A .txt file, a line of a .jsonl file and a row of a .parquet file are one document each.
 
-    `separator` divides a .txt file into documents; blank ones are dropped.
+    With a `separator`, it divides a .txt file into documents; blank ones are dropped.
     """
 
     def __init__(self, paths: list[Path], text_field: str = "text", separator: str | None = None):
@@ -216,7 +203,7 @@ class TextFiles(Corpus):
             return path.name, path.stat().st_size, path.stat().st_mtime_ns
 
     def parts(self) -> list[Part]:
-        """Large files in several parts, small ones together in one."""
+        """Divides large files into several parts, and puts small ones together into one."""
         sizes = [estimate_text_bytes(path, self.text_field) for path in self.paths]
         part_bytes, parts = max(MIN_PART_BYTES, sum(sizes) // MAX_PARTS), list[Part]()
         for files in group_by_size(sizes, part_bytes):
@@ -227,7 +214,7 @@ class TextFiles(Corpus):
         return parts
 
     def _ends(self, path: Path, part_bytes: int) -> list[int | None]:
-        """Where the parts of a file end, in its bytes or row groups; None is the file's end."""
+        """Returns where the parts of a file end, in bytes or row groups; None is the file's end."""
         with _reading(str(path)):
             if text_suffix(path) == ".parquet":
                 with _open_parquet(path) as table:
@@ -262,7 +249,7 @@ class TextFiles(Corpus):
 
 
 def group_by_size(sizes: list[int], part_bytes: int) -> Iterator[range]:
-    """Indices of files: each large file alone, small ones that follow each other together."""
+    """Groups the indices of files: a large file is alone, small ones that follow each other are together."""
     first, total = 0, 0
     for index, size in enumerate(sizes):
         if index > first and total + size > part_bytes:
@@ -274,14 +261,14 @@ def group_by_size(sizes: list[int], part_bytes: int) -> Iterator[range]:
 
 @contextlib.contextmanager
 def _reading(where: str) -> Iterator[None]:
-    """Turns errors of the disk, of decoding and of pyarrow into a UserError."""
+    """Turns disk errors, decoding errors and pyarrow's errors into a UserError."""
     try:
         yield
     except UnicodeDecodeError as error:
         raise UserError(f"{where} is not UTF-8 text. Convert it first.") from error
     except Exception as error:
-        is_pyarrows = type(error).__module__.startswith("pyarrow")  # which has many classes
-        if not is_pyarrows and not isinstance(error, OSError | EOFError | ValueError):
+        by_pyarrow = type(error).__module__.startswith("pyarrow")
+        if not by_pyarrow and not isinstance(error, OSError | EOFError | ValueError):
             raise
         reason = " ".join(str(getattr(error, "strerror", None) or error).split()).rstrip(".")[:300]
         raise UserError(f"{where} cannot be read ({reason}). Check the file, or get it again.") from error
@@ -289,7 +276,7 @@ def _reading(where: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _open_text(path: Path, start: int = 0) -> Iterator[BinaryIO]:
-    """The bytes of a file from `start` on, decompressed."""
+    """Opens the bytes of a file from `start` on, decompressed."""
     with open(path, "rb") as file:
         if codec := compression(path):
             import pyarrow
@@ -304,13 +291,15 @@ def _open_text(path: Path, start: int = 0) -> Iterator[BinaryIO]:
 # -----------------------------------------------------------------------------
 # Where a text can be cut
 
-# GPT-2's pattern joins a space to the word after it, never to the one before. So two texts that are cut between a word and
-# a space, and encoded separately, have the tokens of the uncut text.
-_WORD_END = re.compile(rb"(?:[!-~]|[\xc2-\xf4][\x80-\xbf]+)(?=[ \n\r])")  # unless the character is a space
+# GPT-2's pattern joins a space to the word after it, never to the one before. So a text that is cut between a word and a
+# space has the same tokens if both sides are encoded separately.
+_WORD_END = re.compile(
+    rb"(?:[!-~]|[\xc2-\xf4][\x80-\xbf]+)(?=[ \n\r])"
+)  # the last character may still be a Unicode space
 
 
 def safe_cuts(content: bytes, separator: bytes) -> Iterator[int]:
-    """Offsets in UTF-8 between a word and a space, never inside a separator or directly after one."""
+    """Yields offsets in UTF-8 between a word and a space, never inside a separator or directly after one."""
     size = len(separator)
     for match in _WORD_END.finditer(content):
         cut = match.end()
@@ -325,8 +314,8 @@ def safe_cuts(content: bytes, separator: bytes) -> Iterator[int]:
 
 
 def find_safe_cut(path: Path, offset: int, separator: bytes = b"") -> int:
-    """The first of the `safe_cuts` of a file within READ_SIZE bytes from an offset on; 0 if there is none."""
-    margin = 4 + 2 * len(separator)  # of a cut, on both sides
+    """Returns the first of a file's `safe_cuts` within READ_SIZE bytes from an offset on; 0 if there is none."""
+    margin = 4 + 2 * len(separator)  # bytes on both sides that decide whether a cut is safe
     begin = max(0, offset - margin)
     with open(path, "rb") as file:
         file.seek(begin)
@@ -336,7 +325,7 @@ def find_safe_cut(path: Path, offset: int, separator: bytes = b"") -> int:
 
 
 def find_last_safe_cut(content: bytes, separator: bytes = b"") -> int:
-    """The last of the `safe_cuts` of the beginning of a text; 0 if there is none."""
+    """Returns the last of the `safe_cuts` in the beginning of a text; 0 if there is none."""
     margin = 4 + 2 * len(separator)
     for begin in (max(0, len(content) - 1024), 0):
         cuts = [cut for cut in safe_cuts(content[begin:], separator) if begin + cut <= len(content) - margin]
@@ -361,9 +350,7 @@ def read_txt(path: Path, separator: str | None, start: int, stop: int | None) ->
             cut = find_last_safe_cut(content, (separator or "").encode()) if block else len(content)
             rest = content[cut:]
             if cut or not block:
-                text = content[:cut].decode()
-                if "\r" in text:
-                    text = text.replace("\r\n", "\n").replace("\r", "\n")
+                text = content[:cut].decode().replace("\r\n", "\n").replace("\r", "\n")
                 for number, document in enumerate(text.split(separator) if separator else [text]):
                     inside = inside and number == 0
                     if not separator or inside or document.strip():
@@ -374,37 +361,41 @@ def read_txt(path: Path, separator: str | None, start: int, stop: int | None) ->
 
 
 def read_jsonl(path: Path, text_field: str, start: int, stop: int | None) -> Iterator[Piece]:
-    """The document in each line that starts in a range of bytes."""
+    """Yields the document in each line that starts in a range of bytes."""
     with _open_text(path, max(0, start - 1)) as lines:
         offset = start - 1 + len(lines.readline()) if start else 0
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(lines):
             if stop is not None and offset >= stop:
                 return
             if line.strip():
                 try:
                     record = json.loads(line.rstrip())
-                    text = record.get(text_field) if isinstance(record, dict) else None
                 except (ValueError, RecursionError) as error:
-                    where = f"{path}, line {number + _lines_before(path, start)}"
+                    where = _line_in_file(path, start, number)
                     raise UserError(f"{where} is not JSON ({error}). Fix or remove the line.") from error
+                text = record.get(text_field) if isinstance(record, dict) else None
                 if not isinstance(text, str):
-                    text = record_text(record, text_field, f"{path}, line {number + _lines_before(path, start)}")
+                    raise _no_text(record, text_field, _line_in_file(path, start, number))
                 yield text, True
             offset += len(line)
 
 
-def _lines_before(path: Path, start: int) -> int:
-    """The number of lines that start before a byte of a file."""
-    if start == 0:
-        return 0
-    with open(path, "rb") as file:
-        return 1 + sum(
-            block.count(b"\n") for block in iter(lambda: file.read(min(READ_SIZE, start - 1 - file.tell())), b"")
-        )
+def _line_in_file(path: Path, start: int, number: int) -> str:
+    """Names a line for a message: the one after `number` others that start at byte `start` or later."""
+    with open(path, "rb") as lines:
+        offsets = itertools.accumulate(map(len, lines), initial=0)
+        lines_before = sum(1 for _ in itertools.takewhile(lambda offset: offset < start, offsets))
+    return f"{path}, line {lines_before + number + 1}"
+
+
+def _no_text(record: object, field: str, where: str) -> UserError:
+    found = [f"{name} ({type(value).__name__})" for name, value in record.items()] if isinstance(record, dict) else []
+    what = f"has no text in {field!r}, only {', '.join(found) or 'nothing'}"
+    return UserError(f"{where} {what}. Fix it, or choose another --text-field.")
 
 
 def read_parquet(path: Path, text_field: str, start: int, stop: int | None) -> Iterator[Piece]:
-    """The document in each row of some row groups."""
+    """Yields the document in each row of some row groups."""
     with _open_parquet(path) as file:
         columns = file.schema_arrow.names
         if text_field not in columns:
@@ -418,19 +409,19 @@ def read_parquet(path: Path, text_field: str, start: int, stop: int | None) -> I
             texts = itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
             for row, text in enumerate(texts, start=first_row):
                 if not isinstance(text, str):
-                    text = record_text({text_field: text}, text_field, f"{path}, row {row}")
+                    raise _no_text({text_field: text}, text_field, f"{path}, row {row}")
                 yield text, True
 
 
 def _open_parquet(path: Path) -> pyarrow.parquet.ParquetFile:
-    """A .parquet file whose pages are read as they are needed, not whole row groups."""
+    """Opens a .parquet file whose pages are read as they are needed, not whole row groups."""
     import pyarrow.parquet
 
     return pyarrow.parquet.ParquetFile(path, buffer_size=READ_SIZE, pre_buffer=False)
 
 
 def row_group_text_bytes(file: pyarrow.parquet.ParquetFile, text_field: str) -> list[int]:
-    """Uncompressed bytes of a column in each row group."""
+    """Returns the uncompressed bytes of a column in each row group."""
     sizes = []
     for group in map(file.metadata.row_group, range(file.num_row_groups)):
         columns = map(group.column, range(group.num_columns))

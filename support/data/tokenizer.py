@@ -7,6 +7,7 @@ End-of-text is always the last id.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -26,22 +27,21 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZES = {"gpt2": 50257, "bytes": 257}
 MAX_VOCAB_SIZE = 2**16  # ids are uint16
-MAX_TOKEN_BYTES = 64  # of a trained encoding
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_FILES = (TOKENIZER_JSON, "tokenizer_config.json", "vocab.json", "merges.txt")
 
-TokenIds: TypeAlias = npt.NDArray[np.unsignedinteger]  # one-dimensional, of some unsigned type
-# Raised by code that trusts a JSON file's content.
+TokenIds: TypeAlias = npt.NDArray[np.unsignedinteger]  # one-dimensional, of any unsigned type
+# what code raises that trusts the content of a JSON file
 MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
-# GPT-2's pattern of words, each of which is encoded on its own.
+# GPT-2's pattern of words; each word is encoded separately
 GPT2_WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 KNOWN_FINGERPRINTS = {
     "1d5a9da12a2cb5cee343bcb0ffcffa54f7ce0c9a3bc4b4c5c4f3e7bd2092f4bc": "gpt2",
     "4302384a23b4a64b271c0f0e343dfdf3ef75b3e37f36f37cfa27a31eeb1da036": "bytes",
 }
-GPT2_MERGES = (  # address and SHA-256, as in tiktoken
+GPT2_MERGES = (  # URL and SHA-256, as in tiktoken
     "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe",
     "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 )
@@ -53,7 +53,7 @@ CONVERT_COMMAND = (
 
 @functools.cache
 def get_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer called "gpt2" or "bytes", or the one in a `tokenizer.json` with this path.
+    """Returns the tokenizer called "gpt2" or "bytes", or the one in the `tokenizer.json` at this path.
 
     Raises:
         UserError: the file cannot be read, or GPT-2's vocabulary is not on this machine and cannot be downloaded.
@@ -64,9 +64,7 @@ def get_tokenizer(name: str) -> Tokenizer:
 
 
 def find_tokenizer(directory: Path) -> str | None:
-    """The tokenizer of a model, by the files in its directory, as `get_tokenizer` takes it; None if there are none.
-
-    The content of `tokenizer.json` decides: vocabularies of one size can differ.
+    """Returns a model's tokenizer, by the content of `tokenizer.json`, as a name for `get_tokenizer`; None without one.
 
     Raises:
         UserError: the tokenizer is of a kind that this project cannot read, or in older files.
@@ -79,22 +77,19 @@ def find_tokenizer(directory: Path) -> str | None:
                 + CONVERT_COMMAND.format(directory=str(directory))
             )
         return None
-    try:
+    with contextlib.suppress(*MALFORMED):
         fingerprint = _fingerprint(json.loads(path.read_text(encoding="utf-8")))
-    except MALFORMED as error:
-        problem = f"the tokenizer in {directory} is not a byte-level BPE ({error!r}). Use another model."
-        raise UserError(problem) from error
-    if fingerprint in KNOWN_FINGERPRINTS:
-        return KNOWN_FINGERPRINTS[fingerprint]
-    get_tokenizer(str(path))  # can it be read?
+        if fingerprint in KNOWN_FINGERPRINTS:
+            return KNOWN_FINGERPRINTS[fingerprint]
+    get_tokenizer(str(path))  # raises the error
     return str(path)
 
 
 def tokenizer_name(directory: Path, vocab_size: int) -> str:
-    """`find_tokenizer`, but a model that comes without one and has GPT-2's vocabulary size is taken for GPT-2's.
+    """As `find_tokenizer`, but takes the tokens of a model without a tokenizer for GPT-2's if there are as many.
 
     Raises:
-        UserError: as `find_tokenizer`, or the model comes without a tokenizer, or with one of another size.
+        UserError: as `find_tokenizer`, or the model has no tokenizer, or one of another size.
     """
     name = find_tokenizer(directory)
     if name is None and vocab_size == VOCAB_SIZES["gpt2"]:
@@ -111,12 +106,12 @@ def tokenizer_name(directory: Path, vocab_size: int) -> str:
 
 
 def tokenizer_of_model(directory: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of the model in a directory; errors as in `tokenizer_name`."""
+    """Returns the tokenizer of the model in a directory. Raises the errors of `tokenizer_name`."""
     return get_tokenizer(tokenizer_name(directory, vocab_size))
 
 
 def _fingerprint(content: Mapping[str, Any]) -> str:
-    """Hashes what determines a text's ids in a `tokenizer.json`, the same for all versions of the `tokenizers` library."""
+    """Hashes what determines a text's ids in a `tokenizer.json`, whatever version of the `tokenizers` library wrote it."""
     model, words = content["model"], content["pre_tokenizer"]
     special = {token["content"]: token["id"] for token in content["added_tokens"]}
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
@@ -126,7 +121,7 @@ def _fingerprint(content: Mapping[str, Any]) -> str:
 
 
 class Tokenizer:
-    """Text to token ids and back, by an encoding of tiktoken's. The text of a special token is encoded as ordinary text."""
+    """Converts text to token ids and back, through tiktoken. The text of a special token is encoded as ordinary text."""
 
     name: str
     _encoding: tiktoken.Encoding
@@ -141,16 +136,16 @@ class Tokenizer:
         return self.vocab_size - 1
 
     def token_bytes(self) -> list[bytes]:
-        """The bytes of all tokens except end-of-text, in order of id."""
+        """Returns the bytes of all tokens except end-of-text, in order of id."""
         return [self._encoding.decode_single_token_bytes(i) for i in range(self._encoding.n_vocab - 1)]
 
     def count_bytes(self, ids: npt.NDArray[np.integer]) -> int:
-        """Bytes of text that the tokens stand for; an end-of-text, or an id that does not exist, counts as one."""
+        """Counts the bytes of text that the tokens stand for; an end-of-text, or an unknown id, counts as one."""
         lengths = np.array([*map(len, self.token_bytes()), 1])
         return int(lengths[np.minimum(ids, len(lengths) - 1)].sum())
 
     def is_same_as(self, other: Tokenizer) -> bool:
-        """Whether all texts have the same ids in both; two vocabularies of one size are two tokenizers."""
+        """Returns whether all texts have the same ids in both."""
         if self.name != other.name or self.name != "bpe":
             return self.name == other.name
         return _fingerprint(json.loads(self.json)) == _fingerprint(json.loads(other.json))
@@ -159,7 +154,7 @@ class Tokenizer:
         return self.encode_array(text).tolist()
 
     def encode_array(self, text: str) -> TokenIds:
-        """The ids of `encode` as an array, which takes a fifth of the memory of a list."""
+        """Returns the ids as an array, which takes a fifth of the memory of a list."""
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:
@@ -177,7 +172,7 @@ class Tokenizer:
         """Writes `tokenizer.json` and `tokenizer_config.json`, which Hugging Face's `AutoTokenizer` opens.
 
         Args:
-            model_max_length: context length of the model, in tokens.
+            model_max_length: the model's context length, in tokens.
         """
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -185,7 +180,7 @@ class Tokenizer:
             "eos_token": END_OF_TEXT,
             "unk_token": END_OF_TEXT,
             "model_max_length": model_max_length,
-            # without it, transformers 4 returns token_type_ids, too, which GPT-2 would add to its embeddings
+            # without it, transformers 4 also returns token_type_ids, which GPT-2 would add to its embeddings
             "model_input_names": ["input_ids", "attention_mask"],
             "clean_up_tokenization_spaces": False,
         }
@@ -194,15 +189,15 @@ class Tokenizer:
 
 
 class BpeTokenizer(Tokenizer):
-    """The byte-pair encoding in a `tokenizer.json`, of words that are cut as GPT-2's.
+    """The byte-pair encoding in a `tokenizer.json`, which splits text into words as GPT-2 does.
 
-    The first 256 tokens are the bytes, the i-th merge makes token 255 + i, and the last one is end-of-text.
+    The first 256 tokens are the bytes, the i-th merge makes token 255 + i, and the last token is end-of-text.
 
     Args:
         content: the content of `tokenizer.json`.
 
     Raises:
-        An exception of MALFORMED: it is another kind of tokenizer.
+        An exception in MALFORMED: it is another kind of tokenizer.
     """
 
     name = "bpe"
@@ -215,10 +210,10 @@ class BpeTokenizer(Tokenizer):
         pairs = [_bytes_of(first) + _bytes_of(second) for first, second in merges]
         if set(tokens[:256]) != {bytes([i]) for i in range(256)} or tokens[256:] != pairs:
             raise ValueError("its tokens are not the bytes and then the merges")
-        if max(map(len, tokens)) > MAX_TOKEN_BYTES or len(tokens) >= MAX_VOCAB_SIZE:
-            raise ValueError("its tokens are too long, or too many")
+        if len(tokens) >= MAX_VOCAB_SIZE:
+            raise ValueError("it has too many tokens")
         if _fingerprint(json.loads(tokenizer_json(tokens, merges))) != _fingerprint(definition):
-            raise ValueError("it cuts words otherwise, or has other special tokens")
+            raise ValueError("it splits text otherwise, or has other special tokens")
         self._encoding = _tiktoken_encoding(self.name, tokens)
 
 
@@ -239,10 +234,10 @@ class BytesTokenizer(Tokenizer):
 
 
 class Gpt2Tokenizer(Tokenizer):
-    """GPT-2's tokenizer; tiktoken downloads its two files once, into TIKTOKEN_CACHE_DIR.
+    """GPT-2's tokenizer. tiktoken downloads its two files once, into TIKTOKEN_CACHE_DIR.
 
     Raises:
-        UserError: they are not on this machine, and the download fails.
+        UserError: the files are not on this machine, and the download fails.
     """
 
     name = "gpt2"
@@ -253,7 +248,7 @@ class Gpt2Tokenizer(Tokenizer):
 
         try:
             self._encoding = tiktoken.get_encoding("gpt2")
-        except (OSError, ValueError, requests.RequestException) as error:  # ValueError: a wrong checksum
+        except (OSError, ValueError, requests.RequestException) as error:  # ValueError is a wrong checksum
             reason = "no connection to the server" if isinstance(error, requests.ConnectionError) else str(error)
             raise UserError(
                 f"GPT-2's vocabulary is not on this machine, and cannot be downloaded ({reason}). Copy tiktoken's cache from a "
@@ -270,7 +265,7 @@ class Gpt2Tokenizer(Tokenizer):
 
 
 def _tiktoken_encoding(name: str, tokens: Sequence[bytes]) -> tiktoken.Encoding:
-    """An encoding with these tokens, in order of id, and end-of-text after them."""
+    """Returns an encoding with these tokens, in order of id, and end-of-text after them."""
     import tiktoken
 
     ranks = {token: rank for rank, token in enumerate(tokens)}
@@ -279,12 +274,12 @@ def _tiktoken_encoding(name: str, tokens: Sequence[bytes]) -> tiktoken.Encoding:
 
 
 def tokenizer_json(tokens: Sequence[bytes], merges: Sequence[Sequence[str]], split_words: bool = True) -> str:
-    """The content of a `tokenizer.json`: a byte-level BPE, where each byte is written as one printable character.
+    """Returns the content of a `tokenizer.json`: a byte-level BPE, with each byte written as one printable character.
 
     Args:
         tokens: all tokens except end-of-text, in order of id.
         merges: pairs of tokens, as they are written.
-        split_words: merge inside the words of GPT-2's pattern only.
+        split_words: whether only tokens within a word of GPT-2's pattern are merged.
     """
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": split_words}
@@ -304,7 +299,7 @@ def tokenizer_json(tokens: Sequence[bytes], merges: Sequence[Sequence[str]], spl
 
 
 def load_bpe(path: Path) -> BpeTokenizer:
-    """The encoding in a `tokenizer.json`.
+    """Returns the encoding in a `tokenizer.json`.
 
     Raises:
         UserError: the file is missing, or has another kind of tokenizer.
@@ -318,7 +313,7 @@ def load_bpe(path: Path) -> BpeTokenizer:
 
 
 def tokens_in_order(vocabulary: Mapping[str, int]) -> list[bytes]:
-    """The tokens of a byte-level BPE, written as in a `tokenizer.json`, in order of id."""
+    """Returns the bytes of the tokens in the vocabulary of a `tokenizer.json`, in order of id."""
     return [_bytes_of(token) for token in sorted(vocabulary, key=lambda token: vocabulary[token])]
 
 
@@ -332,7 +327,7 @@ def _byte_values() -> dict[str, int]:
 
 
 def to_utf8(text: str) -> bytes:
-    """UTF-8. Lone surrogates, which UTF-8 cannot represent, become U+FFFD, as in tiktoken."""
+    """Encodes text as UTF-8. Lone surrogates, which UTF-8 cannot represent, become U+FFFD, as in tiktoken."""
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError:
@@ -340,7 +335,7 @@ def to_utf8(text: str) -> bytes:
 
 
 def printable_bytes() -> list[str]:
-    """GPT-2's printable character for each byte value: Latin-1 where that is printable, else 256, 257, ... in turn."""
+    """Returns GPT-2's printable character for each byte: Latin-1 where that is printable, else 256, 257, ... in turn."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return [chr(b) if b in printable else chr(256 + others.index(b)) for b in range(256)]

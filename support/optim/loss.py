@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-# Logits of a chunk. On a CPU, few stay closer to the caches (measured). A GPU wants few, large matrix products: there they
-# are a number per byte of its memory, which is the same when a run is resumed.
+# Logits in a chunk. On a CPU, small chunks stay closer to the caches (measured). A GPU is fastest with few, large matrix
+# products: its chunks follow from its total memory, which is the same when a run is resumed.
 CHUNK_NUMEL = {"cpu": 2**25, "mps": 2**27}
 CUDA_BYTES_PER_LOGIT = 128  # a chunk in bf16 takes up to a 64th of the memory: 2^30 logits on an H200, 2^29 with 80 GB
 
@@ -31,7 +31,7 @@ def chunked_cross_entropy(
 
     Args:
         x: (N, C) hidden states.
-        weight: (W, C), at least `vocab_size` rows; rows beyond them take no part and get a gradient of zero.
+        weight: (W, C), at least `vocab_size` rows; further rows take no part and get a gradient of zero.
         targets: (N,) ids below `vocab_size`.
 
     Returns:
@@ -44,7 +44,7 @@ def chunked_cross_entropy(
         return F.cross_entropy(logits.float(), targets)
     weight_gradient = torch.is_grad_enabled() and weight.requires_grad  # with LoRA, the weight is frozen
     with_gradients = weight_gradient or (torch.is_grad_enabled() and x.requires_grad)
-    # torch.compile cannot see into the operation below, which therefore compiles its own inner function.
+    # torch.compile cannot see into the operation below, so the operation compiles its own inner function
     compile_chunks = torch.compiler.is_compiling()
     loss, _, _ = _summed_cross_entropy(
         x, weight, targets, vocab_size, dtype, with_gradients, weight_gradient, compile_chunks
@@ -53,12 +53,12 @@ def chunked_cross_entropy(
 
 
 def chunk_numel(device_type: str, device_memory: float) -> int:
-    """Logits of a chunk at most; `device_memory` in bytes, for CUDA."""
+    """Returns the largest number of logits in a chunk; `device_memory` is in bytes, for CUDA."""
     return int(device_memory // CUDA_BYTES_PER_LOGIT) if device_type == "cuda" else CHUNK_NUMEL[device_type]
 
 
 def chunk_rows(numel: int, width: int) -> int:
-    """Rows of `width` logits in a chunk of `numel` logits: a power of two."""
+    """Returns how many rows of `width` logits a chunk of `numel` logits has: a power of two."""
     return 2 ** max(0, (numel // width).bit_length() - 1)
 
 
@@ -74,7 +74,7 @@ def _summed_cross_entropy(
     weight_gradient: bool,
     compile_chunks: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The summed loss and, if asked for, the gradients: of x, in `dtype`, and of weight, in fp32."""
+    """Returns the summed loss and, if asked for, the gradients of x, in `dtype`, and of weight, in fp32."""
     x, low_weight = x.to(dtype), weight.to(dtype)
     total = x.new_zeros((), dtype=torch.float32)
     grad_x = x.new_empty(x.shape if with_gradients else 0)
@@ -99,7 +99,7 @@ def _summed_cross_entropy(
 
 
 def _fp32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b, not rounded to bf16 where the GPU can do without: the products of several chunks are summed."""
+    """Returns a @ b, in fp32 where the GPU can multiply bf16 into it, because several products are summed."""
     if a.is_cuda and a.dtype == torch.bfloat16 and torch.cuda.get_device_capability(a.device) >= (8, 0):
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a, b)
@@ -108,7 +108,7 @@ def _fp32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def _logits_to_gradient_(
     logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, with_gradients: bool
 ) -> torch.Tensor:
-    """The losses (R,) of (R, W) logits, which are overwritten with their gradient: softmax - one_hot(target)."""
+    """Returns the losses (R,), and overwrites the (R, W) logits with their gradient: softmax - one_hot(target)."""
     logits[:, vocab_size:] = -torch.inf  # probability 0, and so a gradient of 0
     log_probs = F.log_softmax(logits, dim=-1, dtype=torch.float32)  # (R, W)
     targets = targets[:, None]  # (R, 1)
@@ -122,15 +122,15 @@ def _logits_to_gradient_(
 def _fused_logits_to_gradient_(
     logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, with_gradients: bool
 ) -> torch.Tensor:
-    """The same for torch.compile, which makes one kernel of it: it reads a row for its sums, then again, and writes it.
+    """Does the same for torch.compile, which makes one kernel of it: it reads a row for its sums, then again to write it.
 
-    Slices and scatters would need kernels of their own and loads that are not aligned, so ids are masked instead. If p
-    is the probability of the target, and log_odds that of all other ids against it, log((1 - p) / p), then
+    Slices and scatters would need kernels of their own and unaligned loads, so ids are masked instead. With p the
+    probability of the target and log_odds = log((1 - p) / p),
 
         loss = log(1 + exp(log_odds))
         gradient = (1 - p) * (softmax of the other ids - one_hot(target)), where 1 - p = sigmoid(log_odds)
 
-    which is exact even where p is close to 1.
+    Both are exact even where p is close to 1.
     """
     ids = torch.arange(logits.size(1), device=logits.device)
     is_target = ids == targets[:, None]  # (R, W)
@@ -178,7 +178,7 @@ def _scale_gradients(ctx: Any, grad: torch.Tensor, *_: torch.Tensor | None) -> t
     if torch.is_grad_enabled():  # create_graph=True
         raise RuntimeError("the chunked cross-entropy has no second derivative: compute it from GPT.logits")
     grad_x, grad_weight = ctx.saved_tensors
-    # one for each argument of the operation; a weight that is frozen has no gradient
+    # a gradient or None for each argument of the operation; a frozen weight has no gradient
     return grad_x * grad, grad_weight * grad if len(grad_weight) else None, *[None] * 6
 
 

@@ -3,7 +3,7 @@
 Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon) replaces the momentum of a matrix by the nearest
 orthogonal matrix, so that a step moves all its directions equally far. `torch.optim.Muon` does the same with another
 scale, one matrix at a time. This one also treats Q, K and V as separate matrices, batches matrices of one shape,
-divides the work among the ranks, and skips a step that is not finite without asking the host.
+divides the work among the ranks, and skips a step that is not finite without a host sync.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: steep at 0, so that few steps lift small singular values
 NEWTON_SCHULZ_STEPS = 5
-SCALE = 11.0  # so that one learning rate serves AdamW and Muon; measured, see docs/recipes.md
-MAX_BATCH_NUMEL = 2**26  # elements that a rank orthogonalizes at once; this bounds the memory it takes
+MOMENTUM = 0.95
+SCALE = 11.0  # lets AdamW and Muon share one learning rate (measured, see docs/recipes.md)
+MAX_BATCH_NUMEL = 2**26  # elements that a rank orthogonalizes at once; it limits the memory
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
-    """Approximately U V^T for each U S V^T of (K, n, m) `matrices`, n <= m, by Newton-Schulz iteration.
+    """Returns approximately U V^T for each U S V^T of (K, n, m) `matrices`, n <= m, by Newton-Schulz iteration.
 
     Singular values of at least 0.002 of the Frobenius norm come out between 0.68 and 1.21, smaller ones lower.
     """
@@ -40,18 +41,18 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
 class Muon(torch.optim.AdamW):
     """Muon for parameter groups with `num_splits`, fused AdamW for the others.
 
-    `num_splits` lists, for each parameter of its group, how many matrices it holds, stacked along dimension 0. For each
-    of them, W of n x m with gradient G and momentum M, with mu = `momentum`:
+    `num_splits` lists, for each parameter of its group, how many matrices it holds, stacked along dimension 0. Each
+    matrix W of n x m, with gradient G and momentum M, is updated with mu = MOMENTUM:
 
         M <- mu M + (1 - mu) G
         W <- W - lr (weight_decay W + SCALE sqrt(max(n, m) / min(n, m)) orthogonalize(mu M + (1 - mu) G))
 
     So what a step changes in the outputs does not depend on the width (as in arXiv:2310.17813, which has n / m under
-    the root). `dtype` is the precision of the matrix products, in fp32 instead of fp16. A true `found_inf` skips the step, as in fused AdamW.
-    With `adamw_lr`, AdamW's learning rate is to that of the groups as `adamw_lr` is to `lr`.
+    the root). The matrix products are in `dtype`, but in fp32 for fp16. As in fused AdamW, a `found_inf` of 1 skips the
+    step. With `adamw_lr`, AdamW's learning rate is the group's times `adamw_lr` / `lr`.
 
-    Under torch.distributed all ranks must have the same gradients, already unscaled; they end with the same weights.
-    Under FSDP each has a part of them.
+    Under torch.distributed, all ranks must have the same gradients, already unscaled; they end with the same weights.
+    Under FSDP, each rank has a part of both.
     """
 
     def __init__(
@@ -61,15 +62,14 @@ class Muon(torch.optim.AdamW):
         dtype: torch.dtype,
         lr: float,
         adamw_lr: float | None = None,
-        momentum: float = 0.95,
         **adamw_options: Any,
     ):
         super().__init__(groups, lr=lr, fused=True, **adamw_options)
-        self.momentum, self.adamw_scale = momentum, 1.0 if adamw_lr is None else adamw_lr / lr
+        self.adamw_scale = 1.0 if adamw_lr is None else adamw_lr / lr
         self.dtype = torch.float32 if dtype == torch.float16 else dtype  # fp16's range is too small for the products
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's expects a count of steps in every state
+        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's version expects a step count in every state
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # without a closure
@@ -117,12 +117,12 @@ class Muon(torch.optim.AdamW):
         for i, (_, gradient, momentum) in enumerate(matrices):
             gradient = self._update_momentum(gradient, momentum)
             if i // per_rank == rank:
-                direction = gradient.lerp(momentum, self.momentum)
+                direction = gradient.lerp(momentum, MOMENTUM)
                 own[i % per_rank] = direction if len(direction) <= direction.size(1) else direction.mT
         directions = orthogonalize(own)
         if world_size > 1:
             directions, own = directions.new_empty(per_rank * world_size, *directions.shape[1:]), directions
-            # its name since torch 2.13, and before
+            # torch 2.13 has renamed it
             gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
             gather(directions, own)
         n, m = directions.shape[1:]
@@ -133,7 +133,7 @@ class Muon(torch.optim.AdamW):
     def _update_sharded(self, group: dict[str, Any], parameters: list[tuple[DTensor, ...]], num_splits: int) -> None:
         """Updates parameters of one shape that FSDP has sharded, each given as (weight, gradient, momentum).
 
-        Each rank exchanges its parts of all of them for some complete ones, orthogonalizes these, and sends them back.
+        Each rank exchanges its parts of all parameters for some complete ones, orthogonalizes these, and sends them back.
         """
         from torch.distributed.tensor import DTensor, Shard
 
@@ -141,7 +141,7 @@ class Muon(torch.optim.AdamW):
         for _, gradient, momentum in parameters:
             local_momentum = momentum.to_local()
             local_gradient = self._update_momentum(gradient.to_local(), local_momentum)
-            directions.append(local_gradient.lerp(local_momentum, self.momentum))
+            directions.append(local_gradient.lerp(local_momentum, MOMENTUM))
         weight = parameters[0][0]
         mesh, shape = weight.device_mesh, torch.Size([len(parameters), *weight.shape])
         stride = (weight.numel(), weight.size(1), 1)
@@ -161,7 +161,7 @@ class Muon(torch.optim.AdamW):
         """Updates the momentum in place; returns the gradient, or zeros in a step that is skipped."""
         if isinstance(self._applied, torch.Tensor):
             gradient = torch.where(self._applied > 0, gradient, 0.0)  # inf * 0 would be NaN
-        momentum.lerp_(gradient, (1.0 - self.momentum) * self._applied)
+        momentum.lerp_(gradient, (1.0 - MOMENTUM) * self._applied)
         return gradient
 
     def _update_weight(

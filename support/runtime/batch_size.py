@@ -25,7 +25,7 @@ def rows_per_rank(total_batch_size: int, T: int, world_size: int) -> int:
     """Rows of T tokens that each rank contributes to a step of `total_batch_size` tokens.
 
     Raises:
-        UserError: the sizes do not divide; the nearest that do are named.
+        UserError: `total_batch_size` is not a multiple of T * world_size; the message names the nearest ones.
     """
     unit = T * world_size
     if total_batch_size % unit:
@@ -38,17 +38,17 @@ def rows_per_rank(total_batch_size: int, T: int, world_size: int) -> int:
 
 
 def pick_batch_size(batch_size: int | None, rows: int, device_type: str) -> int:
-    """B, the rows of a micro-batch, a divisor of a step's `rows`: `batch_size`, or by default up to 64 on CUDA, else 4.
+    """Returns B, the rows of a micro-batch: `batch_size`, or the largest divisor of `rows` up to 64 on CUDA, else up to 4.
 
     Raises:
-        UserError: micro-batches of `batch_size` rows do not make up a step; those that do are named.
+        UserError: `batch_size` does not divide a step's `rows`; the message names sizes that do.
     """
     divisors = [b for b in range(1, min(rows, 4096) + 1) if rows % b == 0]
     if batch_size is None:
         return max(b for b in divisors if b <= (64 if device_type == "cuda" else 4))
     if rows % min(batch_size, rows):
         raise UserError(
-            f"--batch-size {batch_size} does not divide the {rows} rows that each process has of a step. "
+            f"--batch-size {batch_size} does not divide the {rows} rows that each process contributes to a step. "
             f"Use one of {', '.join(map(str, divisors))}."
         )
     return min(batch_size, rows)
@@ -58,14 +58,14 @@ def largest_batch_size(
     config: TrainConfig, machine: Machine, sizes: Sizes, dist: Distributed, amp: torch.autocast,
     make_model: Callable[[], nn.Module],
 ) -> int:  # fmt: skip
-    """The largest micro-batch, up to the machine's, with which a step fits into the memory of every rank.
+    """Returns the largest micro-batch, up to the machine's, with which a step fits into the memory of every rank.
 
-    Begins with the largest that fits by the formulas. On CUDA, that one and then smaller ones are tried: forward and
-    backward passes, next to as much memory as the optimizer takes.
+    Starts from the largest that fits by the formulas. On CUDA, that one and then smaller ones are tried: forward and
+    backward passes, beside as much memory as the optimizer takes.
 
     Args:
-        make_model: returns the model as it is trained, whose weights do not change: DDP's, which waits for no rank as long
-            as nothing is synchronized, or one of FSDP that is `alone`.
+        make_model: returns a model to try, whose weights do not change: the one to train, with DDP, which waits for no
+            other rank while nothing is synchronized, or an FSDP model made with `alone`.
 
     Raises:
         UserError: not even one row fits.
@@ -78,21 +78,20 @@ def largest_batch_size(
     def try_to_train(B: int) -> None:
         model, sharded = make_model(), config.parallel == "fsdp" and dist.world_size > 1
         moments = optimizer_bytes(config, sizes.trained) // (dist.world_size if sharded else 1)
-        optimizer = torch.empty(moments, dtype=torch.uint8, device=device)
+        optimizer_state = torch.empty(moments, dtype=torch.uint8, device=device)
         tokens = torch.zeros((B, config.block_size + 1), dtype=torch.int64, device=device)
         x, y = tokens[:, :-1], tokens[:, 1:]  # sliced as the loader does: other strides would cause a recompilation
+        micro_steps = min(2, rows // B)  # in a second one, gradients and activations exist together
         try:
-            for left in (
-                (1, 0) if rows > B else (0,)
-            ):  # in a second micro-step, gradients and activations exist together
-                model.require_backward_grad_sync = sharded and left == 0  # type: ignore[assignment]
+            for i in range(micro_steps):
+                model.require_backward_grad_sync = sharded and i == micro_steps - 1  # type: ignore[assignment]
                 with amp:
                     _, loss = model(x, y)
                 loss.backward()
             devices.synchronize(device)
         finally:
             model.zero_grad(set_to_none=True)
-        del optimizer
+        del optimizer_state
 
     def fits(B: int) -> bool:
         try:
@@ -115,7 +114,7 @@ def largest_batch_size(
                     f"{free / 2**30:.1f} GiB are free. Use a smaller --model or --block-size."
                 )
             B = max(b for b in range(1, B) if rows % b == 0)
-            torch.compiler.reset()  # the graphs of what did not fit would count towards the limit of recompilations
+            torch.compiler.reset()  # graphs of sizes that did not fit would count towards the recompile limit
     if most > B:
         dist.print0(
             f"note    a micro-batch of {most} rows does not fit into memory; using {B}. A step keeps its number of tokens."

@@ -1,4 +1,4 @@
-"""--minutes: the model, the step and the validation that suit this machine and the time."""
+"""--minutes: picks the model, step size and validation size that suit this machine and the time."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ if TYPE_CHECKING:
     from train_gpt2 import TrainConfig
 
 MEASURED_SECONDS = 0.5  # for each model
-TRAINING_FRACTION = 0.7  # of the time: the rest is for the optimizer, validations, and the start and end of the process
-# Tokens of a validation, of those to train on: without a backward pass, five of them take 8% of the time.
-VALIDATED_FRACTION = 1 / 20
-LEAST_VALIDATED = 2**15  # tokens; the loss of fewer depends on which they are
+TRAINING_FRACTION = 0.7  # fraction of the time for micro-steps: the rest is the optimizer, validations, start and end
+VALIDATED_FRACTION = 1 / 20  # fraction of the training tokens in each of five validations, together 8% of the time
+LEAST_VALIDATED = 2**15  # tokens; the loss on fewer depends on which they are
 FEW_STEPS = 100
 
 
@@ -36,16 +35,16 @@ def flags_for_minutes(
     dist: Distributed,
     new_model: Callable[[TrainConfig, int], nn.Module],
 ) -> dict[str, Any]:
-    """The flags for --minutes on this machine, the same on all ranks, except those on the command line.
+    """Returns the flags for --minutes on this machine, the same on all ranks, except those on the command line.
 
-    With --text and --demo, the model is the largest that suits the text and reads enough of it in time, see
+    With --text and --demo, the model is the largest that suits the text and has time to train on enough of it, see
     `presets.models_for_text`; tokens per step and learning rate follow. A pretrained model and a fork keep their sizes.
 
     Args:
-        new_model: makes a model from a configuration and the size of a vocabulary.
+        new_model: makes a model from a configuration and a vocabulary size.
 
     Raises:
-        UserError: not even a step of the smallest model is done in time.
+        UserError: there is not even time for one step.
     """
     minutes, tokenizer = config.minutes or 0.0, "bpe" if config.demo else config.tokenizer
     text_bytes = presets.text_bytes(config.text, config.text_field)
@@ -61,14 +60,13 @@ def flags_for_minutes(
 
     def choose_flags() -> dict[str, Any]:
         first, *larger = presets.models_for_text(text_bytes) if choose_model else [{}]
-        if (
-            tokenizer != "bytes" and larger
-        ):  # with thousands of logits, the smallest is hardly faster than the next one, and worse
+        # with thousands of logits, the smallest is hardly faster than the next one, and worse
+        if tokenizer != "bytes" and larger:
             first, *larger = larger
         chosen, tokens = first, tokens_in_time(first)
         for model in larger:
             needed = presets.BYTES_PER_WEIGHT * presets.block_weights(model) / presets.BYTES_PER_TOKEN[tokenizer]
-            if tokens < needed or (measured := tokens_in_time(model)) < needed:  # even the smaller model reads fewer
+            if tokens < needed or (measured := tokens_in_time(model)) < needed:  # the smaller model already falls short
                 break
             chosen, tokens = model, measured
         step = cli_flags.get("total_batch_size", presets.step_size(tokens) if choose_step else config.total_batch_size)
@@ -80,7 +78,7 @@ def flags_for_minutes(
             )
         if tokens < FEW_STEPS * step:
             dist.print0(
-                f"note    there is time for about {int(tokens / step)} steps only, and a model that learns something\n"
+                f"note    there is only time for about {int(tokens / step)} steps, but a model that learns something\n"
                 "        needs hundreds. What helps: more --minutes, a smaller model or --total-batch-size"
             )
         flags: dict[str, Any] = dict(chosen)
@@ -101,9 +99,9 @@ def _tokens_per_second(
     dist: Distributed,
     new_model: Callable[[TrainConfig, int], nn.Module],
 ) -> float:
-    """About the tokens that all ranks train on per second of --minutes, from the speed of this one, not compiled.
+    """Estimates the tokens per second of --minutes that all ranks train on, from this rank's speed, not compiled.
 
-    0 if not even a row fits into memory, by the formulas.
+    Returns 0 if not even one row fits into memory, by the formulas.
     """
     device, T, amp = dist.device, config.block_size, devices.autocast(dist.device, devices.DTYPES[dtype])
     devices.configure_backends(device, True, devices.DTYPES[dtype], T)
@@ -125,7 +123,7 @@ def _tokens_per_second(
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The mean of the calls in about MEASURED_SECONDS, at least one, after a first one."""
+    """Returns the mean seconds of a call, over about MEASURED_SECONDS, after a warm-up call."""
     from torch.utils.benchmark import Timer
 
     def clock() -> float:

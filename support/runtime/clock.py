@@ -1,4 +1,4 @@
-"""--minutes: how much of a run's time is over."""
+"""--minutes: how much of a run's time has passed."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ from collections.abc import Iterator
 
 from support.startup import STARTED
 
-END_SECONDS = 4.0  # after the last evaluation: the checkpoint, curves.png, a sample, the end of the process
-MOST_EVALUATION = 0.1  # of the time, for the last evaluation: the first one may have compiled
+END_SECONDS = 4.0  # after the last evaluation: the checkpoint, curves.png, a sample, the exit of the process
+# fraction of the time that is kept for the last evaluation, at most: the first one may have compiled
+MOST_EVALUATION = 0.1
 
 
 class Clock:
-    """The time of a run: what it has trained, in this process and before, and what it has left.
+    """The time that a run has trained, in this process and earlier ones, and the time that it has left.
 
-    Only rank 0's decides; the others learn the progress in each step.
+    Only rank 0's clock decides; the other ranks receive the progress in each step.
     """
 
     def __init__(self, minutes: float | None, seconds_before: float = 0.0, progress: float = 0.0):
-        """`seconds_before` and `progress`: what the processes before this one have trained, and how far the run is."""
+        """`seconds_before` and `progress`: how long earlier processes have trained, and how far the run has got."""
         self.minutes, self._before, self._progress = minutes, seconds_before, progress
         self._began = time.perf_counter()
-        self._evaluation = 0.0  # seconds of the longest one
+        self._evaluation = 0.0  # seconds of the longest evaluation
         self._last_call, self._steps = self._began, (0.0, 0.0)  # seconds of the last two steps
 
     def seconds(self) -> float:
-        """Seconds of training, evaluations and checkpoints included."""
+        """Returns the seconds of training, evaluations and checkpoints included."""
         return self._before + time.perf_counter() - self._began
 
     def progress(self) -> float:
-        """The fraction of the time that is over, from 0 to 1; to be called in each step. 0 without --minutes.
+        """Returns the fraction of the time that has passed, from 0 to 1; 0 without --minutes. Call it once per step.
 
-        The time begins with the process. Training has what is left of it between the start and the end of the process, less
-        the time for a last evaluation and half a step. Progress never falls.
+        The time begins with the process. Training gets what start-up, a last evaluation, half a step and the exit leave of
+        it. Progress never falls.
         """
         if self.minutes is None:
             return 0.0
@@ -46,7 +47,7 @@ class Clock:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Measures an evaluation: time for a last one is kept."""
+        """Times an evaluation, so that `progress` keeps time for a last one."""
         started = time.perf_counter()
         yield
         seconds = min(time.perf_counter() - started, MOST_EVALUATION * 60 * (self.minutes or 0.0))
@@ -54,5 +55,5 @@ class Clock:
 
 
 def progress_after(seconds: float, minutes: float) -> float:
-    """The progress of a run that continues another one, which was trained for this long; from 0 to 1."""
+    """Returns the progress, from 0 to 1, of a run that continues one trained for `seconds`."""
     return min(1.0, seconds / max(1.0, 60 * minutes - END_SECONDS))

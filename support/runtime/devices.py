@@ -25,10 +25,10 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 class Gpu(NamedTuple):
     peak_flops: float  # dense FLOP/s in bf16, with fp32 accumulation
     flag: str | None = None  # its name for --gpu
-    gib: float = 0.0  # of memory that a program can have
+    gib: float = 0.0  # memory that a program can use
 
 
-# By CUDA's name. The peaks are from NVIDIA's documents, named on the right; half of the figure where they count sparsity.
+# Keyed by CUDA's name. The peaks are from the NVIDIA documents named on the right, halved where those count sparsity.
 # Only full names: cards with the same chip differ (an H100 PCIe is slower than an SXM module), and a wrong peak is worse
 # than none.
 GPUS = {
@@ -83,19 +83,19 @@ def pick_dtype(name: str, device: torch.device) -> str:
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
-    """Matrix products in this precision; weights, norms and sums stay in fp32."""
+    """Returns a context that computes matrix products in this precision; weights, norms and sums stay in fp32."""
     lower = dtype != torch.float32
     return torch.autocast(device.type, dtype=dtype if lower else None, enabled=lower)
 
 
 def compile(model: Model) -> Model:
-    """The model through torch.compile."""
+    """Returns the model, compiled by torch.compile."""
     # one graph per shape: faster, and there are few shapes
     return cast(Model, torch.compile(model, dynamic=False))
 
 
 def why_not_compile(device: torch.device) -> str | None:
-    """What is missing for torch.compile on this machine; None if nothing is."""
+    """Why torch.compile cannot be used on this machine; None if it can."""
     if platform.system() == "Windows":
         return "torch.compile is not used on Windows"
     if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
@@ -111,7 +111,7 @@ def why_not_compile(device: torch.device) -> str | None:
 
 
 def attention_without_cudnn(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """For tensors of many shapes on CUDA: flash attention first. cuDNN would plan for each shape, up to 0.4 s each."""
+    """Returns a context for attention on many shapes. On CUDA, it avoids cuDNN, which plans each shape for up to 0.4 s."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     # Not with set_priority: if this were the first attention of the process, PyTorch's later order would lack cuDNN.
@@ -120,7 +120,7 @@ def attention_without_cudnn(device: torch.device) -> contextlib.AbstractContextM
 
 
 def describe_attention(device: torch.device, dtype: torch.dtype, n_head: int, n_embd: int, T: int) -> str:
-    """Which of its implementations PyTorch takes for the model's attention in training."""
+    """Names the implementation that PyTorch chooses for the model's attention in training."""
     if device.type == "mps":
         return "Metal"
     from torch.nn.attention import SDPBackend
@@ -140,7 +140,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies a host tensor to the device. With CUDA, without waiting for the copy."""
+    """Copies a host tensor to the device; with CUDA, it does not wait for the copy."""
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -152,7 +152,7 @@ def describe(device: torch.device) -> str:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 peak of this GPU in FLOP/s, or None where it is not known."""
+    """This GPU's dense bf16 peak in FLOP/s; None if unknown."""
     gpu = GPUS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return gpu.peak_flops if gpu else None
 
@@ -176,15 +176,15 @@ def seeded_generator(device: torch.device, *seeds: int) -> torch.Generator:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether memory was too small: torch.OutOfMemoryError, or what cuBLAS, Triton, Metal and the CPU say instead."""
+    """Whether an error means out of memory: torch.OutOfMemoryError, or what cuBLAS, Triton, Metal and the CPU say instead."""
     messages = "out of memory|ALLOC_FAILED|can't allocate memory|not enough memory|Invalid buffer size"
     return isinstance(error, torch.OutOfMemoryError) or re.search(messages, str(error)) is not None
 
 
 def free_and_total_memory(device: torch.device) -> tuple[float, float]:
-    """Bytes of a device's memory: what this process has or may still allocate, and all. Infinite where it is not known.
+    """Bytes of device memory: free or already held by this process, and in total; infinite where unknown.
 
-    The ranks on a CPU have equal shares of what is available, swap included, and at most a container's limit.
+    On a CPU both are this rank's equal share of the available memory and swap, or of a container's limit if that is lower.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -202,7 +202,7 @@ def free_and_total_memory(device: torch.device) -> tuple[float, float]:
 
 
 def free_memory(device: torch.device) -> None:
-    """Frees unreferenced memory of the device. After a failure, call it when the traceback no longer exists."""
+    """Frees unreferenced memory of the device. After an out-of-memory error, call it once the traceback is gone."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -223,7 +223,7 @@ def keep_memory(device: torch.device) -> None:
 
 
 def trim_memory(device: torch.device) -> None:
-    """Returns the memory that `keep_memory` kept: an evaluation leaves holes of other sizes than a step needs."""
+    """Returns the memory that `keep_memory` kept: an evaluation leaves holes of the wrong sizes for a step."""
     if _uses_glibc(device):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -239,20 +239,21 @@ def _uses_glibc(device: torch.device) -> bool:
 def configure_backends(
     device: torch.device, tf32: bool, dtype: torch.dtype = torch.float32, context: int = 1024
 ) -> None:
-    """Sets what must be set before the first matrix product.
+    """Sets TF32, attention and the CPU's allocator; call it before the first matrix product.
 
     Args:
-        dtype, context: of the matrix products, and the length of the rows, in training.
+        dtype: precision of the matrix products in training.
+        context: length of the rows in training, in tokens.
     """
     if device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if tf32 else "highest")  # of products that stay in fp32
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")  # for products that stay in fp32
         if torch.__version__.startswith("2.13."):
             from torch._inductor import config
 
-            # This launcher may call a kernel that autotuning has unloaded (pytorch#188607). Others take 2 us longer.
+            # This launcher may call a kernel that autotuning has unloaded (pytorch#188607). The other one takes 2 us longer.
             config.use_fast_triton_launcher = False
     if device.type == "cpu":
-        # The backward pass of PyTorch's fused attention is slow in bf16 on short rows. The setting serves CPUs, too.
+        # The backward pass of PyTorch's fused attention is slow in bf16 on short rows. This setting applies to CPUs, too.
         torch.backends.cuda.enable_flash_sdp(dtype != torch.bfloat16 or context > LONGEST_UNFUSED_CONTEXT)
     keep_memory(device)
 

@@ -21,20 +21,20 @@ from support.runtime import devices
 
 T = TypeVar("T")
 
-CONNECT_TIMEOUT = timedelta(minutes=5)  # to the store of rank 0, which may start later than this process
-TORCHRUN_TIMEOUT = timedelta(seconds=20)  # to the store of torchrun, which starts before us: otherwise it is dead
-START_TIMEOUT = timedelta(minutes=30)  # of all processes; a node may have to be replaced first
-# Of a collective before the first step ends, which compiles (a node may download gigabytes before it), and at the end of the
-# run, when rank 0 may write gigabytes to a slow disk.
+CONNECT_TIMEOUT = timedelta(minutes=5)  # to rank 0's store, which may start later than this process
+TORCHRUN_TIMEOUT = timedelta(seconds=20)  # to torchrun's store, which started before us, or is dead
+START_TIMEOUT = timedelta(minutes=30)  # until all processes have started; a node may have to be replaced first
+# How long a collective waits for a rank: long until the first step has ended (a node may download gigabytes, and that step
+# compiles) and when the run ends (rank 0 may write gigabytes to a slow disk).
 LONG_TIMEOUT = timedelta(hours=2)
-STEP_TIMEOUT = timedelta(minutes=10)  # in between: rank 0 draws samples, or waits until it can save again
+STEP_TIMEOUT = timedelta(minutes=10)  # in between: rank 0 may generate samples, or wait until it can save again
 
 
 @dataclass(frozen=True)
 class Distributed:
     """This process among the `world_size` that torchrun started: its rank, its rank on its node, and its device.
 
-    They are connected from the start: by NCCL for tensors on CUDA, and by gloo for all others and for objects.
+    They are connected from the start: by NCCL for tensors on CUDA, and by gloo for all other tensors and for objects.
     """
 
     rank: int
@@ -46,8 +46,8 @@ class Distributed:
     def from_environment(cls, out: str) -> Distributed:
         """Reads torchrun's environment variables and connects the processes; without them, this is the only one.
 
-        If one waits too long under NCCL, PyTorch's flight recorder writes its last collectives to the folder `out`, for
-        `torchfrtrace`.
+        If one waits too long under NCCL, PyTorch's flight recorder writes the last collectives to the folder `out`; see
+        them with `torchfrtrace`.
 
         Raises:
             UserError: the variables are incomplete or not valid, or a process did not start.
@@ -61,19 +61,19 @@ class Distributed:
                 connect(rank, world_size, out)
                 return cls(rank, local_rank, world_size)
         raise UserError(
-            f"WORLD_SIZE is {values[2]!r} in the environment, and RANK, LOCAL_RANK, MASTER_ADDR or MASTER_PORT is missing "
+            f"WORLD_SIZE is {values[2]!r} in the environment, but RANK, LOCAL_RANK, MASTER_ADDR or MASTER_PORT is missing "
             "or does not fit. Start with torchrun, or unset WORLD_SIZE for a single process.",
             this_rank_only=True,
         )
 
     def with_device(self, name: str) -> Distributed:
-        """The same process on a device of this machine: on its own GPU, or on the CPU cores that it may use.
+        """Returns this process with a device: its own GPU, or the CPU cores that it may use.
 
         Args:
             name: "cuda", "mps", "cpu", or "auto" for the first of them that this machine has.
 
         Raises:
-            UserError: this machine has no such device, or not one for each process.
+            UserError: this machine has no such device, or fewer than processes.
         """
         device_type = devices.pick_device_type(name)
         if device_type == "mps" and self.world_size > 1:
@@ -90,14 +90,14 @@ class Distributed:
         return replace(self, device=torch.device("cuda", self.local_rank))
 
     def print0(self, text: str) -> None:
-        """`print_lines` on rank 0."""
+        """Prints lines on rank 0."""
         if self.rank == 0:
             print_lines(text)
 
     # What follows must be called by all ranks, in the same order
 
     def gather(self, value: T) -> list[T]:
-        """The value of each rank, on all of them."""
+        """Returns the values of all ranks, by rank, on each of them."""
         values: list[Any] = [value] * self.world_size
         if self.world_size > 1:
             distributed.all_gather_object(values, value)
@@ -131,12 +131,12 @@ class Distributed:
         """
         if self.local_rank > 0:
             with self.failing_together():
-                pass  # of the first ranks
+                pass  # while the first ranks run the block
         with self.failing_together():
             yield
         if self.local_rank == 0:
             with self.failing_together():
-                pass  # of the others
+                pass  # while the others run it
 
     def on_rank_zero(self, function: Callable[[], T]) -> T | None:
         """Calls `function` on rank 0 and returns its result there, None on the others. If it fails, all ranks do."""
@@ -147,11 +147,11 @@ class Distributed:
         return result
 
     def once(self, function: Callable[[], T]) -> T:
-        """Calls `function` on rank 0, and returns its result on all. If it fails, all ranks do."""
+        """Calls `function` on rank 0, and returns its result on all ranks. If it fails, all ranks do."""
         return cast(T, self.gather(self.on_rank_zero(function))[0])
 
     def once_per_node(self, function: Callable[[], T]) -> T:
-        """As `once`, on the first rank of each node, for the ranks of that node."""
+        """Calls `function` on the first rank of each node, and returns its result on all ranks of the node."""
         result = None
         with self.failing_together():
             if self.local_rank == 0:
@@ -159,14 +159,14 @@ class Distributed:
         return cast(T, self.gather(result)[self.rank - self.local_rank])
 
     def all_reduce_mean(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The mean over ranks; in place."""
+        """Averages a tensor over the ranks, in place."""
         if self.world_size > 1:
             distributed.all_reduce(tensor)
             tensor /= self.world_size  # gloo has no mean
         return tensor
 
     def all_reduce_sum(self, *values: float) -> list[float]:
-        """The sum of each value over ranks, in float64."""
+        """Sums each value over the ranks, in float64."""
         tensor = torch.tensor(values, dtype=torch.float64)
         if self.world_size > 1:
             distributed.all_reduce(tensor)
@@ -189,10 +189,10 @@ ONE_PROCESS = Distributed(rank=0, local_rank=0, world_size=1)
 
 @contextlib.contextmanager
 def report_lost_processes() -> Iterator[None]:
-    """Reports that another process of the run has ended or does not answer, for which gloo and the store have own errors.
+    """Turns gloo's and the store's errors about a process that has ended or does not answer into a UserError.
 
     Raises:
-        UserError: instead of those errors.
+        UserError: in place of such an error.
     """
     try:
         yield
@@ -204,7 +204,7 @@ def report_lost_processes() -> Iterator[None]:
         if of_store or of_gloo and re.search("timed out|timeout", str(error), re.IGNORECASE):
             problem = "waited too long for another process of this run: it is stopped, cut off, or very slow"
         rank = f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()}"
-        raise UserError(f"{rank} {problem}. See the messages of all.", this_rank_only=True) from error
+        raise UserError(f"{rank} {problem}. See the messages of all processes.", this_rank_only=True) from error
 
 
 # -----------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def report_lost_processes() -> Iterator[None]:
 
 
 def connect(rank: int, world_size: int, out: str) -> None:
-    """Connects this process with the others; `out` is for PyTorch's flight recorder."""
+    """Connects this process with the others; PyTorch's flight recorder writes to the folder `out`."""
     launched_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     timeout = TORCHRUN_TIMEOUT if launched_by_torchrun else CONNECT_TIMEOUT
     store, _, _ = next(distributed.rendezvous("env://", rank, world_size, timeout=timeout))
@@ -220,7 +220,7 @@ def connect(rank: int, world_size: int, out: str) -> None:
     attempt = agree_on_attempt(store, rank, world_size)
     if rank == 0:
         forget_timeout(store)
-    # The attempt is in the name, so a restart does not overwrite what explains it.
+    # The attempt is in the name, so a restart does not overwrite the traces that explain it.
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", os.path.join(out, f"nccl_trace_{attempt[:8]}_rank_"))
     store = distributed.PrefixStore(attempt, store)
     distributed.init_process_group(backend(), store=store, rank=rank, world_size=world_size, timeout=LONG_TIMEOUT)
@@ -232,11 +232,11 @@ def backend() -> str:
 
 
 def agree_on_attempt(store: distributed.Store, rank: int, world_size: int) -> str:
-    """A random name that these processes share, and no processes before them.
+    """Returns a random name that these processes share, but no earlier ones.
 
-    After a restart, torchrun's store still holds what the earlier processes wrote, addresses of dead ones among it, and
+    After a restart, torchrun's store still holds what the earlier processes wrote, including the addresses of dead ones, and
     the restart counts that torchrun reports differ between nodes. So each rank writes a nonce, and rank 0 answers every
-    nonce that it finds with its own until each rank has confirmed that one: no earlier process can have answered it.
+    nonce that it finds with its own until each rank has confirmed that one: no earlier process can know it.
 
     Raises:
         UserError: a rank did not start in time.
@@ -244,7 +244,7 @@ def agree_on_attempt(store: distributed.Store, rank: int, world_size: int) -> st
     own, deadline = uuid.uuid4().hex, time.monotonic() + START_TIMEOUT.total_seconds()
     if rank > 0:
         store.set(f"nonce/{rank}", own)
-        shared = store.get(f"answer/{own}").decode()  # waits for it
+        shared = store.get(f"answer/{own}").decode()  # waits until it is there
         store.set(f"confirmed/{shared}/{rank}", "")
         return shared
     missing = set(range(1, world_size))
@@ -260,9 +260,9 @@ def agree_on_attempt(store: distributed.Store, rank: int, world_size: int) -> st
 
 
 def forget_timeout(store: distributed.Store) -> None:
-    """Deletes what a process group of an earlier attempt left in torchrun's store after a timeout under NCCL.
+    """Deletes the key that an earlier attempt's process group left in torchrun's store after a timeout under NCCL.
 
-    NCCL's monitor writes its key past every prefix. Those of the restarted processes would find it, and abort them 8
+    NCCL's monitor writes that key without any prefix. The restarted processes' monitors would find it, and abort them 8
     minutes later (pytorch#196968). Once the ranks have agreed on an attempt, no earlier process is left to write it.
     """
     while isinstance(store, distributed.PrefixStore):

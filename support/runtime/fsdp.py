@@ -1,8 +1,8 @@
 """Fully sharded data parallelism, PyTorch's FSDP2 (arXiv:2304.11277): models larger than the memory of one GPU.
 
-Each rank keeps an equal part of every weight, gradient and optimizer tensor, a DTensor split along dimension 0. The
-weights of a block are gathered for its forward and its backward pass, and dropped afterwards; gradients are averaged
-into the parts. The functions here accept ordinary tensors and models, too, and then do nothing.
+Each rank keeps an equal shard of every weight, gradient and optimizer tensor, a DTensor sharded along dimension 0. The
+weights of a block are gathered for its forward and its backward pass, and freed afterwards; gradients are averaged
+into the shards. The functions here accept ordinary tensors and models, too, and then do nothing.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from train_gpt2 import GPT
 
 Model = TypeVar("Model", bound=nn.Module)
-GATHERED_FRACTION = 1 / 8  # of the memory of a GPU
+GATHERED_FRACTION = 1 / 8  # fraction of a GPU's memory up to which gathered weights are kept during a step
 
 
 class ShardedModel(nn.Module):
-    """A model whose weights are divided among the ranks; it is called as DistributedDataParallel is.
+    """A model whose weights are sharded over the ranks; it is called like DistributedDataParallel.
 
-    The blocks are gathered as a whole, one after the other. The rest of the model stays gathered during a micro-step.
+    Each block is gathered as a whole when its turn comes. The rest of the model stays gathered during a micro-step.
 
     Args:
-        model: with its weights on rank 0; the other ranks have it on the meta device (`weights_on_rank_zero`), and
+        model: has its weights on rank 0; the other ranks have it on the meta device (`weights_on_rank_zero`), and
             receive the weights one block at a time. It is changed in place: its parameters become DTensors.
-        dtype: precision of the matrix products. On CUDA, the weights of the blocks are sent and used in it; gradients
-            are averaged in fp32.
-        compiled: compile the blocks and the loss. They are compiled one by one, as communication cannot be.
-        alone: allocate what training does, but send nothing and wait for no rank. All weights are 0.
+        dtype: precision of the matrix products. On CUDA, the blocks' weights are gathered in it; gradients are averaged
+            in fp32.
+        compiled: compile the blocks and the loss, one by one, as communication cannot be compiled.
+        alone: allocate what training allocates, but send nothing and wait for no rank. All weights are 0.
 
     Weights are gathered once per step where memory allows, otherwise (`reshard_after_forward`) twice in each
     micro-step.
@@ -48,7 +48,7 @@ class ShardedModel(nn.Module):
         from torch.distributed.device_mesh import DeviceMesh
 
         super().__init__()
-        # the group that exists: init_device_mesh may add one with NCCL, which refuses two ranks on one GPU
+        # the existing group: init_device_mesh may add one with NCCL, which refuses two ranks on one GPU
         mesh = DeviceMesh.from_group(cast(distributed.ProcessGroup, distributed.group.WORLD), device.type)
         device_memory = devices.free_and_total_memory(device)[1] if device.type == "cuda" else None
         parameters = sum(p.numel() for p in model.parameters())
@@ -81,17 +81,17 @@ class ShardedModel(nn.Module):
 
 
 def reshard_after_forward(parameters: int, dtype: torch.dtype, device_memory: float | None) -> bool:
-    """Whether a rank drops the gathered weights after each pass, or keeps them during a step, as small ones are."""
+    """Whether a rank frees the gathered weights after each pass, because they are too large to keep during a step."""
     return device_memory is not None and dtype.itemsize * parameters > GATHERED_FRACTION * device_memory
 
 
 def weights_on_rank_zero(sharded: bool, rank: int) -> contextlib.AbstractContextManager[object]:
-    """Models are made without memory on the other ranks."""
+    """Returns a context in which a sharded model gets memory on rank 0 only; elsewhere it is on the meta device."""
     return torch.device("meta") if sharded and rank > 0 else contextlib.nullcontext()
 
 
 class _NothingSent:
-    """In place of FSDP's all-gather and reduce-scatter: it only allocates what they write to."""
+    """Replaces FSDP's all-gather and reduce-scatter; it only allocates what they write to."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(*size, dtype=dtype, device=device)
@@ -101,7 +101,7 @@ class _NothingSent:
 
 
 def _receive_weights(module: nn.Module, device: torch.device, alone: bool) -> None:
-    """Replaces the parameters by those of rank 0, on `device`. Tied ones stay tied; sharded ones are left alone."""
+    """Replaces the parameters with rank 0's, on `device`. Tied parameters stay tied; sharded ones are skipped."""
     received: dict[nn.Parameter, nn.Parameter] = {}
     for submodule in module.modules():
         for name, parameter in submodule.named_parameters(recurse=False):
@@ -122,7 +122,7 @@ def _receive_weights(module: nn.Module, device: torch.device, alone: bool) -> No
 
 
 def without_weights(model: Model) -> Model:
-    """A copy of the model on the meta device, for `full_weights`."""
+    """Returns a copy of the model on the meta device, for `full_weights` to fill."""
     on_meta = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, on_meta)
 
@@ -139,7 +139,7 @@ def full_weights(eval_model: nn.Module, model: nn.Module) -> Iterator[None]:
         return
     _gather_weights(eval_model, model)
     yield
-    eval_model.to("meta")  # which frees them
+    eval_model.to("meta")  # frees them
 
 
 @torch.no_grad()
@@ -148,7 +148,7 @@ def _gather_weights(eval_model: nn.Module, model: nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # after a forward pass without gradients, some are still whole, and not DTensors
+            module.reshard()  # after a forward pass without gradients, some weights are still gathered, and not DTensors
     full = {parameter: full_tensor(parameter) for parameter in model.parameters()}  # a tied one once
     weights = {name: full[parameter] for name, parameter in model.state_dict(keep_vars=True).items()}
     eval_model.load_state_dict(weights, assign=True)
@@ -159,12 +159,15 @@ def _gather_weights(eval_model: nn.Module, model: nn.Module) -> None:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a sharded tensor. All ranks must call it."""
+    """Returns the full tensor of a DTensor, and any other tensor unchanged. All ranks must call it."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def shard_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that all ranks have, divided as `other` is; the tensor itself if that is not."""
+    """Shards a tensor that every rank holds in full the way `other` is sharded.
+
+    Returns the tensor unchanged if `other` is not a DTensor, or has a different shape (as AdamW's `step` has).
+    """
     if not hasattr(other, "full_tensor") or tensor.shape != other.shape:
         return tensor
     from torch.distributed.tensor import DTensor, distribute_tensor

@@ -1,4 +1,4 @@
-"""What a process finds on its machine, next to what its flags ask for."""
+"""What a process finds on its machine, as opposed to what its flags ask for."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Machine:
     """What the flags leave to the machine. A resumed run may find something else."""
 
     device: torch.device
-    dtype: str  # of matrix products: a key of devices.DTYPES
+    dtype: str  # precision of matrix products, a key of devices.DTYPES
     compiled: bool
-    why_not_compiled: str | None  # None if it is, or if that was not asked for
-    attention: str  # which implementation PyTorch takes
+    why_not_compiled: str | None  # None if it is compiled, or not meant to be
+    attention: str  # the implementation that PyTorch chooses
     batch_size: int  # rows of a micro-batch, at most: the first step may show that fewer fit
     hellaswag_every: int | None  # as --hellaswag-every, or what suits the machine
 
     @classmethod
     def find(cls, config: TrainConfig, device: torch.device, world_size: int) -> Machine:
-        """Finds what suits `device`, one of `world_size`, and the flags.
+        """Finds what suits the flags on `device`, one of `world_size`.
 
         Raises:
             UserError: micro-batches cannot make up a step.

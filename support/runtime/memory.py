@@ -1,4 +1,4 @@
-"""Memory that a model takes, computed before anything is allocated."""
+"""The memory that a model takes, computed before anything is allocated."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from support.runtime.distributed import Distributed
 if TYPE_CHECKING:
     from train_gpt2 import TrainConfig
 
-CUDA_BYTES = 10**9  # CUDA's own, and fragmentation
+CUDA_BYTES = 10**9  # CUDA's context, and fragmentation
 PROGRAM_BYTES = 2.5e8  # on a CPU: Python and PyTorch
 
 
 @contextlib.contextmanager
 def report_out_of_memory() -> Iterator[None]:
-    """Turns the errors of a device that is out of memory into a UserError that says what to do."""
+    """Turns out-of-memory errors into a UserError that says what to do."""
     try:
         yield
     except RuntimeError as error:
@@ -46,15 +46,15 @@ def recompute_activations(blocks: Iterable[nn.Module]) -> None:
 
 
 # -----------------------------------------------------------------------------
-# What training takes. N parameters, of which V x C are the padded embedding; L layers, C channels, T tokens of context,
-# B rows of a micro-batch.
+# The memory that training takes. N parameters, V x C of them in the padded embedding; L layers, C channels, T tokens of
+# context, B rows of a micro-batch.
 
 
 class Sizes(NamedTuple):
     """Sizes of a model that are not in its configuration."""
 
     parameters: int  # with the padded vocabulary, as they are in memory
-    trained: int  # of these: not all with LoRA
+    trained: int  # parameters that are trained; with LoRA, few are
     vocab_size: int  # padded
 
     @classmethod
@@ -85,17 +85,20 @@ class TrainingMemory(NamedTuple):
 
 
 def block_parameters(config: TrainConfig) -> int:
-    """Parameters in matrices of the blocks: attention 4 C^2 and MLP 8 C^2 in each."""
+    """Parameters in the blocks' matrices: each block has 4 C^2 for attention and 8 C^2 for the MLP."""
     return 12 * config.n_layer * config.n_embd**2
 
 
 def optimizer_bytes(config: TrainConfig, trained: int) -> int:
-    """AdamW has two moments of each trained weight; Muon has one of the matrices of the blocks, and AdamW the rest."""
+    """Returns the bytes of optimizer state.
+
+    AdamW keeps two fp32 moments per trained weight. Muon keeps one for the blocks' matrices, and leaves the rest to AdamW.
+    """
     return 8 * trained - (4 * block_parameters(config) if config.optimizer == "muon" else 0)
 
 
 def checkpoint_bytes(config: TrainConfig, parameters: int, trained: int) -> int:
-    """All weights, and the optimizer's state of those that are trained."""
+    """Returns the bytes of a checkpoint: all weights, and the optimizer state of the trained ones."""
     return 4 * parameters + optimizer_bytes(config, trained)
 
 
@@ -103,20 +106,20 @@ def training_memory(
     config: TrainConfig, sizes: Sizes, B: int, world_size: int, device_memory: float | None, dtype: torch.dtype,
     compiled: bool,
 ) -> TrainingMemory:  # fmt: skip
-    """Bytes on each of `world_size` devices at the peak of a step, with micro-batches of B rows.
+    """Returns the bytes on each of `world_size` devices at the peak of a step, with micro-batches of B rows.
 
-    FSDP is ZeRO (arXiv:1910.02054) of stage 3 or, where the weights stay gathered, 2.
+    FSDP is ZeRO (arXiv:1910.02054), stage 3 or, where the weights stay gathered, stage 2.
 
     Args:
-        device_memory: of the GPU in bytes; None for a CPU.
+        device_memory: the GPU's memory in bytes; None for a CPU.
     """
     L, C, T, N, trained, V = config.n_layer, config.n_embd, config.block_size, *sizes
     on_gpu, itemsize, blocks = device_memory is not None, dtype.itemsize, block_parameters(config)
     tokens, embedding, accumulates = B * T, V * C, config.total_batch_size > world_size * B * T
     sharded = config.parallel == "fsdp" and world_size > 1
     parts = world_size if sharded else 1
-    # What a layer saves of each token in bf16, by its inputs: ln_1 (fp32) 4C, c_attn 2C, attention 6C + 2C and a number
-    # per head, c_proj (shared with attention), ln_2 (fp32) 4C, c_fc 2C, GELU 8C, c_proj 8C. In fp32, all of it is.
+    # What a layer saves per token in bf16, by its inputs: ln_1 (fp32) 4C, c_attn 2C, attention 6C + 2C and a number
+    # per head, c_proj (shared with attention), ln_2 (fp32) 4C, c_fc 2C, GELU 8C, c_proj 8C. In fp32, all are.
     # With LoRA it is about the same: its matrices need the inputs that frozen ones would not.
     layer = tokens * ((36 if itemsize == 2 else 64) * C + 4 * config.n_head + 16)
     saved: float = L * tokens * 4 * C + layer if config.recompute else L * layer  # checkpointing: arXiv:1604.06174
@@ -130,14 +133,14 @@ def training_memory(
     if config.lora_rank is None:
         logits += (4 + 4) * embedding  # the gradient of the embedding, and of one chunk, in fp32
     logits += itemsize * embedding if itemsize == 2 else 0  # the embedding in bf16
-    # What is sent at once: the gradients of the embeddings. gloo copies it.
+    # The largest tensor that is sent: the gradient of the embeddings. gloo copies it.
     largest = min(4 * trained, 4 * max(N - blocks, blocks / L))
     if sharded:
         width = itemsize if on_gpu else 4
         reshards = fsdp.reshard_after_forward(N, dtype, device_memory)
         gathered = 2 * width * blocks / L if reshards else width * blocks  # two blocks: this one and the next
         buffers = gathered + 4 * (N - blocks) + (largest if on_gpu else 3 * largest)
-        # complete until the last micro-step sends them
+        # full-size until the last micro-step reduces them
         gradients = 4 * trained / parts + (4.0 * trained if accumulates else 0.0)
         # evaluations have all weights in fp32, but no gradients and activations
         buffers += max(0.0, 4 * N - (gradients + saved + buffers))
@@ -151,14 +154,14 @@ def training_memory(
 def bytes_needed(
     config: TrainConfig, sizes: Sizes, dist: Distributed, dtype: torch.dtype, compiled: bool, B: int
 ) -> float:
-    """Bytes of all tensors of a step on this rank's device, with micro-batches of B rows."""
+    """Returns the bytes that a step's tensors take on this rank's device, with micro-batches of B rows."""
     total = devices.free_and_total_memory(dist.device)[1] if dist.device.type == "cuda" else None
     taken = training_memory(config, sizes, B, dist.world_size, total, dtype, compiled)
-    return taken.total - taken.program  # which runs already
+    return taken.total - taken.program  # the program is running already
 
 
 def largest_micro_batch(rows: int, most: int, needed: Callable[[int], float], available: float) -> int:
-    """The largest divisor of `rows`, up to `most`, whose micro-batch takes at most what is available; 0 if none does."""
+    """The largest micro-batch that divides `rows`, is at most `most` and needs at most `available` bytes; 0 if none does."""
     divisors = (B for B in range(min(rows, most), 0, -1) if rows % B == 0)
     return next((B for B in divisors if needed(B) <= available), 0)
 
@@ -168,7 +171,7 @@ def largest_micro_batch(rows: int, most: int, needed: Callable[[int], float], av
 
 
 def count_parameters(sizes: Mapping[str, int]) -> int:
-    """Parameters of a GPT of these sizes, by field of GPTConfig. The vocabulary is not padded."""
+    """Counts the parameters of a GPT of these sizes, given by field of GPTConfig. The vocabulary is not padded."""
     L, C, bias = sizes["n_layer"], sizes["n_embd"], sizes["bias"]
     block = 12 * C * C + (13 if bias else 2) * C  # attention 4 C^2, MLP 8 C^2; norms and biases
     return (sizes["vocab_size"] + sizes["block_size"]) * C + L * block + (2 if bias else 1) * C
@@ -183,7 +186,7 @@ def check_model_fits(sizes: Mapping[str, int]) -> None:
     parameters, available = count_parameters(sizes), devices.free_and_total_memory(torch.device("cpu"))[0]
     if 4 * parameters > available:
         raise UserError(
-            f"the model has {parameters:,} parameters, which take {format_bytes(4 * parameters)}, and this machine "
+            f"the model has {parameters:,} parameters, which take {format_bytes(4 * parameters)}, but this machine "
             f"has {format_bytes(available)} of memory available. Use a smaller model."
         )
 
@@ -198,11 +201,11 @@ def check_training_fits(config: TrainConfig, vocab_size: int, dist: Distributed)
     shape["vocab_size"] = vocab_size
     check_model_fits(shape)
     parameters, total = count_parameters(shape), devices.free_and_total_memory(dist.device)[1]
-    trained = parameters if config.lora_rank is None else 0  # LoRA's own are few
+    trained = parameters if config.lora_rank is None else 0  # LoRA's own parameters are few
     parts = dist.world_size if config.parallel == "fsdp" else 1
     needed = (4 * parameters + 4 * trained + optimizer_bytes(config, trained)) / parts
     if needed > total:
         raise UserError(
-            f"training {parameters:,} parameters takes at least {format_bytes(needed)}, and {format_bytes(total)} are "
+            f"training {parameters:,} parameters takes at least {format_bytes(needed)}, but only {format_bytes(total)} are "
             "available. Use a smaller --model, or smaller --n-layer and --n-embd, or more GPUs with --parallel fsdp."
         )

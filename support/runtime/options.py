@@ -12,11 +12,11 @@ from support.runtime import devices
 if TYPE_CHECKING:
     from train_gpt2 import TrainConfig
 
-QUARTERS = "at quarters of --minutes, and with --text"  # in the help of intervals
+QUARTERS = "each quarter of the run with --minutes or --text"  # in the help of intervals
 DEFAULT_PROMPT = "Hello, I'm a language model,"
-# What the shards were made from. A resumed run keeps these, so it must not name anything else.
+# What the shards were made from. A resumed run keeps its shards, so it must not name a different source.
 SOURCE_FLAGS = {"text", "text_field", "tokenizer"}
-START_FLAGS = {"resume", "profile"}  # of one start, not of the run
+START_FLAGS = {"resume", "profile"}  # flags of one start, not of the run
 # Flags of --plan, which ends before a run.
 PLAN_FLAGS = {"plan", "gpus", "gpu", "price", "mfu"}
 
@@ -25,8 +25,8 @@ PLAN_FLAGS = {"plan", "gpus", "gpu", "price", "mfu"}
 class RunOptions:
     """Files, evaluation, tracking, checkpoints and device.
 
-    A resumed run may change these, except SOURCE_FLAGS and --minutes. Its shards are compared, wherever they are now. Where
-    "auto" or None leaves something to the machine, it stays so; `Machine` has what was found.
+    A resumed run may change these, except SOURCE_FLAGS and --minutes. Its shards are compared, wherever they are now.
+    "auto" and None leave something to the machine, and stay as they are; `Machine` has what was found.
     """
 
     # fmt: off
@@ -42,19 +42,19 @@ class RunOptions:
         hint="It takes no folder: it continues the run in --out, as python train_gpt2.py --resume --out DIR does.",
         choices=("newest", "auto"), nargs="?", const="newest", metavar="auto")
     fork: str | None = flag(None,
-        "start a run of its own, in --out, from the weights, optimizer and step of this checkpoint", MAIN_GROUP,
+        "start a new run in --out from the weights, optimizer state and step of this checkpoint", MAIN_GROUP,
         default_help="no", metavar="CHECKPOINT")
     minutes: float | None = flag(None,
-        "train for M minutes, whatever the machine does meanwhile, instead of --max-steps", MAIN_GROUP,
+        "train for M minutes, however busy the machine is, instead of --max-steps", MAIN_GROUP,
         default_help="2 with --demo", at_least=0.1, below=1e6, metavar="M")
     batch_size: int | None = flag(None,
-        "sequences of a micro-batch on one device; fewer take less memory, and a step has the same tokens", MAIN_GROUP,
+        "sequences per micro-batch and device; fewer take less memory, and a step keeps its number of tokens", MAIN_GROUP,
         default_help="64 on CUDA, otherwise 4", at_least=1, below=2**31)
     text_field: str = flag("text", "JSON field or parquet column with the text, for --text", "text", metavar="FIELD")
     tokenizer: str = flag("gpt2", "for --text: GPT-2's tokens, bytes, or bpe, which is trained on the text", "text",
-        default_help="bpe up to 400 MB, then gpt2; that of --init-from", choices=("gpt2", "bytes", "bpe"))
+        default_help="bpe up to 400 MB, then gpt2; the model's with --init-from", choices=("gpt2", "bytes", "bpe"))
 
-    # None: at quarters of the time, with --minutes
+    # None: at each quarter of the time, with --minutes
     val_every: int | None = flag(250, "steps between validations; 0: never", "evaluation",
         default_help=f"250; {QUARTERS}", at_least=0)
     val_tokens: int = flag(10485760, "tokens per validation, or the complete split if it has fewer", "evaluation",
@@ -68,7 +68,7 @@ class RunOptions:
     sample_every: int | None = flag(250, "steps between samples; 0: never", "evaluation",
         default_help=f"250; {QUARTERS}; 0 with --demo", at_least=0)
     prompt: str | None = flag(None, "text that samples continue", "evaluation", may_be_empty=True,
-        default_help=f'"{DEFAULT_PROMPT}"; with --text, the first words of a line of the held-out text', metavar="TEXT")
+        default_help=f'"{DEFAULT_PROMPT}"; with --text, the first words of a held-out line', metavar="TEXT")
 
     log_every: int | None = flag(None, "steps between lines on the console", "tracking",
         default_help="every step; on a terminal, about one in ten seconds", at_least=1, below=2**31)
@@ -88,7 +88,7 @@ class RunOptions:
         choices=devices.DEVICES)
     dtype: str = flag("auto", "precision of matrix products", "device",
         default_help="auto, the fastest that the device has natively", choices=("auto", "fp32", "bf16", "fp16"))
-    parallel: str = flag("ddp", "several processes: with ddp each has all weights, with fsdp a part of them", "device",
+    parallel: str = flag("ddp", "with several processes: ddp keeps all weights on each, fsdp shards them", "device",
         choices=("ddp", "fsdp"))
     recompute: bool = flag(False,
         "recompute the activations of the blocks in the backward pass: less memory, more time", "device",
@@ -99,7 +99,7 @@ class RunOptions:
         at_least=0)
 
     plan: bool = flag(False, "print what the run will take (memory, time, cost, network), and exit", "plan")
-    gpus: int = flag(1, "number of GPUs to plan for", "plan", default_help="1; under torchrun, its processes",
+    gpus: int = flag(1, "number of GPUs to plan for", "plan", default_help="1; under torchrun, its number of processes",
         at_least=1, below=2**31)
     gpu: str = flag("A100", "GPU to plan for; A100 and H100 have 80 GB", "plan", choices=tuple(devices.GPU_FLAGS))
     price: float | None = flag(None, "price of a GPU-hour to plan with, in any currency", "plan", default_help="none",
@@ -110,18 +110,18 @@ class RunOptions:
 
     @property
     def starts_fork(self) -> bool:
-        """Whether this process starts the run from a checkpoint of another one; a resumed fork is a run as any other."""
+        """Whether this process starts the run from another run's checkpoint; a resumed fork is a run like any other."""
         return self.fork is not None and self.resume != "newest"
 
     def to_dict(self) -> dict[str, Any]:
-        """The value of each flag of a run."""
+        """Returns the value of each flag of a run, without --plan and its flags."""
         return {name: getattr(self, name) for name in flags_of(type(self)) if name not in PLAN_FLAGS}
 
 
 def changed_flags(
     config_class: type[RunOptions], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> list[tuple[str, Any, Any]]:
-    """Name, old value and new value of each flag of a run that is in `after` and has another value than `before`."""
+    """Returns name, old and new value of each flag of a run that `after` has with a different value than `before`."""
     both = [(name, before.get(name, flag.default)) for name, flag in flags_of(config_class).items()]
     changed = [(name, had, after[name]) for name, had in both if name in after and after[name] != had]
     return [change for change in changed if change[0] not in START_FLAGS | {"fork"}]
@@ -131,7 +131,7 @@ def check_consistent(config: TrainConfig) -> None:
     """Checks values that depend on each other.
 
     Raises:
-        UserError: some contradict each other, one line each.
+        UserError: some contradict each other; one line for each problem.
     """
     problems = []
     if config.n_embd % config.n_head:

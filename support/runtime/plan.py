@@ -1,6 +1,6 @@
 """--plan: what a run will take, computed before anything is paid for: time, cost, memory, traffic.
 
-Each formula has its source; those of memory are in memory.py. W is the number of GPUs.
+Each formula has its source; memory.py has the formulas for memory. W is the number of GPUs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SMALL = 60e6  # parameters: half of the smallest model in the table
 
 
 def largest_micro_batch(config: TrainConfig, sizes: Sizes) -> int:
-    """The largest divisor of the rows of a step whose micro-batch fits into a GPU; 0 if none does."""
+    """The largest micro-batch that divides a GPU's rows of a step and fits into its memory; 0 if not even one row does."""
     most, available = config.batch_size or LARGEST_MICRO_BATCH, memory_of_gpu(config)
     return memory.largest_micro_batch(
         rows_per_gpu(config), most, lambda B: memory_per_gpu(config, sizes, B).total, available
@@ -45,7 +45,7 @@ def largest_micro_batch(config: TrainConfig, sizes: Sizes) -> int:
 
 
 def memory_per_gpu(config: TrainConfig, sizes: Sizes, B: int) -> TrainingMemory:
-    """Bytes on each GPU with micro-batches of B rows, compiled and in bf16."""
+    """Returns the bytes on each GPU with micro-batches of B rows, compiled and in bf16."""
     return training_memory(config, sizes, B, config.gpus, memory_of_gpu(config), torch.bfloat16, compiled=True)
 
 
@@ -62,11 +62,11 @@ def memory_of_gpu(config: TrainConfig) -> int:
 
 
 def mfu(config: TrainConfig, parameters: int, flops_per_token: int) -> tuple[float, str]:
-    """Model FLOPs utilization to expect, and where it is from: --mfu, or what was measured with the nearest size."""
+    """Returns the model FLOPs utilization to expect, and its source: --mfu, or what was measured at the nearest size."""
     if config.mfu:
         return config.mfu, "--mfu"
     utilization, source = ASSUMED_MFU, "assumed: none is published for this GPU"
-    chip = config.gpu.split("-")[0].replace("H200", "H100")  # which has the same one
+    chip = config.gpu.split("-")[0].replace("H200", "H100")  # it has the H100's chip
     if measured := MEASURED_MFU.get(chip):
         nearest = min(measured, key=lambda millions: abs(math.log(parameters / 1e6 / millions)))
         utilization, source = measured[nearest], f"llm.c's with {nearest}M parameters on {chip}"
@@ -78,7 +78,7 @@ def mfu(config: TrainConfig, parameters: int, flops_per_token: int) -> tuple[flo
 
 
 def bytes_sent(config: TrainConfig, parameters: int, micro_steps: int, reshard_after_forward: bool) -> float:
-    """Bytes that each GPU sends in a step, and receives.
+    """Returns the bytes that each GPU sends in a step; it receives as many.
 
     A ring sends (W - 1) / W of a tensor to gather or to reduce-scatter it, and twice that to all-reduce it (Patarasu
     and Yuan, doi:10.1016/j.jpdc.2008.09.002). Gradients are fp32, gathered blocks bf16, embeddings fp32; these stay
@@ -96,18 +96,18 @@ def bytes_sent(config: TrainConfig, parameters: int, micro_steps: int, reshard_a
 
 
 def print_report(config: TrainConfig, new_model: Callable[[int], GPT], rank: int = 0) -> None:
-    """Prints, on rank 0, what --plan prints: for a run on `config.gpus` GPUs of the kind `config.gpu`.
+    """Prints the report of --plan on rank 0, for a run on `config.gpus` GPUs of the kind `config.gpu`.
 
     Args:
-        new_model: makes the model from the size of its vocabulary; on the meta device, about 2 ms per layer.
+        new_model: makes the model from its vocabulary size; on the meta device, that takes about 2 ms per layer.
 
     Raises:
-        UserError: the run is of a kind that the formulas do not know, or its sizes do not divide.
+        UserError: the formulas do not cover such a run, or its sizes do not divide.
     """
     if config.lora_rank:
-        raise UserError("--plan knows training of all weights only. Leave out --lora-rank.")
+        raise UserError("--plan can only plan the training of all weights. Leave out --lora-rank.")
     if config.dtype not in ("auto", "bf16"):
-        raise UserError(f"--plan knows bf16 only. Leave out --dtype {config.dtype}.")
+        raise UserError(f"--plan can only plan runs in bf16. Leave out --dtype {config.dtype}.")
     batch_size.rows_per_rank(config.total_batch_size, config.block_size, config.gpus)
     if rank > 0:
         return
@@ -118,7 +118,7 @@ def print_report(config: TrainConfig, new_model: Callable[[int], GPT], rank: int
 
 
 def vocab_size_of(config: TrainConfig) -> int:
-    """The vocabulary of the run's shards, if there are any yet, otherwise of its tokenizer."""
+    """Returns the vocabulary size of the run's shards or, if there are none yet, of its tokenizer."""
     if shards.shard_paths(config.data, "train"):
         return shards.read_manifest(config.data)["vocab_size"]
     tokenizer = "bpe" if config.demo else config.tokenizer
@@ -126,7 +126,7 @@ def vocab_size_of(config: TrainConfig) -> int:
 
 
 def report(config: TrainConfig, sizes: Sizes, flops_per_token: int) -> Iterator[str]:
-    """The lines of --plan."""
+    """Yields the lines of the report."""
     config = replace(config, parallel=config.parallel if config.gpus > 1 else "ddp")
     gpus, gpu, steps, T = config.gpus, devices.GPU_FLAGS[config.gpu], config.max_steps, config.block_size
     peak, tokens = devices.GPUS[gpu].peak_flops, steps * config.total_batch_size
@@ -139,8 +139,8 @@ def report(config: TrainConfig, sizes: Sizes, flops_per_token: int) -> Iterator[
         f"{tokens * flops_per_token:.2e} FLOPs, {flops_per_token:.2e} per token"
     )
     yield (
-        f"GPUs     {gpus:,} x {gpu}, {peak / 1e12:.0f} TFLOP/s in bf16 each; of each step, a GPU has "
-        f"{rows_per_gpu(config):,} x {T:,} tokens"
+        f"GPUs     {gpus:,} x {gpu}, {peak / 1e12:.0f} TFLOP/s in bf16 each; each GPU gets "
+        f"{rows_per_gpu(config):,} x {T:,} tokens of a step"
     )
     if config.minutes:
         yield f"note     --minutes measures a machine at the start of a run; this plan is for {steps:,} steps"
@@ -167,7 +167,7 @@ def report(config: TrainConfig, sizes: Sizes, flops_per_token: int) -> Iterator[
         f"{tokens / seconds:,.0f} tokens/s, {tokens / seconds / gpus:,.0f} per GPU, {seconds / steps:.3g} s per step"
     )
     yield "         without evaluations, checkpoints and what the network adds" + (
-        "; so small a model will not reach that MFU" if sizes.parameters < SMALL and not config.mfu else ""
+        "; a model this small will not reach that MFU" if sizes.parameters < SMALL and not config.mfu else ""
     )
     gpu_hours = gpus * seconds / 3600
     cost = "" if config.price is None else f", {gpu_hours * config.price:,.2f} at {config.price:g} per GPU-hour"
@@ -185,7 +185,7 @@ def name_of(config: TrainConfig) -> str:
 
 
 def memory_table(layouts: Sequence[TrainConfig], sizes: Sizes) -> Iterator[str]:
-    """What each layout takes with the largest micro-batch that fits, or with one row if none does."""
+    """Yields a table of each layout's memory with the largest micro-batch that fits, or with one row if none does."""
     columns = []
     for layout in layouts:
         B = largest_micro_batch(layout, sizes)
@@ -198,7 +198,7 @@ def memory_table(layouts: Sequence[TrainConfig], sizes: Sizes) -> Iterator[str]:
 
 
 def network_line(config: TrainConfig, sizes: Sizes, seconds: float) -> str:
-    """What a step of `seconds` sends, and the bandwidth below which that takes longer than its arithmetic.
+    """Describes what a step of `seconds` sends, and the bandwidth below which that takes longer than computing.
 
     A ring through all GPUs enters and leaves each node once, so a node sends as much as a GPU does.
     """

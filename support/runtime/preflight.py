@@ -1,4 +1,4 @@
-"""Whether all ranks are about to do the same: otherwise they would wait for each other, or train on different data."""
+"""Checks that all ranks are about to do the same: otherwise they would wait for each other or train on different data."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from train_gpt2 import TrainConfig
 
 HINTS = {
-    "the versions": "Install the same on all nodes.",
+    "the versions": "Install the same ones on all nodes.",
     "the device": "Use GPUs of one kind.",
     "the checkpoint": "All nodes must see the same folder at --out.",
-    "the shards": "Copy those of one node to the others.",
+    "the shards": "Copy one node's shards to the others.",
 }  # the others are flags
 PATHS = {"text", "out", "fork", "init_from", "hellaswag_data"}  # flags whose values may differ between nodes
 
@@ -68,8 +68,8 @@ def check_facts_agree(dist: Distributed, facts: dict[str, str]) -> None:
     """Checks that all ranks have the same facts, by name.
 
     Raises:
-        UserError: on all ranks, with one line for each fact that differs. It names the first rank that does, and its
-            node.
+        UserError: on all ranks, with one line for each fact that differs, which names the first rank where it does,
+            and the node.
     """
     (own_host, own_facts), *others = dist.gather((socket.gethostname(), facts))
     problems: dict[str, str] = {}

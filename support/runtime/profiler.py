@@ -9,15 +9,16 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 WARM_UP_STEPS = 3  # steps before the first that is recorded: they compile, allocate and read data for the first time
-ROWS = 12  # of the table
+ROWS = 12  # rows of the table
 
 
 def make_profiler(
     steps: int, folder: str, device: torch.device, rank: int, notice: Callable[[str], None]
 ) -> profile | None:
-    """Records `steps` steps of rank 0 into `folder`/trace.json.gz and prints a table of them; None if `steps` is 0.
+    """Returns a profiler that records `steps` steps into `folder`/trace.json.gz and prints a table of them.
 
-    Call `step()` after each step. Evaluations between the recorded steps are recorded with them.
+    Returns None if `steps` is 0, and on all ranks but 0. Call the profiler's `step()` after each step. Evaluations between
+    the recorded steps are recorded with them.
     """
     if not steps or rank > 0:
         return None

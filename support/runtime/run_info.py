@@ -1,4 +1,4 @@
-"""What a run is: its configuration, its data and its model, for all that describes it."""
+"""What a run is: its configuration, data and model, for everything that describes it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 
 def checkpoint_path(out: str | os.PathLike[str], step: int) -> Path:
-    """The directory of the checkpoint of `step` in the run's folder `out`."""
+    """Returns the directory of a step's checkpoint in the run's folder `out`."""
     return Path(out) / f"model_{step:05d}"
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run: header, log, checkpoints and summary take it from here."""
+    """What a run is; header, log, checkpoints and summary take it from here."""
 
     config: TrainConfig
     machine: Machine
     data: TokenData
     identity: DataIdentity
     model: GPT
-    checkpoint: Checkpoint | None = None  # that it resumes from or forks
-    hellaswag_items: int = 0  # that this process scores
+    checkpoint: Checkpoint | None = None  # the one that it resumes from or forks
+    hellaswag_items: int = 0  # items that the ranks score together
 
     @property
     def first_step(self) -> int:
@@ -40,19 +40,19 @@ class RunInfo:
 
     @property
     def is_fork(self) -> bool:
-        """Whether this process starts the run from a checkpoint of another one."""
+        """Whether this process starts the run from another run's checkpoint."""
         return self.config.starts_fork
 
     @property
     def prompt(self) -> str:
-        """What samples continue: --prompt, or by default with --text, the first words of a held-out line."""
+        """The text that samples continue: --prompt or, by default with --text, the first words of a held-out line."""
         if self.config.prompt is not None:
             return self.config.prompt
         return DEFAULT_PROMPT if self.config.text is None else self.data.beginning
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes of the model, by field of GPTConfig."""
+        """The model's sizes, by field of GPTConfig."""
         c = self.config
         return dict(
             block_size=c.block_size, vocab_size=self.data.tokenizer.vocab_size, n_layer=c.n_layer, n_head=c.n_head,

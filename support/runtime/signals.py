@@ -16,9 +16,9 @@ from support.startup import is_terminal
 
 T = TypeVar("T")
 
-LAUNCHER = os.getppid()  # torchrun, if that has started us; when it dies, another process becomes our parent
+LAUNCHER = os.getppid()  # torchrun, if it started us; when it dies, another process becomes our parent
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
-_FAILURE, _CLOSED_PIPE, _NO_REASON = -1, 13, 99  # besides signal numbers; the smallest of all ranks wins
+_FAILURE, _CLOSED_PIPE, _NO_REASON = -1, 13, 99  # besides signal numbers; the smallest on any rank wins
 
 
 class StopHandler:
@@ -28,8 +28,8 @@ class StopHandler:
     the loop, or the others would wait for it forever. With one process both are the same.
 
     Within `with`, SIGTERM, SIGINT and SIGHUP only set `requested`; a second SIGINT exits immediately. If the
-    reader of stdout or stderr has closed it, that counts as a signal, too, and so does the death of torchrun: its
-    ranks would keep the folder locked, and a restarted command could not continue.
+    reader of stdout or stderr has closed it, that counts as a signal, too, and so does the death of torchrun:
+    otherwise its ranks would keep the folder locked, and a restarted command could not continue.
     """
 
     def __init__(self, world_size: int = 1):
@@ -69,7 +69,7 @@ class StopHandler:
             self.fail(error)
 
     def interruptible(self, items: Iterable[T]) -> Iterator[T]:
-        """The items, until a stop is requested on this rank."""
+        """Yields the items until a stop is requested on this rank."""
         for item in items:
             if self.requested:
                 return
