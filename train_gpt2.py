@@ -645,9 +645,11 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     machine = Machine.find(config, device, dist.world_size)  # what the flags leave open: precision, micro-batch, ...
     dtype, use_fsdp = devices.DTYPES[machine.dtype], config.parallel == "fsdp" and dist.world_size > 1
 
-    # What can fail or take long comes first. Local rank 0 runs it before the others, which find what it downloaded.
+    # What can fail or take long comes first.
+    dist.on_rank_zero(lambda: start.check_folder_and_make_shards(config, checkpoint))  # the shards of --text and --demo
+    # Local rank 0 runs it before the others, which find what it downloaded.
     with dist.local_rank_zero_first():
-        data = start.check_and_open_data(config, machine, dist, checkpoint)  # --text and --demo make their shards first
+        data = start.open_data(config, dist)
         with fsdp.weights_on_rank_zero(use_fsdp, rank):  # elsewhere on the meta device, until ShardedModel sends them
             model = initial_model(config, data.tokenizer, checkpoint)
         identity = resume.identify_data(config, data, model, checkpoint)  # checksums, which a resumed run must match
@@ -767,10 +769,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config.plan:
         config = replace(config, gpus=flags.get("gpus", dist.world_size))
         return plan.print_report(config, lambda vocab_size: new_model(config, vocab_size), dist.rank)
-    dist = dist.with_device(config.device)
+    with dist.failing_together():
+        dist = dist.with_device(config.device)
     if config.minutes and not (checkpoint and checkpoint.config["minutes"]):
         # times models, to find what suits the time; a resumed run and a fork of a timed one have done so already
-        flags |= budget.flags_for_minutes(config, cli_flags, dist, new_model)
+        with memory.report_out_of_memory():
+            flags |= budget.flags_for_minutes(config, cli_flags, dist, new_model)
         config = resolve(flags)
     exit_code: int | str | None = 0
     try:

@@ -60,12 +60,21 @@ def prepare_together(rank):
         with dist.local_rank_zero_first():
             fail_on(failing)
 
+    def fail_everywhere():
+        with dist.failing_together():
+            fail_on(rank)
+
     # 2 is the first rank of its node, and 3 is not
-    for attempt in (lambda: dist.once(lambda: fail_on(0)), lambda: fail_first(2), lambda: fail_first(3)):
+    by_one = [lambda: dist.once(lambda: fail_on(0)), lambda: fail_first(2), lambda: fail_first(3)]
+    for attempt in (*by_one, fail_everywhere):
         try:
             attempt()
         except UserError as error:
             failures.append((error.problems, error.this_rank_only))
+    try:
+        dist.on_rank_zero(lambda: os.listdir("/nowhere"))
+    except (UserError, OSError) as error:
+        failures.append(str(error))
     return calls, results, (entered, left), failures
 
 
@@ -82,6 +91,9 @@ def test_ranks_prepare_together(tmp_path):
         expected = dict.fromkeys(range(4), ((message,), False))
         expected[failing] = (("first problem.", "second problem."), True)
         assert {rank: failures[rank][i] for rank in range(4)} == expected
+    assert {str(failed[3]) for failed in failures} == {str((("first problem.", "second problem."), False))}
+    told = "rank 0 could not prepare the run. See its message."
+    assert [failed[4] for failed in failures] == ["[Errno 2] No such file or directory: '/nowhere'", *3 * [told]]
 
 
 def test_ranks_agree_on_an_attempt_whatever_earlier_attempts_left():
@@ -157,6 +169,32 @@ def test_nodes_that_see_different_checkpoints_do_not_train(byte_shards, tmp_path
     expected = r"error: the nodes differ in the checkpoint: none on \S+ \(rank 1\), model_00004 on \S+ \(rank 0\)"
     assert all(re.search(expected, (tmp_path / name).read_text()) for name in ("0.txt", "1.txt"))
     assert steps_done(tmp_path / "run") == 4
+
+
+def first_of_its_node(rank):
+    os.environ["LOCAL_RANK"] = "0"
+
+
+def test_no_node_waits_for_shards_that_another_one_cannot_make(byte_shards, tmp_path):
+    """Rank 0 checks the folder and makes the shards of --text for all."""
+    (tmp_path / "text.txt").write_text("some words " * 1000)
+    run_to_the_end("--data", byte_shards, "--out", "run", "--max-steps", 1, cwd=tmp_path)
+    ranks = start_run("--text", "text.txt", "--out", "run", cwd=tmp_path, world_size=2, sabotage=first_of_its_node)
+    assert finish_run(ranks) == [2, 2]
+    assert "error: run already contains a run." in (tmp_path / "0.txt").read_text()
+    assert "error: rank 0 could not prepare the run." in (tmp_path / "1.txt").read_text()
+
+
+def one_gpu(rank):
+    torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 1)
+    torch.cuda.set_device = lambda rank: None
+    distributed.backend = lambda: "gloo"
+
+
+def test_more_processes_than_gpus_is_an_error(byte_shards, tmp_path):
+    ranks = start_run("--data", byte_shards, "--device", "cuda", cwd=tmp_path, world_size=2, sabotage=one_gpu)
+    assert finish_run(ranks) == [2, 2]
+    assert (tmp_path / "1.txt").read_text().startswith("error: more processes on this node than its 1 GPUs.")
 
 
 def other_flags_on_rank_1(rank):

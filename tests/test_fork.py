@@ -161,15 +161,13 @@ def test_what_a_fork_cannot_be(runs, tmp_path, flags, problem):
 def test_a_text_of_its_own_is_compared_with_the_shards_that_are_there(runs, tmp_path, monkeypatch):
     """A fork that was killed may have left those of another text. Those of its parent need no text any more."""
     asked = []
-    monkeypatch.setattr(start, "make_preset_shards", lambda config, rank, resumed, find: asked.append(resumed))
-    monkeypatch.setattr(start.TokenData, "open", lambda *args, **options: 1 / 0)
+    monkeypatch.setattr(start, "make_preset_shards", lambda config, resumed, find: asked.append(resumed))
     (tmp_path / "text.txt").write_text("A text. " * 100)
     fork = ["--fork", runs / "20/model_00006", "--out", tmp_path / "fork", "--max-steps", 30]
     config, checkpoint = configure([*fork, "--text", tmp_path / "text.txt"])
     checkpoint.config["text"] = config.text
     for data in (config.data, str(tmp_path / "run/data")):
-        with pytest.raises(ZeroDivisionError):
-            start.check_and_open_data(replace(config, data=data), None, ONE_PROCESS, checkpoint)
+        start.check_folder_and_make_shards(replace(config, data=data), checkpoint)
     assert asked == [False, True]
 
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import math
 import re
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import losses, run_script
-from training import ONE_PROCESS, config_of, configure, forked
+from training import ONE_PROCESS, configure, forked
 
-from support.checkpoints.huggingface import find_trained_tokenizer
 from support.cli import UserError
 from support.console.progress import notes
 from support.console.starts import read_starts
-from support.data.presets import fast_rates, make_preset_shards, text_bytes
+from support.data.presets import fast_rates, text_bytes
 from support.data.tokenizer import get_tokenizer
 from support.runtime.machine import Machine
 from train_gpt2 import GPT, MODELS, GPTConfig, train
@@ -247,22 +244,3 @@ def test_a_folder_means_all_text_in_it_and_changed_text_is_rejected(tmp_path):
     (folder / "log" / "log.txt").unlink()
     with pytest.raises(UserError, match="shards of another source or setting.* With --text, that folder is in --out"):
         train(configure([*flags, "--out", folder / "log"])[0], ONE_PROCESS)
-
-
-# -----------------------------------------------------------------------------
-# Processes
-
-
-def test_one_process_of_all_nodes_makes_the_shards(tmp_path, monkeypatch):
-    (tmp_path / "text.txt").write_text(TEXT)
-    flags = config_of("--text", tmp_path / "text.txt", "--out", tmp_path / "run", "--tokenizer", "bytes")
-    waits, sleep = threading.Event(), time.sleep
-    monkeypatch.setattr(time, "sleep", lambda seconds: (waits.set(), sleep(0.01)))
-    other_node = threading.Thread(
-        target=make_preset_shards, args=(flags, 1, False, find_trained_tokenizer), daemon=True
-    )
-    other_node.start()
-    assert waits.wait(60) and not (tmp_path / "run").exists()
-    make_preset_shards(flags, 0, False, find_trained_tokenizer)
-    other_node.join(60)
-    assert not other_node.is_alive() and (tmp_path / "run" / "data" / "manifest.json").exists()

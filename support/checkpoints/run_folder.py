@@ -55,7 +55,7 @@ def lock_folder(run: RunInfo, dist: Distributed) -> AbstractContextManager[Any]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = files.lock_folder(folder, "--out")
-            _check_contents(run.config, None if run.is_fork else run.checkpoint)
+            _check_contents(run.config, None if run.config.starts_fork else run.checkpoint)
             remove_leftovers(folder)
         except OSError as error:
             raise UserError(f"cannot write to {folder} ({error.strerror}). Use another --out.") from error

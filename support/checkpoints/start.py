@@ -21,7 +21,6 @@ from support.runtime.options import PLAN_FLAGS
 from support.runtime.preflight import check_checkpoints_agree
 
 if TYPE_CHECKING:
-    from support.runtime.machine import Machine
     from train_gpt2 import TrainConfig
 
 
@@ -114,24 +113,28 @@ def _conflicts(cli_flags: Mapping[str, Any], out: str) -> list[str]:
     return problems
 
 
-def check_and_open_data(
-    config: TrainConfig, machine: Machine, dist: Distributed, checkpoint: Checkpoint | None
-) -> TokenData:
-    """Checks what a run needs before anything is written or allocated, and opens its shards.
+def check_folder_and_make_shards(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
+    """Checks the run's folder, and that its trackers are installed; then makes the shards of --text and --demo.
 
-    Rank 0 checks the run's folder, and that the trackers are installed; then it makes the shards of --text and --demo,
-    unless they exist. All ranks check the shards, and that training fits into memory.
+    One rank does it for all, which share the folder.
 
     Raises:
         UserError: a check failed, or the shards could not be made.
     """
-    if dist.rank == 0:
-        run_folder.check_folder(config, None if config.starts_fork else checkpoint)
-        check_installed(config)
+    run_folder.check_folder(config, None if config.starts_fork else checkpoint)
+    check_installed(config)
     if config.demo or config.text is not None:
         has_own_shards = config.starts_fork and Path(config.data) == Path(config.out) / "data"
         keeps_shards = checkpoint is not None and config.text == checkpoint.config["text"] and not has_own_shards
-        make_preset_shards(config, dist.rank, keeps_shards, huggingface.find_trained_tokenizer)
+        make_preset_shards(config, keeps_shards, huggingface.find_trained_tokenizer)
+
+
+def open_data(config: TrainConfig, dist: Distributed) -> TokenData:
+    """Opens the shards of a run. Checks that they have enough tokens, and that training fits into memory.
+
+    Raises:
+        UserError: a check failed.
+    """
     data = TokenData.open(config.data, needs_val=config.val_every != 0)
     T = config.block_size
     data.check_rows(T, config.total_batch_size // T, None if config.val_every == 0 else config.val_tokens)

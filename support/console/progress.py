@@ -78,7 +78,7 @@ def print_header(run: RunInfo, dist: Distributed, loader: DataLoaderLite) -> Non
         ("recipe", describe_recipe(config)),
     ]
     facts += [("note", f"not compiled: {machine.why_not_compiled}")] if machine.why_not_compiled else []
-    if run.checkpoint and run.is_fork:
+    if run.checkpoint and run.config.starts_fork:
         changes = changed_flags(type(config), run.checkpoint.config, config.to_dict())
         shown = [
             f"{flag_name(name)} {_shown(new)} (was {_shown(had)})"

@@ -48,7 +48,7 @@ class RunLogger:
         self._trackers = Trackers(dist.on_rank_zero(lambda: start_trackers(run.config, self.first_step)) or [])
         due = self._due(state)
         folder = Path(run.config.out) if dist.rank == 0 else None
-        source = run.checkpoint.path.parent / "log.txt" if run.checkpoint and run.is_fork else None
+        source = run.checkpoint.path.parent / "log.txt" if run.checkpoint and run.config.starts_fork else None
         kept_names = due if run.checkpoint and not source else ()
         self._log = RunLog(folder and folder / "log.txt", self.first_step, kept_names, source)
         if folder:

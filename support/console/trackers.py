@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -146,5 +147,6 @@ class Trackers:
             try:
                 call(tracker)
             except Exception as error:  # a full disk or the network: tracking is best effort
-                self._trackers.remove(tracker)
+                with contextlib.suppress(ValueError):  # the thread that saves may have removed it, too
+                    self._trackers.remove(tracker)
                 warn(f"{tracker.name} stopped ({error}). Training continues without it.")

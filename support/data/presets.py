@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -190,10 +189,8 @@ def text_bytes(text: str | None, field: str = "text") -> float:
 # Shards
 
 
-def make_preset_shards(
-    config: TrainConfig, rank: int, keep_existing: bool, find_trained_tokenizer: Callable[[str], Path]
-) -> None:
-    """Makes the shards of --text or --demo on rank 0, unless they exist. The other ranks wait for them.
+def make_preset_shards(config: TrainConfig, keep_existing: bool, find_trained_tokenizer: Callable[[str], Path]) -> None:
+    """Makes the shards of --text or --demo, unless they exist.
 
     Args:
         keep_existing: use shards that exist without comparing them with the text of --text.
@@ -202,9 +199,7 @@ def make_preset_shards(
     Raises:
         UserError: no shards can be made.
     """
-    while rank > 0 and not shards.is_complete(config.data):  # all nodes share this folder
-        time.sleep(1)
-    if rank > 0 or (shards.is_complete(config.data) and (config.text is None or keep_existing)):
+    if shards.is_complete(config.data) and (config.text is None or keep_existing):
         return
     startup.show("making token shards ...")
     try:
@@ -224,6 +219,6 @@ def make_preset_shards(
             error = error.with_hint(
                 "With --text, that folder is in --out: use another one for another text or tokenizer."
             )
-        raise UserError(*error.problems, this_rank_only=True) from error
+        raise UserError(*error.problems) from error
     finally:
         startup.show("")

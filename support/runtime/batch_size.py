@@ -60,8 +60,8 @@ def largest_batch_size(
 ) -> int:  # fmt: skip
     """Returns the largest micro-batch, up to the machine's, with which a step fits into the memory of every rank.
 
-    Starts from the largest that fits by the formulas. On CUDA, that one and then smaller ones are tried: forward and
-    backward passes, beside as much memory as the optimizer takes.
+    On CUDA, the largest that fits by the formulas is tried, and then smaller ones: forward and backward passes, next to as
+    much memory as the optimizer takes. A CPU swaps, and keeps the machine's: a resumed run stays the same in every bit.
 
     Args:
         make_model: returns a model to try, whose weights do not change: the one to train, with DDP, which waits for no
@@ -71,6 +71,9 @@ def largest_batch_size(
         UserError: not even one row fits.
     """
     device, most = dist.device, machine.batch_size
+    if device.type not in TRIED:
+        return most
+    dist.connect_gpus()  # NCCL takes memory, too
     rows = rows_per_rank(config.total_batch_size, config.block_size, dist.world_size)
     free, total = devices.free_and_total_memory(device)
     needed = partial(bytes_needed, config, sizes, dist, devices.DTYPES[machine.dtype], machine.compiled)
@@ -105,16 +108,17 @@ def largest_batch_size(
         return answer
 
     B = min(dist.gather(largest_micro_batch(rows, most, needed, free) or 1))
-    if device.type in TRIED:
-        dist.print0(f"memory  about {needed(B) / 2**30:.1f} of {total / 2**30:.1f} GiB with {B} rows")
-        while not all(dist.gather(fits(B))):
-            if B == 1:
-                raise UserError(
-                    f"not even one row of {config.block_size} tokens fits into the memory of {device}, of which "
-                    f"{free / 2**30:.1f} GiB are free. Use a smaller --model or --block-size."
-                )
-            B = max(b for b in range(1, B) if rows % b == 0)
-            torch.compiler.reset()  # graphs of sizes that did not fit would count towards the recompile limit
+    dist.print0(f"memory  about {needed(B) / 2**30:.1f} of {total / 2**30:.1f} GiB with {B} rows")
+    while not all(dist.gather(has_fitted := fits(B))):
+        if B == 1:
+            with dist.failing_together():
+                if not has_fitted:
+                    raise UserError(
+                        f"not even one row of {config.block_size} tokens fits into the memory of {device}, of which "
+                        f"{free / 2**30:.1f} GiB are free. Use a smaller --model or --block-size."
+                    )
+        B = max(b for b in range(1, B) if rows % b == 0)
+        torch.compiler.reset()  # the graphs of what did not fit would count towards the limit of recompilations
     if most > B:
         dist.print0(
             f"note    a micro-batch of {most} rows does not fit into memory; using {B}. A step keeps its number of tokens."

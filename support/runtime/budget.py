@@ -56,7 +56,10 @@ def flags_for_minutes(
 
     def tokens_in_time(model: Mapping[str, Any]) -> float:
         of_model = replace(replace(config, batch_size=machine.batch_size), **model)
-        return 60 * minutes * _tokens_per_second(of_model, machine.dtype, vocab_size, dist, new_model)
+        speed = _tokens_per_second(of_model, machine.dtype, vocab_size, dist, new_model)
+        devices.free_memory(dist.device)
+        devices.trim_memory(dist.device)
+        return 60 * minutes * speed
 
     def choose_flags() -> dict[str, Any]:
         first, *larger = presets.models_for_text(text_bytes) if choose_model else [{}]
@@ -76,7 +79,7 @@ def flags_for_minutes(
                 f"{60 * TRAINING_FRACTION * minutes * step / tokens:.3g} s. Use more minutes, a smaller model, or a smaller "
                 "--total-batch-size."
             )
-        if tokens < FEW_STEPS * step:
+        if 0 < tokens < FEW_STEPS * step:
             dist.print0(
                 f"note    there is only time for about {int(tokens / step)} steps, but a model that learns something\n"
                 "        needs hundreds. What helps: more --minutes, a smaller model or --total-batch-size"
@@ -105,12 +108,14 @@ def _tokens_per_second(
     """
     device, T, amp = dist.device, config.block_size, devices.autocast(dist.device, devices.DTYPES[dtype])
     devices.configure_backends(device, True, devices.DTYPES[dtype], T)
-    model, most = new_model(config, vocab_size), config.batch_size or 1
-    needed = partial(memory.bytes_needed, config, memory.Sizes.of(model), dist, devices.DTYPES[dtype], False)
+    with torch.device("meta"):
+        sizes = memory.Sizes.of(new_model(config, vocab_size))
+    one, most = replace(dist, world_size=1), config.batch_size or 1  # one process, also for FSDP
+    needed = partial(memory.bytes_needed, config, sizes, one, devices.DTYPES[dtype], False)
     B = memory.largest_micro_batch(most, most, needed, devices.free_and_total_memory(device)[0])
     if B == 0:
         return 0.0
-    model.to(device)
+    model = new_model(config, vocab_size).to(device)
     tokens = torch.randint(vocab_size, (B, T + 1), device=device)
 
     def micro_step() -> None:

@@ -108,16 +108,17 @@ class Distributed:
         """Waits until all ranks have left the block.
 
         Raises:
-            UserError: on all ranks, if the block raised one on any.
+            UserError: on all ranks, if the block raised any error on one of them. That rank raises its own.
         """
-        error: UserError | None = None
+        error: Exception | None = None
         try:
             yield
-        except UserError as caught:
+        except Exception as caught:
             error = caught
         failed = self.gather(error is not None)
         if error:
-            error.this_rank_only = True  # the first rank of the node may not have the problem
+            if isinstance(error, UserError):
+                error.this_rank_only = not all(failed)  # the first rank of the node may not have the problem
             raise error
         if any(failed):
             raise UserError(f"rank {failed.index(True)} could not prepare the run. See its message.")
@@ -171,6 +172,15 @@ class Distributed:
         if self.world_size > 1:
             distributed.all_reduce(tensor)
         return tensor.tolist()
+
+    def connect_gpus(self) -> None:
+        """Makes NCCL connect, and allocate its buffers, for the collectives of DDP and FSDP."""
+        if self.world_size > 1 and self.device.type == "cuda":
+            tensor = torch.zeros(self.world_size << 20, device=self.device)
+            distributed.all_reduce(tensor)
+            part = tensor[: 1 << 20].clone()
+            distributed.reduce_scatter_tensor(part, tensor)
+            distributed.all_gather_into_tensor(tensor, part)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets how long a collective waits for a rank that is stopped or cut off, before it ends this process."""

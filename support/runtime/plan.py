@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from support.cli import UserError, print_lines
+from support.cli import UserError
 from support.data import bpe, presets, shards
 from support.data.tokenizer import VOCAB_SIZES
 from support.files import format_bytes
@@ -114,7 +114,7 @@ def print_report(config: TrainConfig, new_model: Callable[[int], GPT], rank: int
     with torch.device("meta"):
         model = new_model(vocab_size_of(config))
     for line in report(config, Sizes.of(model), model.flops_per_token()):
-        print_lines(textwrap.fill(line, 80, subsequent_indent=" " * 9))
+        print(textwrap.fill(line, 80, subsequent_indent=" " * 9), flush=True)
 
 
 def vocab_size_of(config: TrainConfig) -> int:

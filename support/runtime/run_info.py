@@ -39,11 +39,6 @@ class RunInfo:
         return self.checkpoint.step if self.checkpoint else 0
 
     @property
-    def is_fork(self) -> bool:
-        """Whether this process starts the run from another run's checkpoint."""
-        return self.config.starts_fork
-
-    @property
     def prompt(self) -> str:
         """The text that samples continue: --prompt or, by default with --text, the first words of a held-out line."""
         if self.config.prompt is not None:
