@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from errno import EACCES, EDQUOT, EFBIG, EIO, EISDIR, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM, EPIPE, EROFS, ESTALE
@@ -261,6 +262,8 @@ class _HelpFormatter(argparse.HelpFormatter):
 # -----------------------------------------------------------------------------
 # The console, and exit codes
 
+# Time for other ranks to print their errors: as soon as one rank has exited, torchrun stops the others.
+PRINT_SECONDS = 1.0
 READER_CLOSED = (EPIPE, EIO)  # the errors of a pipe and of a terminal whose reader is gone
 on_reader_closed: Callable[[], None] | None = None  # called instead of ending the script with a BrokenPipeError
 
@@ -332,6 +335,8 @@ def _exit_code(main: Callable[[], None]) -> int:
     except UserError as error:
         if error.this_rank_only or os.environ.get("LOCAL_RANK", "0") == "0":
             _print_errors(*error.problems)
+        else:
+            time.sleep(PRINT_SECONDS)
         return 2
     except BrokenPipeError:  # the reader of our output has closed it, as "| head" does
         return 1

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import distributed
 
+from support import cli
 from support.cli import UserError, print_lines
 from support.runtime import devices
 
@@ -121,6 +122,7 @@ class Distributed:
                 error.this_rank_only = not all(failed)  # the first rank of the node may not have the problem
             raise error
         if any(failed):
+            time.sleep(cli.PRINT_SECONDS)  # for that rank's own message
             raise UserError(f"rank {failed.index(True)} could not prepare the run. See its message.")
 
     @contextlib.contextmanager
