@@ -11,6 +11,7 @@ from helpers import finish_run, losses, run_to_the_end, start_run
 from training import FP32, ONE_PROCESS, assert_same_run, config_of, trained
 
 from support.cli import UserError
+from support.console.starts import read_starts
 from support.runtime import batch_size, devices
 from support.runtime.machine import Machine
 from support.runtime.memory import Sizes, training_memory
@@ -53,6 +54,7 @@ def test_the_largest_micro_batch_that_fits_is_found(byte_shards, tmp_path, tried
     assert "a micro-batch of 16 rows does not fit into memory; using 4." in out
     assert out.count("256 tokens = 4 rows x 16 tokens x 1 process x 4 micro-steps") == 2
     assert_same_run(tmp_path / "sixteen", tmp_path / "four")  # the trial changed nothing
+    assert read_starts(tmp_path / "sixteen")[0]["machine"]["batch_size"] == 4
     out_of_memory_beyond(0)
     with pytest.raises(UserError, match="not even one row of 16 tokens fits into the memory of cpu"):
         train(config_of(*flags, "--out", tmp_path / "none"), ONE_PROCESS)

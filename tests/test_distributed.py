@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -208,6 +211,24 @@ def test_ranks_with_other_flags_do_not_wait_for_each_other(byte_shards, tmp_path
     ranks = start_run("--data", byte_shards, "--out", "run", cwd=tmp_path, world_size=2, sabotage=other_flags_on_rank_1)
     assert finish_run(ranks) == [2, 2]
     assert "error: the nodes differ in --minutes: 1.0 on" in (tmp_path / "0.txt").read_text()
+
+
+def other_shards_on_rank_1(folder, rank):
+    if rank == 1:
+        real = train_gpt2.parse_flags
+        train_gpt2.parse_flags = lambda *args: real(*args) | {"data": str(folder)}
+
+
+def test_ranks_with_other_shards_do_not_train(byte_shards, tmp_path):
+    shutil.copytree(byte_shards, tmp_path / "other")
+    manifest = tmp_path / "other" / "manifest.json"
+    first = json.loads(manifest.read_text())["shards"][1]["sha256"]
+    manifest.write_text(manifest.read_text().replace(first, first[::-1]))
+    sabotage = partial(other_shards_on_rank_1, tmp_path / "other")
+    ranks = start_run("--data", byte_shards, "--out", "run", cwd=tmp_path, world_size=2, sabotage=sabotage)
+    assert finish_run(ranks) == [2, 2]
+    assert "error: the nodes differ in the shards: " in (tmp_path / "0.txt").read_text()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
