@@ -93,6 +93,8 @@ def test_a_trial_takes_what_a_run_does(tiny_model, tried, monkeypatch, micro_ste
     assert largest(config_of("--batch-size", 8, "--total-batch-size", 8 * 16 * micro_steps), tiny_model) == 2
     assert seen == [(8, False), (4, False), (2, False), (2, True)]
     assert taken == [pytest.approx(2 * parameter_bytes, abs=parameter_bytes / 4)] * 4
+    assert largest(config_of("--batch-size", 2, "--total-batch-size", 2 * 16), tiny_model) == 2
+    assert seen[4:] == [(2, False)]  # a single micro-step
     assert all(p.grad is None and torch.equal(p, before[name]) for name, p in tiny_model.named_parameters())
 
 

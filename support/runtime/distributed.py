@@ -178,11 +178,11 @@ class Distributed:
     def connect_gpus(self) -> None:
         """Makes NCCL connect, and allocate its buffers, for the collectives of DDP and FSDP."""
         if self.world_size > 1 and self.device.type == "cuda":
-            tensor = torch.zeros(self.world_size << 20, device=self.device)
-            distributed.all_reduce(tensor)
-            part = tensor[: 1 << 20].clone()
-            distributed.reduce_scatter_tensor(part, tensor)
-            distributed.all_gather_into_tensor(tensor, part)
+            shard = torch.zeros(-(-(1 << 20) // self.world_size), device=self.device)  # 4 MB in all
+            full = shard.repeat(self.world_size)
+            distributed.all_reduce(full)
+            distributed.reduce_scatter_tensor(shard, full)
+            distributed.all_gather_into_tensor(full, shard)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets how long a collective waits for a rank that is stopped or cut off, before it ends this process."""
