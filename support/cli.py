@@ -207,11 +207,12 @@ def _make_parser(
     groups = {name: parser.add_argument_group(name if len(names) > 1 else "flags") for name in names}
     for name, flag in flags.items():
         if flag.positional:
-            parser.add_argument(name, nargs=flag.nargs, metavar=flag.metavar, help=argparse.SUPPRESS)
+            options: dict[str, Any] = {"nargs": flag.nargs, "metavar": flag.metavar, "default": argparse.SUPPRESS}
+            parser.add_argument(name, help=argparse.SUPPRESS, **options)
             continue
         default = f" (default: {flag.default_help or _in_words(flag.default)})"
         help = flag.help + (" (required)" if flag.required else "" if flag.default is False else default)
-        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": help.replace("%", "%%")}
+        options = {"default": argparse.SUPPRESS, "help": help.replace("%", "%%")}
         if types[name] is bool:
             is_simple = flag.default is False and not flag.negatable
             options["action"] = "store_true" if is_simple else argparse.BooleanOptionalAction

@@ -136,6 +136,12 @@ def test_a_missing_flag_is_named_with_the_other_problems(flags):
     assert flags.split()[0].split("=")[0] in other and missing == "--model is missing. See --help."
 
 
+def test_missing_words_are_one_problem():
+    with pytest.raises(UserError) as error:
+        compare.main([])
+    assert error.value.problems == ("the following arguments are required: DIR. See --help.",)
+
+
 STRINGS = [field.name for field in fields(train_gpt2.TrainConfig) if field.type in ("str", "str | None")]
 
 
