@@ -222,7 +222,8 @@ def check_shards(directory: str) -> None:
     shards = open_shards(directory, "train", "val", read_all=True)
     verdict = "all as in the manifest" if manifest["shards"] else "well-formed; there is no manifest to compare with"
     print(
-        f"{directory}: {len(shards)} shard{'s' if len(shards) > 1 else ''}, {sum(map(len, shards)):,} tokens ({manifest['tokenizer']}), {verdict}"
+        f"{directory}: {len(shards)} shard{'s' if len(shards) > 1 else ''}, {sum(map(len, shards)):,} tokens ({manifest['tokenizer']}), {verdict}",
+        flush=True,
     )
 
 

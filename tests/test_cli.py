@@ -164,7 +164,7 @@ def run_main(body: str, stdout: str | int = subprocess.PIPE, stderr: str | int =
     with open("/dev/full", "w") as full:
         streams = {"stdout": full if stdout == "full" else stdout, "stderr": full if stderr == "full" else stderr}
         command = [sys.executable, "-c", f"{code}run_cli(main)"]
-        return subprocess.run(command, cwd=ROOT, env=os.environ | env, timeout=60, **streams)
+        return subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": ""} | env, timeout=60, **streams)
 
 
 def test_a_console_that_is_closed_is_no_error(monkeypatch):
