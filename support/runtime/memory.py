@@ -201,9 +201,13 @@ def check_training_fits(config: TrainConfig, vocab_size: int, dist: Distributed)
     shape["vocab_size"] = vocab_size
     check_model_fits(shape)
     parameters, total = count_parameters(shape), devices.free_and_total_memory(dist.device)[1]
-    trained = parameters if config.lora_rank is None else 0  # LoRA's own parameters are few
-    parts = dist.world_size if config.parallel == "fsdp" else 1
-    needed = (4 * parameters + 4 * trained + optimizer_bytes(config, trained)) / parts
+    sizes = Sizes(
+        parameters, parameters if config.lora_rank is None else 0, vocab_size
+    )  # LoRA's own parameters are few
+    rows = (
+        config.total_batch_size // config.block_size // dist.world_size
+    )  # in one micro-step, FSDP shards all gradients
+    needed = training_memory(config, sizes, rows, dist.world_size, None, torch.float32, compiled=False).state
     if needed > total:
         raise UserError(
             f"training {parameters:,} parameters takes at least {format_bytes(needed)}, but only {format_bytes(total)} are "
