@@ -645,9 +645,9 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     machine = Machine.find(config, device, dist.world_size)  # what the flags leave open: precision, micro-batch, ...
     dtype, use_fsdp = devices.DTYPES[machine.dtype], config.parallel == "fsdp" and dist.world_size > 1
 
-    # What can fail or take long comes first.
-    dist.on_rank_zero(lambda: start.check_folder_and_make_shards(config, checkpoint))  # the shards of --text and --demo
-    # Local rank 0 runs it before the others, which find what it downloaded.
+    # What can fail or take long comes first. Rank 0 makes the shards of --text and --demo for all ranks.
+    dist.on_rank_zero(lambda: start.check_folder_and_make_shards(config, checkpoint))
+    # Local rank 0 runs this block before the others, which find what it downloaded.
     with dist.local_rank_zero_first():
         data = start.open_data(config, dist)
         with fsdp.weights_on_rank_zero(use_fsdp, rank):  # elsewhere on the meta device, until ShardedModel sends them

@@ -215,10 +215,9 @@ def make_preset_shards(config: TrainConfig, keep_existing: bool, find_trained_to
                     split_documents=True, threads=usable_cores(),
                 )  # fmt: skip
     except UserError as error:
-        if "--output" in error.problems[-1]:
-            error = error.with_hint(
-                "With --text, that folder is in --out: use another one for another text or tokenizer."
-            )
-        raise UserError(*error.problems) from error
+        if "--output" not in error.problems[-1]:
+            raise
+        hint = "With --text, that folder is in --out: use another one for another text or tokenizer."
+        raise error.with_hint(hint) from error
     finally:
         startup.show("")

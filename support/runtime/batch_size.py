@@ -61,7 +61,7 @@ def largest_batch_size(
     """Returns the largest micro-batch, up to the machine's, with which a step fits into the memory of every rank.
 
     On CUDA, the largest that fits by the formulas is tried, and then smaller ones: forward and backward passes, next to as
-    much memory as the optimizer takes. A CPU swaps, and keeps the machine's: a resumed run stays the same in every bit.
+    much memory as the optimizer takes. On a CPU, which swaps, it is the machine's: a resumed run stays the same, bit by bit.
 
     Args:
         make_model: returns a model to try, whose weights do not change: the one to train, with DDP, which waits for no
