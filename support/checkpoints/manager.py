@@ -48,9 +48,8 @@ class CheckpointManager:
         """`sync_log` waits until everything logged so far is on the disk."""
         self.run, self.stop, self.sync_log, self.rank = run, stop, sync_log, rank
         self.out = Path(run.config.out)
-        self.newest = (
-            0 if run.config.starts_fork else run.first_step
-        )  # the step of the newest checkpoint, 0 if there is none
+        # the step of the newest checkpoint, 0 if there is none
+        self.newest = 0 if run.config.starts_fork else run.first_step
         self._failures = 0  # failed saves in a row
         self._thread: threading.Thread | None = None
 
