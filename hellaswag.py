@@ -527,7 +527,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     start = time.perf_counter()
     with devices.autocast(device, dtype):
         sums, normalised = completion_losses(
-            from_huggingface(model), examples, progress=lambda rows: progress_bar(rows, "HellaSwag, texts", rank=0)
+            model, examples, progress=lambda rows: progress_bar(rows, "HellaSwag, texts", rank=0)
         )
     seconds = time.perf_counter() - start
     check_finite(sums, directory, dtype)
@@ -541,7 +541,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         dtype=str(dtype).removeprefix("torch."),
         device=device.type,
         seconds=round(seconds, 3),
-        truncated=count_truncated(examples, model.config.n_positions),
+        truncated=count_truncated(examples, model.block_size),
         acc=acc,
         acc_stderr=acc_stderr,
         acc_norm=acc_norm,
@@ -551,7 +551,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.json:  # before printing, which fails if the reader of stdout has closed it (`| head`)
             write_json(Path(args.json), results, sums, normalised, items)
     finally:  # the scores are printed even if the file cannot be written
-        print(report(results, model.config.n_positions, args.json), flush=True)
+        print(report(results, model.block_size, args.json), flush=True)
 
 
 @dataclass(frozen=True)
@@ -593,22 +593,27 @@ def parse_arguments(argv: Sequence[str] | None) -> Arguments:
     return args
 
 
-def load_model(directory: Path, device: torch.device) -> tuple[GPT2LMHeadModel, Tokenizer]:
-    """Loads Hugging Face's own GPT-2 with the weights of a checkpoint in fp32, and its tokenizer.
+def load_model(directory: Path, device: torch.device) -> tuple[ScoringModel, Tokenizer]:
+    """Loads a checkpoint in fp32, and its tokenizer: into Hugging Face's own GPT-2, or ours if it has options.
 
     Raises:
         UserError: the files are corrupt, or the tokenizer is not GPT-2's, on which HellaSwag's scores are defined.
     """
-    vocab_size = huggingface.read_config(directory)["vocab_size"]
-    tokenizer = tokenizer_of_model(directory, vocab_size)
+    config = huggingface.read_config(directory)
+    tokenizer = tokenizer_of_model(directory, config["vocab_size"])
     if tokenizer.name != "gpt2":
         raise UserError(
             f"{directory} was trained on {tokenizer.name} tokens, but HellaSwag's scores are defined on GPT-2 tokens. "
             "Train with --tokenizer gpt2."
         )
-    model = huggingface.load_hf_model(directory)
-    model.to(device)  # type: ignore[arg-type]  # transformers decorates `to` in a way that mypy misreads
-    return model, tokenizer
+    if config.keys() - huggingface.GPT2_FIELDS:
+        from train_gpt2 import GPT  # here, as it imports this module
+
+        model = GPT.from_pretrained(directory, verify=False).to(device).eval()
+        return ScoringModel(model.transformer, model.logits, model.config.block_size, device), tokenizer
+    hf_model = huggingface.load_hf_model(directory)
+    hf_model.to(device)  # type: ignore[arg-type]  # transformers decorates `to` in a way that mypy misreads
+    return from_huggingface(hf_model), tokenizer
 
 
 def from_huggingface(model: GPT2LMHeadModel) -> ScoringModel:

@@ -21,17 +21,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from support.checkpoints.huggingface import find_model, read_config
 from support.cli import UserError, flag, parse_flags, run_cli
 from support.data.tokenizer import END_OF_TEXT, Tokenizer, tokenizer_of_model
 from support.runtime import devices
-from train_gpt2 import GPT, Block, CausalSelfAttention, GPTConfig, next_token_probs
+from support.runtime.kv_cache import KVCache
+from train_gpt2 import GPT, GPTConfig, next_token_probs
 
 DEFAULT_PROMPT, DEFAULT_NUM_TEXTS = "Hello, I'm a language model,", 4
 MAX_BATCH = 64  # texts generated at a time
@@ -42,46 +41,6 @@ CONTROL_CHARACTERS = {c: f"\\x{c:02x}" for c in (*range(32), *range(127, 160)) i
 
 # -----------------------------------------------------------------------------
 # Generation. B is batch, T is time, C is channels, nh is heads, hs is head size, V is vocabulary, as in train_gpt2.py.
-
-
-class CachedTransformer:
-    """Runs a model's `Transformer` with a KV cache, so that each token is fed only once.
-
-    The model must be in eval mode: there is no dropout here.
-
-    Args:
-        capacity: tokens per row that the cache has space for, at most the model's context.
-    """
-
-    def __init__(self, model: GPT, capacity: int):
-        self.transformer, self.capacity = model.transformer, capacity
-        self.length = 0  # tokens fed so far
-        self.caches: dict[CausalSelfAttention, Tensor] = {}  # (2, B, nh, capacity, hs): keys and values
-
-    def __call__(self, idx: Tensor) -> Tensor:
-        """Feeds the next tokens (B, T) and returns the last one's final hidden state (B, C).
-
-        The first call takes any number of tokens, every later one a single token.
-        """
-        pos = torch.arange(self.length, self.length + idx.size(1), device=idx.device)  # (T)
-        x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
-        for block in cast(list[Block], self.transformer.h):
-            x = x + self._attend(block.attn, block.ln_1(x))
-            x = x + block.mlp(block.ln_2(x))
-        self.length += idx.size(1)
-        return self.transformer.ln_f(x[:, -1])
-
-    def _attend(self, attn: CausalSelfAttention, x: Tensor) -> Tensor:
-        """Returns the attention output for new tokens (B, T, C), which attend to themselves and to all earlier ones."""
-        B, T, C = x.shape
-        q, k, v = (t.view(B, T, attn.n_head, C // attn.n_head).transpose(1, 2) for t in attn.c_attn(x).split(C, dim=2))
-        if attn not in self.caches:
-            self.caches[attn] = k.new_empty(2, B, attn.n_head, self.capacity, C // attn.n_head)
-        cache = self.caches[attn][:, :, :, : self.length + T]
-        cache[0, :, :, self.length :], cache[1, :, :, self.length :] = k, v
-        # a single new token may attend to all keys, so it needs no mask
-        y = F.scaled_dot_product_attention(q, cache[0], cache[1], is_causal=T > 1)  # (B, nh, T, hs)
-        return attn.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
 def prepare_weights(model: GPT, dtype: torch.dtype, single_row: bool) -> None:
@@ -123,11 +82,12 @@ def generate(
         UserError: the logits are not finite.
     """
     length, block_size = idx.size(1), model.config.block_size
-    cached = CachedTransformer(model, cache_capacity(model.config, length, max_new_tokens))
+    cache = KVCache(cache_capacity(model.config, length, max_new_tokens))
     new = idx
     for _ in range(max_new_tokens):
-        x = cached(new) if length <= block_size else model.transformer(idx[:, -block_size:])[:, -1]  # (B, C)
-        logits = model.logits(x)  # (B, V)
+        fits = length <= block_size
+        x = model.transformer(new, cache) if fits else model.transformer(idx[:, -block_size:])  # (B, T, C)
+        logits = model.logits(x[:, -1])  # (B, V)
         if not logits.sum().isfinite():  # tells whether all are finite, in a third of the time
             raise UserError("the logits are not finite numbers. Try --dtype fp32, or use another model.")
         probs, ids = next_token_probs(logits, temperature, top_k)  # (B, K) each

@@ -21,10 +21,10 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ from support.optim.muon import Muon
 from support.runtime import batch_size, budget, devices, fsdp, memory, plan, preflight
 from support.runtime.clock import Clock
 from support.runtime.distributed import ONE_PROCESS, STEP_TIMEOUT, Distributed, report_lost_processes
+from support.runtime.kv_cache import KVCache
 from support.runtime.machine import Machine
 from support.runtime.options import RunOptions, check_consistent
 from support.runtime.run_info import RunInfo
@@ -81,13 +82,15 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, config.bias)  # mixes what the heads have found
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)  # (B, T, C) each
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
+        if cache:
+            k, v = cache.append(self, k, v)  # with those of earlier tokens
         # softmax(q @ k.mT / sqrt(hs) with the future masked) @ v, in one kernel that never stores the (T, T) matrix
         p = self.dropout.p if self.training else 0.0  # dropout of the attention weights
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)  # (B, nh, T, hs)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=T > 1)  # (B, nh, T, hs)
         y = y.transpose(1, 2).reshape(B, T, C)  # concatenate the heads
         return self.dropout(self.c_proj(y))
 
@@ -112,8 +115,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))  # the only place where tokens exchange information
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), cache)  # the only place where tokens exchange information
         x = x + self.mlp(self.ln_2(x))  # norms come first, so the sum itself, the residual stream, is never scaled
         return x
 
@@ -129,15 +132,19 @@ class Transformer(nn.Module):
         self.h = nn.ModuleList([Block(config) for _ in range(config.n_layer)])
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)  # the residual stream has grown with each block
 
-    def forward(self, idx: Tensor) -> Tensor:
-        """Returns the final hidden states (B, T, C) of token ids (B, T). A ValueError if T exceeds the context."""
+    def forward(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Returns the final hidden states (B, T, C) of token ids (B, T). A ValueError if T exceeds the context.
+
+        With a `cache`, the ids are the next ones after those that it has seen.
+        """
         T = idx.size(1)
         if self.wpe.num_embeddings < T:
             raise ValueError(f"a sequence of {T} tokens is longer than the context of {self.wpe.num_embeddings}")
-        pos = torch.arange(T, device=idx.device)  # (T)
+        first = cache.length if cache else 0
+        pos = torch.arange(first, first + T, device=idx.device)  # (T)
         x = self.drop(self.wte(idx) + self.wpe(pos))  # (B, T, C)
         for block in self.h:
-            x = block(x)
+            x = block(x, cache)
         return self.ln_f(x)
 
 
@@ -202,7 +209,7 @@ class GPT(nn.Module):
             UserError: files are missing, corrupt, or of a model that this class does not implement.
         """
         directory = huggingface.find_model(name_or_dir, verify)
-        config = GPTConfig(**huggingface.read_config(directory), dropout=dropout)
+        config = huggingface.read_model_config(directory, GPTConfig, dropout=dropout)
         model = cls(config)
         weights = huggingface.read_weights(directory / huggingface.WEIGHTS)  # without the padding of the vocabulary
         model.load_state_dict(huggingface.from_hf(weights, model.state_dict(), config.vocab_size))
@@ -211,7 +218,7 @@ class GPT(nn.Module):
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Writes `config.json` and `model.safetensors`, which `from_pretrained` reads, here and in Hugging Face."""
         weights = huggingface.to_hf(self.state_dict(), self.config.vocab_size)
-        huggingface.write_model(Path(directory), asdict(self.config), weights)
+        huggingface.write_model(Path(directory), self.config, weights)
 
     def crop(self, block_size: int) -> None:
         """Drops the position embeddings from `block_size` on: a shorter context trains faster and in less memory."""
@@ -427,6 +434,9 @@ class TrainConfig(RunOptions):
     shuffle: bool = flag(False, "read shards, and the rows of each, in a new random order every epoch", "randomness")
     # fmt: on
 
+    # flags that make the model what it is: it keeps them in a resumed run and in a fork, and pretrained ones bring theirs
+    SHAPE_FLAGS: ClassVar = {field.name for field in fields(GPTConfig)} - {"vocab_size", "dropout"}
+
     @property
     def cooldown_steps(self) -> int:
         """Steps of wsd's cooldown, which does not start before the warm-up ends."""
@@ -509,8 +519,8 @@ def resolve(flags: Mapping[str, Any]) -> TrainConfig:
 
 def new_model(config: TrainConfig, vocab_size: int) -> GPT:
     """Makes the model that the configuration describes, with random weights."""
-    sizes = {field.name: getattr(config, field.name) for field in fields(GPTConfig) if field.name != "vocab_size"}
-    return GPT(GPTConfig(vocab_size=vocab_size, **sizes))
+    shape = {name: getattr(config, name) for name in config.SHAPE_FLAGS}
+    return GPT(GPTConfig(vocab_size=vocab_size, dropout=config.dropout, **shape))
 
 
 def initial_model(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Checkpoint | None) -> GPT:

@@ -21,6 +21,7 @@ import sample
 from support.cli import UserError
 from support.data.tokenizer import BytesTokenizer
 from support.runtime.devices import autocast, seeded_generator
+from support.runtime.kv_cache import KVCache
 from train_gpt2 import GPT, next_token_probs
 from train_gpt2 import sample as trainers_sample
 
@@ -70,19 +71,19 @@ def test_in_bf16_the_cache_is_as_exact_as_the_model_without_it(model):
         exact = model(idx)[0]
         with torch.autocast("cpu", dtype=torch.bfloat16):
             uncached = model(idx)[0]
-            read = sample.CachedTransformer(model, TINY.block_size)
-            cached = [read(idx[:, :4]), *(read(idx[:, i : i + 1]) for i in range(4, TINY.block_size))]
-            cached_logits = torch.stack([model.logits(x) for x in cached], dim=1)
-    error, uncached_error = ((logits - exact[:, 3:]).abs().max() for logits in (cached_logits, uncached[:, 3:]))
+            cache = KVCache(TINY.block_size)
+            pieces = [idx[:, :4], *idx[:, 4:].split(1, dim=1)]
+            cached_logits = torch.cat([model.logits(model.transformer(piece, cache)) for piece in pieces], dim=1)
+    error, uncached_error = ((logits - exact).abs().max() for logits in (cached_logits, uncached))
     assert 0 < error < 2 * uncached_error < exact.std()
-    assert {cache.dtype for cache in read.caches.values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in cache._tensors.values()} == {torch.bfloat16}
 
 
 def test_long_texts_are_generated_fewer_at_a_time(monkeypatch):
     assert sample.rows_in_memory(TINY, 10, 100) == sample.MAX_BATCH
-    cache = sample.CachedTransformer(GPT(TINY), sample.cache_capacity(TINY, 10, 4))
-    cache(prompts(10, rows=1))
-    row_bytes = sum(tensor.nbytes for tensor in cache.caches.values())
+    cache = KVCache(sample.cache_capacity(TINY, 10, 4))
+    GPT(TINY).transformer(prompts(10, rows=1), cache)
+    row_bytes = sum(tensor.nbytes for tensor in cache._tensors.values())
     monkeypatch.setattr(sample, "MAX_CACHE_BYTES", 5 * row_bytes)
     assert sample.rows_in_memory(TINY, 10, 4) == 5
     assert sample.rows_in_memory(TINY, 10, 10**9) == 4  # 16 instead of 13 tokens per row

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -21,12 +22,17 @@ from support.data.tokenizer import MALFORMED, TOKENIZER_FILES, TOKENIZER_JSON, V
 from support.runtime.memory import check_model_fits
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from transformers import GPT2LMHeadModel
 
+    from train_gpt2 import GPTConfig
+
+Config = TypeVar("Config", bound="DataclassInstance")
 HF_NAMES = {  # fields of config.json, and of GPTConfig
     "n_positions": "block_size",
     **{name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")},
 }
+GPT2_FIELDS = {*HF_NAMES.values(), "bias", "dropout"}  # what GPTConfig has beyond them are options that GPT-2 lacks
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"  # tells that a folder is a peft adapter, not a model
 FILES = [CONFIG, WEIGHTS, *TOKENIZER_FILES, ADAPTER_CONFIG]  # to download from the hub
@@ -108,8 +114,20 @@ def find_trained_tokenizer(name_or_dir: str) -> Path:
     return Path(name)
 
 
+def read_model_config(directory: Path, config_class: type[Config], **other_fields: Any) -> Config:
+    """Returns the GPTConfig in `config.json`, with the fields that the file lacks.
+
+    Raises:
+        UserError: see `read_config`; or the model has an option that GPTConfig lacks.
+    """
+    config = read_config(directory)
+    if unknown := sorted(config.keys() - {field.name for field in fields(config_class)}):
+        raise UserError(f"{directory} has a model with the option {unknown[0]}, which this train_gpt2.py lacks.")
+    return config_class(**config, **other_fields)
+
+
 def read_config(directory: Path) -> dict[str, Any]:
-    """Returns the sizes in `config.json`, by field of GPTConfig, and `bias`.
+    """Returns what `config.json` says, by field of GPTConfig: sizes, `bias` and, if it has any, options.
 
     Hugging Face's model always has biases. If ours has none, they are zeros in its file, which says `"bias": false`.
 
@@ -122,8 +140,11 @@ def read_config(directory: Path) -> dict[str, Any]:
         sizes: dict[str, Any] = {ours: config[hf] for hf, ours in HF_NAMES.items()}
         if not all(type(size) is int for size in sizes.values()):
             raise ValueError(f"sizes must be integers, not {sizes}")
+        options = dict(config.get("options", {}))
     except MALFORMED as error:
         raise UserError(f"{path} is not a GPT-2 configuration ({error!r}). Use another checkpoint.") from error
+    if options:  # see `write_model`
+        config |= {"model_type": "gpt2", "activation_function": "gelu_new"}
     problems = [
         f"{path}: {field} is {config[field]!r}, and only {supported[0]!r} is supported. Use another model."
         for field, supported in (SUPPORTED_MODEL_VALUES | {"n_inner": (None, 4 * sizes["n_embd"])}).items()
@@ -140,7 +161,13 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise UserError(*problems)
     sizes["bias"] = config.get("bias") is not False
     check_model_fits(sizes)
-    return sizes
+    return sizes | options
+
+
+def options_of(config: GPTConfig) -> dict[str, Any]:
+    """Returns the fields in which a model differs from every GPT-2: added ones that do not have their default."""
+    added = [field for field in fields(config) if field.name not in GPT2_FIELDS]
+    return {field.name: value for field in added if (value := getattr(config, field.name)) != field.default}
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -254,17 +281,24 @@ def to_hf(weights: Mapping[str, torch.Tensor], vocab_size: int) -> dict[str, tor
     return hf_weights
 
 
-def write_model(directory: Path, sizes: Mapping[str, int], hf_weights: dict[str, torch.Tensor]) -> None:
-    """Writes `config.json` and `model.safetensors`, from sizes by field of GPTConfig and weights from `to_hf`."""
+def write_model(directory: Path, config: GPTConfig, hf_weights: dict[str, torch.Tensor]) -> None:
+    """Writes `config.json` and `model.safetensors`, with weights from `to_hf`.
+
+    A model with options is not a GPT-2: Hugging Face and llama.cpp would compute something else, so they must refuse it.
+    """
     from safetensors.torch import save_file
 
-    end_of_text = sizes["vocab_size"] - 1  # the last id in all our tokenizers
-    config: dict[str, Any] = {"architectures": ["GPT2LMHeadModel"]}
-    config |= {field: supported[0] for field, supported in SUPPORTED_MODEL_VALUES.items()} | {"n_inner": None}
-    config |= {hf: sizes[ours] for hf, ours in HF_NAMES.items()} | ({} if sizes["bias"] else {"bias": False})
-    config["n_ctx"] = sizes["block_size"]  # the older name of n_positions, which llama.cpp reads
-    config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
-    config |= {"initializer_range": 0.02, "bos_token_id": end_of_text, "eos_token_id": end_of_text, "dtype": "float32"}
+    end_of_text = config.vocab_size - 1  # the last id in all our tokenizers
+    values: dict[str, Any] = {"architectures": ["GPT2LMHeadModel"]}
+    values |= {field: supported[0] for field, supported in SUPPORTED_MODEL_VALUES.items()} | {"n_inner": None}
+    values |= {hf: getattr(config, ours) for hf, ours in HF_NAMES.items()} | ({} if config.bias else {"bias": False})
+    values["n_ctx"] = config.block_size  # the older name of n_positions, which llama.cpp reads
+    values |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    values |= {"initializer_range": 0.02, "bos_token_id": end_of_text, "eos_token_id": end_of_text, "dtype": "float32"}
+    if options := options_of(config):
+        values |= {"options": options, "architectures": ["GPT"], "model_type": "train_gpt2"}
+        # GPT2LMHeadModel ignores the model type, but stops at an unknown activation, and prints its name
+        values["activation_function"] = f"gelu_new, in a model that only train_gpt2.py can open: {options}"
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (directory / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     save_file(hf_weights, directory / WEIGHTS, metadata={"format": "pt"})

@@ -84,7 +84,8 @@ class CheckpointManager:
                 adapter, scale = directory / lora.ADAPTER, (config.lora_rank, config.lora_alpha)
                 lora.write_adapter(adapter, weights, config.init_from, *scale)
                 complete = lora.merge(weights, *scale)
-            huggingface.write_model(directory, run.sizes, huggingface.to_hf(complete, run.sizes["vocab_size"]))
+            model_config = run.model.config
+            huggingface.write_model(directory, model_config, huggingface.to_hf(complete, model_config.vocab_size))
             run.data.tokenizer.save_pretrained(directory, model_max_length=config.block_size)
             torch.save(trainer_file, directory / state.FILE)
             self.sync_log()  # a checkpoint must never be ahead of its log

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from support.checkpoints import huggingface
 from support.checkpoints.directory import step_of
 from support.cli import flag_words, flags_of
 from support.data.hub import FINEWEB_PREFIXES
-from support.runtime.memory import count_parameters
 from support.runtime.options import RunOptions
 from support.runtime.run_info import RunInfo
 
@@ -34,13 +34,7 @@ A GPT-2, {origin} with `train_gpt2.py`. It continues text; it was not trained to
 
 {facts}
 
-NAME is the name of this model on the hub, or its folder. In Python, and with the script that comes with the trainer:
-
-```python
-from transformers import pipeline
-
-pipeline("text-generation", model="NAME")("Once upon a time", max_new_tokens=32)
-```
+NAME is the name of this model on the hub, or its folder. {usage}
 
 ```sh
 python sample.py --model NAME --prompt "Once upon a time"
@@ -52,24 +46,36 @@ The flags that determine the weights:
 {command}
 ```
 """
+_WITH_TRANSFORMERS = """In Python, and with the script that comes with the trainer:
+
+```python
+from transformers import pipeline
+
+pipeline("text-generation", model="NAME")("Once upon a time", max_new_tokens=32)
+```"""
+_WITH_OPTIONS = "GPT-2 has no {options}, so transformers cannot open this model; the trainer that made it can:"
 
 
 def model_card(run: RunInfo, step: int, val: Mapping[int, float], hellaswag: Mapping[int, float]) -> str:
     """Returns the card for the checkpoint of `step`; `val` and `hellaswag` are the values in the log, by step."""
     config, base, source = run.config, run.config.init_from, run.identity["source"] or ""
+    options = huggingface.options_of(run.model.config)
     on_hub = base is not None and not Path(base).exists() and step_of(Path(base)) < 0 and _HUB_NAME.fullmatch(base)
     base_name = base if on_hub or base is None else _printable(Path(base).name)
     metadata = {
-        "library_name": "transformers",
+        "library_name": None if options else "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["gpt2"],
+        "tags": None if options else ["gpt2"],
         "datasets": [name for name in FINEWEB_PREFIXES if source.startswith(f"{name}/")],
         "base_model": base_name if on_hub else None,
     }
+    model, vocab_size = run.model, run.model.config.vocab_size
+    numels = {name: p.numel() for name, p in model.named_parameters() if ".lora_" not in name}
+    padding = (model.config.padded_vocab_size - vocab_size) * config.n_embd
     facts = {
-        "parameters": f"{count_parameters(run.sizes):,}",
+        "parameters": f"{sum(numels.values()) - padding:,}",
         "sizes": f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} channels, context {config.block_size:,}",
-        "vocabulary": f"{run.sizes['vocab_size']:,} tokens ({run.data.tokenizer.name})",
+        "vocabulary": f"{vocab_size:,} tokens ({run.data.tokenizer.name})",
         "data": f"`{_printable(source)}`" if source else "token shards without a description",
         "tokens seen": f"{step * config.total_batch_size:,}, in {step:,} steps of {config.total_batch_size:,}",
     }
@@ -84,6 +90,7 @@ def model_card(run: RunInfo, step: int, val: Mapping[int, float], hellaswag: Map
     return _CARD.format(
         # JSON is also YAML, and quotes: a name such as "on" or "1e3" stays a string
         metadata="\n".join(f"{name}: {json.dumps(value)}" for name, value in metadata.items() if value),
+        usage=_WITH_OPTIONS.format(options=" and ".join(options)) if options else _WITH_TRANSFORMERS,
         origin="trained from random weights" if base is None else f"fine-tuned from `{base_name}`",
         facts="\n".join(f"- **{name}**: {fact}" for name, fact in facts.items()),
         command=" \\\n  ".join(["python train_gpt2.py", *_flags(config, base_name)]),

@@ -22,8 +22,7 @@ from support.runtime.options import SOURCE_FLAGS, START_FLAGS, RunOptions, chang
 if TYPE_CHECKING:
     from train_gpt2 import TrainConfig
 
-SHAPE_FLAGS = {"n_layer", "n_head", "n_embd", "block_size", "bias", "lora_rank"}  # they determine the model's shape
-NOT_FOR_A_FORK = SHAPE_FLAGS | SOURCE_FLAGS - {"text"} | {"model", "init_from"}
+NOT_FOR_A_FORK = SOURCE_FLAGS - {"text"} | {"model", "init_from", "lora_rank"}  # and the model's shape
 LENGTH_FLAGS = {"max_steps", "minutes"}
 
 
@@ -49,7 +48,8 @@ def flags_to_resume(
         problems = [
             f"{flag_name(name)} is {new}, but the run in {out} has {had}. Leave it out." for name, had, new in changes
         ]
-        if words := [flag_words(name, new) for name, _, new in changes if name not in NOT_FOR_A_FORK]:
+        fixed = NOT_FOR_A_FORK | config_class.SHAPE_FLAGS
+        if words := [flag_words(name, new) for name, _, new in changes if name not in fixed]:
             longer = checkpoint.progress >= 1 or cli_flags.keys() & LENGTH_FLAGS  # at its end, nothing is left to train
             path = (newest_before_cooldown(out) if longer else None) or checkpoint.path
             command = f"python train_gpt2.py --fork {shlex.quote(str(path))} --out NEW {' '.join(words)}"
@@ -72,7 +72,7 @@ def flags_to_fork(
     problems = [
         f"{flag_name(name)} is {new}, and the model in {checkpoint.path} has {had}. A fork keeps its shape. Leave it out."
         for name, had, new in changed_flags(config_class, stored, cli_flags)
-        if name in SHAPE_FLAGS
+        if name in config_class.SHAPE_FLAGS | {"lora_rank"}
     ]
     problems += [
         f"--fork brings its own model. Leave out {flag_name(name)}."

@@ -10,7 +10,7 @@ from support.checkpoints import huggingface, run_folder
 from support.checkpoints.directory import CONTENTS, newest_checkpoint
 from support.checkpoints.resume import find_once_per_node, flags_to_fork, flags_to_resume
 from support.checkpoints.state import Checkpoint
-from support.cli import UserError, flag_name
+from support.cli import UserError, flag_name, flag_words
 from support.console.trackers import check_installed
 from support.data.presets import DEMO, make_preset_shards, preset_flags
 from support.data.shards import TokenData
@@ -54,7 +54,7 @@ def gather_flags(
             raise UserError(
                 f"no checkpoint in {out} to resume from. Pass its folder with --out, or leave out --resume."
             )
-    if problems := _conflicts(cli_flags, out):
+    if problems := _conflicts(config_class, cli_flags, out):
         raise UserError(*problems)
     if cli_flags.get("demo") and "out" not in cli_flags and not resume:
         cli_flags = {**cli_flags, "out": dist.once(lambda: run_folder.first_free(out))}
@@ -69,7 +69,7 @@ def gather_flags(
     elif "init_from" in cli_flags:
         directory = find_once_per_node(cli_flags["init_from"], dist)
         sizes = huggingface.read_config(directory)
-        flags = {name: sizes[name] for name in ("n_layer", "n_head", "n_embd", "block_size", "bias")}
+        flags = {name: sizes[name] for name in config_class.SHAPE_FLAGS & sizes.keys()}
         if cli_flags.get("plan") or "text" in cli_flags:
             name = tokenizer_name(directory, sizes["vocab_size"])
             flags["tokenizer"] = name if name in VOCAB_SIZES else "bpe"
@@ -91,7 +91,7 @@ def _check_length(flags: Mapping[str, Any], cli_flags: Mapping[str, Any]) -> Non
             raise UserError(*(f"{flag} {why}" for flag in counted))
 
 
-def _conflicts(cli_flags: Mapping[str, Any], out: str) -> list[str]:
+def _conflicts(config_class: type[TrainConfig], cli_flags: Mapping[str, Any], out: str) -> list[str]:
     """Describes which flags of a new run or a fork conflict with each other, or need another one."""
     problems = []
     if cli_flags.get("demo") and "text" in cli_flags:
@@ -101,11 +101,9 @@ def _conflicts(cli_flags: Mapping[str, Any], out: str) -> list[str]:
     if "fork" in cli_flags:
         return problems
     if "init_from" in cli_flags:
-        defaults = {"n_layer": None, "n_head": None, "n_embd": None, "model": "gpt2", "bias": True}
-        sized = [name for name, default in defaults.items() if cli_flags.get(name, default) != default]
-        if sized:
-            named = ", ".join("--no-bias" if name == "bias" else flag_name(name) for name in sized)
-            problems.append(f"--init-from brings its own sizes. Leave out {named}.")
+        shape = {"model", *config_class.SHAPE_FLAGS} - {"block_size"}  # a shorter context is possible
+        if given := [flag_words(name, value) for name, value in cli_flags.items() if name in shape]:
+            problems.append(f"--init-from brings its own model. Leave out {', '.join(given)}.")
         if Path(cli_flags["init_from"]) == Path(out):
             problems.append(f"--out is {out}, as --init-from. Use another --out.")
     elif "lora_rank" in cli_flags:

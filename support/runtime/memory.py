@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -170,14 +170,14 @@ def largest_micro_batch(rows: int, most: int, needed: Callable[[int], float], av
 # Before a model exists
 
 
-def count_parameters(sizes: Mapping[str, int]) -> int:
-    """Counts the parameters of a GPT of these sizes, given by field of GPTConfig. The vocabulary is not padded."""
+def count_parameters(sizes: Mapping[str, Any]) -> int:
+    """Counts the parameters of a GPT-2 of these sizes, given by field of GPTConfig. The vocabulary is not padded."""
     L, C, bias = sizes["n_layer"], sizes["n_embd"], sizes["bias"]
     block = 12 * C * C + (13 if bias else 2) * C  # attention 4 C^2, MLP 8 C^2; norms and biases
     return (sizes["vocab_size"] + sizes["block_size"]) * C + L * block + (2 if bias else 1) * C
 
 
-def check_model_fits(sizes: Mapping[str, int]) -> None:
+def check_model_fits(sizes: Mapping[str, Any]) -> None:
     """Checks that the weights of a GPT of these sizes fit into the memory of this machine.
 
     Raises:
@@ -197,8 +197,7 @@ def check_training_fits(config: TrainConfig, vocab_size: int, dist: Distributed)
     Raises:
         UserError: they do not.
     """
-    shape = dict(n_layer=config.n_layer, n_embd=config.n_embd, block_size=config.block_size, bias=config.bias)
-    shape["vocab_size"] = vocab_size
+    shape = {**vars(config), "vocab_size": vocab_size}
     check_model_fits(shape)
     parameters, total = count_parameters(shape), devices.free_and_total_memory(dist.device)[1]
     sizes = Sizes(

@@ -44,12 +44,3 @@ class RunInfo:
         if self.config.prompt is not None:
             return self.config.prompt
         return DEFAULT_PROMPT if self.config.text is None else self.data.beginning
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The model's sizes, by field of GPTConfig."""
-        c = self.config
-        return dict(
-            block_size=c.block_size, vocab_size=self.data.tokenizer.vocab_size, n_layer=c.n_layer, n_head=c.n_head,
-            n_embd=c.n_embd, bias=c.bias,
-        )  # fmt: skip
