@@ -212,12 +212,12 @@ class GPT(nn.Module):
         config = huggingface.read_model_config(directory, GPTConfig, dropout=dropout)
         model = cls(config)
         weights = huggingface.read_weights(directory / huggingface.WEIGHTS)  # without the padding of the vocabulary
-        model.load_state_dict(huggingface.from_hf(weights, model.state_dict(), config.vocab_size))
+        model.load_state_dict(huggingface.from_hf(weights, model.state_dict(keep_vars=True), config.vocab_size))
         return model
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Writes `config.json` and `model.safetensors`, which `from_pretrained` reads, here and in Hugging Face."""
-        weights = huggingface.to_hf(self.state_dict(), self.config.vocab_size)
+        weights = huggingface.to_hf(dict(self.named_parameters()), self.config.vocab_size)  # the tied matrix comes once
         huggingface.write_model(Path(directory), self.config, weights)
 
     def crop(self, block_size: int) -> None:
@@ -227,15 +227,15 @@ class GPT(nn.Module):
         self.transformer.wpe = nn.Embedding.from_pretrained(positions, freeze=False)
 
     def configure_optimizers(
-        self, weight_decay: float, lr: float, betas: tuple[float, float], muon: Mapping[str, Any] | None = None
+        self, weight_decay: float, lr: float, betas: tuple[float, float], name: str = "adamw", **muon_options: Any
     ) -> torch.optim.Optimizer:
         """Returns AdamW with weight decay on matrices and embeddings, but not on biases and layer norms.
 
-        With `muon`, a dict of its options, Muon updates the matrices of the blocks instead: it orthogonalizes their
-        momentum, so that a step moves all directions of a matrix equally far.
+        With the name "muon", Muon updates the matrices of the blocks instead: it orthogonalizes their momentum, so that
+        a step moves all directions of a matrix equally far.
         """
         num_splits: dict[nn.Parameter, int] = {}  # parameters for Muon, and how many matrices each one stacks
-        if muon is not None:
+        if name == "muon":
             matrices = ((name, p) for name, p in self.transformer.h.named_parameters() if p.dim() >= 2)
             num_splits = {p: 3 if name.endswith("c_attn.weight") else 1 for name, p in matrices}  # query, key, value
         trained = [p for p in self.parameters() if p.requires_grad]  # with LoRA, not all of them
@@ -243,10 +243,10 @@ class GPT(nn.Module):
             {"params": [p for p in trained if p.dim() >= 2 and p not in num_splits], "weight_decay": weight_decay},
             {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
         ]
-        if muon is None:
+        if name == "adamw":
             return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=1e-8, fused=True)  # one kernel for all parameters
         muon_group = {"params": list(num_splits), "num_splits": list(num_splits.values()), "weight_decay": weight_decay}
-        return Muon([muon_group, *groups], lr=lr, betas=betas, eps=1e-8, **muon)
+        return Muon([muon_group, *groups], lr=lr, betas=betas, eps=1e-8, **muon_options)
 
     def flops_per_token(self) -> int:
         """FLOPs to train on one token of a full context: 6N + 12*L*C*T (PaLM, arXiv:2204.02311, appendix B).
@@ -634,13 +634,15 @@ def train_step(
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
-    """Applies the gradients if `finite` is true, on the device: the host does not wait for it.
+    """Applies the gradients if `finite` is true.
 
-    Fused AdamW and Muon skip a step whose `found_inf` is 1, which is GradScaler's protocol. On MPS it is ignored, so
-    there the host looks at `finite`.
+    Fused AdamW and Muon skip a step whose `found_inf` is 1, which is GradScaler's protocol: on the device, without a
+    wait of the host. For other optimizers, and on MPS, which ignores it, the host looks.
     """
-    optimizer.grad_scale, optimizer.found_inf = None, 1.0 - finite.float()  # type: ignore[attr-defined]
-    if finite.device.type != "mps" or finite:
+    if getattr(optimizer, "_step_supports_amp_scaling", False) and finite.device.type != "mps":
+        optimizer.grad_scale, optimizer.found_inf = None, 1.0 - finite.float()  # type: ignore[attr-defined]
+        optimizer.step()
+    elif finite:
         optimizer.step()
 
 
@@ -687,8 +689,10 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     machine = replace(machine, batch_size=B)
     if use_fsdp:  # each rank keeps a shard of every weight
         train_model = shard(model)
-    muon = dict(dtype=dtype, adamw_lr=config.adamw_lr) if config.optimizer == "muon" else None  # otherwise AdamW alone
-    optimizer = model.configure_optimizers(config.weight_decay, config.max_lr, (config.beta1, config.beta2), muon)
+    optimizer = model.configure_optimizers(
+        config.weight_decay, config.max_lr, (config.beta1, config.beta2), config.optimizer,
+        dtype=dtype, adamw_lr=config.adamw_lr,
+    )  # fmt: skip
     # In fp16 small gradients would be zero, so the scaler multiplies the loss, and divides the gradients afterwards.
     state = TrainState(model, optimizer, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16))
     if checkpoint:

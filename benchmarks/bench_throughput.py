@@ -180,7 +180,7 @@ def make_plain(features: set[str]) -> None:
         model = PlainGPT(ours.config, features).copy_weights(ours)
         flops = ours.flops_per_token()  # the number, because the method would keep our model in memory
         model.config, model.flops_per_token, model.logits = ours.config, lambda: flops, None  # nothing is scored
-        model.configure_optimizers = lambda *how: plain_optimizer(model, features, *how)
+        model.configure_optimizers = lambda *how, **_: plain_optimizer(model, features, *how)
         return model
 
     def step(model: Any, state: Any, loader: Any, config: Any, stop: Any, amp: Any, clock: Any) -> tuple[float, ...]:

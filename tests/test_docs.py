@@ -113,6 +113,8 @@ def test_flags_in_the_text_exist(capsys):
         known |= set(re.findall(r"--[a-z][a-z0-9_-]+", capsys.readouterr().out))
     for script in (ROOT / "benchmarks").glob("*.py"):
         known |= flags_of_benchmark(script)
+    for diff in fenced(ROOT / "docs" / "change-it.md", "diff"):  # what the page adds
+        known |= {f"--{name}".replace("_", "-") for name in re.findall(r"^\+ +(\w+): .* = flag\(", diff, re.M)}
     for page in PAGES:
         if page.name != "comparison.md":  # other projects' flags
             text = re.sub(r"<?https?://\S+", "", without_code(page))

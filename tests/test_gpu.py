@@ -178,7 +178,7 @@ def test_a_step_with_an_infinite_gradient_changes_nothing(byte_shards, tmp_path,
     """Weights, moments and step counts, bit by bit; the step before it was a good one."""
     torch.manual_seed(0)
     model = GPT(TINY).to(DEVICE)
-    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), {"dtype": torch.bfloat16} if muon else None)
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "muon" if muon else "adamw", dtype=torch.bfloat16)
     state = TrainState(model, optimizer, torch.amp.GradScaler(DEVICE.type, enabled=False))
     config = config_on_gpu(byte_shards, tmp_path, "--max-steps", 3)
     loader = train_gpt2.DataLoaderLite([np.arange(4096, dtype=np.uint16) % 257], 4, 16, 257, gpu, grad_accum=2)

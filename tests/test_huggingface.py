@@ -8,11 +8,12 @@ import json
 import pytest
 import torch
 from hf_models import hf_model
+from training import TINY
 
 from support.checkpoints import huggingface
 from support.checkpoints.directory import write_checkpoint
 from support.cli import UserError
-from train_gpt2 import GPT
+from train_gpt2 import GPT, GPTConfig
 
 TOKENS = torch.randint(0, 257, (3, 16), generator=torch.Generator().manual_seed(1))
 
@@ -82,9 +83,42 @@ def test_an_unsupported_configuration_is_rejected(tiny_model, tmp_path, field, v
         GPT.from_pretrained(tmp_path)
 
 
+@dataclasses.dataclass(frozen=True)
+class ConfigWithOption(GPTConfig):
+    window: int = 0
+
+
+def test_an_option_that_gpt2_lacks_is_in_the_file_and_must_be_known(tiny_model, tmp_path):
+    """What the model computes is not GPT-2's: docs/change-it.md has an example, and its test the refusals."""
+    sizes = dataclasses.asdict(tiny_model.config)
+    for window in (0, 8):
+        tiny_model.config = ConfigWithOption(**sizes, window=window)
+        tiny_model.save_pretrained(tmp_path / str(window))
+        read = huggingface.read_model_config(tmp_path / str(window), ConfigWithOption)
+        assert read == tiny_model.config
+    assert GPT.from_pretrained(tmp_path / "0").config == GPTConfig(**sizes)  # a GPT-2, with its default
+    with pytest.raises(UserError, match="option window"):
+        GPT.from_pretrained(tmp_path / "8")
+
+
+class UntiedGPT(GPT):
+    def __init__(self, config):
+        super().__init__(config)
+        self.lm_head = torch.nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+
+
+def test_a_head_that_is_not_the_embedding_is_kept(tmp_path):
+    torch.manual_seed(0)
+    model = UntiedGPT(TINY)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(UntiedGPT.from_pretrained(tmp_path)(TOKENS)[0], model(TOKENS)[0])
+    with pytest.raises(UserError, match="lm_head.weight differs"):
+        GPT.from_pretrained(tmp_path)
+
+
 def test_weights_that_do_not_fit_are_named(tiny_model):
-    expected = tiny_model.state_dict()
-    good = huggingface.to_hf(expected, 257)
+    expected = tiny_model.state_dict(keep_vars=True)
+    good = huggingface.to_hf(dict(tiny_model.named_parameters()), 257)
     name = "transformer.h.1.mlp.c_fc.weight"
     for bad, problem in (
         ({k: v for k, v in good.items() if k != name}, f"lack {name}"),
@@ -99,7 +133,7 @@ def test_weights_that_do_not_fit_are_named(tiny_model):
 
 def test_biases_that_a_model_does_not_have_are_zeros_in_its_file(tiny_model):
     without = GPT(dataclasses.replace(tiny_model.config, bias=False))
-    saved, expected = (huggingface.to_hf(model.state_dict(), 257) for model in (without, tiny_model))
+    saved, expected = (huggingface.to_hf(dict(m.named_parameters()), 257) for m in (without, tiny_model))
     assert {name: tensor.shape for name, tensor in saved.items()} == {name: t.shape for name, t in expected.items()}
     assert not any(tensor.any() for name, tensor in saved.items() if name.endswith(".bias"))
 

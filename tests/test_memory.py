@@ -88,8 +88,7 @@ def test_activations_are_those_that_autograd_saves(dtype, B, changes, tolerance)
 def test_weights_gradients_and_optimizer_are_those_after_a_step(changes):
     config = replace(SMALL, dtype="fp32", **changes)
     model = model_of(config)
-    muon = {"dtype": torch.float32} if "optimizer" in changes else None
-    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), muon)
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), config.optimizer, dtype=torch.float32)
     tokens = torch.zeros((1, 128), dtype=torch.int64)
     model(tokens, tokens)[1].backward()
     optimizer.step()

@@ -32,7 +32,9 @@ def test_logits_and_gradients_equal_huggingface(tokens):
     torch.testing.assert_close(loss, reference_loss, atol=1e-5, rtol=1e-5)
     loss.backward()
     reference_loss.backward()
-    expected = huggingface.from_hf({n: p.grad for n, p in reference.named_parameters()}, model.state_dict(), 257)
+    expected = huggingface.from_hf(
+        {n: p.grad for n, p in reference.named_parameters()}, model.state_dict(keep_vars=True), 257
+    )
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], atol=1e-5, rtol=1e-5, msg=name)
 

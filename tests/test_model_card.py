@@ -9,6 +9,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers import TINY_FLAGS, steps_done, wait_for
 from huggingface_hub import ModelCard
 from training import ONE_PROCESS, assert_same_run, configure, resumed, trained
@@ -18,13 +19,16 @@ from support.checkpoints.directory import find_corruption
 from support.checkpoints.model_card import model_card
 from support.cli import parse_flags
 from support.runtime.run_info import RunInfo
-from train_gpt2 import GPT, TrainConfig, train
+from train_gpt2 import GPT, TrainConfig, new_model, train
 
 
 def card_of(*flags, source="a.txt", val=None, hellaswag=None):
     """The card of step 250 of a run on GPT-2's tokens, of four bytes each; its text and its metadata."""
     data = SimpleNamespace(tokenizer=SimpleNamespace(name="gpt2", vocab_size=50257), bytes_per_token=4.0)
-    run = RunInfo(TrainConfig(**parse_flags(TrainConfig, flags)), None, data, {"source": source}, None)
+    config = TrainConfig(**parse_flags(TrainConfig, flags))
+    with torch.device("meta"):
+        model = new_model(config, 50257)
+    run = RunInfo(config, None, data, {"source": source}, model)
     text = model_card(run, 250, val or {}, hellaswag or {})
     return text, ModelCard(text).data.to_dict()
 

@@ -82,7 +82,9 @@ def test_query_key_and_value_are_separate_matrices():
 def test_muon_gets_the_matrices_of_the_blocks():
     with torch.device("meta"):
         model = GPT(TINY)
-    by_muon, decayed, others = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), {"dtype": torch.float32}).param_groups
+    by_muon, decayed, others = model.configure_optimizers(
+        0.1, 1e-3, (0.9, 0.95), "muon", dtype=torch.float32
+    ).param_groups
     names = {parameter: name for name, parameter in model.named_parameters()}
     matrices = [(f"transformer.h.{i}.{m}.weight", 3 if "attn.c_attn" in m else 1)
                 for i in range(2) for m in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]  # fmt: skip

@@ -124,7 +124,7 @@ def test_a_recipe_sets_defaults_and_nothing_else(flags, optimizer, schedule, max
     "flags, problem",
     [
         (["--recipe", "fast", "--decay-steps", "1" + "0" * 400], "--decay-steps is 1000"),
-        (["--init-from", "gpt2", "--no-bias"], "--init-from brings its own sizes. Leave out --no-bias."),
+        (["--init-from", "gpt2", "--no-bias"], "--init-from brings its own model. Leave out --no-bias."),
     ],
 )
 def test_bad_values(flags, problem):

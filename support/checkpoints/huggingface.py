@@ -192,7 +192,7 @@ def from_hf(
 
     Args:
         hf_weights: with or without the prefix `transformer.`, the masks in old files and the tied `lm_head.weight`.
-        expected: our model's state dict, for names and shapes.
+        expected: our model's `state_dict(keep_vars=True)`, for names, shapes, and whether the head is the embedding.
         vocab_size: rows of the embedding in the file; ours is padded with rows of zeros.
 
     Raises:
@@ -217,9 +217,9 @@ def _check_weights(
         if not is_mask and not (is_added and not tensor.any()):  # a model without biases has zeros in the file
             named[key] = tensor.t() if key.endswith(TRANSPOSED) and tensor.dim() == 2 else tensor
     head, embedding = "lm_head.weight", "transformer.wte.weight"
-    is_tied = head not in named
-    if is_tied and embedding in named:
-        named[head] = named[embedding]
+    ties = expected[head] is expected[embedding]
+    if ties and embedding in named:
+        named.setdefault(head, named[embedding])
     problems = [f"the weights contain {key}, which GPT-2 does not have." for key in named if key not in expected]
     for key, parameter in expected.items():
         shape = (vocab_size, *parameter.shape[1:]) if key in (head, embedding) else tuple(parameter.shape)
@@ -228,7 +228,7 @@ def _check_weights(
         elif tuple(named[key].shape) != shape or not named[key].is_floating_point():
             found = f"{key} is {named[key].dtype} of the shape {tuple(named[key].shape)}"
             problems.append(f"{found}, which does not fit config.json.")
-    if not problems and not is_tied and not torch.equal(named[head], named[embedding]):
+    if not problems and ties and not torch.equal(named[head], named[embedding]):
         problems.append(f"{head} differs from {embedding}, and this model ties them.")
     if problems:
         raise UserError(*problems)
@@ -256,7 +256,7 @@ def load_hf_model(directory: Path) -> GPT2LMHeadModel:
         attn_implementation="sdpa",  # type: ignore[call-arg]  # an argument of the base class
     )
     with torch.device("meta"):
-        shapes = GPT2LMHeadModel(config).state_dict()
+        shapes = GPT2LMHeadModel(config).state_dict(keep_vars=True)
     expected = {name: tensor.t() if name.endswith(TRANSPOSED) else tensor for name, tensor in shapes.items()}
     weights = _check_weights(read_weights(directory / WEIGHTS), expected, sizes["vocab_size"])
     weights = {name: (w.t() if name.endswith(TRANSPOSED) else w).float() for name, w in weights.items()}
@@ -265,18 +265,16 @@ def load_hf_model(directory: Path) -> GPT2LMHeadModel:
 
 
 def to_hf(weights: Mapping[str, torch.Tensor], vocab_size: int) -> dict[str, torch.Tensor]:
-    """Converts our state dict to GPT2LMHeadModel's: fp32, contiguous, without padding rows, the tied weight once.
+    """Converts our parameters, by name, to GPT2LMHeadModel's: fp32, contiguous, without padding rows.
 
     Biases that our model does not have become zeros.
     """
     hf_weights: dict[str, torch.Tensor] = {}
     for key, tensor in weights.items():
-        if key == "lm_head.weight":
-            continue
-        if key.endswith(".weight") and not key.endswith(("wte.weight", "wpe.weight")):
+        if key.endswith(".weight") and not key.endswith(("wte.weight", "wpe.weight", "lm_head.weight")):
             hf_weights.setdefault(key.removesuffix("weight") + "bias", torch.zeros(len(tensor)))
         tensor = tensor.detach().to("cpu", torch.float32)
-        tensor = tensor[:vocab_size] if key == "transformer.wte.weight" else tensor
+        tensor = tensor[:vocab_size] if key in ("transformer.wte.weight", "lm_head.weight") else tensor
         hf_weights[key] = (tensor.t() if key.endswith(TRANSPOSED) else tensor).contiguous()
     return hf_weights
 
