@@ -117,7 +117,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         x = x + self.attn(self.ln_1(x), cache)  # the only place where tokens exchange information
-        x = x + self.mlp(self.ln_2(x))  # norms come first, so the sum itself, the residual stream, is never scaled
+        x = x + self.mlp(self.ln_2(x))  # only the branch is normalized: x itself, the residual stream, goes on as it is
         return x
 
 
@@ -195,7 +195,7 @@ class GPT(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Returns next-token logits (..., V) for hidden states (..., C), in fp32.
 
-        GPT-2's logits are near -35, where bf16 values are 0.25 apart.
+        bf16 would be too coarse: many logits are near -35, where neighbouring bf16 numbers are 0.25 apart.
         """
         with torch.autocast(x.device.type, enabled=False):
             logits = (self.lm_head.weight @ x.float().mT).mT  # for few rows on a CPU, faster than self.lm_head(x)

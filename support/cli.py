@@ -57,7 +57,7 @@ class UserError(Exception):
 MAIN_GROUP = "the flags that matter"
 MAX_HELP_WIDTH = 100  # columns; longer lines are hard to read
 ADVICE = {  # on unknown flags with these words in their names, which other trainers have
-    "epochs": "The length of a run is in steps: --max-steps (the header of a run says how many steps an epoch has).",
+    "epochs": "The length of a run is in steps: --max-steps (a run's header says how many steps a pass over the data has).",
     "config": "There is no configuration file: every setting is a flag. See --help.",
 }
 

@@ -9,6 +9,7 @@ from training import TINY, run_info
 
 from support.checkpoints.state import TrainState
 from support.console import run_logger
+from support.console.progress import describe_length
 from support.console.run_logger import RunLogger
 from support.runtime import devices
 from train_gpt2 import GPT
@@ -33,3 +34,9 @@ def test_mfu_counts_all_gpus_and_time_counts_from_the_resume(tmp_path, monkeypat
     assert any(line.endswith(f"| mfu: {256 / 0.5 * FLOPS_PER_TOKEN / 2e9:.1%}") for line in lines)
     # 149 steps are left, at 0.2 s
     assert lines[-1] == "note    38,656 of 76,800 tokens; 0:00:30 elapsed since the resume, ETA 0:00:30"
+
+
+def test_the_length_is_given_in_passes_over_the_data(tmp_path):
+    """A pass over 506,048 tokens takes 494.19 steps of 1,024, so 568 steps are 1.149 passes."""
+    run = run_info("--out", tmp_path, "--max-steps", 568)
+    assert describe_length(run, 506_048 / 1024) == "568 steps: 1.15 passes over the data, 494.2 steps each"

@@ -48,7 +48,7 @@ def print_header(run: RunInfo, dist: Distributed, loader: DataLoaderLite) -> Non
         return
     config, T, world_size = run.config, run.config.block_size, dist.world_size
     step_rows = loader.B * world_size * loader.grad_accum
-    steps_per_epoch = loader.rows_per_epoch / step_rows
+    steps_per_pass = loader.rows_per_epoch / step_rows
     machine = run.machine
     device = [f"{world_size} x {devices.describe(dist.device)}" + (f" ({config.parallel})" if world_size > 1 else "")]
     device += ["recomputing activations"] if config.recompute else []
@@ -74,7 +74,7 @@ def print_header(run: RunInfo, dist: Distributed, loader: DataLoaderLite) -> Non
             f"{step_rows * T:,} tokens = {pluralize(loader.B, 'row')} x {T:,} tokens x {pluralize(world_size, 'process')} "
             f"x {pluralize(loader.grad_accum, 'micro-step')}",
         ),
-        ("length", describe_length(run, steps_per_epoch)),
+        ("length", describe_length(run, steps_per_pass)),
         ("recipe", describe_recipe(config)),
     ]
     facts += [("note", f"not compiled: {machine.why_not_compiled}")] if machine.why_not_compiled else []
@@ -107,14 +107,16 @@ def _shown(value: object) -> object:
     return f"{value:g}" if isinstance(value, float) else "unset" if value is None else value
 
 
-def describe_length(run: RunInfo, steps_per_epoch: float) -> str:
+def describe_length(run: RunInfo, steps_per_pass: float) -> str:
+    """Describes the length of a run, and how many steps a pass over the data takes."""
     config = run.config
-    epoch = f"{steps_per_epoch:,.1f} steps"
     if config.minutes is None:
-        return f"{pluralize(config.max_steps, 'step')}: {config.max_steps / steps_per_epoch:.2f} epochs of {epoch}"
+        passes = f"{config.max_steps / steps_per_pass:.2f} passes over the data, {steps_per_pass:,.1f} steps each"
+        return f"{pluralize(config.max_steps, 'step')}: {passes}"
     before = run.checkpoint.seconds / 60 if run.checkpoint else 0
     since = f", of which {before:.1f} have passed" if before else ""
-    return f"{config.minutes:g} minute{'' if config.minutes == 1 else 's'}{since}; an epoch has {epoch}"
+    minutes = f"{config.minutes:g} minute{'' if config.minutes == 1 else 's'}{since}"
+    return f"{minutes}; a pass over the data has {steps_per_pass:,.1f} steps"
 
 
 def describe_recipe(config: TrainConfig) -> str:
