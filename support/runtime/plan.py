@@ -23,16 +23,17 @@ from support.runtime.memory import Sizes, TrainingMemory, block_parameters, trai
 if TYPE_CHECKING:
     from train_gpt2 import GPT, TrainConfig
 
-# Model FLOPs utilization that was reached with this architecture on 8 GPUs, by millions of parameters: tokens per
-# second per GPU times FLOPs per token over the peak. All are llm.c's (github.com/karpathy/llm.c, discussions 481, 580,
-# 677), which is C and CUDA: 218k, 80k and 38.6k tokens/s per A100; 468k and 46.8k per H100.
+# Model FLOPs utilization that PyTorch has reached with this architecture, by millions of parameters: tokens per second
+# per GPU times FLOPs per token over the peak. docs/normal.md has the sources: 182k tokens/s on an A100 (build-nanogpt's
+# video); 381k and 40k per H100, of 8 (gollem).
 MEASURED_MFU = {
-    "A100": {124: 0.60, 355: 0.62, 774: 0.64},
-    "H100": {124: 0.40, 1558: 0.49},
+    "A100": {124: 0.50},
+    "H100": {124: 0.33, 1558: 0.42},
 }
 ASSUMED_MFU = 0.4  # where nothing was measured
 GPUS_PER_NODE = 8
 LARGEST_MICRO_BATCH = 64  # rows, unless --batch-size asks for others
+HELLASWAG_ITEMS, TOKENS_PER_ITEM = 10_042, 331  # four endings with their contexts and padding, counted on 2,009 items
 SMALL = 60e6  # parameters: half of the smallest model in the table
 
 
@@ -69,7 +70,7 @@ def mfu(config: TrainConfig, parameters: int, flops_per_token: int) -> tuple[flo
     chip = config.gpu.split("-")[0].replace("H200", "H100")  # it has the H100's chip
     if measured := MEASURED_MFU.get(chip):
         nearest = min(measured, key=lambda millions: abs(math.log(parameters / 1e6 / millions)))
-        utilization, source = measured[nearest], f"llm.c's with {nearest}M parameters on {chip}"
+        utilization, source = measured[nearest], f"PyTorch's with {nearest}M parameters on {chip}"
     if config.recompute:  # the forward pass of the blocks is repeated, which MFU does not count as useful
         repeated = 2 * block_parameters(config) + 4 * config.n_layer * config.n_embd * config.block_size
         utilization *= flops_per_token / (flops_per_token + repeated)
@@ -89,6 +90,19 @@ def bytes_sent(config: TrainConfig, parameters: int, micro_steps: int, reshard_a
         return ring * 2 * 4 * parameters
     gathers, roots = (2 * micro_steps, micro_steps) if reshard_after_forward else (1, 1)
     return ring * (4 * parameters + gathers * 2 * blocks + roots * 4 * (parameters - blocks))
+
+
+def evaluations(config: TrainConfig, vocab_size: int) -> tuple[int, int, int]:
+    """Returns the number of validations, that of HellaSwag scores, and the tokens of their forward passes."""
+
+    def times(every: int | None) -> int:
+        return -(-config.max_steps // every) + 1 if every else 0  # with the one after the last step
+
+    hellaswag_every = 250 if config.hellaswag_every is None else config.hellaswag_every
+    validations, scores = times(config.val_every), times(hellaswag_every)
+    scores = scores if vocab_size == VOCAB_SIZES["gpt2"] else 0  # it is defined on GPT-2's tokens
+    items = min(config.hellaswag_limit or HELLASWAG_ITEMS, HELLASWAG_ITEMS)
+    return validations, scores, validations * config.val_tokens + scores * items * TOKENS_PER_ITEM
 
 
 # -----------------------------------------------------------------------------
@@ -111,9 +125,10 @@ def print_report(config: TrainConfig, new_model: Callable[[int], GPT], rank: int
     batch_size.rows_per_rank(config.total_batch_size, config.block_size, config.gpus)
     if rank > 0:
         return
+    vocab_size = vocab_size_of(config)
     with torch.device("meta"):
-        model = new_model(vocab_size_of(config))
-    for line in report(config, Sizes.of(model), model.flops_per_token()):
+        model = new_model(vocab_size)
+    for line in report(config, vocab_size, Sizes.of(model), model.flops_per_token()):
         print(textwrap.fill(line, 80, subsequent_indent=" " * 9), flush=True)
 
 
@@ -125,7 +140,7 @@ def vocab_size_of(config: TrainConfig) -> int:
     return VOCAB_SIZES.get(tokenizer) or bpe.fitting_vocab_size(presets.text_bytes(config.text, config.text_field))
 
 
-def report(config: TrainConfig, sizes: Sizes, flops_per_token: int) -> Iterator[str]:
+def report(config: TrainConfig, vocab_size: int, sizes: Sizes, flops_per_token: int) -> Iterator[str]:
     """Yields the lines of the report."""
     config = replace(config, parallel=config.parallel if config.gpus > 1 else "ddp")
     gpus, gpu, steps, T = config.gpus, devices.GPU_FLAGS[config.gpu], config.max_steps, config.block_size
@@ -166,10 +181,17 @@ def report(config: TrainConfig, sizes: Sizes, flops_per_token: int) -> Iterator[
         f"time     {name_of(config)}: {seconds / 3600:,.2f} hours at {utilization:.1%} MFU ({source}): "
         f"{tokens / seconds:,.0f} tokens/s, {tokens / seconds / gpus:,.0f} per GPU, {seconds / steps:.3g} s per step"
     )
-    yield "         without evaluations, checkpoints and what the network adds" + (
+    yield "         without checkpoints and what the network adds" + (
         "; a model this small will not reach that MFU" if sizes.parameters < SMALL and not config.mfu else ""
     )
-    gpu_hours = gpus * seconds / 3600
+    validations, scores, evaluated = evaluations(config, vocab_size)
+    # a forward pass is a third of a training step
+    evaluation_seconds = evaluated * flops_per_token / 3 / (gpus * peak * utilization)
+    yield (
+        f"         another {evaluation_seconds / 3600:,.2f} hours for {validations:,} validations and {scores:,} HellaSwag scores, "
+        "at the same MFU"
+    )
+    gpu_hours = gpus * (seconds + evaluation_seconds) / 3600
     cost = "" if config.price is None else f", {gpu_hours * config.price:,.2f} at {config.price:g} per GPU-hour"
     yield f"cost     {gpu_hours:,.1f} GPU-hours{cost}"
     checkpoint_bytes = memory.checkpoint_bytes(config, sizes.parameters, sizes.trained)
