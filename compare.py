@@ -120,7 +120,7 @@ def print_differences(labels: Sequence[str], runs: Sequence[Run]) -> None:
 def results(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     """Returns the columns of the table, each with its title; what no run has measured is left out.
 
-    Losses are per byte if tokens differ in length. With names of up to ten characters, a line has at most 80 columns.
+    Losses are per byte if the tokenizers differ. With names of up to ten characters, a line has at most 80 columns.
     """
     per_byte, rows = compares_per_byte(runs), list[dict[str, str]]()
     for run in runs:

@@ -41,8 +41,8 @@ def test_two_runs_are_compared(tmp_path, capsys):
 
 def test_runs_with_other_tokens_are_compared_per_byte(tmp_path, capsys):
     runs = [
-        write_run(tmp_path / name, [5.0], {0: 8.0, 1: loss}, data={"val": [name], "bytes_per_token": length})
-        for name, loss, length in (("a", 4.0, 4.0), ("b", 3.0, 2.0))
+        write_run(tmp_path / name, [5.0], {0: 8.0, 1: loss}, data={"val": [name], "bytes_per_token": length} | other)
+        for name, loss, length, other in (("a", 4.0, 4.0, {}), ("b", 3.0, 2.0, {"tokenizer": "bytes"}))
     ]
     assert compared(tmp_path, capsys, *runs) == [
         "The runs have the same flags.",
@@ -52,6 +52,14 @@ def test_runs_with_other_tokens_are_compared_per_byte(tmp_path, capsys):
         "a      124M      1      1k  0.010    1.0000  1.0000        1",
         "b      124M      1      1k  0.010    1.5000  1.5000        1",
     ]
+
+
+def test_runs_with_the_same_tokens_are_compared_per_token_whatever_they_validate(tmp_path, capsys):
+    """Of some of the split or all of it, their tokens have other lengths."""
+    for name, length in (("a", 4.5), ("b", 4.6)):
+        write_run(tmp_path / name, [5.0], {1: 4.0}, data={"bytes_per_token": length})
+    title, *rows = compared(tmp_path, capsys, tmp_path / "a", tmp_path / "b")[-3:]
+    assert "val loss" in title and all(row.split()[5] == "4.0000" for row in rows)
 
 
 def test_what_no_run_has_measured_is_left_out(tmp_path, capsys):

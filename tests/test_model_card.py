@@ -23,8 +23,9 @@ from train_gpt2 import GPT, TrainConfig, train
 
 def card_of(*flags, source="a.txt", val=None, hellaswag=None):
     """The card of step 250 of a run on GPT-2's tokens, of four bytes each; its text and its metadata."""
-    data = SimpleNamespace(tokenizer=SimpleNamespace(name="gpt2", vocab_size=50257), bytes_per_token=4.0)
+    data = SimpleNamespace(tokenizer=SimpleNamespace(name="gpt2", vocab_size=50257))
     run = RunInfo(TrainConfig(**parse_flags(TrainConfig, flags)), None, data, {"source": source}, None)
+    run.__dict__["bytes_per_token"] = 4.0
     text = model_card(run, 250, val or {}, hellaswag or {})
     return text, ModelCard(text).data.to_dict()
 

@@ -21,7 +21,10 @@ from training import FP32, ONE_PROCESS, config_of, configure, forked, trained
 import train_gpt2
 from support.cli import UserError, run_cli
 from support.console.log import read_log
+from support.console.starts import read_starts
 from support.data import shards
+from support.data.make_shards import make_shards
+from support.data.text_files import Documents
 from support.runtime.machine import Machine
 from support.runtime.signals import StopHandler
 from train_gpt2 import DataLoaderLite, train, validation_loss
@@ -52,6 +55,23 @@ def test_when_things_are_evaluated(byte_shards, tmp_path, capsys):
     assert sorted(p.name for p in (tmp_path / "run").glob("model_*")) == ["model_00004", "model_00007"]
     off = trained(tmp_path / "off", "--data", byte_shards, "--max-steps", 2, "--val-every", 0, "--checkpoint-every", 0)
     assert "val" not in off and not list((tmp_path / "off").glob("model_*"))
+
+
+def test_losses_per_byte_are_of_the_validated_tokens(tmp_path, capsys):
+    """Their bytes are counted in the decoded text: its tokens are long at first, then short, as in the train split."""
+    letters = "".join(np.random.default_rng(0).choice([*"abcdefghijklmnopqrstuvwxyz"], 9000))
+    texts = Documents("two languages", [letters[:5000], "the same few words again and again " * 400 + letters[5000:]])
+    make_shards(texts, tmp_path / "data", tokenizer="bpe", vocab_size=300, shard_size=1500, val_fraction=0.5)
+    trained(tmp_path / "run", "--data", tmp_path / "data", "--max-steps", 2, "--val-tokens", 2000 + 5)
+    split = [np.load(path) for path in sorted((tmp_path / "data").glob("*_val_*.npy"))]
+    targets = np.concatenate([split[0][1 : 93 * 16 + 1], split[1][1 : 32 * 16 + 1]])  # of 125 rows of 16 tokens
+    per_token = len(shards.read_tokenizer(tmp_path / "data").decode(targets).encode()) / 2000
+    assert read_starts(tmp_path / "run")[0]["data"]["bytes_per_token"] == pytest.approx(per_token)
+    loss = losses(tmp_path / "run" / "log.txt", "val")[-1]
+    card, output = (tmp_path / "run" / "model_00002" / "README.md").read_text(), capsys.readouterr().out
+    assert f"tokens of {per_token:.2f} bytes" in output
+    for text in (card, output):
+        assert f"{loss:.4f} nats per token, {loss / per_token:.4f} per byte" in text
 
 
 # ---- shards of other tools, HellaSwag, other starting points

@@ -77,7 +77,7 @@ def model_card(run: RunInfo, step: int, val: Mapping[int, float], hellaswag: Map
         facts["started from"] = f"`{_printable(Path(config.fork).name)}` of another run"
     # training goes on while a checkpoint is written, so the log may be ahead; at step 0, nothing was trained
     if at := max((n for n in val if n <= step), default=0):
-        per_byte = val[at] / run.data.bytes_per_token
+        per_byte = val[at] / run.bytes_per_token
         facts["validation loss"] = f"{val[at]:.4f} nats per token, {per_byte:.4f} per byte (step {at:,})"
     if at := max((n for n in hellaswag if n <= step), default=0):
         facts["HellaSwag"] = f"acc_norm {hellaswag[at]:.4f} (step {at:,})"

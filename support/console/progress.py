@@ -66,7 +66,7 @@ def print_header(run: RunInfo, dist: Distributed, loader: DataLoaderLite) -> Non
         ),
         (
             "data",
-            f"{config.data}: {loader.rows_per_epoch * T:,} tokens of {run.data.bytes_per_token:.2f} bytes, "
+            f"{config.data}: {loader.rows_per_epoch * T:,} tokens of {run.bytes_per_token:.2f} bytes, "
             f"vocabulary {run.data.tokenizer.vocab_size:,}",
         ),
         (
@@ -175,7 +175,7 @@ def print_summary(
     best = min(val, key=lambda path: val[path], default=checkpoint)
     for path, name in {checkpoint: "last", best: "best"}.items():  # one line if they are the same
         if path in val:
-            per_byte = val[path] / run.data.bytes_per_token
+            per_byte = val[path] / run.bytes_per_token
             loss = f"{val[path]:.4f} nats per token, {per_byte:.4f} per byte, at step {int(path.name.removeprefix('model_')):,}"
             loss += f": {path}" if path != checkpoint and path.is_dir() else ""
             lines.append(styled(labelled(name, f"validation loss {loss}"), BOLD))

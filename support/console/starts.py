@@ -62,7 +62,7 @@ def describe_start(run: RunInfo, dist: Distributed) -> dict[str, Any]:
             **run.identity,
             "tokenizer": tokenizer.name,
             "vocab_size": tokenizer.vocab_size,
-            "bytes_per_token": run.data.bytes_per_token,
+            "bytes_per_token": run.bytes_per_token,
         },
         "parameters": sum(p.numel() for p in run.model.parameters()),
         "tokens_per_step": run.config.total_batch_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,12 @@ class RunInfo:
     def first_step(self) -> int:
         """The first step of this process."""
         return self.checkpoint.step if self.checkpoint else 0
+
+    @functools.cached_property
+    def bytes_per_token(self) -> float:
+        """Average bytes of text per validated token, which convert nats per token to nats per byte."""
+        targets = self.data.targets(self.config.block_size, self.config.val_tokens)
+        return sum(map(self.data.tokenizer.count_bytes, targets)) / sum(map(len, targets))
 
     @property
     def prompt(self) -> str:
