@@ -69,9 +69,10 @@ def test_losses_per_byte_are_of_the_validated_tokens(tmp_path, capsys):
     assert read_starts(tmp_path / "run")[0]["data"]["bytes_per_token"] == pytest.approx(per_token)
     loss = losses(tmp_path / "run" / "log.txt", "val")[-1]
     card, output = (tmp_path / "run" / "model_00002" / "README.md").read_text(), capsys.readouterr().out
-    assert f"tokens of {per_token:.2f} bytes" in output
+    assert f"tokens of {per_token:.2f} bytes" in output and f"| val loss: {loss:.4f} over 2,000 tokens\n" in output
     for text in (card, output):
         assert f"{loss:.4f} nats per token, {loss / per_token:.4f} per byte" in text
+    assert "per byte, over 2,000 tokens (step 2)" in card
 
 
 # ---- shards of other tools, HellaSwag, other starting points
@@ -106,6 +107,8 @@ def test_shards_without_a_manifest_train_as_gpt2_tokens_with_hellaswags_scores(g
     trained(tmp_path / "run", *flags)
     log = read_log(tmp_path / "run" / "log.txt")
     assert log["hella"] == {0: 0.25, 2: 0.25, 4: 0.25} and log["val"][0] == pytest.approx(math.log(50257), abs=0.1)
+    card = (tmp_path / "run" / "model_00004" / "README.md").read_text()
+    assert "**HellaSwag**: acc_norm 0.2500 of 4 items (step 4)\n" in card
     out = capsys.readouterr().out
     assert re.search(r"step     2 \| HellaSwag acc_norm: 0\.2500 ± 0\.2500 of 4 items \| \d+\.\ds\n", out)
 

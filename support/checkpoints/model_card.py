@@ -75,12 +75,15 @@ def model_card(run: RunInfo, step: int, val: Mapping[int, float], hellaswag: Map
     }
     if config.fork is not None:
         facts["started from"] = f"`{_printable(Path(config.fork).name)}` of another run"
-    # training goes on while a checkpoint is written, so the log may be ahead; at step 0, nothing was trained
+    # Training goes on while a checkpoint is written, so the log may be ahead; at step 0, nothing was trained. What an
+    # earlier process measured may have been of other tokens or items.
     if at := max((n for n in val if n <= step), default=0):
         per_byte = val[at] / run.bytes_per_token
-        facts["validation loss"] = f"{val[at]:.4f} nats per token, {per_byte:.4f} per byte (step {at:,})"
+        tokens = f", over {run.validated_tokens:,} tokens" if at > run.first_step else ""
+        facts["validation loss"] = f"{val[at]:.4f} nats per token, {per_byte:.4f} per byte{tokens} (step {at:,})"
     if at := max((n for n in hellaswag if n <= step), default=0):
-        facts["HellaSwag"] = f"acc_norm {hellaswag[at]:.4f} (step {at:,})"
+        items = f" of {run.hellaswag_items:,} items" if at > run.first_step else ""
+        facts["HellaSwag"] = f"acc_norm {hellaswag[at]:.4f}{items} (step {at:,})"
     return _CARD.format(
         # JSON is also YAML, and quotes: a name such as "on" or "1e3" stays a string
         metadata="\n".join(f"{name}: {json.dumps(value)}" for name, value in metadata.items() if value),

@@ -40,10 +40,15 @@ class RunInfo:
         return self.checkpoint.step if self.checkpoint else 0
 
     @functools.cached_property
+    def validated_tokens(self) -> int:
+        """The number of tokens of a validation."""
+        return sum(map(len, self.data.targets(self.config.block_size, self.config.val_tokens)))
+
+    @functools.cached_property
     def bytes_per_token(self) -> float:
         """Average bytes of text per validated token, which convert nats per token to nats per byte."""
         targets = self.data.targets(self.config.block_size, self.config.val_tokens)
-        return sum(map(self.data.tokenizer.count_bytes, targets)) / sum(map(len, targets))
+        return sum(map(self.data.tokenizer.count_bytes, targets)) / self.validated_tokens
 
     @property
     def prompt(self) -> str:
