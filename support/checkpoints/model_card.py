@@ -101,9 +101,7 @@ def _printable(text: str) -> str:
 
 def _flags(config: TrainConfig, base_name: str | None) -> Iterator[str]:
     """Yields the flags that determine the weights, where they differ from the defaults."""
-    for name, flag in flags_of(type(config)).items():
-        value = base_name if name == "init_from" else getattr(config, name)
-        is_unused = config.minutes is not None and name in ("max_steps", "decay_steps", "warmup_steps")
+    for name, value in (config.used_flags() | {"init_from": base_name}).items():
         is_option = name in RunOptions.__dataclass_fields__ and name != "minutes"
-        if not is_option and not is_unused and value != flag.default:
+        if not is_option and value != flags_of(type(config))[name].default:
             yield flag_words(name, value)

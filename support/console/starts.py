@@ -36,11 +36,9 @@ def describe_start(run: RunInfo, dist: Distributed) -> dict[str, Any]:
 
     from support.runtime import devices
 
-    flags, tokenizer, machine = run.config.to_dict(), run.data.tokenizer, run.machine
+    flags, tokenizer, machine = run.config.used_flags(), run.data.tokenizer, run.machine
     del flags["model"]  # its sizes are there
     flags["tokenizer"] = tokenizer.name  # the flag is for --text only
-    if run.config.minutes:
-        del flags["max_steps"], flags["decay_steps"], flags["warmup_steps"]
     versions = {"train_gpt2.py": __version__, "python": platform.python_version(), "torch": torch.__version__}
     versions |= {"numpy": np.__version__, "platform": platform.platform()}
     return {
