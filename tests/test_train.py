@@ -16,18 +16,19 @@ from helpers import (
     run_script,
 )
 from torch.nn import functional as F
-from training import FP32, ONE_PROCESS, config_of, configure, forked, trained
+from training import FP32, ONE_PROCESS, config_of, configure, forked, run_info, trained
 
 import train_gpt2
-from support.cli import UserError, run_cli
+from support.cli import UserError, parse_flags, run_cli
 from support.console.log import read_log
+from support.console.progress import notes
 from support.console.starts import read_starts
 from support.data import shards
 from support.data.make_shards import make_shards
 from support.data.text_files import Documents
 from support.runtime.machine import Machine
 from support.runtime.signals import StopHandler
-from train_gpt2 import DataLoaderLite, train, validation_loss
+from train_gpt2 import DataLoaderLite, TrainConfig, resolve, train, validation_loss
 
 # ---- evaluation
 
@@ -194,6 +195,23 @@ def test_a_schedule_that_ends_before_the_run_is_noted(byte_shards, tmp_path, cap
     trained(tmp_path / "run", "--data", byte_shards, *flags)
     noted = "from step 3 on, the learning rate stays at its lowest" in capsys.readouterr().out
     assert noted == (decay_steps == 3)
+
+
+@pytest.mark.parametrize(
+    "flags, noted",
+    [
+        ("--max-steps 20 --decay-steps 40", "the run ends at step 20, but its cosine at step 40"),
+        ("--max-steps 20 --decay-steps 40 --schedule wsd", "the run ends at step 20, but its cooldown at step 40"),
+        ("--max-steps 40 --decay-steps 40", None),
+        ("--max-steps 40", None),
+        ("--max-steps 3 --decay-steps 40", None),  # there is a warning of the warm-up
+        ("--minutes 1 --max-steps 20 --decay-steps 40", None),
+    ],
+)
+def test_a_run_that_ends_before_its_schedule_is_noted(flags, noted, tmp_path):
+    given = parse_flags(TrainConfig, [*TINY_FLAGS, *flags.split(), "--out", str(tmp_path)])
+    found = [*notes(resolve(given), run_info().machine, first_step=0, checkpoint_bytes=0)]
+    assert [note.partition(":")[0] for note in found] == ([noted] if noted else [])
 
 
 @pytest.mark.slow

@@ -132,11 +132,16 @@ def describe_recipe(config: TrainConfig) -> str:
 def notes(config: TrainConfig, machine: Machine, first_step: int, checkpoint_bytes: int) -> Iterator[str]:
     """Yields what is worth knowing before the first step."""
     max_steps, decay_steps = config.max_steps, config.decay_steps
-    if config.minutes is None and config.warmup_steps < decay_steps < max_steps and first_step < max_steps:
-        yield (
-            f"from step {decay_steps:,} on, the learning rate stays at its lowest, {config.min_lr:.3g}; "
-            "--decay-steps moves the end of the schedule"
-        )
+    if config.minutes is None and config.warmup_steps < min(decay_steps, max_steps) and first_step < max_steps:
+        advice = f"its lowest, {config.min_lr:.3g}; --decay-steps moves the end of the schedule"
+        if decay_steps < max_steps:
+            yield f"from step {decay_steps:,} on, the learning rate stays at {advice}"
+        elif decay_steps > max_steps:
+            decay = "cosine" if config.schedule == "cosine" else "cooldown"
+            yield (
+                f"the run ends at step {max_steps:,}, but its {decay} at step {decay_steps:,}: the learning rate stays "
+                f"above {advice}"
+            )
     own_tokenizer = config.tokenizer != "gpt2" and not config.init_from  # which only --text can have
     if own_tokenizer and first_step == 0 and machine.hellaswag_every == 0:  # otherwise there is a note from HellaSwag
         yield "only models made with --tokenizer gpt2 can be scored on HellaSwag"
