@@ -410,9 +410,9 @@ def test_weights_that_are_corrupt_or_nan_give_no_score(checkpoint, tmp_path, cap
         ("-m tiny --data items.jsonl --json ./items.jsonl", "items.jsonl exists and has other content"),
         ("-m tiny --split test", "the test split has no labels, so there are no scores"),
         ("-m tiny", "tiny was trained on bytes tokens"),  # before the items are downloaded
-        pytest.param("-m sized --data empty.jsonl", "there are no HellaSwag items in empty.jsonl", marks=needs_gpt2_vocabulary),
+        pytest.param("-m sized --data empty.jsonl", "there are no HellaSwag items in", marks=needs_gpt2_vocabulary),
     ],
-)  # fmt: skip
+)
 def test_bad_flags_and_files_are_user_errors(tiny_model, tmp_path, monkeypatch, capsys, flags, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hellaswag, "download", lambda split: pytest.fail("downloads"))
