@@ -159,7 +159,7 @@ def print_summary(
     Args:
         losses: validation losses of checkpoints.
         before_cooldown: the checkpoint from which a longer run can start.
-        texts: samples, of which the first is shown.
+        texts: samples that continue the run's prompt, of which the first is shown.
     """
     if dist.rank > 0:
         return
@@ -186,7 +186,7 @@ def print_summary(
             lines.append(styled(labelled(name, f"validation loss {loss}"), BOLD))
     lines += [labelled("sample", on_one_line(text)) for text in texts[:1]]
     if checkpoint.is_dir():
-        prompt = ' --prompt "The"' if config.demo else ""
+        prompt = f" --prompt {shlex.quote(run.prompt)}" if texts else ""
         lines.append(f"saved   {checkpoint}")
         lines.append(f"next    python sample.py --model {shlex.quote(str(checkpoint))}{prompt}")  # in one line, to copy
         # if the decay has ended before, a longer run has the same learning rates

@@ -55,7 +55,9 @@ class RunInfo:
         """The text that samples continue: --prompt or, by default with --text, the first words of a held-out line."""
         if self.config.prompt is not None:
             return self.config.prompt
-        return DEFAULT_PROMPT if self.config.text is None else self.data.beginning
+        if self.config.text is not None:
+            return self.data.beginning
+        return "The" if self.config.demo else DEFAULT_PROMPT
 
     @property
     def sizes(self) -> dict[str, int]:
