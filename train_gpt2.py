@@ -763,11 +763,11 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         if not finished:  # a signal, a corrupt shard or a failed save, on any rank
             checkpoints.save_and_exit(state, dist)
     texts: list[str] = []
-    if config.demo:
+    if config.demo or config.text is not None:
         with fsdp.full_weights(eval_model, model), amp:
             generator = devices.seeded_generator(device, config.seed)
             eval_model.eval()
-            texts = sample(eval_model, data.tokenizer, "The", 150, generator, 0.8)
+            texts = sample(eval_model, data.tokenizer, run.prompt, 150, generator, 0.8, n=1)
     print_summary(run, dist, state, checkpoints.validation_losses(), newest_before_cooldown(config.out), texts)
     return state
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from dataclasses import replace
 
 import pytest
 from helpers import losses, run_to_the_end
@@ -12,6 +14,7 @@ from training import ONE_PROCESS, config_of, resumed, trained
 
 from support.cli import UserError
 from support.console.log import read_log
+from support.runtime import clock
 from train_gpt2 import get_lr, train
 
 
@@ -25,6 +28,13 @@ def curves(out):
     for name, points in scalars.items():
         assert len(dict(points)) == len(points), f"a step of {name} twice"
     return {name: dict(points) for name, points in scalars.items()}, events
+
+
+def hyperparameters(events):
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    return HParamsPluginData.FromString(content).session_start_info.hparams
 
 
 def records(path):
@@ -84,12 +94,10 @@ def test_tensorboard_has_curves_samples_and_hyperparameters(byte_shards, tmp_pat
     check_against_the_log(shown, out, config)
     [sample] = events.Tensors("sample/0/text_summary")
     assert sample.step == 8 and sample.tensor_proto.string_val[0].decode().startswith("7 + 5")
+    assert [*shown["final/steps"].values()] == [8]
     [final] = shown["final/loss/val"].values()
     assert final == pytest.approx(losses(out / "log.txt", "val")[-1], abs=1e-4)
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-
-    content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
-    flags_shown = HParamsPluginData.FromString(content).session_start_info.hparams
+    flags_shown = hyperparameters(events)
     assert flags_shown["max_lr"].number_value == config.max_lr and flags_shown["optimizer"].string_value == "adamw"
     assert flags_shown["n_layer"].number_value == 2 and flags_shown["shuffle"].bool_value is False
 
@@ -114,6 +122,22 @@ def test_a_resumed_run_continues_the_same_curves(byte_shards, tmp_path, monkeypa
     assert len(ids) == 1 and {project for project, _ in ids} == {"mine"}
     assert flags_shown["max_lr"] == config.max_lr and flags_shown["n_layer"] == 2
     assert summary["final/loss/train"] == pytest.approx(losses(out / "log.txt")[-1], abs=1e-5)
+
+
+def test_a_timed_run_ends_with_the_steps_that_it_did(byte_shards, tmp_path, monkeypatch):
+    """It has no --max-steps: 6 seconds, of which 4 are kept for the end."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    flags = ["--data", byte_shards, "--out", tmp_path, "--checkpoint-every", 0, "--tensorboard", "--wandb"]
+    config = replace(config_of(*flags), minutes=0.1)
+    monkeypatch.setattr(clock, "STARTED", time.perf_counter())
+    train(config, ONE_PROCESS)
+    steps = len(losses(tmp_path / "log.txt"))
+    shown, events = curves(tmp_path)
+    _, flags_shown, summary, _ = history(tmp_path)
+    assert [*shown["final/steps"].values()] == [steps] == [summary["final/steps"]] and steps > 0
+    for flags in (hyperparameters(events), flags_shown):
+        assert "minutes" in flags and not {"max_steps", "decay_steps", "warmup_steps"} & {*flags}
 
 
 def test_a_run_that_is_started_over_starts_new_curves(byte_shards, tmp_path, monkeypatch):

@@ -81,12 +81,15 @@ def model_card(run: RunInfo, step: int, val: Mapping[int, float], hellaswag: Map
     }
     if config.fork is not None:
         facts["started from"] = f"`{_printable(Path(config.fork).name)}` of another run"
-    # training goes on while a checkpoint is written, so the log may be ahead; at step 0, nothing was trained
+    # Training goes on while a checkpoint is written, so the log may be ahead; at step 0, nothing was trained. What an
+    # earlier process measured may have been of other tokens or items.
     if at := max((n for n in val if n <= step), default=0):
-        per_byte = val[at] / run.data.bytes_per_token
-        facts["validation loss"] = f"{val[at]:.4f} nats per token, {per_byte:.4f} per byte (step {at:,})"
+        per_byte = val[at] / run.bytes_per_token
+        tokens = f", over {run.validated_tokens:,} tokens" if at > run.first_step else ""
+        facts["validation loss"] = f"{val[at]:.4f} nats per token, {per_byte:.4f} per byte{tokens} (step {at:,})"
     if at := max((n for n in hellaswag if n <= step), default=0):
-        facts["HellaSwag"] = f"acc_norm {hellaswag[at]:.4f} (step {at:,})"
+        items = f" of {run.hellaswag_items:,} items" if at > run.first_step else ""
+        facts["HellaSwag"] = f"acc_norm {hellaswag[at]:.4f}{items} (step {at:,})"
     return _CARD.format(
         # JSON is also YAML, and quotes: a name such as "on" or "1e3" stays a string
         metadata="\n".join(f"{name}: {json.dumps(value)}" for name, value in metadata.items() if value),
@@ -105,9 +108,7 @@ def _printable(text: str) -> str:
 
 def _flags(config: TrainConfig, base_name: str | None) -> Iterator[str]:
     """Yields the flags that determine the weights, where they differ from the defaults."""
-    for name, flag in flags_of(type(config)).items():
-        value = base_name if name == "init_from" else getattr(config, name)
-        is_unused = config.minutes is not None and name in ("max_steps", "decay_steps", "warmup_steps")
+    for name, value in (config.used_flags() | {"init_from": base_name}).items():
         is_option = name in RunOptions.__dataclass_fields__ and name != "minutes"
-        if not is_option and not is_unused and value != flag.default:
+        if not is_option and value != flags_of(type(config))[name].default:
             yield flag_words(name, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,9 +39,22 @@ class RunInfo:
         """The first step of this process."""
         return self.checkpoint.step if self.checkpoint else 0
 
+    @functools.cached_property
+    def validated_tokens(self) -> int:
+        """The number of tokens of a validation."""
+        return sum(map(len, self.data.targets(self.config.block_size, self.config.val_tokens)))
+
+    @functools.cached_property
+    def bytes_per_token(self) -> float:
+        """Average bytes of text per validated token, which convert nats per token to nats per byte."""
+        targets = self.data.targets(self.config.block_size, self.config.val_tokens)
+        return sum(map(self.data.tokenizer.count_bytes, targets)) / self.validated_tokens
+
     @property
     def prompt(self) -> str:
         """The text that samples continue: --prompt or, by default with --text, the first words of a held-out line."""
         if self.config.prompt is not None:
             return self.config.prompt
-        return DEFAULT_PROMPT if self.config.text is None else self.data.beginning
+        if self.config.text is not None:
+            return self.data.beginning
+        return "The" if self.config.demo else DEFAULT_PROMPT
