@@ -87,7 +87,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = self.c_attn(x).split(C, dim=2)  # (B, T, C) each
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
         if cache:
-            k, v = cache.append(self, k, v)  # with those of earlier tokens
+            k, v = cache.append(self, k, v)  # with those of all earlier tokens, to which a single new one may attend
         # softmax(q @ k.mT / sqrt(hs) with the future masked) @ v, in one kernel that never stores the (T, T) matrix
         p = self.dropout.p if self.training else 0.0  # dropout of the attention weights
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=T > 1)  # (B, nh, T, hs)
