@@ -219,3 +219,4 @@ def test_errors_end_all_ranks_with_one_message(tmp_path):
     done = run_script("train_gpt2.py", "--data", "nowhere", "--device", "cpu", cwd=tmp_path, torchrun=2)
     assert done.returncode == 1  # torchrun's own
     assert done.stderr.count("error: no train shards in nowhere.") == 1 and 'train_gpt2.py", line' not in done.stderr
+    assert any("no train shards in nowhere." in line for line in done.stderr.splitlines()[-3:])  # of torchrun's report
