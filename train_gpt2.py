@@ -730,7 +730,8 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
 
     clock = Clock(config.minutes, state.seconds, state.progress)
     finished = False
-    with folder_lock, stop, logger, checkpoints:  # closed in reverse: the log is complete before the folder is free
+    lost = report_lost_processes(checkpoints.how_to_go_on)
+    with folder_lock, stop, logger, checkpoints, lost:  # closed in reverse: the log ends before the folder is free
         while not stop.agreed:
             if due := logger.evaluations_due(state):
                 with clock.evaluating(), fsdp.full_weights(eval_model, model):  # without FSDP, both are the same model

@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from helpers import losses, run_to_the_end
+from helpers import losses, run_to_the_end, wait_for
 from test_resume import Killed, kill_before_step
 from training import ONE_PROCESS, config_of, resumed, trained
 
@@ -40,12 +40,14 @@ def hyperparameters(events):
 def records(path):
     """The records of a .wandb file: a header of 7 bytes, then the format of LevelDB's log, blocks of 32 kB."""
     content, position, record = path.read_bytes(), 7, b""
-    assert content[:4] == b":W&B"
+    assert content[:4] in (b":W&B", b"")
     while position + 7 <= len(content):
         if (left := 32768 - position % 32768) < 7:
             position += left
             continue
         size, kind = int.from_bytes(content[position + 4 : position + 6], "little"), content[position + 6]
+        if position + 7 + size > len(content):  # it is just being written
+            return
         record += content[position + 7 : position + 7 + size]
         position += 7 + size
         if kind in (1, 4):  # a complete record, or the last part of one
@@ -54,7 +56,15 @@ def records(path):
 
 
 def history(out):
-    """The values in wandb's offline files, {name: {step: value}}, the configuration, the final values, the ids."""
+    """The values in wandb's offline files, {name: {step: value}}, the configuration, the final values, the ids.
+
+    wandb's process may write them a moment after the run.
+    """
+    assert wait_for(lambda: "final/loss/train" in _history(out)[2])
+    return _history(out)
+
+
+def _history(out):
     from wandb.proto import wandb_internal_pb2
 
     found, config, summary, ids = {}, {}, {}, set()

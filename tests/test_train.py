@@ -16,7 +16,7 @@ from helpers import (
     run_script,
 )
 from torch.nn import functional as F
-from training import FP32, ONE_PROCESS, config_of, configure, forked, run_info, trained
+from training import FP32, ONE_PROCESS, TINY, config_of, configure, forked, run_info, trained
 
 import train_gpt2
 from support.cli import UserError, parse_flags, run_cli
@@ -28,7 +28,7 @@ from support.data.make_shards import make_shards
 from support.data.text_files import Documents
 from support.runtime.machine import Machine
 from support.runtime.signals import StopHandler
-from train_gpt2 import DataLoaderLite, TrainConfig, resolve, train, validation_loss
+from train_gpt2 import GPT, DataLoaderLite, TrainConfig, resolve, train, validation_loss
 
 # ---- evaluation
 
@@ -74,6 +74,16 @@ def test_losses_per_byte_are_of_the_validated_tokens(tmp_path, capsys):
     for text in (card, output):
         assert f"{loss:.4f} nats per token, {loss / per_token:.4f} per byte" in text
     assert "per byte, over 2,000 tokens (step 2)" in card
+
+
+def test_the_logged_norm_is_that_before_clipping(byte_shards, tmp_path):
+    """The norm of the gradient of the 16 rows of a step, in one batch."""
+    trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 1, "--grad-clip", 0.01)
+    torch.manual_seed(1337)
+    model, tokens = GPT(TINY), torch.from_numpy(np.load(sorted(byte_shards.glob("*_train_*.npy"))[0]).astype(np.int64))
+    model(tokens[:256].view(16, 16), tokens[1:257].view(16, 16))[1].backward()
+    expected = math.sqrt(sum(parameter.grad.square().sum().item() for parameter in model.parameters()))
+    assert expected > 0.1 and losses(tmp_path / "run" / "log.txt", "norm") == [pytest.approx(expected, rel=1e-4)]
 
 
 # ---- shards of other tools, HellaSwag, other starting points
@@ -219,3 +229,4 @@ def test_errors_end_all_ranks_with_one_message(tmp_path):
     done = run_script("train_gpt2.py", "--data", "nowhere", "--device", "cpu", cwd=tmp_path, torchrun=2)
     assert done.returncode == 1  # torchrun's own
     assert done.stderr.count("error: no train shards in nowhere.") == 1 and 'train_gpt2.py", line' not in done.stderr
+    assert any("no train shards in nowhere." in line for line in done.stderr.splitlines()[-3:])  # of torchrun's report

@@ -278,6 +278,8 @@ def _write_all(
         raise UserError(f"there is no text in {corpus.name}. Use other files, or another data set.")
     in_order = val_fraction is None and first_tokens > shard_size
     shards = _in_order(parts, shard_size) if in_order else _split(folder, parts, shard_size, val_fraction)
+    if in_order and manifest["tokenizer"] == "bpe" and not manifest["settings"].get("tokenizer_from"):
+        print_lines("note: the tokenizer was trained on the beginning of the text, which is in the validation shard")
     listed = {entry["file"]: entry for entry in manifest["shards"]}
     if listed:
         tokens = sum(entry["tokens"] for entry in listed.values())
