@@ -1,15 +1,15 @@
 """Changes the code at random, one operator or constant at a time, and counts the changes that a test finds.
 
     pip install cosmic-ray
-    python benchmarks/mutate.py                                # 60 mutations: hours
+    python benchmarks/mutate.py --seed 55                # 60 mutations: hours
+    python benchmarks/mutate.py --seed 55 --only 3       # one of them again
     python benchmarks/mutate.py --mutations 6 --seed 7
-    python benchmarks/mutate.py --mutations 6 --seed 7 --only 3
 
-Cosmic Ray knows what can be changed: operators, constants, conditions, loops, decorators, exceptions. At each place of a
-random sample, one of its mutations is made, in a copy of the tracked files. Left out are annotations, f-strings (messages,
-nearly all of them), what does not compile, and == instead of `is`. A mutation is found if a test fails among the others and
-again by itself: the module's own tests run first, the slow ones last. In the end, all tests that have found one must pass
-without mutations. A mutation that lives is printed: it lacks a test, or changes nothing that a CPU can show.
+Cosmic Ray knows what can be changed: operators, constants, conditions, loops, decorators, exceptions. One of its mutations
+is made at each place of a random sample, in a copy of the tracked files. Annotations are left out, and f-strings (most are
+messages), and mutations that do not compile or that only exchange == and `is`. A mutation is found if a test fails, and
+fails again by itself: first the module's own tests run, and the slow ones last. In the end, all tests that have found one
+must pass without mutations. A mutation that lived is printed: it needs a test, or changes nothing that a CPU can show.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ OWN_TESTS = {"train_gpt2": "model loader recipe train", "start": "fork distribut
 IDENTITY = re.compile("(Eq_Is|Is_Eq|NotEq_IsNot|IsNot_NotEq)$")
 MARK = ("MUTATE_PY", str(os.getpid()))  # in the environment of all processes of the tests
 
-Place = tuple[Path, tuple[int, int], tuple[int, int]]  # a file, and line and column of beginning and end
+Place = tuple[Path, tuple[int, int], tuple[int, int]]  # a file, and line and column of both ends
 
 
 def left_out(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Where annotations, f-strings and the imports for annotations begin and end."""
     nodes: list[ast.AST | None] = []
     for node in ast.walk(ast.parse(source)):
         nodes += [getattr(node, "annotation", None), getattr(node, "returns", None)]
@@ -89,10 +90,12 @@ def copy_tree(folder: Path) -> None:
 def failing_test(folder: Path, seconds: float, *arguments: str) -> str | None:
     """The first test that fails in a copy of the tree; None if all pass."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments]
+    environment = os.environ | dict([MARK])
     with tempfile.TemporaryFile() as output:
         try:
-            options = dict(stdout=output, stderr=subprocess.STDOUT, timeout=seconds)
-            code = subprocess.run(command, cwd=folder, env=os.environ | dict([MARK]), **options).returncode
+            code = subprocess.run(
+                command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=seconds
+            ).returncode
         finally:
             kill_processes("=".join(MARK))
         output.seek(0)
@@ -107,8 +110,8 @@ def find_test(folder: Path, path: Path) -> str | None:
     """The test that finds the mutation of a module in a copy of the tree; None if it lives."""
     own = [f"tests/test_{name}.py" for name in OWN_TESTS.get(path.stem, path.stem).split()]
     others = [f"--ignore={name}" for name in own]
-    for seconds, *tests in ((900, "-m", "not slow", *own), (2400, "-m", "not slow", *others), (3600, "-m", "slow")):
-        while test := failing_test(folder, seconds, *tests):
+    for seconds, tests in (900, ["not slow", *own]), (2400, ["not slow", *others]), (3600, ["slow"]):
+        while test := failing_test(folder, seconds, "-m", *tests):
             if failing_test(folder, seconds, "-n", "0", test):
                 return test
             tests += ["--deselect", test]  # it fails only sometimes
