@@ -34,7 +34,8 @@ from cosmic_ray.plugins import get_operator, operator_names
 from harness import ROOT, kill_processes
 
 FILES = ("train_gpt2.py", "hellaswag.py", "support/data/shards.py", "support/checkpoints/*.py", "support/optim/*.py")
-OWN_TESTS = {"train_gpt2": "model loader recipe train", "start": "fork distributed"}  # the others' have their names
+# names of test files, where they are not test_<module>.py
+OWN_TESTS = {"train_gpt2": "model loader recipe train", "start": "fork distributed", "resume": "resume fork"}
 IDENTITY = re.compile("(Eq_Is|Is_Eq|NotEq_IsNot|IsNot_NotEq)$")
 MARK = ("MUTATE_PY", str(os.getpid()))  # in the environment of all processes of the tests
 
