@@ -17,7 +17,7 @@ from support.data.shards import TokenData
 from support.data.tokenizer import VOCAB_SIZES, Tokenizer, get_tokenizer, tokenizer_name
 from support.runtime.distributed import Distributed
 from support.runtime.memory import check_training_fits
-from support.runtime.options import PLAN_FLAGS, STEP_FLAGS
+from support.runtime.options import PLAN_FLAGS
 from support.runtime.preflight import check_checkpoints_agree
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def gather_flags(
 def _check_length(flags: Mapping[str, Any], cli_flags: Mapping[str, Any]) -> None:
     """Raises a UserError if flags count the steps of a run of --minutes, one line for each."""
     if flags.get("minutes"):
-        counted = [flag_name(name) for name in STEP_FLAGS if name in cli_flags]
+        counted = [flag_name(name) for name in ("max_steps", "decay_steps", "warmup_steps") if name in cli_flags]
         why = f"counts steps, and this run has --minutes {flags['minutes']:g}. Leave it out, or use --max-steps alone."
         if counted:
             raise UserError(*(f"{flag} {why}" for flag in counted))
