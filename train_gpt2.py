@@ -47,7 +47,7 @@ from support.optim.loss import chunked_cross_entropy
 from support.optim.muon import Muon
 from support.runtime import batch_size, budget, devices, fsdp, memory, plan, preflight
 from support.runtime.clock import Clock
-from support.runtime.distributed import ONE_PROCESS, STEP_TIMEOUT, Distributed, report_lost_processes
+from support.runtime.distributed import LONG_TIMEOUT, ONE_PROCESS, STEP_TIMEOUT, Distributed, report_lost_processes
 from support.runtime.kv_cache import KVCache
 from support.runtime.machine import Machine
 from support.runtime.options import RunOptions, check_consistent
@@ -703,7 +703,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     loader.seek(state.step)
     val_loader = DataLoaderLite(data.val, B, T, vocab_size, dist) if data.val else None
     run = RunInfo(config, machine, data, identity, model, checkpoint, len(examples))
-    folder_lock = run_folder.lock_folder(run, dist)  # from here on, --out is written
+    folder_lock = run_folder.lock_folder(run, dist)  # from here on, the run is written to --out
     stop = StopHandler(dist.world_size)  # requested: a signal or an error on this rank. agreed: all ranks know and stop
     logger = RunLogger(run, dist, state)  # log.txt, starts.jsonl, curves.png, trackers, and the console
     checkpoints = CheckpointManager(run, stop, logger.sync, rank)  # writes in a thread, after the log is on the disk
@@ -743,6 +743,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
                 state.seconds = clock.seconds()  # with the evaluation
                 checkpoints.save(state, final=finished)
             if finished:
+                dist.set_timeout(LONG_TIMEOUT)  # the others wait until rank 0 has written
                 break
             lr = get_lr(state.step, config, state.progress)
             for group in optimizer.param_groups:

@@ -369,8 +369,7 @@ def _print_errors(*problems: str) -> None:
 def _tell_torchrun(text: str) -> None:
     """Lets torchrun, if it started us, repeat the text at the end of its report, which fills a screen."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        # Dated back: at the end is the earliest failure, and a process that was killed has no text.
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()) - 60)}
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
         path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
         partial = path.with_suffix(".partial")  # a full disk may cut it off, and torchrun could not read that
         partial.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))

@@ -43,7 +43,7 @@ from support.files import check_free_space, read_json, sha256_of, write_json
 SHARD_SIZE = 10**8  # tokens
 VAL_FRACTION = 0.1  # is held out of a corpus that fits into one shard
 MAX_CUT_ERROR = 0.1  # fraction of the validation tokens; beyond it, --split-documents cuts inside a document
-MAX_BYTES_PER_TOKEN = {"gpt2": 5, "bpe": 2, "bytes": 1}  # average bytes of text per token, at most
+MAX_BYTES_PER_TOKEN = {"gpt2": 5, "bpe": 5, "bytes": 1}  # average bytes of text per token, at most
 BLOCK = 1 << 23  # tokens that are read at a time
 
 Tokens: TypeAlias = npt.NDArray[np.uint16]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 QUARTERS = "each quarter of the run with --minutes or --text"  # in the help of intervals
 DEFAULT_PROMPT = "Hello, I'm a language model,"
 # What the shards were made from. A resumed run keeps its shards, so it must not name a different source.
-SOURCE_FLAGS = {"text", "text_field", "tokenizer"}
+SOURCE_FLAGS = {"demo", "text", "text_field", "tokenizer"}
 START_FLAGS = {"resume", "profile"}  # flags of one start, not of the run
 STEP_FLAGS = ("max_steps", "decay_steps", "warmup_steps")  # a run of --minutes does not use them
 # Flags of --plan, which ends before a run.
