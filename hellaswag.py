@@ -50,6 +50,7 @@ from support.data.download import download as download_file
 from support.data.tokenizer import Tokenizer, tokenizer_of_model
 from support.runtime import devices
 from support.runtime.distributed import Distributed
+from support.runtime.run_info import GPT2_FIELDS
 from support.runtime.signals import StopHandler
 
 if TYPE_CHECKING:
@@ -615,7 +616,7 @@ def load_model(directory: Path, device: torch.device) -> ScoringModel:
     Raises:
         UserError: the files are corrupt.
     """
-    if huggingface.read_config(directory).keys() - huggingface.GPT2_FIELDS:
+    if huggingface.read_config(directory).keys() - GPT2_FIELDS:
         from train_gpt2 import GPT  # here, as it imports this module
 
         model = GPT.from_pretrained(directory, verify=False).to(device).eval()

@@ -534,7 +534,8 @@ def initial_model(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Checkpo
     else:
         model = GPT.from_pretrained(source, config.dropout, verify=False)  # its checksums were compared already
         start.check_pretrained(source, model.config.vocab_size, model.config.block_size, tokenizer, config)
-        model.crop(config.block_size)
+        if config.block_size < model.config.block_size:
+            model.crop(config.block_size)
     if config.lora_rank:
         lora.add_adapter(model, config.lora_rank, config.lora_alpha, config.seed, path)
     return model

@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from support.checkpoints import huggingface
 from support.checkpoints.directory import step_of
 from support.cli import flag_words, flags_of
 from support.data.hub import FINEWEB_PREFIXES
 from support.runtime.options import RunOptions
-from support.runtime.run_info import RunInfo
+from support.runtime.run_info import RunInfo, options_of
 
 if TYPE_CHECKING:
     from train_gpt2 import TrainConfig
@@ -28,9 +27,9 @@ _CARD = """---
 {metadata}
 ---
 
-# GPT-2
+# {name}
 
-A GPT-2, {origin} with `train_gpt2.py`. It continues text; it was not trained to follow instructions.
+A {name}, {origin} with `train_gpt2.py`. It continues text; it was not trained to follow instructions.
 
 {facts}
 
@@ -53,13 +52,13 @@ from transformers import pipeline
 
 pipeline("text-generation", model="NAME")("Once upon a time", max_new_tokens=32)
 ```"""
-_WITH_OPTIONS = "GPT-2 has no {options}, so transformers cannot open this model; the trainer that made it can:"
+_WITH_OPTIONS = "Only the trainer that made this model can open it, since it is not a GPT-2:"
 
 
 def model_card(run: RunInfo, step: int, val: Mapping[int, float], hellaswag: Mapping[int, float]) -> str:
     """Returns the card for the checkpoint of `step`; `val` and `hellaswag` are the values in the log, by step."""
     config, base, source = run.config, run.config.init_from, run.identity["source"] or ""
-    options = huggingface.options_of(run.model.config)
+    options = ", ".join(f"{option} {value}" for option, value in options_of(run.model.config).items())
     on_hub = base is not None and not Path(base).exists() and step_of(Path(base)) < 0 and _HUB_NAME.fullmatch(base)
     base_name = base if on_hub or base is None else _printable(Path(base).name)
     metadata = {
@@ -93,7 +92,8 @@ def model_card(run: RunInfo, step: int, val: Mapping[int, float], hellaswag: Map
     return _CARD.format(
         # JSON is also YAML, and quotes: a name such as "on" or "1e3" stays a string
         metadata="\n".join(f"{name}: {json.dumps(value)}" for name, value in metadata.items() if value),
-        usage=_WITH_OPTIONS.format(options=" and ".join(options)) if options else _WITH_TRANSFORMERS,
+        name=f"GPT-2 with {options}" if options else "GPT-2",
+        usage=_WITH_OPTIONS if options else _WITH_TRANSFORMERS,
         origin="trained from random weights" if base is None else f"fine-tuned from `{base_name}`",
         facts="\n".join(f"- **{name}**: {fact}" for name, fact in facts.items()),
         command=" \\\n  ".join(["python train_gpt2.py", *_flags(config, base_name)]),

@@ -23,7 +23,7 @@ from support.files import format_bytes
 from support.runtime import devices, memory
 from support.runtime.distributed import Distributed
 from support.runtime.options import changed_flags
-from support.runtime.run_info import RunInfo, checkpoint_path
+from support.runtime.run_info import RunInfo, checkpoint_path, options_of
 from support.startup import STARTED
 
 if TYPE_CHECKING:
@@ -56,13 +56,14 @@ def print_header(run: RunInfo, dist: Distributed, loader: DataLoaderLite) -> Non
     device += [f"{machine.attention} attention"] if dist.device.type == "cuda" else []
     parameters = sum(p.numel() for p in run.model.parameters())
     trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+    options = "".join(f", {name} {value}" for name, value in options_of(run.model.config).items())
     facts = [
         ("device", ", ".join([*device, f"torch {torch.__version__}; train_gpt2.py {__version__}"])),
         (
             "model",
             f"{parameters:,} parameters{f' ({trained:,} trained)' if trained < parameters else ''}: "
             f"{pluralize(config.n_layer, 'layer')}, {pluralize(config.n_head, 'head')}, "
-            f"{pluralize(config.n_embd, 'channel')}, context {T}",
+            f"{pluralize(config.n_embd, 'channel')}, context {T}{options}",
         ),
         (
             "data",
@@ -199,9 +200,8 @@ def print_summary(
             names = (f"{out}_longer{n}" for n in ("", *map("_{}".format, range(2, 1000))))
             new = next(name for name in names if not Path(name).exists())
             lines.append(f"longer  {command} --out {shlex.quote(new)} {more}")
-    demos = sorted(
-        path for path in Path().glob("log_demo*") if re.fullmatch(r"log_demo(_\d+)?", path.name) and config.demo
-    )
+    is_demo = config.demo and config.fork is None
+    demos = sorted(path for path in Path().glob("log_demo*") if is_demo and re.fullmatch(r"log_demo(_\d+)?", path.name))
     if others := [str(folder) for folder in demos if folder.resolve() != out.resolve()]:
         lines.append(labelled("note", f"earlier demos are kept until you remove them: rm -r {' '.join(others)}"))
     print_lines("\n" + "\n".join(lines))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from support.data.shards import DataIdentity, TokenData
 from support.runtime.options import DEFAULT_PROMPT
@@ -14,7 +14,16 @@ from support.runtime.options import DEFAULT_PROMPT
 if TYPE_CHECKING:
     from support.checkpoints.state import Checkpoint
     from support.runtime.machine import Machine
-    from train_gpt2 import GPT, TrainConfig
+    from train_gpt2 import GPT, GPTConfig, TrainConfig
+
+
+GPT2_FIELDS = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd", "bias", "dropout"}  # fields of GPTConfig
+
+
+def options_of(config: GPTConfig) -> dict[str, Any]:
+    """Returns the fields by which a model is not a GPT-2: added ones that do not have their default."""
+    added = [field for field in fields(config) if field.name not in GPT2_FIELDS]
+    return {field.name: value for field in added if (value := getattr(config, field.name)) != field.default}
 
 
 def checkpoint_path(out: str | os.PathLike[str], step: int) -> Path:
