@@ -117,7 +117,10 @@ def test_the_last_lines_after_a_lost_process_say_how_to_go_on(byte_shards, tmp_p
     os.kill(first if rank == 0 else sum(ranks) - first, signal.SIGKILL)
     assert process.wait(60) == 1
     lines = (tmp_path / "torchrun.txt").read_text().splitlines()
-    name, command = newest_checkpoint(out).name, "torchrun ... train_gpt2.py --resume --out run"
+    name, command = (
+        newest_checkpoint(out).name,
+        "torchrun --standalone --nproc_per_node=2 train_gpt2.py --resume auto --out run",
+    )
     hint = f' of this run. See the messages of all processes. The newest checkpoint is run/{name}. Continue with "{command}".'
     assert sum(line.startswith("error: rank") and line.endswith(hint) for line in lines) == 1
     assert any(line.endswith(hint) for line in lines[-20:])  # on the screen

@@ -56,6 +56,8 @@ def test_evaluations_cost_a_third_of_the_training_of_their_tokens(capsys):
     assert float(cost) == pytest.approx(float(hours) + float(more), abs=0.02)
     main("--plan --max-steps 500 --val-every 0 --hellaswag-every 200".split())
     assert "0 validations and 4 HellaSwag scores" in printed(capsys)
+    main("--plan --minutes 200".split())
+    assert "for 5 validations and 5 HellaSwag scores" in printed(capsys)
     main("--plan --demo".split())
     assert " 0 HellaSwag scores" in printed(capsys)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import threading
 from collections.abc import Callable, Iterator
@@ -34,6 +35,16 @@ from support.runtime.run_info import RunInfo, checkpoint_path
 from support.runtime.signals import StopHandler
 
 HOW_TO_GO_ON = "Fix this, then rerun with --resume auto."
+
+
+def launcher(world_size: int) -> str:
+    """Returns how to start as many processes again; of torchrun's flags for several nodes, only the user knows all."""
+    if world_size == 1:
+        return "python"
+    if os.environ.get("LOCAL_WORLD_SIZE") != str(world_size):
+        return "torchrun ..."
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    return f"torchrun --standalone --nproc_per_node={world_size}" + (f" --max-restarts={restarts}" * (restarts != "0"))
 
 
 class CheckpointManager:
@@ -132,14 +143,14 @@ class CheckpointManager:
         self.wait()
         checkpoints = list_checkpoints(self.out)  # only rank 0 knows what it has saved
         if not checkpoints:
-            return "There is no checkpoint yet."
-        launcher = "python" if self.stop.world_size == 1 else "torchrun ..."  # its flags are not known here
-        command = f"{launcher} train_gpt2.py --resume --out {shlex.quote(str(self.out))}"
+            return "There is no checkpoint yet: the same command starts the run over."
+        command = f"{launcher(self.stop.world_size)} train_gpt2.py --resume auto --out {shlex.quote(str(self.out))}"
         return f"The newest checkpoint is {checkpoints[-1]}.{then.format(command)}"
 
     def how_to_go_on(self) -> str:
-        """Says the same in one line."""
-        return self.describe_newest(' Continue with "{}".')
+        """Says it in one line, unless torchrun goes on by itself."""
+        restarts, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+        return "torchrun restarts the run." if restarts < most else self.describe_newest(' Continue with "{}".')
 
     def validation_losses(self) -> dict[Path, float]:
         """Returns the known validation losses of the checkpoints in the run's folder."""

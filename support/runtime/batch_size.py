@@ -32,7 +32,7 @@ def rows_per_rank(total_batch_size: int, T: int, world_size: int) -> int:
         near = " or ".join(str(n * unit) for n in (total_batch_size // unit, total_batch_size // unit + 1) if n > 0)
         raise UserError(
             f"--total-batch-size {total_batch_size} is not a multiple of {unit}, the context of {T} tokens times "
-            f"{world_size} processes. Use {near}."
+            f"{world_size} processes. Use {near}" + (", or another number of processes." if world_size > 1 else ".")
         )
     return total_batch_size // unit
 

@@ -96,9 +96,12 @@ def evaluations(config: TrainConfig, vocab_size: int) -> tuple[int, int, int]:
     """Returns the number of validations, that of HellaSwag scores, and the tokens of their forward passes."""
 
     def times(every: int | None) -> int:
+        if every is None:  # at each quarter of --minutes
+            return 5
         return -(-config.max_steps // every) + 1 if every else 0  # with the one after the last step
 
-    hellaswag_every = 250 if config.hellaswag_every is None else config.hellaswag_every
+    often = None if config.minutes else 250
+    hellaswag_every = often if config.hellaswag_every is None else config.hellaswag_every
     validations, scores = times(config.val_every), times(hellaswag_every)
     scores = scores if vocab_size == VOCAB_SIZES["gpt2"] else 0  # it is defined on GPT-2's tokens
     items = min(config.hellaswag_limit or HELLASWAG_ITEMS, HELLASWAG_ITEMS)
