@@ -14,6 +14,7 @@ from support import startup
 if __name__ == "__main__":
     startup.prepare()  # comes first: the imports take seconds
 
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,11 +23,11 @@ from typing import Any
 
 from support.cli import UserError, flag, flag_name, parse_flags, run_cli
 from support.console.curves import AXES, Run, compares_per_byte, draw_runs, read_run, save, short_count
-from support.console.terminal import on_one_line
+from support.console.terminal import WIDTH, on_one_line
 from support.files import check_output_file
 
 IGNORED_FLAGS = {"out", "resume", "fork", "profile"}
-UNKNOWN = "-"
+UNKNOWN, GAP = "-", "  "
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_output_file(Path(args.output), "-o", "\ufffdPNG")
     runs = read_runs(args.runs)
     labels = label_runs(runs)
-    if len(runs) > 1:
-        print_differences(labels, runs)
-    print_columns([("run", *labels), *results(runs)])
+    lines = describe(labels, runs)
+    if max(map(len, lines)) > WIDTH:  # long names come first, and the tables have their numbers
+        names = [textwrap.fill(f"{n}  {name}", WIDTH, subsequent_indent="   ") for n, name in enumerate(labels, 1)]
+        lines = [*names, "", *describe([str(n) for n in range(1, len(runs) + 1)], runs)]
+    print("\n".join(lines))
     draw(labels, runs, args.x, Path(args.output))
     print(f"\nsaved {args.output}", flush=True)
 
@@ -102,25 +105,31 @@ def draw(labels: Sequence[str], runs: Sequence[Run], axis: str, path: Path) -> N
         raise UserError(f"cannot draw {path} ({error}). Check the disk, and matplotlib's settings.") from error
 
 
-def print_differences(labels: Sequence[str], runs: Sequence[Run]) -> None:
-    """Prints the flags that are not the same in all runs, and what else makes their losses differ."""
+def describe(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:
+    """Returns the lines that compare the runs: the flags that differ, and the table of results."""
+    table = format_columns([("run", *labels), *results(runs)])
+    return [*differences(labels, runs), "", *table] if len(runs) > 1 else table
+
+
+def differences(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:
+    """Describes the flags that are not the same in all runs, and what else makes their losses differ."""
     names = dict.fromkeys(name for run in runs for name in run.flags if name not in IGNORED_FLAGS)
     values = {name: [run.flags.get(name) for run in runs] for name in names}
     different = [name for name in names if any(value != values[name][0] for value in values[name])]
+    lines = ["The runs have the same flags."]
     if different:
-        rows = [(flag_name(name), *(_show(value) for value in values[name])) for name in different]
-        print_columns(list(zip(*[("flag", *labels), *rows], strict=True)))
-    else:
-        print("The runs have the same flags.")
+        width = max(8, (WIDTH - max(map(len, map(flag_name, different)))) // len(runs) - len(GAP))
+        rows = [(flag_name(name), *(_show(value, width) for value in values[name])) for name in different]
+        lines = format_columns(list(zip(*[("flag", *labels), *rows], strict=True)))
     if any(run.start["data"]["val"] != runs[0].start["data"]["val"] for run in runs):
-        print("note: the runs have different validation data.")
-    print()
+        lines.append("note: the runs have different validation data.")
+    return lines
 
 
 def results(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     """Returns the columns of the table, each with its title; what no run has measured is left out.
 
-    Losses are per byte if tokens differ in length. With names of up to ten characters, a line has at most 80 columns.
+    Losses are per byte if the tokenizers differ. With names of up to ten characters, a line has at most 80 columns.
     """
     per_byte, rows = compares_per_byte(runs), list[dict[str, str]]()
     for run in runs:
@@ -142,17 +151,20 @@ def results(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     return [(title, *(row.get(title, UNKNOWN) for row in rows)) for title in titles]
 
 
-def print_columns(columns: Sequence[Sequence[str]]) -> None:
-    """Prints columns of text, which may come from a stranger's files: the first one flush left, the others flush right."""
+def format_columns(columns: Sequence[Sequence[str]]) -> list[str]:
+    """Returns lines of columns, whose text may come from a stranger's files: the first one flush left, the others right."""
     columns = [[on_one_line(cell) for cell in column] for column in columns]
-    widths = [max(map(len, column)) for column in columns]
+    widths, lines = [max(map(len, column)) for column in columns], []
     for first, *others in zip(*columns, strict=True):
         cells = [f"{first:{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))]
-        print("  ".join(cells).rstrip())
+        lines.append(GAP.join(cells).rstrip())
+    return lines
 
 
-def _show(value: Any) -> str:
-    return UNKNOWN if value is None else f"{value:g}" if type(value) is float else str(value)
+def _show(value: Any, width: int) -> str:
+    """Formats the value of a flag; what is longer than `width` loses its middle."""
+    text = UNKNOWN if value is None else f"{value:g}" if type(value) is float else str(value)
+    return text if len(text) <= width else f"{text[: width // 2 - 1]}..{text[-((width - 1) // 2) :]}"
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ from support.data.download import download as download_file
 from support.data.tokenizer import Tokenizer, tokenizer_of_model
 from support.runtime import devices
 from support.runtime.distributed import Distributed
+from support.runtime.run_info import GPT2_FIELDS
 from support.runtime.signals import StopHandler
 
 if TYPE_CHECKING:
@@ -519,10 +520,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = torch.device(devices.pick_device_type(args.device))
     dtype = devices.DTYPES[devices.pick_dtype(args.dtype, device)]
     directory = huggingface.find_model(args.model)
+    tokenizer = load_tokenizer(directory)  # refuses a model before the items are downloaded
     items = load(args.data or download(args.split or "val"), args.limit, args.style)
     if items[0].label is None and not args.json:
         raise UserError("the items have no labels, so there are no scores. Give a file for the losses with --json.")
-    model, tokenizer = load_model(directory, device)
+    model = load_model(directory, device)
     examples = [render(item, tokenizer, args.style) for item in items]
     start = time.perf_counter()
     with devices.autocast(device, dtype):
@@ -593,27 +595,35 @@ def parse_arguments(argv: Sequence[str] | None) -> Arguments:
     return args
 
 
-def load_model(directory: Path, device: torch.device) -> tuple[ScoringModel, Tokenizer]:
-    """Loads a checkpoint in fp32, and its tokenizer: into Hugging Face's own GPT-2, or ours if it has options.
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """Returns the tokenizer of a model.
 
     Raises:
-        UserError: the files are corrupt, or the tokenizer is not GPT-2's, on which HellaSwag's scores are defined.
+        UserError: it is not GPT-2's, on which HellaSwag's scores are defined, or the model is not a GPT-2.
     """
-    config = huggingface.read_config(directory)
-    tokenizer = tokenizer_of_model(directory, config["vocab_size"])
+    tokenizer = tokenizer_of_model(directory, huggingface.read_config(directory)["vocab_size"])
     if tokenizer.name != "gpt2":
         raise UserError(
             f"{directory} was trained on {tokenizer.name} tokens, but HellaSwag's scores are defined on GPT-2 tokens. "
             "Train with --tokenizer gpt2."
         )
-    if config.keys() - huggingface.GPT2_FIELDS:
+    return tokenizer
+
+
+def load_model(directory: Path, device: torch.device) -> ScoringModel:
+    """Loads a checkpoint in fp32: into Hugging Face's own GPT-2 or, if it has options that GPT-2 lacks, into ours.
+
+    Raises:
+        UserError: the files are corrupt.
+    """
+    if huggingface.read_config(directory).keys() - GPT2_FIELDS:
         from train_gpt2 import GPT  # here, as it imports this module
 
         model = GPT.from_pretrained(directory, verify=False).to(device).eval()
-        return ScoringModel(model.transformer, model.logits, model.config.block_size, device), tokenizer
+        return ScoringModel(model.transformer, model.logits, model.config.block_size, device)
     hf_model = huggingface.load_hf_model(directory)
     hf_model.to(device)  # type: ignore[arg-type]  # transformers decorates `to` in a way that mypy misreads
-    return from_huggingface(hf_model), tokenizer
+    return from_huggingface(hf_model)
 
 
 def from_huggingface(model: GPT2LMHeadModel) -> ScoringModel:

@@ -30,9 +30,10 @@ from support.cli import UserError, flag, parse_flags, run_cli
 from support.data.tokenizer import END_OF_TEXT, Tokenizer, tokenizer_of_model
 from support.runtime import devices
 from support.runtime.kv_cache import KVCache
+from support.runtime.options import DEFAULT_PROMPT
 from train_gpt2 import GPT, GPTConfig, next_token_probs
 
-DEFAULT_PROMPT, DEFAULT_NUM_TEXTS = "Hello, I'm a language model,", 4
+DEFAULT_NUM_TEXTS = 4
 MAX_BATCH = 64  # texts generated at a time
 MAX_CACHE_BYTES = 2 << 30  # most bytes in the KV cache; beyond, fewer texts are generated at a time
 MAX_PROMPT_CHARS = 1 << 20  # far more than a context takes: what is piped may have no end

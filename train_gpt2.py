@@ -47,7 +47,7 @@ from support.optim.loss import chunked_cross_entropy
 from support.optim.muon import Muon
 from support.runtime import batch_size, budget, devices, fsdp, memory, plan, preflight
 from support.runtime.clock import Clock
-from support.runtime.distributed import ONE_PROCESS, STEP_TIMEOUT, Distributed, report_lost_processes
+from support.runtime.distributed import LONG_TIMEOUT, ONE_PROCESS, STEP_TIMEOUT, Distributed, report_lost_processes
 from support.runtime.kv_cache import KVCache
 from support.runtime.machine import Machine
 from support.runtime.options import RunOptions, check_consistent
@@ -87,7 +87,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = self.c_attn(x).split(C, dim=2)  # (B, T, C) each
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
         if cache:
-            k, v = cache.append(self, k, v)  # with those of earlier tokens
+            k, v = cache.append(self, k, v)  # with those of all earlier tokens, to which a single new one may attend
         # softmax(q @ k.mT / sqrt(hs) with the future masked) @ v, in one kernel that never stores the (T, T) matrix
         p = self.dropout.p if self.training else 0.0  # dropout of the attention weights
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=T > 1)  # (B, nh, T, hs)
@@ -537,7 +537,8 @@ def initial_model(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Checkpo
     else:
         model = GPT.from_pretrained(source, config.dropout, verify=False)  # its checksums were compared already
         start.check_pretrained(source, model.config.vocab_size, model.config.block_size, tokenizer, config)
-        model.crop(config.block_size)
+        if config.block_size < model.config.block_size:
+            model.crop(config.block_size)
     if config.lora_rank:
         lora.add_adapter(model, config.lora_rank, config.lora_alpha, config.seed, path)
     return model
@@ -706,7 +707,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     loader.seek(state.step)
     val_loader = DataLoaderLite(data.val, B, T, vocab_size, dist) if data.val else None
     run = RunInfo(config, machine, data, identity, model, checkpoint, len(examples))
-    folder_lock = run_folder.lock_folder(run, dist)  # from here on, --out is written
+    folder_lock = run_folder.lock_folder(run, dist)  # from here on, the run is written to --out
     stop = StopHandler(dist.world_size)  # requested: a signal or an error on this rank. agreed: all ranks know and stop
     logger = RunLogger(run, dist, state)  # log.txt, starts.jsonl, curves.png, trackers, and the console
     checkpoints = CheckpointManager(run, stop, logger.sync, rank)  # writes in a thread, after the log is on the disk
@@ -733,7 +734,8 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
 
     clock = Clock(config.minutes, state.seconds, state.progress)
     finished = False
-    with folder_lock, stop, logger, checkpoints:  # closed in reverse: the log is complete before the folder is free
+    lost = report_lost_processes(checkpoints.how_to_go_on)
+    with folder_lock, stop, logger, checkpoints, lost:  # closed in reverse: the log ends before the folder is free
         while not stop.agreed:
             if due := logger.evaluations_due(state):
                 with clock.evaluating(), fsdp.full_weights(eval_model, model):  # without FSDP, both are the same model
@@ -745,6 +747,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
                 state.seconds = clock.seconds()  # with the evaluation
                 checkpoints.save(state, final=finished)
             if finished:
+                dist.set_timeout(LONG_TIMEOUT)  # the others wait until rank 0 has written
                 break
             lr = get_lr(state.step, config, state.progress)
             for group in optimizer.param_groups:
@@ -766,11 +769,11 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         if not finished:  # a signal, a corrupt shard or a failed save, on any rank
             checkpoints.save_and_exit(state, dist)
     texts: list[str] = []
-    if config.demo:
+    if config.demo or config.text is not None:
         with fsdp.full_weights(eval_model, model), amp:
             generator = devices.seeded_generator(device, config.seed)
             eval_model.eval()
-            texts = sample(eval_model, data.tokenizer, "The", 150, generator, 0.8)
+            texts = sample(eval_model, data.tokenizer, run.prompt, 150, generator, 0.8, n=1)
     print_summary(run, dist, state, checkpoints.validation_losses(), newest_before_cooldown(config.out), texts)
     return state
 

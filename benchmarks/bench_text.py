@@ -25,7 +25,7 @@ from harness import run_script
 
 from support.checkpoints.directory import newest_checkpoint
 from support.console.log import read_log
-from support.data import shards
+from support.console.starts import read_starts
 
 RECIPE = (
     "--tokenizer bytes --recipe gpt2 --n-layer 4 --n-head 4 --n-embd 128 --block-size 64 --batch-size 12 "
@@ -78,7 +78,7 @@ def main() -> None:
                 source = ["--demo", "--data", out / "data"] if name == "demo" else ["--text", args.text]
                 seconds = train(args, "--seed", seed, "--out", out, *source, *flags.format(demo=demo).split())
                 step, loss = max(read_log(out / "log.txt")["val"].items())
-                per_byte = loss / shards.TokenData.open(str(out / "data")).bytes_per_token
+                per_byte = loss / read_starts(out)[-1]["data"]["bytes_per_token"]
                 print(f"| {name} | {seed} | {step:,} | {seconds:.0f} | {loss:.4f} | {per_byte:.4f} |", flush=True)
                 demo = newest_checkpoint(out) if name == "demo" else demo
 

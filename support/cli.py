@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import difflib
 import importlib.util
+import json
 import math
 import os
 import platform
@@ -19,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from errno import EACCES, EDQUOT, EFBIG, EIO, EISDIR, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM, EPIPE, EROFS, ESTALE
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar, get_args, get_type_hints
 
 from tqdm import tqdm
@@ -355,8 +357,20 @@ def _exit_code(main: Callable[[], None]) -> int:
 
 
 def _print_errors(*problems: str) -> None:
+    # escapes line breaks and other control characters, which file names can have
+    lines = ["".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text) for text in problems]
     with contextlib.suppress(OSError):
-        for problem in problems:
-            # escapes line breaks and other control characters, which file names can have
-            escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in problem)
-            print(f"error: {escaped}", file=sys.stderr, flush=True)
+        for line in lines:
+            print(f"error: {line}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        _tell_torchrun("\n".join(lines))
+
+
+def _tell_torchrun(text: str) -> None:
+    """Lets torchrun, if it started us, repeat the text at the end of its report, which fills a screen."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+        partial = path.with_suffix(".partial")  # a full disk may cut it off, and torchrun could not read that
+        partial.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+        partial.replace(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from unittest import mock
 
 import pytest
 import torch
@@ -75,6 +76,21 @@ def test_one_bad_step_on_one_rank_is_skipped_on_all(byte_shards, tmp_path):
         [line] = re.findall(f"^3 {name} .*\n", log, re.M)  # the one line that cannot be the same
         (out / "log.txt").write_text(bad_log.replace(f"3 {name} {value}\n", line))
         assert_same_run(out, tmp_path / "skipped")
+
+
+@pytest.mark.parametrize("device, by_itself", [("cuda", True), ("cuda", False), ("mps", True)])
+def test_a_fused_optimizer_skips_the_step_without_the_host_except_on_mps(device, by_itself):
+    """There PyTorch's fused AdamW ignores `found_inf`. Elsewhere, to look at `finite` would make the host wait."""
+    optimizer, finite = mock.Mock(_step_supports_amp_scaling=by_itself), mock.MagicMock()
+    applied = by_itself and device != "mps"
+    finite.device.type, finite.float.return_value = device, torch.tensor(0.0)
+    finite.__bool__.return_value = False
+    train_gpt2.step_if_finite(optimizer, finite)
+    assert optimizer.step.called == applied and finite.__bool__.called != applied
+    assert not applied or optimizer.found_inf == 1
+    finite.__bool__.return_value = True
+    train_gpt2.step_if_finite(optimizer, finite)
+    assert optimizer.step.call_count == applied + 1
 
 
 def bad_losses(monkeypatch, steps, value=float("nan")):

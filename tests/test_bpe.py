@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from helpers import TINY_MODEL_FLAGS
 from hub_server import running_hub
 from shard_helpers import files_in
@@ -84,6 +83,31 @@ def test_the_held_out_text_is_not_trained_on():
     assert "".join(bpe.training_texts(corpus)) == "x" * 60 + "y" * 30
     assert "".join(bpe.training_texts(Documents("d", ["0123456789" * 10]))) == "0123456789" * 9
     assert bpe.training_texts(Documents("d", [])) == []
+
+
+def test_nor_is_that_of_a_text_that_is_just_longer_than_what_is_trained_on(monkeypatch):
+    monkeypatch.setattr(bpe, "TRAINING_CHARS", 100)
+    assert "".join(bpe.training_texts(Documents("d", ["x" * 95 + "y" * 10]))) == "x" * 95
+
+
+def test_nor_is_a_larger_fraction(tmp_path, monkeypatch):
+    trained_on, train_bpe = [], bpe.train_bpe
+    monkeypatch.setattr(bpe, "train_bpe", lambda texts, size: trained_on.extend(texts) or train_bpe(texts, size))
+    fineweb.make_shards(Documents("d", ["x" * 600, "y" * 400]), tmp_path, tokenizer="bpe", val_fraction=0.4)
+    assert trained_on == ["x" * 600]
+
+
+def test_a_note_says_that_the_tokenizer_was_trained_on_validated_text(tmp_path, capsys):
+    """Whose first shard is held out, which was not known when the training began."""
+    make(tmp_path / "large")
+    assert "note: the tokenizer was trained on the beginning of the text" in capsys.readouterr().out
+    make(tmp_path / "small", RHYME * 9)
+    fineweb.make_shards(Documents("d", [TEXT]), tmp_path / "bytes", tokenizer="bytes", shard_size=3000)
+    tokenizer = tmp_path / "large" / "tokenizer.json"
+    fineweb.make_shards(
+        Documents("d", [TEXT]), tmp_path / "given", tokenizer="bpe", tokenizer_file=tokenizer, shard_size=3000
+    )
+    assert "note: the tokenizer" not in capsys.readouterr().out
 
 
 def make(folder, text=TEXT, **options):
@@ -202,7 +226,7 @@ def test_an_uploaded_checkpoint_is_used_from_the_hub(run, tmp_path, monkeypatch,
         with pytest.raises(
             UserError, match="was trained on bpe tokens, but HellaSwag's scores are defined on GPT-2 tokens"
         ):
-            hellaswag.load_model(find_model("me/own"), torch.device("cpu"))
+            hellaswag.load_tokenizer(find_model("me/own"))
         train(configure([*flags, "--init-from", "me/own", "--lora-rank", "2"])[0], ONE_PROCESS)
         tuned = Path("tuned/model_00004")
         paths = [path.relative_to(tuned).as_posix() for path in tuned.rglob("*") if path.is_file()]

@@ -120,7 +120,7 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize("flags", PROBLEMS)
-def test_each_problem_of_a_command_line_says_what_to_do(flags, monkeypatch):
+def test_each_problem_of_a_command_line_says_what_to_do(flags):
     with pytest.raises(UserError) as error:
         train_gpt2.main(flags.split())
     assert len(error.value.problems) == len(PROBLEMS[flags])

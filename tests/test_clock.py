@@ -12,7 +12,8 @@ from helpers import TINY_MODEL_FLAGS, finish_run, losses, start_run, stop_before
 from training import ONE_PROCESS, checkpoint_names, config_of, configure, trainer_file
 
 import train_gpt2
-from support.checkpoints.directory import read_fact
+from support.checkpoints.directory import newest_checkpoint, read_fact
+from support.cli import UserError
 from support.runtime import clock
 from support.runtime.clock import Clock, progress_after
 from train_gpt2 import get_lr, train
@@ -231,4 +232,8 @@ def test_a_fork_makes_a_timed_run_longer_or_counts_steps(text, tmp_path, fake_ti
     config, _ = configure(["--fork", start, "--out", tmp_path / "steps", "--max-steps", 80])
     assert (config.minutes, config.max_steps, config.decay_steps, config.val_every) == (None, 80, 80, 20)
     assert config.warmup_steps == 2
+    config, _ = configure(["--fork", start, "--out", tmp_path / "rate", "--max-lr", 1e-3])
+    assert config.minutes == 2  # there is time left from here, but none at the end
+    with pytest.raises(UserError, match="was trained for .* and 1.9 minutes. For a longer run, use a higher"):
+        configure(["--fork", newest_checkpoint(out), "--out", tmp_path / "rate", "--max-lr", 1e-3])
     assert {path: path.read_bytes() for path in out.glob("*.*")} == before

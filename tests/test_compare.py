@@ -41,8 +41,8 @@ def test_two_runs_are_compared(tmp_path, capsys):
 
 def test_runs_with_other_tokens_are_compared_per_byte(tmp_path, capsys):
     runs = [
-        write_run(tmp_path / name, [5.0], {0: 8.0, 1: loss}, data={"val": [name], "bytes_per_token": length})
-        for name, loss, length in (("a", 4.0, 4.0), ("b", 3.0, 2.0))
+        write_run(tmp_path / name, [5.0], {0: 8.0, 1: loss}, data={"val": [name], "bytes_per_token": length} | other)
+        for name, loss, length, other in (("a", 4.0, 4.0, {}), ("b", 3.0, 2.0, {"tokenizer": "bytes"}))
     ]
     assert compared(tmp_path, capsys, *runs) == [
         "The runs have the same flags.",
@@ -52,6 +52,14 @@ def test_runs_with_other_tokens_are_compared_per_byte(tmp_path, capsys):
         "a      124M      1      1k  0.010    1.0000  1.0000        1",
         "b      124M      1      1k  0.010    1.5000  1.5000        1",
     ]
+
+
+def test_runs_with_the_same_tokens_are_compared_per_token_whatever_they_validate(tmp_path, capsys):
+    """Of some of the split or all of it, their tokens have other lengths."""
+    for name, length in (("a", 4.5), ("b", 4.6)):
+        write_run(tmp_path / name, [5.0], {1: 4.0}, data={"bytes_per_token": length})
+    title, *rows = compared(tmp_path, capsys, tmp_path / "a", tmp_path / "b")[-3:]
+    assert "val loss" in title and all(row.split()[5] == "4.0000" for row in rows)
 
 
 def test_what_no_run_has_measured_is_left_out(tmp_path, capsys):
@@ -64,9 +72,26 @@ def test_what_no_run_has_measured_is_left_out(tmp_path, capsys):
 def test_folders_of_the_same_name_are_told_apart(tmp_path, capsys, monkeypatch):
     runs = [write_run(tmp_path / parent / "log", [5.0], {1: 4.0}) for parent in ("a", "b\udcff\n")]
     lines = compared(tmp_path, capsys, *runs, write_run(tmp_path / "c", [5.0], {1: 4.0}))
-    assert [line.split("  ")[0].strip() for line in lines[-3:]] == [str(runs[0]), f"{tmp_path}/b /log", "c"]
+    assert "".join(lines[: lines.index("")]).replace(" ", "") == f"1{runs[0]}2{tmp_path}/b/log3c"
     monkeypatch.chdir(runs[0])
     assert compared(tmp_path, capsys, ".")[-1].split()[0] == "log"
+
+
+def test_runs_with_long_names_fit_into_80_columns(tmp_path, capsys):
+    """Their tables have numbers for the names, which come first, complete; a long value is cut in its middle."""
+    names, runs = [f"log_gpt2_fast_lr_3e-3_seed_{seed}_batch_52428" for seed in (1, 2, 3)], []
+    for i, name in enumerate(names):
+        changed = flags(seed=i, cooldown_fraction=i / 10, text=f"/home/someone/{'books/' * 9}{i}.txt")
+        values = {0: 6.0, 19073: 3.5}
+        runs.append(write_run(tmp_path / name, [5.0] * 19073, values, {9: 0.31}, tokens_per_step=2**19, flags=changed))
+    lines = compared(tmp_path, capsys, *runs)
+    assert all(len(name) == 40 for name in names) and max(map(len, lines)) <= 80
+    assert lines[:4] == [*(f"{n}  {name}" for n, name in enumerate(names, 1)), ""]
+    flags_shown = {line.split()[0]: line.split()[1:] for line in lines[4:8]}
+    assert flags_shown["flag"] == ["1", "2", "3"] and flags_shown["--seed"] == ["0", "1", "2"]
+    assert [(value[:5], value[-7:]) for value in flags_shown["--text"]] == [("/home", f"s/{i}.txt") for i in range(3)]
+    assert [line.split()[:3] for line in lines[-3:]] == [[n, "124M", "19,073"] for n in "123"]
+    assert compared(tmp_path, capsys, runs[0])[0] == f"1  {names[0]}"
 
 
 def test_what_a_strangers_run_says_cannot_act_on_the_terminal(tmp_path, capsys):

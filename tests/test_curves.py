@@ -129,7 +129,7 @@ def test_a_picture_shows_the_values_of_its_run(tmp_path):
 def test_runs_with_other_tokens_are_drawn_per_byte(tmp_path):
     lengths = {"_a": 4.0, "b$c$": 2.0}
     runs = [
-        read_run(write_run(tmp_path / name, [8.0, 6.0], {2: 4.0}, data={"bytes_per_token": n}))
+        read_run(write_run(tmp_path / name, [8.0, 6.0], {2: 4.0}, data={"tokenizer": "bpe", "bytes_per_token": n}))
         for name, n in lengths.items()
     ]
     figure = draw_runs(list(lengths), runs, "tokens")

@@ -12,7 +12,9 @@ import sys
 import time
 from datetime import timedelta
 from functools import partial
+from itertools import combinations
 
+import numpy as np
 import pytest
 import torch
 from helpers import ROOT, finish_run, free_port, in_threads, on_ranks, run_to_the_end, start_run, steps_done, wait_for
@@ -211,6 +213,27 @@ def test_ranks_with_other_flags_do_not_wait_for_each_other(byte_shards, tmp_path
     ranks = start_run("--data", byte_shards, "--out", "run", cwd=tmp_path, world_size=2, sabotage=other_flags_on_rank_1)
     assert finish_run(ranks) == [2, 2]
     assert "error: the nodes differ in --minutes: 1.0 on" in (tmp_path / "0.txt").read_text()
+
+
+def write_dropout_masks(rank):
+    real = torch.nn.Dropout.forward
+
+    def forward(self, x):
+        out = real(self, x)
+        with open(f"masks_{rank}", "ab") as file:
+            file.write((out == 0).numpy().tobytes())
+        return out
+
+    torch.nn.Dropout.forward = forward
+
+
+def test_each_rank_and_each_step_has_its_own_dropout_masks(byte_shards, tmp_path):
+    """Of two that have nothing to do with each other, half of the values are the same."""
+    flags = ["--data", byte_shards, "--out", "run", "--max-steps", 2, "--val-every", 0, "--dropout", 0.5]
+    run_to_the_end(*flags, cwd=tmp_path, world_size=2, sabotage=write_dropout_masks)
+    masks = [np.fromfile(tmp_path / f"masks_{rank}", np.uint8).reshape(2, -1) for rank in (0, 1)]  # by rank and step
+    for one, other in combinations(np.concatenate(masks), 2):
+        assert np.mean(one == other) == pytest.approx(0.5, abs=0.02)
 
 
 def other_shards_on_rank_1(folder, rank):

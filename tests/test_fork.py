@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,6 +71,9 @@ def kill_at_step_7(rank: int) -> None:
 
     def step(model, state, *args):
         if state.step == 7:
+            for thread in threading.enumerate():
+                if thread.name == "checkpoint 6":
+                    thread.join()
             os.kill(os.getpid(), signal.SIGKILL)
         return real(model, state, *args)
 
@@ -149,6 +153,7 @@ def test_another_optimizer_starts_anew(runs, tmp_path):
         (["--n-layer", 3, "--block-size", 8], ["--n-layer is 3, and the model in", "--block-size is 8, and the model"]),
         (["--max-steps", 5], ["model_00006 was trained for 6 steps"]),
         (["--model", "gpt2-xl"], ["--fork brings its own model. Leave out --model."]),
+        (["--text", "x.txt", "--tokenizer", "bytes"], ["--fork brings its own model. Leave out --tokenizer."]),
     ],
 )
 def test_what_a_fork_cannot_be(runs, tmp_path, flags, problem):
@@ -193,7 +198,7 @@ def test_resume_auto_without_a_folder_does_not_touch_the_run_that_is_forked(runs
         configure(["--fork", "20/model_00006", "--resume", "auto"])
 
 
-def test_the_command_of_a_refusal_is_one_that_works(runs, tmp_path):
+def test_the_command_of_a_refusal_is_one_that_works(runs):
     """It leaves out what a fork cannot change, and starts before the cooldown if the run is over, or is to be longer."""
     with pytest.raises(UserError) as error:
         configure(["--resume", "--out", runs / "20", "--max-steps", 30, "--n-layer", 3])

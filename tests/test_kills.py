@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 from helpers import ROOT, TINY_FLAGS, finish_run, run_to_the_end, start_run, steps_done, stop_before, wait_for
@@ -102,6 +103,24 @@ def test_torchrun_restarts_and_stops_a_run(byte_shards, tmp_path):
         ranks = start_run(*flags, "--out", name, cwd=tmp_path, world_size=2, sabotage=stop)
         assert finish_run(ranks) == [143, 143]
     assert_same_run(out, tmp_path / "straight")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_last_lines_after_a_lost_process_say_how_to_go_on(byte_shards, tmp_path, rank):
+    """Under torchrun's own report."""
+    flags = ["--data", byte_shards, "--max-steps", 100000, "--checkpoint-every", 5, "--val-every", 0, "--out", "run"]
+    process, out = start_torchrun(*flags, cwd=tmp_path), tmp_path / "run"
+    assert wait_for(lambda: newest_checkpoint(out), timeout=120)
+    ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    [first] = [int(word) for word in (out / ".lock").read_text().split() if word.isdigit()]
+    os.kill(first if rank == 0 else sum(ranks) - first, signal.SIGKILL)
+    assert process.wait(60) == 1
+    lines = (tmp_path / "torchrun.txt").read_text().splitlines()
+    name, command = newest_checkpoint(out).name, "torchrun ... train_gpt2.py --resume --out run"
+    hint = f' of this run. See the messages of all processes. The newest checkpoint is run/{name}. Continue with "{command}".'
+    assert sum(line.startswith("error: rank") and line.endswith(hint) for line in lines) == 1
+    assert any(line.endswith(hint) for line in lines[-20:])  # on the screen
 
 
 @pytest.mark.slow

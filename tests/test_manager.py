@@ -209,3 +209,10 @@ def test_a_run_that_is_stopped_removes_no_model(tmp_path):
     assert save_one(checkpoints, 5) == [3, 5]
     stop.requested = False
     assert save_one(checkpoints, 5) == [5]
+
+
+def test_a_run_that_was_stopped_at_its_end_removes_them_when_it_is_resumed(byte_shards, tmp_path):
+    trained(tmp_path, "--data", byte_shards, "--max-steps", 6, "--val-every", 0, "--checkpoint-every", 2)
+    assert checkpoint_names(tmp_path) == ["model_00002", "model_00004", "model_00006"]
+    resumed(tmp_path, "--keep", 1)
+    assert checkpoint_names(tmp_path) == ["model_00006"]

@@ -39,6 +39,14 @@ def test_logits_and_gradients_equal_huggingface(tokens):
         torch.testing.assert_close(parameter.grad, expected[name], atol=1e-5, rtol=1e-5, msg=name)
 
 
+def test_a_cropped_model_is_the_model_on_short_rows(tiny_model, tokens):
+    expected = tiny_model(tokens[:, :5])[0]
+    tiny_model.crop(5)
+    assert torch.equal(tiny_model(tokens[:, :5])[0], expected) and tiny_model.config.block_size == 5
+    with pytest.raises(ValueError, match="a sequence of 6 tokens is longer than the context of 5"):
+        tiny_model(tokens[:, :6])
+
+
 def test_padding_takes_no_part(tiny_model, tokens):
     assert TINY.padded_vocab_size == 320 and GPTConfig().padded_vocab_size == 50304
     logits, _ = tiny_model(tokens)

@@ -22,13 +22,17 @@ from support.runtime.run_info import RunInfo
 from train_gpt2 import GPT, TrainConfig, new_model, train
 
 
-def card_of(*flags, source="a.txt", val=None, hellaswag=None):
-    """The card of step 250 of a run on GPT-2's tokens, of four bytes each; its text and its metadata."""
-    data = SimpleNamespace(tokenizer=SimpleNamespace(name="gpt2", vocab_size=50257), bytes_per_token=4.0)
-    config = TrainConfig(**parse_flags(TrainConfig, flags))
+def card_of(*flags, source="a.txt", val=None, hellaswag=None, first_step=0):
+    """The card of step 250 of a run on GPT-2's tokens, of four bytes each; its text and its metadata.
+
+    From `first_step` on, it validates 700 tokens and scores 12 items.
+    """
+    data = SimpleNamespace(tokenizer=SimpleNamespace(name="gpt2", vocab_size=50257))
+    config, checkpoint = TrainConfig(**parse_flags(TrainConfig, flags)), SimpleNamespace(step=first_step)
     with torch.device("meta"):
         model = new_model(config, 50257)
-    run = RunInfo(config, None, data, {"source": source}, model)
+    run = RunInfo(config, None, data, {"source": source}, model, checkpoint, hellaswag_items=12)
+    run.__dict__.update(bytes_per_token=4.0, validated_tokens=700)
     text = model_card(run, 250, val or {}, hellaswag or {})
     return text, ModelCard(text).data.to_dict()
 
@@ -62,7 +66,8 @@ def test_a_checkpoint_has_a_card_that_the_hub_reads(run, byte_shards):
     values = dict(re.findall(r"^(\d+) val (.*)$", (run / "log.txt").read_text(), re.M))
     assert "**validation loss**" not in card.text  # at step 0 the weights are random, and step 5 is later
     last = ModelCard.load(run / "model_00008" / "README.md").text
-    loss, per_byte = re.search(r"loss\*\*: (\S+) nats per token, (\S+) per byte \(step 8\)", last).groups()
+    validated = r"loss\*\*: (\S+) nats per token, (\S+) per byte, over 512 tokens \(step 8\)"
+    loss, per_byte = re.search(validated, last).groups()
     assert loss == values["8"] and float(per_byte) == pytest.approx(float(loss), abs=0.05)  # a token is a byte
     assert "HellaSwag" not in last  # which is for GPT-2's tokens
 
@@ -130,8 +135,11 @@ def test_names_of_files_cannot_break_the_card():
 
 
 def test_scores_are_the_newest_up_to_the_step():
-    text, _ = card_of(val={0: 9.0, 250: 3.2, 300: 3.0}, hellaswag={0: 0.25, 200: 0.31})
-    assert "**validation loss**: 3.2000 nats per token, 0.8000 per byte (step 250)\n" in text
-    assert "**HellaSwag**: acc_norm 0.3100 (step 200)\n" in text
+    values = dict(val={0: 9.0, 250: 3.2, 300: 3.0}, hellaswag={0: 0.25, 200: 0.31})
+    text, _ = card_of(**values)
+    assert "**validation loss**: 3.2000 nats per token, 0.8000 per byte, over 700 tokens (step 250)\n" in text
+    assert "**HellaSwag**: acc_norm 0.3100 of 12 items (step 200)\n" in text
+    text, _ = card_of(**values, first_step=200)  # an earlier process scored, maybe other items
+    assert "over 700 tokens (step 250)\n" in text and "**HellaSwag**: acc_norm 0.3100 (step 200)\n" in text
     assert "```sh\npython train_gpt2.py\n```" in text  # with the default flags
     assert "```sh\npython train_gpt2.py \\\n  --no-bias \\\n  --shuffle\n```" in card_of("--no-bias", "--shuffle")[0]

@@ -197,6 +197,9 @@ def test_samples_continue_the_held_out_text_unless_there_is_a_prompt_and_the_hea
     expected = prompt[1] if prompt else f"The number that follows upon {number} is"
     assert number >= 269 and len(before) == 4 and len(after) == 8  # of steps 4 and 5
     assert all(text.startswith(expected) for text in before + after)
+    summary = " ".join(printed.partition("\ndone ")[2].split())  # whose next command continues the same words
+    assert f" sample {expected}" in summary
+    assert f" next python sample.py --model run/model_00004 --prompt '{expected}" in summary
     header = printed.partition("device ")[2].partition("\nstep     0 |")[0].splitlines()
     assert 6 <= len(header) <= 8 and all(len(line) <= 80 for line in header)
     recorded = read_starts(Path("run"))[0]["flags"]  # which has what was chosen

@@ -255,7 +255,10 @@ def test_a_run_on_a_text_may_move_with_its_shards(tmp_path, monkeypatch):
     shutil.rmtree("moved/data")
     with pytest.raises(UserError, match="the shards that .*model_00002 was trained on are not in run/data. Pass their"):
         resumed(tmp_path / "elsewhere" / "moved")
-    shutil.copy(tmp_path / "book.txt", "book.txt")  # they are made again, in the folder of the run
+    shutil.copy(tmp_path / "book.txt", "book.txt")
+    with pytest.raises(UserError, match="are not in typo. Pass their folder with --data."):
+        resumed(tmp_path / "elsewhere" / "moved", "--data", "typo")
+    # without --data they are made again, in the folder of the run
     assert resumed(tmp_path / "elsewhere" / "moved").step == 2
     assert sorted(os.listdir()) == ["book.txt", "moved"]
 

@@ -1,6 +1,7 @@
 """Shards and manifests on disk: which files they are, and which are rejected."""
 
 import errno
+import hashlib
 import io
 import os
 import subprocess
@@ -13,7 +14,7 @@ from shard_helpers import file_size_limit, write_shard
 
 from support.cli import UserError
 from support.data import shards
-from support.data.tokenizer import get_tokenizer
+from support.data.tokenizer import BytesTokenizer, get_tokenizer
 
 
 def write_shards(folder, lengths, split="train"):
@@ -33,8 +34,6 @@ def test_which_files_are_shards_of_a_split(tmp_path):
 
 def test_a_shard_is_the_file_that_numpy_saves(tmp_path):
     """Of a contiguous array, a slice of one, and a slice of a memory-mapped shard."""
-    import hashlib
-
     array = np.arange(1000, dtype=np.uint16)
     np.save(tmp_path / "whole.npy", array)
     mapped = np.load(tmp_path / "whole.npy", mmap_mode="r")
@@ -114,6 +113,15 @@ def test_a_bad_manifest_is_rejected(tmp_path, change):
     shards.write_manifest(tmp_path, GOOD_MANIFEST | change)
     with pytest.raises(UserError, match="manifest|not complete"):
         shards.open_shards(tmp_path, "train")
+
+
+def test_a_shard_without_a_manifest_is_known_by_its_ends(tmp_path):
+    """Checkpoints have these checksums, so later versions must compute the same ones: of 2^15 tokens at each end."""
+    tokens = (np.arange(100_000) % 60_000).astype(np.uint16)
+    write_shard(tmp_path / "x_train_000000.npy", tokens)
+    data = shards.TokenData(str(tmp_path), shards.open_shards(tmp_path, "train"), [], BytesTokenizer())
+    ends = hashlib.sha256(tokens.tobytes()[: 2 * 32_768] + tokens.tobytes()[-2 * 32_768 :]).hexdigest()
+    assert shards.identify(data) == ([["x_train_000000.npy", 100_000, f"ends {ends}"]], [], None)
 
 
 def test_shards_that_are_not_as_in_the_manifest_are_named(tmp_path):

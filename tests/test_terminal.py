@@ -163,8 +163,8 @@ def test_the_summary_agrees_with_the_log(tmp_path, capsys):
     out = tmp_path / "my run"
     (out / "model_00006").mkdir(parents=True)
     (out / "log.txt").write_text("0 val 5.0000\n3 val 3.0000\n6 val 4.0000\n")
-    run = run_info("--out", out, "--max-steps", 6)
-    run.data.__dict__["bytes_per_token"] = 2.0
+    run = run_info("--out", out, "--max-steps", 6, "--prompt", "a b")
+    run.__dict__["bytes_per_token"] = 2.0
     state = TrainState(None, None, None, step=6)
     print_summary(run, ONE_PROCESS, state, {}, None, ["a\nb\x1b[2Jc", "another"])
     lines = capsys.readouterr().out.splitlines()
@@ -174,9 +174,10 @@ def test_the_summary_agrees_with_the_log(tmp_path, capsys):
         "best    validation loss 3.0000 nats per token, 1.5000 per byte, at step 3",
         "sample  a b [2Jc",
         f"saved   {out}/model_00006",
-        f"next    python sample.py --model '{out}/model_00006'",
+        f"next    python sample.py --model '{out}/model_00006' --prompt 'a b'",
     ]
     resumed = dataclasses.replace(run, checkpoint=SimpleNamespace(step=2, seconds=60.0))
+    resumed.__dict__["bytes_per_token"] = 2.0
     print_summary(resumed, ONE_PROCESS, state, {}, out / "model_00004", [])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].endswith(" elapsed since step 2")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from dataclasses import replace
 
 import pytest
-from helpers import losses, run_to_the_end
+from helpers import losses, run_to_the_end, wait_for
 from test_resume import Killed, kill_before_step
 from training import ONE_PROCESS, config_of, resumed, trained
 
 from support.cli import UserError
 from support.console.log import read_log
+from support.runtime import clock
 from train_gpt2 import get_lr, train
 
 
@@ -27,15 +30,24 @@ def curves(out):
     return {name: dict(points) for name, points in scalars.items()}, events
 
 
+def hyperparameters(events):
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    return HParamsPluginData.FromString(content).session_start_info.hparams
+
+
 def records(path):
     """The records of a .wandb file: a header of 7 bytes, then the format of LevelDB's log, blocks of 32 kB."""
     content, position, record = path.read_bytes(), 7, b""
-    assert content[:4] == b":W&B"
+    assert content[:4] in (b":W&B", b"")
     while position + 7 <= len(content):
         if (left := 32768 - position % 32768) < 7:
             position += left
             continue
         size, kind = int.from_bytes(content[position + 4 : position + 6], "little"), content[position + 6]
+        if position + 7 + size > len(content):  # it is just being written
+            return
         record += content[position + 7 : position + 7 + size]
         position += 7 + size
         if kind in (1, 4):  # a complete record, or the last part of one
@@ -44,7 +56,15 @@ def records(path):
 
 
 def history(out):
-    """The values in wandb's offline files, {name: {step: value}}, the configuration, the final values, the ids."""
+    """The values in wandb's offline files, {name: {step: value}}, the configuration, the final values, the ids.
+
+    wandb's process may write them a moment after the run.
+    """
+    assert wait_for(lambda: "final/loss/train" in _history(out)[2])
+    return _history(out)
+
+
+def _history(out):
     from wandb.proto import wandb_internal_pb2
 
     found, config, summary, ids = {}, {}, {}, set()
@@ -84,12 +104,10 @@ def test_tensorboard_has_curves_samples_and_hyperparameters(byte_shards, tmp_pat
     check_against_the_log(shown, out, config)
     [sample] = events.Tensors("sample/0/text_summary")
     assert sample.step == 8 and sample.tensor_proto.string_val[0].decode().startswith("7 + 5")
+    assert [*shown["final/steps"].values()] == [8]
     [final] = shown["final/loss/val"].values()
     assert final == pytest.approx(losses(out / "log.txt", "val")[-1], abs=1e-4)
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-
-    content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
-    flags_shown = HParamsPluginData.FromString(content).session_start_info.hparams
+    flags_shown = hyperparameters(events)
     assert flags_shown["max_lr"].number_value == config.max_lr and flags_shown["optimizer"].string_value == "adamw"
     assert flags_shown["n_layer"].number_value == 2 and flags_shown["shuffle"].bool_value is False
 
@@ -114,6 +132,22 @@ def test_a_resumed_run_continues_the_same_curves(byte_shards, tmp_path, monkeypa
     assert len(ids) == 1 and {project for project, _ in ids} == {"mine"}
     assert flags_shown["max_lr"] == config.max_lr and flags_shown["n_layer"] == 2
     assert summary["final/loss/train"] == pytest.approx(losses(out / "log.txt")[-1], abs=1e-5)
+
+
+def test_a_timed_run_ends_with_the_steps_that_it_did(byte_shards, tmp_path, monkeypatch):
+    """It has no --max-steps: 6 seconds, of which 4 are kept for the end."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    flags = ["--data", byte_shards, "--out", tmp_path, "--checkpoint-every", 0, "--tensorboard", "--wandb"]
+    config = replace(config_of(*flags), minutes=0.1)
+    monkeypatch.setattr(clock, "STARTED", time.perf_counter())
+    train(config, ONE_PROCESS)
+    steps = len(losses(tmp_path / "log.txt"))
+    shown, events = curves(tmp_path)
+    _, flags_shown, summary, _ = history(tmp_path)
+    assert [*shown["final/steps"].values()] == [steps] == [summary["final/steps"]] and steps > 0
+    for flags in (hyperparameters(events), flags_shown):
+        assert "minutes" in flags and not {"max_steps", "decay_steps", "warmup_steps"} & {*flags}
 
 
 def test_a_run_that_is_started_over_starts_new_curves(byte_shards, tmp_path, monkeypatch):

@@ -16,15 +16,19 @@ from helpers import (
     run_script,
 )
 from torch.nn import functional as F
-from training import FP32, ONE_PROCESS, config_of, configure, forked, trained
+from training import FP32, ONE_PROCESS, TINY, config_of, configure, forked, run_info, trained
 
 import train_gpt2
-from support.cli import UserError, run_cli
+from support.cli import UserError, parse_flags, run_cli
 from support.console.log import read_log
+from support.console.progress import notes
+from support.console.starts import read_starts
 from support.data import shards
+from support.data.make_shards import make_shards
+from support.data.text_files import Documents
 from support.runtime.machine import Machine
 from support.runtime.signals import StopHandler
-from train_gpt2 import DataLoaderLite, train, validation_loss
+from train_gpt2 import GPT, DataLoaderLite, TrainConfig, resolve, train, validation_loss
 
 # ---- evaluation
 
@@ -52,6 +56,34 @@ def test_when_things_are_evaluated(byte_shards, tmp_path, capsys):
     assert sorted(p.name for p in (tmp_path / "run").glob("model_*")) == ["model_00004", "model_00007"]
     off = trained(tmp_path / "off", "--data", byte_shards, "--max-steps", 2, "--val-every", 0, "--checkpoint-every", 0)
     assert "val" not in off and not list((tmp_path / "off").glob("model_*"))
+
+
+def test_losses_per_byte_are_of_the_validated_tokens(tmp_path, capsys):
+    """Their bytes are counted in the decoded text: its tokens are long at first, then short, as in the train split."""
+    letters = "".join(np.random.default_rng(0).choice([*"abcdefghijklmnopqrstuvwxyz"], 9000))
+    texts = Documents("two languages", [letters[:5000], "the same few words again and again " * 400 + letters[5000:]])
+    make_shards(texts, tmp_path / "data", tokenizer="bpe", vocab_size=300, shard_size=1500, val_fraction=0.5)
+    trained(tmp_path / "run", "--data", tmp_path / "data", "--max-steps", 2, "--val-tokens", 2000 + 5)
+    split = [np.load(path) for path in sorted((tmp_path / "data").glob("*_val_*.npy"))]
+    targets = np.concatenate([split[0][1 : 93 * 16 + 1], split[1][1 : 32 * 16 + 1]])  # of 125 rows of 16 tokens
+    per_token = len(shards.read_tokenizer(tmp_path / "data").decode(targets).encode()) / 2000
+    assert read_starts(tmp_path / "run")[0]["data"]["bytes_per_token"] == pytest.approx(per_token)
+    loss = losses(tmp_path / "run" / "log.txt", "val")[-1]
+    card, output = (tmp_path / "run" / "model_00002" / "README.md").read_text(), capsys.readouterr().out
+    assert f"tokens of {per_token:.2f} bytes" in output and f"| val loss: {loss:.4f} over 2,000 tokens\n" in output
+    for text in (card, output):
+        assert f"{loss:.4f} nats per token, {loss / per_token:.4f} per byte" in text
+    assert "per byte, over 2,000 tokens (step 2)" in card
+
+
+def test_the_logged_norm_is_that_before_clipping(byte_shards, tmp_path):
+    """The norm of the gradient of the 16 rows of a step, in one batch."""
+    trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 1, "--grad-clip", 0.01)
+    torch.manual_seed(1337)
+    model, tokens = GPT(TINY), torch.from_numpy(np.load(sorted(byte_shards.glob("*_train_*.npy"))[0]).astype(np.int64))
+    model(tokens[:256].view(16, 16), tokens[1:257].view(16, 16))[1].backward()
+    expected = math.sqrt(sum(parameter.grad.square().sum().item() for parameter in model.parameters()))
+    assert expected > 0.1 and losses(tmp_path / "run" / "log.txt", "norm") == [pytest.approx(expected, rel=1e-4)]
 
 
 # ---- shards of other tools, HellaSwag, other starting points
@@ -86,6 +118,8 @@ def test_shards_without_a_manifest_train_as_gpt2_tokens_with_hellaswags_scores(g
     trained(tmp_path / "run", *flags)
     log = read_log(tmp_path / "run" / "log.txt")
     assert log["hella"] == {0: 0.25, 2: 0.25, 4: 0.25} and log["val"][0] == pytest.approx(math.log(50257), abs=0.1)
+    card = (tmp_path / "run" / "model_00004" / "README.md").read_text()
+    assert "**HellaSwag**: acc_norm 0.2500 of 4 items (step 4)\n" in card
     out = capsys.readouterr().out
     assert re.search(r"step     2 \| HellaSwag acc_norm: 0\.2500 ± 0\.2500 of 4 items \| \d+\.\ds\n", out)
 
@@ -173,8 +207,26 @@ def test_a_schedule_that_ends_before_the_run_is_noted(byte_shards, tmp_path, cap
     assert noted == (decay_steps == 3)
 
 
+@pytest.mark.parametrize(
+    "flags, noted",
+    [
+        ("--max-steps 20 --decay-steps 40", "the run ends at step 20, but its cosine at step 40"),
+        ("--max-steps 20 --decay-steps 40 --schedule wsd", "the run ends at step 20, but its cooldown at step 40"),
+        ("--max-steps 40 --decay-steps 40", None),
+        ("--max-steps 40", None),
+        ("--max-steps 3 --decay-steps 40", None),  # there is a warning of the warm-up
+        ("--minutes 1 --max-steps 20 --decay-steps 40", None),
+    ],
+)
+def test_a_run_that_ends_before_its_schedule_is_noted(flags, noted, tmp_path):
+    given = parse_flags(TrainConfig, [*TINY_FLAGS, *flags.split(), "--out", str(tmp_path)])
+    found = [*notes(resolve(given), run_info().machine, first_step=0, checkpoint_bytes=0)]
+    assert [note.partition(":")[0] for note in found] == ([noted] if noted else [])
+
+
 @pytest.mark.slow
 def test_errors_end_all_ranks_with_one_message(tmp_path):
     done = run_script("train_gpt2.py", "--data", "nowhere", "--device", "cpu", cwd=tmp_path, torchrun=2)
     assert done.returncode == 1  # torchrun's own
     assert done.stderr.count("error: no train shards in nowhere.") == 1 and 'train_gpt2.py", line' not in done.stderr
+    assert any("no train shards in nowhere." in line for line in done.stderr.splitlines()[-3:])  # of torchrun's report

@@ -40,12 +40,12 @@ def config_of(*flags: object) -> TrainConfig:
 def run_info(*flags: object, checkpoint: Checkpoint | None = None, hellaswag_items: int = 0) -> RunInfo:
     """What is constant in a run of TINY_FLAGS and these: on bytes, without shards."""
     data = TokenData("data", [], [], BytesTokenizer())
-    data.__dict__["bytes_per_token"] = 1.0  # it would be measured on the shards
     identity: DataIdentity = {"train": [], "val": [], "base": None, "source": None}
     config = config_of(*flags)
-    return RunInfo(
-        config, Machine.find(config, ONE_PROCESS.device, 1), data, identity, GPT(TINY), checkpoint, hellaswag_items
-    )
+    machine = Machine.find(config, ONE_PROCESS.device, 1)
+    run = RunInfo(config, machine, data, identity, GPT(TINY), checkpoint, hellaswag_items)
+    run.__dict__["bytes_per_token"] = 1.0  # it would be counted in the shards
+    return run
 
 
 def trained(out: Path, *flags: object) -> str:

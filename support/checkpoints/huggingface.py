@@ -20,6 +20,7 @@ from support.data.hub import hub_error_reason
 from support.data.shards import MANIFEST
 from support.data.tokenizer import MALFORMED, TOKENIZER_FILES, TOKENIZER_JSON, VOCAB_SIZES, find_tokenizer
 from support.runtime.memory import check_model_fits
+from support.runtime.run_info import options_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -32,7 +33,6 @@ HF_NAMES = {  # fields of config.json, and of GPTConfig
     "n_positions": "block_size",
     **{name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")},
 }
-GPT2_FIELDS = {*HF_NAMES.values(), "bias", "dropout"}  # what GPTConfig has beyond them are options that GPT-2 lacks
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"  # tells that a folder is a peft adapter, not a model
 FILES = [CONFIG, WEIGHTS, *TOKENIZER_FILES, ADAPTER_CONFIG]  # to download from the hub
@@ -144,7 +144,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     except MALFORMED as error:
         raise UserError(f"{path} is not a GPT-2 configuration ({error!r}). Use another checkpoint.") from error
     if options:  # see `write_model`
-        config |= {"model_type": "gpt2", "activation_function": "gelu_new"}
+        config["activation_function"] = "gelu_new"
     problems = [
         f"{path}: {field} is {config[field]!r}, and only {supported[0]!r} is supported. Use another model."
         for field, supported in (SUPPORTED_MODEL_VALUES | {"n_inner": (None, 4 * sizes["n_embd"])}).items()
@@ -162,12 +162,6 @@ def read_config(directory: Path) -> dict[str, Any]:
     sizes["bias"] = config.get("bias") is not False
     check_model_fits(sizes)
     return sizes | options
-
-
-def options_of(config: GPTConfig) -> dict[str, Any]:
-    """Returns the fields in which a model differs from every GPT-2: added ones that do not have their default."""
-    added = [field for field in fields(config) if field.name not in GPT2_FIELDS]
-    return {field.name: value for field in added if (value := getattr(config, field.name)) != field.default}
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -294,8 +288,8 @@ def write_model(directory: Path, config: GPTConfig, hf_weights: dict[str, torch.
     values |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     values |= {"initializer_range": 0.02, "bos_token_id": end_of_text, "eos_token_id": end_of_text, "dtype": "float32"}
     if options := options_of(config):
-        values |= {"options": options, "architectures": ["GPT"], "model_type": "train_gpt2"}
-        # GPT2LMHeadModel ignores the model type, but stops at an unknown activation, and prints its name
+        # llama.cpp stops at an unknown architecture, and Hugging Face at an unknown activation, whose name it prints
+        values |= {"options": options, "architectures": ["GPT"]}
         values["activation_function"] = f"gelu_new, in a model that only train_gpt2.py can open: {options}"
     directory.mkdir(parents=True, exist_ok=True)
     (directory / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

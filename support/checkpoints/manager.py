@@ -127,13 +127,19 @@ class CheckpointManager:
             dist.print0(f"step {train_state.step:5d} | stopped. {self.describe_newest()}")
         self.stop.exit_all_ranks(dist.gather)
 
-    def describe_newest(self) -> str:
-        """Says where a resumed run would start, and with which command."""
-        if self.newest == 0:
+    def describe_newest(self, then: str = "\nnext    {}") -> str:
+        """Says where a resumed run would start and, in the words of `then`, with which command."""
+        self.wait()
+        checkpoints = list_checkpoints(self.out)  # only rank 0 knows what it has saved
+        if not checkpoints:
             return "There is no checkpoint yet."
         launcher = "python" if self.stop.world_size == 1 else "torchrun ..."  # its flags are not known here
         command = f"{launcher} train_gpt2.py --resume --out {shlex.quote(str(self.out))}"
-        return f"The newest checkpoint is {checkpoint_path(self.out, self.newest)}.\nnext    {command}"
+        return f"The newest checkpoint is {checkpoints[-1]}.{then.format(command)}"
+
+    def how_to_go_on(self) -> str:
+        """Says the same in one line."""
+        return self.describe_newest(' Continue with "{}".')
 
     def validation_losses(self) -> dict[Path, float]:
         """Returns the known validation losses of the checkpoints in the run's folder."""

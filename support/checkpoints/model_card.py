@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from support.checkpoints import huggingface
 from support.checkpoints.directory import step_of
 from support.cli import flag_words, flags_of
 from support.data.hub import FINEWEB_PREFIXES
 from support.runtime.options import RunOptions
-from support.runtime.run_info import RunInfo
+from support.runtime.run_info import RunInfo, options_of
 
 if TYPE_CHECKING:
     from train_gpt2 import TrainConfig
@@ -28,9 +27,9 @@ _CARD = """---
 {metadata}
 ---
 
-# GPT-2
+# {name}
 
-A GPT-2, {origin} with `train_gpt2.py`. It continues text; it was not trained to follow instructions.
+A {name}, {origin} with `train_gpt2.py`. It continues text; it was not trained to follow instructions.
 
 {facts}
 
@@ -53,13 +52,13 @@ from transformers import pipeline
 
 pipeline("text-generation", model="NAME")("Once upon a time", max_new_tokens=32)
 ```"""
-_WITH_OPTIONS = "GPT-2 has no {options}, so transformers cannot open this model; the trainer that made it can:"
+_WITH_OPTIONS = "Only the trainer that made this model can open it, since it is not a GPT-2:"
 
 
 def model_card(run: RunInfo, step: int, val: Mapping[int, float], hellaswag: Mapping[int, float]) -> str:
     """Returns the card for the checkpoint of `step`; `val` and `hellaswag` are the values in the log, by step."""
     config, base, source = run.config, run.config.init_from, run.identity["source"] or ""
-    options = huggingface.options_of(run.model.config)
+    options = ", ".join(f"{option} {value}" for option, value in options_of(run.model.config).items())
     on_hub = base is not None and not Path(base).exists() and step_of(Path(base)) < 0 and _HUB_NAME.fullmatch(base)
     base_name = base if on_hub or base is None else _printable(Path(base).name)
     metadata = {
@@ -81,16 +80,20 @@ def model_card(run: RunInfo, step: int, val: Mapping[int, float], hellaswag: Map
     }
     if config.fork is not None:
         facts["started from"] = f"`{_printable(Path(config.fork).name)}` of another run"
-    # training goes on while a checkpoint is written, so the log may be ahead; at step 0, nothing was trained
+    # Training goes on while a checkpoint is written, so the log may be ahead; at step 0, nothing was trained. What an
+    # earlier process measured may have been of other tokens or items.
     if at := max((n for n in val if n <= step), default=0):
-        per_byte = val[at] / run.data.bytes_per_token
-        facts["validation loss"] = f"{val[at]:.4f} nats per token, {per_byte:.4f} per byte (step {at:,})"
+        per_byte = val[at] / run.bytes_per_token
+        tokens = f", over {run.validated_tokens:,} tokens" if at > run.first_step else ""
+        facts["validation loss"] = f"{val[at]:.4f} nats per token, {per_byte:.4f} per byte{tokens} (step {at:,})"
     if at := max((n for n in hellaswag if n <= step), default=0):
-        facts["HellaSwag"] = f"acc_norm {hellaswag[at]:.4f} (step {at:,})"
+        items = f" of {run.hellaswag_items:,} items" if at > run.first_step else ""
+        facts["HellaSwag"] = f"acc_norm {hellaswag[at]:.4f}{items} (step {at:,})"
     return _CARD.format(
         # JSON is also YAML, and quotes: a name such as "on" or "1e3" stays a string
         metadata="\n".join(f"{name}: {json.dumps(value)}" for name, value in metadata.items() if value),
-        usage=_WITH_OPTIONS.format(options=" and ".join(options)) if options else _WITH_TRANSFORMERS,
+        name=f"GPT-2 with {options}" if options else "GPT-2",
+        usage=_WITH_OPTIONS if options else _WITH_TRANSFORMERS,
         origin="trained from random weights" if base is None else f"fine-tuned from `{base_name}`",
         facts="\n".join(f"- **{name}**: {fact}" for name, fact in facts.items()),
         command=" \\\n  ".join(["python train_gpt2.py", *_flags(config, base_name)]),
@@ -105,9 +108,7 @@ def _printable(text: str) -> str:
 
 def _flags(config: TrainConfig, base_name: str | None) -> Iterator[str]:
     """Yields the flags that determine the weights, where they differ from the defaults."""
-    for name, flag in flags_of(type(config)).items():
-        value = base_name if name == "init_from" else getattr(config, name)
-        is_unused = config.minutes is not None and name in ("max_steps", "decay_steps", "warmup_steps")
+    for name, value in (config.used_flags() | {"init_from": base_name}).items():
         is_option = name in RunOptions.__dataclass_fields__ and name != "minutes"
-        if not is_option and not is_unused and value != flag.default:
+        if not is_option and value != flags_of(type(config))[name].default:
             yield flag_words(name, value)

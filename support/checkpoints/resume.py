@@ -22,7 +22,8 @@ from support.runtime.options import SOURCE_FLAGS, START_FLAGS, RunOptions, chang
 if TYPE_CHECKING:
     from train_gpt2 import TrainConfig
 
-NOT_FOR_A_FORK = SOURCE_FLAGS - {"text"} | {"model", "init_from", "lora_rank"}  # and the model's shape
+# A checkpoint brings its own model and tokenizer. (With LoRA, --init-from may name another place of the base model.)
+NOT_FOR_A_FORK = {"model", "init_from", "tokenizer", "demo"}
 LENGTH_FLAGS = {"max_steps", "minutes"}
 
 
@@ -48,7 +49,7 @@ def flags_to_resume(
         problems = [
             f"{flag_name(name)} is {new}, but the run in {out} has {had}. Leave it out." for name, had, new in changes
         ]
-        fixed = NOT_FOR_A_FORK | config_class.SHAPE_FLAGS
+        fixed = NOT_FOR_A_FORK | config_class.SHAPE_FLAGS | {"lora_rank", "text_field"}
         if words := [flag_words(name, new) for name, _, new in changes if name not in fixed]:
             longer = checkpoint.progress >= 1 or cli_flags.keys() & LENGTH_FLAGS  # at its end, nothing is left to train
             path = (newest_before_cooldown(out) if longer else None) or checkpoint.path
@@ -76,8 +77,8 @@ def flags_to_fork(
     ]
     problems += [
         f"--fork brings its own model. Leave out {flag_name(name)}."
-        for name in ("model", "demo", "init_from")
-        if name in cli_flags and name not in allowed
+        for name in cli_flags
+        if name in NOT_FOR_A_FORK - allowed
     ]
     if problems:
         raise UserError(*problems)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def check_folder(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
-    """Checks that a run may write into its folder: it is writable, not in use, and has no other run. Writes nothing.
+    """Checks that a run may write into its folder: it is writable, not in use, and has no other run.
 
     Args:
         checkpoint: the checkpoint that the run resumes from; None for a new run and a fork.

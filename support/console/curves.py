@@ -141,7 +141,7 @@ def draw_run(run: Run) -> Figure:
 
 
 def draw_runs(labels: Sequence[str], runs: Sequence[Run], axis: str = "steps") -> Figure:
-    """The losses of several runs in one picture: per byte if their tokens differ in length, otherwise per token.
+    """The losses of several runs in one picture: per byte if their tokenizers differ, otherwise per token.
 
     Args:
         labels: a different one for each run.
@@ -167,8 +167,10 @@ def draw_runs(labels: Sequence[str], runs: Sequence[Run], axis: str = "steps") -
 
 
 def compares_per_byte(runs: Sequence[Run]) -> bool:
-    """Whether the tokens of runs differ in length, so that losses per token cannot be compared."""
-    return len({run.bytes_per_token for run in runs}) > 1
+    """Whether the runs have different tokenizers, so that losses per token cannot be compared."""
+    tokenizers = [run.start["data"]["tokenizer"] for run in runs]
+    # two trained ones may be the same, but losses per byte compare in any case
+    return len(set(tokenizers)) > 1 or "bpe" in tokenizers and len({run.bytes_per_token for run in runs}) > 1
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -23,7 +23,7 @@ from support.files import format_bytes
 from support.runtime import devices, memory
 from support.runtime.distributed import Distributed
 from support.runtime.options import changed_flags
-from support.runtime.run_info import RunInfo, checkpoint_path
+from support.runtime.run_info import RunInfo, checkpoint_path, options_of
 from support.startup import STARTED
 
 if TYPE_CHECKING:
@@ -56,17 +56,18 @@ def print_header(run: RunInfo, dist: Distributed, loader: DataLoaderLite) -> Non
     device += [f"{machine.attention} attention"] if dist.device.type == "cuda" else []
     parameters = sum(p.numel() for p in run.model.parameters())
     trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+    options = "".join(f", {name} {value}" for name, value in options_of(run.model.config).items())
     facts = [
         ("device", ", ".join([*device, f"torch {torch.__version__}; train_gpt2.py {__version__}"])),
         (
             "model",
             f"{parameters:,} parameters{f' ({trained:,} trained)' if trained < parameters else ''}: "
             f"{pluralize(config.n_layer, 'layer')}, {pluralize(config.n_head, 'head')}, "
-            f"{pluralize(config.n_embd, 'channel')}, context {T}",
+            f"{pluralize(config.n_embd, 'channel')}, context {T}{options}",
         ),
         (
             "data",
-            f"{config.data}: {loader.rows_per_epoch * T:,} tokens of {run.data.bytes_per_token:.2f} bytes, "
+            f"{config.data}: {loader.rows_per_epoch * T:,} tokens of {run.bytes_per_token:.2f} bytes, "
             f"vocabulary {run.data.tokenizer.vocab_size:,}",
         ),
         (
@@ -134,11 +135,16 @@ def describe_recipe(config: TrainConfig) -> str:
 def notes(config: TrainConfig, machine: Machine, first_step: int, checkpoint_bytes: int) -> Iterator[str]:
     """Yields what is worth knowing before the first step."""
     max_steps, decay_steps = config.max_steps, config.decay_steps
-    if config.minutes is None and config.warmup_steps < decay_steps < max_steps and first_step < max_steps:
-        yield (
-            f"from step {decay_steps:,} on, the learning rate stays at its lowest, {config.min_lr:.3g}; "
-            "--decay-steps moves the end of the schedule"
-        )
+    if config.minutes is None and config.warmup_steps < min(decay_steps, max_steps) and first_step < max_steps:
+        advice = f"its lowest, {config.min_lr:.3g}; --decay-steps moves the end of the schedule"
+        if decay_steps < max_steps:
+            yield f"from step {decay_steps:,} on, the learning rate stays at {advice}"
+        elif decay_steps > max_steps:
+            decay = "cosine" if config.schedule == "cosine" else "cooldown"
+            yield (
+                f"the run ends at step {max_steps:,}, but its {decay} at step {decay_steps:,}: the learning rate stays "
+                f"above {advice}"
+            )
     own_tokenizer = config.tokenizer != "gpt2" and not config.init_from  # which only --text can have
     if own_tokenizer and first_step == 0 and machine.hellaswag_every == 0:  # otherwise there is a note from HellaSwag
         yield "only models made with --tokenizer gpt2 can be scored on HellaSwag"
@@ -156,7 +162,7 @@ def print_summary(
     Args:
         losses: validation losses of checkpoints.
         before_cooldown: the checkpoint from which a longer run can start.
-        texts: samples, of which the first is shown.
+        texts: samples that continue the run's prompt, of which the first is shown.
     """
     if dist.rank > 0:
         return
@@ -177,13 +183,13 @@ def print_summary(
     best = min(val, key=lambda path: val[path], default=checkpoint)
     for path, name in {checkpoint: "last", best: "best"}.items():  # one line if they are the same
         if path in val:
-            per_byte = val[path] / run.data.bytes_per_token
+            per_byte = val[path] / run.bytes_per_token
             loss = f"{val[path]:.4f} nats per token, {per_byte:.4f} per byte, at step {int(path.name.removeprefix('model_')):,}"
             loss += f": {path}" if path != checkpoint and path.is_dir() else ""
             lines.append(styled(labelled(name, f"validation loss {loss}"), BOLD))
     lines += [labelled("sample", on_one_line(text)) for text in texts[:1]]
     if checkpoint.is_dir():
-        prompt = ' --prompt "The"' if config.demo else ""
+        prompt = f" --prompt {shlex.quote(run.prompt)}" if texts else ""
         lines.append(f"saved   {checkpoint}")
         lines.append(f"next    python sample.py --model {shlex.quote(str(checkpoint))}{prompt}")  # in one line, to copy
         # if the decay has ended before, a longer run has the same learning rates
@@ -194,9 +200,8 @@ def print_summary(
             names = (f"{out}_longer{n}" for n in ("", *map("_{}".format, range(2, 1000))))
             new = next(name for name in names if not Path(name).exists())
             lines.append(f"longer  {command} --out {shlex.quote(new)} {more}")
-    demos = sorted(
-        path for path in Path().glob("log_demo*") if re.fullmatch(r"log_demo(_\d+)?", path.name) and config.demo
-    )
+    is_demo = config.demo and config.fork is None
+    demos = sorted(path for path in Path().glob("log_demo*") if is_demo and re.fullmatch(r"log_demo(_\d+)?", path.name))
     if others := [str(folder) for folder in demos if folder.resolve() != out.resolve()]:
         lines.append(labelled("note", f"earlier demos are kept until you remove them: rm -r {' '.join(others)}"))
     print_lines("\n" + "\n".join(lines))

@@ -76,7 +76,11 @@ class RunLogger:
         if loss is None:
             return
         self._evaluation(step, "val", loss)
-        self.print0(terminal.styled(f"step {step:5d} | val loss: {loss:.4f}", terminal.BOLD))
+        self.print0(
+            terminal.styled(
+                f"step {step:5d} | val loss: {loss:.4f} over {self.run.validated_tokens:,} tokens", terminal.BOLD
+            )
+        )
 
     def hellaswag(self, step: int, score: tuple[float, float, float] | None) -> None:
         """Reports acc_norm, its standard error and the seconds that it took; None: the scoring was interrupted."""

@@ -36,11 +36,9 @@ def describe_start(run: RunInfo, dist: Distributed) -> dict[str, Any]:
 
     from support.runtime import devices
 
-    flags, tokenizer, machine = run.config.to_dict(), run.data.tokenizer, run.machine
+    flags, tokenizer, machine = run.config.used_flags(), run.data.tokenizer, run.machine
     del flags["model"]  # its sizes are there
     flags["tokenizer"] = tokenizer.name  # the flag is for --text only
-    if run.config.minutes:
-        del flags["max_steps"], flags["decay_steps"], flags["warmup_steps"]
     versions = {"train_gpt2.py": __version__, "python": platform.python_version(), "torch": torch.__version__}
     versions |= {"numpy": np.__version__, "platform": platform.platform()}
     return {
@@ -62,7 +60,7 @@ def describe_start(run: RunInfo, dist: Distributed) -> dict[str, Any]:
             **run.identity,
             "tokenizer": tokenizer.name,
             "vocab_size": tokenizer.vocab_size,
-            "bytes_per_token": run.data.bytes_per_token,
+            "bytes_per_token": run.bytes_per_token,
         },
         "parameters": sum(p.numel() for p in run.model.parameters()),
         "tokens_per_step": run.config.total_batch_size,

@@ -39,7 +39,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._last_step = first_step
-        self._flags = {name: value for name, value in config.to_dict().items() if value is not None}
+        self._flags = {name: value for name, value in config.used_flags().items() if value is not None}
         folder = Path(config.out) / "tensorboard"
         if first_step == 0:
             for events in folder.glob("events.out.tfevents.*"):  # left by a run that is started over
@@ -86,7 +86,7 @@ class WeightsAndBiases:
             tmp.write_text(run_id + "\n")
         options: dict[str, Any] = dict(project=config.wandb, id=run_id, resume="allow", dir=config.out)
         try:
-            self._run = wandb.init(config=config.to_dict(), allow_val_change=True, **options)
+            self._run = wandb.init(config=config.used_flags(), allow_val_change=True, **options)
         except Exception as error:  # wandb raises errors of its own, and the network's
             reason = str(error).rstrip(". ")
             raise UserError(f"--wandb cannot start: {reason}. Run wandb login, or set WANDB_MODE=offline.") from error
@@ -126,6 +126,8 @@ class Trackers:
     def log_value(self, step: int, name: str, value: float) -> None:
         """Sends a value of the log, given by its name there."""
         self._final_values[f"final/{CURVES[name]}"] = value
+        if name == "train":
+            self._final_values["final/steps"] = step + 1
         self.log(step, {CURVES[name]: value})
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

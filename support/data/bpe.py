@@ -25,7 +25,7 @@ from support.data.tokenizer import (
 from support.files import atomic_write, sha256_of
 
 TRAINING_CHARS = 1 << 25  # the encoding is trained on the beginning of a corpus, up to this many characters
-HELD_OUT = 0.1  # fraction of a smaller corpus that it is not trained on: the end, which is the validation split
+HELD_OUT = 0.1  # fraction of a corpus that it is not trained on, at least: the end, which is the validation split
 CHARS_PER_TOKEN_OF_VOCABULARY = 500
 MAX_TOKEN_BYTES = 64
 _LONG_WORD, _PIECE = re.compile(r"\S{257}|\s{257}"), re.compile(r"\s{0,256}\S{1,256}|\s{1,256}")
@@ -78,7 +78,8 @@ def write_tokenizer(folder: OutputFolder, corpus: Corpus, vocab_size: int | None
         if copy_of:
             tokenizer = load_bpe(copy_of)
         else:
-            texts = training_texts(corpus)
+            val_fraction = folder.manifest["settings"].get("val_fraction")
+            texts = training_texts(corpus, max(HELD_OUT, float(val_fraction or 0)))
             print_lines(f"training a tokenizer on {sum(map(len, texts)):,} characters ...")
             tokenizer = train_bpe(texts, vocab_size or fitting_vocab_size(sum(map(len, texts))))
         with atomic_write(path, unique=True) as tmp:
@@ -88,17 +89,17 @@ def write_tokenizer(folder: OutputFolder, corpus: Corpus, vocab_size: int | None
     return load_bpe(path)
 
 
-def training_texts(corpus: Corpus) -> list[str]:
-    """Returns the first TRAINING_CHARS characters of a corpus, or all but HELD_OUT of a smaller one."""
+def training_texts(corpus: Corpus, held_out: float = HELD_OUT) -> list[str]:
+    """Returns the first TRAINING_CHARS characters of a corpus, without its last fraction `held_out`."""
 
     def read_all() -> Iterator[str]:
         for part in corpus.parts():
             corpus.prepare(part)
             yield from (text for text, _ in corpus.read(part))
 
-    texts = _truncate(read_all(), TRAINING_CHARS)
+    texts = _truncate(read_all(), math.ceil(TRAINING_CHARS / (1 - held_out)))
     chars = sum(map(len, texts))
-    return texts if chars == TRAINING_CHARS else _truncate(texts, chars - int(HELD_OUT * chars))
+    return _truncate(texts, min(TRAINING_CHARS, chars - int(held_out * chars)))
 
 
 def _truncate(texts: Iterable[str], chars: int) -> list[str]:

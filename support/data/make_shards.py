@@ -43,7 +43,7 @@ from support.files import check_free_space, read_json, sha256_of, write_json
 SHARD_SIZE = 10**8  # tokens
 VAL_FRACTION = 0.1  # is held out of a corpus that fits into one shard
 MAX_CUT_ERROR = 0.1  # fraction of the validation tokens; beyond it, --split-documents cuts inside a document
-MAX_BYTES_PER_TOKEN = {"gpt2": 5, "bpe": 2, "bytes": 1}  # average bytes of text per token, at most
+MAX_BYTES_PER_TOKEN = {"gpt2": 5, "bpe": 5, "bytes": 1}  # average bytes of text per token, at most
 BLOCK = 1 << 23  # tokens that are read at a time
 
 Tokens: TypeAlias = npt.NDArray[np.uint16]
@@ -278,6 +278,8 @@ def _write_all(
         raise UserError(f"there is no text in {corpus.name}. Use other files, or another data set.")
     in_order = val_fraction is None and first_tokens > shard_size
     shards = _in_order(parts, shard_size) if in_order else _split(folder, parts, shard_size, val_fraction)
+    if in_order and manifest["tokenizer"] == "bpe" and not manifest["settings"].get("tokenizer_from"):
+        print_lines("note: the tokenizer was trained on the beginning of the text, which is in the validation shard")
     listed = {entry["file"]: entry for entry in manifest["shards"]}
     if listed:
         tokens = sum(entry["tokens"] for entry in listed.values())

@@ -116,14 +116,18 @@ class TokenData:
         val = open_shards(folder, "val") if needs_val or shard_paths(folder, "val") else []
         return cls(folder, train, val, read_tokenizer(folder))
 
-    @functools.cached_property
-    def bytes_per_token(self) -> float:
-        """Average bytes of text per token at the beginning of the validation split, or without one of the train split.
+    def targets(self, T: int, val_tokens: int) -> list[npt.NDArray[np.uint16]]:
+        """Returns the tokens whose loss a validation of `val_tokens` tokens measures: by shard, the targets of its rows.
 
-        It converts nats per token to nats per byte.
+        Without a validation split, they are of the train split.
         """
-        sample = (self.val or self.train)[0][: 1 << 20]
-        return self.tokenizer.count_bytes(sample) / len(sample)
+        targets = list[npt.NDArray[np.uint16]]()
+        left = max(1, val_tokens // T)  # rows; without validation, there may be tokens for none
+        for shard in self.val if any(rows_in_shard(shard, T) for shard in self.val) else self.train:
+            rows = min(left, rows_in_shard(shard, T))
+            targets.append(shard[1 : 1 + rows * T])
+            left -= rows
+        return targets
 
     @functools.cached_property
     def beginning(self) -> str:

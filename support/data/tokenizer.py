@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZES = {"gpt2": 50257, "bytes": 257}
 MAX_VOCAB_SIZE = 2**16  # ids are uint16
+COUNTED = 2**20  # ids whose bytes are counted at a time, in 16 MB
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_FILES = (TOKENIZER_JSON, "tokenizer_config.json", "vocab.json", "merges.txt")
 
@@ -142,7 +143,8 @@ class Tokenizer:
     def count_bytes(self, ids: npt.NDArray[np.integer]) -> int:
         """Counts the bytes of text that the tokens stand for; an end-of-text, or an unknown id, counts as one."""
         lengths = np.array([*map(len, self.token_bytes()), 1])
-        return int(lengths[np.minimum(ids, len(lengths) - 1)].sum())
+        blocks = (ids[start : start + COUNTED] for start in range(0, len(ids), COUNTED))
+        return sum(int(lengths[np.minimum(block, len(lengths) - 1)].sum()) for block in blocks)
 
     def is_same_as(self, other: Tokenizer) -> bool:
         """Returns whether all texts have the same ids in both."""

@@ -1,4 +1,4 @@
 """The processes of a run and the machine below them: ranks, signals, devices, memory, the profiler.
 
-May import `support.optim` and what is below it.
+May import `support.data`, `support.optim` and what is below them.
 """

@@ -200,8 +200,11 @@ ONE_PROCESS = Distributed(rank=0, local_rank=0, world_size=1)
 
 
 @contextlib.contextmanager
-def report_lost_processes() -> Iterator[None]:
+def report_lost_processes(how_to_go_on: Callable[[], str] | None = None) -> Iterator[None]:
     """Turns gloo's and the store's errors about a process that has ended or does not answer into a UserError.
+
+    Args:
+        how_to_go_on: returns sentences for the end of the error.
 
     Raises:
         UserError: in place of such an error.
@@ -216,7 +219,8 @@ def report_lost_processes() -> Iterator[None]:
         if of_store or of_gloo and re.search("timed out|timeout", str(error), re.IGNORECASE):
             problem = "waited too long for another process of this run: it is stopped, cut off, or very slow"
         rank = f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()}"
-        raise UserError(f"{rank} {problem}. See the messages of all processes.", this_rank_only=True) from error
+        lost = UserError(f"{rank} {problem}. See the messages of all processes.", this_rank_only=True)
+        raise (lost.with_hint(how_to_go_on()) if how_to_go_on else lost) from error
 
 
 # -----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ class Machine:
     compiled: bool
     why_not_compiled: str | None  # None if it is compiled, or not meant to be
     attention: str  # the implementation that PyTorch chooses
-    batch_size: int  # rows of a micro-batch, at most: the first step may show that fewer fit
+    batch_size: int  # rows of a micro-batch, at most: on CUDA, a trial shows how many fit
     hellaswag_every: int | None  # as --hellaswag-every, or what suits the machine
 
     @classmethod

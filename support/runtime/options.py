@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 QUARTERS = "each quarter of the run with --minutes or --text"  # in the help of intervals
 DEFAULT_PROMPT = "Hello, I'm a language model,"
 # What the shards were made from. A resumed run keeps its shards, so it must not name a different source.
-SOURCE_FLAGS = {"text", "text_field", "tokenizer"}
+SOURCE_FLAGS = {"demo", "text", "text_field", "tokenizer"}
 START_FLAGS = {"resume", "profile"}  # flags of one start, not of the run
+STEP_FLAGS = ("max_steps", "decay_steps", "warmup_steps")  # a run of --minutes does not use them
 # Flags of --plan, which ends before a run.
 PLAN_FLAGS = {"plan", "gpus", "gpu", "price", "mfu"}
 
@@ -116,6 +117,11 @@ class RunOptions:
     def to_dict(self) -> dict[str, Any]:
         """Returns the value of each flag of a run, without --plan and its flags."""
         return {name: getattr(self, name) for name in flags_of(type(self)) if name not in PLAN_FLAGS}
+
+    def used_flags(self) -> dict[str, Any]:
+        """Returns the flags of `to_dict`; for a run of --minutes, without those that count steps."""
+        unused = STEP_FLAGS if self.minutes else ()
+        return {name: value for name, value in self.to_dict().items() if name not in unused}
 
 
 def changed_flags(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from support.data.shards import DataIdentity, TokenData
 from support.runtime.options import DEFAULT_PROMPT
@@ -13,7 +14,16 @@ from support.runtime.options import DEFAULT_PROMPT
 if TYPE_CHECKING:
     from support.checkpoints.state import Checkpoint
     from support.runtime.machine import Machine
-    from train_gpt2 import GPT, TrainConfig
+    from train_gpt2 import GPT, GPTConfig, TrainConfig
+
+
+GPT2_FIELDS = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd", "bias", "dropout"}  # fields of GPTConfig
+
+
+def options_of(config: GPTConfig) -> dict[str, Any]:
+    """Returns the fields by which a model is not a GPT-2: added ones that do not have their default."""
+    added = [field for field in fields(config) if field.name not in GPT2_FIELDS]
+    return {field.name: value for field in added if (value := getattr(config, field.name)) != field.default}
 
 
 def checkpoint_path(out: str | os.PathLike[str], step: int) -> Path:
@@ -38,9 +48,22 @@ class RunInfo:
         """The first step of this process."""
         return self.checkpoint.step if self.checkpoint else 0
 
+    @functools.cached_property
+    def validated_tokens(self) -> int:
+        """The number of tokens of a validation."""
+        return sum(map(len, self.data.targets(self.config.block_size, self.config.val_tokens)))
+
+    @functools.cached_property
+    def bytes_per_token(self) -> float:
+        """Average bytes of text per validated token, which convert nats per token to nats per byte."""
+        targets = self.data.targets(self.config.block_size, self.config.val_tokens)
+        return sum(map(self.data.tokenizer.count_bytes, targets)) / self.validated_tokens
+
     @property
     def prompt(self) -> str:
         """The text that samples continue: --prompt or, by default with --text, the first words of a held-out line."""
         if self.config.prompt is not None:
             return self.config.prompt
-        return DEFAULT_PROMPT if self.config.text is None else self.data.beginning
+        if self.config.text is not None:
+            return self.data.beginning
+        return "The" if self.config.demo else DEFAULT_PROMPT
