@@ -297,7 +297,9 @@ class DataLoaderLite:
     shards. They are dealt in order, B at a time, to rank 0, 1, ... in turn: micro-batch m of rank r starts at row
     (m * world_size + r) * B, modulo the epoch. So a step, `grad_accum` micro-batches of all ranks, has the same rows in
     the same order for any number of ranks and any B, and resuming is arithmetic.
-    With `shuffle`, each epoch has its own order of shards, and of rows within each.
+    With `shuffle`, each epoch has its own order of shards, and of rows within each, and these rows start at o, o + T, ...
+    with a new offset o below T: a text that is read again is cut elsewhere, which is harder to learn by heart. A shard
+    has a row less then.
     """
 
     def __init__(
@@ -306,10 +308,10 @@ class DataLoaderLite:
     ):  # fmt: skip
         self.shards, self.B, self.T, self.vocab_size = shards, B, T, vocab_size
         self.dist, self.grad_accum, self.shuffle, self.seed = dist, grad_accum, shuffle, seed
-        self.shard_rows = np.array([rows_in_shard(shard, T) for shard in shards])
+        self.shard_rows = np.array([rows_in_shard(shard, T, shuffle) for shard in shards])
         self.rows_per_epoch = int(self.shard_rows.sum())
         self._epoch = -1  # the epoch that _order and _ends describe
-        self._cached_permutation: tuple[tuple[int, int], np.ndarray] | None = None
+        self._cached_starts: tuple[tuple[int, int], np.ndarray] | None = None
         self.seek(0)
 
     def seek(self, step: int) -> None:
@@ -350,9 +352,8 @@ class DataLoaderLite:
         i = int(np.searchsorted(self._ends, n, side="right"))  # the row is in the i-th shard of this epoch
         shard = int(self._order[i])
         row = n - int(self._ends[i] - self.shard_rows[shard])
-        if self.shuffle:
-            row = int(self._permutation(epoch, shard)[row])
-        return shards.read_tokens(self.shards[shard], row * self.T, self.T + 1, self.vocab_size)
+        start = int(self._shuffled_starts(epoch, shard)[row]) if self.shuffle else row * self.T
+        return shards.read_tokens(self.shards[shard], start, self.T + 1, self.vocab_size)
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch = epoch
@@ -361,11 +362,13 @@ class DataLoaderLite:
             self._order = np.random.default_rng((self.seed, epoch)).permutation(self._order)
         self._ends = np.cumsum(self.shard_rows[self._order])
 
-    def _permutation(self, epoch: int, shard: int) -> np.ndarray:
-        if self._cached_permutation is None or self._cached_permutation[0] != (epoch, shard):
+    def _shuffled_starts(self, epoch: int, shard: int) -> np.ndarray:
+        """Where the rows of a shard start in an epoch, in the order in which they are read."""
+        if self._cached_starts is None or self._cached_starts[0] != (epoch, shard):
             generator = np.random.default_rng((self.seed, epoch, shard))
-            self._cached_permutation = (epoch, shard), generator.permutation(self.shard_rows[shard])
-        return self._cached_permutation[1]
+            rows = generator.permutation(self.shard_rows[shard])
+            self._cached_starts = (epoch, shard), rows * self.T + generator.integers(self.T)
+        return self._cached_starts[1]
 
 
 # -----------------------------------------------------------------------------
@@ -431,7 +434,7 @@ class TrainConfig(RunOptions):
     beta2: float = flag(0.95, "AdamW's beta2", "optimizer", at_least=0, below=1)  # 0.999 reacts too slowly
     grad_clip: float = flag(1.0, "largest gradient norm; 0: no clipping", "optimizer", at_least=0)
     seed: int = flag(1337, "seed of weights, shuffling, dropout and samples", "randomness", at_least=0, below=2**32)
-    shuffle: bool = flag(False, "read shards, and the rows of each, in a new random order every epoch", "randomness")
+    shuffle: bool = flag(False, "read shards, and the rows of each, in a new random order and cut at a new place every epoch", "randomness")
     # fmt: on
 
     # flags that make the model what it is: it keeps them in a resumed run and in a fork, and pretrained ones bring theirs

@@ -77,22 +77,38 @@ def test_seek_finds_the_data_of_a_step(tmp_path):
                 assert torch.equal(straight.next_batch()[0], batches[step * 3 + i][0])
 
 
-def test_shuffling_permutes_each_epoch_in_a_new_order_that_all_ranks_share(tmp_path):
-    files = consecutive_shards(tmp_path, (401, 201, 2, 301))  # 100, 50, 0 and 75 rows
-    in_order = starts([loader(files, B=225).next_batch()])
-    ranks = [loader(files, B=1, dist=Distributed(r, 0, 3), shuffle=True, seed=7) for r in range(3)]
-    epochs = [starts([rank.next_batch() for _ in range(75) for rank in ranks]) for _ in range(3)]
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_shuffled_rows_are_all_rows_cut_at_a_place_of_each_epoch(tmp_path, world_size):
+    files = consecutive_shards(tmp_path, (401, 201, 2, 301, 9))  # 99, 49, 0, 74 and 1 rows, one fewer than in order
+    ends = [401, 602, 604, 905, 914]
+    reference = loader(files, B=223, shuffle=True, seed=7)
+    ranks = [loader(files, B=1, dist=Distributed(r, 0, world_size), shuffle=True, seed=7) for r in range(world_size)]
+    rows = [start for _ in range(3 * 223 // world_size) for start in starts([rank.next_batch() for rank in ranks])]
+    epochs = [rows[:223], rows[223:446], rows[446:]]
+    offsets, orders = [], set()
     for epoch in epochs:
-        assert sorted(epoch) == in_order and epoch != in_order
-    assert epochs[0] != epochs[1] != epochs[2]
-    within = [[start for start in epoch if start < 400] for epoch in epochs]  # the first shard's rows
-    assert within[0] != within[1] != within[2]
-    assert starts([loader(files, B=225, shuffle=True, seed=8).next_batch()]) != epochs[0]
-    # rows of a shard stay together, so that one shard is in memory at a time; the order of the shards changes, too
-    shard_of = [np.searchsorted([401, 602, 604], epoch, side="right") for epoch in epochs]
-    assert all(np.count_nonzero(np.diff(shards)) == 2 for shards in shard_of)
-    orders = {tuple(dict.fromkeys(shards.tolist())) for shards in shard_of}
-    assert len(orders) > 1 and all(sorted(order) == [0, 1, 3] for order in orders)
+        assert epoch == starts([reference.next_batch()])[: len(epoch)]
+    for epoch in epochs[:2]:
+        shard_of = np.searchsorted(ends, epoch, side="right")
+        order = list(dict.fromkeys(shard_of.tolist()))  # a shard at a time, so that one is in memory
+        assert sorted(order) == [0, 1, 3, 4] and np.count_nonzero(np.diff(shard_of)) == 3
+        orders.add(tuple(order))
+        for shard, first, n in ((0, 0, 99), (1, 401, 49), (3, 604, 74), (4, 905, 1)):
+            found = [start - first for start, s in zip(epoch, shard_of, strict=True) if s == shard]
+            offset = min(found)
+            assert sorted(found) == list(range(offset, offset + n * T, T)) and 0 <= offset < T
+            assert n == 1 or found != sorted(found)
+            offsets.append(offset)
+    assert offsets[:4] != offsets[4:] and len(orders) == 2
+    assert starts([loader(files, B=223, shuffle=True, seed=8).next_batch()]) != epochs[0]
+
+
+def test_shuffled_rows_start_anywhere(tmp_path):
+    """Every offset is as likely; the last token of a shard is read with the last of them."""
+    data = loader(consecutive_shards(tmp_path, (13,)), B=2, shuffle=True)  # two of three rows
+    epochs = [starts([data.next_batch()]) for _ in range(400)]
+    offsets = Counter(min(epoch) for epoch in epochs)
+    assert sorted(offsets) == [0, 1, 2, 3] and max(offsets.values()) < 150  # 100 each, within five deviations
 
 
 def test_an_id_beyond_the_vocabulary_is_named_with_its_shard_and_offset(tmp_path):
@@ -150,5 +166,5 @@ print(private_mb() - before, rows)
         [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True
     )
     grown, rows = map(float, done.stdout.split())
-    assert rows == 50 * (99_999_999 // 1024)
+    assert rows == 50 * (99_999_999 // 1024 - 1)
     assert grown < 16  # MB, of 10,000

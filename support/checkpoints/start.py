@@ -135,7 +135,8 @@ def open_data(config: TrainConfig, dist: Distributed) -> TokenData:
     """
     data = TokenData.open(config.data, needs_val=config.val_every != 0)
     T = config.block_size
-    data.check_rows(T, config.total_batch_size // T, None if config.val_every == 0 else config.val_tokens)
+    val_tokens = None if config.val_every == 0 else config.val_tokens
+    data.check_rows(T, config.total_batch_size // T, val_tokens, config.shuffle)
     check_training_fits(config, data.tokenizer.vocab_size, dist)
     return data
 

@@ -144,7 +144,7 @@ class TokenData:
         columns = 40 if " " in line[:40] else 12  # six or seven words, or as much Chinese
         return next(iter(textwrap.wrap(line, columns, break_on_hyphens=False)), "")
 
-    def check_rows(self, T: int, step_rows: int, val_tokens: int | None) -> None:
+    def check_rows(self, T: int, step_rows: int, val_tokens: int | None, shuffle: bool = False) -> None:
         """Checks that there are enough rows of T tokens for a step, and one to validate on.
 
         Args:
@@ -153,7 +153,8 @@ class TokenData:
         Raises:
             UserError: there are fewer.
         """
-        train_rows, val_rows = (sum(rows_in_shard(shard, T) for shard in split) for split in (self.train, self.val))
+        train_rows = sum(rows_in_shard(shard, T, shuffle) for shard in self.train)
+        val_rows = sum(rows_in_shard(shard, T) for shard in self.val)
         if train_rows < step_rows:
             raise UserError(
                 f"{self.folder} has {train_rows} rows of {T} tokens to train on, and one step takes {step_rows}. "
@@ -377,9 +378,12 @@ def _raise_open_file_limit(num_shards: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + num_shards, hard), hard))
 
 
-def rows_in_shard(shard: np.memmap, T: int) -> int:
-    """Returns the number of rows of T+1 tokens. The last target of a row is also the first input of the next one."""
-    return max(0, (len(shard) - 1) // T)
+def rows_in_shard(shard: np.memmap, T: int, shuffle: bool = False) -> int:
+    """Returns the number of rows of T+1 tokens. The last target of a row is also the first input of the next one.
+
+    With `shuffle`, one fewer: the first one may start at any of the first T tokens.
+    """
+    return max(0, (len(shard) - 1) // T - shuffle)
 
 
 # -----------------------------------------------------------------------------
