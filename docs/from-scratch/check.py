@@ -1,0 +1,372 @@
+"""Checks a program that you write along the lesson, and says which fact about it is wrong.
+
+    python docs/from-scratch/check.py my_gpt.py --step 5
+
+The facts of all steps up to that one are checked, as long as they hold: some end when a later step changes something.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import math
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Fact = Callable[[Any], str | None]  # takes the reader's module; returns what is wrong, or None
+FACTS: list[tuple[int, int, str, Fact]] = []  # the first and the last step, the fact in words, and its check
+SIZES = {"block_size": 16, "vocab_size": 257, "n_layer": 2, "n_head": 2, "n_embd": 32}
+
+
+def fact(words: str, first: int, last: int = 10) -> Callable[[Fact], Fact]:
+    def add(check: Fact) -> Fact:
+        FACTS.append((first, last, words, check))
+        return check
+
+    return add
+
+
+def expect(what: str, found: float, expected: float, tolerance: float = 1e-4, why: str = "") -> str | None:
+    if abs(found - expected) <= tolerance:
+        return None
+    return f"{what} is {found:.6g}; {why or 'it should be'} {expected:.6g}"
+
+
+def small_gpt(m: Any, **sizes: int) -> Any:
+    """A small model of the reader's, with random weights that are large enough to make differences visible."""
+    names = {field.name for field in dataclasses.fields(m.GPTConfig)}
+    torch.manual_seed(1)
+    model = m.GPT(m.GPTConfig(**{name: value for name, value in {**SIZES, **sizes}.items() if name in names}))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.3)
+    return model.eval()
+
+
+def new_gpt(m: Any) -> Any:
+    torch.manual_seed(1)
+    return m.GPT(m.GPTConfig())
+
+
+def random_rows(B: int = 4, T: int = 16, V: int = 257) -> tuple[Tensor, Tensor]:
+    rows = torch.randint(V, (B, T + 1), generator=torch.Generator().manual_seed(2))
+    return rows[:, :-1], rows[:, 1:]
+
+
+# -----------------------------------------------------------------------------
+# Step 1: counts
+
+
+@fact("the tokens are the bytes of the documents, each after an end-of-text token", 1, 5)
+def tokens_are_bytes(m: Any) -> str | None:
+    from pydoc_data.topics import topics
+
+    train, val = m.load_tokens()
+    expected = b"".join(b"\0" + text.encode() for text in topics.values())
+    if len(train) + len(val) != len(expected):
+        return f"load_tokens returns {len(train) + len(val):,} tokens; with one for each document there are {len(expected):,}"
+    if bytes(t % 256 for t in [*train.tolist(), *val.tolist()]) != expected or train[0] != 256:
+        return "load_tokens does not return the bytes of the documents in order, with 256 before each"
+    return expect("the held-out part of the tokens", len(val) / len(expected), 0.1)
+
+
+@fact("a pair's probability is its count + 1, of all pairs that begin with the same byte", 1, 1)
+def counts_by_hand(m: Any) -> str | None:
+    probs = m.count_pairs(torch.tensor([97, 98, 97, 98, 97, 99]))  # "ababac": a is followed by b, b, c
+    found = f"after a, twice followed by b and once by c, the probability of b is {probs[97, 98]:.6f}"
+    expected = (2 + 1) / (3 + 257)
+    return None if abs(probs[97, 98] - expected) < 1e-6 else f"{found}; (2 + 1) / (3 + 257) is {expected:.6f}"
+
+
+@fact("the loss is the mean of -ln p of the tokens that follow", 1, 1)
+def loss_of_counts(m: Any) -> str | None:
+    probs = torch.full((257, 257), 0.5 / 257)
+    probs[1, 2] = 0.5
+    expected = -(math.log(0.5) + math.log(0.5 / 257)) / 2
+    return expect("the loss of two pairs", float(m.validation_loss(probs, torch.tensor([1, 2, 1]))), expected)
+
+
+@fact("the next token is drawn from the row of the one before", 1, 1)
+def samples_follow_the_rows(m: Any) -> str | None:
+    found = list(m.generate(torch.eye(257).roll(1, dims=1), 5, 3))  # row i has all its probability at i + 1
+    return (
+        None if found == [5, 6, 7, 8] else f"where i + 1 always follows i, 5 is continued as {found}, not [5, 6, 7, 8]"
+    )
+
+
+# -----------------------------------------------------------------------------
+# Steps 2 to 5: the model
+
+
+@fact("a batch has a target for each token: the next one", 2, 5)
+def targets_follow(m: Any) -> str | None:
+    x, y = m.get_batch(torch.arange(1000))
+    if x.shape != (m.B, m.T) or y.shape != (m.B, m.T):
+        return f"a batch has tokens {tuple(x.shape)} and targets {tuple(y.shape)}; both should be {(m.B, m.T)}"
+    if not torch.equal(y, x + 1):
+        return f"in the text 0, 1, 2, ... the target of {x[0, 0]} is {y[0, 0]}; it should be {x[0, 0] + 1}"
+    return "all rows of a batch begin at the same place" if len(set(x[:, 0].tolist())) == 1 else None
+
+
+@fact("at the beginning all tokens are equally likely", 2, 4)
+def first_loss(m: Any) -> str | None:
+    with torch.no_grad():
+        loss = new_gpt(m)(*random_rows())[1].item()
+    return expect("the first loss", loss, math.log(257), 1e-4, "with lm_head at zero it is ln 257 =")
+
+
+@fact("the loss is the mean cross-entropy of the logits", 2)
+def loss_of_logits(m: Any) -> str | None:
+    model, (x, y) = small_gpt(m), random_rows()
+    with torch.no_grad():
+        logits, loss = model(x)[0], model(x, y)[1].item()
+    if logits.shape != (4, 16, 257):
+        return f"the logits of 4 rows of 16 tokens have the shape {tuple(logits.shape)}, not (4, 16, 257)"
+    each = [-math.log(torch.softmax(logits[b, t], 0)[y[b, t]]) for b in range(4) for t in range(16)]
+    return expect(
+        "the loss of a batch", loss, sum(each) / len(each), 1e-3, "the mean of -ln softmax(logits)[target] is"
+    )
+
+
+@fact("the validation loss is the mean over rows of T + 1 tokens", 2, 5)
+def validation_of_rows(m: Any) -> str | None:
+    model, tokens = small_gpt(m, block_size=m.T), random_rows(1, 10 * m.T)[0][0]
+    with torch.no_grad():
+        rows = [tokens[i : i + m.T + 1] for i in range(0, len(tokens) - m.T, m.T)]
+        expected = sum(model(row[None, :-1], row[None, 1:])[1].item() for row in rows) / len(rows)
+    return expect("the validation loss", m.validation_loss(model, tokens), expected, 1e-3, "one row at a time it is")
+
+
+@fact("the model continues a text by sampling from its last logits", 2, 5)
+def samples(m: Any) -> str | None:
+    model, idx = small_gpt(m), random_rows(T=30)[0]
+    with torch.no_grad():
+        model.lm_head.weight *= 1000  # so that one token has all the probability
+        new = model.generate(idx, 1)[:, -1]
+        expected = model(idx[:, -16:])[0][:, -1].argmax(-1)
+    return (
+        None
+        if torch.equal(new, expected)
+        else f"the likeliest tokens are {expected.tolist()}, the new ones {new.tolist()}"
+    )
+
+
+@fact("changing the future leaves the past unchanged", 3)
+def causal(m: Any) -> str | None:
+    model, x = small_gpt(m), random_rows(1)[0]
+    changed = x.clone()
+    changed[0, 8] += 1 if x[0, 8] < 256 else -1
+    with torch.no_grad():
+        moved = (model(x)[0] - model(changed)[0]).abs().amax(dim=(0, 2)) > 1e-5
+    if moved[:8].any():
+        return (
+            f"when token 8 changes, the logits at {int(moved.nonzero()[0])} change: the mask lets tokens see the future"
+        )
+    if not moved[8]:
+        return "when token 8 changes, the logits at 8 do not: the mask hides a token from itself"
+    return None if moved[9:].all() else "when token 8 changes, the logits after it do not: there is no attention"
+
+
+@fact("the order of the tokens matters", 3)
+def positions(m: Any) -> str | None:
+    model, x = small_gpt(m), torch.arange(16)[None]
+    swapped = torch.cat((x[:, [1, 0]], x[:, 2:]), dim=1)
+    with torch.no_grad():
+        same = torch.allclose(model(x)[0][0, -1], model(swapped)[0][0, -1], atol=1e-5)
+    return (
+        "when two early tokens are swapped, the last logits stay the same: position embeddings are missing"
+        if same
+        else None
+    )
+
+
+@fact("attention is softmax(q k^T / sqrt(C)) v", 3, 3)
+def one_head(m: Any) -> str | None:
+    attention, x = small_gpt(m).attn, torch.randn(1, 16, 32, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        q, k, v = attention.c_attn(x).split(32, dim=2)
+        found, expected = attention(x), F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if torch.allclose(found, F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0), atol=1e-4):
+            return "the scores are not divided by sqrt(C) = 5.66"
+    return expect("the largest difference from PyTorch's attention", (found - expected).abs().max().item(), 0, 1e-4)
+
+
+@fact("with the same weights, the logits are those of transformers' GPT-2", 4)
+def logits_of_huggingface(m: Any) -> str | None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_positions": 16, **{name: size for name, size in SIZES.items() if name != "block_size"}}
+    reference = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)).eval()
+    model, x = small_gpt(m), random_rows()[0]
+    theirs = {name.removeprefix("transformer."): weight for name, weight in reference.state_dict().items()}
+    ours = model.state_dict()
+    if differing := sorted(theirs.keys() ^ ours.keys()):
+        verb = "has" if differing[0] in theirs else "does not have"
+        return f"transformers' GPT-2 {verb} a {differing[0]}: use its names"
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.wte.weight)
+        for name, weight in theirs.items():  # its Conv1D stores these as (in, out)
+            is_conv1d = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+            weight.copy_(ours[name].T if is_conv1d else ours[name])
+        found, expected = model(x)[0], reference(x).logits
+    return expect("the largest difference from its logits", (found - expected).abs().max().item(), 0, 1e-3)
+
+
+# -----------------------------------------------------------------------------
+# Step 5: the recipe
+
+
+@fact("embedding and output layer are one matrix", 5)
+def tied(m: Any) -> str | None:
+    model = new_gpt(m)
+    return None if model.lm_head.weight is model.wte.weight else "lm_head.weight is not wte.weight: tie them"
+
+
+@fact("the first loss is near that of a uniform guess", 5)
+def initial_loss(m: Any) -> str | None:
+    model = new_gpt(m)
+    V = len(model.wte.weight)
+    with torch.no_grad():
+        loss = model(*random_rows(16, 64, V))[1].item()
+    why = f"with N(0, 0.02) and tied weights it is near ln {V} ="
+    return expect("the loss of a batch at initialisation", loss, math.log(V), 0.1, why)
+
+
+@fact("weights begin as N(0, 0.02), and biases at zero", 5)
+def initial_weights(m: Any) -> str | None:
+    for name, p in new_gpt(m).named_parameters():
+        if p.dim() < 2:
+            value = 1.0 if name.endswith("weight") else 0.0  # the gain of a layer norm, or a bias
+            wrong = expect(f"the first element of {name}", p[0].item(), value)
+        elif name.endswith("c_proj.weight"):
+            why = "0.02 / sqrt(2 * n_layer) is"
+            wrong = expect(f"the standard deviation of {name}", p.std().item(), 0.02 / math.sqrt(6), 5e-4, why)
+        else:
+            wrong = expect(f"the standard deviation of {name}", p.std().item(), 0.02, 1e-3)
+        if wrong:
+            return wrong
+    return None
+
+
+@fact("weight decay is on matrices and embeddings only", 5)
+def decay_groups(m: Any) -> str | None:
+    model = small_gpt(m)
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95))
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    for name, p in model.named_parameters():
+        if wrong := expect(f"the weight decay of {name}", decay.get(id(p), math.nan), 0.1 if p.dim() >= 2 else 0.0):
+            return wrong
+    found = tuple(optimizer.defaults["betas"])
+    return None if found == (0.9, 0.95) else f"AdamW's betas are {found}, not the (0.9, 0.95) that it was given"
+
+
+@fact("the learning rate rises linearly and falls as a cosine", 5)
+def learning_rates(m: Any) -> str | None:
+    top, low, warmup, end = m.MAX_LR, m.MIN_LR, m.WARMUP_STEPS, m.MAX_STEPS
+    middle = (warmup + end) / 2
+    for step, expected in {0: top / warmup, warmup - 1: top, warmup: top, middle: (top + low) / 2, end: low}.items():
+        if wrong := expect(f"the learning rate of step {step:g}", m.get_lr(step), expected, top / 1000):
+            return wrong
+    quarter = low + (top - low) * (1 + math.sqrt(0.5)) / 2
+    return expect(
+        "a quarter into the decay, the rate", m.get_lr(warmup + (end - warmup) / 4), quarter, top / 1000, "a cosine has"
+    )
+
+
+@fact("gradients are clipped at a norm of 1", 5, 8)
+def clipping(m: Any) -> str | None:
+    model = small_gpt(m)
+    model.wte.weight.data *= 10
+    m.train_step(model, model.configure_optimizers(0.1, 1e-3, (0.9, 0.95)), *random_rows(), 1e-3)
+    norm = math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters()))
+    return expect("the norm of large gradients after a step", norm, 1, 1e-3)
+
+
+@fact("a step uses the learning rate that it is given", 5, 8)
+def rate_is_used(m: Any) -> str | None:
+    model = small_gpt(m)
+    before = model.wte.weight.detach().clone()
+    m.train_step(model, model.configure_optimizers(0.1, 1e-3, (0.9, 0.95)), *random_rows(), 0.0)
+    moved = (model.wte.weight - before).abs().max().item()
+    return expect("with a learning rate of 0, the largest change of a weight", moved, 0)
+
+
+@fact("one batch is learned by heart", 5, 8)
+def overfits(m: Any) -> str | None:
+    torch.manual_seed(1)
+    model = m.GPT(m.GPTConfig(**SIZES))
+    optimizer = model.configure_optimizers(0.1, 1e-2, (0.9, 0.95))
+    losses = [float(m.train_step(model, optimizer, *random_rows(), 1e-2)) for _ in range(60)]
+    return (
+        None if losses[-1] < 0.5 else f"after 60 steps on one batch its loss is {losses[-1]:.4f}; it should be near 0"
+    )
+
+
+# -----------------------------------------------------------------------------
+# The reader's file
+
+
+def load(path: Path) -> Any:
+    """Imports the file as a module."""
+    spec = importlib.util.spec_from_file_location("readers_file", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def explain(error: BaseException, path: Path) -> str:
+    """One line for an error in the reader's file, or about what it lacks."""
+    if isinstance(error, AttributeError) and getattr(error.obj, "__file__", None) == str(path):
+        kind = "constant" if error.name.isupper() else "class" if error.name[0].isupper() else "function"
+        return f"{path.name} has no {kind} {error.name}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        lines = [error.lineno]
+    where = f"{path.name}, line {lines[-1]}" if lines else f"a call that {path.name} does not take"
+    return f"{where}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def check(path: Path, step: int) -> Iterator[tuple[bool, str]]:
+    """Yields for each fact whether it holds, and its words or what is wrong."""
+    path = path.resolve()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            module = load(path)
+    except (Exception, SystemExit) as error:
+        yield False, explain(error, path)
+        return
+    for first, last, words, holds in FACTS:
+        if first <= step <= last:
+            try:
+                with contextlib.redirect_stdout(io.StringIO()):
+                    wrong = holds(module)
+            except (Exception, SystemExit) as error:
+                wrong = explain(error, path)
+            yield wrong is None, words if wrong is None else wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--step", type=int, required=True, choices=range(1, 11))
+    args = parser.parse_args()
+    if not args.file.is_file():
+        parser.error(f"there is no file {args.file}")
+    results = []
+    for holds, words in check(args.file, args.step):
+        print("ok    " if holds else "wrong ", words, flush=True)
+        results.append(holds)
+    raise SystemExit(not all(results))
+
+
+if __name__ == "__main__":
+    main()
