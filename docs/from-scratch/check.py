@@ -10,17 +10,23 @@ import contextlib
 import dataclasses
 import importlib.util
 import io
+import json
 import math
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from pydoc_data.topics import topics
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 
+T = TypeVar("T")
 Fact = Callable[[Any], str | None]  # takes the reader's module; returns what is wrong, or None
 FACTS: list[tuple[int, int, str, Fact]] = []  # the first and the last step, the fact in words, and its check
 SIZES = {"block_size": 16, "vocab_size": 257, "n_layer": 2, "n_head": 2, "n_embd": 32}
@@ -66,8 +72,6 @@ def random_rows(B: int = 4, T: int = 16, V: int = 257) -> tuple[Tensor, Tensor]:
 
 @fact("the tokens are the bytes of the documents, each after an end-of-text token", 1, 5)
 def tokens_are_bytes(m: Any) -> str | None:
-    from pydoc_data.topics import topics
-
     train, val = m.load_tokens()
     expected = b"".join(b"\0" + text.encode() for text in topics.values())
     if len(train) + len(val) != len(expected):
@@ -202,8 +206,10 @@ def one_head(m: Any) -> str | None:
 def logits_of_huggingface(m: Any) -> str | None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_positions": 16, **{name: size for name, size in SIZES.items() if name != "block_size"}}
-    reference = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)).eval()
+    config = GPT2Config(
+        n_positions=16, vocab_size=257, n_layer=2, n_head=2, n_embd=32, bos_token_id=None, eos_token_id=None
+    )
+    reference = GPT2LMHeadModel(config).eval()
     model, x = small_gpt(m), random_rows()[0]
     theirs = {name.removeprefix("transformer."): weight for name, weight in reference.state_dict().items()}
     ours = model.state_dict()
@@ -310,24 +316,142 @@ def overfits(m: Any) -> str | None:
 
 
 # -----------------------------------------------------------------------------
+# Step 6: the data
+
+
+@fact("the shards hold the tokens of all documents, and the manifest describes them", 6, 6)
+def shards_hold_the_text(m: Any) -> str | None:
+    m.make_shards()
+    manifest = json.loads((m.DATA / "manifest.json").read_text())
+    val, *train = [np.load(m.DATA / entry["file"]) for entry in manifest["shards"]]
+    if wrong := next(
+        (f"a shard has {shard.dtype} tokens, not uint16" for shard in (val, *train) if shard.dtype != np.uint16), None
+    ):
+        return wrong
+    if [entry["tokens"] for entry in manifest["shards"]] != [len(shard) for shard in (val, *train)]:
+        return "the tokens in manifest.json are not the lengths of the files"
+    found = Tokenizer.from_file(str(m.DATA / "tokenizer.json")).decode(np.concatenate([*train, val]).tolist(), False)
+    if found != "".join("<|endoftext|>" + text for text in topics.values()):
+        return "the train shards and then the val shard, decoded, are not the documents, each after <|endoftext|>"
+    return expect("the part of val in all tokens", len(val) / sum(map(len, (val, *train))), 0.1, 0.001)
+
+
+@fact("a split has its own shards, in order", 6)
+def splits(m: Any) -> str | None:
+    for split in ("train", "val"):
+        files = [np.load(path) for path in sorted(m.DATA.glob(f"*_{split}_*.npy"))]
+        found = m.open_shards(split)
+        if [len(shard) for shard in found] != [len(shard) for shard in files]:
+            return f"open_shards({split!r}) has {[*map(len, found)]} tokens; the files have {[*map(len, files)]}"
+    return None
+
+
+@fact("the loader deals the rows at 0, T, 2T, ... of each shard in order, then again", 6)
+def rows_in_order(m: Any) -> str | None:
+    shards = [np.arange(0, 100, dtype=np.uint16), np.arange(500, 597, dtype=np.uint16)]  # 12 rows of 8 + 1 tokens each
+    loader = m.DataLoaderLite(shards, 5, 8)
+    starts = [*range(0, 96, 8), *range(500, 596, 8)]
+    for batch in range(5):
+        x, y = loader.next_batch()
+        expected = [starts[n % 24] for n in range(5 * batch, 5 * batch + 5)]
+        if x[:, 0].tolist() != expected or x.shape != (5, 8):
+            return f"in shards 0..99 and 500..596, with B = 5 and T = 8, batch {batch} begins at {x[:, 0].tolist()}, not {expected}"
+        if not torch.equal(y, x + 1):
+            return f"the target of token {x[0, 0]} is {y[0, 0]}; it should be {x[0, 0] + 1}"
+    return None
+
+
+@fact("the validation loss is the mean over all rows, whatever B is", 6, 6)
+def validation_of_loader(m: Any) -> str | None:
+    model, tokens = small_gpt(m), random_rows(1, 16 * 7)[0][0].numpy().astype(np.uint16)
+    with torch.no_grad():
+        rows = [torch.from_numpy(tokens[i : i + 17].astype(np.int64))[None] for i in range(0, 96, 16)]
+        expected = sum(model(row[:, :-1], row[:, 1:])[1].item() for row in rows) / 6
+    found = m.validation_loss(model, m.DataLoaderLite([tokens], 4, 16))
+    return expect("the validation loss of 6 rows with B = 4", found, expected, 1e-3, "one row at a time it is")
+
+
+# -----------------------------------------------------------------------------
+# Step 7: sampling and multiple choice
+
+
+@fact("temperature divides the logits, and top-k keeps the likeliest", 7, 7)
+def probabilities(m: Any) -> str | None:
+    logits = torch.tensor([[1.0, 4.0, 2.0, 3.0]])
+    for temperature, top_k, powers in (
+        (1.0, None, (1, 4, 2, 3)),
+        (0.5, None, (2, 8, 4, 6)),
+        (2.0, 2, (-99, 2, -99, 1.5)),
+    ):
+        probs, ids = m.next_token_probs(logits, temperature, top_k)
+        found = torch.zeros(4).scatter(0, ids[0], probs[0]).tolist()
+        expected = [math.exp(power) / sum(map(math.exp, powers)) for power in powers]
+        if max(abs(a - b) for a, b in zip(found, expected, strict=True)) > 1e-4:
+            words = ["[" + ", ".join(f"{p:.3f}" for p in probs) + "]" for probs in (found, expected)]
+            return (
+                f"logits [1, 4, 2, 3], temperature {temperature} and top_k {top_k} give {words[0]}; by hand {words[1]}"
+            )
+    return None
+
+
+@fact("tokens are drawn with these probabilities", 7, 7)
+def frequencies(m: Any) -> str | None:
+    model, idx = small_gpt(m), random_rows(1)[0]
+    with torch.no_grad():
+        probs = torch.softmax(model(idx)[0][0, -1].topk(3).values / 9, dim=-1)
+        ids = model(idx)[0][0, -1].topk(3).indices
+    new = model.generate(idx.expand(3000, -1), 1, 9.0, 3)[:, -1]
+    for token, p in zip(ids, probs, strict=True):
+        if wrong := expect(
+            "the frequency of a token of the top 3", (new == token).float().mean().item(), p.item(), 0.04
+        ):
+            return wrong
+    return None
+
+
+@fact("of four completions, the true one follows the context", 7, 7)
+def items_are_right(m: Any) -> str | None:
+    items = m.make_items([*range(5000)], 40)
+    for context, completions, label in items:
+        follows = [completion[0] == context[-1] + 1 for completion in completions]
+        if follows != [i == label for i in range(4)]:
+            return f"completion {label} should be the one that follows the context, but {follows} do"
+    return "all items have the same label" if len({label for *_, label in items}) == 1 else None
+
+
+@fact("a completion's loss is the mean over its own tokens, one at a time as well", 7, 7)
+def losses_of_completions(m: Any) -> str | None:
+    model, context, completions = small_gpt(m), [1, 2, 3, 4], [[5, 6], [7, 8, 9, 10], [11], [12, 13, 14]]
+    for found, completion in zip(m.completion_losses(model, context, completions), completions, strict=True):
+        with torch.no_grad():
+            logs = torch.log_softmax(model(torch.tensor([context + completion]))[0][0], dim=-1)
+        expected = -sum(logs[3 + i, token].item() for i, token in enumerate(completion)) / len(completion)
+        if wrong := expect(f"the loss of {completion} after {context}", found, expected, 1e-3, "by itself it is"):
+            return wrong
+    return None
+
+
+# -----------------------------------------------------------------------------
 # The reader's file
 
 
-def load(path: Path) -> Any:
-    """Imports the file as a module."""
-    spec = importlib.util.spec_from_file_location("readers_file", path)
+def load(path: Path, folder: Path) -> Any:
+    """Imports a file as a module whose shards are in `folder`."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
+    module.DATA = folder / "data"  # type: ignore[attr-defined]
     return module
 
 
 def explain(error: BaseException, path: Path) -> str:
     """One line for an error in the reader's file, or about what it lacks."""
     if isinstance(error, AttributeError) and getattr(error.obj, "__file__", None) == str(path):
-        kind = "constant" if error.name.isupper() else "class" if error.name[0].isupper() else "function"
-        return f"{path.name} has no {kind} {error.name}"
+        name = error.name or ""
+        kind = "constant" if name.isupper() else "class" if name[0].isupper() else "function"
+        return f"{path.name} has no {kind} {name}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     if isinstance(error, SyntaxError) and error.filename == str(path):
         lines = [error.lineno]
@@ -335,23 +459,29 @@ def explain(error: BaseException, path: Path) -> str:
     return f"{where}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
+def call(function: Callable[..., T], path: Path, *args: Any) -> tuple[T | None, str | None]:
+    """Returns the function's result, or what went wrong in it; the reader's file may print."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            return function(*args), None
+    except (Exception, SystemExit) as error:
+        return None, explain(error, path)
+
+
 def check(path: Path, step: int) -> Iterator[tuple[bool, str]]:
     """Yields for each fact whether it holds, and its words or what is wrong."""
     path = path.resolve()
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            module = load(path)
-    except (Exception, SystemExit) as error:
-        yield False, explain(error, path)
-        return
-    for first, last, words, holds in FACTS:
-        if first <= step <= last:
-            try:
-                with contextlib.redirect_stdout(io.StringIO()):
-                    wrong = holds(module)
-            except (Exception, SystemExit) as error:
-                wrong = explain(error, path)
-            yield wrong is None, words if wrong is None else wrong
+    with tempfile.TemporaryDirectory() as folder:
+        module, wrong = call(load, path, path, Path(folder))
+        if wrong:
+            yield False, wrong
+            return
+        if step > 6:
+            load(Path(__file__).with_name("step_06.py"), Path(folder)).make_shards()
+        for first, last, words, holds in FACTS:
+            if first <= step <= last:
+                found, wrong = call(holds, path, module)
+                yield (False, found or wrong or "") if found or wrong else (True, words)
 
 
 def main() -> None:
