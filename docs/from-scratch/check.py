@@ -12,6 +12,8 @@ import importlib.util
 import io
 import json
 import math
+import shutil
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -19,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, TypeVar
+from unittest import mock
 
 import numpy as np
 import torch
@@ -432,7 +435,199 @@ def losses_of_completions(m: Any) -> str | None:
 
 
 # -----------------------------------------------------------------------------
+# Step 8: fast
+
+
+@fact("faster ways give the same losses, and keep less memory", 8, 8)
+def fast_is_the_same(m: Any) -> str | None:
+    x, y = random_rows(8, 16)
+    plain = small_gpt(m, flash=False, chunk_rows=0)
+    expected, kept = plain(x, y)[1].item(), m.kept_for_backward(plain, x, y, m.FP32)
+    for name, options in (
+        ("flash attention", {"chunk_rows": 0}),
+        ("a loss in chunks", {"flash": False, "chunk_rows": 16}),
+    ):
+        model = small_gpt(m, **options)
+        if wrong := expect(f"with {name} the loss", model(x, y)[1].item(), expected, 1e-3, "without it is"):
+            return wrong
+        if m.kept_for_backward(model, x, y, m.FP32) >= kept:
+            return f"with {name} as much is kept for the backward pass as without, {kept:,} bytes"
+    return None
+
+
+@fact("bf16 changes the loss, but little", 8, 8)
+def bf16_is_close(m: Any) -> str | None:
+    losses = []
+    for amp in (m.FP32, m.BF16):
+        model = new_gpt(m)
+        optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95))
+        losses.append(float(m.train_step(model, optimizer, *random_rows(4, 16, len(model.wte.weight)), 1e-3, amp)))
+    if losses[0] == losses[1]:
+        return "with BF16 the loss is the same in all digits: train_step does not use amp"
+    return expect("with BF16 the loss", losses[1], losses[0], 0.05, "in fp32 it is")
+
+
+# -----------------------------------------------------------------------------
+# Step 9: accumulation and several processes
+
+
+@fact("gradients are those of the full batch, clipped at a norm of 1, however many micro-batches it has", 9)
+def accumulation(m: Any) -> str | None:
+    m = shortened(m, TOTAL_BATCH_SIZE=64)
+    tokens = random_rows(1, 64)[0][0]
+    rows = torch.cat((tokens, tokens[:1])).unfold(0, 17, 16)  # (4, 17)
+    shard = torch.cat((tokens, tokens[:1])).numpy().astype(np.uint16)
+    for scale in (0.03, 1.0):  # small gradients, which are not clipped, and large ones
+        for B in (4, 2, 1):
+            reference, model = small_gpt(m), small_gpt(m)
+            for p in (*reference.parameters(), *model.parameters()):
+                p.data *= scale
+            loss = reference(rows[:, :-1], rows[:, 1:])[1]
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+            optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95))
+            found = float(m.train_step(model, optimizer, m.DataLoaderLite([shard], B, 16), 0.0))
+            case = f"of a step of {4 // B} micro-batches"
+            pairs = zip(model.parameters(), reference.parameters(), strict=True)
+            largest = max((p.grad - q.grad).abs().max().item() for p, q in pairs)
+            wrong = expect(f"the loss {case}", found, loss.item(), 1e-3, "that of the full batch is")
+            if wrong := wrong or expect(
+                f"at a norm of {norm:.2g}, the largest error of a gradient {case}", largest, 0, 1e-3
+            ):
+                return wrong
+    return None
+
+
+@fact("ranks synchronize in the last micro-step only", 9)
+def one_sync(m: Any) -> str | None:
+    class Recorder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.syncs = small_gpt(m), []  # type: ignore[var-annotated]
+
+        def forward(self, x: Tensor, y: Tensor) -> Any:
+            self.syncs.append(getattr(self, "require_backward_grad_sync", None))
+            return self.model(x, y)
+
+    m = shortened(m, TOTAL_BATCH_SIZE=64)
+    recorder, shard = Recorder(), random_rows(1, 100)[0][0].numpy().astype(np.uint16)
+    optimizer = recorder.model.configure_optimizers(0.1, 1e-3, (0.9, 0.95))
+    m.train_step(recorder, optimizer, m.DataLoaderLite([shard], 1, 16), 0.0)
+    if recorder.syncs == [False, False, False, True]:
+        return None
+    return f"in 4 micro-steps require_backward_grad_sync is {recorder.syncs}, not [False, False, False, True]"
+
+
+@fact("rank r's micro-batch m begins at row (m * world_size + r) * B", 9)
+def rows_of_ranks(m: Any) -> str | None:
+    for rank in (0, 1):
+        loader = m.DataLoaderLite([np.arange(2000, dtype=np.uint16)], 3, 8, rank, 2)
+        found = [loader.next_batch()[0][0, 0].item() // 8 for _ in range(3)]
+        if found != (expected := [(2 * batch + rank) * 3 for batch in range(3)]):
+            return f"with B = 3, the micro-batches of rank {rank} of 2 begin at rows {found}, not {expected}"
+    return None
+
+
+@fact("two processes have the losses of one", 9)
+def two_processes(m: Any) -> str | None:
+    folder = m.DATA.parent
+    torch.multiprocessing.spawn(train_rank, (m.__file__, str(folder)), nprocs=2)
+    alone = shortened(m, MAX_STEPS=3, WARMUP_STEPS=1)
+    alone.OUT = folder / "alone"  # step 10 writes a checkpoint
+    losses = alone.train()
+    for rank in (0, 1):
+        for step, (found, expected) in enumerate(zip(np.load(folder / f"{rank}.npy"), losses, strict=True)):
+            if wrong := expect(f"rank {rank}'s loss of step {step}", found, expected, 1e-4, "one process has"):
+                return wrong
+    return None
+
+
+def train_rank(rank: int, path: str, folder: str) -> None:
+    torch.distributed.init_process_group("gloo", f"file://{folder}/connect", rank=rank, world_size=2)
+    m = load(Path(path), Path(folder))
+    m.MAX_STEPS, m.WARMUP_STEPS = 3, 1
+    with contextlib.redirect_stdout(io.StringIO()):
+        np.save(Path(folder, f"{rank}.npy"), m.train(rank, 2))
+    torch.distributed.destroy_process_group()
+
+
+# -----------------------------------------------------------------------------
+# Step 10: checkpoints
+
+
+@fact("a checkpoint opens in transformers, with the same logits", 10)
+def opens_in_huggingface(m: Any) -> str | None:
+    from transformers import GPT2LMHeadModel
+    from transformers.utils.logging import disable_progress_bar
+
+    model = small_gpt(m)
+    m.save_checkpoint(model, model.configure_optimizers(0.1, 1e-3, (0.9, 0.95)), 7)
+    disable_progress_bar()
+    reference = GPT2LMHeadModel.from_pretrained(m.OUT / "model_00007").eval()
+    x = random_rows()[0]
+    with torch.no_grad():
+        largest = (model(x)[0] - reference(x).logits).abs().max().item()
+    return expect("the largest difference from its logits", largest, 0, 1e-3)
+
+
+@fact("a checkpoint gets its name when all its files are on the disk", 10)
+def atomic(m: Any) -> str | None:
+    model = small_gpt(m)
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95))
+    with mock.patch("os.fsync", side_effect=KeyboardInterrupt) as fsync, contextlib.suppress(KeyboardInterrupt):
+        m.save_checkpoint(model, optimizer, 8)
+    if not fsync.called:
+        return (
+            "save_checkpoint does not call os.fsync: after a power failure, files may be empty under their final name"
+        )
+    if (m.OUT / "model_00008").exists():
+        return "a save that is killed leaves model_00008, which is not complete: write under another name, then rename"
+    return None
+
+
+@fact("a resumed run has the losses of one that was never interrupted", 10)
+def resumes(m: Any) -> str | None:
+    m = shortened(m, MAX_STEPS=6, WARMUP_STEPS=2, CHECKPOINT_EVERY=3, OUT=m.OUT / "run")
+    whole = m.train()
+    shutil.rmtree(m.OUT / "model_00006")
+    resumed = m.train(resume=True)
+    if len(resumed) != 3:
+        return f"resumed after step 3 of 6, the run has {len(resumed)} more losses, not 3"
+    for step, (found, expected) in enumerate(zip(resumed, whole[3:], strict=True), start=3):
+        if wrong := expect(f"resumed at step 3, the loss of step {step}", found, expected, 0, "uninterrupted it is"):
+            return wrong
+    return None
+
+
+@fact("twenty losses equal those of train_gpt2.py", 10)
+def equals_the_trainer(m: Any) -> str | None:
+    trainer = Path(__file__).parents[2] / "train_gpt2.py"
+    m = shortened(m, MAX_STEPS=20, WARMUP_STEPS=5, OUT=m.OUT / "ours")
+    c, log = m.GPTConfig(), m.OUT.with_name("trainer")
+    flags = f"--n-layer {c.n_layer} --n-head {c.n_head} --n-embd {c.n_embd} --block-size {m.T} --batch-size {m.B} "
+    flags += f"--total-batch-size {m.TOTAL_BATCH_SIZE} --max-steps 20 --warmup-steps 5 --max-lr {m.MAX_LR} "
+    flags += f"--min-lr {m.MIN_LR} --val-every 0 --sample-every 0 --checkpoint-every 0 --device cpu --dtype fp32"
+    command = [sys.executable, trainer, "--data", m.DATA, "--out", log, *flags.split()]
+    subprocess.run(command, check=True, capture_output=True)
+    lines = [line.split() for line in (log / "log.txt").read_text().splitlines()]
+    theirs = [float(value) for _, name, value in lines if name == "train"]
+    for step, (found, expected) in enumerate(zip(m.train(), theirs, strict=True)):
+        if wrong := expect(f"the loss of step {step}", round(found, 6), expected, 1.01e-6, "train_gpt2.py has"):
+            return wrong
+    return None
+
+
+# -----------------------------------------------------------------------------
 # The reader's file
+
+
+def shortened(m: Any, **constants: Any) -> Any:
+    """The reader's module, loaded again, with other constants."""
+    again = load(Path(m.__file__), m.DATA.parent)
+    for name, value in constants.items():
+        getattr(m, name)  # an error if there is none
+        setattr(again, name, value)
+    return again
 
 
 def load(path: Path, folder: Path) -> Any:
@@ -442,7 +637,7 @@ def load(path: Path, folder: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
-    module.DATA = folder / "data"  # type: ignore[attr-defined]
+    module.DATA, module.OUT = folder / "data", folder / "log"  # type: ignore[attr-defined]
     return module
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -136,23 +136,17 @@ class DataLoaderLite:
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """Returns the next batch: (B, T) tokens, and the (B, T) tokens that follow them."""
         first = self.position * self.B
+        rows = [self.rows[n % len(self.rows)] for n in range(first, first + self.B)]  # after the last row, the first
         self.position += 1
-        return self.batch(range(first, first + self.B))
-
-    def batch(self, rows: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """Returns the rows with these numbers, counted through all epochs."""
-        tokens = np.stack([self.rows[n % len(self.rows)] for n in rows]).astype(np.int64)  # (B, T+1)
-        return torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:])  # every position has a target
+        tokens = torch.from_numpy(np.stack(rows).astype(np.int64))  # (B, T+1)
+        return tokens[:, :-1], tokens[:, 1:]  # every position has a target
 
 
 @torch.no_grad()
 def validation_loss(model: GPT, loader: DataLoaderLite) -> float:
     """Returns the mean loss in nats per token over all rows of a loader."""
-    total, n = 0.0, len(loader.rows)
-    for first in range(0, n, loader.B):
-        x, y = loader.batch(range(first, min(first + loader.B, n)))
-        total += model(x, y)[1].item() * len(x)  # a sum over rows, so that a smaller last batch does not count more
-    return total / n
+    rows = torch.from_numpy(np.stack(loader.rows).astype(np.int64))  # (N, T+1)
+    return model(rows[:, :-1], rows[:, 1:])[1].item()
 
 
 def get_lr(step: int) -> float:

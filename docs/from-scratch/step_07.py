@@ -1,7 +1,7 @@
 """Step 7: use it. Sampling with a temperature and top-k, and multiple choice by loss."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,13 +123,10 @@ class DataLoaderLite:
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """Returns the next batch: (B, T) tokens, and the (B, T) tokens that follow them."""
         first = self.position * self.B
+        rows = [self.rows[n % len(self.rows)] for n in range(first, first + self.B)]  # after the last row, the first
         self.position += 1
-        return self.batch(range(first, first + self.B))
-
-    def batch(self, rows: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """Returns the rows with these numbers, counted through all epochs."""
-        tokens = np.stack([self.rows[n % len(self.rows)] for n in rows]).astype(np.int64)  # (B, T+1)
-        return torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:])  # every position has a target
+        tokens = torch.from_numpy(np.stack(rows).astype(np.int64))  # (B, T+1)
+        return tokens[:, :-1], tokens[:, 1:]  # every position has a target
 
 
 def make_items(tokens: list[int], n: int) -> list[tuple[list[int], list[list[int]], int]]:
