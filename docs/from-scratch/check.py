@@ -25,6 +25,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
@@ -173,9 +174,7 @@ def causal(m: Any) -> str | None:
     with torch.no_grad():
         moved = (model(x)[0] - model(changed)[0]).abs().amax(dim=(0, 2)) > 1e-5
     if moved[:8].any():
-        return (
-            f"when token 8 changes, the logits at {int(moved.nonzero()[0])} change: the mask lets tokens see the future"
-        )
+        return f"when token 8 changes, the logits at {int(moved.nonzero()[0])} change: they see the future. Look at the mask and the softmax"
     if not moved[8]:
         return "when token 8 changes, the logits at 8 do not: the mask hides a token from itself"
     return None if moved[9:].all() else "when token 8 changes, the logits after it do not: there is no attention"
@@ -528,29 +527,6 @@ def rows_of_ranks(m: Any) -> str | None:
     return None
 
 
-@fact("two processes have the losses of one", 9)
-def two_processes(m: Any) -> str | None:
-    folder = m.DATA.parent
-    torch.multiprocessing.spawn(train_rank, (m.__file__, str(folder)), nprocs=2)
-    alone = shortened(m, MAX_STEPS=3, WARMUP_STEPS=1)
-    alone.OUT = folder / "alone"  # step 10 writes a checkpoint
-    losses = alone.train()
-    for rank in (0, 1):
-        for step, (found, expected) in enumerate(zip(np.load(folder / f"{rank}.npy"), losses, strict=True)):
-            if wrong := expect(f"rank {rank}'s loss of step {step}", found, expected, 1e-4, "one process has"):
-                return wrong
-    return None
-
-
-def train_rank(rank: int, path: str, folder: str) -> None:
-    torch.distributed.init_process_group("gloo", f"file://{folder}/connect", rank=rank, world_size=2)
-    m = load(Path(path), Path(folder))
-    m.MAX_STEPS, m.WARMUP_STEPS = 3, 1
-    with contextlib.redirect_stdout(io.StringIO()):
-        np.save(Path(folder, f"{rank}.npy"), m.train(rank, 2))
-    torch.distributed.destroy_process_group()
-
-
 # -----------------------------------------------------------------------------
 # Step 10: checkpoints
 
@@ -562,6 +538,9 @@ def opens_in_huggingface(m: Any) -> str | None:
 
     model = small_gpt(m)
     m.save_checkpoint(model, model.configure_optimizers(0.1, 1e-3, (0.9, 0.95)), 7)
+    stored = load_file(m.OUT / "model_00007" / "model.safetensors")["transformer.h.0.attn.c_attn.weight"]
+    if stored.shape != (32, 96):
+        return f"c_attn.weight is stored as {tuple(stored.shape)}; transformers' Conv1D has (in, out) = (32, 96)"
     disable_progress_bar()
     reference = GPT2LMHeadModel.from_pretrained(m.OUT / "model_00007").eval()
     x = random_rows()[0]
@@ -597,6 +576,29 @@ def resumes(m: Any) -> str | None:
         if wrong := expect(f"resumed at step 3, the loss of step {step}", found, expected, 0, "uninterrupted it is"):
             return wrong
     return None
+
+
+@fact("two processes have the losses of one", 9)
+def two_processes(m: Any) -> str | None:
+    folder = m.DATA.parent
+    torch.multiprocessing.spawn(train_rank, (m.__file__, str(folder)), nprocs=2)
+    alone = shortened(m, MAX_STEPS=3, WARMUP_STEPS=1)
+    alone.OUT = folder / "alone"  # step 10 writes a checkpoint
+    losses = alone.train()
+    for rank in (0, 1):
+        for step, (found, expected) in enumerate(zip(np.load(folder / f"{rank}.npy"), losses, strict=True)):
+            if wrong := expect(f"rank {rank}'s loss of step {step}", found, expected, 1e-4, "one process has"):
+                return wrong
+    return None
+
+
+def train_rank(rank: int, path: str, folder: str) -> None:
+    torch.distributed.init_process_group("gloo", f"file://{folder}/connect", rank=rank, world_size=2)
+    m = load(Path(path), Path(folder))
+    m.MAX_STEPS, m.WARMUP_STEPS = 3, 1
+    with contextlib.redirect_stdout(io.StringIO()):
+        np.save(Path(folder, f"{rank}.npy"), m.train(rank, 2))
+    torch.distributed.destroy_process_group()
 
 
 @fact("twenty losses equal those of train_gpt2.py", 10)
@@ -650,7 +652,7 @@ def explain(error: BaseException, path: Path) -> str:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     if isinstance(error, SyntaxError) and error.filename == str(path):
         lines = [error.lineno]
-    where = f"{path.name}, line {lines[-1]}" if lines else f"a call that {path.name} does not take"
+    where = f"{path.name}, line {lines[-1]}" if lines else path.name
     return f"{where}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
