@@ -647,7 +647,8 @@ def explain(error: BaseException, path: Path) -> str:
     """One line for an error in the reader's file, or about what it lacks."""
     if isinstance(error, AttributeError) and getattr(error.obj, "__file__", None) == str(path):
         name = error.name or ""
-        kind = "constant" if name.isupper() else "class" if name[0].isupper() else "function"
+        classes = ("GPT", "GPTConfig", "DataLoaderLite")
+        kind = "class" if name in classes else "constant" if name.isupper() else "function"
         return f"{path.name} has no {kind} {name}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     if isinstance(error, SyntaxError) and error.filename == str(path):
