@@ -37,6 +37,7 @@ FILES = ("train_gpt2.py", "hellaswag.py", "support/data/shards.py", "support/che
 # names of test files, where they are not test_<module>.py
 OWN_TESTS = {"train_gpt2": "model loader recipe train", "start": "fork distributed", "resume": "resume fork"}
 IDENTITY = re.compile("(Eq_Is|Is_Eq|NotEq_IsNot|IsNot_NotEq)$")
+CRASH = "a crash of Python"
 MARK = ("MUTATE_PY", str(os.getpid()))  # in the environment of all processes of the tests
 
 Place = tuple[Path, tuple[int, int], tuple[int, int]]  # a file, and line and column of both ends
@@ -103,6 +104,8 @@ def failing_test(folder: Path, seconds: float, *arguments: str) -> str | None:
         text = output.read().decode(errors="replace")
     if code in (0, 5):  # 5: no test is selected
         return None
+    if code < 0:
+        return CRASH
     failed = re.search(r"^(?:FAILED|ERROR) (tests/\w+\.py(?:::\w+(?:\[.*?\])?)?)(?= - |$)", text, re.MULTILINE)
     return failed[1] if failed else sys.exit(f"pytest ended with exit code {code}:\n{text[-2000:]}")
 
@@ -114,7 +117,7 @@ def find_test(folder: Path, unchanged: Path, path: Path) -> str | None:
     for seconds, tests in (900, ["not slow", *own]), (2400, ["not slow", *others]), (3600, ["slow"]):
         while test := failing_test(folder, seconds, "-m", *tests):
             alone = (seconds, "-n", "0", test)
-            if failing_test(folder, *alone) and not failing_test(unchanged, *alone):
+            if test == CRASH or failing_test(folder, *alone) and not failing_test(unchanged, *alone):
                 return test
             tests += ["--deselect", test]  # it fails sometimes, on a busy machine
     return None
