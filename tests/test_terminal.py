@@ -141,7 +141,7 @@ def test_ctrl_c_leaves_no_status_line(byte_shards, tmp_path):
     assert "step 3/9 | loss" in output and not any("elapsed" in line for line in lines)
     assert "SIGINT received: stopping (again to exit immediately)" in lines
     stopped = lines.index("step     3 | stopped. The newest checkpoint is run/model_00003.")
-    assert lines[stopped + 1] == "next    python train_gpt2.py --resume --out run"
+    assert lines[stopped + 1] == "next    python train_gpt2.py --resume auto --out run"
     assert not any(line.startswith("done") for line in lines)
 
 
