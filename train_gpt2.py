@@ -434,7 +434,8 @@ class TrainConfig(RunOptions):
     beta2: float = flag(0.95, "AdamW's beta2", "optimizer", at_least=0, below=1)  # 0.999 reacts too slowly
     grad_clip: float = flag(1.0, "largest gradient norm; 0: no clipping", "optimizer", at_least=0)
     seed: int = flag(1337, "seed of weights, shuffling, dropout and samples", "randomness", at_least=0, below=2**32)
-    shuffle: bool = flag(False, "read shards, and the rows of each, in a new random order and cut at a new place every epoch", "randomness")
+    shuffle: bool = flag(False, "every epoch, read shards and the rows of each in a new random order, cut at new places",
+                         "randomness")
     # fmt: on
 
     # flags that make the model what it is: it keeps them in a resumed run and in a fork, and pretrained ones bring theirs

@@ -119,7 +119,7 @@ def test_the_last_lines_after_a_lost_process_say_how_to_go_on(byte_shards, tmp_p
     lines = (tmp_path / "torchrun.txt").read_text().splitlines()
     name, command = (
         newest_checkpoint(out).name,
-        "torchrun --standalone --nproc_per_node=2 train_gpt2.py --resume auto --out run",
+        "torchrun --standalone --nproc_per_node=2 --max-restarts=0 train_gpt2.py --resume auto --out run",
     )
     hint = f' of this run. See the messages of all processes. The newest checkpoint is run/{name}. Continue with "{command}".'
     assert sum(line.startswith("error: rank") and line.endswith(hint) for line in lines) == 1

@@ -122,7 +122,7 @@ def read_model_config(directory: Path, config_class: type[Config], **other_field
     """
     config = read_config(directory)
     if unknown := sorted(config.keys() - {field.name for field in fields(config_class)}):
-        raise UserError(f"{directory} has a model with the option {unknown[0]}, which this train_gpt2.py lacks.")
+        raise UserError(f"the model in {directory} has an option {unknown[0]}. Use the train_gpt2.py that made it.")
     return config_class(**config, **other_fields)
 
 

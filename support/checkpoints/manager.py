@@ -37,14 +37,14 @@ from support.runtime.signals import StopHandler
 HOW_TO_GO_ON = "Fix this, then rerun with --resume auto."
 
 
-def launcher(world_size: int) -> str:
-    """Returns how to start as many processes again; of torchrun's flags for several nodes, only the user knows all."""
+def launch_command(world_size: int) -> str:
+    """Returns the command that starts as many processes again, before the name of the script."""
     if world_size == 1:
         return "python"
     if os.environ.get("LOCAL_WORLD_SIZE") != str(world_size):
-        return "torchrun ..."
+        return "torchrun ..."  # several nodes: only the user knows all flags
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    return f"torchrun --standalone --nproc_per_node={world_size}" + (f" --max-restarts={restarts}" * (restarts != "0"))
+    return f"torchrun --standalone --nproc_per_node={world_size} --max-restarts={restarts}"
 
 
 class CheckpointManager:
@@ -144,7 +144,9 @@ class CheckpointManager:
         checkpoints = list_checkpoints(self.out)  # only rank 0 knows what it has saved
         if not checkpoints:
             return "There is no checkpoint yet: the same command starts the run over."
-        command = f"{launcher(self.stop.world_size)} train_gpt2.py --resume auto --out {shlex.quote(str(self.out))}"
+        command = (
+            f"{launch_command(self.stop.world_size)} train_gpt2.py --resume auto --out {shlex.quote(str(self.out))}"
+        )
         return f"The newest checkpoint is {checkpoints[-1]}.{then.format(command)}"
 
     def how_to_go_on(self) -> str:

@@ -69,10 +69,10 @@ def model_card(run: RunInfo, step: int, val: Mapping[int, float], hellaswag: Map
         "base_model": base_name if on_hub else None,
     }
     model, vocab_size = run.model, run.model.config.vocab_size
-    numels = {name: p.numel() for name, p in model.named_parameters() if ".lora_" not in name}
+    parameters = sum(p.numel() for name, p in model.named_parameters() if ".lora_" not in name)
     padding = (model.config.padded_vocab_size - vocab_size) * config.n_embd
     facts = {
-        "parameters": f"{sum(numels.values()) - padding:,}",
+        "parameters": f"{parameters - padding:,}",
         "sizes": f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} channels, context {config.block_size:,}",
         "vocabulary": f"{vocab_size:,} tokens ({run.data.tokenizer.name})",
         "data": f"`{_printable(source)}`" if source else "token shards without a description",

@@ -200,12 +200,10 @@ def check_training_fits(config: TrainConfig, vocab_size: int, dist: Distributed)
     shape = {**vars(config), "vocab_size": vocab_size}
     check_model_fits(shape)
     parameters, total = count_parameters(shape), devices.free_and_total_memory(dist.device)[1]
-    sizes = Sizes(
-        parameters, parameters if config.lora_rank is None else 0, vocab_size
-    )  # LoRA's own parameters are few
-    rows = (
-        config.total_batch_size // config.block_size // dist.world_size
-    )  # in one micro-step, FSDP shards all gradients
+    trained = parameters if config.lora_rank is None else 0  # LoRA's own parameters are few
+    sizes = Sizes(parameters, trained, vocab_size)
+    # all rows in one micro-step, in which FSDP shards all gradients
+    rows = config.total_batch_size // config.block_size // dist.world_size
     needed = training_memory(config, sizes, rows, dist.world_size, None, torch.float32, compiled=False).state
     if needed > total:
         raise UserError(

@@ -93,7 +93,7 @@ def bytes_sent(config: TrainConfig, parameters: int, micro_steps: int, reshard_a
 
 
 def evaluations(config: TrainConfig, vocab_size: int) -> tuple[int, int, int]:
-    """Returns the number of validations, that of HellaSwag scores, and the tokens of their forward passes."""
+    """Returns how many validations and HellaSwag scores a run has, and how many tokens they read together."""
 
     def times(every: int | None) -> int:
         if every is None:  # at each quarter of --minutes
