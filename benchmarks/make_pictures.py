@@ -1,13 +1,15 @@
-"""Makes the pictures of the README from a demo: docs/run.png, its curves, and docs/terminal.svg, its terminal.
+"""Makes the pictures: docs/run.png and docs/terminal.svg from a demo, docs/from-scratch/losses.png from the lesson.
 
     python benchmarks/make_pictures.py
 
-It runs `python train_gpt2.py --demo` in a terminal of 88 columns, in a temporary folder, for about two minutes.
+It runs `python train_gpt2.py --demo` in a terminal of 88 columns, for about two minutes, and the first six programs of
+docs/from-scratch, for one, all in a temporary folder.
 """
 
 from __future__ import annotations
 
 import html
+import math
 import os
 import re
 import shlex
@@ -16,11 +18,16 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 from harness import ROOT, script_command
 
 COLUMNS, ROWS = 88, 50
 COMMAND = "python train_gpt2.py --demo"
 COLORS = {"1": "#ffffff", "32": "#8ccf7e", "33": "#e5c76b", "36": "#6cbfbf"}
+LESSON_STEPS = (
+    "counts of pairs", "the same by gradient descent", "one head of attention", "GPT-2's block", "the recipe",
+    "pieces of words",
+)  # fmt: skip
 FONT_SIZE, LINE_HEIGHT, MARGIN = 13, 18, 14
 STYLED = re.compile(r"\x1b\[([0-9;]*)m")
 
@@ -61,12 +68,30 @@ def draw(lines: list[str]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
+def draw_lesson(folder: Path) -> None:
+    """Draws the held-out loss of the lesson's first six programs, in nats per byte."""
+    losses = {"0. nothing": math.log(257)}
+    for number, name in enumerate(LESSON_STEPS, start=1):
+        command = script_command(f"docs/from-scratch/step_{number:02d}.py")
+        printed = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
+        # the last number: from step 6 on, the loss per token comes before the one per byte
+        losses[f"{number}. {name}"] = float(re.findall(r"\d+\.\d+", re.findall(r"held out:? .*", printed)[-1])[-1])
+    figure, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
+    bars = axes.barh(list(losses), list(losses.values()), color="#4c72b0")
+    axes.bar_label(bars, fmt="%.2f", padding=3)
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(xlabel="held-out loss, nats per byte", xlim=(0, 6))
+    figure.savefig(ROOT / "docs" / "from-scratch" / "losses.png", dpi=150)
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         written = run_in_terminal(Path(folder))
         shutil.copy(Path(folder, "log_demo", "curves.png"), ROOT / "docs" / "run.png")
-    (ROOT / "docs" / "terminal.svg").write_text(draw(lines_on_screen(written)))
-    print("made docs/run.png and docs/terminal.svg")
+        (ROOT / "docs" / "terminal.svg").write_text(draw(lines_on_screen(written)))
+        draw_lesson(Path(folder))
+    print("made docs/run.png, docs/terminal.svg and docs/from-scratch/losses.png")
 
 
 if __name__ == "__main__":
