@@ -141,9 +141,9 @@ def tests(context: Context) -> None:
     """tests/test_gpu.py"""
     command = f"-m pytest -n0 -v -p no:cacheprovider --rootdir={ROOT} -c {ROOT}/pyproject.toml {ROOT}/tests/test_gpu.py"
     environment = {"GPU_TESTS_DEVICE": context.device, "COLUMNS": "200"}  # narrower, reasons are cut
-    if context.small:  # the test suite runs the others, too
-        command += " -k AdamW"
-    for line in context.lines_of([sys.executable, *command.split()], codes=(0, 1, 4), **environment):
+    if context.small:
+        command += " -k 'AdamW or resumed'"
+    for line in context.lines_of([sys.executable, *shlex.split(command)], codes=(0, 1, 4), **environment):
         if found := re.search(r"::test_(\S+) (PASSED|FAILED|ERROR|SKIPPED)(?: \(([^)]*))?", line):
             verdict = {"PASSED": "ok", "SKIPPED": f"skipped: {found[3]}"}.get(found[2], "FAILED: see its output")
             context.part(found[1].replace("_", " "), verdict)

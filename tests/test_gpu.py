@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -203,16 +204,17 @@ def test_a_step_with_an_infinite_gradient_changes_nothing(byte_shards, tmp_path,
 
 
 def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(byte_shards, tmp_path, gpu):
-    flags = ["--max-steps", 12, "--dtype", "bf16", "--no-compile"]
-    train(config_on_gpu(byte_shards, tmp_path / "straight", *flags), gpu)
-    out = tmp_path / "resumed"
-    train(config_on_gpu(byte_shards, out, *flags, "--max-steps", 7, "--decay-steps", 12), gpu)
-    resume = parse_flags(TrainConfig, ["--resume", "--out", str(out), "--max-steps", "12"], "")
-    given, checkpoint = gather_flags(TrainConfig, resume, gpu)
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    flags = ["--max-steps", 12, "--checkpoint-every", 7, "--dtype", "bf16", "--no-compile"]
+    train(config_on_gpu(byte_shards, straight, *flags), gpu)
+    shutil.copytree(straight, resumed)
+    shutil.rmtree(resumed / "model_00012")
+    given, checkpoint = gather_flags(TrainConfig, {"resume": "newest", "out": str(resumed)}, gpu)
+    assert checkpoint.step == 7
     train(resolve(given | {"device": DEVICE.type}), gpu, checkpoint)
-    resumed, straight = (np.array(losses(folder / "log.txt")) for folder in (out, tmp_path / "straight"))
-    assert len(resumed) == 12 and np.abs(resumed - straight).max() < 1e-3
-    assert trainer_file(out / "model_00012")["step"] == 12
+    differences = np.array(losses(resumed / "log.txt")) - losses(straight / "log.txt")
+    assert len(differences) == 12 and np.abs(differences).max() < 1e-3
+    assert trainer_file(resumed / "model_00012")["step"] == 12
 
 
 @cuda_only
