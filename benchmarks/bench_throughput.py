@@ -25,7 +25,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -202,9 +201,6 @@ def switch_off(part: str | None) -> None:
         from torch._inductor import config
 
         config.triton.mix_order_reduction = False
-    elif part == "untuned loss":
-        tuned = {"coordinate_descent_tuning": True}
-        loss._compiled = cache(lambda function: torch.compile(function, dynamic=False, options=tuned))
 
 
 def matmul_flops(dtype: torch.dtype, device: torch.device, small: bool) -> float:

@@ -6,9 +6,9 @@
 
 | stage | what | seconds expected on a GPU where nothing is compiled yet |
 |---|---|---|
-| a | is it right, and where is the time of a step? | 250: 150 for the tests, 28 to compile 12 layers |
-| b | what is faster, in pairs? | 300 to compile five variants, then 120 a round |
-| c | whole runs | 140 for two ranks, 100 to resume, 40 to score, 45 for each of four variants, the last if there is time |
+| a | is it right, and where is the time of a step? | 240: 140 for the tests, 28 to compile 12 layers |
+| b | what is faster, in pairs? | 220 to compile four variants, then 120 a round |
+| c | whole runs | 140 for two ranks, 120 to resume, 30 to score, 45 for each of four variants, the last if there is time |
 | d | larger sizes, the loss alone | 200 for gpt2-xl, 173 of them to compile 48 layers; 80 for the loss; 45 to 120 for each larger size, if there is time |
 
 Each check runs in its own process. Its figures are printed as they come, and it ends with a line: ok, FAILED and what, or skipped
@@ -252,7 +252,6 @@ PAIRS = {  # by what is compared: fields of bench_throughput.py's Job
     "mix-order reductions off": {"without": "mix-order reductions"},
     "build-nanogpt's recipe": {"row": RECIPE},
     "flash attention instead of cuDNN's": {"without": "cuDNN"},
-    "the loss kernel tuned": {"without": "untuned loss"},
 }
 
 

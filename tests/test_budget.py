@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,6 +47,16 @@ def test_the_largest_model_that_sees_enough_tokens(text_bytes, tokens, sizes, st
     chosen = flags_for(text_bytes, tokens, monkeypatch)
     assert (chosen["n_layer"], chosen["n_embd"], chosen["total_batch_size"]) == (*sizes, step)
     assert chosen["max_lr"] == pytest.approx(3.6e-3 * min(1, (step / 16384) ** 0.5))
+
+
+@pytest.mark.parametrize(("device", "sizes"), [("cpu", (4, 128)), ("cuda", (6, 256))])
+def test_on_a_gpu_a_larger_model_may_be_faster(device, sizes, monkeypatch):
+    """By hand: the model of 6 layers needs 11 million tokens, which only that model has time for."""
+    monkeypatch.setattr(f"{__name__}.ONE_PROCESS", replace(ONE_PROCESS, device=torch.device(device)))
+    monkeypatch.setattr(budget.Machine, "find", lambda *args: SimpleNamespace(batch_size=64, dtype="bf16"))
+    monkeypatch.setattr(devices, "free_memory", lambda device: None)
+    chosen = flags_for(3e7, lambda of_model: 5e7 if of_model.n_layer == 6 else 4e6, monkeypatch)
+    assert (chosen["n_layer"], chosen["n_embd"]) == sizes
 
 
 @pytest.mark.parametrize(("tokens", "n_embd"), [(4.12e6, 96), (4.13e6, 128)])

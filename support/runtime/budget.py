@@ -69,7 +69,9 @@ def flags_for_minutes(
         chosen, tokens = first, tokens_in_time(first)
         for model in larger:
             needed = presets.BYTES_PER_WEIGHT * presets.block_weights(model) / presets.BYTES_PER_TOKEN[tokenizer]
-            if tokens < needed or (measured := tokens_in_time(model)) < needed:  # the smaller model already falls short
+            # On a CPU a larger model is never faster. On a GPU, where launching kernels takes most of a small model's time,
+            # it can be, with more tokens in a micro-batch.
+            if tokens < needed and dist.device.type == "cpu" or (measured := tokens_in_time(model)) < needed:
                 break
             chosen, tokens = model, measured
         step = cli_flags.get("total_batch_size", presets.step_size(tokens) if choose_step else config.total_batch_size)
