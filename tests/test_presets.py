@@ -60,6 +60,7 @@ def test_flags_fit_the_amount_of_text(tmp_path, size, n_layer, context, tokens_p
     assert (config.optimizer, config.schedule, config.decay_steps) == ("muon", "wsd", steps)
     rates = {1024: 0.9e-3, 4096: 1.8e-3, 32768: 3.6e-3, 262144: 3.6e-3, 524288: 3.6e-3}  # with the square root
     assert config.max_lr == pytest.approx(rates[tokens_per_step], rel=0.01) and config.adamw_lr == 3.6e-3
+    assert config.max_lr * config.weight_decay == pytest.approx(3.6e-4)
 
 
 def test_the_tokenizer_suits_the_amount_of_text(tmp_path):
@@ -83,11 +84,12 @@ def test_a_given_flag_replaces_the_presets(tmp_path):
 
 
 @pytest.mark.parametrize("given", ["--max-lr 1e-3", "--optimizer adamw", "--recipe gpt2"])
-def test_adamw_has_a_rate_of_its_own_only_beside_muons_preset(tmp_path, given):
+def test_adamw_has_a_rate_of_its_own_and_weight_decay_is_higher_only_beside_muons_preset(tmp_path, given):
     for source in (["--text", str(file_of_size(tmp_path, 1e6))], ["--demo"]):
         assert configure(source)[0].adamw_lr == 3.6e-3
-        assert configure([*source, *given.split()])[0].adamw_lr is None
-    assert "adamw_lr" not in fast_rates(1024, {"init_from": "gpt2"})
+        config, _ = configure([*source, *given.split()])
+        assert (config.adamw_lr, config.weight_decay) == (None, 0.1)
+    assert fast_rates(1024, {"init_from": "gpt2"}).keys() == {"max_lr"}
 
 
 def test_fine_tuning_takes_few_epochs_at_a_low_rate(tmp_path):

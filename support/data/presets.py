@@ -131,14 +131,18 @@ def step_size(total_tokens: float, steps: int = 2000) -> int:
 
 
 def fast_rates(tokens_per_step: int, cli_flags: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the peak learning rates of --recipe fast; in small steps, Muon's grows with the square root of their size.
+    """Returns the peak learning rates and the weight decay of --recipe fast.
 
-    docs/small-models.md has the measurements. A given --max-lr applies to AdamW, too; so does the rate for pretrained
-    weights.
+    In small steps, Muon's rate grows with the square root of their size. A step shrinks the weights by the product of
+    rate and weight decay, which stays the same. docs/small-models.md has the measurements. A given --max-lr applies to
+    AdamW, too; so does the rate for pretrained weights.
     """
-    rates = {"max_lr": FAST_LR * math.sqrt(min(1.0, tokens_per_step / 16384))}
+    fraction = math.sqrt(min(1.0, tokens_per_step / 16384))
+    rates = {"max_lr": FAST_LR * fraction}
     by_muon = cli_flags.get("recipe", "fast") == "fast" and cli_flags.get("optimizer", "muon") == "muon"
-    return rates | ({"adamw_lr": FAST_LR} if by_muon and not cli_flags.keys() & {"max_lr", "init_from"} else {})
+    if by_muon and not cli_flags.keys() & {"max_lr", "init_from"}:
+        rates |= {"adamw_lr": FAST_LR, "weight_decay": 0.1 / fraction}
+    return rates
 
 
 def flags_for_steps(steps: int, demo: bool, fine_tuned: bool = False) -> dict[str, Any]:
