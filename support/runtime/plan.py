@@ -46,8 +46,10 @@ def largest_micro_batch(config: TrainConfig, sizes: Sizes) -> int:
 
 
 def memory_per_gpu(config: TrainConfig, sizes: Sizes, B: int) -> TrainingMemory:
-    """Returns the bytes on each GPU with micro-batches of B rows, compiled and in bf16."""
-    return training_memory(config, sizes, B, config.gpus, memory_of_gpu(config), torch.bfloat16, compiled=True)
+    """Returns the bytes on each GPU with micro-batches of B rows, in bf16."""
+    return training_memory(
+        config, sizes, B, config.gpus, memory_of_gpu(config), torch.bfloat16, config.compile is not False
+    )
 
 
 def rows_per_gpu(config: TrainConfig) -> int:
