@@ -73,7 +73,8 @@ def train(trials: list[Trial], args: argparse.Namespace) -> None:
             return
         scale = SCALES[trial.scale]
         warmup_steps = round(trial.steps * (scale.adamw_warmup if trial.recipe == "gpt2" else 0.03))
-        rates = {"max_lr": trial.rate} if trial.rate else fast_rates(scale.tokens, {})
+        # docs/recipes.md was measured with this weight decay
+        rates = {"max_lr": trial.rate} if trial.rate else fast_rates(scale.tokens, {}) | {"weight_decay": 0.1}
         options = ["--data", args.data, "--out", args.out / trial.name, "--resume", "auto", "--recipe", trial.recipe]
         options += ["--max-steps", trial.steps, "--warmup-steps", warmup_steps, "--val-every", trial.steps // 4]
         options += ["--total-batch-size", scale.tokens, "--seed", trial.seed, *shlex.split(f"{scale.flags} {ALWAYS}")]
