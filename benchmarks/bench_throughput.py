@@ -197,6 +197,8 @@ def switch_off(part: str | None) -> None:
     """Switches a choice of train_gpt2.py on a GPU off."""
     if part == "cuDNN":
         torch.backends.cuda.enable_cudnn_sdp(False)
+        # PyTorch's cache of compiled graphs ignores this setting, and would return the graph with cuDNN
+        torch.compiler.config.cache_key_tag = "without cuDNN"
     elif part == "mix-order reductions":
         from torch._inductor import config
 

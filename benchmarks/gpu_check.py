@@ -301,17 +301,16 @@ def losses(out: Path) -> list[float]:
 
 
 def two_ranks(context: Context) -> None:
-    """Two processes on one device through gloo, compiled: the trial of the micro-batch, reset, DDP; FSDP"""
+    """Two processes on one device through gloo, compiled: the trial of the micro-batch, reset, DDP"""
     flags = run_flags(context, "one", 8) + "--dtype fp32 --no-tf32 --val-tokens 2048 --val-every".split()
     flags += ["0", "--no-compile"] if context.small else ["4", "--compile"]
     context.run("train_gpt2.py", *flags, "--no-compile")
-    layouts = {"ddp": "", "fsdp": "--parallel fsdp --recompute"}
-    for name, more in ({"fsdp": "--parallel fsdp"} if context.small else layouts).items():
-        context.run("benchmarks/gpu_check.py", "--rank-with", *flags, "--out", name, *more.split(), processes=2)
-        pairs = zip(losses(context.folder / name), losses(context.folder / "one"), strict=True)
-        difference = max(abs(a - b) for a, b in pairs)
-        context.figure(f"two processes ({name}) against one: largest difference of a loss", f"{difference:.1e}")
-        expect(difference < 1e-3, f"the losses of {name} differ by {difference:.1e}")
+    # No FSDP: gloo's all-gather of several CUDA tensors crashes (pytorch#152645).
+    context.run("benchmarks/gpu_check.py", "--rank-with", *flags, "--out", "two", processes=2)
+    pairs = zip(losses(context.folder / "two"), losses(context.folder / "one"), strict=True)
+    difference = max(abs(a - b) for a, b in pairs)
+    context.figure("two processes against one: largest difference of a loss", f"{difference:.1e}")
+    expect(difference < 1e-3, f"the losses differ by {difference:.1e}")
 
 
 def train_on_a_shared_device(flags: list[str]) -> None:
