@@ -173,7 +173,7 @@ def _invalid_arguments(args: Arguments) -> list[str]:
     if (args.name is not None or args.revision is not None) and (args.input or args.demo):
         problems.append("--name and --revision are for data sets. Leave them out.")
     if args.executor is None and (args.tasks or args.executor_options):
-        problems.append("--tasks and --executor-options are for --executor. Add it, or leave them out.")
+        problems.append("--tasks and --executor-options are for --executor. Add --executor, or leave them out.")
     if args.executor and args.only_parts:
         problems.append("--executor divides the parts among its tasks. Leave out --only-parts.")
     return problems

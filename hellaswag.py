@@ -3,7 +3,7 @@
     python hellaswag.py --model gpt2                  # from the Hugging Face hub
     python hellaswag.py --model log/model_19073       # a checkpoint
     python hellaswag.py --model gpt2 --limit 1000     # only the first 1000 items
-    python hellaswag.py --model gpt2 --style harness  # as lm-evaluation-harness
+    python hellaswag.py --model gpt2 --style harness  # as in lm-evaluation-harness
 
 The loss of an ending is the cross-entropy of its tokens, given the context. `acc` predicts the ending with the lowest
 summed loss, `acc_norm` the one with the lowest loss after normalising by length. There are two styles:
@@ -85,7 +85,7 @@ class Item:
 
 
 def download(split: str = "val") -> Path:
-    """Downloads a split, unless the file exists, and checks its content.
+    """Downloads a split unless an intact copy exists, and verifies its checksum.
 
     Raises:
         UserError: the download failed.
@@ -665,14 +665,14 @@ def report(results: Results, block_size: int, json_file: str | None) -> str:
         return "\n\n".join([*paragraphs, f"no labels, so no scores; the losses go to {json_file}"])
     paragraphs.append(table(results))
     if r.truncated:
-        paragraphs.append("Published scores are for models that saw the complete contexts, so they do not compare.")
+        paragraphs.append("Published scores are for models that saw the complete contexts, so they are not comparable.")
     elif r.data != "val" or r.items != NUM_VAL_ITEMS:
         paragraphs.append(f"Published scores are for all {NUM_VAL_ITEMS:,} validation items.")
     return "\n\n".join(paragraphs)
 
 
 def table(results: Results) -> str:
-    """Returns the model's scores with standard errors, above the published ones in the same style if those compare."""
+    """Returns the model's scores with standard errors, above the published ones in the same style if those are comparable."""
     acc = f"{results.acc:.4f} ± {results.acc_stderr:.4f}"
     acc_norm = f"{results.acc_norm:.4f} ± {results.acc_norm_stderr:.4f}"
     lines = [("", "acc", "acc_norm"), (results.model, acc, acc_norm)]

@@ -64,7 +64,10 @@ def cache_capacity(config: GPTConfig, prompt_length: int, max_new_tokens: int) -
 
 
 def rows_in_memory(config: GPTConfig, prompt_length: int, max_new_tokens: int) -> int:
-    """Returns how many texts are generated at a time, limited by MAX_BATCH and MAX_CACHE_BYTES, in any precision."""
+    """Returns how many texts to generate at a time, within MAX_BATCH and MAX_CACHE_BYTES.
+
+    Assumes a cache in fp32, so that the number does not depend on --dtype.
+    """
     row_bytes = 2 * 4 * config.n_layer * config.n_embd * cache_capacity(config, prompt_length, max_new_tokens)
     return min(MAX_BATCH, max(1, MAX_CACHE_BYTES // row_bytes))
 
@@ -241,7 +244,8 @@ class Arguments:
     temperature: float = flag(1.0, "less than 1 for likelier tokens, 0 for the likeliest", at_least=0)
     top_k: int = flag(50, "sample from the K likeliest tokens; 0: from all", at_least=0, metavar="K")
     top_p: float = flag(1.0,
-        "nucleus sampling: of those, from the fewest that together have probability P; 1: from all", at_most=1, metavar="P")
+        "nucleus sampling: after --top-k, keep only the fewest tokens whose probabilities add up to at least P; 1: keep all",
+        at_most=1, metavar="P")
     seed: int = flag(1337, "random seed", at_least=0)
     dtype: str = flag("fp32", "precision of matrix products; auto is the fastest native one",
         choices=("auto", *devices.DTYPES))

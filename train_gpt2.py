@@ -87,7 +87,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = self.c_attn(x).split(C, dim=2)  # (B, T, C) each
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
         if cache:
-            k, v = cache.append(self, k, v)  # with those of all earlier tokens, to which a single new one may attend
+            k, v = cache.append(self, k, v)  # after those of all earlier tokens: a single new one attends to all
         # softmax(q @ k.mT / sqrt(hs) with the future masked) @ v, in one kernel that never stores the (T, T) matrix
         p = self.dropout.p if self.training else 0.0  # dropout of the attention weights
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=T > 1)  # (B, nh, T, hs)
@@ -438,7 +438,7 @@ class TrainConfig(RunOptions):
                          "randomness")
     # fmt: on
 
-    # flags that make the model what it is: it keeps them in a resumed run and in a fork, and pretrained ones bring theirs
+    # flags that define the model's shape: a resumed run and a fork keep them, and a pretrained model brings its own
     SHAPE_FLAGS: ClassVar = {field.name for field in fields(GPTConfig)} - {"vocab_size", "dropout"}
 
     @property
@@ -676,7 +676,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         memory.recompute_activations(model.transformer.h if config.recompute else [])  # activation checkpointing
         # model has the weights that are trained. eval_model has all weights on each rank, and may be compiled: calls run
         # the compiled graph, but its methods, such as generate(), are the model's. train_model is either one, wrapped.
-        eval_model = fsdp.without_weights(model) if use_fsdp else model.to(device)  # full_weights() fills the former
+        eval_model = fsdp.without_weights(model) if use_fsdp else model.to(device)  # full_weights() fills the copy
         if machine.compiled:
             eval_model = devices.compile(eval_model)
     preflight.check_runs_agree(dist, config, machine, identity)  # or ranks would wait for each other forever

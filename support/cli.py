@@ -127,7 +127,7 @@ def parse_flags(
     parser = _make_parser(flags, types, description, first_groups)
     words, given = sys.argv[1:] if argv is None else list(argv), argparse.Namespace()
     try:
-        if "--" in words:  # argparse would take no word after it as a flag
+        if "--" in words:  # argparse would not treat anything after it as a flag
             parser.error("-- is not used here")
         _, unknown = parser.parse_known_args(words, given)
         problems = _describe_unknown(unknown, [flag_name(name)[2:] for name in flags])

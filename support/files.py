@@ -165,7 +165,7 @@ def lock_folder(folder: Path, flag: str, shared: bool = False) -> TextIO:
     Raises:
         UserError: another process holds the lock.
     """
-    file = open(folder / LOCK, "a+", encoding="utf-8")  # noqa: SIM115  open as long as the lock
+    file = open(folder / LOCK, "a+", encoding="utf-8")  # noqa: SIM115  stays open as long as the lock is held
     try:
         _lock_file(file, shared)
     except (BlockingIOError, PermissionError):

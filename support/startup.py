@@ -16,7 +16,7 @@ SPIN_COUNT = "1000"
 
 
 def prepare(importing: str = "") -> None:
-    """Prepares the process of a script, which calls it before its other imports; `importing` names a slow one.
+    """Prepares the process of a script; call it before other imports. `importing` names a slow one, for the terminal.
 
     Sets how long OpenMP's threads spin, unless the user has set that or the number of threads.
     """

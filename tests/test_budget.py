@@ -72,7 +72,7 @@ def test_what_is_validated_and_what_is_said_of_few_steps(monkeypatch, capsys):
     assert "val_tokens" not in flags_for(3e6, 2.048e6, monkeypatch, "--val-tokens", "640")
     assert "only time for" not in capsys.readouterr().out
     chosen = flags_for(3e6, 50 * 1024, monkeypatch)
-    assert "there is only time for about 50 steps" in capsys.readouterr().out
+    assert "there is time for only about 50 steps" in capsys.readouterr().out
     assert not chosen.keys() & {"max_steps", "decay_steps", "warmup_steps", "val_every"}  # steps are not counted
 
 

@@ -66,7 +66,7 @@ def test_a_shard_truncated_in_use_loses_no_finished_step(data, tmp_path, split, 
     sabotage = functools.partial(truncate_at_step_3, split=split)
     assert finish_run(start_run(*flags, cwd=tmp_path, world_size=world_size, sabotage=sabotage)) == [2] * world_size
     outputs = "".join((tmp_path / f"{rank}.txt").read_text() for rank in range(world_size))
-    assert outputs.count("was truncated while it was in use. Run the command that made these shards again.") >= 1
+    assert outputs.count("was truncated while it was in use. Rerun the command that made these shards.") >= 1
     assert checkpoint_names(tmp_path / "run") == [f"model_{steps:05d}"] and steps_done(tmp_path / "run") == steps
 
 

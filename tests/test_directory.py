@@ -65,7 +65,7 @@ def test_corruption_is_described_and_skipped(tmp_path, capsys, file, text, corru
     (bad / file).unlink() if text is None else (bad / file).write_text(text)
     assert corruption in find_corruption(bad)
     assert newest_checkpoint(tmp_path) == good
-    assert capsys.readouterr().err.startswith(f"warning: {bad} is corrupt: {corruption}")
+    assert capsys.readouterr().err.startswith(f"warning: cannot use {bad}: {corruption}")
     (good / "model.txt").unlink()
     with pytest.raises(UserError, match="all checkpoints in .* are corrupt"):
         newest_checkpoint(tmp_path)

@@ -230,7 +230,7 @@ def test_a_folder_has_the_fork_that_is_asked_for(runs, tmp_path):
     forked(tmp_path / "fork", runs / "20/model_00006", "--max-steps", 7)
     for out, fork in ((tmp_path / "fork", runs / "20/model_00012"), (runs / "10", runs / "20/model_00006")):
         for resume in (["--resume"], ["--resume", "auto"]):
-            with pytest.raises(UserError, match="has another run than a fork of .*Use another --out"):
+            with pytest.raises(UserError, match="already has a run that is not a fork of .*Use another --out"):
                 configure(["--fork", fork, "--out", out, *resume])
 
 

@@ -220,8 +220,8 @@ def test_a_rank_above_the_width_of_the_model_is_rejected(base, byte_shards, tmp_
     "flags, problem",
     [
         (["--lora-rank", "8"], "--lora-rank needs pretrained weights to adapt. Pass them with --init-from."),
-        (["--lora-alpha", "32"], "--lora-alpha is for LoRA. Add --lora-rank, or leave it out."),
-        (["--init-from", "gpt2", "--out", "gpt2"], "--out is gpt2, as --init-from. Use another --out."),
+        (["--lora-alpha", "32"], "--lora-alpha is for LoRA. Add --lora-rank, or leave out --lora-alpha."),
+        (["--init-from", "gpt2", "--out", "gpt2"], "--out and --init-from are both gpt2. Use another --out."),
         (["--init-from", "gpt2", "--lora-rank", "0"], "--lora-rank is 0. It must be 1 or more."),
     ],
 )  # fmt: skip

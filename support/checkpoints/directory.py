@@ -112,9 +112,9 @@ def newest_checkpoint(out: str | os.PathLike[str]) -> Path | None:
         if problem is None:
             return directory
         if os.environ.get("RANK", "0") == "0":
-            warn(f"{directory} is corrupt: {problem}. Skipping it.")
+            warn(f"cannot use {directory}: {problem}. Skipping it.")
     if checkpoints:
-        raise UserError(f"all checkpoints in {out} are corrupt. Restore one, or start a new run with another --out.")
+        raise UserError(f"no checkpoint in {out} is usable. Restore one, or start a new run with another --out.")
     return None
 
 

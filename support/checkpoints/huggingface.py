@@ -127,7 +127,7 @@ def read_model_config(directory: Path, config_class: type[Config], **other_field
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Returns what `config.json` says, by field of GPTConfig: sizes, `bias` and, if it has any, options.
+    """Returns what `config.json` says, a dict with GPTConfig's fields as keys: sizes, `bias` and, if it has any, options.
 
     Hugging Face's model always has biases. If ours has none, they are zeros in its file, which says `"bias": false`.
 

@@ -30,7 +30,7 @@ LENGTH_FLAGS = {"max_steps", "minutes"}
 def flags_to_resume(
     config_class: type[TrainConfig], cli_flags: Mapping[str, Any], checkpoint: Checkpoint, dist: Distributed
 ) -> dict[str, Any]:
-    """Returns the flags of a run that continues from `checkpoint` as it is: stored in it, or on the command line.
+    """Returns the flags of a run that continues from `checkpoint` as it is: those stored in it, overridden on the command line.
 
     Raises:
         UserError: flags would change the run; one line each, and the command for a fork with these flags.
@@ -41,7 +41,7 @@ def flags_to_resume(
         may_differ |= {"init_from"}  # the base model may have moved; `identify_data` compares its weights
     if cli_flags.get("fork", stored.get("fork")) != stored.get("fork"):
         raise UserError(
-            f"{checkpoint.path.parent} has another run than a fork of {cli_flags['fork']}. Use another --out."
+            f"{checkpoint.path.parent} already has a run that is not a fork of {cli_flags['fork']}. Use another --out."
         )
     changes = [change for change in changed_flags(config_class, stored, cli_flags) if change[0] not in may_differ]
     if changes:
@@ -63,7 +63,7 @@ def flags_to_resume(
 def flags_to_fork(
     config_class: type[TrainConfig], cli_flags: Mapping[str, Any], checkpoint: Checkpoint, dist: Distributed
 ) -> dict[str, Any]:
-    """Returns the flags of a new run that starts from `checkpoint`: stored in it, or on the command line.
+    """Returns the flags of a new run that starts from `checkpoint`: those stored in it, overridden on the command line.
 
     Raises:
         UserError: the model would have another shape, or there is nothing left to train; one line each.

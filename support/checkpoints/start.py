@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def gather_flags(
     config_class: type[TrainConfig], cli_flags: Mapping[str, Any], dist: Distributed
 ) -> tuple[dict[str, Any], Checkpoint | None]:
-    """Returns a run's flags, of which the others have their defaults, and the checkpoint that it resumes from or forks.
+    """Returns the flags that a run sets (others keep their defaults), and the checkpoint that it resumes from or forks.
 
     The flags come from the command line, a preset, pretrained weights and a checkpoint. One rank of each node downloads
     pretrained weights and compares checkpoints with their checksums.
@@ -105,7 +105,7 @@ def _conflicts(config_class: type[TrainConfig], cli_flags: Mapping[str, Any], ou
         if given := [flag_words(name, value) for name, value in cli_flags.items() if name in shape]:
             problems.append(f"--init-from brings its own model. Leave out {', '.join(given)}.")
         if Path(cli_flags["init_from"]) == Path(out):
-            problems.append(f"--out is {out}, as --init-from. Use another --out.")
+            problems.append(f"--out and --init-from are both {out}. Use another --out.")
     elif "lora_rank" in cli_flags:
         problems.append("--lora-rank needs pretrained weights to adapt. Pass them with --init-from.")
     return problems

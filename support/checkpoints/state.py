@@ -3,7 +3,7 @@
 `trainer.pt` is a dict of plain tensors and containers, read with `weights_only=True`, so nothing in it is executed:
 
     step to overflows    the counters of TrainState
-    config      flags of the run, by field of TrainConfig
+    config      flags of the run, keyed by the fields of TrainConfig
     data        what the run is trained on, see DataIdentity
     parameters  names of the optimizer's parameters, in its order
     optimizer   the optimizer's state dict. Only its tensors are read: the rest follows from the flags
@@ -133,7 +133,7 @@ class TrainState:
             self.scaler.load_state_dict(self.scaler.state_dict() | scaler)
 
     def _optimizer_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Returns the optimizer's parameters by name, in its order: its state has only their numbers."""
+        """Returns the optimizer's parameters by name, in its order. Its state dict has only their indices."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         return {names[parameter]: parameter for group in self.optimizer.param_groups for parameter in group["params"]}
 

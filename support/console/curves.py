@@ -169,7 +169,7 @@ def draw_runs(labels: Sequence[str], runs: Sequence[Run], axis: str = "steps") -
 def compares_per_byte(runs: Sequence[Run]) -> bool:
     """Whether the runs have different tokenizers, so that losses per token cannot be compared."""
     tokenizers = [run.start["data"]["tokenizer"] for run in runs]
-    # two trained ones may be the same, but losses per byte compare in any case
+    # two trained tokenizers may be identical, but losses per byte are comparable either way
     return len(set(tokenizers)) > 1 or "bpe" in tokenizers and len({run.bytes_per_token for run in runs}) > 1
 
 

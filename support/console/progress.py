@@ -142,8 +142,8 @@ def notes(config: TrainConfig, machine: Machine, first_step: int, checkpoint_byt
         elif decay_steps > max_steps:
             decay = "cosine" if config.schedule == "cosine" else "cooldown"
             yield (
-                f"the run ends at step {max_steps:,}, but its {decay} at step {decay_steps:,}: the learning rate stays "
-                f"above {advice}"
+                f"the run ends at step {max_steps:,}, before its {decay} does at step {decay_steps:,}, so the learning "
+                f"rate stays above {advice}"
             )
     own_tokenizer = config.tokenizer != "gpt2" and not config.init_from  # which only --text can have
     if own_tokenizer and first_step == 0 and machine.hellaswag_every == 0:  # otherwise there is a note from HellaSwag

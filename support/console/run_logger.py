@@ -72,7 +72,7 @@ class RunLogger:
         return {name for name, interval in every.items() if self.config.is_due(interval, state)}
 
     def validation(self, step: int, loss: float | None) -> None:
-        """Reports a validation loss; None: the validation was interrupted."""
+        """Reports a validation loss. If the validation was interrupted, it is None, and nothing is reported."""
         if loss is None:
             return
         self._evaluation(step, "val", loss)
@@ -83,7 +83,7 @@ class RunLogger:
         )
 
     def hellaswag(self, step: int, score: tuple[float, float, float] | None) -> None:
-        """Reports acc_norm, its standard error and the seconds that it took; None: the scoring was interrupted."""
+        """Reports acc_norm, its standard error and the seconds of scoring. If that was interrupted, `score` is None."""
         if score is None:
             return
         acc_norm, stderr, seconds = score

@@ -136,7 +136,7 @@ def _check_plan(folder: OutputFolder, corpus: Corpus, parts: list[Part]) -> None
 
 
 class EncodedParts:
-    """The tokens of a corpus, in a file for each part that is encoded, and a record next to it, written last.
+    """The tokens of a corpus: one file for each encoded part, with a record beside it that is written last.
 
     Attributes:
         limit: the number of tokens that are used, at most.

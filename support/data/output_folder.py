@@ -164,7 +164,7 @@ def _intact_shards(directory: Path, manifest: Manifest) -> list[ShardEntry]:
 
 
 def _remove_if_empty(folder: OutputFolder) -> None:
-    """Removes a folder to which an error has left neither shards nor parts, unless it has other files."""
+    """Removes the folder if an error left no shards or parts in it and it has no other files."""
     if folder.manifest["shards"]:
         return
     with contextlib.suppress(OSError):  # a folder that is not empty cannot be removed

@@ -179,7 +179,7 @@ def flags_for_length(before: Mapping[str, Any], max_steps: int | None) -> dict[s
 
 
 def text_bytes(text: str | None, field: str = "text") -> float:
-    """Estimates the bytes of the text that --text names, or with None of the demo's.
+    """Estimates the size in bytes of the text that --text names or, if `text` is None, of the demo's.
 
     Raises:
         UserError: there is no text.

@@ -40,7 +40,7 @@ ShardIdentity: TypeAlias = list[str | int]  # file name, tokens, and SHA-256 (wi
 TOKEN = np.dtype("<u2")  # in files
 HASHED_TOKENS = 2**15  # at each end of a shard that no manifest lists
 SEARCHED_TOKENS, LINE_LETTERS = 2**14, 20  # where to find a line with enough letters for samples to continue
-_MAKE_AGAIN = "Run the command that made these shards again."
+_MAKE_AGAIN = "Rerun the command that made these shards."
 
 
 class TokenFile(TypedDict):
@@ -331,7 +331,7 @@ def read_tokens(shard: np.memmap, start: int, count: int, vocab_size: int) -> np
 
 
 def open_shards(directory: str | os.PathLike[str], *splits: str, read_all: bool = False) -> list[np.memmap]:
-    """Returns the memory-mapped shards of some splits. Checks their types, dimensions, and lengths in the manifest.
+    """Returns the memory-mapped shards of some splits. Checks types and dimensions, and compares lengths with the manifest.
 
     With `read_all`, it also compares their checksums with the manifest, and their ids with the vocabulary.
 

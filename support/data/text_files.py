@@ -276,7 +276,7 @@ def _reading(where: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _open_text(path: Path, start: int = 0) -> Iterator[BinaryIO]:
-    """Opens the bytes of a file from `start` on, decompressed."""
+    """Opens a file from byte `start` on; a compressed file is decompressed, from its beginning on."""
     with open(path, "rb") as file:
         if codec := compression(path):
             import pyarrow

@@ -87,7 +87,7 @@ def find_tokenizer(directory: Path) -> str | None:
 
 
 def tokenizer_name(directory: Path, vocab_size: int) -> str:
-    """As `find_tokenizer`, but takes the tokens of a model without a tokenizer for GPT-2's if there are as many.
+    """Like `find_tokenizer`, but returns "gpt2" for a model that has no tokenizer and as many tokens as GPT-2.
 
     Raises:
         UserError: as `find_tokenizer`, or the model has no tokenizer, or one of another size.

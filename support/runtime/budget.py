@@ -83,8 +83,8 @@ def flags_for_minutes(
             )
         if 0 < tokens < FEW_STEPS * step:
             dist.print0(
-                f"note    there is only time for about {int(tokens / step)} steps, but a model that learns something\n"
-                "        needs hundreds. What helps: more --minutes, a smaller model or --total-batch-size"
+                f"note    there is time for only about {int(tokens / step)} steps, but a model needs hundreds to learn\n"
+                "        anything. Use more --minutes, a smaller model, or a smaller --total-batch-size"
             )
         flags: dict[str, Any] = dict(chosen)
         if choose_step:

@@ -114,7 +114,7 @@ def attention_without_cudnn(device: torch.device) -> contextlib.AbstractContextM
     """Returns a context for attention on many shapes. On CUDA, it avoids cuDNN, which plans each shape for up to 0.4 s."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    # Not with set_priority: if this were the first attention of the process, PyTorch's later order would lack cuDNN.
+    # No set_priority: if this were the first attention call of the process, PyTorch would leave cuDNN out afterwards.
     order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel(order) if device.type == "cuda" else contextlib.nullcontext()
 

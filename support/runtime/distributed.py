@@ -78,7 +78,7 @@ class Distributed:
         """
         device_type = devices.pick_device_type(name)
         if device_type == "mps" and self.world_size > 1:
-            raise UserError("an Apple GPU trains in one process. Run python train_gpt2.py, without torchrun.")
+            raise UserError("on an Apple GPU, only one process can train. Run python train_gpt2.py, without torchrun.")
         if device_type != "cuda":
             if self.world_size > 1:
                 devices.share_cpu_cores()

@@ -24,7 +24,7 @@ class Machine:
     why_not_compiled: str | None  # None if it is compiled, or not meant to be
     attention: str  # the implementation that PyTorch chooses
     batch_size: int  # rows of a micro-batch, at most: on CUDA, a trial shows how many fit
-    hellaswag_every: int | None  # as --hellaswag-every, or what suits the machine
+    hellaswag_every: int | None  # --hellaswag-every, or what suits the machine; None: at each quarter of --minutes
 
     @classmethod
     def find(cls, config: TrainConfig, device: torch.device, world_size: int) -> Machine:

@@ -171,7 +171,7 @@ def largest_micro_batch(rows: int, most: int, needed: Callable[[int], float], av
 
 
 def count_parameters(sizes: Mapping[str, Any]) -> int:
-    """Counts the parameters of a GPT-2 of these sizes, given by field of GPTConfig. The vocabulary is not padded."""
+    """Counts the parameters of a GPT-2 of these sizes, a dict with GPTConfig's fields as keys. The vocabulary is not padded."""
     L, C, bias = sizes["n_layer"], sizes["n_embd"], sizes["bias"]
     block = 12 * C * C + (13 if bias else 2) * C  # attention 4 C^2, MLP 8 C^2; norms and biases
     return (sizes["vocab_size"] + sizes["block_size"]) * C + L * block + (2 if bias else 1) * C

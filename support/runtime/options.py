@@ -69,7 +69,7 @@ class RunOptions:
     sample_every: int | None = flag(250, "steps between samples; 0: never", "evaluation",
         default_help=f"250; {QUARTERS}; 0 with --demo", at_least=0)
     prompt: str | None = flag(None, "text that samples continue", "evaluation", may_be_empty=True,
-        default_help=f'"{DEFAULT_PROMPT}"; with --text, the first words of a held-out line', metavar="TEXT")
+        default_help=f'"{DEFAULT_PROMPT}"; with --text, the first words of a held-out line; with --demo, "The"', metavar="TEXT")
 
     log_every: int | None = flag(None, "steps between lines on the console", "tracking",
         default_help="every step; on a terminal, about one in ten seconds", at_least=1, below=2**31)
@@ -147,7 +147,7 @@ def check_consistent(config: TrainConfig) -> None:
     if config.adamw_lr is not None and (config.optimizer != "muon" or config.max_lr == 0):
         problems.append("--adamw-lr is for --optimizer muon with a --max-lr above 0. Use --max-lr alone.")
     if config.lora_rank is None and config.lora_alpha != type(config).lora_alpha:
-        problems.append("--lora-alpha is for LoRA. Add --lora-rank, or leave it out.")
+        problems.append("--lora-alpha is for LoRA. Add --lora-rank, or leave out --lora-alpha.")
     if config.lora_rank is not None and config.optimizer == "muon":
         problems.append("Muon does not suit LoRA's small matrices. Use --optimizer adamw, and --recipe gpt2.")
     if config.lora_rank is not None and config.lora_rank > config.n_embd:

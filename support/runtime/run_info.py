@@ -61,7 +61,7 @@ class RunInfo:
 
     @property
     def prompt(self) -> str:
-        """The text that samples continue: --prompt or, by default with --text, the first words of a held-out line."""
+        """The text that samples continue: --prompt, or its default."""
         if self.config.prompt is not None:
             return self.config.prompt
         if self.config.text is not None:
