@@ -49,14 +49,31 @@ def test_the_largest_model_that_sees_enough_tokens(text_bytes, tokens, sizes, st
     assert chosen["max_lr"] == pytest.approx(3.6e-3 * min(1, (step / 16384) ** 0.5))
 
 
-@pytest.mark.parametrize(("device", "sizes"), [("cpu", (4, 128)), ("cuda", (6, 256))])
-def test_on_a_gpu_a_larger_model_may_be_faster(device, sizes, monkeypatch):
-    """By hand: the model of 6 layers needs 11 million tokens, which only that model has time for."""
-    monkeypatch.setattr(f"{__name__}.ONE_PROCESS", replace(ONE_PROCESS, device=torch.device(device)))
-    monkeypatch.setattr(budget.Machine, "find", lambda *args: SimpleNamespace(batch_size=64, dtype="bf16"))
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(f"{__name__}.ONE_PROCESS", replace(ONE_PROCESS, device=torch.device("cuda")))
+    monkeypatch.setattr(budget.Machine, "find", lambda *args: SimpleNamespace(batch_size=16, dtype="bf16"))
     monkeypatch.setattr(devices, "free_memory", lambda device: None)
+
+
+@pytest.mark.parametrize(("on_gpu", "sizes"), [(False, (4, 128)), (True, (6, 256))])
+def test_on_a_gpu_a_larger_model_may_be_faster(on_gpu, sizes, monkeypatch, request):
+    """By hand: the model of 6 layers needs 11 million tokens, which only that model has time for."""
+    if on_gpu:
+        request.getfixturevalue("gpu")
     chosen = flags_for(3e7, lambda of_model: 5e7 if of_model.n_layer == 6 else 4e6, monkeypatch)
     assert (chosen["n_layer"], chosen["n_embd"]) == sizes
+
+
+def test_on_a_gpu_a_step_has_many_rows_but_a_small_text_is_not_read_often(gpu, monkeypatch):
+    """By hand: a GPU that trains on 64 rows in the time of 16. 3 MB have 0.9 million tokens to train on: in 2,000 steps,
+    4,096 tokens would read them 9.1 times, 8,192 more than ten times."""
+    speed = {16: 2.4e7, 64: 9.6e7}
+    for text_bytes, step in ((3e7, 32768), (3e6, 4096)):
+        chosen = flags_for(text_bytes, lambda of_model: speed[of_model.batch_size], monkeypatch)
+        assert (chosen["total_batch_size"], chosen["batch_size"]) == (step, None)
+    chosen = flags_for(3e7, lambda of_model: speed[of_model.batch_size], monkeypatch, "--batch-size", "16")
+    assert chosen["total_batch_size"] == 8192 and "batch_size" not in chosen
 
 
 @pytest.mark.parametrize(("tokens", "n_embd"), [(4.12e6, 96), (4.13e6, 128)])

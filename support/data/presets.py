@@ -45,7 +45,8 @@ MODELS_FOR_TEXT: tuple[dict[str, int], ...] = (
 # docs/small-models.md). Nor may it have more weights than the text has bytes: it would memorize the text.
 BYTES_PER_WEIGHT = 7
 BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0, "bpe": 3.0}
-MIN_TOKENS = {"gpt2": 1.65e6, "bytes": 2.4e6, "bpe": 1.65e6}  # a text with fewer tokens is read up to ten times
+MIN_TOKENS = {"gpt2": 1.65e6, "bytes": 2.4e6, "bpe": 1.65e6}  # a text with fewer tokens is read up to MAX_EPOCHS times
+MAX_EPOCHS = 10
 MAX_BPE_TEXT = 4e8  # bytes; a larger text gets GPT-2's tokens
 
 
@@ -77,14 +78,14 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
     fine_tuned = "init_from" in cli_flags
     size = text_bytes(cli_flags["text"], cli_flags.get("text_field", "text"))
     tokenizer = cli_flags.get("tokenizer", tokenizer or ("bpe" if size <= MAX_BPE_TEXT else "gpt2"))
-    tokens = 0.9 * size / BYTES_PER_TOKEN[tokenizer]  # the last tenth is held out
+    tokens = train_tokens(size, tokenizer)
     flags: dict[str, Any]
     if fine_tuned:  # few epochs, at a low learning rate
         total_tokens, steps = tokens * (3 if size < 4e7 else 1), 200
         # These learning rates suit GPT-2; AdamW's best one grows as models get narrower (arXiv:2203.03466).
         flags = dict(max_lr=(1e-3 if "lora_rank" in cli_flags else 1e-4) * max(1.0, 768 / n_embd))
     else:  # several epochs of a small text, but too few to memorize it
-        total_tokens, steps = max(tokens, min(MIN_TOKENS[tokenizer], 10 * tokens)), 2000
+        total_tokens, steps = max(tokens, min(MIN_TOKENS[tokenizer], MAX_EPOCHS * tokens)), 2000
         flags = dict(recipe="fast")
         if "model" not in cli_flags:
             flags |= models_for_text(size, total_tokens * BYTES_PER_TOKEN[tokenizer])[-1]
@@ -99,6 +100,11 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
         data=str(Path(cli_flags.get("out", "log")) / "data"), tokenizer=tokenizer, shuffle=True,
         total_batch_size=tokens_per_step, keep=1,
     )  # fmt: skip
+
+
+def train_tokens(text_bytes: float, tokenizer: str) -> float:
+    """Estimates the tokens of a text that are trained on: the last tenth is held out."""
+    return 0.9 * text_bytes / BYTES_PER_TOKEN[tokenizer]
 
 
 def models_for_text(text_bytes: float, bytes_read: float = math.inf) -> list[dict[str, int]]:

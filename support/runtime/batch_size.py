@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from support.runtime.machine import Machine
     from train_gpt2 import TrainConfig
 
+LARGEST_MICRO_BATCH = 64  # rows on a GPU, unless --batch-size asks for others
 TRIED = ("cuda",)  # device types whose memory is tried out; others swap
 
 
@@ -45,7 +46,7 @@ def pick_batch_size(batch_size: int | None, rows: int, device_type: str) -> int:
     """
     divisors = [b for b in range(1, min(rows, 4096) + 1) if rows % b == 0]
     if batch_size is None:
-        return max(b for b in divisors if b <= (64 if device_type == "cuda" else 4))
+        return max(b for b in divisors if b <= (LARGEST_MICRO_BATCH if device_type == "cuda" else 4))
     if rows % min(batch_size, rows):
         raise UserError(
             f"--batch-size {batch_size} does not divide the {rows} rows that each process contributes to a step. "

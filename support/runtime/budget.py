@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,7 +16,7 @@ from support import startup
 from support.cli import UserError
 from support.data import bpe, presets
 from support.data.tokenizer import VOCAB_SIZES
-from support.runtime import devices, memory
+from support.runtime import batch_size, devices, memory
 from support.runtime.distributed import Distributed
 from support.runtime.machine import Machine
 
@@ -54,8 +55,13 @@ def flags_for_minutes(
     choose_step = has_text and config.recipe == "fast" and not (config.init_from or config.fork)
     choose_model = choose_step and not cli_flags.keys() & {*presets.MODEL_FLAGS, "model"}
 
+    # A GPU takes as long for 64 rows of a small model as for 16, so a step gets more; but a small text has to last.
+    on_gpu = choose_step and dist.device.type == "cuda"
+    gpu_rows = {"batch_size": cli_flags.get("batch_size", batch_size.LARGEST_MICRO_BATCH)} if on_gpu else {}
+    most_tokens = presets.MAX_EPOCHS * presets.train_tokens(text_bytes, tokenizer) if on_gpu else math.inf
+
     def tokens_in_time(model: Mapping[str, Any]) -> float:
-        of_model = replace(replace(config, batch_size=machine.batch_size), **model)
+        of_model = replace(config, **({"batch_size": machine.batch_size} | dict(model) | gpu_rows))
         speed = _tokens_per_second(of_model, machine.dtype, vocab_size, dist, new_model)
         devices.free_memory(dist.device)
         devices.trim_memory(dist.device)
@@ -74,7 +80,9 @@ def flags_for_minutes(
             if tokens < needed and dist.device.type == "cpu" or (measured := tokens_in_time(model)) < needed:
                 break
             chosen, tokens = model, measured
-        step = cli_flags.get("total_batch_size", presets.step_size(tokens) if choose_step else config.total_batch_size)
+        step = cli_flags.get(
+            "total_batch_size", presets.step_size(min(tokens, most_tokens)) if choose_step else config.total_batch_size
+        )
         if 0 < tokens < step:
             raise UserError(
                 f"--minutes {minutes:g} is too short: on this machine, the {step:,} tokens of a step take this model "
@@ -89,6 +97,8 @@ def flags_for_minutes(
         flags: dict[str, Any] = dict(chosen)
         if choose_step:
             flags |= {"total_batch_size": step} | presets.fast_rates(step, cli_flags)
+        if on_gpu:
+            flags["batch_size"] = None  # the largest that divides a step
         return flags | {"val_tokens": min(config.val_tokens, max(LEAST_VALIDATED, int(VALIDATED_FRACTION * tokens)))}
 
     startup.show("measuring how fast this machine trains ...")

@@ -32,14 +32,13 @@ MEASURED_MFU = {
 }
 ASSUMED_MFU = 0.4  # where nothing was measured
 GPUS_PER_NODE = 8
-LARGEST_MICRO_BATCH = 64  # rows, unless --batch-size asks for others
 HELLASWAG_ITEMS, TOKENS_PER_ITEM = 10_042, 331  # four endings with their contexts and padding, counted on 2,009 items
 SMALL = 60e6  # parameters: half of the smallest model in the table
 
 
 def largest_micro_batch(config: TrainConfig, sizes: Sizes) -> int:
     """The largest micro-batch that divides a GPU's rows of a step and fits into its memory; 0 if not even one row does."""
-    most, available = config.batch_size or LARGEST_MICRO_BATCH, memory_of_gpu(config)
+    most, available = config.batch_size or batch_size.LARGEST_MICRO_BATCH, memory_of_gpu(config)
     return memory.largest_micro_batch(
         rows_per_gpu(config), most, lambda B: memory_per_gpu(config, sizes, B).total, available
     )
