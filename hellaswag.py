@@ -3,7 +3,7 @@
     python hellaswag.py --model gpt2                  # from the Hugging Face hub
     python hellaswag.py --model log/model_19073       # a checkpoint
     python hellaswag.py --model gpt2 --limit 1000     # only the first 1000 items
-    python hellaswag.py --model gpt2 --style harness  # as in lm-evaluation-harness
+    python hellaswag.py --model gpt2 --style harness  # like lm-evaluation-harness
 
 The loss of an ending is the cross-entropy of its tokens, given the context. `acc` predicts the ending with the lowest
 summed loss, `acc_norm` the one with the lowest loss after normalising by length. There are two styles:

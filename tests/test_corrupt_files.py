@@ -110,7 +110,7 @@ def write_pickle(path, evil, bare):
         ("trainer.pt", "resume", "trainer.pt is corrupt"),
         ("model.safetensors", "resume", "cannot read .*model.safetensors"),
         ("config.json", "resume", "config.json is not a GPT-2 configuration"),
-        ("checkpoint.json", "resume", "all checkpoints in .* are corrupt"),
+        ("checkpoint.json", "resume", "no checkpoint in .* is usable"),
         ("pytorch_model.bin", "init-from", "model.safetensors"),  # where other tools read weights
         ("pytorch_model.bin", "sample", "model.safetensors"),
         ("pytorch_model.bin", "score", "model.safetensors"),

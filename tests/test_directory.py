@@ -67,7 +67,7 @@ def test_corruption_is_described_and_skipped(tmp_path, capsys, file, text, corru
     assert newest_checkpoint(tmp_path) == good
     assert capsys.readouterr().err.startswith(f"warning: cannot use {bad}: {corruption}")
     (good / "model.txt").unlink()
-    with pytest.raises(UserError, match="all checkpoints in .* are corrupt"):
+    with pytest.raises(UserError, match="no checkpoint in .* is usable"):
         newest_checkpoint(tmp_path)
 
 
