@@ -150,7 +150,7 @@ def test_an_altered_tokenizer_is_noticed(tmp_path):
     for read in (shards.read_tokenizer, fineweb.check_shards):
         with pytest.raises(UserError, match=r"tokenizer\.json is missing, or was altered"):
             read(tmp_path / "data")
-    with pytest.raises(UserError, match="is not a byte-level BPE as fineweb.py makes it"):
+    with pytest.raises(UserError, match="is not a byte-level BPE like fineweb.py's"):
         load_bpe(path)
     make(tmp_path / "again")
     make(tmp_path / "data")  # trains again

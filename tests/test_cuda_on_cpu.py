@@ -128,5 +128,5 @@ def test_a_micro_batch_that_does_not_fit_is_made_smaller(run, byte_shards, tmp_p
 
 
 def test_a_timed_demo(run):
-    output = run("--demo", "--minutes", 0.2, "--batch-size", 16, tiny=False)
+    output = run("--demo", "--minutes", 0.2, "--batch-size", 16, "--val-tokens", 1024, tiny=False)
     assert "saved   log_demo/model_" in output

@@ -68,7 +68,7 @@ def test_the_demo_text(tmp_path):
     [
         ("--input nothing.txt --output out", "no file matches nothing.txt"),
         ("--input empty --output out", "there is no text in empty. Give files or folders of"),
-        ("--input book.pdf --output out", "book.pdf is not a file of .txt, .jsonl, .parquet"),
+        ("--input book.pdf --output out", "book.pdf is not a file of type .txt, .jsonl, .parquet"),
         ("--input latin.txt --output out", "latin.txt is not UTF-8 text"),
         ("--input bad.jsonl --output out", "bad.jsonl, line 2 is not JSON"),
         ("--input deep.jsonl --output out", "deep.jsonl, line 1 is not JSON"),
@@ -83,7 +83,7 @@ def test_the_demo_text(tmp_path):
         ("--input a.txt --output a.txt", "cannot write to a.txt"),
         ("--dataset no/such --output out", "cannot open the data set no/such"),
         ("--input cut.jsonl.gz --output out", "cut.jsonl.gz cannot be read"),
-        ("--input null.parquet --text-field body --output out", "no column 'body'. Choose with --text-field from text"),
+        ("--input null.parquet --text-field body --output out", "no column 'body'. Choose --text-field from text"),
         ("--demo --document-separator x", "--document-separator is for files"),
         ("--input a.txt --output out --shard-size 1e12", "It must be 1000000000 or less"),
         ("--demo --name x", "--name and --revision are for data sets"),
@@ -106,7 +106,7 @@ def test_the_demo_text(tmp_path):
         ("--dataset a.txt --output out", "a.txt is on this machine. Pass it with --input"),
         ("--dataset empty --output out", "empty is on this machine. Pass it with --input"),
         ("--input a.txt --output out --max-tokens 1.5", "--max-tokens is '1.5'. It must be a whole number"),
-        ("--input a.txt link.txt fifo.txt --output out", "link.txt is not a file of .txt"),
+        ("--input a.txt link.txt fifo.txt --output out", "link.txt is not a file of type .txt"),
     ],
 )
 def test_bad_input(tmp_path, monkeypatch, capsys, flags, message):
@@ -160,12 +160,12 @@ def test_an_edited_file_is_another_source_and_a_failure_leaves_the_folder_free(t
     fineweb.main([*flags, "a.jsonl"])
     assert "nothing to do: these shards exist already" in capsys.readouterr().out
     before = shards_in(tmp_path / "out")
-    with pytest.raises(UserError, match="has shards of another source or setting"):
+    with pytest.raises(UserError, match="has shards from another source or setting"):
         fineweb.main([*flags, "a.jsonl", "--text-field", "title"])
     stat = (tmp_path / "a.jsonl").stat()
     (tmp_path / "a.jsonl").write_text('{"text": "LONG ENOUGH", "title": "short"}\n')  # of the same size
     assert stat.st_size == (tmp_path / "a.jsonl").stat().st_size
-    with pytest.raises(UserError, match="has shards of another source or setting"):
+    with pytest.raises(UserError, match="has shards from another source or setting"):
         fineweb.main([*flags, "a.jsonl"])
     assert shards_in(tmp_path / "out") == before
 

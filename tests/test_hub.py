@@ -187,7 +187,7 @@ def test_any_data_set_of_text_files(stories):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("someone/tables", r"has files of \.csv, not of \.txt, .*--revision refs/convert/parquet"),
+        ("someone/tables", r"has \.csv files, not \.txt, .*--revision refs/convert/parquet"),
         ("someone/texts --split validation", "no split 'validation'. Choose --split from train, test"),
         ("someone/two", "cannot open the data set someone/two: .*a.*b.* --name"),
         ("someone/two --name c", "cannot open the data set someone/two: .*'c'"),

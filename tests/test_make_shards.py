@@ -340,7 +340,7 @@ def test_parts_that_are_divided_otherwise_are_not_mixed(texts, monkeypatch, fini
     if finished:
         next(Path("out").glob("*_train_000003.npy")).unlink()
     monkeypatch.setattr(text_files, "MIN_PART_BYTES", 3000)
-    with pytest.raises(UserError, match="was divided into other parts before. Use another --output"):
+    with pytest.raises(UserError, match="was divided into different parts before. Use another --output"):
         make("out")
 
 
@@ -368,7 +368,7 @@ def test_a_text_that_is_not_what_it_was_is_noticed(tmp_path):
     make_shards(corpus_of(LONG), tmp_path, tokenizer="bytes", shard_size=500)
     next(tmp_path.glob("*_train_000003.npy")).unlink()
     with pytest.raises(
-        UserError, match="texts changed since its shards were begun, or is encoded differently. Use another --output"
+        UserError, match="texts changed since its shards were begun, or is now encoded differently. Use another"
     ):
         make_shards(corpus_of(LONG[1:]), tmp_path, tokenizer="bytes", shard_size=500)
 
@@ -390,7 +390,7 @@ def test_other_shards_are_never_mixed_or_lost(tmp_path):
     manifest = tmp_path / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"complete": true', '"complete": false'))
     for _ in ("with a manifest", "without one"):
-        with pytest.raises(UserError, match=r"shards of another tool, such as .*_train_00000\d\.npy\. Move them away"):
+        with pytest.raises(UserError, match=r"shards from another tool, such as .*_train_00000\d\.npy\. Move them"):
             make("a", shard_size=100)
         assert (tmp_path / "foreign_train_000007.npy").exists()
         manifest.unlink(missing_ok=True)
@@ -401,7 +401,7 @@ def test_the_parts_of_another_text_are_not_used(texts):
     make("out", only_parts=(1, 2))
     encoded = set(Path("out").rglob("*.bin"))
     (texts / "f.txt").write_text("another end")
-    with pytest.raises(UserError, match="shards of another source or setting: the text was changed or copied"):
+    with pytest.raises(UserError, match="shards from another source or setting: the text was changed or copied"):
         make("out", only_parts=(2, 2))  # another machine would go on with the other text
     assert encoded == set(Path("out").rglob("*.bin"))
     (Path("out") / "parts_of_mine").mkdir()
@@ -415,7 +415,7 @@ def test_the_parts_of_another_text_are_not_used(texts):
 def test_the_tokenizer_of_something_else_stays(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")  # of a checkpoint
     with pytest.raises(
-        UserError, match=r"a tokenizer\.json but no manifest\.json, as a checkpoint does. Use another --output."
+        UserError, match=r"a tokenizer\.json but no manifest\.json, like a checkpoint. Use another --output."
     ):
         make_shards(corpus_of(["a" * 250]), tmp_path, tokenizer="bytes")
     assert files_in(tmp_path) == {"tokenizer.json": b"{}"}

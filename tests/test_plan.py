@@ -118,7 +118,7 @@ def test_if_the_layout_does_not_fit_another_one_is_planned(tmp_path, capsys, mon
     monkeypatch.chdir(tmp_path)
     main("--plan --model gpt2-xl --gpus 8 --gpu RTX4090".split())
     out = printed(capsys)
-    assert "note     ddp: not even one row fits. The rest is for fsdp.\ntime     fsdp: " in out
+    assert "note     ddp: not even one row fits. The rest of the plan is for fsdp.\ntime     fsdp: " in out
     assert re.search(r"^batch size +none +none +2 +16$", out, re.M)
     assert "network  fsdp" in out and "network  ddp" not in out
     main("--plan --model gpt2-xl --gpu RTX4090".split())

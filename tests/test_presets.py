@@ -247,5 +247,5 @@ def test_a_folder_means_all_text_in_it_and_changed_text_is_rejected(tmp_path):
         assert sum(sizes.values()) == 2 * (len(TEXT) + 1) and sizes["val"] == round(0.2 * (len(TEXT) + 1))
     (folder / "a.txt").write_text(TEXT + "One more.")
     (folder / "log" / "log.txt").unlink()
-    with pytest.raises(UserError, match="shards of another source or setting.* With --text, that folder is in --out"):
+    with pytest.raises(UserError, match="from another source or setting.* With --text, that folder is inside --out"):
         train(configure([*flags, "--out", folder / "log"])[0], ONE_PROCESS)

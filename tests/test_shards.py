@@ -132,7 +132,7 @@ def test_shards_that_are_not_as_in_the_manifest_are_named(tmp_path):
     with pytest.raises(UserError) as error:
         shards.open_shards(tmp_path, "train")
     shorter, unlisted, missing = error.value.problems
-    assert "count_train_000000.npy is not as in the manifest: it has 90 tokens" in shorter
+    assert "count_train_000000.npy does not match the manifest: it has 90 tokens" in shorter
     assert "count_train_000002.npy is not in the manifest" in unlisted
     assert "count_train_000003.npy is not a readable .npy file (No such file or directory)" in missing
 

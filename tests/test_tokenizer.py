@@ -197,7 +197,7 @@ def test_a_model_without_a_tokenizer_is_refused_unless_its_vocabulary_is_gpt2s(t
         check_pretrained(model, 300, 16, pairs_of_bytes(300), run)
     check_pretrained(save_model(tmp_path / "gpt2", 50257), 50257, 16, UnreadGpt2(), run)
     assert tokenizer_name(tmp_path / "gpt2", 50257) == "gpt2"
-    assert "are taken for GPT-2's" in capfd.readouterr().err
+    assert "are assumed to be GPT-2's" in capfd.readouterr().err
 
 
 @needs_gpt2_vocabulary

@@ -211,7 +211,10 @@ def test_a_schedule_that_ends_before_the_run_is_noted(byte_shards, tmp_path, cap
     "flags, noted",
     [
         ("--max-steps 20 --decay-steps 40", "the run ends at step 20, before its cosine does at step 40"),
-        ("--max-steps 20 --decay-steps 40 --schedule wsd", "the run ends at step 20, before its cooldown does at step 40"),
+        (
+            "--max-steps 20 --decay-steps 40 --schedule wsd",
+            "the run ends at step 20, before its cooldown does at step 40",
+        ),
         ("--max-steps 40 --decay-steps 40", None),
         ("--max-steps 40", None),
         ("--max-steps 3 --decay-steps 40", None),  # there is a warning of the warm-up

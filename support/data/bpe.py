@@ -1,4 +1,4 @@
-"""Byte-pair encodings like GPT-2's, trained on a text, with a vocabulary sized to it."""
+"""Byte-pair encodings like GPT-2's, trained on a text, with a vocabulary size that suits the text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from support.data.tokenizer import (
 from support.files import atomic_write, sha256_of
 
 TRAINING_CHARS = 1 << 25  # the encoding is trained on the beginning of a corpus, up to this many characters
-HELD_OUT = 0.1  # fraction of a corpus that it is not trained on, at least: the end, which is the validation split
+HELD_OUT = 0.1  # at least this fraction, at the end of a corpus, is left out: a small corpus is validated on it
 CHARS_PER_TOKEN_OF_VOCABULARY = 500
 MAX_TOKEN_BYTES = 64
 _LONG_WORD, _PIECE = re.compile(r"\S{257}|\s{257}"), re.compile(r"\s{0,256}\S{1,256}|\s{1,256}")
@@ -41,9 +41,9 @@ def fitting_vocab_size(chars: float) -> int:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
-    """Trains an encoding with at most `vocab_size` tokens, end-of-text included; fewer if the text has no more pairs.
+    """Trains an encoding with at most `vocab_size` tokens, end-of-text included; fewer if the text runs out of pairs.
 
-    The tokenizers library counts and merges; the same texts give the same tokens.
+    The tokenizers library does the training; the same texts give the same tokens.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -60,18 +60,18 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
 
 
 def _cut_long_words(text: str) -> list[str]:
-    """Returns the text, in pieces if it has words that are too long to train on in reasonable time."""
+    """Returns the text, cut into pieces if it has words that would take too long to train on."""
     return _PIECE.findall(text) if _LONG_WORD.search(text) else [text]
 
 
 def write_tokenizer(folder: OutputFolder, corpus: Corpus, vocab_size: int | None, copy_of: Path | None) -> BpeTokenizer:
-    """Trains the encoding of a corpus, or copies one, into the `tokenizer.json` of `folder`, and returns it.
+    """Trains an encoding on a corpus, or copies one, writes it to the folder's `tokenizer.json`, and returns it.
 
-    If its checksum is in the manifest already, it is kept. Otherwise checksum and vocabulary size are added there.
+    A file whose checksum is in the manifest is kept. Otherwise, checksum and vocabulary size are added to the manifest.
 
     Args:
         vocab_size: the largest size allowed (default: `fitting_vocab_size`).
-        copy_of: a `tokenizer.json`.
+        copy_of: a `tokenizer.json` to copy instead.
 
     Raises:
         UserError: the corpus, or `copy_of`, cannot be read.
@@ -93,7 +93,7 @@ def write_tokenizer(folder: OutputFolder, corpus: Corpus, vocab_size: int | None
 
 
 def training_texts(corpus: Corpus, held_out: float = HELD_OUT) -> list[str]:
-    """Returns the first TRAINING_CHARS characters of a corpus, without its last fraction `held_out`."""
+    """Returns up to TRAINING_CHARS characters from the beginning of a corpus, never from its last fraction `held_out`."""
 
     def read_all() -> Iterator[str]:
         for part in corpus.parts():
@@ -106,7 +106,7 @@ def training_texts(corpus: Corpus, held_out: float = HELD_OUT) -> list[str]:
 
 
 def _truncate(texts: Iterable[str], chars: int) -> list[str]:
-    """Returns the beginning of some texts, `chars` characters in total."""
+    """Returns the beginning of the texts, at most `chars` characters in total."""
     kept: list[str] = []
     for text in texts:
         kept.append(text[:chars])

@@ -13,7 +13,7 @@ from support.data.text_files import Documents
 
 
 def demo_corpus() -> Documents:
-    """Returns about 2 MB of English: language reference and docstrings."""
+    """Returns about 2 MB of English: the language reference and docstrings."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return Documents("documentation of CPython", python_documentation(), revision=python, prefix="pydoc")
 

@@ -18,10 +18,10 @@ def download(url: str, path: Path, git_blob: str) -> Path:
     """Downloads `url` to `path`, unless that file exists already and has the right checksum.
 
     Args:
-        git_blob: the expected hash, as of `git hash-object`: SHA-1 of `blob {size}\\0` and the content, in hexadecimal.
+        git_blob: the expected hash, as `git hash-object` computes it: SHA-1 of `blob {size}\\0` and the content, in hex.
 
     Raises:
-        UserError: the download failed, has a wrong checksum, or cannot be written.
+        UserError: the download failed or has the wrong checksum, or the file cannot be written.
     """
     try:
         if path.exists() and _git_blob(path) == git_blob:

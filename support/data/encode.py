@@ -22,7 +22,7 @@ from support.data.tokenizer import TokenIds, Tokenizer, to_utf8
 
 ENGINES = ("gigatoken", "tiktoken")
 BATCH_CHARS = 1 << 22  # characters that are encoded at a time
-COMPARED_FRACTION = 1 / 128  # fraction of the documents that tiktoken encodes, too, to compare
+COMPARED_FRACTION = 1 / 128  # fraction of the documents that tiktoken also encodes, as a check
 MAX_COMPARED_CHARS = 1 << 14  # characters of a document that are compared
 # gigatoken caches every word that it encodes. It is reloaded after this many characters or, on Linux, when the process
 # has grown by this many bytes.
@@ -48,7 +48,7 @@ def get_encoder(tokenizer: Tokenizer, engine: str, threads: int) -> Encoder:
     """Returns the encoder of a tokenizer. The engine and the number of threads do not change the tokens.
 
     Raises:
-        UserError: gigatoken is chosen, and is not installed or does not work.
+        UserError: gigatoken is chosen, but is not installed or does not work.
     """
     if tokenizer.name == "gpt2" and engine == "gigatoken":
         os.environ["RAYON_NUM_THREADS"] = str(threads)  # its threads start with its first batch
@@ -63,7 +63,7 @@ def get_encoder(tokenizer: Tokenizer, engine: str, threads: int) -> Encoder:
 
 
 class GigatokenEncoder:
-    """Encodes with gigatoken; samples of every batch are compared with tiktoken.
+    """Encodes with gigatoken, and checks a sample of every batch against tiktoken.
 
     Raises:
         UserError: gigatoken is not installed or does not work.
@@ -101,7 +101,7 @@ class GigatokenEncoder:
         return ids, offsets
 
     def _compare_sample(self, texts: list[str], ids: TokenIds, offsets: npt.NDArray[np.integer]) -> None:
-        """Compares the beginnings of randomly chosen documents, the same ones in every run.
+        """Compares the beginnings of some random documents with tiktoken's tokens. Every run chooses the same documents.
 
         Raises:
             UserError: gigatoken's tokens differ from tiktoken's.
@@ -121,7 +121,7 @@ class GigatokenEncoder:
             if not np.array_equal(expected, encoded):
                 raise UserError(
                     f"gigatoken and tiktoken disagree about the tokens of {texts[i][:60]!r}... Remove the "
-                    "shards and make them with --engine tiktoken, and please report it to gigatoken."
+                    "shards and make them again with --engine tiktoken, and please report this to gigatoken's authors."
                 )
 
 
@@ -149,7 +149,7 @@ def batches_of(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def encode_pieces(pieces: Iterable[Piece], encode: Encoder, eot: int) -> Iterator[npt.NDArray[np.uint16]]:
-    """Yields the tokens of all documents, an end-of-text before each. A batch is encoded while the next one is read."""
+    """Yields the tokens of all documents, each after an end-of-text. A batch is encoded while the next one is read."""
 
     def encode_batch(batch: list[Piece]) -> npt.NDArray[np.uint16]:
         ids, offsets = encode([text for text, _ in batch])

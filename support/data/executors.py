@@ -42,7 +42,7 @@ class Executor:
     """An executor of datatrove, with its options.
 
     Raises:
-        UserError: a package is missing, or the executor does not take an option.
+        UserError: a package is missing, or the executor does not accept an option.
     """
 
     kind: str
@@ -60,10 +60,10 @@ class Executor:
             raise UserError(f"--executor {self.kind}: {reason}. Correct --executor-options.") from error
 
     def run(self, make: Callable[..., Manifest], output: Path) -> Manifest:
-        """Runs all tasks, or submits them to Slurm; returns the manifest, which is then not complete.
+        """Runs all tasks, or submits them to Slurm. Returns the manifest, which is not complete if they were submitted.
 
         Args:
-            make: `make_shards` with all arguments but `only_parts`; `output` is its folder.
+            make: `make_shards` with all arguments but `only_parts`; it writes to `output`.
 
         Raises:
             UserError: `make` failed, or sbatch did.
@@ -71,7 +71,7 @@ class Executor:
         if is_complete(output):
             return make()
         manifest = make(only_parts=(0, 1))  # makes the folder and, for bpe, the tokenizer
-        # other machines must find this project
+        # other machines must be able to import this project
         search_path = filter(None, [str(Path(__file__).parents[2]), os.getenv("PYTHONPATH")])
         os.environ["PYTHONPATH"] = os.pathsep.join(search_path)
         encode = self._datatrove(Task(make, only_parts=True), output / "logs" / "encode", self.tasks)
@@ -82,7 +82,7 @@ class Executor:
         try:
             cut.launch_job()
         except (OSError, subprocess.CalledProcessError) as error:
-            raise UserError("sbatch is not on the PATH, or failed. Correct that, and run this again.") from error
+            raise UserError("sbatch is not on the PATH, or failed. Fix it, then rerun this command.") from error
         print_lines(
             f"submitted jobs {encode.job_id} and {cut.job_id}. When they have ended, run the same command again: it "
             "reports success, or submits what is missing."
@@ -93,7 +93,7 @@ class Executor:
         from datatrove import executor
 
         options = dict(self.options)
-        if self.kind == "slurm":  # even if a task failed, shards are cut, and the missing parts encoded then
+        if self.kind == "slurm":  # if a task fails, the last job still runs, and encodes what is missing
             more |= {"run_on_dependency_fail": True, "job_name": f"shards_{logs.name}"}
             # srun does not inherit --cpus-per-task from sbatch; datatrove's default QOS may not exist on a cluster
             options = {"srun_args": {"cpus-per-task": options.get("cpus_per_task", 1)}, "qos": None} | options
@@ -103,4 +103,4 @@ class Executor:
             "skip_completed": False,
             "logging_dir": str(logs.absolute()),
         }
-        return getattr(executor, f"{self.kind.title()}PipelineExecutor")(**more, **options)  # an error if they overlap
+        return getattr(executor, f"{self.kind.title()}PipelineExecutor")(**more, **options)  # TypeError if they overlap

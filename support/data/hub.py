@@ -1,4 +1,4 @@
-"""The files of a data set on the Hugging Face hub, each downloaded when it is needed and removed when it is encoded."""
+"""The files of a data set on the Hugging Face hub, each downloaded when it is needed and removed once it is encoded."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from support.files import check_free_space, sha256_of
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoFile
 
-CONNECT_ATTEMPTS = 4  # at the start, for seconds: a user is waiting
-DOWNLOAD_ATTEMPTS = 7  # later, for minutes; within each attempt, the hub's library retries, too
+CONNECT_ATTEMPTS = 4  # at the start: for seconds only, because a user is waiting
+DOWNLOAD_ATTEMPTS = 7  # later: for minutes; the hub's library also retries within each attempt
 T = TypeVar("T")
 
 
@@ -31,11 +31,11 @@ T = TypeVar("T")
 
 
 def _request(request: Callable[[], T], failure: str, attempts: int) -> T:
-    """Returns the result of a request. Repeats it after transient errors, as the hub's library does only after some.
+    """Returns the result of a request. Retries after every transient error; the hub's library retries only after some.
 
     Raises:
         UserError: it failed for good. The message starts with `failure`.
-        OSError: the disk is full, or cannot be written.
+        OSError: the disk is full, or cannot be written to.
     """
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -44,13 +44,13 @@ def _request(request: Callable[[], T], failure: str, attempts: int) -> T:
         attempt += 1
         try:
             return request()
-        except Exception as error:  # the hub's library and the HTTP library have classes of their own
+        except Exception as error:  # the hub's library and the HTTP library define their own exceptions
             if isinstance(error, UserError) or (isinstance(error, OSError) and error.errno in DISK_ERRORS):
                 raise
             if _is_refused(error) or isinstance(error, OfflineModeIsEnabled) or attempt == attempts:
                 advice = "Check the network and run the same command again, or name files of your own with --input"
                 if _is_refused(error):
-                    advice = "Check its name, --name and --split"
+                    advice = "Check the data set's name, --name and --split"
                 raise UserError(f"{failure}: {hub_error_reason(error)}. {advice}.") from error
             delay = 2**attempt  # seconds
             warn(f"{hub_error_reason(error)}. Retrying in {delay} s.")
@@ -66,7 +66,7 @@ def _is_refused(error: Exception) -> bool:
 
 
 def hub_error_reason(error: Exception) -> str:
-    """Describes an error of the Hugging Face hub, or of a library that uses it."""
+    """Describes an error from the Hugging Face hub, or from a library that uses it."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.RepositoryNotFoundError):
@@ -82,15 +82,15 @@ def hub_error_reason(error: Exception) -> str:
 # -----------------------------------------------------------------------------
 # The files of a data set
 
-# FineWeb's data sets, and how the names of their shards begin
+# FineWeb's data sets, and the prefixes of their shards' names
 FINEWEB_PREFIXES = {"HuggingFaceFW/fineweb-edu": "edufineweb", "HuggingFaceFW/fineweb": "fineweb"}
-TEXT_BYTES = 1.5  # bytes of text per byte of FineWeb's files; other data sets may have large columns beside the text
+TEXT_BYTES = 1.5  # bytes of text per byte of FineWeb's files; other data sets may have large columns besides the text
 
 
 class HubFiles(Corpus):
     """The .parquet, .jsonl or .txt files of a split, in the order of the `datasets` library.
 
-    `revision`, a commit, must be set before they are read.
+    Set `revision` to a commit before reading the files.
 
     Args:
         config: configuration of the data set; None is its default.
@@ -132,8 +132,8 @@ class HubFiles(Corpus):
         paths = _request(self._find_paths, failure, CONNECT_ATTEMPTS)
         if others := sorted({"".join(Path(path).suffixes) for path in paths if not text_suffix(Path(path))}):
             raise UserError(
-                f"{self._repository} has files of {', '.join(others)}, not of {TEXT_TYPES}. Use the hub's conversion of it, with "
-                f"--revision refs/convert/parquet, or write .parquet files with the datasets library and pass them with --input."
+                f"{self._repository} has {', '.join(others)} files, not {TEXT_TYPES}. Use the hub's conversion to parquet with "
+                "--revision refs/convert/parquet, or write .parquet files with the datasets library and pass them with --input."
             )
         entries = _request(
             lambda: [
@@ -163,7 +163,7 @@ class HubFiles(Corpus):
         return [url.partition("@")[2].removeprefix(f"{self.revision}/") for url in splits[self._split]]
 
     def parts(self) -> list[Part]:
-        """Returns a part per file, or for several small files: row groups are known only after the download."""
+        """Returns a part per file or group of small files. No file is divided: its row groups are not known yet."""
         groups = group_by_size([file.size for file in self.files], max((file.size for file in self.files), default=0))
         ratio = TEXT_BYTES if self._repository in FINEWEB_PREFIXES else 0
         return [Part(files, text_bytes=ratio * sum(self.files[index].size for index in files)) for files in groups]
@@ -177,7 +177,7 @@ class HubFiles(Corpus):
         return f"{self._repository}, {self.files[part.files.start].path}"
 
     def prepare(self, part: Part) -> None:
-        """Starts to download the files of a part, when the earlier ones are there. Ctrl-C does not wait for it."""
+        """Queues the files of a part for download in the background, one at a time. Ctrl-C does not wait for them."""
         if not self._downloading:  # after a kill, the library starts over, and leaves the incomplete file behind
             for leftover in self._downloads.glob(".cache/**/*.incomplete"):
                 leftover.unlink()
@@ -217,7 +217,7 @@ class HubFiles(Corpus):
         return self._downloads / file.path
 
     def _fetch(self, file: RepoFile) -> None:
-        """Downloads a file, unless this process has done so. The library resumes after a broken connection."""
+        """Downloads a file, unless this process already has. The library resumes after a broken connection."""
         from huggingface_hub import hf_hub_download
 
         if file.path in self._finished:
@@ -233,7 +233,7 @@ class HubFiles(Corpus):
 
 
 def find_revision(repository: str, revision: str | None) -> str | None:
-    """Returns the commit of a branch or tag of a data set, by default the newest one.
+    """Returns the commit that `revision`, a branch or tag of a data set, points to; by default, the newest commit.
 
     Raises:
         UserError: there is no such data set or revision, or the hub cannot be reached.

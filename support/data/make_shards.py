@@ -1,7 +1,7 @@
-"""Text to shards. Each part of a corpus is encoded into a file, or is there already; shards are cut from the parts in order.
+"""Text to shards. Each part of a corpus is encoded into a file, unless the file exists; shards are cut from these in order.
 
-A part and a shard exist completely or not at all, and depend on nothing but the corpus and the settings. So a command
-that was killed can be repeated, and any number of processes can encode parts.
+Parts and shards are either complete or absent, and depend only on the corpus and the settings. So a command that was
+killed can be run again, and any number of processes can encode parts.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from support.data.tokenizer import Tokenizer, get_tokenizer
 from support.files import check_free_space, read_json, sha256_of, write_json
 
 SHARD_SIZE = 10**8  # tokens
-VAL_FRACTION = 0.1  # is held out of a corpus that fits into one shard
+VAL_FRACTION = 0.1  # held out from a corpus that fits into one shard
 MAX_CUT_ERROR = 0.1  # fraction of the validation tokens; beyond it, --split-documents cuts inside a document
-MAX_BYTES_PER_TOKEN = {"gpt2": 5, "bpe": 5, "bytes": 1}  # average bytes of text per token, at most
+MAX_BYTES_PER_TOKEN = {"gpt2": 5, "bpe": 5, "bytes": 1}  # upper bounds on the average bytes of text per token
 BLOCK = 1 << 23  # tokens that are read at a time
 
 Tokens: TypeAlias = npt.NDArray[np.uint16]
-Slice: TypeAlias = tuple[Path, int, int]  # the file of a part, the offset of a token in it, and a number of tokens
-Shard: TypeAlias = tuple[str, int, int, int]  # split, index, and the corpus' tokens at which the shard starts and stops
+Slice: TypeAlias = tuple[Path, int, int]  # a part's file, the offset of the first token, and the number of tokens
+Shard: TypeAlias = tuple[str, int, int, int]  # split, index, and where it starts and stops in the tokens of the corpus
 
 
 def make_shards(
@@ -72,20 +72,20 @@ def make_shards(
 
     Args:
         tokenizer: "gpt2", "bytes", or "bpe", which is trained on the corpus.
-        vocab_size: the largest vocabulary of "bpe" (default: one that fits the amount of text).
+        vocab_size: the maximum vocabulary size of "bpe" (default: one that fits the amount of text).
         tokenizer_file: a `tokenizer.json` for "bpe" to use instead of a new one.
-        engine: "gigatoken" or "tiktoken" (default: gigatoken if it is installed). The bytes do not depend on it.
-        shard_size, max_tokens: numbers of tokens.
+        engine: "gigatoken" or "tiktoken" (default: gigatoken if it is installed). The shards do not depend on it.
+        shard_size, max_tokens: tokens per shard, and the maximum number of tokens in total.
         val_fraction: fraction of the corpus, at its end, for validation (default: shard 0, or a tenth of a corpus
             that fits into one shard).
         split_documents: let the validation split start inside a document if none starts nearby.
-        threads: number of threads that encode. The bytes do not depend on it.
+        threads: number of threads that encode. The shards do not depend on it.
         only_parts: (k, n) encodes only parts k, k + n, k + 2n, ..., counted from 1, and writes no shards; (0, n) encodes
             no part. Several processes may do that at once.
 
     Raises:
         UserError: the folder has other shards, is in use or cannot be written; the disk is too small; or the corpus
-            cannot be read, changed meanwhile, or has no text.
+            cannot be read, has changed, or has no text.
     """
     settings: dict[str, Setting] = {
         "shard_size": shard_size,
@@ -123,11 +123,11 @@ def make_shards(
 
 
 def _check_plan(folder: OutputFolder, corpus: Corpus, parts: list[Part]) -> None:
-    """Raises a UserError if an earlier command divided the corpus into other parts."""
+    """Raises a UserError if an earlier command divided the corpus into different parts."""
     plan = [[corpus.describe(part), part.start, part.stop] for part in parts]
     sha256 = hashlib.sha256(json.dumps(plan).encode()).hexdigest()
     if folder.manifest.setdefault("plan", sha256) != sha256:
-        raise UserError(f"{corpus.name} was divided into other parts before. Use another --output.")
+        raise UserError(f"{corpus.name} was divided into different parts before. Use another --output.")
     write_manifest(folder.directory, folder.manifest)
 
 
@@ -139,9 +139,9 @@ class EncodedParts:
     """The tokens of a corpus: one file for each encoded part, with a record beside it that is written last.
 
     Attributes:
-        limit: the number of tokens that are used, at most.
-        lengths: tokens of each part encoded so far, as in the manifest. Used parts are removed from the disk, and
-            encoded again if a shard needs them.
+        limit: the maximum number of tokens to use.
+        lengths: the number of tokens in each part encoded so far, as in the manifest. Parts that are already in shards
+            may be removed from the disk; they are encoded again if needed.
     """
 
     def __init__(
@@ -167,10 +167,10 @@ class EncodedParts:
         return read_json(self.path(number).with_suffix(".json"))
 
     def ensure(self, number: int, following: int) -> int:
-        """Encodes a part, unless it is there; returns its number of tokens. `following` is the part that is needed next.
+        """Encodes a part, unless its file is intact; returns its number of tokens. `following` is the part needed next.
 
         Raises:
-            UserError: it cannot be read or encoded, or differs from what was encoded before.
+            UserError: the part cannot be read or encoded, or differs from what was encoded before.
         """
         if number in self._ready:
             return self._ready[number]
@@ -179,7 +179,7 @@ class EncodedParts:
             record = self._encode(number, following)
         if number < len(self.lengths) and record["tokens"] != self.lengths[number]:
             raise UserError(
-                f"{self.corpus.name} changed since its shards were begun, or is encoded differently. Use another --output."
+                f"{self.corpus.name} changed since its shards were begun, or is now encoded differently. Use another --output."
             )
         self._ready[number] = record["tokens"]
         return record["tokens"]
@@ -210,7 +210,7 @@ class EncodedParts:
             yield tokens
 
     def encode_until(self, count: int) -> int:
-        """Encodes parts until there are `count` tokens, or all that are used; returns the number of tokens, up to `count`."""
+        """Encodes parts until there are `count` tokens, or no more to use; returns the number of tokens, at most `count`."""
         count = min(count, self.limit)
         while sum(self.lengths) < count and len(self.lengths) < len(self.parts):
             number = len(self.lengths)
@@ -221,7 +221,7 @@ class EncodedParts:
         return min(count, sum(self.lengths))
 
     def encode_some(self, first: int, every: int) -> None:
-        """Encodes every `every`-th part from number `first` (counted from 1) on, until the limit is reached."""
+        """Encodes parts `first` (counted from 1; 0: none), `first + every` and so on, until the limit is reached."""
         if first > len(self.parts):
             print_lines(f"nothing to do: the text has only {len(self.parts)} parts")
         tokens_before, counted = 0, 0  # tokens of the encoded parts before this one
@@ -236,7 +236,7 @@ class EncodedParts:
                 print_lines(f"part {number + 1} of {len(self.parts)}: {tokens:,} tokens")
 
     def find(self, start: int, stop: int) -> list[Slice]:
-        """Returns where the tokens from `start` to `stop` are; parts that are gone are encoded again."""
+        """Returns where the tokens from `start` to `stop` are; parts that were removed are encoded again."""
         slices, offset = [], 0
         for number, length in enumerate(self.lengths):
             first, last = max(start, offset) - offset, min(stop, offset + length) - offset
@@ -274,7 +274,7 @@ def _write_all(
     """
     manifest, first_tokens = folder.manifest, parts.encode_until(shard_size + 1)
     if first_tokens < 2:
-        shutil.rmtree(folder.parts, ignore_errors=True)  # nothing may be left
+        shutil.rmtree(folder.parts, ignore_errors=True)  # leave nothing behind
         raise UserError(f"there is no text in {corpus.name}. Use other files, or another data set.")
     in_order = val_fraction is None and first_tokens > shard_size
     shards = _in_order(parts, shard_size) if in_order else _split(folder, parts, shard_size, val_fraction)
@@ -310,7 +310,7 @@ def _write_all(
 
 
 def _in_order(parts: EncodedParts, size: int) -> Iterator[Shard]:
-    """Yields shards of `size` tokens, the last one shorter. The parts of a shard are encoded before it is yielded."""
+    """Yields shards of `size` tokens; the last may be shorter. The parts of a shard are encoded before it is yielded."""
     for index in itertools.count():
         start = index * size
         stop = parts.encode_until(start + size)
@@ -341,11 +341,11 @@ def val_split_point(
 ) -> int:
     """Returns where to split off the last `fraction` of `total` tokens, which come in blocks, for validation.
 
-    That is the nearest start of a document. If there is only one document, or with `split_documents` if none starts
-    nearby, it is inside a document.
+    The split is at the nearest start of a document. It is inside a document if there is only one or, with
+    `split_documents`, if none starts nearby.
     """
     ideal = total - max(1, round(fraction * total))
-    starts, offset = [], 0  # the nearest start of each block: all of them may not fit into memory
+    starts, offset = [], 0  # the nearest start in each block: a list of all might not fit into memory
     for block in blocks:
         found = offset + np.flatnonzero(block == eot)
         found = found[found > 0]

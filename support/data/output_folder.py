@@ -1,4 +1,4 @@
-"""The folder that shards are written to. Its manifest lists the finished ones, so that a later run can resume."""
+"""The folder that shards are written to. Its manifest lists the finished shards, so that a later run can resume."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support.data.shards import (
 )
 from support.data.tokenizer import TOKENIZER_JSON, VOCAB_SIZES
 
-PARTS = "parts_"  # with 16 hexadecimal digits, the name of a folder of encoded parts
+PARTS = "parts_"  # followed by 16 hexadecimal digits, the name of a folder of encoded parts
 ALL_PARTS = PARTS + 16 * "[0-9a-f]"
 
 
@@ -58,7 +58,7 @@ def new_manifest(source: str, revision: str | None, tokenizer: str, settings: Ma
     """Returns the manifest of a folder without shards. Settings that are None are left out."""
     return {
         "tokenizer": tokenizer,
-        "vocab_size": VOCAB_SIZES.get(tokenizer, 0),  # 0 until it is trained
+        "vocab_size": VOCAB_SIZES.get(tokenizer, 0),  # 0 until the tokenizer is trained
         "source": source,
         "revision": revision,
         "settings": {key: value for key, value in settings.items() if value is not None},
@@ -74,15 +74,15 @@ def open_output_folder(
 ) -> Iterator[OutputFolder]:
     """Opens the folder for the shards that a new manifest describes, and adopts what an earlier run has finished.
 
-    If all shards are finished, the folder is only read. Otherwise it is created and locked, and shards that are missing
-    or corrupt are to be made again.
+    If all shards are finished, the folder is only read. Otherwise, it is created and locked, and the caller must make
+    the shards that are missing or corrupt.
 
     Args:
         prefix: beginning of the file names of the shards.
         only_parts: the folder is opened to add parts; several processes may do that at once.
 
     Raises:
-        UserError: the folder has shards of another source or with other settings, or is in use.
+        UserError: the folder has shards from another source or with other settings, or is in use.
     """
     folder = _adopt_finished_shards(directory, manifest, prefix, only_parts)
     if folder.is_finished:
@@ -104,7 +104,7 @@ def open_output_folder(
 
 
 def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str, only_parts: bool) -> OutputFolder:
-    """Returns the folder with the shards that an earlier run of the same source and settings has finished.
+    """Returns the folder with the shards that an earlier run with the same source and settings finished.
 
     Raises:
         UserError: the folder has other shards.
@@ -112,20 +112,20 @@ def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str, onl
     earlier = load_manifest(directory)
     if earlier is None and (directory / TOKENIZER_JSON).exists():
         raise UserError(
-            f"{directory} has a {TOKENIZER_JSON} but no {MANIFEST}, as a checkpoint does. Use another --output."
+            f"{directory} has a {TOKENIZER_JSON} but no {MANIFEST}, like a checkpoint. Use another --output."
         )
     if earlier and (differences := _differences(manifest, earlier)):
-        # with `only_parts`, the parts may be those that another machine is encoding
+        # with `only_parts`, another machine may be encoding these parts
         if earlier["shards"] or (only_parts and any(directory.glob(f"{ALL_PARTS}/*.json"))):
             raise UserError(
-                f"{directory} has shards of another source or setting: {'; '.join(differences)}. Use another "
+                f"{directory} has shards from another source or setting: {'; '.join(differences)}. Use another "
                 f"--output, or remove {directory}."
             )
         earlier = None  # its parts are removed when the new shards are complete
     for path in (*shard_paths(directory, "train"), *shard_paths(directory, "val")):
         if earlier is None or path.name.rsplit("_", 2)[0] != prefix:
             raise UserError(
-                f"{directory} has shards of another tool, such as {path.name}. Move them away, or use another --output."
+                f"{directory} has shards from another tool, such as {path.name}. Move them away, or use another --output."
             )
     if earlier is None:
         return OutputFolder(directory, manifest)
@@ -138,14 +138,14 @@ def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str, onl
 
 
 def _differences(manifest: Manifest, earlier: Manifest) -> list[str]:
-    """Describes how a manifest differs from an earlier one; without differences, its shards can be continued."""
+    """Describes how a manifest differs from an earlier one. If it does not, the earlier shards can be continued."""
     here, there = (
         {flag_name(key): value for key, value in m["settings"].items()}
         | {"source": m["source"], "revision": m.get("revision"), "--tokenizer": m["tokenizer"]}
         for m in (manifest, earlier)
     )
     keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
-    changed = "the text was changed or copied (sizes or times of files, or the revision of a data set)"
+    changed = "the text was changed or copied (file sizes or times, or the revision of a data set)"
     return [
         changed if key == "revision" else f"{key} was {there.get(key)!r} and is now {here.get(key)!r}" for key in keys
     ]
@@ -164,7 +164,7 @@ def _intact_shards(directory: Path, manifest: Manifest) -> list[ShardEntry]:
 
 
 def _remove_if_empty(folder: OutputFolder) -> None:
-    """Removes the folder if an error left no shards or parts in it and it has no other files."""
+    """Removes the folder if a failed run left no shards or parts in it, and it has no other files."""
     if folder.manifest["shards"]:
         return
     with contextlib.suppress(OSError):  # a folder that is not empty cannot be removed

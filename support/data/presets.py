@@ -20,7 +20,7 @@ from support.data.text_files import TextFiles, estimate_text_bytes, find_input
 if TYPE_CHECKING:
     from train_gpt2 import TrainConfig
 
-# The peak learning rate of --recipe fast; Muon's is lower in steps of less than 16,384 tokens: docs/recipes.md
+# The peak learning rate of --recipe fast; Muon's is lower in steps of fewer than 16,384 tokens: docs/recipes.md
 FAST_LR = 3.6e-3
 SHORT_COOLDOWN = 0.7  # --cooldown-fraction of --text and --demo: a short run gains from a long cooldown
 # The demo takes about two minutes on two CPU cores.
@@ -42,7 +42,7 @@ MODELS_FOR_TEXT: tuple[dict[str, int], ...] = (
     dict(n_layer=12, n_head=12, n_embd=768, block_size=1024),  # gpt2
 )
 # A model reads at least this many bytes of text, repetitions included, per weight of its blocks (measured, see
-# docs/small-models.md). Nor may it have more weights than the text has bytes: it would memorize the text.
+# docs/small-models.md). It never has more such weights than the text has bytes, or it would memorize the text.
 BYTES_PER_WEIGHT = 7
 BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0, "bpe": 3.0}
 MIN_TOKENS = {"gpt2": 1.65e6, "bytes": 2.4e6, "bpe": 1.65e6}  # a text with fewer tokens is read up to MAX_EPOCHS times
@@ -51,10 +51,10 @@ MAX_BPE_TEXT = 4e8  # bytes; a larger text gets GPT-2's tokens
 
 
 def preset_flags(cli_flags: Mapping[str, Any], tokenizer: str | None = None, n_embd: int = 768) -> dict[str, Any]:
-    """Returns the flags that --demo or --text sets unless they are given; none without those two.
+    """Returns the flags that --demo or --text sets unless the user does; none without one of these two.
 
     Args:
-        tokenizer, n_embd: what the model of --init-from has; not used without that flag.
+        tokenizer, n_embd: tokenizer and width of the --init-from model; not used without that flag.
 
     Raises:
         UserError: --text names no text, or a flag needs --text.
@@ -68,7 +68,7 @@ def preset_flags(cli_flags: Mapping[str, Any], tokenizer: str | None = None, n_e
     if "max_steps" in cli_flags:
         length = flags_for_steps(cli_flags["max_steps"], demo=True)
     else:
-        length = {"minutes": DEMO_MINUTES, "checkpoint_every": 5000}  # it saves before the cooldown and at the end
+        length = {"minutes": DEMO_MINUTES, "checkpoint_every": 5000}  # a run saves before its cooldown and at its end
     other_sizes = MODEL_FLAGS if cli_flags.keys() & {"model", "init_from"} else set()
     flags = DEMO | fast_rates(DEMO["total_batch_size"], cli_flags) | length
     return {name: value for name, value in flags.items() if name not in other_sizes}
@@ -82,7 +82,7 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
     flags: dict[str, Any]
     if fine_tuned:  # few epochs, at a low learning rate
         total_tokens, steps = tokens * (3 if size < 4e7 else 1), 200
-        # These learning rates suit GPT-2; AdamW's best one grows as models get narrower (arXiv:2203.03466).
+        # These learning rates suit GPT-2; the best rate for AdamW grows as models get narrower (arXiv:2203.03466).
         flags = dict(max_lr=(1e-3 if "lora_rank" in cli_flags else 1e-4) * max(1.0, 768 / n_embd))
     else:  # several epochs of a small text, but too few to memorize it
         total_tokens, steps = max(tokens, min(MIN_TOKENS[tokenizer], MAX_EPOCHS * tokens)), 2000
@@ -119,7 +119,7 @@ def block_weights(model: Mapping[str, int]) -> int:
 
 
 def is_worth_compiling(config: TrainConfig) -> bool:
-    """Returns whether compiling takes a small part of a run on a GPU. Estimates it for --text and --demo only."""
+    """Returns whether compiling takes only a small part of a run on a GPU. Without --text or --demo, assumes so."""
     if not config.demo and config.text is None:
         return True
     if config.minutes:
@@ -132,16 +132,16 @@ def is_worth_compiling(config: TrainConfig) -> bool:
 
 
 def step_size(total_tokens: float, steps: int = 2000) -> int:
-    """Returns the tokens of a step: the largest power of two from 1,024 to 2**19 that leaves at least `steps` steps."""
+    """Returns the tokens per step: the largest power of two from 1,024 to 2**19 that leaves at least `steps` steps."""
     return min(2**19, max(1024, 2 ** int(math.log2(max(1.0, total_tokens / steps)))))
 
 
 def fast_rates(tokens_per_step: int, cli_flags: Mapping[str, Any]) -> dict[str, float]:
     """Returns the peak learning rates and the weight decay of --recipe fast.
 
-    In small steps, Muon's rate grows with the square root of their size. A step shrinks the weights by the product of
-    rate and weight decay, which stays the same. docs/small-models.md has the measurements. A given --max-lr applies to
-    AdamW, too; so does the rate for pretrained weights.
+    Below 16,384 tokens per step, Muon's rate grows with the square root of the step size. A step shrinks the weights by
+    the product of rate and weight decay, which stays the same. docs/small-models.md has the measurements. If --max-lr is
+    given, or weights are pretrained, AdamW uses Muon's rate.
     """
     fraction = math.sqrt(min(1.0, tokens_per_step / 16384))
     rates = {"max_lr": FAST_LR * fraction}
@@ -185,7 +185,7 @@ def flags_for_length(before: Mapping[str, Any], max_steps: int | None) -> dict[s
 
 
 def text_bytes(text: str | None, field: str = "text") -> float:
-    """Estimates the size in bytes of the text that --text names or, if `text` is None, of the demo's.
+    """Estimates the size in bytes of the text that --text names, or of the demo's text if `text` is None.
 
     Raises:
         UserError: there is no text.
@@ -203,8 +203,8 @@ def make_preset_shards(config: TrainConfig, keep_existing: bool, find_trained_to
     """Makes the shards of --text or --demo, unless they exist.
 
     Args:
-        keep_existing: use shards that exist without comparing them with the text of --text.
-        find_trained_tokenizer: returns the `tokenizer.json` of a model that is trained further on the text.
+        keep_existing: use existing shards without comparing them with the text of --text.
+        find_trained_tokenizer: returns the `tokenizer.json` of the model that --fork or --init-from names.
 
     Raises:
         UserError: no shards can be made.
@@ -227,7 +227,7 @@ def make_preset_shards(config: TrainConfig, keep_existing: bool, find_trained_to
     except UserError as error:
         if "--output" not in error.problems[-1]:
             raise
-        hint = "With --text, that folder is in --out: use another one for another text or tokenizer."
+        hint = "With --text, that folder is inside --out: use another --out for another text or tokenizer."
         raise error.with_hint(hint) from error
     finally:
         startup.show("")

@@ -35,11 +35,11 @@ from support.data.tokenizer import (
 
 MANIFEST = "manifest.json"
 Setting: TypeAlias = str | int | float | bool | None
-ShardIdentity: TypeAlias = list[str | int]  # file name, tokens, and SHA-256 (without a manifest, of both ends)
+ShardIdentity: TypeAlias = list[str | int]  # name, number of tokens, SHA-256 (without a manifest, of both ends only)
 
-TOKEN = np.dtype("<u2")  # in files
+TOKEN = np.dtype("<u2")  # as stored in files
 HASHED_TOKENS = 2**15  # at each end of a shard that no manifest lists
-SEARCHED_TOKENS, LINE_LETTERS = 2**14, 20  # where to find a line with enough letters for samples to continue
+SEARCHED_TOKENS, LINE_LETTERS = 2**14, 20  # tokens searched for a line with this many letters, for samples to continue
 _MAKE_AGAIN = "Rerun the command that made these shards."
 
 
@@ -66,13 +66,13 @@ class Manifest(TypedDict):
 
     tokenizer: str
     vocab_size: int
-    tokenizer_sha256: NotRequired[str]  # SHA-256 of `tokenizer.json`, which a trained tokenizer has
+    tokenizer_sha256: NotRequired[str]  # SHA-256 of `tokenizer.json`; only for a trained tokenizer
     source: str | None
     revision: NotRequired[str | None]
     settings: NotRequired[dict[str, Setting]]
     complete: NotRequired[bool]
     plan: NotRequired[str]  # a hash of where the parts of the corpus start and stop
-    parts: NotRequired[list[int]]  # tokens of the parts, up to the last one that the shards needed
+    parts: NotRequired[list[int]]  # number of tokens in each part, up to the last one that the shards needed
     shards: list[ShardEntry]
 
 
@@ -82,7 +82,7 @@ def shard_name(prefix: str, split: str, index: int) -> str:
 
 
 def shard_paths(directory: str | os.PathLike[str], split: str) -> list[Path]:
-    """Returns the shards of a split, "train" or "val", in order of their names; none if there is no such directory."""
+    """Returns the shards of a split, "train" or "val", sorted by name; none if the directory does not exist."""
     paths = Path(directory).glob(f"*_{split}_*.npy")
     return sorted(p for p in paths if re.fullmatch(rf".+_{split}_[0-9]{{6,12}}\.npy", p.name) and p.is_file())
 
@@ -98,7 +98,7 @@ class DataIdentity(TypedDict):
 
 @dataclass(frozen=True)
 class TokenData:
-    """The data of a run: the opened shards of a folder, and the tokenizer that they were made with."""
+    """The data of a run: the opened shards of a folder, and the tokenizer they were made with."""
 
     folder: str
     train: list[np.memmap]
@@ -117,12 +117,12 @@ class TokenData:
         return cls(folder, train, val, read_tokenizer(folder))
 
     def targets(self, T: int, val_tokens: int) -> list[npt.NDArray[np.uint16]]:
-        """Returns the tokens whose loss a validation of `val_tokens` tokens measures: by shard, the targets of its rows.
+        """Returns the target tokens of a validation of `val_tokens` tokens: for each shard, the targets of its rows.
 
-        Without a validation split, they are of the train split.
+        Without a validation split, they come from the train split.
         """
         targets = list[npt.NDArray[np.uint16]]()
-        left = max(1, val_tokens // T)  # rows; without validation, there may be tokens for none
+        left = max(1, val_tokens // T)  # rows; without validation, `val_tokens` may be too few for one
         for shard in self.val if any(rows_in_shard(shard, T) for shard in self.val) else self.train:
             rows = min(left, rows_in_shard(shard, T))
             targets.append(shard[1 : 1 + rows * T])
@@ -131,9 +131,9 @@ class TokenData:
 
     @functools.cached_property
     def beginning(self) -> str:
-        """The first words of a line of the validation split, or without one of the train split, for samples to continue.
+        """The first words of a line, for samples to continue: from the validation split or, without one, the train split.
 
-        The line is the first with LINE_LETTERS letters, or else the longest. The split may begin inside a line.
+        The line is the first with at least LINE_LETTERS letters, or else the longest. The split may begin inside a line.
         """
         tokens = read_tokens((self.val or self.train)[0], 0, SEARCHED_TOKENS, self.tokenizer.vocab_size)
         text = self.tokenizer.decode(tokens.tolist()).replace(END_OF_TEXT, "\n").strip("\ufffd")
@@ -151,7 +151,7 @@ class TokenData:
             val_tokens: tokens to validate on, at most; None without validation.
 
         Raises:
-            UserError: there are fewer.
+            UserError: there are too few.
         """
         train_rows = sum(rows_in_shard(shard, T, shuffle) for shard in self.train)
         val_rows = sum(rows_in_shard(shard, T) for shard in self.val)
@@ -186,14 +186,14 @@ def load_manifest(directory: str | os.PathLike[str]) -> Manifest | None:
             if Path(entry["file"]).name != entry["file"]:
                 raise ValueError(f"shard {entry}")
             if min(entry["tokens"], entry.get("documents", 0)) < 0:
-                raise ValueError(f"numbers of {entry}")
+                raise ValueError(f"negative numbers in {entry}")
         if any(type(count) is not int or count < 0 for count in manifest.setdefault("parts", [])):
             raise ValueError(f"parts {manifest['parts']}")
         if not isinstance(manifest.setdefault("source", None), str | None):
             raise TypeError(f"source {manifest['source']!r}")
         manifest["complete"] = manifest["complete"] is True
         manifest.setdefault("settings", {}).items()
-        tokenizer, vocab_size = manifest["tokenizer"], manifest["vocab_size"]  # 0 until it is trained
+        tokenizer, vocab_size = manifest["tokenizer"], manifest["vocab_size"]  # 0 until the tokenizer is trained
         sizes = range(257, MAX_VOCAB_SIZE + 1) if tokenizer == "bpe" else [VOCAB_SIZES[tokenizer]]
         if manifest["complete"] and vocab_size not in sizes:
             raise ValueError(f"{tokenizer} with {vocab_size} tokens")
@@ -206,10 +206,10 @@ def load_manifest(directory: str | os.PathLike[str]) -> Manifest | None:
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
-    """Returns the manifest of a folder of shards. Shards without one, made by another tool, are taken for GPT-2 tokens.
+    """Returns the manifest of a folder of shards. Shards without one, from another tool, are assumed to be GPT-2 tokens.
 
     Raises:
-        UserError: the manifest cannot be read, or says that the shards are incomplete; or there is none, but a
+        UserError: the manifest cannot be read, or says that the shards are incomplete; or there is no manifest, but a
             `tokenizer.json` that is not GPT-2's.
     """
     manifest = load_manifest(directory)
@@ -242,7 +242,7 @@ def read_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
 
 
 def is_complete(directory: str | os.PathLike[str]) -> bool:
-    """Returns whether the folder has a manifest that says that all shards were written."""
+    """Returns whether the folder's manifest says that all shards were written."""
     try:
         return read_manifest(directory).get("complete", False)
     except UserError:
@@ -261,12 +261,12 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 def write_tokens(
     path: Path, batches: Iterable[npt.NDArray[np.unsignedinteger]], eot: int, shard_size: int | None = None
 ) -> TokenFile:
-    """Writes one-dimensional tokens into a file; returns their numbers and the file's checksum.
+    """Writes batches of tokens to a file; returns the numbers of tokens and documents, and the file's checksum.
 
     Args:
         eot: the end-of-text token, which starts a document.
-        shard_size: the number of all tokens, to write a shard. Without it, the file is a part of a corpus: it has no
-            header, and need not survive a power failure, because its checksum is compared when it is read.
+        shard_size: the total number of tokens, to write a shard. Without it, the file is a part of a corpus: it has no
+            header, and need not survive a power failure, because its checksum is verified before it is used.
     """
     tokens, documents, sha256 = 0, 0, hashlib.sha256()
     is_shard = shard_size is not None
@@ -280,7 +280,7 @@ def write_tokens(
         sha256.update(header.getvalue())
         for batch in batches:
             content = batch.astype(TOKEN, copy=False).tobytes()
-            file.write(content)  # np.save does not say that a disk is full
+            file.write(content)  # np.save would not report a full disk
             sha256.update(content)
             tokens, documents = tokens + len(batch), documents + int(np.count_nonzero(batch == eot))
     return {"tokens": tokens, "documents": documents, "sha256": sha256.hexdigest()}
@@ -293,19 +293,19 @@ def load_shard(path: Path, entry: ShardEntry | None = None, verify: bool = False
         entry: the shard's entry in the manifest: the length and, with `verify`, the checksum must match.
 
     Raises:
-        UserError: the file is not a shard, not as in the entry, or cannot be opened.
+        UserError: the file is not a shard, does not match the entry, or cannot be opened.
     """
     try:
         with warnings.catch_warnings(action="ignore"):  # numpy warns about headers in Python 2's format
             tokens = np.lib.format.open_memmap(path, mode="r")
-    except Exception as error:  # numpy's header parser raises many kinds
+    except Exception as error:  # numpy's header parser raises many kinds of them
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path} is not a readable .npy file ({reason}). {_MAKE_AGAIN}") from error
     if tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
         content = f"{tokens.ndim}-dimensional {tokens.dtype}" if tokens.size else "nothing"
         raise UserError(f"{path} holds {content}, not 1-dimensional uint16 tokens. {_MAKE_AGAIN}")
     if entry and entry["tokens"] != len(tokens):
-        raise UserError(f"{path} is not as in the manifest: it has {len(tokens):,} tokens. {_MAKE_AGAIN}")
+        raise UserError(f"{path} does not match the manifest: it has {len(tokens):,} tokens. {_MAKE_AGAIN}")
     if entry and verify and entry.get("sha256") not in (None, files.sha256_of(path)):
         raise UserError(f"{path} was altered (wrong checksum). {_MAKE_AGAIN}")
     return tokens
@@ -381,7 +381,7 @@ def _raise_open_file_limit(num_shards: int) -> None:
 def rows_in_shard(shard: np.memmap, T: int, shuffle: bool = False) -> int:
     """Returns the number of rows of T+1 tokens. The last target of a row is also the first input of the next one.
 
-    With `shuffle`, one fewer: the first one may start at any of the first T tokens.
+    With `shuffle`, there is one row fewer: the first row may start at any of the first T tokens.
     """
     return max(0, (len(shard) - 1) // T - shuffle)
 
@@ -399,7 +399,7 @@ def identify(data: TokenData) -> tuple[list[ShardIdentity], list[ShardIdentity],
         name = Path(str(tokens.filename)).name
         return [name, len(tokens), sha256_of.get(name) or sha256_of_ends(tokens)]
 
-    def sha256_of_ends(tokens: np.memmap) -> str:  # to read all shards would take minutes
+    def sha256_of_ends(tokens: np.memmap) -> str:  # reading all shards would take minutes
         ends = tokens[:HASHED_TOKENS].tobytes() + tokens[-HASHED_TOKENS:].tobytes()
         return f"ends {hashlib.sha256(ends).hexdigest()}"
 

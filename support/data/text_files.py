@@ -1,6 +1,6 @@
 """Text in .txt, .jsonl and .parquet files, and the parts in which it is read.
 
-A part depends on the files alone, so that it is the same for every process.
+The parts depend only on the files, so they are the same in every process.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def compression(path: Path) -> str | None:
 
 
 def find_text_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """Returns all files below a folder with a `text_suffix`, except in folders of runs and shards, which have a lock."""
+    """Returns all files with a `text_suffix` below a folder. Skips folders of runs and shards, which have a lock file."""
     paths: list[Path] = []
     visited = set()
     for parent, folders, names in os.walk(folder, followlinks=True, onerror=_raise):
@@ -67,12 +67,12 @@ def _raise(error: OSError) -> None:
 
 
 def find_input(patterns: Iterable[str]) -> list[Path]:
-    """Returns the text files that files, folders and patterns name, in that order; a file that is named twice, once.
+    """Returns the text files that the given files, folders and patterns name, in that order and without duplicates.
 
     Raises:
         UserError: a pattern matches nothing, or a file that is not text.
     """
-    unique: dict[str, Path] = {}  # the validation split could be a second copy of a file
+    unique: dict[str, Path] = {}  # a second copy of a file could become the validation split
     for pattern in patterns:
         matches = [pattern] if os.path.lexists(pattern) else sorted(glob.glob(pattern, recursive=True))
         if not matches:
@@ -81,7 +81,7 @@ def find_input(patterns: Iterable[str]) -> list[Path]:
             for path in find_text_files(match) if os.path.isdir(match) else [Path(os.path.normpath(match))]:
                 unique.setdefault(os.path.realpath(path), path)
     problems = [
-        f"{path} is not a file of {TEXT_TYPES}. Convert it, or leave it out."
+        f"{path} is not a file of type {TEXT_TYPES}. Convert it, or leave it out."
         for path in unique.values()
         if not path.is_file() or not text_suffix(path)
     ]
@@ -113,10 +113,10 @@ def estimate_text_bytes(path: Path, text_field: str) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """Some files of a corpus, by their indices, or a range of a single one.
+    """Some files of a corpus, by their indices, or a range of a single file.
 
     Attributes:
-        start, stop: offsets in bytes of a .txt or .jsonl file, in row groups of a .parquet file; None is the file's end.
+        start, stop: offsets in bytes, or in row groups of a .parquet file; None is the end of the file.
         text_bytes: estimated bytes of text.
     """
 
@@ -143,10 +143,10 @@ class Corpus:
         raise NotImplementedError
 
     def read(self, part: Part) -> Iterator[Piece]:
-        """Yields the documents of a part. Its first piece may continue the last document of the part before.
+        """Yields the documents of a part. Its first piece may continue the last document of the previous part.
 
         Raises:
-            UserError: a file cannot be read, or changed meanwhile.
+            UserError: a file cannot be read, or changed while it was read.
         """
         raise NotImplementedError
 
@@ -185,7 +185,7 @@ class Documents(Corpus):
 class TextFiles(Corpus):
     """Files in order. A .txt file, a line of a .jsonl file and a row of a .parquet file are one document each.
 
-    With a `separator`, it divides a .txt file into documents; blank ones are dropped.
+    A `separator` divides .txt files into documents, and blank documents are dropped.
     """
 
     def __init__(self, paths: list[Path], text_field: str = "text", separator: str | None = None):
@@ -203,7 +203,7 @@ class TextFiles(Corpus):
             return path.name, path.stat().st_size, path.stat().st_mtime_ns
 
     def parts(self) -> list[Part]:
-        """Divides large files into several parts, and puts small ones together into one."""
+        """Divides large files into several parts, and combines consecutive small files."""
         sizes = [estimate_text_bytes(path, self.text_field) for path in self.paths]
         part_bytes, parts = max(MIN_PART_BYTES, sum(sizes) // MAX_PARTS), list[Part]()
         for files in group_by_size(sizes, part_bytes):
@@ -249,7 +249,7 @@ class TextFiles(Corpus):
 
 
 def group_by_size(sizes: list[int], part_bytes: int) -> Iterator[range]:
-    """Groups the indices of files: a large file is alone, small ones that follow each other are together."""
+    """Groups the indices of files: a large file is a group of its own, and consecutive small files share one."""
     first, total = 0, 0
     for index, size in enumerate(sizes):
         if index > first and total + size > part_bytes:
@@ -276,7 +276,7 @@ def _reading(where: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _open_text(path: Path, start: int = 0) -> Iterator[BinaryIO]:
-    """Opens a file from byte `start` on; a compressed file is decompressed, from its beginning on."""
+    """Opens a file at byte `start`; a compressed file is decompressed from its beginning."""
     with open(path, "rb") as file:
         if codec := compression(path):
             import pyarrow
@@ -314,7 +314,7 @@ def safe_cuts(content: bytes, separator: bytes) -> Iterator[int]:
 
 
 def find_safe_cut(path: Path, offset: int, separator: bytes = b"") -> int:
-    """Returns the first of a file's `safe_cuts` within READ_SIZE bytes from an offset on; 0 if there is none."""
+    """Returns the first of a file's `safe_cuts` in the READ_SIZE bytes that follow an offset; 0 if there is none."""
     margin = 4 + 2 * len(separator)  # bytes on both sides that decide whether a cut is safe
     begin = max(0, offset - margin)
     with open(path, "rb") as file:
@@ -339,7 +339,7 @@ def find_last_safe_cut(content: bytes, separator: bytes = b"") -> int:
 
 
 def read_txt(path: Path, separator: str | None, start: int, stop: int | None) -> Iterator[Piece]:
-    """Yields a .txt file in pieces, as one document or divided at `separator`. Line ends become \\n."""
+    """Yields a .txt file in pieces, as one document or divided at `separator`. Line endings become \\n."""
     inside, left, rest = start > 0, (stop or sys.maxsize) - start, b""
     bom = b"" if inside else codecs.BOM_UTF8
     with _open_text(path, start) as file:
@@ -381,7 +381,7 @@ def read_jsonl(path: Path, text_field: str, start: int, stop: int | None) -> Ite
 
 
 def _line_in_file(path: Path, start: int, number: int) -> str:
-    """Names a line for a message: the one after `number` others that start at byte `start` or later."""
+    """Names a line for a message: line `number`, counted from 0, of the lines that start at byte `start` or later."""
     with open(path, "rb") as lines:
         offsets = itertools.accumulate(map(len, lines), initial=0)
         lines_before = sum(1 for _ in itertools.takewhile(lambda offset: offset < start, offsets))
@@ -399,7 +399,7 @@ def read_parquet(path: Path, text_field: str, start: int, stop: int | None) -> I
     with _open_parquet(path) as file:
         columns = file.schema_arrow.names
         if text_field not in columns:
-            raise UserError(f"{path} has no column {text_field!r}. Choose with --text-field from {', '.join(columns)}.")
+            raise UserError(f"{path} has no column {text_field!r}. Choose --text-field from {', '.join(columns)}.")
         rows = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
         text_bytes = sum(row_group_text_bytes(file, text_field)[start:stop])
         first_row, rows_at_once = sum(rows[:start]), max(1, READ_SIZE * sum(rows[start:stop]) // max(1, text_bytes))
@@ -414,7 +414,7 @@ def read_parquet(path: Path, text_field: str, start: int, stop: int | None) -> I
 
 
 def _open_parquet(path: Path) -> pyarrow.parquet.ParquetFile:
-    """Opens a .parquet file whose pages are read as they are needed, not whole row groups."""
+    """Opens a .parquet file so that pages are read as they are needed, rather than whole row groups."""
     import pyarrow.parquet
 
     return pyarrow.parquet.ParquetFile(path, buffer_size=READ_SIZE, pre_buffer=False)

@@ -1,7 +1,7 @@
 """Tokenizers by name, and the same tokenizers as Hugging Face files.
 
 `gpt2` is OpenAI's vocabulary of 50,257 tokens through tiktoken. `bytes` is the 256 byte values and an end-of-text
-token, and `bpe` an encoding trained on a text (`support/data/bpe.py`), in a `tokenizer.json`; both need no download.
+token, and `bpe` is an encoding trained on a text (`support/data/bpe.py`), in a `tokenizer.json`; neither needs a download.
 End-of-text is always the last id.
 """
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZES = {"gpt2": 50257, "bytes": 257}
 MAX_VOCAB_SIZE = 2**16  # ids are uint16
-COUNTED = 2**20  # ids whose bytes are counted at a time, in 16 MB
+COUNTED = 2**20  # ids whose bytes are counted at a time, which takes 16 MB
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_FILES = (TOKENIZER_JSON, "tokenizer_config.json", "vocab.json", "merges.txt")
 
 TokenIds: TypeAlias = npt.NDArray[np.unsignedinteger]  # one-dimensional, of any unsigned type
-# what code raises that trusts the content of a JSON file
+# what code that trusts the content of a JSON file may raise
 MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 # GPT-2's pattern of words; each word is encoded separately
@@ -65,16 +65,16 @@ def get_tokenizer(name: str) -> Tokenizer:
 
 
 def find_tokenizer(directory: Path) -> str | None:
-    """Returns a model's tokenizer, by the content of `tokenizer.json`, as a name for `get_tokenizer`; None without one.
+    """Returns the name of a model's tokenizer, for `get_tokenizer`, from the content of `tokenizer.json`; None without one.
 
     Raises:
-        UserError: the tokenizer is of a kind that this project cannot read, or in older files.
+        UserError: the tokenizer is of a kind that this project cannot read, or in files of an older format.
     """
     path = (directory / TOKENIZER_JSON).absolute()
     if not path.exists():
         if (directory / "vocab.json").exists():
             raise UserError(
-                f"{directory} has its tokenizer in vocab.json and merges.txt. Make a {TOKENIZER_JSON} of them: "
+                f"{directory} has its tokenizer in vocab.json and merges.txt. Make a {TOKENIZER_JSON} from them: "
                 + CONVERT_COMMAND.format(directory=str(directory))
             )
         return None
@@ -87,21 +87,21 @@ def find_tokenizer(directory: Path) -> str | None:
 
 
 def tokenizer_name(directory: Path, vocab_size: int) -> str:
-    """Like `find_tokenizer`, but returns "gpt2" for a model that has no tokenizer and as many tokens as GPT-2.
+    """Like `find_tokenizer`, but returns "gpt2" for a model without a tokenizer if it has as many tokens as GPT-2.
 
     Raises:
-        UserError: as `find_tokenizer`, or the model has no tokenizer, or one of another size.
+        UserError: as in `find_tokenizer`; or the model has no tokenizer, or one of another size.
     """
     name = find_tokenizer(directory)
     if name is None and vocab_size == VOCAB_SIZES["gpt2"]:
         if os.environ.get("RANK", "0") == "0":
-            warn(f"{directory} has no {TOKENIZER_JSON}: its {vocab_size:,} tokens are taken for GPT-2's.")
+            warn(f"{directory} has no {TOKENIZER_JSON}: its {vocab_size:,} tokens are assumed to be GPT-2's.")
         return "gpt2"
     size = None if name is None else VOCAB_SIZES.get(name) or get_tokenizer(name).vocab_size
     if name is None or size != vocab_size:
         raise UserError(
             f"{directory} has no {TOKENIZER_JSON} for its {vocab_size:,} tokens. "
-            "Copy the one that it was trained with into it."
+            "Copy the one that the model was trained with into that folder."
         )
     return name
 
@@ -112,7 +112,7 @@ def tokenizer_of_model(directory: Path, vocab_size: int) -> Tokenizer:
 
 
 def _fingerprint(content: Mapping[str, Any]) -> str:
-    """Hashes what determines a text's ids in a `tokenizer.json`, whatever version of the `tokenizers` library wrote it."""
+    """Hashes the parts of a `tokenizer.json` that determine a text's ids, whichever `tokenizers` version wrote the file."""
     model, words = content["model"], content["pre_tokenizer"]
     special = {token["content"]: token["id"] for token in content["added_tokens"]}
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
@@ -141,13 +141,13 @@ class Tokenizer:
         return [self._encoding.decode_single_token_bytes(i) for i in range(self._encoding.n_vocab - 1)]
 
     def count_bytes(self, ids: npt.NDArray[np.integer]) -> int:
-        """Counts the bytes of text that the tokens stand for; an end-of-text, or an unknown id, counts as one."""
+        """Counts the bytes of text that the tokens stand for; an end-of-text, or an unknown id, counts as one byte."""
         lengths = np.array([*map(len, self.token_bytes()), 1])
         blocks = (ids[start : start + COUNTED] for start in range(0, len(ids), COUNTED))
         return sum(int(lengths[np.minimum(block, len(lengths) - 1)].sum()) for block in blocks)
 
     def is_same_as(self, other: Tokenizer) -> bool:
-        """Returns whether all texts have the same ids in both."""
+        """Returns whether both give every text the same ids."""
         if self.name != other.name or self.name != "bpe":
             return self.name == other.name
         return _fingerprint(json.loads(self.json)) == _fingerprint(json.loads(other.json))
@@ -171,7 +171,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def save_pretrained(self, directory: str | os.PathLike[str], model_max_length: int) -> None:
-        """Writes `tokenizer.json` and `tokenizer_config.json`, which Hugging Face's `AutoTokenizer` opens.
+        """Writes `tokenizer.json` and `tokenizer_config.json`, which Hugging Face's `AutoTokenizer` loads.
 
         Args:
             model_max_length: the model's context length, in tokens.
@@ -199,7 +199,7 @@ class BpeTokenizer(Tokenizer):
         content: the content of `tokenizer.json`.
 
     Raises:
-        An exception in MALFORMED: it is another kind of tokenizer.
+        An exception in MALFORMED: the content is another kind of tokenizer.
     """
 
     name = "bpe"
@@ -211,11 +211,11 @@ class BpeTokenizer(Tokenizer):
         *tokens, _end_of_text = tokens_in_order(definition["model"]["vocab"])
         pairs = [_bytes_of(first) + _bytes_of(second) for first, second in merges]
         if set(tokens[:256]) != {bytes([i]) for i in range(256)} or tokens[256:] != pairs:
-            raise ValueError("its tokens are not the bytes and then the merges")
+            raise ValueError("its tokens are not the bytes followed by the merges")
         if len(tokens) >= MAX_VOCAB_SIZE:
             raise ValueError("it has too many tokens")
         if _fingerprint(json.loads(tokenizer_json(tokens, merges))) != _fingerprint(definition):
-            raise ValueError("it splits text otherwise, or has other special tokens")
+            raise ValueError("it splits text differently, or has other special tokens")
         self._encoding = _tiktoken_encoding(self.name, tokens)
 
 
@@ -254,7 +254,7 @@ class Gpt2Tokenizer(Tokenizer):
             reason = "no connection to the server" if isinstance(error, requests.ConnectionError) else str(error)
             raise UserError(
                 f"GPT-2's vocabulary is not on this machine, and cannot be downloaded ({reason}). Copy tiktoken's cache from a "
-                'machine that has it, and name that folder in TIKTOKEN_CACHE_DIR; or make shards with "--tokenizer bpe".',
+                'machine that has it, and set TIKTOKEN_CACHE_DIR to its path; or make shards with "--tokenizer bpe".',
                 this_rank_only=True,
             ) from error
 
@@ -280,8 +280,8 @@ def tokenizer_json(tokens: Sequence[bytes], merges: Sequence[Sequence[str]], spl
 
     Args:
         tokens: all tokens except end-of-text, in order of id.
-        merges: pairs of tokens, as they are written.
-        split_words: whether only tokens within a word of GPT-2's pattern are merged.
+        merges: pairs of tokens, in printable characters.
+        split_words: whether tokens are merged only within the words of GPT-2's pattern.
     """
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": split_words}
@@ -310,7 +310,7 @@ def load_bpe(path: Path) -> BpeTokenizer:
         return BpeTokenizer(path.read_text(encoding="utf-8"))
     except MALFORMED as error:
         raise UserError(
-            f"{path} is not a byte-level BPE as fineweb.py makes it, with end-of-text as its last token. Use another model."
+            f"{path} is not a byte-level BPE like fineweb.py's, with end-of-text as its last token. Use another model."
         ) from error
 
 
@@ -337,7 +337,7 @@ def to_utf8(text: str) -> bytes:
 
 
 def printable_bytes() -> list[str]:
-    """Returns GPT-2's printable character for each byte: Latin-1 where that is printable, else 256, 257, ... in turn."""
+    """Returns GPT-2's printable character for each byte: Latin-1 where that is printable, else U+0100, U+0101, ... in turn."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return [chr(b) if b in printable else chr(256 + others.index(b)) for b in range(256)]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from support.runtime.machine import Machine
     from train_gpt2 import TrainConfig
 
-LARGEST_MICRO_BATCH = 64  # rows on a GPU, unless --batch-size asks for others
+LARGEST_MICRO_BATCH = 64  # rows on a GPU, unless --batch-size sets another limit
 TRIED = ("cuda",)  # device types whose memory is tried out; others swap
 
 

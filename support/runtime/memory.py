@@ -37,7 +37,7 @@ def report_out_of_memory() -> Iterator[None]:
 
 
 def recompute_activations(blocks: Iterable[nn.Module]) -> None:
-    """Makes each block save only its input, and compute its activations again in the backward pass.
+    """Makes each block save only its input, and recompute its activations in the backward pass.
 
     This is activation checkpointing (arXiv:1604.06174): a third more arithmetic in the blocks, and the same results.
     """
@@ -54,7 +54,7 @@ class Sizes(NamedTuple):
     """Sizes of a model that are not in its configuration."""
 
     parameters: int  # with the padded vocabulary, as they are in memory
-    trained: int  # parameters that are trained; with LoRA, few are
+    trained: int  # trainable parameters; with LoRA, only a few
     vocab_size: int  # padded
 
     @classmethod
@@ -65,7 +65,7 @@ class Sizes(NamedTuple):
 
 
 class TrainingMemory(NamedTuple):
-    """Bytes on each rank at the peak of a step, by what they are for."""
+    """Bytes on each rank at the peak of a step, by purpose."""
 
     weights: float
     gradients: float
@@ -85,7 +85,7 @@ class TrainingMemory(NamedTuple):
 
 
 def block_parameters(config: TrainConfig) -> int:
-    """Parameters in the blocks' matrices: each block has 4 C^2 for attention and 8 C^2 for the MLP."""
+    """Returns the number of parameters in the blocks' matrices: each block has 4 C^2 for attention and 8 C^2 for the MLP."""
     return 12 * config.n_layer * config.n_embd**2
 
 
@@ -119,21 +119,21 @@ def training_memory(
     sharded = config.parallel == "fsdp" and world_size > 1
     parts = world_size if sharded else 1
     # What a layer saves per token in bf16, by its inputs: ln_1 (fp32) 4C, c_attn 2C, attention 6C + 2C and a number
-    # per head, c_proj (shared with attention), ln_2 (fp32) 4C, c_fc 2C, GELU 8C, c_proj 8C. In fp32, all are.
-    # With LoRA it is about the same: its matrices need the inputs that frozen ones would not.
+    # per head, c_proj (shared with attention), ln_2 (fp32) 4C, c_fc 2C, GELU 8C, c_proj 8C. In fp32, every value takes 4 bytes.
+    # With LoRA, it is about the same: LoRA's matrices need the inputs that the frozen matrices do not.
     layer = tokens * ((36 if itemsize == 2 else 64) * C + 4 * config.n_head + 16)
     saved: float = L * tokens * 4 * C + layer if config.recompute else L * layer  # checkpointing: arXiv:1604.06174
     saved += tokens * ((4 + itemsize) * C + 16)  # ln_f's input, the gradient that the loss saves, ids
     if itemsize == 2 and not (sharded and on_gpu):
-        saved += itemsize * blocks  # autocast's copies, which the backward pass needs; FSDP gathers them in bf16
+        saved += itemsize * blocks  # autocast's copies, which the backward pass needs; FSDP gathers weights in bf16
     numel = loss.chunk_numel("cuda" if on_gpu else "cpu", device_memory or 0)
     rows = tokens if dtype == torch.float16 else min(loss.chunk_rows(numel, V), tokens)
-    # Eager: logits and log-probabilities in fp32, too, and on a CPU about as much for copies inside matrix products.
+    # Eager mode adds logits and log-probabilities in fp32; a CPU adds about as much again for copies in matrix products.
     logits = rows * V * (itemsize + (16 if not on_gpu else 0 if compiled else 8))
     if config.lora_rank is None:
         logits += (4 + 4) * embedding  # the gradient of the embedding, and of one chunk, in fp32
     logits += itemsize * embedding if itemsize == 2 else 0  # the embedding in bf16
-    # The largest tensor that is sent: the gradient of the embeddings. gloo copies it.
+    # The largest tensor that is sent: the gradient of the embeddings, or of a block. gloo copies it.
     largest = min(4 * trained, 4 * max(N - blocks, blocks / L))
     if sharded:
         width = itemsize if on_gpu else 4
@@ -142,7 +142,7 @@ def training_memory(
         buffers = gathered + 4 * (N - blocks) + (largest if on_gpu else 3 * largest)
         # full-size until the last micro-step reduces them
         gradients = 4 * trained / parts + (4.0 * trained if accumulates else 0.0)
-        # evaluations have all weights in fp32, but no gradients and activations
+        # evaluations have all weights in fp32, but neither gradients nor activations
         buffers += max(0.0, 4 * N - (gradients + saved + buffers))
     else:
         gradients = 4.0 * trained
@@ -161,7 +161,7 @@ def bytes_needed(
 
 
 def largest_micro_batch(rows: int, most: int, needed: Callable[[int], float], available: float) -> int:
-    """The largest micro-batch that divides `rows`, is at most `most` and needs at most `available` bytes; 0 if none does."""
+    """Returns the largest divisor of `rows` up to `most` that needs at most `available` bytes as a micro-batch; 0 if none."""
     divisors = (B for B in range(min(rows, most), 0, -1) if rows % B == 0)
     return next((B for B in divisors if needed(B) <= available), 0)
 
@@ -192,7 +192,7 @@ def check_model_fits(sizes: Mapping[str, Any]) -> None:
 
 
 def check_training_fits(config: TrainConfig, vocab_size: int, dist: Distributed) -> None:
-    """Checks that the weights, gradients and optimizer of a GPT fit into memory. A micro-batch is fitted later.
+    """Checks that the weights, gradients and optimizer state of a GPT fit into memory. Micro-batches are fitted later.
 
     Raises:
         UserError: they do not.

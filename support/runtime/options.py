@@ -18,7 +18,7 @@ DEFAULT_PROMPT = "Hello, I'm a language model,"
 SOURCE_FLAGS = {"demo", "text", "text_field", "tokenizer"}
 START_FLAGS = {"resume", "profile"}  # flags of one start, not of the run
 STEP_FLAGS = ("max_steps", "decay_steps", "warmup_steps")  # a run of --minutes does not use them
-# Flags of --plan, which ends before a run.
+# Flags of --plan, which exits before a run starts.
 PLAN_FLAGS = {"plan", "gpus", "gpu", "price", "mfu"}
 
 
@@ -26,8 +26,8 @@ PLAN_FLAGS = {"plan", "gpus", "gpu", "price", "mfu"}
 class RunOptions:
     """Files, evaluation, tracking, checkpoints and device.
 
-    A resumed run may change these, except SOURCE_FLAGS and --minutes. Its shards are compared, wherever they are now.
-    "auto" and None leave something to the machine, and stay as they are; `Machine` has what was found.
+    A resumed run may change these, except SOURCE_FLAGS and --minutes. It may find its shards elsewhere, but they must be
+    the same. "auto" and None leave the choice to the machine and are stored unchanged; `Machine` has what was chosen.
     """
 
     # fmt: off
@@ -40,7 +40,7 @@ class RunOptions:
     resume: str | None = flag(None,
         "resume from the newest checkpoint in --out; with auto, start a new run if there is none", MAIN_GROUP,
         default_help="a new run",
-        hint="It takes no folder: it continues the run in --out, as python train_gpt2.py --resume --out DIR does.",
+        hint="It takes no folder. To continue the run in DIR: python train_gpt2.py --resume --out DIR",
         choices=("newest", "auto"), nargs="?", const="newest", metavar="auto")
     fork: str | None = flag(None,
         "start a new run in --out from the weights, optimizer state and step of this checkpoint", MAIN_GROUP,
@@ -49,11 +49,11 @@ class RunOptions:
         "train for M minutes, however busy the machine is, instead of --max-steps", MAIN_GROUP,
         default_help="2 with --demo", at_least=0.1, below=1e6, metavar="M")
     batch_size: int | None = flag(None,
-        "sequences per micro-batch and device; fewer take less memory, and a step keeps its number of tokens", MAIN_GROUP,
+        "sequences per micro-batch and device; fewer take less memory; the tokens per step stay the same", MAIN_GROUP,
         default_help="64 on CUDA, otherwise 4", at_least=1, below=2**31)
     text_field: str = flag("text", "JSON field or parquet column with the text, for --text", "text", metavar="FIELD")
     tokenizer: str = flag("gpt2", "for --text: GPT-2's tokens, bytes, or bpe, which is trained on the text", "text",
-        default_help="bpe up to 400 MB, then gpt2; the model's with --init-from", choices=("gpt2", "bytes", "bpe"))
+        default_help="bpe up to 400 MB, otherwise gpt2; with --init-from, the model's", choices=("gpt2", "bytes", "bpe"))
 
     # None: at each quarter of the time, with --minutes
     val_every: int | None = flag(250, "steps between validations; 0: never", "evaluation",
@@ -82,19 +82,19 @@ class RunOptions:
     keep: int = flag(0,
         "keep the newest N checkpoints, the one with the best validation loss, and the one before a cooldown; 0: all",
         "checkpoints", at_least=0)
-    max_bad_steps: int = flag(3, "skipped steps in a row (loss or gradients not finite) that end the run",
+    max_bad_steps: int = flag(3, "end the run after N skipped steps in a row (loss or gradients not finite)",
         "checkpoints", at_least=1)
 
     device: str = flag("auto", "where to train", "device", default_help="auto, the best available",
         choices=devices.DEVICES)
     dtype: str = flag("auto", "precision of matrix products", "device",
-        default_help="auto, the fastest that the device has natively", choices=("auto", "fp32", "bf16", "fp16"))
-    parallel: str = flag("ddp", "with several processes: ddp keeps all weights on each, fsdp shards them", "device",
+        default_help="auto, the fastest that the device supports natively", choices=("auto", "fp32", "bf16", "fp16"))
+    parallel: str = flag("ddp", "with several processes: ddp replicates the weights, fsdp shards them", "device",
         choices=("ddp", "fsdp"))
     recompute: bool = flag(False,
         "recompute the activations of the blocks in the backward pass: less memory, more time", "device",
         negatable=True)
-    tf32: bool = flag(True, "TF32 on CUDA for the matrix products that stay in fp32", "device")
+    tf32: bool = flag(True, "use TF32 on CUDA for the matrix products that stay in fp32", "device")
     compile: bool | None = flag(None, "torch.compile the model", "device", default_help="on with CUDA")
     profile: int = flag(0, "profile N steps, after the first 3, into trace.json.gz in --out; 0: none", "device",
         at_least=0)
@@ -119,7 +119,7 @@ class RunOptions:
         return {name: getattr(self, name) for name in flags_of(type(self)) if name not in PLAN_FLAGS}
 
     def used_flags(self) -> dict[str, Any]:
-        """Returns the flags of `to_dict`; for a run of --minutes, without those that count steps."""
+        """Returns the flags of `to_dict`. For a run of --minutes, the flags that count steps are left out."""
         unused = STEP_FLAGS if self.minutes else ()
         return {name: value for name, value in self.to_dict().items() if name not in unused}
 
@@ -127,7 +127,7 @@ class RunOptions:
 def changed_flags(
     config_class: type[RunOptions], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> list[tuple[str, Any, Any]]:
-    """Returns name, old and new value of each flag of a run that `after` has with a different value than `before`."""
+    """Returns the name, old value and new value of each flag of a run whose value in `after` differs from `before`."""
     both = [(name, before.get(name, flag.default)) for name, flag in flags_of(config_class).items()]
     changed = [(name, had, after[name]) for name, had in both if name in after and after[name] != had]
     return [change for change in changed if change[0] not in START_FLAGS | {"fork"}]

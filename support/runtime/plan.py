@@ -1,4 +1,4 @@
-"""--plan: what a run will take, computed before anything is paid for: time, cost, memory, traffic.
+"""--plan: the time, cost, memory and network traffic that a run will take, computed before anything is paid for.
 
 Each formula has its source; memory.py has the formulas for memory. W is the number of GPUs.
 """
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from train_gpt2 import GPT, TrainConfig
 
 # Model FLOPs utilization that PyTorch has reached with this architecture, by millions of parameters: tokens per second
-# per GPU times FLOPs per token over the peak. docs/normal.md has the sources: 182k tokens/s on an A100 (build-nanogpt's
-# video); 381k and 40k per H100, of 8 (gollem).
+# per GPU times FLOPs per token, divided by the peak. docs/normal.md has the sources: 182k tokens/s on an A100
+# (build-nanogpt's video); 381k and 40k per GPU on 8 H100s (gollem).
 MEASURED_MFU = {
     "A100": {124: 0.50},
     "H100": {124: 0.33, 1558: 0.42},
@@ -37,7 +37,7 @@ SMALL = 60e6  # parameters: half of the smallest model in the table
 
 
 def largest_micro_batch(config: TrainConfig, sizes: Sizes) -> int:
-    """The largest micro-batch that divides a GPU's rows of a step and fits into its memory; 0 if not even one row does."""
+    """Returns the largest micro-batch that divides a GPU's rows per step and fits into its memory; 0 if no row fits."""
     most, available = config.batch_size or batch_size.LARGEST_MICRO_BATCH, memory_of_gpu(config)
     return memory.largest_micro_batch(
         rows_per_gpu(config), most, lambda B: memory_per_gpu(config, sizes, B).total, available
@@ -67,15 +67,15 @@ def mfu(config: TrainConfig, parameters: int, flops_per_token: int) -> tuple[flo
     """Returns the model FLOPs utilization to expect, and its source: --mfu, or what was measured at the nearest size."""
     if config.mfu:
         return config.mfu, "--mfu"
-    utilization, source = ASSUMED_MFU, "assumed: none is published for this GPU"
-    chip = config.gpu.split("-")[0].replace("H200", "H100")  # it has the H100's chip
+    utilization, source = ASSUMED_MFU, "assumed: no measurement is published for this GPU"
+    chip = config.gpu.split("-")[0].replace("H200", "H100")  # the H200 has the H100's chip
     if measured := MEASURED_MFU.get(chip):
         nearest = min(measured, key=lambda millions: abs(math.log(parameters / 1e6 / millions)))
-        utilization, source = measured[nearest], f"PyTorch's with {nearest}M parameters on {chip}"
+        utilization, source = measured[nearest], f"measured in PyTorch with {nearest}M parameters on {chip}"
     if config.recompute:  # the forward pass of the blocks is repeated, which MFU does not count as useful
         repeated = 2 * block_parameters(config) + 4 * config.n_layer * config.n_embd * config.block_size
         utilization *= flops_per_token / (flops_per_token + repeated)
-        source += ", less what is recomputed"
+        source += ", less recomputation"
     return utilization, source
 
 
@@ -83,8 +83,8 @@ def bytes_sent(config: TrainConfig, parameters: int, micro_steps: int, reshard_a
     """Returns the bytes that each GPU sends in a step; it receives as many.
 
     A ring sends (W - 1) / W of a tensor to gather or to reduce-scatter it, and twice that to all-reduce it (Patarasu
-    and Yuan, doi:10.1016/j.jpdc.2008.09.002). Gradients are fp32, gathered blocks bf16, embeddings fp32; these stay
-    gathered during a micro-step.
+    and Yuan, doi:10.1016/j.jpdc.2008.09.002). Gradients are fp32, gathered blocks bf16, embeddings fp32. The embeddings
+    stay gathered during a micro-step.
     """
     ring, blocks = (config.gpus - 1) / config.gpus, block_parameters(config)
     if config.parallel == "ddp":
@@ -94,17 +94,17 @@ def bytes_sent(config: TrainConfig, parameters: int, micro_steps: int, reshard_a
 
 
 def evaluations(config: TrainConfig, vocab_size: int) -> tuple[int, int, int]:
-    """Returns how many validations and HellaSwag scores a run has, and how many tokens they read together."""
+    """Returns how many validations and HellaSwag scores a run has, and how many tokens they read in total."""
 
     def times(every: int | None) -> int:
         if every is None:  # at each quarter of --minutes
             return 5
-        return -(-config.max_steps // every) + 1 if every else 0  # with the one after the last step
+        return -(-config.max_steps // every) + 1 if every else 0  # plus the one after the last step
 
     often = None if config.minutes else 250
     hellaswag_every = often if config.hellaswag_every is None else config.hellaswag_every
     validations, scores = times(config.val_every), times(hellaswag_every)
-    scores = scores if vocab_size == VOCAB_SIZES["gpt2"] else 0  # it is defined on GPT-2's tokens
+    scores = scores if vocab_size == VOCAB_SIZES["gpt2"] else 0  # HellaSwag is scored only with GPT-2's tokens
     items = min(config.hellaswag_limit or HELLASWAG_ITEMS, HELLASWAG_ITEMS)
     return validations, scores, validations * config.val_tokens + scores * items * TOKENS_PER_ITEM
 
@@ -120,7 +120,7 @@ def print_report(config: TrainConfig, new_model: Callable[[int], GPT], rank: int
         new_model: makes the model from its vocabulary size; on the meta device, that takes about 2 ms per layer.
 
     Raises:
-        UserError: the formulas do not cover such a run, or its sizes do not divide.
+        UserError: the formulas do not cover such a run, or its batch does not divide evenly among the GPUs.
     """
     if config.lora_rank:
         raise UserError("--plan can only plan the training of all weights. Leave out --lora-rank.")
@@ -177,7 +177,7 @@ def report(config: TrainConfig, vocab_size: int, sizes: Sizes, flops_per_token: 
         if fitting is None:
             yield "note     not even one row fits. Use more or larger GPUs, or a smaller model."
             return
-        yield f"note     {name_of(config)}: not even one row fits. The rest is for {name_of(fitting)}."
+        yield f"note     {name_of(config)}: not even one row fits. The rest of the plan is for {name_of(fitting)}."
         config = fitting
     utilization, source = mfu(config, sizes.parameters, flops_per_token)
     seconds = tokens * flops_per_token / (gpus * peak * utilization)
@@ -185,7 +185,7 @@ def report(config: TrainConfig, vocab_size: int, sizes: Sizes, flops_per_token: 
         f"time     {name_of(config)}: {seconds / 3600:,.2f} hours at {utilization:.1%} MFU ({source}): "
         f"{tokens / seconds:,.0f} tokens/s, {tokens / seconds / gpus:,.0f} per GPU, {seconds / steps:.3g} s per step"
     )
-    yield "         without checkpoints and what the network adds" + (
+    yield "         excluding checkpoints and network overhead" + (
         "; a model this small will not reach that MFU" if sizes.parameters < SMALL and not config.mfu else ""
     )
     validations, scores, evaluated = evaluations(config, vocab_size)
@@ -206,12 +206,12 @@ def report(config: TrainConfig, vocab_size: int, sizes: Sizes, flops_per_token: 
 
 
 def name_of(config: TrainConfig) -> str:
-    """Short label of a layout, such as `fsdp+recompute`."""
+    """Returns a short label for a layout, such as `fsdp+recompute`."""
     return ("1 GPU" if config.gpus == 1 else config.parallel) + ("+recompute" if config.recompute else "")
 
 
 def memory_table(layouts: Sequence[TrainConfig], sizes: Sizes) -> Iterator[str]:
-    """Yields a table of each layout's memory with the largest micro-batch that fits, or with one row if none does."""
+    """Yields a table of each layout's memory with the largest micro-batch that fits or, if none does, with one row."""
     columns = []
     for layout in layouts:
         B = largest_micro_batch(layout, sizes)
@@ -224,7 +224,7 @@ def memory_table(layouts: Sequence[TrainConfig], sizes: Sizes) -> Iterator[str]:
 
 
 def network_line(config: TrainConfig, sizes: Sizes, seconds: float) -> str:
-    """Describes what a step of `seconds` sends, and the bandwidth below which that takes longer than computing.
+    """Describes what a step of `seconds` sends, and the bandwidth below which sending takes longer than computing.
 
     A ring through all GPUs enters and leaves each node once, so a node sends as much as a GPU does.
     """
