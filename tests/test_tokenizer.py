@@ -116,7 +116,7 @@ def test_gpt2s_tokenizer_is_known_by_its_content(tmp_path):
         UserError, match=r"has its tokenizer in vocab\.json and merges\.txt\. Make a tokenizer\.json"
     ) as error:
         find_tokenizer(hub)
-    _, *command = shlex.split(str(error.value).partition("of them: ")[2])
+    _, *command = shlex.split(str(error.value).partition("from them: ")[2])
     subprocess.run([sys.executable, *command], check=True)
     get_tokenizer("gpt2").save_pretrained(ours, 1024)
     assert [find_tokenizer(folder) for folder in (hub, ours)] == ["gpt2"] * 2

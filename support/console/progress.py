@@ -142,7 +142,7 @@ def notes(config: TrainConfig, machine: Machine, first_step: int, checkpoint_byt
         elif decay_steps > max_steps:
             decay = "cosine" if config.schedule == "cosine" else "cooldown"
             yield (
-                f"the run ends at step {max_steps:,}, before its {decay} does at step {decay_steps:,}, so the learning "
+                f"the run ends at step {max_steps:,}, before its {decay} does at step {decay_steps:,}: the learning "
                 f"rate stays above {advice}"
             )
     own_tokenizer = config.tokenizer != "gpt2" and not config.init_from  # which only --text can have
