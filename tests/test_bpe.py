@@ -235,7 +235,7 @@ def test_an_uploaded_checkpoint_is_used_from_the_hub(run, tmp_path, monkeypatch,
         fineweb.main(["--input", "other.txt", "--output", "more", "--tokenizer", "bpe", "--tokenizer-from", "me/own", "--split-documents"])  # fmt: skip
         other = {**files, "tokenizer.json": bpe.train_bpe([TEXT[::-1]], 512).json.encode()}
         hub.repositories["me/other"] = other
-        with pytest.raises(UserError, match="me/other has another tokenizer than the shards in more"):
+        with pytest.raises(UserError, match="me/other has a different tokenizer from the shards in more"):
             train(configure(["--data", "more", "--init-from", "me/other", "--total-batch-size", "256", "--out", "x", *SMALL[8:]])[0], ONE_PROCESS)  # fmt: skip
     assert (tmp_path / "tuned/data/tokenizer.json").read_text() == (run / "data/tokenizer.json").read_text()
     assert (tmp_path / "more/tokenizer.json").read_text() == (run / "data/tokenizer.json").read_text()

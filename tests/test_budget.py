@@ -130,9 +130,9 @@ def test_the_tokens_of_a_model_in_time(fitting, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--demo", "--minutes", "5", "--max-steps", "5"], "--max-steps counts steps, and this run has --minutes 5."),
-        (["--minutes", "5", "--decay-steps", "5"], "--decay-steps counts steps, and this run has --minutes 5."),
-        (["--demo", "--warmup-steps", "5"], "--warmup-steps counts steps, and this run has --minutes 2."),
+        (["--demo", "--minutes", "5", "--max-steps", "5"], "--max-steps counts steps, but this run has --minutes 5."),
+        (["--minutes", "5", "--decay-steps", "5"], "--decay-steps counts steps, but this run has --minutes 5."),
+        (["--demo", "--warmup-steps", "5"], "--warmup-steps counts steps, but this run has --minutes 2."),
         (["--demo", "--minutes", "0"], "--minutes is 0.0. It must be 0.1 or more."),
     ],
 )

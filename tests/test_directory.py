@@ -55,7 +55,7 @@ def test_a_checkpoint_is_complete_or_absent(tmp_path):
         ("model.txt", None, "model.txt is missing"),
         ("adapter/weights.txt", "five", "adapter/weights.txt was altered"),
         ("adapter/weights.txt", None, "adapter/weights.txt is missing"),
-        ("checkpoint.json", '{"files": 1}', "checkpoint.json is not readable"),
+        ("checkpoint.json", '{"files": 1}', "checkpoint.json is malformed"),
         ("checkpoint.json", None, "checkpoint.json is missing"),
     ],
 )

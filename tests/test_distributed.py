@@ -199,7 +199,7 @@ def one_gpu(rank):
 def test_more_processes_than_gpus_is_an_error(byte_shards, tmp_path):
     ranks = start_run("--data", byte_shards, "--device", "cuda", cwd=tmp_path, world_size=2, sabotage=one_gpu)
     assert finish_run(ranks) == [2, 2]
-    assert (tmp_path / "1.txt").read_text().startswith("error: more processes on this node than its 1 GPUs.")
+    assert (tmp_path / "1.txt").read_text().startswith("error: this node has more processes than GPUs (1).")
 
 
 def other_flags_on_rank_1(rank):

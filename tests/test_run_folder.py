@@ -90,5 +90,5 @@ def test_no_run_is_in_a_checkpoint(tmp_path):
     """It would be removed with it."""
     write_checkpoint(tmp_path / "model_00005", lambda folder: (folder / "x").write_text("x"))
     for out in ("model_00005", "model_00005/run"):
-        with pytest.raises(UserError, match="--out is in the checkpoint .*model_00005. Use another one."):
+        with pytest.raises(UserError, match="--out is inside the checkpoint .*model_00005. Use another --out."):
             run_folder.check_folder(config_of("--out", tmp_path / out), None)

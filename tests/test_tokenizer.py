@@ -171,10 +171,10 @@ def test_shards_with_another_tokenizer_than_the_models_are_refused(tmp_path):
     own, other, same = pairs_of_bytes(300), pairs_of_bytes(300, reverse=True), pairs_of_bytes(300)
     model = save_model(tmp_path / "model", 300, own)
     check_pretrained(model, 300, 16, same, run)
-    with pytest.raises(UserError, match=f"another tokenizer than the shards .* bpe --tokenizer-from {model}"):
+    with pytest.raises(UserError, match=f"a different tokenizer from the shards .* bpe --tokenizer-from {model}"):
         check_pretrained(model, 300, 16, other, run)
     model = save_model(tmp_path / "large", 50257, pairs_of_bytes(50257))
-    with pytest.raises(UserError, match="another tokenizer than the shards"):  # which have GPT-2's tokens
+    with pytest.raises(UserError, match="a different tokenizer from the shards"):  # which have GPT-2's tokens
         check_pretrained(model, 50257, 16, UnreadGpt2(), run)
     with pytest.raises(UserError, match="--init-from brings its own tokenizer. Leave out --tokenizer."):
         configure(["--text", "a.txt", "--init-from", tmp_path / "model", "--tokenizer", "gpt2"])

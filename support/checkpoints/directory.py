@@ -1,7 +1,7 @@
 """Checkpoint directories on disk: written atomically, verified by checksum, listed by step.
 
-The folder of a run has a `model_{step:05d}/` for each checkpoint. `checkpoint.json` in it is written last, and lists the
-sizes and SHA-256 of all files except the model card.
+A run's folder has a directory `model_{step:05d}/` for each checkpoint. The `checkpoint.json` in each is written last, and
+lists the size and SHA-256 of every other file except the model card.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from support.cli import UserError, warn
 from support.data.tokenizer import MALFORMED
 
 CONTENTS = "checkpoint.json"
-MODEL_CARD = "README.md"  # not listed: its owner may edit it, to add a license
+MODEL_CARD = "README.md"  # not in CONTENTS, since its owner may edit it, to add a license
 _NAME = re.compile(r"model_(\d{5,})")
 
 
@@ -57,7 +57,7 @@ def write_checkpoint(directory: Path, write_files: Callable[[Path], None], **fac
 
 
 def read_fact(directory: Path, name: str) -> float | bool | None:
-    """Returns a fact in `checkpoint.json`, see `write_checkpoint`; None if it is not there."""
+    """Returns one of the facts in `checkpoint.json` (see `write_checkpoint`), or None if it is missing."""
     try:
         value = json.loads((directory / CONTENTS).read_text(encoding="utf-8")).get(name)
     except MALFORMED:
@@ -93,15 +93,17 @@ def find_corruption(directory: Path) -> str | None:
     except FileNotFoundError:
         return f"{CONTENTS} is missing"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return f"{CONTENTS} is not readable"
+        return f"{CONTENTS} is malformed"
     return None
 
 
 def newest_checkpoint(out: str | os.PathLike[str]) -> Path | None:
-    """Returns the intact checkpoint of the highest step in `out`; None without any. Warns of corrupt ones.
+    """Returns the intact checkpoint with the highest step in `out`. Warns about each unusable one that it skips.
+
+    Returns None if there are no checkpoints.
 
     Raises:
-        UserError: there are checkpoints, and all of them are corrupt.
+        UserError: there are checkpoints, but none is usable.
     """
     checkpoints = list_checkpoints(out)
     for directory in reversed(checkpoints):

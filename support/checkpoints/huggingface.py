@@ -1,4 +1,4 @@
-"""Finds, reads and writes GPT-2 models in Hugging Face's files, `config.json` and `model.safetensors`.
+"""Finds, reads and writes GPT-2 models in Hugging Face's format: `config.json` and `model.safetensors`.
 
 The files have the format of transformers' GPT2LMHeadModel; only `load_hf_model` imports transformers itself.
 """
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from train_gpt2 import GPTConfig
 
 Config = TypeVar("Config", bound="DataclassInstance")
-HF_NAMES = {  # fields of config.json, and of GPTConfig
+HF_NAMES = {  # field of config.json: field of GPTConfig
     "n_positions": "block_size",
     **{name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")},
 }
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"  # tells that a folder is a peft adapter, not a model
+ADAPTER_CONFIG = "adapter_config.json"  # its presence marks a folder as a peft adapter, not a model
 FILES = [CONFIG, WEIGHTS, *TOKENIZER_FILES, ADAPTER_CONFIG]  # to download from the hub
 MERGE_COMMAND = (
     'python -c "from peft import AutoPeftModelForCausalLM; from transformers import AutoTokenizer; '
@@ -42,7 +42,7 @@ MERGE_COMMAND = (
     "AutoTokenizer.from_pretrained(model.name_or_path).save_pretrained('merged')\""
 )
 MAX_SIZE = 2**20  # far beyond any real model, so that a corrupt file gives a message and not a traceback
-# The values that our model implements. The first is what a missing field means.
+# The values that our model implements. The first is the default for a missing field.
 SUPPORTED_MODEL_VALUES: dict[str, tuple[object, ...]] = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -57,7 +57,7 @@ TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "ml
 
 
 def find_model(name_or_dir: str | os.PathLike[str], verify: bool = True) -> Path:
-    """Returns the folder of a complete model, by its directory or its name on the hub; FILES are downloaded once.
+    """Returns the folder of a complete model, given its directory or its name on the hub. Downloads FILES only once.
 
     With `verify`, compares the files of a checkpoint directory with their checksums.
 
@@ -98,7 +98,7 @@ def _download(name: str) -> Path:
 
 
 def find_trained_tokenizer(name_or_dir: str) -> Path:
-    """Returns the `tokenizer.json`, trained on a text, of a model or a folder of shards.
+    """Returns the path of the `tokenizer.json` of a model or a folder of shards, if it was trained on a text.
 
     Raises:
         UserError: there is none, or it is the tokenizer "gpt2" or "bytes".
@@ -115,10 +115,10 @@ def find_trained_tokenizer(name_or_dir: str) -> Path:
 
 
 def read_model_config(directory: Path, config_class: type[Config], **other_fields: Any) -> Config:
-    """Returns the GPTConfig in `config.json`, with the fields that the file lacks.
+    """Returns the GPTConfig in `config.json`. Fields that the file lacks are passed as `other_fields`.
 
     Raises:
-        UserError: see `read_config`; or the model has an option that GPTConfig lacks.
+        UserError: as in `read_config`, or the model has an option that GPTConfig lacks.
     """
     config = read_config(directory)
     if unknown := sorted(config.keys() - {field.name for field in fields(config_class)}):
@@ -127,12 +127,13 @@ def read_model_config(directory: Path, config_class: type[Config], **other_field
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Returns what `config.json` says, a dict with GPTConfig's fields as keys: sizes, `bias` and, if it has any, options.
+    """Returns the content of `config.json` as a dict keyed by GPTConfig's fields: sizes, `bias`, and options, if any.
 
-    Hugging Face's model always has biases. If ours has none, they are zeros in its file, which says `"bias": false`.
+    Hugging Face's model always has biases. For a model of ours without biases, the file of the weights has zeros in
+    their place, and `config.json` says `"bias": false`.
 
     Raises:
-        UserError: the file is unreadable, or the model is one that ours does not implement or does not fit into memory.
+        UserError: the file is unreadable, our code does not implement its model, or the model does not fit into memory.
     """
     path = directory / CONFIG
     try:
@@ -146,7 +147,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     if options:  # see `write_model`
         config["activation_function"] = "gelu_new"
     problems = [
-        f"{path}: {field} is {config[field]!r}, and only {supported[0]!r} is supported. Use another model."
+        f"{path}: {field} is {config[field]!r}, but only {supported[0]!r} is supported. Use another model."
         for field, supported in (SUPPORTED_MODEL_VALUES | {"n_inner": (None, 4 * sizes["n_embd"])}).items()
         if config.get(field, supported[0]) not in supported
     ]
@@ -185,12 +186,12 @@ def from_hf(
     """Converts a state dict of GPT2Model or GPT2LMHeadModel to one of ours.
 
     Args:
-        hf_weights: with or without the prefix `transformer.`, the masks in old files and the tied `lm_head.weight`.
-        expected: our model's `state_dict(keep_vars=True)`, for names, shapes, and whether the head is the embedding.
+        hf_weights: may lack the prefix `transformer.` and the tied `lm_head.weight`, and may have old files' masks.
+        expected: our model's `state_dict(keep_vars=True)`, for names, shapes, and whether the head is tied.
         vocab_size: rows of the embedding in the file; ours is padded with rows of zeros.
 
     Raises:
-        UserError: a tensor is missing, unknown, or has another shape; each is named.
+        UserError: tensors are missing or unknown, or have a wrong shape or dtype; the message names each.
     """
     weights = {}
     for key, tensor in _check_weights(hf_weights, expected, vocab_size).items():
@@ -220,10 +221,10 @@ def _check_weights(
         if key not in named:
             problems.append(f"the weights lack {key}.")
         elif tuple(named[key].shape) != shape or not named[key].is_floating_point():
-            found = f"{key} is {named[key].dtype} of the shape {tuple(named[key].shape)}"
+            found = f"{key} is {named[key].dtype} of shape {tuple(named[key].shape)}"
             problems.append(f"{found}, which does not fit config.json.")
     if not problems and ties and not torch.equal(named[head], named[embedding]):
-        problems.append(f"{head} differs from {embedding}, and this model ties them.")
+        problems.append(f"{head} differs from {embedding}, but this model ties them.")
     if problems:
         raise UserError(*problems)
     return named
@@ -232,10 +233,10 @@ def _check_weights(
 def load_hf_model(directory: Path) -> GPT2LMHeadModel:
     """Returns Hugging Face's own GPT2LMHeadModel with the weights in a directory, in fp32, for inference.
 
-    It is made from what `read_config` returns: no other field of `config.json` can change the results.
+    It is built only from what `read_config` returns, so no other field of `config.json` can change the results.
 
     Raises:
-        UserError: the configuration or the weights are not a GPT-2's; the problem is named.
+        UserError: the configuration or the weights do not belong to a GPT-2; the message says why.
     """
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.utils.logging import disable_progress_bar
@@ -288,7 +289,7 @@ def write_model(directory: Path, config: GPTConfig, hf_weights: dict[str, torch.
     values |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     values |= {"initializer_range": 0.02, "bos_token_id": end_of_text, "eos_token_id": end_of_text, "dtype": "float32"}
     if options := options_of(config):
-        # llama.cpp stops at an unknown architecture, and Hugging Face at an unknown activation, whose name it prints
+        # llama.cpp rejects an unknown architecture; Hugging Face rejects an unknown activation, and prints its name
         values |= {"options": options, "architectures": ["GPT"]}
         values["activation_function"] = f"gelu_new, in a model that only train_gpt2.py can open: {options}"
     directory.mkdir(parents=True, exist_ok=True)

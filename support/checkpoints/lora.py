@@ -1,4 +1,7 @@
-"""LoRA (arXiv:2106.09685) through peft: small matrices next to frozen weights; a checkpoint has both, merged."""
+"""LoRA (arXiv:2106.09685) with peft: small matrices next to frozen weights.
+
+A checkpoint has both the adapter and the merged model.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 ADAPTER, WEIGHTS = "adapter", "adapter_model.safetensors"  # a folder in a checkpoint, and a file in it
-TARGET_MODULES = ["c_attn", "c_proj"]  # the attention's matrices, and the second one of the MLP
+TARGET_MODULES = ["c_attn", "c_proj"]  # both matrices of the attention, and the second one of the MLP
 
 
 def add_adapter(model: torch.nn.Module, rank: int, alpha: float, seed: int, checkpoint: Path | None) -> None:
@@ -59,7 +62,7 @@ def merge(weights: Mapping[str, torch.Tensor], rank: int, alpha: float) -> dict[
 
 
 def write_adapter(directory: Path, weights: Mapping[str, torch.Tensor], base: str, rank: int, alpha: float) -> None:
-    """Writes the adapter as peft does, so that `PeftModel.from_pretrained` adds it to the base model."""
+    """Writes the adapter in peft's format, so that `PeftModel.from_pretrained` can add it to the base model."""
     from safetensors.torch import save_file
 
     config = _lora_config(rank, alpha, task_type="CAUSAL_LM", inference_mode=True, base_model_name_or_path=base)

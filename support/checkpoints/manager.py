@@ -38,7 +38,7 @@ HOW_TO_GO_ON = "Fix this, then rerun with --resume auto."
 
 
 def launch_command(world_size: int) -> str:
-    """Returns the command that starts as many processes again, before the name of the script."""
+    """Returns the command that starts `world_size` processes, up to the name of the script."""
     if world_size == 1:
         return "python"
     if os.environ.get("LOCAL_WORLD_SIZE") != str(world_size):
@@ -50,7 +50,7 @@ def launch_command(world_size: int) -> str:
 class CheckpointManager:
     """Saves checkpoints in a thread, one at a time, and removes old ones beyond `keep`.
 
-    Training waits only for a copy of the state in host memory. A save that fails (a full disk, no permission) is
+    Training waits only until the state is copied to host memory. A save that fails (a full disk, no permission) is
     reported on stderr and leaves earlier checkpoints as they are; if the next one fails, too, the run is asked to stop.
     Rank 0 writes; the others take part in `save`, because under FSDP each has only a part of the state.
     """
@@ -65,16 +65,16 @@ class CheckpointManager:
         self._thread: threading.Thread | None = None
 
     def save(self, train_state: TrainState, final: bool = False) -> None:
-        """Starts to save the state, from which `--resume` will continue.
+        """Starts saving the state; `--resume` will continue from it.
 
-        A state right after skipped steps is saved only if it is the `final` one: its weights are an older step's.
+        Right after skipped steps, it saves only a `final` state: skipped steps leave the weights unchanged.
         """
         self.wait()
         step, run = train_state.step, self.run
-        # these two conditions are the same on all ranks, or some would wait forever for another one's parts
+        # both conditions must be the same on all ranks: otherwise some would wait forever for another rank's shards
         if step == self.newest:  # it is saved already, or step 0
             if final and self.rank == 0:
-                self._clean_up(step)  # the process that saved it may have ended before that
+                self._clean_up(step)  # the process that saved it may have ended before cleaning up
             return
         if train_state.bad_steps and not final:
             if self.rank == 0:
@@ -106,7 +106,7 @@ class CheckpointManager:
         self.start(step, write_files, run.config.is_before_cooldown(train_state))
 
     def start(self, step: int, write_files: Callable[[Path], None], before_cooldown: bool = False) -> None:
-        """Starts to write the checkpoint of `step`, with the files of `write_files(folder)`."""
+        """Starts writing the checkpoint of `step`; `write_files(folder)` writes its files."""
         args = step, write_files, before_cooldown
         self._thread = threading.Thread(target=self._write, args=args, name=f"checkpoint {step}")
         self._thread.start()
@@ -125,10 +125,10 @@ class CheckpointManager:
             )
 
     def save_and_exit(self, train_state: TrainState, dist: Distributed) -> NoReturn:
-        """Saves the last state of a run that is stopped, and ends all ranks with the same exit code.
+        """Saves the final state of a run that is being stopped, and ends all ranks with the same exit code.
 
         Raises:
-            SystemExit: or the error that stopped the run, on the rank that had it.
+            SystemExit: with the exit code. A rank that failed raises its error instead.
         """
         dist.set_timeout(LONG_TIMEOUT)  # the others wait until rank 0 has written
         if self.run.config.checkpoint_every != 0:
@@ -139,7 +139,7 @@ class CheckpointManager:
         self.stop.exit_all_ranks(dist.gather)
 
     def describe_newest(self, then: str = "\nnext    {}") -> str:
-        """Says where a resumed run would start and, in the words of `then`, with which command."""
+        """Names the checkpoint from which a resumed run would start, followed by `then` with the command filled in."""
         self.wait()
         checkpoints = list_checkpoints(self.out)  # only rank 0 knows what it has saved
         if not checkpoints:
@@ -150,7 +150,7 @@ class CheckpointManager:
         return f"The newest checkpoint is {checkpoints[-1]}.{then.format(command)}"
 
     def how_to_go_on(self) -> str:
-        """Says it in one line, unless torchrun goes on by itself."""
+        """Says in one line how to continue the run, or that torchrun will restart it."""
         restarts, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
         return "torchrun restarts the run." if restarts < most else self.describe_newest(' Continue with "{}".')
 
@@ -216,5 +216,5 @@ class CheckpointManager:
                 yield directory
 
     def _logged(self, name: str) -> dict[int, float]:
-        """Returns the values of one name in the log, by step."""
+        """Returns the logged values of `name`, by step."""
         return read_log(self.out / "log.txt")[name]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _CARD = """---
-# The license is yours to choose. Then remove the "# " of the next line.
+# Choose a license, then remove the "# " from the next line.
 # license: mit
 {metadata}
 ---
@@ -80,8 +80,8 @@ def model_card(run: RunInfo, step: int, val: Mapping[int, float], hellaswag: Map
     }
     if config.fork is not None:
         facts["started from"] = f"`{_printable(Path(config.fork).name)}` of another run"
-    # Training goes on while a checkpoint is written, so the log may be ahead; at step 0, nothing was trained. What an
-    # earlier process measured may have been of other tokens or items.
+    # Training continues while a checkpoint is written, so the log may be ahead; at step 0, nothing has been trained. An
+    # earlier process may have measured on other tokens or items.
     if at := max((n for n in val if n <= step), default=0):
         per_byte = val[at] / run.bytes_per_token
         tokens = f", over {run.validated_tokens:,} tokens" if at > run.first_step else ""
@@ -90,7 +90,7 @@ def model_card(run: RunInfo, step: int, val: Mapping[int, float], hellaswag: Map
         items = f" of {run.hellaswag_items:,} items" if at > run.first_step else ""
         facts["HellaSwag"] = f"acc_norm {hellaswag[at]:.4f}{items} (step {at:,})"
     return _CARD.format(
-        # JSON is also YAML, and quotes: a name such as "on" or "1e3" stays a string
+        # JSON is valid YAML, and its quotes keep names such as "on" or "1e3" strings
         metadata="\n".join(f"{name}: {json.dumps(value)}" for name, value in metadata.items() if value),
         name=f"GPT-2 with {options}" if options else "GPT-2",
         usage=_WITH_OPTIONS if options else _WITH_TRANSFORMERS,
@@ -101,7 +101,7 @@ def model_card(run: RunInfo, step: int, val: Mapping[int, float], hellaswag: Map
 
 
 def _printable(text: str) -> str:
-    """Makes text fit into a code span: without line breaks, backticks and the folders of an absolute path."""
+    """Makes text safe for a code span: replaces line breaks and backticks, drops the folders of an absolute path."""
     text = Path(text).name if Path(text).is_absolute() else text
     return "".join(c if c.isprintable() and c != "`" else "?" for c in text)
 

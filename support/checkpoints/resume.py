@@ -22,7 +22,7 @@ from support.runtime.options import SOURCE_FLAGS, START_FLAGS, RunOptions, chang
 if TYPE_CHECKING:
     from train_gpt2 import TrainConfig
 
-# A checkpoint brings its own model and tokenizer. (With LoRA, --init-from may name another place of the base model.)
+# A checkpoint brings its own model and tokenizer. (With LoRA, --init-from may name a new location of the base model.)
 NOT_FOR_A_FORK = {"model", "init_from", "tokenizer", "demo"}
 LENGTH_FLAGS = {"max_steps", "minutes"}
 
@@ -30,10 +30,10 @@ LENGTH_FLAGS = {"max_steps", "minutes"}
 def flags_to_resume(
     config_class: type[TrainConfig], cli_flags: Mapping[str, Any], checkpoint: Checkpoint, dist: Distributed
 ) -> dict[str, Any]:
-    """Returns the flags of a run that continues from `checkpoint` as it is: those stored in it, overridden on the command line.
+    """Returns the flags of a run that resumes from `checkpoint`: those stored in it, overridden on the command line.
 
     Raises:
-        UserError: flags would change the run; one line each, and the command for a fork with these flags.
+        UserError: flags would change the run. The message has a line for each, and a command for a fork with them.
     """
     stored = _stored_flags(config_class, checkpoint, cli_flags, dist)
     may_differ = RunOptions.__dataclass_fields__.keys() - SOURCE_FLAGS - {"minutes"}
@@ -51,10 +51,10 @@ def flags_to_resume(
         ]
         fixed = NOT_FOR_A_FORK | config_class.SHAPE_FLAGS | {"lora_rank", "text_field"}
         if words := [flag_words(name, new) for name, _, new in changes if name not in fixed]:
-            longer = checkpoint.progress >= 1 or cli_flags.keys() & LENGTH_FLAGS  # at its end, nothing is left to train
+            longer = checkpoint.progress >= 1 or cli_flags.keys() & LENGTH_FLAGS  # at the end, nothing is left to train
             path = (newest_before_cooldown(out) if longer else None) or checkpoint.path
             command = f"python train_gpt2.py --fork {shlex.quote(str(path))} --out NEW {' '.join(words)}"
-            problems.append(f"A run of its own can have other flags: {command}")
+            problems.append(f"A fork can have other flags: {command}")
         raise UserError(*problems)
     flags = {**stored, **cli_flags, "out": str(checkpoint.path.parent), "resume": "newest", "fork": stored.get("fork")}
     return flags | {"data": _find_data(flags, stored, checkpoint.path)}
@@ -71,7 +71,7 @@ def flags_to_fork(
     stored = _stored_flags(config_class, checkpoint, cli_flags, dist)
     allowed = {"init_from"} if stored.get("lora_rank") else set()  # the base model may have moved
     problems = [
-        f"{flag_name(name)} is {new}, and the model in {checkpoint.path} has {had}. A fork keeps its shape. Leave it out."
+        f"{flag_name(name)} is {new}, but the model in {checkpoint.path} has {had}. A fork keeps its shape. Leave it out."
         for name, had, new in changed_flags(config_class, stored, cli_flags)
         if name in config_class.SHAPE_FLAGS | {"lora_rank"}
     ]
@@ -103,7 +103,7 @@ def flags_to_fork(
 
 
 def _derived_flags(cli_flags: Mapping[str, Any]) -> set[str]:
-    """Returns the flags that follow from others on the command line of a fork, as they would for a new run."""
+    """Returns the flags that a fork, like a new run, derives from others on its command line."""
     derived = set()
     if "recipe" in cli_flags:
         derived |= {"optimizer", "schedule", "max_lr"}
@@ -120,7 +120,7 @@ def find_once_per_node(name_or_dir: str, dist: Distributed) -> Path:
 def _stored_flags(
     config_class: type[TrainConfig], checkpoint: Checkpoint, cli_flags: Mapping[str, Any], dist: Distributed
 ) -> dict[str, Any]:
-    """Returns the flags of the run that wrote a checkpoint. With LoRA, it first finds the base model."""
+    """Returns the flags of the run that wrote a checkpoint. With LoRA, it first checks that the base model can be found."""
     if checkpoint.config.get("lora_rank"):
         try:
             find_once_per_node(cli_flags.get("init_from", checkpoint.config["init_from"]), dist)
@@ -135,7 +135,7 @@ def _stored_flags(
 
 
 def _find_data(flags: Mapping[str, Any], stored: Mapping[str, Any], checkpoint: Path) -> str:
-    """Returns the folder of a run's shards: as in `flags`, or beside the checkpoint if --text made them.
+    """Returns the folder of a run's shards: the one in `flags`, or one beside the checkpoint if --text made them.
 
     Raises:
         UserError: the shards are in neither, and cannot be made again.

@@ -1,4 +1,4 @@
-"""The folder of a run, which is made by one run and never replaced."""
+"""The folder of a run: one run creates it, and no other run may replace it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_folder(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
     """
     folder = Path(config.out)
     if inside := [path for path in (folder.absolute(), *folder.absolute().parents) if (path / CONTENTS).is_file()]:
-        raise UserError(f"--out is in the checkpoint {inside[-1]}. Use another one.")
+        raise UserError(f"--out is inside the checkpoint {inside[-1]}. Use another --out.")
     existing = files.nearest_existing(folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"cannot write to {folder}. Use another --out.")
@@ -42,12 +42,12 @@ def check_folder(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
 
 
 def lock_folder(run: RunInfo, dist: Distributed) -> AbstractContextManager[Any]:
-    """Creates the folder and locks it on rank 0, until the returned context is left or the process ends.
+    """Creates the folder and locks it on rank 0, until the returned context exits or the process ends.
 
     Removes what a killed process left half-written.
 
     Raises:
-        UserError: on all ranks, as in `check_folder`, because another run may have been faster.
+        UserError: on all ranks, as in `check_folder`: another run may have taken the folder since that check.
     """
 
     def create_and_lock() -> AbstractContextManager[Any]:
@@ -76,7 +76,7 @@ def _check_contents(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
     if checkpoint is not None:
         newer = [path for path in checkpoints if step_of(path) > checkpoint.step]
         if any(find_corruption(path) is None for path in newer):
-            raise UserError(f"another run saved {newer[-1]} while this one was starting. Start it again.")
+            raise UserError(f"another run saved {newer[-1]} while this one was starting. Start this one again.")
     elif checkpoints:
         raise UserError(f"{folder} already contains a run. Continue it with --resume, or use another --out.")
     elif log.is_file() and log.stat().st_size > 0 and config.resume != "auto":

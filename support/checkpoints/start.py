@@ -52,7 +52,7 @@ def gather_flags(
             return flags_to_resume(config_class, cli_flags, resumed, dist), resumed
         if resume == "newest":
             raise UserError(
-                f"no checkpoint in {out} to resume from. Pass its folder with --out, or leave out --resume."
+                f"no checkpoint in {out} to resume from. Pass the run's folder with --out, or leave out --resume."
             )
     if problems := _conflicts(config_class, cli_flags, out):
         raise UserError(*problems)
@@ -83,10 +83,10 @@ def gather_flags(
 
 
 def _check_length(flags: Mapping[str, Any], cli_flags: Mapping[str, Any]) -> None:
-    """Raises a UserError if flags count the steps of a run of --minutes, one line for each."""
+    """Raises a UserError, with a line for each flag that counts steps in a run with --minutes."""
     if flags.get("minutes"):
         counted = [flag_name(name) for name in ("max_steps", "decay_steps", "warmup_steps") if name in cli_flags]
-        why = f"counts steps, and this run has --minutes {flags['minutes']:g}. Leave it out, or use --max-steps alone."
+        why = f"counts steps, but this run has --minutes {flags['minutes']:g}. Leave it out, or use --max-steps alone."
         if counted:
             raise UserError(*(f"{flag} {why}" for flag in counted))
 
@@ -97,7 +97,7 @@ def _conflicts(config_class: type[TrainConfig], cli_flags: Mapping[str, Any], ou
     if cli_flags.get("demo") and "text" in cli_flags:
         problems.append("--demo brings its own text. Leave out --text, or --demo.")
     if "text" in cli_flags and "data" in cli_flags:
-        problems.append("--text makes its own shards, in --out. Leave out --data, or --text to train on shards.")
+        problems.append("--text makes its own shards, in --out. Leave out --data, or use --data without --text.")
     if "fork" in cli_flags:
         return problems
     if "init_from" in cli_flags:
@@ -114,7 +114,7 @@ def _conflicts(config_class: type[TrainConfig], cli_flags: Mapping[str, Any], ou
 def check_folder_and_make_shards(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
     """Checks the run's folder, and that its trackers are installed; then makes the shards of --text and --demo.
 
-    One rank does it for all, which share the folder.
+    One rank calls it for all ranks, as they share the folder.
 
     Raises:
         UserError: a check failed, or the shards could not be made.
@@ -144,7 +144,7 @@ def open_data(config: TrainConfig, dist: Distributed) -> TokenData:
 def check_pretrained(
     source: str | Path, vocab_size: int, context: int, tokenizer: Tokenizer, config: TrainConfig
 ) -> None:
-    """Checks that pretrained weights of this vocabulary and context fit a run and the `tokenizer` of its shards.
+    """Checks that pretrained weights with this vocabulary size and context fit a run and the `tokenizer` of its shards.
 
     Raises:
         UserError: they do not fit.
@@ -152,9 +152,9 @@ def check_pretrained(
     name = tokenizer_name(huggingface.find_model(source, verify=False), vocab_size)
     if name != tokenizer.name and (vocab_size != tokenizer.vocab_size or not get_tokenizer(name).is_same_as(tokenizer)):
         raise UserError(
-            f"{source} has another tokenizer than the shards in {config.data}: {vocab_size:,} tokens, and they have "
-            f"{tokenizer.vocab_size:,} ({tokenizer.name}). Make shards with its tokenizer, in another folder: fineweb.py --tokenizer "
-            f"{name if name in VOCAB_SIZES else f'bpe --tokenizer-from {source}'}."
+            f"{source} has a different tokenizer from the shards in {config.data}: {vocab_size:,} tokens instead of "
+            f"{tokenizer.vocab_size:,} ({tokenizer.name}). Make shards with the model's tokenizer, in another folder: "
+            f"fineweb.py --tokenizer {name if name in VOCAB_SIZES else f'bpe --tokenizer-from {source}'}."
         )
     if config.block_size > context:
         raise UserError(f"{source} has a context of {context} tokens. Leave out --block-size, or lower it.")

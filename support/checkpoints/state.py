@@ -74,8 +74,8 @@ class TrainState:
         """Raises a UserError after `at_most` skipped steps in a row, without counting fp16 overflows."""
         if self.bad_steps >= at_most:
             raise UserError(
-                f"{pluralize(self.bad_steps, 'step')} in a row had a loss or gradients that are not finite, the last one at step "
-                f"{self.step - 1}, and none was applied. A resumed run would meet them again: check the data with "
+                f"{pluralize(self.bad_steps, 'step')} in a row had a loss or gradients that are not finite, the last one "
+                f"at step {self.step - 1}, and none was applied. A resumed run would hit them again: check the data with "
                 "fineweb.py --check, or lower --max-lr in a new run."
             )
 
@@ -98,7 +98,7 @@ class TrainState:
     def restore(self, checkpoint: Checkpoint, config: TrainConfig) -> None:
         """Restores optimizer, scaler and counters; the model has its weights already. Unmaps `trainer.pt`.
 
-        In a fork, the progress follows from its own length, and an optimizer of another kind starts anew.
+        In a fork, the progress is relative to the fork's own length, and an optimizer of another kind starts anew.
 
         Raises:
             UserError: the optimizer's state does not fit the model.
@@ -120,8 +120,8 @@ class TrainState:
             shapes = {tensor.shape for name, tensor in saved.get(i, {}).items() if name != "step"}
             fits = fits and shapes <= {parameter.shape}
         if not fits:
-            raise _unusable(checkpoint.path, "belongs to a model with other parameters, or in another order")
-        state = {  # under FSDP, only this rank's parts of the tensors
+            raise _unusable(checkpoint.path, "belongs to a model whose parameters differ, or are in another order")
+        state = {  # under FSDP, only this rank's shards of the tensors
             i: {name: fsdp.shard_like(tensor, parameters[i]).clone() for name, tensor in tensors.items()}
             for i, tensors in saved.items()
         }
@@ -165,7 +165,7 @@ class Checkpoint:
         try:
             content = torch.load(path / FILE, map_location="cpu", weights_only=True, mmap=True)
             return cls(path, **content)
-        except Exception as error:  # many kinds, for a pickle, a corrupt zip file or another program's file
+        except Exception as error:  # of many kinds: for a bad pickle, a corrupt zip file, another program's file
             raise _unusable(path, f"is corrupt, or was not written by this trainer ({type(error).__name__})") from error
 
 
@@ -174,7 +174,7 @@ def _unusable(path: Path, problem: str) -> UserError:
 
 
 def copy_to_host(state: Tree, keep: bool = True) -> Tree:
-    """Copies a state dict, with its tensors to the CPU, so that training does not change it.
+    """Copies a state dict, with all tensors on the CPU, so that training does not change the copy.
 
     All ranks gather the tensors that FSDP has sharded, one after the other. A rank that does not `keep` the copy gets
     None for each tensor.

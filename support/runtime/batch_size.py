@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from train_gpt2 import TrainConfig
 
 LARGEST_MICRO_BATCH = 64  # rows on a GPU, unless --batch-size sets another limit
-TRIED = ("cuda",)  # device types whose memory is tried out; others swap
+TRIED = ("cuda",)  # device types on which micro-batches are tried; others swap
 
 
 def rows_per_rank(total_batch_size: int, T: int, world_size: int) -> int:
-    """Rows of T tokens that each rank contributes to a step of `total_batch_size` tokens.
+    """Returns the rows of T tokens that each rank contributes to a step of `total_batch_size` tokens.
 
     Raises:
         UserError: `total_batch_size` is not a multiple of T * world_size; the message names the nearest ones.
@@ -61,12 +61,13 @@ def largest_batch_size(
 ) -> int:  # fmt: skip
     """Returns the largest micro-batch, up to the machine's, with which a step fits into the memory of every rank.
 
-    On CUDA, the largest that fits by the formulas is tried, and then smaller ones: forward and backward passes, next to as
-    much memory as the optimizer takes. On a CPU, which swaps, it is the machine's: a resumed run stays the same, bit by bit.
+    On CUDA, tries the largest that fits according to the formulas, and then smaller ones: runs forward and backward
+    passes while as much memory is allocated as the optimizer takes. Other devices swap: for them, it returns the
+    machine's, so that a resumed run stays the same, bit by bit.
 
     Args:
-        make_model: returns a model to try, whose weights do not change: the one to train, with DDP, which waits for no
-            other rank while nothing is synchronized, or an FSDP model made with `alone`.
+        make_model: returns a model to try, whose weights do not change: the model to train (with DDP, which waits for no
+            other rank while nothing is synchronized), or an FSDP model made with `alone`.
 
     Raises:
         UserError: not even one row fits.
@@ -115,11 +116,11 @@ def largest_batch_size(
             with dist.failing_together():
                 if not has_fitted:
                     raise UserError(
-                        f"not even one row of {config.block_size} tokens fits into the memory of {device}, of which "
-                        f"{free / 2**30:.1f} GiB are free. Use a smaller --model or --block-size."
+                        f"not even one row of {config.block_size} tokens fits into the memory of {device} "
+                        f"({free / 2**30:.1f} GiB free). Use a smaller --model or --block-size."
                     )
         B = max(b for b in range(1, B) if rows % b == 0)
-        torch.compiler.reset()  # the graphs of what did not fit would count towards the limit of recompilations
+        torch.compiler.reset()  # the graphs of sizes that did not fit would count towards the recompilation limit
     if most > B:
         dist.print0(
             f"note    a micro-batch of {most} rows does not fit into memory; using {B}. A step keeps its number of tokens."

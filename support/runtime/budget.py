@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MEASURED_SECONDS = 0.5  # for each model
 TRAINING_FRACTION = 0.7  # fraction of the time for micro-steps: the rest is the optimizer, validations, start and end
 VALIDATED_FRACTION = 1 / 20  # fraction of the training tokens in each of five validations, together 8% of the time
-LEAST_VALIDATED = 2**15  # tokens; the loss on fewer depends on which they are
+LEAST_VALIDATED = 2**15  # tokens; the loss on fewer depends too much on which they are
 FEW_STEPS = 100
 
 
@@ -36,10 +36,11 @@ def flags_for_minutes(
     dist: Distributed,
     new_model: Callable[[TrainConfig, int], nn.Module],
 ) -> dict[str, Any]:
-    """Returns the flags for --minutes on this machine, the same on all ranks, except those on the command line.
+    """Returns the flags that --minutes sets on this machine, the same on all ranks, without those on the command line.
 
-    With --text and --demo, the model is the largest that suits the text and has time to train on enough of it, see
-    `presets.models_for_text`; tokens per step and learning rate follow. A pretrained model and a fork keep their sizes.
+    With --text or --demo, the model is the largest one that suits the text (see `presets.models_for_text`) and has
+    time to train on enough of it; tokens per step and learning rate follow. A pretrained model and a fork keep their
+    sizes.
 
     Args:
         new_model: makes a model from a configuration and a vocabulary size.
@@ -75,8 +76,8 @@ def flags_for_minutes(
         chosen, tokens = first, tokens_in_time(first)
         for model in larger:
             needed = presets.BYTES_PER_WEIGHT * presets.block_weights(model) / presets.BYTES_PER_TOKEN[tokenizer]
-            # On a CPU a larger model is never faster. On a GPU, where launching kernels takes most of a small model's time,
-            # it can be, with more tokens in a micro-batch.
+            # On a CPU a larger model is never faster. On a GPU it can be, with more tokens in a micro-batch: launching
+            # kernels takes most of a small model's time.
             if tokens < needed and dist.device.type == "cpu" or (measured := tokens_in_time(model)) < needed:
                 break
             chosen, tokens = model, measured
@@ -114,15 +115,15 @@ def _tokens_per_second(
     dist: Distributed,
     new_model: Callable[[TrainConfig, int], nn.Module],
 ) -> float:
-    """Estimates the tokens per second of --minutes that all ranks train on, from this rank's speed, not compiled.
+    """Estimates the tokens that all ranks train on per second of --minutes, from this rank's speed without compiling.
 
-    Returns 0 if not even one row fits into memory, by the formulas.
+    Returns 0 if not even one row fits into memory according to the formulas.
     """
     device, T, amp = dist.device, config.block_size, devices.autocast(dist.device, devices.DTYPES[dtype])
     devices.configure_backends(device, True, devices.DTYPES[dtype], T)
     with torch.device("meta"):
         sizes = memory.Sizes.of(new_model(config, vocab_size))
-    one, most = replace(dist, world_size=1), config.batch_size or 1  # one process, also for FSDP
+    one, most = replace(dist, world_size=1), config.batch_size or 1  # one process, even with FSDP
     needed = partial(memory.bytes_needed, config, sizes, one, devices.DTYPES[dtype], False)
     B = memory.largest_micro_batch(most, most, needed, devices.free_and_total_memory(device)[0])
     if B == 0:

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from support.startup import STARTED
 
 END_SECONDS = 4.0  # after the last evaluation: the checkpoint, curves.png, a sample, the exit of the process
-# fraction of the time that is kept for the last evaluation, at most: the first one may have compiled
+# at most this fraction of the time is reserved for the last evaluation: the first one may have included compilation
 MOST_EVALUATION = 0.1
 
 
 class Clock:
-    """The time that a run has trained, in this process and earlier ones, and the time that it has left.
+    """How long a run has trained, in this process and earlier ones, and how much time it has left.
 
     Only rank 0's clock decides; the other ranks receive the progress in each step.
     """
@@ -33,8 +33,8 @@ class Clock:
     def progress(self) -> float:
         """Returns the fraction of the time that has passed, from 0 to 1; 0 without --minutes. Call it once per step.
 
-        The time begins with the process. Training gets what start-up, a last evaluation, half a step and the exit leave of
-        it. Progress never falls.
+        The time starts when the process does. Training gets what is left after start-up, a last evaluation, half a step
+        and the exit. Progress never decreases.
         """
         if self.minutes is None:
             return 0.0
@@ -47,7 +47,7 @@ class Clock:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Times an evaluation, so that `progress` keeps time for a last one."""
+        """Times an evaluation, so that `progress` can reserve time for a last one."""
         started = time.perf_counter()
         yield
         seconds = min(time.perf_counter() - started, MOST_EVALUATION * 60 * (self.minutes or 0.0))
@@ -55,5 +55,5 @@ class Clock:
 
 
 def progress_after(seconds: float, minutes: float) -> float:
-    """Returns the progress, from 0 to 1, of a run that continues one trained for `seconds`."""
+    """Returns the progress, from 0 to 1, of a run that continues after `seconds` of training."""
     return min(1.0, seconds / max(1.0, 60 * minutes - END_SECONDS))

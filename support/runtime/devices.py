@@ -56,7 +56,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def pick_device_type(name: str) -> str:
-    """The device type: `name` itself, or for "auto" the first of cuda, mps and cpu that this machine has.
+    """Returns the device type: `name` itself, or for "auto" the first of cuda, mps and cpu that this machine has.
 
     Raises:
         UserError: this machine has no such device.
@@ -70,7 +70,7 @@ def pick_device_type(name: str) -> str:
 
 
 def pick_dtype(name: str, device: torch.device) -> str:
-    """The precision of matrix products, a key of DTYPES: `name` itself, or the fastest native one for "auto".
+    """Returns the precision of matrix products, a key of DTYPES: `name` itself, or the fastest native one for "auto".
 
     That is bf16 where the hardware has it (emulated, it is slower than fp32), otherwise fp16 on CUDA and fp32 elsewhere.
     """
@@ -95,7 +95,7 @@ def compile(model: Model) -> Model:
 
 
 def why_not_compile(device: torch.device) -> str | None:
-    """Why torch.compile cannot be used on this machine; None if it can."""
+    """Returns why torch.compile cannot be used on this machine, or None if it can."""
     if platform.system() == "Windows":
         return "torch.compile is not used on Windows"
     if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
@@ -103,7 +103,7 @@ def why_not_compile(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     if torch.cuda.get_device_capability(device) < (7, 0):
-        return "torch.compile needs a GPU of compute capability 7.0 or more"
+        return "torch.compile needs a GPU of compute capability 7.0 or higher"
     # Triton compiles C code that launches its kernels.
     if not Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h").exists():
         return "torch.compile needs Python.h for CUDA. Install Python's headers (python3-dev on Debian and Ubuntu)"
@@ -111,7 +111,7 @@ def why_not_compile(device: torch.device) -> str | None:
 
 
 def attention_without_cudnn(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Returns a context for attention on many shapes. On CUDA, it avoids cuDNN, which plans each shape for up to 0.4 s."""
+    """Returns a context for attention on many shapes. On CUDA, it avoids cuDNN, which takes up to 0.4 s to plan each shape."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     # No set_priority: if this were the first attention call of the process, PyTorch would leave cuDNN out afterwards.
@@ -147,12 +147,12 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def describe(device: torch.device) -> str:
-    """The name of the GPU, or "cpu" or "mps"."""
+    """Returns the name of the GPU, or "cpu" or "mps"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """This GPU's dense bf16 peak in FLOP/s; None if unknown."""
+    """Returns this GPU's dense bf16 peak in FLOP/s, or None if it is unknown."""
     gpu = GPUS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return gpu.peak_flops if gpu else None
 
@@ -162,12 +162,12 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def derive_seed(*seeds: int) -> int:
-    """One seed that depends on all of the `seeds` and their order."""
+    """Returns one seed that depends on all of the `seeds` and their order."""
     return int(np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0])
 
 
 def seeded_generator(device: torch.device, *seeds: int) -> torch.Generator:
-    """A random number generator on `device`, seeded by all of the `seeds` and their order."""
+    """Returns a random number generator on `device`, seeded by all of the `seeds` and their order."""
     return torch.Generator(device).manual_seed(derive_seed(*seeds))
 
 
@@ -176,13 +176,13 @@ def seeded_generator(device: torch.device, *seeds: int) -> torch.Generator:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error means out of memory: torch.OutOfMemoryError, or what cuBLAS, Triton, Metal and the CPU say instead."""
+    """Returns whether an error means out of memory: torch.OutOfMemoryError, or one from cuBLAS, Triton, Metal or the CPU."""
     messages = "out of memory|ALLOC_FAILED|can't allocate memory|not enough memory|Invalid buffer size"
     return isinstance(error, torch.OutOfMemoryError) or re.search(messages, str(error)) is not None
 
 
 def free_and_total_memory(device: torch.device) -> tuple[float, float]:
-    """Bytes of device memory: free or already held by this process, and in total; infinite where unknown.
+    """Returns the bytes of device memory: free or already held by this process, and in total. Infinite where unknown.
 
     On a CPU both are this rank's equal share of the available memory and swap, or of a container's limit if that is lower.
     """
@@ -202,7 +202,7 @@ def free_and_total_memory(device: torch.device) -> tuple[float, float]:
 
 
 def free_memory(device: torch.device) -> None:
-    """Frees unreferenced memory of the device. After an out-of-memory error, call it once the traceback is gone."""
+    """Frees unreferenced memory of the device. After an out-of-memory error, call it only when the traceback is gone."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -218,12 +218,12 @@ def keep_memory(device: torch.device) -> None:
     """
     if _uses_glibc(device):
         glibc = ctypes.CDLL(None)
-        glibc.mallopt(-4, 0)  # M_MMAP_MAX: map no block separately, to be unmapped when it is freed
+        glibc.mallopt(-4, 0)  # M_MMAP_MAX: no separate mapping for a block, as it would be unmapped when freed
         glibc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: keep the end of the heap, however much of it is free
 
 
 def trim_memory(device: torch.device) -> None:
-    """Returns the memory that `keep_memory` kept: an evaluation leaves holes of the wrong sizes for a step."""
+    """Returns to the system the memory that `keep_memory` kept: an evaluation leaves holes of the wrong sizes for a step."""
     if _uses_glibc(device):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -269,7 +269,7 @@ def share_cpu_cores() -> None:
 
 
 def _physical_cores() -> int:
-    """Physical cores that this process may use; two threads of one core share its arithmetic units."""
+    """Counts the physical cores that this process may use: two threads of one core share its arithmetic units."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     siblings = {

@@ -25,17 +25,17 @@ T = TypeVar("T")
 CONNECT_TIMEOUT = timedelta(minutes=5)  # to rank 0's store, which may start later than this process
 TORCHRUN_TIMEOUT = timedelta(seconds=20)  # to torchrun's store, which started before us, or is dead
 START_TIMEOUT = timedelta(minutes=30)  # until all processes have started; a node may have to be replaced first
-# How long a collective waits for a rank: long until the first step has ended (a node may download gigabytes, and that step
-# compiles) and when the run ends (rank 0 may write gigabytes to a slow disk).
+# How long a collective waits for a rank. The long timeout holds until the first step has ended (a node may download
+# gigabytes, and that step compiles) and when the run ends (rank 0 may write gigabytes to a slow disk).
 LONG_TIMEOUT = timedelta(hours=2)
 STEP_TIMEOUT = timedelta(minutes=10)  # in between: rank 0 may generate samples, or wait until it can save again
 
 
 @dataclass(frozen=True)
 class Distributed:
-    """This process among the `world_size` that torchrun started: its rank, its rank on its node, and its device.
+    """This process, one of the `world_size` that torchrun started: its rank, its rank on its node, and its device.
 
-    They are connected from the start: by NCCL for tensors on CUDA, and by gloo for all other tensors and for objects.
+    All are connected from the start: by NCCL for tensors on CUDA, and by gloo for all other tensors and for objects.
     """
 
     rank: int
@@ -47,8 +47,8 @@ class Distributed:
     def from_environment(cls, out: str) -> Distributed:
         """Reads torchrun's environment variables and connects the processes; without them, this is the only one.
 
-        If one waits too long under NCCL, PyTorch's flight recorder writes the last collectives to the folder `out`; see
-        them with `torchfrtrace`.
+        If a process waits too long under NCCL, PyTorch's flight recorder writes the last collectives to the folder
+        `out`; read them with `torchfrtrace`.
 
         Raises:
             UserError: the variables are incomplete or not valid, or a process did not start.
@@ -74,7 +74,7 @@ class Distributed:
             name: "cuda", "mps", "cpu", or "auto" for the first of them that this machine has.
 
         Raises:
-            UserError: this machine has no such device, or fewer than processes.
+            UserError: this machine has no such device, or too few of them for its processes.
         """
         device_type = devices.pick_device_type(name)
         if device_type == "mps" and self.world_size > 1:
@@ -85,7 +85,7 @@ class Distributed:
             return replace(self, device=torch.device(device_type))
         if self.local_rank >= torch.cuda.device_count():
             raise UserError(
-                f"more processes on this node than its {torch.cuda.device_count()} GPUs. Lower --nproc_per_node."
+                f"this node has more processes than GPUs ({torch.cuda.device_count()}). Lower --nproc_per_node."
             )
         torch.cuda.set_device(self.local_rank)
         return replace(self, device=torch.device("cuda", self.local_rank))
@@ -95,10 +95,10 @@ class Distributed:
         if self.rank == 0:
             print_lines(text)
 
-    # What follows must be called by all ranks, in the same order
+    # All ranks must call the methods below, in the same order
 
     def gather(self, value: T) -> list[T]:
-        """Returns the values of all ranks, by rank, on each of them."""
+        """Returns the values of all ranks, in the order of the ranks, on every rank."""
         values: list[Any] = [value] * self.world_size
         if self.world_size > 1:
             distributed.all_gather_object(values, value)
@@ -109,7 +109,7 @@ class Distributed:
         """Waits until all ranks have left the block.
 
         Raises:
-            UserError: on all ranks, if the block raised any error on one of them. That rank raises its own.
+            UserError: on all ranks, if the block raised an error on any of them. A rank that failed raises its own instead.
         """
         error: Exception | None = None
         try:
@@ -127,10 +127,10 @@ class Distributed:
 
     @contextlib.contextmanager
     def local_rank_zero_first(self) -> Iterator[None]:
-        """The first rank of each node runs the block before the others, which then find what it downloaded.
+        """Runs the block on the first rank of each node before the others, which then find what it downloaded.
 
         Raises:
-            UserError: on all ranks, if the block raised one on any.
+            UserError: as in `failing_together`.
         """
         if self.local_rank > 0:
             with self.failing_together():
@@ -187,7 +187,7 @@ class Distributed:
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets how long a collective waits for a rank that is stopped or cut off, before it ends this process."""
         if self.world_size > 1:
-            # as torchtitan does: there is no public function before torch 2.14, which has set_timeout
+            # as torchtitan does: the public function, set_timeout, exists only from torch 2.14
             distributed.distributed_c10d._set_pg_timeout(timeout)
 
     def close(self) -> None:
@@ -204,7 +204,7 @@ def report_lost_processes(how_to_go_on: Callable[[], str] | None = None) -> Iter
     """Turns gloo's and the store's errors about a process that has ended or does not answer into a UserError.
 
     Args:
-        how_to_go_on: returns sentences for the end of the error.
+        how_to_go_on: returns sentences to append to the error message.
 
     Raises:
         UserError: in place of such an error.
@@ -228,7 +228,7 @@ def report_lost_processes(how_to_go_on: Callable[[], str] | None = None) -> Iter
 
 
 def connect(rank: int, world_size: int, out: str) -> None:
-    """Connects this process with the others; PyTorch's flight recorder writes to the folder `out`."""
+    """Connects this process to the others; PyTorch's flight recorder writes to the folder `out`."""
     launched_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     timeout = TORCHRUN_TIMEOUT if launched_by_torchrun else CONNECT_TIMEOUT
     store, _, _ = next(distributed.rendezvous("env://", rank, world_size, timeout=timeout))
@@ -248,11 +248,11 @@ def backend() -> str:
 
 
 def agree_on_attempt(store: distributed.Store, rank: int, world_size: int) -> str:
-    """Returns a random name that these processes share, but no earlier ones.
+    """Returns a random name that these processes share, and that no earlier process has used.
 
     After a restart, torchrun's store still holds what the earlier processes wrote, including the addresses of dead ones, and
-    the restart counts that torchrun reports differ between nodes. So each rank writes a nonce, and rank 0 answers every
-    nonce that it finds with its own until each rank has confirmed that one: no earlier process can know it.
+    the restart counts that torchrun reports differ between nodes. So each rank writes a nonce. Rank 0 answers every
+    nonce that it finds with its own, until each rank has confirmed rank 0's: no earlier process can know it.
 
     Raises:
         UserError: a rank did not start in time.

@@ -2,7 +2,7 @@
 
 Each rank keeps an equal shard of every weight, gradient and optimizer tensor, a DTensor sharded along dimension 0. The
 weights of a block are gathered for its forward and its backward pass, and freed afterwards; gradients are averaged
-into the shards. The functions here accept ordinary tensors and models, too, and then do nothing.
+into the shards. Most functions here also accept ordinary tensors and models, and then do nothing.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class ShardedModel(nn.Module):
     Args:
         model: has its weights on rank 0; the other ranks have it on the meta device (`weights_on_rank_zero`), and
             receive the weights one block at a time. It is changed in place: its parameters become DTensors.
-        dtype: precision of the matrix products. On CUDA, the blocks' weights are gathered in it; gradients are averaged
-            in fp32.
-        compiled: compile the blocks and the loss, one by one, as communication cannot be compiled.
+        dtype: precision of the matrix products. On CUDA, the blocks' weights are gathered in this precision; gradients
+            are averaged in fp32.
+        compiled: compile each block and the loss separately, as communication cannot be compiled.
         alone: allocate what training allocates, but send nothing and wait for no rank. All weights are 0.
 
     Weights are gathered once per step where memory allows, otherwise (`reshard_after_forward`) twice in each
@@ -64,7 +64,7 @@ class ShardedModel(nn.Module):
                 block.forward = torch.compile(block.forward, dynamic=False)
             fsdp.fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard_after_forward)
         _receive_weights(model, device, alone)
-        if compiled:  # in effect, the loss: the loop over the blocks cannot be
+        if compiled:  # in effect only the loss: the loop over the blocks cannot be compiled
             model.forward = torch.compile(model.forward, dynamic=False)  # type: ignore[method-assign]
         fsdp.fully_shard(model, mesh=mesh, reshard_after_forward=False)
         for module in (*model.transformer.h, model) if alone else ():
@@ -81,7 +81,7 @@ class ShardedModel(nn.Module):
 
 
 def reshard_after_forward(parameters: int, dtype: torch.dtype, device_memory: float | None) -> bool:
-    """Whether a rank frees the gathered weights after each pass, because they are too large to keep during a step."""
+    """Returns whether a rank frees the gathered weights after each pass, because they are too large to keep during a step."""
     return device_memory is not None and dtype.itemsize * parameters > GATHERED_FRACTION * device_memory
 
 
@@ -139,7 +139,7 @@ def full_weights(eval_model: nn.Module, model: nn.Module) -> Iterator[None]:
         return
     _gather_weights(eval_model, model)
     yield
-    eval_model.to("meta")  # frees them
+    eval_model.to("meta")  # frees the weights
 
 
 @torch.no_grad()
@@ -149,7 +149,7 @@ def _gather_weights(eval_model: nn.Module, model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # after a forward pass without gradients, some weights are still gathered, and not DTensors
-    full = {parameter: full_tensor(parameter) for parameter in model.parameters()}  # a tied one once
+    full = {parameter: full_tensor(parameter) for parameter in model.parameters()}  # a tied parameter once
     weights = {name: full[parameter] for name, parameter in model.state_dict(keep_vars=True).items()}
     eval_model.load_state_dict(weights, assign=True)
 
@@ -164,9 +164,9 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Shards a tensor that every rank holds in full the way `other` is sharded.
+    """Shards a tensor, which every rank holds in full, in the same way as `other`.
 
-    Returns the tensor unchanged if `other` is not a DTensor, or has a different shape (as AdamW's `step` has).
+    Returns the tensor unchanged if `other` is not a DTensor, or has a different shape (like AdamW's `step`).
     """
     if not hasattr(other, "full_tensor") or tensor.shape != other.shape:
         return tensor

@@ -11,7 +11,7 @@ class KVCache:
     The first call may have any number of tokens, every later one a single token.
 
     Args:
-        capacity: tokens of a row that the cache has space for, at most the model's context.
+        capacity: number of tokens per row that the cache can hold, at most the model's context.
     """
 
     def __init__(self, capacity: int):

@@ -28,10 +28,10 @@ class Machine:
 
     @classmethod
     def find(cls, config: TrainConfig, device: torch.device, world_size: int) -> Machine:
-        """Finds what suits the flags on `device`, one of `world_size`.
+        """Finds what suits the flags on `device`, one of `world_size` devices.
 
         Raises:
-            UserError: micro-batches cannot make up a step.
+            UserError: no whole number of micro-batches makes up a step.
         """
         on_gpu = device.type == "cuda"
         dtype = devices.pick_dtype(config.dtype, device)

@@ -26,18 +26,18 @@ HINTS = {
     "the device": "Use GPUs of one kind.",
     "the checkpoint": "All nodes must see the same folder at --out.",
     "the shards": "Copy one node's shards to the others.",
-}  # the others are flags
+}  # all other facts are flags
 PATHS = {"text", "out", "fork", "init_from", "hellaswag_data"}  # flags whose values may differ between nodes
 
 
 def check_starts_agree(dist: Distributed, cli_flags: Mapping[str, Any]) -> None:
-    """Checks that all ranks have the same versions and command line; comes before anything else that they do together.
+    """Checks that all ranks have the same versions and command line. Call it before anything else that they do together.
 
     Raises:
         UserError: as in `check_facts_agree`.
     """
     given = {flag_name(name): "given" if name in PATHS else str(value) for name, value in cli_flags.items()}
-    given.pop("--data", None)  # a node may have its shards where the others look by default
+    given.pop("--data", None)  # one node may need it, and another may have its shards in the default folder
     versions = f"Python {'.'.join(platform.python_version_tuple()[:2])}, torch {torch.__version__}"
     check_facts_agree(dist, given | {"the versions": versions})
 
@@ -68,8 +68,8 @@ def check_facts_agree(dist: Distributed, facts: dict[str, str]) -> None:
     """Checks that all ranks have the same facts, by name.
 
     Raises:
-        UserError: on all ranks, with one line for each fact that differs, which names the first rank where it does,
-            and the node.
+        UserError: on all ranks, with one line for each fact that differs. The line names the first rank whose fact
+            differs from rank 0's, and its node.
     """
     (own_host, own_facts), *others = dist.gather((socket.gethostname(), facts))
     problems: dict[str, str] = {}

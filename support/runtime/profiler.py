@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-WARM_UP_STEPS = 3  # steps before the first that is recorded: they compile, allocate and read data for the first time
+WARM_UP_STEPS = 3  # steps before the first recorded one: they compile, allocate and read data for the first time
 ROWS = 12  # rows of the table
 
 
@@ -17,8 +17,8 @@ def make_profiler(
 ) -> profile | None:
     """Returns a profiler that records `steps` steps into `folder`/trace.json.gz and prints a table of them.
 
-    Returns None if `steps` is 0, and on all ranks but 0. Call the profiler's `step()` after each step. Evaluations between
-    the recorded steps are recorded with them.
+    Returns None if `steps` is 0, and on all ranks except 0. Call the profiler's `step()` after each step. Evaluations
+    between the recorded steps are recorded with them.
     """
     if not steps or rank > 0:
         return None

@@ -1,4 +1,4 @@
-"""What a run is: its configuration, data and model, for everything that describes it."""
+"""A run's configuration, data and model, for all code that describes the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GPT2_FIELDS = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd", "bias"
 
 
 def options_of(config: GPTConfig) -> dict[str, Any]:
-    """Returns the fields by which a model is not a GPT-2: added ones that do not have their default."""
+    """Returns the fields that make a model differ from GPT-2: added fields that do not have their default."""
     added = [field for field in fields(config) if field.name not in GPT2_FIELDS]
     return {field.name: value for field in added if (value := getattr(config, field.name)) != field.default}
 
@@ -33,14 +33,14 @@ def checkpoint_path(out: str | os.PathLike[str], step: int) -> Path:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a run is; header, log, checkpoints and summary take it from here."""
+    """What a run is: the header, log, checkpoints and summary are written from it."""
 
     config: TrainConfig
     machine: Machine
     data: TokenData
     identity: DataIdentity
     model: GPT
-    checkpoint: Checkpoint | None = None  # the one that it resumes from or forks
+    checkpoint: Checkpoint | None = None  # the checkpoint that the run resumes from or forks
     hellaswag_items: int = 0  # items that the ranks score together
 
     @property
@@ -50,12 +50,12 @@ class RunInfo:
 
     @functools.cached_property
     def validated_tokens(self) -> int:
-        """The number of tokens of a validation."""
+        """The number of tokens in a validation."""
         return sum(map(len, self.data.targets(self.config.block_size, self.config.val_tokens)))
 
     @functools.cached_property
     def bytes_per_token(self) -> float:
-        """Average bytes of text per validated token, which convert nats per token to nats per byte."""
+        """Average bytes of text per validated token, to convert nats per token to nats per byte."""
         targets = self.data.targets(self.config.block_size, self.config.val_tokens)
         return sum(map(self.data.tokenizer.count_bytes, targets)) / self.validated_tokens
 

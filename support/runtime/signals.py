@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 LAUNCHER = os.getppid()  # torchrun, if it started us; when it dies, another process becomes our parent
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
-_FAILURE, _CLOSED_PIPE, _NO_REASON = -1, 13, 99  # besides signal numbers; the smallest on any rank wins
+_FAILURE, _CLOSED_PIPE, _NO_REASON = -1, 13, 99  # reasons besides signals; the smallest on any rank wins
 
 
 class StopHandler:
@@ -27,9 +27,9 @@ class StopHandler:
     `requested` says that this rank got a signal or failed, `agreed` that every rank knows: only then may a rank leave
     the loop, or the others would wait for it forever. With one process both are the same.
 
-    Within `with`, SIGTERM, SIGINT and SIGHUP only set `requested`; a second SIGINT exits immediately. If the
-    reader of stdout or stderr has closed it, that counts as a signal, too, and so does the death of torchrun:
-    otherwise its ranks would keep the folder locked, and a restarted command could not continue.
+    Inside the `with` block, SIGTERM, SIGINT and SIGHUP only set `requested`; a second SIGINT exits immediately. A
+    closed pipe at stdout or stderr counts as a signal, and so does the death of torchrun: otherwise its ranks would
+    keep the folder locked, and a restarted command could not continue.
     """
 
     def __init__(self, world_size: int = 1):
@@ -52,7 +52,7 @@ class StopHandler:
         return self._agreed or (self.world_size == 1 and self.requested)
 
     def agree(self, requests: float) -> bool:
-        """Takes the sum, or mean, of `requested` over all ranks; returns whether the run stops."""
+        """Returns whether the run stops, given the sum or mean of `requested` over all ranks."""
         self._agreed |= requests > 0
         return self.agreed
 
@@ -62,7 +62,7 @@ class StopHandler:
 
     @contextlib.contextmanager
     def deferring_errors(self) -> Iterator[None]:
-        """Turns a UserError into a request to stop, so that the state, which is good, is saved before the run ends."""
+        """Turns a UserError into a request to stop, so that the good state is saved before the run ends."""
         try:
             yield
         except UserError as error:
@@ -87,7 +87,7 @@ class StopHandler:
         sys.exit(2 if reason == _FAILURE else 128 + reason)
 
     def __enter__(self) -> StopHandler:
-        # An ignored SIGHUP stays ignored: that is what nohup does.
+        # An ignored SIGHUP stays ignored: nohup relies on it.
         handled = [n for n in STOP_SIGNALS if n == signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
         self._handlers = {number: signal.signal(number, self._handle) for number in handled}
         cli.on_reader_closed = self._reader_closed
@@ -95,20 +95,20 @@ class StopHandler:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         for number, handler in self._handlers.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: a handler that is not Python's
+            signal.signal(number, handler or signal.SIG_DFL)  # None: a handler that Python did not install
         cli.on_reader_closed = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # torchrun may send a signal twice, and kills what does not end.
+        # torchrun may send a signal twice, and kills processes that do not end.
         by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         exits = number == signal.SIGINT and self._interrupted and not by_torchrun
         self._interrupted |= number == signal.SIGINT
         self._reason = self._reason or number
         hint = " (again to exit immediately)" if number == signal.SIGINT and not by_torchrun else ""
         text = "exiting" if exits else f"{signal.Signals(number).name} received: stopping{hint}"
-        # A terminal has the ^C, and maybe a status line, on the line of the cursor.
+        # In a terminal, the cursor's line has the ^C, and maybe a status line.
         start = "\r\x1b[K" if is_terminal() else "\n"
-        with contextlib.suppress(OSError):  # not print, which may be in the middle of a line of its own
+        with contextlib.suppress(OSError):  # not print: this signal may have interrupted one
             os.write(2, f"{start}{text}\n".encode())
         if exits:
             os._exit(128 + number)
