@@ -48,7 +48,7 @@ class UserError(Exception):
         self.this_rank_only = this_rank_only
 
     def with_hint(self, hint: str) -> UserError:
-        """The same problems, with another sentence after the last one."""
+        """Returns the error with another sentence appended to its last problem."""
         *others, last = self.problems
         return UserError(*others, f"{last} {hint}", this_rank_only=self.this_rank_only)
 
@@ -58,7 +58,7 @@ class UserError(Exception):
 
 MAIN_GROUP = "the flags that matter"
 MAX_HELP_WIDTH = 100  # columns; longer lines are hard to read
-ADVICE = {  # on unknown flags with these words in their names, which other trainers have
+ADVICE = {  # printed for an unknown flag whose name has one of these words: other trainers have such flags
     "epochs": "The length of a run is in steps: --max-steps (a run's header says how many steps a pass over the data has).",
     "config": "There is no configuration file: every setting is a flag. See --help.",
 }
@@ -66,7 +66,7 @@ ADVICE = {  # on unknown flags with these words in their names, which other trai
 
 @dataclass(frozen=True)
 class Flag:
-    """What a field of a dataclass is on the command line."""
+    """How a field of a dataclass appears on the command line."""
 
     default: Any
     help: str
@@ -81,9 +81,9 @@ class Flag:
     may_be_empty: bool = False
     required: bool = False
     short: str | None = None  # another name, such as "-m"
-    negatable: bool = False  # has a --no- form, as a flag that is on by default has
-    positional: bool = False  # a word without a name
-    metavar: str | None = None  # this and what follows: as in argparse
+    negatable: bool = False  # has a --no- form, like a flag that is on by default
+    positional: bool = False  # an argument without a flag's name
+    metavar: str | None = None  # this and the following fields: as in argparse
     nargs: str | None = None
     const: str | None = None
 
@@ -98,14 +98,14 @@ def flag_name(field: str) -> str:
 
 
 def flag_words(field: str, value: object) -> str:
-    """A flag and its value as words of a command line."""
+    """Returns a flag and its value as words of a command line."""
     if isinstance(value, bool):
         return flag_name(field) if value else f"--no-{flag_name(field)[2:]}"
     return f"{flag_name(field)} {shlex.quote(str(value))}"
 
 
 def flags_of(config_class: type[DataclassInstance]) -> dict[str, Flag]:
-    """The flags of a dataclass, by the names of the fields."""
+    """Returns the flags of a dataclass, keyed by the names of its fields."""
     return {field.name: field.metadata["flag"] for field in fields(config_class) if "flag" in field.metadata}
 
 
@@ -115,7 +115,7 @@ def parse_flags(
     description: str | None = None,
     first_groups: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Parses a command line; returns the values of the flags that were given, as the others may come from elsewhere.
+    """Parses a command line; returns the values of the given flags only, since the others may come from elsewhere.
 
     Args:
         first_groups: groups that --help lists first, after MAIN_GROUP.
@@ -151,7 +151,7 @@ def _convert(text: str | bool, flag: Flag, value_type: type) -> Any:
     """Returns the value of a flag. A ValueError says what is wrong with the text, and what to do."""
     if isinstance(text, bool):
         return text
-    if not text and not flag.may_be_empty:  # as from an unset shell variable
+    if not text and not flag.may_be_empty:  # such as an unset shell variable
         raise ValueError("is empty. Pass a value.")
     try:
         value = (flag.parse or value_type)(text)
@@ -296,7 +296,7 @@ def warn(text: str) -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Redirects the stream to the null device: what is buffered would fail again when the process ends."""
+    """Redirects the stream to the null device: buffered output would fail again when the process exits."""
     with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as null:
         os.dup2(null.fileno(), stream.fileno())
 

@@ -47,7 +47,7 @@ def atomic_write(path: Path, unique: bool = False, durable: bool = True) -> Iter
     except BaseException as error:
         with contextlib.suppress(OSError):
             remove(tmp)
-        if isinstance(error, OSError) and error.errno and error.filename is None:  # as after a write to a full disk
+        if isinstance(error, OSError) and error.errno and error.filename is None:  # for example, if the disk is full
             error.filename = str(path)
         raise
     replace(tmp, path)
@@ -88,7 +88,7 @@ def sync(path: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
+    """Returns the SHA-256 of a file, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -185,7 +185,7 @@ def _lock_file(file: TextIO, shared: bool) -> None:
     if sys.platform == "win32":
         import msvcrt
 
-        file.seek(1 << 20)  # a byte beyond the text, so that others can still read that
+        file.seek(1 << 20)  # a byte beyond the text, so that others can still read the text
         msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
     else:
         import fcntl
@@ -194,7 +194,7 @@ def _lock_file(file: TextIO, shared: bool) -> None:
 
 
 def nearest_existing(path: Path) -> Path:
-    """The path itself, or the first of its parents that exists."""
+    """Returns the path itself if it exists, otherwise its nearest parent that does."""
     return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
 
 

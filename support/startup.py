@@ -31,13 +31,13 @@ def prepare(importing: str = "") -> None:
 
 
 def show(text: str) -> None:
-    """Says on a terminal what is going on, without a line break; "" erases it, before anything is printed."""
+    """Shows on a terminal what is going on, without a line break. Call it with "" before anything else is printed."""
     if os.environ.get("RANK", "0") == "0" and sys.stdout is not None and is_terminal():
         sys.stdout.write(f"\r{text}\x1b[K\r")
         sys.stdout.flush()
 
 
 def is_terminal() -> bool:
-    """Whether stdout is a terminal that can redraw a line."""
+    """Returns whether stdout is a terminal that can redraw a line."""
     plain = os.environ.get("TERM") == "dumb" or (os.name == "nt" and "WT_SESSION" not in os.environ)
     return sys.stdout.isatty() and not plain

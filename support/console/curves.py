@@ -22,7 +22,7 @@ from support.console.starts import read_starts
 from support.console.terminal import on_one_line
 from support.files import atomic_write
 
-if TYPE_CHECKING:  # importing it takes as long as drawing a picture
+if TYPE_CHECKING:  # importing matplotlib takes as long as drawing a picture
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # importing it takes as long as drawing a picture
 Curve = tuple[np.ndarray, np.ndarray]  # x and y
 AXES = {"steps": "step", "tokens": "tokens", "hours": "hours of training steps"}
 SETTLED = 0.05  # fraction of a curve at its beginning that may be above the picture, so that the rest is not flat
-DRAW_SECONDS = 10.0  # at least, between two pictures of a run that is being trained
+DRAW_SECONDS = 10.0  # minimum time between two pictures of a live run
 MAX_DRAW_FRACTION = 0.01  # fraction of a run's time that drawing may take
 OPENAI_LOSS = 3.2924  # OpenAI's GPT-2 124M on FineWeb-Edu's validation shard
 OPENAI_SIZES = {(12, 768): "124M", (24, 1024): "350M", (36, 1280): "774M", (48, 1600): "1558M"}  # layers, channels
@@ -141,7 +141,7 @@ def draw_run(run: Run) -> Figure:
 
 
 def draw_runs(labels: Sequence[str], runs: Sequence[Run], axis: str = "steps") -> Figure:
-    """The losses of several runs in one picture: per byte if their tokenizers differ, otherwise per token.
+    """Draws the losses of several runs in one picture: per byte if their tokenizers differ, otherwise per token.
 
     Args:
         labels: a different one for each run.
@@ -167,7 +167,7 @@ def draw_runs(labels: Sequence[str], runs: Sequence[Run], axis: str = "steps") -
 
 
 def compares_per_byte(runs: Sequence[Run]) -> bool:
-    """Whether the runs have different tokenizers, so that losses per token cannot be compared."""
+    """Returns whether the runs have different tokenizers, so that only losses per byte are comparable."""
     tokenizers = [run.start["data"]["tokenizer"] for run in runs]
     # two trained tokenizers may be identical, but losses per byte are comparable either way
     return len(set(tokenizers)) > 1 or "bpe" in tokenizers and len({run.bytes_per_token for run in runs}) > 1
@@ -175,13 +175,13 @@ def compares_per_byte(runs: Sequence[Run]) -> bool:
 
 def save(figure: Figure, path: Path) -> None:
     """Writes a picture as a PNG, atomically."""
-    # the warnings are about characters that the font lacks
+    # warnings about characters that the font lacks
     with atomic_write(path) as tmp, warnings.catch_warnings(action="ignore"):
         figure.savefig(tmp, format="png")
 
 
 def _new_figure(title: str) -> Figure:
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # its first import says that it builds a font cache
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # on its first import, it reports a font cache
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 7), dpi=100, layout="constrained")
@@ -209,7 +209,7 @@ def _draw_loss(axes: Axes, run: Run) -> None:
 
 
 def _draw_validation(axes: Axes, x: np.ndarray, y: np.ndarray, color: Any, label: str | None = None) -> list[Line2D]:
-    """Draws dots, and a line from the second one on: from step 0, it would pass far above the training loss."""
+    """Draws dots, joined by a line from the second one on: from step 0, the line would be far above the training loss."""
     axes.plot(x[1:], y[1:], color=color)
     return axes.plot(x, y, "o", color=color, markersize=3, label=label)
 

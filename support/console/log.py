@@ -1,4 +1,4 @@
-"""`log.txt`, the values of a run: a line for each, `{step} {name} {value}`.
+"""`log.txt`, the values that a run logs, one per line: `{step} {name} {value}`.
 
     250 val 3.9821          before the step: the validation loss, and `hella`, HellaSwag's acc_norm
     250 train 3.912345      the loss of the step's own batches, in nats per token
@@ -28,7 +28,7 @@ FORMATS = {"train": ".6f", "val": ".4f", "hella": ".4f", "lr": ".8g", "norm": ".
 
 
 def read_log(path: Path) -> dict[str, dict[int, float]]:
-    """Reads the finite values in a log, by name and then by step. A missing log has none."""
+    """Reads the finite values in a log, by name and then by step. A missing log counts as empty."""
     values: dict[str, dict[int, float]] = defaultdict(dict)
     for line in _read_lines(path):
         if math.isfinite(value := float(line[3])):
@@ -37,7 +37,7 @@ def read_log(path: Path) -> dict[str, dict[int, float]]:
 
 
 def _read_lines(path: Path) -> list[re.Match[str]]:
-    """Returns the well-formed lines of a log, without a last one that a crash has cut off."""
+    """Returns the well-formed lines of a log, without a last line that a crash has cut off."""
     lines = path.read_bytes().decode("utf-8", "replace").split("\n")[:-1] if path.is_file() else []
     return list(filter(None, map(LINE.fullmatch, lines)))
 

@@ -133,7 +133,7 @@ def describe_recipe(config: TrainConfig) -> str:
 
 
 def notes(config: TrainConfig, machine: Machine, first_step: int, checkpoint_bytes: int) -> Iterator[str]:
-    """Yields what is worth knowing before the first step."""
+    """Yields notes that are worth reading before the first step."""
     max_steps, decay_steps = config.max_steps, config.decay_steps
     if config.minutes is None and config.warmup_steps < min(decay_steps, max_steps) and first_step < max_steps:
         advice = f"its lowest, {config.min_lr:.3g}; --decay-steps moves the end of the schedule"
@@ -145,7 +145,7 @@ def notes(config: TrainConfig, machine: Machine, first_step: int, checkpoint_byt
                 f"the run ends at step {max_steps:,}, before its {decay} does at step {decay_steps:,}: the learning "
                 f"rate stays above {advice}"
             )
-    own_tokenizer = config.tokenizer != "gpt2" and not config.init_from  # which only --text can have
+    own_tokenizer = config.tokenizer != "gpt2" and not config.init_from  # possible only with --text
     if own_tokenizer and first_step == 0 and machine.hellaswag_every == 0:  # otherwise there is a note from HellaSwag
         yield "only models made with --tokenizer gpt2 can be scored on HellaSwag"
     free = shutil.disk_usage(config.out).free
@@ -192,7 +192,7 @@ def print_summary(
         prompt = f" --prompt {shlex.quote(run.prompt)}" if texts else ""
         lines.append(f"saved   {checkpoint}")
         lines.append(f"next    python sample.py --model {shlex.quote(str(checkpoint))}{prompt}")  # in one line, to copy
-        # if the decay has ended before, a longer run has the same learning rates
+        # if the decay ended earlier, a longer run has the same learning rates
         ends_together = config.minutes is not None or config.decay_steps == step
         if before_cooldown and ends_together:
             more = f"--minutes {2 * config.minutes:g}" if config.minutes else f"--max-steps {2 * step}"

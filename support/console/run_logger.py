@@ -23,7 +23,7 @@ from support.startup import STARTED
 if TYPE_CHECKING:
     from support.checkpoints.state import TrainState
 
-LINE_SECONDS = 10.0  # between step lines on a terminal, so that the header stays in view
+LINE_SECONDS = 10.0  # seconds between step lines on a terminal, so that the header stays in view
 ETA_EVERY = 50  # steps between notes on the remaining time, in a file
 
 
@@ -55,7 +55,7 @@ class RunLogger:
             append_start(folder, describe_start(run, dist))
         self._curves = CurvesFile(folder)
         self._profiler = make_profiler(run.config.profile, run.config.out, dist.device, dist.rank, dist.print0)
-        for name, value in self._log.kept.items():  # trackers hide what they have for first_step and later
+        for name, value in self._log.kept.items():  # trackers hide the values that they have for first_step and later
             self._trackers.log_value(self.first_step, name, value)
         # every rank must know, or the others wait forever in the next evaluation
         self._logged = dist.once(lambda: due & self._log.kept.keys())
@@ -127,7 +127,7 @@ class RunLogger:
             self.print0(terminal.labelled("note", note))
         if step == self.first_step and self.run.machine.compiled:
             self.print0(terminal.labelled("note", f"the first step ended {now - STARTED:.1f}s after the start"))
-        # these names stay, so that a resumed run continues its curves
+        # these names must not change, so that a resumed run continues its curves
         values = {"update/lr": lr, "update/norm": norm, "speed/tokens_per_second": speed}
         self._trackers.log(step, values | ({"speed/mfu": mfu} if mfu is not None else {}))
         if self._profiler:
@@ -165,7 +165,7 @@ class RunLogger:
         self._curves.update()
 
     def _line_due(self, step: int, now: float) -> bool:
-        """Whether a step that was not skipped gets a line."""
+        """Returns whether to print a line for a step that was not skipped."""
         if self._status.enabled and self.config.log_every is None:
             due = now - self._line_shown >= LINE_SECONDS
         else:
@@ -173,11 +173,11 @@ class RunLogger:
         return due or step == self.first_step or self._is_last(step)
 
     def _is_last(self, step: int) -> bool:
-        """Whether this is known to be the last step: with --minutes it is not."""
+        """Returns whether this is known to be the last step; with --minutes, it never is."""
         return self.config.minutes is None and step == self.config.max_steps - 1
 
     def _eta(self, step: int, now: float) -> float | None:
-        """The remaining seconds, evaluations and checkpoints included. None after the first step and the last."""
+        """Estimates the remaining seconds, including evaluations and checkpoints. None after the first step and the last."""
         if step == self.first_step:
             self._first_step_ended = now
         if self.config.minutes or step == self.first_step or self._is_last(step):

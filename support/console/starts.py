@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # reading a file must not take as long as importing torch
     from support.runtime.run_info import RunInfo
 
 FILE = "starts.jsonl"
-# What the readers of a line rely on.
+# The fields that readers of a line rely on.
 REQUIRED = {"first_step": int, "flags": dict, "data": dict, "parameters": int, "tokens_per_step": int}
 ROOT = Path(__file__).resolve().parents[2]
 

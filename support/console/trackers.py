@@ -42,7 +42,7 @@ class TensorBoard:
         self._flags = {name: value for name, value in config.used_flags().items() if value is not None}
         folder = Path(config.out) / "tensorboard"
         if first_step == 0:
-            for events in folder.glob("events.out.tfevents.*"):  # left by a run that is started over
+            for events in folder.glob("events.out.tfevents.*"):  # left by an earlier start of a run that starts over
                 events.unlink()
         # hides what a killed run wrote after its last checkpoint
         self._writer = SummaryWriter(str(folder), purge_step=first_step or None)

@@ -58,7 +58,7 @@ def chunk_numel(device_type: str, device_memory: float) -> int:
 
 
 def chunk_rows(numel: int, width: int) -> int:
-    """Returns how many rows of `width` logits a chunk of `numel` logits has: a power of two."""
+    """Returns the number of rows of `width` logits in a chunk of `numel` logits: a power of two."""
     return 2 ** max(0, (numel // width).bit_length() - 1)
 
 
@@ -86,7 +86,7 @@ def _summed_cross_entropy(
     # not, so nothing is compiled again.
     with torch.inference_mode(), torch.autocast(x.device.type, enabled=False):
         targets = targets.clone()  # makes it an inference tensor
-        buffer = x.new_empty((rows, len(weight)))  # one for all chunks: a new one would exist next to the one before
+        buffer = x.new_empty((rows, len(weight)))  # one buffer for all chunks: otherwise two would exist at a time
         for first in range(0, len(x), rows):
             chunk = x[first : first + rows]  # (R, C)
             logits = torch.mm(chunk, low_weight.T, out=buffer[: len(chunk)])  # (R, W)
@@ -122,7 +122,7 @@ def _logits_to_gradient_(
 def _fused_logits_to_gradient_(
     logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, with_gradients: bool
 ) -> torch.Tensor:
-    """Does the same for torch.compile, which makes one kernel of it: it reads a row for its sums, then again to write it.
+    """Does the same for torch.compile, which makes it one kernel: it reads a row for its sums, then reads and overwrites it.
 
     Slices and scatters would need kernels of their own and unaligned loads, so ids are masked instead. With p the
     probability of the target and log_odds = log((1 - p) / p),

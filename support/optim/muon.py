@@ -74,7 +74,7 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # without a closure
         groups, found_inf = self.param_groups, getattr(self, "found_inf", None)
-        self._applied = 1.0 if found_inf is None else 1.0 - found_inf  # 0 leaves weights and momenta as they are
+        self._applied = 1.0 if found_inf is None else 1.0 - found_inf  # 0 leaves weights and momenta unchanged
         for group in groups:
             if "num_splits" in group:
                 self._muon_step(group)
@@ -122,7 +122,7 @@ class Muon(torch.optim.AdamW):
         directions = orthogonalize(own)
         if world_size > 1:
             directions, own = directions.new_empty(per_rank * world_size, *directions.shape[1:]), directions
-            # torch 2.13 has renamed it
+            # renamed in torch 2.13
             gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
             gather(directions, own)
         n, m = directions.shape[1:]
