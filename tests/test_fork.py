@@ -150,7 +150,7 @@ def test_another_optimizer_starts_anew(runs, tmp_path):
 @pytest.mark.parametrize(
     "flags, problem",
     [
-        (["--n-layer", 3, "--block-size", 8], ["--n-layer is 3, and the model in", "--block-size is 8, and the model"]),
+        (["--n-layer", 3, "--block-size", 8], ["--n-layer is 3, but the model in", "--block-size is 8, but the model"]),
         (["--max-steps", 5], ["model_00006 was trained for 6 steps"]),
         (["--model", "gpt2-xl"], ["--fork brings its own model. Leave out --model."]),
         (["--text", "x.txt", "--tokenizer", "bytes"], ["--fork brings its own model. Leave out --tokenizer."]),

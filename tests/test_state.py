@@ -135,5 +135,5 @@ def test_a_file_of_another_program_is_refused(content, tmp_path, name):
 )
 def test_a_state_of_other_parameters_is_refused(content, tmp_path, change):
     change(content)
-    with pytest.raises(UserError, match="trainer.pt belongs to a model with other parameters"):
+    with pytest.raises(UserError, match="trainer.pt belongs to a model whose parameters differ"):
         restored(content, tmp_path)

@@ -129,7 +129,7 @@ def test_gpt2s_tokenizer_is_known_by_its_content(tmp_path):
     merges = content["model"]["merges"]
     merges[7], merges[8] = merges[8], merges[7]
     (hub / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match="not a byte-level BPE as"):  # its ids are not in the order of its merges
+    with pytest.raises(UserError, match="not a byte-level BPE like"):  # its ids are not in the order of its merges
         find_tokenizer(hub)
 
 
