@@ -4,7 +4,7 @@
     python compare.py log log_fast --x tokens    # for steps of different sizes
     python compare.py log -o log.png             # one run alone
 
-DIR is the folder of a run: the one that train_gpt2.py writes to.
+DIR is the folder of a run, which train_gpt2.py wrote.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Arguments:
 
     # fmt: off
     runs: Sequence[str] = flag((), "folders of runs", positional=True, nargs="+", metavar="DIR")
-    x: str = flag("steps", "x-axis; hours are the time spent in training steps alone",
+    x: str = flag("steps", "x-axis; hours count only the time spent in training steps",
         choices=tuple(AXES))
     output: str = flag("compare.png", "picture to write", short="-o", metavar="FILE")
     # fmt: on
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = read_runs(args.runs)
     labels = label_runs(runs)
     lines = describe(labels, runs)
-    if max(map(len, lines)) > WIDTH:  # long names come first, and the tables have their numbers
+    if max(map(len, lines)) > WIDTH:  # long names are listed first, and the tables use their numbers
         names = [textwrap.fill(f"{n}  {name}", WIDTH, subsequent_indent="   ") for n, name in enumerate(labels, 1)]
         lines = [*names, "", *describe([str(n) for n in range(1, len(runs) + 1)], runs)]
     print("\n".join(lines))
@@ -88,7 +88,7 @@ def read_runs(folders: Sequence[str]) -> list[Run]:
 
 
 def label_runs(runs: Sequence[Run]) -> list[str]:
-    """Returns the names of the runs' folders, or the complete paths of those with the same name."""
+    """Returns the name of each run's folder, or its full path if several have the same name."""
     count = Counter(run.name for run in runs)
     return [run.name if count[run.name] == 1 else on_one_line(str(run.folder.resolve())) for run in runs]
 
@@ -112,7 +112,7 @@ def describe(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:
 
 
 def differences(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:
-    """Describes the flags that are not the same in all runs, and what else makes their losses differ."""
+    """Describes the flags that are not the same in all runs; a note says if the validation data differ, too."""
     names = dict.fromkeys(name for run in runs for name in run.flags if name not in IGNORED_FLAGS)
     values = {name: [run.flags.get(name) for run in runs] for name in names}
     different = [name for name in names if any(value != values[name][0] for value in values[name])]
@@ -127,7 +127,7 @@ def differences(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:
 
 
 def results(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """Returns the columns of the table, each with its title; what no run has measured is left out.
+    """Returns the columns of the table, each with its title; columns that no run has measured are left out.
 
     Losses are per byte if the tokenizers differ. With names of up to ten characters, a line has at most 80 columns.
     """
@@ -152,7 +152,7 @@ def results(runs: Sequence[Run]) -> list[tuple[str, ...]]:
 
 
 def format_columns(columns: Sequence[Sequence[str]]) -> list[str]:
-    """Returns lines of columns, whose text may come from a stranger's files: the first one flush left, the others right."""
+    """Returns the lines of a table: the first column flush left, the others right. Text may come from a stranger's files."""
     columns = [[on_one_line(cell) for cell in column] for column in columns]
     widths, lines = [max(map(len, column)) for column in columns], []
     for first, *others in zip(*columns, strict=True):
@@ -162,7 +162,7 @@ def format_columns(columns: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _show(value: Any, width: int) -> str:
-    """Formats the value of a flag; what is longer than `width` loses its middle."""
+    """Formats the value of a flag. A text longer than `width` loses its middle."""
     text = UNKNOWN if value is None else f"{value:g}" if type(value) is float else str(value)
     return text if len(text) <= width else f"{text[: width // 2 - 1]}..{text[-((width - 1) // 2) :]}"
 

@@ -7,11 +7,11 @@
     python fineweb.py --demo                   # Python's own documentation
     python fineweb.py --check my_data          # are all shards intact?
 
-If the command is killed, the same command continues; finished work is kept.
+If the command is killed, run it again to continue; finished work is kept.
 
 A shard is a one-dimensional uint16 .npy file. Every document is preceded by <|endoftext|>. Shard 0 is for validation
-and the others for training, unless --val-fraction or a small text holds out a fraction instead. manifest.json next to
-them describes them. The bytes do not depend on the number of threads or processes.
+and the others for training, unless --val-fraction or a small text holds out a fraction instead. manifest.json, next to
+the shards, describes them. Their bytes do not depend on the number of threads or processes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MAX_SHARD_SIZE = 10**9
 
 
 def parse_count(text: str) -> int:
-    """Parses an integer, also written as 1e9 or 10_000_000."""
+    """Parses an integer, which may be written as 1e9 or 10_000_000."""
     try:
         number = Decimal(text)
         if abs(number) < 10**30 and number == int(number):
@@ -96,13 +96,13 @@ class Arguments:
     document_separator: str | None = flag(None,
         r"string between the documents of a .txt file; \n stands for a newline", "source",
         default_help="a file is one document", metavar="TEXT")
-    demo: bool = flag(False, "the documentation of this Python; needs no network")
+    demo: bool = flag(False, "use the documentation of this Python as text; needs no network")
     check: str | None = flag(None, "read the shards in DIR, compare them with their manifest, and exit",
         default_help="make shards", metavar="DIR")
     output: str | None = flag(None, "folder for the shards",
         default_help="edu_fineweb10B or similar for FineWeb, demo_data with --demo", metavar="DIR")
     tokenizer: str | None = flag(None, "GPT-2's tokens, bytes, or bpe, which is trained on the text",
-        default_help="gpt2; with --demo bpe", choices=(*VOCAB_SIZES, "bpe"))
+        default_help="gpt2; bpe with --demo", choices=(*VOCAB_SIZES, "bpe"))
     vocab_size: int | None = flag(None, "tokens in the vocabulary of --tokenizer bpe", "shards",
         default_help="what suits the amount of text", at_least=258, at_most=MAX_VOCAB_SIZE, parse=parse_count)
     tokenizer_from: str | None = flag(None, "use the trained tokenizer of this model, or of these shards", "shards",
@@ -118,7 +118,7 @@ class Arguments:
     workers: int | None = flag(None, "number of encoder threads", PERFORMANCE, default_help="one per core", at_least=1,
         at_most=1024)
     engine: str | None = flag(None, "encoder for gpt2 tokens", PERFORMANCE,
-        default_help="gigatoken, compared with tiktoken on samples", choices=ENGINES)
+        default_help="gigatoken, checked against tiktoken on samples", choices=ENGINES)
     only_parts: tuple[int, int] | None = flag(None,
         "encode only parts K, K+N, K+2N, ... of the text and write no shards: run 1/N to N/N on N machines, then once "
         "without this flag", PERFORMANCE, default_help="all parts and the shards", parse=parse_share,
@@ -155,7 +155,7 @@ def _invalid_arguments(args: Arguments) -> list[str]:
         problems.append("--val-fraction must be more than 0 and less than 1.")
     sources = {"--input": args.input, "--dataset": args.dataset, "--demo": args.demo or None, "--check": args.check}
     if sum(value is not None for value in sources.values()) > 1:
-        problems.append(f"{', '.join(sources)} exclude each other. Choose one.")
+        problems.append(f"{', '.join(sources)} are mutually exclusive. Choose one.")
     has_default_output = args.dataset in (None, *hub.FINEWEB_PREFIXES)
     if (args.input or not has_default_output) and args.output is None:
         problems.append("no folder for the shards. Pass one with --output.")
@@ -164,7 +164,7 @@ def _invalid_arguments(args: Arguments) -> list[str]:
     if args.tokenizer_name != "bpe":
         given = {"--vocab-size": args.vocab_size, "--tokenizer-from": args.tokenizer_from}
         problems += [
-            f"{name} is for --tokenizer bpe. Add that, or leave {name} out."
+            f"{name} is for --tokenizer bpe. Add --tokenizer bpe, or leave out {name}."
             for name, value in given.items()
             if value is not None
         ]
@@ -187,13 +187,13 @@ def default_output(args: Arguments) -> str:
 
 
 def corpus_of(args: Arguments, output: Path) -> Corpus:
-    """Returns the corpus that the command line names. A folder that an earlier run started keeps its revision.
+    """Returns the corpus that the command line names. If an earlier run started the folder, its revision is kept.
 
     Raises:
         UserError: there is no such file or data set, or the hub cannot be reached.
     """
     separator = args.document_separator
-    if separator:  # line ends of files become \n, too
+    if separator:  # line endings in files become \n, too
         separator = separator.replace("\\n", "\n").replace("\r\n", "\n").replace("\r", "\n")
     if args.demo:
         return demo_corpus()
@@ -201,7 +201,7 @@ def corpus_of(args: Arguments, output: Path) -> Corpus:
         return TextFiles(find_input(args.input), args.text_field, separator)
     name = args.dataset or FINEWEB_EDU
     if os.path.exists(name):
-        raise UserError(f"{name} is on this machine. Pass it with --input.")
+        raise UserError(f"{name} is a path on this machine. Pass it with --input.")
     config = args.name or ("sample-10BT" if name in hub.FINEWEB_PREFIXES else None)
     corpus = hub.HubFiles(name, config, args.split, args.text_field, separator, output / ".downloads")
     earlier = load_manifest(output)
@@ -214,13 +214,13 @@ def check_shards(directory: str) -> None:
     """Reads all shards of a folder and reports that they are intact.
 
     Raises:
-        UserError: some are not; one line for each.
+        UserError: some shards are not intact; one line for each.
     """
     manifest = read_manifest(directory)
     if manifest["tokenizer"] == "bpe":
         read_tokenizer(directory)
     shards = open_shards(directory, "train", "val", read_all=True)
-    verdict = "all as in the manifest" if manifest["shards"] else "well-formed; there is no manifest to compare with"
+    verdict = "all match the manifest" if manifest["shards"] else "well-formed; there is no manifest to compare with"
     print(
         f"{directory}: {len(shards)} shard{'s' if len(shards) > 1 else ''}, {sum(map(len, shards)):,} tokens ({manifest['tokenizer']}), {verdict}",
         flush=True,
@@ -235,13 +235,11 @@ def main(argv: list[str] | None = None) -> None:
     output = Path(args.output or default_output(args))
     tokenizer, tokenizer_file = args.tokenizer_name, None
     if tokenizer == "gpt2" and args.engine is None and default_engine() == "tiktoken":
-        print_lines(
-            'gigatoken is not installed: tiktoken encodes instead, several times slower ("pip install gigatoken")'
-        )
+        print_lines('gigatoken is not installed, so tiktoken encodes, several times slower ("pip install gigatoken")')
     options = dict(args.executor_options or [])
     executor = Executor(args.executor, args.tasks or usable_cores(), options) if args.executor else None
     if tokenizer != "bpe":
-        get_tokenizer(tokenizer)  # downloaded first
+        get_tokenizer(tokenizer)  # downloads it first
     elif args.tokenizer_from:
         from support.checkpoints.huggingface import find_trained_tokenizer  # imports torch
 
@@ -261,7 +259,7 @@ def main(argv: list[str] | None = None) -> None:
         threads=args.workers or (options.get("cpus_per_task", 1) if executor else usable_cores()),
     )
     manifest = executor.run(make, output) if executor else make(only_parts=args.only_parts)
-    if not manifest["complete"]:  # only parts so far, or Slurm's jobs have not ended
+    if not manifest["complete"]:  # only some parts so far, or Slurm's jobs are still running
         return
     shards = manifest["shards"]
     tokens, documents = sum(s["tokens"] for s in shards), sum(s.get("documents", 0) for s in shards)

@@ -1,4 +1,4 @@
-"""Scores a GPT-2 on HellaSwag: which of four endings of a short text does the model find most likely?
+"""Scores a GPT-2 model on HellaSwag: which of four endings of a short text does the model find most likely?
 
     python hellaswag.py --model gpt2                  # from the Hugging Face hub
     python hellaswag.py --model log/model_19073       # a checkpoint
@@ -8,11 +8,11 @@
 The loss of an ending is the cross-entropy of its tokens, given the context. `acc` predicts the ending with the lowest
 summed loss, `acc_norm` the one with the lowest loss after normalising by length. There are two styles:
 
-    tokens   The context is encoded, and separately a space and the ending.
-             acc_norm divides by the tokens of the ending.
-    harness  As EleutherAI's task hellaswag, 0-shot: the texts are cleaned, the
-             context begins with the activity, context and ending are encoded
-             together. acc_norm divides by the characters of the ending.
+    tokens   The context is encoded by itself, and so is a space with the ending.
+             acc_norm divides by the tokens in the ending.
+    harness  Like EleutherAI's task hellaswag, 0-shot: the texts are cleaned, the
+             context begins with the activity, and context and ending are encoded
+             together. acc_norm divides by the characters in the ending.
 
 Data: Zellers et al., arXiv:1905.07830.
 """
@@ -101,7 +101,7 @@ def load(path: str | os.PathLike[str], limit: int | None = None, style: str = "t
     """Reads the first `limit` items of a .jsonl file, or all of them. Either all have a label or none has.
 
     Raises:
-        UserError: the file cannot be read, has no items, or has a bad line; the message gives its number.
+        UserError: the file cannot be read, has no items, or has a bad line (the message gives its number).
     """
     items: list[Item] = []
     try:
@@ -157,15 +157,15 @@ def _parse_item(line: str, location: str, style: str) -> Item:
 
 @dataclass(frozen=True)
 class Example:
-    """An item in tokens: one context and four completions, which are the endings."""
+    """An item as tokens: one context and four completions, which are the endings."""
 
     context: list[int]
     completions: list[list[int]]
     label: int | None
-    char_lengths: list[int] | None = None  # characters of each ending, for `acc_norm`; None: divide by its tokens
+    char_lengths: list[int] | None = None  # characters per ending, for `acc_norm`; None: divide by tokens
 
     def row_lengths(self) -> list[int]:
-        """Tokens that the model is fed to score each completion, whose last token is only predicted."""
+        """Returns how many tokens the model is fed to score each completion, whose last token is only predicted."""
         return [len(self.context) + len(completion) - 1 for completion in self.completions]
 
 
@@ -177,7 +177,7 @@ def render(item: Item, tokenizer: Tokenizer, style: str = "tokens") -> Example:
         return Example(encode(item.ctx) or [tokenizer.eot], completions, item.label)
     text = _clean(f"{item.activity_label}: {item.ctx_a} {item.ctx_b.capitalize()}")
     endings = [_clean(ending) for ending in item.endings]
-    context = encode(text.rstrip())  # spaces at its end belong to the completions: GPT-2's tokens begin with a space
+    context = encode(text.rstrip())  # trailing spaces go to the completions: GPT-2's tokens begin with a space
     completions = [encode(f"{text} {ending}")[len(context) :] for ending in endings]
     return Example(context or [tokenizer.eot], completions, item.label, [len(ending) for ending in endings])
 
@@ -193,11 +193,11 @@ def load_examples(
     """Returns the examples that a training run scores, from --hellaswag-data or the downloaded validation split.
 
     Returns an empty list, and calls `notice` with the reason, if the tokenizer is not GPT-2's or the download failed.
-    A notice also says whether endings are longer than the model's context.
+    It also calls `notice` if endings are longer than the model's context.
 
     Raises:
-        UserError: the file does not have HellaSwag items with labels, or a flag asks for scores and the tokenizer is not
-        GPT-2's.
+        UserError: the file does not have HellaSwag items with labels, or a flag asks for scores but the tokenizer is
+        not GPT-2's.
     """
     path, limit, block_size = config.hellaswag_data, config.hellaswag_limit, config.block_size
     if every == 0:
@@ -220,7 +220,7 @@ def load_examples(
     examples = [render(item, tokenizer) for item in items]
     if truncated := count_truncated(examples, block_size):
         problem = (
-            f"{truncated:,} endings with their contexts are longer than {block_size} tokens, and cut at the beginning"
+            f"{truncated:,} endings with their contexts are longer than {block_size} tokens; the beginning is cut off"
         )
         notice(labelled("note", f"HellaSwag: {problem}. Do not compare with published scores"))
     return examples
@@ -234,7 +234,7 @@ def count_truncated(examples: Sequence[Example], block_size: int) -> int:
 def score_with_ranks(
     model: ScoringModel, examples: Sequence[Example], dist: Distributed, stop: StopHandler, amp: torch.autocast
 ) -> tuple[float, float, float] | None:
-    """Returns acc_norm over the examples of all ranks, its standard error and the seconds; None if the run should stop."""
+    """Returns acc_norm over all ranks' examples, its standard error and the seconds taken; None if the run should stop."""
     rank_examples = examples_for_rank(examples, dist.rank, dist.world_size, model.block_size)
 
     def interruptible(rows: Iterable[Row]) -> Iterator[Row]:
@@ -260,10 +260,10 @@ def examples_for_rank(examples: Sequence[Example], rank: int, world_size: int, b
 # -----------------------------------------------------------------------------
 # Scoring
 #
-# In shapes, B is rows, T tokens of a row, C channels, V the vocabulary size, N completion tokens of a batch.
+# In shapes, B is rows, T tokens per row, C channels, V the vocabulary size, N completion tokens in a batch.
 
 TOKENS_PER_BATCH = {"cuda": 32768, "mps": 8192, "cpu": 768}  # enough to fill a GPU; few enough for a CPU's caches
-MAX_LOGIT_ROWS = 768  # rows of logits that exist at a time: 768 * 50,257 * 4 bytes = 154 MB
+MAX_LOGIT_ROWS = 768  # rows of logits in memory at a time: 768 * 50,257 * 4 bytes = 154 MB
 
 
 @dataclass(frozen=True)
@@ -304,7 +304,7 @@ def completion_losses(
     Rows of similar length are batched. A batch that does not fit into memory is halved.
 
     Args:
-        token_budget: maximum tokens of a batch, including padding; a batch of one row may have more. None: a default
+        token_budget: maximum tokens in a batch, including padding; a batch of one row may have more. None: a default
             for the device.
         progress: gets the rows, longest first, and yields them: for a progress bar, or to stop early. The losses of
             rows that it does not yield are 0.
@@ -318,7 +318,7 @@ def completion_losses(
     rows = [row for i, example in enumerate(examples) for row in make_rows(example, i, model.block_size, model.masked)]
     rows.sort(key=lambda row: -row.length)
     token_budget = token_budget or TOKENS_PER_BATCH[model.device.type]
-    scored: list[tuple[list[Row], torch.Tensor]] = []  # losses stay on the device until the end: a copy would wait
+    scored: list[tuple[list[Row], torch.Tensor]] = []  # on the device until the end: copying would make the host wait
 
     remaining, num_done = iter(progress(rows)), 0
     while num_done < len(rows):
@@ -332,7 +332,7 @@ def completion_losses(
             continue
         if len(batch) == 1:
             problem = f"a row of {batch[0].length} tokens does not fit into the memory of {model.device}."
-            raise UserError(f"{problem} Free some of it, or use another --device.", this_rank_only=True)
+            raise UserError(f"{problem} Free some memory, or use another --device.", this_rank_only=True)
         devices.free_memory(model.device)
         token_budget = len(batch) // 2 * batch[0].length
         remaining = chain(batch, remaining)
@@ -363,9 +363,9 @@ def make_rows(example: Example, index: int, block_size: int, share_context: bool
 
 
 def _batch_losses_or_none(model: ScoringModel, batch: list[Row]) -> torch.Tensor | None:
-    """`_batch_losses`, or None if memory ran out.
+    """Returns `_batch_losses`, or None if memory ran out.
 
-    After the return no traceback refers to the tensors, so their memory can be freed.
+    After it returns, no traceback refers to the tensors, so their memory can be freed.
     """
     try:
         with devices.attention_without_cudnn(model.device):  # batches have about a hundred shapes
@@ -377,7 +377,7 @@ def _batch_losses_or_none(model: ScoringModel, batch: list[Row]) -> torch.Tensor
 
 
 def _batch_losses(model: ScoringModel, batch: list[Row]) -> torch.Tensor:
-    """Cross-entropy (N,) of all completion tokens of a batch, row by row and completion by completion."""
+    """Returns the cross-entropy (N,) of all completion tokens of a batch, row by row and completion by completion."""
 
     def send(values: np.ndarray | list[int]) -> torch.Tensor:
         return devices.to_device(torch.as_tensor(values), model.device)
@@ -393,7 +393,7 @@ def _batch_losses(model: ScoringModel, batch: list[Row]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A batch of rows as the model is fed it, padded at the end; see `pack`."""
+    """A batch of rows as input for the model, padded at the end; see `pack`."""
 
     ids: np.ndarray  # (B, T)
     position_ids: np.ndarray  # (B, T)
@@ -431,7 +431,7 @@ def pack(batch: list[Row]) -> PackedBatch:
 
 
 def shared_context_mask(segment_ids: torch.Tensor) -> torch.Tensor:
-    """Attention mask (B, 1, T, T): a token attends to the context and to its own completion, up to itself.
+    """Returns the attention mask (B, 1, T, T): a token attends to the context and to its own completion, up to itself.
 
     For the row in `pack`, with a line for each query and a column for each key:
 
@@ -453,7 +453,7 @@ def shared_context_mask(segment_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _token_losses(model: ScoringModel, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy (N,) of target ids (N,), predicted from hidden states (N, C)."""
+    """Returns the cross-entropy (N,) of target ids (N,), predicted from hidden states (N, C)."""
     # fp32 even under autocast: near -35, where many logits are, neighbouring bf16 numbers are 0.25 apart
     with torch.autocast(model.device.type, enabled=False):
         chunks = zip(hidden.float().split(MAX_LOGIT_ROWS), targets.split(MAX_LOGIT_ROWS), strict=True)
@@ -463,7 +463,7 @@ def _token_losses(model: ScoringModel, hidden: torch.Tensor, targets: torch.Tens
 def _sum_and_normalise(
     scored: list[tuple[list[Row], torch.Tensor]], examples: Sequence[Example]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Summed and normalised losses (examples, 4) from batches of rows and their token losses (N,)."""
+    """Returns summed and normalised losses (examples, 4) from batches of rows and their token losses (N,)."""
     sums, lengths = np.zeros(4 * len(examples)), np.ones(4 * len(examples))
     for batch, token_losses in scored:
         completions = [pair for row in batch for pair in zip(row.completions, row.loss_indices, strict=True)]
@@ -480,7 +480,7 @@ def _sum_and_normalise(
 
 
 def count_correct(losses: np.ndarray, examples: Sequence[Example]) -> int:
-    """Counts the examples whose label has the lowest of its 4 losses. `losses` is (examples, 4); NaN counts as wrong."""
+    """Counts the examples for which the label has the lowest loss. `losses` is (examples, 4); NaN counts as wrong."""
     predictions = np.where(np.isnan(losses).any(axis=1), -1, losses.argmin(axis=1))
     return sum(int(prediction) == e.label for prediction, e in zip(predictions, examples, strict=True))
 
@@ -523,7 +523,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = load_tokenizer(directory)  # refuses a model before the items are downloaded
     items = load(args.data or download(args.split or "val"), args.limit, args.style)
     if items[0].label is None and not args.json:
-        raise UserError("the items have no labels, so there are no scores. Give a file for the losses with --json.")
+        raise UserError("the items have no labels, so there are no scores. Write the losses to a file with --json.")
     model = load_model(directory, device)
     examples = [render(item, tokenizer, args.style) for item in items]
     start = time.perf_counter()
@@ -567,7 +567,7 @@ class Arguments:
         choices=devices.DEVICES)
     dtype: str = flag("fp32", "precision of matrix products; logits and losses are always fp32",
         choices=("auto", *devices.DTYPES))
-    split: str | None = flag(None, "split, downloaded once; test has no labels", default_help="val",
+    split: str | None = flag(None, "split to score, downloaded once; test has no labels", default_help="val",
         choices=tuple(GIT_BLOBS))
     data: str | None = flag(None, "a HellaSwag .jsonl file", default_help="download it", metavar="FILE")
     limit: int | None = flag(None, "score only the first N items", default_help="all", at_least=1)
@@ -587,7 +587,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Arguments:
     if args.data and args.split:
         problems.append("--split names a download, and --data a file. Leave out one of them.")
     if args.split == "test" and not args.json:
-        problems.append("the test split has no labels, so there are no scores. Give a file for the losses with --json.")
+        problems.append("the test split has no labels, so there are no scores. Write the losses to a file with --json.")
     if problems:
         raise UserError(*problems)
     if args.json:
@@ -599,7 +599,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     """Returns the tokenizer of a model.
 
     Raises:
-        UserError: it is not GPT-2's, on which HellaSwag's scores are defined, or the model is not a GPT-2.
+        UserError: it is not GPT-2's, on which HellaSwag's scores are defined, or the model is not a GPT-2 model.
     """
     tokenizer = tokenizer_of_model(directory, huggingface.read_config(directory)["vocab_size"])
     if tokenizer.name != "gpt2":
@@ -617,7 +617,7 @@ def load_model(directory: Path, device: torch.device) -> ScoringModel:
         UserError: the files are corrupt.
     """
     if huggingface.read_config(directory).keys() - GPT2_FIELDS:
-        from train_gpt2 import GPT  # here, as it imports this module
+        from train_gpt2 import GPT  # here, because train_gpt2 imports this module
 
         model = GPT.from_pretrained(directory, verify=False).to(device).eval()
         return ScoringModel(model.transformer, model.logits, model.config.block_size, device)
@@ -684,10 +684,10 @@ def table(results: Results) -> str:
 
 
 def write_json(path: Path, results: Results, sums: np.ndarray, normalised: np.ndarray, items: list[Item]) -> None:
-    """Writes the results and, under "results", losses (nats), predictions and label of each item, a line each."""
+    """Writes the results and, under "results", each item's losses (nats), predictions and label, one item per line."""
 
     def finite_or_none(values: Iterable[float]) -> list[float | None]:
-        return [value if math.isfinite(value) else None for value in values]  # JSON has no NaN and no infinity
+        return [value if math.isfinite(value) else None for value in values]  # JSON has neither NaN nor infinity
 
     lines = [
         json.dumps(

@@ -1,11 +1,11 @@
-"""Continues texts with a GPT-2: a checkpoint, or a model of the Hugging Face hub.
+"""Continues texts with a GPT-2 model: a checkpoint, or one from the Hugging Face hub.
 
-    python sample.py --model log/model_19073     # on a terminal: type a beginning
+    python sample.py --model log/model_19073     # on a terminal: type a prompt
     python sample.py --model gpt2 --prompt "Once upon a time" -n 4
     python sample.py --model gpt2 --prompt "The cat" -n 1 --temperature 0
     python sample.py --model gpt2 --prompt "The cat" --top-k 0 --top-p 0.9
 
-Several texts are separated by lines of three dashes. Without --prompt, it continues what is piped into it.
+Several texts are separated by lines of three dashes. Without --prompt, the script continues the text piped into it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from train_gpt2 import GPT, GPTConfig, next_token_probs
 
 DEFAULT_NUM_TEXTS = 4
 MAX_BATCH = 64  # texts generated at a time
-MAX_CACHE_BYTES = 2 << 30  # most bytes in the KV cache; beyond, fewer texts are generated at a time
-MAX_PROMPT_CHARS = 1 << 20  # far more than a context takes: what is piped may have no end
-# a model could produce any control sequence of a terminal
+MAX_CACHE_BYTES = 2 << 30  # limit of the KV cache; beyond it, fewer texts are generated at a time
+MAX_PROMPT_CHARS = 1 << 20  # far more than a context holds; a pipe may never end
+# a model could generate any terminal control sequence
 CONTROL_CHARACTERS = {c: f"\\x{c:02x}" for c in (*range(32), *range(127, 160)) if chr(c) not in "\t\n"}
 
 # -----------------------------------------------------------------------------
@@ -47,8 +47,8 @@ CONTROL_CHARACTERS = {c: f"\\x{c:02x}" for c in (*range(32), *range(127, 160)) i
 def prepare_weights(model: GPT, dtype: torch.dtype, single_row: bool) -> None:
     """Stores the weights for fast generation: the blocks' matrices in `dtype`, to which autocast would cast them.
 
-    On a CPU, a product of a matrix and a single row in fp32 is faster if the matrix is stored by columns; of several
-    rows, it is slower.
+    On a CPU in fp32, multiplying a single row by a matrix is faster if the matrix is stored in column-major order. With
+    several rows, it is slower.
     """
     for module in model.transformer.h.modules():
         if isinstance(module, nn.Linear):
@@ -59,7 +59,10 @@ def prepare_weights(model: GPT, dtype: torch.dtype, single_row: bool) -> None:
 
 
 def cache_capacity(config: GPTConfig, prompt_length: int, max_new_tokens: int) -> int:
-    """Tokens per row in the KV cache. The last new token is never fed back; a full context is recomputed without the cache."""
+    """Returns the capacity of the KV cache, in tokens per row.
+
+    The last new token is never fed back. Once the context is full, it is recomputed without the cache.
+    """
     return min(prompt_length + max_new_tokens - 1, config.block_size)
 
 
@@ -77,7 +80,7 @@ def generate(
     model: GPT, idx: Tensor, max_new_tokens: int, generator: torch.Generator, temperature: float = 1.0,
     top_k: int | None = None, top_p: float = 1.0,
 ) -> Iterator[Tensor]:  # fmt: skip
-    """Yields each row's next token, (B,), for (B, T) ids, as `GPT.generate` draws them, at the cost of one token each.
+    """Continues (B, T) ids: yields new tokens (B,), drawn as in `GPT.generate`, at the cost of one token each.
 
     Once the context is full, a new token moves all others to an earlier position, where they have other keys and
     values: from then on, each token takes a forward pass over the whole context, as in `GPT.generate`.
@@ -101,7 +104,7 @@ def generate(
 
 
 def nucleus(probs: Tensor, top_p: float) -> Tensor:
-    """Limits probabilities (B, K) to the fewest tokens, the likeliest, that have `top_p` together (arXiv:1904.09751)."""
+    """Limits probabilities (B, K) to the fewest likeliest tokens that add up to at least `top_p` (arXiv:1904.09751)."""
     if top_p == 1.0:
         return probs
     ascending, order = probs.sort()
@@ -118,7 +121,7 @@ Continue = Callable[..., Iterator[Tensor]]  # `generate` with its options; calle
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int, model_name: str) -> list[int]:
-    """Returns the tokens of a prompt: an end-of-text token if it is empty.
+    """Returns the tokens of a prompt, or an end-of-text token if it is empty.
 
     Raises:
         UserError: it is not valid UTF-8, or is longer than the context.
@@ -136,26 +139,26 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int, model_name
 
 
 def piped_prompt() -> str | None:
-    """Returns the text piped into standard input, read like a .txt file, without a last line break; None if there is none."""
+    """Returns the text piped into stdin, decoded like a .txt file, without its final line break; None if nothing is piped."""
     if sys.stdin is None or sys.stdin.isatty():
         return None
-    options = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": None}  # `encode_prompt` finds errors
+    options = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": None}  # `encode_prompt` reports errors
     try:
         sys.stdin.reconfigure(**options)  # type: ignore[union-attr]
         return sys.stdin.read(MAX_PROMPT_CHARS).removesuffix("\n") or None
-    except OSError:  # nohup makes it write-only
+    except OSError:  # nohup makes stdin write-only
         return None
 
 
 def shown_ids(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """Returns the tokens of a prompt that are printed: not the end-of-text token that stands for an empty one."""
+    """Returns the prompt tokens to print: not the end-of-text token that stands for an empty prompt."""
     return [] if ids == [tokenizer.eot] else ids
 
 
 def print_texts(
     continue_ids: Continue, tokenizer: Tokenizer, ids: list[int], n: int, batch: int, generator: torch.Generator
 ) -> None:
-    """Prints `n` continuations of a prompt, `batch` of which are generated at a time, with a line --- between them."""
+    """Prints `n` continuations of a prompt, generated `batch` at a time and separated by lines of three dashes."""
     for first in range(0, n, batch):
         idx = torch.tensor([ids], device=generator.device).repeat(min(batch, n - first), 1)  # (B, T)
         new = torch.stack(list(continue_ids(idx, generator=generator)), dim=1)  # (B, max_new_tokens)
@@ -177,7 +180,7 @@ def decode_pieces(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def stream_text(continue_ids: Continue, tokenizer: Tokenizer, ids: list[int], generator: torch.Generator) -> None:
-    """Prints a prompt and its continuation on a terminal, while it is generated."""
+    """Prints a prompt and its continuation on a terminal, as the continuation is generated."""
     new = continue_ids(torch.tensor([ids], device=generator.device), generator=generator)
     for piece in decode_pieces(chain(shown_ids(ids, tokenizer), (int(token) for token in new)), tokenizer):
         print(piece.translate(CONTROL_CHARACTERS), end="", flush=True)
@@ -190,13 +193,13 @@ def converse(
 ) -> None:  # fmt: skip
     """Streams a continuation of each prompt that is typed, until Ctrl-D, or Ctrl-C on an empty line.
 
-    The first text is drawn with --seed; the seeds of later ones depend on --seed and the number of texts before.
+    The first text is sampled with --seed; the seed of a later one depends on --seed and the number of texts before it.
     """
     try:  # only here: in a pipe, importing it may print a control sequence
         import readline  # with it, `input` has line editing and a history
     except ImportError:  # on Windows
         readline = None  # type: ignore[assignment]
-    sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # for `encode_prompt` to find
+    sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # `encode_prompt` reports errors
     num_texts = 0
     while True:
         try:
@@ -237,11 +240,11 @@ class Arguments:
     model: str = flag("", "hub name, such as gpt2, or checkpoint directory", short="-m", required=True,
         metavar="NAME_OR_DIR")
     prompt: str | None = flag(None,
-        "text to continue; without it, what is piped in, or on a terminal, without -n, what you type",
+        "text to continue; without it, the piped text or, on a terminal without -n, what you type",
         default_help=DEFAULT_PROMPT, may_be_empty=True, metavar="TEXT")
     number: int | None = flag(None, "number of texts", default_help=str(DEFAULT_NUM_TEXTS), short="-n", at_least=1)
     max_new_tokens: int = flag(32, "tokens to add to the prompt", at_least=1, at_most=1_000_000)
-    temperature: float = flag(1.0, "less than 1 for likelier tokens, 0 for the likeliest", at_least=0)
+    temperature: float = flag(1.0, "below 1 favours likely tokens; 0 always takes the likeliest", at_least=0)
     top_k: int = flag(50, "sample from the K likeliest tokens; 0: from all", at_least=0, metavar="K")
     top_p: float = flag(1.0,
         "nucleus sampling: after --top-k, keep only the fewest tokens whose probabilities add up to at least P; 1: keep all",
@@ -279,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     interactive = (
         prompt is None and args.number is None and on_terminal and sys.stdin is not None and sys.stdin.isatty()
     )
-    # an error in the prompt comes before the weights, which take longer
+    # report an error in the prompt before loading the weights, which takes longer
     ids = [] if interactive else encode(DEFAULT_PROMPT if prompt is None else prompt)
     model = GPT.from_pretrained(directory, verify=False).to(device).eval()
 
@@ -291,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     generator = devices.seeded_generator(device, args.seed)
     with devices.autocast(device, dtype), devices.attention_without_cudnn(device):
         if interactive:
-            print(f"{args.model} continues what you type.\nCtrl-C stops a text, Ctrl-D leaves.")
+            print(f"{args.model} continues what you type.\nCtrl-C stops a text, Ctrl-D exits.")
             converse(encode, partial(stream_text, continue_ids, tokenizer), args.seed, device)
         elif args.number == 1 and on_terminal:
             stream_text(continue_ids, tokenizer, ids, generator)

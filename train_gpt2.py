@@ -7,7 +7,7 @@
     python train_gpt2.py --resume                           # continue in --out
     python train_gpt2.py --fork log/model_05000 --out new   # a new run from there
 
-fineweb.py makes the shards. The defaults are the recipe of GPT-2 124M on 10 billion tokens.
+fineweb.py makes the shards. The defaults train GPT-2 124M on 10 billion tokens.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class GPTConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """The vocabulary rounded up to a multiple of 64, 50,304 for GPT-2: GPU kernels are slow on odd sizes."""
+        """The vocabulary size, rounded up to a multiple of 64 (50,304 for GPT-2): other sizes slow GPU kernels down."""
         return -(-self.vocab_size // 64) * 64
 
 
@@ -87,7 +87,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = self.c_attn(x).split(C, dim=2)  # (B, T, C) each
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
         if cache:
-            k, v = cache.append(self, k, v)  # after those of all earlier tokens: a single new one attends to all
+            k, v = cache.append(self, k, v)  # keys and values of all tokens so far; a single new one attends to all
         # softmax(q @ k.mT / sqrt(hs) with the future masked) @ v, in one kernel that never stores the (T, T) matrix
         p = self.dropout.p if self.training else 0.0  # dropout of the attention weights
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=T > 1)  # (B, nh, T, hs)
@@ -99,7 +99,7 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, config.bias)  # each token by itself
-        self.gelu = nn.GELU(approximate="tanh")  # as in GPT-2; the exact GELU would be as fast today
+        self.gelu = nn.GELU(approximate="tanh")  # as in GPT-2; the exact GELU would be just as fast today
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -117,7 +117,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         x = x + self.attn(self.ln_1(x), cache)  # the only place where tokens exchange information
-        x = x + self.mlp(self.ln_2(x))  # only the branch is normalized: x itself, the residual stream, goes on as it is
+        x = x + self.mlp(self.ln_2(x))  # only the branch is normalized: the residual stream x is passed on as it is
         return x
 
 
@@ -133,9 +133,9 @@ class Transformer(nn.Module):
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)  # the residual stream has grown with each block
 
     def forward(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Returns the final hidden states (B, T, C) of token ids (B, T). A ValueError if T exceeds the context.
+        """Returns the final hidden states (B, T, C) for token ids (B, T). Raises a ValueError if T exceeds the context.
 
-        With a `cache`, the ids are the next ones after those that it has seen.
+        With a `cache`, the ids continue the tokens that the cache has already seen.
         """
         T = idx.size(1)
         if self.wpe.num_embeddings < T:
@@ -161,13 +161,13 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def _init_weights(self) -> None:
-        for name, parameter in self.named_parameters():  # the tied matrix comes once, as wte
+        for name, parameter in self.named_parameters():  # the tied matrix appears once, as wte
             if name.endswith(".bias"):
                 parameter.zero_()
             elif parameter.dim() >= 2:
-                std = 0.02  # logits near 0: the first loss is 10.98, and a uniform guess has ln(V) = 10.82
+                std = 0.02  # logits near 0: the first loss is 10.98, close to a uniform guess, ln(V) = 10.82
                 if name.endswith("c_proj.weight"):
-                    # 2 per layer add to the residual stream: scaled, so that its variance does not grow with depth
+                    # two per layer add to the residual stream: scaling keeps its variance from growing with depth
                     std /= math.sqrt(2 * self.config.n_layer)
                 parameter.normal_(0.0, std)  # gains of the layer norms stay 1
         self.lm_head.weight[self.config.vocab_size :] = 0.0  # the padding gets no gradient, so it stays zero
@@ -187,7 +187,7 @@ class GPT(nn.Module):
             return self.logits(x), None
         # Equivalent to F.cross_entropy(self.lm_head(x)[..., :V].flatten(0, 1), targets.flatten()). But the logits of a
         # full micro-batch, (B, T, V), would take as much memory as the activations of all blocks. So the loss is
-        # computed some rows at a time (in fp16 all at once), together with the gradients of x and of the weight, which
+        # computed in chunks of rows (in fp16, all at once), together with the gradients of x and of the weight, which
         # depend only on softmax(logits) - one_hot(targets). The padding is left out of the softmax.
         x, targets, weight = x.flatten(0, 1), targets.flatten(), self.lm_head.weight  # (B*T, C), (B*T), (V padded, C)
         return None, chunked_cross_entropy(x, weight, targets, self.config.vocab_size)
@@ -206,7 +206,7 @@ class GPT(nn.Module):
         """Loads a hub model (`gpt2`, ...) or a checkpoint directory, onto the CPU; `verify` compares checksums first.
 
         Raises:
-            UserError: files are missing, corrupt, or of a model that this class does not implement.
+            UserError: files are missing or corrupt, or describe a model that this class does not implement.
         """
         directory = huggingface.find_model(name_or_dir, verify)
         config = huggingface.read_model_config(directory, GPTConfig, dropout=dropout)
@@ -217,7 +217,7 @@ class GPT(nn.Module):
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Writes `config.json` and `model.safetensors`, which `from_pretrained` reads, here and in Hugging Face."""
-        weights = huggingface.to_hf(dict(self.named_parameters()), self.config.vocab_size)  # the tied matrix comes once
+        weights = huggingface.to_hf(dict(self.named_parameters()), self.config.vocab_size)  # has the tied matrix once
         huggingface.write_model(Path(directory), self.config, weights)
 
     def crop(self, block_size: int) -> None:
@@ -232,7 +232,7 @@ class GPT(nn.Module):
         """Returns AdamW with weight decay on matrices and embeddings, but not on biases and layer norms.
 
         With the name "muon", Muon updates the matrices of the blocks instead: it orthogonalizes their momentum, so that
-        a step moves all directions of a matrix equally far.
+        a step moves a matrix equally far in all directions.
         """
         num_splits: dict[nn.Parameter, int] = {}  # parameters for Muon, and how many matrices each one stacks
         if name == "muon":
@@ -295,11 +295,11 @@ class DataLoaderLite:
 
     A shard of n tokens gives floor((n-1)/T) rows of T+1 tokens, at offsets 0, T, 2T, ...; an epoch is the rows of all
     shards. They are dealt in order, B at a time, to rank 0, 1, ... in turn: micro-batch m of rank r starts at row
-    (m * world_size + r) * B, modulo the epoch. So a step, `grad_accum` micro-batches of all ranks, has the same rows in
-    the same order for any number of ranks and any B, and resuming is arithmetic.
-    With `shuffle`, each epoch has its own order of shards, and of rows within each, and these rows start at o, o + T, ...
-    with a new offset o below T: a text that is read again is cut elsewhere, which is harder to learn by heart. A shard
-    has a row less then.
+    (m * world_size + r) * B, modulo the epoch. So a step, `grad_accum` micro-batches on each rank, has the same rows in
+    the same order for any number of ranks and any B, and resuming takes only arithmetic.
+    With `shuffle`, each epoch has its own order of shards and of the rows in each, and the rows start at o, o + T, ...
+    with a new offset o below T: a text that is read again is cut elsewhere, which makes it harder to memorize. Each
+    shard then has one row fewer.
     """
 
     def __init__(
@@ -329,14 +329,14 @@ class DataLoaderLite:
     def prefetch(self, n: int) -> None:
         """Reads this rank's next n micro-batches and starts copying them to the device; raises what `batch` raises.
 
-        That costs nothing while a GPU is busy, and a corrupt row is found while the current state can still be saved.
+        This costs nothing while a GPU is busy, and finds a corrupt row while the current state can still be saved.
         """
         first = self.position * self.dist.world_size + self.dist.rank  # micro-batches are numbered over all ranks
         batches = range(first, first + n * self.dist.world_size, self.dist.world_size)
         self._prefetched = [self.batch(range(b * self.B, (b + 1) * self.B)) for b in batches]
 
     def batch(self, rows: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """Returns the rows with these numbers, counted through all epochs: (B, T) tokens and the tokens after them.
+        """Returns the rows with these numbers, counted across epochs: (B, T) tokens and the tokens that follow them.
 
         Raises:
             UserError: a shard was truncated, or a token id is not in the vocabulary; the message names the shard.
@@ -363,7 +363,7 @@ class DataLoaderLite:
         self._ends = np.cumsum(self.shard_rows[self._order])
 
     def _shuffled_starts(self, epoch: int, shard: int) -> np.ndarray:
-        """Where the rows of a shard start in an epoch, in the order in which they are read."""
+        """Returns where the rows of a shard start in an epoch, in the order in which they are read."""
         if self._cached_starts is None or self._cached_starts[0] != (epoch, shard):
             generator = np.random.default_rng((self.seed, epoch, shard))
             rows = generator.permutation(self.shard_rows[shard])
@@ -384,7 +384,7 @@ MODELS = {
 # --recipe: how GPT-2 was trained, or how to reach the same loss with fewer tokens (docs/recipes.md).
 RECIPES: dict[str, dict[str, Any]] = {
     "gpt2": dict(optimizer="adamw", schedule="cosine", max_lr=6e-4),
-    "fast": dict(optimizer="muon", schedule="wsd", max_lr=presets.FAST_LR),  # lower for small steps, with --text
+    "fast": dict(optimizer="muon", schedule="wsd", max_lr=presets.FAST_LR),  # --text lowers it for small steps
 }
 GPT2_RECIPE, FAST_RECIPE = RECIPES["gpt2"], RECIPES["fast"]
 TIMED_WARMUP = 1 / 30  # the warm-up of a --minutes run, as a fraction of its time
@@ -392,9 +392,9 @@ TIMED_WARMUP = 1 / 30  # the warm-up of a --minutes run, as a fraction of its ti
 
 @dataclass(frozen=True)
 class TrainConfig(RunOptions):
-    """What was asked for. These flags make a run what it is; RunOptions adds files, evaluation, checkpoints and device.
+    """What was asked for. These flags define the run; RunOptions adds files, evaluation, checkpoints and device.
 
-    A resumed run may change only the latter, except --minutes and the flags that describe the text.
+    A resumed run may change only RunOptions, except --minutes and the flags that describe the text.
     """
 
     # fmt: off
@@ -415,7 +415,7 @@ class TrainConfig(RunOptions):
     recipe: str = flag("gpt2", "defaults for --optimizer, --schedule and --max-lr: gpt2 is how GPT-2 was trained, "
                        "fast reaches the same loss with fewer tokens", MAIN_GROUP, choices=tuple(RECIPES))
     max_steps: int = flag(19073, "total steps", MAIN_GROUP, at_least=1, at_most=presets.MAX_STEPS)  # 10 billion tokens
-    warmup_steps: int = flag(715, "steps of linear warm-up", "schedule", at_least=0)  # 375 million tokens, as GPT-3 had
+    warmup_steps: int = flag(715, "steps of linear warm-up", "schedule", at_least=0)  # 375 million tokens, as in GPT-3
     schedule: str = flag(GPT2_RECIPE["schedule"], "after the warm-up: cosine decay, or a constant rate and a linear cooldown",
                          "schedule", default_help="cosine; wsd with --recipe fast", choices=("cosine", "wsd"))
     decay_steps: int = flag(19073, "step at which the cosine or the cooldown ends", "schedule",
@@ -423,7 +423,7 @@ class TrainConfig(RunOptions):
     cooldown_fraction: float = flag(0.4, "wsd's cooldown, as a fraction of the run", "schedule", at_least=0, at_most=1)
     max_lr: float = flag(GPT2_RECIPE["max_lr"], "peak learning rate", "schedule", at_least=0,
                          default_help=f"{GPT2_RECIPE['max_lr']:g}; {FAST_RECIPE['max_lr']:g} with --recipe fast")
-    adamw_lr: float | None = flag(None, "AdamW's peak learning rate beside Muon", "schedule", at_least=0,
+    adamw_lr: float | None = flag(None, "AdamW's peak learning rate with --optimizer muon", "schedule", at_least=0,
                                   default_help="--max-lr")
     min_lr: float = flag(GPT2_RECIPE["max_lr"] / 10, "final learning rate", "schedule", at_least=0,
                          default_help="a tenth of --max-lr; a fiftieth with wsd")
@@ -433,8 +433,8 @@ class TrainConfig(RunOptions):
     beta1: float = flag(0.9, "AdamW's beta1", "optimizer", at_least=0, below=1)
     beta2: float = flag(0.95, "AdamW's beta2", "optimizer", at_least=0, below=1)  # 0.999 reacts too slowly
     grad_clip: float = flag(1.0, "largest gradient norm; 0: no clipping", "optimizer", at_least=0)
-    seed: int = flag(1337, "seed of weights, shuffling, dropout and samples", "randomness", at_least=0, below=2**32)
-    shuffle: bool = flag(False, "every epoch, read shards and the rows of each in a new random order, cut at new places",
+    seed: int = flag(1337, "seed for weights, shuffling, dropout and samples", "randomness", at_least=0, below=2**32)
+    shuffle: bool = flag(False, "in every epoch, read shards and their rows in a new random order, cut at new places",
                          "randomness")
     # fmt: on
 
@@ -454,14 +454,14 @@ class TrainConfig(RunOptions):
         return (self.decay_steps - self.cooldown_steps) / self.decay_steps
 
     def is_over(self, state: TrainState) -> bool:
-        """Whether the run has done its last step, or its time is up."""
+        """Returns whether the run has done its last step, or its time is up."""
         return state.progress >= 1 if self.minutes else state.step >= self.max_steps
 
     def is_due(self, every: int | None, state: TrainState) -> bool:
-        """Whether something that happens every few steps is due before this one. It is due after the last step, too.
+        """Returns whether something that is done every few steps is due before this step. It is also due after the last one.
 
         Args:
-            every: interval in steps; 0 means never, and None at each quarter of --minutes.
+            every: interval in steps; 0 means never, and None means at each quarter of --minutes.
         """
         if every == 0:
             return False
@@ -469,23 +469,23 @@ class TrainConfig(RunOptions):
         return regularly or self.is_over(state)
 
     def is_checkpoint_due(self, state: TrainState) -> bool:
-        """Whether a checkpoint is due before a step: every so often, after the last one, and before a cooldown."""
+        """Returns whether a checkpoint is due: at intervals, after the last step, and before a cooldown."""
         before_cooldown = self.schedule == "wsd" and state.has_passed(self.cooldown_start)
         return self.is_due(self.checkpoint_every, state) or before_cooldown and self.checkpoint_every != 0
 
     def is_before_cooldown(self, state: TrainState) -> bool:
-        """Whether wsd's cooldown has not begun yet, so that a longer run can start here."""
-        last = state.last_progress if state.last_progress >= 0 else state.progress  # when the last step's rate was set
+        """Returns whether wsd's cooldown has not begun yet, so that a longer run can start here."""
+        last = state.last_progress if state.last_progress >= 0 else state.progress  # which set the last step's rate
         return self.schedule == "wsd" and last <= self.cooldown_start
 
 
 def get_lr(step: int, config: TrainConfig, progress: float = 0.0) -> float:
     """Returns the learning rate of a step: linear warm-up, then a cosine from max_lr to min_lr, then min_lr.
 
-    With the schedule "wsd" (warm-up, stable, decay), it stays at max_lr until the cooldown, and falls linearly to min_lr.
+    With schedule "wsd" (warm-up, stable, decay), it stays at max_lr until the cooldown, then falls linearly to min_lr.
 
     Args:
-        progress: the fraction of the time that has passed, which a --minutes run counts instead of steps.
+        progress: the fraction of the time that has passed; a --minutes run uses it instead of `step`.
     """
     if config.minutes:
         now, warmup, end, cooldown = progress, TIMED_WARMUP, 1.0, 1 - config.cooldown_start
@@ -494,7 +494,7 @@ def get_lr(step: int, config: TrainConfig, progress: float = 0.0) -> float:
         now, warmup, end, cooldown = step, config.warmup_steps, config.decay_steps, config.cooldown_steps
         ramp = step + 1
     if now < warmup:
-        return config.max_lr * ramp / warmup  # never 0: the first step would be wasted
+        return config.max_lr * ramp / warmup  # never 0, which would waste the first step
     if now >= end:
         return config.min_lr  # a run may be longer than its schedule
     if config.schedule == "wsd":
@@ -530,7 +530,7 @@ def new_model(config: TrainConfig, vocab_size: int) -> GPT:
 def initial_model(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Checkpoint | None) -> GPT:
     """Makes the model that this process starts from, on the CPU, with random, pretrained or a checkpoint's weights."""
     path = checkpoint.path if checkpoint else None
-    # LoRA's checkpoints have merged weights: it takes the frozen ones from --init-from, and its matrices from adapter/
+    # a LoRA checkpoint has merged weights: the frozen ones come from --init-from, LoRA's matrices from adapter/
     source = path if path and not config.lora_rank else config.init_from
     if source is None:
         torch.manual_seed(config.seed)  # on the CPU, so that every kind of device starts from the same weights
@@ -553,7 +553,7 @@ def initial_model(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Checkpo
 def validation_loss(
     model: nn.Module, loader: DataLoaderLite, tokens: int, stop: StopHandler, amp: torch.autocast
 ) -> float | None:
-    """Mean loss in nats over a split's first `tokens` tokens, or over all; the same for any number of ranks and any B."""
+    """Returns the mean loss (nats) over a split's first `tokens` tokens, or all; the same for any number of ranks and any B."""
     dist, rows = loader.dist, min(tokens // loader.T, loader.rows_per_epoch)
     total = n = 0.0
     first_rows = range(dist.rank * loader.B, rows, dist.world_size * loader.B)  # ranks take turns
@@ -571,7 +571,7 @@ def sample(
     model: GPT, tokenizer: Tokenizer, prompt: str, max_new_tokens: int, generator: torch.Generator,
     temperature: float = 1.0, top_k: int | None = 50, n: int = 4,
 ) -> list[str]:  # fmt: skip
-    """Returns `n` continuations of `prompt`, the prompt included; with a byte tokenizer, of four times as many tokens."""
+    """Returns `n` continuations of `prompt`, including it; with a byte tokenizer, four times as many tokens each."""
     if tokenizer.name == "bytes":
         max_new_tokens *= 4  # a GPT-2 token has about four bytes
     idx = torch.tensor([tokenizer.encode(prompt) or [tokenizer.eot]], device=generator.device).repeat(n, 1)  # (n, T)
@@ -592,21 +592,21 @@ def train_step(
     If the loss or a gradient is not finite, the step is skipped, on all ranks.
 
     Returns:
-        The mean loss in nats, the gradient norm before clipping, and the progress of --minutes, the same on all ranks.
-        None if a signal interrupted the step, which only happens with one process; then nothing was applied.
+        The mean loss in nats, the gradient norm before clipping, and the progress of --minutes, all the same on every rank.
+        None if a signal interrupted the step, which happens only with one process. Nothing was applied then.
     """
     optimizer, scaler, dist = state.optimizer, state.scaler, loader.dist
     if config.dropout:
         state.model.train()  # after an evaluation
         # The masks depend on (seed, step, rank) alone, so a resumed run draws the same ones.
         torch.manual_seed(devices.derive_seed(config.seed, state.step, dist.rank))
-    optimizer.zero_grad(set_to_none=True)  # frees them: the first backward pass writes, and the others add
+    optimizer.zero_grad(set_to_none=True)  # frees them: the first backward pass writes new ones, the others add
     loss_accum = torch.zeros((), device=dist.device)  # on the device: reading it would make the host wait
     for micro_step in range(loader.grad_accum):
-        if stop.agreed:  # several ranks agree at the end of a step only
+        if stop.agreed:  # several ranks agree only at the end of a step
             return None
         x, y = loader.next_batch()  # (B, T) each
-        # DDP, and FSDP, average gradients over the ranks during backward. Once per step is enough: in the last
+        # DDP and FSDP average gradients over the ranks in the backward pass. Once per step is enough, in the last
         # micro-step. The flag must be set before the forward pass, which prepares the reduction.
         if dist.world_size > 1:
             train_model.require_backward_grad_sync = micro_step == loader.grad_accum - 1  # type: ignore[assignment]
@@ -616,11 +616,11 @@ def train_step(
         # would be grad_accum times the gradient of the full batch.
         loss = loss / loader.grad_accum
         loss_accum += loss.detach()
-        scaler.scale(loss).backward()  # scales only in fp16, where small gradients would become zero
+        scaler.scale(loss).backward()  # scales only in fp16, where small gradients would underflow
     if config.minutes or state.step + 1 < config.max_steps:  # there is a next step
         with stop.deferring_errors():  # a corrupt shard ends the run after this step, which is applied and saved
             loader.prefetch(loader.grad_accum)  # reads the next step's batches, while the device is still computing
-    scaler.unscale_(optimizer)  # before clipping, which compares with the true norm
+    scaler.unscale_(optimizer)  # before clipping, which needs the true norm
     # Clipping keeps the direction: one batch with huge gradients must not undo the steps before it.
     norm = fsdp.full_tensor(nn.utils.clip_grad_norm_(train_model.parameters(), config.grad_clip or math.inf))
     # One all-reduce carries all that the ranks must share. The norm is the same on all of them already; it rides along,
@@ -628,7 +628,7 @@ def train_step(
     progress = clock.progress() * dist.world_size if dist.rank == 0 else 0.0
     host_values = [torch.full_like(norm, value) for value in (stop.requested, progress)]
     reduced = dist.all_reduce_mean(torch.stack([loss_accum, norm, *host_values]))
-    if scaler.is_enabled():  # fp16: skips the step after an overflow of the gradients, and lowers their scale
+    if scaler.is_enabled():  # fp16: if the gradients overflowed, skips the step and lowers their scale
         scaler.step(optimizer)
         scaler.update()
     else:
@@ -641,8 +641,8 @@ def train_step(
 def step_if_finite(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
     """Applies the gradients if `finite` is true.
 
-    Fused AdamW and Muon skip a step whose `found_inf` is 1, which is GradScaler's protocol: on the device, without a
-    wait of the host. For other optimizers, and on MPS, which ignores it, the host looks.
+    Fused AdamW and Muon skip the step if their `found_inf` is 1 (GradScaler's protocol). That happens on the device, so
+    the host need not wait. For other optimizers, and on MPS, which ignores `found_inf`, the host checks.
     """
     if getattr(optimizer, "_step_supports_amp_scaling", False) and finite.device.type != "mps":
         optimizer.grad_scale, optimizer.found_inf = None, 1.0 - finite.float()  # type: ignore[attr-defined]
@@ -655,19 +655,19 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     """Trains for `config.max_steps` or `config.minutes`, from the beginning or from a checkpoint; returns the final state.
 
     Raises:
-        UserError: data, folder or model are unusable, too many steps in a row were not finite, or saving failed.
+        UserError: the data, folder or model is unusable, too many steps in a row were not finite, or saving failed.
         SystemExit: a signal ended the run; its state is saved.
     """
     device, rank = dist.device, dist.rank
     machine = Machine.find(config, device, dist.world_size)  # what the flags leave open: precision, micro-batch, ...
     dtype, use_fsdp = devices.DTYPES[machine.dtype], config.parallel == "fsdp" and dist.world_size > 1
 
-    # What can fail or take long comes first. Rank 0 makes the shards of --text and --demo for all ranks.
+    # Whatever can fail or take long comes first. Rank 0 makes the shards of --text and --demo for all ranks.
     dist.on_rank_zero(lambda: start.check_folder_and_make_shards(config, checkpoint))
-    # Local rank 0 runs this block before the others, which find what it downloaded.
+    # Local rank 0 runs this block before the others, which then find what it downloaded.
     with dist.local_rank_zero_first():
         data = start.open_data(config, dist)
-        with fsdp.weights_on_rank_zero(use_fsdp, rank):  # elsewhere on the meta device, until ShardedModel sends them
+        with fsdp.weights_on_rank_zero(use_fsdp, rank):  # other ranks: on the meta device until ShardedModel sends them
             model = initial_model(config, data.tokenizer, checkpoint)
         identity = resume.identify_data(config, data, model, checkpoint)  # checksums, which a resumed run must match
         examples = hellaswag.load_examples(config, machine.hellaswag_every, data.tokenizer, dist.print0)
@@ -675,7 +675,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         amp = devices.autocast(device, dtype)  # matrix products in bf16 or fp16; weights, norms and sums in fp32
         memory.recompute_activations(model.transformer.h if config.recompute else [])  # activation checkpointing
         # model has the weights that are trained. eval_model has all weights on each rank, and may be compiled: calls run
-        # the compiled graph, but its methods, such as generate(), are the model's. train_model is either one, wrapped.
+        # the compiled graph, but methods such as generate() run uncompiled. train_model is one of the two, maybe wrapped.
         eval_model = fsdp.without_weights(model) if use_fsdp else model.to(device)  # full_weights() fills the copy
         if machine.compiled:
             eval_model = devices.compile(eval_model)
@@ -698,12 +698,12 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         config.weight_decay, config.max_lr, (config.beta1, config.beta2), config.optimizer,
         dtype=dtype, adamw_lr=config.adamw_lr,
     )  # fmt: skip
-    # In fp16 small gradients would be zero, so the scaler multiplies the loss, and divides the gradients afterwards.
+    # In fp16, small gradients would underflow, so the scaler multiplies the loss and divides the gradients afterwards.
     state = TrainState(model, optimizer, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16))
     if checkpoint:
         state.restore(checkpoint, config)  # the model has its weights already
     T, vocab_size = config.block_size, data.tokenizer.vocab_size
-    grad_accum = config.total_batch_size // (B * T * dist.world_size)  # micro-batches of a step
+    grad_accum = config.total_batch_size // (B * T * dist.world_size)  # micro-batches per step
     loader = DataLoaderLite(data.train, B, T, vocab_size, dist, grad_accum, config.shuffle, config.seed)
     loader.seek(state.step)
     val_loader = DataLoaderLite(data.val, B, T, vocab_size, dist) if data.val else None
@@ -715,13 +715,13 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     print_header(run, dist, loader)
 
     def evaluate(due: set[str]) -> bool:
-        """Measures what is due before a step. False if a signal interrupted that, on all ranks."""
+        """Measures what is due before a step. Returns False on all ranks if a signal interrupted it."""
         if config.dropout:
-            eval_model.eval()  # only with dropout: otherwise both modes are the same, and would be two compiled graphs
+            eval_model.eval()  # only with dropout: without it, both modes are the same, but would be compiled twice
         if "val" in due and val_loader:
             logger.validation(state.step, validation_loss(eval_model, val_loader, config.val_tokens, stop, amp))
         if "hella" in due and examples and not stop.agreed:
-            # through the methods, which are not compiled: every length would be compiled again
+            # calls the methods, which are not compiled: each new length would be compiled again
             scoring_model = hellaswag.ScoringModel(eval_model.transformer, eval_model.logits, config.block_size, device)
             logger.hellaswag(state.step, hellaswag.score_with_ranks(scoring_model, examples, dist, stop, amp))
         if stop.agreed:
@@ -730,13 +730,13 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
             generator = devices.seeded_generator(device, config.seed, state.step, rank)
             with amp:
                 logger.samples(state.step, sample(eval_model, data.tokenizer, run.prompt, 32, generator))
-        devices.trim_memory(device)  # evaluations fragment the heap of a CPU
+        devices.trim_memory(device)  # on a CPU, evaluations fragment the heap
         return True
 
     clock = Clock(config.minutes, state.seconds, state.progress)
     finished = False
     lost = report_lost_processes(checkpoints.how_to_go_on)
-    with folder_lock, stop, logger, checkpoints, lost:  # closed in reverse: the log ends before the folder is free
+    with folder_lock, stop, logger, checkpoints, lost:  # exited in reverse: the log closes before the folder unlocks
         while not stop.agreed:
             if due := logger.evaluations_due(state):
                 with clock.evaluating(), fsdp.full_weights(eval_model, model):  # without FSDP, both are the same model
@@ -745,7 +745,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
                     break
             finished = config.is_over(state)
             if config.is_checkpoint_due(state):
-                state.seconds = clock.seconds()  # with the evaluation
+                state.seconds = clock.seconds()  # including the evaluation
                 checkpoints.save(state, final=finished)
             if finished:
                 dist.set_timeout(LONG_TIMEOUT)  # the others wait until rank 0 has written
@@ -763,7 +763,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
             skipped = state.record(loss, norm)  # why the step was not applied, or None
             logger.step(state, loss, lr, norm, dt, skipped)
             if state.step == run.first_step:
-                dist.set_timeout(STEP_TIMEOUT)  # all is compiled: a rank that takes longer now is lost
+                dist.set_timeout(STEP_TIMEOUT)  # everything is compiled: a rank that takes longer now is lost
             progress = timed_progress if config.minutes else (state.step + 1) / config.decay_steps
             state.advance(progress, clock.seconds())
             state.check_bad_steps(config.max_bad_steps)  # raises after too many skipped steps in a row
@@ -781,7 +781,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
 
 @report_lost_processes()
 def main(argv: Sequence[str] | None = None) -> None:
-    # command line -> all flags, with a preset's or a checkpoint's -> configuration -> run
+    # command line -> all flags, including those of a preset or checkpoint -> configuration -> run
     cli_flags = parse_flags(TrainConfig, argv, __doc__, ("text", "model", "schedule", "optimizer", "randomness"))
     dist = Distributed.from_environment(cli_flags.get("out", "log"))
     preflight.check_starts_agree(dist, cli_flags)
@@ -793,7 +793,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with dist.failing_together():
         dist = dist.with_device(config.device)
     if config.minutes and not (checkpoint and checkpoint.config["minutes"]):
-        # times models, to find what suits the time; a resumed run and a fork of a timed one have done so already
+        # times models to find what suits the time; a resumed run, or a fork of a timed run, has already done so
         with memory.report_out_of_memory():
             flags |= budget.flags_for_minutes(config, cli_flags, dist, new_model)
         config = resolve(flags)

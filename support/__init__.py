@@ -1,6 +1,6 @@
 """What the scripts build on: not needed to understand how GPT-2 is trained, but needed to trust a run.
 
-Each package may import those below it, and never a script:
+Each package may import the ones below it, but never a script:
 
     checkpoints     saving and resuming a run; models in Hugging Face's format
     console         log.txt, starts.jsonl, curves.png, console lines, TensorBoard and Weights & Biases

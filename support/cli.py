@@ -39,7 +39,7 @@ class UserError(Exception):
     """Something that the user can fix: one or more sentences, "what is wrong. What to do.".
 
     With `this_rank_only`, other ranks may not have the problem (a bad batch, a download that failed on this node): the
-    rank that raised it prints it. Otherwise the first rank of each node does.
+    rank that raised the error prints it. Otherwise the first rank of each node does.
     """
 
     def __init__(self, *problems: str, this_rank_only: bool = False):
@@ -48,7 +48,7 @@ class UserError(Exception):
         self.this_rank_only = this_rank_only
 
     def with_hint(self, hint: str) -> UserError:
-        """Returns the error with another sentence appended to its last problem."""
+        """Returns an error with the same problems and the hint appended to the last one."""
         *others, last = self.problems
         return UserError(*others, f"{last} {hint}", this_rank_only=self.this_rank_only)
 
@@ -58,8 +58,8 @@ class UserError(Exception):
 
 MAIN_GROUP = "the flags that matter"
 MAX_HELP_WIDTH = 100  # columns; longer lines are hard to read
-ADVICE = {  # printed for an unknown flag whose name has one of these words: other trainers have such flags
-    "epochs": "The length of a run is in steps: --max-steps (a run's header says how many steps a pass over the data has).",
+ADVICE = {  # for unknown flags, known from other trainers, with these words in their names
+    "epochs": "Give the length of a run in steps: --max-steps (the run's header says how many make a pass over the data).",
     "config": "There is no configuration file: every setting is a flag. See --help.",
 }
 
@@ -76,20 +76,20 @@ class Flag:
     at_most: float = math.inf
     below: float = math.inf
     choices: Sequence[str] = ()
-    parse: Callable[[str], Any] | None = None  # converts the text, or raises a ValueError; None: as the field's type
-    hint: str | None = None  # what to do if the text is none of the choices, or cannot be converted
+    parse: Callable[[str], Any] | None = None  # converts the text, or raises a ValueError; None: use the field's type
+    hint: str | None = None  # what to do if the text is not among the choices, or cannot be converted
     may_be_empty: bool = False
     required: bool = False
     short: str | None = None  # another name, such as "-m"
     negatable: bool = False  # has a --no- form, like a flag that is on by default
-    positional: bool = False  # an argument without a flag's name
-    metavar: str | None = None  # this and the following fields: as in argparse
+    positional: bool = False  # an argument without a flag name
+    metavar: str | None = None  # this and the next fields are as in argparse
     nargs: str | None = None
     const: str | None = None
 
 
 def flag(default: T, help: str, group: str = MAIN_GROUP, **options: Any) -> T:
-    """A dataclass field that is also a flag; `options` are other fields of `Flag`."""
+    """Returns a dataclass field that is also a flag; `options` are other fields of `Flag`."""
     return field(default=default, metadata={"flag": Flag(default, help, group, **options)})
 
 
@@ -98,14 +98,14 @@ def flag_name(field: str) -> str:
 
 
 def flag_words(field: str, value: object) -> str:
-    """Returns a flag and its value as words of a command line."""
+    """Formats a flag and its value as words of a command line."""
     if isinstance(value, bool):
         return flag_name(field) if value else f"--no-{flag_name(field)[2:]}"
     return f"{flag_name(field)} {shlex.quote(str(value))}"
 
 
 def flags_of(config_class: type[DataclassInstance]) -> dict[str, Flag]:
-    """Returns the flags of a dataclass, keyed by the names of its fields."""
+    """Returns the flags of a dataclass, by field name."""
     return {field.name: field.metadata["flag"] for field in fields(config_class) if "flag" in field.metadata}
 
 
@@ -115,13 +115,13 @@ def parse_flags(
     description: str | None = None,
     first_groups: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Parses a command line; returns the values of the given flags only, since the others may come from elsewhere.
+    """Parses a command line; returns the values of only the flags that were given: others may come from elsewhere.
 
     Args:
         first_groups: groups that --help lists first, after MAIN_GROUP.
 
     Raises:
-        UserError: the command line is not valid, or a value is out of its range; one line for each problem.
+        UserError: the command line is not valid, or a value is out of range; one line for each problem.
     """
     flags, types = flags_of(config_class), {name: _value_type(t) for name, t in get_type_hints(config_class).items()}
     parser = _make_parser(flags, types, description, first_groups)
@@ -148,10 +148,10 @@ def parse_flags(
 
 
 def _convert(text: str | bool, flag: Flag, value_type: type) -> Any:
-    """Returns the value of a flag. A ValueError says what is wrong with the text, and what to do."""
+    """Returns the value of a flag, or raises a ValueError that says what is wrong with the text, and what to do."""
     if isinstance(text, bool):
         return text
-    if not text and not flag.may_be_empty:  # such as an unset shell variable
+    if not text and not flag.may_be_empty:  # such as from an unset shell variable
         raise ValueError("is empty. Pass a value.")
     try:
         value = (flag.parse or value_type)(text)
@@ -180,7 +180,7 @@ def _value_type(hint: Any) -> Any:
 
 
 def _describe_unknown(words: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Returns a line for each unknown flag or word, which suggests the flag that was probably meant."""
+    """Returns a line for each unknown flag or word, suggesting the flag that was probably meant."""
     problems, follows_flag = [], False
     for word in words:
         is_flag = word.startswith("-")
@@ -222,7 +222,7 @@ def _make_parser(
             usual = f"{{{','.join(flag.choices)}}}" if flag.choices else {int: "N", float: "X"}.get(types[name], "NAME")
             options |= {"metavar": flag.metavar or usual, "nargs": flag.nargs, "const": flag.const}
         groups[flag.group].add_argument(*filter(None, [flag.short, flag_name(name)]), **options)
-    group = parser.add_argument_group("help")  # the last one
+    group = parser.add_argument_group("help")  # comes last
     group.add_argument("-h", "--help", action="help", help="print this help and exit")
     torch = f", torch {metadata.version('torch')}" if importlib.util.find_spec("torch") else ""  # fineweb.py needs none
     versions = f"%(prog)s {__version__}, Python {platform.python_version()}{torch}"
@@ -274,11 +274,11 @@ on_reader_closed: Callable[[], None] | None = None  # called instead of ending t
 def print_lines(text: str, file: TextIO | None = None) -> None:
     """Prints lines, above a progress bar if there is one.
 
-    No run depends on its console: what a full disk has no space for is dropped. If the reader has closed the stream, the
-    script ends, or `on_reader_closed` is called.
+    No run fails because of its console: lines that do not fit on a full disk are dropped. If the reader has closed the
+    stream, the script ends, or `on_reader_closed` is called.
     """
     stream = sys.stdout if file is None else file
-    if stream is None:  # closed by the parent process, as for print()
+    if stream is None:  # closed by the parent process: print nothing, like print()
         return
     try:
         tqdm.write(text, file=stream)
@@ -296,7 +296,7 @@ def warn(text: str) -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Redirects the stream to the null device: buffered output would fail again when the process exits."""
+    """Redirects the stream to the null device: writing its buffer would fail again when the process ends."""
     with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as null:
         os.dup2(null.fileno(), stream.fileno())
 
@@ -325,8 +325,8 @@ def run_cli(main: Callable[[], None]) -> NoReturn:
         except OSError:
             _discard(stream)
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        # gloo's threads outlive its process group if there was DDP. One that frees a tensor while Python is ending aborts
-        # the process, and torchrun reports a finished run as failed.
+        # With DDP, gloo's threads outlive the process group. If one of them frees a tensor while Python shuts down, the
+        # process aborts, and torchrun reports a finished run as failed.
         os._exit(code if isinstance(code, int) else int(code is not None))
     sys.exit(code)
 
@@ -350,14 +350,14 @@ def _exit_code(main: Callable[[], None]) -> int:
         _print_errors(f"{error.strerror}{where}. Check the disk and its permissions.")
         return 2
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would print a traceback while the interpreter exits
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would print a traceback at exit
         with contextlib.suppress(OSError):
             print("\ninterrupted", file=sys.stderr, flush=True)
         return 130
 
 
 def _print_errors(*problems: str) -> None:
-    # escapes line breaks and other control characters, which file names can have
+    # escapes line breaks and other control characters, which file names can contain
     lines = ["".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text) for text in problems]
     with contextlib.suppress(OSError):
         for line in lines:
@@ -367,10 +367,10 @@ def _print_errors(*problems: str) -> None:
 
 
 def _tell_torchrun(text: str) -> None:
-    """Lets torchrun, if it started us, repeat the text at the end of its report, which fills a screen."""
+    """If torchrun started us, has it repeat the text at the end of its report, which fills a screen."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
         path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
-        partial = path.with_suffix(".partial")  # a full disk may cut it off, and torchrun could not read that
+        partial = path.with_suffix(".partial")  # a full disk may truncate it, and torchrun could not parse that
         partial.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
         partial.replace(path)

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from support.cli import UserError, warn
 
-LOCK = ".lock"  # in a locked folder; the operating system releases it when the process ends, however it ends
+LOCK = ".lock"  # in a locked folder; the operating system releases the lock when the process ends, however it ends
 
 
 # -----------------------------------------------------------------------------
@@ -32,11 +32,11 @@ def tmp_path(path: Path, kind: str = "partial") -> Path:
 def atomic_write(path: Path, unique: bool = False, durable: bool = True) -> Iterator[Path]:
     """Yields a temporary path; the file or folder that the block makes there replaces `path` at the end.
 
-    A reader sees the old content or the new, never a part of it, even after a power failure. (While a folder is
+    A reader sees the complete old content or the complete new content, even after a power failure. (While a folder is
     replaced, there is a moment without either.) If the block fails, `path` is unchanged and nothing else remains. A
-    killed process leaves the temporary path behind, and the next write of `path` removes it. With `unique`, the
-    temporary name is never used twice: for files that no lock protects. Without `durable`, a power failure may leave
-    the wrong content: for files that are compared with a checksum when they are read.
+    killed process leaves the temporary path behind, and the next write to `path` removes it. Use `unique` for
+    files that no lock protects: the temporary name is then never used twice. Without `durable`, a power failure may
+    leave wrong content: only for files whose checksum is verified when they are read.
     """
     tmp = tmp_path(path, f"{secrets.token_hex(8)}.partial" if unique else "partial")
     remove(tmp)
@@ -65,7 +65,7 @@ def replace(tmp: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link or a folder, if it exists. A reader sees the complete folder or none."""
+    """Removes a file, a link or a folder, if it exists. A reader sees the complete folder or no folder."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
@@ -94,7 +94,7 @@ def sha256_of(path: Path) -> str:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes a value and its SHA-256, for `read_json`. Processes that write the same file do not disturb each other."""
+    """Writes a value and its SHA-256, for `read_json`. Several processes may write the same file at once."""
     content = json.dumps(value)
     checksum = hashlib.sha256(content.encode()).hexdigest()
     with atomic_write(path, unique=True) as tmp:
@@ -102,7 +102,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Returns the value that `write_json` wrote; None if there is no such file, or it was altered."""
+    """Returns the value that `write_json` wrote; None if there is no such file, or if it was altered."""
     with contextlib.suppress(OSError, ValueError):
         checksum, content, _ = path.read_bytes().split(b"\n")
         if hashlib.sha256(content).hexdigest().encode() == checksum:
@@ -122,7 +122,7 @@ def check_output_file(path: Path, flag: str, beginning: str) -> None:
         beginning: how files of this kind begin. An empty file is accepted too.
 
     Raises:
-        UserError: it is rejected.
+        UserError: the file is rejected.
     """
     written = [path] if path.exists() else []
     if path.is_file() or not path.exists():
@@ -136,7 +136,7 @@ def check_output_file(path: Path, flag: str, beginning: str) -> None:
 
 
 def write_output_file(path: Path, text: str) -> None:
-    """Writes a file atomically. A link stays a link; a pipe or a device is written to.
+    """Writes a file atomically. A link stays a link; a pipe or a device is written to directly.
 
     Raises:
         UserError: it cannot be written.
@@ -160,7 +160,7 @@ def lock_folder(folder: Path, flag: str, shared: bool = False) -> TextIO:
 
     Args:
         flag: the flag that names the folder, for the message.
-        shared: others may hold the lock, too, if theirs is shared (not on Windows).
+        shared: other processes may hold a shared lock at the same time (not on Windows).
 
     Raises:
         UserError: another process holds the lock.
@@ -194,7 +194,7 @@ def _lock_file(file: TextIO, shared: bool) -> None:
 
 
 def nearest_existing(path: Path) -> Path:
-    """Returns the path itself if it exists, otherwise its nearest parent that does."""
+    """Returns the path itself, or its nearest parent that exists."""
     return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
 
 
@@ -202,7 +202,7 @@ def check_free_space(folder: Path, needed: float, purpose: str) -> None:
     """Checks that the disk of a folder, which need not exist yet, has `needed` bytes free.
 
     Raises:
-        UserError: it has less.
+        UserError: the disk has less.
     """
     free = shutil.disk_usage(nearest_existing(folder)).free
     if needed > free:

@@ -1,4 +1,4 @@
-"""The first second of a script, before it imports PyTorch, which takes several."""
+"""What a script does first, before it imports PyTorch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import sys
 import time
 
 STARTED = time.perf_counter()  # when this process started: the scripts import this module first
-# A thread that waits for the others in OpenMP's barrier spins 300,000 rounds, and if another program has taken their core,
-# it spins for milliseconds, hundreds of times in a step. After 1,000 rounds it sleeps: a small model is as fast on a free
-# machine, and 1.6 to 8 times as fast on a busy one (docs/performance.md).
-# OpenMP libraries other than GCC's ignore it.
+# A thread that waits for the others at an OpenMP barrier spins for 300,000 rounds by default. If another program has
+# taken their core, that takes milliseconds, hundreds of times per step. With 1,000 rounds, the thread soon sleeps: a
+# small model is as fast on a free machine, and 1.6 to 8 times as fast on a busy one (docs/performance.md).
+# OpenMP libraries other than GCC's ignore the setting.
 SPIN_COUNT = "1000"
 
 
 def prepare(importing: str = "") -> None:
-    """Prepares the process of a script; call it before other imports. `importing` names a slow one, for the terminal.
+    """Prepares the process of a script; call it before other imports. `importing` names a slow import for the terminal.
 
-    Sets how long OpenMP's threads spin, unless the user has set that or the number of threads.
+    Sets how long OpenMP's threads spin, unless the user has set this or the number of threads.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports without a traceback
@@ -31,7 +31,7 @@ def prepare(importing: str = "") -> None:
 
 
 def show(text: str) -> None:
-    """Shows on a terminal what is going on, without a line break. Call it with "" before anything else is printed."""
+    """Shows on a terminal what is going on, without a line break; call it with "" to erase that before printing."""
     if os.environ.get("RANK", "0") == "0" and sys.stdout is not None and is_terminal():
         sys.stdout.write(f"\r{text}\x1b[K\r")
         sys.stdout.flush()

@@ -77,7 +77,7 @@ def test_the_demo_text(tmp_path):
         ("--input null.parquet --output out", "null.parquet, row 1 has no text in 'text', only text (NoneType)"),
         ("--input empty.jsonl --output out --tokenizer bpe", "there is no text in empty.jsonl"),
         ("--input a.txt", "no folder for the shards. Pass one with --output."),
-        ("--input a.txt --demo", "exclude each other. Choose one"),
+        ("--input a.txt --demo", "mutually exclusive. Choose one"),
         ("--input a.txt --output out --val-fraction 1.5", "--val-fraction must be more than 0 and less than 1"),
         ("--input a.txt --output out --shard-size 0", "--shard-size is 0. It must be 2 or more"),
         ("--input a.txt --output a.txt", "cannot write to a.txt"),
@@ -103,8 +103,8 @@ def test_the_demo_text(tmp_path):
             "empty is not a checkpoint: it has no config.json.",
         ),
         ("--demo --tokenizer bpe --vocab-size 257", "--vocab-size is 257. It must be 258 or more."),
-        ("--dataset a.txt --output out", "a.txt is on this machine. Pass it with --input"),
-        ("--dataset empty --output out", "empty is on this machine. Pass it with --input"),
+        ("--dataset a.txt --output out", "a.txt is a path on this machine. Pass it with --input"),
+        ("--dataset empty --output out", "empty is a path on this machine. Pass it with --input"),
         ("--input a.txt --output out --max-tokens 1.5", "--max-tokens is '1.5'. It must be a whole number"),
         ("--input a.txt link.txt fifo.txt --output out", "link.txt is not a file of type .txt"),
     ],
@@ -225,7 +225,7 @@ def test_check_reads_all_shards(byte_shards, tmp_path, capsys):
     shard, val = sorted(folder.glob("*_train_*.npy"))[0], next(folder.glob("*_val_*.npy"))
     fineweb.main(["--check", str(folder)])
     tokens = sum(len(np.load(path)) for path in folder.glob("*.npy"))
-    assert f"{tokens:,} tokens (bytes), all as in the manifest" in capsys.readouterr().out
+    assert f"{tokens:,} tokens (bytes), all match the manifest" in capsys.readouterr().out
     flip_bit(shard)
     val.write_bytes(val.read_bytes()[:-2])
     with pytest.raises(UserError) as error:

@@ -211,7 +211,7 @@ def on_terminal(run: Path, *flags: object) -> pexpect.spawn:
         timeout=60,
     )
     terminal.delaybeforesend = None
-    terminal.expect_exact("Ctrl-C stops a text, Ctrl-D leaves.\r\n> ")
+    terminal.expect_exact("Ctrl-C stops a text, Ctrl-D exits.\r\n> ")
     return terminal
 
 

@@ -1,6 +1,6 @@
 """The curves of runs, read from their folders and drawn with matplotlib; for the trainer, compare.py and play.ipynb.
 
-A picture is a `matplotlib.figure.Figure` of its own: no pyplot and no display.
+Each picture is a separate `matplotlib.figure.Figure`, so neither pyplot nor a display is needed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # importing matplotlib takes as long as drawing a picture
 
 Curve = tuple[np.ndarray, np.ndarray]  # x and y
 AXES = {"steps": "step", "tokens": "tokens", "hours": "hours of training steps"}
-SETTLED = 0.05  # fraction of a curve at its beginning that may be above the picture, so that the rest is not flat
-DRAW_SECONDS = 10.0  # minimum time between two pictures of a live run
+SETTLED = 0.05  # initial fraction of a curve that may lie above the picture, so that the rest is not flat
+DRAW_SECONDS = 10.0  # minimum between two pictures of a run that is training
 MAX_DRAW_FRACTION = 0.01  # fraction of a run's time that drawing may take
 OPENAI_LOSS = 3.2924  # OpenAI's GPT-2 124M on FineWeb-Edu's validation shard
 OPENAI_SIZES = {(12, 768): "124M", (24, 1024): "350M", (36, 1280): "774M", (48, 1600): "1558M"}  # layers, channels
@@ -43,7 +43,7 @@ OPENAI_HELLASWAG: dict[str, dict[str, tuple[float | None, float]]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """What `log.txt` and `starts.jsonl` say about a run. Values are by step; evaluations come before their step."""
+    """What `log.txt` and `starts.jsonl` say about a run. Values are by step; an evaluation comes before its step."""
 
     folder: Path
     train: Mapping[int, float]  # loss in nats per token, like `val`
@@ -103,7 +103,7 @@ def read_run(folder: Path) -> Run:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Returns the moving average over each value and a hundredth of all values on each side, fewer at the ends."""
+    """Returns the moving average over a hundredth of the curve on each side of a value, or less at the ends."""
     n, i = len(values), np.arange(len(values))
     first, end = np.maximum(i - n // 100, 0), np.minimum(i + n // 100 + 1, n)
     sums = np.concatenate([[0.0], np.cumsum(values)])
@@ -111,7 +111,7 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def loss_limits(curves: Sequence[Curve]) -> tuple[float, float]:
-    """Returns the limits of the y-axis that show these curves without their beginning and spikes, which would flatten them."""
+    """Returns y-axis limits that leave out these curves' beginning and spikes, which would flatten the rest."""
     ends = [np.quantile(y[x >= SETTLED * x.max()], (0.005, 0.995)) for x, y in curves if len(y)]
     low, high = float(np.min(ends)), float(np.max(ends))
     margin = 0.05 * (high - low) or 0.1
@@ -167,7 +167,7 @@ def draw_runs(labels: Sequence[str], runs: Sequence[Run], axis: str = "steps") -
 
 
 def compares_per_byte(runs: Sequence[Run]) -> bool:
-    """Returns whether the runs have different tokenizers, so that only losses per byte are comparable."""
+    """Returns whether the runs have different tokenizers, so that losses per token cannot be compared."""
     tokenizers = [run.start["data"]["tokenizer"] for run in runs]
     # two trained tokenizers may be identical, but losses per byte are comparable either way
     return len(set(tokenizers)) > 1 or "bpe" in tokenizers and len({run.bytes_per_token for run in runs}) > 1
@@ -181,7 +181,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def _new_figure(title: str) -> Figure:
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # on its first import, it reports a font cache
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # its first import logs that it builds a font cache
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 7), dpi=100, layout="constrained")
@@ -209,7 +209,7 @@ def _draw_loss(axes: Axes, run: Run) -> None:
 
 
 def _draw_validation(axes: Axes, x: np.ndarray, y: np.ndarray, color: Any, label: str | None = None) -> list[Line2D]:
-    """Draws dots, joined by a line from the second one on: from step 0, the line would be far above the training loss."""
+    """Draws dots, and a line from the second one on: a line from step 0 would be far above the training loss."""
     axes.plot(x[1:], y[1:], color=color)
     return axes.plot(x, y, "o", color=color, markersize=3, label=label)
 
@@ -217,7 +217,7 @@ def _draw_validation(axes: Axes, x: np.ndarray, y: np.ndarray, color: Any, label
 def _draw_hellaswag(axes: Axes, run: Run) -> None:
     x, y = _curve(run, run.hella)
     axes.plot(x, y, "o-", color="C3", markersize=3, label=f"acc_norm, now {y[-1]:.4f}")
-    comparable = run.has_gpt2_tokens and run.flags.get("block_size", 0) >= 1024  # a shorter context may be cut off
+    comparable = run.has_gpt2_tokens and run.flags.get("block_size", 0) >= 1024  # a shorter context may cut off texts
     own = OPENAI_SIZES.get((run.flags.get("n_layer", 0), run.flags.get("n_embd", 0)), "124M")
     for size in dict.fromkeys(("124M", own)) if comparable else ():
         _, score = OPENAI_HELLASWAG["tokens"][size]
@@ -247,7 +247,7 @@ def _key_flags(run: Run) -> str:
 
 
 def short_count(n: float) -> str:
-    """Formats a number with three digits, such as 124M."""
+    """Formats a number with three significant digits, such as 124M."""
     n = float(f"{n:.3g}")  # 999,999 is 1M
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if n >= unit:
@@ -260,14 +260,14 @@ def short_count(n: float) -> str:
 
 
 class CurvesFile:
-    """`curves.png` in a run's folder; without a folder, nothing is drawn. It is best effort: failures give one warning."""
+    """`curves.png` in a run's folder; without a folder, nothing is drawn. Best effort: only the first failure warns."""
 
     def __init__(self, folder: Path | None):
         self._folder, self._warned = folder, False
         self._not_before = time.monotonic() + DRAW_SECONDS
 
     def update(self) -> None:
-        """Draws the curves, unless they were drawn a short while ago: drawing may take MAX_DRAW_FRACTION of the time."""
+        """Draws the curves, unless they were drawn recently: drawing may take MAX_DRAW_FRACTION of the time."""
         if time.monotonic() >= self._not_before:
             self.draw()
 

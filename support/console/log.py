@@ -1,6 +1,6 @@
-"""`log.txt`, the values that a run logs, one per line: `{step} {name} {value}`.
+"""`log.txt`, the values of a run, one per line: `{step} {name} {value}`.
 
-    250 val 3.9821          before the step: the validation loss, and `hella`, HellaSwag's acc_norm
+    250 val 3.9821          validation loss before the step; likewise `hella`, HellaSwag's acc_norm
     250 train 3.912345      the loss of the step's own batches, in nats per token
     250 lr 0.0005991        learning rate
     250 norm 0.51234567     gradient norm before clipping
@@ -37,7 +37,7 @@ def read_log(path: Path) -> dict[str, dict[int, float]]:
 
 
 def _read_lines(path: Path) -> list[re.Match[str]]:
-    """Returns the well-formed lines of a log, without a last line that a crash has cut off."""
+    """Returns the well-formed lines of a log, without a last line that a crash cut off."""
     lines = path.read_bytes().decode("utf-8", "replace").split("\n")[:-1] if path.is_file() else []
     return list(filter(None, map(LINE.fullmatch, lines)))
 
@@ -52,9 +52,9 @@ class RunLog:
         self, path: Path | None = None, first_step: int = 0, kept_names: Collection[str] = (),
         source: Path | None = None,
     ):  # fmt: skip
-        """Continues a log at `first_step`; at step 0 it begins anew.
+        """Continues a log at `first_step`; step 0 begins a new log.
 
-        Lines at or past `first_step` are dropped, since those steps run again, and so are malformed ones. Values of
+        Lines from `first_step` on are dropped, since those steps run again, and so are malformed lines. Values of
         `first_step` whose names are in `kept_names` were measured before that step: they stay, and are in `kept`.
 
         Args:

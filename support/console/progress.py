@@ -98,8 +98,8 @@ def print_header(run: RunInfo, dist: Distributed, loader: DataLoaderLite) -> Non
     if config.minutes is None and config.warmup_steps >= config.max_steps:
         advice = f"Set --warmup-steps {config.max_steps // 10}, or raise" if run.first_step == 0 else "Raise"
         warning = (
-            f"the warm-up of {pluralize(config.warmup_steps, 'step')} takes the whole run of {config.max_steps:,}, and the "
-            f"learning rate never falls. {advice} --max-steps."
+            f"the warm-up of {pluralize(config.warmup_steps, 'step')} takes up the whole run of {config.max_steps:,}, so "
+            f"the learning rate never falls. {advice} --max-steps."
         )
         print_lines(styled(labelled("warning", warning), YELLOW))
 
@@ -146,7 +146,7 @@ def notes(config: TrainConfig, machine: Machine, first_step: int, checkpoint_byt
                 f"rate stays above {advice}"
             )
     own_tokenizer = config.tokenizer != "gpt2" and not config.init_from  # possible only with --text
-    if own_tokenizer and first_step == 0 and machine.hellaswag_every == 0:  # otherwise there is a note from HellaSwag
+    if own_tokenizer and first_step == 0 and machine.hellaswag_every == 0:  # otherwise HellaSwag prints a note
         yield "only models made with --tokenizer gpt2 can be scored on HellaSwag"
     free = shutil.disk_usage(config.out).free
     if config.checkpoint_every != 0 and free < checkpoint_bytes:
@@ -162,7 +162,7 @@ def print_summary(
     Args:
         losses: validation losses of checkpoints.
         before_cooldown: the checkpoint from which a longer run can start.
-        texts: samples that continue the run's prompt, of which the first is shown.
+        texts: samples that continue the run's prompt; the first one is shown.
     """
     if dist.rank > 0:
         return
@@ -176,7 +176,7 @@ def print_summary(
     lines = [labelled("done", done)]
     checkpoint, val = checkpoint_path(out, step), dict(losses)
     if config.val_every != 0:
-        # the log of a fork begins with another run's
+        # a fork's log begins with the log of another run
         first = min((start["first_step"] for start in read_starts(out)), default=0)
         logged = read_log(out / "log.txt")["val"]
         val |= {checkpoint_path(out, step): loss for step, loss in logged.items() if step >= first}
@@ -191,8 +191,8 @@ def print_summary(
     if checkpoint.is_dir():
         prompt = f" --prompt {shlex.quote(run.prompt)}" if texts else ""
         lines.append(f"saved   {checkpoint}")
-        lines.append(f"next    python sample.py --model {shlex.quote(str(checkpoint))}{prompt}")  # in one line, to copy
-        # if the decay ended earlier, a longer run has the same learning rates
+        lines.append(f"next    python sample.py --model {shlex.quote(str(checkpoint))}{prompt}")  # on one line, to copy
+        # if the decay ended earlier, a longer run would have the same learning rates
         ends_together = config.minutes is not None or config.decay_steps == step
         if before_cooldown and ends_together:
             more = f"--minutes {2 * config.minutes:g}" if config.minutes else f"--max-steps {2 * step}"

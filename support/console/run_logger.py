@@ -23,18 +23,18 @@ from support.startup import STARTED
 if TYPE_CHECKING:
     from support.checkpoints.state import TrainState
 
-LINE_SECONDS = 10.0  # seconds between step lines on a terminal, so that the header stays in view
-ETA_EVERY = 50  # steps between notes on the remaining time, in a file
+LINE_SECONDS = 10.0  # between step lines on a terminal, so that the header stays in view
+ETA_EVERY = 50  # steps between notes on the remaining time, if stdout is a file
 
 
 class RunLogger:
     """Reports validations, scores, samples and steps; on all ranks but 0 it does nothing.
 
-    Values go to `log.txt` and `curves.png` in `--out` and to the trackers, until the end of a `with`; a line about this
-    process goes to `starts.jsonl` at once. A resumed run continues the files and curves of the earlier process.
+    Values go to `log.txt` and `curves.png` in `--out` and to the trackers, until the `with` block ends; a line about
+    this process goes to `starts.jsonl` at once. A resumed run continues the files and curves of the earlier process.
     What that process logged for the first step is not measured again.
 
-    On a terminal, a status line shows how far the run is, and only some of the steps get a line of their own.
+    On a terminal, a status line shows how far the run has got, and only some of the steps get a line of their own.
 
     Raises:
         UserError: on all ranks, if a tracker cannot start.
@@ -55,15 +55,15 @@ class RunLogger:
             append_start(folder, describe_start(run, dist))
         self._curves = CurvesFile(folder)
         self._profiler = make_profiler(run.config.profile, run.config.out, dist.device, dist.rank, dist.print0)
-        for name, value in self._log.kept.items():  # trackers hide the values that they have for first_step and later
+        for name, value in self._log.kept.items():  # trackers hide their values from first_step on
             self._trackers.log_value(self.first_step, name, value)
-        # every rank must know, or the others wait forever in the next evaluation
+        # every rank must know, or the others would wait forever in the next evaluation
         self._logged = dist.once(lambda: due & self._log.kept.keys())
         self._status = terminal.StatusLine(dist.rank == 0 and terminal.is_terminal())
         self._line_shown = self._first_step_ended = 0.0
 
     def evaluations_due(self, state: TrainState) -> set[str]:
-        """Returns what is due before a step, of "val", "hella" and "samples", except what an earlier process has logged."""
+        """Returns which of "val", "hella" and "samples" are due before a step and not logged by an earlier process."""
         return self._due(state) - (self._logged if state.step == self.first_step else set())
 
     def _due(self, state: TrainState) -> set[str]:
@@ -72,7 +72,7 @@ class RunLogger:
         return {name for name, interval in every.items() if self.config.is_due(interval, state)}
 
     def validation(self, step: int, loss: float | None) -> None:
-        """Reports a validation loss. If the validation was interrupted, it is None, and nothing is reported."""
+        """Reports a validation loss. None means that the validation was interrupted, and nothing is reported."""
         if loss is None:
             return
         self._evaluation(step, "val", loss)
@@ -83,7 +83,7 @@ class RunLogger:
         )
 
     def hellaswag(self, step: int, score: tuple[float, float, float] | None) -> None:
-        """Reports acc_norm, its standard error and the seconds of scoring. If that was interrupted, `score` is None."""
+        """Reports a `score`: acc_norm, its standard error and the seconds taken; None if scoring was interrupted."""
         if score is None:
             return
         acc_norm, stderr, seconds = score
@@ -127,7 +127,7 @@ class RunLogger:
             self.print0(terminal.labelled("note", note))
         if step == self.first_step and self.run.machine.compiled:
             self.print0(terminal.labelled("note", f"the first step ended {now - STARTED:.1f}s after the start"))
-        # these names must not change, so that a resumed run continues its curves
+        # do not rename these: a resumed run continues its curves
         values = {"update/lr": lr, "update/norm": norm, "speed/tokens_per_second": speed}
         self._trackers.log(step, values | ({"speed/mfu": mfu} if mfu is not None else {}))
         if self._profiler:
@@ -165,7 +165,7 @@ class RunLogger:
         self._curves.update()
 
     def _line_due(self, step: int, now: float) -> bool:
-        """Returns whether to print a line for a step that was not skipped."""
+        """Returns whether a step that was not skipped gets a line."""
         if self._status.enabled and self.config.log_every is None:
             due = now - self._line_shown >= LINE_SECONDS
         else:
@@ -177,7 +177,7 @@ class RunLogger:
         return self.config.minutes is None and step == self.config.max_steps - 1
 
     def _eta(self, step: int, now: float) -> float | None:
-        """Estimates the remaining seconds, including evaluations and checkpoints. None after the first step and the last."""
+        """Returns the remaining seconds, with evaluations and checkpoints; None with --minutes, and after the first or last step."""
         if step == self.first_step:
             self._first_step_ended = now
         if self.config.minutes or step == self.first_step or self._is_last(step):
@@ -194,7 +194,7 @@ class RunLogger:
         return f"step {self._count(step + 1)} | loss {loss:.4f} | {tokens} tok/s | {elapsed}"
 
     def _count(self, step: int) -> str:
-        """`12/1000`; with --minutes, `12`."""
+        """Formats a step: `12/1000`; with --minutes, `12`."""
         return str(step) if self.config.minutes else f"{step}/{self.config.max_steps}"
 
 

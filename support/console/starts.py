@@ -37,8 +37,8 @@ def describe_start(run: RunInfo, dist: Distributed) -> dict[str, Any]:
     from support.runtime import devices
 
     flags, tokenizer, machine = run.config.used_flags(), run.data.tokenizer, run.machine
-    del flags["model"]  # its sizes are there
-    flags["tokenizer"] = tokenizer.name  # the flag is for --text only
+    del flags["model"]  # its sizes are flags, too
+    flags["tokenizer"] = tokenizer.name  # the flag's own value counts only with --text
     versions = {"train_gpt2.py": __version__, "python": platform.python_version(), "torch": torch.__version__}
     versions |= {"numpy": np.__version__, "platform": platform.platform()}
     return {
@@ -68,7 +68,7 @@ def describe_start(run: RunInfo, dist: Distributed) -> dict[str, Any]:
 
 
 def append_start(folder: Path, start: Mapping[str, Any]) -> None:
-    """Appends a line to `starts.jsonl`. It is best effort: a failure is a warning."""
+    """Appends a line to `starts.jsonl`. Best effort: a failure only gives a warning."""
     path = folder / FILE
     try:
         is_torn = path.exists() and not path.read_bytes().endswith(b"\n")  # cut off by a kill or a full disk
@@ -90,7 +90,7 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
 
 
 def _read_commit() -> str | None:
-    """Returns the commit that this project has checked out; None without git, or without a repository."""
+    """Returns the checked-out commit of this project; None without git or a repository."""
     command = ["git", f"--git-dir={ROOT / '.git'}", "rev-parse", "HEAD"]  # not a repository in a folder above
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -40,12 +40,12 @@ def labelled(label: str, text: str) -> str:
 
 
 def on_one_line(text: str) -> str:
-    """Returns the text with spaces for line breaks and control characters, which would act on the terminal."""
+    """Replaces line breaks and control characters, which would act on the terminal, with spaces."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def fit_lines(text: str, lines: int) -> str:
-    """Wraps the text, on a terminal, into at most `lines` lines, indented as by `labelled`."""
+    """On a terminal, wraps the text into at most `lines` lines, indented as in `labelled`."""
     if not is_terminal():
         return text
     columns = shutil.get_terminal_size().columns
@@ -53,16 +53,16 @@ def fit_lines(text: str, lines: int) -> str:
 
 
 def fit_fields(line: str) -> str:
-    """Drops the last of the fields, separated by " | ", for which a terminal is too narrow."""
+    """On a terminal, drops the last fields, separated by " | ", until the line fits."""
     while is_terminal() and len(line) > shutil.get_terminal_size().columns and " | " in line:
         line = line.rpartition(" | ")[0]
     return line
 
 
 class StatusLine:
-    """The last line of a terminal, which tqdm draws, until it is closed; `print_lines` prints above it."""
+    """The last line of a terminal, drawn by tqdm until it is closed; `print_lines` prints above it."""
 
-    current: ClassVar[StatusLine | None] = None  # the one that is not closed
+    current: ClassVar[StatusLine | None] = None  # the one that is open, if any
 
     def __init__(self, enabled: bool):
         self.enabled, self._text = enabled, ""

@@ -15,7 +15,7 @@ from support.files import atomic_write
 if TYPE_CHECKING:
     from train_gpt2 import TrainConfig
 
-CURVES = {"train": "loss/train", "val": "loss/val", "hella": "hellaswag/acc_norm"}  # by their names in the log
+CURVES = {"train": "loss/train", "val": "loss/val", "hella": "hellaswag/acc_norm"}  # by name in the log
 
 
 def check_installed(config: TrainConfig) -> None:
@@ -67,7 +67,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Sends curves to Weights & Biases; its methods are TensorBoard's.
+    """Sends curves to Weights & Biases, with the same methods as `TensorBoard`.
 
     Raises:
         UserError: it cannot start.
@@ -91,7 +91,7 @@ class WeightsAndBiases:
             reason = str(error).rstrip(". ")
             raise UserError(f"--wandb cannot start: {reason}. Run wandb login, or set WANDB_MODE=offline.") from error
         self._table = wandb.Table
-        self._run.define_metric("*", step_metric="step")  # W&B's own step must grow, and a resumed run repeats steps
+        self._run.define_metric("*", step_metric="step")  # W&B's own step must grow, but a resumed run repeats steps
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({**values, "step": step})
@@ -124,7 +124,7 @@ class Trackers:
         self._final_values: dict[str, float] = {}
 
     def log_value(self, step: int, name: str, value: float) -> None:
-        """Sends a value of the log, given by its name there."""
+        """Sends a value; `name` is its name in the log."""
         self._final_values[f"final/{CURVES[name]}"] = value
         if name == "train":
             self._final_values["final/steps"] = step + 1
@@ -149,6 +149,6 @@ class Trackers:
             try:
                 call(tracker)
             except Exception as error:  # a full disk or the network: tracking is best effort
-                with contextlib.suppress(ValueError):  # the thread that saves may have removed it, too
+                with contextlib.suppress(ValueError):  # the thread that saves may have removed it already
                     self._trackers.remove(tracker)
                 warn(f"{tracker.name} stopped ({error}). Training continues without it.")

@@ -1,4 +1,4 @@
-"""The loss in chunks, and the optimizer Muon: both replace a line of plain PyTorch, for speed and memory.
+"""The cross-entropy in chunks and the Muon optimizer. Each replaces a line of plain PyTorch, to save time or memory.
 
 They import nothing else of `support`.
 """

@@ -1,4 +1,4 @@
-"""Cross-entropy in chunks of rows, so that the logits of a full micro-batch are never in memory together.
+"""Cross-entropy in chunks of rows, so that the logits of a full micro-batch are never in memory all at once.
 
 The gradient of the loss with respect to the logits is softmax - one_hot: it does not depend on the backward pass. So
 the forward pass computes both gradients, of the hidden states and of the weight, while a chunk's logits exist, and the
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-# Logits in a chunk. On a CPU, small chunks stay closer to the caches (measured). A GPU is fastest with few, large matrix
-# products: its chunks follow from its total memory, which is the same when a run is resumed.
+# Logits per chunk. On a CPU, small chunks make better use of the caches (measured). A GPU is fastest with few, large
+# matrix products, so its chunk size follows from its total memory, which stays the same when a run is resumed.
 CHUNK_NUMEL = {"cpu": 2**25, "mps": 2**27}
 CUDA_BYTES_PER_LOGIT = 128  # a chunk in bf16 takes up to a 64th of the memory: 2^30 logits on an H200, 2^29 with 80 GB
 
@@ -23,15 +23,15 @@ CUDA_BYTES_PER_LOGIT = 128  # a chunk in bf16 takes up to a 64th of the memory: 
 def chunked_cross_entropy(
     x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int
 ) -> torch.Tensor:
-    """`F.cross_entropy(x @ weight.T[:, :vocab_size], targets)`, in nats, for autograd and for torch.compile.
+    """Returns `F.cross_entropy(x @ weight.T[:, :vocab_size], targets)`, in nats; works with autograd and torch.compile.
 
-    Does the same matrix products as the plain version, none twice, in autocast's precision; the loss and the gradient
-    of the weight are summed in fp32. In fp16 all logits are computed together: the factor of the gradient scaler is
-    known only in the backward pass, and gradients without it would round to zero.
+    Does the same matrix products as the plain version, each once, in autocast's precision; the loss and the gradient
+    of the weight are summed in fp32. In fp16, all logits are computed at once: the gradient scaler's factor is known
+    only in the backward pass, and without it, gradients would underflow.
 
     Args:
         x: (N, C) hidden states.
-        weight: (W, C), at least `vocab_size` rows; further rows take no part and get a gradient of zero.
+        weight: (W, C), at least `vocab_size` rows; further rows are ignored and get a gradient of zero.
         targets: (N,) ids below `vocab_size`.
 
     Returns:
@@ -44,7 +44,7 @@ def chunked_cross_entropy(
         return F.cross_entropy(logits.float(), targets)
     weight_gradient = torch.is_grad_enabled() and weight.requires_grad  # with LoRA, the weight is frozen
     with_gradients = weight_gradient or (torch.is_grad_enabled() and x.requires_grad)
-    # torch.compile cannot see into the operation below, so the operation compiles its own inner function
+    # torch.compile cannot look into the custom operation below, so the operation compiles its own inner function
     compile_chunks = torch.compiler.is_compiling()
     loss, _, _ = _summed_cross_entropy(
         x, weight, targets, vocab_size, dtype, with_gradients, weight_gradient, compile_chunks
@@ -82,11 +82,11 @@ def _summed_cross_entropy(
     memory = torch.cuda.get_device_properties(x.device).total_memory if x.is_cuda else 0
     rows = min(chunk_rows(chunk_numel(x.device.type, memory), len(weight)), len(x))
     logits_to_gradient_ = _compiled(_fused_logits_to_gradient_) if compile_chunks else _logits_to_gradient_
-    # torch.compile guards on properties such as requires_grad, which differ between callers; in inference mode they do
-    # not, so nothing is compiled again.
+    # torch.compile guards on properties such as requires_grad, which differ between callers. In inference mode they do
+    # not, so nothing is recompiled.
     with torch.inference_mode(), torch.autocast(x.device.type, enabled=False):
         targets = targets.clone()  # makes it an inference tensor
-        buffer = x.new_empty((rows, len(weight)))  # one buffer for all chunks: otherwise two would exist at a time
+        buffer = x.new_empty((rows, len(weight)))  # one for all chunks: otherwise two would be in memory at a time
         for first in range(0, len(x), rows):
             chunk = x[first : first + rows]  # (R, C)
             logits = torch.mm(chunk, low_weight.T, out=buffer[: len(chunk)])  # (R, W)
@@ -99,7 +99,7 @@ def _summed_cross_entropy(
 
 
 def _fp32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Returns a @ b, in fp32 where the GPU can multiply bf16 into it, because several products are summed."""
+    """Returns a @ b, in fp32 if the GPU can multiply bf16 matrices into fp32, because several products are summed."""
     if a.is_cuda and a.dtype == torch.bfloat16 and torch.cuda.get_device_capability(a.device) >= (8, 0):
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a, b)
@@ -122,7 +122,7 @@ def _logits_to_gradient_(
 def _fused_logits_to_gradient_(
     logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, with_gradients: bool
 ) -> torch.Tensor:
-    """Does the same for torch.compile, which makes it one kernel: it reads a row for its sums, then reads and overwrites it.
+    """Does the same for torch.compile, which fuses it into one kernel: it reads a row for its sums, then again to write it.
 
     Slices and scatters would need kernels of their own and unaligned loads, so ids are masked instead. With p the
     probability of the target and log_odds = log((1 - p) / p),
@@ -130,13 +130,13 @@ def _fused_logits_to_gradient_(
         loss = log(1 + exp(log_odds))
         gradient = (1 - p) * (softmax of the other ids - one_hot(target)), where 1 - p = sigmoid(log_odds)
 
-    Both are exact even where p is close to 1.
+    Both are accurate even if p is close to 1.
     """
     ids = torch.arange(logits.size(1), device=logits.device)
     is_target = ids == targets[:, None]  # (R, W)
     z = logits.float()
     target_logit = torch.where(is_target, z, 0.0).sum(-1, keepdim=True)  # (R, 1)
-    lowest = torch.finfo(torch.float32).min  # not -inf: a maximum of -inf, less itself, would be NaN
+    lowest = torch.finfo(torch.float32).min  # not -inf: a maximum of -inf, minus itself, would be NaN
     others = torch.where(is_target | (ids >= vocab_size), lowest, z)
     largest = others.amax(-1, keepdim=True)  # (R, 1)
     log_sum = (others - largest).exp().sum(-1, keepdim=True).log()
@@ -176,7 +176,7 @@ def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tenso
 
 def _scale_gradients(ctx: Any, grad: torch.Tensor, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     if torch.is_grad_enabled():  # create_graph=True
-        raise RuntimeError("the chunked cross-entropy has no second derivative: compute it from GPT.logits")
+        raise RuntimeError("the chunked cross-entropy has no second derivative. Compute the loss from GPT.logits.")
     grad_x, grad_weight = ctx.saved_tensors
     # a gradient or None for each argument of the operation; a frozen weight has no gradient
     return grad_x * grad, grad_weight * grad if len(grad_weight) else None, *[None] * 6

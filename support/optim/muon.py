@@ -1,9 +1,9 @@
 """Muon for the weight matrices of the blocks, AdamW for everything else.
 
-Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon) replaces the momentum of a matrix by the nearest
-orthogonal matrix, so that a step moves all its directions equally far. `torch.optim.Muon` does the same with another
-scale, one matrix at a time. This one also treats Q, K and V as separate matrices, batches matrices of one shape,
-divides the work among the ranks, and skips a step that is not finite without a host sync.
+Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon) replaces the momentum of a matrix with the nearest
+orthogonal matrix, so that a step moves the matrix equally far in all directions. `torch.optim.Muon` does the same with
+another scale, one matrix at a time. This version also treats Q, K and V as separate matrices, batches matrices of the
+same shape, divides the work among the ranks, and skips a non-finite step without a host sync.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import distributed
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: steep at 0, so that few steps lift small singular values
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: steep at 0, so that a few steps raise small singular values
 NEWTON_SCHULZ_STEPS = 5
 MOMENTUM = 0.95
 SCALE = 11.0  # lets AdamW and Muon share one learning rate (measured, see docs/recipes.md)
-MAX_BATCH_NUMEL = 2**26  # elements that a rank orthogonalizes at once; it limits the memory
+MAX_BATCH_NUMEL = 2**26  # elements that a rank orthogonalizes at once, to limit memory
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
     """Returns approximately U V^T for each U S V^T of (K, n, m) `matrices`, n <= m, by Newton-Schulz iteration.
 
-    Singular values of at least 0.002 of the Frobenius norm come out between 0.68 and 1.21, smaller ones lower.
+    Singular values of at least 0.002 times the Frobenius norm come out between 0.68 and 1.21, smaller ones lower.
     """
     a, b, c = COEFFICIENTS
     x = matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # now no singular value is above 1
@@ -41,18 +41,18 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
 class Muon(torch.optim.AdamW):
     """Muon for parameter groups with `num_splits`, fused AdamW for the others.
 
-    `num_splits` lists, for each parameter of its group, how many matrices it holds, stacked along dimension 0. Each
-    matrix W of n x m, with gradient G and momentum M, is updated with mu = MOMENTUM:
+    `num_splits` lists how many matrices each parameter of the group holds, stacked along dimension 0. Each n x m matrix
+    W, with gradient G and momentum M, is updated as follows, where mu = MOMENTUM:
 
         M <- mu M + (1 - mu) G
         W <- W - lr (weight_decay W + SCALE sqrt(max(n, m) / min(n, m)) orthogonalize(mu M + (1 - mu) G))
 
-    So what a step changes in the outputs does not depend on the width (as in arXiv:2310.17813, which has n / m under
+    So how much a step changes the outputs does not depend on the width (as in arXiv:2310.17813, which has n / m under
     the root). The matrix products are in `dtype`, but in fp32 for fp16. As in fused AdamW, a `found_inf` of 1 skips the
     step. With `adamw_lr`, AdamW's learning rate is the group's times `adamw_lr` / `lr`.
 
-    Under torch.distributed, all ranks must have the same gradients, already unscaled; they end with the same weights.
-    Under FSDP, each rank has a part of both.
+    Under torch.distributed, all ranks must have the same gradients, already unscaled; they end up with the same
+    weights. Under FSDP, each rank has a part of the gradients and of the weights.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Muon(torch.optim.AdamW):
         self, group: dict[str, Any], matrices: list[tuple[torch.Tensor, ...]], rank: int, world_size: int
     ) -> None:
         """Updates matrices of one shape, each given as (weight, gradient, momentum)."""
-        per_rank = -(-len(matrices) // world_size)  # the last ranks may have fewer; zeros fill them up
+        per_rank = -(-len(matrices) // world_size)  # the last ranks may have fewer; zeros fill the gap
         own = torch.zeros(per_rank, *sorted(matrices[0][0].shape), dtype=self.dtype, device=matrices[0][0].device)
         for i, (_, gradient, momentum) in enumerate(matrices):
             gradient = self._update_momentum(gradient, momentum)
