@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-import harness  # noqa: F401  so that the scripts are found
+import harness  # noqa: F401  makes the scripts importable
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,8 +32,8 @@ import sample
 import train_gpt2
 
 SCRIPTS: dict[str, ModuleType] = {m.__name__: m for m in (train_gpt2, fineweb, hellaswag, sample)}
-CANARY = Path("executed")  # what the pickles would create
-FIXTURES = Path("../../../fixtures")  # from the folder of an input
+CANARY = Path("executed")  # created if a malicious pickle is executed
+FIXTURES = Path("../../../fixtures")  # relative to the folder of an input
 
 TINY_FLAGS = (
     "--n-layer 1 --n-head 2 --n-embd 8 --block-size 16 --total-batch-size 64 --batch-size 4 --warmup-steps 1 "
@@ -50,12 +50,12 @@ NUMBERS = (0, -1, 1, 2, 3, 2**31, 2**63, 10**30, 0.5, -0.0, 1e308, 1e-320, math.
 STRINGS = (
     *"x data nan %s{} é🙂 ../../x /proc/nope \ud800 \x1b[2J\x00".split(" "), "", "a\nb", "a" * 70_000,
 )  # fmt: skip
-DEEP, HUGE = "<deep>", "<huge>"  # become 100,000 nested lists and a number of 5,000 digits
+DEEP, HUGE = "<deep>", "<huge>"  # stand for 100,000 nested lists and a number with 5,000 digits
 STRANGE = (None, True, False, *NUMBERS, *STRINGS, [], {}, [[]], [1, "a"], {"": 0}, {"a": [None]}, DEEP, HUGE)
 
 
 def mutate_bytes(rng: random.Random, content: bytes) -> bytes:
-    """Some random edits, mostly near the beginning or the end, where the structure of a file is."""
+    """Applies some random edits, mostly near the beginning or the end, where a file's structure is."""
     data = bytearray(content)
     for _ in range(rng.choice((1, 1, 2, 6))):
         near = rng.choice((100, 1000, len(data) + 1))
@@ -79,7 +79,7 @@ def mutate_bytes(rng: random.Random, content: bytes) -> bytes:
 
 
 def mutate_tree(rng: random.Random, tree: object, values: Sequence[object] = STRANGE) -> object:
-    """A copy of nested dicts and lists with one entry replaced, removed, renamed or repeated."""
+    """Returns a copy of nested dicts and lists with one entry replaced, removed, renamed or repeated."""
     root = [copy.deepcopy(tree)]
     container, key = root, 0
     while isinstance(child := container[key], dict | list) and child and rng.random() < 0.85:
@@ -102,7 +102,7 @@ def to_json(tree: object) -> bytes:
 
 
 def mutate_file(rng: random.Random, path: Path) -> None:
-    """Changes bytes or, in JSON, a value; or puts a pickle or nothing in the file's place."""
+    """Changes some bytes or, in JSON, a value. Sometimes replaces the file with a pickle, or removes it."""
     content = path.read_bytes()
     way = rng.random()
     if path.suffix in (".json", ".jsonl") and way < 0.6:
@@ -134,7 +134,7 @@ class MaliciousPickle:
 
 
 def files_of(checkpoint: Path) -> list[Path]:
-    """The files of a checkpoint, its adapter's included."""
+    """Returns the files of a checkpoint, including its adapter's."""
     return sorted(path for path in checkpoint.rglob("*") if path.is_file())
 
 
@@ -152,12 +152,12 @@ def update_checksums(checkpoint: Path) -> None:
 
 
 # -----------------------------------------------------------------------------
-# The kinds of input. Each function mutates files of the current folder and returns a command line.
+# The kinds of input. Each function mutates files in the current folder and returns a command line.
 
 
 @dataclass(frozen=True)
 class Command:
-    """A script with its arguments, and the paths that it may change if it ends with 0 (a regular expression)."""
+    """A script, its arguments, and a regular expression for the paths that it may change if it exits with 0."""
 
     script: str
     argv: list[str]
@@ -165,7 +165,7 @@ class Command:
 
 
 def bad_command_line(rng: random.Random) -> Command:
-    """Flags with values that mostly do not suit them, and too few or too many of them."""
+    """Makes a command line with too few or too many flags, mostly with unsuitable values."""
     copy_fixtures("data", "run", "lora", "gpt2", "text", "items.jsonl")
     shutil.copytree("data", "demo_data")
     script = rng.choice(list(SCRIPTS))
@@ -193,7 +193,7 @@ def flags_of(script: ModuleType) -> list[str]:
 
 
 def bad_shards(rng: random.Random) -> Command:
-    """A manifest or a shard, to train on, to check, or to continue."""
+    """Mutates a manifest or a shard; the command trains on the shards, checks them, or continues making them."""
     copy_fixtures("data", "run", "text", "finished", "partial", "bpe_data", "bpe")
     folder = rng.choice(("data", "data", "finished", "partial", "bpe_data"))
     path = rng.choice(sorted(Path(folder).glob("*.npy")) + sorted(Path(folder).glob("*.json")) * 3)
@@ -213,7 +213,7 @@ def bad_shards(rng: random.Random) -> Command:
 
 
 def bad_checkpoint(rng: random.Random) -> Command:
-    """Bytes of any file of a checkpoint; mostly the checksums are right."""
+    """Mutates any file of a checkpoint, and usually updates the checksums to match."""
     copy_fixtures("data", "run", "lora", "gpt2", "items.jsonl", "bpe_data", "bpe")
     run = rng.choice(("run", "run", "lora", "bpe"))
     checkpoint = Path(run, "model_00004")
@@ -224,7 +224,7 @@ def bad_checkpoint(rng: random.Random) -> Command:
 
 
 def pickles(rng: random.Random) -> Command:
-    """Pickles that would create the canary, in the formats of torch.save and alone."""
+    """Puts a pickle that would create the canary into a checkpoint: a plain one, or in a format of torch.save."""
     copy_fixtures("data", "run", "lora", "gpt2", "items.jsonl")
     run = rng.choice(("run", "lora"))
     checkpoint = Path(run, "model_00004")
@@ -243,7 +243,7 @@ def pickles(rng: random.Random) -> Command:
 
 
 def use_checkpoint(rng: random.Random, run: str) -> Command:
-    """A command that opens the last checkpoint of a run."""
+    """Returns a command that opens the last checkpoint of a run."""
     checkpoint = f"{run}/model_00004"
     data = "bpe_data" if run == "bpe" else "data"
     start = [*TINY_FLAGS[8:], "--data", data, "--out", "new", "--max-steps", "2", "--init-from", checkpoint]
@@ -259,7 +259,7 @@ def use_checkpoint(rng: random.Random, run: str) -> Command:
 
 
 def bad_hellaswag(rng: random.Random) -> Command:
-    """HellaSwag's items, or a model of another tool to score on them."""
+    """Mutates HellaSwag items, or the model that is scored on them."""
     copy_fixtures("gpt2", "items.jsonl")
     mutate_file(rng, Path(rng.choice(("items.jsonl", "items.jsonl", "gpt2/config.json", "gpt2/model.safetensors"))))
     argv = f"-m gpt2 --data items.jsonl -d cpu --json results.json --style {rng.choice(('tokens', 'harness'))}".split()
@@ -267,7 +267,7 @@ def bad_hellaswag(rng: random.Random) -> Command:
 
 
 def bad_text(rng: random.Random) -> Command:
-    """Text for fineweb.py: .txt, .jsonl and .parquet, also compressed."""
+    """Mutates a text for fineweb.py: .txt, .jsonl or .parquet, possibly compressed."""
     copy_fixtures("text")
     mutate_file(rng, rng.choice(sorted(Path("text").iterdir())))
     more = rng.choice(([], ["--tokenizer", "gpt2"], ["--document-separator", "7"], ["--val-fraction", "0.1"]))
@@ -275,7 +275,7 @@ def bad_text(rng: random.Random) -> Command:
 
 
 def bad_log(rng: random.Random) -> Command:
-    """The log and the starts, before a run is resumed."""
+    """Mutates log.txt or starts.jsonl before a run is resumed."""
     copy_fixtures("data", "run")
     path = Path("run", rng.choice(("log.txt", "starts.jsonl")))
     mutate_file(rng, path)
@@ -288,7 +288,7 @@ KINDS = {kind.__name__.replace("_", " "): kind for kind in (
     bad_command_line, bad_shards, bad_checkpoint, pickles, bad_hellaswag, bad_text, bad_log,
 )}  # fmt: skip
 
-# Values of flags. The numbers are small, since large ones are valid and take long.
+# Values for flags. The numbers are small, since large ones are valid and would take long.
 SMALL = (*"0 -1 1 2 3 7 16 1.5 1e-3 nan -inf 1e400 x 0x10 1_0 \u0663".split(), " 2", "9" * 5000)
 WORDS = "gpt2 bytes auto cpu mps fp16 bf16 fast muon adamw wsd cosine harness tokens val test tiktoken newest".split()
 TEXTS = ("1e9", "9" * 30, "a" * 70_000, "é🙂", "\udcff", "a\nb", "\x1b[2J", "%s{}", "-", "--", "=", "--out", "\\n")
@@ -299,7 +299,7 @@ PATH_FLAGS = "--data --out --init-from --hellaswag-data --input --dataset --chec
 SIZE_FLAGS = ("--n-layer --n-head --n-embd --block-size --total-batch-size --batch-size --max-steps --lora-rank "
               "--max-new-tokens -n --profile").split()  # fmt: skip
 POOLS = dict.fromkeys(PATH_FLAGS, PATHS) | dict.fromkeys(SIZE_FLAGS, SMALL)
-POOLS |= {"--text": TEXTS, "--shard-size": ("100", "1e3", "-1", "1.5", "nan", *TEXTS)}  # smaller ones are slow
+POOLS |= {"--text": TEXTS, "--shard-size": ("100", "1e3", "-1", "1.5", "nan", *TEXTS)}  # smaller shards are slow
 POOLS |= dict.fromkeys(("--n-layer", "--n-embd", "--block-size", "--batch-size"), (*SMALL, "1000000", "100000000"))
 # --compile would take minutes.
 EXCLUDED_FLAGS = {"--compile", "--help"}
@@ -309,7 +309,7 @@ EXCLUDED_FLAGS = {"--compile", "--help"}
 
 
 def make_fixtures(folder: Path) -> None:
-    """What a valid input consists of: small, and the same in every run."""
+    """Creates the files that valid inputs are built from. They are small, and the same in every run."""
     folder.mkdir()
     os.chdir(folder)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -323,7 +323,7 @@ def make_fixtures(folder: Path) -> None:
     Path("text/d.txt.zst").write_bytes(pa.compress("\n".join(texts).encode(), codec="zstd", asbytes=True))
     pq.write_table(pa.table({"text": texts, "id": list(range(12))}), "text/e.parquet", row_group_size=5)
     for path in Path("text").iterdir():
-        os.utime(path, (1e9, 1e9))  # a manifest has a hash of it
+        os.utime(path, (1e9, 1e9))  # fixed, because a manifest contains a hash of it
     item = {"ctx": "A cat", "activity_label": "Pets", "ctx_a": "A cat", "ctx_b": "it", "label": 1, "ind": 4}
     item |= {"endings": [f"sits on {n} mats." for n in "abcd"]}
     Path("items.jsonl").write_text("".join(json.dumps(item | {"label": i}) + "\n" for i in range(4)))
@@ -340,7 +340,7 @@ def make_fixtures(folder: Path) -> None:
     shutil.copytree("run/model_00004", "base")
     call(train_gpt2, [*train[8:], "--out", "lora", "--init-from", "base", "--lora-rank", "2"])
     for run in ("run", "bpe", "lora"):
-        shutil.rmtree(f"{run}/model_00006")  # as if they had been killed before that
+        shutil.rmtree(f"{run}/model_00006")  # as if the run had been killed before saving it
     train_gpt2.GPT(train_gpt2.GPTConfig(16, 50257, 1, 2, 8)).save_pretrained("gpt2")
 
 

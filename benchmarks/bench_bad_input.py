@@ -1,13 +1,13 @@
-"""Gives the four scripts random bad input: corrupt files, wrong values, pickles, impossible command lines.
+"""Runs the four scripts on random bad input: corrupt files, wrong values, pickles, impossible command lines.
 
     python benchmarks/bench_bad_input.py                          # 10,000 inputs
     python benchmarks/bench_bad_input.py --inputs 300 --seed 7
     python benchmarks/bench_bad_input.py --seed 7 --only 123      # one of them again, with its output
 
-Each must end in time with exit code 0, or with 2 and only lines "error: ..." and "warning: ..." on stderr. It must
-execute nothing and change nothing that it only reads. After exit code 2 all files are as before, but for the log of a
-resumed run and the manifest of unfinished shards. Each script is called in a fork of this process, so a crash of the
-interpreter is a finding like any other. Exits with 1 if there are findings; the files of each are kept.
+Each run must exit in time, with code 0, or with code 2 and only "error: ..." and "warning: ..." lines on stderr. It
+must not execute anything in the input, or change files that it only reads. After exit code 2, all files must be
+unchanged, except the log of a resumed run and the manifest of unfinished shards. Each run is a fork of this process,
+so a crash of the interpreter is a finding like any other. Exits with 1 if there are findings, and keeps their files.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ IMPORTED_ONCE = "datasets matplotlib.pyplot peft torch._dynamo torch.utils.tenso
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an input ended. `problem` is None if it kept the promise."""
+    """The outcome of running an input. `problem` is None if the run met all requirements."""
 
     kind: str
-    code: int | None  # None: not in time
+    code: int | None  # None: it did not exit in time
     seconds: float
     problem: str | None
     output: str
 
 
 def make_input(number: int, seed: int, folder: Path) -> tuple[str, Command]:
-    """Makes the files of an input in a folder, which becomes the current one; returns its kind and its command."""
+    """Makes the files of an input in a folder, and changes to it; returns the kind of input and its command."""
     folder.mkdir(parents=True)
     os.chdir(folder)
     rng = random.Random(f"{seed} {number}")
@@ -61,13 +61,13 @@ def make_input(number: int, seed: int, folder: Path) -> tuple[str, Command]:
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
-    """The bytes of all files; None for links and other things."""
+    """Returns the content of each file in a folder, by path; None for anything but a regular file."""
     paths = (path for path in folder.rglob("*") if not path.is_dir() and path.name != ".lock")
     return {str(path): path.read_bytes() if path.is_file() else None for path in paths}
 
 
 def run_script(command: Command, output: Path) -> None:
-    """Runs a script in this process, a fork; stdout and stderr are files next to each other."""
+    """Runs a script in this process, a fork, with stdout and stderr redirected to files in `output`."""
     address_space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (address_space + MEMORY,) * 2)
     for stream, name in ((1, "stdout"), (2, "stderr")):
@@ -96,7 +96,7 @@ def run_input(number: int, args: argparse.Namespace, place: Path) -> Outcome:
 def find_problem(
     command: Command, code: int | None, output: str, errors: str, before: dict[str, bytes | None]
 ) -> str | None:
-    """What breaks the promise, or None."""
+    """Describes the first requirement that a run did not meet; None if it met all."""
     lines = [line for line in errors.split("\n") if line]
     if code is None:
         return "it did not end in time"
@@ -124,7 +124,7 @@ def may_change(path: str, command: Command, code: int) -> bool:
 
 
 def early_lines(log: bytes | None) -> set[bytes]:
-    """Lines of the steps before the first checkpoint, which no resumed run repeats."""
+    """Returns the log lines of the steps before the first checkpoint, which no resumed run repeats."""
     return set(re.findall(rb"^[01] (?:train|val) \d+\.\d+\n", log or b"", re.MULTILINE))
 
 
@@ -138,7 +138,7 @@ def run_all(numbers: range | list[int], args: argparse.Namespace, folder: Path) 
         if outcome.problem or args.only is not None:
             findings += outcome.problem is not None
             kept = folder / "findings" / f"seed_{args.seed}" / str(number)
-            _, command = make_input(number, args.seed, kept)  # once more, to be looked at
+            _, command = make_input(number, args.seed, kept)  # made again, for inspection
             print(f"\r{outcome.kind}, --seed {args.seed} --only {number}: {outcome.problem or outcome.code}")
             print(f"    in {kept}: python {command.script}.py {' '.join(map(ascii, command.argv)):.1000}")
             print("    " + "\n    ".join(outcome.output[-2000:].splitlines()[-12:]))
@@ -156,9 +156,9 @@ def run_all(numbers: range | list[int], args: argparse.Namespace, folder: Path) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Give the scripts random bad input, and check how they end.")
+    parser = argparse.ArgumentParser(description="Run the scripts on random bad input, and check how they end.")
     parser.add_argument("--inputs", type=int, default=10_000, metavar="N", help="number of inputs (default: 10000)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the mutations (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the mutations (default: 0)")
     parser.add_argument("--only", type=int, metavar="NUMBER", help="run only this input")
     parser.add_argument("--seconds", type=float, default=30, metavar="X", help="time limit of an input (default: 30)")
     args = parser.parse_args()

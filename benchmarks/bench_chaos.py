@@ -4,16 +4,17 @@
     python benchmarks/bench_chaos.py --minutes 10 --seed 1           # other faults, at other moments
     python benchmarks/bench_chaos.py --scenarios train --faults 5    # one scenario, once
 
-Each scenario is one command: fineweb.py, or train_gpt2.py with checkpoints and validation, in one
-process, in two under torchrun, or in two that torchrun restarts, with DDP or FSDP, or as a fork of a shorter run. Whenever it
-has exited, it is started again. It suffers one fault after the other: SIGKILL, SIGTERM or SIGSTOP of one of its processes, a full disk, a folder
-without permission, a corrupt file, a console that nobody reads.
-After each one, within a minute and a half, all processes must have exited, with a documented exit code, or make progress
-again; there must be no traceback, and nothing incomplete under a final name. At the end, the log, the weights and the
-optimizer, or the shards and the manifest, must equal those of a run without faults, bit by bit.
+Each scenario runs one command, and starts it again whenever it has exited. The command is fineweb.py, or
+train_gpt2.py with checkpoints and validation: in one process, in two under torchrun, in two that torchrun restarts
+(with DDP or FSDP), or as a fork of a shorter run. It suffers one fault after another: SIGKILL, SIGTERM or SIGSTOP sent
+to one of its processes, a full disk, a folder without write permission, a corrupt file, or a console that nobody reads.
 
-The seed determines the faults; which step they hit depends on the machine. The first violation ends the benchmark, with
-exit code 1, and its files are kept.
+Within a minute and a half of each fault, all processes must either exit with a documented exit code or make progress
+again. There must be no traceback, and nothing incomplete under a final name. At the end, the log, weights and optimizer
+state, or the shards and the manifest, must be bit-identical to those of a run without faults.
+
+The seed determines the faults, but the step that each one hits depends on the machine. The first violation ends the
+benchmark with exit code 1 and keeps the files.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ from support.data.text_files import Documents
 from support.data.tokenizer import get_tokenizer
 from support.files import LOCK, sha256_of
 
-DISK_BYTES = 128 << 20  # enough for two sets of shards of bytes
+DISK_BYTES = 128 << 20  # enough for two sets of byte shards
 # Seconds until all processes have exited or make progress; torchrun alone waits 30 for a process to stop.
 TIMEOUT_SECONDS = 90
-STEPS_OF_PROGRESS = 3  # new values in the log, or shards, that show it
-MAX_STEPS_AFTER_SIGNAL = 25  # that show that it ignores a signal
-SYNC_SECONDS = 0.02  # that each fsync takes, so that a kill can hit a save
+STEPS_OF_PROGRESS = 3  # changes of the log, or of the manifest, that count as progress
+MAX_STEPS_AFTER_SIGNAL = 25  # after this many changes, the command has ignored a signal
+SYNC_SECONDS = 0.02  # added to each fsync, so that a kill can hit a save
 # Runs in each Python process.
 SITECUSTOMIZE = f"""
 import os, time
@@ -72,7 +73,7 @@ TRAINING_FLAGS = (
 
 
 class Violation(Exception):
-    """A promise that was broken; any check below may raise it."""
+    """A broken guarantee. Any check below may raise it."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Scenario:
     processes: int = 1
     restarts: int = 0  # by torchrun
     parallel: str = "ddp"
-    forks: bool = False  # a shorter run
+    forks: bool = False  # whether it forks a shorter run
 
     @property
     def tokenises(self) -> bool:
@@ -96,7 +97,7 @@ SCENARIOS = (
     Scenario("fsdp", 2, 3, "fsdp"),
     Scenario("fork", 2, 3, "fsdp", forks=True),
 )
-SHORTER, BEFORE_COOLDOWN = 40, 24  # steps of the run that is forked, and where
+SHORTER, BEFORE_COOLDOWN = 40, 24  # steps of the run that is forked, and the step of the fork
 
 
 # -----------------------------------------------------------------------------
@@ -105,22 +106,22 @@ SHORTER, BEFORE_COOLDOWN = 40, 24  # steps of the run that is forked, and where
 
 @dataclass
 class Setting:
-    """The folders that all scenarios use."""
+    """Folders and settings that all scenarios share."""
 
     folder: Path
-    disk: Path  # small, where the runs write
+    disk: Path  # a small disk that the runs write to
     tokenizer: str
     steps: int
 
 
 class Run:
-    """A scenario's command, which is started again and again, with all its processes."""
+    """A scenario's command, which is started repeatedly, and all its processes."""
 
     def __init__(self, setting: Setting, scenario: Scenario, out: Path):
         self.setting, self.scenario, self.out = setting, scenario, out
-        self.starts, self.expected = 0, {0}  # exit codes, after the faults since the last start
+        self.starts, self.expected = 0, {0}  # exit codes to expect, given the faults since the last start
         self.altered: set[tuple[Path, int | None]] = set()  # what we corrupted, with its inode
-        self.startup = 3.0  # seconds until it makes progress
+        self.startup = 3.0  # seconds from a start to the first progress
         self.process: subprocess.Popen[bytes] | None = None
         self.reader: subprocess.Popen[bytes] | None = None
 
@@ -136,12 +137,12 @@ class Run:
         return script_command("train_gpt2.py", *args, processes=self.scenario.processes)
 
     def start(self) -> None:
-        """Kills what still runs, and starts the command."""
+        """Kills what is still running, and starts the command."""
         self.kill()
         self.starts, self.expected = self.starts + 1, {0}
         self.output = self.setting.folder / f"{self.out.name}_{self.starts}.txt"
         environment = os.environ | {"OMP_NUM_THREADS": "1", "BENCH_CHAOS_OUT": str(self.out)}
-        environment["PYTHONPATH"] = str(self.setting.folder)  # of SITECUSTOMIZE
+        environment["PYTHONPATH"] = str(self.setting.folder)  # has sitecustomize.py
         environment["PET_MAX_RESTARTS"] = str(self.scenario.restarts)  # a flag of torchrun
         with open(self.output, "wb") as file:
             self.reader = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=file, start_new_session=True)
@@ -156,7 +157,7 @@ class Run:
             process.wait()
 
     def processes(self) -> dict[int, str]:
-        """Its processes, the oldest first, and what they are."""
+        """Returns the names of the command's processes, by id, oldest first."""
         names = ("torch.distributed.run", "torchrun"), ("fineweb.py", "fineweb.py")
         found = {}
         for pid, environment in find_processes(f"BENCH_CHAOS_OUT={self.out}").items():
@@ -168,23 +169,23 @@ class Run:
         return found
 
     def exit_code(self) -> int | None:
-        """As a shell shows it; None while the command runs."""
+        """Returns the exit code as a shell shows it; None while the command runs."""
         code = self.process.poll() if self.process else None
         return code if code is None or code >= 0 else 128 - code
 
     def progress(self) -> tuple[int, ...]:
-        """Changes with each value in the log, or shard in the manifest."""
+        """Returns a value that changes whenever the log or the manifest does."""
         with contextlib.suppress(OSError):
             stat = (self.out / ("manifest.json" if self.scenario.tokenises else "log.txt")).stat()
             return stat.st_ino, stat.st_size, stat.st_mtime_ns
         return ()
 
     def partial_files(self) -> list[Path]:
-        """What a save, or a shard, is being written to."""
+        """Returns the temporary files of a checkpoint or a shard that is being written."""
         return list(self.out.glob(".*.npy.partial" if self.scenario.tokenises else ".model_*.partial"))
 
     def wait_for(self, condition: Callable[[], object], seconds: float = TIMEOUT_SECONDS) -> None:
-        """Waits until the condition holds, the command has exited, or time is over."""
+        """Waits until the condition holds, the command has exited, or the time is up."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self.exit_code() is None and not condition():
             time.sleep(0.002)
@@ -195,9 +196,9 @@ class Run:
         return self.progress() != before
 
     def reach(self, moment: str, delay: float) -> bool:
-        """Waits for a moment of the command, which is started if necessary; returns False if it succeeds before.
+        """Waits for a moment of the command, starting it if necessary; returns False if the command succeeds first.
 
-        It may fail before only because of earlier faults.
+        Only earlier faults may make it fail first.
         """
         while self.exit_code() != 0:
             if moment == "start" or self.exit_code() is not None or self.process is None:
@@ -237,9 +238,9 @@ class Run:
         raise Violation(f"{', '.join(processes.values())} {problem} within {TIMEOUT_SECONDS} s")
 
     def check(self) -> None:
-        """No traceback, and nothing incomplete under a final name, also while the command runs."""
+        """Checks for tracebacks, and for incomplete files under a final name. The command may still be running."""
         output = self.output.read_text(errors="replace")
-        # torchrun reports each failure with a traceback of its own, in which no file is ours
+        # torchrun reports each failure with a traceback of its own, which contains none of our files
         if ("Traceback" if self.scenario.processes == 1 else f'File "{ROOT}') in output:
             raise Violation(f"a traceback, in {self.output}")
         for path, problem in (find_corrupt_shards if self.scenario.tokenises else find_corrupt_checkpoints)(self.out):
@@ -247,7 +248,7 @@ class Run:
                 raise Violation(f"{path} is corrupt: {problem}")
 
     def finish(self) -> None:
-        """Runs the command to its end; fineweb.py twice, since it checks all shards only after its end."""
+        """Runs the command until it exits; fineweb.py twice, since it checks all shards only once they are finished."""
         for _ in range(2 if self.scenario.tokenises else 1):
             self.start()
             while self.settle(must_exit=False) == "it went on":
@@ -259,11 +260,11 @@ class Run:
 
 def find_corrupt_checkpoints(out: Path) -> list[tuple[Path, str]]:
     problems = [(path, find_corruption(path)) for path in list_checkpoints(out)]
-    return [(path, problem) for path, problem in problems if problem and path.exists()]  # old ones are removed
+    return [(path, problem) for path, problem in problems if problem and path.exists()]  # or it was removed
 
 
 def find_corrupt_shards(out: Path) -> list[tuple[Path, str]]:
-    """The shards that the manifest lists, if they are missing or differ from it."""
+    """Returns the shards in the manifest that are missing or do not match it."""
     paths = [(out / shard["file"], shard["sha256"]) for shard in listed_shards(out)]
     return [(path, "not as listed") for path, sha256 in paths if not path.exists() or sha256_of(path) != sha256]
 
@@ -278,26 +279,26 @@ def inode_of(path: Path) -> int | None:
 
 
 # -----------------------------------------------------------------------------
-# What must be the same
+# Comparing the results
 
 
 def different_files(a: Path, b: Path) -> list[str]:
-    """The names of files, other than the lock, that two folders do not have in common with the same content."""
+    """Returns the names of files, except the lock, that differ or that only one of two folders has."""
     contents = [{path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} for folder in (a, b)]
     return sorted({name for name, _ in contents[0].items() ^ contents[1].items()} - {LOCK})
 
 
 def check_results(run: Run, reference: Path) -> None:
-    """A finished run must be the same as the one without faults."""
+    """Checks that the results of a finished run match those of the run without faults."""
     found = (different_files if run.scenario.tokenises else differences)(run.out, reference)
     if not run.scenario.tokenises and not read_starts(run.out):
         found.append("starts.jsonl")
     if found:
-        raise Violation(f"not those of {reference}: {', '.join(found[:9])}")
+        raise Violation(f"the results differ from {reference}: {', '.join(found[:9])}")
 
 
 # -----------------------------------------------------------------------------
-# The faults: each function returns when its fault is over, and says what it hit
+# The faults. Each function returns what the fault hit, once the fault is over.
 
 
 @dataclass(frozen=True)
@@ -306,11 +307,11 @@ class Fault:
     moment: str  # "start", "step" or "save"
     delay: float  # 0 to 1: how far into the start or the save, or after how many steps
     choice: float  # 0 to 1: which process or which file, and how it is corrupted
-    seconds: float  # how long it lasts, if it does
+    seconds: float  # duration of a fault that lasts
 
 
 def draw_faults(number: int, seed: str) -> list[Fault]:
-    """Each kind of fault once, the rest SIGKILL; in random order."""
+    """Returns `number` faults in random order: one of each kind, and SIGKILL for the rest."""
     rng = random.Random(seed)
     kinds = rng.sample(list(FAULTS), len(FAULTS))[:number] + ["SIGKILL"] * (number - len(FAULTS))
     moments = [("start", "step", "save")[i % 3] for i in range(number)]
@@ -323,7 +324,7 @@ def draw_faults(number: int, seed: str) -> list[Fault]:
 
 
 def send_signal(run: Run, fault: Fault) -> str:
-    """Half of the signals are for the process that was started, the others for one of its children."""
+    """Sends the signal to the process that was started or, half of the time, to a random one of all."""
     processes = list(run.processes().items())
     if not processes:
         return "(it had just exited)"
@@ -355,7 +356,7 @@ def forbid_writing(run: Run, fault: Fault) -> str:
 
 
 def corrupt_file(run: Run, fault: Fault) -> str:
-    """Kills the command and corrupts its newest checkpoint, if there is an older one, or shard; then starts it again."""
+    """Kills the command, corrupts its newest shard, or checkpoint if there is an older one, and starts it again."""
 
     def candidates() -> list[Path]:
         if run.scenario.tokenises:
@@ -390,7 +391,7 @@ def close_console(run: Run, fault: Fault) -> str:
     return ""
 
 
-# What each kind does, and the exit codes after it besides 0; under torchrun also 1, and what torchrun is killed with.
+# The function of each kind, and the exit codes that it may cause besides 0. Under torchrun, 1 is allowed, too.
 FAULTS: dict[str, tuple[Callable[[Run, Fault], str], set[int]]] = {
     "SIGKILL": (send_signal, {137}),
     "SIGTERM": (send_signal, {143}),
@@ -403,7 +404,7 @@ FAULTS: dict[str, tuple[Callable[[Run, Fault], str], set[int]]] = {
 
 
 def must_exit(scenario: Scenario, fault: Fault, target: str) -> bool:
-    """Whether the command must exit after a fault, which hit the process `target`."""
+    """Returns whether the command must exit after a fault that hit the process `target`."""
     if fault.kind == "closed console":
         return not scenario.tokenises and not scenario.restarts  # fineweb.py prints only now and then
     survives = target == "(it had just exited)" or (scenario.restarts > 0 and target.startswith("rank"))
@@ -411,13 +412,13 @@ def must_exit(scenario: Scenario, fault: Fault, target: str) -> bool:
 
 
 def inject_and_check(run: Run, fault: Fault) -> str | None:
-    """One fault and the checks after it. Prints and returns what happened; None if the command succeeded before."""
+    """Injects a fault and checks what follows. Prints and returns the outcome; None if the command succeeded first."""
     if not run.reach(fault.moment, fault.delay):
         return None
     inject, codes = FAULTS[fault.kind]
     run.expected |= codes | ({1} if codes and run.scenario.processes > 1 else set())
     target = inject(run, fault)
-    what = f"{fault.kind} {target}".rstrip() + f", in a {fault.moment}"
+    what = f"{fault.kind} {target}".rstrip() + f", during a {fault.moment}"
     print(f"{run.scenario.name}: {what}: ", end="", flush=True)
     outcome = run.settle(must_exit(run.scenario, fault, target))
     run.check()
@@ -430,7 +431,7 @@ def inject_and_check(run: Run, fault: Fault) -> str | None:
 
 
 def isolate() -> None:
-    """Starts this program again with a mount namespace of its own, and without root's right to ignore permissions."""
+    """Restarts this program in a mount namespace of its own, without root's power to bypass permissions."""
     if "BENCH_CHAOS" in os.environ:
         return
     os.environ["BENCH_CHAOS"] = "1"
@@ -453,7 +454,7 @@ def make_inputs(folder: Path) -> str:
     try:
         return get_tokenizer("gpt2").name
     except UserError:
-        print("no GPT-2 vocabulary without a network: fineweb.py makes bytes")
+        print("no GPT-2 vocabulary without a network: fineweb.py uses the byte tokenizer")
         return "bytes"
 
 
@@ -474,7 +475,7 @@ def prepare_disk(disk: Path) -> list[str]:
 def run_scenario(
     setting: Setting, scenario: Scenario, faults: Sequence[Fault], number: int, counts: Counter[str]
 ) -> None:
-    """Runs a scenario under these faults; the one without, too, if it has not run yet."""
+    """Runs a scenario under these faults, and first without faults if there is no such run yet."""
     kind = "tokens" if scenario.tokenises else f"{scenario.parallel}_{scenario.processes}"
     reference = setting.disk / f"reference_{kind}"
     undisturbed = replace(scenario, restarts=0, forks=False)
@@ -497,18 +498,18 @@ def run_scenario(
     finally:
         run.kill()
     counts["starts"] += run.starts
-    print(f"{scenario.name}: the same as without faults", flush=True)
+    print(f"{scenario.name}: same results as without faults", flush=True)
     shutil.rmtree(run.out)
 
 
 def main() -> None:
     names = [scenario.name for scenario in SCENARIOS]
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    minutes_help = "start no scenario later, after the first of each (default: 0)"
+    minutes_help = "start no more scenarios after N minutes; each runs at least once (default: 0)"
     parser.add_argument("--minutes", type=float, default=0, metavar="N", help=minutes_help)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the faults (default: 0)")
-    parser.add_argument("--scenarios", nargs="+", choices=names, default=names, help="default: all")
-    parser.add_argument("--faults", type=int, default=15, metavar="N", help="in each scenario (default: 15)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the faults (default: 0)")
+    parser.add_argument("--scenarios", nargs="+", choices=names, default=names, help="(default: all)")
+    parser.add_argument("--faults", type=int, default=15, metavar="N", help="faults per scenario (default: 15)")
     args = parser.parse_args()
     isolate()
     began, counts, folder = time.monotonic(), Counter[str](), Path(tempfile.mkdtemp(prefix="bench_chaos_"))

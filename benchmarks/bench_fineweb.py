@@ -1,12 +1,12 @@
-"""Seconds, memory and disk of fineweb.py and of the plain loop, each a process of its own, in turn, on the same text.
+"""Measures time, memory and disk space of fineweb.py and of a plain loop, in turn, in separate processes, on one text.
 
     python benchmarks/bench_fineweb.py                                  # 100 MB of Python's documentation
     python benchmarks/bench_fineweb.py --input crawl/*.parquet --shard-size 1e7
     python benchmarks/bench_fineweb.py --baseline ../earlier            # another checkout instead of the plain loop
 
-The plain loop is tiktoken's `encode_ordinary` document by document, an end-of-text token before each, and `np.save`. All
-shards must be the same bytes. Memory is what the processes do not share, the disk's is the largest sum of the files in the
-folder; both are looked at 50 times per second. Linux only.
+The plain loop calls tiktoken's `encode_ordinary` on one document at a time, adds an end-of-text token before each, and
+writes shards with `np.save`. The shards of both must be identical. Memory is the private memory of all processes, and
+disk space is the size of all files in the folder: the peaks of 50 samples per second. Linux only.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from support.cli import UserError, run_cli
 from support.data.demo_text import python_documentation
 from support.data.text_files import TextFiles, find_input
 
-PLAIN_LOOP = "--plain-loop"  # this script as the process of the plain loop
+PLAIN_LOOP = "--plain-loop"  # makes this script run the plain loop
 
 
 def plain_loop(shard_size: int, output: Path, paths: list[str]) -> None:
-    """Writes the shards of files, which are not split: shard 0 is for validation."""
+    """Writes the shards of some files, with shard 0 for validation."""
     import tiktoken
 
     encoding = tiktoken.get_encoding("gpt2")
@@ -82,7 +82,7 @@ def disk_bytes(folder: Path) -> int:
 
 
 def run(command: list[str], output: Path) -> tuple[float, int, int]:
-    """Runs a command; returns its seconds, and the largest memory and disk in bytes."""
+    """Runs a command; returns the seconds that it took, and its peak memory and disk space in bytes."""
     mark = f"BENCH_FINEWEB={output}"
     started, memory, disk = time.perf_counter(), 0, 0
     process = subprocess.Popen(command, env=os.environ | dict([mark.split("=", 1)]), stdout=subprocess.DEVNULL)
@@ -104,12 +104,12 @@ def main() -> None:
     parser.add_argument(
         "--input", nargs="+", metavar="FILE", help="files as for fineweb.py (default: Python's documentation)"
     )
-    parser.add_argument("--shard-size", type=parse_count, default=10**7, help="tokens of a shard (default: 1e7)")
+    parser.add_argument("--shard-size", type=parse_count, default=10**7, help="tokens per shard (default: 1e7)")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each (default: 3)")
     parser.add_argument(
-        "--baseline", metavar="DIR", help="checkout whose fineweb.py is measured (default: the plain loop)"
+        "--baseline", metavar="DIR", help="checkout whose fineweb.py is the baseline (default: the plain loop)"
     )
-    parser.add_argument("--flags", default="", help="more flags of fineweb.py, in one word")
+    parser.add_argument("--flags", default="", help="more flags for fineweb.py, in quotes")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -136,7 +136,7 @@ def main() -> None:
                 subprocess.run(["rm", "-r", output], check=True)
             if not found[0] or found[0] != found[1]:
                 raise UserError("the shards differ. Use a --shard-size that gives several shards.")
-        print(f"| {size / 1e6:.0f} MB of shards | seconds | memory | disk, of the shards |\n|---|---|---|---|")
+        print(f"| {size / 1e6:.0f} MB of shards | seconds | peak memory | peak disk use / shards |\n|---|---|---|---|")
         for who, rows in measured.items():
             seconds = ", ".join(f"{row[0]:.2f}" for row in rows)
             print(

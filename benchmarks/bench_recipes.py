@@ -1,14 +1,14 @@
-"""--recipe fast against AdamW: the loss at equal tokens, and the tokens for an equal loss.
+"""Compares --recipe fast with AdamW: the loss at equal tokens, and the tokens to equal loss.
 
     python benchmarks/bench_recipes.py --data SHARDS --figure recipes.svg    # two scales, two lengths each
     python benchmarks/bench_recipes.py --data SHARDS --scale tiny --steps 2000
     python benchmarks/bench_recipes.py --data SHARDS --scale small --try "--weight-decay 0.4" "--cooldown-fraction 0.7"
 
-First the learning rate of AdamW, with the schedule of `fast`, is tuned with the first seed, with a complete run for each rate.
-Then its best rate, and `--recipe fast` with fractions of the steps, run with all seeds; each has a schedule of its own length.
-A run is a process of train_gpt2.py and a folder in --out. Finished runs are not repeated, so the command can be
-interrupted, and repeated with more seeds, rates, fractions or steps. `--try` compares `fast`, on a quarter of AdamW's
-tokens, with the same and one set of flags more.
+First, AdamW gets a complete run with the schedule of `fast` and the first seed for each learning rate. Then AdamW
+with the best rate, and `--recipe fast` with fractions of AdamW's steps, run with all seeds. Each run has a schedule of
+its own length. A run is a process of train_gpt2.py with a folder in --out. Finished runs are not repeated, so the
+command can be interrupted, or repeated with more seeds, rates, fractions or steps. `--try` compares `fast`, on a
+quarter of AdamW's tokens, with `fast` plus each set of flags.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ ALWAYS = "--shuffle --sample-every 0 --hellaswag-every 0 --checkpoint-every 0"
 
 @dataclass(frozen=True)
 class Scale:
-    """A size of the model and of its steps."""
+    """A model size and the sizes of its steps."""
 
     flags: str  # of train_gpt2.py
     tokens: int  # per step
     steps: tuple[int, ...]  # of AdamW
-    adamw_warmup: float  # of its steps; that of `fast` is 0.03
+    adamw_warmup: float  # as a fraction of AdamW's steps; 0.03 for `fast`
 
 
 SCALES = {
@@ -49,7 +49,7 @@ SCALES = {
 
 @dataclass(frozen=True)
 class Trial:
-    """A run: scale, recipe, peak learning rate (None: those of --text), number of steps, seed, and more flags."""
+    """A run: scale, recipe, peak learning rate (None: as with --text), number of steps, seed, and more flags."""
 
     scale: str
     recipe: str
@@ -66,7 +66,7 @@ class Trial:
 
 
 def train(trials: list[Trial], args: argparse.Namespace) -> None:
-    """Makes the runs that do not exist yet, `--jobs` at a time."""
+    """Trains the runs that are not finished yet, `--jobs` at a time."""
 
     def one(trial: Trial) -> None:
         if trial.steps in val_curve(trial, args):
@@ -89,7 +89,7 @@ def train(trials: list[Trial], args: argparse.Namespace) -> None:
 
 
 def val_curve(trial: Trial, args: argparse.Namespace) -> dict[int, float]:
-    """The validation losses of a run, by step."""
+    """Returns the validation losses of a run, by step."""
     log = args.out / trial.name / "log.txt"
     return read_log(log)["val"]
 
@@ -103,9 +103,9 @@ def million_tokens(trial: Trial) -> float:
 
 
 def steps_to(loss: float, ends: dict[int, float]) -> float | None:
-    """The length of a run that ends with `loss`, from `ends`: the last losses of runs by their length.
+    """Estimates the length of a run that ends with `loss`, given the final losses of runs, `ends`, by length.
 
-    Interpolated linearly in the logarithm of the length; None if `loss` is not between two of them.
+    Interpolates linearly in the logarithm of the length; returns None if `loss` is not between two final losses.
     """
     points = sorted(ends.items())
     for (a, high), (b, low) in zip(points, points[1:], strict=False):
@@ -115,13 +115,13 @@ def steps_to(loss: float, ends: dict[int, float]) -> float | None:
 
 
 def spread(numbers: list[float]) -> str:
-    """Mean, standard deviation and count."""
+    """Formats the mean, standard deviation and count."""
     deviation = f" ± {statistics.stdev(numbers):.3f}" if len(numbers) > 1 else ""
     return f"{statistics.mean(numbers):.3f}{deviation} ({len(numbers)})" if numbers else "none"
 
 
 def compare(scale: str, steps: int, args: argparse.Namespace) -> list[Trial]:
-    """Compares `fast` with `steps` steps of AdamW; returns AdamW's best runs and those of `fast`."""
+    """Compares `fast` with `steps` steps of AdamW; returns the runs of AdamW's best rate and of `fast`."""
     tuning = [Trial(scale, "gpt2", rate, steps, args.seeds[0], args.adamw) for rate in args.rates]
     train(tuning, args)
     best = min(tuning, key=lambda trial: final(trial, args)).rate
@@ -132,10 +132,10 @@ def compare(scale: str, steps: int, args: argparse.Namespace) -> list[Trial]:
     train(trials, args)
 
     print(f"\n{scale}: {SCALES[scale].flags}")
-    print(f"\n| rate of AdamW, {args.adamw} | loss after {steps:,} steps |\n|---|---|")
+    print(f"\n| AdamW's learning rate, {args.adamw} | loss after {steps:,} steps |\n|---|---|")
     for trial in tuning:
         print(f"| {trial.rate:g} | {final(trial, args):.3f} |")
-    print("\n| | steps | tokens | validation loss, mean ± deviation (seeds) | each |\n|---|---|---|---|---|")
+    print("\n| | steps | tokens | validation loss, mean ± std (seeds) | by seed |\n|---|---|---|---|---|")
     for name, of_row in ((f"AdamW, {best:g}", adamw), *(("fast", of_row) for of_row in fast.values())):
         made, ends = of_row[0].steps, [final(trial, args) for trial in of_row]
         each = ", ".join(f"{end:.3f}" for end in ends)
@@ -144,14 +144,14 @@ def compare(scale: str, steps: int, args: argparse.Namespace) -> list[Trial]:
     target = statistics.mean(final(trial, args) for trial in adamw)
     reached = [steps_to(target, {n: final(fast[n][i], args) for n in lengths}) for i in range(len(args.seeds))]
     found = [length / steps for length in reached if length]
-    print(f"\nfast ends at {target:.3f} with this fraction of the tokens: {spread(found)}", flush=True)
+    print(f"\nfast reaches {target:.3f} with this fraction of the tokens: {spread(found)}", flush=True)
     if missed := len(reached) - len(found):
-        print(f"not between these lengths: {missed} of {len(reached)} seeds; give other --fractions")
+        print(f"not between these lengths: {missed} of {len(reached)} seeds; try other --fractions")
     return trials
 
 
 def draw(by_scale: dict[str, list[Trial]], args: argparse.Namespace) -> None:
-    """Draws the last loss of each run over its tokens, a panel for each scale, and lines through the means."""
+    """Plots the final loss of each run against its tokens, with a panel per scale and lines through the means."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.2 * len(by_scale), 3.6), layout="constrained")
@@ -173,7 +173,7 @@ def draw(by_scale: dict[str, list[Trial]], args: argparse.Namespace) -> None:
 
 
 def try_flags(scale: str, steps: int, args: argparse.Namespace) -> None:
-    """Compares `fast` on a quarter of AdamW's tokens with the same and each of the sets of flags of --try."""
+    """Compares `fast`, on a quarter of AdamW's tokens, with `fast` plus each set of flags in --try."""
     steps //= 4
     trials = {flags: [Trial(scale, "fast", None, steps, s, flags) for s in args.seeds] for flags in ("", *args.try_)}
     train([trial for of_flags in trials.values() for trial in of_flags], args)
@@ -185,23 +185,27 @@ def try_flags(scale: str, steps: int, args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, metavar="DIR", help="shards: of bytes for tiny and small")
+    parser.add_argument(
+        "--data", required=True, metavar="DIR", help="folder of token shards; tiny and small need byte tokens"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="(default: runs)")
     scale_help = "(default: tiny small)"
     parser.add_argument("--scale", choices=tuple(SCALES), nargs="+", default=["tiny", "small"], help=scale_help)
-    parser.add_argument("--steps", type=int, nargs="+", metavar="N", help="of AdamW (default: those of the scale)")
+    parser.add_argument("--steps", type=int, nargs="+", metavar="N", help="steps of AdamW (default: set by --scale)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="(default: 1 2 3)")
     numbers = dict(type=float, nargs="+", metavar="X")
     rates_help = "learning rates of AdamW to choose from (default: 1.2e-3 2.4e-3 4.8e-3)"
     parser.add_argument("--rates", **numbers, default=[1.2e-3, 2.4e-3, 4.8e-3], help=rates_help)
-    fractions_help = "of AdamW's steps, for fast (default: 0.25 0.4 0.5)"
+    fractions_help = "fractions of AdamW's steps for fast to train (default: 0.25 0.4 0.5)"
     parser.add_argument("--fractions", **numbers, default=[0.25, 0.4, 0.5], help=fractions_help)
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, a thread each (default: 1)")
-    parser.add_argument("--flags", default="", help='more flags for all runs, as in --flags "--dtype bf16"')
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="runs at a time; if several, with one thread each (default: 1)"
+    )
+    parser.add_argument("--flags", default="", help='more flags for all runs, such as --flags "--dtype bf16"')
     adamw_help = "more flags for AdamW (default: --schedule wsd)"
     parser.add_argument("--adamw", default="--schedule wsd", metavar="FLAGS", help=adamw_help)
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw all runs into FILE, .svg or .png")
-    try_help = "changes of fast's flags, each in quotes"
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="plot all runs in FILE, .svg or .png")
+    try_help = "sets of flags to add to fast, each in quotes"
     parser.add_argument("--try", dest="try_", nargs="+", metavar="FLAGS", help=try_help)
     args = parser.parse_args()
     by_scale: dict[str, list[Trial]] = {scale: [] for scale in args.scale}

@@ -1,10 +1,10 @@
-"""Milliseconds per token of sample.py, and of `generate` in transformers with the same random weights, in turn.
+"""Compares milliseconds per token of sample.py and of transformers' `generate`, in turn, on the same random weights.
 
     python benchmarks/bench_sample.py                           # GPT-2 124M in fp32 and bf16, one text and eight
     python benchmarks/bench_sample.py --tokens 128 --device cuda
 
-Both sample from the 50 likeliest tokens, after a prompt of 16. The model of transformers has all its weights in the precision
-and computes its logits in it; those of sample.py are fp32.
+Both sample from the 50 likeliest tokens, after a prompt of 16 tokens. In bf16, transformers stores all its weights
+and computes its logits in bf16, whereas sample.py computes its logits in fp32.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def milliseconds(generate: Callable[[], object], tokens: int, device: torch.devi
 
 
 def measure(dtype: torch.dtype, rows: int, tokens: int, rounds: int, device: torch.device) -> list[tuple[float, float]]:
-    """Milliseconds per token of both, in each round."""
+    """Returns the milliseconds per token of sample.py and of transformers, in each round."""
     torch.manual_seed(1337)
     model = GPT(GPTConfig()).eval()
     with tempfile.TemporaryDirectory() as folder:

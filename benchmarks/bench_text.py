@@ -1,16 +1,17 @@
-"""What `--text` makes of one text, and `--demo` of its own: from random weights, and fine-tuned.
+"""Measures the time and loss of `--text` on one text, and of `--demo` on its own: from random weights, and fine-tuned.
 
     python benchmarks/bench_text.py tinyshakespeare.txt
     python benchmarks/bench_text.py tinyshakespeare.txt --seeds 1 2 3 --only recipe bytes bpe demo
     python benchmarks/bench_text.py tinyshakespeare.txt --only --try "--n-layer 4 --n-embd 128 --max-steps 1600"
     python benchmarks/bench_text.py tinyshakespeare.txt --only demo --seeds 1 2 3 4 5 --busy 2 --busy-after 60
 
-`recipe` is nanoGPT's for a small character model on a CPU, with bytes: 4 layers, 4 heads, 128 channels, context 64, 12
-rows a step, 2,000 steps of AdamW. `bytes` and `bpe` are `--text` with its own defaults and these tokenizers, `demo` is
-`--demo`. `short`, `tuned` and `lora` train for 200 steps of 1,024 tokens: a model of the demo's size from random weights,
-and the demo's own, completely and by LoRA. `--try` adds rows: `bytes` with other flags. All hold out the last tenth of
-the text, are validated on all of that, and are timed from start to end, shards included. `--busy` is a number of other
-programs, loops that take a core each, from some seconds after the start of each run on.
+`recipe` is nanoGPT's recipe for a small character model on a CPU, with bytes: 4 layers, 4 heads, 128 channels, context
+64, 12 rows per step, 2,000 steps of AdamW. `bytes` and `bpe` are `--text` with its own defaults and these tokenizers;
+`demo` is `--demo`. `short`, `tuned` and `lora` train for 200 steps of 1,024 tokens: `short` a model of the demo's size
+from random weights, `tuned` all weights of the demo's own model, and `lora` the demo's own model with LoRA. `--try`
+adds rows: `bytes` with other flags. Each run holds out the last tenth of the text, is validated on all of it, and is
+timed from start to end, including the making of shards. `--busy N` runs N other programs, each of which keeps a core
+busy from `--busy-after` seconds after the start of a run.
 """
 
 from __future__ import annotations
@@ -61,9 +62,11 @@ def main() -> None:
     parser.add_argument("text", metavar="FILE")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337], metavar="N", help="(default: 1337)")
     parser.add_argument("--only", nargs="*", choices=ROWS, default=list(ROWS), help="rows (default: all)")
-    parser.add_argument("--try", nargs="+", default=[], dest="tried", metavar="FLAGS", help="rows with these flags")
+    parser.add_argument("--try", nargs="+", default=[], dest="tried", metavar="FLAGS", help="add rows with these flags")
     parser.add_argument("--busy", type=int, default=0, metavar="N", help="other programs beside each run (default: 0)")
-    parser.add_argument("--busy-after", type=float, default=0, metavar="S", help="seconds until then (default: 0)")
+    parser.add_argument(
+        "--busy-after", type=float, default=0, metavar="S", help="seconds until they start (default: 0)"
+    )
     args = parser.parse_args()
     rows = {name: ROWS[name] for name in ROWS if name in args.only}
     rows |= {flags: f"{ROWS['bytes']} {flags}" for flags in args.tried}

@@ -1,15 +1,16 @@
-"""Training speed: the plain PyTorch loop against train_gpt2.py, in turn, on the same data and shapes.
+"""Compares the training speed of a plain PyTorch loop and of train_gpt2.py, in turn, on the same data and shapes.
 
     python benchmarks/bench_throughput.py                                  # GPT-2 124M and the demo's model
     python benchmarks/bench_throughput.py --ladder gpt2:4x1024             # add one feature at a time to the plain loop
-    python benchmarks/bench_throughput.py --ablate gpt2:4x1024             # with all of them, leave out one at a time
+    python benchmarks/bench_throughput.py --ablate gpt2:4x1024             # leave out one of all features at a time
     python benchmarks/bench_throughput.py --processes 8 gpt2:64x1024x8     # a node of 8 GPUs, through torchrun
 
-A setting is MODEL:BxT or MODEL:BxTxA: rows B of T tokens, and A micro-steps per step. Each row of the table runs in its own
-process. tok/s counts everything that the loop does between two steps (console, log, checks); that loop is the same for all
-rows, which differ in model, optimizer and step. "loader" is the fraction of a step that reads its data, "between steps" the
-fraction of the time outside of steps. "matmul utilisation" compares the model's arithmetic, by GPT.flops_per_token, with
-products of large matrices in the same process. A row that does not fit into a GPU's memory runs with fewer rows, and says so.
+A setting is MODEL:BxT or MODEL:BxTxA: micro-batches of B rows of T tokens, and A micro-steps per step. Each row of the
+table runs in its own process. tok/s includes everything that the loop does between two steps (console, log, checks).
+That loop is the same for all rows of the table, which differ in model, optimizer and step. "loader" is the fraction of
+a step spent reading its data, and "between steps" the fraction of the time spent outside steps. "matmul utilisation"
+is the model's FLOP/s, by GPT.flops_per_token, relative to those of large matrix products in the same process. A
+micro-batch that does not fit into a GPU's memory gets fewer rows, and the table says so.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from support.runtime import devices
 from support.runtime.distributed import Distributed
 
 MODELS = {"demo": dict(n_layer=3, n_head=4, n_embd=128), "small": dict(n_layer=2, n_head=2, n_embd=32)}
-# What makes train_gpt2.py fast, in the order of the ladder. Its own train_step, with all of them, is the last row.
+# What makes train_gpt2.py fast, in the order of --ladder. The last row is its own train_step, which has all of these.
 FEATURES = {
     "cuda": ["TF32", "bf16", "compiled", "flash", "padded vocabulary", "fused AdamW", "chunked loss"],
     "cpu": ["bf16", "flash", "padded vocabulary", "fused AdamW", "chunked loss", "kept memory"],
@@ -66,7 +67,7 @@ class Job:
     warm_up: int
     without: str | None = None  # what is switched off in train_gpt2.py, see `switch_off`
     flags: dict[str, object] = field(default_factory=dict)  # more fields of TrainConfig
-    trace: str | None = None  # where the trace of --profile goes
+    trace: str | None = None  # file for the trace of --profile
 
 
 def vocab_size(model: str) -> int:
@@ -81,7 +82,7 @@ def worker(job: Job) -> dict[str, Any]:
     """Trains as `job` says; returns what was measured."""
     B, T, A = parse_shape(job.shape)
     off = dict.fromkeys(("val_every", "hellaswag_every", "sample_every", "checkpoint_every"), 0)
-    # loading the C library, to keep memory, is counted
+    # notices whether the C library is loaded, as `keep_memory` does
     count_libraries = patch.object(devices.ctypes, "CDLL", side_effect=devices.ctypes.CDLL)
     with tempfile.TemporaryDirectory() as out, count_libraries as libraries:
         dist = Distributed.from_environment(out).with_device(job.device)
@@ -138,12 +139,12 @@ def worker(job: Job) -> dict[str, Any]:
 def summarize(
     job: Job, config: train_gpt2.TrainConfig, dist: Distributed, model: train_gpt2.GPT, times: list[tuple[float, ...]]
 ) -> dict[str, Any]:
-    """What the table shows of a run. `times`: start, end, loader's part and loss of each step."""
+    """Returns what the table shows about a run. `times` has the start, end, loading time and loss of each step."""
     on_gpu = dist.device.type == "cuda"
     peak = torch.cuda.max_memory_allocated() if on_gpu else peak_memory_of_process()  # before matmul_flops adds to it
     flops = config.total_batch_size / dist.world_size * model.flops_per_token()
     measured = times[job.warm_up :]
-    whole = median(b[0] - a[0] for a, b in pairwise(measured))  # from the start of a step to that of the next
+    whole = median(b[0] - a[0] for a, b in pairwise(measured))  # from the start of one step to the start of the next
     measured.pop()
     within = median(end - start for start, end, *_ in measured)
     known = devices.peak_flops(dist.device)
@@ -162,7 +163,7 @@ def summarize(
 
 
 def peak_memory_of_process() -> float:
-    """Peak memory of this process, in bytes. Linux's ru_maxrss would include the process that started it."""
+    """Returns this process's peak memory in bytes. Linux's ru_maxrss would include the process that started it."""
     status = Path("/proc/self/status")
     if status.exists():
         return 1024 * float(next(line for line in status.read_text().splitlines() if "VmHWM" in line).split()[1])
@@ -194,7 +195,7 @@ def make_plain(features: set[str]) -> None:
 
 
 def switch_off(part: str | None) -> None:
-    """Switches a choice of train_gpt2.py on a GPU off."""
+    """Switches off one of train_gpt2.py's choices on a GPU."""
     if part == "cuDNN":
         torch.backends.cuda.enable_cudnn_sdp(False)
         # PyTorch's cache of compiled graphs ignores this setting, and would return the graph with cuDNN
@@ -206,7 +207,7 @@ def switch_off(part: str | None) -> None:
 
 
 def matmul_flops(dtype: torch.dtype, device: torch.device, small: bool) -> float:
-    """FLOP/s of a product of two square matrices, the best of several measurements."""
+    """Returns the FLOP/s of a product of two square matrices, the best of several measurements."""
     n, calls = (8192, 10) if device.type == "cuda" else (1024 if small else 4096, 1)  # a sync costs a GPU 0.1 ms
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
@@ -214,7 +215,7 @@ def matmul_flops(dtype: torch.dtype, device: torch.device, small: bool) -> float
 
 
 def seconds_per_call(function: Callable[[], object], device: torch.device, calls: int) -> list[float]:
-    """Ten measurements of the time of a call, each of several calls."""
+    """Returns ten measurements of the seconds per call, each averaged over `calls` calls."""
     measured = []
     for _ in range(10):
         devices.synchronize(device)
@@ -231,7 +232,7 @@ def seconds_per_call(function: Callable[[], object], device: torch.device, calls
 
 
 def rows_of(args: argparse.Namespace, device: str) -> Iterator[tuple[str, list[str]]]:
-    """The name of each row, and the features that it has."""
+    """Yields the name of each row and its features."""
     features = [f for f in FEATURES[device] if f != "bf16" or args.dtype == "bf16"]
     if args.compile and "compiled" not in features:
         features = [*features, "compiled"]
@@ -253,18 +254,18 @@ def rows_of(args: argparse.Namespace, device: str) -> Iterator[tuple[str, list[s
 
 
 def measure(job: Job, processes: int = 1) -> dict[str, Any]:
-    """Runs a row in a process of its own; what it measured."""
+    """Runs a row in a process of its own; returns what was measured."""
     output, _ = run_script("benchmarks/bench_throughput.py", "--worker", json.dumps(asdict(job)), processes=processes)
     return json.loads(output.splitlines()[-1])
 
 
 def parse_shape(shape: str) -> list[int]:
-    """Rows, tokens and micro-steps of BxT or BxTxA."""
+    """Parses BxT or BxTxA into rows, tokens and micro-steps."""
     return ([int(n) for n in shape.split("x")] + [1])[:3]
 
 
 def random_shard(folder: str | Path, model: str, tokens: int = 20_000_000) -> str:
-    """A folder with a shard of random tokens, low ids more often; which tokens they are does not matter for speed."""
+    """Writes a shard of random tokens, mostly low ids, and returns its folder. Speed does not depend on the tokens."""
     ids = (vocab_size(model) * np.random.default_rng(1).random(tokens) ** 3).astype(np.uint16)
     np.save(Path(folder) / "random_train_000000.npy", ids)
     return str(folder)
@@ -274,15 +275,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="*", metavar="MODEL:BxT[xA]", help="gpt2, gpt2-medium, ..., demo or small")
     parser.add_argument("--ladder", action="store_true", help="add one feature at a time to the plain loop")
-    parser.add_argument("--ablate", action="store_true", help="with all features, leave out one at a time")
-    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto", help="of the fast rows")
+    parser.add_argument("--ablate", action="store_true", help="leave out one of all features at a time")
+    parser.add_argument(
+        "--dtype", choices=("auto", "fp32", "bf16"), default="auto", help="precision of all rows but plain"
+    )
     parser.add_argument("--compile", action="store_true", help="compile on a CPU, too")
-    parser.add_argument("--data", metavar="DIR", help="shards of GPT-2 tokens (default: random ones)")
-    parser.add_argument("--steps", type=int, help="measured per process (default: 10 on CUDA, 3 on a CPU; demo and small 200)")  # fmt: skip
-    parser.add_argument("--warm-up", type=int, help="steps before them (default: 3 on CUDA, 1 on a CPU; demo and small 20)")  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=1, help="of all rows in turn; medians are printed (default: 1)")
-    parser.add_argument("--processes", type=int, default=1, help="on this node, through torchrun (default: 1)")
-    parser.add_argument("--json", metavar="FILE", help="write everything that was measured")
+    parser.add_argument("--data", metavar="DIR", help="shards of GPT-2 tokens (default: random tokens)")
+    parser.add_argument("--steps", type=int, help="steps measured per process (default: 10 on CUDA, 3 on a CPU; demo and small 200)")  # fmt: skip
+    parser.add_argument("--warm-up", type=int, help="steps before the measured ones (default: 3 on CUDA, 1 on a CPU; demo and small 20)")  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=1, help="passes over all rows; medians are printed (default: 1)")
+    parser.add_argument("--processes", type=int, default=1, help="processes, through torchrun if several (default: 1)")
+    parser.add_argument("--json", metavar="FILE", help="write all measurements to FILE")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -302,7 +305,8 @@ def main() -> None:
             warm_up = args.warm_up or (3 if on_gpu else 20 if model in MODELS else 1)
             data = args.data or random_shard(folder, model)
             measured: dict[str, list[dict[str, Any]]] = {}
-            for name, features in [*rows_of(args, device)] * args.rounds:  # in turn: changes of the load meet all
+            # in turn, so that changes in load affect all rows
+            for name, features in [*rows_of(args, device)] * args.rounds:
                 row = measure(Job(name, features, device, model, shape, data, steps, warm_up), args.processes)
                 print(f"  {setting} {name}: {row['tok_s']:,.0f} tok/s", file=sys.stderr, flush=True)
                 measured.setdefault(name, []).append(row)
@@ -315,7 +319,7 @@ def main() -> None:
 def report(setting: str, args: argparse.Namespace, measured: dict[str, list[dict[str, Any]]]) -> None:
     numbers = ("tok_s", "ms", "mfu", "matmul", "peak_gb", "loader", "outside")
     first = next(iter(measured.values()))[0]
-    print(f"\n{setting}, {args.processes} x {first['device']}, torch {first['torch']}, {args.dtype} where not plain\n")
+    print(f"\n{setting}, {args.processes} x {first['device']}, torch {first['torch']}, {args.dtype} (plain: fp32)\n")
     print("| | tok/s | | ms per step | MFU | matmul utilisation | peak memory, GB | | loader | between steps |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     base: dict[str, float] = {}

@@ -1,19 +1,19 @@
-"""Everything that only a GPU can show, in four stages of at most eight minutes each, without a network.
+"""Checks everything that only a GPU can show, in four stages of at most eight minutes each. Needs no network.
 
     python benchmarks/gpu_check.py                            # all four, on a CUDA GPU
     python benchmarks/gpu_check.py --stage b                  # only this one
     python benchmarks/gpu_check.py --device cpu --small       # the script itself, with a tiny model
 
-| stage | what | seconds expected on a GPU where nothing is compiled yet |
+| stage | content | expected seconds on a GPU, with nothing compiled yet |
 |---|---|---|
-| a | is it right, and where is the time of a step? | 240: 140 for the tests, 28 to compile 12 layers |
-| b | what is faster, in pairs? | 220 to compile four variants, then 120 a round |
+| a | correctness, and where a step spends its time | 240: 140 for the tests, 28 to compile 12 layers |
+| b | speed, in pairwise comparisons | 220 to compile four variants, then 120 a round |
 | c | whole runs | 140 for two ranks, 120 to resume, 30 to score, 45 for each of four variants, the last if there is time |
 | d | larger sizes, the loss alone | 200 for gpt2-xl, 173 of them to compile 48 layers; 80 for the loss; 45 to 120 for each larger size, if there is time |
 
-Each check runs in its own process. Its figures are printed as they come, and it ends with a line: ok, FAILED and what, or skipped
-and why. At the end there is a table of figures for docs/performance.md. Exit code 1 if a check failed. --keep DIR keeps what the
-checks printed, and the figures. Stage a needs pytest.
+Each check runs in its own process. It prints its figures as they come, and ends with a line that says ok, FAILED or
+skipped, and why. At the end, a table has the figures for docs/performance.md. The exit code is 1 if a check failed.
+--keep DIR keeps the checks' output and the figures. Stage a needs pytest.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ PROCESSES = multiprocessing.get_context("forkserver")  # the checks fork from a 
 
 @dataclass
 class Context:
-    """What a check gets: where to run, how large and until when, a folder, and a pipe for what it reports as it goes."""
+    """The device, size, folder and deadline of a check, and a pipe for what it reports as it goes."""
 
     device: str
     small: bool
     folder: Path
-    deadline: float  # by time.monotonic(): then it is killed
+    deadline: float  # the time.monotonic() at which the check is killed
     reports: Connection
-    verdicts: list[str] = field(default_factory=list)  # of its parts
+    verdicts: list[str] = field(default_factory=list)  # of the check's parts
 
     def figure(self, name: str, value: object) -> None:
         self.reports.send(("figure", name, str(value)))
@@ -94,7 +94,7 @@ class Context:
         return time.monotonic() + seconds < self.deadline
 
     def lines_of(self, command: Sequence[str], codes: tuple[int, ...] = (0,), **environment: str) -> Iterator[str]:
-        """Runs a command as a user would; yields its lines. A RuntimeError for any other exit code."""
+        """Runs a command as a user would; yields its lines. Raises a RuntimeError for an exit code not in `codes`."""
         print(f"$ {shlex.join(command)}", flush=True)
         env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | environment
         line = "no output"
@@ -107,7 +107,7 @@ class Context:
             raise RuntimeError(f"{shlex.join(command[1:3])} ended with exit code {process.returncode}: {line.strip()}")
 
     def run(self, script: str, *args: object, processes: int = 1) -> str:
-        """Runs a script of this project to its end; returns its output."""
+        """Runs a script of this project; returns its output."""
         return "".join(self.lines_of(script_command(script, *args, processes=processes)))
 
 
@@ -117,7 +117,7 @@ def expect(condition: object, problem: str) -> None:
 
 
 # -----------------------------------------------------------------------------
-# a: is it right?
+# a: correctness, and the time of a step
 
 
 def environment(context: Context) -> None:
@@ -140,7 +140,7 @@ def environment(context: Context) -> None:
 def tests(context: Context) -> None:
     """tests/test_gpu.py"""
     command = f"-m pytest -n0 -v -p no:cacheprovider --rootdir={ROOT} -c {ROOT}/pyproject.toml {ROOT}/tests/test_gpu.py"
-    environment = {"GPU_TESTS_DEVICE": context.device, "COLUMNS": "200"}  # narrower, reasons are cut
+    environment = {"GPU_TESTS_DEVICE": context.device, "COLUMNS": "200"}  # with fewer, pytest would cut off the reasons
     if context.small:
         command += " -k 'AdamW or resumed'"
     for line in context.lines_of([sys.executable, *shlex.split(command)], codes=(0, 1, 4), **environment):
@@ -153,7 +153,7 @@ def tests(context: Context) -> None:
 def throughput(
     context: Context, setting: str, steps: int, row: str = OURS, warm_up: int = 2, **more: Any
 ) -> dict[str, Any]:
-    """A row of bench_throughput.py; `more` are fields of its Job."""
+    """Measures a row of bench_throughput.py; `more` are fields of its Job."""
     model, shape = setting.split(":")
     features = [name for name in FEATURES[context.device] if row != RECIPE or name != "chunked loss"]
     data = random_shard(context.folder, model, 2**22)
@@ -190,8 +190,8 @@ def training(context: Context) -> None:
         context.figure(f"kernel {name[:100]}, ms per step", f"{us / 1e3 / profiled:.2f}")
 
 
-KERNEL_CLASSES = (  # by a part of a kernel's name; the first that fits
-    ("pointwise", "triton_poi"),  # the names of Inductor's kernels also have those of what was fused
+KERNEL_CLASSES = (  # kind, and a regex searched for in the kernel's name; the first match wins
+    ("pointwise", "triton_poi"),  # Inductor's kernels are named after all operations that they fuse
     ("reductions", "triton_red|triton_per|triton_mix"),
     ("copies", "memcpy|memset|CatArray|copy_kernel"),
     ("attention", "fmha|flash|sdpa|attention"),
@@ -202,7 +202,7 @@ KERNEL_CLASSES = (  # by a part of a kernel's name; the first that fits
 
 
 def classify_kernels(events: Sequence[dict[str, Any]]) -> tuple[dict[str, float], list[tuple[str, float]]]:
-    """Microseconds by kind of kernel, "idle" included, and by kernel, the longest first, of a trace of PyTorch's profiler."""
+    """Returns the microseconds in a PyTorch trace by kind of kernel, "idle" included, and by kernel, longest first."""
     on_gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     classes = dict.fromkeys(("GEMM", "attention", "reductions", "pointwise", "copies", "idle"), 0.0)
     by_kernel: dict[str, float] = {}
@@ -219,7 +219,7 @@ def classify_kernels(events: Sequence[dict[str, Any]]) -> tuple[dict[str, float]
 
 @contextlib.contextmanager
 def gpu_readings(context: Context) -> Iterator[None]:
-    """Reports clocks, power and temperature of the first GPU at their medians, over what is busy of the block."""
+    """Reports the median clocks, power and temperature of the first GPU while it is busy in the block."""
     if context.device == "cpu" or not shutil.which("nvidia-smi"):
         yield
         return
@@ -238,17 +238,17 @@ def gpu_readings(context: Context) -> Iterator[None]:
 
 
 # -----------------------------------------------------------------------------
-# b: how fast is it, in pairs?
+# b: speed, in pairwise comparisons
 
 
 def milliseconds(function: Callable[[], object], device: torch.device, calls: int) -> float:
-    """The time of a call, the median of several measurements."""
+    """Returns the milliseconds per call, the median of several measurements."""
     for _ in range(3):
         function()
     return 1e3 * statistics.median(seconds_per_call(function, device, calls))
 
 
-PAIRS = {  # by what is compared: fields of bench_throughput.py's Job
+PAIRS = {  # name of the comparison: fields of bench_throughput.py's Job
     "mix-order reductions off": {"without": "mix-order reductions"},
     "build-nanogpt's recipe": {"row": RECIPE},
     "flash attention instead of cuDNN's": {"without": "cuDNN"},
@@ -260,7 +260,7 @@ def pairs(context: Context) -> None:
     setting, steps, rounds = ("small:4x64x2", 3, 1) if context.small else ("gpt2:64x1024x8", 6, 3)
     names = list(PAIRS)[:1] if context.small else list(PAIRS)
     if not context.small:
-        for changes in ({}, *PAIRS.values()):  # compiles all of them, which takes longer than all rounds
+        for changes in ({}, *PAIRS.values()):  # compiles all variants, which takes longer than all rounds
             throughput(context, setting, 1, warm_up=1, **changes)
     ratios = defaultdict[str, list[float]](list)
     slowest = 0.0
@@ -274,7 +274,7 @@ def pairs(context: Context) -> None:
         for name in names:
             other = throughput(context, setting, steps, **PAIRS[name])
             ratios[name].append(other["tok_s"] / ours["tok_s"])
-            context.figure(f"{name}, round {i + 1}: tok/s to train_gpt2.py's", f"{ratios[name][-1]:.3f}")
+            context.figure(f"{name}, round {i + 1}: tok/s relative to train_gpt2.py", f"{ratios[name][-1]:.3f}")
             difference = max(abs(a / b - 1) for a, b in zip(ours["losses"], other["losses"], strict=False))
             expect(difference < 2**-7, f"{name}: the losses differ by {difference:.1e}")
         slowest = max(slowest, time.monotonic() - started)
@@ -287,7 +287,7 @@ def pairs(context: Context) -> None:
 
 
 def run_flags(context: Context, out: object, steps: int) -> list[str]:
-    """Flags of a run of 12 layers with 768 channels, or of a tiny one, on shards that are made once."""
+    """Returns the flags of a run with 12 layers and 768 channels, or of a tiny one, on shards that are made once."""
     data = context.folder.parent / "data"
     make_shards(Documents("topics", topics.values()), data, tokenizer="bytes")
     sizes = "--n-layer 1 --n-head 2 --n-embd 32 --block-size 64 --batch-size 4 --total-batch-size 512"
@@ -309,12 +309,12 @@ def two_ranks(context: Context) -> None:
     context.run("benchmarks/gpu_check.py", "--rank-with", *flags, "--out", "two", processes=2)
     pairs = zip(losses(context.folder / "two"), losses(context.folder / "one"), strict=True)
     difference = max(abs(a - b) for a, b in pairs)
-    context.figure("two processes against one: largest difference of a loss", f"{difference:.1e}")
+    context.figure("two processes compared with one: largest difference in loss", f"{difference:.1e}")
     expect(difference < 1e-3, f"the losses differ by {difference:.1e}")
 
 
 def train_on_a_shared_device(flags: list[str]) -> None:
-    """train_gpt2.py as one of several ranks on the same device, which NCCL does not allow."""
+    """Runs train_gpt2.py as one of several ranks on the same device, which NCCL does not allow."""
     distributed.backend = lambda: "gloo"
     with_device = Distributed.with_device
     Distributed.with_device = lambda dist, name: replace(
@@ -344,7 +344,7 @@ def variants(context: Context) -> None:
 
 
 def scoring(context: Context) -> None:
-    """HellaSwag as in training and as in hellaswag.py, against one item at a time"""
+    """HellaSwag as in training and as in hellaswag.py, compared with one item at a time"""
     device, n = torch.device(context.device), 8 if context.small else 300 if context.device == "cuda" else 100
     words = (ROOT / "README.md").read_text(encoding="utf-8").split()
     examples = []
@@ -378,7 +378,7 @@ def scoring(context: Context) -> None:
         plain, plain_speed = items_per_second(partial(plain_completion_losses, compute_logits, examples, device))
         largest = abs(plain - ours).max()
         context.figure(f"HellaSwag {name}, fp32", f"{speed}, one item at a time {plain_speed}")
-        context.figure(f"HellaSwag {name}: largest difference of a loss, nats", f"{largest:.1e}")
+        context.figure(f"HellaSwag {name}: largest difference in loss, nats", f"{largest:.1e}")
         expect(largest < 1e-2, f"losses {name} differ by {largest:.1e}")
         expect((plain.argmin(2) == ours.argmin(2)).all(), f"predictions {name} differ")
 
@@ -402,11 +402,11 @@ def resume(context: Context) -> None:
     stopped_at = len(losses(out))
     expect(stopped_at < steps, "the run ended before SIGTERM")
     context.run("train_gpt2.py", "--resume", "--out", out, "--device", context.device)
-    # A GPU's attention sums in any order, and later steps enlarge that.
+    # A GPU's attention sums in no fixed order, and later steps amplify the differences.
     differences = [abs(a - b) for a, b in zip(losses(straight), losses(out), strict=True)][stopped_at:]
     soon, late = max(differences[:5]), max(differences[5:], default=0)
-    context.figure(f"resumed at step {stopped_at}: largest difference of the next 5 losses", f"{soon:.1e}")
-    context.figure("of all others", f"{late:.1e}")
+    context.figure(f"resumed at step {stopped_at}: largest difference in the next 5 losses", f"{soon:.1e}")
+    context.figure("largest difference in the losses after those", f"{late:.1e}")
     expect(soon < 1e-3, f"the losses differ by {soon:.1e}")
     checkpoint, device = out / f"model_{steps:05d}", torch.device(context.device)
     torch.set_float32_matmul_precision("highest")
@@ -414,7 +414,7 @@ def resume(context: Context) -> None:
     with torch.no_grad():
         ours = GPT.from_pretrained(checkpoint).to(device)(tokens)[0]
         theirs = open_in_transformers(checkpoint, device)(tokens).logits
-    expect(torch.allclose(ours, theirs, atol=1e-3), "transformers computes other logits")
+    expect(torch.allclose(ours, theirs, atol=1e-3), "transformers computes different logits")
     for attempt in ("first",) if context.small else ("first", "second"):
         started = time.perf_counter()
         context.run("sample.py", "--model", checkpoint, "--prompt", "The ", "--device", context.device)
@@ -429,7 +429,7 @@ def large_model(context: Context) -> None:
     """GPT-2 XL with a micro-batch that surely fits"""
     setting = "gpt2-xl:16x1024x1"
     if context.small:
-        return context.part(setting, "skipped: as training, with --small")
+        return context.part(setting, "skipped: the same as training, with --small")
     report(context, f"train_gpt2.py, {setting}", throughput(context, setting, 3))
 
 
@@ -500,7 +500,7 @@ def larger(context: Context) -> None:
 
 
 # -----------------------------------------------------------------------------
-# Running them
+# Running the checks
 
 CHECKS: dict[str, list[Callable[[Context], None]]] = {  # by stage; a docstring's first line says what is checked
     "a": [environment, tests, training],
@@ -511,9 +511,9 @@ CHECKS: dict[str, list[Callable[[Context], None]]] = {  # by stage; a docstring'
 
 
 def run_check(function: Callable[[Context], None], context: Context) -> None:
-    """One check, in its own process: what it prints goes to a file next to its folder."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C our parent kills us, with all that we have started
-    os.environ["GPU_CHECK"] = str(context.folder)  # by which it finds those
+    """Runs one check, in its own process, with its output in a file next to its folder."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C, our parent kills us and our children
+    os.environ["GPU_CHECK"] = str(context.folder)  # by which our parent finds our children
     log = os.open(context.folder.with_suffix(".txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -596,7 +596,7 @@ def main() -> None:
     parser.add_argument("--stage", choices=tuple(CHECKS), help="only this stage (default: all)")
     parser.add_argument("--only", nargs="+", choices=names, metavar="CHECK", help=f"only these: {', '.join(names)}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default: cuda)")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="a new folder, for the figures and all output")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="new folder for the figures and all output")
     parser.add_argument("--small", action="store_true", help="a tiny model, to check the script itself")
     args = parser.parse_args()
     if args.keep and args.keep.exists():
@@ -607,7 +607,7 @@ def main() -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
     machine = describe_machine(args.device)
     print(machine, flush=True)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that checks and folder go, too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the checks, removes the folder
     PROCESSES.set_forkserver_preload(["torch._dynamo", "train_gpt2"])
     with tempfile.TemporaryDirectory(prefix="gpu_check", ignore_cleanup_errors=True) as temporary:
         folder = args.keep.absolute() if args.keep else Path(temporary)
@@ -617,7 +617,7 @@ def main() -> None:
         shutil.rmtree(folder / "data", ignore_errors=True)
         figures = (folder / "figures.md").read_text(encoding="utf-8")
     if args.small:
-        print("\nWith --small, these figures mean nothing:")
+        print("\nWith --small, these figures are meaningless:")
     print(f"\n{machine}; `python {shlex.join(sys.argv)}`\n\n| stage | figure | value |\n|---|---|---|\n{figures}")
     failed = sum(verdict.startswith("FAILED") for verdict in verdicts)
     skipped = sum(verdict.startswith("skipped") for verdict in verdicts)

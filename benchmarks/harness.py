@@ -1,4 +1,4 @@
-"""What the benchmarks share: scripts in processes of their own, and processes found by their environment."""
+"""Helpers for the benchmarks, to run scripts in processes of their own, and to find processes by their environment."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # a benchmark imports this modu
 
 
 def script_command(script: str | Path, *args: object, processes: int = 1) -> list[str]:
-    """The command that runs a script of this project; several processes are started by torchrun."""
+    """Returns the command that runs a script of this project, through torchrun if there are several processes."""
     torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={processes}".split()
     return [sys.executable, *(torchrun if processes > 1 else []), str(ROOT / script), *map(str, args)]
 
 
 def run_script(script: str | Path, *args: object, processes: int = 1, **environment: str) -> tuple[str, float]:
-    """Runs a script to its end; returns what it printed, and the seconds from start to end. A failure ends this program."""
+    """Runs a script; returns its output, and the seconds that it took. A failure ends this program."""
     command, started = script_command(script, *args, processes=processes), time.perf_counter()
     done = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -30,7 +30,7 @@ def run_script(script: str | Path, *args: object, processes: int = 1, **environm
 
 
 def find_processes(mark: str) -> dict[int, list[str]]:
-    """The processes with `mark`, a NAME=value, in their environment, the oldest first, and their environments. Linux only."""
+    """Returns the environments, by id, of processes that have `mark`, a NAME=value; oldest first. Linux only."""
     found = {}
     for pid in sorted(int(path.name) for path in Path("/proc").glob("[0-9]*")):
         with contextlib.suppress(OSError):
@@ -41,7 +41,7 @@ def find_processes(mark: str) -> dict[int, list[str]]:
 
 
 def kill_processes(mark: str) -> None:
-    """Kills them all, and those that they start meanwhile."""
+    """Kills all processes with `mark` in their environment, including those that they start meanwhile."""
     while pids := find_processes(mark):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):

@@ -1,9 +1,9 @@
-"""Makes the pictures: docs/run.png and docs/terminal.svg from a demo, docs/from-scratch/losses.png from the lesson.
+"""Makes docs/run.png and docs/terminal.svg from a run of the demo, and docs/from-scratch/losses.png from the lesson.
 
     python benchmarks/make_pictures.py
 
-It runs `python train_gpt2.py --demo` in a terminal of 88 columns, for about two minutes, and the first six programs of
-docs/from-scratch, for one, all in a temporary folder.
+It runs `python train_gpt2.py --demo` in a terminal of 88 columns, which takes about two minutes, and the first six
+programs of docs/from-scratch, which take about one, in a temporary folder.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STYLED = re.compile(r"\x1b\[([0-9;]*)m")
 
 
 def run_in_terminal(folder: Path) -> str:
-    """Runs the demo in a terminal, and returns what it wrote to that."""
+    """Runs the demo in a terminal, and returns its output."""
     demo = shlex.join(script_command("train_gpt2.py", "--demo"))
     command = ["script", "-qec", f"stty rows {ROWS} cols {COLUMNS}; exec {demo}", "/dev/null"]
     environment = os.environ | {"TERM": "xterm"}
@@ -41,7 +41,7 @@ def run_in_terminal(folder: Path) -> str:
 
 
 def lines_on_screen(written: str) -> list[str]:
-    """The first and the last lines that stay, colors included: of what was redrawn, the last version."""
+    """Returns the first and last lines that remain on the screen, with colors; redrawn lines as drawn last."""
     lines = [line.split("\x1b[K")[-1].rpartition("\r")[2] for line in written.replace("\r\n", "\n").split("\n")]
     if len(lines) > 41:
         lines[21:-20] = ["..."]
@@ -69,7 +69,7 @@ def draw(lines: list[str]) -> str:
 
 
 def draw_lesson(folder: Path) -> None:
-    """Draws the held-out loss of the lesson's first six programs, in nats per byte."""
+    """Plots the held-out loss of the lesson's first six programs, in nats per byte."""
     losses = {"0. nothing": math.log(257)}
     for number, name in enumerate(LESSON_STEPS, start=1):
         command = script_command(f"docs/from-scratch/step_{number:02d}.py")

@@ -1,15 +1,15 @@
-"""Changes the code at random, one operator or constant at a time, and counts the changes that a test finds.
+"""Mutates the code at random, one operator or constant at a time, and counts the mutations that a test catches.
 
     pip install cosmic-ray
-    python benchmarks/mutate.py --seed 55                # 60 mutations: hours
+    python benchmarks/mutate.py --seed 55                # 60 mutations, which takes hours
     python benchmarks/mutate.py --seed 55 --only 3 7     # some of them again
     python benchmarks/mutate.py --mutations 6 --seed 7
 
-Cosmic Ray knows what can be changed: operators, constants, conditions, loops, decorators, exceptions. One of its mutations
-is made at each place of a random sample, in a copy of the tracked files. Annotations are left out, and f-strings (most are
-messages), and mutations that do not compile or that only exchange == and `is`. The module's own tests run first, and the
-slow ones last. A mutation is found by a test that fails, also by itself, and passes without it. A mutation that lived is
-printed: it needs a test, or changes nothing that a CPU can show.
+Cosmic Ray knows what can be mutated: operators, constants, conditions, loops, decorators, exceptions. At each place in
+a random sample, one of its mutations is made in a copy of the tracked files. Annotations and f-strings (most are
+messages) are left out, and so are mutations that do not compile or that only exchange == and `is`. The module's own
+tests run first, and the slow ones last. A test catches a mutation if it fails, also by itself, and passes without the
+mutation. A mutation that survives is printed: it needs a test, or changes nothing that a CPU can show.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Place = tuple[Path, tuple[int, int], tuple[int, int]]  # a file, and line and co
 
 
 def left_out(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Where annotations, f-strings and the imports for annotations begin and end."""
+    """Returns where annotations, f-strings and the imports for annotations begin and end."""
     nodes: list[ast.AST | None] = []
     for node in ast.walk(ast.parse(source)):
         nodes += [getattr(node, "annotation", None), getattr(node, "returns", None)]
@@ -54,7 +54,7 @@ def left_out(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
 
 
 def find_places() -> dict[Place, list[tuple[str, int]]]:
-    """Cosmic Ray's operators by place, each with the number of its occurrence in the file."""
+    """Returns Cosmic Ray's operators by place, each with the number of its occurrence in the file."""
     places: dict[Place, list[tuple[str, int]]] = defaultdict(list)
     operators = {name: get_operator(name) for name in operator_names() if not IDENTITY.search(name)}
     for path in (path for pattern in FILES for path in sorted(ROOT.glob(pattern))):
@@ -70,7 +70,7 @@ def find_places() -> dict[Place, list[tuple[str, int]]]:
 
 
 def mutate(source: str, options: list[tuple[str, int]], rng: random.Random) -> tuple[str, str]:
-    """A random one of the mutations that compile: the operator, and the mutated source."""
+    """Picks a random mutation that compiles; returns its operator and the mutated source."""
     for name, occurrence in rng.sample(options, len(options)):
         mutated = mutate_code(source, get_operator(name)(), occurrence)
         try:
@@ -78,7 +78,7 @@ def mutate(source: str, options: list[tuple[str, int]], rng: random.Random) -> t
         except SyntaxError:
             continue
         return name.removeprefix("core/"), mutated
-    sys.exit(f"nothing compiles of {options}")
+    sys.exit(f"none of {options} compiles")
 
 
 def copy_tree(folder: Path) -> None:
@@ -90,7 +90,7 @@ def copy_tree(folder: Path) -> None:
 
 
 def failing_test(folder: Path, seconds: float, *arguments: str) -> str | None:
-    """The first test that fails in a copy of the tree; None if all pass."""
+    """Returns the first test that fails in a copy of the tree; None if all pass."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments]
     environment = os.environ | dict([MARK])
     with tempfile.TemporaryFile() as output:
@@ -111,7 +111,7 @@ def failing_test(folder: Path, seconds: float, *arguments: str) -> str | None:
 
 
 def find_test(folder: Path, unchanged: Path, path: Path) -> str | None:
-    """The test that finds the mutation of a module in a copy of the tree; None if it lives."""
+    """Returns the test that catches the mutation of a module in a copy of the tree; None if the mutation survives."""
     own = [f"tests/test_{name}.py" for name in OWN_TESTS.get(path.stem, path.stem).split()]
     others = [f"--ignore={name}" for name in own]
     for seconds, tests in (900, ["not slow", *own]), (2400, ["not slow", *others]), (3600, ["slow"]):
@@ -125,8 +125,8 @@ def find_test(folder: Path, unchanged: Path, path: Path) -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mutations", type=int, default=60, metavar="N", help="(default: 60)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sample (default: 0)")
+    parser.add_argument("--mutations", type=int, default=60, metavar="N", help="size of the sample (default: 60)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sample (default: 0)")
     parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="run only these mutations of the sample")
     args = parser.parse_args()
     places, rng, outcomes = find_places(), random.Random(args.seed), list[str | None]()
@@ -145,13 +145,13 @@ def main() -> None:
                 outcomes.append(find_test(Path(folder), Path(unchanged), path))
             except subprocess.TimeoutExpired as error:
                 outcomes.append(f"tests that do not end in {error.timeout} s")
-        found = f"found by {outcomes[-1]}" if outcomes[-1] else "LIVED"
+        found = f"caught by {outcomes[-1]}" if outcomes[-1] else "SURVIVED"
         seconds = time.monotonic() - began
         print(f"{number} {path.relative_to(ROOT)}:{line} {operator}: {found} ({seconds:.0f} s)", flush=True)
         if not outcomes[-1]:
             diff = difflib.unified_diff(source.splitlines(), mutated.splitlines(), n=1, lineterm="")
             print(*(f"    {text}" for text in list(diff)[2:]), sep="\n", flush=True)
-    print(f"{len(outcomes) - outcomes.count(None)} of {len(outcomes)} found")
+    print(f"{len(outcomes) - outcomes.count(None)} of {len(outcomes)} caught")
 
 
 if __name__ == "__main__":

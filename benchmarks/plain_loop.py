@@ -1,8 +1,8 @@
-"""GPT-2 and its training loop as one writes them first, in plain PyTorch: the reference of tests and benchmarks.
+"""GPT-2 and a straightforward training loop in plain PyTorch: the reference for tests and benchmarks.
 
-Attention with its explicit (T, T) matrix, the logits of all tokens at once, AdamW with its defaults, nothing compiled.
-It takes only the configuration, the learning rates and the initial weights from train_gpt2.py. bench_throughput.py adds
-features to it one at a time; their names are in `bench_throughput.FEATURES`.
+Attention stores its (T, T) matrix, the logits of all tokens are computed at once, AdamW is PyTorch's default one, and
+nothing is compiled. Only the configuration, learning rates and initial weights come from train_gpt2.py.
+bench_throughput.py adds features to this loop one at a time; their names are in `bench_throughput.FEATURES`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """With the parameter names of train_gpt2.GPT."""
+    """GPT-2 with the parameter names of train_gpt2.GPT."""
 
     def __init__(self, config: GPTConfig, features: Collection[str] = ()):
         super().__init__()
@@ -77,7 +77,7 @@ class PlainGPT(nn.Module):
         return None, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def copy_weights(self, model: nn.Module) -> PlainGPT:
-        """The weights of a train_gpt2.GPT."""
+        """Copies the weights of a train_gpt2.GPT, and returns this model."""
         weights = model.state_dict()
         self.load_state_dict({name: weights[name][: len(own)] for name, own in self.state_dict().items()})
         return self
@@ -86,7 +86,7 @@ class PlainGPT(nn.Module):
 class PlainAdamW(torch.optim.AdamW):
     def step(self) -> None:
         if not self.defaults["fused"]:
-            self.grad_scale = self.found_inf = None  # that train_gpt2.py sets; only fused AdamW reads them
+            self.grad_scale = self.found_inf = None  # train_gpt2.py sets them, but only fused AdamW reads them
         super().step()
 
 
@@ -101,7 +101,7 @@ def plain_optimizer(
 def plain_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch], amp: torch.autocast, lr: float
 ) -> tuple[float, float]:
-    """One step on these micro-batches; its mean loss and its gradient norm."""
+    """Takes one step on these micro-batches; returns its mean loss and its gradient norm."""
     optimizer.zero_grad()
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -120,7 +120,7 @@ def plain_step(
 
 
 def plain_batches(folder: Path, B: int, T: int, rows_per_step: int, steps: int) -> Iterator[list[Batch]]:
-    """The micro-batches of each step, cut by hand from the train shards of a folder."""
+    """Yields the micro-batches of each step, cut by hand from the train shards of a folder."""
     rows: list[Tensor] = []
     for file in sorted(folder.glob("*_train_*.npy")):
         tokens = torch.from_numpy(np.load(file).astype(np.int64))
@@ -132,7 +132,7 @@ def plain_batches(folder: Path, B: int, T: int, rows_per_step: int, steps: int) 
 
 
 def plain_losses(config: TrainConfig, B: int, steps: int, model: nn.Module | None = None) -> np.ndarray:
-    """The losses of the first steps in fp32 on a CPU, with the bytes and the learning rates that `train` takes.
+    """Returns the losses of the first steps in fp32 on a CPU, with the bytes and learning rates that `train` uses.
 
     Args:
         model: `model(idx, targets)` returns a pair with the loss. None: PlainGPT with the initial weights of `train`.
@@ -152,7 +152,7 @@ def plain_losses(config: TrainConfig, B: int, steps: int, model: nn.Module | Non
 def plain_completion_losses(
     compute_logits: Callable[[Tensor], Tensor], examples: list[Example], device: torch.device
 ) -> np.ndarray:
-    """Summed and mean losses of HellaSwag's endings, (2, items, 4): one item at a time, logits for all of its tokens."""
+    """Returns summed and mean losses of HellaSwag's endings (2, items, 4), from all logits of one item at a time."""
     losses = []
     for example in examples:
         rows = [torch.tensor(example.context + completion) for completion in example.completions]

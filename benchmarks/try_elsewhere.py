@@ -1,13 +1,13 @@
-"""Opens a checkpoint in other tools, and compares what they make of it with this project.
+"""Opens a checkpoint in other tools, and compares their results with this project's.
 
     pip install ctranslate2 "lm-eval[hf]"
     python benchmarks/try_elsewhere.py log/model_19073
     python benchmarks/try_elsewhere.py log/model_19073 --data hellaswag_val.jsonl --limit 200
     python benchmarks/try_elsewhere.py log/model_19073 --only ctranslate2 --rounds 5
 
-A text at temperature 0 is compared with that of sample.py, in fp32. lm-eval scores HellaSwag items of a file, and is compared
-with `hellaswag.py --style harness`. Tools that are not installed are left out: optimum-onnx needs an environment of its own,
-with an older transformers. The exit code is 1 if anything differs.
+Each tool's text at temperature 0 is compared with sample.py's, in fp32. lm-eval scores HellaSwag items from a file,
+and its scores are compared with those of `hellaswag.py --style harness`. Tools that are not installed are skipped.
+optimum-onnx needs an environment of its own, with an older transformers. The exit code is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def optimum_onnx(reference: Reference, args: argparse.Namespace) -> bool:
 
 
 def ctranslate2(reference: Reference, args: argparse.Namespace) -> bool:
-    """Also measures tokens per second, as sample.py's and with weights of 8 bits, in turn."""
+    """Also measures tokens per second: of sample.py, and of CTranslate2 in fp32 and with 8-bit weights, in turn."""
     from ctranslate2 import Generator
     from ctranslate2.converters import TransformersConverter
 
@@ -108,7 +108,7 @@ def ctranslate2(reference: Reference, args: argparse.Namespace) -> bool:
 
 
 def lm_eval(reference: Reference, args: argparse.Namespace) -> bool:
-    """HellaSwag as the harness scores it, of a file: its own task downloads the items."""
+    """Scores HellaSwag items from a file with the harness, whose own task would download them."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks.hellaswag.utils import process_docs
 
@@ -150,7 +150,7 @@ ROWS: dict[str, tuple[str, str, Callable[[Reference, argparse.Namespace], bool]]
 def is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it is in
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
@@ -162,11 +162,11 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, default=100, metavar="N", help="tokens to generate, within the context (default: 100)"
     )
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="measurements of a speed (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="measurements of each speed (default: 3)")
     parser.add_argument(
-        "--data", metavar="FILE", help="HellaSwag items, a .jsonl file, for lm-eval (default: without that row)"
+        "--data", metavar="FILE", help="HellaSwag items, a .jsonl file, for lm-eval (default: skip that row)"
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="the first N items (default: all)")
+    parser.add_argument("--limit", type=int, metavar="N", help="score only the first N items (default: all)")
     args = parser.parse_args()
     reference = Reference(huggingface.find_model(args.model), args.prompt, args.tokens)
     print(f"{reference.tokens} tokens at temperature 0 by sample.py: {reference.text[:60]!r}...")
@@ -174,7 +174,7 @@ def main() -> None:
     for name in args.only:
         module, package, row = ROWS[name]
         if not is_installed(module) or (name == "lm-eval" and args.data is None):
-            print(f"{name}: left out ({'no --data' if is_installed(module) else 'not installed'})")
+            print(f"{name}: skipped ({'no --data' if is_installed(module) else 'not installed'})")
             continue
         same = row(reference, args)
         failed |= not same
