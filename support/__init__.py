@@ -1,4 +1,4 @@
-"""What the scripts build on: not needed to understand how GPT-2 is trained, but needed to trust a run.
+"""The code that the scripts build on. It is not needed to understand how GPT-2 is trained, but needed to trust a run.
 
 Each package may import the ones below it, but never a script:
 

@@ -36,7 +36,7 @@ DISK_ERRORS = (EISDIR, ENOTDIR, ENOSPC, EDQUOT, EFBIG, EROFS, EACCES, EPERM, ENA
 
 
 class UserError(Exception):
-    """Something that the user can fix: one or more sentences, "what is wrong. What to do.".
+    """An error that the user can fix, with one or more messages of the form "what is wrong. What to do.".
 
     With `this_rank_only`, other ranks may not have the problem (a bad batch, a download that failed on this node): the
     rank that raised the error prints it. Otherwise the first rank of each node does.
@@ -58,7 +58,7 @@ class UserError(Exception):
 
 MAIN_GROUP = "the flags that matter"
 MAX_HELP_WIDTH = 100  # columns; longer lines are hard to read
-ADVICE = {  # for unknown flags, known from other trainers, with these words in their names
+ADVICE = {  # for unknown flags, such as other trainers have, with these words in their names
     "epochs": "Give the length of a run in steps: --max-steps (the run's header says how many make a pass over the data).",
     "config": "There is no configuration file: every setting is a flag. See --help.",
 }

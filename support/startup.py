@@ -1,4 +1,4 @@
-"""What a script does first, before it imports PyTorch, which takes seconds."""
+"""Startup code that a script runs before it imports PyTorch, which takes seconds."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class TrainState:
         if math.isfinite(loss) and math.isfinite(norm):
             self.bad_steps = 0
             return None
-        # After an fp16 overflow the scaler halves its scale. At a scale of 1, or without a scaler, the cause is another one.
+        # After an fp16 overflow, the scale is halved. At a scale of 1 or without a scaler, the cause is different.
         if math.isfinite(loss) and self.scaler.get_scale() > 1:
             self.bad_steps, self.overflows = 0, self.overflows + 1
             scale = self.scaler.get_scale()
@@ -165,7 +165,7 @@ class Checkpoint:
         try:
             content = torch.load(path / FILE, map_location="cpu", weights_only=True, mmap=True)
             return cls(path, **content)
-        except Exception as error:  # of many kinds: for a bad pickle, a corrupt zip file, another program's file
+        except Exception as error:  # such as for a bad pickle, a corrupt zip file or another program's file
             raise _unusable(path, f"is corrupt, or was not written by this trainer ({type(error).__name__})") from error
 
 

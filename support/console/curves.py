@@ -43,7 +43,7 @@ OPENAI_HELLASWAG: dict[str, dict[str, tuple[float | None, float]]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """What `log.txt` and `starts.jsonl` say about a run. Values are by step; an evaluation comes before its step."""
+    """A run, as recorded in `log.txt` and `starts.jsonl`. Values are by step; an evaluation comes before its step."""
 
     folder: Path
     train: Mapping[int, float]  # loss in nats per token, like `val`
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Steps that the run has done."""
+        """The number of steps that the run has completed."""
         return max(self.seconds, default=-1) + 1
 
     @property
@@ -75,7 +75,7 @@ class Run:
         return self.start["data"]["tokenizer"] == "gpt2"
 
     def positions(self, steps: Sequence[int], axis: str) -> np.ndarray:
-        """Returns the x-coordinates of steps on an axis, a key of AXES."""
+        """Converts steps to x-coordinates on `axis`, a key of AXES."""
         x = np.array(steps, dtype=np.int64)
         if axis == "tokens":
             return x * float(self.start["tokens_per_step"])

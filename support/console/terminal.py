@@ -1,4 +1,4 @@
-"""What a terminal can do and a file cannot: colours, lines cut to the width, a status line below all others."""
+"""Output for a terminal rather than a file: colours, lines cut to the width, and a status line below all others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text to tokens, with gigatoken or tiktoken."""
+"""Encodes text as tokens, with gigatoken or tiktoken."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Text to shards. Each part of a corpus is encoded into a file, unless the file exists; shards are cut from these in order.
+"""Makes shards from text.
 
-Parts and shards are either complete or absent, and depend only on the corpus and the settings. So a command that was
-killed can be run again, and any number of processes can encode parts.
+Each part of a corpus is encoded into a file, unless that file exists. Shards are cut from these files in order. Parts
+and shards are either complete or absent, and depend only on the corpus and the settings. So a command that was killed
+can be run again, and any number of processes can encode parts.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class TokenFile(TypedDict):
 
 
 class ShardEntry(TypedDict):
-    """What a manifest says about a shard."""
+    """A shard's entry in a manifest."""
 
     file: str
     split: str  # "train" or "val"
@@ -62,7 +62,7 @@ class ShardEntry(TypedDict):
 
 
 class Manifest(TypedDict):
-    """What `manifest.json` says about a folder of shards."""
+    """The content of `manifest.json`, which describes a folder of shards."""
 
     tokenizer: str
     vocab_size: int
@@ -93,7 +93,7 @@ class DataIdentity(TypedDict):
     train: list[ShardIdentity]
     val: list[ShardIdentity]
     base: str | None  # SHA-256 of the weights that LoRA leaves unchanged
-    source: str | None  # the text's name in the manifest, for people
+    source: str | None  # the text's name in the manifest, for display
 
 
 @dataclass(frozen=True)
@@ -387,7 +387,7 @@ def rows_in_shard(shard: np.memmap, T: int, shuffle: bool = False) -> int:
 
 
 # -----------------------------------------------------------------------------
-# Is it the data that a run was trained on?
+# Identity of the data that a run was trained on
 
 
 def identify(data: TokenData) -> tuple[list[ShardIdentity], list[ShardIdentity], str | None]:

@@ -32,7 +32,7 @@ TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_FILES = (TOKENIZER_JSON, "tokenizer_config.json", "vocab.json", "merges.txt")
 
 TokenIds: TypeAlias = npt.NDArray[np.unsignedinteger]  # one-dimensional, of any unsigned type
-# what code that trusts the content of a JSON file may raise
+# exceptions from code that trusts the content of a JSON file
 MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 # GPT-2's pattern of words; each word is encoded separately

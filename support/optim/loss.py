@@ -122,7 +122,7 @@ def _logits_to_gradient_(
 def _fused_logits_to_gradient_(
     logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, with_gradients: bool
 ) -> torch.Tensor:
-    """Does the same for torch.compile, which fuses it into one kernel: it reads a row for its sums, then again to write it.
+    """Does the same as one kernel of torch.compile, which reads a row for its sums, then again to write the gradient.
 
     Slices and scatters would need kernels of their own and unaligned loads, so ids are masked instead. With p the
     probability of the target and log_odds = log((1 - p) / p),

@@ -21,7 +21,7 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Tokens fed so far."""
+        """The number of tokens fed so far."""
         return max(self._lengths.values(), default=0)
 
     def append(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What a process finds on its machine, as opposed to what its flags ask for."""
+"""Settings that a process chooses for its machine, as opposed to those that its flags ask for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the flags leave to the machine. A resumed run may find something else."""
+    """Settings that the flags leave to the machine, such as precision, compilation and micro-batch size.
+
+    They may change when a run resumes on another machine.
+    """
 
     device: torch.device
     dtype: str  # precision of matrix products, a key of devices.DTYPES

@@ -33,7 +33,7 @@ def checkpoint_path(out: str | os.PathLike[str], step: int) -> Path:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a run is: the header, log, checkpoints and summary are written from it."""
+    """Everything that a run's header, log, checkpoints and summary are written from."""
 
     config: TrainConfig
     machine: Machine
@@ -41,7 +41,7 @@ class RunInfo:
     identity: DataIdentity
     model: GPT
     checkpoint: Checkpoint | None = None  # the checkpoint that the run resumes from or forks
-    hellaswag_items: int = 0  # items that the ranks score together
+    hellaswag_items: int = 0  # items that all ranks score, in total
 
     @property
     def first_step(self) -> int:

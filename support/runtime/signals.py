@@ -22,7 +22,7 @@ _FAILURE, _CLOSED_PIPE, _NO_REASON = -1, 13, 99  # reasons besides signals; the 
 
 
 class StopHandler:
-    """Whether the run should stop early.
+    """Tracks whether the run should stop early.
 
     `requested` says that this rank got a signal or failed, `agreed` that every rank knows: only then may a rank leave
     the loop, or the others would wait for it forever. With one process both are the same.
@@ -34,7 +34,7 @@ class StopHandler:
 
     def __init__(self, world_size: int = 1):
         self.world_size = world_size
-        self.failure: Exception | None = None  # the error behind this rank's request
+        self.failure: Exception | None = None  # the error for which this rank requested a stop
         self._reason: int | None = None
         self._agreed = False
         self._interrupted = False
@@ -57,7 +57,7 @@ class StopHandler:
         return self.agreed
 
     def fail(self, error: Exception) -> None:
-        """Requests the stop because of an error that only this rank has. Any thread may call it."""
+        """Requests a stop because of an error that only this rank has. Any thread may call it."""
         self.failure, self._reason = error, _FAILURE
 
     @contextlib.contextmanager
@@ -106,7 +106,7 @@ class StopHandler:
         self._reason = self._reason or number
         hint = " (again to exit immediately)" if number == signal.SIGINT and not by_torchrun else ""
         text = "exiting" if exits else f"{signal.Signals(number).name} received: stopping{hint}"
-        # In a terminal, the cursor's line has the ^C, and maybe a status line.
+        # On a terminal, the current line contains ^C, and possibly a status line.
         start = "\r\x1b[K" if is_terminal() else "\n"
         with contextlib.suppress(OSError):  # not print: this signal may have interrupted one
             os.write(2, f"{start}{text}\n".encode())
