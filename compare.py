@@ -1,10 +1,10 @@
-"""Compares runs: draws their losses into one picture, and prints the flags that differ and a table.
+"""Compares runs: plots their losses in one figure, and prints the flags that differ and a table.
 
-    python compare.py log log_fast               # by steps, into compare.png
+    python compare.py log log_fast               # against steps, in compare.png
     python compare.py log log_fast --x tokens    # for steps of different sizes
     python compare.py log -o log.png             # one run alone
 
-DIR is the folder of a run, which train_gpt2.py wrote.
+DIR is a folder that a run of train_gpt2.py has written.
 """
 
 from __future__ import annotations

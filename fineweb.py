@@ -103,8 +103,8 @@ class Arguments:
         default_help="edu_fineweb10B or similar for FineWeb, demo_data with --demo", metavar="DIR")
     tokenizer: str | None = flag(None, "GPT-2's tokens, bytes, or bpe, which is trained on the text",
         default_help="gpt2; bpe with --demo", choices=(*VOCAB_SIZES, "bpe"))
-    vocab_size: int | None = flag(None, "tokens in the vocabulary of --tokenizer bpe", "shards",
-        default_help="what suits the amount of text", at_least=258, at_most=MAX_VOCAB_SIZE, parse=parse_count)
+    vocab_size: int | None = flag(None, "vocabulary size for --tokenizer bpe", "shards",
+        default_help="set by the amount of text", at_least=258, at_most=MAX_VOCAB_SIZE, parse=parse_count)
     tokenizer_from: str | None = flag(None, "use the trained tokenizer of this model, or of these shards", "shards",
         default_help="train a new one", metavar="NAME_OR_DIR")
     shard_size: int = flag(SHARD_SIZE, "tokens per shard", "shards", at_least=2, at_most=MAX_SHARD_SIZE,

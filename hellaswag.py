@@ -288,7 +288,7 @@ class Row:
 
     @property
     def length(self) -> int:
-        """Tokens that the model is fed: all except the last one of each completion."""
+        """The number of tokens that the model is fed: all except the last one of each completion."""
         return len(self.context) + sum(len(completion) - 1 for completion in self.completions)
 
 

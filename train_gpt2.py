@@ -346,7 +346,7 @@ class DataLoaderLite:
         return tokens[:, :-1], tokens[:, 1:]  # every position has a target: no padding, so no -100 to ignore
 
     def _row(self, n: int) -> np.ndarray:
-        epoch, n = divmod(n, self.rows_per_epoch)  # nothing is skipped or repeated where epochs meet
+        epoch, n = divmod(n, self.rows_per_epoch)  # nothing is skipped or repeated at epoch boundaries
         if epoch != self._epoch:
             self._start_epoch(epoch)
         i = int(np.searchsorted(self._ends, n, side="right"))  # the row is in the i-th shard of this epoch
@@ -392,7 +392,7 @@ TIMED_WARMUP = 1 / 30  # the warm-up of a --minutes run, as a fraction of its ti
 
 @dataclass(frozen=True)
 class TrainConfig(RunOptions):
-    """What was asked for. These flags define the run; RunOptions adds files, evaluation, checkpoints and device.
+    """The flags that define a run. RunOptions adds flags for files, evaluation, checkpoints and device.
 
     A resumed run may change only RunOptions, except --minutes and the flags that describe the text.
     """
@@ -475,7 +475,7 @@ class TrainConfig(RunOptions):
 
     def is_before_cooldown(self, state: TrainState) -> bool:
         """Returns whether wsd's cooldown has not begun yet, so that a longer run can start here."""
-        last = state.last_progress if state.last_progress >= 0 else state.progress  # which set the last step's rate
+        last = state.last_progress if state.last_progress >= 0 else state.progress  # set the last step's rate
         return self.schedule == "wsd" and last <= self.cooldown_start
 
 
