@@ -168,7 +168,7 @@ def main() -> None:
         importlib.import_module(name)
     torch.set_num_threads(1)
     sys.modules["wandb"] = mock.MagicMock()
-    download.DEFAULT_ATTEMPTS = 1  # without a network, an input that needs the GPT-2 vocabulary should fail at once
+    download.ATTEMPTS = 1  # without a network, an input that needs the GPT-2 vocabulary should fail at once
     folder = Path(tempfile.mkdtemp(prefix="bench_bad_input_"))
     os.environ["HF_HOME"] = str(folder / "cache")
     fixtures = FORK.Process(target=make_fixtures, args=(folder / "fixtures",))

@@ -9,10 +9,10 @@ import time
 
 STARTED = time.perf_counter()  # when this process started: the scripts import this module first
 # A thread that waits for the others at an OpenMP barrier spins for 300,000 rounds by default. If another program has
-# taken their core, that takes milliseconds, hundreds of times per step. With 1,000 rounds, the thread soon sleeps: a
-# small model is as fast on a free machine, and 1.6 to 8 times as fast on a busy one (docs/performance.md).
-# OpenMP libraries other than GCC's ignore the setting.
-SPIN_COUNT = "1000"
+# taken their core, that takes milliseconds, hundreds of times per step. After 3,000 rounds, the thread sleeps: a small
+# model is almost as fast on a free machine, and many times as fast on a busy one (docs/performance.md). OpenMP libraries
+# other than GCC's ignore the setting.
+SPIN_COUNT = "3000"
 
 
 def prepare(importing: str = "") -> None:

@@ -30,7 +30,7 @@ compile_flags = pytest.mark.parametrize("flags", [(), pytest.param(("--compile",
 
 @pytest.fixture(autouse=True)
 def several_chunks_in_each_micro_batch(monkeypatch):
-    monkeypatch.setitem(loss.CHUNK_NUMEL, "cpu", 25 * 320)
+    monkeypatch.setattr(loss, "CPU_CHUNK_ROWS", 16)
 
 
 @compile_flags

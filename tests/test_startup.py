@@ -14,11 +14,11 @@ from test_terminal import Terminal, screen
 @pytest.mark.parametrize(
     ("chosen", "expected"),
     [
-        ({}, "1000"),
+        ({}, "3000"),
         ({"GOMP_SPINCOUNT": "5"}, "5"),
         ({"OMP_NUM_THREADS": "2"}, "None"),
         ({"OMP_WAIT_POLICY": "active"}, "None"),
-        ({"OMP_PROC_BIND": "true"}, "1000"),
+        ({"OMP_PROC_BIND": "true"}, "3000"),
     ],
 )
 def test_threads_sleep_soon_unless_the_user_has_chosen(chosen, expected):

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-# Logits per chunk. On a CPU, small chunks make better use of the caches (measured). A GPU is fastest with few, large
-# matrix products, so its chunk size follows from its total memory, which stays the same when a run is resumed.
-CHUNK_NUMEL = {"cpu": 2**25, "mps": 2**27}
+# On a CPU, chunks of 512 rows make the best use of the caches, with 1,024 ids as with 50,257 (docs/performance.md). A
+# GPU is fastest with few, large matrix products, so its chunk size follows from its total memory, which stays the same
+# when a run is resumed.
+CPU_CHUNK_ROWS = 512
 CUDA_BYTES_PER_LOGIT = 128  # a chunk in bf16 takes up to a 64th of the memory: 2^30 logits on an H200, 2^29 with 80 GB
+MPS_CHUNK_LOGITS = 2**27
 
 
 def chunked_cross_entropy(
@@ -52,14 +54,12 @@ def chunked_cross_entropy(
     return loss / len(targets)
 
 
-def chunk_numel(device_type: str, device_memory: float) -> int:
-    """Returns the largest number of logits in a chunk; `device_memory` is in bytes, for CUDA."""
-    return int(device_memory // CUDA_BYTES_PER_LOGIT) if device_type == "cuda" else CHUNK_NUMEL[device_type]
-
-
-def chunk_rows(numel: int, width: int) -> int:
-    """Returns the number of rows of `width` logits in a chunk of `numel` logits: a power of two."""
-    return 2 ** max(0, (numel // width).bit_length() - 1)
+def chunk_rows(device_type: str, width: int, device_memory: float = 0) -> int:
+    """Returns the number of rows of `width` logits in a chunk, a power of two; `device_memory` is in bytes, for CUDA."""
+    if device_type == "cpu":
+        return CPU_CHUNK_ROWS
+    logits = int(device_memory // CUDA_BYTES_PER_LOGIT) if device_type == "cuda" else MPS_CHUNK_LOGITS
+    return 2 ** max(0, (logits // width).bit_length() - 1)
 
 
 # One operation for autograd and torch.compile, which would otherwise unroll the loop into a graph many times as long.
@@ -80,7 +80,7 @@ def _summed_cross_entropy(
     grad_x = x.new_empty(x.shape if with_gradients else 0)
     grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight_gradient else x.new_empty(0)
     memory = torch.cuda.get_device_properties(x.device).total_memory if x.is_cuda else 0
-    rows = min(chunk_rows(chunk_numel(x.device.type, memory), len(weight)), len(x))
+    rows = min(chunk_rows(x.device.type, len(weight), memory), len(x))
     logits_to_gradient_ = _compiled(_fused_logits_to_gradient_) if compile_chunks else _logits_to_gradient_
     # torch.compile guards on properties such as requires_grad, which differ between callers. In inference mode they do
     # not, so nothing is recompiled.

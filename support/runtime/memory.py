@@ -126,8 +126,8 @@ def training_memory(
     saved += tokens * ((4 + itemsize) * C + 16)  # ln_f's input, the gradient that the loss saves, ids
     if itemsize == 2 and not (sharded and on_gpu):
         saved += itemsize * blocks  # autocast's copies, which the backward pass needs; FSDP gathers weights in bf16
-    numel = loss.chunk_numel("cuda" if on_gpu else "cpu", device_memory or 0)
-    rows = tokens if dtype == torch.float16 else min(loss.chunk_rows(numel, V), tokens)
+    rows = loss.chunk_rows("cuda" if on_gpu else "cpu", V, device_memory or 0)
+    rows = tokens if dtype == torch.float16 else min(rows, tokens)
     # Eager mode adds logits and log-probabilities in fp32; a CPU adds about as much again for copies in matrix products.
     logits = rows * V * (itemsize + (16 if not on_gpu else 0 if compiled else 8))
     if config.lora_rank is None:
