@@ -28,13 +28,15 @@ def flags_for(text_bytes, tokens, monkeypatch, *flags, minutes=3):
 
 # By hand: 7 bytes, at 3 per token, for each weight of the blocks, 12 C^2 in each: 331,776 of 3 x 96, 589,824 of 3 x 128,
 # 786,432 of 4 x 128, 4.7M of 6 x 256, 25M of 8 x 512; and not more weights than bytes. The smallest is for bytes, and for
-# texts that are too small for the next one.
+# texts that are too small for the next one. A step is a power of two that leaves 2,000 steps, or 1,000 up to 2,048.
 @pytest.mark.parametrize(
     ("text_bytes", "tokens", "sizes", "step"),
     [
         (3e6, 1e5, (3, 128), 1024),
         (3e6, 1.83e6, (3, 128), 1024),
         (3e6, 1.84e6, (4, 128), 1024),
+        (3e6, 2.04e6, (4, 128), 1024),
+        (3e6, 2.05e6, (4, 128), 2048),
         (5e5, 2.4e7, (3, 96), 8192),
         (3e7, 1.10e7, (4, 128), 4096),
         (3e7, 1.11e7, (6, 256), 4096),

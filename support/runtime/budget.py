@@ -81,9 +81,8 @@ def flags_for_minutes(
             if tokens < needed and dist.device.type == "cpu" or (measured := tokens_in_time(model)) < needed:
                 break
             chosen, tokens = model, measured
-        step = cli_flags.get(
-            "total_batch_size", presets.step_size(min(tokens, most_tokens)) if choose_step else config.total_batch_size
-        )
+        fitting = presets.timed_step_size(min(tokens, most_tokens))
+        step = cli_flags.get("total_batch_size", fitting if choose_step else config.total_batch_size)
         if 0 < tokens < step:
             raise UserError(
                 f"--minutes {minutes:g} is too short: on this machine, the {step:,} tokens of a step take this model "
