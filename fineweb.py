@@ -187,7 +187,7 @@ def default_output(args: Arguments) -> str:
 
 
 def corpus_of(args: Arguments, output: Path) -> Corpus:
-    """Returns the corpus that the command line names. If an earlier run started the folder, its revision is kept.
+    """Returns the corpus that the command line names, at the revision with which an earlier run started the folder, if any.
 
     Raises:
         UserError: there is no such file or data set, or the hub cannot be reached.

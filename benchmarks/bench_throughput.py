@@ -8,7 +8,7 @@
 A setting is MODEL:BxT or MODEL:BxTxA: micro-batches of B rows of T tokens, and A micro-steps per step. Each row of the
 table runs in its own process. tok/s includes everything that the loop does between two steps (console, log, checks).
 That loop is the same for all rows of the table, which differ in model, optimizer and step. "loader" is the fraction of
-a step spent reading its data, and "between steps" the fraction of the time spent outside steps. "matmul utilisation"
+a step spent reading its data, and "between steps" the fraction of the time spent outside steps. "matmul utilization"
 is the model's FLOP/s, by GPT.flops_per_token, relative to those of large matrix products in the same process. A
 micro-batch that does not fit into a GPU's memory gets fewer rows, and the table says so.
 """
@@ -320,7 +320,7 @@ def report(setting: str, args: argparse.Namespace, measured: dict[str, list[dict
     numbers = ("tok_s", "ms", "mfu", "matmul", "peak_gb", "loader", "outside")
     first = next(iter(measured.values()))[0]
     print(f"\n{setting}, {args.processes} x {first['device']}, torch {first['torch']}, {args.dtype} (plain: fp32)\n")
-    print("| | tok/s | | ms per step | MFU | matmul utilisation | peak memory, GB | | loader | between steps |")
+    print("| | tok/s | | ms per step | MFU | matmul utilization | peak memory, GB | | loader | between steps |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     base: dict[str, float] = {}
     for name, rounds in measured.items():

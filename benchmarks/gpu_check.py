@@ -344,7 +344,7 @@ def variants(context: Context) -> None:
 
 
 def scoring(context: Context) -> None:
-    """HellaSwag as in training and as in hellaswag.py, compared with one item at a time"""
+    """HellaSwag scores of training and of hellaswag.py, compared with those of one item at a time"""
     device, n = torch.device(context.device), 8 if context.small else 300 if context.device == "cuda" else 100
     words = (ROOT / "README.md").read_text(encoding="utf-8").split()
     examples = []

@@ -103,7 +103,7 @@ def read_run(folder: Path) -> Run:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Returns the moving average over a hundredth of the curve on each side of a value, or less at the ends."""
+    """Returns the moving average over 1% of the curve on each side of a value, or less at the ends."""
     n, i = len(values), np.arange(len(values))
     first, end = np.maximum(i - n // 100, 0), np.minimum(i + n // 100 + 1, n)
     sums = np.concatenate([[0.0], np.cumsum(values)])
@@ -241,7 +241,7 @@ def _style(axes: Axes, axis: str, end: float) -> None:
 def _key_flags(run: Run) -> str:
     """Describes a run in one line: size, recipe, data."""
     flags = run.flags
-    schedule = f"{flags.get('optimizer')}, {flags.get('schedule')}, learning rate {flags.get('max_lr')}"
+    schedule = f"{flags.get('optimizer')}, {flags.get('schedule')}, learning rate {flags.get('max_lr', 0):.3g}"
     sizes = f"{short_count(run.start['parameters'])} parameters, {run.start['tokens_per_step']:,} tokens per step"
     return on_one_line(f"{sizes}; {schedule}; data {Path(str(flags.get('text') or flags.get('data'))).name}")
 

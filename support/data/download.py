@@ -10,7 +10,7 @@ from support import files, startup
 from support.cli import UserError
 
 ATTEMPTS = 4
-TIMEOUT = (10, 30)  # seconds: to connect, and without receiving a byte
+TIMEOUT = (10, 30)  # seconds: to connect, and to wait for the next byte
 RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
 
 

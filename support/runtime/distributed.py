@@ -251,8 +251,9 @@ def agree_on_attempt(store: distributed.Store, rank: int, world_size: int) -> st
     """Returns a random name that these processes share, and that no earlier process has used.
 
     After a restart, torchrun's store still holds what the earlier processes wrote, including the addresses of dead ones, and
-    the restart counts that torchrun reports differ between nodes. So each rank writes a nonce. Rank 0 answers every
-    nonce that it finds with its own, until each rank has confirmed rank 0's: no earlier process can know it.
+    the restart counts that torchrun reports differ between nodes. So each rank writes a new nonce. Rank 0 replies to
+    every nonce it finds with its own nonce, until every rank has confirmed receiving that one. An earlier process cannot
+    confirm it, because it never learns it.
 
     Raises:
         UserError: a rank did not start in time.
