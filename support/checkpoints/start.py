@@ -52,7 +52,7 @@ def gather_flags(
             return flags_to_resume(config_class, cli_flags, resumed, dist), resumed
         if resume == "newest":
             raise UserError(
-                f"no checkpoint in {out} to resume from. Pass the run's folder with --out, or leave out --resume."
+                f"no checkpoint in {out} to resume from. Pass the run's folder with --out, or start anew with --resume auto."
             )
     if problems := _conflicts(config_class, cli_flags, out):
         raise UserError(*problems)
