@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-# On a CPU, chunks of 512 rows make the best use of the caches, with 1,024 ids as with 50,257 (docs/performance.md). A
-# GPU is fastest with few, large matrix products, so its chunk size follows from its total memory, which stays the same
-# when a run is resumed.
+# On a CPU, chunks of 512 rows make the best use of the caches, whatever the vocabulary (docs/performance.md). A GPU is
+# fastest with few, large matrix products, so its chunk size follows from its total memory, which stays the same when a
+# run is resumed.
 CPU_CHUNK_ROWS = 512
 CUDA_BYTES_PER_LOGIT = 128  # a chunk in bf16 takes up to a 64th of the memory: 2^30 logits on an H200, 2^29 with 80 GB
 MPS_CHUNK_LOGITS = 2**27
