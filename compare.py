@@ -56,7 +56,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Arguments:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
-    check_output_file(Path(args.output), "-o", "\ufffdPNG")
+    check_output_file(Path(args.output), "-o")
     runs = read_runs(args.runs)
     labels = label_runs(runs)
     lines = describe(labels, runs)

@@ -494,8 +494,6 @@ def accuracy(correct: float, total: float) -> tuple[float, float]:
 # -----------------------------------------------------------------------------
 # Command line
 
-RESULTS_BEGINNING = '{"model": '  # only a file that begins like this is overwritten by --json
-
 
 @dataclass(frozen=True)
 class Results:
@@ -591,7 +589,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Arguments:
     if problems:
         raise UserError(*problems)
     if args.json:
-        files.check_output_file(Path(args.json), "--json", RESULTS_BEGINNING)
+        files.check_output_file(Path(args.json), "--json")
     return args
 
 
@@ -703,7 +701,8 @@ def write_json(path: Path, results: Results, sums: np.ndarray, normalised: np.nd
     ]
     summary = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(results).items()}
     text = json.dumps(summary).removesuffix("}") + ', "results": [\n' + ",\n".join(lines) + "\n]}\n"
-    files.write_output_file(path, text)
+    with files.atomic_write(path) as tmp:
+        tmp.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -710,8 +710,10 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     run = RunInfo(config, machine, data, identity, model, checkpoint, len(examples))
     folder_lock = run_folder.lock_folder(run, dist)  # from here on, the run is written to --out
     stop = StopHandler(dist.world_size)  # requested: a signal or an error on this rank. agreed: all ranks know and stop
-    logger = RunLogger(run, dist, state)  # log.txt, starts.jsonl, curves.png, trackers, and the console
-    checkpoints = CheckpointManager(run, stop, logger.sync, rank)  # writes in a thread, after the log is on the disk
+    logger = RunLogger(run, dist)  # log.txt, starts.jsonl, curves.png, trackers, and the console
+    checkpoints = CheckpointManager(
+        run, stop, logger.log.sync, rank
+    )  # writes in a thread, after the log is on the disk
     print_header(run, dist, loader)
 
     def evaluate(due: set[str]) -> bool:
@@ -775,7 +777,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
             generator = devices.seeded_generator(device, config.seed)
             eval_model.eval()
             texts = sample(eval_model, data.tokenizer, run.prompt, 150, generator, 0.8, n=1)
-    print_summary(run, dist, state, checkpoints.validation_losses(), newest_before_cooldown(config.out), texts)
+    print_summary(run, dist, state, newest_before_cooldown(config.out), texts)
     return state
 
 

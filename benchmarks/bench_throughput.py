@@ -281,8 +281,8 @@ def main() -> None:
     )
     parser.add_argument("--compile", action="store_true", help="compile on a CPU, too")
     parser.add_argument("--data", metavar="DIR", help="shards of GPT-2 tokens (default: random tokens)")
-    parser.add_argument("--steps", type=int, help="steps measured per process (default: 10 on CUDA, 3 on a CPU; demo and small 200)")  # fmt: skip
-    parser.add_argument("--warm-up", type=int, help="steps before the measured ones (default: 3 on CUDA, 1 on a CPU; demo and small 20)")  # fmt: skip
+    parser.add_argument("--steps", type=int, help="steps measured per process (default: 10 on CUDA; CPU: 3, demo and small 200)")  # fmt: skip
+    parser.add_argument("--warm-up", type=int, help="steps before the measured ones (default: 3 on CUDA; CPU: 1, demo and small 20)")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=1, help="passes over all rows; medians are printed (default: 1)")
     parser.add_argument("--processes", type=int, default=1, help="processes, through torchrun if several (default: 1)")
     parser.add_argument("--json", metavar="FILE", help="write all measurements to FILE")

@@ -11,6 +11,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -50,18 +51,11 @@ def atomic_write(path: Path, unique: bool = False, durable: bool = True) -> Iter
         if isinstance(error, OSError) and error.errno and error.filename is None:  # for example, if the disk is full
             error.filename = str(path)
         raise
-    replace(tmp, path)
-
-
-def replace(tmp: Path, path: Path) -> None:
-    """Renames a finished file or folder, replacing an earlier one."""
-    if tmp.is_dir() and path.exists():
-        remove(tmp_path(path, "removed"))
-        os.rename(path, tmp_path(path, "removed"))  # a folder cannot be renamed onto one that is not empty
+    if tmp.is_dir():
+        remove(path)  # a corrupt one: a folder cannot be renamed onto one that is not empty
     os.replace(tmp, path)
-    with contextlib.suppress(OSError):  # the new one is in place, whatever else fails
+    with contextlib.suppress(OSError):  # it is in place, whatever else fails
         sync(path.parent)
-        remove(tmp_path(path, "removed"))
 
 
 def remove(path: Path) -> None:
@@ -114,41 +108,10 @@ def read_json(path: Path) -> Any:
 # Output files that the user names
 
 
-def check_output_file(path: Path, flag: str, beginning: str) -> None:
-    """Rejects an output file that cannot be written or that has other content. Changes nothing.
-
-    Args:
-        flag: the flag that named the file, for the messages.
-        beginning: how files of this kind begin. An empty file is accepted too.
-
-    Raises:
-        UserError: the file is rejected.
-    """
-    written = [path] if path.exists() else []
-    if path.is_file() or not path.exists():
-        written.append(Path(os.path.realpath(path)).parent)  # the folder in which it is replaced
-    if path.is_dir() or not all(os.access(target, os.W_OK) for target in written):
+def check_output_file(path: Path, flag: str) -> None:
+    """Checks that the file which a flag names can be written later."""
+    if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
         raise UserError(f"cannot write {path}. Use another file with {flag}.")
-    if path.is_file() and path.stat().st_size:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            if file.read(len(beginning)) != beginning:
-                raise UserError(f"{path} exists and has other content. Use another file with {flag}.")
-
-
-def write_output_file(path: Path, text: str) -> None:
-    """Writes a file atomically. A link stays a link; a pipe or a device is written to directly.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    try:
-        if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")
-        else:
-            with atomic_write(Path(os.path.realpath(path)), unique=True) as tmp:
-                tmp.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror}). Use another file.") from error
 
 
 # -----------------------------------------------------------------------------
@@ -191,6 +154,12 @@ def _lock_file(file: TextIO, shared: bool) -> None:
         import fcntl
 
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+
+
+def first_free(folder: str) -> str:
+    """Returns the first of `folder`, `folder_2`, `folder_3`, ... that does not exist."""
+    names = (folder if n == 1 else f"{folder}_{n}" for n in count(1))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def nearest_existing(path: Path) -> Path:

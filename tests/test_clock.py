@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import time
@@ -12,7 +13,7 @@ from helpers import TINY_MODEL_FLAGS, finish_run, losses, start_run, stop_before
 from training import ONE_PROCESS, checkpoint_names, config_of, configure, trainer_file
 
 import train_gpt2
-from support.checkpoints.directory import newest_checkpoint, read_fact
+from support.checkpoints.directory import CONTENTS, newest_before_cooldown, newest_checkpoint
 from support.cli import UserError
 from support.runtime import clock
 from support.runtime.clock import Clock, progress_after
@@ -147,7 +148,7 @@ def test_a_run_ends_on_time(text, tmp_path, fake_time, monkeypatch, seconds_of_s
     rates = losses(out / "log.txt", "lr")
     assert max(rates) == pytest.approx(3e-3) and rates[-1] < 0.1 * 3e-3
     saved = [out / name for name in checkpoint_names(out)]
-    before = [path for path in saved if read_fact(path, "before_cooldown")]
+    before = [path for path in saved if json.loads((path / CONTENTS).read_text()).get("before_cooldown")]
     assert len(saved) == 5 and len(before) == 3  # at 1/4, 2/4, and 0.6
     stored = trainer_file(saved[-1])
     assert stored["progress"] == 1.0 and stored["seconds"] == pytest.approx(fake_time.now)
@@ -221,7 +222,7 @@ def test_a_fork_makes_a_timed_run_longer_or_counts_steps(text, tmp_path, fake_ti
     out = tmp_path / "run"
     train_with(*text, "--minutes", 2, "--out", out)
     printed = " ".join(capsys.readouterr().out.split())
-    start = next(path for path in reversed(sorted(out.glob("model_*"))) if read_fact(path, "before_cooldown"))
+    start = newest_before_cooldown(out)
     assert f"longer python train_gpt2.py --fork {start} --out {out}_longer --minutes 4" in printed
     seconds, before = trainer_file(start)["seconds"], {path: path.read_bytes() for path in out.glob("*.*")}
     fake_time.now = 0.0

@@ -150,7 +150,6 @@ def test_runs_with_other_tokens_are_drawn_per_byte(tmp_path):
 @pytest.mark.parametrize("problem", [None, "no matplotlib", "full disk"])
 def test_training_draws_its_curves_and_goes_on_without_them(byte_shards, tmp_path, monkeypatch, capsys, problem):
     monkeypatch.setattr(curves, "DRAW_SECONDS", 0.0)
-    monkeypatch.setattr(curves, "MAX_DRAW_FRACTION", 1e9)
     if problem == "no matplotlib":
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     elif problem:

@@ -407,7 +407,6 @@ def test_weights_that_are_corrupt_or_nan_give_no_score(checkpoint, tmp_path, cap
         ("-m gpt2 --limit 0", "--limit is 0. It must be 1 or more"),
         ("-m gpt2 --split val --data items.jsonl", "--split names a download, and --data a file"),
         ("-m gpt2 --json tiny", "cannot write tiny"),
-        ("-m tiny --data items.jsonl --json ./items.jsonl", "items.jsonl exists and has other content"),
         ("-m tiny --split test", "the test split has no labels, so there are no scores"),
         ("-m tiny", "tiny was trained on bytes tokens"),  # before the items are downloaded
         pytest.param("-m sized --data empty.jsonl", "there are no HellaSwag items in", marks=needs_gpt2_vocabulary),

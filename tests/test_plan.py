@@ -108,9 +108,6 @@ def test_the_command_prints_it_and_trains_nothing(tmp_path, capsys, monkeypatch)
     assert table[0].split() == ["weights", "6.23", "6.23", "0.10", "0.10"]  # 4 bytes each, and a 64th of them
     for *parts, total, B in zip(*(map(float, line.split()[-4:]) for line in table), strict=True):  # DDP, FSDP
         assert total == pytest.approx(sum(parts), abs=0.04) and total < 84.9 and 8 % B == 0
-    [(sent, bandwidth)] = re.findall(r"ddp sends (\S+) GB per step; with less than (\S+) Gbit/s per node of 8", out)
-    [seconds] = re.findall(r"(\S+) s per step", out)
-    assert float(bandwidth) == pytest.approx(8 * float(sent) / float(seconds), rel=0.01)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -120,7 +117,6 @@ def test_if_the_layout_does_not_fit_another_one_is_planned(tmp_path, capsys, mon
     out = printed(capsys)
     assert "note     ddp: not even one row fits. The rest of the plan is for fsdp.\ntime     fsdp: " in out
     assert re.search(r"^batch size +none +none +2 +16$", out, re.M)
-    assert "network  fsdp" in out and "network  ddp" not in out
     main("--plan --model gpt2-xl --gpu RTX4090".split())
     assert "Use more or larger GPUs, or a smaller model." in printed(capsys)
 
@@ -151,5 +147,5 @@ def test_flags_of_the_plan_are_checked(tmp_path, monkeypatch, capsys):
         main("--plan --dtype fp32".split())
     main("--plan --gpu L4 --mfu 0.5 --recompute --batch-size 8".split())
     out = printed(capsys)
-    assert "at 50.0% MFU (--mfu)" in out and "\nnetwork " not in out and "time     1 GPU+recompute: " in out
+    assert "at 50.0% MFU (--mfu)" in out and "time     1 GPU+recompute: " in out
     assert re.search(r"^batch size +8 +8$", out, re.M)

@@ -13,11 +13,9 @@ from helpers import losses, run_script
 from training import ONE_PROCESS, configure, forked
 
 from support.cli import UserError
-from support.console.progress import notes
 from support.console.starts import read_starts
 from support.data.presets import fast_rates, text_bytes
 from support.data.tokenizer import get_tokenizer
-from support.runtime.machine import Machine
 from train_gpt2 import GPT, MODELS, GPTConfig, train
 
 TEXT = "".join(f"{a} and {b} are {a + b}.\n" for a in range(40) for b in range(60))
@@ -152,30 +150,6 @@ def test_bad_text_is_rejected(tmp_path, monkeypatch, flags, message):
 
 # -----------------------------------------------------------------------------
 # Runs
-
-
-def test_a_note_says_that_hellaswag_cannot_score_a_text_with_tokens_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "log").mkdir()
-    GPT(GPTConfig(8, 257, 1, 1, 4)).save_pretrained(tmp_path / "bytes")
-    get_tokenizer("bytes").save_pretrained(tmp_path / "bytes", 8)
-    text = ("--device", "cpu", "--text", str(file_of_size(tmp_path, 1e6)))
-    noted, others = (
-        [text, (*text, "--tokenizer", "bytes")],
-        [("--demo", "--out", "log"), (*text, "--tokenizer", "gpt2")],
-    )
-    others.append((*text, "--hellaswag-limit", "9", "--tokenizer", "bytes"))  # hellaswag.load_examples says it
-    others.append((*text, "--init-from", str(tmp_path / "bytes")))  # another tokenizer would not fit
-
-    def notes_of(flags, first_step):
-        config = configure(flags)[0]
-        return list(notes(config, Machine.find(config, ONE_PROCESS.device, 1), first_step, 0))
-
-    for flags in (*noted, *others):
-        found = [note for note in notes_of(flags, 0) if "can be scored on HellaSwag" in note]
-        assert len(found) == (flags in noted)
-        assert not found or "--tokenizer gpt2" in found[0]
-    assert not notes_of(text, 1)  # once is enough
 
 
 def samples_of(output: str) -> list[str]:

@@ -16,6 +16,7 @@ from support.checkpoints import run_folder
 from support.checkpoints.directory import newest_checkpoint, write_checkpoint
 from support.checkpoints.state import Checkpoint
 from support.cli import UserError
+from support.files import first_free
 
 
 @pytest.mark.slow
@@ -78,12 +79,12 @@ def test_a_log_without_checkpoints_is_started_over_by_the_same_command(byte_shar
 
 def test_a_demo_takes_the_first_free_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert run_folder.first_free("log_demo") == "log_demo"
+    assert first_free("log_demo") == "log_demo"
     write_checkpoint(Path("log_demo/model_00005"), lambda folder: (folder / "x").write_text("x"))
     Path("log_demo_2").mkdir()
     Path("log_demo_2/log.txt").write_text("0 train 1.0\n")
     Path("log_demo_3").mkdir()  # of a demo that is starting
-    assert run_folder.first_free("log_demo") == "log_demo_4"
+    assert first_free("log_demo") == "log_demo_4"
 
 
 def test_no_run_is_in_a_checkpoint(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from dataclasses import replace
 
@@ -30,11 +29,9 @@ def curves(out):
     return {name: dict(points) for name, points in scalars.items()}, events
 
 
-def hyperparameters(events):
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-
-    content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
-    return HParamsPluginData.FromString(content).session_start_info.hparams
+def flags_of(events):
+    [text] = events.Tensors("flags/text_summary")
+    return json.loads(text.tensor_proto.string_val[0])
 
 
 def records(path):
@@ -60,7 +57,7 @@ def history(out):
 
     wandb's process may write them a moment after the run.
     """
-    assert wait_for(lambda: "final/loss/train" in _history(out)[2])
+    assert wait_for(lambda: "loss/train" in _history(out)[2])
     return _history(out)
 
 
@@ -96,7 +93,7 @@ def check_against_the_log(shown, out, config):
     assert "speed/mfu" not in shown  # a CPU's peak is not known
 
 
-def test_tensorboard_has_curves_samples_and_hyperparameters(byte_shards, tmp_path):
+def test_tensorboard_has_curves_samples_and_flags(byte_shards, tmp_path):
     flags = ["--data", byte_shards, "--max-steps", 8, "--sample-every", 8, "--prompt", "7 + 5", "--tensorboard"]
     run_to_the_end(*flags, "--out", "run", cwd=tmp_path, world_size=2)
     out, config = tmp_path / "run", config_of(*flags)
@@ -104,12 +101,8 @@ def test_tensorboard_has_curves_samples_and_hyperparameters(byte_shards, tmp_pat
     check_against_the_log(shown, out, config)
     [sample] = events.Tensors("sample/0/text_summary")
     assert sample.step == 8 and sample.tensor_proto.string_val[0].decode().startswith("7 + 5")
-    assert [*shown["final/steps"].values()] == [8]
-    [final] = shown["final/loss/val"].values()
-    assert final == pytest.approx(losses(out / "log.txt", "val")[-1], abs=1e-4)
-    flags_shown = hyperparameters(events)
-    assert flags_shown["max_lr"].number_value == config.max_lr and flags_shown["optimizer"].string_value == "adamw"
-    assert flags_shown["n_layer"].number_value == 2 and flags_shown["shuffle"].bool_value is False
+    flags_shown = flags_of(events)
+    assert flags_shown["max_lr"] == config.max_lr and flags_shown["optimizer"] == "adamw"
 
 
 @pytest.mark.slow
@@ -131,10 +124,10 @@ def test_a_resumed_run_continues_the_same_curves(byte_shards, tmp_path, monkeypa
     check_against_the_log(found, out, config)
     assert len(ids) == 1 and {project for project, _ in ids} == {"mine"}
     assert flags_shown["max_lr"] == config.max_lr and flags_shown["n_layer"] == 2
-    assert summary["final/loss/train"] == pytest.approx(losses(out / "log.txt")[-1], abs=1e-5)
+    assert summary["loss/train"] == pytest.approx(losses(out / "log.txt")[-1], abs=1e-5)
 
 
-def test_a_timed_run_ends_with_the_steps_that_it_did(byte_shards, tmp_path, monkeypatch):
+def test_a_timed_run_has_no_flags_that_count_steps(byte_shards, tmp_path, monkeypatch):
     """It has no --max-steps: 6 seconds, of which 4 are kept for the end."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -142,11 +135,8 @@ def test_a_timed_run_ends_with_the_steps_that_it_did(byte_shards, tmp_path, monk
     config = replace(config_of(*flags), minutes=0.1)
     monkeypatch.setattr(clock, "STARTED", time.perf_counter())
     train(config, ONE_PROCESS)
-    steps = len(losses(tmp_path / "log.txt"))
-    shown, events = curves(tmp_path)
-    _, flags_shown, summary, _ = history(tmp_path)
-    assert [*shown["final/steps"].values()] == [steps] == [summary["final/steps"]] and steps > 0
-    for flags in (hyperparameters(events), flags_shown):
+    _, events = curves(tmp_path)
+    for flags in (flags_of(events), history(tmp_path)[1]):
         assert "minutes" in flags and not {"max_steps", "decay_steps", "warmup_steps"} & {*flags}
 
 
@@ -176,15 +166,6 @@ def test_curves_that_cannot_be_written_end_and_training_does_not(byte_shards, tm
     assert capsys.readouterr().err.count(warning) == 1
 
 
-@pytest.mark.parametrize("name, module", [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
-def test_a_package_that_is_not_installed_is_named(byte_shards, tmp_path, monkeypatch, name, module):
-    monkeypatch.setitem(sys.modules, module, None)
-    (tmp_path / "log.txt").write_text("0 train 5.0\n")  # of an earlier run, which is not replaced
-    with pytest.raises(UserError, match=f"^--{name} needs its package. Run pip install {name}.$"):
-        trained(tmp_path, "--data", byte_shards, "--resume", "auto", f"--{name}")
-    assert (tmp_path / "log.txt").exists()
-
-
 def test_wandb_that_cannot_start_is_one_line(byte_shards, tmp_path, monkeypatch):
     import wandb
 
@@ -192,5 +173,7 @@ def test_wandb_that_cannot_start_is_one_line(byte_shards, tmp_path, monkeypatch)
         raise wandb.errors.UsageError("no API key configured")
 
     monkeypatch.setattr(wandb, "init", refuse)
-    with pytest.raises(UserError, match="^--wandb cannot start: no API key configured. Run wandb login"):
+    with pytest.raises(
+        UserError, match="^--wandb cannot start: no API key configured. Run pip install wandb and wandb login"
+    ):
         trained(tmp_path / "run", "--data", byte_shards, "--wandb")

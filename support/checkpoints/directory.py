@@ -6,6 +6,7 @@ lists the size and SHA-256 of every other file except the model card.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -56,18 +57,13 @@ def write_checkpoint(directory: Path, write_files: Callable[[Path], None], **fac
             path.chmod((tmp / CONTENTS).stat().st_mode)  # safetensors creates files that only their owner can read
 
 
-def read_fact(directory: Path, name: str) -> float | bool | None:
-    """Returns one of the facts in `checkpoint.json` (see `write_checkpoint`), or None if it is missing."""
-    try:
-        value = json.loads((directory / CONTENTS).read_text(encoding="utf-8")).get(name)
-    except MALFORMED:
-        return None
-    return value if isinstance(value, float | bool) else None
-
-
 def newest_before_cooldown(out: str | os.PathLike[str]) -> Path | None:
     """Returns the newest checkpoint before the cooldown of a wsd schedule, from which a longer run can start."""
-    return next((path for path in reversed(list_checkpoints(out)) if read_fact(path, "before_cooldown")), None)
+    for directory in reversed(list_checkpoints(out)):
+        with contextlib.suppress(*MALFORMED):
+            if json.loads((directory / CONTENTS).read_text(encoding="utf-8"))["before_cooldown"] is True:
+                return directory
+    return None
 
 
 def remove_leftovers(out: str | os.PathLike[str]) -> None:

@@ -20,7 +20,6 @@ from support.checkpoints.directory import (
     find_corruption,
     list_checkpoints,
     newest_before_cooldown,
-    read_fact,
     step_of,
     write_checkpoint,
 )
@@ -154,12 +153,6 @@ class CheckpointManager:
         restarts, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
         return "torchrun restarts the run." if restarts < most else self.describe_newest(' Continue with "{}".')
 
-    def validation_losses(self) -> dict[Path, float]:
-        """Returns the known validation losses of the checkpoints in the run's folder."""
-        logged = self._logged("val")  # a checkpoint lacks its loss if a signal interrupted its validation
-        losses = {path: read_fact(path, "val") or logged.get(step_of(path)) for path in list_checkpoints(self.out)}
-        return {path: loss for path, loss in losses.items() if loss is not None}
-
     def __enter__(self) -> CheckpointManager:
         return self
 
@@ -202,12 +195,12 @@ class CheckpointManager:
         All others are kept: the newest `keep` intact ones, including `step` (0 keeps all), the one with the best
         validation loss, and the newest one before a cooldown, from which a longer run can start.
         """
-        config, losses = self.run.config, self.validation_losses()
+        config, losses = self.run.config, self._logged("val")
         *earlier, newest = [path for path in list_checkpoints(self.out) if step_of(path) <= step]
         if config.keep == 0 or len(earlier) < config.keep:
             return
         # the newest one if no loss is known
-        best = min([newest, *reversed(earlier)], key=lambda path: losses.get(path, math.inf))
+        best = min([newest, *reversed(earlier)], key=lambda path: losses.get(step_of(path), math.inf))
         kept = 1
         for directory in reversed(earlier):
             if kept < config.keep and find_corruption(directory) is None:

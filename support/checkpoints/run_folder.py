@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,12 +61,6 @@ def lock_folder(run: RunInfo, dist: Distributed) -> AbstractContextManager[Any]:
         return lock
 
     return dist.on_rank_zero(create_and_lock) or nullcontext()
-
-
-def first_free(folder: str) -> str:
-    """Returns the first of `folder`, `folder_2`, `folder_3`, ... that does not exist."""
-    names = (folder if n == 1 else f"{folder}_{n}" for n in count(1))
-    return next(name for name in names if not os.path.lexists(name))
 
 
 def _check_contents(config: TrainConfig, checkpoint: Checkpoint | None) -> None:

@@ -11,14 +11,14 @@ from support.checkpoints.directory import CONTENTS, newest_checkpoint
 from support.checkpoints.resume import find_once_per_node, flags_to_fork, flags_to_resume
 from support.checkpoints.state import Checkpoint
 from support.cli import UserError, flag_name, flag_words
-from support.console.trackers import check_installed
 from support.data.presets import DEMO, make_preset_shards, preset_flags
 from support.data.shards import TokenData
 from support.data.tokenizer import VOCAB_SIZES, Tokenizer, get_tokenizer, tokenizer_name
+from support.files import first_free
 from support.runtime.distributed import Distributed
 from support.runtime.memory import check_training_fits
 from support.runtime.options import PLAN_FLAGS
-from support.runtime.preflight import check_checkpoints_agree
+from support.runtime.preflight import check_facts_agree
 
 if TYPE_CHECKING:
     from train_gpt2 import TrainConfig
@@ -46,7 +46,7 @@ def gather_flags(
     out = str(cli_flags.get("out", DEMO["out"] if cli_flags.get("demo") else "log"))
     if resume:
         newest = dist.once_per_node(lambda: newest_checkpoint(out))
-        check_checkpoints_agree(dist, newest)
+        check_facts_agree(dist, {"the checkpoint": newest.name if newest else "none"})
         if newest:
             resumed = Checkpoint.open(newest)
             return flags_to_resume(config_class, cli_flags, resumed, dist), resumed
@@ -57,13 +57,13 @@ def gather_flags(
     if problems := _conflicts(config_class, cli_flags, out):
         raise UserError(*problems)
     if cli_flags.get("demo") and "out" not in cli_flags and not resume:
-        cli_flags = {**cli_flags, "out": dist.once(lambda: run_folder.first_free(out))}
+        cli_flags = {**cli_flags, "out": dist.once(lambda: first_free(out))}
     checkpoint: Checkpoint | None = None
     if "fork" in cli_flags:
         directory = find_once_per_node(cli_flags["fork"], dist)
         if not (directory / CONTENTS).is_file():
             raise UserError(f"{directory} is not a checkpoint: it has no {CONTENTS}. Use another one, or --init-from.")
-        check_checkpoints_agree(dist, directory)
+        check_facts_agree(dist, {"the checkpoint": directory.name})
         checkpoint = Checkpoint.open(directory)
         flags = flags_to_fork(config_class, cli_flags, checkpoint, dist)
     elif "init_from" in cli_flags:
@@ -86,7 +86,7 @@ def _check_length(flags: Mapping[str, Any], cli_flags: Mapping[str, Any]) -> Non
     """Raises a UserError, with a line for each flag that counts steps in a run with --minutes."""
     if flags.get("minutes"):
         counted = [flag_name(name) for name in ("max_steps", "decay_steps", "warmup_steps") if name in cli_flags]
-        why = f"counts steps, but this run has --minutes {flags['minutes']:g}. Leave it out, or use --max-steps alone."
+        why = f"counts steps. Leave it out, or use --max-steps instead of this run's --minutes {flags['minutes']:g}."
         if counted:
             raise UserError(*(f"{flag} {why}" for flag in counted))
 
@@ -112,7 +112,7 @@ def _conflicts(config_class: type[TrainConfig], cli_flags: Mapping[str, Any], ou
 
 
 def check_folder_and_make_shards(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
-    """Checks the run's folder, and that its trackers are installed; then makes the shards of --text and --demo.
+    """Checks the run's folder, then makes the shards of --text and --demo.
 
     One rank calls it for all ranks, as they share the folder.
 
@@ -120,7 +120,6 @@ def check_folder_and_make_shards(config: TrainConfig, checkpoint: Checkpoint | N
         UserError: a check failed, or the shards could not be made.
     """
     run_folder.check_folder(config, None if config.starts_fork else checkpoint)
-    check_installed(config)
     if config.demo or config.text is not None:
         has_own_shards = config.starts_fork and Path(config.data) == Path(config.out) / "data"
         keeps_shards = checkpoint is not None and config.text == checkpoint.config["text"] and not has_own_shards

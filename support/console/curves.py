@@ -30,10 +30,9 @@ if TYPE_CHECKING:  # importing matplotlib takes as long as drawing a picture
 Curve = tuple[np.ndarray, np.ndarray]  # x and y
 AXES = {"steps": "step", "tokens": "tokens", "hours": "hours of training steps"}
 SETTLED = 0.05  # initial fraction of a curve that may lie above the picture, so that the rest is not flat
-DRAW_SECONDS = 10.0  # minimum between two pictures of a run that is training
-MAX_DRAW_FRACTION = 0.01  # fraction of a run's time that drawing may take
-OPENAI_LOSS = 3.2924  # OpenAI's GPT-2 124M on FineWeb-Edu's validation shard
+DRAW_SECONDS = 60.0  # minimum between two pictures of a run that is training: drawing one takes about a second
 OPENAI_SIZES = {(12, 768): "124M", (24, 1024): "350M", (36, 1280): "774M", (48, 1600): "1558M"}  # layers, channels
+OPENAI_LOSS = 3.2924  # OpenAI's GPT-2 124M on FineWeb-Edu's validation shard
 # (acc, acc_norm) on all validation items, by style of hellaswag.py; None where no figure was published
 OPENAI_HELLASWAG: dict[str, dict[str, tuple[float | None, float]]] = {
     "tokens": {"124M": (0.2859, 0.2955), "350M": (None, 0.3752), "774M": (None, 0.4320), "1558M": (0.3842, 0.4893)},
@@ -267,19 +266,17 @@ class CurvesFile:
         self._not_before = time.monotonic() + DRAW_SECONDS
 
     def update(self) -> None:
-        """Draws the curves, unless they were drawn recently: drawing may take MAX_DRAW_FRACTION of the time."""
+        """Draws the curves, unless they were drawn recently."""
         if time.monotonic() >= self._not_before:
             self.draw()
 
     def draw(self) -> None:
         if self._folder is None:
             return
-        started = time.monotonic()
         try:
             save(draw_run(read_run(self._folder)), self._folder / "curves.png")
         except Exception as error:  # matplotlib raises many kinds
             if not self._warned:
                 warn(f"cannot draw {self._folder / 'curves.png'} ({error}).")
             self._warned = True
-        now = time.monotonic()
-        self._not_before = now + max(DRAW_SECONDS, (now - started) / MAX_DRAW_FRACTION)
+        self._not_before = time.monotonic() + DRAW_SECONDS

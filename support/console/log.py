@@ -16,7 +16,7 @@ import os
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 
@@ -48,26 +48,18 @@ class RunLog:
     While the disk is full, lines are kept in memory. Without a path, as on all ranks but 0, nothing is written.
     """
 
-    def __init__(
-        self, path: Path | None = None, first_step: int = 0, kept_names: Collection[str] = (),
-        source: Path | None = None,
-    ):  # fmt: skip
+    def __init__(self, path: Path | None = None, first_step: int = 0, source: Path | None = None):
         """Continues a log at `first_step`; step 0 begins a new log.
 
-        Lines from `first_step` on are dropped, since those steps run again, and so are malformed lines. Values of
-        `first_step` whose names are in `kept_names` were measured before that step: they stay, and are in `kept`.
+        Lines from `first_step` on are dropped, since those steps run again, and so are malformed lines.
 
         Args:
             source: the log that a fork continues, in the folder of another run.
         """
-        self.kept: dict[str, float] = {}
         if path:
-            lines = _read_lines(source or path)
-            before = [line for line in lines if int(line[1]) < first_step]
-            kept = [line for line in lines if int(line[1]) == first_step and line[2] in kept_names]
+            before = [line for line in _read_lines(source or path) if int(line[1]) < first_step]
             with atomic_write(path) as tmp:
-                tmp.write_bytes("".join(f"{line[0]}\n" for line in before + kept).encode())
-            self.kept = {line[2]: float(line[3]) for line in kept}
+                tmp.write_bytes("".join(f"{line[0]}\n" for line in before).encode())
         self._file: FileIO | None = open(path, "ab", buffering=0) if path else None  # noqa: SIM115
         self._pending, self._warned = b"", False
         self._lock = threading.Lock()  # the thread that writes a checkpoint syncs the file

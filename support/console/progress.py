@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,8 +17,8 @@ from support.cli import flag_name, print_lines
 from support.console.log import read_log
 from support.console.run_logger import clock
 from support.console.starts import read_starts
-from support.console.terminal import BOLD, YELLOW, StatusLine, labelled, on_one_line, pluralize, styled
-from support.files import format_bytes
+from support.console.terminal import BOLD, YELLOW, labelled, on_one_line, pluralize, styled
+from support.files import first_free, format_bytes
 from support.runtime import devices, memory
 from support.runtime.distributed import Distributed
 from support.runtime.options import changed_flags
@@ -28,18 +27,14 @@ from support.startup import STARTED
 
 if TYPE_CHECKING:
     from support.checkpoints.state import TrainState
-    from support.runtime.machine import Machine
     from train_gpt2 import DataLoaderLite, TrainConfig
 
 T = TypeVar("T")
 
 
 def progress_bar(items: Iterable[T], name: str, rank: int) -> Iterator[T]:
-    """Yields the items; rank 0 counts them in the status line or, without one, in a bar on stderr if that is a terminal."""
-    if StatusLine.current and StatusLine.current.enabled:
-        yield from StatusLine.current.counting(items, name)
-    else:
-        yield from tqdm(items, desc=name, leave=False, delay=1, disable=True if rank else None)
+    """Yields the items; rank 0 counts them in a bar on stderr if that is a terminal."""
+    return iter(tqdm(items, desc=name, leave=False, delay=1, disable=True if rank else None))
 
 
 def print_header(run: RunInfo, dist: Distributed, loader: DataLoaderLite) -> None:
@@ -92,7 +87,10 @@ def print_header(run: RunInfo, dist: Distributed, loader: DataLoaderLite) -> Non
         if run.checkpoint.progress >= 1 if config.minutes else run.first_step == config.max_steps:
             facts.append(("note", "this run has finished; --fork starts a longer one from a checkpoint"))
     checkpoint_bytes = memory.checkpoint_bytes(config, parameters, trained)
-    facts += [("note", note) for note in notes(config, machine, run.first_step, checkpoint_bytes)]
+    free = shutil.disk_usage(config.out).free
+    if config.checkpoint_every != 0 and free < checkpoint_bytes:
+        note = f"a checkpoint takes {format_bytes(checkpoint_bytes)}, but {config.out} has {format_bytes(free)} free"
+        facts.append(("note", note))
     for label, text in facts:
         print_lines(labelled(label, text))
     if config.minutes is None and config.warmup_steps >= config.max_steps:
@@ -132,35 +130,12 @@ def describe_recipe(config: TrainConfig) -> str:
     return f"{config.optimizer}, {config.schedule}; {rates}"
 
 
-def notes(config: TrainConfig, machine: Machine, first_step: int, checkpoint_bytes: int) -> Iterator[str]:
-    """Yields notes that are worth reading before the first step."""
-    max_steps, decay_steps = config.max_steps, config.decay_steps
-    if config.minutes is None and config.warmup_steps < min(decay_steps, max_steps) and first_step < max_steps:
-        advice = f"its lowest, {config.min_lr:.3g}; --decay-steps moves the end of the schedule"
-        if decay_steps < max_steps:
-            yield f"from step {decay_steps:,} on, the learning rate stays at {advice}"
-        elif decay_steps > max_steps:
-            decay = "cosine" if config.schedule == "cosine" else "cooldown"
-            yield (
-                f"the run ends at step {max_steps:,}, before its {decay} does at step {decay_steps:,}: the learning "
-                f"rate stays above {advice}"
-            )
-    own_tokenizer = config.tokenizer != "gpt2" and not config.init_from  # possible only with --text
-    if own_tokenizer and first_step == 0 and machine.hellaswag_every == 0:  # otherwise HellaSwag prints a note
-        yield "only models made with --tokenizer gpt2 can be scored on HellaSwag"
-    free = shutil.disk_usage(config.out).free
-    if config.checkpoint_every != 0 and free < checkpoint_bytes:
-        yield f"a checkpoint takes {format_bytes(checkpoint_bytes)}, but {config.out} has {format_bytes(free)} free"
-
-
 def print_summary(
-    run: RunInfo, dist: Distributed, state: TrainState, losses: Mapping[Path, float], before_cooldown: Path | None,
-    texts: Sequence[str],
-) -> None:  # fmt: skip
+    run: RunInfo, dist: Distributed, state: TrainState, before_cooldown: Path | None, texts: Sequence[str]
+) -> None:
     """Prints the end of a finished run: losses, time, tokens, the checkpoint, and the command to run next.
 
     Args:
-        losses: validation losses of checkpoints.
         before_cooldown: the checkpoint from which a longer run can start.
         texts: samples that continue the run's prompt; the first one is shown.
     """
@@ -174,12 +149,10 @@ def print_summary(
         elapsed += f" of {clock(60 * config.minutes - earlier)}"
     done = f"{pluralize(step, 'step')}, {step * config.total_batch_size:,} tokens; {elapsed} elapsed{since}"
     lines = [labelled("done", done)]
-    checkpoint, val = checkpoint_path(out, step), dict(losses)
-    if config.val_every != 0:
-        # a fork's log begins with the log of another run
-        first = min((start["first_step"] for start in read_starts(out)), default=0)
-        logged = read_log(out / "log.txt")["val"]
-        val |= {checkpoint_path(out, step): loss for step, loss in logged.items() if step >= first}
+    checkpoint, logged = checkpoint_path(out, step), read_log(out / "log.txt")["val"]
+    # a fork's log begins with another run's
+    first = min((start["first_step"] for start in read_starts(out)), default=0)
+    val = {checkpoint_path(out, step): loss for step, loss in logged.items() if step >= first}
     best = min(val, key=lambda path: val[path], default=checkpoint)
     for path, name in {checkpoint: "last", best: "best"}.items():  # one line if they are the same
         if path in val:
@@ -197,11 +170,5 @@ def print_summary(
         if before_cooldown and ends_together:
             more = f"--minutes {2 * config.minutes:g}" if config.minutes else f"--max-steps {2 * step}"
             command = f"python train_gpt2.py --fork {shlex.quote(str(before_cooldown))}"
-            names = (f"{out}_longer{n}" for n in ("", *map("_{}".format, range(2, 1000))))
-            new = next(name for name in names if not Path(name).exists())
-            lines.append(f"longer  {command} --out {shlex.quote(new)} {more}")
-    is_demo = config.demo and config.fork is None
-    demos = sorted(path for path in Path().glob("log_demo*") if is_demo and re.fullmatch(r"log_demo(_\d+)?", path.name))
-    if others := [str(folder) for folder in demos if folder.resolve() != out.resolve()]:
-        lines.append(labelled("note", f"earlier demos are kept until you remove them: rm -r {' '.join(others)}"))
+            lines.append(f"longer  {command} --out {shlex.quote(first_free(f'{out}_longer'))} {more}")
     print_lines("\n" + "\n".join(lines))

@@ -38,21 +38,9 @@ def rows_per_rank(total_batch_size: int, T: int, world_size: int) -> int:
     return total_batch_size // unit
 
 
-def pick_batch_size(batch_size: int | None, rows: int, device_type: str) -> int:
-    """Returns B, the rows of a micro-batch: `batch_size`, or the largest divisor of `rows` up to 64 on CUDA, else up to 4.
-
-    Raises:
-        UserError: `batch_size` does not divide a step's `rows`; the message names sizes that do.
-    """
-    divisors = [b for b in range(1, min(rows, 4096) + 1) if rows % b == 0]
-    if batch_size is None:
-        return max(b for b in divisors if b <= (LARGEST_MICRO_BATCH if device_type == "cuda" else 4))
-    if rows % min(batch_size, rows):
-        raise UserError(
-            f"--batch-size {batch_size} does not divide the {rows} rows that each process contributes to a step. "
-            f"Use one of {', '.join(map(str, divisors))}."
-        )
-    return min(batch_size, rows)
+def largest_divisor(rows: int, most: int) -> int:
+    """Returns the largest divisor of a step's rows, up to `most`."""
+    return next(b for b in range(min(rows, most), 0, -1) if rows % b == 0)
 
 
 def largest_batch_size(
@@ -119,7 +107,7 @@ def largest_batch_size(
                         f"not even one row of {config.block_size} tokens fits into the memory of {device} "
                         f"({free / 2**30:.1f} GiB free). Use a smaller --model or --block-size."
                     )
-        B = max(b for b in range(1, B) if rows % b == 0)
+        B = largest_divisor(rows, B - 1)
         torch.compiler.reset()  # the graphs of sizes that did not fit would count towards the recompilation limit
     if most > B:
         dist.print0(

@@ -50,6 +50,6 @@ class Machine:
             asks and reason is None,
             reason,
             devices.describe_attention(device, devices.DTYPES[dtype], config.n_head, config.n_embd, config.block_size),
-            batch_size.pick_batch_size(config.batch_size, rows, device.type),
+            batch_size.largest_divisor(rows, config.batch_size or (batch_size.LARGEST_MICRO_BATCH if on_gpu else 4)),
             every if config.hellaswag_every is None else config.hellaswag_every,
         )

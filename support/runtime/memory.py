@@ -79,10 +79,6 @@ class TrainingMemory(NamedTuple):
     def total(self) -> float:
         return sum(self)
 
-    @property
-    def state(self) -> float:
-        return self.weights + self.gradients + self.optimizer
-
 
 def block_parameters(config: TrainConfig) -> int:
     """Returns the number of parameters in the blocks' matrices: each block has 4 C^2 for attention and 8 C^2 for the MLP."""
@@ -201,10 +197,8 @@ def check_training_fits(config: TrainConfig, vocab_size: int, dist: Distributed)
     check_model_fits(shape)
     parameters, total = count_parameters(shape), devices.free_and_total_memory(dist.device)[1]
     trained = parameters if config.lora_rank is None else 0  # LoRA's own parameters are few
-    sizes = Sizes(parameters, trained, vocab_size)
-    # all rows in one micro-step, in which FSDP shards all gradients
-    rows = config.total_batch_size // config.block_size // dist.world_size
-    needed = training_memory(config, sizes, rows, dist.world_size, None, torch.float32, compiled=False).state
+    parts = dist.world_size if config.parallel == "fsdp" else 1
+    needed = (4 * parameters + 4 * trained + optimizer_bytes(config, trained)) / parts
     if needed > total:
         raise UserError(
             f"training {parameters:,} parameters takes at least {format_bytes(needed)}, but only {format_bytes(total)} are "

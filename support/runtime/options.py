@@ -99,7 +99,7 @@ class RunOptions:
     profile: int = flag(0, "profile N steps, after the first 3, into trace.json.gz in --out; 0: none", "device",
         at_least=0)
 
-    plan: bool = flag(False, "print what the run will take (memory, time, cost, network), and exit", "plan")
+    plan: bool = flag(False, "print what the run will take (memory, time, cost), and exit", "plan")
     gpus: int = flag(1, "number of GPUs to plan for", "plan", default_help="1; under torchrun, its number of processes",
         at_least=1, below=2**31)
     gpu: str = flag("A100", "GPU to plan for; A100 and H100 have 80 GB", "plan", choices=tuple(devices.GPU_FLAGS))

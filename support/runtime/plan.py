@@ -1,6 +1,6 @@
-"""--plan: the time, cost, memory and network traffic that a run will take, computed before anything is paid for.
+"""--plan: the time, cost and memory that a run will take, computed before anything is paid for.
 
-Each formula has its source; memory.py has the formulas for memory. W is the number of GPUs.
+Each formula has its source; memory.py has the formulas for memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from support.cli import UserError
 from support.data import bpe, presets, shards
 from support.data.tokenizer import VOCAB_SIZES
 from support.files import format_bytes
-from support.runtime import batch_size, devices, fsdp, memory
+from support.runtime import batch_size, devices, memory
 from support.runtime.memory import Sizes, TrainingMemory, block_parameters, training_memory
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ MEASURED_MFU = {
     "H100": {124: 0.33, 1558: 0.42},
 }
 ASSUMED_MFU = 0.4  # where nothing was measured
-GPUS_PER_NODE = 8
 HELLASWAG_ITEMS, TOKENS_PER_ITEM = 10_042, 331  # four endings with their contexts and padding, counted on 2,009 items
 SMALL = 60e6  # parameters: half of the smallest model in the table
 
@@ -60,7 +59,7 @@ def memory_of_gpu(config: TrainConfig) -> int:
 
 
 # -----------------------------------------------------------------------------
-# Time and traffic
+# Time
 
 
 def mfu(config: TrainConfig, parameters: int, flops_per_token: int) -> tuple[float, str]:
@@ -77,20 +76,6 @@ def mfu(config: TrainConfig, parameters: int, flops_per_token: int) -> tuple[flo
         utilization *= flops_per_token / (flops_per_token + repeated)
         source += ", less recomputation"
     return utilization, source
-
-
-def bytes_sent(config: TrainConfig, parameters: int, micro_steps: int, reshard_after_forward: bool) -> float:
-    """Returns the bytes that each GPU sends in a step; it receives as many.
-
-    A ring sends (W - 1) / W of a tensor to gather or to reduce-scatter it, and twice that to all-reduce it (Patarasu
-    and Yuan, doi:10.1016/j.jpdc.2008.09.002). Gradients are fp32, gathered blocks bf16, embeddings fp32. The embeddings
-    stay gathered during a micro-step.
-    """
-    ring, blocks = (config.gpus - 1) / config.gpus, block_parameters(config)
-    if config.parallel == "ddp":
-        return ring * 2 * 4 * parameters
-    gathers, roots = (2 * micro_steps, micro_steps) if reshard_after_forward else (1, 1)
-    return ring * (4 * parameters + gathers * 2 * blocks + roots * 4 * (parameters - blocks))
 
 
 def evaluations(config: TrainConfig, vocab_size: int) -> tuple[int, int, int]:
@@ -200,9 +185,6 @@ def report(config: TrainConfig, vocab_size: int, sizes: Sizes, flops_per_token: 
     yield f"cost     {gpu_hours:,.1f} GPU-hours{cost}"
     checkpoint_bytes = memory.checkpoint_bytes(config, sizes.parameters, sizes.trained)
     yield f"disk     {format_bytes(2 * tokens)} of tokens are read, {format_bytes(checkpoint_bytes)} per checkpoint"
-    for layout in layouts:
-        if gpus > 1 and layout.recompute == config.recompute and largest_micro_batch(layout, sizes):
-            yield network_line(layout, sizes, seconds / steps)
 
 
 def name_of(config: TrainConfig) -> str:
@@ -221,18 +203,3 @@ def memory_table(layouts: Sequence[TrainConfig], sizes: Sizes) -> Iterator[str]:
     titles = ["", *parts._fields, "total", "batch size"]
     for title, *cells in zip(titles, *columns, strict=True):
         yield f"{title:<12}" + "".join(f"{cell:>17}" for cell in cells)
-
-
-def network_line(config: TrainConfig, sizes: Sizes, seconds: float) -> str:
-    """Describes what a step of `seconds` sends, and the bandwidth below which sending takes longer than computing.
-
-    A ring through all GPUs enters and leaves each node once, so a node sends as much as a GPU does.
-    """
-    micro_steps = rows_per_gpu(config) // largest_micro_batch(config, sizes)
-    reshards = fsdp.reshard_after_forward(sizes.parameters, torch.bfloat16, memory_of_gpu(config))
-    sent = bytes_sent(config, sizes.parameters, micro_steps, reshards)
-    where = "GPU" if config.gpus <= GPUS_PER_NODE else f"node of {GPUS_PER_NODE}"
-    return (
-        f"network  {config.parallel} sends {format_bytes(sent)} per step; with less than "
-        f"{8 * sent / seconds / 1e9:,.0f} Gbit/s per {where}, that takes longer than computing"
-    )

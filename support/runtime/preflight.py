@@ -7,7 +7,6 @@ import json
 import platform
 import socket
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,11 +30,7 @@ PATHS = {"text", "out", "fork", "init_from", "hellaswag_data"}  # flags whose va
 
 
 def check_starts_agree(dist: Distributed, cli_flags: Mapping[str, Any]) -> None:
-    """Checks that all ranks have the same versions and command line. Call it before anything else that they do together.
-
-    Raises:
-        UserError: as in `check_facts_agree`.
-    """
+    """Checks that all ranks have the same versions and command line; call it before anything else that they do together."""
     given = {flag_name(name): "given" if name in PATHS else str(value) for name, value in cli_flags.items()}
     given.pop("--data", None)  # one node may need it, and another may have its shards in the default folder
     versions = f"Python {'.'.join(platform.python_version_tuple()[:2])}, torch {torch.__version__}"
@@ -43,25 +38,12 @@ def check_starts_agree(dist: Distributed, cli_flags: Mapping[str, Any]) -> None:
 
 
 def check_runs_agree(dist: Distributed, config: TrainConfig, machine: Machine, identity: DataIdentity) -> None:
-    """Checks that all ranks have the same GPUs, shards and configuration.
-
-    Raises:
-        UserError: as in `check_facts_agree`.
-    """
+    """Checks that all ranks have the same GPUs, shards and configuration."""
     facts = {flag_name(name): str(value) for name, value in config.to_dict().items() if name not in PATHS | {"data"}}
     facts["the device"] = f"{devices.describe(dist.device)} in {machine.dtype}"
     splits = json.dumps([identity["train"], identity["val"]])
     facts["the shards"] = hashlib.sha256(splits.encode()).hexdigest()[:8]
     check_facts_agree(dist, facts)
-
-
-def check_checkpoints_agree(dist: Distributed, checkpoint: Path | None) -> None:
-    """Checks that all ranks have found the same checkpoint to resume from or to fork, or none.
-
-    Raises:
-        UserError: as in `check_facts_agree`.
-    """
-    check_facts_agree(dist, {"the checkpoint": checkpoint.name if checkpoint else "none"})
 
 
 def check_facts_agree(dist: Distributed, facts: dict[str, str]) -> None:
