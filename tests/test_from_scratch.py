@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, run_to_the_end
 
 LESSON = ROOT / "docs" / "from-scratch"
 sys.path.insert(0, str(LESSON))  # where the processes that check.py starts find it, too
@@ -27,6 +30,41 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def quick_starts(monkeypatch):
+    """Processes that check.py starts have torch already imported."""
+    run_forked = partial(torch.multiprocessing.start_processes, start_method="forkserver")
+    monkeypatch.setattr(torch.multiprocessing, "spawn", run_forked)
+
+    def run(command, **options):
+        assert command[:2] == [sys.executable, ROOT / "train_gpt2.py"] and options["check"]
+        run_to_the_end(*command[2:], cwd=command[command.index("--out") + 1].parent, defaults=())
+
+    monkeypatch.setattr(check, "subprocess", SimpleNamespace(run=run))
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> Path:
+    """A folder with the shards of step 6."""
+    folder = tmp_path_factory.mktemp("from_scratch")
+    check.load(program(6), folder).make_shards()
+    return folder
+
+
+@pytest.fixture
+def shards_once(shards, monkeypatch):
+    """check.py copies the shards of step 6 instead of making them for each program."""
+    load = check.load
+
+    def load_and_copy(path: Path, folder: Path) -> object:
+        module = load(path, folder)
+        if path == program(6):
+            module.make_shards = lambda: shutil.copytree(shards / "data", module.DATA)
+        return module
+
+    monkeypatch.setattr(check, "load", load_and_copy)
 
 
 def some_slow(*slow: int):
@@ -104,7 +142,7 @@ def is_slow(answer: str) -> tuple:
     "step, right, wrong, answer",
     [pytest.param(*row, marks=is_slow(row[-1]), id=f"{row[0]}-{row[-1]}") for row in FAULTS],
 )
-def test_a_typical_mistake_is_named(tmp_path, step, right, wrong, answer):
+def test_a_typical_mistake_is_named(shards_once, tmp_path, step, right, wrong, answer):
     text = program(step).read_text()
     assert right in text
     copy = tmp_path / "my_gpt.py"
@@ -141,13 +179,6 @@ def test_its_command_line_as_in_the_lesson():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["ok"] * 4
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("from_scratch")
-    check.load(program(6), folder).make_shards()
-    return folder
 
 
 def run_main(step: int, folder: Path, capsys, **constants: object) -> str:
