@@ -216,6 +216,7 @@ def test_rank_zeros_clock_decides(text, tmp_path):
     assert rates == sorted(rates) and rates[-1] < 3e-3  # a warm-up; on rank 1's clock, the run would be over
 
 
+@pytest.mark.slow
 def test_a_fork_makes_a_timed_run_longer_or_counts_steps(text, tmp_path, fake_time, monkeypatch, capsys):
     """The fork starts before the cooldown, and what was trained counts. The first run stays as it is."""
     steps_take(monkeypatch, fake_time, lambda step: 1.0)

@@ -83,6 +83,7 @@ def prepare_together(rank):
     return calls, results, (entered, left), failures
 
 
+@pytest.mark.slow
 def test_ranks_prepare_together(tmp_path):
     returned = on_ranks(prepare_together, 4, tmp_path)
     calls, results, times, failures = ([values[i] for _, values in sorted(returned.items())] for i in range(4))

@@ -254,6 +254,7 @@ def test_what_a_timed_run_validates_is_chosen_once(runs, tmp_path, monkeypatch, 
     assert found[0].val_tokens == (100_000 if minutes else 32_768)
 
 
+@pytest.mark.slow
 def test_intervals_follow_the_new_length_unless_they_were_chosen(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("It was the best of times, it was the worst of times. " * 400)

@@ -179,6 +179,7 @@ def test_training_goes_on_from_the_merged_weights(tuned, byte_shards, tmp_path, 
 # Errors
 
 
+@pytest.mark.slow
 def test_a_foreign_adapter_is_refused_with_the_lines_that_merge_it(base, tmp_path, monkeypatch):
     """It is a variant of LoRA that we do not implement."""
     from peft import LoraConfig, get_peft_model
