@@ -333,15 +333,14 @@ def test_a_corrupt_part_is_encoded_again(texts, name, harm):
     assert files_in(Path("out")) == files_in(Path("one"))
 
 
-@pytest.mark.parametrize("finished", [False, True])
-def test_parts_that_are_divided_otherwise_are_not_mixed(texts, monkeypatch, finished):
-    """As by a later version."""
-    make("out", only_parts=None if finished else (1, 3))
-    if finished:
-        next(Path("out").glob("*_train_000003.npy")).unlink()
-    monkeypatch.setattr(text_files, "MIN_PART_BYTES", 3000)
-    with pytest.raises(UserError, match="was divided into different parts before. Use another --output"):
-        make("out")
+def test_a_folder_that_is_named_by_its_absolute_path_is_the_same_text(texts, monkeypatch):
+    make("one")
+    make("out", only_parts=(1, 2))
+    encoded, encode_pieces = [], module.encode_pieces
+    monkeypatch.setattr(module, "encode_pieces", lambda *args: encoded.append(args) or encode_pieces(*args))
+    corpus = TextFiles(find_input([str(texts)]))
+    make_shards(corpus, "out", tokenizer="bytes", shard_size=2000)
+    assert len(encoded) == len(corpus.parts()) // 2 and files_in(Path("out")) == files_in(Path("one"))
 
 
 def test_after_a_killed_cut_no_used_part_is_encoded_again(texts, monkeypatch):

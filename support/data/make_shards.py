@@ -8,9 +8,7 @@ can be run again, and any number of processes can encode parts.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
-import json
 import math
 import os
 import shutil
@@ -105,7 +103,6 @@ def make_shards(
         if not folder.is_finished:
             parts = corpus.parts()
             corpus = corpus.for_process(only_parts[0]) if only_parts else corpus
-            _check_plan(folder, corpus, parts)
             in_order = val_fraction is None and not only_parts
             _check_space(folder, parts, max_tokens, shard_size if in_order else math.inf)
             if tokenizer == "bpe":
@@ -121,15 +118,6 @@ def make_shards(
                     _write_all(folder, corpus, encoded, shard_size, val_fraction)
         corpus.close()
     return folder.manifest
-
-
-def _check_plan(folder: OutputFolder, corpus: Corpus, parts: list[Part]) -> None:
-    """Raises a UserError if an earlier command divided the corpus into different parts."""
-    plan = [[corpus.describe(part), part.start, part.stop] for part in parts]
-    sha256 = hashlib.sha256(json.dumps(plan).encode()).hexdigest()
-    if folder.manifest.setdefault("plan", sha256) != sha256:
-        raise UserError(f"{corpus.name} was divided into different parts before. Use another --output.")
-    write_manifest(folder.directory, folder.manifest)
 
 
 # -----------------------------------------------------------------------------

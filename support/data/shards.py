@@ -71,7 +71,6 @@ class Manifest(TypedDict):
     revision: NotRequired[str | None]
     settings: NotRequired[dict[str, Setting]]
     complete: NotRequired[bool]
-    plan: NotRequired[str]  # a hash of where the parts of the corpus start and stop
     parts: NotRequired[list[int]]  # number of tokens in each part, up to the last one that the shards needed
     shards: list[ShardEntry]
 
