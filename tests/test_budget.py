@@ -120,18 +120,11 @@ def test_the_tokens_of_a_model_in_time(fitting, monkeypatch):
             rows.append(len(idx))
             return super().forward(idx, targets)
 
-    def timer(statement, globals, num_threads):
-        def measure(min_run_time):
-            globals["micro_step"]()
-            return SimpleNamespace(mean=0.01)
-
-        return SimpleNamespace(blocked_autorange=measure)
-
     config = TrainConfig(n_layer=1, n_head=1, n_embd=16, block_size=64, batch_size=8)
     model, two = Watched(GPTConfig(64, 257, 1, 1, 16)), replace(ONE_PROCESS, world_size=2)
     needed = memory.bytes_needed(config, memory.Sizes.of(model), two, torch.float32, False, fitting) if fitting else 1
     monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (needed, 1e12))
-    monkeypatch.setattr("torch.utils.benchmark.Timer", timer)
+    monkeypatch.setattr(budget, "_seconds", lambda work, device: work() or 0.01)
     found = budget._tokens_per_second(config, "fp32", 257, two, lambda *_: model)
     assert found == pytest.approx(0.7 / 0.01 * fitting * 64 * 2) and rows == [fitting] * bool(fitting)
 

@@ -6,13 +6,11 @@ import re
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, run_to_the_end
+from helpers import ROOT
 
 LESSON = ROOT / "docs" / "from-scratch"
 sys.path.insert(0, str(LESSON))  # where the processes that check.py starts find it, too
@@ -30,19 +28,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def quick_starts(monkeypatch):
-    """Processes that check.py starts have torch already imported."""
-    run_forked = partial(torch.multiprocessing.start_processes, start_method="forkserver")
-    monkeypatch.setattr(torch.multiprocessing, "spawn", run_forked)
-
-    def run(command, **options):
-        assert command[:2] == [sys.executable, ROOT / "train_gpt2.py"] and options["check"]
-        run_to_the_end(*command[2:], cwd=command[command.index("--out") + 1].parent, defaults=())
-
-    monkeypatch.setattr(check, "subprocess", SimpleNamespace(run=run))
 
 
 @pytest.fixture(scope="module")

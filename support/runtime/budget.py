@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -117,8 +118,6 @@ def _tokens_per_second(
 
     Returns 0 if not even one row fits into memory according to the formulas.
     """
-    from torch.utils.benchmark import Timer  # it synchronizes with the device
-
     device, T, amp = dist.device, config.block_size, devices.autocast(dist.device, devices.DTYPES[dtype])
     devices.configure_backends(device, True, devices.DTYPES[dtype], T)
     with torch.device("meta"):
@@ -137,5 +136,16 @@ def _tokens_per_second(
         loss.backward()
         model.zero_grad(set_to_none=True)
 
-    timer = Timer("micro_step()", globals={"micro_step": micro_step}, num_threads=torch.get_num_threads())
-    return TRAINING_FRACTION * B * T * dist.world_size / timer.blocked_autorange(min_run_time=MEASURED_SECONDS).mean
+    return TRAINING_FRACTION * B * T * dist.world_size / _seconds(micro_step, device)
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Returns the mean seconds of a call, over about MEASURED_SECONDS, after a warm-up call."""
+    from torch.utils.benchmark import Timer
+
+    def clock() -> float:
+        devices.synchronize(device)
+        return time.perf_counter()
+
+    timer = Timer("work()", globals={"work": work}, timer=clock, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=MEASURED_SECONDS).mean
