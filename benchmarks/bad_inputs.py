@@ -30,6 +30,7 @@ import fineweb
 import hellaswag
 import sample
 import train_gpt2
+from support.data.tokenizer import get_tokenizer
 
 SCRIPTS: dict[str, ModuleType] = {m.__name__: m for m in (train_gpt2, fineweb, hellaswag, sample)}
 CANARY = Path("executed")  # created if a malicious pickle is executed
@@ -342,6 +343,7 @@ def make_fixtures(folder: Path) -> None:
     for run in ("run", "bpe", "lora"):
         shutil.rmtree(f"{run}/model_00006")  # as if the run had been killed before saving it
     train_gpt2.GPT(train_gpt2.GPTConfig(16, 50257, 1, 2, 8)).save_pretrained("gpt2")
+    get_tokenizer("gpt2").save_pretrained("gpt2", 16)
 
 
 def copy_fixtures(*names: str) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 import signal
 import statistics
 
@@ -298,6 +299,7 @@ def checkpoint(tmp_path_factory):
             parameter.mul_(20 if name == "transformer.wte.weight" else 8)
     directory = tmp_path_factory.mktemp("checkpoint")
     model.save_pretrained(directory)
+    get_tokenizer("gpt2").save_pretrained(directory, 64)
     return model, directory
 
 
@@ -383,6 +385,10 @@ def test_weights_that_are_corrupt_or_nan_give_no_score(checkpoint, tmp_path, cap
     with torch.no_grad():
         model.transformer.ln_f.bias[3] = math.nan
     write_checkpoint(tmp_path / "model_00001", model.save_pretrained)
+    shutil.copy(checkpoint[1] / "tokenizer.json", tmp_path / "model_00001")
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(UserError, match="there are no HellaSwag items in"):
+        score(capsys, "-m", checkpoint[1], "--data", tmp_path / "empty.jsonl")
     json_file = tmp_path / "scores.json"
     flags = ["-m", tmp_path / "model_00001", "--data", write_items(tmp_path / "items.jsonl"), "--json", json_file]
     with pytest.raises(UserError, match=r"12 of 12 losses of .*model_00001 are not finite\. Use another checkpoint"):
@@ -409,14 +415,13 @@ def test_weights_that_are_corrupt_or_nan_give_no_score(checkpoint, tmp_path, cap
         ("-m gpt2 --json tiny", "cannot write tiny"),
         ("-m tiny --split test", "the test split has no labels, so there are no scores"),
         ("-m tiny", "tiny was trained on bytes tokens"),  # before the items are downloaded
-        pytest.param("-m sized --data empty.jsonl", "there are no HellaSwag items in", marks=needs_gpt2_vocabulary),
+        ("-m sized --data items.jsonl", "sized has no tokenizer.json for its 50,257 tokens"),
     ],
 )
 def test_bad_flags_and_files_are_user_errors(tiny_model, tmp_path, monkeypatch, capsys, flags, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hellaswag, "download", lambda split: pytest.fail("downloads"))
     write_items(tmp_path / "items.jsonl")
-    (tmp_path / "empty.jsonl").touch()
     tiny_model.save_pretrained(tmp_path / "tiny")
     get_tokenizer("bytes").save_pretrained(tmp_path / "tiny", 16)
     GPT(GPTConfig(8, n_layer=1, n_head=1, n_embd=4)).save_pretrained(tmp_path / "sized")

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +13,8 @@ from helpers import TINY_TRAINING_FLAGS, finish_run, losses, run_to_the_end, sta
 from safetensors.torch import load_file, save_file
 from training import ONE_PROCESS, configure, resumed, trained
 
-import hellaswag
-import sample
 from support.checkpoints import lora
 from support.checkpoints.directory import find_corruption
-from support.checkpoints.huggingface import find_trained_tokenizer
 from support.cli import UserError
 from train_gpt2 import GPT, TrainConfig, train
 
@@ -177,39 +170,6 @@ def test_training_goes_on_from_the_merged_weights(tuned, byte_shards, tmp_path, 
 
 # -----------------------------------------------------------------------------
 # Errors
-
-
-@pytest.mark.slow
-def test_a_foreign_adapter_is_refused_with_the_lines_that_merge_it(base, tmp_path, monkeypatch):
-    """It is a variant of LoRA that we do not implement."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import GPT2LMHeadModel
-
-    monkeypatch.chdir(tmp_path)
-    config = LoraConfig(r=3, use_rslora=True, target_modules=["c_fc"], init_lora_weights=False, fan_in_fan_out=True)
-    config.task_type = "CAUSAL_LM"
-    foreign = get_peft_model(GPT2LMHeadModel.from_pretrained(base), config)
-    foreign.save_pretrained("foreign")
-    flags = [*TINY_TRAINING_FLAGS, "--init-from"]
-    for use in (
-        lambda name: configure([*flags, name]),
-        lambda name: configure([*flags, name, "--lora-rank", "2"]),
-        lambda name: sample.main(["-m", name, "-d", "cpu"]),
-        lambda name: hellaswag.main(["-m", name, "-d", "cpu"]),
-        lambda name: find_trained_tokenizer(name),
-    ):
-        with pytest.raises(UserError, match="^foreign is an adapter, not a complete model. Merge it") as error:
-            use("foreign")
-    [command] = re.findall('python -c ".*"$', str(error.value))
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    subprocess.run(["bash", "-c", command], env=os.environ | {"PATH": path}, check=True)
-    with torch.no_grad():
-        assert_same_logits(GPT.from_pretrained("merged"), foreign.eval()(TOKENS).logits)
-    configure([*flags, "merged"])
-    assert sorted(Path("merged").glob("tokenizer*"))
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: "foreign")
-    with pytest.raises(UserError, match="me/foreign is an adapter, .*'me/foreign'"):
-        GPT.from_pretrained("me/foreign")
 
 
 def test_a_rank_above_the_width_of_the_model_is_rejected(base, byte_shards, tmp_path):

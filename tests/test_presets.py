@@ -102,9 +102,6 @@ def test_fine_tuning_takes_few_epochs_at_a_low_rate(tmp_path):
         assert config.total_batch_size * config.max_steps == pytest.approx(3 * 1e6 * 0.9, rel=0.01)
         config, _ = configure([*flags, "--lora-rank", "8"])
         assert config.optimizer == "adamw" and config.max_lr == pytest.approx(factor * 1e-3)
-    GPT(GPTConfig(8, 50257, 1, 1, 4)).save_pretrained(tmp_path / "gpt2")
-    flags = ["--text", str(file_of_size(tmp_path, 1e6)), "--init-from", str(tmp_path / "gpt2")]
-    assert configure(flags)[0].tokenizer == "gpt2"
 
 
 def test_compressed_text_counts_uncompressed(tmp_path):

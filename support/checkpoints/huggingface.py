@@ -34,13 +34,7 @@ HF_NAMES = {  # field of config.json: field of GPTConfig
     **{name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")},
 }
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"  # its presence marks a folder as a peft adapter, not a model
-FILES = [CONFIG, WEIGHTS, *TOKENIZER_FILES, ADAPTER_CONFIG]  # to download from the hub
-MERGE_COMMAND = (
-    'python -c "from peft import AutoPeftModelForCausalLM; from transformers import AutoTokenizer; '
-    "model = AutoPeftModelForCausalLM.from_pretrained({adapter!r}).merge_and_unload(); model.save_pretrained('merged'); "
-    "AutoTokenizer.from_pretrained(model.name_or_path).save_pretrained('merged')\""
-)
+FILES = [CONFIG, WEIGHTS, *TOKENIZER_FILES]  # to download from the hub
 MAX_SIZE = 2**20  # far beyond any real model, so that a corrupt file gives a message and not a traceback
 # The values that our model implements. The first is the default for a missing field.
 SUPPORTED_MODEL_VALUES: dict[str, tuple[object, ...]] = {
@@ -62,8 +56,7 @@ def find_model(name_or_dir: str | os.PathLike[str], verify: bool = True) -> Path
     With `verify`, compares the files of a checkpoint directory with their checksums.
 
     Raises:
-        UserError: the directory is not an intact checkpoint, the hub has no such model or cannot be reached, or the model
-            is an adapter.
+        UserError: the directory is not an intact checkpoint, or the hub has no such model or cannot be reached.
     """
     directory = Path(name_or_dir)
     if not directory.exists():
@@ -71,11 +64,6 @@ def find_model(name_or_dir: str | os.PathLike[str], verify: bool = True) -> Path
             raise UserError(f"{directory} does not exist. Check the path.")
         directory = _download(str(name_or_dir))
     if not (directory / CONFIG).is_file():
-        if (directory / ADAPTER_CONFIG).is_file():
-            raise UserError(
-                f"{name_or_dir} is an adapter, not a complete model. Merge it with its base model, and use the result: "
-                + MERGE_COMMAND.format(adapter=str(name_or_dir))
-            )
         inside = newest_checkpoint(directory) if directory.is_dir() else None
         hint = f"Did you mean {inside}?" if inside else "Use a checkpoint directory, or a model on the hub."
         raise UserError(f"{name_or_dir} is not a checkpoint: it has no {CONFIG}. {hint}")
@@ -129,7 +117,7 @@ def read_model_config(directory: Path, config_class: type[Config], **other_field
 def read_config(directory: Path) -> dict[str, Any]:
     """Returns the content of `config.json` as a dict keyed by GPTConfig's fields: sizes, `bias`, and options, if any.
 
-    Hugging Face's model always has biases. For a model of ours without biases, the file of the weights has zeros in
+    Hugging Face's model always has biases. For a model of ours without biases, the weights file has zeros in
     their place, and `config.json` says `"bias": false`.
 
     Raises:

@@ -165,7 +165,7 @@ class Checkpoint:
         try:
             content = torch.load(path / FILE, map_location="cpu", weights_only=True, mmap=True)
             return cls(path, **content)
-        except Exception as error:  # such as for a bad pickle, a corrupt zip file or another program's file
+        except Exception as error:  # e.g. a bad pickle, a corrupt zip file or another program's file
             raise _unusable(path, f"is corrupt, or was not written by this trainer ({type(error).__name__})") from error
 
 

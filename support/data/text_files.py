@@ -325,7 +325,7 @@ def find_safe_cut(path: Path, offset: int, separator: bytes = b"") -> int:
 
 
 def find_last_safe_cut(content: bytes, separator: bytes = b"") -> int:
-    """Returns the last of the `safe_cuts` in the beginning of a text; 0 if there is none."""
+    """Returns the last of `content`'s `safe_cuts`, as more text may follow; 0 if there is none."""
     margin = 4 + 2 * len(separator)
     for size in (128, 4096, len(content)):
         begin = max(0, len(content) - size)

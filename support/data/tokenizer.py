@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from support.cli import UserError, warn
+from support.cli import UserError
 
 if TYPE_CHECKING:
     import tiktoken
@@ -87,16 +87,12 @@ def find_tokenizer(directory: Path) -> str | None:
 
 
 def tokenizer_name(directory: Path, vocab_size: int) -> str:
-    """Like `find_tokenizer`, but returns "gpt2" for a model without a tokenizer if it has as many tokens as GPT-2.
+    """Returns what `find_tokenizer` returns, for a model with this vocabulary size.
 
     Raises:
         UserError: as in `find_tokenizer`; or the model has no tokenizer, or one of another size.
     """
     name = find_tokenizer(directory)
-    if name is None and vocab_size == VOCAB_SIZES["gpt2"]:
-        if os.environ.get("RANK", "0") == "0":
-            warn(f"{directory} has no {TOKENIZER_JSON}: its {vocab_size:,} tokens are assumed to be GPT-2's.")
-        return "gpt2"
     size = None if name is None else VOCAB_SIZES.get(name) or get_tokenizer(name).vocab_size
     if name is None or size != vocab_size:
         raise UserError(
