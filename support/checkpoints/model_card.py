@@ -87,7 +87,7 @@ def model_card(run: RunInfo, step: int, val: Mapping[int, float], hellaswag: Map
         tokens = f", over {run.validated_tokens:,} tokens" if at > run.first_step else ""
         facts["validation loss"] = f"{val[at]:.4f} nats per token, {per_byte:.4f} per byte{tokens} (step {at:,})"
     if at := max((n for n in hellaswag if n <= step), default=0):
-        items = f" of {run.hellaswag_items:,} items" if at > run.first_step else ""
+        items = f" on {run.hellaswag_items:,} items" if at > run.first_step else ""
         facts["HellaSwag"] = f"acc_norm {hellaswag[at]:.4f}{items} (step {at:,})"
     return _CARD.format(
         # JSON is valid YAML, and its quotes keep names such as "on" or "1e3" strings
