@@ -138,7 +138,7 @@ def test_scores_are_the_newest_up_to_the_step():
     values = dict(val={0: 9.0, 250: 3.2, 300: 3.0}, hellaswag={0: 0.25, 200: 0.31})
     text, _ = card_of(**values)
     assert "**validation loss**: 3.2000 nats per token, 0.8000 per byte, over 700 tokens (step 250)\n" in text
-    assert "**HellaSwag**: acc_norm 0.3100 of 12 items (step 200)\n" in text
+    assert "**HellaSwag**: acc_norm 0.3100 on 12 items (step 200)\n" in text
     text, _ = card_of(**values, first_step=200)  # an earlier process scored, maybe other items
     assert "over 700 tokens (step 250)\n" in text and "**HellaSwag**: acc_norm 0.3100 (step 200)\n" in text
     assert "```sh\npython train_gpt2.py\n```" in text  # with the default flags
