@@ -45,6 +45,7 @@ def tried(monkeypatch):
     monkeypatch.setattr(batch_size, "TRIED", ("cpu",))
 
 
+@pytest.mark.slow
 def test_the_largest_micro_batch_that_fits_is_found(byte_shards, tmp_path, tried, capsys):
     flags = ["--data", byte_shards, "--max-steps", 4, "--dropout", 0.1]
     trained(tmp_path / "four", *flags, "--batch-size", 4)
@@ -126,6 +127,7 @@ def test_all_ranks_take_the_micro_batch_that_fits_on_each(byte_shards, tmp_path,
     assert losses(tmp_path / "eight/log.txt") == losses(tmp_path / "two/log.txt")
 
 
+@pytest.mark.slow
 def test_a_failure_of_one_rank_before_the_first_step_is_reported(byte_shards, tmp_path):
     ranks = start_run("--data", byte_shards, "--out", "run", cwd=tmp_path, world_size=2, sabotage=no_memory_on_rank_1)
     assert finish_run(ranks) == [2, 2]

@@ -204,6 +204,7 @@ def test_a_data_set_that_cannot_be_read(stories, flags, message):
 # ---- in a process
 
 
+@pytest.mark.slow
 def test_killed_while_it_downloads_the_same_command_resumes(server, tmp_path):
     server.failures += [None, "stall"]
     process = start_fineweb(server, tmp_path / "home", *FLAGS, stdout=subprocess.DEVNULL)

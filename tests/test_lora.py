@@ -71,6 +71,7 @@ def assert_merged_as_peft_does(checkpoint):
 # The files
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_a_complete_model(tuned, base):
     from transformers import GPT2LMHeadModel, pipeline
 
@@ -116,6 +117,7 @@ def test_the_base_model_is_not_trained(tuned, base):
     assert values[-1] < values[0]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_run_wherever_its_base_model_is(tuned, base, byte_shards, tmp_path):
     """But neither the base model nor its context may change."""
     first, run = Path(shutil.copytree(base, tmp_path / "first")), tmp_path / "run"
