@@ -586,6 +586,8 @@ def parse_arguments(argv: Sequence[str] | None) -> Arguments:
         problems.append("--split names a download, and --data a file. Leave out one of them.")
     if args.split == "test" and not args.json:
         problems.append("the test split has no labels, so there are no scores. Write the losses to a file with --json.")
+    if args.json and args.data and Path(args.json).resolve() == Path(args.data).resolve():
+        problems.append("--json and --data name the same file. Use another file with --json.")
     if problems:
         raise UserError(*problems)
     if args.json:
@@ -701,8 +703,7 @@ def write_json(path: Path, results: Results, sums: np.ndarray, normalised: np.nd
     ]
     summary = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(results).items()}
     text = json.dumps(summary).removesuffix("}") + ', "results": [\n' + ",\n".join(lines) + "\n]}\n"
-    with files.atomic_write(path) as tmp:
-        tmp.write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8")  # also to a link, a pipe or a device
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -40,7 +41,8 @@ def test_before_it_is_renamed_all_is_on_the_disk(tmp_path, monkeypatch):
 
 
 def test_an_output_file_needs_a_folder(tmp_path):
-    files.check_output_file(tmp_path / "file", "--json")
+    for path in (tmp_path / "file", Path("/dev/null")):
+        files.check_output_file(path, "--json")
     for path in (tmp_path, tmp_path / "missing" / "file"):
         with pytest.raises(UserError, match="--json"):
             files.check_output_file(path, "--json")

@@ -413,6 +413,7 @@ def test_weights_that_are_corrupt_or_nan_give_no_score(checkpoint, tmp_path, cap
         ("-m gpt2 --limit 0", "--limit is 0. It must be 1 or more"),
         ("-m gpt2 --split val --data items.jsonl", "--split names a download, and --data a file"),
         ("-m gpt2 --json tiny", "cannot write tiny"),
+        ("-m tiny --data items.jsonl --json ./items.jsonl", "--json and --data name the same file"),
         ("-m tiny --split test", "the test split has no labels, so there are no scores"),
         ("-m tiny", "tiny was trained on bytes tokens"),  # before the items are downloaded
         ("-m sized --data items.jsonl", "sized has no tokenizer.json for its 50,257 tokens"),
