@@ -109,7 +109,7 @@ def read_json(path: Path) -> Any:
 
 
 def check_output_file(path: Path, flag: str) -> None:
-    """Checks that the file which a flag names can be written later."""
+    """Raises a UserError if the file that a flag names cannot be written."""
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise UserError(f"cannot write {path}. Use another file with {flag}.")
 

@@ -6,12 +6,12 @@ lists the size and SHA-256 of every other file except the model card.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from support import files
 from support.cli import UserError, warn
@@ -57,13 +57,17 @@ def write_checkpoint(directory: Path, write_files: Callable[[Path], None], **fac
             path.chmod((tmp / CONTENTS).stat().st_mode)  # safetensors creates files that only their owner can read
 
 
+def read_facts(directory: Path) -> dict[str, Any]:
+    """Returns what `checkpoint.json` says of a checkpoint (see `write_checkpoint`); {} if it is missing or malformed."""
+    try:
+        return dict(json.loads((directory / CONTENTS).read_text(encoding="utf-8")))
+    except MALFORMED:
+        return {}
+
+
 def newest_before_cooldown(out: str | os.PathLike[str]) -> Path | None:
     """Returns the newest checkpoint before the cooldown of a wsd schedule, from which a longer run can start."""
-    for directory in reversed(list_checkpoints(out)):
-        with contextlib.suppress(*MALFORMED):
-            if json.loads((directory / CONTENTS).read_text(encoding="utf-8"))["before_cooldown"] is True:
-                return directory
-    return None
+    return next((path for path in reversed(list_checkpoints(out)) if read_facts(path).get("before_cooldown")), None)
 
 
 def remove_leftovers(out: str | os.PathLike[str]) -> None:

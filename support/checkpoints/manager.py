@@ -20,6 +20,7 @@ from support.checkpoints.directory import (
     find_corruption,
     list_checkpoints,
     newest_before_cooldown,
+    read_facts,
     step_of,
     write_checkpoint,
 )
@@ -195,12 +196,12 @@ class CheckpointManager:
         All others are kept: the newest `keep` intact ones, including `step` (0 keeps all), the one with the best
         validation loss, and the newest one before a cooldown, from which a longer run can start.
         """
-        config, losses = self.run.config, self._logged("val")
+        config = self.run.config
         *earlier, newest = [path for path in list_checkpoints(self.out) if step_of(path) <= step]
         if config.keep == 0 or len(earlier) < config.keep:
             return
         # the newest one if no loss is known
-        best = min([newest, *reversed(earlier)], key=lambda path: losses.get(step_of(path), math.inf))
+        best = min([newest, *reversed(earlier)], key=_validation_loss)
         kept = 1
         for directory in reversed(earlier):
             if kept < config.keep and find_corruption(directory) is None:
@@ -211,3 +212,9 @@ class CheckpointManager:
     def _logged(self, name: str) -> dict[int, float]:
         """Returns the logged values of `name`, by step."""
         return read_log(self.out / "log.txt")[name]
+
+
+def _validation_loss(checkpoint: Path) -> float:
+    """Returns the validation loss in `checkpoint.json`; infinity if there is none. The log may have lost it to a resume."""
+    loss = read_facts(checkpoint).get("val")
+    return loss if isinstance(loss, float) else math.inf

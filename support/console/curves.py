@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # importing matplotlib takes as long as drawing a picture
 Curve = tuple[np.ndarray, np.ndarray]  # x and y
 AXES = {"steps": "step", "tokens": "tokens", "hours": "hours of training steps"}
 SETTLED = 0.05  # initial fraction of a curve that may lie above the picture, so that the rest is not flat
-DRAW_SECONDS = 60.0  # minimum between two pictures of a run that is training: drawing one takes about a second
+DRAW_SECONDS = 60.0  # minimum between two pictures of a run that is training
 OPENAI_SIZES = {(12, 768): "124M", (24, 1024): "350M", (36, 1280): "774M", (48, 1600): "1558M"}  # layers, channels
 OPENAI_LOSS = 3.2924  # OpenAI's GPT-2 124M on FineWeb-Edu's validation shard
 # (acc, acc_norm) on all validation items, by style of hellaswag.py; None where no figure was published

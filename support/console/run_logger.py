@@ -54,8 +54,9 @@ class RunLogger:
             append_start(folder, describe_start(run, dist))
         self._curves = CurvesFile(folder)
         self._profiler = make_profiler(run.config.profile, run.config.out, dist.device, dist.rank, dist.print0)
-        self._bar = tqdm(  # on a terminal
-            total=1.0, initial=self._fraction_done(run.first_step, run.checkpoint.progress) if run.checkpoint else 0.0, file=sys.stdout, leave=False,
+        progress = run.checkpoint.progress if run.checkpoint else 0.0
+        self._bar = tqdm(
+            total=1.0, initial=self._fraction_done(self.first_step, progress), file=sys.stdout, leave=False,
             disable=dist.rank > 0 or not terminal.is_terminal(), dynamic_ncols=True, miniters=0,
             bar_format="{desc} |{bar}| {percentage:.0f}% {elapsed}<{remaining}",
         )  # fmt: skip
@@ -145,6 +146,7 @@ class RunLogger:
         self._curves.update()
 
     def _fraction_done(self, steps: int, progress: float) -> float:
+        """Returns the fraction of the run, or of its minutes, after this many steps."""
         return progress if self.config.minutes else steps / self.config.max_steps
 
     def _line_due(self, step: int, now: float) -> bool:

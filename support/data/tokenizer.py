@@ -87,7 +87,7 @@ def find_tokenizer(directory: Path) -> str | None:
 
 
 def tokenizer_name(directory: Path, vocab_size: int) -> str:
-    """Returns what `find_tokenizer` returns, for a model with this vocabulary size.
+    """Returns the name of a model's tokenizer, for `get_tokenizer`, after checking it against the vocabulary size.
 
     Raises:
         UserError: as in `find_tokenizer`; or the model has no tokenizer, or one of another size.

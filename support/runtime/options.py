@@ -49,7 +49,7 @@ class RunOptions:
         "train for M minutes, however busy the machine is, instead of --max-steps", MAIN_GROUP,
         default_help="2 with --demo", at_least=0.1, below=1e6, metavar="M")
     batch_size: int | None = flag(None,
-        "sequences per micro-batch and device; fewer take less memory; the tokens per step stay the same", MAIN_GROUP,
+        "most sequences per micro-batch and device; fewer take less memory; the tokens per step stay the same", MAIN_GROUP,
         default_help="64 on CUDA, otherwise 4", at_least=1, below=2**31)
     text_field: str = flag("text", "JSON field or parquet column with the text, for --text", "text", metavar="FIELD")
     tokenizer: str = flag("gpt2", "for --text: GPT-2's tokens, bytes, or bpe, which is trained on the text", "text",
