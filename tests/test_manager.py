@@ -169,7 +169,9 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
             log.write(step, {"val": values[step]})
         kept.append(save_one(checkpoints, step))
     assert kept == [[10], [10, 20], [20, 25], [20, 25, 30], [20, 30, 40], [20, 40, 50]]
-    assert save_one(manager_of(tmp_path), 60) == [20, 40, 50, 60]
+    (tmp_path / "log.txt").write_text("")  # a resume with another --val-every drops values from its log
+    assert save_one(manager_of(tmp_path, "--keep", 2), 55) == [20, 50, 55]
+    assert save_one(manager_of(tmp_path), 60) == [20, 50, 55, 60]
 
 
 def test_corrupt_checkpoints_do_not_count_as_kept(tmp_path):
