@@ -251,11 +251,13 @@ class GPT(nn.Module):
     def flops_per_token(self) -> int:
         """FLOPs to train on one token of a full context: 6N + 12*L*C*T (PaLM, arXiv:2204.02311, appendix B).
 
-        N leaves out the position embeddings, which are only looked up.
+        Of the 6 for each weight, 2 are the forward pass, 2 the gradients of the activations, and 2 the gradient of the
+        weight itself, which frozen weights do not have. N leaves out the position embeddings, which are only looked up.
         """
         c = self.config
-        N = sum(p.numel() for p in self.parameters()) - self.transformer.wpe.weight.numel()
-        return 6 * N + 12 * c.n_layer * c.n_embd * c.block_size
+        parameters = [p for p in self.parameters() if p is not self.transformer.wpe.weight]
+        weight_flops = sum((6 if p.requires_grad else 4) * p.numel() for p in parameters)
+        return weight_flops + 12 * c.n_layer * c.n_embd * c.block_size
 
     @torch.no_grad()
     def generate(

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import torch
 from training import TINY, run_info
 
+from support.checkpoints import lora
 from support.checkpoints.state import TrainState
 from support.console.progress import describe_length
 from support.console.run_logger import RunLogger
@@ -26,6 +27,15 @@ def test_mfu_counts_all_gpus(tmp_path, monkeypatch):
     logger = RunLogger(run_info("--out", tmp_path), dist)
     logger.step(TrainState(None, None, None, step=0), 1.0, 1e-3, 1.0, 0.5, None)
     assert lines[-1].endswith(f"| tok/sec: 512.00 | mfu: {256 / 0.5 * FLOPS_PER_TOKEN / 2e9:.1%}")
+
+
+def test_mfu_counts_frozen_weights_without_their_gradients():
+    """By hand: LoRA of rank 4 has 2,816 weights in two blocks. Each of the others takes part in the forward pass and in the
+    gradients of the activations, two FLOPs each."""
+    model = GPT(TINY)
+    lora.add_adapter(model, rank=4, alpha=8.0, seed=0, checkpoint=None)
+    gradients_of_frozen_weights = 2 * (FLOPS_PER_TOKEN - 12 * 2 * 32 * 16) // 6
+    assert model.flops_per_token() == FLOPS_PER_TOKEN - gradients_of_frozen_weights + 6 * 2816
 
 
 def test_the_length_is_given_in_passes_over_the_data(tmp_path):

@@ -69,7 +69,10 @@ def test_losses_per_byte_are_of_the_validated_tokens(tmp_path, capsys):
     assert read_starts(tmp_path / "run")[0]["data"]["bytes_per_token"] == pytest.approx(per_token)
     loss = losses(tmp_path / "run" / "log.txt", "val")[-1]
     card, output = (tmp_path / "run" / "model_00002" / "README.md").read_text(), capsys.readouterr().out
-    assert f"tokens of {per_token:.2f} bytes" in output and f"| val loss: {loss:.4f} over 2,000 tokens\n" in output
+    assert f"vocabulary 300; validation on 2,000 tokens of {per_token:.2f} bytes\n" in output  # not the train split's
+    trained(tmp_path / "off", "--data", tmp_path / "data", "--max-steps", 1, "--val-every", 0)
+    assert "vocabulary 300\n" in capsys.readouterr().out
+    assert f"| val loss: {loss:.4f} over 2,000 tokens\n" in output
     for text in (card, output):
         assert f"{loss:.4f} nats per token, {loss / per_token:.4f} per byte" in text
     assert "per byte, over 2,000 tokens (step 2)" in card

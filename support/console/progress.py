@@ -52,6 +52,8 @@ def print_header(run: RunInfo, dist: Distributed, loader: DataLoaderLite) -> Non
     parameters = sum(p.numel() for p in run.model.parameters())
     trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
     options = "".join(f", {name} {value}" for name, value in options_of(run.model.config).items())
+    validated = f"; validation on {run.validated_tokens:,} tokens of {run.bytes_per_token:.2f} bytes"
+    validated = validated if config.val_every != 0 else ""
     facts = [
         ("device", ", ".join([*device, f"torch {torch.__version__}; train_gpt2.py {__version__}"])),
         (
@@ -62,8 +64,7 @@ def print_header(run: RunInfo, dist: Distributed, loader: DataLoaderLite) -> Non
         ),
         (
             "data",
-            f"{config.data}: {loader.rows_per_epoch * T:,} tokens of {run.bytes_per_token:.2f} bytes, "
-            f"vocabulary {run.data.tokenizer.vocab_size:,}",
+            f"{config.data}: {loader.rows_per_epoch * T:,} tokens, vocabulary {run.data.tokenizer.vocab_size:,}{validated}",
         ),
         (
             "step",
