@@ -778,7 +778,8 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
         with fsdp.full_weights(eval_model, model), amp:
             generator = devices.seeded_generator(device, config.seed)
             eval_model.eval()
-            texts = sample(eval_model, data.tokenizer, run.prompt, 150, generator, 0.8, n=1)
+            length = clock.tokens_of_last_text(most=150, step_tokens=B * T * grad_accum)
+            texts = sample(eval_model, data.tokenizer, run.prompt, length, generator, 0.8, n=1)
     print_summary(run, dist, state, newest_before_cooldown(config.out), texts)
     return state
 

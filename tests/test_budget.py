@@ -85,14 +85,22 @@ def test_the_smallest_model_is_for_bytes(tokens, n_embd, monkeypatch):
 
 
 def test_what_is_validated_and_what_is_said_of_few_steps(monkeypatch, capsys):
-    """By hand: a validation has a twentieth of the tokens, 32,768 at least; 50 steps of 1,024 tokens are few."""
-    for tokens, validated in ((2.048e6, 102400), (2e5, 32768), (1e12, 10485760)):
+    """By hand: a validation has a twentieth of the tokens, or 32,768 if that is at most an eighth; 50 steps are few."""
+    for tokens, validated in ((2.048e6, 102400), (3e5, 32768), (2e5, 25000), (1e12, 10485760)):
         assert flags_for(3e6, tokens, monkeypatch)["val_tokens"] == validated
     assert "val_tokens" not in flags_for(3e6, 2.048e6, monkeypatch, "--val-tokens", "640")
     assert "only time for" not in capsys.readouterr().out
     chosen = flags_for(3e6, 50 * 1024, monkeypatch)
     assert "there is time for only about 50 steps" in capsys.readouterr().out
     assert not chosen.keys() & {"max_steps", "decay_steps", "warmup_steps", "val_every"}  # steps are not counted
+
+
+def test_samples_are_left_out_where_they_take_too_long(monkeypatch):
+    """By hand: 4 x (10 + 11 + ... + 41) tokens at each of four quarters, at a third of training's time: 35,000 x an eighth."""
+    assert 4 * 4 * sum(range(10, 42)) / 3 * 8 == pytest.approx(budget.LEAST_SAMPLED, rel=0.02)
+    assert flags_for(3e6, 3.5e4, monkeypatch)["sample_every"] == 0
+    assert "sample_every" not in flags_for(3e6, 3.6e4, monkeypatch)
+    assert "sample_every" not in flags_for(3e6, 3.5e4, monkeypatch, "--sample-every", "9")
 
 
 def test_a_time_without_a_single_step_is_refused(monkeypatch):
@@ -106,8 +114,11 @@ def test_given_sizes_stay(monkeypatch):
     assert not chosen.keys() & {"n_layer", "n_head", "n_embd", "total_batch_size", "max_lr"}
     monkeypatch.setattr(budget, "_tokens_per_second", lambda *args: 1000.0)
     for others in ({"init_from": "gpt2", "text": "a.txt", "recipe": "gpt2"}, {}):  # pretrained weights, shards
-        chosen = budget.flags_for_minutes(replace(config_of(), minutes=3.0, **others), {}, ONE_PROCESS, new_model)
+        config = replace(config_of(), minutes=3.0, val_tokens=2**20, **others)
+        chosen = budget.flags_for_minutes(config, {}, ONE_PROCESS, new_model)
         assert chosen.keys() == {"val_tokens"}
+        # 3 minutes for 180,000 tokens: five validations of an eighth, three times as fast as training, are a fifth of it
+        assert 5 / 3 * chosen["val_tokens"] / 180_000 == pytest.approx(0.208, abs=0.001)
 
 
 @pytest.mark.parametrize("fitting", [8, 4, 0])
@@ -124,9 +135,26 @@ def test_the_tokens_of_a_model_in_time(fitting, monkeypatch):
     model, two = Watched(GPTConfig(64, 257, 1, 1, 16)), replace(ONE_PROCESS, world_size=2)
     needed = memory.bytes_needed(config, memory.Sizes.of(model), two, torch.float32, False, fitting) if fitting else 1
     monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (needed, 1e12))
-    monkeypatch.setattr(budget, "_seconds", lambda work, device: work() or 0.01)
+    monkeypatch.setattr(budget, "_seconds", lambda work, device, at_least: work() or 0.01)
     found = budget._tokens_per_second(config, "fp32", 257, two, lambda *_: model)
-    assert found == pytest.approx(0.7 / 0.01 * fitting * 64 * 2) and rows == [fitting] * bool(fitting)
+    assert found == pytest.approx(0.7 / 0.01 * fitting * 64 * 2) and rows == [1, fitting] * bool(fitting)
+
+
+def test_a_large_model_is_measured_in_two_calls_of_one_row(monkeypatch):
+    """By hand: 0.7 of 64 tokens in the 20 s of the second call; the first one warms up, and takes twice as long."""
+    now, rows = [0.0], []
+
+    def forward(self, idx, targets=None):
+        rows.append(len(idx))
+        now[0] += 20 if len(rows) > 1 else 40
+        return real(self, idx, targets)
+
+    real = GPT.forward
+    monkeypatch.setattr(GPT, "forward", forward)
+    monkeypatch.setattr(budget, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    config = TrainConfig(n_layer=1, n_head=1, n_embd=16, block_size=64, batch_size=8)
+    found = budget._tokens_per_second(config, "fp32", 257, ONE_PROCESS, new_model)
+    assert found == pytest.approx(0.7 * 64 / 20) and rows == [1, 1]
 
 
 @pytest.mark.parametrize(

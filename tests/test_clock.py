@@ -91,6 +91,17 @@ def test_half_a_step_is_kept(fake_time):
     assert found == pytest.approx([10 / 116, 20 / 111, 70 / 111, 80 / 111])
 
 
+def test_the_text_at_the_end_takes_two_seconds_at_most(fake_time):
+    """By hand: where 100 tokens are trained on in a second, the 600 of two seconds forward are 1 + 2 + ... + 35 = 630."""
+    of_run = Clock(2.0)
+    assert of_run.tokens_of_last_text(150, 1000) == 150  # there was no step
+    for _ in range(3):
+        fake_time.now += 10.0
+        of_run.progress()
+        assert of_run.tokens_of_last_text(150, 1000) == 35
+    assert of_run.tokens_of_last_text(150, 10**6) == Clock(None).tokens_of_last_text(150, 1000) == 150
+
+
 def test_the_learning_rate_follows_the_time():
     """By hand: up to 1 in a thirtieth of the time, from a tenth on; then the cooldown or the cosine, to 0.1."""
     config = replace(config_of("--schedule", "wsd", "--cooldown-fraction", 0.4), minutes=2.0, max_lr=1.0, min_lr=0.1)

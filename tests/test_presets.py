@@ -104,6 +104,15 @@ def test_fine_tuning_takes_few_epochs_at_a_low_rate(tmp_path):
         assert config.optimizer == "adamw" and config.max_lr == pytest.approx(factor * 1e-3)
 
 
+@pytest.mark.parametrize("context, flags, rows", [(64, [], 32), (128, [], None), (128, ["--block-size", "64"], 32)])
+def test_fine_tuning_a_small_model_takes_the_micro_batch_of_small_models(tmp_path, context, flags, rows):
+    GPT(GPTConfig(context, 257, 1, 1, 32)).save_pretrained(tmp_path / "model")
+    get_tokenizer("bytes").save_pretrained(tmp_path / "model", context)
+    text = ["--text", str(file_of_size(tmp_path, 1e6))]
+    assert configure([*text, "--init-from", str(tmp_path / "model"), *flags])[0].batch_size == rows
+    assert configure(text)[0].batch_size == 32  # of random weights and a context of 64
+
+
 def test_compressed_text_counts_uncompressed(tmp_path):
     import pyarrow
     import pyarrow.parquet

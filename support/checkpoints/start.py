@@ -75,7 +75,8 @@ def gather_flags(
             flags["tokenizer"] = name if name in VOCAB_SIZES else "bpe"
             if cli_flags.get("tokenizer", flags["tokenizer"]) != flags["tokenizer"]:
                 raise UserError("--init-from brings its own tokenizer. Leave out --tokenizer.")
-        flags |= preset_flags(cli_flags, flags.get("tokenizer"), sizes["n_embd"]) | dict(cli_flags)
+        flags |= preset_flags(cli_flags, flags.get("tokenizer"), sizes["n_embd"], sizes["block_size"])
+        flags |= cli_flags
     else:
         flags = preset_flags(cli_flags) | dict(cli_flags)
     _check_length(flags, cli_flags)

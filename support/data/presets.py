@@ -50,17 +50,19 @@ MAX_EPOCHS = 10
 MAX_BPE_TEXT = 4e8  # bytes; a larger text gets GPT-2's tokens
 
 
-def preset_flags(cli_flags: Mapping[str, Any], tokenizer: str | None = None, n_embd: int = 768) -> dict[str, Any]:
+def preset_flags(
+    cli_flags: Mapping[str, Any], tokenizer: str | None = None, n_embd: int = 768, context: int = 1024
+) -> dict[str, Any]:
     """Returns the flags that --demo or --text sets unless the user does; none without one of these two.
 
     Args:
-        tokenizer, n_embd: tokenizer and width of the --init-from model; not used without that flag.
+        tokenizer, n_embd, context: of the --init-from model; not used without that flag.
 
     Raises:
         UserError: --text names no text, or a flag needs --text.
     """
     if "text" in cli_flags:
-        return _text_flags(cli_flags, tokenizer, n_embd)
+        return _text_flags(cli_flags, tokenizer, n_embd, context)
     if for_text := [flag_name(name) for name in ("text_field", "tokenizer") if name in cli_flags]:
         raise UserError(*(f"{name} is for --text. Add --text, or leave out {name}." for name in for_text))
     if not cli_flags.get("demo"):
@@ -74,7 +76,7 @@ def preset_flags(cli_flags: Mapping[str, Any], tokenizer: str | None = None, n_e
     return {name: value for name, value in flags.items() if name not in other_sizes}
 
 
-def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int) -> dict[str, Any]:
+def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int, context: int) -> dict[str, Any]:
     fine_tuned = "init_from" in cli_flags
     size = text_bytes(cli_flags["text"], cli_flags.get("text_field", "text"))
     tokenizer = cli_flags.get("tokenizer", tokenizer or ("bpe" if size <= MAX_BPE_TEXT else "gpt2"))
@@ -84,6 +86,8 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
         total_tokens, steps = tokens * (3 if size < 4e7 else 1), 200
         # These learning rates suit GPT-2; the best rate for AdamW grows as models get narrower (arXiv:2203.03466).
         flags = dict(max_lr=(1e-3 if "lora_rank" in cli_flags else 1e-4) * max(1.0, 768 / n_embd))
+        if cli_flags.get("block_size", context) <= MODELS_FOR_TEXT[0]["block_size"]:
+            flags["batch_size"] = MODELS_FOR_TEXT[0]["batch_size"]  # takes as long as 4 rows
     else:  # several epochs of a small text, but too few to memorize it
         total_tokens, steps = max(tokens, min(MIN_TOKENS[tokenizer], MAX_EPOCHS * tokens)), 2000
         flags = dict(recipe="fast")

@@ -23,10 +23,15 @@ from support.runtime.machine import Machine
 if TYPE_CHECKING:
     from train_gpt2 import TrainConfig
 
-MEASURED_SECONDS = 0.5  # for each model
+MEASURED_SECONDS = 0.5  # for each model; a single row of a large one may take longer
 TRAINING_FRACTION = 0.7  # fraction of the time for micro-steps: the rest is the optimizer, validations, start and end
-VALIDATED_FRACTION = 1 / 20  # fraction of the training tokens in each of five validations, together 8% of the time
-LEAST_VALIDATED = 2**15  # tokens; the loss on fewer depends too much on which they are
+# Each of five validations has this fraction of the training tokens; together they take 8% of the time. A loss over few
+# tokens depends too much on which they are, so where there are few, up to MOST_VALIDATED: 21% of the time.
+VALIDATED_FRACTION, MOST_VALIDATED = 1 / 20, 1 / 8
+ENOUGH_VALIDATED = 2**15  # tokens
+# Four texts of 32 tokens, without a cache, take as long as training on 1,100 tokens. If the samples at four quarters would
+# take more than an eighth of the time, there are none.
+LEAST_SAMPLED = 4 * 1100 * 8  # training tokens
 FEW_STEPS = 100
 
 
@@ -99,7 +104,11 @@ def flags_for_minutes(
             flags |= {"total_batch_size": step} | presets.fast_rates(step, cli_flags)
         if on_gpu:
             flags["batch_size"] = None  # the largest that divides a step
-        return flags | {"val_tokens": min(config.val_tokens, max(LEAST_VALIDATED, int(VALIDATED_FRACTION * tokens)))}
+        if 0 < tokens < LEAST_SAMPLED:
+            flags["sample_every"] = 0
+        validated = max(VALIDATED_FRACTION * tokens, min(ENOUGH_VALIDATED, MOST_VALIDATED * tokens))
+        block_size = chosen.get("block_size", config.block_size)  # at least one row
+        return flags | {"val_tokens": min(config.val_tokens, max(block_size, int(validated)))}
 
     startup.show("measuring how fast this machine trains ...")
     flags = dist.once(choose_flags)
@@ -130,22 +139,28 @@ def _tokens_per_second(
     model = new_model(config, vocab_size).to(device)
     tokens = torch.randint(vocab_size, (B, T + 1), device=device)
 
-    def micro_step() -> None:
+    def micro_step(rows: int) -> None:
         with amp:
-            loss = model(tokens[:, :-1], tokens[:, 1:])[1]
+            loss = model(tokens[:rows, :-1], tokens[:rows, 1:])[1]
         loss.backward()
         model.zero_grad(set_to_none=True)
 
-    return TRAINING_FRACTION * B * T * dist.world_size / _seconds(micro_step, device)
+    seconds = _seconds(lambda: micro_step(1), device, at_least=0)
+    if seconds < MEASURED_SECONDS:
+        seconds = _seconds(lambda: micro_step(B), device, at_least=MEASURED_SECONDS)
+    else:  # more rows would take too much of a short run, and be no faster per token
+        B = 1
+    return TRAINING_FRACTION * B * T * dist.world_size / seconds
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Returns the mean seconds of a call, over about MEASURED_SECONDS, after a warm-up call."""
-    from torch.utils.benchmark import Timer
-
-    def clock() -> float:
+def _seconds(work: Callable[[], object], device: torch.device, at_least: float) -> float:
+    """Returns the mean seconds of a call, over at least this time, after a warm-up call."""
+    work()
+    devices.synchronize(device)
+    calls, started = 0, time.perf_counter()
+    while True:
+        work()
         devices.synchronize(device)
-        return time.perf_counter()
-
-    timer = Timer("work()", globals={"work": work}, timer=clock, num_threads=torch.get_num_threads())
-    return timer.blocked_autorange(min_run_time=MEASURED_SECONDS).mean
+        calls, passed = calls + 1, time.perf_counter() - started
+        if passed >= at_least:
+            return passed / calls

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 
 from support.startup import STARTED
 
-END_SECONDS = 4.0  # after the last evaluation: the checkpoint, curves.png, a sample, the exit of the process
+END_SECONDS = 4.0  # after the last evaluation: the checkpoint, curves.png, a text, the exit of the process
+TEXT_SECONDS = 2.0  # of these, for the text
 # at most this fraction of the time is reserved for the last evaluation: the first one may have included compilation
 MOST_EVALUATION = 0.1
 
@@ -52,6 +54,20 @@ class Clock:
         yield
         seconds = min(time.perf_counter() - started, MOST_EVALUATION * 60 * (self.minutes or 0.0))
         self._evaluation = max(self._evaluation, seconds)
+
+    def tokens_of_last_text(self, most: int, step_tokens: int) -> int:
+        """Returns how many tokens, up to `most`, the text at the end may have: in a timed run of a large model, fewer.
+
+        Each new token takes a forward pass over all tokens so far, and a forward pass takes a third of the time in which
+        as many tokens are trained on.
+
+        Args:
+            step_tokens: tokens of a step on this rank.
+        """
+        seconds_per_token = min(filter(None, self._steps), default=0.0) / step_tokens
+        if self.minutes is None or seconds_per_token == 0:
+            return most
+        return min(most, 1 + int(math.sqrt(2 * 3 * TEXT_SECONDS / seconds_per_token)))  # n tokens: n^2 / 2 in all
 
 
 def progress_after(seconds: float, minutes: float) -> float:
