@@ -42,7 +42,7 @@ def run(library, byte_shards, tmp_path):
     """A function that runs the trainer with TINY_FLAGS and more on pretended GPUs, checks its report and returns its output.
 
     Checked of each rank: exit code 0; one wait for the device in each step, for the loss that is logged; no CUDA in the thread
-    that saves. With one rank, copies to the device are from pinned memory (gloo's are not).
+    that saves; no warning. With one rank, copies to the device are from pinned memory (gloo's are not).
 
     Args:
         waits: in the first steps, if they are others.
@@ -63,6 +63,7 @@ def run(library, byte_shards, tmp_path):
         )  # fmt: skip
         output, _, reports = result.stdout.strip().rpartition("\n")
         print(result.stdout)
+        assert "Warning:" not in output
         reports = json.loads(reports)
         assert [report["exit code"] for report in reports] == [0] * len(gpu_bytes)
         for report in reports:

@@ -181,8 +181,11 @@ class Distributed:
             shard = torch.zeros(-(-(1 << 20) // self.world_size), device=self.device)  # 4 MB in all
             full = shard.repeat(self.world_size)
             distributed.all_reduce(full)
-            distributed.reduce_scatter_tensor(shard, full)
-            distributed.all_gather_into_tensor(full, shard)
+            # renamed in torch 2.13
+            scatter = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+            gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+            scatter(shard, full)
+            gather(full, shard)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets how long a collective waits for a rank that is stopped or cut off, before it ends this process."""
