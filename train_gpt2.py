@@ -799,12 +799,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         dist = dist.with_device(config.device)
     if config.minutes and not (checkpoint and checkpoint.config["minutes"]):
         # times models to find what suits the time; a resumed run, or a fork of a timed run, has already done so
-        with memory.report_out_of_memory():
+        with devices.report_errors():
             flags |= budget.flags_for_minutes(config, cli_flags, dist, new_model)
         config = resolve(flags)
     exit_code: int | str | None = 0
     try:
-        with memory.report_out_of_memory():
+        with devices.report_errors():
             train(config, dist, checkpoint)
     except SystemExit as stopped:
         exit_code = stopped.code

@@ -12,7 +12,7 @@ from helpers import ROOT
 from training import ONE_PROCESS, config_of
 
 from support.checkpoints.start import gather_flags
-from support.cli import parse_flags
+from support.cli import UserError, parse_flags
 from support.runtime import devices
 from support.runtime.distributed import Distributed
 from support.runtime.machine import Machine
@@ -176,3 +176,54 @@ def test_generators_depend_on_each_seed_and_their_order():
     drawn = [torch.rand(1, generator=devices.seeded_generator(CPU, *each)).item() for each in seeds]
     assert drawn[0] == drawn[1] and len(set(drawn)) == 3
     assert len({devices.derive_seed(1337, step, rank) for step in range(20) for rank in range(4)}) == 80
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of"),
+        torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_every_way_to_run_out_of_memory_is_one_line(error):
+    with pytest.raises(UserError, match="^out of memory. Lower --batch-size"), devices.report_errors():
+        raise error
+
+
+@pytest.mark.parametrize(
+    "message, shown",
+    [
+        (
+            "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be",
+            "an illegal memory access",
+        ),
+        (
+            "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`",
+            "CUBLAS_STATUS_EXECUTION_FAILED",
+        ),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR", "CUDNN_STATUS_INTERNAL_ERROR"),
+    ],
+)
+def test_an_error_of_cuda_is_one_line_that_says_what_to_try(message, shown, monkeypatch):
+    """Where each kernel is waited for, the traceback shows the operation, so it is not hidden."""
+    error = torch.AcceleratorError(message) if "access" in message else RuntimeError(message)
+    with (
+        pytest.raises(UserError, match=r"^CUDA error: .*\. Continue|^cuDNN error") as reported,
+        devices.report_errors(),
+    ):
+        raise error
+    [line] = reported.value.problems
+    assert shown in line and "\n" not in line and "CUDA_LAUNCH_BLOCKING=1" in line and reported.value.this_rank_only
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    with pytest.raises(type(error)), devices.report_errors():
+        raise error
+
+
+def test_another_error_keeps_its_traceback():
+    with pytest.raises(RuntimeError, match="size mismatch"), devices.report_errors():
+        raise RuntimeError("size mismatch")

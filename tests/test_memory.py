@@ -46,20 +46,6 @@ def saved_in_a_step(config, B=8):
     return saved
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of"),
-        torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_every_way_to_run_out_of_memory_is_one_line(error):
-    with pytest.raises(UserError, match="^out of memory. Lower --batch-size"), memory.report_out_of_memory():
-        raise error
-
-
 # ---- what a step takes
 
 

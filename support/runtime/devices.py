@@ -11,6 +11,7 @@ import platform
 import re
 import shutil
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
@@ -50,6 +51,7 @@ GPUS = {
     "NVIDIA RTX 6000 Ada Generation": Gpu(364.2e12),  # Ada white paper for professional cards
 }
 GPU_FLAGS = {gpu.flag: name for name, gpu in GPUS.items() if gpu.flag}
+CUDA_ERRORS = "CUDA (driver )?error|cuDNN error|Triton Error"  # how the messages of CUDA and its libraries begin
 LONGEST_UNFUSED_CONTEXT = 128  # in bf16 on a CPU; measured, see docs/performance.md
 DEVICES = ("auto", "cuda", "cpu", "mps")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -158,6 +160,37 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 # -----------------------------------------------------------------------------
+# Errors
+
+
+@contextlib.contextmanager
+def report_errors() -> Iterator[None]:
+    """Turns errors of the device, such as running out of memory, into a UserError that says what to do.
+
+    With CUDA_LAUNCH_BLOCKING=1, which makes the traceback of a CUDA error meaningful, those stay as they are.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            message = "out of memory. Lower --batch-size (a step keeps its number of tokens), or use --recompute."
+        elif re.match(CUDA_ERRORS, str(error)) and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1":
+            message = (
+                f"{str(error).splitlines()[0].rstrip('.')}. Continue with --resume auto. If it comes back, look at the GPU "
+                "with nvidia-smi, try --no-compile, or see where it happens with CUDA_LAUNCH_BLOCKING=1."
+            )
+        else:
+            raise
+        raise UserError(message, this_rank_only=True) from error
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Returns whether an error means out of memory: torch.OutOfMemoryError, or one from cuBLAS, Triton, Metal or the CPU."""
+    messages = "out of memory|ALLOC_FAILED|can't allocate memory|not enough memory|Invalid buffer size"
+    return isinstance(error, torch.OutOfMemoryError) or re.search(messages, str(error)) is not None
+
+
+# -----------------------------------------------------------------------------
 # Random numbers
 
 
@@ -173,12 +206,6 @@ def seeded_generator(device: torch.device, *seeds: int) -> torch.Generator:
 
 # -----------------------------------------------------------------------------
 # Memory
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Returns whether an error means out of memory: torch.OutOfMemoryError, or one from cuBLAS, Triton, Metal or the CPU."""
-    messages = "out of memory|ALLOC_FAILED|can't allocate memory|not enough memory|Invalid buffer size"
-    return isinstance(error, torch.OutOfMemoryError) or re.search(messages, str(error)) is not None
 
 
 def free_and_total_memory(device: torch.device) -> tuple[float, float]:

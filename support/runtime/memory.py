@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,18 +21,6 @@ if TYPE_CHECKING:
 
 CUDA_BYTES = 10**9  # CUDA's context, and fragmentation
 PROGRAM_BYTES = 2.5e8  # on a CPU: Python and PyTorch
-
-
-@contextlib.contextmanager
-def report_out_of_memory() -> Iterator[None]:
-    """Turns out-of-memory errors into a UserError that says what to do."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not devices.is_out_of_memory(error):
-            raise
-        message = "out of memory. Lower --batch-size (a step keeps its number of tokens), or use --recompute."
-        raise UserError(message, this_rank_only=True) from error
 
 
 def recompute_activations(blocks: Iterable[nn.Module]) -> None:
