@@ -630,11 +630,8 @@ def train_step(
     progress = clock.progress() * dist.world_size if dist.rank == 0 else 0.0
     host_values = [torch.full_like(norm, value) for value in (stop.requested, progress)]
     reduced = dist.all_reduce_mean(torch.stack([loss_accum, norm, *host_values]))
-    if scaler.is_enabled():  # fp16: if the gradients overflowed, skips the step and lowers their scale
-        scaler.step(optimizer)
-        scaler.update()
-    else:
-        step_if_finite(optimizer, reduced.isfinite().all())
+    step_if_finite(optimizer, reduced.isfinite().all())
+    scaler.update()  # in fp16: lowers the scale of the gradients if they overflowed
     mean_loss, norm, stop_requests, progress = reduced.tolist()  # the only CPU-GPU sync point of a step
     stop.agree(stop_requests)
     return mean_loss, norm, progress

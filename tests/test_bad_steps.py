@@ -126,6 +126,29 @@ def test_bad_steps_in_a_row_end_the_run(byte_shards, tmp_path, monkeypatch, dtyp
     assert trainer_file(tmp_path / "model_00005")["optimizer"]["state"][0]["step"] == 3
 
 
+def test_an_overflow_in_fp16_is_skipped_on_mps_too(byte_shards, tmp_path, monkeypatch):
+    """As if this were an Apple GPU: its fused AdamW ignores `found_inf`, so the first overflow would make the weights NaN."""
+    step_if_finite, adamw_step = train_gpt2.step_if_finite, torch.optim.AdamW.step
+
+    def as_on_mps(optimizer, finite):
+        on_mps = mock.MagicMock()
+        on_mps.device.type, on_mps.__bool__.return_value = "mps", bool(finite)
+        step_if_finite(optimizer, on_mps)
+
+    def step(self):
+        self.found_inf = None
+        adamw_step(self)
+
+    monkeypatch.setattr(train_gpt2, "step_if_finite", as_on_mps)
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    bad_losses(monkeypatch, {2}, float("inf"))
+    trained(tmp_path, "--data", byte_shards, "--max-steps", 5, "--dtype", "fp16")
+    logged = (tmp_path / "log.txt").read_text()
+    assert re.findall(r"^(\d+) train (?:nan|inf)$", logged, re.M) == ["2"]
+    trainer = trainer_file(tmp_path / "model_00005")
+    assert trainer["optimizer"]["state"][0]["step"] == 4 and trainer["scaler"]["scale"] == 2**15  # halved once
+
+
 def test_a_bad_last_step_does_not_cost_the_others(byte_shards, tmp_path, monkeypatch):
     bad_losses(monkeypatch, {4, 5})
     trained(tmp_path, "--data", byte_shards, "--max-steps", 6)
