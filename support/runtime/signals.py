@@ -106,7 +106,7 @@ class StopHandler:
         self._reason = self._reason or number
         hint = " (again to exit immediately)" if number == signal.SIGINT and not by_torchrun else ""
         text = "exiting" if exits else f"{signal.Signals(number).name} received: stopping{hint}"
-        # On a terminal, the current line contains ^C, and possibly a status line.
+        # On a terminal, the current line contains ^C, and possibly a progress bar.
         start = "\r\x1b[K" if is_terminal() else "\n"
         with contextlib.suppress(OSError):  # not print: this signal may have interrupted one
             os.write(2, f"{start}{text}\n".encode())
