@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import itertools
 import os
@@ -13,6 +12,7 @@ import struct
 import sys
 import termios
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ import pytest
 from helpers import finish_run, start_run
 from runs import log_without_seconds
 from test_signals import signalled_in_forward
-from training import ONE_PROCESS, run_info, trained
+from training import ONE_PROCESS, config_of, run_info, trained
 
 from support.checkpoints.state import TrainState
 from support.cli import warn
@@ -178,13 +178,27 @@ def test_the_summary_agrees_with_the_log(tmp_path, capsys):
         f"saved   {out}/model_00006",
         f"next    python sample.py --model '{out}/model_00006' --prompt 'a b'",
     ]
-    resumed = dataclasses.replace(run, checkpoint=SimpleNamespace(step=2, seconds=60.0))
+    resumed = replace(run, checkpoint=SimpleNamespace(step=2, seconds=60.0))
     resumed.__dict__["bytes_per_token"] = 2.0
     print_summary(resumed, ONE_PROCESS, state, out / "model_00004", [])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].endswith(" elapsed since step 2")
     fork = f"python train_gpt2.py --fork '{out}/model_00004' --out '{out}_longer' --max-steps 12"
     assert lines[-1] == f"longer  {fork}"
+
+
+@pytest.mark.parametrize("step, minutes, told", [(1075, 2, True), (1085, 2, False), (2690, 5, True), (2710, 5, False)])
+def test_a_demo_on_a_busy_machine_says_that_a_free_one_takes_more_steps(tmp_path, capsys, step, minutes, told):
+    """By hand: nine tenths of 1,200 steps of 2,048 tokens in two minutes, or of 3,000 in five, are 1,080 or 2,700."""
+    (tmp_path / "log.txt").write_text(f"{step} val 4.0000\n")
+    for of_demo, expected in ((dict(minutes=minutes), told), (dict(minutes=None), False)):
+        config = replace(config_of("--out", tmp_path), demo=True, total_batch_size=2048, **of_demo)
+        run = replace(run_info(), config=config)
+        run.__dict__["bytes_per_token"] = 1.0
+        print_summary(run, ONE_PROCESS, TrainState(None, None, None, step=step), None, [])
+        out = " ".join(capsys.readouterr().out.split())
+        note = f"this run took {step:,} of 2,048, so its loss is higher: docs/normal.md has examples"
+        assert (note in out) == expected
 
 
 @pytest.mark.parametrize("term, no_color, is_styled", [("xterm", "", True), ("xterm", "1", False), ("dumb", "", False)])

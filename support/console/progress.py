@@ -18,6 +18,7 @@ from support.console.log import read_log
 from support.console.run_logger import clock
 from support.console.starts import read_starts
 from support.console.terminal import BOLD, YELLOW, labelled, on_one_line, pluralize, styled
+from support.data import presets
 from support.files import first_free, format_bytes
 from support.runtime import devices, memory
 from support.runtime.distributed import Distributed
@@ -150,6 +151,7 @@ def print_summary(
         elapsed += f" of {clock(60 * config.minutes - earlier)}"
     done = f"{pluralize(step, 'step')}, {step * config.total_batch_size:,} tokens; {elapsed} elapsed{since}"
     lines = [labelled("done", done)]
+    lines += [labelled("note", note)] if (note := presets.fewer_steps_note(config, step)) else []
     checkpoint, logged = checkpoint_path(out, step), read_log(out / "log.txt")["val"]
     # a fork's log begins with another run's
     first = min((start["first_step"] for start in read_starts(out)), default=0)

@@ -30,6 +30,7 @@ DEMO: dict[str, Any] = dict(
     val_tokens=65536, hellaswag_every=0, sample_every=0,
 )  # fmt: skip
 DEMO_TEXT_BYTES, DEMO_MINUTES = 2e6, 2.0
+DEMO_STEPS, DEMO_STEP_SIZE = 1200, 2048  # in DEMO_MINUTES on two free cores with bf16: docs/normal.md
 MAX_STEPS = 2**31 - 1
 MAX_COMPILE_FRACTION = 0.1  # compiling may take this fraction of a run of --text or --demo
 MODEL_FLAGS = {"n_layer", "n_head", "n_embd", "block_size"}
@@ -104,6 +105,18 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
         data=str(Path(cli_flags.get("out", "log")) / "data"), tokenizer=tokenizer, shuffle=True,
         total_batch_size=tokens_per_step, keep=1,
     )  # fmt: skip
+
+
+def fewer_steps_note(config: TrainConfig, steps: int) -> str | None:
+    """Returns how many steps the demo takes on a free machine, if this one's timed demo took clearly fewer; else None."""
+    usual = DEMO_STEPS * DEMO_STEP_SIZE * (config.minutes or 0.0) / DEMO_MINUTES
+    if not config.demo or steps * config.total_batch_size >= 0.9 * usual:
+        return None
+    return (
+        f"on two free cores with bf16, the demo takes about {DEMO_STEPS:,} steps of {DEMO_STEP_SIZE:,} tokens in "
+        f"{DEMO_MINUTES:g} minutes; this run took {steps:,} of {config.total_batch_size:,}, so its loss is higher: "
+        "docs/normal.md has examples"
+    )
 
 
 def train_tokens(text_bytes: float, tokenizer: str) -> float:
