@@ -135,13 +135,15 @@ def test_the_tokens_of_a_model_in_time(fitting, monkeypatch):
     model, two = Watched(GPTConfig(64, 257, 1, 1, 16)), replace(ONE_PROCESS, world_size=2)
     needed = memory.bytes_needed(config, memory.Sizes.of(model), two, torch.float32, False, fitting) if fitting else 1
     monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (needed, 1e12))
-    monkeypatch.setattr(budget, "_seconds", lambda work, device, at_least: work() or 0.01)
+    monkeypatch.setattr(budget, "_seconds", lambda work, device: work() or 0.01)
     found = budget._tokens_per_second(config, "fp32", 257, two, lambda *_: model)
-    assert found == pytest.approx(0.7 / 0.01 * fitting * 64 * 2) and rows == [1, fitting] * bool(fitting)
+    assert found == pytest.approx(0.7 / 0.01 * fitting * 64 * 2) and rows == [fitting] * bool(fitting)
 
 
-def test_a_large_model_is_measured_in_two_calls_of_one_row(monkeypatch):
-    """By hand: 0.7 of 64 tokens in the 20 s of the second call; the first one warms up, and takes twice as long."""
+@pytest.mark.parametrize("flops, measured", [(1e12, 8), (2e7, 5), (1e3, 1)])
+def test_a_large_model_is_measured_in_two_calls_of_few_rows(flops, measured, monkeypatch):
+    """By hand: 0.7 of the tokens in the 20 s of the second call; the first one warms up, and takes twice as long. A row of
+    64 tokens is 3.6 million FLOPs: six for each of 320 x 16 + 64 x 16 + 12 x 16^2 + 13 x 16 + 2 x 16 weights."""
     now, rows = [0.0], []
 
     def forward(self, idx, targets=None):
@@ -152,9 +154,10 @@ def test_a_large_model_is_measured_in_two_calls_of_one_row(monkeypatch):
     real = GPT.forward
     monkeypatch.setattr(GPT, "forward", forward)
     monkeypatch.setattr(budget, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(budget, "MEASURED_FLOPS", flops)
     config = TrainConfig(n_layer=1, n_head=1, n_embd=16, block_size=64, batch_size=8)
     found = budget._tokens_per_second(config, "fp32", 257, ONE_PROCESS, new_model)
-    assert found == pytest.approx(0.7 * 64 / 20) and rows == [1, 1]
+    assert found == pytest.approx(0.7 * measured * 64 / 20) and rows == [measured] * 2
 
 
 @pytest.mark.parametrize(

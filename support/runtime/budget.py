@@ -23,7 +23,8 @@ from support.runtime.machine import Machine
 if TYPE_CHECKING:
     from train_gpt2 import TrainConfig
 
-MEASURED_SECONDS = 0.5  # for each model; a single row of a large one may take longer
+MEASURED_SECONDS = 0.5  # for each model
+MEASURED_FLOPS = 1e12  # of a micro-step on a CPU, at most: three seconds on two cores. GPUs need their many rows
 TRAINING_FRACTION = 0.7  # fraction of the time for micro-steps: the rest is the optimizer, validations, start and end
 # Each of five validations has this fraction of the training tokens; together they take 8% of the time. A loss over few
 # tokens depends too much on which they are, so where there are few, up to MOST_VALIDATED: 21% of the time.
@@ -136,25 +137,22 @@ def _tokens_per_second(
     B = memory.largest_micro_batch(most, most, needed, devices.free_and_total_memory(device)[0])
     if B == 0:
         return 0.0
+    if device.type != "cuda":  # a row of a large model is as fast per token as several
+        B = max(1, min(B, int(MEASURED_FLOPS / (6 * sizes.parameters * T))))
     model = new_model(config, vocab_size).to(device)
     tokens = torch.randint(vocab_size, (B, T + 1), device=device)
 
-    def micro_step(rows: int) -> None:
+    def micro_step() -> None:
         with amp:
-            loss = model(tokens[:rows, :-1], tokens[:rows, 1:])[1]
+            loss = model(tokens[:, :-1], tokens[:, 1:])[1]
         loss.backward()
         model.zero_grad(set_to_none=True)
 
-    seconds = _seconds(lambda: micro_step(1), device, at_least=0)
-    if seconds < MEASURED_SECONDS:
-        seconds = _seconds(lambda: micro_step(B), device, at_least=MEASURED_SECONDS)
-    else:  # more rows would take too much of a short run, and be no faster per token
-        B = 1
-    return TRAINING_FRACTION * B * T * dist.world_size / seconds
+    return TRAINING_FRACTION * B * T * dist.world_size / _seconds(micro_step, device)
 
 
-def _seconds(work: Callable[[], object], device: torch.device, at_least: float) -> float:
-    """Returns the mean seconds of a call, over at least this time, after a warm-up call."""
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Returns the mean seconds of a call, over at least MEASURED_SECONDS, after a warm-up call."""
     work()
     devices.synchronize(device)
     calls, started = 0, time.perf_counter()
@@ -162,5 +160,5 @@ def _seconds(work: Callable[[], object], device: torch.device, at_least: float) 
         work()
         devices.synchronize(device)
         calls, passed = calls + 1, time.perf_counter() - started
-        if passed >= at_least:
+        if passed >= MEASURED_SECONDS:
             return passed / calls
