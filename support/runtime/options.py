@@ -19,7 +19,7 @@ SOURCE_FLAGS = {"demo", "text", "text_field", "tokenizer"}
 START_FLAGS = {"resume", "profile"}  # flags of one start, not of the run
 STEP_FLAGS = ("max_steps", "decay_steps", "warmup_steps")  # a run of --minutes does not use them
 # Flags of --plan, which exits before a run starts.
-PLAN_FLAGS = {"plan", "gpus", "gpu", "price", "mfu"}
+PLAN_FLAGS = {"plan", "gpus", "gpu", "peak", "price", "mfu"}
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,12 @@ class RunOptions:
     gpus: int = flag(1, "number of GPUs to plan for", "plan", default_help="1; under torchrun, its number of processes",
         at_least=1, below=2**31)
     gpu: str = flag("A100", "GPU to plan for; A100 and H100 have 80 GB", "plan", choices=tuple(devices.GPU_FLAGS))
+    peak: float | None = flag(None, "peak of a GPU that --gpu lacks, in TFLOP/s (bf16, not sparse); its memory is that of --gpu",
+        "plan", default_help="that of --gpu", at_least=1, at_most=1e6)
     price: float | None = flag(None, "price of a GPU-hour to plan with, in any currency", "plan", default_help="none",
         at_least=0, at_most=1e6)
     mfu: float | None = flag(None, "model FLOPs utilization to plan with, such as 0.4", "plan",
-        default_help="one published for this GPU, or 0.4", at_least=0.001, at_most=1)
+        default_help="the range that was measured on such GPUs", at_least=0.001, at_most=1)
     # fmt: on
 
     @property

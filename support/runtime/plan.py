@@ -9,7 +9,7 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -23,14 +23,39 @@ from support.runtime.memory import Sizes, TrainingMemory, block_parameters, trai
 if TYPE_CHECKING:
     from train_gpt2 import GPT, TrainConfig
 
-# Model FLOPs utilization that PyTorch has reached with this architecture, by millions of parameters: tokens per second
-# per GPU times FLOPs per token, divided by the peak. docs/normal.md has the sources: 182k tokens/s on an A100
-# (build-nanogpt's video); 381k and 40k per GPU on 8 H100s (gollem).
+
+class Measured(NamedTuple):
+    """A model FLOPs utilization that PyTorch has reached with this architecture; docs/normal.md has the sources."""
+
+    mfu: float  # tokens per second per GPU times FLOPs per token, divided by the peak
+    millions: int  # parameters of the model
+    gpus: int
+    where: str
+
+
+ON_8_H100 = [Measured(0.33, 124, 8, "8 H100 by gollem"), Measured(0.42, 1558, 8, "8 H100 by gollem")]
 MEASURED_MFU = {
-    "A100": {124: 0.50},
-    "H100": {124: 0.33, 1558: 0.42},
+    "A100": [
+        Measured(0.50, 124, 1, "an A100 by build-nanogpt"),
+        Measured(0.57, 124, 1, "an A100 by GPT-3-Small-Pretraining-Experiments"),
+        Measured(0.30, 124, 8, "8 A100 by nanoGPT"),
+        Measured(0.55, 124, 8, "8 A100 by GPT-3-Small-Pretraining-Experiments"),
+    ],
+    "H100": [
+        Measured(0.403, 124, 1, "an H100 by GPT-3-Small-Pretraining-Experiments"),
+        Measured(0.417, 124, 1, "an H100 by this trainer"),
+        *ON_8_H100,
+    ],
+    "H200": [  # which has the H100's chip
+        Measured(0.43, 124, 1, "an H200 by GPT-3-Small-Pretraining-Experiments"),
+        Measured(0.447, 124, 1, "an H200 by this trainer"),
+        *ON_8_H100,
+    ],
+    "RTX4090": [Measured(0.55, 124, 1, "an RTX 4090 by nanoGPT")],
 }
-ASSUMED_MFU = 0.4  # where nothing was measured
+SPREAD = 0.8  # a single measurement may be this much too high: 124M on H100s has 33% and 42%
+DOWNLOAD_BYTES, ENCODE_MINUTES = 28.5e9, 8  # the text of 10 billion tokens, with two cores: docs/eight-gpus.md
+GIGABIT = 1e9 / 8  # bytes per second
 HELLASWAG_ITEMS, TOKENS_PER_ITEM = 10_042, 331  # four endings with their contexts and padding, counted on 2,009 items
 SMALL = 60e6  # parameters: half of the smallest model in the table
 
@@ -62,20 +87,36 @@ def memory_of_gpu(config: TrainConfig) -> int:
 # Time
 
 
-def mfu(config: TrainConfig, parameters: int, flops_per_token: int) -> tuple[float, str]:
-    """Returns the model FLOPs utilization to expect, and its source: --mfu, or what was measured at the nearest size."""
+def mfu(config: TrainConfig, parameters: int, flops_per_token: int) -> tuple[float, float, str]:
+    """Returns the lowest and highest model FLOPs utilization to expect, and whose they are.
+
+    They are --mfu, or what was measured on such a GPU at the nearest size, or, of other GPUs, the extremes of all.
+    """
     if config.mfu:
-        return config.mfu, "--mfu"
-    utilization, source = ASSUMED_MFU, "assumed: no measurement is published for this GPU"
-    chip = config.gpu.split("-")[0].replace("H200", "H100")  # the H200 has the H100's chip
-    if measured := MEASURED_MFU.get(chip):
-        nearest = min(measured, key=lambda millions: abs(math.log(parameters / 1e6 / millions)))
-        utilization, source = measured[nearest], f"measured in PyTorch with {nearest}M parameters on {chip}"
+        return config.mfu, config.mfu, "--mfu"
+    everything = [measured for of_gpu in MEASURED_MFU.values() for measured in of_gpu]
+    if config.peak or config.gpu.split("-")[0] not in MEASURED_MFU:
+        low, high = min(m.mfu for m in everything), max(m.mfu for m in everything)
+        source = "assumed, as nothing is published for this GPU: the lowest and highest of others"
+    else:
+        of_gpu = MEASURED_MFU[config.gpu.split("-")[0]]
+        nearest = min((m.millions for m in of_gpu), key=lambda millions: abs(math.log(parameters / 1e6 / millions)))
+        of_size = [m for m in of_gpu if m.millions == nearest]
+        if config.gpus == 1:
+            of_size = [m for m in of_size if m.gpus == 1] or of_size
+        first, last = min(of_size), max(of_size)
+        low, high = first.mfu, last.mfu
+        source = f"measured with {nearest}M parameters: {low:.0%} on {first.where}, {high:.0%} on {last.where}"
+        if len(of_size) == 1:
+            low, source = (
+                SPREAD * high,
+                f"measured with {nearest}M parameters: {high:.0%} on {last.where}; or a fifth less",
+            )
     if config.recompute:  # the forward pass of the blocks is repeated, which MFU does not count as useful
         repeated = 2 * block_parameters(config) + 4 * config.n_layer * config.n_embd * config.block_size
-        utilization *= flops_per_token / (flops_per_token + repeated)
-        source += ", less recomputation"
-    return utilization, source
+        useful = flops_per_token / (flops_per_token + repeated)
+        low, high, source = low * useful, high * useful, f"{source}; less recomputation"
+    return low, high, source
 
 
 def evaluations(config: TrainConfig, vocab_size: int) -> tuple[int, int, int]:
@@ -134,6 +175,8 @@ def report(config: TrainConfig, vocab_size: int, sizes: Sizes, flops_per_token: 
     config = replace(config, parallel=config.parallel if config.gpus > 1 else "ddp")
     gpus, gpu, steps, T = config.gpus, devices.GPU_FLAGS[config.gpu], config.max_steps, config.block_size
     peak, tokens = devices.GPUS[gpu].peak_flops, steps * config.total_batch_size
+    if config.peak:
+        peak, gpu = config.peak * 1e12, f"GPU of --peak (memory: {config.gpu})"
     yield (
         f"model    {sizes.parameters:,} parameters: {config.n_layer} layers, {config.n_head} heads, "
         f"{config.n_embd} channels, context {T}"
@@ -164,27 +207,44 @@ def report(config: TrainConfig, vocab_size: int, sizes: Sizes, flops_per_token: 
             return
         yield f"note     {name_of(config)}: not even one row fits. The rest of the plan is for {name_of(fitting)}."
         config = fitting
-    utilization, source = mfu(config, sizes.parameters, flops_per_token)
-    seconds = tokens * flops_per_token / (gpus * peak * utilization)
+    low, high, source = mfu(config, sizes.parameters, flops_per_token)
+    fast, slow = (tokens * flops_per_token / (gpus * peak * utilization) for utilization in (high, low))
+    per_gpu = f", {_range(tokens / slow / gpus, tokens / fast / gpus, ',.0f')} per GPU" if gpus > 1 else ""
     yield (
-        f"time     {name_of(config)}: {seconds / 3600:,.2f} hours at {utilization:.1%} MFU ({source}): "
-        f"{tokens / seconds:,.0f} tokens/s, {tokens / seconds / gpus:,.0f} per GPU, {seconds / steps:.3g} s per step"
+        f"time     {name_of(config)}: {_range(fast / 3600, slow / 3600, ',.2f')} hours; "
+        f"{_range(tokens / slow, tokens / fast, ',.0f')} tokens/s{per_gpu}, {_range(fast / steps, slow / steps, '.3g')} s per step"
     )
-    yield "         excluding checkpoints and network overhead" + (
-        "; a model this small will not reach that MFU" if sizes.parameters < SMALL and not config.mfu else ""
+    yield f"         at {_range(low, high, '.1%')} MFU ({source})" + (
+        "; a model this small will not reach that" if sizes.parameters < SMALL and not config.mfu else ""
     )
     validations, scores, evaluated = evaluations(config, vocab_size)
     # a forward pass is a third of a training step
-    evaluation_seconds = evaluated * flops_per_token / 3 / (gpus * peak * utilization)
+    evaluation = evaluated / 3 / tokens
     yield (
-        f"         another {evaluation_seconds / 3600:,.2f} hours for {validations:,} validations and {scores:,} HellaSwag scores, "
-        "at the same MFU"
+        f"         another {_range(evaluation * fast / 3600, evaluation * slow / 3600, ',.2f')} hours for {validations:,} "
+        f"validations and {scores:,} HellaSwag scores, at the same MFU; checkpoints, and a network between nodes, are not "
+        "counted"
     )
-    gpu_hours = gpus * (seconds + evaluation_seconds) / 3600
-    cost = "" if config.price is None else f", {gpu_hours * config.price:,.2f} at {config.price:g} per GPU-hour"
-    yield f"cost     {gpu_hours:,.1f} GPU-hours{cost}"
+    least, most = (gpus * (1 + evaluation) * seconds / 3600 for seconds in (fast, slow))
+    price = config.price
+    cost = "" if price is None else f", {_range(least * price, most * price, ',.2f')} at {price:g} per GPU-hour"
+    yield f"cost     {_range(least, most, ',.1f')} GPU-hours{cost}"
+    if config.compile is not False:
+        yield f"start    {presets.compile_seconds(config.n_layer):.0f} s to compile with 16 cores, less the next time"
+    if config.text is None and not config.demo and not shards.shard_paths(config.data, "train"):
+        yield (
+            f"data     none in {config.data} yet. For FineWeb-Edu, fineweb.py downloads {format_bytes(DOWNLOAD_BYTES)}, "
+            f"{DOWNLOAD_BYTES / GIGABIT / 60:.0f} minutes at 1 Gbit/s, and encodes it, {ENCODE_MINUTES} minutes with two cores. "
+            "That needs no GPU"
+        )
     checkpoint_bytes = memory.checkpoint_bytes(config, sizes.parameters, sizes.trained)
     yield f"disk     {format_bytes(2 * tokens)} of tokens are read, {format_bytes(checkpoint_bytes)} per checkpoint"
+
+
+def _range(low: float, high: float, form: str) -> str:
+    """Formats both values, or one if they look the same."""
+    ends = format(low, form), format(high, form)
+    return ends[0] if ends[0] == ends[1] else " to ".join(ends)
 
 
 def name_of(config: TrainConfig) -> str:
