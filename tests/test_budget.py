@@ -95,6 +95,18 @@ def test_what_is_validated_and_what_is_said_of_few_steps(monkeypatch, capsys):
     assert not chosen.keys() & {"max_steps", "decay_steps", "warmup_steps", "val_every"}  # steps are not counted
 
 
+@pytest.mark.parametrize("tokens, step", [(2e6, 8192), (1.6e6, 4096), (5e4, 1024)])
+def test_fine_tuning_has_200_steps_if_there_is_time(tokens, step, monkeypatch):
+    """By hand: 200 steps of 8,192 tokens are 1.64 million. A step has 1,024 at least."""
+    monkeypatch.setattr(presets, "text_bytes", lambda *args: 3e6)
+    monkeypatch.setattr(budget, "_tokens_per_second", lambda *args: tokens / 60)
+    config = TrainConfig(text="a.txt", init_from="gpt2", minutes=1.0, total_batch_size=8192)
+    chosen = budget.flags_for_minutes(config, {}, ONE_PROCESS, new_model)
+    assert chosen["total_batch_size"] == step
+    given = budget.flags_for_minutes(config, {"total_batch_size": 8192}, ONE_PROCESS, new_model)
+    assert "total_batch_size" not in given
+
+
 def test_samples_are_left_out_where_they_take_too_long(monkeypatch):
     """By hand: 4 x (10 + 11 + ... + 41) tokens at each of four quarters, at a third of training's time: 35,000 x an eighth."""
     assert 4 * 4 * sum(range(10, 42)) / 3 * 8 == pytest.approx(budget.LEAST_SAMPLED, rel=0.02)
@@ -113,7 +125,7 @@ def test_given_sizes_stay(monkeypatch):
     chosen = flags_for(3e6, 2.4e7, monkeypatch, *"--n-layer 2 --total-batch-size 4096 --max-lr 1e-3".split())
     assert not chosen.keys() & {"n_layer", "n_head", "n_embd", "total_batch_size", "max_lr"}
     monkeypatch.setattr(budget, "_tokens_per_second", lambda *args: 1000.0)
-    for others in ({"init_from": "gpt2", "text": "a.txt", "recipe": "gpt2"}, {}):  # pretrained weights, shards
+    for others in ({"init_from": "gpt2", "text": "a.txt", "recipe": "gpt2", "fork": "x"}, {}):  # a fork, shards
         config = replace(config_of(), minutes=3.0, val_tokens=2**20, **others)
         chosen = budget.flags_for_minutes(config, {}, ONE_PROCESS, new_model)
         assert chosen.keys() == {"val_tokens"}

@@ -45,8 +45,8 @@ def flags_for_minutes(
     """Returns the flags that --minutes sets on this machine, the same on all ranks, without those on the command line.
 
     With --text or --demo, the model is the largest one that suits the text (see `presets.models_for_text`) and has
-    time to train on enough of it; tokens per step and learning rate follow. A pretrained model and a fork keep their
-    sizes.
+    time to train on enough of it; tokens per step and learning rate follow. A pretrained model keeps its
+    size, and a fork its step, too.
 
     Args:
         new_model: makes a model from a configuration and a vocabulary size.
@@ -59,6 +59,7 @@ def flags_for_minutes(
     vocab_size = VOCAB_SIZES.get(tokenizer) or bpe.fitting_vocab_size(text_bytes)
     machine = Machine.find(config, dist.device, dist.world_size)
     has_text = config.demo or config.text is not None
+    tuned = has_text and config.init_from is not None and config.fork is None
     choose_step = has_text and config.recipe == "fast" and not (config.init_from or config.fork)
     choose_model = choose_step and not cli_flags.keys() & {*presets.MODEL_FLAGS, "model"}
 
@@ -88,7 +89,12 @@ def flags_for_minutes(
                 break
             chosen, tokens = model, measured
         fitting = presets.timed_step_size(min(tokens, most_tokens))
-        step = cli_flags.get("total_batch_size", fitting if choose_step else config.total_batch_size)
+        step = fitting if choose_step else config.total_batch_size
+        # as --text does for pretrained weights: 200 steps at least, of 1,024 tokens at least
+        unit = 2 * config.block_size * dist.world_size
+        while tuned and 0 < tokens < 200 * step and step >= 2048 and step % unit == 0:
+            step //= 2
+        step = cli_flags.get("total_batch_size", step)
         if 0 < tokens < step:
             raise UserError(
                 f"--minutes {minutes:g} is too short: on this machine, the {step:,} tokens of a step take this model "
@@ -103,6 +109,8 @@ def flags_for_minutes(
         flags: dict[str, Any] = dict(chosen)
         if choose_step:
             flags |= {"total_batch_size": step} | presets.fast_rates(step, cli_flags)
+        elif tuned:
+            flags["total_batch_size"] = step
         if on_gpu:
             flags["batch_size"] = None  # the largest that divides a step
         if 0 < tokens < LEAST_SAMPLED:
