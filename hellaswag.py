@@ -47,7 +47,7 @@ from support.console.curves import OPENAI_HELLASWAG
 from support.console.progress import progress_bar
 from support.console.terminal import labelled
 from support.data.download import download as download_file
-from support.data.tokenizer import Tokenizer, tokenizer_of_model
+from support.data.tokenizer import VOCAB_SIZES, Tokenizer, tokenizer_of_model
 from support.runtime import devices
 from support.runtime.distributed import Distributed
 from support.runtime.run_info import GPT2_FIELDS
@@ -518,7 +518,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = torch.device(devices.pick_device_type(args.device))
     dtype = devices.DTYPES[devices.pick_dtype(args.dtype, device)]
     directory = huggingface.find_model(args.model)
-    tokenizer = load_tokenizer(directory)  # refuses a model before the items are downloaded
+    # refuses a model before the items are downloaded
+    tokenizer = tokenizer_of_model(directory, huggingface.read_config(directory)["vocab_size"], args.tokenizer)
+    if tokenizer.name != "gpt2":
+        raise UserError(
+            f"{directory} was trained on {tokenizer.name} tokens, but HellaSwag's scores are defined on GPT-2 tokens. "
+            "Train with --tokenizer gpt2."
+        )
     items = load(args.data or download(args.split or "val"), args.limit, args.style)
     if items[0].label is None and not args.json:
         raise UserError("the items have no labels, so there are no scores. Write the losses to a file with --json.")
@@ -569,6 +575,8 @@ class Arguments:
         choices=tuple(GIT_BLOBS))
     data: str | None = flag(None, "a HellaSwag .jsonl file", default_help="download it", metavar="FILE")
     limit: int | None = flag(None, "score only the first N items", default_help="all", at_least=1)
+    tokenizer: str | None = flag(None, "the tokens of a model without tokenizer.json", default_help="the model's",
+        choices=tuple(VOCAB_SIZES))
     json: str | None = flag(None, "write the scores, and each item's losses, predictions and label, to a file",
         default_help="none", metavar="FILE")
     # fmt: on
@@ -593,21 +601,6 @@ def parse_arguments(argv: Sequence[str] | None) -> Arguments:
     if args.json:
         files.check_output_file(Path(args.json), "--json")
     return args
-
-
-def load_tokenizer(directory: Path) -> Tokenizer:
-    """Returns the tokenizer of a model.
-
-    Raises:
-        UserError: it is not GPT-2's, on which HellaSwag's scores are defined, or the model is not a GPT-2 model.
-    """
-    tokenizer = tokenizer_of_model(directory, huggingface.read_config(directory)["vocab_size"])
-    if tokenizer.name != "gpt2":
-        raise UserError(
-            f"{directory} was trained on {tokenizer.name} tokens, but HellaSwag's scores are defined on GPT-2 tokens. "
-            "Train with --tokenizer gpt2."
-        )
-    return tokenizer
 
 
 def load_model(directory: Path, device: torch.device) -> ScoringModel:

@@ -666,7 +666,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     dist.on_rank_zero(lambda: start.check_folder_and_make_shards(config, checkpoint))
     # Local rank 0 runs this block before the others, which then find what it downloaded.
     with dist.local_rank_zero_first():
-        data = start.open_data(config, dist)
+        data = start.open_data(config, checkpoint, dist)
         with fsdp.weights_on_rank_zero(use_fsdp, rank):  # other ranks: on the meta device until ShardedModel sends them
             model = initial_model(config, data.tokenizer, checkpoint)
         identity = resume.identify_data(config, data, model, checkpoint)  # checksums, which a resumed run must match

@@ -18,7 +18,7 @@ from support.checkpoints.directory import CONTENTS, find_corruption, newest_chec
 from support.cli import UserError
 from support.data.hub import hub_error_reason
 from support.data.shards import MANIFEST
-from support.data.tokenizer import MALFORMED, TOKENIZER_FILES, TOKENIZER_JSON, VOCAB_SIZES, find_tokenizer
+from support.data.tokenizer import MALFORMED, TOKENIZER_FILES, TOKENIZER_JSON, find_tokenizer
 from support.runtime.memory import check_model_fits
 from support.runtime.run_info import options_of
 
@@ -86,7 +86,7 @@ def _download(name: str) -> Path:
 
 
 def find_trained_tokenizer(name_or_dir: str) -> Path:
-    """Returns the path of the `tokenizer.json` of a model or a folder of shards, if it was trained on a text.
+    """Returns the folder of a model or of shards, if its tokenizer was trained on a text.
 
     Raises:
         UserError: there is none, or it is the tokenizer "gpt2" or "bytes".
@@ -94,12 +94,12 @@ def find_trained_tokenizer(name_or_dir: str) -> Path:
     directory = Path(name_or_dir)
     if not (directory / MANIFEST).exists():
         directory = find_model(name_or_dir, verify=False)
-    name = find_tokenizer(directory)
-    if name is None:
+    tokenizer = find_tokenizer(directory)
+    if tokenizer is None:
         raise UserError(f"{directory} has no {TOKENIZER_JSON}. Use another --tokenizer-from.")
-    if name in VOCAB_SIZES:
+    if (name := tokenizer.name) != "bpe":
         raise UserError(f"{name_or_dir} has the tokenizer {name}. Use --tokenizer {name}, without --tokenizer-from.")
-    return Path(name)
+    return directory
 
 
 def read_model_config(directory: Path, config_class: type[Config], **other_fields: Any) -> Config:

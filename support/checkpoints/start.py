@@ -13,7 +13,7 @@ from support.checkpoints.state import Checkpoint
 from support.cli import UserError, flag_name, flag_words
 from support.data.presets import DEMO, make_preset_shards, preset_flags
 from support.data.shards import TokenData
-from support.data.tokenizer import VOCAB_SIZES, Tokenizer, get_tokenizer, tokenizer_name
+from support.data.tokenizer import TOKENIZER_JSON, Tokenizer, tokenizer_of_model
 from support.files import first_free
 from support.runtime.distributed import Distributed
 from support.runtime.memory import check_training_fits
@@ -70,11 +70,8 @@ def gather_flags(
         directory = find_once_per_node(cli_flags["init_from"], dist)
         sizes = huggingface.read_config(directory)
         flags = {name: sizes[name] for name in config_class.SHAPE_FLAGS & sizes.keys()}
-        if cli_flags.get("plan") or "text" in cli_flags:
-            name = tokenizer_name(directory, sizes["vocab_size"])
-            flags["tokenizer"] = name if name in VOCAB_SIZES else "bpe"
-            if cli_flags.get("tokenizer", flags["tokenizer"]) != flags["tokenizer"]:
-                raise UserError("--init-from brings its own tokenizer. Leave out --tokenizer.")
+        if cli_flags.keys() & {"plan", "text", "tokenizer"}:
+            flags["tokenizer"] = tokenizer_of_model(directory, sizes["vocab_size"], cli_flags.get("tokenizer")).name
         flags |= preset_flags(cli_flags, flags.get("tokenizer"), sizes["n_embd"]) | dict(cli_flags)
     else:
         flags = preset_flags(cli_flags) | dict(cli_flags)
@@ -123,16 +120,25 @@ def check_folder_and_make_shards(config: TrainConfig, checkpoint: Checkpoint | N
     if config.demo or config.text is not None:
         has_own_shards = config.starts_fork and Path(config.data) == Path(config.out) / "data"
         keeps_shards = checkpoint is not None and config.text == checkpoint.config["text"] and not has_own_shards
-        make_preset_shards(config, keeps_shards, huggingface.find_trained_tokenizer)
+        make_preset_shards(
+            config, keeps_shards, _first_model(config, checkpoint) if config.fork or config.init_from else None
+        )
 
 
-def open_data(config: TrainConfig, dist: Distributed) -> TokenData:
+def _first_model(config: TrainConfig, checkpoint: Checkpoint | None) -> Path | None:
+    """Returns the folder of the checkpoint or the pretrained model that this process starts from; None for a new model."""
+    if checkpoint is not None:
+        return checkpoint.path
+    return None if config.init_from is None else huggingface.find_model(config.init_from, verify=False)
+
+
+def open_data(config: TrainConfig, checkpoint: Checkpoint | None, dist: Distributed) -> TokenData:
     """Opens the shards of a run. Checks that they have enough tokens, and that training fits into memory.
 
     Raises:
         UserError: a check failed.
     """
-    data = TokenData.open(config.data, needs_val=config.val_every != 0)
+    data = TokenData.open(config.data, config.val_every != 0, _first_model(config, checkpoint))
     T = config.block_size
     val_tokens = None if config.val_every == 0 else config.val_tokens
     data.check_rows(T, config.total_batch_size // T, val_tokens, config.shuffle)
@@ -148,12 +154,14 @@ def check_pretrained(
     Raises:
         UserError: they do not fit.
     """
-    name = tokenizer_name(huggingface.find_model(source, verify=False), vocab_size)
-    if name != tokenizer.name and (vocab_size != tokenizer.vocab_size or not get_tokenizer(name).is_same_as(tokenizer)):
+    directory = huggingface.find_model(source, verify=False)
+    stated = None if (directory / TOKENIZER_JSON).exists() else config.tokenizer
+    pretrained = tokenizer_of_model(directory, vocab_size, stated)
+    if not pretrained.is_same_as(tokenizer):
         raise UserError(
             f"{source} has a different tokenizer from the shards in {config.data}: {vocab_size:,} tokens instead of "
             f"{tokenizer.vocab_size:,} ({tokenizer.name}). Make shards with the model's tokenizer, in another folder: "
-            f"fineweb.py --tokenizer {name if name in VOCAB_SIZES else f'bpe --tokenizer-from {source}'}."
+            f"fineweb.py --tokenizer {pretrained.name}{f' --tokenizer-from {source}' * (pretrained.name == 'bpe')}."
         )
     if config.block_size > context:
         raise UserError(f"{source} has a context of {context} tokens. Leave out --block-size, or lower it.")

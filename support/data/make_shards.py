@@ -36,7 +36,7 @@ from support.data.shards import (
     write_tokens,
 )
 from support.data.text_files import Corpus, Part
-from support.data.tokenizer import Tokenizer, get_tokenizer
+from support.data.tokenizer import TOKENIZER_JSON
 from support.files import check_free_space, read_json, sha256_of, write_json
 
 SHARD_SIZE = 10**8  # tokens
@@ -56,7 +56,7 @@ def make_shards(
     *,
     tokenizer: str = "gpt2",
     vocab_size: int | None = None,
-    tokenizer_file: Path | None = None,
+    tokenizer_from: Path | None = None,
     engine: str | None = None,
     shard_size: int = SHARD_SIZE,
     max_tokens: int | None = None,
@@ -72,7 +72,7 @@ def make_shards(
     Args:
         tokenizer: "gpt2", "bytes", or "bpe", which is trained on the corpus.
         vocab_size: the maximum vocabulary size of "bpe" (default: one that fits the amount of text).
-        tokenizer_file: a `tokenizer.json` for "bpe" to use instead of a new one.
+        tokenizer_from: a folder with a `tokenizer.json`: for "bpe" to use instead of a new one, or for "gpt2" to read.
         engine: "gigatoken" or "tiktoken" (default: gigatoken if it is installed). The shards do not depend on it.
         shard_size, max_tokens: tokens per shard, and the maximum number of tokens in total.
         val_fraction: fraction of the corpus, at its end, for validation (default: shard 0, or a tenth of a corpus
@@ -92,7 +92,7 @@ def make_shards(
         "val_fraction": val_fraction,
         "split_documents": split_documents or None,
         "vocab_size": vocab_size,
-        "tokenizer_from": sha256_of(tokenizer_file) if tokenizer_file else None,
+        "tokenizer_from": sha256_of(tokenizer_from / TOKENIZER_JSON) if tokenizer_from and tokenizer == "bpe" else None,
         **corpus.settings,
     }
     manifest = new_manifest(corpus.name, corpus.revision, tokenizer, settings)
@@ -105,11 +105,8 @@ def make_shards(
             corpus = corpus.for_process(only_parts[0]) if only_parts else corpus
             in_order = val_fraction is None and not only_parts
             _check_space(folder, parts, max_tokens, shard_size if in_order else math.inf)
-            if tokenizer == "bpe":
-                encodes: Tokenizer = bpe.write_tokenizer(folder, corpus, vocab_size, tokenizer_file)
-            else:
-                encodes = get_tokenizer(tokenizer)
-            encode = get_encoder(encodes, engine or default_engine(), threads)
+            written = bpe.write_tokenizer(folder, corpus, vocab_size, tokenizer_from)
+            encode = get_encoder(written, engine or default_engine(), threads)
             folder.parts.mkdir(exist_ok=True)
             with contextlib.closing(EncodedParts(folder, corpus, parts, encode, max_tokens)) as encoded:
                 if only_parts:

@@ -109,11 +109,7 @@ def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str, onl
     Raises:
         UserError: the folder has other shards.
     """
-    earlier = load_manifest(directory)
-    if earlier is None and (directory / TOKENIZER_JSON).exists():
-        raise UserError(
-            f"{directory} has a {TOKENIZER_JSON} but no {MANIFEST}, like a checkpoint. Use another --output."
-        )
+    earlier = described = load_manifest(directory)
     if earlier and (differences := _differences(manifest, earlier)):
         # with `only_parts`, another machine may be encoding these parts
         if earlier["shards"] or (only_parts and any(directory.glob(f"{ALL_PARTS}/*.json"))):
@@ -127,6 +123,10 @@ def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str, onl
             raise UserError(
                 f"{directory} has shards from another tool, such as {path.name}. Move them away, or use another --output."
             )
+    if described is None and (directory / TOKENIZER_JSON).exists():
+        raise UserError(
+            f"{directory} has a {TOKENIZER_JSON} but no {MANIFEST}, like a checkpoint. Use another --output."
+        )
     if earlier is None:
         return OutputFolder(directory, manifest)
     tokenizer, sha256 = directory / TOKENIZER_JSON, earlier.get("tokenizer_sha256")
@@ -170,6 +170,6 @@ def _remove_if_empty(folder: OutputFolder) -> None:
     with contextlib.suppress(OSError):  # a folder that is not empty cannot be removed
         for parts in folder.directory.glob(ALL_PARTS):
             parts.rmdir()
-        for name in (MANIFEST, TOKENIZER_JSON, files.LOCK):
+        for name in (TOKENIZER_JSON, MANIFEST, files.LOCK):
             (folder.directory / name).unlink(missing_ok=True)
         folder.directory.rmdir()

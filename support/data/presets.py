@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,8 @@ def preset_flags(cli_flags: Mapping[str, Any], tokenizer: str | None = None, n_e
     """
     if "text" in cli_flags:
         return _text_flags(cli_flags, tokenizer, n_embd)
-    if for_text := [flag_name(name) for name in ("text_field", "tokenizer") if name in cli_flags]:
+    of_text = {"text_field"} if "init_from" in cli_flags else {"text_field", "tokenizer"}
+    if for_text := [flag_name(name) for name in sorted(of_text & cli_flags.keys())]:
         raise UserError(*(f"{name} is for --text. Add --text, or leave out {name}." for name in for_text))
     if not cli_flags.get("demo"):
         return {}
@@ -207,12 +208,12 @@ def text_bytes(text: str | None, field: str = "text") -> float:
 # Shards
 
 
-def make_preset_shards(config: TrainConfig, keep_existing: bool, find_trained_tokenizer: Callable[[str], Path]) -> None:
+def make_preset_shards(config: TrainConfig, keep_existing: bool, model: Path | None) -> None:
     """Makes the shards of --text or --demo, unless they exist.
 
     Args:
         keep_existing: use existing shards without comparing them with the text of --text.
-        find_trained_tokenizer: returns the `tokenizer.json` of the model that --fork or --init-from names.
+        model: the folder of the model that is trained on; it brings its tokenizer. None: a new model.
 
     Raises:
         UserError: no shards can be made.
@@ -226,11 +227,9 @@ def make_preset_shards(config: TrainConfig, keep_existing: bool, find_trained_to
                 make_shards(demo_corpus(), config.data, tokenizer="bpe")
             else:
                 corpus = TextFiles(find_input([config.text]), config.text_field)
-                model = config.fork or config.init_from
-                tokenizer_file = find_trained_tokenizer(model) if model and config.tokenizer == "bpe" else None
                 make_shards(
-                    corpus, config.data, tokenizer=config.tokenizer, tokenizer_file=tokenizer_file,
-                    split_documents=True, threads=usable_cores(),
+                    corpus, config.data, tokenizer=config.tokenizer or "gpt2", tokenizer_from=model, split_documents=True,
+                    threads=usable_cores(),
                 )  # fmt: skip
     except UserError as error:
         if "--output" not in error.problems[-1]:

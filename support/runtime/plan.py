@@ -125,7 +125,7 @@ def vocab_size_of(config: TrainConfig) -> int:
     """Returns the vocabulary size of the run's shards or, if there are none yet, of its tokenizer."""
     if shards.shard_paths(config.data, "train"):
         return shards.read_manifest(config.data)["vocab_size"]
-    tokenizer = "bpe" if config.demo else config.tokenizer
+    tokenizer = "bpe" if config.demo else config.tokenizer or "gpt2"
     return VOCAB_SIZES.get(tokenizer) or bpe.fitting_vocab_size(presets.text_bytes(config.text, config.text_field))
 
 
