@@ -91,7 +91,7 @@ def write_tokenizer(folder: OutputFolder, corpus: Corpus, vocab_size: int | None
         texts = training_texts(corpus, max(HELD_OUT, float(val_fraction or 0)))
         print_lines(f"training a tokenizer on {sum(map(len, texts)):,} characters ...")
         tokenizer = train_bpe(texts, vocab_size or fitting_vocab_size(sum(map(len, texts))))
-    if not path.exists() or path.read_text(encoding="utf-8") != tokenizer.json:
+    if not path.exists() or path.read_bytes() != tokenizer.json.encode():
         with atomic_write(path, unique=True) as tmp:
             tmp.write_text(tokenizer.json, encoding="utf-8", newline="\n")
     if name == "bpe" and not is_trained:
