@@ -1,5 +1,6 @@
 """fineweb.py as a user runs it: its sources, its flags, its errors, and the same command again."""
 
+import errno
 import gzip
 import os
 import shutil
@@ -12,6 +13,7 @@ from helpers import run_script
 from shard_helpers import files_in, flip_bit, plain_bytes, plain_loop, shards_in, tokens_in
 
 import fineweb
+from support import cli
 from support.cli import UserError, run_cli
 from support.data import make_shards, shards, text_files
 from support.data.tokenizer import get_tokenizer
@@ -207,10 +209,10 @@ def test_a_closed_reader_is_no_error_of_the_disk(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("some words " * 100)
 
-    def print_lines(line):
-        raise BrokenPipeError
+    def write(*args, **options):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
-    monkeypatch.setattr(make_shards, "print_lines", print_lines)
+    monkeypatch.setattr(cli.tqdm, "write", write)
     with pytest.raises(SystemExit) as exit:
         run_cli(lambda: fineweb.main("--input a.txt --output out --tokenizer bytes --shard-size 100".split()))
     assert exit.value.code == 1 and not capsys.readouterr().err

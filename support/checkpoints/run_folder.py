@@ -63,16 +63,22 @@ def lock_folder(run: RunInfo, dist: Distributed) -> AbstractContextManager[Any]:
     return dist.on_rank_zero(create_and_lock) or nullcontext()
 
 
+def has_run(folder: Path) -> bool:
+    """Returns whether a run has begun in a folder: it has checkpoints or a log."""
+    log = folder / "log.txt"
+    return bool(list_checkpoints(folder)) or log.is_file() and log.stat().st_size > 0
+
+
 def _check_contents(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
     folder = Path(config.out)
-    checkpoints, log = list_checkpoints(folder), folder / "log.txt"
+    checkpoints = list_checkpoints(folder)
     if checkpoint is not None:
         newer = [path for path in checkpoints if step_of(path) > checkpoint.step]
         if any(find_corruption(path) is None for path in newer):
             raise UserError(f"another run saved {newer[-1]} while this one was starting. Start this one again.")
     elif checkpoints:
         raise UserError(f"{folder} already contains a run. Continue it with --resume, or use another --out.")
-    elif log.is_file() and log.stat().st_size > 0 and config.resume != "auto":
+    elif has_run(folder) and config.resume != "auto":
         starts = read_starts(folder)
         if not starts or starts[-1].get("command") != sys.argv:  # the same command starts over
             raise UserError(

@@ -121,9 +121,11 @@ def check_folder_and_make_shards(config: TrainConfig, checkpoint: Checkpoint | N
     """
     run_folder.check_folder(config, None if config.starts_fork else checkpoint)
     if config.demo or config.text is not None:
-        has_own_shards = config.starts_fork and Path(config.data) == Path(config.out) / "data"
+        in_out = Path(config.data) == Path(config.out) / "data"
+        has_own_shards = config.starts_fork and in_out
         keeps_shards = checkpoint is not None and config.text == checkpoint.config["text"] and not has_own_shards
-        make_preset_shards(config, keeps_shards, huggingface.find_trained_tokenizer)
+        may_replace = in_out and not run_folder.has_run(Path(config.out))
+        make_preset_shards(config, keeps_shards, may_replace, huggingface.find_trained_tokenizer)
 
 
 def open_data(config: TrainConfig, dist: Distributed) -> TokenData:

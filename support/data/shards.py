@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from support import files
 from support.cli import UserError
+from support.data.text_files import Setting
 from support.data.tokenizer import (
     END_OF_TEXT,
     MALFORMED,
@@ -34,7 +35,6 @@ from support.data.tokenizer import (
 )
 
 MANIFEST = "manifest.json"
-Setting: TypeAlias = str | int | float | bool | None
 ShardIdentity: TypeAlias = list[str | int]  # name, number of tokens, SHA-256 (without a manifest, of both ends only)
 
 TOKEN = np.dtype("<u2")  # as stored in files
@@ -71,6 +71,7 @@ class Manifest(TypedDict):
     revision: NotRequired[str | None]
     settings: NotRequired[dict[str, Setting]]
     complete: NotRequired[bool]
+    cuts: NotRequired[str]  # SHA-256 of where the text is cut into parts
     parts: NotRequired[list[int]]  # number of tokens in each part, up to the last one that the shards needed
     shards: list[ShardEntry]
 
