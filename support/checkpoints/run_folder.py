@@ -80,7 +80,9 @@ def _check_contents(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
         raise UserError(f"{folder} already contains a run. Continue it with --resume, or use another --out.")
     elif has_run(folder) and config.resume != "auto":
         starts = read_starts(folder)
-        if not starts or starts[-1].get("command") != sys.argv:  # the same command starts over
+        is_same = bool(starts) and starts[-1].get("command") == sys.argv
+        if not is_same or any(word.startswith("@") for word in sys.argv):
+            # only the same command starts over, and a file of flags may have changed
             raise UserError(
                 f"{folder} has a log without checkpoints. Start that run over with --resume auto, or use another --out."
             )
