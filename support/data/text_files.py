@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -67,6 +68,12 @@ def find_text_files(folder: str | os.PathLike[str]) -> tuple[list[Path], list[Pa
         paths += [Path(parent, name) for name in names if not name.startswith(".")]
     in_hidden = (file for path in hidden for file in (path, *path.rglob("*")))
     return sorted(filter(_is_text_file, paths)), list(filter(_is_text_file, in_hidden))
+
+
+def has_text_files(folder: Path) -> bool:
+    """Returns whether there is text in a folder or one level below; a run's folder has none."""
+    visible = (path for pattern in ("[!.]*", "[!.]*/[!.]*") for path in folder.glob(pattern))
+    return not (folder / LOCK).exists() and any(map(_is_text_file, visible))
 
 
 def _is_text_file(path: Path) -> bool:
@@ -289,7 +296,10 @@ def _reading(where: str) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        raise UserError(f"{where} is not UTF-8 text. Convert it first.") from error
+        encoding = "UTF-16" if error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "LATIN1"
+        advice = f"If it is {encoding}, convert it: iconv -f {encoding} -t UTF-8 {shlex.quote(where)} > NEW"
+        is_plain = text_suffix(Path(where)) in (".txt", ".jsonl") and not compression(Path(where))
+        raise UserError(f"{where} is not UTF-8 text. {advice if is_plain else 'Convert it first.'}") from error
     except Exception as error:
         by_pyarrow = type(error).__module__.startswith("pyarrow")
         if not by_pyarrow and not isinstance(error, OSError | EOFError | ValueError):
@@ -395,6 +405,8 @@ def read_jsonl(path: Path, text_field: str, start: int, stop: int | None) -> Ite
             if line.strip():
                 try:
                     record = json.loads(line.rstrip())
+                except UnicodeDecodeError:
+                    raise  # see `_reading`
                 except (ValueError, RecursionError) as error:
                     where = _line_in_file(path, start, number)
                     raise UserError(f"{where} is not JSON ({error}). Fix or remove the line.") from error
