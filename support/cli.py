@@ -156,7 +156,7 @@ def parse_flags(
     """
     flags, types = flags_of(config_class), {name: _value_type(t) for name, t in get_type_hints(config_class).items()}
     parser = _make_parser(flags, types, description, first_groups)
-    words, given = _with_files(sys.argv[1:] if argv is None else argv), argparse.Namespace()
+    words, given = words_of(sys.argv[1:] if argv is None else argv), argparse.Namespace()
     try:
         if "--" in words:  # argparse would not treat anything after it as a flag
             parser.error("-- is not used here")
@@ -182,17 +182,21 @@ def parse_flags(
 QUOTED_OR_COMMENT = re.compile(r"""("(?:\\.|[^"\\])*"|'[^']*'|\\.)|(?<!\S)#[^\n]*""", re.DOTALL)
 
 
-def _with_files(words: Sequence[str]) -> list[str]:
-    """Returns the words of the files that @FILE names, divided and quoted as in a shell, and then the other words."""
+def words_of(arguments: Sequence[str]) -> list[str]:
+    """Returns the words of the files that @FILE names, divided and quoted as in a shell, and then the other arguments.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
     from_files = []
-    for path in (Path(word[1:]) for word in words if word.startswith("@")):
+    for path in (Path(word[1:]) for word in arguments if word.startswith("@")):
         try:
             text = QUOTED_OR_COMMENT.sub(lambda match: match[1] or "", path.read_text(encoding="utf-8"))
             from_files += shlex.split(text)
         except (OSError, ValueError) as error:
             reason = "it is not UTF-8 text" if isinstance(error, UnicodeError) else getattr(error, "strerror", error)
             raise UserError(f"cannot read {path} ({reason}). @{path} stands for the flags in that file.") from error
-    return [*from_files, *(word for word in words if not word.startswith("@"))]
+    return [*from_files, *(word for word in arguments if not word.startswith("@"))]
 
 
 def _convert(text: str | bool, flag: Flag, value_type: type) -> Any:

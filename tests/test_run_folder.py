@@ -16,6 +16,7 @@ from support.checkpoints import run_folder
 from support.checkpoints.directory import newest_checkpoint, write_checkpoint
 from support.checkpoints.state import Checkpoint
 from support.cli import UserError
+from support.console.starts import read_starts
 from support.files import first_free
 
 
@@ -70,11 +71,15 @@ def test_a_log_without_checkpoints_is_started_over_by_the_same_command(byte_shar
     out = tmp_path / "run"
     log = trained(out, *flags)
     assert trained(out, *flags) == log
-    for words in (["--seed", "2"], ["@flags.txt"], ["@flags.txt"]):  # that file may have changed meanwhile
-        monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *words])
+    for seed in (2, 3):  # the same words with another content of the file are another command
+        (tmp_path / "flags.txt").write_text(f"--seed {seed}")
+        monkeypatch.setattr(sys, "argv", ["train_gpt2.py", f"@{tmp_path / 'flags.txt'}"])
         with pytest.raises(UserError, match="has a log without checkpoints. Start that run over with --resume auto"):
             trained(out, *flags)
         assert trained(out, *flags, "--resume", "auto") == log
+        assert trained(out, *flags) == log
+        start = read_starts(out)[-1]
+        assert (start["command"], start["arguments"]) == (sys.argv, ["--seed", str(seed)])
     assert checkpoint_names(out) == []
 
 

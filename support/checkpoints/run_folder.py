@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from support import files
 from support.checkpoints.directory import CONTENTS, find_corruption, list_checkpoints, remove_leftovers, step_of
 from support.checkpoints.state import Checkpoint
-from support.cli import UserError
+from support.cli import UserError, words_of
 from support.console.starts import read_starts
 from support.runtime.distributed import Distributed
 from support.runtime.run_info import RunInfo
@@ -80,9 +80,7 @@ def _check_contents(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
         raise UserError(f"{folder} already contains a run. Continue it with --resume, or use another --out.")
     elif has_run(folder) and config.resume != "auto":
         starts = read_starts(folder)
-        is_same = bool(starts) and starts[-1].get("command") == sys.argv
-        if not is_same or any(word.startswith("@") for word in sys.argv):
-            # only the same command starts over, and a file of flags may have changed
+        if not starts or starts[-1].get("arguments") != words_of(sys.argv[1:]):  # the same command starts over
             raise UserError(
                 f"{folder} has a log without checkpoints. Start that run over with --resume auto, or use another --out."
             )

@@ -18,6 +18,7 @@ from support.console.log import read_log
 from support.console.run_logger import clock
 from support.console.starts import read_starts
 from support.console.terminal import BOLD, YELLOW, labelled, on_one_line, pluralize, styled
+from support.data import presets
 from support.files import first_free, format_bytes
 from support.runtime import devices, memory
 from support.runtime.distributed import Distributed
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from train_gpt2 import DataLoaderLite, TrainConfig
 
 T = TypeVar("T")
+MANY_PASSES = 20  # over the data; beyond, a run is probably meant to be shorter
+LONG_STEP = 60  # seconds
 
 
 def progress_bar(items: Iterable[T], name: str, rank: int) -> Iterator[T]:
@@ -93,13 +96,36 @@ def print_header(run: RunInfo, dist: Distributed, loader: DataLoaderLite) -> Non
         facts.append(("note", note))
     for label, text in facts:
         print_lines(labelled(label, text))
-    if config.minutes is None and config.warmup_steps >= config.max_steps:
+    if config.minutes is None:
+        for warning in describe_doubts(run, dist, steps_per_pass):
+            print_lines(styled(labelled("warning", warning), YELLOW))
+
+
+def describe_doubts(run: RunInfo, dist: Distributed, steps_per_pass: float) -> Iterator[str]:
+    """Yields what is probably not meant in a run of --max-steps, and what to do."""
+    config, from_text = run.config, run.config.demo or run.config.text is not None
+    if config.warmup_steps >= config.max_steps:
         advice = f"Set --warmup-steps {config.max_steps // 10}, or raise" if run.first_step == 0 else "Raise"
-        warning = (
+        yield (
             f"the warm-up of {pluralize(config.warmup_steps, 'step')} takes up the whole run of {config.max_steps:,}, so "
             f"the learning rate never falls. {advice} --max-steps."
         )
-        print_lines(styled(labelled("warning", warning), YELLOW))
+    passes = config.max_steps / steps_per_pass
+    if passes > MANY_PASSES and run.first_step == 0 and not from_text:
+        steps = max(1, round(presets.MAX_EPOCHS * steps_per_pass))
+        yield (
+            f"a model that makes {passes:,.0f} passes over the data learns it by heart. Train on the text itself with --text, "
+            f"which chooses a model and a length that suit it, or use --max-steps {steps} --warmup-steps {steps // 10}."
+        )
+    if dist.device.type == "cpu":
+        flops = run.model.flops_per_token() * config.total_batch_size
+        speed = devices.CPU_CORE_FLOPS[run.machine.dtype] * torch.get_num_threads() * dist.world_size
+        if flops / speed > LONG_STEP:
+            advice = "Add --minutes 30" if from_text else "Train on the text itself with --text FILE --minutes 30"
+            yield (
+                f"a step takes about {flops / speed / 60:,.0f} minutes on this CPU. {advice}, which chooses a model that suits "
+                "this machine, or use a smaller model and a smaller --total-batch-size."
+            )
 
 
 def _shown(value: object) -> object:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from support import __version__
-from support.cli import warn
+from support.cli import warn, words_of
 
 if TYPE_CHECKING:  # reading a file must not take as long as importing torch
     from support.runtime.distributed import Distributed
@@ -45,6 +45,7 @@ def describe_start(run: RunInfo, dist: Distributed) -> dict[str, Any]:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "first_step": run.first_step,
         "command": sys.argv,
+        "arguments": words_of(sys.argv[1:]),
         "flags": flags,
         "versions": versions | ({"commit": commit} if (commit := _read_commit()) else {}),
         "machine": {
