@@ -711,9 +711,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     folder_lock = run_folder.lock_folder(run, dist)  # from here on, the run is written to --out
     stop = StopHandler(dist.world_size)  # requested: a signal or an error on this rank. agreed: all ranks know and stop
     logger = RunLogger(run, dist)  # log.txt, starts.jsonl, curves.png, trackers, and the console
-    checkpoints = CheckpointManager(
-        run, stop, logger.log.sync, rank
-    )  # writes in a thread, after the log is on the disk
+    checkpoints = CheckpointManager(run, stop, logger.sync, rank)  # writes in a thread, after the log is on the disk
     print_header(run, dist, loader)
 
     def evaluate(due: set[str]) -> bool:

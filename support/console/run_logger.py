@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from tqdm import tqdm
 
 from support.console import terminal
 from support.console.curves import CurvesFile
-from support.console.log import RunLog
+from support.console.log import RunLog, read_log
 from support.console.starts import append_start, describe_start
 from support.console.trackers import Trackers, start_trackers
 from support.runtime import devices
@@ -50,6 +51,8 @@ class RunLogger:
         folder = Path(run.config.out) if dist.rank == 0 else None
         source = run.checkpoint.path.parent / "log.txt" if run.checkpoint and run.config.starts_fork else None
         self.log = RunLog(folder and folder / "log.txt", self.first_step, source)
+        earlier = read_log(folder / "log.txt")["val"] if folder and not source else {}  # a fork's are another run's
+        self._best_val = min(earlier.values(), default=math.inf)
         if folder:
             append_start(folder, describe_start(run, dist))
         self._curves = CurvesFile(folder)
@@ -73,6 +76,8 @@ class RunLogger:
         if loss is None:
             return
         self._evaluation(step, "val", loss)
+        self._best_val = min(self._best_val, loss)
+        self._trackers.log(step, {"loss/best_val": self._best_val})
         self.print0(
             terminal.styled(
                 f"step {step:5d} | val loss: {loss:.4f} over {self.run.validated_tokens:,} tokens", terminal.BOLD
@@ -123,6 +128,15 @@ class RunLogger:
         self._trackers.log(step, values | ({"speed/mfu": mfu} if mfu is not None else {}))
         if self._profiler:
             self._profiler.step()
+
+    def sync(self) -> None:
+        """Waits until everything reported so far is in the log and with the trackers: no checkpoint is ahead of them.
+
+        Raises:
+            OSError: some lines of the log could not be written.
+        """
+        self.log.sync()
+        self._trackers.flush()
 
     def __enter__(self) -> RunLogger:
         if self._profiler:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from train_gpt2 import TrainConfig
 
 CURVES = {"train": "loss/train", "val": "loss/val", "hella": "hellaswag/acc_norm"}  # by name in the log
+HPARAMS = ".hparams"  # ends the name of the event file with the flags
 
 
 class TensorBoard:
@@ -22,10 +24,21 @@ class TensorBoard:
 
     def __init__(self, config: TrainConfig, first_step: int):
         from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
 
+        folder, flags = Path(config.out) / "tensorboard", config.used_flags()
         # purge_step hides what an earlier process wrote from this step on
-        self._writer = SummaryWriter(str(Path(config.out) / "tensorboard"), purge_step=first_step, flush_secs=10)
-        self._writer.add_text("flags", json.dumps(config.used_flags(), indent=4), first_step)
+        self._writer = SummaryWriter(str(folder), purge_step=first_step, flush_secs=10)
+        self._writer.add_text("flags", json.dumps(flags, indent=4), first_step)
+        # The flags for the HPARAMS page have a file of their own, which replaces that of an earlier process: of several,
+        # TensorBoard would show the first. SummaryWriter.add_hparams would also write which columns the page has, and
+        # TensorBoard would take them from one run for all. Without that, it finds the flags and curves of all runs.
+        for file in folder.glob(f"*{HPARAMS}"):
+            file.unlink()
+        shown = {name: str(value) if isinstance(value, bool) else value for name, value in flags.items()}
+        _, session_start, _ = hparams(shown, {})
+        with SummaryWriter(str(folder), filename_suffix=HPARAMS) as writer:
+            writer.file_writer.add_summary(session_start, first_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -34,6 +47,9 @@ class TensorBoard:
     def log_samples(self, step: int, texts: Sequence[str]) -> None:
         for i, text in enumerate(texts):
             self._writer.add_text(f"sample/{i}", text, step)
+
+    def flush(self) -> None:
+        self._writer.flush()
 
     def close(self, succeeded: bool) -> None:
         self._writer.close()
@@ -74,6 +90,9 @@ class WeightsAndBiases:
     def log_samples(self, step: int, texts: Sequence[str]) -> None:
         self._run.log({"samples": self._table(["step", "text"], [[step, text] for text in texts]), "step": step})
 
+    def flush(self) -> None:
+        pass  # W&B's own process has the values already
+
     def close(self, succeeded: bool) -> None:
         self._run.finish(exit_code=0 if succeeded else 1)
 
@@ -103,6 +122,10 @@ class Trackers:
     def log_samples(self, step: int, texts: Sequence[str]) -> None:
         self._for_each(lambda tracker: tracker.log_samples(step, texts))
 
+    def flush(self) -> None:
+        """Waits until the trackers have written what they were sent; another thread may call it."""
+        self._for_each(lambda tracker: tracker.flush())
+
     def close(self, succeeded: bool) -> None:
         self._for_each(lambda tracker: tracker.close(succeeded))
 
@@ -111,5 +134,6 @@ class Trackers:
             try:
                 call(tracker)
             except Exception as error:  # a full disk or the network: tracking is best effort
-                self._trackers.remove(tracker)
-                warn(f"{tracker.name} stopped ({error}). Training continues without it.")
+                with contextlib.suppress(ValueError):  # another thread has removed it already
+                    self._trackers.remove(tracker)
+                    warn(f"{tracker.name} stopped ({error}). Training continues without it.")
