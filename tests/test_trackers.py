@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 import urllib.request
 from dataclasses import replace
@@ -16,7 +17,7 @@ from support.checkpoints import manager
 from support.cli import UserError
 from support.console.log import read_log
 from support.runtime import clock
-from train_gpt2 import get_lr, train
+from train_gpt2 import get_lr, main, train
 
 
 def curves(out):
@@ -242,6 +243,30 @@ def test_curves_that_cannot_be_written_end_and_training_does_not(byte_shards, tm
     assert capsys.readouterr().err.count(warning) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("flag, package", [("--tensorboard", "tensorboard"), ("--wandb", "wandb")])
+def test_a_missing_package_is_found_before_anything_is_made(byte_shards, tmp_path, monkeypatch, flag, package):
+    """Also that of a run that is resumed or forked."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 2, "--checkpoint-every", 1, flag)
+    monkeypatch.setitem(sys.modules, package, None)  # an import fails
+    (tmp_path / "text.txt").write_text("a text\n" * 9999)
+    names = {path.name for path in tmp_path.iterdir()}
+    wanted = f"^{flag} needs a package that is not installed. Run pip install {package}.$"
+    for flags in (
+        ["--text", "text.txt", "--minutes", "1", "--out", "new", flag],
+        ["--init-from", "nosuch/model", "--out", "new", flag],
+        ["--resume", "--out", "run"],
+        ["--fork", "run/model_00001", "--out", "new"],
+    ):
+        with pytest.raises(UserError, match=wanted):
+            main(flags)
+    main(["--plan", flag])
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
 def test_wandb_that_cannot_start_is_one_line(byte_shards, tmp_path, monkeypatch):
     import wandb
 
@@ -250,6 +275,6 @@ def test_wandb_that_cannot_start_is_one_line(byte_shards, tmp_path, monkeypatch)
 
     monkeypatch.setattr(wandb, "init", refuse)
     with pytest.raises(
-        UserError, match="^--wandb cannot start: no API key configured. Run pip install wandb and wandb login"
+        UserError, match="^--wandb cannot start: no API key configured. Run wandb login, or set WANDB_MODE=offline.$"
     ):
         trained(tmp_path / "run", "--data", byte_shards, "--wandb")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,19 @@ if TYPE_CHECKING:
 
 CURVES = {"train": "loss/train", "val": "loss/val", "hella": "hellaswag/acc_norm"}  # by name in the log
 HPARAMS = ".hparams"  # ends the name of the event file with the flags
+
+
+def check_installed(flags: Mapping[str, Any]) -> None:
+    """Checks that the packages of the trackers that these flags ask for are installed, without importing them.
+
+    Raises:
+        UserError: some are missing; one line for each.
+    """
+    missing = [name for name in ("tensorboard", "wandb") if flags.get(name) and not importlib.util.find_spec(name)]
+    if missing:
+        raise UserError(
+            *(f"--{name} needs a package that is not installed. Run pip install {name}." for name in missing)
+        )
 
 
 class TensorBoard:
@@ -78,9 +92,7 @@ class WeightsAndBiases:
             self._run = wandb.init(config=config.used_flags(), allow_val_change=True, **options)
         except Exception as error:  # wandb raises errors of its own, and the network's
             reason = str(error).rstrip(". ")
-            raise UserError(
-                f"--wandb cannot start: {reason}. Run pip install wandb and wandb login, or set WANDB_MODE=offline."
-            ) from error
+            raise UserError(f"--wandb cannot start: {reason}. Run wandb login, or set WANDB_MODE=offline.") from error
         self._table = wandb.Table
         self._run.define_metric("*", step_metric="step")  # W&B's own step must grow, but a resumed run repeats steps
 
