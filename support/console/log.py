@@ -23,7 +23,7 @@ from pathlib import Path
 from support.cli import warn
 from support.files import atomic_write
 
-LINE = re.compile(r"(\d{1,12}) ([a-z]+) (nan|-?inf|-?\d+(?:\.\d+)?(?:e[+-]\d+)?)")
+LINE = re.compile(r"(\d{1,12}) (.+) (nan|-?inf|-?\d+(?:\.\d+)?(?:e[+-]\d+)?)")  # a name may have any characters
 FORMATS = {"train": ".6f", "val": ".4f", "hella": ".4f", "lr": ".8g", "norm": ".8g", "seconds": ".8g"}
 
 
