@@ -743,6 +743,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
                     complete = evaluate(due)
                 if not complete:
                     break
+            logger.progress(state, evaluated=bool(due))
             finished = config.is_over(state)
             if config.is_checkpoint_due(state):
                 state.seconds = clock.seconds()  # including the evaluation

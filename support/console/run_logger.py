@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from support.checkpoints.state import TrainState
 
 LINE_SECONDS = 10.0  # between step lines on a terminal, so that the header stays in view
+PROGRESS_SECONDS = 60.0  # between the lines that say how far a run is, where no progress bar does
 
 
 class RunLogger:
@@ -37,6 +38,7 @@ class RunLogger:
     this process goes to `starts.jsonl` at once. A resumed run continues the files and curves of the earlier process.
 
     On a terminal, a progress bar shows how far the run has got, and only some of the steps get a line of their own.
+    Elsewhere, as in the output file of a Slurm job, `progress` prints it.
 
     Raises:
         UserError: on all ranks, if a tracker cannot start.
@@ -63,7 +65,7 @@ class RunLogger:
             disable=dist.rank > 0 or not terminal.is_terminal(), dynamic_ncols=True, miniters=0,
             bar_format="{desc} |{bar}| {percentage:.0f}% {elapsed}<{remaining}",
         )  # fmt: skip
-        self._line_shown = 0.0
+        self._line_shown, self._progress_shown, self._first_step_ended = 0.0, time.perf_counter(), 0.0
 
     def evaluations_due(self, state: TrainState) -> set[str]:
         """Returns which of "val", "hella" and "samples" are due before a step."""
@@ -121,6 +123,8 @@ class RunLogger:
             self.print0(terminal.fit_fields(line))
         if skipped:
             self.print0(terminal.styled(f"step {step:5d} | {skipped}", terminal.YELLOW))
+        if step == self.first_step:
+            self._first_step_ended = now
         if step == self.first_step and self.run.machine.compiled:
             self.print0(terminal.labelled("note", f"the first step ended {now - STARTED:.1f}s after the start"))
         # do not rename these: a resumed run continues its curves
@@ -128,6 +132,23 @@ class RunLogger:
         self._trackers.log(step, values | ({"speed/mfu": mfu} if mfu is not None else {}))
         if self._profiler:
             self._profiler.step()
+
+    def progress(self, state: TrainState, evaluated: bool) -> None:
+        """Prints how far the run is and when it ends, each minute and after an evaluation, unless a progress bar does."""
+        now, config = time.perf_counter(), self.config
+        if not self._bar.disable or not evaluated and now - self._progress_shown < PROGRESS_SECONDS:
+            return
+        self._progress_shown = now
+        left: float | None = None
+        if config.minutes:
+            used = now - STARTED + (self.run.checkpoint.seconds if self.run.checkpoint else 0.0)
+            of, left = f", minute {used / 60:.1f} of {config.minutes:g}", max(0.0, 60 * config.minutes - used)
+        else:
+            of = f" of {config.max_steps:,}"
+            if (timed := state.step - self.first_step - 1) > 0:  # steps after the first one, which may have compiled
+                left = (config.max_steps - state.step) * (now - self._first_step_ended) / timed
+        tokens = state.step * config.total_batch_size
+        self.print0(describe_progress(of, state.step, now - STARTED, left, tokens, datetime.now()))
 
     def sync(self) -> None:
         """Waits until everything reported so far is in the log and with the trackers: no checkpoint is ahead of them.
@@ -171,6 +192,19 @@ class RunLogger:
             due = step % (self.config.log_every or 1) == 0
         is_last = self.config.minutes is None and step == self.config.max_steps - 1
         return due or step == self.first_step or is_last
+
+
+def describe_progress(of: str, step: int, elapsed: float, left: float | None, tokens: int, now: datetime) -> str:
+    """Says how far a run is: `step   250 of 19,073 | 0:12:03 elapsed | ends about 2026-02-28 23:50 | 131,072,000 tokens`.
+
+    Args:
+        of: the length of the run, as it follows the step.
+        elapsed: seconds since the start of the process.
+        left: seconds until the end, or None if that is not known yet.
+        now: the local time.
+    """
+    ends = [] if left is None else [f"ends about {now + timedelta(seconds=left):%Y-%m-%d %H:%M}"]
+    return " | ".join([f"step {step:5d}{of}", f"{clock(elapsed)} elapsed", *ends, f"{tokens:,} tokens"])
 
 
 def clock(seconds: float) -> str:
