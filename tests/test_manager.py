@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import finish_run, start_run, steps_done, wait_for
+from shard_helpers import small_disk
 from training import (
     ONE_PROCESS,
     assert_same_run,
@@ -87,6 +88,15 @@ def test_the_second_failed_save_in_a_row_ends_the_run(byte_shards, tmp_path, mon
     with pytest.raises(UserError, match="step 6 could not be saved in .*No space left.*neither could the one before"):
         train(config_for(byte_shards, tmp_path, 1000), ONE_PROCESS)
     assert checkpoint_names(tmp_path) == ["model_00002"] and steps_done(tmp_path) < 1000
+
+
+def test_a_full_disk_is_named_with_its_free_space(byte_shards, tmp_path, capsys):
+    """A checkpoint takes about 0.5 MB: the disk has room for one."""
+    with small_disk(tmp_path / "disk", 800_000) as out, pytest.raises(UserError) as error:
+        train(config_for(byte_shards, out, 1000), ONE_PROCESS)
+    failed = rf"the checkpoint of step {{}} could not be saved in {out} \(0\.[23] MB free\): "
+    assert re.search(f"warning: {failed.format(4)}.*(No space left|not be written completely)", capsys.readouterr().err)
+    assert re.search(failed.format(6), str(error.value))
 
 
 def test_a_failed_last_checkpoint_is_an_error(byte_shards, tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ from support.checkpoints.directory import (
 )
 from support.checkpoints.model_card import model_card
 from support.checkpoints.state import TrainState
-from support.cli import UserError, print_lines, warn
+from support.cli import UserError, describe_free_space, print_lines, warn
 from support.console.log import read_log
 from support.console.terminal import GREEN, styled
 from support.runtime import devices
@@ -171,7 +171,8 @@ class CheckpointManager:
             reason = getattr(error, "strerror", None) or str(error)
             if isinstance(error, RuntimeError):  # from torch.save, whose message does not explain it
                 reason = "a file could not be written completely"
-            problem = f"the checkpoint of step {step} could not be saved in {self.out}: {reason}"
+            where = f"{self.out} ({describe_free_space(self.out)})"
+            problem = f"the checkpoint of step {step} could not be saved in {where}: {reason}"
             if self._failures == 1:
                 warn(f"{problem}. Training continues; if the next save fails too, the run ends.")
             else:

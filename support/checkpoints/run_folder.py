@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from support import files
 from support.checkpoints.directory import CONTENTS, find_corruption, list_checkpoints, remove_leftovers, step_of
 from support.checkpoints.state import Checkpoint
-from support.cli import UserError
+from support.cli import UserError, describe_disk_error, nearest_existing
 from support.console.starts import read_starts
 from support.runtime.distributed import Distributed
 from support.runtime.run_info import RunInfo
@@ -32,7 +32,7 @@ def check_folder(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
     folder = Path(config.out)
     if inside := [path for path in (folder.absolute(), *folder.absolute().parents) if (path / CONTENTS).is_file()]:
         raise UserError(f"--out is inside the checkpoint {inside[-1]}. Use another --out.")
-    existing = files.nearest_existing(folder)
+    existing = nearest_existing(folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"cannot write to {folder}. Use another --out.")
     if (folder / files.LOCK).is_file():
@@ -57,7 +57,8 @@ def lock_folder(run: RunInfo, dist: Distributed) -> AbstractContextManager[Any]:
             _check_contents(run.config, None if run.config.starts_fork else run.checkpoint)
             remove_leftovers(folder)
         except OSError as error:
-            raise UserError(f"cannot write to {folder} ({error.strerror}). Use another --out.") from error
+            reason = describe_disk_error(error, folder)
+            raise UserError(f"cannot write to {folder} ({reason}). Use another --out.") from error
         return lock
 
     return dist.on_rank_zero(create_and_lock) or nullcontext()

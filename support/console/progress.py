@@ -13,12 +13,12 @@ import torch
 from tqdm import tqdm
 
 from support import __version__
-from support.cli import flag_name, print_lines
+from support.cli import describe_free_space, flag_name, format_bytes, print_lines
 from support.console.log import read_log
 from support.console.run_logger import clock
 from support.console.starts import read_starts
 from support.console.terminal import BOLD, YELLOW, labelled, on_one_line, pluralize, styled
-from support.files import first_free, format_bytes
+from support.files import first_free
 from support.runtime import devices, memory
 from support.runtime.distributed import Distributed
 from support.runtime.options import changed_flags
@@ -89,7 +89,7 @@ def print_header(run: RunInfo, dist: Distributed, loader: DataLoaderLite) -> Non
     checkpoint_bytes = memory.checkpoint_bytes(config, parameters, trained)
     free = shutil.disk_usage(config.out).free
     if config.checkpoint_every != 0 and free < checkpoint_bytes:
-        note = f"a checkpoint takes {format_bytes(checkpoint_bytes)}, but {config.out} has {format_bytes(free)} free"
+        note = f"a checkpoint takes {format_bytes(checkpoint_bytes)}, but {config.out} has {describe_free_space(config.out)}"
         facts.append(("note", note))
     for label, text in facts:
         print_lines(labelled(label, text))

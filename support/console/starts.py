@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from support import __version__
-from support.cli import warn
+from support.cli import describe_disk_error, warn
 
 if TYPE_CHECKING:  # reading a file must not take as long as importing torch
     from support.runtime.distributed import Distributed
@@ -75,7 +75,7 @@ def append_start(folder: Path, start: Mapping[str, Any]) -> None:
         with open(path, "ab") as file:
             file.write(b"\n" * is_torn + json.dumps(start).encode() + b"\n")
     except OSError as error:
-        warn(f"cannot write {path} ({error.strerror}).")
+        warn(f"cannot write {path} ({describe_disk_error(error, path)}).")
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
