@@ -135,8 +135,10 @@ class RunLogger:
 
     def progress(self, state: TrainState, evaluated: bool) -> None:
         """Prints how far the run is and when it ends, each minute and after an evaluation, unless a progress bar does."""
+        if not self._bar.disable:
+            return
         now, config = time.perf_counter(), self.config
-        if not self._bar.disable or not evaluated and now - self._progress_shown < PROGRESS_SECONDS:
+        if not evaluated and now - self._progress_shown < PROGRESS_SECONDS:
             return
         self._progress_shown = now
         left: float | None = None
