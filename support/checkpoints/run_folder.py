@@ -70,8 +70,8 @@ def has_finished(out: str, step: int | None = None) -> bool:
         step: of the newest checkpoint. If the later ones were removed, there is something to resume.
     """
     starts = read_starts(Path(out))
-    ended = starts[-1].get("ended", {}) if starts else {}
-    return ended.get("end") == FINISHED and step in (None, ended.get("step"))
+    ended = starts[-1].get("ended") if starts else None
+    return isinstance(ended, dict) and ended.get("end") == FINISHED and step in (None, ended.get("step"))
 
 
 def _check_contents(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
