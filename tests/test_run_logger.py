@@ -62,7 +62,7 @@ def fake_time(monkeypatch):
 
 def lines_about_progress(logger, fake, steps, seconds):
     """Takes the steps, of which the first takes 100 s more; an evaluation of 30 s is before every hundredth."""
-    state, lines = TrainState(None, None, None, step=logger.first_step), []
+    state, lines = TrainState(None, None, None, step=logger.first_step, tokens=256 * logger.first_step), []
     logger.print0 = lambda text: lines.append((state.step, fake.now, text)) if " elapsed" in text else None
     for step in range(logger.first_step, logger.first_step + steps):
         evaluated = step % 100 == 0
@@ -70,7 +70,7 @@ def lines_about_progress(logger, fake, steps, seconds):
         logger.progress(state, evaluated)
         fake.now += seconds + 100.0 * (step == logger.first_step)
         logger.step(state, 1.0, 1e-3, 1.0, seconds, None)
-        state.advance(0.0, fake.now)
+        state.advance(0.0, fake.now, 256, 0)
     return lines
 
 
@@ -90,7 +90,9 @@ def test_a_line_each_minute_and_with_each_evaluation(tmp_path, fake_time):
 
 def test_a_timed_run_ends_when_its_minutes_are_over(tmp_path, fake_time):
     """By hand: of 90 minutes, an earlier process took 30; after 120 + 3 x 20 s, 57 are left."""
-    run = run_info("--out", tmp_path, checkpoint=SimpleNamespace(step=7, seconds=1800.0, progress=0.3))
+    run = run_info(
+        "--out", tmp_path, checkpoint=SimpleNamespace(run="a", step=7, tokens=1792, seconds=1800.0, progress=0.3)
+    )
     run = replace(run, config=replace(run.config, minutes=90.0))
     run.__dict__["bytes_per_token"] = 1.0
     lines = lines_about_progress(RunLogger(run, ONE_PROCESS), fake_time, 7, 20.0)

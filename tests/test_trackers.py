@@ -219,7 +219,9 @@ def test_a_timed_run_has_no_flags_that_count_steps(byte_shards, tmp_path, monkey
 
 def test_a_run_that_is_started_over_starts_new_curves(byte_shards, tmp_path, monkeypatch):
     flags = ["--data", byte_shards, "--checkpoint-every", 0, "--resume", "auto", "--tensorboard"]
-    trained(tmp_path, *flags, "--max-steps", 4)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_before_step(patch, 4)
+        trained(tmp_path, *flags, "--max-steps", 6)
     monkeypatch.setattr("support.runtime.devices.peak_flops", lambda device: 1e12)
     trained(tmp_path, *flags, "--max-steps", 3)
     shown, _ = curves(tmp_path)

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from support.cli import describe_disk_error, warn
 from support.console import terminal
 from support.console.curves import CurvesFile
-from support.console.log import RunLog, read_log
-from support.console.starts import append_start, describe_start
+from support.console.log import FORMATS, RunLog, read_log
+from support.console.starts import (
+    FILE,
+    append_lines,
+    comparable_values,
+    describe_end,
+    describe_start,
+    read_starts,
+    starts_of_parent,
+)
 from support.console.trackers import Trackers, start_trackers
 from support.runtime import devices
 from support.runtime.distributed import Distributed
@@ -35,10 +44,15 @@ class RunLogger:
     """Reports validations, scores, samples and steps; on all ranks but 0 it does nothing.
 
     Values go to `log.txt` and `curves.png` in `--out` and to the trackers, until the `with` block ends; a line about
-    this process goes to `starts.jsonl` at once. A resumed run continues the files and curves of the earlier process.
+    this process goes to `starts.jsonl` at once. A resumed run continues the files and curves of the earlier process, and
+    a fork those of its parent, if they are beside the checkpoint.
 
     On a terminal, a progress bar shows how far the run has got, and only some of the steps get a line of their own.
     Elsewhere, as in the output file of a Slurm job, `progress` prints it.
+
+    Attributes:
+        values: validation losses ("val") and HellaSwag scores ("hella") by step, as in the log. Those of earlier processes
+            and of the parent are among them if they are comparable with this process'.
 
     Raises:
         UserError: on all ranks, if a tracker cannot start.
@@ -50,14 +64,13 @@ class RunLogger:
         self.first_step = run.first_step
         self.flops_per_token, self.peak_flops = run.model.flops_per_token(), devices.peak_flops(dist.device)
         self._trackers = Trackers(dist.on_rank_zero(lambda: start_trackers(run.config, self.first_step)) or [])
-        folder = Path(run.config.out) if dist.rank == 0 else None
-        source = run.checkpoint.path.parent / "log.txt" if run.checkpoint and run.config.starts_fork else None
-        self.log = RunLog(folder and folder / "log.txt", self.first_step, source)
-        earlier = read_log(folder / "log.txt")["val"] if folder and not source else {}  # a fork's are another run's
-        self._best_val = min(earlier.values(), default=math.inf)
+        self._folder = folder = Path(run.config.out) if dist.rank == 0 else None
+        self._starts = list[dict[str, Any]]()  # not yet in starts.jsonl
+        self.log, self.values = RunLog(), {"val": dict[int, float](), "hella": dict[int, float]()}
         if folder:
-            append_start(folder, describe_start(run, dist))
+            self._continue_files(folder, dist)
         self._curves = CurvesFile(folder)
+        self._next_step = self.first_step
         self._profiler = make_profiler(run.config.profile, run.config.out, dist.device, dist.rank, dist.print0)
         progress = run.checkpoint.progress if run.checkpoint else 0.0
         self._bar = tqdm(
@@ -66,6 +79,32 @@ class RunLogger:
             bar_format="{desc} |{bar}| {percentage:.0f}% {elapsed}<{remaining}",
         )  # fmt: skip
         self._line_shown, self._progress_shown, self._first_step_ended = 0.0, time.perf_counter(), 0.0
+
+    def _continue_files(self, folder: Path, dist: Distributed) -> None:
+        run, path, first_step = self.run, folder / "log.txt", self.first_step
+        earlier, source = read_starts(folder), path
+        if run.checkpoint and run.config.starts_fork:
+            earlier, source = starts_of_parent(run.checkpoint), run.checkpoint.path.parent / "log.txt"
+            self._starts = earlier.copy()
+            if not earlier:
+                first_step = 0  # begins a new log
+                text = (
+                    f"{run.checkpoint.path} is not in the folder of its run: the log begins at step {run.first_step:,}"
+                )
+                self.print0(terminal.labelled("note", text))
+        self._starts.append(describe_start(run, dist))
+        self.log, logged = RunLog(path, first_step, source), read_log(path)
+        for name in self.values:
+            self.values[name] = comparable_values(name, logged[name], [*earlier, self._starts[-1]])
+        try:
+            self._write_starts(folder)
+        except OSError as error:
+            warn(f"cannot write {folder / FILE} ({describe_disk_error(error, folder)}).")
+
+    def _write_starts(self, folder: Path) -> None:
+        if self._starts:
+            append_lines(folder, *self._starts)
+            self._starts = []
 
     def evaluations_due(self, state: TrainState) -> set[str]:
         """Returns which of "val", "hella" and "samples" are due before a step."""
@@ -78,8 +117,7 @@ class RunLogger:
         if loss is None:
             return
         self._evaluation(step, "val", loss)
-        self._best_val = min(self._best_val, loss)
-        self._trackers.log(step, {"loss/best_val": self._best_val})
+        self._trackers.log(step, {"loss/best_val": min(self.values["val"].values())})
         self.print0(
             terminal.styled(
                 f"step {step:5d} | val loss: {loss:.4f} over {self.run.validated_tokens:,} tokens", terminal.BOLD
@@ -108,6 +146,7 @@ class RunLogger:
         MFU is the fraction of the GPUs' peak FLOP/s that the model's arithmetic reaches, where that peak is known.
         """
         step, now = state.step, time.perf_counter()
+        self._next_step = step + 1
         speed = self.config.total_batch_size / dt
         mfu = speed * self.flops_per_token / (self.peak_flops * self.world_size) if self.peak_flops else None
         self._trackers.log_value(step, "train", loss)
@@ -149,16 +188,17 @@ class RunLogger:
             of = f" of {config.max_steps:,}"
             if (timed := state.step - self.first_step - 1) > 0:  # steps after the first one, which may have compiled
                 left = (config.max_steps - state.step) * (now - self._first_step_ended) / timed
-        tokens = state.step * config.total_batch_size
-        self.print0(describe_progress(of, state.step, now - STARTED, left, tokens, datetime.now()))
+        self.print0(describe_progress(of, state.step, now - STARTED, left, state.tokens, datetime.now()))
 
     def sync(self) -> None:
-        """Waits until everything reported so far is in the log and with the trackers: no checkpoint is ahead of them.
+        """Waits until everything reported so far is on the disk and with the trackers: no checkpoint is ahead of them.
 
         Raises:
-            OSError: some lines of the log could not be written.
+            OSError: something could not be written.
         """
         self.log.sync()
+        if self._folder:
+            self._write_starts(self._folder)
         self._trackers.flush()
 
     def __enter__(self) -> RunLogger:
@@ -171,6 +211,9 @@ class RunLogger:
             self._profiler.stop()
         self._trackers.close(succeeded=kind is None)
         try:
+            if self._folder:
+                with contextlib.suppress(OSError):  # as if it had been killed
+                    append_lines(self._folder, describe_end(self._next_step, value))
             if kind is None:
                 self.log.close()
                 self._curves.draw()
@@ -180,6 +223,7 @@ class RunLogger:
     def _evaluation(self, step: int, name: str, value: float) -> None:
         self._trackers.log_value(step, name, value)
         self.log.write(step, {name: value})
+        self.values[name][step] = float(f"{value:{FORMATS[name]}}")
         self._curves.update()
 
     def _fraction_done(self, steps: int, progress: float) -> float:
