@@ -316,6 +316,30 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 # -----------------------------------------------------------------------------
+# Disks, in words
+
+
+def format_bytes(size: float) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+
+
+def nearest_existing(path: Path) -> Path:
+    """Returns the path itself, or its nearest parent that exists."""
+    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+
+
+def describe_free_space(path: str | Path) -> str:
+    """Says how much space is free on the disk of a path, which need not exist yet: `0.3 GB free`."""
+    return f"{format_bytes(shutil.disk_usage(nearest_existing(Path(path))).free)} free"
+
+
+def describe_disk_error(error: OSError, path: str | Path) -> str:
+    """Returns the reason of an error of a disk; if the disk of `path` is full, with the space that is free there."""
+    reason = error.strerror or str(error)
+    return f"{reason}, {describe_free_space(path)}" if error.errno == ENOSPC else reason
+
+
+# -----------------------------------------------------------------------------
 # The console, and exit codes
 
 # Time for other ranks to print their errors: as soon as one rank has exited, torchrun stops the others.
@@ -399,8 +423,9 @@ def _exit_code(main: Callable[[], None]) -> int:
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        where = f": {error.filename}" if error.filename else ""
-        _print_errors(f"{error.strerror}{where}. Check the disk and its permissions.")
+        path = error.filename
+        problem = f"{describe_disk_error(error, path)}: {path}" if path else error.strerror
+        _print_errors(f"{problem}. Check the disk and its permissions.")
         return 2
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would print a traceback at exit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -264,6 +266,14 @@ def test_an_error_is_one_line_whatever_a_file_is_called(capsysbinary, error):
         assert lines == [rb"error: no a\nb\x1b[2J " + "é.".encode(), b"error: 2"]
     else:
         assert lines == [rb"error: no: a\nb\x1b[2J. Check the disk and its permissions."]
+
+
+def test_a_full_disk_is_named_with_its_free_space(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1_234_567) if path == tmp_path else None)
+    with pytest.raises(SystemExit):
+        run_cli(lambda: fail(OSError(errno.ENOSPC, "No space left on device", f"{tmp_path}/run/log.txt")))
+    line = f"error: No space left on device, 1.2 MB free: {tmp_path}/run/log.txt. Check the disk and its permissions.\n"
+    assert capsys.readouterr().err == line
 
 
 # What the scripts import first, in its place: it takes until there is a file "go".

@@ -27,6 +27,7 @@ from shard_helpers import (
     plain_bytes,
     plain_loop,
     shards_in,
+    small_disk,
     split_sizes,
     tokens_in,
     valid_unicode,
@@ -504,6 +505,15 @@ def test_a_small_corpus_needs_twice_its_size(tmp_path, monkeypatch):
             with contextlib.suppress(UserError):
                 make_shards(corpus_of(LONG), out, tokenizer="bytes", shard_size=shard_size)
             assert out.exists() == (free % 2 == 0)
+
+
+def test_a_full_disk_is_named_with_its_free_space(tmp_path):
+    with small_disk(tmp_path / "disk", 1_000_000) as out:
+        wanted = (
+            rf"^cannot write to {out} \(No space left on device, 0\.0 MB free\)\. Fix this, then run the same command"
+        )
+        with pytest.raises(UserError, match=wanted), module.report_disk_errors(out):
+            (out / "part").write_bytes(bytes(2_000_000))
 
 
 def _listed(folder):

@@ -11,6 +11,7 @@ from support.checkpoints.directory import CONTENTS, newest_checkpoint
 from support.checkpoints.resume import find_once_per_node, flags_to_fork, flags_to_resume
 from support.checkpoints.state import Checkpoint
 from support.cli import UserError, flag_name, flag_words
+from support.console.trackers import check_installed
 from support.data.presets import DEMO, make_preset_shards, preset_flags
 from support.data.shards import TokenData
 from support.data.tokenizer import VOCAB_SIZES, Tokenizer, get_tokenizer, tokenizer_name
@@ -40,6 +41,8 @@ def gather_flags(
     """
     if not cli_flags.get("plan") and (unused := sorted(PLAN_FLAGS & cli_flags.keys() - {"plan"})):
         raise UserError(f"{' and '.join(map(flag_name, unused))}: only for --plan. Add --plan, or leave it out.")
+    if not cli_flags.get("plan"):
+        dist.on_rank_zero(lambda: check_installed(cli_flags))  # before anything is downloaded or made
     resume = cli_flags.get("resume")
     if "fork" in cli_flags and "out" not in cli_flags:
         raise UserError("--fork starts another run. Name its folder with --out.")
@@ -49,6 +52,7 @@ def gather_flags(
         check_facts_agree(dist, {"the checkpoint": newest.name if newest else "none"})
         if newest:
             resumed = Checkpoint.open(newest)
+            dist.on_rank_zero(lambda: check_installed(resumed.config))
             return flags_to_resume(config_class, cli_flags, resumed, dist), resumed
         if resume == "newest":
             raise UserError(
@@ -65,6 +69,7 @@ def gather_flags(
             raise UserError(f"{directory} is not a checkpoint: it has no {CONTENTS}. Use another one, or --init-from.")
         check_facts_agree(dist, {"the checkpoint": directory.name})
         checkpoint = Checkpoint.open(directory)
+        dist.on_rank_zero(lambda: check_installed(checkpoint.config))
         flags = flags_to_fork(config_class, cli_flags, checkpoint, dist)
     elif "init_from" in cli_flags:
         directory = find_once_per_node(cli_flags["init_from"], dist)

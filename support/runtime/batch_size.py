@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from support.cli import UserError
-from support.files import format_bytes
+from support.cli import UserError, format_bytes
 from support.runtime import devices
 from support.runtime.distributed import Distributed
 from support.runtime.memory import Sizes, bytes_needed, largest_micro_batch, optimizer_bytes
