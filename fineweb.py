@@ -198,7 +198,8 @@ def corpus_of(args: Arguments, output: Path) -> Corpus:
     if args.demo:
         return demo_corpus()
     if args.input:
-        return TextFiles(find_input(args.input), args.text_field, separator)
+        paths = find_input(args.input, lambda note: print_lines(f"note: {note}"))
+        return TextFiles(paths, args.text_field, separator)
     name = args.dataset or FINEWEB_EDU
     if os.path.exists(name):
         raise UserError(f"{name} is a path on this machine. Pass it with --input.")

@@ -11,6 +11,7 @@ from support.checkpoints.directory import CONTENTS, newest_checkpoint
 from support.checkpoints.resume import find_once_per_node, flags_to_fork, flags_to_resume
 from support.checkpoints.state import Checkpoint
 from support.cli import UserError, flag_name, flag_words
+from support.console.trackers import check_installed
 from support.data.presets import DEMO, make_preset_shards, preset_flags
 from support.data.shards import TokenData
 from support.data.tokenizer import TOKENIZER_JSON, Tokenizer, tokenizer_of_model
@@ -40,6 +41,8 @@ def gather_flags(
     """
     if not cli_flags.get("plan") and (unused := sorted(PLAN_FLAGS & cli_flags.keys() - {"plan"})):
         raise UserError(f"{' and '.join(map(flag_name, unused))}: only for --plan. Add --plan, or leave it out.")
+    if not cli_flags.get("plan"):
+        dist.on_rank_zero(lambda: check_installed(cli_flags))  # before anything is downloaded or made
     resume = cli_flags.get("resume")
     if "fork" in cli_flags and "out" not in cli_flags:
         raise UserError("--fork starts another run. Name its folder with --out.")
@@ -49,6 +52,7 @@ def gather_flags(
         check_facts_agree(dist, {"the checkpoint": newest.name if newest else "none"})
         if newest:
             resumed = Checkpoint.open(newest)
+            dist.on_rank_zero(lambda: check_installed(resumed.config))
             return flags_to_resume(config_class, cli_flags, resumed, dist), resumed
         if resume == "newest":
             raise UserError(
@@ -65,6 +69,7 @@ def gather_flags(
             raise UserError(f"{directory} is not a checkpoint: it has no {CONTENTS}. Use another one, or --init-from.")
         check_facts_agree(dist, {"the checkpoint": directory.name})
         checkpoint = Checkpoint.open(directory)
+        dist.on_rank_zero(lambda: check_installed(checkpoint.config))
         flags = flags_to_fork(config_class, cli_flags, checkpoint, dist)
     elif "init_from" in cli_flags:
         directory = find_once_per_node(cli_flags["init_from"], dist)
@@ -118,11 +123,12 @@ def check_folder_and_make_shards(config: TrainConfig, checkpoint: Checkpoint | N
     """
     run_folder.check_folder(config, None if config.starts_fork else checkpoint)
     if config.demo or config.text is not None:
-        has_own_shards = config.starts_fork and Path(config.data) == Path(config.out) / "data"
+        in_out = Path(config.data) == Path(config.out) / "data"
+        has_own_shards = config.starts_fork and in_out
         keeps_shards = checkpoint is not None and config.text == checkpoint.config["text"] and not has_own_shards
-        make_preset_shards(
-            config, keeps_shards, _first_model(config, checkpoint) if config.fork or config.init_from else None
-        )
+        may_replace = in_out and not run_folder.has_run(Path(config.out))
+        model = _first_model(config, checkpoint) if config.fork or config.init_from else None
+        make_preset_shards(config, keeps_shards, may_replace, model)
 
 
 def _first_model(config: TrainConfig, checkpoint: Checkpoint | None) -> Path | None:

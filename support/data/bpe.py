@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from support.cli import print_lines
 from support.data.output_folder import OutputFolder
 from support.data.shards import write_manifest
 from support.data.text_files import Corpus
@@ -89,7 +88,7 @@ def write_tokenizer(folder: OutputFolder, corpus: Corpus, vocab_size: int | None
     if tokenizer is None:
         val_fraction = folder.manifest["settings"].get("val_fraction")
         texts = training_texts(corpus, max(HELD_OUT, float(val_fraction or 0)))
-        print_lines(f"training a tokenizer on {sum(map(len, texts)):,} characters ...")
+        folder.report(f"training a tokenizer on {sum(map(len, texts)):,} characters ...")
         tokenizer = train_bpe(texts, vocab_size or fitting_vocab_size(sum(map(len, texts))))
     if not path.exists() or path.read_bytes() != tokenizer.json.encode():
         with atomic_write(path, unique=True) as tmp:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from support import files
 from support.cli import UserError
+from support.data.text_files import Setting, has_text_files
 from support.data.tokenizer import (
     END_OF_TEXT,
     MALFORMED,
@@ -34,7 +35,6 @@ from support.data.tokenizer import (
 )
 
 MANIFEST = "manifest.json"
-Setting: TypeAlias = str | int | float | bool | None
 ShardIdentity: TypeAlias = list[str | int]  # name, number of tokens, SHA-256 (without a manifest, of both ends only)
 
 TOKEN = np.dtype("<u2")  # as stored in files
@@ -71,6 +71,7 @@ class Manifest(TypedDict):
     revision: NotRequired[str | None]
     settings: NotRequired[dict[str, Setting]]
     complete: NotRequired[bool]
+    cuts: NotRequired[str]  # SHA-256 of where the text is cut into parts
     parts: NotRequired[list[int]]  # number of tokens in each part, up to the last one that the shards needed
     shards: list[ShardEntry]
 
@@ -359,6 +360,11 @@ def open_shards(directory: str | os.PathLike[str], *splits: str, read_all: bool 
     listed = {entry["file"]: entry for entry in manifest["shards"]}
     names = {path.name for split in splits for path in shard_paths(directory, split)}
     names |= {entry["file"] for entry in manifest["shards"] if entry.get("split") in splits}
+    if not names and not Path(directory).exists():
+        advice = 'Name one with shards, make them with "python fineweb.py", or try it all with "--demo".'
+        raise UserError(f"there is no folder {directory}. {advice}")
+    if not names and has_text_files(Path(directory)):
+        raise UserError(f"{directory} has text, not shards. To train on a text, pass it with --text.")
     if not names:
         raise UserError(
             f'no {splits[0]} shards in {directory}. Make them with "python fineweb.py", or try it all with "--demo".'

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from support.cli import UserError
+from support.cli import UserError, format_bytes
 from support.data import bpe, presets, shards
 from support.data.tokenizer import VOCAB_SIZES
-from support.files import format_bytes
 from support.runtime import batch_size, devices, memory
 from support.runtime.memory import Sizes, TrainingMemory, block_parameters, training_memory
 
