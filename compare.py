@@ -121,7 +121,8 @@ def differences(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:
         width = max(8, (WIDTH - max(map(len, map(flag_name, different)))) // len(runs) - len(GAP))
         rows = [(flag_name(name), *(_show(value, width) for value in values[name])) for name in different]
         lines = format_columns(list(zip(*[("flag", *labels), *rows], strict=True)))
-    if any(run.start["data"]["val"] != runs[0].start["data"]["val"] for run in runs):
+    validated = [(run.start["data"]["val"], run.start.get("validation_tokens")) for run in runs]
+    if any(on != validated[0] for on in validated):
         lines.append("note: the runs have different validation data.")
     return lines
 
@@ -133,19 +134,15 @@ def results(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     """
     per_byte, rows = compares_per_byte(runs), list[dict[str, str]]()
     for run in runs:
-        [hours] = run.positions([run.steps], "hours")
+        ([hours], [tokens]) = (run.positions([run.steps], axis) for axis in ("hours", "tokens"))
         row = {"params": short_count(run.start["parameters"]), "steps": f"{run.steps:,}"}
-        row |= {"tokens": short_count(run.steps * run.start["tokens_per_step"]), "hours": f"{hours:.3f}"}
-        if run.val:
-            last, best = max(run.val), min(run.val, key=lambda step: run.val[step])
+        row |= {"tokens": short_count(tokens), "hours": f"{hours:.3f}" if run.has_first_step else UNKNOWN}
+        if val := run.comparable("val"):
+            last, best = max(val), min(val, key=lambda step: val[step])
             scale, title = (1 / run.bytes_per_token, "val/byte") if per_byte else (1.0, "val loss")
-            row |= {
-                title: f"{scale * run.val[last]:.4f}",
-                "best": f"{scale * run.val[best]:.4f}",
-                "at step": f"{best:,}",
-            }
-        if run.hella:
-            row["HellaSwag"] = f"{run.hella[max(run.hella)]:.4f}"
+            row |= {title: f"{scale * val[last]:.4f}", "best": f"{scale * val[best]:.4f}", "at step": f"{best:,}"}
+        if hella := run.comparable("hella"):
+            row["HellaSwag"] = f"{hella[max(hella)]:.4f}"
         rows.append(row)
     titles = dict.fromkeys(title for row in rows for title in row)
     return [(title, *(row.get(title, UNKNOWN) for row in rows)) for title in titles]

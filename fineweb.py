@@ -37,7 +37,7 @@ from support.data.executors import EXECUTORS, Executor
 from support.data.make_shards import SHARD_SIZE, make_shards
 from support.data.shards import load_manifest, open_shards, read_manifest, read_tokenizer
 from support.data.text_files import TEXT_TYPES, Corpus, TextFiles, find_input, slug
-from support.data.tokenizer import MAX_VOCAB_SIZE, VOCAB_SIZES, get_tokenizer
+from support.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_JSON, VOCAB_SIZES, get_tokenizer
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 MAX_SHARD_SIZE = 10**9
@@ -198,7 +198,8 @@ def corpus_of(args: Arguments, output: Path) -> Corpus:
     if args.demo:
         return demo_corpus()
     if args.input:
-        return TextFiles(find_input(args.input), args.text_field, separator)
+        paths = find_input(args.input, lambda note: print_lines(f"note: {note}"))
+        return TextFiles(paths, args.text_field, separator)
     name = args.dataset or FINEWEB_EDU
     if os.path.exists(name):
         raise UserError(f"{name} is a path on this machine. Pass it with --input.")
@@ -217,7 +218,7 @@ def check_shards(directory: str) -> None:
         UserError: some shards are not intact; one line for each.
     """
     manifest = read_manifest(directory)
-    if manifest["tokenizer"] == "bpe":
+    if manifest["tokenizer"] == "bpe" or (Path(directory) / TOKENIZER_JSON).exists():
         read_tokenizer(directory)
     shards = open_shards(directory, "train", "val", read_all=True)
     verdict = "all match the manifest" if manifest["shards"] else "well-formed; there is no manifest to compare with"
@@ -233,24 +234,24 @@ def main(argv: list[str] | None = None) -> None:
         check_shards(args.check)
         return
     output = Path(args.output or default_output(args))
-    tokenizer, tokenizer_file = args.tokenizer_name, None
+    tokenizer, tokenizer_from = args.tokenizer_name, None
     if tokenizer == "gpt2" and args.engine is None and default_engine() == "tiktoken":
         print_lines('gigatoken is not installed, so tiktoken encodes, several times slower ("pip install gigatoken")')
     options = dict(args.executor_options or [])
     executor = Executor(args.executor, args.tasks or usable_cores(), options) if args.executor else None
     if tokenizer != "bpe":
-        get_tokenizer(tokenizer)  # downloads it first
+        get_tokenizer(tokenizer, output)  # downloads it first
     elif args.tokenizer_from:
         from support.checkpoints.huggingface import find_trained_tokenizer  # imports torch
 
-        tokenizer_file = find_trained_tokenizer(args.tokenizer_from)
+        tokenizer_from = find_trained_tokenizer(args.tokenizer_from)
     make = functools.partial(
         make_shards,
         corpus_of(args, output),
         output,
         tokenizer=tokenizer,
         vocab_size=args.vocab_size,
-        tokenizer_file=tokenizer_file,
+        tokenizer_from=tokenizer_from,
         engine=args.engine,
         shard_size=args.shard_size,
         max_tokens=args.max_tokens,

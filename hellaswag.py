@@ -24,6 +24,7 @@ from support import startup
 if __name__ == "__main__":
     startup.prepare("PyTorch")  # comes first: the imports take seconds
 
+import contextlib
 import json
 import math
 import os
@@ -32,9 +33,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, islice
+from functools import partial
+from itertools import chain, compress, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -42,16 +44,17 @@ from torch.nn import functional as F
 
 from support import files
 from support.checkpoints import huggingface
-from support.cli import UserError, flag, parse_flags, run_cli
+from support.cli import UserError, flag, parse_flags, print_lines, run_cli
 from support.console.curves import OPENAI_HELLASWAG
 from support.console.progress import progress_bar
 from support.console.terminal import labelled
 from support.data.download import download as download_file
-from support.data.tokenizer import Tokenizer, tokenizer_of_model
+from support.data.tokenizer import VOCAB_SIZES, Tokenizer, tokenizer_of_model
 from support.runtime import devices
 from support.runtime.distributed import Distributed
 from support.runtime.run_info import GPT2_FIELDS
 from support.runtime.signals import StopHandler
+from support.startup import is_terminal
 
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel
@@ -66,6 +69,8 @@ GIT_BLOBS = {  # the SHA-1 by which git names each file's content
 }
 DATA_FOLDER = "hellaswag_data"
 NUM_VAL_ITEMS = 10042
+MAX_SUMMARY_BYTES = 2**16  # far more than the first line of a --json file has
+PROGRESS_SECONDS = 60  # between two lines of progress, where stdout is not a terminal
 STYLE_FIELDS = {"tokens": ("ctx",), "harness": ("activity_label", "ctx_a", "ctx_b")}  # the fields that each style uses
 
 # -----------------------------------------------------------------------------
@@ -237,7 +242,7 @@ def score_with_ranks(
     """Returns acc_norm over all ranks' examples, its standard error and the seconds taken; None if the run should stop."""
     rank_examples = examples_for_rank(examples, dist.rank, dist.world_size, model.block_size)
 
-    def interruptible(rows: Iterable[Row]) -> Iterator[Row]:
+    def interruptible(rows: Iterable[Row], losses_so_far: Callable[[], Losses]) -> Iterator[Row]:
         return stop.interruptible(progress_bar(rows, "HellaSwag, texts", dist.rank))
 
     started = time.perf_counter()
@@ -264,6 +269,8 @@ def examples_for_rank(examples: Sequence[Example], rank: int, world_size: int, b
 
 TOKENS_PER_BATCH = {"cuda": 32768, "mps": 8192, "cpu": 768}  # enough to fill a GPU; few enough for a CPU's caches
 MAX_LOGIT_ROWS = 768  # rows of logits in memory at a time: 768 * 50,257 * 4 bytes = 154 MB
+NOT_SCORED = -math.inf  # no cross-entropy is negative
+Losses: TypeAlias = tuple[np.ndarray, np.ndarray]  # of the endings, (examples, 4): summed and normalised, in nats
 
 
 @dataclass(frozen=True)
@@ -297,8 +304,8 @@ def completion_losses(
     model: ScoringModel,
     examples: Sequence[Example],
     token_budget: int | None = None,
-    progress: Callable[[list[Row]], Iterable[Row]] = iter,
-) -> tuple[np.ndarray, np.ndarray]:
+    progress: Callable[[list[Row], Callable[[], Losses]], Iterable[Row]] = lambda rows, losses_so_far: rows,
+) -> Losses:
     """Returns the cross-entropy of each completion given its context, in nats.
 
     Rows of similar length are batched. A batch that does not fit into memory is halved.
@@ -306,8 +313,8 @@ def completion_losses(
     Args:
         token_budget: maximum tokens in a batch, including padding; a batch of one row may have more. None: a default
             for the device.
-        progress: gets the rows, longest first, and yields them: for a progress bar, or to stop early. The losses of
-            rows that it does not yield are 0.
+        progress: gets the rows, longest first, and a function that returns the losses so far. It yields the rows: for a
+            progress bar, or to stop early. The losses of rows that were not scored are NOT_SCORED.
 
     Returns:
         Two float64 arrays (examples, 4): summed losses, which `acc` compares, and normalised ones, for `acc_norm`.
@@ -320,7 +327,7 @@ def completion_losses(
     token_budget = token_budget or TOKENS_PER_BATCH[model.device.type]
     scored: list[tuple[list[Row], torch.Tensor]] = []  # on the device until the end: copying would make the host wait
 
-    remaining, num_done = iter(progress(rows)), 0
+    remaining, num_done = iter(progress(rows, lambda: _sum_and_normalise(scored, examples))), 0
     while num_done < len(rows):
         batch = list(islice(remaining, max(1, token_budget // rows[num_done].length)))
         if not batch:  # `progress` stopped early
@@ -460,11 +467,9 @@ def _token_losses(model: ScoringModel, hidden: torch.Tensor, targets: torch.Tens
         return torch.cat([F.cross_entropy(model.head(h).float(), t, reduction="none") for h, t in chunks])
 
 
-def _sum_and_normalise(
-    scored: list[tuple[list[Row], torch.Tensor]], examples: Sequence[Example]
-) -> tuple[np.ndarray, np.ndarray]:
+def _sum_and_normalise(scored: list[tuple[list[Row], torch.Tensor]], examples: Sequence[Example]) -> Losses:
     """Returns summed and normalised losses (examples, 4) from batches of rows and their token losses (N,)."""
-    sums, lengths = np.zeros(4 * len(examples)), np.ones(4 * len(examples))
+    sums, lengths = np.full(4 * len(examples), NOT_SCORED), np.ones(4 * len(examples))
     for batch, token_losses in scored:
         completions = [pair for row in batch for pair in zip(row.completions, row.loss_indices, strict=True)]
         starts = np.cumsum([0, *(len(completion) for completion, _ in completions[:-1])])
@@ -518,25 +523,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = torch.device(devices.pick_device_type(args.device))
     dtype = devices.DTYPES[devices.pick_dtype(args.dtype, device)]
     directory = huggingface.find_model(args.model)
-    tokenizer = load_tokenizer(directory)  # refuses a model before the items are downloaded
+    # refuses a model before the items are downloaded
+    tokenizer = tokenizer_of_model(directory, huggingface.read_config(directory)["vocab_size"], args.tokenizer)
+    if tokenizer.name != "gpt2":
+        raise UserError(
+            f"{directory} was trained on {tokenizer.name} tokens, but HellaSwag's scores are defined on GPT-2 tokens. "
+            "Train with --tokenizer gpt2."
+        )
     items = load(args.data or download(args.split or "val"), args.limit, args.style)
     if items[0].label is None and not args.json:
         raise UserError("the items have no labels, so there are no scores. Write the losses to a file with --json.")
     model = load_model(directory, device)
     examples = [render(item, tokenizer, args.style) for item in items]
     start = time.perf_counter()
-    with devices.autocast(device, dtype):
-        sums, normalised = completion_losses(
-            model, examples, progress=lambda rows: progress_bar(rows, "HellaSwag, texts", rank=0)
-        )
+    with StopHandler() as stop, devices.autocast(device, dtype):
+        losses = completion_losses(model, examples, progress=partial(show_progress, examples=examples, stop=stop))
     seconds = time.perf_counter() - start
+    sums, normalised, examples = scored_only(losses, examples)
     check_finite(sums, directory, dtype)
     acc, acc_stderr = score(sums, examples)
     acc_norm, acc_norm_stderr = score(normalised, examples)
     results = Results(
         model=args.model,
         data=args.data or args.split or "val",
-        items=len(items),
+        items=len(examples),
         style=args.style,
         dtype=str(dtype).removeprefix("torch."),
         device=device.type,
@@ -547,6 +557,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         acc_norm=acc_norm,
         acc_norm_stderr=acc_norm_stderr,
     )
+    if len(examples) < len(items):  # only a stop leaves some out
+        note = f"stopped after {len(examples):,} of {len(items):,} items, which begin with the longest"
+        print(f"{report(results, model.block_size, None)}\n\n{note}", flush=True)
+        stop.exit_all_ranks(lambda reason: [reason])
     try:
         if args.json:  # before printing, which fails if the reader of stdout has closed it (`| head`)
             write_json(Path(args.json), results, sums, normalised, items)
@@ -569,6 +583,8 @@ class Arguments:
         choices=tuple(GIT_BLOBS))
     data: str | None = flag(None, "a HellaSwag .jsonl file", default_help="download it", metavar="FILE")
     limit: int | None = flag(None, "score only the first N items", default_help="all", at_least=1)
+    tokenizer: str | None = flag(None, "the tokens of a model without tokenizer.json", default_help="the model's",
+        choices=tuple(VOCAB_SIZES))
     json: str | None = flag(None, "write the scores, and each item's losses, predictions and label, to a file",
         default_help="none", metavar="FILE")
     # fmt: on
@@ -578,7 +594,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Arguments:
     """Parses the command line.
 
     Raises:
-        UserError: it is not valid, or --json cannot be written; one line for each problem.
+        UserError: it is not valid, or --json cannot be written or has something else; one line for each problem.
     """
     args = Arguments(**parse_flags(Arguments, argv, __doc__))
     problems = []
@@ -591,23 +607,11 @@ def parse_arguments(argv: Sequence[str] | None) -> Arguments:
     if problems:
         raise UserError(*problems)
     if args.json:
-        files.check_output_file(Path(args.json), "--json")
+        path = Path(args.json)
+        files.check_output_file(path, "--json")
+        if path.is_file() and path.stat().st_size and not is_result(path):
+            raise UserError(f"{path} exists, and is not a result of hellaswag.py. Use another file with --json.")
     return args
-
-
-def load_tokenizer(directory: Path) -> Tokenizer:
-    """Returns the tokenizer of a model.
-
-    Raises:
-        UserError: it is not GPT-2's, on which HellaSwag's scores are defined, or the model is not a GPT-2 model.
-    """
-    tokenizer = tokenizer_of_model(directory, huggingface.read_config(directory)["vocab_size"])
-    if tokenizer.name != "gpt2":
-        raise UserError(
-            f"{directory} was trained on {tokenizer.name} tokens, but HellaSwag's scores are defined on GPT-2 tokens. "
-            "Train with --tokenizer gpt2."
-        )
-    return tokenizer
 
 
 def load_model(directory: Path, device: torch.device) -> ScoringModel:
@@ -638,6 +642,33 @@ def from_huggingface(model: GPT2LMHeadModel) -> ScoringModel:
     return ScoringModel(hidden, model.lm_head, model.config.n_positions, model.device, masked=True)
 
 
+def show_progress(
+    rows: list[Row], losses_so_far: Callable[[], Losses], examples: Sequence[Example], stop: StopHandler
+) -> Iterator[Row]:
+    """Yields the rows until a stop is requested.
+
+    A progress bar on stderr counts them, if that is a terminal; if stdout is none, a line each minute has the scores so
+    far, of the longest items.
+    """
+    started = printed = time.perf_counter()
+    for row in stop.interruptible(progress_bar(rows, "HellaSwag, texts", rank=0)):
+        now = time.perf_counter()
+        if now - printed >= PROGRESS_SECONDS and not is_terminal():
+            printed = now
+            sums, normalised, scored = scored_only(losses_so_far(), examples)
+            (acc, _), (acc_norm, _) = score(sums, scored), score(normalised, scored)
+            scores = "" if math.isnan(acc) else f" | acc {acc:.4f} | acc_norm {acc_norm:.4f}"
+            print_lines(f"{len(scored):,} of {len(examples):,} items{scores} | {now - started:.0f} s")
+        yield row
+
+
+def scored_only(losses: Losses, examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray, list[Example]]:
+    """Returns the losses of the examples whose four endings were scored, and these examples."""
+    sums, normalised = losses
+    scored = (sums != NOT_SCORED).all(axis=1)
+    return sums[scored], normalised[scored], list(compress(examples, scored))
+
+
 def check_finite(losses: np.ndarray, directory: Path, dtype: torch.dtype) -> None:
     """Raises a `UserError` if a loss is infinite or not a number."""
     if num_bad := np.count_nonzero(~np.isfinite(losses)):
@@ -646,8 +677,8 @@ def check_finite(losses: np.ndarray, directory: Path, dtype: torch.dtype) -> Non
 
 
 def score(losses: np.ndarray, examples: Sequence[Example]) -> tuple[float, float]:
-    """Returns the accuracy and its standard error, from losses (examples, 4); NaN if the examples have no labels."""
-    if examples[0].label is None:
+    """Returns the accuracy and its standard error, from losses (examples, 4); NaN without examples or without labels."""
+    if not examples or examples[0].label is None:
         return math.nan, math.nan
     return accuracy(count_correct(losses, examples), len(examples))
 
@@ -662,7 +693,9 @@ def report(results: Results, block_size: int, json_file: str | None) -> str:
             "the beginning was cut off"
         )
     if math.isnan(r.acc):
-        return "\n\n".join([*paragraphs, f"no labels, so no scores; the losses go to {json_file}"])
+        return "\n\n".join(
+            [*paragraphs, f"no labels, so no scores; the losses go to {json_file}"] if json_file else paragraphs
+        )
     paragraphs.append(table(results))
     if r.truncated:
         paragraphs.append("Published scores are for models that saw the complete contexts, so they are not comparable.")
@@ -703,7 +736,21 @@ def write_json(path: Path, results: Results, sums: np.ndarray, normalised: np.nd
     ]
     summary = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(results).items()}
     text = json.dumps(summary).removesuffix("}") + ', "results": [\n' + ",\n".join(lines) + "\n]}\n"
-    path.write_text(text, encoding="utf-8")  # also to a link, a pipe or a device
+    if path.exists() and not path.is_file():  # a pipe or a device
+        path.write_text(text, encoding="utf-8")
+        return
+    with files.atomic_write(path.resolve(), unique=True) as tmp:  # a link stays
+        tmp.write_text(text, encoding="utf-8")
+
+
+def is_result(path: Path) -> bool:
+    """Returns whether a file is one that `write_json` wrote, or one of an older version, of which a kill left a part."""
+    with open(path, "rb") as file:
+        summary = file.readline(MAX_SUMMARY_BYTES)
+    with contextlib.suppress(ValueError, RecursionError):
+        content = json.loads(summary + b"]}")
+        return isinstance(content, dict) and content.keys() >= {"model", "acc_norm", "results"}
+    return False
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from support.checkpoints.huggingface import find_model, read_config
 from support.cli import UserError, flag, parse_flags, run_cli
-from support.data.tokenizer import END_OF_TEXT, Tokenizer, tokenizer_of_model
+from support.data.tokenizer import END_OF_TEXT, VOCAB_SIZES, Tokenizer, tokenizer_of_model
 from support.runtime import devices
 from support.runtime.kv_cache import KVCache
 from support.runtime.options import DEFAULT_PROMPT
@@ -254,6 +254,8 @@ class Arguments:
         choices=("auto", *devices.DTYPES))
     device: str = flag("auto", "where to generate", default_help="auto, the best available", short="-d",
         choices=devices.DEVICES)
+    tokenizer: str | None = flag(None, "the tokens of a model without tokenizer.json", default_help="the model's",
+        choices=tuple(VOCAB_SIZES))
     # fmt: on
 
 
@@ -275,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dtype = devices.DTYPES[devices.pick_dtype(args.dtype, device)]
     directory = find_model(args.model)
     sizes = read_config(directory)
-    tokenizer = tokenizer_of_model(directory, sizes["vocab_size"])
+    tokenizer = tokenizer_of_model(directory, sizes["vocab_size"], args.tokenizer)
     encode = partial(encode_prompt, tokenizer=tokenizer, block_size=sizes["block_size"], model_name=args.model)
     prompt = piped_prompt() if args.prompt is None else args.prompt
     on_terminal = sys.stdout.isatty()

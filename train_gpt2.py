@@ -38,7 +38,7 @@ from support.checkpoints.directory import newest_before_cooldown
 from support.checkpoints.manager import CheckpointManager
 from support.checkpoints.state import Checkpoint, TrainState
 from support.cli import MAIN_GROUP, flag, parse_flags, run_cli
-from support.console.progress import print_header, print_summary, progress_bar
+from support.console.progress import print_finished, print_header, print_summary, progress_bar
 from support.console.run_logger import RunLogger
 from support.data import presets, shards
 from support.data.shards import rows_in_shard
@@ -316,16 +316,16 @@ class DataLoaderLite:
         self._cached_starts: tuple[tuple[int, int], np.ndarray] | None = None
         self.seek(0)
 
-    def seek(self, step: int) -> None:
-        """Moves to the first micro-batch of a step."""
-        self.position = step * self.grad_accum  # in micro-batches of this rank
+    def seek(self, row: int) -> None:
+        """Moves to the step that begins at a row, counted across epochs."""
+        self.row = row  # the first row of the next micro-batches, one on each rank
         self._prefetched: list[tuple[Tensor, Tensor]] = []  # the next micro-batch first
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """Returns this rank's next micro-batch: (B, T) tokens, and the (B, T) tokens that follow them."""
         if not self._prefetched:
             self.prefetch(1)
-        self.position += 1
+        self.row += self.dist.world_size * self.B
         return self._prefetched.pop(0)
 
     def prefetch(self, n: int) -> None:
@@ -333,9 +333,9 @@ class DataLoaderLite:
 
         This costs nothing while a GPU is busy, and finds a corrupt row while the current state can still be saved.
         """
-        first = self.position * self.dist.world_size + self.dist.rank  # micro-batches are numbered over all ranks
-        batches = range(first, first + n * self.dist.world_size, self.dist.world_size)
-        self._prefetched = [self.batch(range(b * self.B, (b + 1) * self.B)) for b in batches]
+        rows_of_all = self.dist.world_size * self.B  # rank r takes the r-th B of them
+        firsts = range(self.row + self.dist.rank * self.B, self.row + n * rows_of_all, rows_of_all)
+        self._prefetched = [self.batch(range(first, first + self.B)) for first in firsts]
 
     def batch(self, rows: Iterable[int]) -> tuple[Tensor, Tensor]:
         """Returns the rows with these numbers, counted across epochs: (B, T) tokens and the tokens that follow them.
@@ -665,7 +665,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     dist.on_rank_zero(lambda: start.check_folder_and_make_shards(config, checkpoint))
     # Local rank 0 runs this block before the others, which then find what it downloaded.
     with dist.local_rank_zero_first():
-        data = start.open_data(config, dist)
+        data = start.open_data(config, checkpoint, dist)
         with fsdp.weights_on_rank_zero(use_fsdp, rank):  # other ranks: on the meta device until ShardedModel sends them
             model = initial_model(config, data.tokenizer, checkpoint)
         identity = resume.identify_data(config, data, model, checkpoint)  # checksums, which a resumed run must match
@@ -700,19 +700,17 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     # In fp16, small gradients would underflow, so the scaler multiplies the loss and divides the gradients afterwards.
     state = TrainState(model, optimizer, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16))
     if checkpoint:
-        state.restore(checkpoint, config)  # the model has its weights already
+        state.restore(checkpoint, config, identity)  # the model has its weights already
     T, vocab_size = config.block_size, data.tokenizer.vocab_size
     grad_accum = config.total_batch_size // (B * T * dist.world_size)  # micro-batches per step
     loader = DataLoaderLite(data.train, B, T, vocab_size, dist, grad_accum, config.shuffle, config.seed)
-    loader.seek(state.step)
+    loader.seek(state.row)
     val_loader = DataLoaderLite(data.val, B, T, vocab_size, dist) if data.val else None
     run = RunInfo(config, machine, data, identity, model, checkpoint, len(examples))
     folder_lock = run_folder.lock_folder(run, dist)  # from here on, the run is written to --out
     stop = StopHandler(dist.world_size)  # requested: a signal or an error on this rank. agreed: all ranks know and stop
     logger = RunLogger(run, dist)  # log.txt, starts.jsonl, curves.png, trackers, and the console
-    checkpoints = CheckpointManager(
-        run, stop, logger.log.sync, rank
-    )  # writes in a thread, after the log is on the disk
+    checkpoints = CheckpointManager(run, stop, logger.sync, logger.values, rank)  # writes in a thread
     print_header(run, dist, loader)
 
     def evaluate(due: set[str]) -> bool:
@@ -744,6 +742,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
                     complete = evaluate(due)
                 if not complete:
                     break
+            logger.progress(state, evaluated=bool(due))
             finished = config.is_over(state)
             if config.is_checkpoint_due(state):
                 state.seconds = clock.seconds()  # including the evaluation
@@ -766,7 +765,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
             if state.step == run.first_step:
                 dist.set_timeout(STEP_TIMEOUT)  # everything is compiled: a rank that takes longer now is lost
             progress = timed_progress if config.minutes else (state.step + 1) / config.decay_steps
-            state.advance(progress, clock.seconds())
+            state.advance(progress, clock.seconds(), config.total_batch_size, loader.row)
             state.check_bad_steps(config.max_bad_steps)  # raises after too many skipped steps in a row
         if not finished:  # a signal, a corrupt shard or a failed save, on any rank
             checkpoints.save_and_exit(state, dist)
@@ -777,7 +776,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
             eval_model.eval()
             length = clock.tokens_of_last_text(most=150, step_tokens=B * T * grad_accum)
             texts = sample(eval_model, data.tokenizer, run.prompt, length, generator, 0.8, n=1)
-    print_summary(run, dist, state, newest_before_cooldown(config.out), texts)
+    print_summary(run, dist, state, logger.values["val"], newest_before_cooldown(config.out), texts)
     return state
 
 
@@ -789,6 +788,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     preflight.check_starts_agree(dist, cli_flags)
     flags, checkpoint = start.gather_flags(TrainConfig, cli_flags, dist)
     config = resolve(flags)
+    resumed = checkpoint if not config.starts_fork else None
+    if resumed and dist.once(lambda: run_folder.has_finished(config.out, resumed.step)):
+        return print_finished(config, resumed.path, newest_before_cooldown(config.out), dist.print0)
     if config.plan:
         config = replace(config, gpus=flags.get("gpus", dist.world_size))
         return plan.print_report(config, lambda vocab_size: new_model(config, vocab_size), dist.rank)

@@ -6,7 +6,7 @@
 
 Each scenario runs one command, and starts it again whenever it has exited. The command is fineweb.py, or
 train_gpt2.py with checkpoints and validation: in one process, in two under torchrun, in two that torchrun restarts
-(with DDP or FSDP), or as a fork of a shorter run. It suffers one fault after another: SIGKILL, SIGTERM or SIGSTOP sent
+(with DDP or FSDP), or as a fork of a shorter run, also on other data in steps of another size. It suffers one fault after another: SIGKILL, SIGTERM or SIGSTOP sent
 to one of its processes, a full disk, a folder without write permission, a corrupt file, or a console that nobody reads.
 
 Within a minute and a half of each fault, all processes must either exit with a documented exit code or make progress
@@ -83,6 +83,7 @@ class Scenario:
     restarts: int = 0  # by torchrun
     parallel: str = "ddp"
     forks: bool = False  # whether it forks a shorter run
+    other: bool = False  # whether the fork has other data, and steps of another size
 
     @property
     def tokenises(self) -> bool:
@@ -96,6 +97,7 @@ SCENARIOS = (
     Scenario("restarts", 2, 3),
     Scenario("fsdp", 2, 3, "fsdp"),
     Scenario("fork", 2, 3, "fsdp", forks=True),
+    Scenario("fork_other", 2, 3, forks=True, other=True),
 )
 SHORTER, BEFORE_COOLDOWN = 40, 24  # steps of the run that is forked, and the step of the fork
 
@@ -133,7 +135,10 @@ class Run:
         flags = f"--data {folder}/data --max-steps {self.setting.steps} --parallel {self.scenario.parallel}"
         args = [*TRAINING_FLAGS, *flags.split(), "--out", self.out]
         if self.scenario.forks:
-            args += ["--fork", self.setting.disk / "shorter" / f"model_{BEFORE_COOLDOWN:05d}"]
+            shorter = f"shorter_{self.scenario.parallel}"
+            args += ["--fork", self.setting.disk / shorter / f"model_{BEFORE_COOLDOWN:05d}"]
+        if self.scenario.other:
+            args += ["--data", folder / "other", "--total-batch-size", "512"]
         return script_command("train_gpt2.py", *args, processes=self.scenario.processes)
 
     def start(self) -> None:
@@ -448,6 +453,7 @@ def make_inputs(folder: Path) -> str:
     """Makes the text and the shards that the scenarios read; returns the tokenizer for the text."""
     with contextlib.redirect_stdout(None):
         make_shards(Documents("topics", topics.values()), folder / "data", tokenizer="bytes")
+        make_shards(Documents("reversed", reversed(topics.values())), folder / "other", tokenizer="bytes")
     (folder / "text").mkdir()
     for i in range(40):
         (folder / "text" / f"{i:02d}.txt").write_text(f"{i}\n" + "\n".join(topics.values()))
@@ -476,14 +482,14 @@ def run_scenario(
     setting: Setting, scenario: Scenario, faults: Sequence[Fault], number: int, counts: Counter[str]
 ) -> None:
     """Runs a scenario under these faults, and first without faults if there is no such run yet."""
-    kind = "tokens" if scenario.tokenises else f"{scenario.parallel}_{scenario.processes}"
-    reference = setting.disk / f"reference_{kind}"
-    undisturbed = replace(scenario, restarts=0, forks=False)
-    if not reference.exists():
-        Run(setting, undisturbed, reference).finish()
+    kind = "tokens" if scenario.tokenises else f"{scenario.parallel}_{scenario.processes}{'_other' * scenario.other}"
+    reference, shorter = setting.disk / f"reference_{kind}", setting.disk / f"shorter_{scenario.parallel}"
+    if scenario.forks and not shorter.exists():
+        plain = replace(scenario, restarts=0, forks=False, other=False)
+        Run(replace(setting, steps=SHORTER), plain, shorter).finish()
+    if not reference.exists():  # a fork that differs only in its length equals a run of that length
+        Run(setting, replace(scenario, restarts=0, forks=scenario.other), reference).finish()
         print(f"{scenario.name}, without faults", flush=True)
-    if scenario.forks and not (setting.disk / "shorter").exists():
-        Run(replace(setting, steps=SHORTER), undisturbed, setting.disk / "shorter").finish()
     run = Run(setting, scenario, setting.disk / f"{scenario.name}_{number}")
     try:
         for fault in faults:

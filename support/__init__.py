@@ -9,4 +9,4 @@ Each package may import the ones below it, but never a script:
     files, cli      atomic writes and locks; flags and errors
 """
 
-__version__ = "2.0.0"
+__version__ = "2.1.0"

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -58,9 +59,36 @@ class UserError(Exception):
 
 MAIN_GROUP = "the flags that matter"
 MAX_HELP_WIDTH = 100  # columns; longer lines are hard to read
-ADVICE = {  # for unknown flags, such as other trainers have, with these words in their names
+# For unknown flags, such as other trainers have: with these words in their names, and with these names.
+ACCUMULATION = "A step accumulates micro-batches of --batch-size rows until it has --total-batch-size tokens."
+ADVICE = {
     "epochs": "Give the length of a run in steps: --max-steps (the run's header says how many make a pass over the data).",
-    "config": "There is no configuration file: every setting is a flag. See --help.",
+    "config": "Every setting is a flag; @FILE stands for the flags in a file. See --help.",
+    "accumulation": ACCUMULATION,
+    "accum": ACCUMULATION,
+}
+OTHER_NAMES = {
+    "max-lr": "lr learning-rate peak-lr peak-learning-rate",
+    "max-steps": "steps iters iterations max-iters num-iterations train-steps training-steps total-steps",
+    "warmup-steps": "warmup-ratio warmup-fraction",
+    "batch-size": "batch micro-batch-size per-device-train-batch-size device-batch-size",
+    "data": "dataset dataset-dir data-path train-data input-bin",
+    "out": "output output-dir save-dir log-dir checkpoint-dir",
+    "output": "out out-dir output-dir",
+    "block-size": "context context-length n-ctx seq-len seq-length sequence-length max-length max-seq-len max-seq-length",
+    "n-layer": "layers num-layers n-layers depth num-hidden-layers",
+    "n-head": "heads num-heads n-heads num-attention-heads",
+    "n-embd": "n-embed embed-dim hidden-size hidden-dim d-model dim width",
+    "grad-clip": "clip clip-grad max-grad-norm gradient-clip-val",
+    "dtype": "precision mixed-precision bf16 fp16 fp32 amp",
+    "recompute": "gradient-checkpointing activation-checkpointing grad-checkpointing",
+    "val-every": "eval-every eval-interval eval-steps val-interval val-loss-every",
+    "val-tokens": "eval-iters val-max-steps",
+    "checkpoint-every": "save-every save-interval save-steps",
+    "log-every": "log-interval logging-steps",
+    "resume": "resume-from resume-from-checkpoint",
+    "max-new-tokens": "max-length max-tokens num-tokens length",
+    "temperature": "temp",
 }
 
 
@@ -117,15 +145,18 @@ def parse_flags(
 ) -> dict[str, Any]:
     """Parses a command line; returns the values of only the flags that were given: others may come from elsewhere.
 
+    A word @FILE stands for the flags in a file. Flags on the command line itself win, wherever they are.
+
     Args:
         first_groups: groups that --help lists first, after MAIN_GROUP.
 
     Raises:
-        UserError: the command line is not valid, or a value is out of range; one line for each problem.
+        UserError: the command line is not valid, or a value is out of range, one line for each problem; or a file of flags
+            cannot be read.
     """
     flags, types = flags_of(config_class), {name: _value_type(t) for name, t in get_type_hints(config_class).items()}
     parser = _make_parser(flags, types, description, first_groups)
-    words, given = sys.argv[1:] if argv is None else list(argv), argparse.Namespace()
+    words, given = words_of(sys.argv[1:] if argv is None else argv), argparse.Namespace()
     try:
         if "--" in words:  # argparse would not treat anything after it as a flag
             parser.error("-- is not used here")
@@ -145,6 +176,27 @@ def parse_flags(
     if problems := [*wrong, *problems, *(f"{flag_name(name)} is missing. See --help." for name in required)]:
         raise UserError(*problems)
     return values
+
+
+# In a file of flags: what is quoted, or a comment, which begins at the beginning of a word.
+QUOTED_OR_COMMENT = re.compile(r"""("(?:\\.|[^"\\])*"|'[^']*'|\\.)|(?<!\S)#[^\n]*""", re.DOTALL)
+
+
+def words_of(arguments: Sequence[str]) -> list[str]:
+    """Returns the words of the files that @FILE names, divided and quoted as in a shell, and then the other arguments.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    from_files = []
+    for path in (Path(word[1:]) for word in arguments if word.startswith("@")):
+        try:
+            text = QUOTED_OR_COMMENT.sub(lambda match: match[1] or "", path.read_text(encoding="utf-8"))
+            from_files += shlex.split(text)
+        except (OSError, ValueError) as error:
+            reason = "it is not UTF-8 text" if isinstance(error, UnicodeError) else getattr(error, "strerror", error)
+            raise UserError(f"cannot read {path} ({reason}). @{path} stands for the flags in that file.") from error
+    return [*from_files, *(word for word in arguments if not word.startswith("@"))]
 
 
 def _convert(text: str | bool, flag: Flag, value_type: type) -> Any:
@@ -188,7 +240,8 @@ def _describe_unknown(words: Sequence[str], known: Sequence[str]) -> list[str]:
             name = word.split("=")[0]
             plain = name.lstrip("-").replace("_", "-")
             parts = [flag for flag in known if f"{flag}-".startswith(f"{plain}-") or flag.endswith(f"-{plain}")]
-            near = sorted(parts, key=len) or difflib.get_close_matches(plain, known, 1)
+            others = [flag for flag in known if plain in OTHER_NAMES.get(flag, "").split()]
+            near = others or sorted(parts, key=len) or difflib.get_close_matches(plain, known, 1)
             advice = [ADVICE[part] for part in plain.split("-") if is_flag and part in ADVICE]
             advice += [f"Did you mean --{near[0]}? See --help." if near else "See --help."]
             problems.append((f"unknown flag {name}. " if is_flag else f"{word!r} is not a flag. ") + advice[0])
@@ -203,7 +256,7 @@ def _make_parser(
     positional = "".join(f"{flag.metavar} [{flag.metavar} ...] " for flag in flags.values() if flag.positional)
     parser = _Parser(
         usage=f"%(prog)s {positional}[flags]", description=description, add_help=False, allow_abbrev=False,
-        formatter_class=_HelpFormatter,
+        formatter_class=_HelpFormatter, epilog="@FILE stands for the flags in a file, with # for comments.",
     )  # fmt: skip
     names = dict.fromkeys((MAIN_GROUP, *first_groups, *(flag.group for flag in flags.values())))
     groups = {name: parser.add_argument_group(name if len(names) > 1 else "flags") for name in names}
@@ -260,6 +313,30 @@ class _HelpFormatter(argparse.HelpFormatter):
             else "\n".join(self._split_lines(paragraph, width))
             for paragraph in paragraphs
         )
+
+
+# -----------------------------------------------------------------------------
+# Disks, in words
+
+
+def format_bytes(size: float) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+
+
+def nearest_existing(path: Path) -> Path:
+    """Returns the path itself, or its nearest parent that exists."""
+    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+
+
+def describe_free_space(path: str | Path) -> str:
+    """Says how much space is free on the disk of a path, which need not exist yet: `0.3 GB free`."""
+    return f"{format_bytes(shutil.disk_usage(nearest_existing(Path(path))).free)} free"
+
+
+def describe_disk_error(error: OSError, path: str | Path) -> str:
+    """Returns the reason of an error of a disk; if the disk of `path` is full, with the space that is free there."""
+    reason = error.strerror or str(error)
+    return f"{reason}, {describe_free_space(path)}" if error.errno == ENOSPC else reason
 
 
 # -----------------------------------------------------------------------------
@@ -346,8 +423,9 @@ def _exit_code(main: Callable[[], None]) -> int:
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        where = f": {error.filename}" if error.filename else ""
-        _print_errors(f"{error.strerror}{where}. Check the disk and its permissions.")
+        path = error.filename
+        problem = f"{describe_disk_error(error, path)}: {path}" if path else error.strerror
+        _print_errors(f"{problem}. Check the disk and its permissions.")
         return 2
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would print a traceback at exit

@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
-from support.cli import UserError, warn
+from support.cli import UserError, describe_free_space, format_bytes, nearest_existing, warn
 
 LOCK = ".lock"  # in a locked folder; the operating system releases the lock when the process ends, however it ends
 
@@ -162,11 +162,6 @@ def first_free(folder: str) -> str:
     return next(name for name in names if not os.path.lexists(name))
 
 
-def nearest_existing(path: Path) -> Path:
-    """Returns the path itself, or its nearest parent that exists."""
-    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
-
-
 def check_free_space(folder: Path, needed: float, purpose: str) -> None:
     """Checks that the disk of a folder, which need not exist yet, has `needed` bytes free.
 
@@ -176,10 +171,6 @@ def check_free_space(folder: Path, needed: float, purpose: str) -> None:
     free = shutil.disk_usage(nearest_existing(folder)).free
     if needed > free:
         raise UserError(
-            f"{folder} has {format_bytes(free)} free, but about {format_bytes(needed)} are needed to {purpose}. "
+            f"{folder} has {describe_free_space(folder)}, but about {format_bytes(needed)} are needed to {purpose}. "
             "Free some disk space, or use a folder on a larger disk."
         )
-
-
-def format_bytes(size: float) -> str:
-    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -47,6 +48,13 @@ def run_script(
     command = [*launcher, str(ROOT / str(args[0])), *map(str, args[1:])]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | env
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+def copy_project(tree: Path) -> None:
+    """Copies the scripts and `support/` into a new folder, to change them there."""
+    shutil.copytree(ROOT / "support", tree / "support", ignore=shutil.ignore_patterns("__pycache__"))
+    for script in ROOT.glob("*.py"):
+        shutil.copy(script, tree)
 
 
 # Processes that start with torch already imported: a hundred of them take seconds, and a kill is as real as any.

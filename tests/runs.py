@@ -32,7 +32,7 @@ def differences(a: Path, b: Path) -> list[str]:
     listed = {*json.loads((last / "checkpoint.json").read_text())["files"], "README.md"} - {"trainer.pt"}
     found += [name for name in sorted(listed) if content(last / name) != content(other / name)]
     ours, theirs = (torch.load(each / "trainer.pt", weights_only=True) for each in (last, other))
-    found += [f"{key} in trainer.pt" for key in ("step", "data", "scaler") if ours[key] != theirs[key]]
+    found += [f"{key} in trainer.pt" for key in ("step", "row", "tokens", "data", "scaler") if ours[key] != theirs[key]]
     tensors = zip(tree_leaves(ours["optimizer"]), tree_leaves(theirs["optimizer"]), strict=True)
     same = [torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in tensors]
     return found + ([] if all(same) else ["optimizer in trainer.pt"])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import finish_run, losses, run_to_the_end, start_run
-from training import FP32, ONE_PROCESS, assert_same_run, config_of, trained
+from helpers import TINY_MODEL_FLAGS, finish_run, losses, run_to_the_end, start_run
+from training import FP32, ONE_PROCESS, assert_same_run, config_of, configure, trained
 
 from support.cli import UserError
 from support.console.starts import read_starts
@@ -99,20 +100,62 @@ def test_a_trial_takes_what_a_run_does(tiny_model, tried, monkeypatch, micro_ste
     assert all(p.grad is None and torch.equal(p, before[name]) for name, p in tiny_model.named_parameters())
 
 
-@pytest.mark.parametrize("device_is_tried", [True, False])
-def test_what_the_formulas_exclude_is_not_tried(tiny_model, tried, monkeypatch, capsys, device_is_tried):
+def test_what_the_formulas_exclude_is_not_tried(tiny_model, tried, monkeypatch, capsys):
     """Of 64, 32, ... 1 rows, with the memory that 8 take by the formulas."""
     config, sizes = config_of("--batch-size", 64, "--total-batch-size", 64 * 16), Sizes.of(tiny_model)
     needed = training_memory(config, sizes, 8, 1, None, torch.float32, compiled=False)
     monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (needed.total - needed.program, 2e9))
-    monkeypatch.setattr(batch_size, "TRIED", ("cpu",) if device_is_tried else ())
     rows, forward = [], tiny_model.forward
     monkeypatch.setattr(tiny_model, "forward", lambda idx, targets: rows.append(len(idx)) or forward(idx, targets))
-    assert largest(config, tiny_model) == (8 if device_is_tried else 64)
-    assert rows == ([8, 8] if device_is_tried else [])
+    assert largest(config, tiny_model) == 8
+    assert rows == [8, 8]
     out = capsys.readouterr().out
-    assert ("a micro-batch of 64 rows does not fit into memory; using 8" in out) == device_is_tried
-    assert bool(re.match(r"memory  about \d\.\d of 1\.9 GiB with 8 rows", out)) == device_is_tried
+    assert "a micro-batch of 64 rows does not fit into memory; using 8" in out
+    assert re.match(r"memory  about \d\.\d of 1\.9 GiB with 8 rows", out)
+
+
+@pytest.mark.parametrize(
+    "rows_that_fit, asked, message",
+    [
+        (8, 8, None),
+        (
+            8,
+            64,
+            r"^a micro-batch of 64 rows takes about 8\.5 MB, but only 2\.0 MB are available. Use --batch-size 8\.$",
+        ),
+        (
+            0,
+            2,
+            r"^not even one row of 16 tokens fits into the memory of cpu \(0\.0 GiB free\)\. Use a smaller --model or",
+        ),
+    ],
+)
+def test_on_a_cpu_what_the_formulas_exclude_is_refused(tiny_model, monkeypatch, rows_that_fit, asked, message):
+    """It would swap. The weights are in memory already; the rest must fit into what is free."""
+    config, sizes = config_of("--batch-size", asked, "--total-batch-size", 64 * 16), Sizes.of(tiny_model)
+    needed = training_memory(config, sizes, rows_that_fit or 1, 1, None, torch.float32, compiled=False)
+    free = needed.total - needed.program - needed.weights - (rows_that_fit == 0)
+    monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (free, free))
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        assert largest(config, tiny_model) == asked
+
+
+@pytest.mark.parametrize(
+    "asked, rows, used",
+    [(48, 64, 32), (8, 509, 1), (4, 6, 3), (32, 64, None), (64, 16, None), (None, 509, None)],  # a prime number of rows
+)
+def test_a_micro_batch_that_is_smaller_than_asked_is_named(tiny_model, capsys, asked, rows, used):
+    flags = ["--batch-size", asked] if asked else []
+    config = configure([*TINY_MODEL_FLAGS, "--device", "cpu", "--total-batch-size", rows * 16, *flags])[0]
+    B = largest(config, tiny_model)
+    out = capsys.readouterr().out
+    if used:
+        assert used == B
+        assert out == (
+            f"note    --batch-size {asked} does not divide the {rows} rows of a step on each process; using {used}\n"
+        )
+    else:
+        assert not out
 
 
 @pytest.mark.slow

@@ -19,11 +19,10 @@ from training import ONE_PROCESS, configure
 import fineweb
 import hellaswag
 import sample
-from support.checkpoints.huggingface import find_model
 from support.cli import UserError
 from support.data import bpe, shards
 from support.data.text_files import Documents
-from support.data.tokenizer import get_tokenizer, load_bpe
+from support.data.tokenizer import find_tokenizer
 from train_gpt2 import GPT, GPTConfig, train
 
 RHYME = "one two three four five, once I caught a fish alive; six seven eight nine ten, then I let it go again. "
@@ -103,9 +102,8 @@ def test_a_note_says_that_the_tokenizer_was_trained_on_validated_text(tmp_path, 
     assert "note: the tokenizer was trained on the beginning of the text" in capsys.readouterr().out
     make(tmp_path / "small", RHYME * 9)
     fineweb.make_shards(Documents("d", [TEXT]), tmp_path / "bytes", tokenizer="bytes", shard_size=3000)
-    tokenizer = tmp_path / "large" / "tokenizer.json"
     fineweb.make_shards(
-        Documents("d", [TEXT]), tmp_path / "given", tokenizer="bpe", tokenizer_file=tokenizer, shard_size=3000
+        Documents("d", [TEXT]), tmp_path / "given", tokenizer="bpe", tokenizer_from=tmp_path / "large", shard_size=3000
     )
     assert "note: the tokenizer" not in capsys.readouterr().out
 
@@ -151,7 +149,7 @@ def test_an_altered_tokenizer_is_noticed(tmp_path):
         with pytest.raises(UserError, match=r"tokenizer\.json is missing, or was altered"):
             read(tmp_path / "data")
     with pytest.raises(UserError, match="is not a byte-level BPE like fineweb.py's"):
-        load_bpe(path)
+        find_tokenizer(path.parent)
     make(tmp_path / "again")
     make(tmp_path / "data")  # trains again
     assert files_in(tmp_path / "data") == files_in(tmp_path / "again")
@@ -179,7 +177,7 @@ def run(tmp_path_factory):
 
 
 def test_a_run_on_a_text_uses_it_unless_told_otherwise(run, capsys):
-    tokenizer = get_tokenizer(str(run / "model_00004" / "tokenizer.json"))
+    tokenizer = find_tokenizer(run / "model_00004")
     assert (run / "model_00004" / "tokenizer.json").read_text() == (run / "data" / "tokenizer.json").read_text()
     assert tokenizer.vocab_size == GPT.from_pretrained(run / "model_00004").config.vocab_size == 512
     sample.main(["--model", str(run / "model_00004"), "--prompt", "once I ", "-n", "1", "-d", "cpu"])
@@ -207,7 +205,7 @@ def test_a_resumed_run_does_not_look_for_its_base(run, tmp_path):
 def test_a_checkpoint_whose_tokenizer_has_another_size_is_refused(tmp_path):
     GPT(GPTConfig(8, 300, 1, 1, 4)).save_pretrained(tmp_path)
     bpe.train_bpe([TEXT], 299).save_pretrained(tmp_path, 8)
-    with pytest.raises(UserError, match=r"has no tokenizer\.json for its 300 tokens"):
+    with pytest.raises(UserError, match=r"has 300 tokens, but its tokenizer \(bpe\) has 299"):
         sample.main(["--model", str(tmp_path), "-d", "cpu"])
 
 
@@ -226,7 +224,7 @@ def test_an_uploaded_checkpoint_is_used_from_the_hub(run, tmp_path, monkeypatch,
         with pytest.raises(
             UserError, match="was trained on bpe tokens, but HellaSwag's scores are defined on GPT-2 tokens"
         ):
-            hellaswag.load_tokenizer(find_model("me/own"))
+            hellaswag.main(["--model", "me/own", "-d", "cpu"])
         train(configure([*flags, "--init-from", "me/own", "--lora-rank", "2"])[0], ONE_PROCESS)
         tuned = Path("tuned/model_00004")
         paths = [path.relative_to(tuned).as_posix() for path in tuned.rglob("*") if path.is_file()]

@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, TINY_FLAGS, losses, needs_gpt2_vocabulary
+from helpers import ROOT, TINY_FLAGS, copy_project, losses, needs_gpt2_vocabulary
 from runs import differences
 from safetensors.torch import load_file
 from training import trained
@@ -50,9 +50,7 @@ def shards(tmp_path_factory):
 def use(diff: str, shards, tmp_path, *flags: str):
     """Applies a diff to a copy of the project, and uses the result; returns the run's folder and what was printed."""
     tree = tmp_path / "tree"
-    shutil.copytree(ROOT / "support", tree / "support", ignore=shutil.ignore_patterns("__pycache__"))
-    for script in ROOT.glob("*.py"):
-        shutil.copy(script, tree)
+    copy_project(tree)
     subprocess.run(["git", "apply", "-"], input=diff, cwd=tree, text=True, check=True)
     shutil.copytree(shards, tree / "shards")
     item = {"ctx": "one two", "endings": ["three", "four five", "six", "7"], "label": 0}

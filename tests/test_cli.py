@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import re
@@ -10,6 +11,8 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass, fields
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,6 +117,16 @@ PROBLEMS = {
         ("--n-layer", "1 or more"), ("--out", "one argument"),
     ],
     "--num_train_epochs=3 --config small.yaml": [("--num_train_epochs.", "--max-steps"), ("--config.", "is a flag")],
+    "--learning-rate 1e-3 --batch 8 --gradient-accumulation-steps=4 --steps 9 --max_iters 9 --dataset d": [
+        ("--learning-rate.", "--max-lr?"), ("--batch.", "--batch-size?"),
+        ("--gradient-accumulation-steps.", "--total-batch-size"), ("--steps.", "--max-steps?"),
+        ("--max_iters.", "--max-steps?"), ("--dataset.", "--data?"),
+    ],
+    "--output-dir o --seq-len 9 --num_layers 2 --hidden-size 8 --bf16 --eval-interval 9 --warmup-ratio .1": [
+        ("--output-dir.", "--out?"), ("--seq-len.", "--block-size?"), ("--num_layers.", "--n-layer?"),
+        ("--hidden-size.", "--n-embd?"), ("--bf16.", "--dtype?"), ("--eval-interval.", "--val-every?"),
+        ("--warmup-ratio.", "--warmup-steps?"),
+    ],
     "-- --max-steps 3": [("--", "not used")],
     "--demo=yes": [("--demo", "--help")],
 }  # fmt: skip
@@ -140,6 +153,45 @@ def test_missing_words_are_one_problem():
     with pytest.raises(UserError) as error:
         compare.main([])
     assert error.value.problems == ("the following arguments are required: DIR. See --help.",)
+
+
+def test_names_of_other_trainers_are_only_suggested_where_the_flag_exists():
+    with pytest.raises(UserError) as error:
+        fineweb.parse_arguments(["--learning-rate", "1", "--output-dir", "d", "--workrs", "2"])
+    assert [problem.split(". ", 1)[1] for problem in error.value.problems] == [
+        "See --help.", "Did you mean --output? See --help.", "Did you mean --workers? See --help.",
+    ]  # fmt: skip
+
+
+def test_flags_come_from_a_file_and_the_command_line_wins(tmp_path, monkeypatch, capsys):
+    """Quotes and comments are as in a shell."""
+    monkeypatch.chdir(tmp_path)
+    Path("small.txt").write_text(
+        '# it\'s small\n--n-layer 4\n--max-lr=1e-3  # found by "search"\n\n'
+        "--prompt 'The \"end\" # of'\n--out run#1 --shuffle\n--seed 1\n--keep\n2\n"
+    )
+    Path("other.txt").write_text("--seed 2 --val-every 0\r\n")
+    expected = dict(n_layer=4, max_lr=1e-3, prompt='The "end" # of', out="run#1", shuffle=True, seed=1, keep=2)
+    assert parse_flags(train_gpt2.TrainConfig, ["@small.txt"]) == expected
+    for words in (["--n-layer", "7", "@small.txt"], ["@small.txt", "--n-layer=7"]):
+        assert parse_flags(train_gpt2.TrainConfig, words) == expected | {"n_layer": 7}
+    both = parse_flags(train_gpt2.TrainConfig, ["@small.txt", "@other.txt"])
+    assert both == expected | {"seed": 2, "val_every": 0}
+    monkeypatch.setattr(sys, "argv", ["fineweb.py", "@f"])
+    Path("f").write_text("--input a b\n--output 'my data'")
+    args = fineweb.parse_arguments(None)
+    assert (args.input, args.output, sys.argv) == (["a", "b"], "my data", ["fineweb.py", "@f"])
+    for content, problem in {
+        None: "cannot read bad (No such file or directory). @bad stands for the flags in that file.",
+        b"--prompt 'x\n": "cannot read bad (No closing quotation). @bad stands for the flags in that file.",
+        b"--seed \xff": "cannot read bad (it is not UTF-8 text). @bad stands for the flags in that file.",
+        b"--sed 1": "unknown flag --sed. Did you mean --seed? See --help.",
+    }.items():
+        if content is not None:
+            Path("bad").write_bytes(content)
+        with pytest.raises(UserError) as error:
+            train_gpt2.main(["@bad"])
+        assert error.value.problems == (problem,)
 
 
 STRINGS = [field.name for field in fields(train_gpt2.TrainConfig) if field.type in ("str", "str | None")]
@@ -214,6 +266,14 @@ def test_an_error_is_one_line_whatever_a_file_is_called(capsysbinary, error):
         assert lines == [rb"error: no a\nb\x1b[2J " + "é.".encode(), b"error: 2"]
     else:
         assert lines == [rb"error: no: a\nb\x1b[2J. Check the disk and its permissions."]
+
+
+def test_a_full_disk_is_named_with_its_free_space(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1_234_567) if path == tmp_path else None)
+    with pytest.raises(SystemExit):
+        run_cli(lambda: fail(OSError(errno.ENOSPC, "No space left on device", f"{tmp_path}/run/log.txt")))
+    line = f"error: No space left on device, 1.2 MB free: {tmp_path}/run/log.txt. Check the disk and its permissions.\n"
+    assert capsys.readouterr().err == line
 
 
 # What the scripts import first, in its place: it takes until there is a file "go".

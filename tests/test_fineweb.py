@@ -1,5 +1,6 @@
 """fineweb.py as a user runs it: its sources, its flags, its errors, and the same command again."""
 
+import errno
 import gzip
 import os
 import shutil
@@ -12,6 +13,7 @@ from helpers import run_script
 from shard_helpers import files_in, flip_bit, plain_bytes, plain_loop, shards_in, tokens_in
 
 import fineweb
+from support import cli
 from support.cli import UserError, run_cli
 from support.data import make_shards, shards, text_files
 from support.data.tokenizer import get_tokenizer
@@ -69,7 +71,12 @@ def test_the_demo_text(tmp_path):
         ("--input nothing.txt --output out", "no file matches nothing.txt"),
         ("--input empty --output out", "there is no text in empty. Give files or folders of"),
         ("--input book.pdf --output out", "book.pdf is not a file of type .txt, .jsonl, .parquet"),
-        ("--input latin.txt --output out", "latin.txt is not UTF-8 text"),
+        (
+            "--input latin.txt --output out",
+            "latin.txt is not UTF-8 text. If it is LATIN1, convert it: iconv -f LATIN1 -t UTF-8 latin.txt > NEW",
+        ),
+        ("--input l&m.jsonl --output out", "convert it: iconv -f LATIN1 -t UTF-8 'l&m.jsonl' > NEW"),
+        ("--input utf16.txt --output out", "If it is UTF-16, convert it: iconv -f UTF-16 -t UTF-8 utf16.txt > NEW"),
         ("--input bad.jsonl --output out", "bad.jsonl, line 2 is not JSON"),
         ("--input deep.jsonl --output out", "deep.jsonl, line 1 is not JSON"),
         ("--input other.jsonl --output out", "other.jsonl, line 1 has no text in 'text', only body (str)"),
@@ -114,6 +121,8 @@ def test_bad_input(tmp_path, monkeypatch, capsys, flags, message):
     (tmp_path / "a.txt").write_text("hello " * 100)
     (tmp_path / "book.pdf").write_text("%PDF")
     (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
+    (tmp_path / "l&m.jsonl").write_bytes('{"text": "naïve"}\n'.encode("latin-1"))
+    (tmp_path / "utf16.txt").write_bytes("naïve".encode("utf-16"))
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": \n')
     (tmp_path / "other.jsonl").write_text('{"body": "x"}\n')
     (tmp_path / "deep.jsonl").write_text("[" * 100000)
@@ -207,10 +216,10 @@ def test_a_closed_reader_is_no_error_of_the_disk(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("some words " * 100)
 
-    def print_lines(line):
-        raise BrokenPipeError
+    def write(*args, **options):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
-    monkeypatch.setattr(make_shards, "print_lines", print_lines)
+    monkeypatch.setattr(cli.tqdm, "write", write)
     with pytest.raises(SystemExit) as exit:
         run_cli(lambda: fineweb.main("--input a.txt --output out --tokenizer bytes --shard-size 100".split()))
     assert exit.value.code == 1 and not capsys.readouterr().err
@@ -233,5 +242,5 @@ def test_check_reads_all_shards(byte_shards, tmp_path, capsys):
     assert len(error.value.problems) == 2
     assert f"{shard} was altered (wrong checksum)" in "\n".join(error.value.problems)
     assert f"{val} is not a readable .npy file" in "\n".join(error.value.problems)
-    with pytest.raises(UserError, match="no train shards in"):
+    with pytest.raises(UserError, match="there is no folder"):
         fineweb.main(["--check", str(folder / "nowhere")])

@@ -13,15 +13,20 @@ import pytest
 import torch
 from helpers import finish_run, losses, run_to_the_end, start_run
 from runs import log_without_seconds
-from training import ONE_PROCESS, assert_same_run, checkpoint_names, configure, forked, trained, trainer_file
+from test_curves import labels_of
+from training import ONE_PROCESS, assert_same_run, checkpoint_names, configure, forked, resumed, trained, trainer_file
 
+import compare
 import train_gpt2
 from support.checkpoints import start
 from support.checkpoints.directory import write_checkpoint
 from support.cli import UserError
+from support.console.curves import draw_run, read_run
 from support.console.log import read_log
+from support.data.make_shards import make_shards
+from support.data.text_files import Documents
 from support.runtime import budget
-from train_gpt2 import train
+from train_gpt2 import DataLoaderLite, train
 
 FAST = ["--recipe", "fast", "--shuffle", "--checkpoint-every", 6]
 
@@ -128,15 +133,78 @@ def test_a_fork_takes_other_flags_and_says_which(runs, byte_shards, tmp_path, ca
     assert weights[0] == weights[1]
 
 
-def test_the_best_loss_of_a_fork_is_one_of_its_own(runs, tmp_path, capsys):
-    """Not of the run that it started from, which may have had other data; also at the step of the fork."""
+NOTHING_LEARNED = ["--max-lr", 0, "--min-lr", 0, "--val-every", 3, "--max-steps", 9]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [[], ["--val-tokens", 256], ["--total-batch-size", 512], ["--data", "other"]],
+    ids=lambda flags: str(flags[:1]),
+)
+def test_values_of_the_parent_count_if_they_are_comparable(runs, byte_shards, tmp_path, capsys, monkeypatch, other):
+    """A loss of 0.1 at step 3 of the parent is the best only if the fork validates on the same tokens, in equal steps."""
+    monkeypatch.chdir(tmp_path)
     parent = shutil.copytree(runs / "20", tmp_path / "parent")
     (parent / "log.txt").write_text("3 val 0.1000\n6 val 0.2000\n" + (parent / "log.txt").read_text())
-    forked(tmp_path / "fork", parent / "model_00006", "--val-every", 3, "--max-steps", 9, "--max-lr", 0, "--min-lr", 0)
-    log = read_log(tmp_path / "fork/log.txt")["val"]
+    make_shards(Documents("x", [f"{i} + {i} = {2 * i}\n" for i in range(4000)]), "other", tokenizer="bytes")
+    forked(tmp_path / "fork", parent / "model_00006", *NOTHING_LEARNED, *other)
+    log, last = read_log(tmp_path / "fork/log.txt")["val"], tmp_path / "fork/model_00009"
     assert log[3] == 0.1 and log[6] == log[9] > 1
-    last = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("best"))
-    assert "at step 6" in last
+    [shown] = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("best", "last"))][-1:]
+    run = read_run(tmp_path / "fork")
+    assert ("at step 3" in shown) == (not other) and run.val[3] == 0.1
+    expected = {6: log[6], 9: log[9]} | ({0: log[0], 3: 0.1, 5: log[5]} if not other else {})
+    assert run.comparable("val") == expected
+    assert f"loss**: {log[9]:.4f} nats" in (last / "README.md").read_text()
+    [label] = [text for text in labels_of(draw_run(run)) if text.startswith("validation")]
+    assert f"best {min(expected.values()):.4f}" in label
+    [(_, *best)] = [column for column in compare.results([run]) if column[0] == "best"]
+    assert best == [f"{min(expected.values()):.4f}"]
+    assert len(draw_run(run).axes[0].get_lines()) == (4 if not other else 7)  # the parent's curves are grey
+
+
+def test_tokens_are_counted_and_the_data_goes_on_where_it_stopped(runs, byte_shards, tmp_path, monkeypatch):
+    """By hand: 6 steps of 256 tokens are 96 rows of 16. Then 3 steps of 512 tokens read the next 96 rows, and with
+    resumes, too. Other data begin at their first row."""
+    read, row = [], DataLoaderLite._row
+    monkeypatch.setattr(DataLoaderLite, "_row", lambda self, n: read.append(n) or row(self, n))
+    flags = ["--val-every", 0, "--checkpoint-every", 1, "--total-batch-size", 512]
+    copy = shutil.copytree(byte_shards, tmp_path / "copy")
+    forked(tmp_path / "fork", runs / "20/model_00006", *flags, "--max-steps", 9, "--data", copy)
+    assert read == [*range(96, 96 + 96)]
+    stored = trainer_file(tmp_path / "fork/model_00009")
+    assert (stored["step"], stored["row"], stored["tokens"]) == (9, 192, 6 * 256 + 3 * 512)
+    assert "**tokens seen**: 3,072, in 9 steps\n" in (tmp_path / "fork/model_00009/README.md").read_text()
+    run = read_run(tmp_path / "fork")
+    assert run.positions([0, 6, 7, 9], "tokens").tolist() == [0, 1536, 2048, 3072]
+    read.clear()
+    shutil.rmtree(tmp_path / "fork/model_00009")
+    resumed(tmp_path / "fork")
+    assert read == [*range(160, 192)]
+    other = make_shards(Documents("x", [f"{i}\n" for i in range(4000)]), tmp_path / "other", tokenizer="bytes")
+    assert other["complete"]
+    read.clear()
+    forked(tmp_path / "new", runs / "20/model_00006", *flags, "--max-steps", 7, "--data", tmp_path / "other")
+    assert read == [*range(32)]
+
+
+def test_a_checkpoint_that_left_its_run_has_no_log_of_another(runs, tmp_path, capsys):
+    """Beside it there is no log, or that of another run; the fork's own begins at its step, and its hours are not known."""
+    shutil.copytree(runs / "20/model_00006", tmp_path / "alone/model_00006")
+    shutil.copytree(runs / "10", tmp_path / "foreign", ignore=shutil.ignore_patterns("model_*"))
+    shutil.copytree(runs / "20/model_00006", tmp_path / "foreign/model_00006")
+    for name in ("alone", "foreign"):
+        forked(tmp_path / f"of_{name}", tmp_path / name / "model_00006", "--max-steps", 8)
+        assert "is not in the folder of its run: the log begins at step 6" in " ".join(capsys.readouterr().out.split())
+        assert {int(line.split()[0]) for line in (tmp_path / f"of_{name}/log.txt").read_text().splitlines()} == {
+            6,
+            7,
+            8,
+        }
+        columns = {title: cell for title, cell in compare.results([read_run(tmp_path / f"of_{name}")])}
+        assert (columns["hours"], columns["tokens"]) == ("-", "2.05k")
+    with pytest.raises(UserError, match="model_00006 belongs to another run than .*starts.jsonl"):
+        resumed(tmp_path / "foreign")
 
 
 def test_another_optimizer_starts_anew(runs, tmp_path):
@@ -166,7 +234,7 @@ def test_what_a_fork_cannot_be(runs, tmp_path, flags, problem):
 def test_a_text_of_its_own_is_compared_with_the_shards_that_are_there(runs, tmp_path, monkeypatch):
     """A fork that was killed may have left those of another text. Those of its parent need no text any more."""
     asked = []
-    monkeypatch.setattr(start, "make_preset_shards", lambda config, resumed, find: asked.append(resumed))
+    monkeypatch.setattr(start, "make_preset_shards", lambda config, keep, *_: asked.append(keep))
     (tmp_path / "text.txt").write_text("A text. " * 100)
     fork = ["--fork", runs / "20/model_00006", "--out", tmp_path / "fork", "--max-steps", 30]
     config, checkpoint = configure([*fork, "--text", tmp_path / "text.txt"])

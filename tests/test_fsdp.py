@@ -182,7 +182,7 @@ def bytes_as_gpt2_tokens(rank):
     class Gpt2Named(BytesTokenizer):
         name, vocab_size = "gpt2", 257
 
-    train_gpt2.shards.read_tokenizer = lambda data: Gpt2Named()
+    train_gpt2.shards.read_tokenizer = lambda *folders: Gpt2Named()
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,16 @@
 """HellaSwag scores: against a plain loop over tokens, by hand, and through the command line."""
 
 import dataclasses
+import errno
 import json
 import math
+import os
 import re
 import shutil
 import signal
 import statistics
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -358,6 +362,88 @@ def test_items_without_labels_give_only_losses(checkpoint, tmp_path, capsys, mon
     assert (b["acc"], b["acc_norm"], b["results"][0]["label"], b["data"]) == (None, None, None, "test")
     assert [r["losses"] for r in a["results"]] == [r["losses"] for r in b["results"]]
     assert [loss is None for loss in a["results"][0]["losses_norm"]] == [False, False, False, True]
+
+
+@pytest.fixture
+def six_items(checkpoint, tmp_path, capsys, monkeypatch):
+    """Flags that score items of falling length, one at a time; and what a full run finds for each of them."""
+    labels = (1, 3, 0, 2, 3, 1)
+    lines = [json.dumps(item(ctx="a roof, " * (7 - i), label=label)) for i, label in enumerate(labels)]
+    (tmp_path / "items.jsonl").write_text("\n".join(lines))
+    monkeypatch.setitem(hellaswag.TOKENS_PER_BATCH, "cpu", 1)
+    flags = ["-m", checkpoint[1], "--data", tmp_path / "items.jsonl"]
+    score(capsys, *flags, "--json", tmp_path / "all.json")
+    return flags, json.loads((tmp_path / "all.json").read_text())["results"]
+
+
+def scores_by_hand(results):
+    """acc and acc_norm of some items of a --json file."""
+    return [statistics.mean(r[key] == r["label"] for r in results) for key in ("prediction", "prediction_norm")]
+
+
+@needs_gpt2_vocabulary
+def test_a_stop_reports_the_scores_so_far(six_items, tmp_path, capsys, monkeypatch):
+    (flags, results), batch_losses, batches = six_items, hellaswag._batch_losses, []
+
+    def interrupted(model, batch):
+        batches.append(batch)
+        if len(batches) == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return batch_losses(model, batch)
+
+    monkeypatch.setattr(hellaswag, "_batch_losses", interrupted)
+    with pytest.raises(SystemExit) as exit:
+        score(capsys, *flags, "--json", tmp_path / "stopped.json")
+    out, (acc, acc_norm) = capsys.readouterr().out, scores_by_hand(results[:4])
+    assert exit.value.code == 128 + signal.SIGTERM and not (tmp_path / "stopped.json").exists()
+    assert re.search(rf"\n{flags[1]} +{acc:.4f} ± 0\.\d+ +{acc_norm:.4f} ± 0\.\d+\n", out)
+    assert out.endswith("\nstopped after 4 of 6 items, which begin with the longest\n")
+
+
+@needs_gpt2_vocabulary
+def test_without_a_terminal_a_line_now_and_then_has_the_scores_so_far(six_items, capsys, monkeypatch):
+    flags, results = six_items
+    assert " of 6 items |" not in score(capsys, *flags)  # which takes less than a minute
+    monkeypatch.setattr(hellaswag, "PROGRESS_SECONDS", 0)
+    lines = [line.rpartition(" | ")[0] for line in score(capsys, *flags).splitlines() if " of 6 items" in line]
+    scores = [scores_by_hand(results[:n]) for n in range(1, 6)]
+    expected = [f"{n} of 6 items | acc {a:.4f} | acc_norm {b:.4f}" for n, (a, b) in enumerate(scores, start=1)]
+    assert lines == ["0 of 6 items", *expected]
+
+
+@pytest.mark.slow
+@needs_gpt2_vocabulary
+def test_the_json_file_is_written_whole_or_not_at_all_and_over_nothing_else(six_items, tmp_path, capsys, monkeypatch):
+    (flags, results), notes, path = six_items, tmp_path / "notes.txt", tmp_path / "scores.json"
+    for text in ("my notes", '{"model": "mine"}', '["a", "b"]\n'):
+        notes.write_text(text)
+        with pytest.raises(
+            UserError, match=r"notes\.txt exists, and is not a result of hellaswag\.py\. Use another file"
+        ):
+            score(capsys, *flags, "--json", notes)
+        assert notes.read_text() == text
+    path.touch()  # as mktemp makes it
+    (tmp_path / "link.json").symlink_to(path)
+    score(capsys, *flags, "--json", tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink() and json.loads(path.read_text())["results"] == results
+    write_text = Path.write_text
+
+    def fill_the_disk(self, text, **options):
+        write_text(self, text[: len(text) // 2], **options)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(Path, "write_text", fill_the_disk)
+        score(capsys, *flags, "--json", path, "--limit", 2)
+    assert json.loads(path.read_text())["results"] == results and "acc_norm" in capsys.readouterr().out
+    assert not list(tmp_path.glob(".*"))
+    score(capsys, *flags, "--json", path, "--limit", 2)
+    assert json.loads(path.read_text())["results"] == results[:2]
+    os.mkfifo(tmp_path / "pipe")
+    with ThreadPoolExecutor(1) as reader:
+        piped = reader.submit((tmp_path / "pipe").read_text)
+        score(capsys, *flags, "--json", tmp_path / "pipe")
+        assert json.loads(piped.result(timeout=60))["results"] == results
 
 
 @needs_gpt2_vocabulary

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from training import TINY
 from support.checkpoints import huggingface
 from support.checkpoints.directory import write_checkpoint
 from support.cli import UserError
+from support.data.tokenizer import find_tokenizer, get_tokenizer
 from train_gpt2 import GPT, GPTConfig
 
 TOKENS = torch.randint(0, 257, (3, 16), generator=torch.Generator().manual_seed(1))
@@ -49,6 +53,57 @@ def test_hub_models_and_old_files_load(monkeypatch, tmp_path):
     model = GPT.from_pretrained("gpt2-medium")
     assert asked == ["gpt2-medium"]
     torch.testing.assert_close(model(TOKENS)[0], reference.eval()(TOKENS).logits, atol=1e-5, rtol=1e-5)
+
+
+def run_command_of(error: pytest.ExceptionInfo[UserError]) -> None:
+    """Runs the Python code of the command that an error ends with."""
+    python, option, code = shlex.split(str(error.value).partition(": ")[2])
+    assert (python, option) == ("python", "-c")
+    exec(code, {})
+
+
+@pytest.mark.parametrize("kind", ["model.safetensors.index.json", "pytorch_model.bin"])
+def test_weights_in_other_files_are_converted_by_the_command_in_the_error(kind, tmp_path):
+    reference, folder = hf_model(), tmp_path / "model"
+    reference.save_pretrained(folder, max_shard_size="20KB" if kind.endswith("json") else "1GB")
+    if kind.endswith("bin"):
+        torch.save(reference.state_dict(), folder / kind)
+        (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=rf"has its weights in {kind}, not in model\.safetensors\. Convert") as error:
+        GPT.from_pretrained(folder)
+    run_command_of(error)
+    logits = reference.eval()(TOKENS).logits
+    torch.testing.assert_close(GPT.from_pretrained(folder)(TOKENS)[0], logits, atol=1e-5, rtol=1e-5)
+
+
+def test_weights_in_other_files_on_the_hub_are_to_be_downloaded_first(monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(tmp_path))
+    with pytest.raises(UserError, match="on the hub.*hf download me/model --local-dir model && python -c"):
+        huggingface.find_model("me/model")
+
+
+def test_an_adapter_of_peft_is_merged_by_the_command_in_the_error(tmp_path, monkeypatch):
+    from peft import LoraConfig, get_peft_model
+    from transformers import GPT2LMHeadModel
+
+    monkeypatch.chdir(tmp_path)
+    hf_model().save_pretrained("base")
+    get_tokenizer("bytes").save_pretrained("base", 16)
+    base = GPT2LMHeadModel.from_pretrained("base")
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
+    adapted = get_peft_model(base, config)
+    adapted.save_pretrained("mine")
+    with pytest.raises(UserError, match="mine is a peft adapter, not a complete model. Merge it") as error:
+        huggingface.find_model("mine")
+    run_command_of(error)
+    logits = adapted.eval()(TOKENS).logits
+    torch.testing.assert_close(GPT.from_pretrained("mine_merged")(TOKENS)[0], logits, atol=1e-4, rtol=1e-4)
+    assert find_tokenizer(Path("mine_merged")).name == "bytes"
+    Path("base/adapter").mkdir()
+    shutil.copy("mine/adapter_config.json", "base/adapter")  # as in a checkpoint of --lora-rank
+    with pytest.raises(UserError, match="base/adapter is a LoRA adapter. Use the merged model in base."):
+        huggingface.find_model("base/adapter")
 
 
 def test_huggingfaces_own_model_loads_for_scoring(tiny_model, tmp_path):

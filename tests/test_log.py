@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import subprocess
+import sys
 
 import pytest
+from helpers import ROOT, TINY_FLAGS, copy_project, losses
 from shard_helpers import file_size_limit
 
-from support.console.log import RunLog, read_log
+from support.console.log import FORMATS, RunLog, read_log
 
 COMPLETE = """\
 0 val 10.8249
@@ -75,6 +79,49 @@ def test_a_resumed_log_is_that_of_a_run_without_interruption(tmp_path, first_ste
     assert fork.read_text() == ""
     RunLog(None, 4).write(4, {"train": 1.0})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["fork.txt", "log.txt"]
+
+
+def test_every_declared_name_and_format_is_read_and_kept(tmp_path, monkeypatch):
+    monkeypatch.setitem(FORMATS, "weight_norm", ".3e")
+    monkeypatch.setitem(FORMATS, "Layer 0/norm-2", ".0f")
+    path, values = tmp_path / "log.txt", dict.fromkeys(FORMATS, 3.0)
+    write(RunLog(path), [(0, values), (1, values)])
+    written = path.read_bytes()
+    assert read_log(path) == {name: {0: 3.0, 1: 3.0} for name in FORMATS}
+    RunLog(path, 2).close()  # resumed
+    RunLog(tmp_path / "fork.txt", 2, source=path).close()
+    assert path.read_bytes() == (tmp_path / "fork.txt").read_bytes() == written
+
+
+USE = """
+import sys, train_gpt2
+from support.console.curves import CurvesFile
+
+CurvesFile.draw = lambda self: None  # which takes longer than these runs
+train_gpt2.main([*sys.argv[1:], "--out", "run"])
+train_gpt2.main(["--fork", "run/model_00002", "--out", "fork", "--max-steps", "5"])
+train_gpt2.main(["--resume", "--out", "fork"])
+"""
+
+
+@pytest.mark.slow
+def test_a_value_is_added_as_the_page_says(byte_shards, tmp_path):
+    """Both parts of the recipe in docs/architecture.md, in a copy of the project."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    declared, written = re.search(r"gradient scale, for\s+example, is `(.+?)` and `(.+?)`", page).groups()
+    tree = tmp_path / "tree"
+    copy_project(tree)
+    for file, before, new in (("log", "FORMATS = {", declared), ("run_logger", "log.write(step, {", written)):
+        path = tree / "support" / "console" / f"{file}.py"
+        at = path.read_text().index(before) + len(before)
+        path.write_text(f"{path.read_text()[:at]}{new}, {path.read_text()[at:]}")
+    flags = [*TINY_FLAGS, "--data", byte_shards, "--max-steps", 4, "--checkpoint-every", 2]
+    command = [sys.executable, "-c", USE, *map(str, flags)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
+    subprocess.run(command, cwd=tree, env=environment, check=True)
+    for out, steps in (("run", 4), ("fork", 5)):
+        assert losses(tree / out / "log.txt", "grad_scale") == [1.0] * steps  # in fp32
+        assert len(losses(tree / out / "log.txt")) == steps
 
 
 def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path, capsys):

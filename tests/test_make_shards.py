@@ -27,6 +27,7 @@ from shard_helpers import (
     plain_bytes,
     plain_loop,
     shards_in,
+    small_disk,
     split_sizes,
     tokens_in,
     valid_unicode,
@@ -343,23 +344,42 @@ def test_a_folder_that_is_named_by_its_absolute_path_is_the_same_text(texts, mon
     assert len(encoded) == len(corpus.parts()) // 2 and files_in(Path("out")) == files_in(Path("one"))
 
 
-def test_after_a_killed_cut_no_used_part_is_encoded_again(texts, monkeypatch):
-    interrupt_at, write = 3, module.write_tokens
+def cut_until(shards, monkeypatch):
+    """Makes so many shards of `texts/` in `out/`, then fails."""
+    write = module.write_tokens
 
     def fails(path, *args, **more):
-        if path.name.endswith(f"_{interrupt_at:06d}.npy"):
+        if path.name.endswith(f"_{shards:06d}.npy"):
             raise UserError("killed")
         return write(path, *args, **more)
 
     with monkeypatch.context() as patch, pytest.raises(UserError, match="killed"):
         patch.setattr(module, "write_tokens", fails)
         make("out")
+
+
+def test_after_a_killed_cut_no_used_part_is_encoded_again(texts, monkeypatch):
+    cut_until(3, monkeypatch)
     known = json.loads(Path("out/manifest.json").read_text())["parts"]
     encoded, encode_pieces = [], module.encode_pieces
     monkeypatch.setattr(module, "encode_pieces", lambda *args: encoded.append(args) or encode_pieces(*args))
     make("out", only_parts=(1, 1))
     total = len(TextFiles(find_input(["texts"])).parts())
     assert 3 < len(known) < total and len(encoded) <= total - len(known)
+
+
+@pytest.mark.parametrize("shards_before", [0, 3])
+def test_the_parts_of_a_version_that_cut_elsewhere_are_not_used(texts, monkeypatch, shards_before):
+    """Neither those on the disk, nor the lengths in the manifest of those that were removed."""
+    make("one")
+    with monkeypatch.context() as patch:
+        patch.setattr(text_files, "MIN_PART_BYTES", 2300)
+        if shards_before:
+            cut_until(shards_before, monkeypatch)
+        make("out", only_parts=(1, 1))
+    assert len(list(Path("out").glob("*.npy"))) == shards_before
+    make("out")
+    assert files_in(Path("out")) == files_in(Path("one"))
 
 
 def test_a_text_that_is_not_what_it_was_is_noticed(tmp_path):
@@ -485,6 +505,15 @@ def test_a_small_corpus_needs_twice_its_size(tmp_path, monkeypatch):
             with contextlib.suppress(UserError):
                 make_shards(corpus_of(LONG), out, tokenizer="bytes", shard_size=shard_size)
             assert out.exists() == (free % 2 == 0)
+
+
+def test_a_full_disk_is_named_with_its_free_space(tmp_path):
+    with small_disk(tmp_path / "disk", 1_000_000) as out:
+        wanted = (
+            rf"^cannot write to {out} \(No space left on device, 0\.0 MB free\)\. Fix this, then run the same command"
+        )
+        with pytest.raises(UserError, match=wanted), module.report_disk_errors(out):
+            (out / "part").write_bytes(bytes(2_000_000))
 
 
 def _listed(folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import resource
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import finish_run, start_run, steps_done, wait_for
+from shard_helpers import small_disk
 from training import (
     ONE_PROCESS,
     assert_same_run,
@@ -24,7 +26,7 @@ from training import (
 
 import train_gpt2
 from support.checkpoints import manager
-from support.checkpoints.directory import list_checkpoints, newest_checkpoint, step_of
+from support.checkpoints.directory import find_corruption, list_checkpoints, newest_checkpoint, step_of
 from support.checkpoints.manager import CheckpointManager
 from support.cli import UserError
 from support.console.log import RunLog
@@ -44,8 +46,9 @@ def save_one(checkpoints, step):
 
 
 def manager_of(out, *flags, stop=None):
-    """The manager of a run in this folder."""
-    return CheckpointManager(run_info("--out", out, *flags), stop or StopHandler(), lambda: None)
+    """The manager of a run in this folder; its values are empty."""
+    values = {"val": dict[int, float](), "hella": dict[int, float]()}
+    return CheckpointManager(run_info("--out", out, *flags), stop or StopHandler(), lambda: None, values)
 
 
 def full_disk(monkeypatch, which):
@@ -87,6 +90,15 @@ def test_the_second_failed_save_in_a_row_ends_the_run(byte_shards, tmp_path, mon
     with pytest.raises(UserError, match="step 6 could not be saved in .*No space left.*neither could the one before"):
         train(config_for(byte_shards, tmp_path, 1000), ONE_PROCESS)
     assert checkpoint_names(tmp_path) == ["model_00002"] and steps_done(tmp_path) < 1000
+
+
+def test_a_full_disk_is_named_with_its_free_space(byte_shards, tmp_path, capsys):
+    """A checkpoint takes about 0.5 MB: the disk has room for one."""
+    with small_disk(tmp_path / "disk", 800_000) as out, pytest.raises(UserError) as error:
+        train(config_for(byte_shards, out, 1000), ONE_PROCESS)
+    failed = rf"the checkpoint of step {{}} could not be saved in {out} \(0\.[23] MB free\): "
+    assert re.search(f"warning: {failed.format(4)}.*(No space left|not be written completely)", capsys.readouterr().err)
+    assert re.search(failed.format(6), str(error.value))
 
 
 def test_a_failed_last_checkpoint_is_an_error(byte_shards, tmp_path, monkeypatch):
@@ -138,6 +150,13 @@ def test_weights_that_are_not_finite_are_not_saved(byte_shards, tmp_path, monkey
     assert re.search("warning: the checkpoint of step 1 could not .* weights are not finite", capsys.readouterr().err)
 
 
+def test_a_model_card_that_cannot_be_made_costs_no_checkpoint(byte_shards, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(manager, "model_card", lambda *args: {}["missing"])
+    trained(tmp_path, "--data", byte_shards, "--max-steps", 2)
+    assert checkpoint_names(tmp_path) == ["model_00002"] and find_corruption(tmp_path / "model_00002") is None
+    assert "warning: the model card of step 2 could not be written" in capsys.readouterr().err
+
+
 def test_training_only_waits_for_a_copy(byte_shards, straight, tmp_path, monkeypatch):
     """What is saved is the state of its step, though it is written while later steps change it."""
     real, done = manager.write_checkpoint, []
@@ -163,15 +182,43 @@ def test_training_only_waits_for_a_copy(byte_shards, straight, tmp_path, monkeyp
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
     values = {10: 3.0, 20: 2.0, 30: 2.5, 40: 2.4, 50: 2.6}
-    log, checkpoints, kept = RunLog(tmp_path / "log.txt", 0), manager_of(tmp_path, "--keep", 2), []
+    checkpoints, kept = manager_of(tmp_path, "--keep", 2), []
     for step in (10, 20, 25, 30, 40, 50):
         if step in values:
-            log.write(step, {"val": values[step]})
+            checkpoints.values["val"][step] = values[step]
         kept.append(save_one(checkpoints, step))
     assert kept == [[10], [10, 20], [20, 25], [20, 25, 30], [20, 30, 40], [20, 40, 50]]
-    (tmp_path / "log.txt").write_text("")  # a resume with another --val-every drops values from its log
+    # a resume with another --val-every drops values from its log
     assert save_one(manager_of(tmp_path, "--keep", 2), 55) == [20, 50, 55]
     assert save_one(manager_of(tmp_path), 60) == [20, 50, 55, 60]
+    assert json.loads((tmp_path / "model_00020/checkpoint.json").read_text())["val"] == 2.0
+
+
+def test_only_losses_over_the_same_tokens_are_compared(tmp_path):
+    """The loss of 1.0 is of another validation: --keep 1 has no reason to keep it."""
+    other = manager_of(tmp_path, "--total-batch-size", 512)
+    other.values["val"][10] = 1.0
+    save_one(other, 10)
+    checkpoints = manager_of(tmp_path, "--keep", 1)
+    for step, loss in ((20, 2.0), (30, 3.0)):
+        checkpoints.values["val"][step] = loss
+        kept = save_one(checkpoints, step)
+    assert kept == [20, 30]
+
+
+def test_the_loss_of_a_checkpoint_counts_wherever_it_was_measured(tmp_path):
+    """A stop in a validation saves a checkpoint without its loss; the resumed run measures it."""
+    save_one(manager_of(tmp_path), 10)
+    checkpoints = manager_of(tmp_path, "--keep", 1)
+    checkpoints.values["val"].update({10: 2.0, 20: 3.0})
+    assert save_one(checkpoints, 20) == [10, 20]
+
+
+def test_what_is_removed_is_said(tmp_path, capsys):
+    for step in (1, 2):
+        save_one(manager_of(tmp_path), step)
+    save_one(manager_of(tmp_path, "--keep", 1), 3)
+    assert "step     3 | removed model_00002, model_00001 (--keep 1)" in capsys.readouterr().out
 
 
 def test_corrupt_checkpoints_do_not_count_as_kept(tmp_path):

@@ -22,18 +22,18 @@ from support.runtime.run_info import RunInfo
 from train_gpt2 import GPT, TrainConfig, new_model, train
 
 
-def card_of(*flags, source="a.txt", val=None, hellaswag=None, first_step=0):
+def card_of(*flags, source="a.txt", tokens=250 * 2**19, val=None, hellaswag=None):
     """The card of step 250 of a run on GPT-2's tokens, of four bytes each; its text and its metadata.
 
-    From `first_step` on, it validates 700 tokens and scores 12 items.
+    It validates 700 tokens and scores 12 items.
     """
     data = SimpleNamespace(tokenizer=SimpleNamespace(name="gpt2", vocab_size=50257))
-    config, checkpoint = TrainConfig(**parse_flags(TrainConfig, flags)), SimpleNamespace(step=first_step)
+    config = TrainConfig(**parse_flags(TrainConfig, flags))
     with torch.device("meta"):
         model = new_model(config, 50257)
-    run = RunInfo(config, None, data, {"source": source}, model, checkpoint, hellaswag_items=12)
+    run = RunInfo(config, None, data, {"source": source}, model, hellaswag_items=12)
     run.__dict__.update(bytes_per_token=4.0, validated_tokens=700)
-    text = model_card(run, 250, val or {}, hellaswag or {})
+    text = model_card(run, 250, tokens, val or {}, hellaswag or {})
     return text, ModelCard(text).data.to_dict()
 
 
@@ -100,7 +100,7 @@ def test_an_edited_or_removed_card_is_no_corruption(run, tmp_path):
 def test_the_card_does_not_depend_on_where_a_run_is(run, byte_shards):
     card = (run / "model_00008" / "README.md").read_text()
     assert str(run.parent) not in card and str(byte_shards) not in card
-    flags = ["--keep", "1", "--tensorboard", "--device", "cpu", "--data", "/x/y", "--out", "/x/z", "--prompt", "x"]
+    flags = ["--keep", "1", "--tensorboard", "--device", "cpu", "--out", "/x/z", "--prompt", "x"]
     assert card_of(*flags) == card_of()
     assert "/x" not in card_of("--init-from", "/x/mine", source="/x/texts [train]")[0]
 
@@ -134,12 +134,28 @@ def test_names_of_files_cannot_break_the_card():
     assert text.encode()
 
 
-def test_scores_are_the_newest_up_to_the_step():
-    values = dict(val={0: 9.0, 250: 3.2, 300: 3.0}, hellaswag={0: 0.25, 200: 0.31})
+def test_the_command_has_the_data():
+    """Without their folders; the shards that --text and --demo make need no name."""
+    commands = {
+        ("--data", "/x/y"): "--data y",
+        ("--text", "/x/book.txt", "--tokenizer", "bytes"): "--text book.txt \\\n  --tokenizer bytes",
+        ("--demo",): "--demo",
+    }
+    for flags, expected in commands.items():
+        [command] = re.findall(r"```sh\npython train_gpt2.py (.*?)\n```", card_of(*flags)[0], re.S)
+        assert command == f"\\\n  {expected}"
+
+
+def test_tokens_are_counted():
+    assert "**tokens seen**: 131,072,000, in 250 steps of 524,288\n" in card_of()[0]
+    assert "**tokens seen**: 61,440, in 250 steps\n" in card_of(tokens=61440)[0]  # a fork with another step size
+
+
+def test_scores_are_the_newest():
+    values = dict(val={0: 9.0, 250: 3.2}, hellaswag={0: 0.25, 200: 0.31})
     text, _ = card_of(**values)
     assert "**validation loss**: 3.2000 nats per token, 0.8000 per byte, over 700 tokens (step 250)\n" in text
     assert "**HellaSwag**: acc_norm 0.3100 on 12 items (step 200)\n" in text
-    text, _ = card_of(**values, first_step=200)  # an earlier process scored, maybe other items
-    assert "over 700 tokens (step 250)\n" in text and "**HellaSwag**: acc_norm 0.3100 (step 200)\n" in text
+    assert "validation" not in card_of(val={0: 9.0})[0]
     assert "```sh\npython train_gpt2.py\n```" in text  # with the default flags
     assert "```sh\npython train_gpt2.py \\\n  --no-bias \\\n  --shuffle\n```" in card_of("--no-bias", "--shuffle")[0]

@@ -212,12 +212,13 @@ def test_one_command_trains_on_a_text_and_resumes(tmp_path):
     assert longer.returncode == 0 and len(losses(tmp_path / "longer" / "log.txt")) == 6, longer.stderr
 
 
-def test_a_folder_means_all_text_in_it_and_changed_text_is_rejected(tmp_path):
+def test_a_folder_means_all_text_in_it_and_changed_text_is_rejected(tmp_path, capfd):
     folder = tmp_path / "texts [1]"  # which would be a pattern for glob
     (folder / "deep").mkdir(parents=True)
     (folder / "a.txt").write_text(TEXT)
     (folder / "deep" / "b.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
     (folder / "picture.png").write_bytes(b"no text")
+    (folder / "deep" / "._b.jsonl").write_text("a copy")
     (folder / "again").symlink_to(folder)
     flags = ["--text", str(folder), "--tokenizer", "bytes", *SMALL, "--checkpoint-every", "0", "--val-every", "0"]
     for out in ("log", "log2"):  # the log of the first run is no text
@@ -225,7 +226,29 @@ def test_a_folder_means_all_text_in_it_and_changed_text_is_rejected(tmp_path):
         manifest = json.loads((folder / out / "data" / "manifest.json").read_text())
         sizes = {shard["split"]: shard["tokens"] for shard in manifest["shards"]}
         assert sum(sizes.values()) == 2 * (len(TEXT) + 1) and sizes["val"] == round(0.2 * (len(TEXT) + 1))
+        assert capfd.readouterr().out.count("note    names that begin with a dot are skipped (1 text file)\n") == 1
     (folder / "a.txt").write_text(TEXT + "One more.")
-    (folder / "log" / "log.txt").unlink()
-    with pytest.raises(UserError, match="from another source or setting.* With --text, that folder is inside --out"):
-        train(configure([*flags, "--out", folder / "log"])[0], ONE_PROCESS)
+    (folder / "log" / "starts.jsonl").unlink()  # which says that the run has finished
+    with pytest.raises(UserError, match=r"log/data has shards from another source or setting.* Use another --out, or"):
+        train(configure([*flags, "--out", folder / "log", "--resume", "auto"])[0], ONE_PROCESS)
+
+
+def test_after_a_text_that_was_too_small_the_same_command_trains_on_a_larger_one(tmp_path, monkeypatch):
+    """Its shards are made again, as no run has used them; a folder that others have filled is left alone."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("A few words.")
+    config, _ = configure(["--text", "text.txt", "--tokenizer", "bytes", "--out", "run", *SMALL])
+    with pytest.raises(UserError, match="Use more text"):
+        train(config, ONE_PROCESS)
+    Path("run/data/notes.md").write_text("mine")
+    Path("text.txt").write_text(TEXT)
+    train(config, ONE_PROCESS)
+    manifest = json.loads(Path("run/data/manifest.json").read_text())
+    assert sum(shard["tokens"] for shard in manifest["shards"]) == len(TEXT) + 1
+    assert {path.name for path in Path("run/data").glob("*.npy")} == {shard["file"] for shard in manifest["shards"]}
+    assert Path("run/data/notes.md").exists() and Path("run/model_00004").is_dir()
+    Path("other/data").mkdir(parents=True)
+    Path("other/data/foreign_train_000000.npy").touch()
+    config, _ = configure(["--text", "text.txt", "--tokenizer", "bytes", "--out", "other", *SMALL])
+    with pytest.raises(UserError, match=r"from another tool, such as .* Move them away, or use another --out\.$"):
+        train(config, ONE_PROCESS)

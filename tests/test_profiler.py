@@ -7,8 +7,9 @@ import json
 import re
 
 import pytest
+from helpers import steps_done
 from runs import log_without_seconds
-from training import ONE_PROCESS, config_of, trained
+from training import ONE_PROCESS, checkpoint_names, config_of, trained
 
 from support.runtime.profiler import ROWS
 from train_gpt2 import train
@@ -30,3 +31,11 @@ def test_profile_records_the_steps_it_says(byte_shards, tmp_path, capsys):
     assert len(shares) == ROWS and shares == sorted(shares, reverse=True) and sum(shares) <= 100
     plain = trained(tmp_path / "plain", "--data", byte_shards, "--max-steps", 9)
     assert plain == log_without_seconds(tmp_path / "run")
+
+
+@pytest.mark.parametrize("steps", [1, 99])  # the trace is written after the step, or at the end of the run
+def test_a_trace_that_cannot_be_written_is_a_warning(byte_shards, tmp_path, capsys, steps):
+    (tmp_path / "trace.json.gz").mkdir(parents=True)
+    trained(tmp_path, "--data", byte_shards, "--max-steps", 6, "--profile", steps)
+    assert checkpoint_names(tmp_path) == ["model_00006"] and steps_done(tmp_path) == 6
+    assert capsys.readouterr().err.count(f"warning: the profile could not be written to {tmp_path}/trace.json.gz") == 1

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import signal
 import time
 
 import numpy as np
@@ -18,6 +20,8 @@ from training import ONE_PROCESS, assert_same_run, configure, resumed, trained, 
 import train_gpt2
 from support.checkpoints import directory
 from support.cli import UserError
+from support.console.curves import read_run
+from support.console.log import read_log
 from support.console.starts import read_starts
 from train_gpt2 import train
 
@@ -215,6 +219,63 @@ def test_a_run_without_validation_knows_its_validation_data(six_steps, byte_shar
 
 
 # ---- --resume, --resume auto, and neither
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_finished_run_is_not_resumed_but_left_as_it_is(byte_shards, tmp_path, capsys):
+    """It says so, with the command that makes it longer. Without its last checkpoints, it goes on."""
+    out = tmp_path / "run"
+    trained(out, "--data", byte_shards, "--max-steps", 6, "--schedule", "wsd", "--checkpoint-every", 3)
+    before = contents(out)
+    capsys.readouterr()
+    for resume in (["--resume"], ["--resume", "auto"]):
+        train_gpt2.main([*resume, "--out", str(out)])
+        printed = capsys.readouterr().out
+        assert f"this run has finished; its last checkpoint is {out}/model_00006" in " ".join(printed.split())
+        assert f"--fork {out}/model_00004 --out {out}_longer --max-steps 12" in printed
+        assert contents(out) == before
+    shutil.rmtree(out / "model_00006")
+    train_gpt2.main(["--resume", "--out", str(out)])
+    assert (out / "model_00006").is_dir() and [start["first_step"] for start in read_starts(out)] == [0, 4]
+
+
+def test_a_run_that_was_stopped_in_its_last_validation_does_it_when_it_is_resumed(byte_shards, tmp_path, monkeypatch):
+    """All its steps are done and saved, but it has not finished."""
+    validate, calls = train_gpt2.validation_loss, []
+
+    def stop_in_the_last(model, loader, tokens, stop, amp):
+        calls.append(1)
+        if len(calls) == 3:  # before the steps 0, 5 and 6
+            os.kill(os.getpid(), signal.SIGTERM)
+        return validate(model, loader, tokens, stop, amp)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(train_gpt2, "validation_loss", stop_in_the_last)
+        trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 6)
+    assert directory.newest_checkpoint(tmp_path / "run").name == "model_00006"
+    assert read_log(tmp_path / "run/log.txt")["val"].keys() == {0, 5}
+    train_gpt2.main(["--resume", "--out", str(tmp_path / "run")])
+    assert read_log(tmp_path / "run/log.txt")["val"].keys() == {0, 5, 6}
+    assert [start["ended"]["end"] for start in read_starts(tmp_path / "run")] == ["stopped by SIGTERM", "finished"]
+
+
+def test_only_equal_validations_are_compared(byte_shards, tmp_path, capsys):
+    """A resume that validates fewer tokens says so, and its best loss is one of its own."""
+    out = tmp_path / "run"
+    trained(out, "--data", byte_shards, "--max-steps", 9, "--checkpoint-every", 3, "--val-every", 3)
+    shutil.rmtree(out / "model_00009")
+    text = (out / "log.txt").read_text()
+    (out / "log.txt").write_text(text.replace("3 val ", "3 val 0.1000\n3 norm "))
+    capsys.readouterr()
+    resumed(out, "--val-tokens", 64)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"resuming from {out}/model_00006: --val-tokens 64 (was 512)" in printed
+    run = read_run(out)
+    assert run.val[3] == 0.1 and run.comparable("val") == {step: run.val[step] for step in (6, 9)}
+    assert re.search("best validation loss .* at step [69]", printed)
 
 
 def test_shards_that_moved_are_found_or_asked_for(byte_shards, tmp_path, monkeypatch):

@@ -8,14 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import TINY_FLAGS, start_run, wait_for
-from training import ONE_PROCESS, checkpoint_names, config_of, run_info, trained
+from runs import log_without_seconds
+from training import ONE_PROCESS, checkpoint_names, config_of, run_info, trained, trainer_file
 
 import train_gpt2
 from support.checkpoints import run_folder
 from support.checkpoints.directory import newest_checkpoint, write_checkpoint
 from support.checkpoints.state import Checkpoint
 from support.cli import UserError
+from support.console.starts import read_starts
 from support.files import first_free
 
 
@@ -45,7 +48,9 @@ def lock(folder: Path, resume_from: Path | None = None, **flags: object) -> None
         pass
 
 
-CHECKPOINT = Checkpoint(Path(), 0, 0.0, 0.0, 0.0, 0, 0, {}, {"train": [], "val": [], "base": None}, [], {}, {})
+CHECKPOINT = Checkpoint(
+    Path(), "a", 0, 0, 0, 0.0, 0.0, 0.0, 0, 0, {}, {"train": [], "val": [], "base": None, "source": None}, [], {}, {}
+)
 
 
 def test_what_is_in_a_folder_stays(tmp_path):
@@ -68,13 +73,46 @@ def test_what_is_in_a_folder_stays(tmp_path):
 def test_a_log_without_checkpoints_is_started_over_by_the_same_command(byte_shards, tmp_path, monkeypatch):
     flags = ["--data", byte_shards, "--max-steps", 3, "--checkpoint-every", 0]
     out = tmp_path / "run"
+
+    def kill() -> None:
+        """Makes it look as if the process had been killed."""
+        starts = (out / "starts.jsonl").read_text().splitlines(True)
+        (out / "starts.jsonl").write_text("".join(starts[:-1]))
+
     log = trained(out, *flags)
+    kill()
     assert trained(out, *flags) == log
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--seed", "2"])
-    with pytest.raises(UserError, match="has a log without checkpoints. Start that run over with --resume auto"):
-        trained(out, *flags)
-    assert trained(out, *flags, "--resume", "auto") == log
+    for seed in (2, 3):  # the same words with another content of the file are another command
+        (tmp_path / "flags.txt").write_text(f"--seed {seed}")
+        monkeypatch.setattr(sys, "argv", ["train_gpt2.py", f"@{tmp_path / 'flags.txt'}"])
+        kill()
+        with pytest.raises(UserError, match="has a log without checkpoints. Start that run over with --resume auto"):
+            trained(out, *flags)
+        assert trained(out, *flags, "--resume", "auto") == log
+        kill()
+        assert trained(out, *flags) == log
+        start = read_starts(out)[-1]
+        assert (start["command"], start["arguments"]) == (sys.argv, ["--seed", str(seed)])
     assert checkpoint_names(out) == []
+    for again in ([], ["--resume", "auto"]):  # it has finished: nothing may empty its log
+        with pytest.raises(UserError, match="already contains a run, which has finished. Use another --out"):
+            trained(out, *flags, *again)
+    assert log_without_seconds(out) == log
+
+
+def test_a_run_of_another_version_says_so(byte_shards, tmp_path):
+    """It cannot be resumed, so --resume is no advice."""
+    out = tmp_path / "run"
+    trained(out, "--data", byte_shards, "--max-steps", 3)
+    content = trainer_file(out / "model_00003")
+    old = {
+        name: value
+        for name, value in content.items()
+        if name not in ("version", "run", "row", "tokens", "last_progress")
+    }
+    torch.save(old, out / "model_00003/trainer.pt")
+    with pytest.raises(UserError, match="was written by version 1 of .* Start from its weights with --init-from"):
+        trained(out, "--data", byte_shards, "--max-steps", 3)
 
 
 def test_a_demo_takes_the_first_free_folder(tmp_path, monkeypatch):

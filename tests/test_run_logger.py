@@ -2,19 +2,58 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from datetime import datetime, timedelta
 from types import SimpleNamespace
 
+import pytest
 import torch
-from training import TINY, run_info
+from training import ONE_PROCESS, TINY, run_info, trained
 
 from support.checkpoints import lora
 from support.checkpoints.state import TrainState
-from support.console.progress import describe_length
-from support.console.run_logger import RunLogger
+from support.console import run_logger
+from support.console.progress import describe_doubts, describe_length
+from support.console.run_logger import RunLogger, describe_progress
 from support.runtime import devices
 from train_gpt2 import GPT
 
 FLOPS_PER_TOKEN = 6 * (257 * 32 + 63 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32) + 12 * 2 * 32 * 16
+
+
+def doubts_about(run, steps_per_pass):
+    return list(describe_doubts(run, ONE_PROCESS, steps_per_pass))
+
+
+@pytest.mark.parametrize(
+    "flags, steps_per_pass, passes, advised",
+    [
+        (dict(max_steps=200), 10, None, None),
+        (dict(max_steps=201), 10, "20", "--max-steps 100 --warmup-steps 10"),
+        (dict(max_steps=19073), 258 / 16, "1,183", "--max-steps 161 --warmup-steps 16"),
+        (dict(max_steps=210, text="book.txt"), 10, None, None),  # the preset has chosen
+    ],
+)
+def test_a_run_that_reads_its_data_too_often_is_told_how_often(tmp_path, flags, steps_per_pass, passes, advised):
+    run = run_info("--out", tmp_path)
+    doubts = doubts_about(replace(run, config=replace(run.config, **flags)), steps_per_pass)
+    assert len(doubts) == (passes is not None)
+    if passes:
+        assert f"{passes} passes over the data" in doubts[0] and f"use {advised}." in doubts[0]
+        assert "--text" in doubts[0]
+
+
+def test_a_step_that_takes_minutes_on_a_cpu_is_announced(tmp_path, monkeypatch):
+    """A step of 256 tokens, on two cores with 6e10 FLOP/s each in fp32, and 1.6e11 in bf16."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    run = run_info("--out", tmp_path, "--max-steps", 20)
+    in_bf16 = replace(run, machine=replace(run.machine, dtype="bf16"))
+    for seconds, described, minutes in ((59, run, None), (300, run, 5), (300, in_bf16, 2)):
+        monkeypatch.setattr(GPT, "flops_per_token", lambda self: seconds * 2 * 60_000_000_000 // 256)  # noqa: B023
+        doubts = doubts_about(described, 100)
+        assert len(doubts) == (minutes is not None)
+        assert minutes is None or f"about {minutes} minutes on this CPU" in doubts[0] and "--text" in doubts[0]
 
 
 def test_mfu_counts_all_gpus(tmp_path, monkeypatch):
@@ -42,3 +81,76 @@ def test_the_length_is_given_in_passes_over_the_data(tmp_path):
     """A pass over 506,048 tokens takes 494.19 steps of 1,024, so 568 steps are 1.149 passes."""
     run = run_info("--out", tmp_path, "--max-steps", 568)
     assert describe_length(run, 506_048 / 1024) == "568 steps: 1.15 passes over the data, 494.2 steps each"
+
+
+def test_a_line_says_how_far_a_run_is_and_when_it_ends():
+    now = datetime(2026, 2, 27, 23, 50)
+    line = describe_progress(" of 19,073", 250, 723.0, 86_400.0, 131_072_000, now)
+    assert line == "step   250 of 19,073 | 0:12:03 elapsed | ends about 2026-02-28 23:50 | 131,072,000 tokens"
+    line = describe_progress(", minute 3.2 of 10", 0, 192.0, None, 0, now)
+    assert line == "step     0, minute 3.2 of 10 | 0:03:12 elapsed | 0 tokens"
+
+
+def end_of(line: str) -> datetime:
+    return datetime.strptime(re.search(r"ends about (\S+ \S+)", line)[1], "%Y-%m-%d %H:%M")
+
+
+@pytest.fixture
+def fake_time(monkeypatch):
+    """The clock of the logger's process, which started at 0."""
+    fake = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(run_logger, "time", SimpleNamespace(perf_counter=lambda: fake.now))
+    monkeypatch.setattr(run_logger, "STARTED", 0.0)
+    return fake
+
+
+def lines_about_progress(logger, fake, steps, seconds):
+    """Takes the steps, of which the first takes 100 s more; an evaluation of 30 s is before every hundredth."""
+    state, lines = TrainState(None, None, None, step=logger.first_step, tokens=256 * logger.first_step), []
+    logger.print0 = lambda text: lines.append((state.step, fake.now, text)) if " elapsed" in text else None
+    for step in range(logger.first_step, logger.first_step + steps):
+        evaluated = step % 100 == 0
+        fake.now += 30.0 * evaluated
+        logger.progress(state, evaluated)
+        fake.now += seconds + 100.0 * (step == logger.first_step)
+        logger.step(state, 1.0, 1e-3, 1.0, seconds, None)
+        state.advance(0.0, fake.now, 256, 0)
+    return lines
+
+
+def test_a_line_each_minute_and_with_each_evaluation(tmp_path, fake_time):
+    """By hand: 20 s per step, 1,000 steps, and 30 s more after each hundred."""
+    run = run_info("--out", tmp_path, "--max-steps", 1000)
+    lines = lines_about_progress(RunLogger(run, ONE_PROCESS), fake_time, 201, 20.0)
+    steps = [step for step, _, _ in lines]
+    assert steps[:5] == [0, 1, 4, 7, 10] and {100, 200} < {*steps}
+    assert all(b[1] - a[1] <= 60 + 50 for a, b in zip(lines[1:], lines[2:], strict=False))
+    assert "ends" not in lines[0][2] and "ends" not in lines[1][2]  # no speed is known yet
+    step, at, line = lines[-1]
+    assert line.startswith("step   200 of 1,000 | 1:09:50 elapsed | ") and line.endswith(" | 51,200 tokens")
+    left = 800 * (20 + 60 / 199)  # two evaluations since the first step
+    assert abs(end_of(line) - datetime.now() - timedelta(seconds=left)) < timedelta(minutes=1.1)
+
+
+def test_a_timed_run_ends_when_its_minutes_are_over(tmp_path, fake_time):
+    """By hand: of 90 minutes, an earlier process took 30; after 120 + 3 x 20 s, 57 are left."""
+    run = run_info(
+        "--out", tmp_path, checkpoint=SimpleNamespace(run="a", step=7, tokens=1792, seconds=1800.0, progress=0.3)
+    )
+    run = replace(run, config=replace(run.config, minutes=90.0))
+    run.__dict__["bytes_per_token"] = 1.0
+    lines = lines_about_progress(RunLogger(run, ONE_PROCESS), fake_time, 7, 20.0)
+    _, _, line = lines[-1]
+    assert line.startswith("step    11, minute 33.0 of 90 | 0:03:00 elapsed | ") and line.endswith(" | 2,816 tokens")
+    assert abs(end_of(line) - datetime.now() - timedelta(minutes=57)) < timedelta(minutes=1.1)
+
+
+def test_the_line_is_in_a_run_whose_output_is_no_terminal(byte_shards, tmp_path, capsys):
+    trained(tmp_path, "--data", byte_shards, "--max-steps", 12, "--val-every", 6, "--checkpoint-every", 6)
+    found = re.findall(
+        r"^step +(\d+) of 12 \| 0:\d\d:\d\d elapsed (.*)\| ([\d,]+) tokens$", capsys.readouterr().out, re.M
+    )
+    assert [(step, tokens) for step, _, tokens in found] == [("0", "0"), ("6", "1,536"), ("12", "3,072")]
+    assert found[0][1] == "" and all(
+        abs(end_of(end) - datetime.now()) < timedelta(minutes=2) for _, end, _ in found[1:]
+    )

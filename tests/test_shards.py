@@ -171,9 +171,24 @@ def test_tokens_are_read_while_the_file_has_them(tmp_path):
         shards.read_tokens(shard, 9_990, 10, 10_000)
 
 
-def test_without_shards_the_error_says_how_to_get_some(tmp_path):
-    with pytest.raises(UserError, match=r'no train shards in .*"python fineweb\.py".*"--demo"'):
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        ([], r'no train shards in .*"python fineweb\.py".*"--demo"'),
+        (["a.parquet", "b.md"], r"has text, not shards\. To train on a text, pass it with --text\."),
+        (["deep/a.txt.gz"], "has text, not shards"),
+        ([".lock", "log.txt"], "no train shards in"),  # a run
+        ([".hidden/a.txt", "a.csv"], "no train shards in"),
+    ],
+)
+def test_without_shards_the_error_says_how_to_get_some(tmp_path, files, message):
+    with pytest.raises(UserError, match=r'there is no folder .*"python fineweb\.py".*"--demo"'):
         shards.open_shards(tmp_path / "nowhere", "train")
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match=message):
+        shards.open_shards(tmp_path, "train")
 
 
 # Of the bytes of a validation split, in which 256 begins a document, what its samples continue.

@@ -13,13 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from shard_helpers import file_size_limit
-from training import ONE_PROCESS, resumed, run_info, trained
+from training import ONE_PROCESS, resumed, run_info, trained, trainer_file
 
 import train_gpt2
 from support import __version__
 from support.checkpoints.directory import newest_checkpoint
-from support.console import starts
-from support.console.starts import append_start, describe_start, read_starts
+from support.cli import UserError
+from support.console import run_logger, starts
+from support.console.starts import append_lines, comparable_values, describe_end, describe_start, read_starts
 
 
 def test_a_line_is_there_before_the_first_step_and_says_what_is_trained(byte_shards, tmp_path, monkeypatch):
@@ -32,7 +33,9 @@ def test_a_line_is_there_before_the_first_step_and_says_what_is_trained(byte_sha
     monkeypatch.setattr(train_gpt2, "train_step", step)
     trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 6)
     [start] = seen[0]
-    assert [start] == read_starts(tmp_path / "run") and start["first_step"] == 0
+    [ended] = read_starts(tmp_path / "run")
+    assert ended.pop("ended").items() >= {"end": "finished", "step": 6}.items() and ended == start
+    assert (start["first_step"], start["first_tokens"]) == (0, 0)
     assert abs((datetime.now(UTC) - datetime.fromisoformat(start["time"])).total_seconds()) < 60
     assert start["command"] == sys.argv
 
@@ -60,27 +63,57 @@ def test_each_start_appends_a_line_and_changes_none(byte_shards, tmp_path, monke
     first = path.read_bytes()
     monkeypatch.setattr(platform, "python_version", lambda: "9.9")
     resumed(tmp_path, "--keep", 2)
-    assert path.read_bytes().startswith(first) and path.read_bytes().count(b"\n") == 2
+    assert path.read_bytes().startswith(first) and path.read_bytes().count(b"\n") == 4
     before, after = read_starts(tmp_path)
     assert (before["first_step"], after["first_step"]) == (0, 2) and after["versions"]["python"] == "9.9"
     changed = {"keep": 2, "resume": "newest"}
     assert after["flags"] == before["flags"] | changed and after["data"] == before["data"]
 
 
-START = {"command": ["x"], "flags": {}, "data": {}, "parameters": 1, "tokens_per_step": 1, "first_step": 0}
+START = {"run": "a", "command": ["x"], "flags": {}, "data": {}, "comparable": {}}
+START |= {"parameters": 1, "tokens_per_step": 1, "first_step": 0, "first_tokens": 0}
 
 
 @pytest.mark.parametrize("cut", [1, 5])
 def test_a_line_that_a_kill_has_cut_off_takes_no_other_with_it(tmp_path, cut):
     """The last line lacks its last character, which is its end, or more."""
     for step in (0, 1):
-        append_start(tmp_path, START | {"first_step": step})
+        append_lines(tmp_path, START | {"first_step": step})
     path = tmp_path / "starts.jsonl"
     path.write_bytes(path.read_bytes()[:-cut])
     left = [START | {"first_step": step} for step in ((0, 1) if cut == 1 else (0,))]
     assert read_starts(tmp_path) == left
-    append_start(tmp_path, START | {"first_step": 2})
+    append_lines(tmp_path, START | {"first_step": 2})
     assert read_starts(tmp_path) == [*left, START | {"first_step": 2}]
+
+
+@pytest.mark.parametrize(
+    "error, end",
+    [
+        (None, "finished"),
+        (SystemExit(143), "stopped by SIGTERM"),
+        (SystemExit(2), "error: see the messages of the other processes"),
+        (UserError("the disk is full."), "error: the disk is full."),
+        (KeyError(), "error: KeyError"),
+    ],
+)
+def test_how_a_start_ended_is_known(tmp_path, error, end):
+    """Unless it was killed: then it has no second line."""
+    append_lines(tmp_path, START)
+    assert "ended" not in read_starts(tmp_path)[0]
+    append_lines(tmp_path, describe_end(7, error), START)
+    ended, running = read_starts(tmp_path)
+    assert (ended["ended"]["end"], ended["ended"]["step"]) == (end, 7) and "ended" not in running
+
+
+def test_values_of_equal_keys_are_comparable():
+    """By hand: the second start cut the log at step 4, the third at step 6; the first and the last validate alike."""
+    keys = [(0, "a"), (4, "b"), (8, "x"), (6, "a")]
+    starts = [START | {"first_step": step, "comparable": {"val": key}} for step, key in keys]
+    values = {0: 9.0, 3: 8.0, 4: 1.0, 5: 1.0, 6: 7.0, 9: 6.0}
+    assert comparable_values("val", values, starts) == {0: 9.0, 3: 8.0, 6: 7.0, 9: 6.0}
+    assert comparable_values("val", values, starts[:2]) == {4: 1.0, 5: 1.0, 6: 7.0, 9: 6.0}
+    assert comparable_values("val", values, starts[1:2]) == {4: 1.0, 5: 1.0, 6: 7.0, 9: 6.0}  # the first is not known
 
 
 NO_STEP = START | {"first_step": {}}
@@ -91,20 +124,31 @@ NO_STEP = START | {"first_step": {}}
     ["3", "{}", "[" * 10_000, '{"command": "x"}', "\ud800".encode("utf-8", "replace").decode(), json.dumps(NO_STEP)],
 )
 def test_a_damaged_line_is_left_out(tmp_path, line):
-    append_start(tmp_path, START)
+    append_lines(tmp_path, START)
     with open(tmp_path / "starts.jsonl", "a") as file:
         file.write(line + "\n")
     assert read_starts(tmp_path) == [START]
 
 
-def test_a_full_disk_is_a_warning(tmp_path, capsys):
-    start = START | {"command": ["x" * 100]}
-    with file_size_limit(100):
-        append_start(tmp_path, start)
-    assert capsys.readouterr().err == f"warning: cannot write {tmp_path}/starts.jsonl (File too large).\n"
-    assert read_starts(tmp_path) == [] == read_starts(tmp_path / "nothing")
-    append_start(tmp_path, start)
-    assert read_starts(tmp_path) == [start]
+def test_a_full_disk_is_a_warning_and_the_line_comes_with_the_next_checkpoint(
+    byte_shards, tmp_path, capsys, monkeypatch
+):
+    """A checkpoint knows its run by the lines, so it must never be ahead of them."""
+    real, calls = run_logger.append_lines, []
+
+    def fail_once(folder, *lines):
+        calls.append(lines)
+        if len(calls) == 1:
+            with file_size_limit(100):
+                real(folder, *lines)
+        real(folder, *lines)
+
+    monkeypatch.setattr(run_logger, "append_lines", fail_once)
+    trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 2)
+    assert f"warning: cannot write {tmp_path}/run/starts.jsonl (File too large)" in capsys.readouterr().err
+    [start] = read_starts(tmp_path / "run")
+    assert len(calls) == 3 and start["ended"]["end"] == "finished" and read_starts(tmp_path / "nothing") == []
+    assert trainer_file(tmp_path / "run/model_00002")["run"] == start["run"]
 
 
 def test_versions_have_the_commit_of_git_in_this_folder_alone(tmp_path, monkeypatch):

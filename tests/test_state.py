@@ -41,8 +41,10 @@ def test_checkpoints_hold_plain_data_and_their_own_checksums(directory):
     state = trainer_file(directory)
     assert (state["step"], state["config"]["n_embd"]) == (3, 32)
     assert {*state} == {
-        *"step progress last_progress seconds bad_steps overflows config data parameters optimizer scaler".split()
+        *"version run step row tokens progress last_progress seconds bad_steps overflows".split(),
+        *"config data parameters optimizer scaler".split(),
     }
+    assert (state["row"], state["tokens"]) == (3 * 256 // 16, 3 * 256)
     assert state["progress"] == 1.0 and state["seconds"] > 0
     listed = json.loads((directory / "checkpoint.json").read_text())["files"]
     assert sorted([*listed, "checkpoint.json", "README.md"]) == sorted(os.listdir(directory))
@@ -78,6 +80,9 @@ def test_skipped_steps_are_counted(scale, loss, norm, bad_steps, overflows, mess
     assert (answer is None) if message is None else message in answer
 
 
+DATA = {"train": [["a", 1, "1234"]], "val": [], "base": None, "source": None}
+
+
 @pytest.fixture
 def content():
     """That of a trainer.pt after a step that overflowed, and a step after that, which is not in it."""
@@ -85,10 +90,8 @@ def content():
     state.model(torch.ones(1, 2)).sum().backward()
     state.optimizer.step()
     state.record(1.0, float("inf"))
-    state.advance(0.25, 8.0)
-    content = state.trainer_file(
-        {"seed": 1, "optimizer": "adamw"}, {"train": [["a", 1, "1234"]], "val": [], "base": None, "source": None}
-    )
+    state.advance(0.25, 8.0, 640, 10)
+    content = state.trainer_file("a", {"seed": 1, "optimizer": "adamw"}, DATA)
     state.optimizer.step()
     return content
 
@@ -98,7 +101,7 @@ def restored(content, folder) -> TrainState:
     folder.mkdir(exist_ok=True)
     torch.save(content, folder / "trainer.pt")
     state = new_state(scale=2.0)
-    state.restore(Checkpoint.open(folder), config_of())
+    state.restore(Checkpoint.open(folder), config_of(), DATA)
     return state
 
 
@@ -107,13 +110,24 @@ def test_a_saved_state_is_restored(content, tmp_path):
     content["optimizer"]["param_groups"] = "not read"
     content["scaler"]["growth_factor"] = "not read"
     state, expected = restored(content, tmp_path), new_state(scale=8.0)
-    assert (state.step, state.bad_steps, state.overflows) == (1, 0, 1)
+    assert (state.step, state.row, state.tokens, state.bad_steps, state.overflows) == (1, 10, 640, 0, 1)
     assert (state.progress, state.last_progress, state.seconds) == (0.25, 0.0, 8.0)  # what was due then still is
     assert state.scaler.state_dict() == expected.scaler.state_dict()
     assert state.optimizer.param_groups[0]["betas"] == expected.optimizer.param_groups[0]["betas"]
     saved = content["optimizer"]["state"]
     torch.testing.assert_close(state.optimizer.state_dict()["state"], saved, rtol=0, atol=0)
     assert len(saved) == 2 and all(tensors["step"] == 1 for tensors in saved.values())
+
+
+@pytest.mark.parametrize(
+    "version, missing",
+    [("1", {"version", "run", "row", "tokens", "last_progress"}), ("2.0", {"version", "run", "row"})],
+)
+def test_a_checkpoint_of_another_version_says_so(content, tmp_path, version, missing):
+    for name in missing:
+        del content[name]
+    with pytest.raises(UserError, match=f"was written by version {version} of .* Start from its weights.*--init-from"):
+        restored(content, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["step", "overflows", "config", "parameters", "optimizer"])

@@ -13,7 +13,7 @@ from shard_helpers import adversarial_texts, documents_of, plain_encoder, valid_
 
 from support.cli import UserError
 from support.data import text_files
-from support.data.text_files import TextFiles
+from support.data.text_files import TextFiles, find_input
 
 LARGE = 1 << 20
 
@@ -202,9 +202,31 @@ def test_which_files_of_a_folder_are_text(tmp_path):
     for name in (*names, *"x.csv x.parquet.gz x.gz deep/noext run/.lock run/log.txt".split()):
         (tmp_path / name).touch()
     (tmp_path / "linked" / "loop").symlink_to(tmp_path)
-    found = text_files.find_text_files(tmp_path)
+    found, _ = text_files.find_text_files(tmp_path)
     assert [str(path.relative_to(tmp_path)) for path in found] == names
     assert [text_files.text_suffix(path) for path in found] == [".txt", ".jsonl", ".parquet", ".txt", ".jsonl"]
+
+
+def test_names_that_begin_with_a_dot_are_no_text_unless_they_are_named(tmp_path, monkeypatch):
+    """Editors and file systems keep copies of a text under such names: one could become the validation split."""
+    monkeypatch.chdir(tmp_path)
+    hidden = "t/.ipynb_checkpoints/a-checkpoint.txt t/._b.txt t/.cache/deep/c.jsonl t/d/.e.parquet".split()
+    for name in ("t/a.txt", "t/d/b.txt", *hidden, "t/.cache/x.csv", "t/.lock"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(name)
+    Path("t/linked").symlink_to(".cache")  # a name without a dot, for a folder with one
+    visible = [Path("t/a.txt"), Path("t/d/b.txt"), Path("t/linked/deep/c.jsonl")]
+    said = list[str]()
+    assert find_input(["t", "t/d"], said.append) == find_input(["t/**/*.*[!v]"]) == visible
+    assert said == ["names that begin with a dot are skipped (4 text files)"]
+    assert find_input([*hidden, "t/.cache"], said.append) == [Path(name) for name in hidden]
+    assert len(said) == 1
+    Path("only").mkdir()
+    Path("only/.a.txt").write_text("a")
+    with pytest.raises(
+        UserError, match=r"no text in only: names that begin with a dot are skipped \(1 text file\)\. Give"
+    ):
+        find_input(["only"])
 
 
 def test_a_file_that_is_named_twice_is_read_once(tmp_path, monkeypatch):
@@ -214,7 +236,7 @@ def test_a_file_that_is_named_twice_is_read_once(tmp_path, monkeypatch):
         (tmp_path / "notes" / name).write_text(name)
     (tmp_path / "link.txt").symlink_to("notes/a.txt")
     monkeypatch.chdir(tmp_path)
-    found = text_files.find_input(["notes/b.txt", "notes/../notes", "link.txt", "notes/*.txt"])
+    found = find_input(["notes/b.txt", "notes/../notes", "link.txt", "notes/*.txt"])
     assert found == [Path("notes/b.txt"), Path("notes/../notes/a.txt")]
 
 

@@ -11,19 +11,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import GPT2_VOCABULARY, ROOT, needs_gpt2_vocabulary
-from shard_helpers import write_shard
-from training import config_of, configure
+from helpers import GPT2_VOCABULARY, ROOT, TINY_TRAINING_FLAGS, needs_gpt2_vocabulary
+from shard_helpers import adversarial_texts, corpus_of, write_shard
+from training import ONE_PROCESS, assert_same_run, config_of, configure, resumed, trained
 
+import fineweb
 import hellaswag
 import sample
 from support.checkpoints.huggingface import find_trained_tokenizer
 from support.checkpoints.start import check_pretrained
 from support.cli import UserError
 from support.data import bpe, shards
+from support.data import tokenizer as tokenizer_module
+from support.data.make_shards import make_shards
 from support.data.tokenizer import (
     BpeTokenizer,
-    Gpt2Tokenizer,
     Tokenizer,
     find_tokenizer,
     get_tokenizer,
@@ -31,8 +33,9 @@ from support.data.tokenizer import (
     tokenizer_json,
     tokenizer_of_model,
 )
-from train_gpt2 import GPT, GPTConfig
+from train_gpt2 import GPT, GPTConfig, train
 
+NOWHERE = "http://127.0.0.1:9"  # nobody listens
 TEXTS = [
     "Hello, I'm a language model,",
     "",
@@ -65,8 +68,12 @@ def test_hugging_face_opens_the_saved_tokenizer(name, tmp_path):
 
     tokenizer = bpe.train_bpe(TEXTS * 9, 300) if name == "bpe" else get_tokenizer(name)
     tokenizer.save_pretrained(tmp_path, model_max_length=64)
-    opened, loaded = AutoTokenizer.from_pretrained(tmp_path), get_tokenizer(find_tokenizer(tmp_path))
-    assert len(opened) == tokenizer.vocab_size == loaded.vocab_size and opened.model_max_length == 64
+    opened, loaded = AutoTokenizer.from_pretrained(tmp_path), find_tokenizer(tmp_path)
+    assert (
+        loaded.name == name
+        and len(opened) == tokenizer.vocab_size == loaded.vocab_size
+        and opened.model_max_length == 64
+    )
     assert opened.eos_token_id == opened.bos_token_id == tokenizer.eot == tokenizer.vocab_size - 1
     options = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert options["model_input_names"] == GPT2TokenizerFast.model_input_names  # transformers 4 has another default
@@ -118,13 +125,13 @@ def test_gpt2s_tokenizer_is_known_by_its_content(tmp_path):
     _, *command = shlex.split(str(error.value).partition("from them: ")[2])
     subprocess.run([sys.executable, *command], check=True)
     get_tokenizer("gpt2").save_pretrained(ours, 1024)
-    assert [find_tokenizer(folder) for folder in (hub, ours)] == ["gpt2"] * 2
+    assert [find_tokenizer(folder).name for folder in (hub, ours)] == ["gpt2"] * 2
     content = json.loads((hub / "tokenizer.json").read_text())
     assert content["model"]["merges"] == json.loads((ours / "tokenizer.json").read_text())["model"]["merges"]
     content["model"]["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
     del content["pre_tokenizer"]["use_regex"]  # older versions of the library have written it so
     (hub / "tokenizer.json").write_text(json.dumps(content))
-    assert find_tokenizer(hub) == "gpt2"
+    assert find_tokenizer(hub).name == "gpt2"
     merges = content["model"]["merges"]
     merges[7], merges[8] = merges[8], merges[7]
     (hub / "tokenizer.json").write_text(json.dumps(content))
@@ -135,7 +142,6 @@ def test_gpt2s_tokenizer_is_known_by_its_content(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda content: content["pre_tokenizer"].update(add_prefix_space=True),
         lambda content: content["pre_tokenizer"].update(use_regex=False),
         lambda content: content.update(normalizer={"type": "Lowercase"}),
         lambda content: content["added_tokens"].append({"content": "<pad>", "id": 5}),
@@ -152,6 +158,30 @@ def test_a_tokenizer_that_gives_other_ids_is_refused(tmp_path, change):
         find_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "file, change",
+    [
+        ("tokenizer.json", lambda content: content["pre_tokenizer"].update(add_prefix_space=True)),
+        (
+            "tokenizer_config.json",
+            lambda content: content.update(add_prefix_space=True, tokenizer_class="GPT2Tokenizer"),
+        ),
+    ],
+)
+def test_a_tokenizer_that_puts_a_space_before_each_text_is_refused(tmp_path, file, change):
+    """Hugging Face's library obeys one file or the other; either way, its ids are not ours."""
+    from transformers import AutoTokenizer
+
+    own = bpe.train_bpe(TEXTS * 9, 300)
+    own.save_pretrained(tmp_path, 16)
+    content = json.loads((tmp_path / file).read_text())
+    change(content)
+    (tmp_path / file).write_text(json.dumps(content))
+    assert AutoTokenizer.from_pretrained(tmp_path)("model")["input_ids"] == own.encode(" model") != own.encode("model")
+    with pytest.raises(UserError, match=r"puts a space before each text \(add_prefix_space\)"):
+        find_tokenizer(tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", [257, 258, 50257])
 def test_a_trained_tokenizer_of_any_size_is_not_taken_for_another(vocab_size, tmp_path, capsys):
@@ -162,16 +192,13 @@ def test_a_trained_tokenizer_of_any_size_is_not_taken_for_another(vocab_size, tm
     sample.main(["--model", str(model), "--prompt", "A \x00\x01 text", "-n", "1", "-d", "cpu"])
     assert capsys.readouterr().out.startswith("A \x00\x01 text")
     with pytest.raises(UserError, match="defined on GPT-2 tokens"):
-        hellaswag.load_tokenizer(model)
+        hellaswag.main(["--model", str(model), "-d", "cpu"])
 
 
-class UnreadGpt2(Gpt2Tokenizer):
+class UnreadGpt2(Tokenizer):
     """GPT-2's tokenizer where its vocabulary is not at hand."""
 
-    def __init__(self):
-        pass
-
-    vocab_size = 50257
+    name, vocab_size = "gpt2", 50257
 
 
 def test_shards_with_another_tokenizer_than_the_models_are_refused(tmp_path):
@@ -184,7 +211,9 @@ def test_shards_with_another_tokenizer_than_the_models_are_refused(tmp_path):
     model = save_model(tmp_path / "large", 50257, pairs_of_bytes(50257))
     with pytest.raises(UserError, match="a different tokenizer from the shards"):  # which have GPT-2's tokens
         check_pretrained(model, 50257, 16, UnreadGpt2(), run)
-    with pytest.raises(UserError, match="--init-from brings its own tokenizer. Leave out --tokenizer."):
+    with pytest.raises(
+        UserError, match=r"model has its own tokenizer \(bpe\), not gpt2, in tokenizer\.json\. Leave out --tokenizer\."
+    ):
         configure(["--text", "a.txt", "--init-from", tmp_path / "model", "--tokenizer", "gpt2"])
 
 
@@ -192,10 +221,30 @@ def test_shards_with_another_tokenizer_than_the_models_are_refused(tmp_path):
 def test_a_model_without_a_tokenizer_is_refused(tmp_path, vocab_size):
     """Also with as many tokens as GPT-2 has: a size does not say which they are."""
     model, run = save_model(tmp_path / "model", vocab_size), config_of("--data", tmp_path)
-    with pytest.raises(UserError, match=rf"has no tokenizer\.json for its {vocab_size:,} tokens"):
+    with pytest.raises(UserError, match=rf"no tokenizer\.json for its {vocab_size:,} tokens.* --tokenizer gpt2"):
         sample.main(["--model", str(model), "-d", "cpu"])
     with pytest.raises(UserError, match=rf"has no tokenizer\.json for its {vocab_size:,} tokens"):
         check_pretrained(model, vocab_size, 16, pairs_of_bytes(300), run)
+
+
+@pytest.mark.slow
+@needs_gpt2_vocabulary
+def test_a_flag_says_which_tokens_a_model_without_a_tokenizer_has(tmp_path, capsys):
+    model, gpt2 = save_model(tmp_path / "model", 50257), get_tokenizer("gpt2")
+    flags = ["--model", str(model), "-d", "cpu", "--tokenizer"]
+    sample.main([*flags, "gpt2", "--prompt", "Hello, I'm", "-n", "1"])
+    assert capsys.readouterr().out.startswith("Hello, I'm")
+    (tmp_path / "items.jsonl").write_text(json.dumps({"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 0}) + "\n")
+    hellaswag.main([*flags, "gpt2", "--data", str(tmp_path / "items.jsonl")])
+    assert "acc_norm" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"has 50,257 tokens, but its tokenizer \(bytes\) has 257"):
+        sample.main([*flags, "bytes"])
+    run = configure(["--init-from", str(model), "--tokenizer", "gpt2", "--data", str(tmp_path)])[0]
+    check_pretrained(model, 50257, 16, gpt2, run)
+    with pytest.raises(UserError, match="a different tokenizer from the shards"):
+        check_pretrained(model, 50257, 16, pairs_of_bytes(50257), run)
+    with pytest.raises(UserError, match=r"has no tokenizer\.json .* --tokenizer gpt2"):
+        check_pretrained(model, 50257, 16, gpt2, configure(["--init-from", str(model), "--data", str(tmp_path)])[0])
 
 
 @needs_gpt2_vocabulary
@@ -216,6 +265,68 @@ def test_a_tokenizer_with_a_name_is_not_copied_as_a_trained_one(tmp_path):
 
 
 # -----------------------------------------------------------------------------
+# GPT-2's vocabulary, and a machine without a network
+
+
+@needs_gpt2_vocabulary
+def test_gpt2s_tokenizer_json_gives_tiktokens_ids(tmp_path):
+    import tiktoken
+
+    get_tokenizer("gpt2").save_pretrained(tmp_path, 16)
+    tokenizer, reference = find_tokenizer(tmp_path), tiktoken.get_encoding("gpt2")
+    assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eot) == ("gpt2", reference.n_vocab, reference.eot_token)
+    assert tokenizer.token_bytes() == [reference.decode_single_token_bytes(i) for i in range(50256)]
+    for text in [*TEXTS, *adversarial_texts(0), *(page.read_text() for page in (ROOT / "docs").glob("*.md"))]:
+        assert tokenizer.encode(text) == reference.encode_ordinary(text)
+
+
+def take_vocabulary_away(monkeypatch, tmp_path):
+    """As on a node without tiktoken's cache and without a network."""
+    (tmp_path / "empty").mkdir()
+    for name, value in (
+        ("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty")),
+        ("HTTPS_PROXY", NOWHERE),
+        ("https_proxy", NOWHERE),
+    ):
+        monkeypatch.setenv(name, value)
+    tokenizer_module._download_gpt2.cache_clear()
+    with pytest.raises(UserError, match="vocabulary is not on this machine"):
+        get_tokenizer("gpt2")
+
+
+@pytest.mark.slow
+@needs_gpt2_vocabulary
+def test_a_run_on_gpt2s_tokens_needs_only_its_own_files(tmp_path, monkeypatch, capsys):
+    """It is trained, resumed, sampled, scored and fine-tuned where GPT-2's vocabulary cannot be had."""
+    texts = ["The first text is about a fish. " * 90, "The second is about two. " * 20]
+    make_shards(corpus_of(texts), tmp_path / "data", tokenizer="gpt2", shard_size=400)
+    take_vocabulary_away(monkeypatch, tmp_path)
+    fineweb.check_shards(tmp_path / "data")
+    make_shards(corpus_of(texts), tmp_path / "data", tokenizer="gpt2", shard_size=400)  # nothing to do
+    flags = ["--data", tmp_path / "data", "--max-steps", 4, "--checkpoint-every", 2, "--val-tokens", 64]
+    trained(tmp_path / "run", *flags)
+    last = tmp_path / "run" / "model_00004"
+    (tmp_path / "data" / "tokenizer.json").unlink()  # as in shards that version 2.0 made
+    shutil.copytree(tmp_path / "run", tmp_path / "straight")
+    shutil.rmtree(last)
+    resumed(tmp_path / "run")
+    assert_same_run(tmp_path / "run", tmp_path / "straight")
+    sample.main(["--model", str(last), "--prompt", "The fish", "-n", "1", "-d", "cpu"])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("The fish")
+    (tmp_path / "items.jsonl").write_text(json.dumps({"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 0}) + "\n")
+    hellaswag.main(["--model", str(last), "--data", str(tmp_path / "items.jsonl"), "-d", "cpu"])
+    assert "acc_norm" in capsys.readouterr().out
+    tuned = [*TINY_TRAINING_FLAGS, "--init-from", last, "--max-steps", 1, "--val-tokens", 64]
+    train(configure([*tuned, "--data", tmp_path / "data", "--out", tmp_path / "tuned"])[0], ONE_PROCESS)
+    (tmp_path / "text.txt").write_text("\n".join(texts))
+    train(configure([*tuned, "--text", tmp_path / "text.txt", "--out", tmp_path / "on_text"])[0], ONE_PROCESS)
+    assert find_tokenizer(tmp_path / "on_text" / "data").name == "gpt2"
+    with pytest.raises(
+        UserError, match=r"TIKTOKEN_CACHE_DIR .* Or copy tokenizer\.json from a GPT-2 model into .*data"
+    ):
+        trained(tmp_path / "new", *flags)
+    shutil.copy(last / "tokenizer.json", tmp_path / "data")
+    assert shards.read_tokenizer(tmp_path / "data").name == "gpt2"
 
 
 def test_without_the_vocabulary_the_error_says_how_to_get_it(tmp_path):
@@ -224,8 +335,7 @@ from support.cli import run_cli
 from support.data.tokenizer import get_tokenizer
 run_cli(lambda: get_tokenizer('gpt2'))
 """
-    proxy = "http://127.0.0.1:9"  # nobody listens
-    environment = os.environ | {"TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": proxy, "https_proxy": proxy}
+    environment = os.environ | {"TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": NOWHERE, "https_proxy": NOWHERE}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     expected = "error: GPT-2's vocabulary is not on this machine, and cannot be downloaded (no connection"
     assert done.returncode == 2 and done.stderr.startswith(expected)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
+import urllib.request
 from dataclasses import replace
 
 import pytest
@@ -11,10 +13,11 @@ from helpers import losses, run_to_the_end, wait_for
 from test_resume import Killed, kill_before_step
 from training import ONE_PROCESS, config_of, resumed, trained
 
+from support.checkpoints import manager
 from support.cli import UserError
 from support.console.log import read_log
 from support.runtime import clock
-from train_gpt2 import get_lr, train
+from train_gpt2 import get_lr, main, train
 
 
 def curves(out):
@@ -127,6 +130,80 @@ def test_a_resumed_run_continues_the_same_curves(byte_shards, tmp_path, monkeypa
     assert summary["loss/train"] == pytest.approx(losses(out / "log.txt")[-1], abs=1e-5)
 
 
+def hparams_page(logdir):
+    """The rows of TensorBoard's HPARAMS page, as its own server answers: {run: (flags, metrics)}, and its columns."""
+    from tensorboard import program
+
+    server = program.TensorBoard()
+    server.configure(argv=[None, "--logdir", str(logdir), "--port", "0", "--load_fast", "false"])
+    url = server.launch()
+
+    def ask(name, **body):
+        request = urllib.request.Request(
+            f"{url}data/plugin/hparams/{name}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        return json.load(urllib.request.urlopen(request, timeout=60))
+
+    assert wait_for(lambda: ask("experiment").get("hparamInfos"))
+    experiment = ask("experiment")
+    columns = {info["name"] for info in experiment["hparamInfos"]}
+    metrics = [{"metric": info["name"]} for info in experiment["metricInfos"]]
+    flags = [{"hparam": name} for name in columns]
+    groups = ask("session_groups", allowedStatuses=["STATUS_UNKNOWN"], colParams=metrics + flags, sliceSize=100)
+    rows = {}
+    for group in groups["sessionGroups"]:
+        values = {metric["name"]["tag"]: metric["value"] for metric in group["metricValues"]}
+        rows[group["name"]] = group["hparams"], values
+    return rows, columns
+
+
+@pytest.mark.slow
+def test_tensorboards_hparams_page_compares_runs_by_flags_and_losses(byte_shards, tmp_path, monkeypatch):
+    """Three runs: of one kind, of another kind that has more values and flags, and one that was killed and resumed."""
+    flags = ["--data", byte_shards, "--tensorboard", "--max-steps", 9, "--val-every", 2]
+    trained(
+        tmp_path / "plain", *flags, "--max-lr", 0.5, "--decay-steps", 99
+    )  # so high that the last loss is not the best
+    with monkeypatch.context() as patch:
+        patch.setattr("support.runtime.devices.peak_flops", lambda device: 1e12)
+        trained(tmp_path / "muon", *flags, "--optimizer", "muon", "--adamw-lr", 2e-3)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_before_step(patch, 6)
+        train(config_of(*flags, "--max-lr", 0.25, "--out", tmp_path / "killed", "--checkpoint-every", 3), ONE_PROCESS)
+    rows, _ = hparams_page(tmp_path)
+    assert rows["killed/tensorboard"][0]["val_every"] == 2 and "loss/best_val" in rows["killed/tensorboard"][1]
+    resumed(tmp_path / "killed", "--val-every", 3)
+    rows, columns = hparams_page(tmp_path)
+    assert rows.keys() == {"plain/tensorboard", "muon/tensorboard", "killed/tensorboard"}
+    assert {"max_lr", "adamw_lr", "n_layer", "data"} <= columns
+    for name, (shown, values) in rows.items():
+        log = read_log(tmp_path / name.split("/")[0] / "log.txt")
+        assert values["loss/train"] == pytest.approx(log["train"][8], abs=1e-5)
+        assert values["loss/val"] == pytest.approx(log["val"][9], abs=1e-4)
+        assert values["loss/best_val"] == pytest.approx(min(log["val"].values()), abs=1e-4)
+        assert shown["optimizer"] == ("muon" if "muon" in name else "adamw") and shown["bias"] == "True"
+    best, last = (rows["plain/tensorboard"][1][name] for name in ("loss/best_val", "loss/val"))
+    assert best < last
+    assert rows["muon/tensorboard"][0]["adamw_lr"] == 2e-3 and "speed/mfu" in rows["muon/tensorboard"][1]
+    assert rows["killed/tensorboard"][0]["val_every"] == 3  # of the last start
+
+
+def test_a_checkpoint_is_not_ahead_of_its_curves(byte_shards, tmp_path, monkeypatch):
+    """On a slow disk. The model card is written last: TensorBoard can show all steps before it then."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    seen, card, write = {}, manager.model_card, RecordWriter.write
+    monkeypatch.setattr(RecordWriter, "write", lambda self, data: time.sleep(0.05) or write(self, data))
+
+    def model_card(run, step, *values):
+        seen[step] = {*curves(tmp_path)[0]["loss/train"]}
+        return card(run, step, *values)
+
+    monkeypatch.setattr(manager, "model_card", model_card)
+    trained(tmp_path, "--data", byte_shards, "--tensorboard", "--max-steps", 6, "--checkpoint-every", 3)
+    assert {*range(3)} <= seen[3] and {*range(6)} == seen[6]
+
+
 def test_a_timed_run_has_no_flags_that_count_steps(byte_shards, tmp_path, monkeypatch):
     """It has no --max-steps: 6 seconds, of which 4 are kept for the end."""
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -142,7 +219,9 @@ def test_a_timed_run_has_no_flags_that_count_steps(byte_shards, tmp_path, monkey
 
 def test_a_run_that_is_started_over_starts_new_curves(byte_shards, tmp_path, monkeypatch):
     flags = ["--data", byte_shards, "--checkpoint-every", 0, "--resume", "auto", "--tensorboard"]
-    trained(tmp_path, *flags, "--max-steps", 4)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_before_step(patch, 4)
+        trained(tmp_path, *flags, "--max-steps", 6)
     monkeypatch.setattr("support.runtime.devices.peak_flops", lambda device: 1e12)
     trained(tmp_path, *flags, "--max-steps", 3)
     shown, _ = curves(tmp_path)
@@ -166,6 +245,30 @@ def test_curves_that_cannot_be_written_end_and_training_does_not(byte_shards, tm
     assert capsys.readouterr().err.count(warning) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("flag, package", [("--tensorboard", "tensorboard"), ("--wandb", "wandb")])
+def test_a_missing_package_is_found_before_anything_is_made(byte_shards, tmp_path, monkeypatch, flag, package):
+    """Also that of a run that is resumed or forked."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 2, "--checkpoint-every", 1, flag)
+    monkeypatch.setitem(sys.modules, package, None)  # an import fails
+    (tmp_path / "text.txt").write_text("a text\n" * 9999)
+    names = {path.name for path in tmp_path.iterdir()}
+    wanted = f"^{flag} needs a package that is not installed. Run pip install {package}.$"
+    for flags in (
+        ["--text", "text.txt", "--minutes", "1", "--out", "new", flag],
+        ["--init-from", "nosuch/model", "--out", "new", flag],
+        ["--resume", "--out", "run"],
+        ["--fork", "run/model_00001", "--out", "new"],
+    ):
+        with pytest.raises(UserError, match=wanted):
+            main(flags)
+    main(["--plan", flag])
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
 def test_wandb_that_cannot_start_is_one_line(byte_shards, tmp_path, monkeypatch):
     import wandb
 
@@ -174,6 +277,6 @@ def test_wandb_that_cannot_start_is_one_line(byte_shards, tmp_path, monkeypatch)
 
     monkeypatch.setattr(wandb, "init", refuse)
     with pytest.raises(
-        UserError, match="^--wandb cannot start: no API key configured. Run pip install wandb and wandb login"
+        UserError, match="^--wandb cannot start: no API key configured. Run wandb login, or set WANDB_MODE=offline.$"
     ):
         trained(tmp_path / "run", "--data", byte_shards, "--wandb")

@@ -102,7 +102,7 @@ def gpt2_shards(tmp_path, monkeypatch):
         def decode(self, ids):
             return f"{len(ids)} tokens"
 
-    monkeypatch.setattr(train_gpt2.shards, "read_tokenizer", lambda data: Gpt2Sized())
+    monkeypatch.setattr(train_gpt2.shards, "read_tokenizer", lambda *folders: Gpt2Sized())
     data = tmp_path / "edu_fineweb10B"
     data.mkdir()
     rng = np.random.default_rng(0)
@@ -178,7 +178,7 @@ def test_pretrained_weights_train_with_a_shorter_context(byte_shards, tmp_path):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--data nowhere", 'no train shards in nowhere. Make them with "python fineweb.py", or try it all with "--demo".'),
+        ("--data nowhere", 'there is no folder nowhere. Name one with shards, make them with "python fineweb.py", or try it all with "--demo".'),
         ("--data book.txt", "book.txt is a file, not a folder of shards. To train on a text, pass it with --text."),
         ("--total-batch-size 1000", "--total-batch-size 1000 is not a multiple of 16, the context of 16 tokens times 1 processes. Use 992 or 1008."),
         ("--val-tokens 15", "no row of 16 tokens to validate on"),
@@ -204,5 +204,5 @@ def test_bad_flags(byte_shards, tmp_path, monkeypatch, capsys, flags, message):
 def test_errors_end_all_ranks_with_one_message(tmp_path):
     done = run_script("train_gpt2.py", "--data", "nowhere", "--device", "cpu", cwd=tmp_path, torchrun=2)
     assert done.returncode == 1  # torchrun's own
-    assert done.stderr.count("error: no train shards in nowhere.") == 1 and 'train_gpt2.py", line' not in done.stderr
-    assert any("no train shards in nowhere." in line for line in done.stderr.splitlines()[-3:])  # of torchrun's report
+    assert done.stderr.count("error: there is no folder nowhere.") == 1 and 'train_gpt2.py", line' not in done.stderr
+    assert any("there is no folder nowhere." in line for line in done.stderr.splitlines()[-3:])  # of torchrun's report

@@ -35,13 +35,14 @@ def list_checkpoints(out: str | os.PathLike[str]) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def write_checkpoint(directory: Path, write_files: Callable[[Path], None], **facts: float | bool | None) -> None:
+def write_checkpoint(directory: Path, write_files: Callable[[Path], None], **facts: float | bool | str) -> None:
     """Writes a checkpoint: `write_files(folder)` fills a temporary folder, which then becomes `directory`.
 
     An earlier checkpoint of that name is replaced once the new one is on the disk. If the write fails, nothing changes.
 
     Args:
-        facts: more values for `checkpoint.json`: `before_cooldown`, and the validation loss `val`, if it is known.
+        facts: more values for `checkpoint.json`: `before_cooldown`; if the validation loss is known, `val`, and the key
+            `comparable` of what it was measured on (see `RunInfo.comparable`).
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     with files.atomic_write(directory) as tmp:
@@ -51,8 +52,7 @@ def write_checkpoint(directory: Path, write_files: Callable[[Path], None], **fac
         listed = {
             path.relative_to(tmp).as_posix(): _size_and_sha256(path) for path in written if path != tmp / MODEL_CARD
         }
-        known = {name: value for name, value in facts.items() if value is not None}
-        (tmp / CONTENTS).write_text(json.dumps({"files": listed} | known, indent=2) + "\n", encoding="utf-8")
+        (tmp / CONTENTS).write_text(json.dumps({"files": listed} | facts, indent=2) + "\n", encoding="utf-8")
         for path in written:
             path.chmod((tmp / CONTENTS).stat().st_mode)  # safetensors creates files that only their owner can read
 

@@ -18,7 +18,7 @@ from support.checkpoints.directory import CONTENTS, find_corruption, newest_chec
 from support.cli import UserError
 from support.data.hub import hub_error_reason
 from support.data.shards import MANIFEST
-from support.data.tokenizer import MALFORMED, TOKENIZER_FILES, TOKENIZER_JSON, VOCAB_SIZES, find_tokenizer
+from support.data.tokenizer import MALFORMED, TOKENIZER_FILES, TOKENIZER_JSON, find_tokenizer
 from support.runtime.memory import check_model_fits
 from support.runtime.run_info import options_of
 
@@ -33,8 +33,9 @@ HF_NAMES = {  # field of config.json: field of GPTConfig
     "n_positions": "block_size",
     **{name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")},
 }
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
-FILES = [CONFIG, WEIGHTS, *TOKENIZER_FILES]  # to download from the hub
+CONFIG, WEIGHTS, ADAPTER_CONFIG = "config.json", "model.safetensors", "adapter_config.json"
+FILES = [CONFIG, WEIGHTS, ADAPTER_CONFIG, *TOKENIZER_FILES]  # to download from the hub
+OTHER_WEIGHTS = ("model.safetensors.index.json", "pytorch_model*.bin")
 MAX_SIZE = 2**20  # far beyond any real model, so that a corrupt file gives a message and not a traceback
 # The values that our model implements. The first is the default for a missing field.
 SUPPORTED_MODEL_VALUES: dict[str, tuple[object, ...]] = {
@@ -46,6 +47,17 @@ SUPPORTED_MODEL_VALUES: dict[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
 }
+# Commands for weights in other files, with a source and a folder to write to. Part sizes: GPT-2 XL is more than 5 GB.
+CONVERT_COMMAND = (
+    'python -c "from transformers import GPT2LMHeadModel; '
+    "GPT2LMHeadModel.from_pretrained({source!r}).save_pretrained({folder!r}, max_shard_size='50GB')\""
+)
+MERGE_COMMAND = (
+    'python -c "from peft import AutoPeftModelForCausalLM; from transformers import AutoTokenizer; '
+    "model = AutoPeftModelForCausalLM.from_pretrained({source!r}); "
+    "model.merge_and_unload().save_pretrained({folder!r}, max_shard_size='50GB'); "
+    "AutoTokenizer.from_pretrained(model.peft_config['default'].base_model_name_or_path).save_pretrained({folder!r})\""
+)
 # OpenAI's TensorFlow code and Hugging Face's Conv1D store these as (in, out), nn.Linear as (out, in).
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
@@ -53,7 +65,7 @@ TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "ml
 def find_model(name_or_dir: str | os.PathLike[str], verify: bool = True) -> Path:
     """Returns the folder of a complete model, given its directory or its name on the hub. Downloads FILES only once.
 
-    With `verify`, compares the files of a checkpoint directory with their checksums.
+    With `verify`, checks that there are weights, and compares the files of a checkpoint directory with their checksums.
 
     Raises:
         UserError: the directory is not an intact checkpoint, or the hub has no such model or cannot be reached.
@@ -63,6 +75,8 @@ def find_model(name_or_dir: str | os.PathLike[str], verify: bool = True) -> Path
         if directory.is_absolute() or (len(directory.parts) > 1 and directory.parent.is_dir()):
             raise UserError(f"{directory} does not exist. Check the path.")
         directory = _download(str(name_or_dir))
+    if verify and not (directory / WEIGHTS).is_file():
+        _check_other_weights(str(name_or_dir), directory)
     if not (directory / CONFIG).is_file():
         inside = newest_checkpoint(directory) if directory.is_dir() else None
         hint = f"Did you mean {inside}?" if inside else "Use a checkpoint directory, or a model on the hub."
@@ -71,6 +85,25 @@ def find_model(name_or_dir: str | os.PathLike[str], verify: bool = True) -> Path
     if corruption:
         raise UserError(f"{directory} is corrupt: {corruption}. Use another checkpoint.")
     return directory
+
+
+def _check_other_weights(name: str, directory: Path) -> None:
+    """Raises a UserError with the command that makes a model of a folder's weights, if they are in another kind of file."""
+    if (directory / ADAPTER_CONFIG).is_file():
+        if (directory.parent / WEIGHTS).is_file():
+            raise UserError(f"{name} is a LoRA adapter. Use the merged model in {directory.parent}.")
+        command = MERGE_COMMAND.format(source=name, folder=f"{Path(name).name}_merged")
+        raise UserError(f"{name} is a peft adapter, not a complete model. Merge it with its base model: {command}")
+    others = [path.name for pattern in OTHER_WEIGHTS for path in directory.glob(pattern)]
+    if others:
+        command = CONVERT_COMMAND.format(source=name, folder=name)
+        raise UserError(f"{name} has its weights in {others[0]}, not in {WEIGHTS}. Convert them: {command}")
+    if directory != Path(name) and (directory / CONFIG).is_file():
+        folder = Path(name).name
+        command = CONVERT_COMMAND.format(source=folder, folder=folder)
+        raise UserError(
+            f"{name} has no {WEIGHTS} on the hub. Download and convert it: hf download {name} --local-dir {folder} && {command}"
+        )
 
 
 def _download(name: str) -> Path:
@@ -86,7 +119,7 @@ def _download(name: str) -> Path:
 
 
 def find_trained_tokenizer(name_or_dir: str) -> Path:
-    """Returns the path of the `tokenizer.json` of a model or a folder of shards, if it was trained on a text.
+    """Returns the folder of a model or of shards, if its tokenizer was trained on a text.
 
     Raises:
         UserError: there is none, or it is the tokenizer "gpt2" or "bytes".
@@ -94,12 +127,12 @@ def find_trained_tokenizer(name_or_dir: str) -> Path:
     directory = Path(name_or_dir)
     if not (directory / MANIFEST).exists():
         directory = find_model(name_or_dir, verify=False)
-    name = find_tokenizer(directory)
-    if name is None:
+    tokenizer = find_tokenizer(directory)
+    if tokenizer is None:
         raise UserError(f"{directory} has no {TOKENIZER_JSON}. Use another --tokenizer-from.")
-    if name in VOCAB_SIZES:
+    if (name := tokenizer.name) != "bpe":
         raise UserError(f"{name_or_dir} has the tokenizer {name}. Use --tokenizer {name}, without --tokenizer-from.")
-    return Path(name)
+    return directory
 
 
 def read_model_config(directory: Path, config_class: type[Config], **other_fields: Any) -> Config:

@@ -6,10 +6,10 @@ import math
 import os
 import shlex
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -26,8 +26,7 @@ from support.checkpoints.directory import (
 )
 from support.checkpoints.model_card import model_card
 from support.checkpoints.state import TrainState
-from support.cli import UserError, print_lines, warn
-from support.console.log import read_log
+from support.cli import UserError, describe_free_space, print_lines, warn
 from support.console.terminal import GREEN, styled
 from support.runtime import devices
 from support.runtime.distributed import LONG_TIMEOUT, Distributed
@@ -55,9 +54,17 @@ class CheckpointManager:
     Rank 0 writes; the others take part in `save`, because under FSDP each has only a part of the state.
     """
 
-    def __init__(self, run: RunInfo, stop: StopHandler, sync_log: Callable[[], None], rank: int = 0):
-        """`sync_log` waits until everything logged so far is on the disk."""
-        self.run, self.stop, self.sync_log, self.rank = run, stop, sync_log, rank
+    def __init__(
+        self, run: RunInfo, stop: StopHandler, sync_log: Callable[[], None], values: Mapping[str, Mapping[int, float]],
+        rank: int = 0,
+    ):  # fmt: skip
+        """Saves nothing yet.
+
+        Args:
+            sync_log: waits until everything logged so far is on the disk.
+            values: comparable validation losses ("val") and HellaSwag scores ("hella") by step, of earlier processes, too.
+        """
+        self.run, self.stop, self.sync_log, self.values, self.rank = run, stop, sync_log, values, rank
         self.out = Path(run.config.out)
         # the step of the newest checkpoint, 0 if there is none
         self.newest = 0 if run.config.starts_fork else run.first_step
@@ -82,7 +89,8 @@ class CheckpointManager:
             return
         parameters: dict[str, torch.Tensor] = dict(train_state.model.named_parameters())
         weights = state.copy_to_host(parameters, keep=self.rank == 0)
-        trainer_file = train_state.trainer_file(run.config.to_dict(), run.identity, keep=self.rank == 0)
+        trainer_file = train_state.trainer_file(run.id, run.config.to_dict(), run.identity, keep=self.rank == 0)
+        card_of = run, step, train_state.tokens, dict(self.values["val"]), dict(self.values["hella"])
         devices.trim_memory(next(train_state.model.parameters()).device)
         if self.rank > 0 or self._failures > 1:  # the run ends because saving fails
             return
@@ -100,8 +108,10 @@ class CheckpointManager:
             run.data.tokenizer.save_pretrained(directory, model_max_length=config.block_size)
             torch.save(trainer_file, directory / state.FILE)
             self.sync_log()  # a checkpoint must never be ahead of its log
-            card = model_card(run, step, self._logged("val"), self._logged("hella"))
-            (directory / MODEL_CARD).write_text(card, encoding="utf-8", newline="\n")
+            try:
+                (directory / MODEL_CARD).write_text(model_card(*card_of), encoding="utf-8", newline="\n")
+            except Exception as error:  # a checkpoint without a card is still complete
+                warn(f"the model card of step {step} could not be written ({error}).")
 
         self.start(step, write_files, run.config.is_before_cooldown(train_state))
 
@@ -165,13 +175,17 @@ class CheckpointManager:
     def _write(self, step: int, write_files: Callable[[Path], None], before_cooldown: bool) -> None:
         directory = checkpoint_path(self.out, step)
         try:
-            write_checkpoint(directory, write_files, before_cooldown=before_cooldown, val=self._logged("val").get(step))
+            facts: dict[str, Any] = {"before_cooldown": before_cooldown}
+            if step in self.values["val"]:
+                facts |= {"val": self.values["val"][step], "comparable": self.run.comparable["val"]}
+            write_checkpoint(directory, write_files, **facts)
         except Exception as error:  # the libraries that write have errors of their own
             self._failures += 1
             reason = getattr(error, "strerror", None) or str(error)
             if isinstance(error, RuntimeError):  # from torch.save, whose message does not explain it
                 reason = "a file could not be written completely"
-            problem = f"the checkpoint of step {step} could not be saved in {self.out}: {reason}"
+            where = f"{self.out} ({describe_free_space(self.out)})"
+            problem = f"the checkpoint of step {step} could not be saved in {where}: {reason}"
             if self._failures == 1:
                 warn(f"{problem}. Training continues; if the next save fails too, the run ends.")
             else:
@@ -183,10 +197,14 @@ class CheckpointManager:
 
     def _clean_up(self, step: int) -> None:
         """Removes the checkpoints that are not to be kept when `step` is the newest one."""
+        removed: list[str] = []
         try:
             if not self.stop.requested:  # a stopped run should end soon
                 for directory in self._not_kept(step):
                     files.remove(directory)
+                    removed.append(directory.name)
+            if removed:
+                print_lines(f"step {step:5d} | removed {', '.join(removed)} (--keep {self.run.config.keep})")
         except OSError as error:
             warn(f"cannot remove old checkpoints in {self.out}: {error.strerror}.")
 
@@ -201,7 +219,7 @@ class CheckpointManager:
         if config.keep == 0 or len(earlier) < config.keep:
             return
         # the newest one if no loss is known
-        best = min([newest, *reversed(earlier)], key=_validation_loss)
+        best = min([newest, *reversed(earlier)], key=self._validation_loss)
         kept = 1
         for directory in reversed(earlier):
             if kept < config.keep and find_corruption(directory) is None:
@@ -209,12 +227,13 @@ class CheckpointManager:
             elif directory not in (best, newest_before_cooldown(self.out)):
                 yield directory
 
-    def _logged(self, name: str) -> dict[int, float]:
-        """Returns the logged values of `name`, by step."""
-        return read_log(self.out / "log.txt")[name]
+    def _validation_loss(self, checkpoint: Path) -> float:
+        """Returns the validation loss of a checkpoint; infinity if none is known that is comparable with this process'.
 
-
-def _validation_loss(checkpoint: Path) -> float:
-    """Returns the validation loss in `checkpoint.json`; infinity if there is none. The log may have lost it to a resume."""
-    loss = read_facts(checkpoint).get("val")
-    return loss if isinstance(loss, float) else math.inf
+        A run that was stopped in a validation has saved a checkpoint without its loss, and its resume measures it. A resume
+        with another --val-every drops from the log the loss of the step that it starts from, but the checkpoint has it.
+        """
+        facts, loss = read_facts(checkpoint), self.values["val"].get(step_of(checkpoint))
+        if loss is None and facts.get("comparable") == self.run.comparable["val"]:
+            loss = facts.get("val")
+        return loss if isinstance(loss, float) else math.inf

@@ -55,8 +55,12 @@ pipeline("text-generation", model="NAME")("Once upon a time", max_new_tokens=32)
 _WITH_OPTIONS = "Only the trainer that made this model can open it, since it is not a GPT-2:"
 
 
-def model_card(run: RunInfo, step: int, val: Mapping[int, float], hellaswag: Mapping[int, float]) -> str:
-    """Returns the card for the checkpoint of `step`; `val` and `hellaswag` are the values in the log, by step."""
+def model_card(run: RunInfo, step: int, tokens: int, val: Mapping[int, float], hellaswag: Mapping[int, float]) -> str:
+    """Returns the card for the checkpoint of `step`, which has been trained on `tokens` tokens.
+
+    Args:
+        val, hellaswag: comparable values up to this step, by step.
+    """
     config, base, source = run.config, run.config.init_from, run.identity["source"] or ""
     options = ", ".join(f"{option} {value}" for option, value in options_of(run.model.config).items())
     on_hub = base is not None and not Path(base).exists() and step_of(Path(base)) < 0 and _HUB_NAME.fullmatch(base)
@@ -76,19 +80,17 @@ def model_card(run: RunInfo, step: int, val: Mapping[int, float], hellaswag: Map
         "sizes": f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} channels, context {config.block_size:,}",
         "vocabulary": f"{vocab_size:,} tokens ({run.data.tokenizer.name})",
         "data": f"`{_printable(source)}`" if source else "token shards without a description",
-        "tokens seen": f"{step * config.total_batch_size:,}, in {step:,} steps of {config.total_batch_size:,}",
+        "tokens seen": f"{tokens:,}, in {step:,} steps",
     }
     if config.fork is not None:
         facts["started from"] = f"`{_printable(Path(config.fork).name)}` of another run"
-    # Training continues while a checkpoint is written, so the log may be ahead; at step 0, nothing has been trained. An
-    # earlier process may have measured on other tokens or items.
-    if at := max((n for n in val if n <= step), default=0):
-        per_byte = val[at] / run.bytes_per_token
-        tokens = f", over {run.validated_tokens:,} tokens" if at > run.first_step else ""
-        facts["validation loss"] = f"{val[at]:.4f} nats per token, {per_byte:.4f} per byte{tokens} (step {at:,})"
-    if at := max((n for n in hellaswag if n <= step), default=0):
-        items = f" on {run.hellaswag_items:,} items" if at > run.first_step else ""
-        facts["HellaSwag"] = f"acc_norm {hellaswag[at]:.4f}{items} (step {at:,})"
+    if step * config.total_batch_size == tokens:  # not in a fork with other steps
+        facts["tokens seen"] += f" of {config.total_batch_size:,}"
+    if at := max(val, default=0):  # at step 0, nothing has been trained
+        loss = f"{val[at]:.4f} nats per token, {val[at] / run.bytes_per_token:.4f} per byte"
+        facts["validation loss"] = f"{loss}, over {run.validated_tokens:,} tokens (step {at:,})"
+    if at := max(hellaswag, default=0):
+        facts["HellaSwag"] = f"acc_norm {hellaswag[at]:.4f} on {run.hellaswag_items:,} items (step {at:,})"
     return _CARD.format(
         # JSON is valid YAML, and its quotes keep names such as "on" or "1e3" strings
         metadata="\n".join(f"{name}: {json.dumps(value)}" for name, value in metadata.items() if value),
@@ -107,8 +109,11 @@ def _printable(text: str) -> str:
 
 
 def _flags(config: TrainConfig, base_name: str | None) -> Iterator[str]:
-    """Yields the flags that determine the weights, where they differ from the defaults."""
+    """Yields the flags that determine the weights, where they differ from the defaults. Paths lose their folders."""
+    text_flags = () if config.text is None else ("text", "text_field", "tokenizer")
+    data = ("data",) if config.text is None and not config.demo else ()
+    included = {"demo", "minutes", *text_flags, *data}
     for name, value in (config.used_flags() | {"init_from": base_name}).items():
-        is_option = name in RunOptions.__dataclass_fields__ and name != "minutes"
+        is_option = name in RunOptions.__dataclass_fields__ and name not in included
         if not is_option and value != flags_of(type(config))[name].default:
-            yield flag_words(name, value)
+            yield flag_words(name, _printable(Path(value).name) if name in ("text", "data") else value)

@@ -15,7 +15,7 @@ from support.checkpoints.state import Checkpoint
 from support.cli import UserError, flag_name, flag_words, flags_of
 from support.data import presets, shards
 from support.data.shards import DataIdentity
-from support.data.tokenizer import VOCAB_SIZES, tokenizer_name
+from support.data.tokenizer import tokenizer_of_model
 from support.runtime.distributed import Distributed
 from support.runtime.options import SOURCE_FLAGS, START_FLAGS, RunOptions, changed_flags
 
@@ -96,9 +96,8 @@ def flags_to_fork(
     if "data" in cli_flags:
         return flags | {"text": None, "demo": False}
     if "text" in cli_flags:
-        name = tokenizer_name(checkpoint.path, huggingface.read_config(checkpoint.path)["vocab_size"])
-        tokenizer = name if name in VOCAB_SIZES else "bpe"
-        return flags | {"data": str(Path(flags["out"]) / "data"), "tokenizer": tokenizer, "demo": False}
+        tokenizer = tokenizer_of_model(checkpoint.path, huggingface.read_config(checkpoint.path)["vocab_size"])
+        return flags | {"data": str(Path(flags["out"]) / "data"), "tokenizer": tokenizer.name, "demo": False}
     return flags | {"data": _find_data(flags, stored, checkpoint.path)}
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from support import files
 from support.checkpoints.directory import CONTENTS, find_corruption, list_checkpoints, remove_leftovers, step_of
-from support.checkpoints.state import Checkpoint
-from support.cli import UserError
-from support.console.starts import read_starts
+from support.checkpoints.state import Checkpoint, OtherVersionError
+from support.cli import UserError, describe_disk_error, nearest_existing, words_of
+from support.console.starts import FILE, FINISHED, read_starts
 from support.runtime.distributed import Distributed
 from support.runtime.run_info import RunInfo
 
@@ -32,7 +32,7 @@ def check_folder(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
     folder = Path(config.out)
     if inside := [path for path in (folder.absolute(), *folder.absolute().parents) if (path / CONTENTS).is_file()]:
         raise UserError(f"--out is inside the checkpoint {inside[-1]}. Use another --out.")
-    existing = files.nearest_existing(folder)
+    existing = nearest_existing(folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"cannot write to {folder}. Use another --out.")
     if (folder / files.LOCK).is_file():
@@ -57,24 +57,54 @@ def lock_folder(run: RunInfo, dist: Distributed) -> AbstractContextManager[Any]:
             _check_contents(run.config, None if run.config.starts_fork else run.checkpoint)
             remove_leftovers(folder)
         except OSError as error:
-            raise UserError(f"cannot write to {folder} ({error.strerror}). Use another --out.") from error
+            reason = describe_disk_error(error, folder)
+            raise UserError(f"cannot write to {folder} ({reason}). Use another --out.") from error
         return lock
 
     return dist.on_rank_zero(create_and_lock) or nullcontext()
 
 
+def has_run(folder: Path) -> bool:
+    """Returns whether a run has begun in a folder: it has checkpoints or a log."""
+    log = folder / "log.txt"
+    return bool(list_checkpoints(folder)) or log.is_file() and log.stat().st_size > 0
+
+
+def has_finished(out: str, step: int | None = None) -> bool:
+    """Returns whether a folder has a run that has finished, with its last evaluation and save.
+
+    Args:
+        step: of the newest checkpoint. If the later ones were removed, there is something to resume.
+    """
+    starts = read_starts(Path(out))
+    ended = starts[-1].get("ended") if starts else None
+    return isinstance(ended, dict) and ended.get("end") == FINISHED and step in (None, ended.get("step"))
+
+
 def _check_contents(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
     folder = Path(config.out)
-    checkpoints, log = list_checkpoints(folder), folder / "log.txt"
+    checkpoints, starts = list_checkpoints(folder), read_starts(folder)
     if checkpoint is not None:
         newer = [path for path in checkpoints if step_of(path) > checkpoint.step]
         if any(find_corruption(path) is None for path in newer):
             raise UserError(f"another run saved {newer[-1]} while this one was starting. Start this one again.")
+        if starts and not any(start["run"] == checkpoint.run for start in starts):
+            raise UserError(
+                f"{checkpoint.path} belongs to another run than {folder / FILE}. Move it into a folder of its own, and resume there."
+            )
     elif checkpoints:
+        try:
+            Checkpoint.open(checkpoints[-1])
+        except OtherVersionError:  # it cannot be resumed
+            raise
+        except UserError:
+            pass
         raise UserError(f"{folder} already contains a run. Continue it with --resume, or use another --out.")
-    elif log.is_file() and log.stat().st_size > 0 and config.resume != "auto":
-        starts = read_starts(folder)
-        if not starts or starts[-1].get("command") != sys.argv:  # the same command starts over
+    elif has_run(folder):
+        if has_finished(config.out):
+            raise UserError(f"{folder} already contains a run, which has finished. Use another --out.")
+        # the same command starts over
+        if config.resume != "auto" and (not starts or starts[-1].get("arguments") != words_of(sys.argv[1:])):
             raise UserError(
                 f"{folder} has a log without checkpoints. Start that run over with --resume auto, or use another --out."
             )

@@ -11,9 +11,10 @@ from support.checkpoints.directory import CONTENTS, newest_checkpoint
 from support.checkpoints.resume import find_once_per_node, flags_to_fork, flags_to_resume
 from support.checkpoints.state import Checkpoint
 from support.cli import UserError, flag_name, flag_words
+from support.console.trackers import check_installed
 from support.data.presets import DEMO, make_preset_shards, preset_flags
 from support.data.shards import TokenData
-from support.data.tokenizer import VOCAB_SIZES, Tokenizer, get_tokenizer, tokenizer_name
+from support.data.tokenizer import TOKENIZER_JSON, Tokenizer, tokenizer_of_model
 from support.files import first_free
 from support.runtime.distributed import Distributed
 from support.runtime.memory import check_training_fits
@@ -40,6 +41,8 @@ def gather_flags(
     """
     if not cli_flags.get("plan") and (unused := sorted(PLAN_FLAGS & cli_flags.keys() - {"plan"})):
         raise UserError(f"{' and '.join(map(flag_name, unused))}: only for --plan. Add --plan, or leave it out.")
+    if not cli_flags.get("plan"):
+        dist.on_rank_zero(lambda: check_installed(cli_flags))  # before anything is downloaded or made
     resume = cli_flags.get("resume")
     if "fork" in cli_flags and "out" not in cli_flags:
         raise UserError("--fork starts another run. Name its folder with --out.")
@@ -49,6 +52,7 @@ def gather_flags(
         check_facts_agree(dist, {"the checkpoint": newest.name if newest else "none"})
         if newest:
             resumed = Checkpoint.open(newest)
+            dist.on_rank_zero(lambda: check_installed(resumed.config))
             return flags_to_resume(config_class, cli_flags, resumed, dist), resumed
         if resume == "newest":
             raise UserError(
@@ -65,16 +69,14 @@ def gather_flags(
             raise UserError(f"{directory} is not a checkpoint: it has no {CONTENTS}. Use another one, or --init-from.")
         check_facts_agree(dist, {"the checkpoint": directory.name})
         checkpoint = Checkpoint.open(directory)
+        dist.on_rank_zero(lambda: check_installed(checkpoint.config))
         flags = flags_to_fork(config_class, cli_flags, checkpoint, dist)
     elif "init_from" in cli_flags:
         directory = find_once_per_node(cli_flags["init_from"], dist)
         sizes = huggingface.read_config(directory)
         flags = {name: sizes[name] for name in config_class.SHAPE_FLAGS & sizes.keys()}
-        if cli_flags.get("plan") or "text" in cli_flags:
-            name = tokenizer_name(directory, sizes["vocab_size"])
-            flags["tokenizer"] = name if name in VOCAB_SIZES else "bpe"
-            if cli_flags.get("tokenizer", flags["tokenizer"]) != flags["tokenizer"]:
-                raise UserError("--init-from brings its own tokenizer. Leave out --tokenizer.")
+        if cli_flags.keys() & {"plan", "text", "tokenizer"}:
+            flags["tokenizer"] = tokenizer_of_model(directory, sizes["vocab_size"], cli_flags.get("tokenizer")).name
         flags |= preset_flags(cli_flags, flags.get("tokenizer"), sizes["n_embd"], sizes["block_size"])
         flags |= cli_flags
     else:
@@ -122,18 +124,28 @@ def check_folder_and_make_shards(config: TrainConfig, checkpoint: Checkpoint | N
     """
     run_folder.check_folder(config, None if config.starts_fork else checkpoint)
     if config.demo or config.text is not None:
-        has_own_shards = config.starts_fork and Path(config.data) == Path(config.out) / "data"
+        in_out = Path(config.data) == Path(config.out) / "data"
+        has_own_shards = config.starts_fork and in_out
         keeps_shards = checkpoint is not None and config.text == checkpoint.config["text"] and not has_own_shards
-        make_preset_shards(config, keeps_shards, huggingface.find_trained_tokenizer)
+        may_replace = in_out and not run_folder.has_run(Path(config.out))
+        model = _first_model(config, checkpoint) if config.fork or config.init_from else None
+        make_preset_shards(config, keeps_shards, may_replace, model)
 
 
-def open_data(config: TrainConfig, dist: Distributed) -> TokenData:
+def _first_model(config: TrainConfig, checkpoint: Checkpoint | None) -> Path | None:
+    """Returns the folder of the checkpoint or the pretrained model that this process starts from; None for a new model."""
+    if checkpoint is not None:
+        return checkpoint.path
+    return None if config.init_from is None else huggingface.find_model(config.init_from, verify=False)
+
+
+def open_data(config: TrainConfig, checkpoint: Checkpoint | None, dist: Distributed) -> TokenData:
     """Opens the shards of a run. Checks that they have enough tokens, and that training fits into memory.
 
     Raises:
         UserError: a check failed.
     """
-    data = TokenData.open(config.data, needs_val=config.val_every != 0)
+    data = TokenData.open(config.data, config.val_every != 0, _first_model(config, checkpoint))
     T = config.block_size
     val_tokens = None if config.val_every == 0 else config.val_tokens
     data.check_rows(T, config.total_batch_size // T, val_tokens, config.shuffle)
@@ -149,12 +161,14 @@ def check_pretrained(
     Raises:
         UserError: they do not fit.
     """
-    name = tokenizer_name(huggingface.find_model(source, verify=False), vocab_size)
-    if name != tokenizer.name and (vocab_size != tokenizer.vocab_size or not get_tokenizer(name).is_same_as(tokenizer)):
+    directory = huggingface.find_model(source, verify=False)
+    stated = None if (directory / TOKENIZER_JSON).exists() else config.tokenizer
+    pretrained = tokenizer_of_model(directory, vocab_size, stated)
+    if not pretrained.is_same_as(tokenizer):
         raise UserError(
             f"{source} has a different tokenizer from the shards in {config.data}: {vocab_size:,} tokens instead of "
             f"{tokenizer.vocab_size:,} ({tokenizer.name}). Make shards with the model's tokenizer, in another folder: "
-            f"fineweb.py --tokenizer {name if name in VOCAB_SIZES else f'bpe --tokenizer-from {source}'}."
+            f"fineweb.py --tokenizer {pretrained.name}{f' --tokenizer-from {source}' * (pretrained.name == 'bpe')}."
         )
     if config.block_size > context:
         raise UserError(f"{source} has a context of {context} tokens. Leave out --block-size, or lower it.")

@@ -2,6 +2,8 @@
 
 `trainer.pt` is a dict of plain tensors and containers, read with `weights_only=True`, so nothing in it is executed:
 
+    version     of the trainer that wrote the file
+    run         identifies the run that wrote it, see RunInfo.id
     step to overflows    the counters of TrainState
     config      flags of the run, keyed by the fields of TrainConfig
     data        what the run is trained on, see DataIdentity
@@ -13,16 +15,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map
 
+from support import __version__
 from support.cli import UserError
 from support.console.terminal import pluralize
-from support.data.shards import DataIdentity
+from support.data.shards import DataIdentity, find_difference
 from support.runtime import fsdp
 from support.runtime.clock import progress_after
 
@@ -42,15 +46,17 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     step: int = 0  # the step that comes next
+    row: int = 0  # the row of the training data that comes next, counted across epochs
+    tokens: int = 0  # tokens trained on so far, by the run that was forked, too
     progress: float = 0.0  # fraction of the schedule that is done
     last_progress: float = -1.0  # the progress one step ago; below 0 at the start of a run
     seconds: float = 0.0  # training time so far, including evaluations and checkpoints
     bad_steps: int = 0  # steps skipped just before `step`, because loss or gradients were not finite
     overflows: int = 0  # steps that the scaler skipped because of an fp16 overflow, in total
 
-    def advance(self, progress: float, seconds: float) -> None:
-        """Moves on to the next step."""
-        self.step, self.seconds = self.step + 1, seconds
+    def advance(self, progress: float, seconds: float, tokens: int, row: int) -> None:
+        """Moves on to the next step, which begins at `row`; this one had `tokens` tokens."""
+        self.step, self.seconds, self.tokens, self.row = self.step + 1, seconds, self.tokens + tokens, row
         self.last_progress, self.progress = self.progress, progress
 
     def has_passed(self, progress: float) -> bool:
@@ -79,10 +85,14 @@ class TrainState:
                 "fineweb.py --check, or lower --max-lr in a new run."
             )
 
-    def trainer_file(self, config: dict[str, Any], data: DataIdentity, keep: bool = True) -> dict[str, Any]:
-        """Returns the content of `trainer.pt`, with tensors from `copy_to_host`."""
+    def trainer_file(self, run: str, config: dict[str, Any], data: DataIdentity, keep: bool = True) -> dict[str, Any]:
+        """Returns the content of `trainer.pt`, with tensors from `copy_to_host`; `run` identifies the run."""
         return {
+            "version": __version__,
+            "run": run,
             "step": self.step,
+            "row": self.row,
+            "tokens": self.tokens,
             "progress": self.progress,
             "last_progress": self.last_progress,
             "seconds": self.seconds,
@@ -95,15 +105,18 @@ class TrainState:
             "scaler": self.scaler.state_dict(),
         }
 
-    def restore(self, checkpoint: Checkpoint, config: TrainConfig) -> None:
+    def restore(self, checkpoint: Checkpoint, config: TrainConfig, data: DataIdentity) -> None:
         """Restores optimizer, scaler and counters; the model has its weights already. Unmaps `trainer.pt`.
 
-        In a fork, the progress is relative to the fork's own length, and an optimizer of another kind starts anew.
+        In a fork, the progress is relative to the fork's own length, and an optimizer of another kind starts anew. Other
+        training data than the checkpoint's is read from its beginning.
 
         Raises:
             UserError: the optimizer's state does not fit the model.
         """
         self.step, self.seconds, self.overflows = checkpoint.step, checkpoint.seconds, checkpoint.overflows
+        has_same_data = find_difference(checkpoint.data["train"], data["train"]) is None
+        self.tokens, self.row = checkpoint.tokens, checkpoint.row if has_same_data else 0
         if not config.starts_fork:
             self.bad_steps = checkpoint.bad_steps
             self.progress, self.last_progress = checkpoint.progress, checkpoint.last_progress
@@ -138,12 +151,19 @@ class TrainState:
         return {names[parameter]: parameter for group in self.optimizer.param_groups for parameter in group["params"]}
 
 
+class OtherVersionError(UserError):
+    """A checkpoint was written by a version of the trainer whose `trainer.pt` has other fields."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint directory and the content of its `trainer.pt`; the weights are in another file."""
 
     path: Path
+    run: str
     step: int
+    row: int
+    tokens: int
     progress: float
     last_progress: float
     seconds: float
@@ -161,12 +181,27 @@ class Checkpoint:
 
         Raises:
             UserError: the file is unreadable, or has anything but plain data.
+            OtherVersionError: another version wrote it.
         """
         try:
-            content = torch.load(path / FILE, map_location="cpu", weights_only=True, mmap=True)
-            return cls(path, **content)
+            content = dict(torch.load(path / FILE, map_location="cpu", weights_only=True, mmap=True))
+            if version := _version_of_another_format(content):
+                raise OtherVersionError(
+                    f"{path} was written by version {version} of the trainer, and cannot be continued. Start from its "
+                    "weights with --init-from, in another --out."
+                )
+            return cls(path, **{name: value for name, value in content.items() if name != "version"})
+        except OtherVersionError:
+            raise
         except Exception as error:  # e.g. a bad pickle, a corrupt zip file or another program's file
             raise _unusable(path, f"is corrupt, or was not written by this trainer ({type(error).__name__})") from error
+
+
+def _version_of_another_format(content: Mapping[str, Any]) -> str | None:
+    """Returns the version of the trainer that wrote a `trainer.pt` with other fields; None if it was this one, or none."""
+    version = content.get("version", "2.0" if "last_progress" in content else "1")
+    has_all = {field.name for field in fields(Checkpoint)} - {"path"} <= content.keys()
+    return None if has_all or version == __version__ or "optimizer" not in content else str(version)
 
 
 def _unusable(path: Path, problem: str) -> UserError:

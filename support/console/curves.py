@@ -18,7 +18,7 @@ import numpy as np
 
 from support.cli import UserError, warn
 from support.console.log import read_log
-from support.console.starts import read_starts
+from support.console.starts import comparable_values, read_starts, starts_in_log
 from support.console.terminal import on_one_line
 from support.files import atomic_write
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # importing matplotlib takes as long as drawing a picture
 Curve = tuple[np.ndarray, np.ndarray]  # x and y
 AXES = {"steps": "step", "tokens": "tokens", "hours": "hours of training steps"}
 SETTLED = 0.05  # initial fraction of a curve that may lie above the picture, so that the rest is not flat
+NOT_COMPARABLE = "0.6"  # grey
 DRAW_SECONDS = 60.0  # minimum between two pictures of a run that is training
 OPENAI_SIZES = {(12, 768): "124M", (24, 1024): "350M", (36, 1280): "774M", (48, 1600): "1558M"}  # layers, channels
 OPENAI_LOSS = 3.2924  # OpenAI's GPT-2 124M on FineWeb-Edu's validation shard
@@ -42,7 +43,10 @@ OPENAI_HELLASWAG: dict[str, dict[str, tuple[float | None, float]]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """A run, as recorded in `log.txt` and `starts.jsonl`. Values are by step; an evaluation comes before its step."""
+    """A run, as recorded in `log.txt` and `starts.jsonl`. Values are by step; an evaluation comes before its step.
+
+    A fork's log begins with its parent's values. `comparable` leaves out those that cannot be compared with its own.
+    """
 
     folder: Path
     train: Mapping[int, float]  # loss in nats per token, like `val`
@@ -50,7 +54,12 @@ class Run:
     hella: Mapping[int, float]  # acc_norm
     lr: Mapping[int, float]
     seconds: Mapping[int, float]  # duration of the step alone, without evaluation
-    start: Mapping[str, Any]  # the last line of starts.jsonl
+    starts: Sequence[Mapping[str, Any]]  # those whose values are in the log, oldest first
+
+    @property
+    def start(self) -> Mapping[str, Any]:
+        """The last start."""
+        return self.starts[-1]
 
     @property
     def name(self) -> str:
@@ -60,6 +69,15 @@ class Run:
     def steps(self) -> int:
         """The number of steps that the run has completed."""
         return max(self.seconds, default=-1) + 1
+
+    @property
+    def has_first_step(self) -> bool:
+        """Whether the log begins with step 0: that of a fork whose parent was not there begins later."""
+        return min(self.seconds, default=0) == 0
+
+    def comparable(self, name: str) -> dict[int, float]:
+        """Returns the values of "train", "val" or "hella" that are comparable with each other, and with later ones."""
+        return comparable_values(name, getattr(self, name), self.starts)
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -77,7 +95,10 @@ class Run:
         """Converts steps to x-coordinates on `axis`, a key of AXES."""
         x = np.array(steps, dtype=np.int64)
         if axis == "tokens":
-            return x * float(self.start["tokens_per_step"])
+            names = ("first_step", "first_tokens", "tokens_per_step")
+            first_steps, first_tokens, sizes = (np.array([start[name] for start in self.starts]) for name in names)
+            i = np.maximum(np.searchsorted(first_steps, x, side="right") - 1, 0)
+            return first_tokens[i] + (x - first_steps[i]) * sizes[i].astype(float)
         if axis == "hours":
             ends = np.cumsum([0.0, *(self.seconds.get(step, 0.0) for step in range(self.steps))])
             return ends[np.minimum(x, self.steps)] / 3600
@@ -98,7 +119,7 @@ def read_run(folder: Path) -> Run:
     log = read_log(path)
     if not log["train"] and not log["val"]:
         raise UserError(f"{path} has no loss yet. Pass the folder of another run.")
-    return Run(folder, log["train"], log["val"], log["hella"], log["lr"], log["seconds"], starts[-1])
+    return Run(folder, log["train"], log["val"], log["hella"], log["lr"], log["seconds"], starts_in_log(starts))
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -154,9 +175,10 @@ def draw_runs(labels: Sequence[str], runs: Sequence[Run], axis: str = "steps") -
     for i, run in enumerate(runs):
         scale = 1 / run.bytes_per_token if per_byte else 1.0
         color = f"C{i}" if len(runs) <= 10 else colormaps["turbo"](i / len(runs))
-        (x, y), val = (_curve(run, values, axis, scale) for values in (run.train, run.val))
+        ((x, y), other_train), (val, other_val) = (_curves(run, name, axis, scale) for name in ("train", "val"))
         axes.plot(x, smooth(y), color=color, linewidth=1, alpha=0.5)
         lines.extend(_draw_validation(axes, *val, color))
+        _draw_others(axes, other_train, other_val)
         curves += [(x, smooth(y)), val]
     axes.legend(lines, [label.replace("$", r"\$") for label in labels], loc="upper right")  # $ would begin a formula
     axes.set_ylim(*loss_limits(curves))
@@ -189,14 +211,14 @@ def _new_figure(title: str) -> Figure:
 
 
 def _draw_loss(axes: Axes, run: Run) -> None:
-    (x, y), val = _curve(run, run.train), _curve(run, run.val)
-    curves = [(x, y), val]
+    ((x, y), other_train), (val, other_val) = _curves(run, "train"), _curves(run, "val")
+    curves, losses = [(x, y), val], run.comparable("val")
     axes.plot(x, y, color="C0", linewidth=0.7, alpha=0.3, label="train")
     axes.plot(x, smooth(y), color="C0", label="train, smoothed")
-    if run.val:
-        best = min(run.val, key=lambda step: run.val[step])
-        label = f"validation: best {run.val[best]:.4f}, at step {best:,}"
-        _draw_validation(axes, *val, "C1", label)
+    if losses:
+        best = min(losses, key=lambda step: losses[step])
+        _draw_validation(axes, *val, "C1", f"validation: best {losses[best]:.4f}, at step {best:,}")
+    _draw_others(axes, other_train, other_val, "before: on other data, or in steps of another size")
     data = run.start["data"]
     if run.has_gpt2_tokens and re.search("fineweb-edu|edufineweb", f"{data['source']} {data['val']}"):
         axes.axhline(OPENAI_LOSS, color="k", ls="--", lw=1, label=f"OpenAI's GPT-2 124M: {OPENAI_LOSS}")
@@ -213,9 +235,19 @@ def _draw_validation(axes: Axes, x: np.ndarray, y: np.ndarray, color: Any, label
     return axes.plot(x, y, "o", color=color, markersize=3, label=label)
 
 
+def _draw_others(axes: Axes, train: Curve, val: Curve, label: str | None = None) -> None:
+    """Draws losses that are not comparable with the run's own, in grey, if there are any."""
+    if len(train[0]) or len(val[0]):
+        axes.plot(train[0], smooth(train[1]), color=NOT_COMPARABLE, label=label)
+        _draw_validation(axes, *val, NOT_COMPARABLE)
+
+
 def _draw_hellaswag(axes: Axes, run: Run) -> None:
-    x, y = _curve(run, run.hella)
-    axes.plot(x, y, "o-", color="C3", markersize=3, label=f"acc_norm, now {y[-1]:.4f}")
+    (x, y), others = _curves(run, "hella")
+    if len(others[0]):
+        axes.plot(*others, "o-", color=NOT_COMPARABLE, markersize=3)
+    if len(y):
+        axes.plot(x, y, "o-", color="C3", markersize=3, label=f"acc_norm, now {y[-1]:.4f}")
     comparable = run.has_gpt2_tokens and run.flags.get("block_size", 0) >= 1024  # a shorter context may cut off texts
     own = OPENAI_SIZES.get((run.flags.get("n_layer", 0), run.flags.get("n_embd", 0)), "124M")
     for size in dict.fromkeys(("124M", own)) if comparable else ():
@@ -223,6 +255,13 @@ def _draw_hellaswag(axes: Axes, run: Run) -> None:
         axes.axhline(score, color="k", ls="--", lw=1, label=f"OpenAI's GPT-2 {size}: {score:.4f}")
     axes.set_ylabel("HellaSwag")
     axes.legend(loc="lower right", fontsize=8)
+
+
+def _curves(run: Run, name: str, axis: str = "steps", scale: float = 1.0) -> tuple[Curve, Curve]:
+    """Returns the curve of the comparable values of "train", "val" or "hella", and the curve of the others."""
+    own = run.comparable(name)
+    others = {step: value for step, value in getattr(run, name).items() if step not in own}
+    return _curve(run, own, axis, scale), _curve(run, others, axis, scale)
 
 
 def _curve(run: Run, values: Mapping[int, float], axis: str = "steps", scale: float = 1.0) -> Curve:

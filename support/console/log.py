@@ -20,10 +20,10 @@ from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 
-from support.cli import warn
+from support.cli import describe_disk_error, warn
 from support.files import atomic_write
 
-LINE = re.compile(r"(\d{1,12}) ([a-z]+) (nan|-?inf|-?\d+(?:\.\d+)?(?:e[+-]\d+)?)")
+LINE = re.compile(r"(\d{1,12}) (.+) (nan|-?inf|-?\d+(?:\.\d+)?(?:e[+-]\d+)?)")  # a name may have any characters
 FORMATS = {"train": ".6f", "val": ".4f", "hella": ".4f", "lr": ".8g", "norm": ".8g", "seconds": ".8g"}
 
 
@@ -74,7 +74,8 @@ class RunLog:
                 self._write_pending(self._file)
         except OSError as error:
             if not self._warned:
-                warn(f"cannot write to {error.filename} ({error.strerror}). Its lines are kept in memory.")
+                reason = describe_disk_error(error, error.filename)
+                warn(f"cannot write to {error.filename} ({reason}). Its lines are kept in memory.")
             self._warned = True
 
     def sync(self) -> None:

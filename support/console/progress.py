@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,13 +13,11 @@ import torch
 from tqdm import tqdm
 
 from support import __version__
-from support.cli import flag_name, print_lines
-from support.console.log import read_log
+from support.cli import describe_free_space, flag_name, format_bytes, print_lines
 from support.console.run_logger import clock
-from support.console.starts import read_starts
 from support.console.terminal import BOLD, YELLOW, labelled, on_one_line, pluralize, styled
 from support.data import presets
-from support.files import first_free, format_bytes
+from support.files import first_free
 from support.runtime import devices, memory
 from support.runtime.distributed import Distributed
 from support.runtime.options import changed_flags
@@ -31,6 +29,8 @@ if TYPE_CHECKING:
     from train_gpt2 import DataLoaderLite, TrainConfig
 
 T = TypeVar("T")
+MANY_PASSES = 20  # over the data; beyond, a run is probably meant to be shorter
+LONG_STEP = 60  # seconds
 
 
 def progress_bar(items: Iterable[T], name: str, rank: int) -> Iterator[T]:
@@ -76,32 +76,52 @@ def print_header(run: RunInfo, dist: Distributed, loader: DataLoaderLite) -> Non
         ("recipe", describe_recipe(config)),
     ]
     facts += [("note", f"not compiled: {machine.why_not_compiled}")] if machine.why_not_compiled else []
-    if run.checkpoint and run.config.starts_fork:
+    if run.checkpoint:
         changes = changed_flags(type(config), run.checkpoint.config, config.to_dict())
         shown = [
             f"{flag_name(name)} {_shown(new)} (was {_shown(had)})"
             for name, had, new in changes
             if name not in ("out", "device")
         ]
-        facts.append(("note", f"a fork of {run.checkpoint.path}: {', '.join(shown) or 'the same flags'}"))
-    elif run.checkpoint:
-        facts.append(("note", f"resuming from {run.checkpoint.path}"))
-        if run.checkpoint.progress >= 1 if config.minutes else run.first_step == config.max_steps:
-            facts.append(("note", "this run has finished; --fork starts a longer one from a checkpoint"))
+        what = "a fork of" if config.starts_fork else "resuming from"
+        facts.append(("note", f"{what} {run.checkpoint.path}: {', '.join(shown) or 'the same flags'}"))
     checkpoint_bytes = memory.checkpoint_bytes(config, parameters, trained)
     free = shutil.disk_usage(config.out).free
     if config.checkpoint_every != 0 and free < checkpoint_bytes:
-        note = f"a checkpoint takes {format_bytes(checkpoint_bytes)}, but {config.out} has {format_bytes(free)} free"
+        note = f"a checkpoint takes {format_bytes(checkpoint_bytes)}, but {config.out} has {describe_free_space(config.out)}"
         facts.append(("note", note))
     for label, text in facts:
         print_lines(labelled(label, text))
-    if config.minutes is None and config.warmup_steps >= config.max_steps:
+    if config.minutes is None:
+        for warning in describe_doubts(run, dist, steps_per_pass):
+            print_lines(styled(labelled("warning", warning), YELLOW))
+
+
+def describe_doubts(run: RunInfo, dist: Distributed, steps_per_pass: float) -> Iterator[str]:
+    """Yields what is probably not meant in a run of --max-steps, and what to do."""
+    config, from_text = run.config, run.config.demo or run.config.text is not None
+    if config.warmup_steps >= config.max_steps:
         advice = f"Set --warmup-steps {config.max_steps // 10}, or raise" if run.first_step == 0 else "Raise"
-        warning = (
+        yield (
             f"the warm-up of {pluralize(config.warmup_steps, 'step')} takes up the whole run of {config.max_steps:,}, so "
             f"the learning rate never falls. {advice} --max-steps."
         )
-        print_lines(styled(labelled("warning", warning), YELLOW))
+    passes = config.max_steps / steps_per_pass
+    if passes > MANY_PASSES and run.first_step == 0 and not from_text:
+        steps = max(1, round(presets.MAX_EPOCHS * steps_per_pass))
+        yield (
+            f"a model that makes {passes:,.0f} passes over the data learns it by heart. Train on the text itself with --text, "
+            f"which chooses a model and a length that suit it, or use --max-steps {steps} --warmup-steps {steps // 10}."
+        )
+    if dist.device.type == "cpu":
+        flops = run.model.flops_per_token() * config.total_batch_size
+        speed = devices.CPU_CORE_FLOPS[run.machine.dtype] * torch.get_num_threads() * dist.world_size
+        if flops / speed > LONG_STEP:
+            advice = "Add --minutes 30" if from_text else "Train on the text itself with --text FILE --minutes 30"
+            yield (
+                f"a step takes about {flops / speed / 60:,.0f} minutes on this CPU. {advice}, which chooses a model that suits "
+                "this machine, or use a smaller model and a smaller --total-batch-size."
+            )
 
 
 def _shown(value: object) -> object:
@@ -133,11 +153,13 @@ def describe_recipe(config: TrainConfig) -> str:
 
 
 def print_summary(
-    run: RunInfo, dist: Distributed, state: TrainState, before_cooldown: Path | None, texts: Sequence[str]
-) -> None:
+    run: RunInfo, dist: Distributed, state: TrainState, val: Mapping[int, float], before_cooldown: Path | None,
+    texts: Sequence[str],
+) -> None:  # fmt: skip
     """Prints the end of a finished run: losses, time, tokens, the checkpoint, and the command to run next.
 
     Args:
+        val: comparable validation losses by step.
         before_cooldown: the checkpoint from which a longer run can start.
         texts: samples that continue the run's prompt; the first one is shown.
     """
@@ -149,29 +171,38 @@ def print_summary(
     if config.minutes:
         earlier = run.checkpoint.seconds if run.checkpoint else 0.0
         elapsed += f" of {clock(60 * config.minutes - earlier)}"
-    done = f"{pluralize(step, 'step')}, {step * config.total_batch_size:,} tokens; {elapsed} elapsed{since}"
-    lines = [labelled("done", done)]
+    done = f"{pluralize(step, 'step')}, {state.tokens:,} tokens; {elapsed} elapsed{since}"
+    lines, checkpoint = [labelled("done", done)], checkpoint_path(out, step)
     lines += [labelled("note", note)] if (note := presets.fewer_steps_note(config, step)) else []
-    checkpoint, logged = checkpoint_path(out, step), read_log(out / "log.txt")["val"]
-    # a fork's log begins with another run's
-    first = min((start["first_step"] for start in read_starts(out)), default=0)
-    val = {checkpoint_path(out, step): loss for step, loss in logged.items() if step >= first}
-    best = min(val, key=lambda path: val[path], default=checkpoint)
-    for path, name in {checkpoint: "last", best: "best"}.items():  # one line if they are the same
-        if path in val:
-            per_byte = val[path] / run.bytes_per_token
-            loss = f"{val[path]:.4f} nats per token, {per_byte:.4f} per byte, at step {int(path.name.removeprefix('model_')):,}"
-            loss += f": {path}" if path != checkpoint and path.is_dir() else ""
+    best = min(val, key=lambda step: val[step], default=step)
+    for at, name in {step: "last", best: "best"}.items():  # one line if they are the same
+        if at in val:
+            loss = f"{val[at]:.4f} nats per token, {val[at] / run.bytes_per_token:.4f} per byte, at step {at:,}"
+            loss += f": {checkpoint_path(out, at)}" if at != step and checkpoint_path(out, at).is_dir() else ""
             lines.append(styled(labelled(name, f"validation loss {loss}"), BOLD))
     lines += [labelled("sample", on_one_line(text)) for text in texts[:1]]
     if checkpoint.is_dir():
         prompt = f" --prompt {shlex.quote(run.prompt)}" if texts else ""
         lines.append(f"saved   {checkpoint}")
         lines.append(f"next    python sample.py --model {shlex.quote(str(checkpoint))}{prompt}")  # on one line, to copy
-        # if the decay ended earlier, a longer run would have the same learning rates
-        ends_together = config.minutes is not None or config.decay_steps == step
-        if before_cooldown and ends_together:
-            more = f"--minutes {2 * config.minutes:g}" if config.minutes else f"--max-steps {2 * step}"
-            command = f"python train_gpt2.py --fork {shlex.quote(str(before_cooldown))}"
-            lines.append(f"longer  {command} --out {shlex.quote(first_free(f'{out}_longer'))} {more}")
+        lines += describe_longer_run(config, before_cooldown)
     print_lines("\n" + "\n".join(lines))
+
+
+def print_finished(
+    config: TrainConfig, checkpoint: Path, before_cooldown: Path | None, print0: Callable[[str], None]
+) -> None:
+    """Prints that there is nothing to resume, because the run has finished, and how to make it longer."""
+    done = labelled("done", f"this run has finished; its last checkpoint is {checkpoint}")
+    print0("\n".join([done, *describe_longer_run(config, before_cooldown)]))
+
+
+def describe_longer_run(config: TrainConfig, before_cooldown: Path | None) -> list[str]:
+    """Returns a line with the command that makes a finished run longer, or none if there is no checkpoint to fork."""
+    # if the decay ended earlier, a longer run would have the same learning rates
+    ends_together = config.minutes is not None or config.decay_steps == config.max_steps
+    if before_cooldown is None or not ends_together:
+        return []
+    more = f"--minutes {2 * config.minutes:g}" if config.minutes else f"--max-steps {2 * config.max_steps}"
+    command = f"python train_gpt2.py --fork {shlex.quote(str(before_cooldown))}"
+    return [f"longer  {command} --out {shlex.quote(first_free(f'{config.out}_longer'))} {more}"]

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from support.cli import describe_disk_error, warn
 from support.console import terminal
 from support.console.curves import CurvesFile
-from support.console.log import RunLog
-from support.console.starts import append_start, describe_start
+from support.console.log import FORMATS, RunLog, read_log
+from support.console.starts import (
+    FILE,
+    append_lines,
+    comparable_values,
+    describe_end,
+    describe_start,
+    read_starts,
+    starts_of_parent,
+)
 from support.console.trackers import Trackers, start_trackers
 from support.runtime import devices
 from support.runtime.distributed import Distributed
@@ -27,15 +37,22 @@ if TYPE_CHECKING:
     from support.checkpoints.state import TrainState
 
 LINE_SECONDS = 10.0  # between step lines on a terminal, so that the header stays in view
+PROGRESS_SECONDS = 60.0  # between the lines that say how far a run is, where no progress bar does
 
 
 class RunLogger:
     """Reports validations, scores, samples and steps; on all ranks but 0 it does nothing.
 
     Values go to `log.txt` and `curves.png` in `--out` and to the trackers, until the `with` block ends; a line about
-    this process goes to `starts.jsonl` at once. A resumed run continues the files and curves of the earlier process.
+    this process goes to `starts.jsonl` at once. A resumed run continues the files and curves of the earlier process, and
+    a fork those of its parent, if they are beside the checkpoint.
 
     On a terminal, a progress bar shows how far the run has got, and only some of the steps get a line of their own.
+    Elsewhere, as in the output file of a Slurm job, `progress` prints it.
+
+    Attributes:
+        values: validation losses ("val") and HellaSwag scores ("hella") by step, as in the log. Those of earlier processes
+            and of the parent are among them if they are comparable with this process'.
 
     Raises:
         UserError: on all ranks, if a tracker cannot start.
@@ -47,12 +64,13 @@ class RunLogger:
         self.first_step = run.first_step
         self.flops_per_token, self.peak_flops = run.model.flops_per_token(), devices.peak_flops(dist.device)
         self._trackers = Trackers(dist.on_rank_zero(lambda: start_trackers(run.config, self.first_step)) or [])
-        folder = Path(run.config.out) if dist.rank == 0 else None
-        source = run.checkpoint.path.parent / "log.txt" if run.checkpoint and run.config.starts_fork else None
-        self.log = RunLog(folder and folder / "log.txt", self.first_step, source)
+        self._folder = folder = Path(run.config.out) if dist.rank == 0 else None
+        self._starts = list[dict[str, Any]]()  # not yet in starts.jsonl
+        self.log, self.values = RunLog(), {"val": dict[int, float](), "hella": dict[int, float]()}
         if folder:
-            append_start(folder, describe_start(run, dist))
+            self._continue_files(folder, dist)
         self._curves = CurvesFile(folder)
+        self._next_step = self.first_step
         self._profiler = make_profiler(run.config.profile, run.config.out, dist.device, dist.rank, dist.print0)
         progress = run.checkpoint.progress if run.checkpoint else 0.0
         self._bar = tqdm(
@@ -60,7 +78,33 @@ class RunLogger:
             disable=dist.rank > 0 or not terminal.is_terminal(), dynamic_ncols=True, miniters=0,
             bar_format="{desc} |{bar}| {percentage:.0f}% {elapsed}<{remaining}",
         )  # fmt: skip
-        self._line_shown = 0.0
+        self._line_shown, self._progress_shown, self._first_step_ended = 0.0, time.perf_counter(), 0.0
+
+    def _continue_files(self, folder: Path, dist: Distributed) -> None:
+        run, path, first_step = self.run, folder / "log.txt", self.first_step
+        earlier, source = read_starts(folder), path
+        if run.checkpoint and run.config.starts_fork:
+            earlier, source = starts_of_parent(run.checkpoint), run.checkpoint.path.parent / "log.txt"
+            self._starts = earlier.copy()
+            if not earlier:
+                first_step = 0  # begins a new log
+                text = (
+                    f"{run.checkpoint.path} is not in the folder of its run: the log begins at step {run.first_step:,}"
+                )
+                self.print0(terminal.labelled("note", text))
+        self._starts.append(describe_start(run, dist))
+        self.log, logged = RunLog(path, first_step, source), read_log(path)
+        for name in self.values:
+            self.values[name] = comparable_values(name, logged[name], [*earlier, self._starts[-1]])
+        try:
+            self._write_starts(folder)
+        except OSError as error:
+            warn(f"cannot write {folder / FILE} ({describe_disk_error(error, folder)}).")
+
+    def _write_starts(self, folder: Path) -> None:
+        if self._starts:
+            append_lines(folder, *self._starts)
+            self._starts = []
 
     def evaluations_due(self, state: TrainState) -> set[str]:
         """Returns which of "val", "hella" and "samples" are due before a step."""
@@ -73,6 +117,7 @@ class RunLogger:
         if loss is None:
             return
         self._evaluation(step, "val", loss)
+        self._trackers.log(step, {"loss/best_val": min(self.values["val"].values())})
         self.print0(
             terminal.styled(
                 f"step {step:5d} | val loss: {loss:.4f} over {self.run.validated_tokens:,} tokens", terminal.BOLD
@@ -101,6 +146,7 @@ class RunLogger:
         MFU is the fraction of the GPUs' peak FLOP/s that the model's arithmetic reaches, where that peak is known.
         """
         step, now = state.step, time.perf_counter()
+        self._next_step = step + 1
         speed = self.config.total_batch_size / dt
         mfu = speed * self.flops_per_token / (self.peak_flops * self.world_size) if self.peak_flops else None
         self._trackers.log_value(step, "train", loss)
@@ -116,6 +162,8 @@ class RunLogger:
             self.print0(terminal.fit_fields(line))
         if skipped:
             self.print0(terminal.styled(f"step {step:5d} | {skipped}", terminal.YELLOW))
+        if step == self.first_step:
+            self._first_step_ended = now
         if step == self.first_step and self.run.machine.compiled:
             self.print0(terminal.labelled("note", f"the first step ended {now - STARTED:.1f}s after the start"))
         # do not rename these: a resumed run continues its curves
@@ -123,6 +171,35 @@ class RunLogger:
         self._trackers.log(step, values | ({"speed/mfu": mfu} if mfu is not None else {}))
         if self._profiler:
             self._profiler.step()
+
+    def progress(self, state: TrainState, evaluated: bool) -> None:
+        """Prints how far the run is and when it ends, each minute and after an evaluation, unless a progress bar does."""
+        if not self._bar.disable:
+            return
+        now, config = time.perf_counter(), self.config
+        if not evaluated and now - self._progress_shown < PROGRESS_SECONDS:
+            return
+        self._progress_shown = now
+        left: float | None = None
+        if config.minutes:
+            used = now - STARTED + (self.run.checkpoint.seconds if self.run.checkpoint else 0.0)
+            of, left = f", minute {used / 60:.1f} of {config.minutes:g}", max(0.0, 60 * config.minutes - used)
+        else:
+            of = f" of {config.max_steps:,}"
+            if (timed := state.step - self.first_step - 1) > 0:  # steps after the first one, which may have compiled
+                left = (config.max_steps - state.step) * (now - self._first_step_ended) / timed
+        self.print0(describe_progress(of, state.step, now - STARTED, left, state.tokens, datetime.now()))
+
+    def sync(self) -> None:
+        """Waits until everything reported so far is on the disk and with the trackers: no checkpoint is ahead of them.
+
+        Raises:
+            OSError: something could not be written.
+        """
+        self.log.sync()
+        if self._folder:
+            self._write_starts(self._folder)
+        self._trackers.flush()
 
     def __enter__(self) -> RunLogger:
         if self._profiler:
@@ -134,6 +211,9 @@ class RunLogger:
             self._profiler.stop()
         self._trackers.close(succeeded=kind is None)
         try:
+            if self._folder:
+                with contextlib.suppress(OSError):  # as if it had been killed
+                    append_lines(self._folder, describe_end(self._next_step, value))
             if kind is None:
                 self.log.close()
                 self._curves.draw()
@@ -143,6 +223,7 @@ class RunLogger:
     def _evaluation(self, step: int, name: str, value: float) -> None:
         self._trackers.log_value(step, name, value)
         self.log.write(step, {name: value})
+        self.values[name][step] = float(f"{value:{FORMATS[name]}}")
         self._curves.update()
 
     def _fraction_done(self, steps: int, progress: float) -> float:
@@ -157,6 +238,19 @@ class RunLogger:
             due = step % (self.config.log_every or 1) == 0
         is_last = self.config.minutes is None and step == self.config.max_steps - 1
         return due or step == self.first_step or is_last
+
+
+def describe_progress(of: str, step: int, elapsed: float, left: float | None, tokens: int, now: datetime) -> str:
+    """Says how far a run is: `step   250 of 19,073 | 0:12:03 elapsed | ends about 2026-02-28 23:50 | 131,072,000 tokens`.
+
+    Args:
+        of: the length of the run, as it follows the step.
+        elapsed: seconds since the start of the process.
+        left: seconds until the end, or None if that is not known yet.
+        now: the local time.
+    """
+    ends = [] if left is None else [f"ends about {now + timedelta(seconds=left):%Y-%m-%d %H:%M}"]
+    return " | ".join([f"step {step:5d}{of}", f"{clock(elapsed)} elapsed", *ends, f"{tokens:,} tokens"])
 
 
 def clock(seconds: float) -> str:

@@ -1,32 +1,43 @@
 """`starts.jsonl`: each process that starts or resumes a run appends a line about its flags, machine and versions.
 
-The tools that read a run take its flags and data from the last line.
+A second line says how the process ended, unless it was killed. A fork begins with the lines of its parent, whose log it
+continues. The tools that read a run take its flags and data from the last start.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
+import os
 import platform
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from support import __version__
-from support.cli import warn
+from support.cli import words_of
 
 if TYPE_CHECKING:  # reading a file must not take as long as importing torch
+    from support.checkpoints.state import Checkpoint
     from support.runtime.distributed import Distributed
     from support.runtime.run_info import RunInfo
 
+T = TypeVar("T")
+
 FILE = "starts.jsonl"
+FINISHED = "finished"  # how a process ended that did the last step of its run
 # The fields that readers of a line rely on.
-REQUIRED = {"first_step": int, "flags": dict, "data": dict, "parameters": int, "tokens_per_step": int}
+REQUIRED = {
+    "run": str, "first_step": int, "first_tokens": int, "tokens_per_step": int, "flags": dict, "data": dict,
+    "comparable": dict, "parameters": int,
+}  # fmt: skip
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -42,9 +53,12 @@ def describe_start(run: RunInfo, dist: Distributed) -> dict[str, Any]:
     versions = {"train_gpt2.py": __version__, "python": platform.python_version(), "torch": torch.__version__}
     versions |= {"numpy": np.__version__, "platform": platform.platform()}
     return {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "time": _now(),
+        "run": run.id,
         "first_step": run.first_step,
+        "first_tokens": run.checkpoint.tokens if run.checkpoint else 0,
         "command": sys.argv,
+        "arguments": words_of(sys.argv[1:]),
         "flags": flags,
         "versions": versions | ({"commit": commit} if (commit := _read_commit()) else {}),
         "machine": {
@@ -64,29 +78,88 @@ def describe_start(run: RunInfo, dist: Distributed) -> dict[str, Any]:
         },
         "parameters": sum(p.numel() for p in run.model.parameters()),
         "tokens_per_step": run.config.total_batch_size,
+        "validation_tokens": run.validated_tokens,
+        "hellaswag_items": run.hellaswag_items,
+        "comparable": run.comparable,
     }
 
 
-def append_start(folder: Path, start: Mapping[str, Any]) -> None:
-    """Appends a line to `starts.jsonl`. Best effort: a failure only gives a warning."""
+def describe_end(step: int, error: BaseException | None) -> dict[str, Any]:
+    """Describes how a process ended, in the layout of its second line, from the error that ended it; None if it finished."""
+    end = FINISHED if error is None else f"error: {str(error) or type(error).__name__}"
+    if isinstance(error, SystemExit):
+        signals = {128 + number: f"stopped by {number.name}" for number in signal.Signals}
+        end = signals.get(int(error.code or 0), "error: see the messages of the other processes")
+    return {"time": _now(), "end": end, "step": step}
+
+
+def append_lines(folder: Path, *lines: Mapping[str, Any]) -> None:
+    """Appends lines to `starts.jsonl`, and waits until they are on the disk.
+
+    Raises:
+        OSError: they could not be written.
+    """
     path = folder / FILE
-    try:
-        is_torn = path.exists() and not path.read_bytes().endswith(b"\n")  # cut off by a kill or a full disk
-        with open(path, "ab") as file:
-            file.write(b"\n" * is_torn + json.dumps(start).encode() + b"\n")
-    except OSError as error:
-        warn(f"cannot write {path} ({error.strerror}).")
+    is_torn = path.exists() and not path.read_bytes().endswith(b"\n")  # cut off by a kill or a full disk
+    with open(path, "ab") as file:
+        file.write(b"\n" * is_torn + b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
-    """Reads the starts of the run in a folder, oldest first; lines that are cut off or damaged are left out."""
-    path, starts = folder / FILE, []
+    """Reads the starts of the run in a folder, oldest first; lines that are cut off or damaged are left out.
+
+    How a start ended is in its field "ended"; it is missing while the process runs, or if it was killed.
+    """
+    path, starts = folder / FILE, list[dict[str, Any]]()
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with contextlib.suppress(ValueError, RecursionError):
-            start = json.loads(line)
-            if isinstance(start, dict) and all(type(start.get(name)) is kind for name, kind in REQUIRED.items()):
-                starts.append(start)
+            content = json.loads(line)
+            if not isinstance(content, dict):
+                continue
+            if all(type(content.get(name)) is kind for name, kind in REQUIRED.items()):
+                starts.append(content)
+            elif type(content.get("end")) is str and starts:
+                starts[-1]["ended"] = content
     return starts
+
+
+def starts_in_log(starts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns the starts whose values are in the log, oldest first: each start cuts the log at its first step."""
+    kept = list[Mapping[str, Any]]()
+    for start in starts:
+        kept = [earlier for earlier in kept if earlier["first_step"] < start["first_step"]] + [start]
+    return kept
+
+
+def comparable_values(name: str, values: Mapping[int, T], starts: Sequence[Mapping[str, Any]]) -> dict[int, T]:
+    """Returns the values in a log that are comparable with those of the last start, by step.
+
+    Others were measured on other data, or are from a parent whose steps had another size (see `RunInfo.comparable`).
+
+    Args:
+        name: "train", "val" or "hella".
+    """
+    in_log = starts_in_log(starts)
+    last_steps = [start["first_step"] - 1 for start in in_log[1:]] + [math.inf]
+    kept = dict[int, T]()
+    for start, last_step in zip(in_log, last_steps, strict=True):
+        if start["comparable"].get(name) == in_log[-1]["comparable"].get(name):
+            kept |= {step: value for step, value in values.items() if start["first_step"] <= step <= last_step}
+    return kept
+
+
+def starts_of_parent(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """Returns the starts of the run that saved a checkpoint, up to its step; none if the folder is another run's."""
+    starts = read_starts(checkpoint.path.parent)
+    if not any(start["run"] == checkpoint.run for start in starts):
+        return []
+    return [start for start in starts if start["first_step"] < checkpoint.step]
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _read_commit() -> str | None:

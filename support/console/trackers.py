@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +17,20 @@ if TYPE_CHECKING:
     from train_gpt2 import TrainConfig
 
 CURVES = {"train": "loss/train", "val": "loss/val", "hella": "hellaswag/acc_norm"}  # by name in the log
+HPARAMS = ".hparams"  # ends the name of the event file with the flags
+
+
+def check_installed(flags: Mapping[str, Any]) -> None:
+    """Checks that the packages of the trackers that these flags ask for are installed, without importing them.
+
+    Raises:
+        UserError: some are missing; one line for each.
+    """
+    missing = [name for name in ("tensorboard", "wandb") if flags.get(name) and not importlib.util.find_spec(name)]
+    if missing:
+        raise UserError(
+            *(f"--{name} needs a package that is not installed. Run pip install {name}." for name in missing)
+        )
 
 
 class TensorBoard:
@@ -22,10 +38,21 @@ class TensorBoard:
 
     def __init__(self, config: TrainConfig, first_step: int):
         from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
 
+        folder, flags = Path(config.out) / "tensorboard", config.used_flags()
         # purge_step hides what an earlier process wrote from this step on
-        self._writer = SummaryWriter(str(Path(config.out) / "tensorboard"), purge_step=first_step, flush_secs=10)
-        self._writer.add_text("flags", json.dumps(config.used_flags(), indent=4), first_step)
+        self._writer = SummaryWriter(str(folder), purge_step=first_step, flush_secs=10)
+        self._writer.add_text("flags", json.dumps(flags, indent=4), first_step)
+        # The flags for the HPARAMS page have a file of their own, which replaces that of an earlier process: of several,
+        # TensorBoard would show the first. SummaryWriter.add_hparams would also write which columns the page has, and
+        # TensorBoard would take them from one run for all. Without that, it finds the flags and curves of all runs.
+        for file in folder.glob(f"*{HPARAMS}"):
+            file.unlink()
+        shown = {name: str(value) if isinstance(value, bool) else value for name, value in flags.items()}
+        _, session_start, _ = hparams(shown, {})
+        with SummaryWriter(str(folder), filename_suffix=HPARAMS) as writer:
+            writer.file_writer.add_summary(session_start, first_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -34,6 +61,9 @@ class TensorBoard:
     def log_samples(self, step: int, texts: Sequence[str]) -> None:
         for i, text in enumerate(texts):
             self._writer.add_text(f"sample/{i}", text, step)
+
+    def flush(self) -> None:
+        self._writer.flush()
 
     def close(self, succeeded: bool) -> None:
         self._writer.close()
@@ -62,9 +92,7 @@ class WeightsAndBiases:
             self._run = wandb.init(config=config.used_flags(), allow_val_change=True, **options)
         except Exception as error:  # wandb raises errors of its own, and the network's
             reason = str(error).rstrip(". ")
-            raise UserError(
-                f"--wandb cannot start: {reason}. Run pip install wandb and wandb login, or set WANDB_MODE=offline."
-            ) from error
+            raise UserError(f"--wandb cannot start: {reason}. Run wandb login, or set WANDB_MODE=offline.") from error
         self._table = wandb.Table
         self._run.define_metric("*", step_metric="step")  # W&B's own step must grow, but a resumed run repeats steps
 
@@ -73,6 +101,9 @@ class WeightsAndBiases:
 
     def log_samples(self, step: int, texts: Sequence[str]) -> None:
         self._run.log({"samples": self._table(["step", "text"], [[step, text] for text in texts]), "step": step})
+
+    def flush(self) -> None:
+        pass  # W&B's own process has the values already
 
     def close(self, succeeded: bool) -> None:
         self._run.finish(exit_code=0 if succeeded else 1)
@@ -103,6 +134,10 @@ class Trackers:
     def log_samples(self, step: int, texts: Sequence[str]) -> None:
         self._for_each(lambda tracker: tracker.log_samples(step, texts))
 
+    def flush(self) -> None:
+        """Waits until the trackers have written what they were sent; another thread may call it."""
+        self._for_each(lambda tracker: tracker.flush())
+
     def close(self, succeeded: bool) -> None:
         self._for_each(lambda tracker: tracker.close(succeeded))
 
@@ -111,5 +146,6 @@ class Trackers:
             try:
                 call(tracker)
             except Exception as error:  # a full disk or the network: tracking is best effort
-                self._trackers.remove(tracker)
-                warn(f"{tracker.name} stopped ({error}). Training continues without it.")
+                with contextlib.suppress(ValueError):  # another thread has removed it already
+                    self._trackers.remove(tracker)
+                    warn(f"{tracker.name} stopped ({error}). Training continues without it.")

@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,21 +22,13 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from support.cli import UserError, print_lines
+from support.cli import UserError, describe_disk_error, print_lines
 from support.data import bpe
 from support.data.encode import Encoder, default_engine, encode_pieces, get_encoder
 from support.data.output_folder import ALL_PARTS, OutputFolder, new_manifest, open_output_folder
-from support.data.shards import (
-    TOKEN,
-    Manifest,
-    Setting,
-    TokenFile,
-    shard_name,
-    write_manifest,
-    write_tokens,
-)
-from support.data.text_files import Corpus, Part
-from support.data.tokenizer import Tokenizer, get_tokenizer
+from support.data.shards import TOKEN, Manifest, TokenFile, shard_name, write_manifest, write_tokens
+from support.data.text_files import Corpus, Part, Setting
+from support.data.tokenizer import TOKENIZER_JSON
 from support.files import check_free_space, read_json, sha256_of, write_json
 
 SHARD_SIZE = 10**8  # tokens
@@ -56,7 +48,7 @@ def make_shards(
     *,
     tokenizer: str = "gpt2",
     vocab_size: int | None = None,
-    tokenizer_file: Path | None = None,
+    tokenizer_from: Path | None = None,
     engine: str | None = None,
     shard_size: int = SHARD_SIZE,
     max_tokens: int | None = None,
@@ -64,6 +56,8 @@ def make_shards(
     split_documents: bool = False,
     threads: int = 1,
     only_parts: tuple[int, int] | None = None,
+    flag: str = "--output",
+    report: Callable[[str], None] = print_lines,
 ) -> Manifest:
     """Writes the shards of a corpus and their manifest into the folder `output`; returns the manifest.
 
@@ -72,7 +66,7 @@ def make_shards(
     Args:
         tokenizer: "gpt2", "bytes", or "bpe", which is trained on the corpus.
         vocab_size: the maximum vocabulary size of "bpe" (default: one that fits the amount of text).
-        tokenizer_file: a `tokenizer.json` for "bpe" to use instead of a new one.
+        tokenizer_from: a folder with a `tokenizer.json`: for "bpe" to use instead of a new one, or for "gpt2" to read.
         engine: "gigatoken" or "tiktoken" (default: gigatoken if it is installed). The shards do not depend on it.
         shard_size, max_tokens: tokens per shard, and the maximum number of tokens in total.
         val_fraction: fraction of the corpus, at its end, for validation (default: shard 0, or a tenth of a corpus
@@ -81,9 +75,12 @@ def make_shards(
         threads: number of threads that encode. The shards do not depend on it.
         only_parts: (k, n) encodes only parts k, k + n, k + 2n, ..., counted from 1, and writes no shards; (0, n) encodes
             no part. Several processes may do that at once.
+        flag: the flag that names the folder, for messages.
+        report: is told what was done, line by line.
 
     Raises:
-        UserError: the folder has other shards, is in use or cannot be written; the disk is too small; or the corpus
+        OtherShardsError: the folder has shards from another source or with other settings.
+        UserError: it has shards from another tool, is in use or cannot be written; the disk is too small; or the corpus
             cannot be read, has changed, or has no text.
     """
     settings: dict[str, Setting] = {
@@ -92,25 +89,22 @@ def make_shards(
         "val_fraction": val_fraction,
         "split_documents": split_documents or None,
         "vocab_size": vocab_size,
-        "tokenizer_from": sha256_of(tokenizer_file) if tokenizer_file else None,
+        "tokenizer_from": sha256_of(tokenizer_from / TOKENIZER_JSON) if tokenizer_from and tokenizer == "bpe" else None,
         **corpus.settings,
     }
     manifest = new_manifest(corpus.name, corpus.revision, tokenizer, settings)
     with (
         report_disk_errors(Path(output)),
-        open_output_folder(Path(output), manifest, corpus.prefix, only_parts is not None) as folder,
+        open_output_folder(Path(output), manifest, corpus.prefix, only_parts is not None, flag, report) as folder,
     ):
         if not folder.is_finished:
             parts = corpus.parts()
             corpus = corpus.for_process(only_parts[0]) if only_parts else corpus
             in_order = val_fraction is None and not only_parts
             _check_space(folder, parts, max_tokens, shard_size if in_order else math.inf)
-            if tokenizer == "bpe":
-                encodes: Tokenizer = bpe.write_tokenizer(folder, corpus, vocab_size, tokenizer_file)
-            else:
-                encodes = get_tokenizer(tokenizer)
-            encode = get_encoder(encodes, engine or default_engine(), threads)
-            folder.parts.mkdir(exist_ok=True)
+            written = bpe.write_tokenizer(folder, corpus, vocab_size, tokenizer_from)
+            encode = get_encoder(written, engine or default_engine(), threads)
+            folder.begin_parts(parts)
             with contextlib.closing(EncodedParts(folder, corpus, parts, encode, max_tokens)) as encoded:
                 if only_parts:
                     encoded.encode_some(*only_parts)
@@ -137,6 +131,7 @@ class EncodedParts:
         self, folder: OutputFolder, corpus: Corpus, parts: list[Part], encode: Encoder, max_tokens: int | None
     ):
         self.folder, self.corpus, self.parts, self.encode = folder.parts, corpus, parts, encode
+        self.flag, self.report = folder.flag, folder.report
         self.eot, self.limit = folder.manifest["vocab_size"] - 1, max_tokens or sys.maxsize
         self.lengths = folder.manifest["parts"]
         self._ready: dict[int, int] = {}  # tokens of the parts whose files are on the disk and intact
@@ -168,7 +163,7 @@ class EncodedParts:
             record = self._encode(number, following)
         if number < len(self.lengths) and record["tokens"] != self.lengths[number]:
             raise UserError(
-                f"{self.corpus.name} changed since its shards were begun, or is now encoded differently. Use another --output."
+                f"{self.corpus.name} changed since its shards were begun, or is now encoded differently. Use another {self.flag}."
             )
         self._ready[number] = record["tokens"]
         return record["tokens"]
@@ -212,7 +207,7 @@ class EncodedParts:
     def encode_some(self, first: int, every: int) -> None:
         """Encodes parts `first` (counted from 1; 0: none), `first + every` and so on, until the limit is reached."""
         if first > len(self.parts):
-            print_lines(f"nothing to do: the text has only {len(self.parts)} parts")
+            self.report(f"nothing to do: the text has only {len(self.parts)} parts")
         tokens_before, counted = 0, 0  # tokens of the encoded parts before this one
         for number in range(first - 1, len(self.parts), every) if first else ():
             for other in range(counted, number):
@@ -222,7 +217,7 @@ class EncodedParts:
                 break
             if number >= len(self.lengths):  # earlier ones are in shards already, or on the disk
                 tokens = self.ensure(number, number + every)
-                print_lines(f"part {number + 1} of {len(self.parts)}: {tokens:,} tokens")
+                self.report(f"part {number + 1} of {len(self.parts)}: {tokens:,} tokens")
 
     def find(self, start: int, stop: int) -> list[Slice]:
         """Returns where the tokens from `start` to `stop` are; parts that were removed are encoded again."""
@@ -268,11 +263,11 @@ def _write_all(
     in_order = val_fraction is None and first_tokens > shard_size
     shards = _in_order(parts, shard_size) if in_order else _split(folder, parts, shard_size, val_fraction)
     if in_order and manifest["tokenizer"] == "bpe" and not manifest["settings"].get("tokenizer_from"):
-        print_lines("note: the tokenizer was trained on the beginning of the text, which is in the validation shard")
+        folder.report("note: the tokenizer was trained on the beginning of the text, which is in the validation shard")
     listed = {entry["file"]: entry for entry in manifest["shards"]}
     if listed:
         tokens = sum(entry["tokens"] for entry in listed.values())
-        print_lines(f"resuming after {len(listed)} finished shard{'s' * (len(listed) > 1)}, {tokens:,} tokens")
+        folder.report(f"resuming after {len(listed)} finished shard{'s' * (len(listed) > 1)}, {tokens:,} tokens")
 
     def write(path: Path, split: str, slices: list[Slice], stop: int) -> None:
         size = sum(count for _, _, count in slices)
@@ -280,7 +275,7 @@ def _write_all(
         listed[path.name] = {"file": path.name, "split": split, **written}
         manifest["shards"] = sorted(listed.values(), key=lambda entry: entry["file"].rpartition("_")[2])
         write_manifest(folder.directory, manifest)
-        print_lines(f"{path.name}: {size:,} tokens")
+        folder.report(f"{path.name}: {size:,} tokens")
         if in_order:
             parts.remove_before(stop)
 
@@ -314,9 +309,9 @@ def _split(folder: OutputFolder, parts: EncodedParts, size: int, val_fraction: f
     split_documents = bool(folder.manifest["settings"].get("split_documents"))
     split_point = val_split_point(read_slices(parts.find(0, total)), total, parts.eot, fraction, split_documents)
     val_tokens = total - split_point
-    print_lines(f"the last {val_tokens / total:.1%} of the text, {val_tokens:,} tokens, is held out for validation")
+    folder.report(f"the last {val_tokens / total:.1%} of the text, {val_tokens:,} tokens, is held out for validation")
     if val_tokens > 2 * max(1, fraction * total):
-        print_lines(
+        folder.report(
             f"note: that is more than {fraction:.0%} because the last document is long. Split it with "
             "--split-documents, or divide the text into more documents with --document-separator."
         )
@@ -359,7 +354,8 @@ def report_disk_errors(directory: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise UserError(
-            f"cannot write to {directory} ({error.strerror}). Fix this, then run the same command again to resume."
+            f"cannot write to {directory} ({describe_disk_error(error, directory)}). Fix this, then run the same command "
+            "again to resume."
         ) from error
 
 

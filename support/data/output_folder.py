@@ -6,34 +6,45 @@ import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from support import files
-from support.cli import UserError, flag_name, print_lines
+from support.cli import UserError, flag_name
 from support.data.shards import (
     MANIFEST,
     Manifest,
-    Setting,
     ShardEntry,
     load_manifest,
     load_shard,
     shard_paths,
     write_manifest,
 )
+from support.data.text_files import Part, Setting
 from support.data.tokenizer import TOKENIZER_JSON, VOCAB_SIZES
 
 PARTS = "parts_"  # followed by 16 hexadecimal digits, the name of a folder of encoded parts
 ALL_PARTS = PARTS + 16 * "[0-9a-f]"
 
 
+class OtherShardsError(UserError):
+    """A folder has shards that were made from another source or with other settings."""
+
+
 @dataclass
 class OutputFolder:
-    """A folder of shards and its manifest. A shard that the manifest lists is complete and never written again."""
+    """A folder of shards and its manifest. A shard that the manifest lists is complete and never written again.
+
+    Attributes:
+        flag: the flag that names the folder, for messages.
+        report: is told what was done, line by line.
+    """
 
     directory: Path
     manifest: Manifest
+    flag: str
+    report: Callable[[str], None]
 
     @property
     def is_finished(self) -> bool:
@@ -41,10 +52,18 @@ class OutputFolder:
 
     @property
     def parts(self) -> Path:
-        """The folder of the encoded parts of this source, with these settings and this tokenizer."""
-        keys = ("source", "revision", "settings", "tokenizer", "tokenizer_sha256")
+        """The folder of the encoded parts of this source, with these settings, this tokenizer and these cuts."""
+        keys = ("source", "revision", "settings", "tokenizer", "tokenizer_sha256", "cuts")
         identity = [self.manifest.get(key) for key in keys]
         return self.directory / (PARTS + hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16])
+
+    def begin_parts(self, parts: Sequence[Part]) -> None:
+        """Creates the folder of the encoded parts. Forgets the lengths of parts that another version has cut elsewhere."""
+        bounds = [(part.files.start, part.files.stop, part.start, part.stop) for part in parts]
+        cuts = hashlib.sha256(json.dumps(bounds).encode()).hexdigest()
+        if self.manifest.get("cuts") != cuts:
+            self.manifest |= {"cuts": cuts, "parts": []}
+        self.parts.mkdir(exist_ok=True)
 
     def finish(self) -> None:
         """Marks the shards as complete, and removes the parts."""
@@ -70,7 +89,7 @@ def new_manifest(source: str, revision: str | None, tokenizer: str, settings: Ma
 
 @contextlib.contextmanager
 def open_output_folder(
-    directory: Path, manifest: Manifest, prefix: str, only_parts: bool = False
+    directory: Path, manifest: Manifest, prefix: str, only_parts: bool, flag: str, report: Callable[[str], None]
 ) -> Iterator[OutputFolder]:
     """Opens the folder for the shards that a new manifest describes, and adopts what an earlier run has finished.
 
@@ -80,20 +99,23 @@ def open_output_folder(
     Args:
         prefix: beginning of the file names of the shards.
         only_parts: the folder is opened to add parts; several processes may do that at once.
+        flag, report: see `OutputFolder`.
 
     Raises:
-        UserError: the folder has shards from another source or with other settings, or is in use.
+        OtherShardsError: the folder has shards from another source or with other settings.
+        UserError: it has shards from another tool, or is in use.
     """
-    folder = _adopt_finished_shards(directory, manifest, prefix, only_parts)
+    adopted = _adopt_finished_shards(directory, manifest, prefix, only_parts, flag)
+    folder = OutputFolder(directory, adopted, flag, report)
     if folder.is_finished:
-        print_lines("nothing to do: these shards exist already and are intact")
+        report("nothing to do: these shards exist already and are intact")
         yield folder
         return
     directory.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(files.lock_folder(directory, "--output", shared=only_parts))
+        stack.enter_context(files.lock_folder(directory, flag, shared=only_parts))
         # again, under the lock: another run may have written shards meanwhile
-        folder = _adopt_finished_shards(directory, manifest, prefix, only_parts)
+        folder.manifest = _adopt_finished_shards(directory, manifest, prefix, only_parts, flag)
         if not only_parts:
             stack.callback(_remove_if_empty, folder)
             # a killed run leaves these behind
@@ -103,38 +125,36 @@ def open_output_folder(
         yield folder
 
 
-def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str, only_parts: bool) -> OutputFolder:
-    """Returns the folder with the shards that an earlier run with the same source and settings finished.
+def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str, only_parts: bool, flag: str) -> Manifest:
+    """Returns the manifest with the shards that an earlier run with the same source and settings finished.
 
     Raises:
         UserError: the folder has other shards.
     """
-    earlier = load_manifest(directory)
-    if earlier is None and (directory / TOKENIZER_JSON).exists():
-        raise UserError(
-            f"{directory} has a {TOKENIZER_JSON} but no {MANIFEST}, like a checkpoint. Use another --output."
-        )
+    earlier = described = load_manifest(directory)
     if earlier and (differences := _differences(manifest, earlier)):
         # with `only_parts`, another machine may be encoding these parts
         if earlier["shards"] or (only_parts and any(directory.glob(f"{ALL_PARTS}/*.json"))):
-            raise UserError(
+            raise OtherShardsError(
                 f"{directory} has shards from another source or setting: {'; '.join(differences)}. Use another "
-                f"--output, or remove {directory}."
+                f"{flag}, or remove {directory}."
             )
         earlier = None  # its parts are removed when the new shards are complete
     for path in (*shard_paths(directory, "train"), *shard_paths(directory, "val")):
         if earlier is None or path.name.rsplit("_", 2)[0] != prefix:
             raise UserError(
-                f"{directory} has shards from another tool, such as {path.name}. Move them away, or use another --output."
+                f"{directory} has shards from another tool, such as {path.name}. Move them away, or use another {flag}."
             )
+    if described is None and (directory / TOKENIZER_JSON).exists():
+        raise UserError(f"{directory} has a {TOKENIZER_JSON} but no {MANIFEST}, like a checkpoint. Use another {flag}.")
     if earlier is None:
-        return OutputFolder(directory, manifest)
+        return manifest
     tokenizer, sha256 = directory / TOKENIZER_JSON, earlier.get("tokenizer_sha256")
     if sha256 and not (tokenizer.is_file() and files.sha256_of(tokenizer) == sha256):
-        return OutputFolder(directory, manifest)  # without it, the tokens mean nothing
+        return manifest  # without it, the tokens mean nothing
     shards = _intact_shards(directory, earlier)
     is_finished = earlier["complete"] and len(shards) == len(earlier["shards"]) > 0
-    return OutputFolder(directory, {**earlier, "shards": shards, "complete": is_finished})
+    return {**earlier, "shards": shards, "complete": is_finished}
 
 
 def _differences(manifest: Manifest, earlier: Manifest) -> list[str]:
@@ -163,6 +183,20 @@ def _intact_shards(directory: Path, manifest: Manifest) -> list[ShardEntry]:
     return intact
 
 
+def remove_shards(directory: Path, flag: str) -> None:
+    """Removes the shards that a folder's manifest lists, and their tokenizer; other files stay. `flag` names the folder, for the message.
+
+    Raises:
+        UserError: the folder is in use.
+    """
+    with files.lock_folder(directory, flag):
+        if manifest := load_manifest(directory):
+            for entry in manifest["shards"]:
+                (directory / entry["file"]).unlink(missing_ok=True)
+            (directory / TOKENIZER_JSON).unlink(missing_ok=True)
+            write_manifest(directory, {**manifest, "shards": [], "complete": False})
+
+
 def _remove_if_empty(folder: OutputFolder) -> None:
     """Removes the folder if a failed run left no shards or parts in it, and it has no other files."""
     if folder.manifest["shards"]:
@@ -170,6 +204,6 @@ def _remove_if_empty(folder: OutputFolder) -> None:
     with contextlib.suppress(OSError):  # a folder that is not empty cannot be removed
         for parts in folder.directory.glob(ALL_PARTS):
             parts.rmdir()
-        for name in (MANIFEST, TOKENIZER_JSON, files.LOCK):
+        for name in (TOKENIZER_JSON, MANIFEST, files.LOCK):
             (folder.directory / name).unlink(missing_ok=True)
         folder.directory.rmdir()

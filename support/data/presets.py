@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from support import startup
-from support.cli import UserError, flag_name
+from support.cli import UserError, flag_name, print_lines
 from support.data import shards
 from support.data.demo_text import demo_corpus
 from support.data.encode import usable_cores
 from support.data.make_shards import make_shards
+from support.data.output_folder import OtherShardsError, remove_shards
 from support.data.text_files import TextFiles, estimate_text_bytes, find_input
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ def preset_flags(
     """
     if "text" in cli_flags:
         return _text_flags(cli_flags, tokenizer, n_embd, context)
-    if for_text := [flag_name(name) for name in ("text_field", "tokenizer") if name in cli_flags]:
+    of_text = {"text_field"} if "init_from" in cli_flags else {"text_field", "tokenizer"}
+    if for_text := [flag_name(name) for name in sorted(of_text & cli_flags.keys())]:
         raise UserError(*(f"{name} is for --text. Add --text, or leave out {name}." for name in for_text))
     if not cli_flags.get("demo"):
         return {}
@@ -228,35 +229,36 @@ def text_bytes(text: str | None, field: str = "text") -> float:
 # Shards
 
 
-def make_preset_shards(config: TrainConfig, keep_existing: bool, find_trained_tokenizer: Callable[[str], Path]) -> None:
+def make_preset_shards(config: TrainConfig, keep_existing: bool, may_replace: bool, model: Path | None) -> None:
     """Makes the shards of --text or --demo, unless they exist.
 
     Args:
         keep_existing: use existing shards without comparing them with the text of --text.
-        find_trained_tokenizer: returns the `tokenizer.json` of the model that --fork or --init-from names.
+        may_replace: no run has used the shards in --out yet: if they are of another text, make them again.
+        model: the folder of the model that is trained on; it brings its tokenizer. None: a new model.
 
     Raises:
         UserError: no shards can be made.
     """
     if shards.is_complete(config.data) and (config.text is None or keep_existing):
         return
+
+    if config.text is None:
+        make = partial(make_shards, demo_corpus(), config.data, tokenizer="bpe", flag="--data")
+    else:
+        paths = find_input([config.text], lambda note: print_lines(f"note    {note}"))
+        make = partial(
+            make_shards, TextFiles(paths, config.text_field), config.data, tokenizer=config.tokenizer or "gpt2",
+            tokenizer_from=model, split_documents=True, threads=usable_cores(), flag="--out",
+        )  # fmt: skip
+    make = partial(make, report=lambda line: None)  # a run shows only the progress, which is on stderr
     startup.show("making token shards ...")
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # a run shows only the progress, which is on stderr
-            if config.text is None:
-                make_shards(demo_corpus(), config.data, tokenizer="bpe")
-            else:
-                corpus = TextFiles(find_input([config.text]), config.text_field)
-                model = config.fork or config.init_from
-                tokenizer_file = find_trained_tokenizer(model) if model and config.tokenizer == "bpe" else None
-                make_shards(
-                    corpus, config.data, tokenizer=config.tokenizer, tokenizer_file=tokenizer_file,
-                    split_documents=True, threads=usable_cores(),
-                )  # fmt: skip
-    except UserError as error:
-        if "--output" not in error.problems[-1]:
+        make()
+    except OtherShardsError:
+        if not may_replace:
             raise
-        hint = "With --text, that folder is inside --out: use another --out for another text or tokenizer."
-        raise error.with_hint(hint) from error
+        remove_shards(Path(config.data), "--out")
+        make()
     finally:
         startup.show("")

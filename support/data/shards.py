@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from support import files
 from support.cli import UserError
+from support.data.text_files import Setting, has_text_files
 from support.data.tokenizer import (
     END_OF_TEXT,
     MALFORMED,
@@ -34,7 +35,6 @@ from support.data.tokenizer import (
 )
 
 MANIFEST = "manifest.json"
-Setting: TypeAlias = str | int | float | bool | None
 ShardIdentity: TypeAlias = list[str | int]  # name, number of tokens, SHA-256 (without a manifest, of both ends only)
 
 TOKEN = np.dtype("<u2")  # as stored in files
@@ -71,6 +71,7 @@ class Manifest(TypedDict):
     revision: NotRequired[str | None]
     settings: NotRequired[dict[str, Setting]]
     complete: NotRequired[bool]
+    cuts: NotRequired[str]  # SHA-256 of where the text is cut into parts
     parts: NotRequired[list[int]]  # number of tokens in each part, up to the last one that the shards needed
     shards: list[ShardEntry]
 
@@ -105,15 +106,18 @@ class TokenData:
     tokenizer: Tokenizer
 
     @classmethod
-    def open(cls, folder: str, needs_val: bool = True) -> TokenData:
+    def open(cls, folder: str, needs_val: bool = True, model: Path | None = None) -> TokenData:
         """Opens the shards after a quick check. Without `needs_val`, there may be no val shards.
+
+        Args:
+            model: as in `read_tokenizer`.
 
         Raises:
             UserError: shards are missing or fail the check, or the tokenizer cannot be read.
         """
         train = open_shards(folder, "train")
         val = open_shards(folder, "val") if needs_val or shard_paths(folder, "val") else []
-        return cls(folder, train, val, read_tokenizer(folder))
+        return cls(folder, train, val, read_tokenizer(folder, model))
 
     def targets(self, T: int, val_tokens: int) -> list[npt.NDArray[np.uint16]]:
         """Returns the target tokens of a validation of `val_tokens` tokens: for each shard, the targets of its rows.
@@ -213,7 +217,8 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     """
     manifest = load_manifest(directory)
     if manifest is None:
-        if find_tokenizer(Path(directory)) not in (None, "gpt2"):
+        tokenizer = find_tokenizer(Path(directory))
+        if tokenizer and tokenizer.name != "gpt2":
             raise UserError(f"{directory} has a tokenizer of its own, but no {MANIFEST} to say so. {_MAKE_AGAIN}")
         return {"tokenizer": "gpt2", "vocab_size": VOCAB_SIZES["gpt2"], "source": None, "shards": []}
     if not manifest["complete"]:
@@ -225,19 +230,29 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     return manifest
 
 
-def read_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
+def read_tokenizer(directory: str | os.PathLike[str], model: Path | None = None) -> Tokenizer:
     """Returns the tokenizer of a folder of shards.
 
+    Args:
+        model: the folder of a model, whose `tokenizer.json` has GPT-2's tokenizer if the shards' folder has none: version
+            2.0 wrote only trained ones there.
+
     Raises:
-        UserError: the manifest cannot be read, or `tokenizer.json` next to it is missing or was altered.
+        UserError: the manifest or the tokenizer cannot be read; or `tokenizer.json` was altered, or is missing and was
+            trained.
     """
-    manifest = read_manifest(directory)
-    if manifest["tokenizer"] != "bpe":
-        return get_tokenizer(manifest["tokenizer"])
-    path = Path(directory).absolute() / TOKENIZER_JSON
-    if not path.is_file() or files.sha256_of(path) != manifest.get("tokenizer_sha256"):
+    manifest, path = read_manifest(directory), Path(directory) / TOKENIZER_JSON
+    name, is_trained = manifest["tokenizer"], manifest["tokenizer"] == "bpe"
+    if not path.exists() and not is_trained:
+        try:
+            return get_tokenizer(name, *filter(None, [model]))
+        except UserError as error:
+            raise error.with_hint(f"Or copy {TOKENIZER_JSON} from a GPT-2 model into {directory}.") from error
+    is_intact = path.is_file() and (not is_trained or files.sha256_of(path) == manifest.get("tokenizer_sha256"))
+    tokenizer = find_tokenizer(path.parent) if is_intact else None
+    if tokenizer is None or tokenizer.name != name:
         raise UserError(f"{path} is missing, or was altered. {_MAKE_AGAIN}")
-    return get_tokenizer(str(path))
+    return tokenizer
 
 
 def is_complete(directory: str | os.PathLike[str]) -> bool:
@@ -345,6 +360,11 @@ def open_shards(directory: str | os.PathLike[str], *splits: str, read_all: bool 
     listed = {entry["file"]: entry for entry in manifest["shards"]}
     names = {path.name for split in splits for path in shard_paths(directory, split)}
     names |= {entry["file"] for entry in manifest["shards"] if entry.get("split") in splits}
+    if not names and not Path(directory).exists():
+        advice = 'Name one with shards, make them with "python fineweb.py", or try it all with "--demo".'
+        raise UserError(f"there is no folder {directory}. {advice}")
+    if not names and has_text_files(Path(directory)):
+        raise UserError(f"{directory} has text, not shards. To train on a text, pass it with --text.")
     if not names:
         raise UserError(
             f'no {splits[0]} shards in {directory}. Make them with "python fineweb.py", or try it all with "--demo".'

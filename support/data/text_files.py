@@ -14,19 +14,20 @@ import itertools
 import json
 import os
 import re
+import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
 from support.cli import UserError
-from support.data.shards import Setting
 from support.files import LOCK
 
 if TYPE_CHECKING:
     import pyarrow.parquet
 
+Setting: TypeAlias = str | int | float | bool | None  # a value in a manifest's settings
 Piece: TypeAlias = tuple[str, bool]  # a document or a piece of a long one, and whether a document starts with it
 
 TEXT_TYPES = ".txt, .jsonl, .parquet (.txt and .jsonl also with .gz or .zst)"
@@ -48,47 +49,75 @@ def compression(path: Path) -> str | None:
     return COMPRESSION_CODECS.get(path.suffix.lower())
 
 
-def find_text_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """Returns all files with a `text_suffix` below a folder. Skips folders of runs and shards, which have a lock file."""
+def find_text_files(folder: str | os.PathLike[str]) -> tuple[list[Path], list[Path]]:
+    """Returns the files with a `text_suffix` below a folder, and those that are skipped.
+
+    Skips names that begin with a dot, of files and of folders: editors and file systems keep copies there. Folders of
+    runs and shards, which have a lock file, are in neither list.
+    """
     paths: list[Path] = []
+    hidden: list[Path] = []
     visited = set()
     for parent, folders, names in os.walk(folder, followlinks=True, onerror=_raise):
-        folders[:] = [f for f in folders if not os.path.exists(os.path.join(parent, f, LOCK))]
         if os.path.realpath(parent) in visited:  # through a link
             folders.clear()
             continue
         visited.add(os.path.realpath(parent))
-        paths += [path for path in (Path(parent, name) for name in names) if text_suffix(path) and path.is_file()]
-    return sorted(paths)
+        hidden += [Path(parent, name) for name in (*folders, *names) if name.startswith(".")]
+        folders[:] = [f for f in folders if f[0] != "." and not os.path.exists(os.path.join(parent, f, LOCK))]
+        paths += [Path(parent, name) for name in names if not name.startswith(".")]
+    in_hidden = (file for path in hidden for file in (path, *path.rglob("*")))
+    return sorted(filter(_is_text_file, paths)), list(filter(_is_text_file, in_hidden))
+
+
+def has_text_files(folder: Path) -> bool:
+    """Returns whether there is text in a folder or one level below; a run's folder has none."""
+    visible = (path for pattern in ("[!.]*", "[!.]*/[!.]*") for path in folder.glob(pattern))
+    return not (folder / LOCK).exists() and any(map(_is_text_file, visible))
+
+
+def _is_text_file(path: Path) -> bool:
+    return text_suffix(path) is not None and path.is_file()
 
 
 def _raise(error: OSError) -> None:
     raise error
 
 
-def find_input(patterns: Iterable[str]) -> list[Path]:
+def find_input(patterns: Iterable[str], report: Callable[[str], None] | None = None) -> list[Path]:
     """Returns the text files that the given files, folders and patterns name, in that order and without duplicates.
+
+    Args:
+        report: is told if files in folders were skipped, see `find_text_files`.
 
     Raises:
         UserError: a pattern matches nothing, or a file that is not text.
     """
     unique: dict[str, Path] = {}  # a second copy of a file could become the validation split
+    skipped = set[Path]()
     for pattern in patterns:
         matches = [pattern] if os.path.lexists(pattern) else sorted(glob.glob(pattern, recursive=True))
         if not matches:
             raise UserError(f"no file matches {pattern}. Give files or folders of {TEXT_TYPES}.")
         for match in matches:
-            for path in find_text_files(match) if os.path.isdir(match) else [Path(os.path.normpath(match))]:
+            paths, hidden = find_text_files(match) if os.path.isdir(match) else ([Path(os.path.normpath(match))], [])
+            skipped.update(hidden)
+            for path in paths:
                 unique.setdefault(os.path.realpath(path), path)
     problems = [
         f"{path} is not a file of type {TEXT_TYPES}. Convert it, or leave it out."
         for path in unique.values()
         if not path.is_file() or not text_suffix(path)
     ]
+    files = f"{len(skipped)} text file{'s' if len(skipped) > 1 else ''}"
+    note = f"names that begin with a dot are skipped ({files})" if skipped else None
     if not unique:
-        problems.append(f"there is no text in {' '.join(patterns)}. Give files or folders of {TEXT_TYPES}.")
+        where = ": ".join(filter(None, [" ".join(patterns), note]))
+        problems.append(f"there is no text in {where}. Give files or folders of {TEXT_TYPES}.")
     if problems:
         raise UserError(*problems)
+    if note and report:
+        report(note)
     return list(unique.values())
 
 
@@ -234,7 +263,9 @@ class TextFiles(Corpus):
             with _reading(str(path)):
                 yield from self._read_file(path, part.start, part.stop)
                 if self._stamp(path) != self._stamps[index]:
-                    raise UserError(f"{path} changed while it was read. Run the command again, with another --output.")
+                    raise UserError(
+                        f"{path} changed while it was read. Run the command again when it no longer changes."
+                    )
 
     def _read_file(self, path: Path, start: int, stop: int | None) -> Iterator[Piece]:
         suffix = text_suffix(path)
@@ -265,7 +296,10 @@ def _reading(where: str) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        raise UserError(f"{where} is not UTF-8 text. Convert it first.") from error
+        encoding = "UTF-16" if error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "LATIN1"
+        advice = f"If it is {encoding}, convert it: iconv -f {encoding} -t UTF-8 {shlex.quote(where)} > NEW"
+        is_plain = text_suffix(Path(where)) in (".txt", ".jsonl") and not compression(Path(where))
+        raise UserError(f"{where} is not UTF-8 text. {advice if is_plain else 'Convert it first.'}") from error
     except Exception as error:
         by_pyarrow = type(error).__module__.startswith("pyarrow")
         if not by_pyarrow and not isinstance(error, OSError | EOFError | ValueError):
@@ -371,6 +405,8 @@ def read_jsonl(path: Path, text_field: str, start: int, stop: int | None) -> Ite
             if line.strip():
                 try:
                     record = json.loads(line.rstrip())
+                except UnicodeDecodeError:
+                    raise  # see `_reading`
                 except (ValueError, RecursionError) as error:
                     where = _line_in_file(path, start, number)
                     raise UserError(f"{where} is not JSON ({error}). Fix or remove the line.") from error

@@ -1,13 +1,12 @@
 """Tokenizers by name, and the same tokenizers as Hugging Face files.
 
-`gpt2` is OpenAI's vocabulary of 50,257 tokens through tiktoken. `bytes` is the 256 byte values and an end-of-text
-token, and `bpe` is an encoding trained on a text (`support/data/bpe.py`), in a `tokenizer.json`; neither needs a download.
-End-of-text is always the last id.
+`gpt2` is OpenAI's vocabulary of 50,257 tokens. `bytes` is the 256 byte values and an end-of-text token, and `bpe` is an
+encoding trained on a text (`support/data/bpe.py`). Each is written as a `tokenizer.json`, with shards and with models, and
+read from there; only GPT-2's, where there is none, is downloaded. End-of-text is always the last id.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -52,25 +51,28 @@ CONVERT_COMMAND = (
 )
 
 
-@functools.cache
-def get_tokenizer(name: str) -> Tokenizer:
-    """Returns the tokenizer called "gpt2" or "bytes", or the one in the `tokenizer.json` at this path.
+def get_tokenizer(name: str, *folders: Path) -> Tokenizer:
+    """Returns the tokenizer "gpt2" or "bytes".
+
+    GPT-2's is read from the `tokenizer.json` in one of these folders; if none has it, it comes from tiktoken's cache, or
+    is downloaded.
 
     Raises:
-        UserError: the file cannot be read, or GPT-2's vocabulary is not on this machine and cannot be downloaded.
+        UserError: GPT-2's vocabulary is not on this machine and cannot be downloaded; or as in `find_tokenizer`.
     """
-    if Path(name).name == TOKENIZER_JSON:
-        return load_bpe(Path(name))
-    return {"gpt2": Gpt2Tokenizer, "bytes": BytesTokenizer}[name]()
+    if name == "bytes":
+        return BytesTokenizer()
+    found = (find_tokenizer(folder) for folder in folders)
+    return next((tokenizer for tokenizer in found if tokenizer and tokenizer.name == name), None) or _download_gpt2()
 
 
-def find_tokenizer(directory: Path) -> str | None:
-    """Returns the name of a model's tokenizer, for `get_tokenizer`, from the content of `tokenizer.json`; None without one.
+def find_tokenizer(directory: Path) -> Tokenizer | None:
+    """Returns the tokenizer in the `tokenizer.json` of a folder, a model's or one of shards; None without one.
 
     Raises:
         UserError: the tokenizer is of a kind that this project cannot read, or in files of an older format.
     """
-    path = (directory / TOKENIZER_JSON).absolute()
+    path = directory / TOKENIZER_JSON
     if not path.exists():
         if (directory / "vocab.json").exists():
             raise UserError(
@@ -78,33 +80,53 @@ def find_tokenizer(directory: Path) -> str | None:
                 + CONVERT_COMMAND.format(directory=str(directory))
             )
         return None
-    with contextlib.suppress(*MALFORMED):
-        fingerprint = _fingerprint(json.loads(path.read_text(encoding="utf-8")))
-        if fingerprint in KNOWN_FINGERPRINTS:
-            return KNOWN_FINGERPRINTS[fingerprint]
-    get_tokenizer(str(path))  # raises the error
-    return str(path)
+    try:
+        content = path.read_text(encoding="utf-8")
+        definition = json.loads(content)
+        options = directory / "tokenizer_config.json"  # Hugging Face's library obeys either file, by version and class
+        settings = [json.loads(options.read_text(encoding="utf-8"))] if options.exists() else []
+        if any(each.get("add_prefix_space") for each in (definition["pre_tokenizer"], *settings)):
+            raise UserError(
+                f"the tokenizer in {directory} puts a space before each text (add_prefix_space), which is not supported. "
+                f"Use another model; or, if it was trained without the space, set add_prefix_space to false in "
+                f"{TOKENIZER_JSON} and tokenizer_config.json."
+            )
+        if KNOWN_FINGERPRINTS.get(_fingerprint(definition)) == "bytes":
+            return BytesTokenizer()
+        return BpeTokenizer(content)
+    except MALFORMED as error:
+        raise UserError(
+            f"{path} is not a byte-level BPE like fineweb.py's, with end-of-text as its last token. Use another model."
+        ) from error
 
 
-def tokenizer_name(directory: Path, vocab_size: int) -> str:
-    """Returns the name of a model's tokenizer, for `get_tokenizer`, after checking it against the vocabulary size.
+def tokenizer_of_model(directory: Path, vocab_size: int, stated: str | None = None) -> Tokenizer:
+    """Returns the tokenizer of a model, after checking it against the vocabulary size.
+
+    Args:
+        stated: the value of --tokenizer, if it was given: the tokenizer of a folder without `tokenizer.json`.
 
     Raises:
-        UserError: as in `find_tokenizer`; or the model has no tokenizer, or one of another size.
+        UserError: as in `get_tokenizer`; or the model has no tokenizer, or one of another size or name.
     """
-    name = find_tokenizer(directory)
-    size = None if name is None else VOCAB_SIZES.get(name) or get_tokenizer(name).vocab_size
-    if name is None or size != vocab_size:
+    tokenizer = find_tokenizer(directory)
+    if tokenizer and stated and tokenizer.name != stated:
         raise UserError(
-            f"{directory} has no {TOKENIZER_JSON} for its {vocab_size:,} tokens. "
-            "Copy the one that the model was trained with into that folder."
+            f"{directory} has its own tokenizer ({tokenizer.name}), not {stated}, in {TOKENIZER_JSON}. Leave out --tokenizer."
         )
-    return name
-
-
-def tokenizer_of_model(directory: Path, vocab_size: int) -> Tokenizer:
-    """Returns the tokenizer of the model in a directory. Raises the errors of `tokenizer_name`."""
-    return get_tokenizer(tokenizer_name(directory, vocab_size))
+    if tokenizer is None and stated in VOCAB_SIZES:
+        tokenizer = get_tokenizer(stated)
+    if tokenizer is None:
+        raise UserError(
+            f"{directory} has no {TOKENIZER_JSON} for its {vocab_size:,} tokens. Copy the one that the model was trained "
+            "with into that folder, or say that they are GPT-2's tokens with --tokenizer gpt2."
+        )
+    if tokenizer.vocab_size != vocab_size:
+        raise UserError(
+            f"the model in {directory} has {vocab_size:,} tokens, but its tokenizer ({tokenizer.name}) has "
+            f"{tokenizer.vocab_size:,}. Copy the {TOKENIZER_JSON} that the model was trained with into that folder."
+        )
+    return tokenizer
 
 
 def _fingerprint(content: Mapping[str, Any]) -> str:
@@ -187,7 +209,7 @@ class Tokenizer:
 
 
 class BpeTokenizer(Tokenizer):
-    """The byte-pair encoding in a `tokenizer.json`, which splits text into words as GPT-2 does.
+    """The byte-pair encoding in a `tokenizer.json`, which splits text into words as GPT-2 does. GPT-2's own is one.
 
     The first 256 tokens are the bytes, the i-th merge makes token 255 + i, and the last token is end-of-text.
 
@@ -198,11 +220,11 @@ class BpeTokenizer(Tokenizer):
         An exception in MALFORMED: the content is another kind of tokenizer.
     """
 
-    name = "bpe"
-
     def __init__(self, content: str):
         self.json = content
         definition = json.loads(content)
+        fingerprint = _fingerprint(definition)
+        self.name = KNOWN_FINGERPRINTS.get(fingerprint, "bpe")
         merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in definition["model"]["merges"]]
         *tokens, _end_of_text = tokens_in_order(definition["model"]["vocab"])
         pairs = [_bytes_of(first) + _bytes_of(second) for first, second in merges]
@@ -210,7 +232,7 @@ class BpeTokenizer(Tokenizer):
             raise ValueError("its tokens are not the bytes followed by the merges")
         if len(tokens) >= MAX_VOCAB_SIZE:
             raise ValueError("it has too many tokens")
-        if _fingerprint(json.loads(tokenizer_json(tokens, merges))) != _fingerprint(definition):
+        if self.name == "bpe" and _fingerprint(json.loads(tokenizer_json(tokens, merges))) != fingerprint:
             raise ValueError("it splits text differently, or has other special tokens")
         self._encoding = _tiktoken_encoding(self.name, tokens)
 
@@ -231,35 +253,28 @@ class BytesTokenizer(Tokenizer):
         return np.frombuffer(to_utf8(text), dtype=np.uint8)
 
 
-class Gpt2Tokenizer(Tokenizer):
-    """GPT-2's tokenizer. tiktoken downloads its two files once, into TIKTOKEN_CACHE_DIR.
+@functools.cache
+def _download_gpt2() -> BpeTokenizer:
+    """Returns GPT-2's tokenizer, made from its merges. tiktoken downloads them once, into TIKTOKEN_CACHE_DIR.
 
     Raises:
-        UserError: the files are not on this machine, and the download fails.
+        UserError: they are not on this machine, and the download fails.
     """
+    import requests
+    from tiktoken.load import read_file_cached
 
-    name = "gpt2"
-
-    def __init__(self) -> None:
-        import requests
-        import tiktoken
-
-        try:
-            self._encoding = tiktoken.get_encoding("gpt2")
-        except (OSError, ValueError, requests.RequestException) as error:  # ValueError is a wrong checksum
-            reason = "no connection to the server" if isinstance(error, requests.ConnectionError) else str(error)
-            raise UserError(
-                f"GPT-2's vocabulary is not on this machine, and cannot be downloaded ({reason}). Copy tiktoken's cache from a "
-                'machine that has it, and set TIKTOKEN_CACHE_DIR to its path; or make shards with "--tokenizer bpe".',
-                this_rank_only=True,
-            ) from error
-
-    @functools.cached_property
-    def json(self) -> str:
-        from tiktoken.load import read_file_cached
-
+    try:
         _version, *lines = read_file_cached(*GPT2_MERGES).decode().splitlines()
-        return tokenizer_json(self.token_bytes(), [line.split(" ") for line in lines])
+    except (OSError, ValueError, requests.RequestException) as error:  # ValueError is a wrong checksum
+        reason = "no connection to the server" if isinstance(error, requests.ConnectionError) else str(error)
+        raise UserError(
+            f"GPT-2's vocabulary is not on this machine, and cannot be downloaded ({reason}). Copy tiktoken's cache from a "
+            'machine that has it, and set TIKTOKEN_CACHE_DIR to its path; or make shards with "--tokenizer bpe".',
+            this_rank_only=True,
+        ) from error
+    merges = [line.split(" ") for line in lines]
+    tokens = [*sorted(printable_bytes()), *map("".join, merges)]  # in OpenAI's order
+    return BpeTokenizer(tokenizer_json([*map(_bytes_of, tokens)], merges))
 
 
 def _tiktoken_encoding(name: str, tokens: Sequence[bytes]) -> tiktoken.Encoding:
@@ -294,20 +309,6 @@ def tokenizer_json(tokens: Sequence[bytes], merges: Sequence[Sequence[str]], spl
         "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level, "model": model,
     }  # fmt: skip
     return json.dumps(content, ensure_ascii=False)
-
-
-def load_bpe(path: Path) -> BpeTokenizer:
-    """Returns the encoding in a `tokenizer.json`.
-
-    Raises:
-        UserError: the file is missing, or has another kind of tokenizer.
-    """
-    try:
-        return BpeTokenizer(path.read_text(encoding="utf-8"))
-    except MALFORMED as error:
-        raise UserError(
-            f"{path} is not a byte-level BPE like fineweb.py's, with end-of-text as its last token. Use another model."
-        ) from error
 
 
 def tokens_in_order(vocabulary: Mapping[str, int]) -> list[bytes]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from support.cli import UserError
+from support.cli import UserError, format_bytes
 from support.runtime import devices
 from support.runtime.distributed import Distributed
 from support.runtime.memory import Sizes, bytes_needed, largest_micro_batch, optimizer_bytes
@@ -51,25 +51,43 @@ def largest_batch_size(
 
     On CUDA, tries the largest that fits according to the formulas, and then smaller ones: runs forward and backward
     passes while as much memory is allocated as the optimizer takes. Other devices swap: for them, it returns the
-    machine's, so that a resumed run stays the same, bit by bit.
+    machine's, so that a resumed run stays the same, bit by bit, or refuses it if the formulas say that it does not fit.
 
     Args:
         make_model: returns a model to try, whose weights do not change: the model to train (with DDP, which waits for no
             other rank while nothing is synchronized), or an FSDP model made with `alone`.
 
     Raises:
-        UserError: not even one row fits.
+        UserError: not even one row fits, or not the machine's micro-batch on a device that swaps.
     """
-    device, most = dist.device, machine.batch_size
-    if device.type not in TRIED:
-        return most
-    dist.connect_gpus()  # NCCL takes memory, too
+    device, most, asked = dist.device, machine.batch_size, config.batch_size
     rows = rows_per_rank(config.total_batch_size, config.block_size, dist.world_size)
+    if asked is not None and most < min(asked, rows):
+        dist.print0(
+            f"note    --batch-size {asked} does not divide the {rows:,} rows of a step on each process; using {most}"
+        )
+    dist.connect_gpus()  # NCCL takes memory, too
     free, total = devices.free_and_total_memory(device)
+    sharded = config.parallel == "fsdp" and dist.world_size > 1
     needed = partial(bytes_needed, config, sizes, dist, devices.DTYPES[machine.dtype], machine.compiled)
+    no_row_fits = (
+        f"not even one row of {config.block_size} tokens fits into the memory of {device} ({free / 2**30:.1f} GiB free). "
+        "Use a smaller --model or --block-size."
+    )
+    if device.type not in TRIED:
+        available = free + (0 if sharded else 4 * sizes.parameters)  # the weights are in memory already
+        B = min(dist.gather(largest_micro_batch(rows, most, needed, available)))
+        if B == 0:
+            raise UserError(no_row_fits)
+        if most > B:
+            raise UserError(
+                f"a micro-batch of {most} rows takes about {format_bytes(needed(most))}, but only "
+                f"{format_bytes(available)} are available. Use --batch-size {B}."
+            )
+        return most
 
     def try_to_train(B: int) -> None:
-        model, sharded = make_model(), config.parallel == "fsdp" and dist.world_size > 1
+        model = make_model()
         moments = optimizer_bytes(config, sizes.trained) // (dist.world_size if sharded else 1)
         optimizer_state = torch.empty(moments, dtype=torch.uint8, device=device)
         tokens = torch.zeros((B, config.block_size + 1), dtype=torch.int64, device=device)
@@ -103,10 +121,7 @@ def largest_batch_size(
         if B == 1:
             with dist.failing_together():
                 if not has_fitted:
-                    raise UserError(
-                        f"not even one row of {config.block_size} tokens fits into the memory of {device} "
-                        f"({free / 2**30:.1f} GiB free). Use a smaller --model or --block-size."
-                    )
+                    raise UserError(no_row_fits)
         B = largest_divisor(rows, B - 1)
         torch.compiler.reset()  # the graphs of sizes that did not fit would count towards the recompilation limit
     if most > B:

@@ -54,7 +54,7 @@ def flags_for_minutes(
     Raises:
         UserError: there is not even time for one step.
     """
-    minutes, tokenizer = config.minutes or 0.0, "bpe" if config.demo else config.tokenizer
+    minutes, tokenizer = config.minutes or 0.0, "bpe" if config.demo else config.tokenizer or "gpt2"
     text_bytes = presets.text_bytes(config.text, config.text_field)
     vocab_size = VOCAB_SIZES.get(tokenizer) or bpe.fitting_vocab_size(text_bytes)
     machine = Machine.find(config, dist.device, dist.world_size)

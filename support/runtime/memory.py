@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from support.cli import UserError
-from support.files import format_bytes
+from support.cli import UserError, format_bytes
 from support.optim import loss
 from support.runtime import devices, fsdp
 from support.runtime.distributed import Distributed

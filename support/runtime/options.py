@@ -52,7 +52,9 @@ class RunOptions:
         "most sequences per micro-batch and device; fewer take less memory; the tokens per step stay the same", MAIN_GROUP,
         default_help="64 on CUDA, otherwise 4", at_least=1, below=2**31)
     text_field: str = flag("text", "JSON field or parquet column with the text, for --text", "text", metavar="FIELD")
-    tokenizer: str = flag("gpt2", "for --text: GPT-2's tokens, bytes, or bpe, which is trained on the text", "text",
+    tokenizer: str | None = flag(None,
+        "for --text: GPT-2's tokens, bytes, or bpe, which is trained on the text; for --init-from: the tokens of a model "
+        "without tokenizer.json", "text",
         default_help="bpe up to 400 MB, otherwise gpt2; with --init-from, the model's", choices=("gpt2", "bytes", "bpe"))
 
     # None: at each quarter of the time, with --minutes

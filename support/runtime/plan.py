@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from support.cli import UserError
+from support.cli import UserError, format_bytes
 from support.data import bpe, presets, shards
 from support.data.tokenizer import VOCAB_SIZES
-from support.files import format_bytes
 from support.runtime import batch_size, devices, memory
 from support.runtime.memory import Sizes, TrainingMemory, block_parameters, training_memory
 
@@ -166,7 +165,7 @@ def vocab_size_of(config: TrainConfig) -> int:
     """Returns the vocabulary size of the run's shards or, if there are none yet, of its tokenizer."""
     if shards.shard_paths(config.data, "train"):
         return shards.read_manifest(config.data)["vocab_size"]
-    tokenizer = "bpe" if config.demo else config.tokenizer
+    tokenizer = "bpe" if config.demo else config.tokenizer or "gpt2"
     return VOCAB_SIZES.get(tokenizer) or bpe.fitting_vocab_size(presets.text_bytes(config.text, config.text_field))
 
 

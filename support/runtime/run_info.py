@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import os
+import uuid
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +46,13 @@ class RunInfo:
     checkpoint: Checkpoint | None = None  # the checkpoint that the run resumes from or forks
     hellaswag_items: int = 0  # items that all ranks score, in total
 
+    @functools.cached_property
+    def id(self) -> str:
+        """Identifies the run in its checkpoints and in `starts.jsonl`; a resumed run keeps it, a fork has its own."""
+        if self.checkpoint and not self.config.starts_fork:
+            return self.checkpoint.run
+        return uuid.uuid4().hex[:12]
+
     @property
     def first_step(self) -> int:
         """The first step of this process."""
@@ -58,6 +68,20 @@ class RunInfo:
         """Average bytes of text per validated token, to convert nats per token to nats per byte."""
         targets = self.data.targets(self.config.block_size, self.config.val_tokens)
         return sum(map(self.data.tokenizer.count_bytes, targets)) / self.validated_tokens
+
+    @functools.cached_property
+    def comparable(self) -> dict[str, str]:
+        """A key for each of "train", "val" and "hella": values of two starts are comparable if their keys are equal.
+
+        Values at a step are compared, so the tokens of a step count, besides the data that they are measured on.
+        """
+        measured_on = {
+            "train": self.identity["train"],
+            "val": [self.identity["val"], self.validated_tokens],
+            "hella": self.hellaswag_items,
+        }
+        keys = {name: json.dumps([self.config.total_batch_size, on]) for name, on in measured_on.items()}
+        return {name: hashlib.sha256(key.encode()).hexdigest()[:16] for name, key in keys.items()}
 
     @property
     def prompt(self) -> str:
