@@ -161,14 +161,14 @@ def test_a_file_gets_every_step_and_no_escape_codes(byte_shards, tmp_path, capsy
     assert log_without_seconds(tmp_path / "thinned") == log_without_seconds(tmp_path / "run")
 
 
-def test_the_summary_agrees_with_the_log(tmp_path, capsys):
+def test_the_summary_names_the_last_and_the_best_loss(tmp_path, capsys):
     out = tmp_path / "my run"
     (out / "model_00006").mkdir(parents=True)
-    (out / "log.txt").write_text("0 val 5.0000\n3 val 3.0000\n6 val 4.0000\n")
+    val = {0: 5.0, 3: 3.0, 6: 4.0}
     run = run_info("--out", out, "--max-steps", 6, "--prompt", "a b")
     run.__dict__["bytes_per_token"] = 2.0
-    state = TrainState(None, None, None, step=6)
-    print_summary(run, ONE_PROCESS, state, None, ["a\nb\x1b[2Jc", "another"])
+    state = TrainState(None, None, None, step=6, tokens=1536)
+    print_summary(run, ONE_PROCESS, state, val, None, ["a\nb\x1b[2Jc", "another"])
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"done    6 steps, 1,536 tokens; \d+:\d\d:\d\d elapsed", lines[1])
     assert lines[2:] == [
@@ -180,7 +180,7 @@ def test_the_summary_agrees_with_the_log(tmp_path, capsys):
     ]
     resumed = replace(run, checkpoint=SimpleNamespace(step=2, seconds=60.0))
     resumed.__dict__["bytes_per_token"] = 2.0
-    print_summary(resumed, ONE_PROCESS, state, out / "model_00004", [])
+    print_summary(resumed, ONE_PROCESS, state, val, out / "model_00004", [])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].endswith(" elapsed since step 2")
     fork = f"python train_gpt2.py --fork '{out}/model_00004' --out '{out}_longer' --max-steps 12"
@@ -190,12 +190,11 @@ def test_the_summary_agrees_with_the_log(tmp_path, capsys):
 @pytest.mark.parametrize("step, minutes, told", [(1075, 2, True), (1085, 2, False), (2690, 5, True), (2710, 5, False)])
 def test_a_demo_on_a_busy_machine_says_that_a_free_one_takes_more_steps(tmp_path, capsys, step, minutes, told):
     """By hand: nine tenths of 1,200 steps of 2,048 tokens in two minutes, or of 3,000 in five, are 1,080 or 2,700."""
-    (tmp_path / "log.txt").write_text(f"{step} val 4.0000\n")
     for of_demo, expected in ((dict(minutes=minutes), told), (dict(minutes=None), False)):
         config = replace(config_of("--out", tmp_path), demo=True, total_batch_size=2048, **of_demo)
         run = replace(run_info(), config=config)
         run.__dict__["bytes_per_token"] = 1.0
-        print_summary(run, ONE_PROCESS, TrainState(None, None, None, step=step), None, [])
+        print_summary(run, ONE_PROCESS, TrainState(None, None, None, step=step), {step: 4.0}, None, [])
         out = " ".join(capsys.readouterr().out.split())
         note = f"this run took {step:,} of 2,048, so its loss is higher: docs/normal.md has examples"
         assert (note in out) == expected
