@@ -51,7 +51,7 @@ from support.runtime.distributed import LONG_TIMEOUT, ONE_PROCESS, STEP_TIMEOUT,
 from support.runtime.kv_cache import KVCache
 from support.runtime.machine import Machine
 from support.runtime.options import RunOptions, check_consistent
-from support.runtime.run_info import RunInfo
+from support.runtime.run_info import RunInfo, checkpoint_path
 from support.runtime.signals import StopHandler
 
 # -----------------------------------------------------------------------------
@@ -769,14 +769,16 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
             state.check_bad_steps(config.max_bad_steps)  # raises after too many skipped steps in a row
         if not finished:  # a signal, a corrupt shard or a failed save, on any rank
             checkpoints.save_and_exit(state, dist)
-    texts: list[str] = []
+    texts, best = list[str](), checkpoints.best()
     if config.demo or config.text is not None:
         with fsdp.full_weights(eval_model, model), amp:
+            is_last = best == checkpoint_path(config.out, state.step)
+            writer = GPT.from_pretrained(best, verify=False).to(device) if best and not is_last else eval_model
             generator = devices.seeded_generator(device, config.seed)
-            eval_model.eval()
             length = clock.tokens_of_last_text(most=150, step_tokens=B * T * grad_accum)
-            texts = sample(eval_model, data.tokenizer, run.prompt, length, generator, 0.8, n=1)
-    print_summary(run, dist, state, logger.values["val"], newest_before_cooldown(config.out), texts)
+            texts = sample(writer.eval(), data.tokenizer, run.prompt, length, generator, 0.8, n=1)
+    passes, before_cooldown = state.row / loader.rows_per_epoch, newest_before_cooldown(config.out)
+    print_summary(run, dist, state, passes, logger.values["val"], best, before_cooldown, texts)
     return state
 
 

@@ -34,7 +34,11 @@ def server(monkeypatch, tmp_path):
 def test_without_a_source_it_is_fineweb_edu_and_finished_shards_need_no_hub(server, capsys):
     fineweb.main(FLAGS)
     assert tokens_in("edu_fineweb10B") == expected_shards(TEXTS)
-    assert {p.name for p in Path("edu_fineweb10B").iterdir() if p.suffix != ".npy"} == {".lock", "manifest.json", "tokenizer.json"}
+    assert {p.name for p in Path("edu_fineweb10B").iterdir() if p.suffix != ".npy"} == {
+        ".lock",
+        "manifest.json",
+        "tokenizer.json",
+    }
     manifest = shards.read_manifest("edu_fineweb10B")
     assert (manifest["source"], manifest["revision"]) == (f"{EDU}/sample-10BT [train]", COMMIT)
     names = [shard["file"] for shard in manifest["shards"]]

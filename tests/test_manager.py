@@ -214,6 +214,16 @@ def test_the_loss_of_a_checkpoint_counts_wherever_it_was_measured(tmp_path):
     assert save_one(checkpoints, 20) == [10, 20]
 
 
+def test_the_best_checkpoint_is_the_one_with_the_lowest_loss(tmp_path):
+    checkpoints = manager_of(tmp_path)
+    assert checkpoints.best() is None
+    for step in (1, 2, 3):
+        save_one(checkpoints, step)
+    assert checkpoints.best() == tmp_path / "model_00003"  # no loss is known
+    checkpoints.values["val"].update({1: 2.0, 2: 2.0, 3: 3.0, 5: 1.0})
+    assert checkpoints.best() == tmp_path / "model_00002"
+
+
 def test_what_is_removed_is_said(tmp_path, capsys):
     for step in (1, 2):
         save_one(manager_of(tmp_path), step)

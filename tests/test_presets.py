@@ -10,12 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import losses, run_script
-from training import ONE_PROCESS, configure, forked
+from training import ONE_PROCESS, checkpoint_names, configure, forked
 
+import train_gpt2
 from support.cli import UserError
 from support.console.starts import read_starts
+from support.console.terminal import on_one_line
 from support.data.presets import fast_rates, text_bytes
 from support.data.tokenizer import get_tokenizer
+from support.runtime import devices
 from train_gpt2 import GPT, MODELS, GPTConfig, train
 
 TEXT = "".join(f"{a} and {b} are {a + b}.\n" for a in range(40) for b in range(60))
@@ -187,6 +190,28 @@ def test_samples_continue_the_held_out_text_unless_there_is_a_prompt_and_the_hea
     recorded = read_starts(Path("run"))[0]["flags"]  # which has what was chosen
     chosen = {"tokenizer": "bytes", "recipe": "fast", "max_lr": 0.0009, "max_steps": 4, "keep": 1, "shuffle": True}
     assert chosen.items() <= recorded.items()
+
+
+def test_the_text_at_the_end_is_the_best_models(tmp_path, capfd, monkeypatch):
+    """By the losses that it is told, the model is best after a quarter: that one writes, and is kept and named."""
+    losses_told = iter([9.0, 1.0, 2.0, 3.0, 4.0])
+    monkeypatch.setattr(train_gpt2, "validation_loss", lambda *args: next(losses_told))
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(TEXT)
+    flags = [*SMALL, "--checkpoint-every", 1, "--val-every", 1, "--prompt", "1 and"]
+    train(configure(["--text", "text.txt", "--tokenizer", "bytes", "--out", "run", *flags])[0], ONE_PROCESS)
+    printed = capfd.readouterr().out
+    assert checkpoint_names(Path("run")) == [
+        "model_00001",
+        "model_00002",
+        "model_00004",
+    ]  # the second: before the cooldown
+    assert "next    python sample.py --model run/model_00001 --prompt '1 and'" in printed
+    model, tokenizer = GPT.from_pretrained("run/model_00001").eval(), get_tokenizer("bytes")
+    generator = devices.seeded_generator(ONE_PROCESS.device, 1337)
+    [expected] = train_gpt2.sample(model, tokenizer, "1 and", 150, generator, 0.8, n=1)
+    sample = " ".join(printed.partition("\nsample  ")[2].partition("\nsaved ")[0].split())
+    assert sample == " ".join(on_one_line(expected).split())
 
 
 @pytest.mark.slow

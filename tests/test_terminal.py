@@ -168,7 +168,7 @@ def test_the_summary_names_the_last_and_the_best_loss(tmp_path, capsys):
     run = run_info("--out", out, "--max-steps", 6, "--prompt", "a b")
     run.__dict__["bytes_per_token"] = 2.0
     state = TrainState(None, None, None, step=6, tokens=1536)
-    print_summary(run, ONE_PROCESS, state, val, None, ["a\nb\x1b[2Jc", "another"])
+    print_summary(run, ONE_PROCESS, state, 1.0, val, out / "model_00006", None, ["a\nb\x1b[2Jc", "another"])
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"done    6 steps, 1,536 tokens; \d+:\d\d:\d\d elapsed", lines[1])
     assert lines[2:] == [
@@ -180,11 +180,27 @@ def test_the_summary_names_the_last_and_the_best_loss(tmp_path, capsys):
     ]
     resumed = replace(run, checkpoint=SimpleNamespace(step=2, seconds=60.0))
     resumed.__dict__["bytes_per_token"] = 2.0
-    print_summary(resumed, ONE_PROCESS, state, val, out / "model_00004", [])
+    print_summary(resumed, ONE_PROCESS, state, 1.0, val, out / "model_00006", out / "model_00004", [])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].endswith(" elapsed since step 2")
     fork = f"python train_gpt2.py --fork '{out}/model_00004' --out '{out}_longer' --max-steps 12"
     assert lines[-1] == f"longer  {fork}"
+
+
+@pytest.mark.parametrize("passes, dropout", [(3.0, 0.0), (38.0, 0.0), (38.0, 0.2)])
+def test_what_is_named_next_is_the_best_model(tmp_path, capsys, passes, dropout):
+    out = tmp_path / "run"
+    for step in (3, 6):
+        (out / f"model_0000{step}").mkdir(parents=True)
+    run = run_info("--out", out, "--max-steps", 6, "--dropout", dropout)
+    state = TrainState(None, None, None, step=6, tokens=1536)
+    print_summary(run, ONE_PROCESS, state, passes, {0: 5.0, 3: 3.0, 6: 4.0}, out / "model_00003", None, [])
+    printed = capsys.readouterr().out
+    assert f"next    python sample.py --model {out}/model_00003\n" in printed
+    words = " ".join(printed.split())
+    assert f"the last model is worse than {out}/model_00003" in words
+    assert ("it has read its data 38 times, and learns it by heart" in words) == (passes > 10)
+    assert ("Use --dropout 0.2, or more text." in words) == (passes > 10 and not dropout)
 
 
 @pytest.mark.parametrize("step, minutes, told", [(1075, 2, True), (1085, 2, False), (2690, 5, True), (2710, 5, False)])
@@ -194,7 +210,7 @@ def test_a_demo_on_a_busy_machine_says_that_a_free_one_takes_more_steps(tmp_path
         config = replace(config_of("--out", tmp_path), demo=True, total_batch_size=2048, **of_demo)
         run = replace(run_info(), config=config)
         run.__dict__["bytes_per_token"] = 1.0
-        print_summary(run, ONE_PROCESS, TrainState(None, None, None, step=step), {step: 4.0}, None, [])
+        print_summary(run, ONE_PROCESS, TrainState(None, None, None, step=step), 1.0, {step: 4.0}, None, None, [])
         out = " ".join(capsys.readouterr().out.split())
         note = f"this run took {step:,} of 2,048, so its loss is higher: docs/normal.md has examples"
         assert (note in out) == expected

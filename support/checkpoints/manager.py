@@ -214,18 +214,20 @@ class CheckpointManager:
         All others are kept: the newest `keep` intact ones, including `step` (0 keeps all), the one with the best
         validation loss, and the newest one before a cooldown, from which a longer run can start.
         """
-        config = self.run.config
-        *earlier, newest = [path for path in list_checkpoints(self.out) if step_of(path) <= step]
+        config, best = self.run.config, self.best()
+        *earlier, _newest = [path for path in list_checkpoints(self.out) if step_of(path) <= step]
         if config.keep == 0 or len(earlier) < config.keep:
             return
-        # the newest one if no loss is known
-        best = min([newest, *reversed(earlier)], key=self._validation_loss)
         kept = 1
         for directory in reversed(earlier):
             if kept < config.keep and find_corruption(directory) is None:
                 kept += 1
             elif directory not in (best, newest_before_cooldown(self.out)):
                 yield directory
+
+    def best(self) -> Path | None:
+        """Returns the checkpoint in --out with the best comparable validation loss, or the newest one if none is known."""
+        return min(reversed(list_checkpoints(self.out)), key=self._validation_loss, default=None)
 
     def _validation_loss(self, checkpoint: Path) -> float:
         """Returns the validation loss of a checkpoint; infinity if none is known that is comparable with this process'.

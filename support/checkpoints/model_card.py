@@ -89,6 +89,9 @@ def model_card(run: RunInfo, step: int, tokens: int, val: Mapping[int, float], h
     if at := max(val, default=0):  # at step 0, nothing has been trained
         loss = f"{val[at]:.4f} nats per token, {val[at] / run.bytes_per_token:.4f} per byte"
         facts["validation loss"] = f"{loss}, over {run.validated_tokens:,} tokens (step {at:,})"
+        best = min(val, key=lambda step: val[step])
+        if val[best] < val[at]:
+            facts["best validation loss of this run"] = f"{val[best]:.4f} nats per token (step {best:,})"
     if at := max(hellaswag, default=0):
         facts["HellaSwag"] = f"acc_norm {hellaswag[at]:.4f} on {run.hellaswag_items:,} items (step {at:,})"
     return _CARD.format(

@@ -153,13 +153,15 @@ def describe_recipe(config: TrainConfig) -> str:
 
 
 def print_summary(
-    run: RunInfo, dist: Distributed, state: TrainState, val: Mapping[int, float], before_cooldown: Path | None,
-    texts: Sequence[str],
+    run: RunInfo, dist: Distributed, state: TrainState, passes: float, val: Mapping[int, float], best: Path | None,
+    before_cooldown: Path | None, texts: Sequence[str],
 ) -> None:  # fmt: skip
     """Prints the end of a finished run: losses, time, tokens, the checkpoint, and the command to run next.
 
     Args:
+        passes: over the data, so far.
         val: comparable validation losses by step.
+        best: the best checkpoint.
         before_cooldown: the checkpoint from which a longer run can start.
         texts: samples that continue the run's prompt; the first one is shown.
     """
@@ -174,17 +176,23 @@ def print_summary(
     done = f"{pluralize(step, 'step')}, {state.tokens:,} tokens; {elapsed} elapsed{since}"
     lines, checkpoint = [labelled("done", done)], checkpoint_path(out, step)
     lines += [labelled("note", note)] if (note := presets.fewer_steps_note(config, step)) else []
-    best = min(val, key=lambda step: val[step], default=step)
-    for at, name in {step: "last", best: "best"}.items():  # one line if they are the same
+    best_step = min(val, key=lambda step: val[step], default=step)
+    for at, name in {step: "last", best_step: "best"}.items():  # one line if they are the same
         if at in val:
             loss = f"{val[at]:.4f} nats per token, {val[at] / run.bytes_per_token:.4f} per byte, at step {at:,}"
             loss += f": {checkpoint_path(out, at)}" if at != step and checkpoint_path(out, at).is_dir() else ""
             lines.append(styled(labelled(name, f"validation loss {loss}"), BOLD))
+    if best and best != checkpoint:
+        why = (
+            f": it has read its data {passes:.0f} times, and learns it by heart" if passes > presets.MAX_EPOCHS else ""
+        )
+        advice = " Use --dropout 0.2, or more text." if why and not config.dropout else ""
+        lines.append(labelled("note", f"the last model is worse than {best}{why}.{advice}"))
     lines += [labelled("sample", on_one_line(text)) for text in texts[:1]]
     if checkpoint.is_dir():
         prompt = f" --prompt {shlex.quote(run.prompt)}" if texts else ""
         lines.append(f"saved   {checkpoint}")
-        lines.append(f"next    python sample.py --model {shlex.quote(str(checkpoint))}{prompt}")  # on one line, to copy
+        lines.append(f"next    python sample.py --model {shlex.quote(str(best or checkpoint))}{prompt}")  # to copy
         lines += describe_longer_run(config, before_cooldown)
     print_lines("\n" + "\n".join(lines))
 
