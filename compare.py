@@ -185,6 +185,7 @@ def format_columns(columns: Sequence[Sequence[str]]) -> list[str]:
 # -----------------------------------------------------------------------------
 # --normal
 
+ITEMS = 10_042  # of HellaSwag's validation split, on which the public runs are scored
 SHOWN_STEPS = {10, 50, 100, 250, 1000, 5000, 10000, 15000}  # besides the last one
 
 
@@ -205,6 +206,8 @@ def answer_normal(path: Path, picture: Path, asked_to_draw: bool) -> None:
     log, starts = read_log(file, finite=False), read_starts(file.parent) if file.name == "log.txt" else []
     for name in normal.NAMES if starts else ():
         log[name] = comparable_values(name, log[name], starts)
+    if starts and starts[-1].get("hellaswag_items") != ITEMS:
+        log["hella"] = {}
     verdict = normal.judge(log)
     if verdict is None:
         raise UserError(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
+from helpers import ROOT
 from test_curves import PNG, labels_of, points
 
 import compare
@@ -62,7 +63,7 @@ def write_log(path, log: Log):
 FAULTS = {
     "synchronised late": (dict(train={0: 0, 50: 0.05, 1000: 0.35, 5000: 0.29, 19072: 0.2}), "too late", 5000),
     "synchronised late, more": (dict(train={0: 0, 50: 0.07, 1000: 0.73, 5000: 0.5, 19072: 0.35}), "too late", 19073),
-    "not synchronised": (dict(train={0: 0, 1000: 0.156, 19072: 0.123}), "not synchronised", 19073),
+    "not synchronised": (dict(train={0: 0, 1000: 0.156, 19072: 0.123}), "without any synchronisation", 19073),
     "residual, not scaled": (dict(train={0: 0, 10: 0.38, 1000: 0.13, 5000: 0.02, 19072: 0.01}), "not scaled", 100),
     "residual, 0.2": (
         dict(train={0: 0, 10: 0.6, 1000: 0.356, 19072: 0.138}, norm=4.7),
@@ -70,7 +71,7 @@ FAULTS = {
         100,
     ),
     "no warm-up": (dict(train={0: 0, 1000: 0.706, 5000: 0.3, 19072: 0.098}), "warm-up", 19073),
-    "no warm-up, seen early": (dict(train={0: 0, 10: -1, 100: -0.5, 300: 0.7, 1000: 0.706, 5000: 0.3, 19072: 0.098}), "warm-up", 19073),
+    "no warm-up, seen early": (dict(train={0: 0, 10: -1, 100: -0.5, 300: 0.7, 1000: 0.706, 5000: 0.3, 19072: 0.098}), "warm-up", 1000),
     "one rank": (dict(train={0: 0, 3000: -0.4, 19072: -0.382}, val={0: 0, 19072: 0.022}), "same batch", 5000),
     "first shard": (
         dict(
@@ -80,7 +81,7 @@ FAULTS = {
         19073,
     ),
     "resume": (dict(jump=(700, 0.4)), "resume", 1000),
-    "sum": (dict(validation=20.0), "without dividing", 100),
+    "sum": (dict(validation=20.0), "sum", 100),
     "rate 2x": (dict(train={0: 0, 1000: -0.1, 19072: -0.027}), "learning rate", 1000),
     "rate 3x": (dict(train={0: 0, 1000: -0.2, 19072: -0.075}), "learning rate", 1000),
 }  # fmt: skip
@@ -124,7 +125,13 @@ def test_a_fault_is_named_or_its_cause_is_unknown_but_never_wrong(name, noise):
 
 
 def test_what_no_signature_fits_has_no_cause():
-    for train in ({0: 0, 1000: 0.3, 2000: 0}, {0: 0, 3000: 0, 3001: 2, 19072: 3}, {0: 0.4}, {0: -0.5}):
+    for train in (
+        {0: 0, 1000: 0.3, 2000: 0},
+        {0: 0, 3000: 0, 3001: 1, 3050: 0},
+        {0: 0, 3000: 0, 3001: 2, 19072: 3},
+        {0: 0.4},
+        {0: -0.5},
+    ):
         verdict = normal.judge(make_log(train))
         assert str(verdict).startswith("not normal, cause unknown ("), str(verdict)
 
@@ -139,12 +146,13 @@ def test_a_loss_that_is_lost_is_not_normal():
     log["train"] |= dict.fromkeys(range(2500, 3000), float("nan"))
     verdict = normal.judge(log)
     assert verdict.cause is None and "not finite from step 2,500 on" in str(verdict)
+    assert "from step 0 on" in str(normal.judge({"train": {0: float("nan")}}))
     log["train"][2999] = 3.5  # a few skipped steps
     assert normal.judge(log).is_normal
 
 
 def test_the_text_says_since_when_and_by_how_many_widths():
-    text = str(normal.judge(make_log({0: 0, 1999: 0, 2000: 0.3, 19072: 0.3}, noise=0.01)))
+    text = str(normal.judge(make_log({0: 0, 1951: 0, 1952: 0.3, 19072: 0.3}, noise=0.01)))
     worst = max(range(2000, 19001, 250), key=lambda s: 0.3 / np.ptp(normal.load()["steps"][str(s)]["train"]))
     assert "training loss above the band since step 2,000, by" in text and f"at step {worst:,};" in text
     text = str(normal.judge(make_log({0: 0, 2000: 0, 2250: 0.3, 4000: 0.3, 4250: 0, 19072: 0}, noise=0.01)))
@@ -156,6 +164,21 @@ def test_the_recipe_is_the_trainers():
     assert normal.other_flags(used) == []
     assert normal.other_flags(used | {"max_lr": 1e-3, "seed": 1}) == [("max_lr", 1e-3, 6e-4)]
     assert used["max_steps"] == normal.STEPS
+
+
+def test_the_page_has_the_values_and_the_runs_of_the_file():
+    page, content = (ROOT / "docs" / "normal.md").read_text(), normal.load()
+    rows = [[cell.strip() for cell in row.split("|")[1:5]] for row in page.splitlines() if " to " in row and "|" in row]
+    rows = [row for row in rows if row[0].replace(",", "") in content["steps"]]
+    assert len(rows) >= 12
+    for step, *cells in rows:
+        values = content["steps"][step.replace(",", "")]
+        for cell, name, digits in zip(cells, normal.NAMES, (3, 3, 4), strict=True):
+            low, _, high = values.get(name, (None, None, None))
+            assert cell == ("" if low is None else f"{low:.{digits}f} to {high:.{digits}f}"), (step, name)
+    for run in content["runs"]:
+        assert f"(https://github.com/{run.split()[0]})" in page
+    assert "\n## What a fault looks like\n" in page  # where a verdict points to
 
 
 # ---- logs
@@ -238,6 +261,7 @@ def write_start(folder, source="HuggingFaceFW/fineweb-edu sample-10BT", **flags:
     start = {
         "run": "a", "first_step": 0, "first_tokens": 0, "tokens_per_step": 2**19, "parameters": 124475904,
         "flags": recipe | flags, "data": {"source": source, "val": [], "tokenizer": "gpt2"}, "comparable": {"val": "x"},
+        "hellaswag_items": 10042,
     }  # fmt: skip
     (folder / "starts.jsonl").write_text(json.dumps(start) + "\n")
 
