@@ -152,7 +152,7 @@ def test_a_loss_that_is_lost_is_not_normal():
 
 
 def test_the_text_says_since_when_and_by_how_many_widths():
-    text = str(normal.judge(make_log({0: 0, 1951: 0, 1952: 0.3, 19072: 0.3}, noise=0.01)))
+    text = str(normal.judge(make_log({0: 0.015, 1951: 0.015, 1952: 0.3, 19072: 0.3}, noise=0.01)))
     worst = max(range(2000, 19001, 250), key=lambda s: 0.3 / np.ptp(normal.load()["steps"][str(s)]["train"]))
     assert "training loss above the band since step 2,000, by" in text and f"at step {worst:,};" in text
     text = str(normal.judge(make_log({0: 0, 2000: 0, 2250: 0.3, 4000: 0.3, 4250: 0, 19072: 0}, noise=0.01)))
