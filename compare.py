@@ -3,8 +3,10 @@
     python compare.py log log_fast               # against steps, in compare.png
     python compare.py log log_fast --x tokens    # for steps of different sizes
     python compare.py log -o log.png             # one run alone
+    python compare.py log --normal               # is it normal? GPT-2 124M on FineWeb-Edu, against ten public runs
 
-DIR is a folder that a run of train_gpt2.py has written.
+DIR is a folder that a run of train_gpt2.py has written. With --normal, it may also be a log.txt, and one that another
+trainer has written in the same form, as build-nanogpt does.
 """
 
 from __future__ import annotations
@@ -16,15 +18,31 @@ if __name__ == "__main__":
 
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from support.cli import UserError, flag, flag_name, parse_flags, run_cli
-from support.console.curves import AXES, Run, compares_per_byte, draw_runs, read_run, save, short_count
+from support.console import normal
+from support.console.curves import (
+    AXES,
+    Run,
+    compares_per_byte,
+    draw_normal,
+    draw_runs,
+    has_fineweb_edu,
+    read_run,
+    save,
+    short_count,
+)
+from support.console.log import read_log
+from support.console.starts import comparable_values, read_starts
 from support.console.terminal import WIDTH, on_one_line
 from support.files import check_output_file
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 IGNORED_FLAGS = {"out", "resume", "fork", "profile"}
 UNKNOWN, GAP = "-", "  "
@@ -38,7 +56,8 @@ class Arguments:
     runs: Sequence[str] = flag((), "folders of runs", positional=True, nargs="+", metavar="DIR")
     x: str = flag("steps", "x-axis; hours count only the time spent in training steps",
         choices=tuple(AXES))
-    output: str = flag("compare.png", "picture to write", short="-o", metavar="FILE")
+    normal: bool = flag(False, "say whether one run of the default recipe is normal, and draw it over ten public runs")
+    output: str | None = flag(None, "picture to write", short="-o", metavar="FILE", default_help="compare.png")
     # fmt: on
 
 
@@ -49,14 +68,19 @@ def parse_arguments(argv: Sequence[str] | None) -> Arguments:
         UserError: it is not valid; one line for each problem.
     """
     args = Arguments(**parse_flags(Arguments, argv, __doc__))
-    if Path(args.output).suffix != ".png":
+    if args.output and Path(args.output).suffix != ".png":
         raise UserError(f"-o {args.output} is not a .png file. Use another name.")
+    if args.normal and (len(args.runs) > 1 or args.x != "steps"):
+        raise UserError("--normal is for one run, by steps. Name one, without --x.")
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
-    check_output_file(Path(args.output), "-o")
+    picture = Path(args.output or "compare.png")
+    check_output_file(picture, "-o")
+    if args.normal:
+        return answer_normal(Path(args.runs[0]), picture, asked_to_draw=args.output is not None)
     runs = read_runs(args.runs)
     labels = label_runs(runs)
     lines = describe(labels, runs)
@@ -64,8 +88,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         names = [textwrap.fill(f"{n}  {name}", WIDTH, subsequent_indent="   ") for n, name in enumerate(labels, 1)]
         lines = [*names, "", *describe([str(n) for n in range(1, len(runs) + 1)], runs)]
     print("\n".join(lines))
-    draw(labels, runs, args.x, Path(args.output))
-    print(f"\nsaved {args.output}", flush=True)
+    draw(lambda: draw_runs(labels, runs, args.x), picture)
+    print(f"\nsaved {picture}", flush=True)
 
 
 def read_runs(folders: Sequence[str]) -> list[Run]:
@@ -93,14 +117,14 @@ def label_runs(runs: Sequence[Run]) -> list[str]:
     return [run.name if count[run.name] == 1 else on_one_line(str(run.folder.resolve())) for run in runs]
 
 
-def draw(labels: Sequence[str], runs: Sequence[Run], axis: str, path: Path) -> None:
-    """Writes the picture.
+def draw(make: Callable[[], Figure], path: Path) -> None:
+    """Makes and writes the picture.
 
     Raises:
         UserError: it cannot be drawn or written.
     """
     try:
-        save(draw_runs(labels, runs, axis), path)
+        save(make(), path)
     except Exception as error:  # matplotlib raises many kinds
         raise UserError(f"cannot draw {path} ({error}). Check the disk, and matplotlib's settings.") from error
 
@@ -156,6 +180,93 @@ def format_columns(columns: Sequence[Sequence[str]]) -> list[str]:
         cells = [f"{first:{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))]
         lines.append(GAP.join(cells).rstrip())
     return lines
+
+
+# -----------------------------------------------------------------------------
+# --normal
+
+ITEMS = 10_042  # of HellaSwag's validation split, on which the public runs are scored
+SHOWN_STEPS = {10, 50, 100, 250, 1000, 5000, 10000, 15000}  # besides the last one
+
+
+def answer_normal(path: Path, picture: Path, asked_to_draw: bool) -> None:
+    """Prints a log's values beside the band, and whether the run is normal, and draws them.
+
+    A run with another recipe or other data gets no verdict, and is drawn only if that was asked for.
+
+    Args:
+        path: a run's folder, or a log.
+
+    Raises:
+        UserError: there is no log, or it has no value to compare.
+    """
+    file = path / "log.txt" if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"there is no log {file}. Pass a run's --out folder, or a log.txt.")
+    log, starts = read_log(file, finite=False), read_starts(file.parent) if file.name == "log.txt" else []
+    for name in normal.NAMES if starts else ():
+        log[name] = comparable_values(name, log[name], starts)
+    if starts and starts[-1].get("hellaswag_items") != ITEMS:
+        log["hella"] = {}
+    verdict = normal.judge(log)
+    if verdict is None:
+        raise UserError(
+            f'{path} has no value to compare, as in the line "10 train 9.8757": the first ones are of steps 0, 10 and 20. '
+            "Pass a run's --out folder, or a log.txt."
+        )
+    differs = describe_other_recipe(starts[-1]) if starts else []
+    print("\n".join(differs or describe_values(verdict)), end="\n\n")
+    if asked_to_draw or not differs:
+        draw(lambda: draw_normal(on_one_line(str(path)), log), picture)
+        print(f"saved {picture}")
+    else:
+        print("-o FILE draws it over the public runs all the same.")
+    print("no verdict: the flags above make this another run than the public ones." if differs else verdict, flush=True)
+
+
+def describe_other_recipe(start: Mapping[str, Any]) -> list[str]:
+    """Returns a table of the flags that make a run incomparable with the public runs; no line if there are none."""
+    rows = [
+        (flag_name(name), _show(value, 40), _show(recipe, 40))
+        for name, value, recipe in normal.other_flags(start["flags"])
+    ]
+    if not has_fineweb_edu(start):
+        rows.append(("--data", _show(start["data"].get("source"), 40), "FineWeb-Edu"))
+    return format_columns(list(zip(("flag", "this run", "public runs"), *rows, strict=True))) if rows else []
+
+
+def describe_values(verdict: normal.Verdict) -> list[str]:
+    """Returns the lines before the verdict: values and band at some steps, and what the log is too short for."""
+    points = {name: {point.step: point for point in verdict.points[name]} for name in normal.NAMES}
+    shown = SHOWN_STEPS | {step for at in points.values() for step in list(at)[-1:]}
+    shown |= {point.step for point in verdict.outside[:1]}
+    steps = sorted(step for step in shown if step in points["train"] or step in points["val"])
+    columns = [["step", *(f"{step:,}" for step in steps)]]
+    for name, title in (("train", "training"), ("val", "validation")):
+        at = [points[name].get(step) for step in steps]
+        columns += [
+            [title, *(f"{point.value:.4f}" if point else "" for point in at)],
+            ["band", *(f"{point.low:.3f} to {point.high:.3f}" if point else "" for point in at)],
+            ["widths", *(_widths(point) if point else "" for point in at)],
+        ]
+    lines = format_columns(columns)
+    lines += [
+        "",
+        "widths: how far a value is above (+) or below (-) the band, in its widths; noise explains some",
+    ]
+    for point in verdict.points["hella"][-1:]:
+        band = f"{point.low:.4f} to {point.high:.4f}"
+        lines.append(f"HellaSwag at step {point.step:,}: {point.value:.4f}; band: {band}; widths: {_widths(point)}")
+    if later := sorted({signature.step for signature in verdict.too_early_for}):
+        more = " or ".join(f"{step:,}" for step in later)
+        lines.append(f"step {verdict.last_step:,} of {normal.STEPS:,}: some faults show only at step {more}")
+    if verdict.possible:
+        lines.append(f"possible, as far as the log tells: {'; '.join(verdict.possible)}")
+    return lines
+
+
+def _widths(point: normal.Point) -> str:
+    return f"{point.widths:+.1f}" if abs(point.widths) >= 0.05 else "in"
 
 
 def _show(value: Any, width: int) -> str:

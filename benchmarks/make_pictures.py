@@ -1,4 +1,5 @@
-"""Makes docs/run.png and docs/terminal.svg from a run of the demo, and docs/from-scratch/losses.png from the lesson.
+"""Makes docs/run.png and docs/terminal.svg from a run of the demo, docs/from-scratch/losses.png from the lesson, and
+docs/normal.png from the public runs.
 
     python benchmarks/make_pictures.py
 
@@ -20,6 +21,9 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 from harness import ROOT, script_command
+from PIL import Image
+
+from support.console.curves import draw_normal, save
 
 COLUMNS, ROWS = 88, 50
 COMMAND = "python train_gpt2.py --demo"
@@ -85,13 +89,21 @@ def draw_lesson(folder: Path) -> None:
     figure.savefig(ROOT / "docs" / "from-scratch" / "losses.png", dpi=150)
 
 
+def draw_public_runs() -> None:
+    figure = draw_normal("ten public runs of GPT-2 124M on FineWeb-Edu: lowest, median and highest value", {})
+    path = ROOT / "docs" / "normal.png"
+    save(figure, path)
+    Image.open(path).quantize(64).save(path, optimize=True)  # a fifth of the size
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         written = run_in_terminal(Path(folder))
         shutil.copy(Path(folder, "log_demo", "curves.png"), ROOT / "docs" / "run.png")
         (ROOT / "docs" / "terminal.svg").write_text(draw(lines_on_screen(written)))
         draw_lesson(Path(folder))
-    print("made docs/run.png, docs/terminal.svg and docs/from-scratch/losses.png")
+    draw_public_runs()
+    print("made docs/run.png, docs/terminal.svg, docs/from-scratch/losses.png and docs/normal.png")
 
 
 if __name__ == "__main__":

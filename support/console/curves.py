@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from support.cli import UserError, warn
+from support.console import normal
 from support.console.log import read_log
 from support.console.starts import comparable_values, read_starts, starts_in_log
 from support.console.terminal import on_one_line
@@ -105,6 +106,13 @@ class Run:
         return x
 
 
+def has_fineweb_edu(start: Mapping[str, Any]) -> bool:
+    """Returns whether a run's data are FineWeb-Edu in GPT-2's tokens, as far as their names say."""
+    data = start["data"]
+    named = re.search("fineweb-edu|edufineweb", f"{data['source']} {data['val']}")
+    return data["tokenizer"] == "gpt2" and named is not None
+
+
 def read_run(folder: Path) -> Run:
     """Reads the run in a folder.
 
@@ -187,6 +195,38 @@ def draw_runs(labels: Sequence[str], runs: Sequence[Run], axis: str = "steps") -
     return figure
 
 
+def draw_normal(name: str, log: Mapping[str, Mapping[int, float]]) -> Figure:
+    """Draws a log over the band of the public runs: losses, HellaSwag, and training minus validation.
+
+    Args:
+        name: the title.
+        log: values by name ("train", "val" and "hella") and step; without any, only the band is drawn.
+    """
+    figure = _new_figure(name)
+    points = normal.band_points(log)
+    last = max((p[-1].step for p in points.values() if p), default=normal.STEPS)
+    for axes, of in zip(figure.subplots(2, 2).flat, (*normal.NAMES, "difference"), strict=True):
+        steps, low, median, high = normal.difference_band() if of == "difference" else vars(normal.band(of)).values()
+        shown = steps <= max(last, 10)
+        axes.fill_between(steps[shown], low[shown], high[shown], color="C2", alpha=0.4, label="ten public runs")
+        axes.plot(steps[shown], median[shown], color="C2", linewidth=0.5)
+        if of == "difference":
+            x, y = normal.differences(points)
+            axes.set_ylabel("training minus validation loss")
+            axes.set_ylim(min([-0.3, *(y - 0.05)]), max([0.3, *(y + 0.05)]))
+        else:
+            x, y = np.array([p.step for p in points[of]]), np.array([p.value for p in points[of]])
+            axes.set_ylabel(normal.NAMES[of])
+        if len(x):
+            axes.plot(x, y, "o-", color="C3", markersize=3, linewidth=0.8, label="this run")
+        if of in ("train", "val"):
+            band = [(steps[shown], low[shown]), (steps[shown], high[shown])]
+            axes.set_ylim(*loss_limits([*band, *([(x, y)] if len(x) else [])]))
+        axes.legend(loc="best", fontsize=8)
+        _style(axes, "steps", last)
+    return figure
+
+
 def compares_per_byte(runs: Sequence[Run]) -> bool:
     """Returns whether the runs have different tokenizers, so that losses per token cannot be compared."""
     tokenizers = [run.start["data"]["tokenizer"] for run in runs]
@@ -219,8 +259,7 @@ def _draw_loss(axes: Axes, run: Run) -> None:
         best = min(losses, key=lambda step: losses[step])
         _draw_validation(axes, *val, "C1", f"validation: best {losses[best]:.4f}, at step {best:,}")
     _draw_others(axes, other_train, other_val, "before: on other data, or in steps of another size")
-    data = run.start["data"]
-    if run.has_gpt2_tokens and re.search("fineweb-edu|edufineweb", f"{data['source']} {data['val']}"):
+    if has_fineweb_edu(run.start):
         axes.axhline(OPENAI_LOSS, color="k", ls="--", lw=1, label=f"OpenAI's GPT-2 124M: {OPENAI_LOSS}")
         curves.append((np.array([0]), np.array([OPENAI_LOSS])))
     axes.set_ylim(*loss_limits(curves))

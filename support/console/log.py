@@ -16,7 +16,7 @@ import os
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 
@@ -27,19 +27,26 @@ LINE = re.compile(r"(\d{1,12}) (.+) (nan|-?inf|-?\d+(?:\.\d+)?(?:e[+-]\d+)?)")  
 FORMATS = {"train": ".6f", "val": ".4f", "hella": ".4f", "lr": ".8g", "norm": ".8g", "seconds": ".8g"}
 
 
-def read_log(path: Path) -> dict[str, dict[int, float]]:
-    """Reads the finite values in a log, by name and then by step. A missing log counts as empty."""
+def read_log(path: Path, finite: bool = True) -> dict[str, dict[int, float]]:
+    """Reads the values in a log, by name and then by step; only the finite ones, if not told otherwise.
+
+    A missing log counts as empty.
+    """
     values: dict[str, dict[int, float]] = defaultdict(dict)
     for line in _read_lines(path):
-        if math.isfinite(value := float(line[3])):
+        if math.isfinite(value := float(line[3])) or not finite:
             values[line[2]][int(line[1])] = value
     return values
 
 
-def _read_lines(path: Path) -> list[re.Match[str]]:
-    """Returns the well-formed lines of a log, without a last line that a crash cut off."""
-    lines = path.read_bytes().decode("utf-8", "replace").split("\n")[:-1] if path.is_file() else []
-    return list(filter(None, map(LINE.fullmatch, lines)))
+def _read_lines(path: Path) -> Iterator[re.Match[str]]:
+    """Yields the well-formed lines of a log, without a last line that a crash cut off."""
+    if path.is_file():
+        with open(path, "rb") as file:
+            for line in file:
+                text = line.rstrip(b"\r\n").decode("utf-8", "replace")  # \r: from Windows
+                if line.endswith(b"\n") and (match := LINE.fullmatch(text)):
+                    yield match
 
 
 class RunLog:
