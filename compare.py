@@ -16,6 +16,7 @@ from support import startup
 if __name__ == "__main__":
     startup.prepare()  # comes first: the imports take seconds
 
+import itertools
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from support.cli import UserError, flag, flag_name, parse_flags, run_cli
+from support.cli import UserError, flag, flag_name, flag_words, parse_flags, run_cli
 from support.console import normal
 from support.console.curves import (
     AXES,
@@ -145,6 +146,20 @@ def differences(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:
         width = max(8, (WIDTH - max(map(len, map(flag_name, different)))) // len(runs) - len(GAP))
         rows = [(flag_name(name), *(_show(value, width) for value in values[name])) for name in different]
         lines = format_columns(list(zip(*[("flag", *labels), *rows], strict=True)))
+    for label, run in zip(labels, runs, strict=True):
+        for start, later in itertools.pairwise(run.starts):
+            before, after = start["flags"], later["flags"]
+            had = [
+                (name, value)
+                for name, value in before.items()
+                if name not in IGNORED_FLAGS and value != after.get(name)
+            ]
+            if had:
+                words = ", ".join(flag_words(name, value) for name, value in had)
+                note = f"note: before step {later['first_step']:,}, {label} had {words}."
+                lines += textwrap.wrap(on_one_line(note), WIDTH)
+    if any(run.start["data"].get("train") != runs[0].start["data"].get("train") for run in runs):
+        lines.append("note: the runs have different training data.")
     validated = [(run.start["data"]["val"], run.start.get("validation_tokens")) for run in runs]
     if any(on != validated[0] for on in validated):
         lines.append("note: the runs have different validation data.")

@@ -25,6 +25,7 @@ if __name__ == "__main__":
     startup.prepare("PyTorch")  # comes first: the imports take seconds
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -172,6 +173,11 @@ class Example:
     def row_lengths(self) -> list[int]:
         """Returns how many tokens the model is fed to score each completion, whose last token is only predicted."""
         return [len(self.context) + len(completion) - 1 for completion in self.completions]
+
+
+def sha256_of(examples: Sequence[Example]) -> str:
+    """Identifies the items, for scores that are to be compared; empty without any."""
+    return hashlib.sha256(repr(examples).encode()).hexdigest()[:16] if examples else ""
 
 
 def render(item: Item, tokenizer: Tokenizer, style: str = "tokens") -> Example:

@@ -706,7 +706,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     loader = DataLoaderLite(data.train, B, T, vocab_size, dist, grad_accum, config.shuffle, config.seed)
     loader.seek(state.row)
     val_loader = DataLoaderLite(data.val, B, T, vocab_size, dist) if data.val else None
-    run = RunInfo(config, machine, data, identity, model, checkpoint, len(examples))
+    run = RunInfo(config, machine, data, identity, model, checkpoint, len(examples), hellaswag.sha256_of(examples))
     folder_lock = run_folder.lock_folder(run, dist)  # from here on, the run is written to --out
     stop = StopHandler(dist.world_size)  # requested: a signal or an error on this rank. agreed: all ranks know and stop
     logger = RunLogger(run, dist)  # log.txt, starts.jsonl, curves.png, trackers, and the console

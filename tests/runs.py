@@ -18,9 +18,9 @@ def log_without_seconds(out: Path) -> str:
 
 
 def content(file: Path) -> bytes:
-    """The bytes of a file, without the line of a model card that a fork has."""
+    """The bytes of a file, without the lines of a model card that a fork has."""
     found = file.read_bytes()
-    return re.sub(rb"- \*\*started from\*\*.*\n", b"", found) if file.name == "README.md" else found
+    return re.sub(rb"- \*\*started from\*\*.*\n|  --fork .*\n", b"", found) if file.name == "README.md" else found
 
 
 def differences(a: Path, b: Path) -> list[str]:

@@ -9,6 +9,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import finish_run, losses, run_to_the_end, start_run
@@ -163,7 +164,7 @@ def test_values_of_the_parent_count_if_they_are_comparable(runs, byte_shards, tm
     assert len(draw_run(run).axes[0].get_lines()) == (4 if not other else 7)  # the parent's curves are grey
 
 
-def test_tokens_are_counted_and_the_data_goes_on_where_it_stopped(runs, byte_shards, tmp_path, monkeypatch):
+def test_tokens_are_counted_and_the_data_goes_on_where_it_stopped(runs, byte_shards, tmp_path, monkeypatch, capsys):
     """By hand: 6 steps of 256 tokens are 96 rows of 16. Then 3 steps of 512 tokens read the next 96 rows, and with
     resumes, too. Other data begin at their first row."""
     read, row = [], DataLoaderLite._row
@@ -181,11 +182,38 @@ def test_tokens_are_counted_and_the_data_goes_on_where_it_stopped(runs, byte_sha
     shutil.rmtree(tmp_path / "fork/model_00009")
     resumed(tmp_path / "fork")
     assert read == [*range(160, 192)]
-    other = make_shards(Documents("x", [f"{i}\n" for i in range(4000)]), tmp_path / "other", tokenizer="bytes")
-    assert other["complete"]
+    make_shards(Documents("x", [f"{i}\n" for i in range(4000)]), tmp_path / "other", tokenizer="bytes")
     read.clear()
+    capsys.readouterr()
     forked(tmp_path / "new", runs / "20/model_00006", *flags, "--max-steps", 7, "--data", tmp_path / "other")
     assert read == [*range(32)]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "other train shards" in printed and "read from the first row on, other val shards" in printed
+
+
+def test_the_passes_of_a_fork_are_those_that_its_data_will_have_had(runs, byte_shards, tmp_path, capsys):
+    """By hand: 6 steps of 16 rows and 3 of 32 are 192 of 766 rows, as each of the shards has one less with --shuffle."""
+    rows = sum((len(np.load(path, mmap_mode="r")) - 1) // 16 - 1 for path in byte_shards.glob("*_train_*.npy"))
+    flags = ["--total-batch-size", 512, "--checkpoint-every", 0, "--val-every", 0]
+    forked(tmp_path / "fork", runs / "20/model_00006", *flags, "--max-steps", 9)
+    assert f"9 steps: {192 / rows:.2f} passes over the data" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_loss_of_the_step_of_the_fork_is_known(runs, byte_shards, tmp_path):
+    """The parent has measured it; a fork that does not validate there takes it, and its checkpoints have it."""
+    trained(tmp_path / "run", "--data", byte_shards, "--max-steps", 9, "--val-every", 3, "--checkpoint-every", 3)
+    known = read_log(tmp_path / "run/log.txt")["val"][6]
+    forked(tmp_path / "fork", tmp_path / "run/model_00006", "--val-every", 5, "--max-steps", 8)
+    assert read_log(tmp_path / "fork/log.txt")["val"][6] == known
+    forked(tmp_path / "other", tmp_path / "run/model_00006", "--val-every", 5, "--max-steps", 8, "--val-tokens", 64)
+    assert 6 not in read_log(tmp_path / "other/log.txt")["val"]  # over other tokens
+
+
+def test_compare_tells_what_a_fork_had_before(runs, byte_shards, tmp_path):
+    forked(tmp_path / "fork", runs / "20/model_00006", "--max-lr", 1e-3, "--max-steps", 8)
+    text = " ".join(compare.differences(["fork"], [read_run(tmp_path / "fork")]))
+    note = text.partition("note: before step 6, fork had ")[2]
+    assert "--max-lr 0.003" in note and "--max-steps 20" in note
 
 
 def test_a_checkpoint_that_left_its_run_has_no_log_of_another(runs, tmp_path, capsys):
@@ -195,7 +223,7 @@ def test_a_checkpoint_that_left_its_run_has_no_log_of_another(runs, tmp_path, ca
     shutil.copytree(runs / "20/model_00006", tmp_path / "foreign/model_00006")
     for name in ("alone", "foreign"):
         forked(tmp_path / f"of_{name}", tmp_path / name / "model_00006", "--max-steps", 8)
-        assert "is not in the folder of its run: the log begins at step 6" in " ".join(capsys.readouterr().out.split())
+        assert "is not there: this one begins at step 6" in " ".join(capsys.readouterr().out.split())
         assert {int(line.split()[0]) for line in (tmp_path / f"of_{name}/log.txt").read_text().splitlines()} == {
             6,
             7,

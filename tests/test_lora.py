@@ -126,7 +126,9 @@ def test_a_resumed_run_is_the_uninterrupted_run_wherever_its_base_model_is(tuned
     assert finish_run(start_run(*flags, cwd=tmp_path, sabotage=stop, defaults=TINY_TRAINING_FLAGS)) == [143]
     resume = ["--resume", "--out", str(run)]
     assert configure([*resume, "--lora-rank", "4", "--lora-alpha", "8"])[0].lora_rank == 4
-    for change in (["--lora-rank", "5"], ["--block-size", "8"]):
+    for change in (["--lora-rank", "5"], ["--lora-alpha", "9.0"], ["--block-size", "8"]):
+        with pytest.raises(UserError, match=f"^{change[0]} is {change[1]}, but the model in .* has .*. A fork keeps"):
+            configure(["--fork", str(run / "model_00004"), "--out", str(tmp_path / "fork"), *change])
         with pytest.raises(UserError, match=f"^{change[0]} is {change[1]}, but the run in .* has .*. Leave it out."):
             configure([*resume, *change])
     moved = first.rename(tmp_path / "moved")

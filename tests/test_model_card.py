@@ -140,6 +140,7 @@ def test_the_command_has_the_data():
         ("--data", "/x/y"): "--data y",
         ("--text", "/x/book.txt", "--tokenizer", "bytes"): "--text book.txt \\\n  --tokenizer bytes",
         ("--demo",): "--demo",
+        ("--fork", "/x/log/model_00006"): "--fork model_00006",
     }
     for flags, expected in commands.items():
         [command] = re.findall(r"```sh\npython train_gpt2.py (.*?)\n```", card_of(*flags)[0], re.S)

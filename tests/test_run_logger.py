@@ -135,7 +135,11 @@ def test_a_line_each_minute_and_with_each_evaluation(tmp_path, fake_time):
 def test_a_timed_run_ends_when_its_minutes_are_over(tmp_path, fake_time):
     """By hand: of 90 minutes, an earlier process took 30; after 120 + 3 x 20 s, 57 are left."""
     run = run_info(
-        "--out", tmp_path, checkpoint=SimpleNamespace(run="a", step=7, tokens=1792, seconds=1800.0, progress=0.3)
+        "--out",
+        tmp_path,
+        checkpoint=SimpleNamespace(
+            validation_loss=lambda key: None, run="a", step=7, tokens=1792, seconds=1800.0, progress=0.3
+        ),
     )
     run = replace(run, config=replace(run.config, minutes=90.0))
     run.__dict__["bytes_per_token"] = 1.0

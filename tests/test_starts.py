@@ -113,6 +113,8 @@ def test_values_of_equal_keys_are_comparable():
     values = {0: 9.0, 3: 8.0, 4: 1.0, 5: 1.0, 6: 7.0, 9: 6.0}
     assert comparable_values("val", values, starts) == {0: 9.0, 3: 8.0, 6: 7.0, 9: 6.0}
     assert comparable_values("val", values, starts[:2]) == {4: 1.0, 5: 1.0, 6: 7.0, 9: 6.0}
+    without = START | {"first_step": 9, "comparable": {}}  # measures none
+    assert comparable_values("val", values, [*starts, without]) == {0: 9.0, 3: 8.0, 6: 7.0}
     assert comparable_values("val", values, starts[1:2]) == {4: 1.0, 5: 1.0, 6: 7.0, 9: 6.0}  # the first is not known
 
 

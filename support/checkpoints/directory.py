@@ -65,6 +65,13 @@ def read_facts(directory: Path) -> dict[str, Any]:
         return {}
 
 
+def read_validation_loss(directory: Path, comparable: str) -> float | None:
+    """Returns the validation loss in `checkpoint.json`; None without one that has this key (see `RunInfo.comparable`)."""
+    facts = read_facts(directory)
+    loss = facts.get("val")
+    return loss if isinstance(loss, float) and facts.get("comparable") == comparable else None
+
+
 def newest_before_cooldown(out: str | os.PathLike[str]) -> Path | None:
     """Returns the newest checkpoint before the cooldown of a wsd schedule, from which a longer run can start."""
     return next((path for path in reversed(list_checkpoints(out)) if read_facts(path).get("before_cooldown")), None)

@@ -20,7 +20,7 @@ from support.checkpoints.directory import (
     find_corruption,
     list_checkpoints,
     newest_before_cooldown,
-    read_facts,
+    read_validation_loss,
     step_of,
     write_checkpoint,
 )
@@ -235,7 +235,7 @@ class CheckpointManager:
         A run that was stopped in a validation has saved a checkpoint without its loss, and its resume measures it. A resume
         with another --val-every drops from the log the loss of the step that it starts from, but the checkpoint has it.
         """
-        facts, loss = read_facts(checkpoint), self.values["val"].get(step_of(checkpoint))
-        if loss is None and facts.get("comparable") == self.run.comparable["val"]:
-            loss = facts.get("val")
-        return loss if isinstance(loss, float) else math.inf
+        loss = self.values["val"].get(step_of(checkpoint))
+        if loss is None:
+            loss = read_validation_loss(checkpoint, self.run.comparable["val"])
+        return math.inf if loss is None else loss

@@ -83,7 +83,7 @@ def model_card(run: RunInfo, step: int, tokens: int, val: Mapping[int, float], h
         "tokens seen": f"{tokens:,}, in {step:,} steps",
     }
     if config.fork is not None:
-        facts["started from"] = f"`{_printable(Path(config.fork).name)}` of another run"
+        facts["started from"] = f"`{_printable(Path(config.fork).name)}` of another run, whose tokens count, too"
     if step * config.total_batch_size == tokens:  # not in a fork with other steps
         facts["tokens seen"] += f" of {config.total_batch_size:,}"
     if at := max(val, default=0):  # at step 0, nothing has been trained
@@ -93,7 +93,8 @@ def model_card(run: RunInfo, step: int, tokens: int, val: Mapping[int, float], h
         if val[best] < val[at]:
             facts["best validation loss of this run"] = f"{val[best]:.4f} nats per token (step {best:,})"
     if at := max(hellaswag, default=0):
-        facts["HellaSwag"] = f"acc_norm {hellaswag[at]:.4f} on {run.hellaswag_items:,} items (step {at:,})"
+        items = f" on {run.hellaswag_items:,} items" if run.hellaswag_items else ""  # this process may not score
+        facts["HellaSwag"] = f"acc_norm {hellaswag[at]:.4f}{items} (step {at:,})"
     return _CARD.format(
         # JSON is valid YAML, and its quotes keep names such as "on" or "1e3" strings
         metadata="\n".join(f"{name}: {json.dumps(value)}" for name, value in metadata.items() if value),
@@ -116,6 +117,8 @@ def _flags(config: TrainConfig, base_name: str | None) -> Iterator[str]:
     text_flags = () if config.text is None else ("text", "text_field", "tokenizer")
     data = ("data",) if config.text is None and not config.demo else ()
     included = {"demo", "minutes", *text_flags, *data}
+    if config.fork is not None:
+        yield flag_words("fork", _printable(Path(config.fork).name))
     for name, value in (config.used_flags() | {"init_from": base_name}).items():
         is_option = name in RunOptions.__dataclass_fields__ and name not in included
         if not is_option and value != flags_of(type(config))[name].default:

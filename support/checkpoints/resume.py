@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # A checkpoint brings its own model and tokenizer. (With LoRA, --init-from may name a new location of the base model.)
 NOT_FOR_A_FORK = {"model", "init_from", "tokenizer", "demo"}
+LORA_FLAGS = {"lora_rank", "lora_alpha"}  # without them, the weights of a checkpoint would be others
 LENGTH_FLAGS = {"max_steps", "minutes"}
 
 
@@ -49,7 +50,7 @@ def flags_to_resume(
         problems = [
             f"{flag_name(name)} is {new}, but the run in {out} has {had}. Leave it out." for name, had, new in changes
         ]
-        fixed = NOT_FOR_A_FORK | config_class.SHAPE_FLAGS | {"lora_rank", "text_field"}
+        fixed = NOT_FOR_A_FORK | config_class.SHAPE_FLAGS | LORA_FLAGS | {"text_field"}
         if words := [flag_words(name, new) for name, _, new in changes if name not in fixed]:
             longer = checkpoint.progress >= 1 or cli_flags.keys() & LENGTH_FLAGS  # at the end, nothing is left to train
             path = (newest_before_cooldown(out) if longer else None) or checkpoint.path
@@ -73,7 +74,7 @@ def flags_to_fork(
     problems = [
         f"{flag_name(name)} is {new}, but the model in {checkpoint.path} has {had}. A fork keeps its shape. Leave it out."
         for name, had, new in changed_flags(config_class, stored, cli_flags)
-        if name in config_class.SHAPE_FLAGS | {"lora_rank"}
+        if name in config_class.SHAPE_FLAGS | LORA_FLAGS
     ]
     problems += [
         f"--fork brings its own model. Leave out {flag_name(name)}."

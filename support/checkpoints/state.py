@@ -24,6 +24,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from support import __version__
+from support.checkpoints.directory import read_validation_loss
 from support.cli import UserError
 from support.console.terminal import pluralize
 from support.data.shards import DataIdentity, find_difference
@@ -195,6 +196,10 @@ class Checkpoint:
             raise
         except Exception as error:  # e.g. a bad pickle, a corrupt zip file or another program's file
             raise _unusable(path, f"is corrupt, or was not written by this trainer ({type(error).__name__})") from error
+
+    def validation_loss(self, comparable: str) -> float | None:
+        """Returns its loss as in `read_validation_loss`."""
+        return read_validation_loss(self.path, comparable)
 
 
 def _version_of_another_format(content: Mapping[str, Any]) -> str | None:

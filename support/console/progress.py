@@ -17,6 +17,7 @@ from support.cli import describe_free_space, flag_name, format_bytes, print_line
 from support.console.run_logger import clock
 from support.console.terminal import BOLD, YELLOW, labelled, on_one_line, pluralize, styled
 from support.data import presets
+from support.data.shards import find_difference
 from support.files import first_free
 from support.runtime import devices, memory
 from support.runtime.distributed import Distributed
@@ -72,7 +73,7 @@ def print_header(run: RunInfo, dist: Distributed, loader: DataLoaderLite) -> Non
             f"{step_rows * T:,} tokens = {pluralize(loader.B, 'row')} x {T:,} tokens x {pluralize(world_size, 'process')} "
             f"x {pluralize(loader.grad_accum, 'micro-step')}",
         ),
-        ("length", describe_length(run, steps_per_pass)),
+        ("length", describe_length(run, steps_per_pass, loader.row / step_rows)),
         ("recipe", describe_recipe(config)),
     ]
     facts += [("note", f"not compiled: {machine.why_not_compiled}")] if machine.why_not_compiled else []
@@ -83,6 +84,11 @@ def print_header(run: RunInfo, dist: Distributed, loader: DataLoaderLite) -> Non
             for name, had, new in changes
             if name not in ("out", "device")
         ]
+        for split in ("train", "val"):
+            if difference := find_difference(run.checkpoint.data[split], run.identity[split]):
+                shown.append(
+                    f"other {split} shards ({difference}){', read from the first row on' * (split == 'train')}"
+                )
         what = "a fork of" if config.starts_fork else "resuming from"
         facts.append(("note", f"{what} {run.checkpoint.path}: {', '.join(shown) or 'the same flags'}"))
     checkpoint_bytes = memory.checkpoint_bytes(config, parameters, trained)
@@ -128,11 +134,16 @@ def _shown(value: object) -> object:
     return f"{value:g}" if isinstance(value, float) else "unset" if value is None else value
 
 
-def describe_length(run: RunInfo, steps_per_pass: float) -> str:
-    """Describes the length of a run, and how many steps a pass over the data takes."""
+def describe_length(run: RunInfo, steps_per_pass: float, steps_read: float = 0.0) -> str:
+    """Describes the length of a run, and how many steps a pass over the data takes.
+
+    Args:
+        steps_read: how many such steps the data that was read already would have made.
+    """
     config = run.config
     if config.minutes is None:
-        passes = f"{config.max_steps / steps_per_pass:.2f} passes over the data, {steps_per_pass:,.1f} steps each"
+        total = (steps_read + config.max_steps - run.first_step) / steps_per_pass
+        passes = f"{total:.2f} passes over the data, {steps_per_pass:,.1f} steps each"
         return f"{pluralize(config.max_steps, 'step')}: {passes}"
     before = run.checkpoint.seconds / 60 if run.checkpoint else 0
     since = f", of which {before:.1f} have passed" if before else ""

@@ -71,6 +71,8 @@ class RunLogger:
             self._continue_files(folder, dist)
         self._curves = CurvesFile(folder)
         self._next_step = self.first_step
+        # of the checkpoint that this process starts from
+        self._known_loss = run.checkpoint.validation_loss(run.comparable["val"]) if run.checkpoint else None
         self._profiler = make_profiler(run.config.profile, run.config.out, dist.device, dist.rank, dist.print0)
         progress = run.checkpoint.progress if run.checkpoint else 0.0
         self._bar = tqdm(
@@ -88,9 +90,7 @@ class RunLogger:
             self._starts = earlier.copy()
             if not earlier:
                 first_step = 0  # begins a new log
-                text = (
-                    f"{run.checkpoint.path} is not in the folder of its run: the log begins at step {run.first_step:,}"
-                )
+                text = f"the log of the run before {run.checkpoint.path} is not there: this one begins at step {run.first_step:,}"
                 self.print0(terminal.labelled("note", text))
         self._starts.append(describe_start(run, dist))
         self.log, logged = RunLog(path, first_step, source), read_log(path)
@@ -110,7 +110,10 @@ class RunLogger:
         """Returns which of "val", "hella" and "samples" are due before a step."""
         samples_every = self.config.sample_every if state.step > 0 else 0
         every = {"val": self.config.val_every, "hella": self.run.machine.hellaswag_every, "samples": samples_every}
-        return {name for name, interval in every.items() if self.config.is_due(interval, state)}
+        due = {name for name, interval in every.items() if self.config.is_due(interval, state)}
+        if state.step == self.first_step and "val" not in due and self._known_loss is not None:
+            self._evaluation(state.step, "val", self._known_loss)  # it is not measured again
+        return due
 
     def validation(self, step: int, loss: float | None) -> None:
         """Reports a validation loss. None means that the validation was interrupted, and nothing is reported."""

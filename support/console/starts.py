@@ -134,7 +134,7 @@ def starts_in_log(starts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
 
 
 def comparable_values(name: str, values: Mapping[int, T], starts: Sequence[Mapping[str, Any]]) -> dict[int, T]:
-    """Returns the values in a log that are comparable with those of the last start, by step.
+    """Returns the values in a log that are comparable with those of the last start that measures such values, by step.
 
     Others were measured on other data, or are from a parent whose steps had another size (see `RunInfo.comparable`).
 
@@ -143,9 +143,10 @@ def comparable_values(name: str, values: Mapping[int, T], starts: Sequence[Mappi
     """
     in_log = starts_in_log(starts)
     last_steps = [start["first_step"] - 1 for start in in_log[1:]] + [math.inf]
+    last_key = next((key for start in reversed(in_log) if (key := start["comparable"].get(name))), None)
     kept = dict[int, T]()
     for start, last_step in zip(in_log, last_steps, strict=True):
-        if start["comparable"].get(name) == in_log[-1]["comparable"].get(name):
+        if start["comparable"].get(name) == last_key:
             kept |= {step: value for step, value in values.items() if start["first_step"] <= step <= last_step}
     return kept
 

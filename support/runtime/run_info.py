@@ -45,6 +45,7 @@ class RunInfo:
     model: GPT
     checkpoint: Checkpoint | None = None  # the checkpoint that the run resumes from or forks
     hellaswag_items: int = 0  # items that all ranks score, in total
+    hellaswag_sha256: str = ""  # of these items
 
     @functools.cached_property
     def id(self) -> str:
@@ -71,16 +72,16 @@ class RunInfo:
 
     @functools.cached_property
     def comparable(self) -> dict[str, str]:
-        """A key for each of "train", "val" and "hella": values of two starts are comparable if their keys are equal.
+        """A key for each of "train", "val" and "hella" that is measured: values of two starts are comparable if it is equal.
 
         Values at a step are compared, so the tokens of a step count, besides the data that they are measured on.
         """
         measured_on = {
             "train": self.identity["train"],
             "val": [self.identity["val"], self.validated_tokens],
-            "hella": self.hellaswag_items,
+            "hella": self.hellaswag_sha256,
         }
-        keys = {name: json.dumps([self.config.total_batch_size, on]) for name, on in measured_on.items()}
+        keys = {name: json.dumps([self.config.total_batch_size, on]) for name, on in measured_on.items() if on}
         return {name: hashlib.sha256(key.encode()).hexdigest()[:16] for name, key in keys.items()}
 
     @property
