@@ -3,7 +3,7 @@
     python compare.py log log_fast               # against steps, in compare.png
     python compare.py log log_fast --x tokens    # for steps of different sizes
     python compare.py log -o log.png             # one run alone
-    python compare.py log --normal               # is it normal? GPT-2 124M on FineWeb-Edu, against ten public runs
+    python compare.py log --normal               # against ten public runs
 
 DIR is a folder that a run of train_gpt2.py has written. With --normal, it may also be a log.txt, and one that another
 trainer has written in the same form, as build-nanogpt does.

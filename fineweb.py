@@ -105,7 +105,7 @@ class Arguments:
         default_help="gpt2; bpe with --demo", choices=(*VOCAB_SIZES, "bpe"))
     vocab_size: int | None = flag(None, "vocabulary size for --tokenizer bpe", "shards",
         default_help="set by the amount of text", at_least=258, at_most=MAX_VOCAB_SIZE, parse=parse_count)
-    tokenizer_from: str | None = flag(None, "use the trained tokenizer of this model, or of these shards", "shards",
+    tokenizer_from: str | None = flag(None, "use the tokenizer of this model, or of these shards", "shards",
         default_help="train a new one", metavar="NAME_OR_DIR")
     shard_size: int = flag(SHARD_SIZE, "tokens per shard", "shards", at_least=2, at_most=MAX_SHARD_SIZE,
         parse=parse_count)
@@ -162,7 +162,8 @@ def _invalid_arguments(args: Arguments) -> list[str]:
     if args.document_separator is not None and args.demo:
         problems.append("--document-separator is for files. Leave it out with --demo.")
     if args.tokenizer_name != "bpe":
-        given = {"--vocab-size": args.vocab_size, "--tokenizer-from": args.tokenizer_from}
+        copied = args.tokenizer_from if args.tokenizer_name == "bytes" else None  # GPT-2's can be read from a folder
+        given = {"--vocab-size": args.vocab_size, "--tokenizer-from": copied}
         problems += [
             f"{name} is for --tokenizer bpe. Add --tokenizer bpe, or leave out {name}."
             for name, value in given.items()
@@ -239,12 +240,12 @@ def main(argv: list[str] | None = None) -> None:
         print_lines('gigatoken is not installed, so tiktoken encodes, several times slower ("pip install gigatoken")')
     options = dict(args.executor_options or [])
     executor = Executor(args.executor, args.tasks or usable_cores(), options) if args.executor else None
-    if tokenizer != "bpe":
-        get_tokenizer(tokenizer, output)  # downloads it first
-    elif args.tokenizer_from:
-        from support.checkpoints.huggingface import find_trained_tokenizer  # imports torch
+    if args.tokenizer_from:
+        from support.checkpoints.huggingface import find_tokenizer_folder  # imports torch
 
-        tokenizer_from = find_trained_tokenizer(args.tokenizer_from)
+        tokenizer_from = find_tokenizer_folder(args.tokenizer_from, tokenizer)
+    if tokenizer != "bpe":
+        get_tokenizer(tokenizer, output, *filter(None, [tokenizer_from]))  # downloads it first
     make = functools.partial(
         make_shards,
         corpus_of(args, output),

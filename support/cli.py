@@ -195,7 +195,10 @@ def words_of(arguments: Sequence[str]) -> list[str]:
             from_files += shlex.split(text)
         except (OSError, ValueError) as error:
             reason = "it is not UTF-8 text" if isinstance(error, UnicodeError) else getattr(error, "strerror", error)
-            raise UserError(f"cannot read {path} ({reason}). @{path} stands for the flags in that file.") from error
+            advice = (
+                f"@{path} stands for the flags in that file; a value that begins with @ needs the form --flag=@value"
+            )
+            raise UserError(f"cannot read {path} ({reason}). {advice}.") from error
     return [*from_files, *(word for word in arguments if not word.startswith("@"))]
 
 
@@ -241,12 +244,18 @@ def _describe_unknown(words: Sequence[str], known: Sequence[str]) -> list[str]:
             plain = name.lstrip("-").replace("_", "-")
             parts = [flag for flag in known if f"{flag}-".startswith(f"{plain}-") or flag.endswith(f"-{plain}")]
             others = [flag for flag in known if plain in OTHER_NAMES.get(flag, "").split()]
-            near = others or sorted(parts, key=len) or difflib.get_close_matches(plain, known, 1)
+            near = others or sorted(parts, key=len) or _nearest(plain, known)
             advice = [ADVICE[part] for part in plain.split("-") if is_flag and part in ADVICE]
             advice += [f"Did you mean --{near[0]}? See --help." if near else "See --help."]
             problems.append((f"unknown flag {name}. " if is_flag else f"{word!r} is not a flag. ") + advice[0])
         follows_flag = "=" not in word if is_flag else follows_flag
     return problems
+
+
+def _nearest(word: str, known: Sequence[str]) -> list[str]:
+    """Returns the known flag that looks most like a word, itself or by a name that it has elsewhere; at most one."""
+    names = {other: flag for flag in known for other in (flag, *OTHER_NAMES.get(flag, "").split())}
+    return [names[name] for name in difflib.get_close_matches(word, names, 1)]
 
 
 def _make_parser(

@@ -122,6 +122,7 @@ PROBLEMS = {
         ("--gradient-accumulation-steps.", "--total-batch-size"), ("--steps.", "--max-steps?"),
         ("--max_iters.", "--max-steps?"), ("--dataset.", "--data?"),
     ],
+    "--lerning-rate 1e-3 --warmpu-steps 3": [("--lerning-rate.", "--max-lr?"), ("--warmpu-steps.", "--warmup-steps?")],
     "--output-dir o --seq-len 9 --num_layers 2 --hidden-size 8 --bf16 --eval-interval 9 --warmup-ratio .1": [
         ("--output-dir.", "--out?"), ("--seq-len.", "--block-size?"), ("--num_layers.", "--n-layer?"),
         ("--hidden-size.", "--n-embd?"), ("--bf16.", "--dtype?"), ("--eval-interval.", "--val-every?"),
@@ -181,10 +182,11 @@ def test_flags_come_from_a_file_and_the_command_line_wins(tmp_path, monkeypatch,
     Path("f").write_text("--input a b\n--output 'my data'")
     args = fineweb.parse_arguments(None)
     assert (args.input, args.output, sys.argv) == (["a", "b"], "my data", ["fineweb.py", "@f"])
+    advice = "@bad stands for the flags in that file; a value that begins with @ needs the form --flag=@value."
     for content, problem in {
-        None: "cannot read bad (No such file or directory). @bad stands for the flags in that file.",
-        b"--prompt 'x\n": "cannot read bad (No closing quotation). @bad stands for the flags in that file.",
-        b"--seed \xff": "cannot read bad (it is not UTF-8 text). @bad stands for the flags in that file.",
+        None: f"cannot read bad (No such file or directory). {advice}",
+        b"--prompt 'x\n": f"cannot read bad (No closing quotation). {advice}",
+        b"--seed \xff": f"cannot read bad (it is not UTF-8 text). {advice}",
         b"--sed 1": "unknown flag --sed. Did you mean --seed? See --help.",
     }.items():
         if content is not None:

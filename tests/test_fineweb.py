@@ -103,7 +103,7 @@ def test_the_demo_text(tmp_path):
         ("--input a.txt --output out --executor ray --only-parts 1/2", "Leave out --only-parts"),
         ("--input a.txt --output out --tasks 3", "--tasks and --executor-options are for --executor"),
         ("--input a.txt --output out --vocab-size 300", "--vocab-size is for --tokenizer bpe."),
-        ("--input a.txt --output out --tokenizer-from x --tokenizer gpt2", "--tokenizer-from is for --tokenizer bpe."),
+        ("--input a.txt --output out --tokenizer-from x --tokenizer bytes", "--tokenizer-from is for --tokenizer bpe."),
         ("--demo --tokenizer bpe --tokenizer-from x --vocab-size 300", "--tokenizer-from brings its own vocabulary"),
         (
             "--demo --tokenizer bpe --tokenizer-from empty --output out",

@@ -32,7 +32,8 @@ def doubts_about(run, steps_per_pass):
         (dict(max_steps=200), 10, None, None),
         (dict(max_steps=201), 10, "20", "--max-steps 100 --warmup-steps 10"),
         (dict(max_steps=19073), 258 / 16, "1,183", "--max-steps 161 --warmup-steps 16"),
-        (dict(max_steps=210, text="book.txt"), 10, None, None),  # the preset has chosen
+        (dict(max_steps=210, text="book.txt"), 10, "21", "--max-steps 100 --warmup-steps 10"),
+        (dict(max_steps=210, dropout=0.2), 10, None, None),
     ],
 )
 def test_a_run_that_reads_its_data_too_often_is_told_how_often(tmp_path, flags, steps_per_pass, passes, advised):
@@ -40,8 +41,8 @@ def test_a_run_that_reads_its_data_too_often_is_told_how_often(tmp_path, flags, 
     doubts = doubts_about(replace(run, config=replace(run.config, **flags)), steps_per_pass)
     assert len(doubts) == (passes is not None)
     if passes:
-        assert f"{passes} passes over the data" in doubts[0] and f"use {advised}." in doubts[0]
-        assert "--text" in doubts[0]
+        assert f"{passes} passes over the data" in doubts[0] and f"se {advised}, or --dropout 0.2." in doubts[0]
+        assert ("--text" in doubts[0]) == ("text" not in flags)
 
 
 def test_a_step_that_takes_minutes_on_a_cpu_is_announced(tmp_path, monkeypatch):

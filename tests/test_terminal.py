@@ -194,9 +194,11 @@ def test_what_is_named_next_is_the_best_model(tmp_path, capsys, passes, dropout)
         (out / f"model_0000{step}").mkdir(parents=True)
     run = run_info("--out", out, "--max-steps", 6, "--dropout", dropout)
     state = TrainState(None, None, None, step=6, tokens=1536)
-    print_summary(run, ONE_PROCESS, state, passes, {0: 5.0, 3: 3.0, 6: 4.0}, out / "model_00003", None, [])
+    print_summary(
+        run, ONE_PROCESS, state, passes, {0: 5.0, 3: 3.0, 6: 4.0}, out / "model_00003", out / "model_00003", []
+    )
     printed = capsys.readouterr().out
-    assert f"next    python sample.py --model {out}/model_00003\n" in printed
+    assert f"next    python sample.py --model {out}/model_00003\n" in printed and "longer" not in printed
     words = " ".join(printed.split())
     assert f"the last model is worse than {out}/model_00003" in words
     assert ("it has read its data 38 times, and learns it by heart" in words) == (passes > 10)

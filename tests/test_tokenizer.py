@@ -18,7 +18,7 @@ from training import ONE_PROCESS, assert_same_run, config_of, configure, resumed
 import fineweb
 import hellaswag
 import sample
-from support.checkpoints.huggingface import find_trained_tokenizer
+from support.checkpoints.huggingface import find_tokenizer_folder
 from support.checkpoints.start import check_pretrained
 from support.cli import UserError
 from support.data import bpe, shards
@@ -261,7 +261,7 @@ def test_shards_without_a_manifest_have_gpt2s_tokens_unless_a_tokenizer_says_oth
 def test_a_tokenizer_with_a_name_is_not_copied_as_a_trained_one(tmp_path):
     save_model(tmp_path, 257, get_tokenizer("bytes"))
     with pytest.raises(UserError, match="has the tokenizer bytes. Use --tokenizer bytes"):
-        find_trained_tokenizer(str(tmp_path))
+        find_tokenizer_folder(str(tmp_path), "bpe")
 
 
 # -----------------------------------------------------------------------------
@@ -321,10 +321,11 @@ def test_a_run_on_gpt2s_tokens_needs_only_its_own_files(tmp_path, monkeypatch, c
     (tmp_path / "text.txt").write_text("\n".join(texts))
     train(configure([*tuned, "--text", tmp_path / "text.txt", "--out", tmp_path / "on_text"])[0], ONE_PROCESS)
     assert find_tokenizer(tmp_path / "on_text" / "data").name == "gpt2"
-    with pytest.raises(
-        UserError, match=r"TIKTOKEN_CACHE_DIR .* Or copy tokenizer\.json from a GPT-2 model into .*data"
-    ):
+    with pytest.raises(UserError, match=r"Copy the tokenizer\.json of GPT-2 .*TIKTOKEN_CACHE_DIR"):
         trained(tmp_path / "new", *flags)
+    text = ["--input", str(tmp_path / "text.txt"), "--output", str(tmp_path / "from_model")]
+    fineweb.main([*text, "--tokenizer-from", str(last)])
+    assert shards.read_tokenizer(tmp_path / "from_model").name == "gpt2"
     shutil.copy(last / "tokenizer.json", tmp_path / "data")
     assert shards.read_tokenizer(tmp_path / "data").name == "gpt2"
 

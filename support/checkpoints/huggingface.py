@@ -118,11 +118,11 @@ def _download(name: str) -> Path:
         ) from error
 
 
-def find_trained_tokenizer(name_or_dir: str) -> Path:
-    """Returns the folder of a model or of shards, if its tokenizer was trained on a text.
+def find_tokenizer_folder(name_or_dir: str, kind: str) -> Path:
+    """Returns the folder of a model or of shards, whose `tokenizer.json` has a tokenizer of this kind, such as "bpe".
 
     Raises:
-        UserError: there is none, or it is the tokenizer "gpt2" or "bytes".
+        UserError: there is none, or one of another kind.
     """
     directory = Path(name_or_dir)
     if not (directory / MANIFEST).exists():
@@ -130,8 +130,8 @@ def find_trained_tokenizer(name_or_dir: str) -> Path:
     tokenizer = find_tokenizer(directory)
     if tokenizer is None:
         raise UserError(f"{directory} has no {TOKENIZER_JSON}. Use another --tokenizer-from.")
-    if (name := tokenizer.name) != "bpe":
-        raise UserError(f"{name_or_dir} has the tokenizer {name}. Use --tokenizer {name}, without --tokenizer-from.")
+    if (name := tokenizer.name) != kind:
+        raise UserError(f"{name_or_dir} has the tokenizer {name}. Use --tokenizer {name}.")
     return directory
 
 

@@ -113,11 +113,12 @@ def describe_doubts(run: RunInfo, dist: Distributed, steps_per_pass: float) -> I
             f"the learning rate never falls. {advice} --max-steps."
         )
     passes = config.max_steps / steps_per_pass
-    if passes > MANY_PASSES and run.first_step == 0 and not from_text:
+    if passes > MANY_PASSES and run.first_step == 0 and not config.dropout:
         steps = max(1, round(presets.MAX_EPOCHS * steps_per_pass))
+        advice = "Train on the text itself with --text, which chooses a model and a length that suit it, or use"
         yield (
-            f"a model that makes {passes:,.0f} passes over the data learns it by heart. Train on the text itself with --text, "
-            f"which chooses a model and a length that suit it, or use --max-steps {steps} --warmup-steps {steps // 10}."
+            f"a model that makes {passes:,.0f} passes over the data learns it by heart. {'Use' if from_text else advice} "
+            f"--max-steps {steps} --warmup-steps {steps // 10}, or --dropout 0.2."
         )
     if dist.device.type == "cpu":
         flops = run.model.flops_per_token() * config.total_batch_size
@@ -204,7 +205,7 @@ def print_summary(
         prompt = f" --prompt {shlex.quote(run.prompt)}" if texts else ""
         lines.append(f"saved   {checkpoint}")
         lines.append(f"next    python sample.py --model {shlex.quote(str(best or checkpoint))}{prompt}")  # to copy
-        lines += describe_longer_run(config, before_cooldown)
+        lines += describe_longer_run(config, before_cooldown) if best in (None, checkpoint) else []
     print_lines("\n" + "\n".join(lines))
 
 

@@ -244,10 +244,7 @@ def read_tokenizer(directory: str | os.PathLike[str], model: Path | None = None)
     manifest, path = read_manifest(directory), Path(directory) / TOKENIZER_JSON
     name, is_trained = manifest["tokenizer"], manifest["tokenizer"] == "bpe"
     if not path.exists() and not is_trained:
-        try:
-            return get_tokenizer(name, *filter(None, [model]))
-        except UserError as error:
-            raise error.with_hint(f"Or copy {TOKENIZER_JSON} from a GPT-2 model into {directory}.") from error
+        return get_tokenizer(name, *filter(None, [model]))
     is_intact = path.is_file() and (not is_trained or files.sha256_of(path) == manifest.get("tokenizer_sha256"))
     tokenizer = find_tokenizer(path.parent) if is_intact else None
     if tokenizer is None or tokenizer.name != name:

@@ -268,8 +268,10 @@ def _download_gpt2() -> BpeTokenizer:
     except (OSError, ValueError, requests.RequestException) as error:  # ValueError is a wrong checksum
         reason = "no connection to the server" if isinstance(error, requests.ConnectionError) else str(error)
         raise UserError(
-            f"GPT-2's vocabulary is not on this machine, and cannot be downloaded ({reason}). Copy tiktoken's cache from a "
-            'machine that has it, and set TIKTOKEN_CACHE_DIR to its path; or make shards with "--tokenizer bpe".',
+            f"GPT-2's vocabulary is not on this machine, and cannot be downloaded ({reason}). Copy the {TOKENIZER_JSON} of "
+            "GPT-2 (a checkpoint or shards with its tokens have it) into the model's folder, or name that folder with "
+            "fineweb.py --tokenizer-from; or set TIKTOKEN_CACHE_DIR to a copy of tiktoken's cache; or use --tokenizer bpe "
+            "for a new model.",
             this_rank_only=True,
         ) from error
     merges = [line.split(" ") for line in lines]
