@@ -74,7 +74,7 @@ def test_the_step_of_the_checkpoint_is_evaluated_again(byte_shards, tmp_path):
     assert "step     2 | val loss" not in printed and "step     8 | sample 0" in printed
     run_to_the_end("--resume", *flags, "--out", "resumed", **start)
     printed = (tmp_path / "0.txt").read_text()
-    assert "this run has finished" in printed and "step    11 | val loss" in printed
+    assert "this run has finished" in printed and "val loss" not in printed
     assert_same_run(tmp_path / "resumed", tmp_path / "straight")
 
 
@@ -199,6 +199,8 @@ def test_a_run_does_not_resume_with_other_data(byte_shards, tmp_path, has_manife
     def write_manifest():
         path = data / "manifest.json"
         path.write_text(json.dumps(manifest)) if has_manifest else path.unlink(missing_ok=True)
+        if not has_manifest:  # as other tools write them
+            (data / "tokenizer.json").unlink(missing_ok=True)
 
     write_manifest()
     trained(out, "--data", data, "--max-steps", 2)
