@@ -157,6 +157,9 @@ def test_the_text_says_since_when_and_by_how_many_widths():
     assert "training loss above the band since step 2,000, by" in text and f"at step {worst:,};" in text
     text = str(normal.judge(make_log({0: 0, 2000: 0, 2250: 0.3, 4000: 0.3, 4250: 0, 19072: 0}, noise=0.01)))
     assert "from step 2,250 to 4,000" in text
+    # first below the band, then above it for longer: it is above since it left the other side
+    text = str(normal.judge(make_log(**FAULTS["no warm-up, seen early"][0], noise=0.01)))
+    assert "training loss above the band since step 250," in text
 
 
 def test_the_recipe_is_the_trainers():

@@ -356,8 +356,9 @@ class Verdict:
         if self.lost_from is not None:
             yield f"the training loss is not finite from step {self.lost_from:,} on"
         for name, points in itertools.groupby(self.outside, key=lambda point: point.name):
-            out = list(points)
-            worst = max(out, key=lambda point: abs(point.widths))
+            both_sides = list(points)
+            worst = max(both_sides, key=lambda point: abs(point.widths))
+            out = [point for point in both_sides if point.widths * worst.widths > 0]
             side, is_last = "above" if worst.widths > 0 else "below", out[-1] == self.points[name][-1]
             when = f"since step {out[0].step:,}" if is_last else f"from step {out[0].step:,} to {out[-1].step:,}"
             when = "" if len(out) == 1 else f" {when},"
