@@ -232,8 +232,8 @@ class CheckpointManager:
     def _validation_loss(self, checkpoint: Path) -> float:
         """Returns the validation loss of a checkpoint; infinity if none is known that is comparable with this process'.
 
-        A run that was stopped in a validation has saved a checkpoint without its loss, and its resume measures it. A resume
-        with another --val-every drops from the log the loss of the step that it starts from, but the checkpoint has it.
+        A run that was stopped in a validation has saved a checkpoint without its loss, and its resume measures it. What the
+        log has lost, `checkpoint.json` still has.
         """
         loss = self.values["val"].get(step_of(checkpoint))
         if loss is None:
