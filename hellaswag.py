@@ -45,7 +45,7 @@ from torch.nn import functional as F
 
 from support import files
 from support.checkpoints import huggingface
-from support.cli import UserError, flag, parse_flags, print_lines, run_cli
+from support.cli import UserError, flag, parse_flags, run_cli
 from support.console.curves import OPENAI_HELLASWAG
 from support.console.progress import progress_bar
 from support.console.terminal import labelled
@@ -55,7 +55,6 @@ from support.runtime import devices
 from support.runtime.distributed import Distributed
 from support.runtime.run_info import GPT2_FIELDS
 from support.runtime.signals import StopHandler
-from support.startup import is_terminal
 
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel
@@ -71,7 +70,6 @@ GIT_BLOBS = {  # the SHA-1 by which git names each file's content
 DATA_FOLDER = "hellaswag_data"
 NUM_VAL_ITEMS = 10042
 MAX_SUMMARY_BYTES = 2**16  # far more than the first line of a --json file has
-PROGRESS_SECONDS = 60  # between two lines of progress, where stdout is not a terminal
 STYLE_FIELDS = {"tokens": ("ctx",), "harness": ("activity_label", "ctx_a", "ctx_b")}  # the fields that each style uses
 
 # -----------------------------------------------------------------------------
@@ -203,28 +201,25 @@ def load_examples(
 ) -> list[Example]:
     """Returns the examples that a training run scores, from --hellaswag-data or the downloaded validation split.
 
-    Returns an empty list, and calls `notice` with the reason, if the tokenizer is not GPT-2's or the download failed.
-    It also calls `notice` if endings are longer than the model's context.
+    Returns an empty list, and calls `notice` with the reason, if the tokenizer is not GPT-2's or the download failed,
+    and no flag asks for scores. It also calls `notice` if endings are longer than the model's context.
 
     Raises:
-        UserError: the file does not have HellaSwag items with labels, or a flag asks for scores but the tokenizer is
-        not GPT-2's.
+        UserError: the file does not have HellaSwag items with labels, or a flag asks for scores but there can be none.
     """
     path, limit, block_size = config.hellaswag_data, config.hellaswag_limit, config.block_size
+    asked = path is not None or limit is not None or config.hellaswag_every is not None
     if every == 0:
         return []
-    if tokenizer.name != "gpt2":
-        problem = f"scores are defined on GPT-2 tokens, but {config.data} has {tokenizer.name} tokens"
-        if path is not None or limit is not None or config.hellaswag_every is not None:
-            raise UserError(f"HellaSwag's {problem}. Train with --tokenizer gpt2, or with --hellaswag-every 0.")
-        notice(labelled("note", f"HellaSwag is off: its {problem}"))
-        return []
     try:
+        if tokenizer.name != "gpt2":
+            problem = f"HellaSwag is defined on GPT-2 tokens, but {config.data} has {tokenizer.name} tokens"
+            raise UserError(f"{problem}. Train with --tokenizer gpt2, or with --hellaswag-every 0.")
         items = load(download() if path is None else path, limit)
     except UserError as error:
-        if path is not None:
+        if asked:
             raise
-        notice(labelled("note", f"HellaSwag is off: {error}"))
+        notice(labelled("note", f"no scores: {error}"))
         return []
     if items[0].label is None:
         raise UserError(f"the items in {path} have no labels, so there is nothing to score. Use another file.")
@@ -248,7 +243,7 @@ def score_with_ranks(
     """Returns acc_norm over all ranks' examples, its standard error and the seconds taken; None if the run should stop."""
     rank_examples = examples_for_rank(examples, dist.rank, dist.world_size, model.block_size)
 
-    def interruptible(rows: Iterable[Row], losses_so_far: Callable[[], Losses]) -> Iterator[Row]:
+    def interruptible(rows: list[Row], losses_so_far: Callable[[], Losses]) -> Iterator[Row]:
         return stop.interruptible(progress_bar(rows, "HellaSwag, texts", dist.rank))
 
     started = time.perf_counter()
@@ -653,19 +648,16 @@ def show_progress(
 ) -> Iterator[Row]:
     """Yields the rows until a stop is requested.
 
-    A progress bar on stderr counts them, if that is a terminal; if stdout is none, a line each minute has the scores so
-    far, of the longest items.
+    Where stdout is no terminal, a line each minute has the scores so far, of the longest items.
     """
-    started = printed = time.perf_counter()
-    for row in stop.interruptible(progress_bar(rows, "HellaSwag, texts", rank=0)):
-        now = time.perf_counter()
-        if now - printed >= PROGRESS_SECONDS and not is_terminal():
-            printed = now
-            sums, normalised, scored = scored_only(losses_so_far(), examples)
-            (acc, _), (acc_norm, _) = score(sums, scored), score(normalised, scored)
-            scores = "" if math.isnan(acc) else f" | acc {acc:.4f} | acc_norm {acc_norm:.4f}"
-            print_lines(f"{len(scored):,} of {len(examples):,} items{scores} | {now - started:.0f} s")
-        yield row
+
+    def describe() -> str:
+        sums, normalised, scored = scored_only(losses_so_far(), examples)
+        (acc, _), (acc_norm, _) = score(sums, scored), score(normalised, scored)
+        scores = "" if math.isnan(acc) else f" | acc {acc:.4f} | acc_norm {acc_norm:.4f}"
+        return f" | {len(scored):,} of {len(examples):,} items{scores}"
+
+    return stop.interruptible(progress_bar(rows, "HellaSwag, texts", 0, describe))
 
 
 def scored_only(losses: Losses, examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray, list[Example]]:

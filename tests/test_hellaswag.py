@@ -404,8 +404,12 @@ def test_a_stop_reports_the_scores_so_far(six_items, tmp_path, capsys, monkeypat
 def test_without_a_terminal_a_line_now_and_then_has_the_scores_so_far(six_items, capsys, monkeypatch):
     flags, results = six_items
     assert " of 6 items |" not in score(capsys, *flags)  # which takes less than a minute
-    monkeypatch.setattr(hellaswag, "PROGRESS_SECONDS", 0)
-    lines = [line.rpartition(" | ")[0] for line in score(capsys, *flags).splitlines() if " of 6 items" in line]
+    monkeypatch.setattr("support.console.progress.PROGRESS_SECONDS", 0)
+    lines = [
+        line.split(" | ", 2)[2].rpartition(" | ")[0]
+        for line in score(capsys, *flags).splitlines()
+        if " of 6 items" in line
+    ]
     scores = [scores_by_hand(results[:n]) for n in range(1, 6)]
     expected = [f"{n} of 6 items | acc {a:.4f} | acc_norm {b:.4f}" for n, (a, b) in enumerate(scores, start=1)]
     assert lines == ["0 of 6 items", *expected]

@@ -13,7 +13,7 @@ from training import ONE_PROCESS, TINY, run_info, trained
 
 from support.checkpoints import lora
 from support.checkpoints.state import TrainState
-from support.console import run_logger
+from support.console import progress, run_logger
 from support.console.progress import describe_doubts, describe_length
 from support.console.run_logger import RunLogger, describe_progress
 from support.runtime import devices
@@ -131,6 +131,16 @@ def test_a_line_each_minute_and_with_each_evaluation(tmp_path, fake_time):
     assert line.startswith("step   200 of 1,000 | 1:09:50 elapsed | ") and line.endswith(" | 51,200 tokens")
     left = 800 * (20 + 60 / 199)  # two evaluations since the first step
     assert abs(end_of(line) - datetime.now() - timedelta(seconds=left)) < timedelta(minutes=1.1)
+
+
+def test_a_long_validation_has_a_line_each_minute(monkeypatch, capsys):
+    """By hand: five batches of 40 s."""
+    clock = iter([0, *range(0, 200, 40), *[0] * 6])
+    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert list(progress.progress_bar(range(5), "validation", 0)) == [0, 1, 2, 3, 4]
+    assert capsys.readouterr().out == "validation | 2 of 5 | 0:01:20\nvalidation | 4 of 5 | 0:02:40\n"
+    assert list(progress.progress_bar(range(5), "validation", 1)) == [0, 1, 2, 3, 4]
+    assert capsys.readouterr().out == ""
 
 
 def test_a_timed_run_ends_when_its_minutes_are_over(tmp_path, fake_time):

@@ -126,15 +126,28 @@ def test_shards_without_a_manifest_train_as_gpt2_tokens_with_hellaswags_scores(g
     assert re.search(r"step     2 \| HellaSwag acc_norm: 0\.2500 ± 0\.2500 on 4 items \| \d+\.\ds\n", out)
 
 
-def test_training_continues_without_hellaswag(gpt2_shards, tmp_path, monkeypatch, capsys):
-    def unreachable():
-        raise UserError("cannot download it.")
+def on_a_gpu(monkeypatch):
+    """HellaSwag is scored though no flag asks for it."""
+    find = Machine.find
+    monkeypatch.setattr(Machine, "find", lambda *args: replace(find(*args), hellaswag_every=1))
 
+
+def unreachable():
+    raise UserError("cannot download it.")
+
+
+def test_training_continues_without_hellaswag_unless_a_flag_asks_for_it(gpt2_shards, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("hellaswag.download", unreachable)
-    log = trained(tmp_path / "run", "--data", gpt2_shards, "--max-steps", 2, "--hellaswag-every", 1)
-    out = capsys.readouterr().out
+    flags = ["--data", gpt2_shards, "--max-steps", 2]
+    for asked in ("--hellaswag-every", "--hellaswag-limit"):
+        with pytest.raises(UserError, match="cannot download it"):
+            trained(tmp_path / "asked", *flags, "--hellaswag-every", 1, asked, 1)
+    assert not (tmp_path / "asked").exists()
+    on_a_gpu(monkeypatch)
+    train(replace(config_of(*flags, "--out", tmp_path / "run"), hellaswag_every=None), ONE_PROCESS)
+    out, log = capsys.readouterr().out, read_log(tmp_path / "run" / "log.txt")
     assert "hella" not in log and losses(tmp_path / "run" / "log.txt")[1:]
-    assert -1 < out.find("note    HellaSwag is off: cannot download it.") < out.index("step     0")
+    assert -1 < out.find("note    no scores: cannot download it.") < out.index("step     0")
 
 
 def test_hellaswag_on_other_tokens_is_an_error_if_a_flag_asks_for_it(byte_shards, tmp_path, capsys, monkeypatch):
@@ -143,11 +156,10 @@ def test_hellaswag_on_other_tokens_is_an_error_if_a_flag_asks_for_it(byte_shards
     for name, value in (("every", 1), ("data", "items.jsonl"), ("limit", 5)):
         with pytest.raises(UserError, match=problem):
             trained(tmp_path / name, *flags, "--hellaswag-every", 1, f"--hellaswag-{name}", value)
-    config, find = replace(config_of(*flags, "--out", tmp_path / "run"), hellaswag_every=None), Machine.find
-    monkeypatch.setattr(Machine, "find", lambda *args: replace(find(*args), hellaswag_every=1))  # as on a GPU
-    train(config, ONE_PROCESS)
+    on_a_gpu(monkeypatch)
+    train(replace(config_of(*flags, "--out", tmp_path / "run"), hellaswag_every=None), ONE_PROCESS)
     out = capsys.readouterr().out.replace("\n        ", " ")
-    assert "note    HellaSwag is off: its scores are defined on GPT-2 tokens, but " in out
+    assert "note    no scores: HellaSwag is defined on GPT-2 tokens, but " in out
 
 
 def test_pretrained_weights_train_with_a_shorter_context(byte_shards, tmp_path):

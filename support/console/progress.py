@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from support import __version__
 from support.cli import describe_free_space, flag_name, format_bytes, print_lines
-from support.console.run_logger import clock
+from support.console.run_logger import PROGRESS_SECONDS, clock
 from support.console.terminal import BOLD, YELLOW, labelled, on_one_line, pluralize, styled
 from support.data import presets
 from support.data.shards import find_difference
@@ -23,7 +23,7 @@ from support.runtime import devices, memory
 from support.runtime.distributed import Distributed
 from support.runtime.options import changed_flags
 from support.runtime.run_info import RunInfo, checkpoint_path, options_of
-from support.startup import STARTED
+from support.startup import STARTED, is_terminal
 
 if TYPE_CHECKING:
     from support.checkpoints.state import TrainState
@@ -34,9 +34,19 @@ MANY_PASSES = 20  # over the data; beyond, a run is probably meant to be shorter
 LONG_STEP = 60  # seconds
 
 
-def progress_bar(items: Iterable[T], name: str, rank: int) -> Iterator[T]:
-    """Yields the items; rank 0 counts them in a bar on stderr if that is a terminal."""
-    return iter(tqdm(items, desc=name, leave=False, delay=1, disable=True if rank else None))
+def progress_bar(items: Collection[T], name: str, rank: int, describe: Callable[[], str] = str) -> Iterator[T]:
+    """Yields the items; rank 0 counts them in a bar on stderr, if that is a terminal; if stdout is none, in a line each minute.
+
+    Args:
+        describe: returns what such a line says besides.
+    """
+    started = printed = time.perf_counter()
+    for n, item in enumerate(tqdm(items, desc=name, leave=False, delay=1, disable=True if rank else None)):
+        now = time.perf_counter()
+        if rank == 0 and now - printed >= PROGRESS_SECONDS and not is_terminal():
+            printed = now
+            print_lines(f"{name} | {n:,} of {len(items):,}{describe()} | {clock(now - started)}")
+        yield item
 
 
 def print_header(run: RunInfo, dist: Distributed, loader: DataLoaderLite) -> None:
