@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from support.checkpoints.history import comparable_values, read_starts
 from support.cli import UserError, flag, flag_name, flag_words, parse_flags, run_cli
 from support.console import normal
 from support.console.curves import (
@@ -38,9 +39,8 @@ from support.console.curves import (
     short_count,
 )
 from support.console.log import read_log
-from support.console.starts import comparable_values, read_starts
-from support.console.terminal import WIDTH, on_one_line
 from support.files import check_output_file
+from support.terminal import WIDTH, on_one_line
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

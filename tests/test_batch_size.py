@@ -11,8 +11,8 @@ import torch
 from helpers import TINY_MODEL_FLAGS, finish_run, losses, run_to_the_end, start_run
 from training import FP32, ONE_PROCESS, assert_same_run, config_of, configure, trained
 
+from support.checkpoints.history import read_starts
 from support.cli import UserError
-from support.console.starts import read_starts
 from support.runtime import batch_size, devices
 from support.runtime.machine import Machine
 from support.runtime.memory import Sizes, training_memory

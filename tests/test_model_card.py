@@ -17,8 +17,8 @@ from training import ONE_PROCESS, assert_same_run, configure, resumed, trained
 from support.checkpoints import manager
 from support.checkpoints.directory import find_corruption
 from support.checkpoints.model_card import model_card
+from support.checkpoints.run_info import RunInfo
 from support.cli import parse_flags
-from support.runtime.run_info import RunInfo
 from train_gpt2 import GPT, TrainConfig, new_model, train
 
 

@@ -13,12 +13,12 @@ from helpers import losses, run_script
 from training import ONE_PROCESS, checkpoint_names, configure, forked
 
 import train_gpt2
+from support.checkpoints.history import read_starts
 from support.cli import UserError
-from support.console.starts import read_starts
-from support.console.terminal import on_one_line
 from support.data.presets import fast_rates, text_bytes
 from support.data.tokenizer import get_tokenizer
 from support.runtime import devices
+from support.terminal import on_one_line
 from train_gpt2 import GPT, MODELS, GPTConfig, train
 
 TEXT = "".join(f"{a} and {b} are {a + b}.\n" for a in range(40) for b in range(60))

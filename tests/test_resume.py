@@ -19,10 +19,10 @@ from training import ONE_PROCESS, assert_same_run, configure, resumed, trained, 
 
 import train_gpt2
 from support.checkpoints import directory
+from support.checkpoints.history import read_starts
 from support.cli import UserError
 from support.console.curves import read_run
 from support.console.log import read_log
-from support.console.starts import read_starts
 from train_gpt2 import train
 
 

@@ -18,9 +18,9 @@ from training import ONE_PROCESS, resumed, run_info, trained, trainer_file
 import train_gpt2
 from support import __version__
 from support.checkpoints.directory import newest_checkpoint
+from support.checkpoints.history import append_lines, comparable_values, describe_end, describe_start, read_starts
 from support.cli import UserError
 from support.console import run_logger, starts
-from support.console.starts import append_lines, comparable_values, describe_end, describe_start, read_starts
 
 
 def test_a_line_is_there_before_the_first_step_and_says_what_is_trained(byte_shards, tmp_path, monkeypatch):
