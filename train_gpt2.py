@@ -192,6 +192,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import hellaswag
+from support import torch_private
 from support.checkpoints import huggingface, lora, resume, run_folder, start
 from support.checkpoints.directory import newest_before_cooldown
 from support.checkpoints.manager import CheckpointManager
@@ -757,7 +758,7 @@ def step_if_finite(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
     Fused AdamW and Muon skip the step if their `found_inf` is 1 (GradScaler's protocol). That happens on the device, so
     the host need not wait. For other optimizers, and on MPS, which ignores `found_inf`, the host checks.
     """
-    if getattr(optimizer, "_step_supports_amp_scaling", False) and finite.device.type != "mps":
+    if torch_private.skips_steps(optimizer) and finite.device.type != "mps":
         optimizer.grad_scale, optimizer.found_inf = None, 1.0 - finite.float()  # type: ignore[attr-defined]
         optimizer.step()
     elif finite:

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._pytree import tree_map
 
-from support import __version__
+from support import __version__, torch_private
 from support.checkpoints.directory import read_validation_loss
 from support.cli import UserError
 from support.data.shards import DataIdentity, find_difference
@@ -226,4 +225,4 @@ def copy_to_host(state: Tree, keep: bool = True) -> Tree:
         full = fsdp.full_tensor(x.detach())
         return full.to("cpu", copy=True) if keep else None
 
-    return tree_map(copy, state)
+    return torch_private.tree_map(copy, state)

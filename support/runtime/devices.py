@@ -18,6 +18,7 @@ from typing import TypeVar, cast
 import numpy as np
 import torch
 
+from support import torch_private
 from support.cli import UserError
 from support.gpus import GPUS
 
@@ -99,11 +100,9 @@ def describe_attention(device: torch.device, dtype: torch.dtype, n_head: int, n_
     """Names the implementation that PyTorch chooses for the model's attention in training."""
     if device.type == "mps":
         return "Metal"
-    from torch.nn.attention import SDPBackend
-
     qkv = torch.zeros((1, T, 3 * n_embd), device=device, dtype=dtype, requires_grad=True)  # strides as in the model
     q, k, v = (t.view(1, T, n_head, n_embd // n_head).transpose(1, 2) for t in qkv.split(n_embd, dim=2))
-    name = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True)).name.removesuffix("_ATTENTION").lower()
+    name = torch_private.fused_attention(q, k, v)
     return f"cuDNN {torch.backends.cudnn.version()}" if name == "cudnn" else {"math": "not fused"}.get(name, name)
 
 
@@ -248,11 +247,7 @@ def configure_backends(
     """
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")  # for products that stay in fp32
-        if torch.__version__.startswith("2.13."):
-            from torch._inductor import config
-
-            # This launcher may call a kernel that autotuning has unloaded (pytorch#188607). The other one takes 2 us longer.
-            config.use_fast_triton_launcher = False
+        torch_private.avoid_unloaded_kernels()
     if device.type == "cpu":
         # The backward pass of PyTorch's fused attention is slow in bf16 on short rows. This setting applies to CPUs, too.
         torch.backends.cuda.enable_flash_sdp(dtype != torch.bfloat16 or context > LONGEST_UNFUSED_CONTEXT)

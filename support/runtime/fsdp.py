@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import distributed, nn
 
+from support import torch_private
 from support.runtime import devices
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def full_weights(eval_model: nn.Module, model: nn.Module) -> Iterator[None]:
 
     Without FSDP both are the same model, compiled or not, and nothing happens.
     """
-    eval_model = getattr(eval_model, "_orig_mod", eval_model)
+    eval_model = torch_private.uncompiled(eval_model)
     if eval_model is model:
         yield
         return
