@@ -127,6 +127,11 @@ class TrainConfig(Recipe, ModelFlags, Options):
     """A run: everything that flags set, resolved. It never changes."""
 
     @property
+    def lora(self) -> tuple[int, float] | None:
+        """Rank and alpha of LoRA's matrices."""
+        return (self.lora_rank, self.lora_alpha) if self.lora_rank else None
+
+    @property
     def cooldown_steps(self) -> int:
         """Steps of wsd's cooldown, which does not start before the warm-up ends."""
         return max(0, min(round(self.cooldown_fraction * self.decay_steps), self.decay_steps - self.warmup_steps))
@@ -193,11 +198,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hellaswag
 from support import torch_private
-from support.checkpoints import huggingface, lora, resume, run_folder, start
+from support.checkpoints import huggingface, lora, resume, run_folder
 from support.checkpoints.directory import newest_before_cooldown
 from support.checkpoints.manager import CheckpointManager
 from support.checkpoints.run_info import RunInfo, checkpoint_path
-from support.checkpoints.start import NEW_RUN, Start
+from support.checkpoints.start import (
+    NEW_RUN,
+    Start,
+    check_folder_and_make_shards,
+    check_pretrained,
+    first_model,
+    gather_flags,
+)
 from support.checkpoints.state import Checkpoint, TrainState
 from support.console import trackers
 from support.console.progress import print_finished, print_header, print_summary, progress_bar
@@ -634,7 +646,7 @@ def open_data(config: TrainConfig, checkpoint: Checkpoint | None, dist: Distribu
         UserError: a check failed.
     """
     T, validates = config.block_size, config.val_every != 0
-    data = TokenData.open(config.data, validates, start.first_model(checkpoint, config.init_from))
+    data = TokenData.open(config.data, validates, first_model(checkpoint, config.init_from))
     val_tokens = config.val_tokens if validates else None
     data.check_rows(T, config.total_batch_size // T, val_tokens, config.shuffle)
     sizes = config.to_dict() | {"vocab_size": data.tokenizer.vocab_size}
@@ -654,7 +666,7 @@ def initial_model(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Checkpo
     else:
         model = GPT.from_pretrained(source, config.dropout, verify=False)  # its checksums were compared already
         sizes = model.config
-        start.check_pretrained(source, sizes.vocab_size, sizes.block_size, tokenizer, config, config.block_size)
+        check_pretrained(source, sizes.vocab_size, sizes.block_size, tokenizer, config, config.block_size)
         if config.block_size < model.config.block_size:
             model.crop(config.block_size)
     if config.lora_rank:
@@ -765,33 +777,28 @@ def step_if_finite(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
         optimizer.step()
 
 
-def train(config: TrainConfig, dist: Distributed, begin: Start = NEW_RUN) -> TrainState:
+def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> TrainState:
     """Trains for `config.max_steps` or `config.minutes`, from the beginning or from a checkpoint; returns the final state.
 
     Raises:
         UserError: the data, folder or model is unusable, too many steps in a row were not finite, or saving failed.
         SystemExit: a signal ended the run; its state is saved.
     """
-    device, rank, checkpoint = dist.device, dist.rank, begin.checkpoint
-    # what the flags leave open: precision, micro-batch, ...
-    machine = Machine.find(config, config.to_dict(), device, dist.world_size)
+    device, rank, checkpoint, T = dist.device, dist.rank, start.checkpoint, config.block_size
+    machine = Machine.find(config, config.to_dict(), device, dist.world_size)  # what the flags leave open
     schedule = Schedule(config, machine.hellaswag_every)
     dtype, use_fsdp = devices.DTYPES[machine.dtype], config.parallel == "fsdp" and dist.world_size > 1
 
     # Whatever can fail or take long comes first. Rank 0 makes the shards of --text and --demo for all ranks.
-    dist.on_rank_zero(lambda: start.check_folder_and_make_shards(config, begin, config.init_from))
+    dist.on_rank_zero(lambda: check_folder_and_make_shards(config, start, config.init_from))
     # Local rank 0 runs this block before the others, which then find what it downloaded.
     with dist.local_rank_zero_first():
         data = open_data(config, checkpoint, dist)
         with fsdp.weights_on_rank_zero(use_fsdp, rank):  # other ranks: on the meta device until ShardedModel sends them
             model = initial_model(config, data.tokenizer, checkpoint)
-        identity = resume.identify_data(
-            data, model, checkpoint, begin.forked
-        )  # checksums, which a resumed run must match
-        examples = hellaswag.load_examples(
-            config, machine.hellaswag_every, data.tokenizer, config.block_size, dist.print0
-        )
-        devices.configure_backends(device, config.tf32, dtype, config.block_size)  # TF32, attention, the allocator
+        identity = resume.identify_data(data, model, checkpoint, start.forked)  # checksums, for a resumed run to match
+        examples = hellaswag.load_examples(config, machine.hellaswag_every, data.tokenizer, T, dist.print0)
+        devices.configure_backends(device, config.tf32, dtype, T)  # TF32, attention, the allocator
         amp = devices.autocast(device, dtype)  # matrix products in bf16 or fp16; weights, norms and sums in fp32
         memory.recompute_activations(model.transformer.h if config.recompute else [])  # activation checkpointing
         # model has the weights that are trained. eval_model has all weights on each rank, and may be compiled: calls run
@@ -826,17 +833,17 @@ def train(config: TrainConfig, dist: Distributed, begin: Start = NEW_RUN) -> Tra
     state = TrainState(model, optimizer, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16))
     if checkpoint:
         timed = schedule.length.progress_after(checkpoint.seconds)
-        of_fork = schedule.progress(checkpoint.step, timed) if begin.forked else None  # by its own schedule
+        of_fork = schedule.progress(checkpoint.step, timed) if start.forked else None  # by its own schedule
         state.restore(checkpoint, identity, config.optimizer, of_fork)  # the model has its weights already
-    T, vocab_size = config.block_size, data.tokenizer.vocab_size
+    vocab_size = data.tokenizer.vocab_size
     grad_accum = config.total_batch_size // (B * T * dist.world_size)  # micro-batches per step
     loader = DataLoaderLite(data.train, B, T, vocab_size, dist, grad_accum, config.shuffle, config.seed)
     loader.seek(state.row)
     val_loader = DataLoaderLite(data.val, B, T, vocab_size, dist) if data.val else None
     run = RunInfo(
-        config, machine, schedule.length, config.optimizer, schedule.describe(), config.total_batch_size, data, identity,
-        model, model.flops_per_token(), config.init_from, (config.lora_rank, config.lora_alpha) if config.lora_rank else None,
-        checkpoint, begin.forked, len(examples), hellaswag.sha256_of(examples),
+        config, machine, data, identity, model, model.flops_per_token(), schedule.length, schedule.describe(),
+        config.optimizer, config.total_batch_size, config.init_from, config.lora, checkpoint, start.forked,
+        len(examples), hellaswag.sha256_of(examples),
     )  # fmt: skip
     folder_lock = run_folder.lock_folder(run, dist)  # from here on, the run is written to --out
     stop = StopHandler(dist.world_size)  # requested: a signal or an error on this rank. agreed: all ranks know and stop
@@ -924,26 +931,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     preflight.check_starts_agree(dist, cli_flags, TRAIN_FLAGS)
     if not plan_options.plan:
         dist.on_rank_zero(lambda: trackers.check_installed(cli_flags))  # before anything is downloaded or made
-    begin = start.gather_flags(TRAIN_FLAGS, cli_flags, dist, plan_options.plan)
-    config, checkpoint, resumed = resolve(begin.flags), begin.checkpoint, begin.resumed
+    start = gather_flags(TRAIN_FLAGS, cli_flags, dist, plan_options.plan)
+    config, checkpoint, resumed = resolve(start.flags), start.checkpoint, start.resumed
     if resumed and dist.once(partial(run_folder.has_finished, config.out, resumed.step)):
         length, longer_from = Schedule(config).length, newest_before_cooldown(config.out)
         return print_finished(config.out, length, resumed.path, longer_from, dist.print0)
     if plan_options.plan:
         of_model = partial(new_model, config.to_dict())
         return plan.print_report(plan_options, config, config.to_dict(), of_model, dist.rank)
-    dist.on_rank_zero(lambda: trackers.check_installed(begin.flags))
+    dist.on_rank_zero(lambda: trackers.check_installed(start.flags))
     with dist.failing_together():
         dist = dist.with_device(config.device)
     if config.minutes and not (checkpoint and checkpoint.config["minutes"]):
         # times models to find what suits the time; a resumed run, or a fork of a timed run, has already done so
         with devices.report_errors():
             fitting = budget.flags_for_minutes(config, config.to_dict(), cli_flags, dist, new_model)
-        config = resolve(begin.flags | fitting)
+        config = resolve(start.flags | fitting)
     exit_code: int | str | None = 0
     try:
         with devices.report_errors():
-            train(config, dist, begin)
+            train(config, dist, start)
     except SystemExit as stopped:
         exit_code = stopped.code
     dist.close()  # now that train() has returned: while DDP's model is alive, gloo could deadlock here

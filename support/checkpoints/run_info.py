@@ -31,16 +31,16 @@ def checkpoint_path(out: str | os.PathLike[str], step: int) -> Path:
 class RunInfo:
     """Everything that a run's header, log, checkpoints and summary are written from."""
 
-    config: Options  # with the flags of the recipe, which are listed by `to_dict`
+    config: Options  # with the flags of the recipe, which `to_dict` lists
     machine: Machine
-    length: Length
-    optimizer: str  # its kind
-    recipe: str  # optimizer and learning rates, in words
-    step_tokens: int
     data: TokenData
     identity: DataIdentity
     model: nn.Module  # a GPT
     flops_per_token: int
+    length: Length
+    recipe: str  # optimizer and learning rates, in words
+    optimizer: str  # its kind
+    step_tokens: int
     base: str | None = None  # the pretrained model that training started from
     lora: tuple[int, float] | None = None  # rank and alpha
     checkpoint: Checkpoint | None = None  # the checkpoint that the run resumes from or forks
