@@ -50,7 +50,8 @@ class ModelFlags:
     block_size: int = flag(1024, "context length in tokens", "model", default_help="1024; the model's with --init-from",
                            at_least=1, below=2**31, fork="keeps")  # a shorter one is possible with pretrained weights
     bias: bool = flag(True, "biases in linear layers and layer norms", "model", fork="keeps", init_from="brings")
-    dropout: float = flag(0.0, "dropout probability", "model", at_least=0, below=1)  # GPT-2 had 0.1; text that is seen once needs none
+    # GPT-2 had 0.1; text that is seen only once needs none
+    dropout: float = flag(0.0, "dropout probability", "model", at_least=0, below=1)
     # fmt: on
 
 
