@@ -119,7 +119,7 @@ class Recipe:
     grad_clip: float = flag(1.0, "largest gradient norm; 0: no clipping", "optimizer", at_least=0)
     seed: int = flag(1337, "seed for weights, shuffling, dropout and samples", "randomness", at_least=0, below=2**32)
     shuffle: bool = flag(False, "in every epoch, read shards and their rows in a new random order, cut at new places",
-                         "randomness")
+                         "randomness", negatable=True)
     # fmt: on
 
 
@@ -202,7 +202,7 @@ from support import torch_private
 from support.checkpoints import huggingface, lora, resume, run_folder
 from support.checkpoints.directory import newest_before_cooldown
 from support.checkpoints.manager import CheckpointManager
-from support.checkpoints.run_info import RunInfo, checkpoint_path
+from support.checkpoints.run_info import RunInfo
 from support.checkpoints.start import (
     NEW_RUN,
     Start,
@@ -599,8 +599,10 @@ class Schedule:
         return self._is_due(every, state) or every != 0 and self.is_cooldown_next(state)
 
     def is_cooldown_next(self, state: TrainState) -> bool:
-        """Returns whether wsd's cooldown begins with the next step."""
-        return self.config.schedule == "wsd" and state.has_passed(self.config.cooldown_start)
+        """Returns whether wsd's cooldown begins with the next step. A fork may start after that."""
+        start = self.config.cooldown_start
+        begins = state.progress == start if state.last_progress < 0 else state.has_passed(start)
+        return self.config.schedule == "wsd" and begins
 
     def is_before_cooldown(self, state: TrainState) -> bool:
         """Returns whether wsd's cooldown has not begun yet, so that a longer run can start here."""
@@ -848,7 +850,7 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
     )  # fmt: skip
     folder_lock = run_folder.lock_folder(run, dist)  # from here on, the run is written to --out
     stop = StopHandler(dist.world_size)  # requested: a signal or an error on this rank. agreed: all ranks know and stop
-    logger = RunLogger(run, dist)  # log.txt, starts.jsonl, curves.png, trackers, and the console
+    logger = RunLogger(run, dist, state.progress)  # log.txt, starts.jsonl, curves.png, trackers, and the console
     checkpoints = CheckpointManager(run, stop, logger.sync, logger.values, rank)  # writes in a thread
     print_header(run, dist, B, loader.rows_per_epoch, loader.row)
 
@@ -910,16 +912,15 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
             state.check_bad_steps(config.max_bad_steps)  # raises after too many skipped steps in a row
         if not finished:  # a signal, a corrupt shard or a failed save, on any rank
             checkpoints.save_and_exit(state, schedule.is_before_cooldown(state), dist)
-    texts, best = list[str](), checkpoints.best()
+    texts, better = list[str](), checkpoints.better_than(state.step)  # None: the last model is the best
     if config.has_preset:
         with fsdp.full_weights(eval_model, model), amp:
-            is_last = best == checkpoint_path(config.out, state.step)
-            writer = GPT.from_pretrained(best, verify=False).to(device) if best and not is_last else eval_model
+            writer = GPT.from_pretrained(better, verify=False).to(device) if better else eval_model
             generator = devices.seeded_generator(device, config.seed)
             length = clock.tokens_of_last_text(most=150, step_tokens=B * T * grad_accum)
             texts = sample(writer.eval(), data.tokenizer, run.prompt, length, generator, 0.8, n=1)
     passes, before_cooldown = state.row / loader.rows_per_epoch, newest_before_cooldown(config.out)
-    print_summary(run, dist, state, passes, logger.values["val"], best, before_cooldown, texts)
+    print_summary(run, dist, state, passes, logger.values["val"], better, before_cooldown, texts)
     return state
 
 

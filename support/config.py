@@ -144,4 +144,9 @@ def changed_flags(
 ) -> list[tuple[str, Any, Any]]:
     """Returns the name, old value and new value of each flag of a run whose value in `after` differs from `before`."""
     of_run = {name: before.get(name, flag.default) for name, flag in flags.items() if flag.stored and name != "fork"}
-    return [(name, had, after[name]) for name, had in of_run.items() if name in after and after[name] != had]
+    unused = {name for name, flag in flags.items() if flag.counts_steps and before.get("minutes")}
+    return [
+        (name, had, after[name])
+        for name, had in of_run.items()
+        if name in after and after[name] != had and name not in unused
+    ]

@@ -215,7 +215,7 @@ class CheckpointManager:
         All others are kept: the newest `keep` intact ones, including `step` (0 keeps all), the one with the best
         validation loss, and the newest one before a cooldown, from which a longer run can start.
         """
-        config, best = self.run.config, self.best()
+        config, best = self.run.config, self._best()
         *earlier, _newest = [path for path in list_checkpoints(self.out) if step_of(path) <= step]
         if config.keep == 0 or len(earlier) < config.keep:
             return
@@ -226,8 +226,14 @@ class CheckpointManager:
             elif directory not in (best, newest_before_cooldown(self.out)):
                 yield directory
 
-    def best(self) -> Path | None:
-        """Returns the checkpoint in --out with the best comparable validation loss, or the newest one if none is known."""
+    def better_than(self, step: int) -> Path | None:
+        """Returns the best checkpoint in --out, if it is known to be better than the model of a step; None if not."""
+        loss, best = self.values["val"].get(step), self._best()
+        is_better = loss is not None and best is not None and self._validation_loss(best) < _or_infinity(loss)
+        return best if is_better else None
+
+    def _best(self) -> Path | None:
+        """Returns the checkpoint with the best comparable validation loss, or the newest one if none is known."""
         return min(reversed(list_checkpoints(self.out)), key=self._validation_loss, default=None)
 
     def _validation_loss(self, checkpoint: Path) -> float:
@@ -239,4 +245,9 @@ class CheckpointManager:
         loss = self.values["val"].get(step_of(checkpoint))
         if loss is None:
             loss = read_validation_loss(checkpoint, self.run.comparable["val"])
-        return math.inf if loss is None else loss
+        return _or_infinity(loss)
+
+
+def _or_infinity(loss: float | None) -> float:
+    """Returns a loss that can be compared: one that is not known or not finite is worse than any other."""
+    return loss if loss is not None and math.isfinite(loss) else math.inf

@@ -34,7 +34,9 @@ def flags_to_resume(
         UserError: flags would change the run. The message has a line for each, and a command for a fork with them.
     """
     stored = _stored_flags(known, checkpoint, cli_flags, dist)
-    if cli_flags.get("fork", stored.get("fork")) != stored.get("fork"):
+    if (fork := cli_flags.get("fork")) and (
+        not stored["fork"] or Path(fork).resolve() != Path(stored["fork"]).resolve()
+    ):
         raise UserError(
             f"{checkpoint.path.parent} already has a run that is not a fork of {cli_flags['fork']}. Use another --out."
         )

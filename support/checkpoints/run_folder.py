@@ -54,6 +54,10 @@ def lock_folder(run: RunInfo, dist: Distributed) -> AbstractContextManager[Any]:
             lock = files.lock_folder(folder, "--out")
             _check_contents(run.config, None if run.forked else run.checkpoint)
             remove_leftovers(folder)
+            for corrupt in (path for path in list_checkpoints(folder) if step_of(path) > run.first_step):
+                aside = corrupt.with_name(f"{corrupt.name}.corrupt")  # or it would count among this run's checkpoints
+                files.remove(aside)
+                corrupt.rename(aside)
         except OSError as error:
             reason = describe_disk_error(error, folder)
             raise UserError(f"cannot write to {folder} ({reason}). Use another --out.") from error

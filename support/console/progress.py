@@ -91,7 +91,7 @@ def print_header(run: RunInfo, dist: Distributed, B: int, rows_per_epoch: int, r
     ]
     facts += [("note", f"not compiled: {machine.why_not_compiled}")] if machine.why_not_compiled else []
     if run.checkpoint:
-        changes = changed_flags(flags_of(type(config)), run.checkpoint.config, config.to_dict())
+        changes = changed_flags(flags_of(type(config)), run.checkpoint.config, config.used_flags())
         shown = [
             f"{flag_name(name)} {_shown(new)} (was {_shown(had)})"
             for name, had, new in changes
@@ -149,7 +149,7 @@ def _shown(value: object) -> object:
 
 
 def print_summary(
-    run: RunInfo, dist: Distributed, state: TrainState, passes: float, val: Mapping[int, float], best: Path | None,
+    run: RunInfo, dist: Distributed, state: TrainState, passes: float, val: Mapping[int, float], better: Path | None,
     before_cooldown: Path | None, texts: Sequence[str],
 ) -> None:  # fmt: skip
     """Prints the end of a finished run: losses, time, tokens, the checkpoint, and the command to run next.
@@ -157,7 +157,7 @@ def print_summary(
     Args:
         passes: over the data, so far.
         val: comparable validation losses by step.
-        best: the best checkpoint.
+        better: the best checkpoint, if it is better than the last model.
         before_cooldown: the checkpoint from which a longer run can start.
         texts: samples that continue the run's prompt; the first one is shown.
     """
@@ -179,18 +179,18 @@ def print_summary(
             loss = f"{val[at]:.4f} nats per token, {val[at] / run.bytes_per_token:.4f} per byte, at step {at:,}"
             loss += f": {checkpoint_path(out, at)}" if at != step and checkpoint_path(out, at).is_dir() else ""
             lines.append(styled(labelled(name, f"validation loss {loss}"), BOLD))
-    if best and best != checkpoint:
+    if better:
         why = (
             f": it has read its data {passes:.0f} times, and learns it by heart" if passes > presets.MAX_EPOCHS else ""
         )
         advice = " Use --dropout 0.2, or more text." if why and not run.model_config.dropout else ""
-        lines.append(labelled("note", f"the last model is worse than {best}{why}.{advice}"))
+        lines.append(labelled("note", f"the last model is worse than {better}{why}.{advice}"))
     lines += [labelled("sample", on_one_line(text)) for text in texts[:1]]
     if checkpoint.is_dir():
         prompt = f" --prompt {shlex.quote(run.prompt)}" if texts else ""
         lines.append(f"saved   {checkpoint}")
-        lines.append(f"next    python sample.py --model {shlex.quote(str(best or checkpoint))}{prompt}")  # to copy
-        lines += describe_longer_run(config.out, run.length, before_cooldown) if best in (None, checkpoint) else []
+        lines.append(f"next    python sample.py --model {shlex.quote(str(better or checkpoint))}{prompt}")  # to copy
+        lines += describe_longer_run(config.out, run.length, before_cooldown) if better is None else []
     print_lines("\n" + "\n".join(lines))
 
 

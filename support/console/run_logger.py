@@ -59,7 +59,8 @@ class RunLogger:
         OSError: at the end, if the last lines of the log cannot be written.
     """
 
-    def __init__(self, run: RunInfo, dist: Distributed):
+    def __init__(self, run: RunInfo, dist: Distributed, progress: float = 0.0):
+        """`progress`: of the run, when this process starts."""
         self.run, self.config, self.print0, self.world_size = run, run.config, dist.print0, dist.world_size
         self.first_step = run.first_step
         self.peak_flops = devices.peak_flops(dist.device)
@@ -74,7 +75,6 @@ class RunLogger:
         # of the checkpoint that this process starts from
         self._known_loss = run.checkpoint.validation_loss(run.comparable["val"]) if run.checkpoint else None
         self._profiler = make_profiler(run.config.profile, run.config.out, dist.device, dist.rank, dist.print0)
-        progress = run.checkpoint.progress if run.checkpoint else 0.0
         self._bar = tqdm(
             total=1.0, initial=run.length.fraction_done(self.first_step, progress), file=sys.stdout, leave=False,
             disable=dist.rank > 0 or not terminal.is_terminal(), dynamic_ncols=True, miniters=0,
@@ -93,13 +93,14 @@ class RunLogger:
                 text = f"the log of the run before {run.checkpoint.path} is not there: this one begins at step {run.first_step:,}"
                 self.print0(terminal.labelled("note", text))
         self._starts.append(describe_start(run, dist))
-        self.log, logged = RunLog(path, first_step, source), read_log(path)
-        for name in self.values:
-            self.values[name] = comparable_values(name, logged[name], [*earlier, self._starts[-1]])
-        try:
+        start = self._starts[-1]
+        try:  # before the log: a killed process leaves none without its start
             self._write_starts(folder)
         except OSError as error:
             warn(f"cannot write {folder / FILE} ({describe_disk_error(error, folder)}).")
+        self.log, logged = RunLog(path, first_step, source), read_log(path)
+        for name in self.values:
+            self.values[name] = comparable_values(name, logged[name], [*earlier, start])
 
     def _write_starts(self, folder: Path) -> None:
         if self._starts:
