@@ -17,7 +17,7 @@ from helpers import needs_gpt2_vocabulary
 import fineweb
 from support import files
 from support.cli import UserError
-from support.data import encode, output_folder, shards
+from support.data import encode, output_folder
 from support.data.text_files import Corpus, Documents
 
 # empty, longer than several shards, the text of a special token, a lone surrogate, many scripts

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file
-from training import config_of, trained, trainer_file
+from training import trained, trainer_file
 
 from support.checkpoints.state import Checkpoint, TrainState
 from support.cli import UserError
@@ -101,7 +101,7 @@ def restored(content, folder) -> TrainState:
     folder.mkdir(exist_ok=True)
     torch.save(content, folder / "trainer.pt")
     state = new_state(scale=2.0)
-    state.restore(Checkpoint.open(folder), config_of(), DATA)
+    state.restore(Checkpoint.open(folder), DATA, "adamw")
     return state
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -45,11 +46,12 @@ def run_info(*flags: object, checkpoint: Checkpoint | None = None, hellaswag_ite
     machine, schedule, model = (
         Machine.find(config, config.to_dict(), ONE_PROCESS.device, 1),
         Schedule(config),
-        GPT(TINY),
+        GPT(replace(TINY, dropout=config.dropout)),
     )
     run = RunInfo(
-        config, machine, schedule.length, config.optimizer, schedule.describe(), config.total_batch_size, data, identity,
-        model, model.flops_per_token(), config.init_from, None, checkpoint, config.fork is not None, hellaswag_items,
+        config, machine, data, identity, model, model.flops_per_token(), schedule.length, schedule.describe(),
+        config.optimizer, config.total_batch_size, config.init_from, None, checkpoint, config.fork is not None,
+        hellaswag_items,
     )  # fmt: skip
     run.__dict__["bytes_per_token"] = 1.0  # it would be counted in the shards
     return run
