@@ -824,7 +824,7 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
         config.total_batch_size, dtype, dist.world_size, use_fsdp, config.recompute, machine.compiled, config.optimizer
     )
     most, sizes = machine.batch_size, memory.Sizes.of(model)
-    B = batch_size.largest_batch_size(config.batch_size, most, sizes, layout, dist, amp, model_to_try)
+    B = batch_size.try_batch_sizes(config.batch_size, most, sizes, layout, dist, amp, model_to_try)
     machine = replace(machine, batch_size=B)
     if use_fsdp:  # each rank keeps a shard of every weight
         train_model = shard(model)
@@ -903,7 +903,7 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
                 break  # a signal: nothing was applied
             dt = time.perf_counter() - started  # the step has ended with a sync
             loss, norm, timed_progress = result
-            skipped = state.record(loss, norm)  # why the step was not applied, or None
+            skipped = state.count_skipped(loss, norm)  # why the step was not applied, or None
             logger.step(state, loss, lr, norm, dt, skipped, schedule.is_cooldown_next(state))
             if state.step == run.first_step:
                 dist.set_timeout(STEP_TIMEOUT)  # everything is compiled: a rank that takes longer now is lost

@@ -72,9 +72,7 @@ def bytes_of_tensors():
 def largest(config, model):
     most, layout = Machine.find(config, config.to_dict(), ONE_PROCESS.device, 1).batch_size, layout_of(config)
     make_model = lambda: model  # noqa: E731
-    return batch_size.largest_batch_size(
-        config.batch_size, most, Sizes.of(model), layout, ONE_PROCESS, FP32, make_model
-    )
+    return batch_size.try_batch_sizes(config.batch_size, most, Sizes.of(model), layout, ONE_PROCESS, FP32, make_model)
 
 
 def layout_of(config):

@@ -304,7 +304,7 @@ def test_the_estimate_of_memory_holds(gpu, compiled):
     estimate = training_memory(sizes, layout, 16, total)
     torch.cuda.reset_peak_memory_stats()
     amp = devices.autocast(DEVICE, torch.bfloat16)
-    batch_size.largest_batch_size(16, 16, sizes, layout, gpu, amp, lambda: model_or_compiled)
+    batch_size.try_batch_sizes(16, 16, sizes, layout, gpu, amp, lambda: model_or_compiled)
     taken = torch.cuda.max_memory_allocated() - before
     state = estimate.weights + estimate.gradients + estimate.optimizer
     assert state + 0.9 * estimate.activations < taken < estimate.total

@@ -30,7 +30,7 @@ from support.checkpoints import manager
 from support.checkpoints.directory import find_corruption, list_checkpoints, newest_checkpoint, step_of
 from support.checkpoints.manager import CheckpointManager
 from support.cli import UserError
-from support.console.log import RunLog
+from support.console.log import LogFile
 from support.runtime.signals import StopHandler
 from train_gpt2 import train
 
@@ -128,7 +128,7 @@ def test_no_checkpoint_is_ahead_of_its_log(byte_shards, tmp_path, monkeypatch):
     def full(self):
         raise OSError("the log of the run could not be written")
 
-    monkeypatch.setattr(RunLog, "sync", full)
+    monkeypatch.setattr(LogFile, "sync", full)
     with pytest.raises(UserError, match="could not be saved"):
         train(config_for(byte_shards, tmp_path, 20), ONE_PROCESS)
     assert checkpoint_names(tmp_path) == []

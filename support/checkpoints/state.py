@@ -59,7 +59,7 @@ class TrainState:
         """Returns whether the last step, or the start of the run, has reached this progress."""
         return self.last_progress < progress <= self.progress
 
-    def record(self, loss: float, norm: float) -> str | None:
+    def count_skipped(self, loss: float, norm: float) -> str | None:
         """Counts skipped steps; returns why this step was not applied, or None if it was."""
         if math.isfinite(loss) and math.isfinite(norm):
             self.bad_steps = 0

@@ -26,7 +26,7 @@ from support.checkpoints.history import (
 from support.checkpoints.run_info import RunInfo
 from support.cli import describe_disk_error, warn
 from support.console.curves import CurvesFile
-from support.console.log import FORMATS, RunLog, read_log
+from support.console.log import FORMATS, LogFile, read_log
 from support.console.trackers import Trackers, start_trackers
 from support.runtime import devices
 from support.runtime.distributed import Distributed
@@ -67,7 +67,7 @@ class RunLogger:
         self._trackers = Trackers(dist.on_rank_zero(lambda: start_trackers(run.config, self.first_step)) or [])
         self._folder = folder = Path(run.config.out) if dist.rank == 0 else None
         self._starts = list[dict[str, Any]]()  # not yet in starts.jsonl
-        self.log, self.values = RunLog(), {"val": dict[int, float](), "hella": dict[int, float]()}
+        self.log, self.values = LogFile(), {"val": dict[int, float](), "hella": dict[int, float]()}
         if folder:
             self._continue_files(folder, dist)
         self._curves = CurvesFile(folder)
@@ -98,7 +98,7 @@ class RunLogger:
             self._write_starts(folder)
         except OSError as error:
             warn(f"cannot write {folder / FILE} ({describe_disk_error(error, folder)}).")
-        self.log, logged = RunLog(path, first_step, source), read_log(path)
+        self.log, logged = LogFile(path, first_step, source), read_log(path)
         for name in self.values:
             self.values[name] = comparable_values(name, logged[name], [*earlier, start])
 

@@ -38,11 +38,11 @@ def largest_divisor(rows: int, most: int) -> int:
     return next(b for b in range(min(rows, most), 0, -1) if rows % b == 0)
 
 
-def largest_batch_size(
+def try_batch_sizes(
     asked: int | None, most: int, sizes: Sizes, layout: Layout, dist: Distributed, amp: torch.autocast,
     make_model: Callable[[], nn.Module],
 ) -> int:  # fmt: skip
-    """Returns the largest micro-batch, up to `most` rows, with which a step fits into the memory of every rank.
+    """Tries micro-batches of up to `most` rows; returns the largest with which a step fits into the memory of every rank.
 
     On CUDA, tries the largest that fits according to the formulas, and then smaller ones: runs forward and backward
     passes while as much memory is allocated as the optimizer takes. Other devices swap: for them, it returns
