@@ -27,7 +27,7 @@ DEMO_STEPS, DEMO_STEP_SIZE = 1200, 2048  # in DEMO_MINUTES on two free cores wit
 DEMO: dict[str, Any] = dict(
     data="demo_data", out="log_demo", n_layer=3, n_head=2, n_embd=128, block_size=64, batch_size=32,
     recipe="fast", total_batch_size=DEMO_STEP_SIZE, max_steps=DEMO_STEPS, cooldown_fraction=SHORT_COOLDOWN, shuffle=True,
-    val_tokens=65536, hellaswag_every=0, sample_every=0,
+    val_tokens=131072, hellaswag_every=0, sample_every=0,
 )  # fmt: skip
 MAX_STEPS = 2**31 - 1
 MAX_COMPILE_FRACTION = 0.1  # compiling may take this fraction of a run of --text or --demo
