@@ -32,7 +32,7 @@ class Options:
     """
 
     # fmt: off
-    demo: bool = flag(False, "train a small model on Python's documentation, offline, in demo_data/ and log_demo/",
+    demo: bool = flag(False, "train a small model on the documentation of Python and PyTorch, offline, in demo_data/ and log_demo/",
         MAIN_GROUP, fork="brings")
     text: str | None = flag(None, "train on this text file or folder, with settings that suit its size", MAIN_GROUP,
         default_help="train on the shards in --data", metavar="PATH", per_node=True)

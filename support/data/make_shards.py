@@ -132,7 +132,7 @@ def _write_tokenizer(folder: OutputFolder, corpus: Corpus, vocab_size: int | Non
     is there already is kept.
 
     Args:
-        vocab_size: the largest size allowed for "bpe" (default: `fitting_vocab_size`).
+        vocab_size: the largest size allowed for "bpe" (default: the corpus's, or `fitting_vocab_size`).
         copy_of: a folder with a `tokenizer.json` to use instead.
 
     Raises:
@@ -149,7 +149,9 @@ def _write_tokenizer(folder: OutputFolder, corpus: Corpus, vocab_size: int | Non
         val_fraction = folder.manifest["settings"].get("val_fraction")
         texts = bpe.training_texts(corpus, max(bpe.HELD_OUT, float(val_fraction or 0)))
         folder.report(f"training a tokenizer on {sum(map(len, texts)):,} characters ...")
-        tokenizer = bpe.train_bpe(texts, vocab_size or bpe.fitting_vocab_size(sum(map(len, texts))))
+        tokenizer = bpe.train_bpe(
+            texts, vocab_size or corpus.vocab_size or bpe.fitting_vocab_size(sum(map(len, texts)))
+        )
     if not path.exists() or path.read_bytes() != tokenizer.json.encode():
         with atomic_write(path, unique=True) as tmp:
             tmp.write_text(tokenizer.json, encoding="utf-8", newline="\n")

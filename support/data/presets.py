@@ -12,7 +12,8 @@ from support import startup
 from support.cli import UserError, flag_name, print_lines
 from support.config import Options
 from support.data import shards
-from support.data.demo_text import demo_corpus
+from support.data.bpe import fitting_vocab_size
+from support.data.demo_text import DEMO_VOCAB_SIZE, demo_corpus
 from support.data.encode import usable_cores
 from support.data.make_shards import make_shards
 from support.data.output_folder import OtherShardsError, remove_shards
@@ -21,14 +22,13 @@ from support.data.text_files import TextFiles, estimate_text_bytes, find_input
 # The peak learning rate of --recipe fast; Muon's is lower in steps of fewer than 16,384 tokens: docs/recipes.md
 FAST_LR = 3.6e-3
 SHORT_COOLDOWN = 0.7  # --cooldown-fraction of --text and --demo: a short run gains from a long cooldown
-# The demo takes about two minutes on two CPU cores.
+DEMO_TEXT_BYTES, DEMO_MINUTES = 9e6, 2.0
+DEMO_STEPS, DEMO_STEP_SIZE = 1200, 2048  # in DEMO_MINUTES on two free cores with bf16: docs/normal.md
 DEMO: dict[str, Any] = dict(
     data="demo_data", out="log_demo", n_layer=3, n_head=2, n_embd=128, block_size=64, batch_size=32,
-    recipe="fast", total_batch_size=1024, max_steps=1200, cooldown_fraction=SHORT_COOLDOWN, shuffle=True,
-    val_tokens=65536, hellaswag_every=0, sample_every=0,
+    recipe="fast", total_batch_size=DEMO_STEP_SIZE, max_steps=DEMO_STEPS, cooldown_fraction=SHORT_COOLDOWN, shuffle=True,
+    val_tokens=131072, hellaswag_every=0, sample_every=0,
 )  # fmt: skip
-DEMO_TEXT_BYTES, DEMO_MINUTES = 2e6, 2.0
-DEMO_STEPS, DEMO_STEP_SIZE = 1200, 2048  # in DEMO_MINUTES on two free cores with bf16: docs/normal.md
 MAX_STEPS = 2**31 - 1
 MAX_COMPILE_FRACTION = 0.1  # compiling may take this fraction of a run of --text or --demo
 MODEL_FLAGS = {"n_layer", "n_head", "n_embd", "block_size"}
@@ -208,6 +208,11 @@ def flags_for_length(before: Mapping[str, Any], max_steps: int | None) -> dict[s
         old, new = _intervals(None if timed else before["max_steps"], demo), _intervals(max_steps, demo)
         flags |= {name: new[name] for name, every in old.items() if before[name] == every}
     return flags
+
+
+def bpe_vocab_size(text: str | None, field: str = "text") -> int:
+    """Returns the vocabulary size of an encoding that is trained on a text, or on the demo's text if `text` is None."""
+    return DEMO_VOCAB_SIZE if text is None else fitting_vocab_size(text_bytes(text, field))
 
 
 def text_bytes(text: str | None, field: str = "text") -> float:

@@ -14,7 +14,7 @@ from torch import nn
 from support import startup
 from support.cli import UserError
 from support.config import Options
-from support.data import bpe, presets
+from support.data import presets
 from support.data.tokenizer import VOCAB_SIZES
 from support.runtime import batch_size, devices, memory
 from support.runtime.distributed import Distributed
@@ -55,7 +55,7 @@ def flags_for_minutes(
     """
     minutes, tokenizer = config.minutes or 0.0, "bpe" if config.demo else config.tokenizer or "gpt2"
     text_bytes = presets.text_bytes(config.text, config.text_field)
-    vocab_size = VOCAB_SIZES.get(tokenizer) or bpe.fitting_vocab_size(text_bytes)
+    vocab_size = VOCAB_SIZES.get(tokenizer) or presets.bpe_vocab_size(config.text, config.text_field)
     machine = Machine.find(config, recipe, dist.device, dist.world_size)
     is_new = not (recipe["init_from"] or config.fork)
     tuned = config.has_preset and recipe["init_from"] is not None and config.fork is None

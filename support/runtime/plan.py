@@ -16,7 +16,7 @@ from torch import nn
 
 from support.cli import UserError, flag_name, flags_of, format_bytes
 from support.config import Options, PlanOptions
-from support.data import bpe, presets, shards
+from support.data import presets, shards
 from support.data.tokenizer import VOCAB_SIZES
 from support.gpus import GPU_FLAGS, GPUS
 from support.runtime import batch_size, memory
@@ -216,7 +216,7 @@ def vocab_size_of(config: Options) -> int:
     if shards.shard_paths(config.data, "train"):
         return shards.read_manifest(config.data)["vocab_size"]
     tokenizer = "bpe" if config.demo else config.tokenizer or "gpt2"
-    return VOCAB_SIZES.get(tokenizer) or bpe.fitting_vocab_size(presets.text_bytes(config.text, config.text_field))
+    return VOCAB_SIZES.get(tokenizer) or presets.bpe_vocab_size(config.text, config.text_field)
 
 
 def report(plan: Plan) -> Iterator[str]:
