@@ -96,7 +96,7 @@ class Arguments:
     document_separator: str | None = flag(None,
         r"string between the documents of a .txt file; \n stands for a newline", "source",
         default_help="a file is one document", metavar="TEXT")
-    demo: bool = flag(False, "use the documentation of Python, Matplotlib, NumPy and PyTorch as text; needs no network")
+    demo: bool = flag(False, "use the documentation of Python, PyTorch and other installed packages as text; needs no network")
     check: str | None = flag(None, "read the shards in DIR, compare them with their manifest, and exit",
         default_help="make shards", metavar="DIR")
     output: str | None = flag(None, "folder for the shards",

@@ -14,14 +14,14 @@ from pathlib import Path
 from support.data.text_files import Documents
 
 DEMO_VOCAB_SIZE = 4096  # of an encoding trained on it: docs/small-models.md, "The demo's text"
-PACKAGES = ("matplotlib", "numpy", "torch")
+PACKAGES = ("datasets", "matplotlib", "numpy", "peft", "tensorboard", "torch")
 # Tests have no prose, and not every Python has the others.
 SKIPPED = set("_vendor distutils ensurepip idlelib lib2to3 test testing tests turtledemo".split())
 SKIPPED |= {"site-packages", "dist-packages"}
 
 
 def demo_corpus() -> Documents:
-    """Returns about 9 MB of English: Python's language reference, and docstrings."""
+    """Returns about 10 MB of English: Python's language reference, and docstrings."""
     packages = (f"{package.name} {package.version}" for package in _installed())
     revision = ", ".join([f"Python {platform.python_version()}", *packages])
     documents = Documents("documentation of Python and PyTorch", python_documentation(), revision, prefix="pydoc")

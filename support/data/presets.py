@@ -22,7 +22,7 @@ from support.data.text_files import TextFiles, estimate_text_bytes, find_input
 # The peak learning rate of --recipe fast; Muon's is lower in steps of fewer than 16,384 tokens: docs/recipes.md
 FAST_LR = 3.6e-3
 SHORT_COOLDOWN = 0.7  # --cooldown-fraction of --text and --demo: a short run gains from a long cooldown
-DEMO_TEXT_BYTES, DEMO_MINUTES = 9e6, 2.0
+DEMO_TEXT_BYTES, DEMO_MINUTES = 1e7, 2.0
 DEMO_STEPS, DEMO_STEP_SIZE = 1200, 2048  # in DEMO_MINUTES on two free cores with bf16: docs/normal.md
 DEMO: dict[str, Any] = dict(
     data="demo_data", out="log_demo", n_layer=3, n_head=2, n_embd=128, block_size=64, batch_size=32,
