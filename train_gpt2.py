@@ -310,7 +310,7 @@ class DataLoaderLite:
     ):  # fmt: skip
         self.shards, self.B, self.T, self.vocab_size = shards, B, T, vocab_size
         self.dist, self.grad_accum, self.shuffle, self.seed = dist, grad_accum, shuffle, seed
-        self.shard_rows = np.array([rows_in_shard(shard, T, shuffle) for shard in shards])
+        self.shard_rows = np.array([rows_in_shard(len(shard), T, shuffle) for shard in shards])
         self.rows_per_epoch = int(self.shard_rows.sum())
         self._epoch = -1  # the epoch that _order and _ends describe
         self._cached_starts: tuple[tuple[int, int], np.ndarray] | None = None
@@ -320,6 +320,10 @@ class DataLoaderLite:
         """Moves to the step that begins at a row, counted across epochs."""
         self.row = row  # the first row of the next micro-batches, one on each rank
         self._prefetched: list[tuple[Tensor, Tensor]] = []  # the next micro-batch first
+
+    def fraction_read(self, passes: float) -> float:
+        """Returns the fraction, up to 1, that has been read of this many passes over the data; 0 if `passes` is 0."""
+        return min(1.0, self.row / (passes * self.rows_per_epoch)) if passes else 0.0
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """Returns this rank's next micro-batch: (B, T) tokens, and the (B, T) tokens that follow them."""
@@ -417,6 +421,8 @@ class TrainConfig(RunOptions):
     recipe: str = flag("gpt2", "defaults for --optimizer, --schedule and --max-lr: gpt2 is how GPT-2 was trained, "
                        "fast reaches the same loss with fewer tokens", MAIN_GROUP, choices=tuple(RECIPES))
     max_steps: int = flag(19073, "total steps", MAIN_GROUP, at_least=1, at_most=presets.MAX_STEPS)  # 10 billion tokens
+    max_passes: float = flag(0.0, "end a run of --minutes after P passes over the data, its cooldown included; 0: no limit",
+                             "schedule", default_help="0; with --text, as many as help", at_least=0, below=1e6, metavar="P")
     warmup_steps: int = flag(715, "steps of linear warm-up", "schedule", at_least=0)  # 375 million tokens, as in GPT-3
     schedule: str = flag(GPT2_RECIPE["schedule"], "after the warm-up: cosine decay, or a constant rate and a linear cooldown",
                          "schedule", default_help="cosine; wsd with --recipe fast", choices=("cosine", "wsd"))
@@ -705,6 +711,7 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     grad_accum = config.total_batch_size // (B * T * dist.world_size)  # micro-batches per step
     loader = DataLoaderLite(data.train, B, T, vocab_size, dist, grad_accum, config.shuffle, config.seed)
     loader.seek(state.row)
+    state.progress = max(state.progress, loader.fraction_read(config.max_passes))  # a fork may have another limit
     val_loader = DataLoaderLite(data.val, B, T, vocab_size, dist) if data.val else None
     run = RunInfo(config, machine, data, identity, model, checkpoint, len(examples), hellaswag.sha256_of(examples))
     folder_lock = run_folder.lock_folder(run, dist)  # from here on, the run is written to --out
@@ -764,7 +771,9 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
             logger.step(state, loss, lr, norm, dt, skipped)
             if state.step == run.first_step:
                 dist.set_timeout(STEP_TIMEOUT)  # everything is compiled: a rank that takes longer now is lost
-            progress = timed_progress if config.minutes else (state.step + 1) / config.decay_steps
+            progress = (state.step + 1) / config.decay_steps
+            if config.minutes:
+                progress = max(timed_progress, loader.fraction_read(config.max_passes))
             state.advance(progress, clock.seconds(), config.total_batch_size, loader.row)
             state.check_bad_steps(config.max_bad_steps)  # raises after too many skipped steps in a row
         if not finished:  # a signal, a corrupt shard or a failed save, on any rank
@@ -792,7 +801,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = resolve(flags)
     resumed = checkpoint if not config.starts_fork else None
     if resumed and dist.once(lambda: run_folder.has_finished(config.out, resumed.step)):
-        return print_finished(config, resumed.path, newest_before_cooldown(config.out), dist.print0)
+        return print_finished(config, resumed.path, resumed.passes, newest_before_cooldown(config.out), dist.print0)
     if config.plan:
         config = replace(config, gpus=flags.get("gpus", dist.world_size))
         return plan.print_report(config, lambda vocab_size: new_model(config, vocab_size), dist.rank)

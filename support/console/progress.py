@@ -159,7 +159,8 @@ def describe_length(run: RunInfo, steps_per_pass: float, steps_read: float = 0.0
     before = run.checkpoint.seconds / 60 if run.checkpoint else 0
     since = f", of which {before:.1f} have passed" if before else ""
     minutes = f"{config.minutes:g} minute{'' if config.minutes == 1 else 's'}{since}"
-    return f"{minutes}; a pass over the data has {steps_per_pass:,.1f} steps"
+    limit = f", but at most {config.max_passes:g} passes" if config.max_passes else ""
+    return f"{minutes}{limit}; a pass over the data has {steps_per_pass:,.1f} steps"
 
 
 def describe_recipe(config: TrainConfig) -> str:
@@ -168,7 +169,10 @@ def describe_recipe(config: TrainConfig) -> str:
     warmup = f" after {pluralize(config.warmup_steps, 'step')}" if config.warmup_steps and not config.minutes else ""
     end = f"at minute {config.minutes:g}" if config.minutes else f"at step {config.decay_steps:,}"
     start = config.cooldown_start * (config.minutes or config.decay_steps)
-    cooldown = f"from {unit} {start:,.{1 if config.minutes else 0}f} on " if config.schedule == "wsd" else ""
+    when = f"{unit} {start:,.{1 if config.minutes else 0}f}"
+    if config.max_passes:  # whichever ends the run first
+        when, end = f"{config.cooldown_start:.0%} of the run", "at its end"
+    cooldown = f"from {when} on " if config.schedule == "wsd" else ""
     adamw = f" ({config.adamw_lr:.3g} for AdamW)" if config.adamw_lr is not None else ""
     rates = f"learning rate {config.max_lr:.3g}{adamw}{warmup}, {cooldown}falling to {config.min_lr:.3g} {end}"
     return f"{config.optimizer}, {config.schedule}; {rates}"
@@ -210,28 +214,37 @@ def print_summary(
         )
         advice = " Use --dropout 0.2, or more text." if why and not config.dropout else ""
         lines.append(labelled("note", f"the last model is worse than {best}{why}.{advice}"))
+    if is_read_enough(config, passes):
+        text = f"the data has been read {config.max_passes:g} times; more time would only memorize it. A larger text is what helps"
+        lines.append(labelled("note", text))
     lines += [labelled("sample", on_one_line(text)) for text in texts[:1]]
     if checkpoint.is_dir():
         prompt = f" --prompt {shlex.quote(run.prompt)}" if texts else ""
         lines.append(f"saved   {checkpoint}")
         lines.append(f"next    python sample.py --model {shlex.quote(str(best or checkpoint))}{prompt}")  # to copy
-        lines += describe_longer_run(config, before_cooldown) if best in (None, checkpoint) else []
+        lines += describe_longer_run(config, passes, before_cooldown) if best in (None, checkpoint) else []
     print_lines("\n" + "\n".join(lines))
 
 
 def print_finished(
-    config: TrainConfig, checkpoint: Path, before_cooldown: Path | None, print0: Callable[[str], None]
+    config: TrainConfig, checkpoint: Path, passes: float, before_cooldown: Path | None, print0: Callable[[str], None]
 ) -> None:
     """Prints that there is nothing to resume, because the run has finished, and how to make it longer."""
     done = labelled("done", f"this run has finished; its last checkpoint is {checkpoint}")
-    print0("\n".join([done, *describe_longer_run(config, before_cooldown)]))
+    print0("\n".join([done, *describe_longer_run(config, passes, before_cooldown)]))
 
 
-def describe_longer_run(config: TrainConfig, before_cooldown: Path | None) -> list[str]:
-    """Returns a line with the command that makes a finished run longer, or none if there is no checkpoint to fork."""
+def is_read_enough(config: TrainConfig, passes: float) -> bool:
+    """Returns whether a run has ended because it has made --max-passes over its data."""
+    return 0 < config.max_passes <= passes
+
+
+def describe_longer_run(config: TrainConfig, passes: float, before_cooldown: Path | None) -> list[str]:
+    """Returns a line with the command that makes a finished run longer; none if that gains nothing, or there is no
+    checkpoint to fork."""
     # if the decay ended earlier, a longer run would have the same learning rates
     ends_together = config.minutes is not None or config.decay_steps == config.max_steps
-    if before_cooldown is None or not ends_together:
+    if before_cooldown is None or not ends_together or is_read_enough(config, passes):
         return []
     more = f"--minutes {2 * config.minutes:g}" if config.minutes else f"--max-steps {2 * config.max_steps}"
     command = f"python train_gpt2.py --fork {shlex.quote(str(before_cooldown))}"

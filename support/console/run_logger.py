@@ -187,6 +187,8 @@ class RunLogger:
         if config.minutes:
             used = now - STARTED + (self.run.checkpoint.seconds if self.run.checkpoint else 0.0)
             of, left = f", minute {used / 60:.1f} of {config.minutes:g}", max(0.0, 60 * config.minutes - used)
+            if config.max_passes and state.progress:  # which may end the run earlier
+                left = min(left, used * (1 - state.progress) / state.progress)
         else:
             of = f" of {config.max_steps:,}"
             if (timed := state.step - self.first_step - 1) > 0:  # steps after the first one, which may have compiled

@@ -38,16 +38,20 @@ MODELS_FOR_TEXT: tuple[dict[str, int], ...] = (
     dict(n_layer=3, n_head=2, n_embd=96, block_size=64, batch_size=32),
     dict(n_layer=3, n_head=2, n_embd=128, block_size=64, batch_size=32),
     dict(n_layer=4, n_head=2, n_embd=128, block_size=64, batch_size=32),
+    dict(n_layer=6, n_head=3, n_embd=192, block_size=128, batch_size=16),
     dict(n_layer=6, n_head=4, n_embd=256, block_size=256),
     dict(n_layer=8, n_head=8, n_embd=512, block_size=512),
     dict(n_layer=12, n_head=12, n_embd=768, block_size=1024),  # gpt2
 )
 # A model reads at least this many bytes of text, repetitions included, per weight of its blocks (measured, see
-# docs/small-models.md). It never has more such weights than the text has bytes, or it would memorize the text.
-BYTES_PER_WEIGHT = 7
+# docs/small-models.md). It never has more such weights than the text has bytes, or it would memorize the text; with
+# dropout, WEIGHTS_PER_BYTE times as many.
+BYTES_PER_WEIGHT, WEIGHTS_PER_BYTE = 7, 2.5
 BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0, "bpe": 3.0}
-MIN_TOKENS = {"gpt2": 1.65e6, "bytes": 2.4e6, "bpe": 1.65e6}  # a text with fewer tokens is read up to MAX_EPOCHS times
-MAX_EPOCHS = 10
+MIN_TOKENS = {"gpt2": 1.65e6, "bytes": 2.4e6, "bpe": 1.65e6}  # a text with fewer tokens is read several times
+# A text is read at most MAX_EPOCHS times without dropout, and PASSES_WITH_DROPOUT times with it: more would only memorize it.
+MAX_EPOCHS, DROPOUT = 10, 0.2
+PASSES_WITH_DROPOUT, PASSES_OF_TINY_TEXT, TINY_TEXT = 50, 25, 1e5
 MAX_BPE_TEXT = 4e8  # bytes; a larger text gets GPT-2's tokens
 
 
@@ -91,7 +95,8 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
         if cli_flags.get("block_size", context) <= MODELS_FOR_TEXT[0]["block_size"]:
             flags["batch_size"] = MODELS_FOR_TEXT[0]["batch_size"]  # takes as long as 4 rows
     else:  # several epochs of a small text, but too few to memorize it
-        total_tokens, steps = max(tokens, min(MIN_TOKENS[tokenizer], MAX_EPOCHS * tokens)), 2000
+        most = most_passes(cli_flags.get("dropout", DROPOUT), size)
+        total_tokens, steps = max(tokens, min(MIN_TOKENS[tokenizer], most * tokens)), 2000
         flags = dict(recipe="fast")
         if "model" not in cli_flags:
             flags |= models_for_text(size, total_tokens * BYTES_PER_TOKEN[tokenizer])[-1]
@@ -99,6 +104,8 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
     if flags.get("recipe") == "fast" and cli_flags.get("recipe", "fast") == "fast":
         flags |= dict(cooldown_fraction=SHORT_COOLDOWN) | fast_rates(tokens_per_step, cli_flags)
     steps = cli_flags.get("max_steps", max(1, round(total_tokens / max(1, tokens_per_step))))
+    if not fine_tuned:
+        flags["dropout"] = dropout_for(steps * tokens_per_step / max(1, tokens))
     length = flags_for_steps(steps, False, fine_tuned)
     if "minutes" in cli_flags:
         length |= _intervals(None, False)
@@ -125,9 +132,26 @@ def train_tokens(text_bytes: float, tokenizer: str) -> float:
     return 0.9 * text_bytes / BYTES_PER_TOKEN[tokenizer]
 
 
-def models_for_text(text_bytes: float, bytes_read: float = math.inf) -> list[dict[str, int]]:
-    """Returns the flags of the models that suit a text, the smallest first; `bytes_read` includes repetitions."""
-    most_weights = min(text_bytes, bytes_read / BYTES_PER_WEIGHT)
+def dropout_for(passes: float) -> float:
+    """Returns the dropout that suits so many passes over a text."""
+    return 0.0 if passes <= MAX_EPOCHS else DROPOUT
+
+
+def most_passes(dropout: float, text_bytes: float) -> float:
+    """Returns how many passes over a text lower the validation loss; measured, see docs/small-models.md."""
+    if not dropout:
+        return MAX_EPOCHS
+    return PASSES_OF_TINY_TEXT if text_bytes < TINY_TEXT else PASSES_WITH_DROPOUT
+
+
+def models_for_text(text_bytes: float, bytes_read: float = math.inf, dropout: bool = False) -> list[dict[str, int]]:
+    """Returns the flags of the models that suit a text, the smallest first.
+
+    Args:
+        bytes_read: how much of the text is read, repetitions included.
+        dropout: whether the models have dropout.
+    """
+    most_weights = min(text_bytes * (WEIGHTS_PER_BYTE if dropout else 1), bytes_read / BYTES_PER_WEIGHT)
     return [model for model in MODELS_FOR_TEXT if model is MODELS_FOR_TEXT[0] or block_weights(model) <= most_weights]
 
 
@@ -205,7 +229,7 @@ def flags_for_length(before: Mapping[str, Any], max_steps: int | None) -> dict[s
     """
     flags, timed, demo = dict[str, Any](), before.get("minutes") is not None, before.get("demo", False)
     if max_steps is not None and (timed or before["decay_steps"] == before["max_steps"]):
-        flags |= dict(minutes=None, decay_steps=max_steps)
+        flags |= dict(minutes=None, max_passes=0.0, decay_steps=max_steps)
     if max_steps is not None and timed:
         flags["warmup_steps"] = max_steps // 30  # as with --text; the warm-up of a run of --minutes is over
     if demo or before.get("text") is not None:

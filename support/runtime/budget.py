@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -45,8 +44,8 @@ def flags_for_minutes(
     """Returns the flags that --minutes sets on this machine, the same on all ranks, without those on the command line.
 
     With --text or --demo, the model is the largest one that suits the text (see `presets.models_for_text`) and has
-    time to train on enough of it; tokens per step and learning rate follow. A pretrained model keeps its
-    size, and a fork its step, too.
+    time to train on enough of it; tokens per step, learning rate and dropout follow, and how often the text is read at
+    most. A pretrained model keeps its size, and a fork its step, too.
 
     Args:
         new_model: makes a model from a configuration and a vocabulary size.
@@ -60,13 +59,15 @@ def flags_for_minutes(
     machine = Machine.find(config, dist.device, dist.world_size)
     has_text = config.demo or config.text is not None
     tuned = has_text and config.init_from is not None and config.fork is None
-    choose_step = has_text and config.recipe == "fast" and not (config.init_from or config.fork)
+    from_scratch = has_text and not (config.init_from or config.fork)
+    limits_passes = has_text and not config.init_from  # a fork of a run with --init-from has it, too
+    choose_step = from_scratch and config.recipe == "fast"
     choose_model = choose_step and not cli_flags.keys() & {*presets.MODEL_FLAGS, "model"}
 
-    # A GPU takes as long for 64 rows of a small model as for 16, so a step gets more; but a small text has to last.
+    # A GPU takes as long for 64 rows of a small model as for 16, so a step gets more.
     on_gpu = choose_step and dist.device.type == "cuda"
     gpu_rows = {"batch_size": cli_flags.get("batch_size", batch_size.LARGEST_MICRO_BATCH)} if on_gpu else {}
-    most_tokens = presets.MAX_EPOCHS * presets.train_tokens(text_bytes, tokenizer) if on_gpu else math.inf
+    train_tokens = presets.train_tokens(text_bytes, tokenizer)
 
     def tokens_in_time(model: Mapping[str, Any]) -> float:
         of_model = replace(config, **({"batch_size": machine.batch_size} | dict(model) | gpu_rows))
@@ -76,9 +77,10 @@ def flags_for_minutes(
         return 60 * minutes * speed
 
     def choose_flags() -> dict[str, Any]:
-        first, *larger = presets.models_for_text(text_bytes) if choose_model else [{}]
+        dropout = cli_flags.get("dropout")
+        first, *larger = presets.models_for_text(text_bytes, dropout=dropout != 0) if choose_model else [{}]
         # with thousands of logits, the smallest is hardly faster than the next one, and worse
-        if tokenizer != "bytes" and larger:
+        if tokenizer != "bytes" and larger and presets.block_weights(larger[0]) <= text_bytes:
             first, *larger = larger
         chosen, tokens = first, tokens_in_time(first)
         for model in larger:
@@ -87,8 +89,15 @@ def flags_for_minutes(
             # kernels takes most of a small model's time.
             if tokens < needed and dist.device.type == "cpu" or (measured := tokens_in_time(model)) < needed:
                 break
+            has_dropout = dropout or presets.dropout_for(measured / train_tokens)
+            if presets.block_weights(model) > text_bytes and not has_dropout:  # it would memorize the text
+                break
             chosen, tokens = model, measured
-        fitting = presets.timed_step_size(min(tokens, most_tokens))
+        passes = tokens / train_tokens
+        if dropout is None:
+            dropout = presets.dropout_for(passes) if from_scratch else config.dropout
+        limit = cli_flags.get("max_passes", presets.most_passes(dropout, text_bytes) if limits_passes else 0.0)
+        fitting = presets.timed_step_size(min(tokens, limit * train_tokens) if limit else tokens)
         step = fitting if choose_step else config.total_batch_size
         # as --text does for pretrained weights: 200 steps at least, of 1,024 tokens at least
         unit = 2 * config.block_size * dist.world_size
@@ -106,7 +115,16 @@ def flags_for_minutes(
                 f"note    there is time for only about {int(tokens / step)} steps, but a model needs hundreds to learn\n"
                 "        anything. Use more --minutes, a smaller model, or a smaller --total-batch-size"
             )
+        if has_text and 0 < limit < passes:
+            dist.print0(
+                f"note    there is time to read the data {passes:,.0f} times. The run ends after {limit:g}: more would only\n"
+                "        memorize it"
+            )
         flags: dict[str, Any] = dict(chosen)
+        if limits_passes:
+            flags["max_passes"] = limit
+        if from_scratch:
+            flags["dropout"] = dropout
         if choose_step:
             flags |= {"total_batch_size": step} | presets.fast_rates(step, cli_flags)
         elif tuned:

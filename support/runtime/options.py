@@ -146,6 +146,8 @@ def check_consistent(config: TrainConfig) -> None:
     problems = []
     if config.n_embd % config.n_head:
         problems.append(f"--n-embd {config.n_embd} is not a multiple of --n-head {config.n_head}. Change one.")
+    if config.max_passes and not config.minutes:
+        problems.append("--max-passes is for runs of --minutes. Leave it out, and give the length with --max-steps.")
     if config.min_lr > config.max_lr:
         problems.append(f"--min-lr {config.min_lr:g} is above --max-lr {config.max_lr:g}. Lower it.")
     if config.adamw_lr is not None and (config.optimizer != "muon" or config.max_lr == 0):
