@@ -212,7 +212,7 @@ def test_a_run_ends_when_it_has_read_its_text_often_enough(text, tmp_path, fake_
     printed = " ".join(capsys.readouterr().out.split())
     assert "20 minutes, but at most 0.25 passes" in printed and "falling to 6e-05 at its end" in printed
     assert "the data has been read 0.25 times; more time would only memorize it." in printed
-    assert "longer python" not in printed
+    assert "longer python" not in printed and "note so little text teaches spelling" in printed
     fake_time.now = 0.0
 
     def die_at_20(step):

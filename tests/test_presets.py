@@ -68,7 +68,7 @@ def test_flags_fit_the_amount_of_text(tmp_path, size, n_layer, context, tokens_p
 
 def test_a_number_of_steps_that_reads_a_text_often_gets_dropout(tmp_path):
     """By hand: 1 MB has 300,000 tokens to train on: 2,929 steps of 1,024 are ten passes. Without dropout, a small text is
-    not read more often: 10 passes over 30,000 tokens are 293 steps."""
+    not read more often: 10 passes over 45,000 tokens, of two bytes, are 439 steps."""
     text = ["--text", str(file_of_size(tmp_path, 1e6))]
     for steps, given, dropout in (
         (2929, [], 0.0),
@@ -78,7 +78,7 @@ def test_a_number_of_steps_that_reads_a_text_often_gets_dropout(tmp_path):
     ):
         assert configure([*text, "--max-steps", steps, *given])[0].dropout == dropout
     config, _ = configure(["--text", str(file_of_size(tmp_path, 1e5)), "--dropout", 0])
-    assert (config.dropout, config.max_steps) == (0.0, 293)
+    assert (config.dropout, config.max_steps) == (0.0, 439)
 
 
 def test_the_tokenizer_suits_the_amount_of_text(tmp_path):
@@ -203,7 +203,7 @@ def test_samples_continue_the_held_out_text_unless_there_is_a_prompt_and_the_hea
     assert f" sample {expected}" in summary
     assert f" next python sample.py --model run/model_00004 --prompt '{expected}" in summary
     header = printed.partition("device ")[2].partition("\nstep     0 |")[0].splitlines()
-    assert 6 <= len(header) <= 8 and all(len(line) <= 80 for line in header)
+    assert 6 <= len(header) <= 10 and all(len(line) <= 80 for line in header)  # two of them say that the text is tiny
     recorded = read_starts(Path("run"))[0]["flags"]  # which has what was chosen
     chosen = {"tokenizer": "bytes", "recipe": "fast", "max_lr": 0.0009, "max_steps": 4, "keep": 1, "shuffle": True}
     assert chosen.items() <= recorded.items()

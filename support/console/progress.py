@@ -87,6 +87,10 @@ def print_header(run: RunInfo, dist: Distributed, loader: DataLoaderLite) -> Non
         ("recipe", describe_recipe(config)),
     ]
     facts += [("note", f"not compiled: {machine.why_not_compiled}")] if machine.why_not_compiled else []
+    text_bytes = loader.rows_per_epoch * T * run.bytes_per_token
+    if config.text is not None and not config.init_from and text_bytes < presets.TINY_TEXT:
+        text = "so little text teaches spelling and common words, hardly sentences. Use more text, or --init-from gpt2"
+        facts.append(("note", text))
     if run.checkpoint:
         changes = changed_flags(type(config), run.checkpoint.config, config.to_dict())
         shown = [

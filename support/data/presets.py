@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from support import startup
 from support.cli import UserError, flag_name, print_lines
 from support.data import shards
+from support.data.bpe import fitting_vocab_size
 from support.data.demo_text import demo_corpus
 from support.data.encode import usable_cores
 from support.data.make_shards import make_shards
@@ -48,6 +49,7 @@ MODELS_FOR_TEXT: tuple[dict[str, int], ...] = (
 # dropout, WEIGHTS_PER_BYTE times as many.
 BYTES_PER_WEIGHT, WEIGHTS_PER_BYTE = 7, 2.5
 BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0, "bpe": 3.0}
+BYTES_PER_TOKEN_OF_SMALL_BPE = {512: 2.0, 1024: 2.5}  # by the size of the vocabulary
 MIN_TOKENS = {"gpt2": 1.65e6, "bytes": 2.4e6, "bpe": 1.65e6}  # a text with fewer tokens is read several times
 # A text is read at most MAX_EPOCHS times without dropout, and PASSES_WITH_DROPOUT times with it: more would only memorize it.
 MAX_EPOCHS, DROPOUT = 10, 0.2
@@ -99,7 +101,7 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
         total_tokens, steps = max(tokens, min(MIN_TOKENS[tokenizer], most * tokens)), 2000
         flags = dict(recipe="fast")
         if "model" not in cli_flags:
-            flags |= models_for_text(size, total_tokens * BYTES_PER_TOKEN[tokenizer])[-1]
+            flags |= models_for_text(size, total_tokens * bytes_per_token(size, tokenizer))[-1]
     tokens_per_step = cli_flags.get("total_batch_size", step_size(total_tokens, steps))
     if flags.get("recipe") == "fast" and cli_flags.get("recipe", "fast") == "fast":
         flags |= dict(cooldown_fraction=SHORT_COOLDOWN) | fast_rates(tokens_per_step, cli_flags)
@@ -129,7 +131,14 @@ def fewer_steps_note(config: TrainConfig, steps: int) -> str | None:
 
 def train_tokens(text_bytes: float, tokenizer: str) -> float:
     """Estimates the tokens of a text that are trained on: the last tenth is held out."""
-    return 0.9 * text_bytes / BYTES_PER_TOKEN[tokenizer]
+    return 0.9 * text_bytes / bytes_per_token(text_bytes, tokenizer)
+
+
+def bytes_per_token(text_bytes: float, tokenizer: str) -> float:
+    """Estimates the bytes of a token; a small text has a small vocabulary of short ones."""
+    if tokenizer != "bpe":
+        return BYTES_PER_TOKEN[tokenizer]
+    return BYTES_PER_TOKEN_OF_SMALL_BPE.get(fitting_vocab_size(text_bytes), BYTES_PER_TOKEN["bpe"])
 
 
 def dropout_for(passes: float) -> float:

@@ -67,7 +67,7 @@ def flags_for_minutes(
     # A GPU takes as long for 64 rows of a small model as for 16, so a step gets more.
     on_gpu = choose_step and dist.device.type == "cuda"
     gpu_rows = {"batch_size": cli_flags.get("batch_size", batch_size.LARGEST_MICRO_BATCH)} if on_gpu else {}
-    train_tokens = presets.train_tokens(text_bytes, tokenizer)
+    train_tokens, bytes_per_token = (f(text_bytes, tokenizer) for f in (presets.train_tokens, presets.bytes_per_token))
 
     def tokens_in_time(model: Mapping[str, Any]) -> float:
         of_model = replace(config, **({"batch_size": machine.batch_size} | dict(model) | gpu_rows))
@@ -84,7 +84,7 @@ def flags_for_minutes(
             first, *larger = larger
         chosen, tokens = first, tokens_in_time(first)
         for model in larger:
-            needed = presets.BYTES_PER_WEIGHT * presets.block_weights(model) / presets.BYTES_PER_TOKEN[tokenizer]
+            needed = presets.BYTES_PER_WEIGHT * presets.block_weights(model) / bytes_per_token
             # On a CPU a larger model is never faster. On a GPU it can be, with more tokens in a micro-batch: launching
             # kernels takes most of a small model's time.
             if tokens < needed and dist.device.type == "cpu" or (measured := tokens_in_time(model)) < needed:
