@@ -234,6 +234,8 @@ def test_a_run_ends_when_it_has_read_its_text_often_enough(text, tmp_path, fake_
     fake_time.now = 0.0
     more = train_with("--fork", newest_before_cooldown(out), "--out", tmp_path / "more", "--max-passes", 0.5)
     assert more.step == math.ceil(0.5 * rows / 16)
+    first = int(newest_before_cooldown(out).name[6:])
+    assert losses(tmp_path / "more/log.txt", "lr")[first] == pytest.approx(3e-3)  # no second warm-up
     config, _ = configure(["--fork", newest_before_cooldown(out), "--out", tmp_path / "steps", "--max-steps", 80])
     assert (config.minutes, config.max_passes, config.dropout) == (None, 0.0, 0.1)
     with pytest.raises(UserError, match="--max-passes is for runs of --minutes"):
