@@ -51,9 +51,10 @@ BYTES_PER_WEIGHT, WEIGHTS_PER_BYTE = 7, 2.5
 BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0, "bpe": 3.0}
 BYTES_PER_TOKEN_OF_SMALL_BPE = {512: 2.0, 1024: 2.5}  # by the size of the vocabulary
 MIN_TOKENS = {"gpt2": 1.65e6, "bytes": 2.4e6, "bpe": 1.65e6}  # a text with fewer tokens is read several times
-# A text is read at most MAX_EPOCHS times without dropout, and PASSES_WITH_DROPOUT times with it: more would only memorize it.
-MAX_EPOCHS, DROPOUT = 10, 0.2
-PASSES_WITH_DROPOUT, PASSES_OF_TINY_TEXT, TINY_TEXT = 50, 25, 1e5
+# A text is read at most MAX_EPOCHS times without dropout, and with the highest dropout MOST_PASSES times, or a tiny text
+# MOST_PASSES_OF_TINY times: more would only memorize it.
+MAX_EPOCHS, DROPOUTS = 10, (0.0, 0.1, 0.2)
+MOST_PASSES, MOST_PASSES_OF_TINY, TINY_TEXT = 50, 25, 1e5
 MAX_BPE_TEXT = 4e8  # bytes; a larger text gets GPT-2's tokens
 
 
@@ -97,7 +98,7 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
         if cli_flags.get("block_size", context) <= MODELS_FOR_TEXT[0]["block_size"]:
             flags["batch_size"] = MODELS_FOR_TEXT[0]["batch_size"]  # takes as long as 4 rows
     else:  # several epochs of a small text, but too few to memorize it
-        most = most_passes(cli_flags.get("dropout", DROPOUT), size)
+        most = most_passes(cli_flags.get("dropout", DROPOUTS[-1]), size)
         total_tokens, steps = max(tokens, min(MIN_TOKENS[tokenizer], most * tokens)), 2000
         flags = dict(recipe="fast")
         if "model" not in cli_flags:
@@ -107,7 +108,7 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
         flags |= dict(cooldown_fraction=SHORT_COOLDOWN) | fast_rates(tokens_per_step, cli_flags)
     steps = cli_flags.get("max_steps", max(1, round(total_tokens / max(1, tokens_per_step))))
     if not fine_tuned:
-        flags["dropout"] = dropout_for(steps * tokens_per_step / max(1, tokens))
+        flags["dropout"] = dropout_for(steps * tokens_per_step / max(1, tokens), size)
     length = flags_for_steps(steps, False, fine_tuned)
     if "minutes" in cli_flags:
         length |= _intervals(None, False)
@@ -141,16 +142,15 @@ def bytes_per_token(text_bytes: float, tokenizer: str) -> float:
     return BYTES_PER_TOKEN_OF_SMALL_BPE.get(fitting_vocab_size(text_bytes), BYTES_PER_TOKEN["bpe"])
 
 
-def dropout_for(passes: float) -> float:
-    """Returns the dropout that suits so many passes over a text."""
-    return 0.0 if passes <= MAX_EPOCHS else DROPOUT
+def dropout_for(passes: float, text_bytes: float) -> float:
+    """Returns the lowest dropout with which so many passes over a text do not memorize it, or the highest one."""
+    return next((dropout for dropout in DROPOUTS if passes <= most_passes(dropout, text_bytes)), DROPOUTS[-1])
 
 
 def most_passes(dropout: float, text_bytes: float) -> float:
     """Returns how many passes over a text lower the validation loss; measured, see docs/small-models.md."""
-    if not dropout:
-        return MAX_EPOCHS
-    return PASSES_OF_TINY_TEXT if text_bytes < TINY_TEXT else PASSES_WITH_DROPOUT
+    most = MOST_PASSES_OF_TINY if text_bytes < TINY_TEXT else MOST_PASSES
+    return MAX_EPOCHS + (most - MAX_EPOCHS) * min(1.0, dropout / DROPOUTS[-1])
 
 
 def models_for_text(text_bytes: float, bytes_read: float = math.inf, dropout: bool = False) -> list[dict[str, int]]:

@@ -89,13 +89,13 @@ def flags_for_minutes(
             # kernels takes most of a small model's time.
             if tokens < needed and dist.device.type == "cpu" or (measured := tokens_in_time(model)) < needed:
                 break
-            has_dropout = dropout or presets.dropout_for(measured / train_tokens)
+            has_dropout = dropout or presets.dropout_for(measured / train_tokens, text_bytes)
             if presets.block_weights(model) > text_bytes and not has_dropout:  # it would memorize the text
                 break
             chosen, tokens = model, measured
         passes = tokens / train_tokens
         if dropout is None:
-            dropout = presets.dropout_for(passes) if from_scratch else config.dropout
+            dropout = presets.dropout_for(passes, text_bytes) if from_scratch else config.dropout
         limit = cli_flags.get("max_passes", presets.most_passes(dropout, text_bytes) if limits_passes else 0.0)
         fitting = presets.timed_step_size(min(tokens, limit * train_tokens) if limit else tokens)
         step = fitting if choose_step else config.total_batch_size
