@@ -51,10 +51,11 @@ BYTES_PER_WEIGHT, WEIGHTS_PER_BYTE = 7, 2.5
 BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0, "bpe": 3.0}
 BYTES_PER_TOKEN_OF_SMALL_BPE = {512: 2.0, 1024: 2.5}  # by the size of the vocabulary
 MIN_TOKENS = {"gpt2": 1.65e6, "bytes": 2.4e6, "bpe": 1.65e6}  # a text with fewer tokens is read several times
-# A text is read at most MAX_EPOCHS times without dropout, and with the highest dropout MOST_PASSES times, or a tiny text
-# MOST_PASSES_OF_TINY times: more would only memorize it.
-MAX_EPOCHS, DROPOUTS = 10, (0.0, 0.1, 0.2)
-MOST_PASSES, MOST_PASSES_OF_TINY, TINY_TEXT = 50, 25, 1e5
+# A text is read at most MAX_EPOCHS times without dropout: more would only memorize it. With dropout (the first value) it is
+# read more often (the second); a model that has more than MANY_WEIGHTS weights for each byte is in the second row.
+MAX_EPOCHS, MANY_WEIGHTS = 10, 2.0
+DROPOUT_AND_PASSES = ((0.1, 50), (0.2, 25))
+TINY_TEXT = 1e5  # bytes; a run on less says what little can be learned from it
 MAX_BPE_TEXT = 4e8  # bytes; a larger text gets GPT-2's tokens
 
 
@@ -98,7 +99,7 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
         if cli_flags.get("block_size", context) <= MODELS_FOR_TEXT[0]["block_size"]:
             flags["batch_size"] = MODELS_FOR_TEXT[0]["batch_size"]  # takes as long as 4 rows
     else:  # several epochs of a small text, but too few to memorize it
-        most = most_passes(cli_flags.get("dropout", DROPOUTS[-1]), size)
+        most = most_passes(cli_flags.get("dropout", 0.1), MODELS_FOR_TEXT[0], size)
         total_tokens, steps = max(tokens, min(MIN_TOKENS[tokenizer], most * tokens)), 2000
         flags = dict(recipe="fast")
         if "model" not in cli_flags:
@@ -108,7 +109,7 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
         flags |= dict(cooldown_fraction=SHORT_COOLDOWN) | fast_rates(tokens_per_step, cli_flags)
     steps = cli_flags.get("max_steps", max(1, round(total_tokens / max(1, tokens_per_step))))
     if not fine_tuned:
-        flags["dropout"] = dropout_for(steps * tokens_per_step / max(1, tokens), size)
+        flags["dropout"] = dropout_for(steps * tokens_per_step / max(1, tokens), {**flags, **cli_flags}, size)
     length = flags_for_steps(steps, False, fine_tuned)
     if "minutes" in cli_flags:
         length |= _intervals(None, False)
@@ -142,15 +143,19 @@ def bytes_per_token(text_bytes: float, tokenizer: str) -> float:
     return BYTES_PER_TOKEN_OF_SMALL_BPE.get(fitting_vocab_size(text_bytes), BYTES_PER_TOKEN["bpe"])
 
 
-def dropout_for(passes: float, text_bytes: float) -> float:
-    """Returns the lowest dropout with which so many passes over a text do not memorize it, or the highest one."""
-    return next((dropout for dropout in DROPOUTS if passes <= most_passes(dropout, text_bytes)), DROPOUTS[-1])
+def dropout_for(passes: float, model: Mapping[str, Any], text_bytes: float) -> float:
+    """Returns the dropout of a model that makes so many passes over a text."""
+    return DROPOUT_AND_PASSES[_has_many_weights(model, text_bytes)][0] if passes > MAX_EPOCHS else 0.0
 
 
-def most_passes(dropout: float, text_bytes: float) -> float:
+def most_passes(dropout: float, model: Mapping[str, Any], text_bytes: float) -> float:
     """Returns how many passes over a text lower the validation loss; measured, see docs/small-models.md."""
-    most = MOST_PASSES_OF_TINY if text_bytes < TINY_TEXT else MOST_PASSES
-    return MAX_EPOCHS + (most - MAX_EPOCHS) * min(1.0, dropout / DROPOUTS[-1])
+    return DROPOUT_AND_PASSES[_has_many_weights(model, text_bytes)][1] if dropout else MAX_EPOCHS
+
+
+def _has_many_weights(model: Mapping[str, Any], text_bytes: float) -> bool:
+    sizes = MODELS_FOR_TEXT[-1] | {name: model[name] for name in ("n_layer", "n_embd") if name in model}
+    return block_weights(sizes) > MANY_WEIGHTS * text_bytes
 
 
 def models_for_text(text_bytes: float, bytes_read: float = math.inf, dropout: bool = False) -> list[dict[str, int]]:

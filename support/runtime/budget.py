@@ -89,14 +89,14 @@ def flags_for_minutes(
             # kernels takes most of a small model's time.
             if tokens < needed and dist.device.type == "cpu" or (measured := tokens_in_time(model)) < needed:
                 break
-            has_dropout = dropout or presets.dropout_for(measured / train_tokens, text_bytes)
+            has_dropout = dropout or presets.dropout_for(measured / train_tokens, model, text_bytes)
             if presets.block_weights(model) > text_bytes and not has_dropout:  # it would memorize the text
                 break
             chosen, tokens = model, measured
-        passes = tokens / train_tokens
+        passes, sizes = tokens / train_tokens, config.to_dict() | chosen
         if dropout is None:
-            dropout = presets.dropout_for(passes, text_bytes) if from_scratch else config.dropout
-        limit = cli_flags.get("max_passes", presets.most_passes(dropout, text_bytes) if limits_passes else 0.0)
+            dropout = presets.dropout_for(passes, sizes, text_bytes) if from_scratch else config.dropout
+        limit = cli_flags.get("max_passes", presets.most_passes(dropout, sizes, text_bytes) if limits_passes else 0.0)
         fitting = presets.timed_step_size(min(tokens, limit * train_tokens) if limit else tokens)
         step = fitting if choose_step else config.total_batch_size
         # as --text does for pretrained weights: 200 steps at least, of 1,024 tokens at least
