@@ -98,6 +98,8 @@ class Recipe:
                        "fast reaches the same loss with fewer tokens", MAIN_GROUP, choices=tuple(RECIPES))
     max_steps: int = flag(19073, "total steps", MAIN_GROUP, at_least=1, at_most=presets.MAX_STEPS,
                           counts_steps=True)  # 10 billion tokens
+    max_passes: float = flag(0.0, "end a run of --minutes after P passes over the data, its cooldown included; 0: no limit",
+                             "schedule", default_help="0; with --text, as many as help", at_least=0, below=1e6, metavar="P")
     warmup_steps: int = flag(715, "steps of linear warm-up", "schedule", at_least=0,
                              counts_steps=True)  # 375 million tokens, as in GPT-3
     schedule: str = flag(GPT2_RECIPE["schedule"], "after the warm-up: cosine decay, or a constant rate and a linear cooldown",
@@ -176,6 +178,8 @@ def describe_contradictions(config: TrainConfig) -> Iterator[str]:
     """Yields a line for each pair of values that do not go together."""
     if config.n_embd % config.n_head:
         yield f"--n-embd {config.n_embd} is not a multiple of --n-head {config.n_head}. Change one."
+    if config.max_passes and not config.minutes:
+        yield "--max-passes is for runs of --minutes. Leave it out, and give the length with --max-steps."
     if config.min_lr > config.max_lr:
         yield f"--min-lr {config.min_lr:g} is above --max-lr {config.max_lr:g}. Lower it."
     if config.adamw_lr is not None and (config.optimizer != "muon" or config.max_lr == 0):
@@ -470,7 +474,7 @@ class DataLoaderLite:
     ):  # fmt: skip
         self.shards, self.B, self.T, self.vocab_size = shards, B, T, vocab_size
         self.dist, self.grad_accum, self.shuffle, self.seed = dist, grad_accum, shuffle, seed
-        self.shard_rows = np.array([rows_in_shard(shard, T, shuffle) for shard in shards])
+        self.shard_rows = np.array([rows_in_shard(len(shard), T, shuffle) for shard in shards])
         self.rows_per_epoch = int(self.shard_rows.sum())
         self._epoch = -1  # the epoch that _order and _ends describe
         self._cached_starts: tuple[tuple[int, int], np.ndarray] | None = None
@@ -480,6 +484,10 @@ class DataLoaderLite:
         """Moves to the step that begins at a row, counted across epochs."""
         self.row = row  # the first row of the next micro-batches, one on each rank
         self._prefetched: list[tuple[Tensor, Tensor]] = []  # the next micro-batch first
+
+    def fraction_read(self, passes: float) -> float:
+        """Returns the fraction, up to 1, that has been read of this many passes over the data; 0 if `passes` is 0."""
+        return min(1.0, self.row / (passes * self.rows_per_epoch)) if passes else 0.0
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """Returns this rank's next micro-batch: (B, T) tokens, and the (B, T) tokens that follow them."""
@@ -572,15 +580,19 @@ class Schedule:
     @property
     def length(self) -> Length:
         c = self.config
-        return Length(c.minutes, c.max_steps, c.warmup_steps, c.decay_steps)
+        return Length(c.minutes, c.max_steps, c.warmup_steps, c.decay_steps, c.max_passes)
 
     def lr(self, state: TrainState) -> float:
         """Returns the learning rate of the next step."""
         return get_lr(state.step, self.config, state.progress)
 
-    def progress(self, step: int, timed: float) -> float:
-        """Returns the progress of a run before a step, 1 where its decay ends; `timed` is that of a run of --minutes."""
-        return timed if self.config.minutes else step / self.config.decay_steps
+    def progress(self, step: int, timed: float, read: float = 0.0) -> float:
+        """Returns the progress of a run before a step, 1 where its decay ends.
+
+        Args:
+            timed, read: of a run of --minutes: the fractions of its time and of --max-passes. The larger one counts.
+        """
+        return max(timed, read) if self.config.minutes else step / self.config.decay_steps
 
     def is_over(self, state: TrainState) -> bool:
         """Returns whether the run has done its last step, or its time is up."""
@@ -627,7 +639,10 @@ class Schedule:
         after = f" after {warmup}" if c.warmup_steps and not c.minutes else ""
         end = f"at minute {c.minutes:g}" if c.minutes else f"at step {c.decay_steps:,}"
         start = c.cooldown_start * (c.minutes or c.decay_steps)
-        cooldown = f"from {unit} {start:,.{1 if c.minutes else 0}f} on " if c.schedule == "wsd" else ""
+        when = f"{unit} {start:,.{1 if c.minutes else 0}f}"
+        if c.max_passes:  # whichever ends the run first
+            when, end = f"{c.cooldown_start:.0%} of the run", "at its end"
+        cooldown = f"from {when} on " if c.schedule == "wsd" else ""
         adamw = f" ({c.adamw_lr:.3g} for AdamW)" if c.adamw_lr is not None else ""
         rates = f"learning rate {c.max_lr:.3g}{adamw}{after}, {cooldown}falling to {c.min_lr:.3g} {end}"
         return f"{c.optimizer}, {c.schedule}; {rates}"
@@ -842,6 +857,7 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
     grad_accum = config.total_batch_size // (B * T * dist.world_size)  # micro-batches per step
     loader = DataLoaderLite(data.train, B, T, vocab_size, dist, grad_accum, config.shuffle, config.seed)
     loader.seek(state.row)
+    state.progress = max(state.progress, loader.fraction_read(config.max_passes))  # a fork may have another limit
     val_loader = DataLoaderLite(data.val, B, T, vocab_size, dist) if data.val else None
     run = RunInfo(
         config, machine, data, identity, model, model.flops_per_token(), schedule.length, schedule.describe(),
@@ -907,7 +923,7 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
             logger.step(state, loss, lr, norm, dt, skipped, schedule.is_cooldown_next(state))
             if state.step == run.first_step:
                 dist.set_timeout(STEP_TIMEOUT)  # everything is compiled: a rank that takes longer now is lost
-            progress = schedule.progress(state.step + 1, timed_progress)
+            progress = schedule.progress(state.step + 1, timed_progress, loader.fraction_read(config.max_passes))
             state.advance(progress, clock.seconds(), config.total_batch_size, loader.row)
             state.check_bad_steps(config.max_bad_steps)  # raises after too many skipped steps in a row
         if not finished:  # a signal, a corrupt shard or a failed save, on any rank
@@ -937,7 +953,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, checkpoint, resumed = resolve(start.flags), start.checkpoint, start.resumed
     if resumed and dist.once(partial(run_folder.has_finished, config.out, resumed.step)):
         length, longer_from = Schedule(config).length, newest_before_cooldown(config.out)
-        return print_finished(config.out, length, resumed.path, longer_from, dist.print0)
+        return print_finished(config.out, length, resumed.path, resumed.passes, longer_from, dist.print0)
     if plan_options.plan:
         of_model = partial(new_model, config.to_dict())
         return plan.print_report(plan_options, config, config.to_dict(), of_model, dist.rank)

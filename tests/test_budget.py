@@ -9,7 +9,7 @@ import pytest
 import torch
 from training import ONE_PROCESS, config_of, configure
 
-from support.cli import UserError, parse_flags
+from support.cli import UserError, flag_name, parse_flags
 from support.data import presets
 from support.runtime import budget, devices, memory
 from train_gpt2 import GPT, GPTConfig, TrainConfig, new_model
@@ -30,9 +30,10 @@ def flags_for_minutes(config, cli_flags):
     return budget.flags_for_minutes(config, config.to_dict(), cli_flags, ONE_PROCESS, new_model)
 
 
-# By hand: 7 bytes, at 3 per token, for each weight of the blocks, 12 C^2 in each: 331,776 of 3 x 96, 589,824 of 3 x 128,
-# 786,432 of 4 x 128, 4.7M of 6 x 256, 25M of 8 x 512; and not more weights than bytes. The smallest is for bytes, and for
-# texts that are too small for the next one. A step is a power of two that leaves 2,000 steps, or 1,000 up to 2,048.
+# By hand: 7 bytes, at 3 per token (2 below 362 kB, 2.5 below 724 kB, with a smaller vocabulary), for each weight of the blocks, 12 C^2 in each: 331,776 of 3 x 96, 589,824 of 3 x 128,
+# 786,432 of 4 x 128, 2.65M of 6 x 192, 4.7M of 6 x 256, 25M of 8 x 512; and not more weights than bytes, or with dropout,
+# after more than ten passes, 2.5 times as many. The smallest is for bytes, and for texts that are too small for the next
+# one. A step is a power of two that leaves 2,000 steps, or 1,000 up to 2,048, of the tokens that are read.
 @pytest.mark.parametrize(
     ("text_bytes", "tokens", "sizes", "step"),
     [
@@ -41,11 +42,15 @@ def flags_for_minutes(config, cli_flags):
         (3e6, 1.84e6, (4, 128), 1024),
         (3e6, 2.04e6, (4, 128), 1024),
         (3e6, 2.05e6, (4, 128), 2048),
-        (5e5, 2.4e7, (3, 96), 8192),
-        (3e7, 1.10e7, (4, 128), 4096),
+        (3e6, 6.1e6, (4, 128), 2048),
+        (3e6, 6.3e6, (6, 192), 2048),
+        (2.3e5, 2.1e6, (3, 96), 2048),
+        (2.4e5, 2.1e6, (3, 128), 2048),  # 19 passes
+        (5e5, 2.4e7, (4, 128), 4096),  # 50 of the 133 passes that there is time for
+        (3e7, 1.10e7, (6, 192), 4096),
         (3e7, 1.11e7, (6, 256), 4096),
-        (3e7, lambda of_model: 4.8e7 / of_model["n_layer"], (4, 128), 4096),  # 12 million, and 8 of the next one
-        (7e5, 2.4e7, (3, 128), 8192),  # the text is too small for more
+        (3e7, lambda of_model: 3.6e7 / of_model["n_layer"], (4, 128), 4096),  # 9 million, and 6 of the next one
+        (7e5, 2.4e7, (4, 128), 4096),  # the text is too small for more
         (3e8, 7e7, (8, 512), 32768),
     ],
 )
@@ -72,10 +77,10 @@ def test_on_a_gpu_a_larger_model_may_be_faster(on_gpu, sizes, monkeypatch, reque
 
 
 def test_on_a_gpu_a_step_has_many_rows_but_a_small_text_is_not_read_often(gpu, monkeypatch):
-    """By hand: a GPU that trains on 64 rows in the time of 16. 3 MB have 0.9 million tokens to train on: in 2,000 steps,
-    4,096 tokens would read them 9.1 times, 8,192 more than ten times."""
+    """By hand: a GPU that trains on 64 rows in the time of 16. 600 kB have 216,000 tokens to train on, which are read 50
+    times: 10.8 million."""
     speed = {16: 2.4e7, 64: 9.6e7}
-    for text_bytes, step in ((3e7, 32768), (3e6, 4096)):
+    for text_bytes, step in ((3e7, 32768), (6e5, 4096)):
         chosen = flags_for(text_bytes, lambda of_model: speed[of_model["batch_size"]], monkeypatch)
         assert (chosen["total_batch_size"], chosen["batch_size"]) == (step, None)
     chosen = flags_for(3e7, lambda of_model: speed[of_model["batch_size"]], monkeypatch, "--batch-size", "16")
@@ -93,7 +98,7 @@ def test_what_is_validated_and_what_is_said_of_few_steps(monkeypatch, capsys):
     for tokens, validated in ((2.048e6, 102400), (3e5, 32768), (2e5, 25000), (1e12, 10485760)):
         assert flags_for(3e6, tokens, monkeypatch)["val_tokens"] == validated
     assert "val_tokens" not in flags_for(3e6, 2.048e6, monkeypatch, "--val-tokens", "640")
-    assert "only time for" not in capsys.readouterr().out
+    assert "time for only" not in capsys.readouterr().out
     chosen = flags_for(3e6, 50 * 1024, monkeypatch)
     assert "there is time for only about 50 steps" in capsys.readouterr().out
     assert not chosen.keys() & {"max_steps", "decay_steps", "warmup_steps", "val_every"}  # steps are not counted
@@ -135,6 +140,45 @@ def test_given_sizes_stay(monkeypatch):
         assert chosen.keys() == {"val_tokens"}
         # 3 minutes for 180,000 tokens: five validations of an eighth, three times as fast as training, are a fifth of it
         assert 5 / 3 * chosen["val_tokens"] / 180_000 == pytest.approx(0.208, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    ("text_bytes", "passes", "flags", "dropout", "most"),
+    [
+        (1e6, 9.9, "", 0.0, 10),
+        (1e6, 10.1, "", 0.1, 50),
+        (1e6, 60, "", 0.1, 50),
+        (1.7e5, 60, "", 0.1, 50),
+        (1.6e5, 60, "", 0.2, 25),  # 331,776 weights are more than two for each byte
+        (1e6, 20, "--n-layer 6 --n-embd 192 --n-head 3", 0.2, 25),
+        (1e6, 30, "--dropout 0", 0.0, 10),
+        (1e6, 5, "--dropout 0.05", 0.05, 50),
+        (1e6, 29, "--max-passes 20 --recipe gpt2", 0.1, 20),
+        (1e6, 29, "--max-passes 0", 0.1, 0),
+    ],
+)
+def test_a_text_that_is_read_often_gets_dropout_and_an_end(
+    text_bytes, passes, flags, dropout, most, monkeypatch, capsys
+):
+    """By hand: the last tenth is held out; a token has 3 bytes, or 2 of a small text."""
+    tokens = 0.9 * text_bytes / (2 if text_bytes < 3e5 else 3)
+    chosen = flags_for(text_bytes, passes * tokens, monkeypatch, *flags.split())
+    expected = dict(dropout=dropout, max_passes=most)
+    expected = {
+        name: value for name, value in expected.items() if flag_name(name) not in flags
+    }  # those that are chosen
+    assert {name: value for name, value in chosen.items() if name in ("dropout", "max_passes")} == expected
+    printed = " ".join(capsys.readouterr().out.split())
+    assert (f"The run ends after {most}: more would only memorize it" in printed) == (0 < most < passes)
+
+
+def test_a_fork_that_counts_minutes_reads_its_text_as_often_as_its_dropout_allows(monkeypatch):
+    monkeypatch.setattr(presets, "text_bytes", lambda *args: 3e6)
+    monkeypatch.setattr(budget, "_tokens_per_second", lambda *args: 1e6)
+    for dropout, most in ((0.0, 10), (0.2, 50)):
+        config = replace(config_of(), minutes=3.0, fork="x", text="a.txt", dropout=dropout)
+        chosen = flags_for_minutes(config, {})
+        assert chosen["max_passes"] == most and "dropout" not in chosen
 
 
 @pytest.mark.parametrize("fitting", [8, 4, 0])

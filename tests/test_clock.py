@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import signal
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from helpers import TINY_MODEL_FLAGS, finish_run, losses, start_run, stop_before
-from training import ONE_PROCESS, checkpoint_names, config_of, configure, trainer_file
+from training import ONE_PROCESS, assert_same_run, checkpoint_names, config_of, configure, trainer_file
 
 import train_gpt2
 from support.checkpoints.directory import CONTENTS, newest_before_cooldown, newest_checkpoint
@@ -169,9 +171,6 @@ def test_a_run_ends_on_time(text, tmp_path, fake_time, monkeypatch, seconds_of_s
 
 
 def test_a_killed_run_continues_with_the_time_that_is_left(text, tmp_path, fake_time, monkeypatch):
-    class Killed(BaseException):
-        pass
-
     def die_at_70(step):
         if step == 70:
             raise Killed
@@ -192,6 +191,57 @@ def test_a_killed_run_continues_with_the_time_that_is_left(text, tmp_path, fake_
     finished = checkpoint_names(out)
     train_with("--resume", "--out", out)  # there is no time left
     assert checkpoint_names(out) == finished and (out / "log.txt").read_text().splitlines() == lines
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_run_ends_when_it_has_read_its_text_often_enough(text, tmp_path, fake_time, monkeypatch, capsys):
+    """Its end depends on rows, not on time: after a kill, at another speed, it is the same run. A fork may read more.
+
+    By hand: a quarter of the rows in steps of 16 rows."""
+    out, killed = tmp_path / "run", tmp_path / "killed"
+    limited = [*text, "--minutes", 20, "--max-passes", 0.25, "--dropout", 0.1]
+    steps_take(monkeypatch, fake_time, lambda step: 1.0)
+    state = train_with(*limited, "--out", out)
+    [shard] = (out / "data").glob("*_train_*.npy")
+    rows = (len(np.load(shard)) - 1) // 16 - 1
+    assert state.step == math.ceil(0.25 * rows / 16) and fake_time.now < 70
+    rates = losses(out / "log.txt", "lr")
+    assert max(rates) == pytest.approx(3e-3) and rates[-1] < 0.1 * 3e-3  # the cooldown is over
+    assert len(losses(out / "log.txt", "val")) == 5
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "20 minutes, but at most 0.25 passes" in printed and "falling to 6e-05 at its end" in printed
+    assert "the data has been read 0.25 times; more time would only memorize it." in printed
+    assert "longer python" not in printed and "note so little text teaches spelling" in printed
+    fake_time.now = 0.0
+
+    def die_at_20(step):
+        if step == 20:
+            raise Killed
+        return 0.5
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        steps_take(patch, fake_time, die_at_20)
+        train_with(*limited, "--out", killed)
+    with pytest.raises(UserError, match="--max-passes is 1.0, but the run in .* has 0.25. Leave it out."):
+        train_with("--resume", "--out", killed, "--max-passes", 1)
+    fake_time.now = 3.0  # of the new process
+    train_with("--resume", "--out", killed)
+    assert_same_run(killed, out)
+    capsys.readouterr()
+    train_with("--resume", "--out", killed)
+    assert "longer" not in capsys.readouterr().out
+    fake_time.now = 0.0
+    more = train_with("--fork", newest_before_cooldown(out), "--out", tmp_path / "more", "--max-passes", 0.5)
+    assert more.step == math.ceil(0.5 * rows / 16)
+    first = int(newest_before_cooldown(out).name[6:])
+    assert losses(tmp_path / "more/log.txt", "lr")[first] == pytest.approx(3e-3)  # no second warm-up
+    config, _ = configure(["--fork", newest_before_cooldown(out), "--out", tmp_path / "steps", "--max-steps", 80])
+    assert (config.minutes, config.max_passes, config.dropout) == (None, 0.0, 0.1)
+    with pytest.raises(UserError, match="--max-passes is for runs of --minutes"):
+        configure([*text, "--max-passes", 3, "--out", tmp_path / "none"])
 
 
 @pytest.mark.parametrize("when", ["step", "validation"])

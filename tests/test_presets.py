@@ -37,23 +37,26 @@ def file_of_size(folder: Path, size: float) -> Path:
 # Flags
 
 
-# By hand: nine tenths of the bytes are tokens; 10 epochs up to 2.4 million tokens, otherwise one; 2,000 steps or more.
+# By hand: nine tenths of the bytes are tokens; up to 2.4 million tokens, 50 passes (25 below 166 kB), otherwise one; 2,000
+# steps or more. Dropout is for more than ten passes.
 # A seventh of those bytes: 130,000, 340,000, 510,000, 1.3M, 13M, 130M and 1.3G weights; those of the blocks are 12 L C^2.
 @pytest.mark.parametrize(
-    "size, n_layer, context, tokens_per_step, steps",
+    "size, n_layer, context, tokens_per_step, steps, dropout",
     [
-        (1e5, 3, 64, 1024, 879),  # 90,000 tokens 10 times
-        (1e6, 3, 64, 1024, 2344),  # 2.4 million
-        (4e6, 3, 64, 1024, 3516),
-        (1e7, 4, 64, 4096, 2197),
-        (1e8, 6, 256, 32768, 2747),
-        (1e9, 12, 1024, 262144, 3433),
-        (1e10, 12, 1024, 524288, 17166),
+        (5e4, 3, 64, 1024, 1099, 0.2),  # 45,000 tokens 25 times
+        (1e5, 3, 64, 1024, 2197, 0.2),  # 90,000 tokens 25 times
+        (1.7e5, 3, 64, 1024, 2344, 0.1),  # 153,000 tokens 16 times: 2.4 million
+        (1e6, 3, 64, 1024, 2344, 0.0),
+        (4e6, 3, 64, 1024, 3516, 0.0),
+        (1e7, 4, 64, 4096, 2197, 0.0),
+        (1e8, 6, 256, 32768, 2747, 0.0),
+        (1e9, 12, 1024, 262144, 3433, 0.0),
+        (1e10, 12, 1024, 524288, 17166, 0.0),
     ],
 )
-def test_flags_fit_the_amount_of_text(tmp_path, size, n_layer, context, tokens_per_step, steps):
+def test_flags_fit_the_amount_of_text(tmp_path, size, n_layer, context, tokens_per_step, steps, dropout):
     config, _ = configure(["--text", str(file_of_size(tmp_path, size)), "--tokenizer", "bytes", "--out", "mine"])
-    assert (config.n_layer, config.block_size) == (n_layer, context)
+    assert (config.n_layer, config.block_size, config.dropout) == (n_layer, context, dropout)
     assert (config.total_batch_size, config.max_steps) == (tokens_per_step, steps)
     assert (config.recipe, config.data, config.shuffle, config.keep) == ("fast", "mine/data", True, 1)
     quarter = math.ceil(steps / 4)  # so that the last evaluation does not come right after another one
@@ -62,6 +65,22 @@ def test_flags_fit_the_amount_of_text(tmp_path, size, n_layer, context, tokens_p
     rates = {1024: 0.9e-3, 4096: 1.8e-3, 32768: 3.6e-3, 262144: 3.6e-3, 524288: 3.6e-3}  # with the square root
     assert config.max_lr == pytest.approx(rates[tokens_per_step], rel=0.01) and config.adamw_lr == 3.6e-3
     assert config.max_lr * config.weight_decay == pytest.approx(3.6e-4)
+
+
+def test_a_number_of_steps_that_reads_a_text_often_gets_dropout(tmp_path):
+    """By hand: 1 MB has 300,000 tokens to train on: 2,929 steps of 1,024 are ten passes. Without dropout, a small text is
+    not read more often: 10 passes over 45,000 tokens, of two bytes, are 439 steps."""
+    text = ["--text", str(file_of_size(tmp_path, 1e6))]
+    for steps, given, dropout in (
+        (2929, [], 0.0),
+        (2931, [], 0.1),
+        (9000, ["--n-layer", 6, "--n-embd", 192, "--n-head", 3], 0.2),  # 2.65 million weights
+        (9000, ["--dropout", 0.1], 0.1),
+        (2929, ["--dropout", 0], 0),
+    ):
+        assert configure([*text, "--max-steps", steps, *given])[0].dropout == dropout
+    config, _ = configure(["--text", str(file_of_size(tmp_path, 1e5)), "--dropout", 0])
+    assert (config.dropout, config.max_steps) == (0.0, 439)
 
 
 def test_the_tokenizer_suits_the_amount_of_text(tmp_path):
@@ -190,7 +209,7 @@ def test_samples_continue_the_held_out_text_unless_there_is_a_prompt_and_the_hea
     assert f" sample {expected}" in summary
     assert f" next python sample.py --model run/model_00004 --prompt '{expected}" in summary
     header = printed.partition("device ")[2].partition("\nstep     0 |")[0].splitlines()
-    assert 6 <= len(header) <= 8 and all(len(line) <= 80 for line in header)
+    assert 6 <= len(header) <= 10 and all(len(line) <= 80 for line in header)  # two of them say that the text is tiny
     recorded = read_starts(Path("run"))[0]["flags"]  # which has what was chosen
     chosen = {"tokenizer": "bytes", "recipe": "fast", "max_lr": 0.0009, "max_steps": 4, "keep": 1, "shuffle": True}
     assert chosen.items() <= recorded.items()

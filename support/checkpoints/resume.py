@@ -92,7 +92,10 @@ def flags_to_fork(
     flags |= cli_flags
     steps, minutes = checkpoint.step, checkpoint.seconds / 60
     is_over = minutes >= flags["minutes"] if flags.get("minutes") else steps >= flags["max_steps"]
-    if is_over or checkpoint.progress >= 1 and flags.get("minutes") and flags["minutes"] == stored.get("minutes"):
+    has_same_end = flags.get("minutes") and all(
+        flags.get(name) == stored.get(name) for name in ("minutes", "max_passes")
+    )
+    if is_over or checkpoint.progress >= 1 and has_same_end:
         raise UserError(
             f"{checkpoint.path} was trained for {steps:,} steps and {minutes:.1f} minutes. For a longer run, use a higher "
             "--max-steps or --minutes; or fork an earlier checkpoint."

@@ -25,7 +25,7 @@ import torch
 from support import __version__, torch_private
 from support.checkpoints.directory import read_validation_loss
 from support.cli import UserError
-from support.data.shards import DataIdentity, find_difference
+from support.data.shards import DataIdentity, find_difference, rows_in_shard
 from support.runtime import fsdp
 from support.terminal import pluralize
 
@@ -195,6 +195,12 @@ class Checkpoint:
             raise
         except Exception as error:  # e.g. a bad pickle, a corrupt zip file or another program's file
             raise _unusable(path, f"is corrupt, or was not written by this trainer ({type(error).__name__})") from error
+
+    @property
+    def passes(self) -> float:
+        """How often the run has read its training data."""
+        T, shuffle = self.config["block_size"], self.config["shuffle"]
+        return self.row / sum(rows_in_shard(int(tokens), T, shuffle) for _, tokens, _ in self.data["train"])
 
     def validation_loss(self, comparable: str) -> float | None:
         """Returns its loss as in `read_validation_loss`."""

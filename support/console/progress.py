@@ -90,6 +90,10 @@ def print_header(run: RunInfo, dist: Distributed, B: int, rows_per_epoch: int, r
         ("recipe", run.recipe),
     ]
     facts += [("note", f"not compiled: {machine.why_not_compiled}")] if machine.why_not_compiled else []
+    text_bytes = rows_per_epoch * T * run.bytes_per_token
+    if config.text is not None and not run.base and text_bytes < presets.TINY_TEXT:
+        text = "so little text teaches spelling and common words, hardly sentences. Use more text, or --init-from gpt2"
+        facts.append(("note", text))
     if run.checkpoint:
         changes = changed_flags(flags_of(type(config)), run.checkpoint.config, config.used_flags())
         shown = [
@@ -185,27 +189,31 @@ def print_summary(
         )
         advice = " Use --dropout 0.2, or more text." if why and not run.model_config.dropout else ""
         lines.append(labelled("note", f"the last model is worse than {better}{why}.{advice}"))
+    if run.length.is_read_enough(passes):
+        text = f"the data has been read {run.length.max_passes:g} times; more time would only memorize it"
+        lines.append(labelled("note", f"{text}. A larger text is what helps"))
     lines += [labelled("sample", on_one_line(text)) for text in texts[:1]]
     if checkpoint.is_dir():
         prompt = f" --prompt {shlex.quote(run.prompt)}" if texts else ""
         lines.append(f"saved   {checkpoint}")
         lines.append(f"next    python sample.py --model {shlex.quote(str(better or checkpoint))}{prompt}")  # to copy
-        lines += describe_longer_run(config.out, run.length, before_cooldown) if better is None else []
+        lines += describe_longer_run(config.out, run.length, passes, before_cooldown) if better is None else []
     print_lines("\n" + "\n".join(lines))
 
 
 def print_finished(
-    out: str, length: Length, checkpoint: Path, before_cooldown: Path | None, print0: Callable[[str], None]
-) -> None:
+    out: str, length: Length, checkpoint: Path, passes: float, before_cooldown: Path | None, print0: Callable[[str], None]
+) -> None:  # fmt: skip
     """Prints that there is nothing to resume, because the run has finished, and how to make it longer."""
     done = labelled("done", f"this run has finished; its last checkpoint is {checkpoint}")
-    print0("\n".join([done, *describe_longer_run(out, length, before_cooldown)]))
+    print0("\n".join([done, *describe_longer_run(out, length, passes, before_cooldown)]))
 
 
-def describe_longer_run(out: str, length: Length, before_cooldown: Path | None) -> list[str]:
-    """Returns a line with the command that makes a finished run longer, or none if there is no checkpoint to fork."""
+def describe_longer_run(out: str, length: Length, passes: float, before_cooldown: Path | None) -> list[str]:
+    """Returns a line with the command that makes a finished run longer; none if that gains nothing, or there is no
+    checkpoint to fork."""
     more = length.doubled()
-    if before_cooldown is None or more is None:
+    if before_cooldown is None or more is None or length.is_read_enough(passes):
         return []
     command = f"python train_gpt2.py --fork {shlex.quote(str(before_cooldown))}"
     return [f"longer  {command} --out {shlex.quote(first_free(f'{out}_longer'))} {more}"]

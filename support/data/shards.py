@@ -124,8 +124,8 @@ class TokenData:
         """
         targets = list[npt.NDArray[np.uint16]]()
         left = max(1, val_tokens // T)  # rows; without validation, `val_tokens` may be too few for one
-        for shard in self.val if any(rows_in_shard(shard, T) for shard in self.val) else self.train:
-            rows = min(left, rows_in_shard(shard, T))
+        for shard in self.val if any(rows_in_shard(len(shard), T) for shard in self.val) else self.train:
+            rows = min(left, rows_in_shard(len(shard), T))
             targets.append(shard[1 : 1 + rows * T])
             left -= rows
         return targets
@@ -154,8 +154,8 @@ class TokenData:
         Raises:
             UserError: there are too few.
         """
-        train_rows = sum(rows_in_shard(shard, T, shuffle) for shard in self.train)
-        val_rows = sum(rows_in_shard(shard, T) for shard in self.val)
+        train_rows = sum(rows_in_shard(len(shard), T, shuffle) for shard in self.train)
+        val_rows = sum(rows_in_shard(len(shard), T) for shard in self.val)
         if train_rows < step_rows:
             raise UserError(
                 f"{self.folder} has {train_rows} rows of {T} tokens to train on, and one step takes {step_rows}. "
@@ -359,12 +359,12 @@ def _raise_open_file_limit(num_shards: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + num_shards, hard), hard))
 
 
-def rows_in_shard(shard: np.memmap, T: int, shuffle: bool = False) -> int:
-    """Returns the number of rows of T+1 tokens. The last target of a row is also the first input of the next one.
+def rows_in_shard(tokens: int, T: int, shuffle: bool = False) -> int:
+    """Returns the number of rows of T+1 tokens in a shard of this many. The last target of a row is also the first input of the next one.
 
     With `shuffle`, there is one row fewer: the first row may start at any of the first T tokens.
     """
-    return max(0, (len(shard) - 1) // T - shuffle)
+    return max(0, (tokens - 1) // T - shuffle)
 
 
 # -----------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -43,8 +42,8 @@ def flags_for_minutes(
     """Returns the flags that --minutes sets on this machine, the same on all ranks, without those on the command line.
 
     With --text or --demo, the model is the largest one that suits the text (see `presets.models_for_text`) and has
-    time to train on enough of it; tokens per step and learning rate follow. A pretrained model keeps its
-    size, and a fork its step, too.
+    time to train on enough of it; tokens per step, learning rate and dropout follow, and how often the text is read at
+    most. A pretrained model keeps its size, and a fork its step, too.
 
     Args:
         recipe: all flags of the run, the recipe's and the model's among them.
@@ -57,15 +56,16 @@ def flags_for_minutes(
     text_bytes = presets.text_bytes(config.text, config.text_field)
     vocab_size = VOCAB_SIZES.get(tokenizer) or presets.bpe_vocab_size(config.text, config.text_field)
     machine = Machine.find(config, recipe, dist.device, dist.world_size)
-    is_new = not (recipe["init_from"] or config.fork)
     tuned = config.has_preset and recipe["init_from"] is not None and config.fork is None
-    choose_step = config.has_preset and recipe["recipe"] == "fast" and is_new
+    from_scratch = config.has_preset and not (recipe["init_from"] or config.fork)
+    limits_passes = config.has_preset and not recipe["init_from"]  # a fork of a run with --init-from has it, too
+    choose_step = from_scratch and recipe["recipe"] == "fast"
     choose_model = choose_step and not cli_flags.keys() & {*presets.MODEL_FLAGS, "model"}
 
-    # A GPU takes as long for 64 rows of a small model as for 16, so a step gets more; but a small text has to last.
+    # A GPU takes as long for 64 rows of a small model as for 16, so a step gets more.
     on_gpu = choose_step and dist.device.type == "cuda"
     gpu_rows = {"batch_size": cli_flags.get("batch_size", batch_size.LARGEST_MICRO_BATCH)} if on_gpu else {}
-    most_tokens = presets.MAX_EPOCHS * presets.train_tokens(text_bytes, tokenizer) if on_gpu else math.inf
+    train_tokens, bytes_per_token = (f(text_bytes, tokenizer) for f in (presets.train_tokens, presets.bytes_per_token))
 
     def tokens_in_time(model: dict[str, int]) -> float:
         of_model = recipe | {"batch_size": machine.batch_size} | model | gpu_rows
@@ -75,19 +75,27 @@ def flags_for_minutes(
         return 60 * minutes * speed
 
     def choose_flags() -> dict[str, Any]:
-        first, *larger = presets.models_for_text(text_bytes) if choose_model else [{}]
+        dropout = cli_flags.get("dropout")
+        first, *larger = presets.models_for_text(text_bytes, dropout=dropout != 0) if choose_model else [{}]
         # with thousands of logits, the smallest is hardly faster than the next one, and worse
-        if tokenizer != "bytes" and larger:
+        if tokenizer != "bytes" and larger and presets.block_weights(larger[0]) <= text_bytes:
             first, *larger = larger
         chosen, tokens = first, tokens_in_time(first)
         for model in larger:
-            needed = presets.BYTES_PER_WEIGHT * presets.block_weights(model) / presets.BYTES_PER_TOKEN[tokenizer]
+            needed = presets.BYTES_PER_WEIGHT * presets.block_weights(model) / bytes_per_token
             # On a CPU a larger model is never faster. On a GPU it can be, with more tokens in a micro-batch: launching
             # kernels takes most of a small model's time.
             if tokens < needed and dist.device.type == "cpu" or (measured := tokens_in_time(model)) < needed:
                 break
+            has_dropout = dropout or presets.dropout_for(measured / train_tokens, model, text_bytes)
+            if presets.block_weights(model) > text_bytes and not has_dropout:  # it would memorize the text
+                break
             chosen, tokens = model, measured
-        fitting = presets.timed_step_size(min(tokens, most_tokens))
+        passes, sizes = tokens / train_tokens, recipe | chosen
+        if dropout is None:
+            dropout = presets.dropout_for(passes, sizes, text_bytes) if from_scratch else recipe["dropout"]
+        limit = cli_flags.get("max_passes", presets.most_passes(dropout, sizes, text_bytes) if limits_passes else 0.0)
+        fitting = presets.timed_step_size(min(tokens, limit * train_tokens) if limit else tokens)
         step = fitting if choose_step else recipe["total_batch_size"]
         # as --text does for pretrained weights: 200 steps at least, of 1,024 tokens at least
         unit = 2 * recipe["block_size"] * dist.world_size
@@ -105,7 +113,16 @@ def flags_for_minutes(
                 f"note    there is time for only about {int(tokens / step)} steps, but a model needs hundreds to learn\n"
                 "        anything. Use more --minutes, a smaller model, or a smaller --total-batch-size"
             )
+        if config.has_preset and 0 < limit < passes:
+            dist.print0(
+                f"note    there is time to read the data {passes:,.0f} times. The run ends after {limit:g}: more would only\n"
+                "        memorize it"
+            )
         flags: dict[str, Any] = dict(chosen)
+        if limits_passes:
+            flags["max_passes"] = limit
+        if from_scratch:
+            flags["dropout"] = dropout
         if choose_step:
             flags |= {"total_batch_size": step} | presets.fast_rates(step, cli_flags)
         elif tuned:

@@ -16,6 +16,7 @@ class Length:
     max_steps: int
     warmup_steps: int = 0
     decay_steps: int | None = None  # where the decay of the learning rate ends; None: at the end
+    max_passes: float = 0.0  # over the data, after which a run of --minutes ends; 0: no limit
 
     def is_over(self, step: int, progress: float) -> bool:
         """Returns whether the run has done its last step, or its time is up."""
@@ -37,7 +38,11 @@ class Length:
         """Says how far a run is, after its step: ` of 19,073`, or `, minute 3.2 of 10`."""
         return f", minute {seconds / 60:.1f} of {self.minutes:g}" if self.minutes else f" of {self.max_steps:,}"
 
-    def seconds_left(self, step: int, seconds: float, per_step: float | None) -> float | None:
+    def is_read_enough(self, passes: float) -> bool:
+        """Returns whether a run has ended because it has made so many passes over its data."""
+        return 0 < self.max_passes <= passes
+
+    def seconds_left(self, step: int, progress: float, seconds: float, per_step: float | None) -> float | None:
         """Estimates the seconds until the end; None if that is not known.
 
         Args:
@@ -45,7 +50,8 @@ class Length:
             per_step: seconds of a step; None if that is not known yet.
         """
         if self.minutes:
-            return max(0.0, 60 * self.minutes - seconds)
+            left = max(0.0, 60 * self.minutes - seconds)
+            return min(left, seconds * (1 - progress) / progress) if self.max_passes and progress else left
         return None if per_step is None else (self.max_steps - step) * per_step
 
     def describe(self, first_step: int, seconds: float, steps_per_pass: float, steps_read: float) -> str:
@@ -60,7 +66,8 @@ class Length:
             return f"{pluralize(self.max_steps, 'step')}: {passes:.2f} passes over the data, {steps_per_pass:,.1f} steps each"
         since = f", of which {seconds / 60:.1f} have passed" if seconds else ""
         minutes = f"{self.minutes:g} minute{'' if self.minutes == 1 else 's'}{since}"
-        return f"{minutes}; a pass over the data has {steps_per_pass:,.1f} steps"
+        limit = f", but at most {self.max_passes:g} passes" if self.max_passes else ""
+        return f"{minutes}{limit}; a pass over the data has {steps_per_pass:,.1f} steps"
 
     def doubled(self) -> str | None:
         """Returns the flag that makes a run twice as long; None if its decay ends earlier, and nothing would change."""
