@@ -27,7 +27,7 @@ def checkpoint_path(out: str | os.PathLike[str], step: int) -> Path:
     return Path(out) / f"model_{step:05d}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunInfo:
     """Everything that a run's header, log, checkpoints and summary are written from."""
 
