@@ -61,7 +61,7 @@ class ModelFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(ModelFlags):
-    vocab_size: int = 50257  # 50,000 merges, 256 bytes, <|endoftext|>; the tokenizer of the data decides
+    vocab_size: int = 50257  # 50,000 merges, 256 bytes, <|endoftext|>; in training, the tokenizer of the data decides
 
     @property
     def padded_vocab_size(self) -> int:

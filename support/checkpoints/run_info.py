@@ -81,7 +81,7 @@ class RunInfo:
     def comparable(self) -> dict[str, str]:
         """A key for each of "train", "val" and "hella" that is measured: values of two starts are comparable if it is equal.
 
-        Values at a step are compared, so the tokens of a step count, besides the data that they are measured on.
+        The key covers the tokens of a step besides the data, because values at a step are compared.
         """
         measured_on = {
             "train": self.identity["train"],

@@ -34,10 +34,10 @@ LONG_STEP = 60  # seconds
 
 
 def progress_bar(items: Collection[T], name: str, rank: int, describe: Callable[[], str] = str) -> Iterator[T]:
-    """Yields the items; rank 0 counts them in a bar on stderr, if that is a terminal; if stdout is none, in a line each minute.
+    """Yields the items. Rank 0 counts them in a bar on stderr, if that is a terminal; if stdout is none, it prints a line each minute.
 
     Args:
-        describe: returns what such a line says besides.
+        describe: returns more text for that line.
     """
     started = printed = time.perf_counter()
     for n, item in enumerate(tqdm(items, desc=name, leave=False, delay=1, disable=True if rank else None)):

@@ -58,8 +58,9 @@ class Length:
         """Describes the length, and how many steps a pass over the data takes.
 
         Args:
-            first_step, seconds: before which a process starts, and trained before it.
-            steps_read: how many such steps the data that was read before would have made.
+            first_step: of this process.
+            seconds: of training before it.
+            steps_read: the data that was read before, in steps of this size.
         """
         if self.minutes is None:
             passes = (steps_read + self.max_steps - first_step) / steps_per_pass
