@@ -39,15 +39,13 @@ MODELS_FOR_TEXT: tuple[dict[str, int], ...] = (
     dict(n_layer=3, n_head=2, n_embd=96, block_size=64, batch_size=32),
     dict(n_layer=3, n_head=2, n_embd=128, block_size=64, batch_size=32),
     dict(n_layer=4, n_head=2, n_embd=128, block_size=64, batch_size=32),
-    dict(n_layer=6, n_head=3, n_embd=192, block_size=128, batch_size=16),
     dict(n_layer=6, n_head=4, n_embd=256, block_size=256),
     dict(n_layer=8, n_head=8, n_embd=512, block_size=512),
     dict(n_layer=12, n_head=12, n_embd=768, block_size=1024),  # gpt2
 )
 # A model reads at least this many bytes of text, repetitions included, per weight of its blocks (measured, see
-# docs/small-models.md). It never has more such weights than the text has bytes, or it would memorize the text; with
-# dropout, WEIGHTS_PER_BYTE times as many.
-BYTES_PER_WEIGHT, WEIGHTS_PER_BYTE = 7, 2.5
+# docs/small-models.md). It never has more such weights than the text has bytes, or it would memorize the text.
+BYTES_PER_WEIGHT = 7
 BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0, "bpe": 3.0}
 BYTES_PER_TOKEN_OF_SMALL_BPE = {512: 2.0, 1024: 2.5}  # by the size of the vocabulary
 MIN_TOKENS = {"gpt2": 1.65e6, "bytes": 2.4e6, "bpe": 1.65e6}  # a text with fewer tokens is read several times
@@ -158,14 +156,9 @@ def _has_many_weights(model: Mapping[str, Any], text_bytes: float) -> bool:
     return block_weights(sizes) > MANY_WEIGHTS * text_bytes
 
 
-def models_for_text(text_bytes: float, bytes_read: float = math.inf, dropout: bool = False) -> list[dict[str, int]]:
-    """Returns the flags of the models that suit a text, the smallest first.
-
-    Args:
-        bytes_read: how much of the text is read, repetitions included.
-        dropout: whether the models have dropout.
-    """
-    most_weights = min(text_bytes * (WEIGHTS_PER_BYTE if dropout else 1), bytes_read / BYTES_PER_WEIGHT)
+def models_for_text(text_bytes: float, bytes_read: float = math.inf) -> list[dict[str, int]]:
+    """Returns the flags of the models that suit a text, the smallest first; `bytes_read` includes repetitions."""
+    most_weights = min(text_bytes, bytes_read / BYTES_PER_WEIGHT)
     return [model for model in MODELS_FOR_TEXT if model is MODELS_FOR_TEXT[0] or block_weights(model) <= most_weights]
 
 

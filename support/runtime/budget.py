@@ -77,10 +77,9 @@ def flags_for_minutes(
         return 60 * minutes * speed
 
     def choose_flags() -> dict[str, Any]:
-        dropout = cli_flags.get("dropout")
-        first, *larger = presets.models_for_text(text_bytes, dropout=dropout != 0) if choose_model else [{}]
+        first, *larger = presets.models_for_text(text_bytes) if choose_model else [{}]
         # with thousands of logits, the smallest is hardly faster than the next one, and worse
-        if tokenizer != "bytes" and larger and presets.block_weights(larger[0]) <= text_bytes:
+        if tokenizer != "bytes" and larger:
             first, *larger = larger
         chosen, tokens = first, tokens_in_time(first)
         for model in larger:
@@ -89,13 +88,11 @@ def flags_for_minutes(
             # kernels takes most of a small model's time.
             if tokens < needed and dist.device.type == "cpu" or (measured := tokens_in_time(model)) < needed:
                 break
-            has_dropout = dropout or presets.dropout_for(measured / train_tokens, model, text_bytes)
-            if presets.block_weights(model) > text_bytes and not has_dropout:  # it would memorize the text
-                break
             chosen, tokens = model, measured
         passes, sizes = tokens / train_tokens, config.to_dict() | chosen
-        if dropout is None:
-            dropout = presets.dropout_for(passes, sizes, text_bytes) if from_scratch else config.dropout
+        dropout = config.dropout
+        if from_scratch:
+            dropout = cli_flags.get("dropout", presets.dropout_for(passes, sizes, text_bytes))
         limit = cli_flags.get("max_passes", presets.most_passes(dropout, sizes, text_bytes) if limits_passes else 0.0)
         fitting = presets.timed_step_size(min(tokens, limit * train_tokens) if limit else tokens)
         step = fitting if choose_step else config.total_batch_size
