@@ -24,7 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from support.cli import UserError, flag, flag_name, flag_words, parse_flags, run_cli
+from support.checkpoints.history import comparable_values, read_starts
+from support.cli import UserError, flag, flag_name, flag_words, flags_of, parse_flags, run_cli
+from support.config import Options
 from support.console import normal
 from support.console.curves import (
     AXES,
@@ -38,14 +40,14 @@ from support.console.curves import (
     short_count,
 )
 from support.console.log import read_log
-from support.console.starts import comparable_values, read_starts
-from support.console.terminal import WIDTH, on_one_line
 from support.files import check_output_file
+from support.terminal import WIDTH, on_one_line
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 IGNORED_FLAGS = {"out", "resume", "fork", "profile"}
+OPTIONS = IGNORED_FLAGS | {name for name, flag in flags_of(Options).items() if flag.resume == "changes"}
 UNKNOWN, GAP = "-", "  "
 
 
@@ -149,13 +151,11 @@ def differences(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:
     for label, run in zip(labels, runs, strict=True):
         for start, later in itertools.pairwise(run.starts):
             before, after = start["flags"], later["flags"]
-            had = [
-                (name, value)
-                for name, value in before.items()
-                if name not in IGNORED_FLAGS and value != after.get(name)
-            ]
+            had = {name: value for name, value in before.items() if name not in OPTIONS and value != after.get(name)}
             if had:
-                words = ", ".join(flag_words(name, value) for name, value in had)
+                words = ", ".join(
+                    f"no {flag_name(name)}" if value is None else flag_words(name, value) for name, value in had.items()
+                )
                 note = f"note: before step {later['first_step']:,}, {label} had {words}."
                 lines += textwrap.wrap(on_one_line(note), WIDTH)
     if any(run.start["data"].get("train") != runs[0].start["data"].get("train") for run in runs):
@@ -179,7 +179,12 @@ def results(runs: Sequence[Run]) -> list[tuple[str, ...]]:
         if val := run.comparable("val"):
             last, best = max(val), min(val, key=lambda step: val[step])
             scale, title = (1 / run.bytes_per_token, "val/byte") if per_byte else (1.0, "val loss")
-            row |= {title: f"{scale * val[last]:.4f}", "best": f"{scale * val[best]:.4f}", "at step": f"{best:,}"}
+            at_last = "" if last == run.steps else f" (step {last:,})"
+            row |= {
+                title: f"{scale * val[last]:.4f}{at_last}",
+                "best": f"{scale * val[best]:.4f}",
+                "at step": f"{best:,}",
+            }
         if hella := run.comparable("hella"):
             row["HellaSwag"] = f"{hella[max(hella)]:.4f}"
         rows.append(row)

@@ -4,7 +4,7 @@
     python fineweb.py --name sample-100BT      # 100 billion
     python fineweb.py --input book.txt 'notes/*.jsonl' --output my_data
     python fineweb.py --dataset roneneldan/TinyStories --output tinystories
-    python fineweb.py --demo                   # Python's own documentation
+    python fineweb.py --demo                   # the documentation of Python and PyTorch
     python fineweb.py --check my_data          # are all shards intact?
 
 If the command is killed, run it again to continue; finished work is kept.
@@ -96,7 +96,7 @@ class Arguments:
     document_separator: str | None = flag(None,
         r"string between the documents of a .txt file; \n stands for a newline", "source",
         default_help="a file is one document", metavar="TEXT")
-    demo: bool = flag(False, "use the documentation of this Python as text; needs no network")
+    demo: bool = flag(False, "use the documentation of Python, PyTorch and other installed packages as text; needs no network")
     check: str | None = flag(None, "read the shards in DIR, compare them with their manifest, and exit",
         default_help="make shards", metavar="DIR")
     output: str | None = flag(None, "folder for the shards",

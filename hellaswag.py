@@ -45,21 +45,21 @@ from torch.nn import functional as F
 
 from support import files
 from support.checkpoints import huggingface
+from support.checkpoints.huggingface import GPT2_FIELDS
 from support.cli import UserError, flag, parse_flags, run_cli
+from support.config import DEVICES, Options
 from support.console.curves import OPENAI_HELLASWAG
 from support.console.progress import progress_bar
-from support.console.terminal import labelled
 from support.data.download import download as download_file
 from support.data.tokenizer import VOCAB_SIZES, Tokenizer, tokenizer_of_model
 from support.runtime import devices
 from support.runtime.distributed import Distributed
-from support.runtime.run_info import GPT2_FIELDS
 from support.runtime.signals import StopHandler
+from support.terminal import labelled
 
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel
 
-    from train_gpt2 import TrainConfig
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_{split}.jsonl"
 GIT_BLOBS = {  # the SHA-1 by which git names each file's content
@@ -197,7 +197,7 @@ def _clean(text: str) -> str:
 
 
 def load_examples(
-    config: TrainConfig, every: int | None, tokenizer: Tokenizer, notice: Callable[[str], None]
+    config: Options, every: int | None, tokenizer: Tokenizer, block_size: int, notice: Callable[[str], None]
 ) -> list[Example]:
     """Returns the examples that a training run scores, from --hellaswag-data or the downloaded validation split.
 
@@ -207,7 +207,7 @@ def load_examples(
     Raises:
         UserError: the file does not have HellaSwag items with labels, or a flag asks for scores but there can be none.
     """
-    path, limit, block_size = config.hellaswag_data, config.hellaswag_limit, config.block_size
+    path, limit = config.hellaswag_data, config.hellaswag_limit
     asked = path is not None or limit is not None or config.hellaswag_every is not None
     if every == 0:
         return []
@@ -577,7 +577,7 @@ class Arguments:
     model: str = flag("gpt2", "hub name, such as gpt2, or checkpoint directory", short="-m", metavar="NAME_OR_DIR")
     style: str = flag("tokens", "how texts are encoded and losses normalised", choices=tuple(STYLE_FIELDS))
     device: str = flag("auto", "where to score", default_help="auto, the best available", short="-d",
-        choices=devices.DEVICES)
+        choices=DEVICES)
     dtype: str = flag("fp32", "precision of matrix products; logits and losses are always fp32",
         choices=("auto", *devices.DTYPES))
     split: str | None = flag(None, "split to score, downloaded once; test has no labels", default_help="val",

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 from support.checkpoints.huggingface import find_model, read_config
 from support.cli import UserError, flag, parse_flags, run_cli
+from support.config import DEFAULT_PROMPT, DEVICES
 from support.data.tokenizer import END_OF_TEXT, VOCAB_SIZES, Tokenizer, tokenizer_of_model
 from support.runtime import devices
 from support.runtime.kv_cache import KVCache
-from support.runtime.options import DEFAULT_PROMPT
 from train_gpt2 import GPT, GPTConfig, next_token_probs
 
 DEFAULT_NUM_TEXTS = 4
@@ -253,7 +253,7 @@ class Arguments:
     dtype: str = flag("fp32", "precision of matrix products; auto is the fastest native one",
         choices=("auto", *devices.DTYPES))
     device: str = flag("auto", "where to generate", default_help="auto, the best available", short="-d",
-        choices=devices.DEVICES)
+        choices=DEVICES)
     tokenizer: str | None = flag(None, "the tokens of a model without tokenizer.json", default_help="the model's",
         choices=tuple(VOCAB_SIZES))
     # fmt: on

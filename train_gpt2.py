@@ -15,33 +15,212 @@ from __future__ import annotations
 from support import startup
 
 if __name__ == "__main__":
-    startup.prepare("PyTorch")  # comes first: the imports take seconds
+    startup.prepare()  # comes first
 
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
+
+from support.cli import MAIN_GROUP, UserError, check_command_line, flag, flags_of, parse_flags, run_cli
+from support.config import Options, PlanOptions
+from support.data import presets
+
+# -----------------------------------------------------------------------------
+# What can be set: the model and the recipe. support/config.py has the rest: files, evaluation, checkpoints, device.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags:
+    """The model's sizes and options. A resumed run and a fork keep them, and pretrained weights bring their own."""
+
+    # fmt: off
+    n_layer: int = flag(12, "layers", "model", default_help="set by --model", at_least=1, at_most=10_000,
+                        fork="keeps", init_from="brings")
+    n_head: int = flag(12, "heads", "model", default_help="set by --model", at_least=1, below=2**31,
+                       fork="keeps", init_from="brings")
+    n_embd: int = flag(768, "channels", "model", default_help="set by --model", at_least=1, below=2**31,
+                       fork="keeps", init_from="brings")
+    block_size: int = flag(1024, "context length in tokens", "model", default_help="1024; the model's with --init-from",
+                           at_least=1, below=2**31, fork="keeps")  # a shorter one is possible with pretrained weights
+    bias: bool = flag(True, "biases in linear layers and layer norms", "model", fork="keeps", init_from="brings")
+    # GPT-2 had 0.1; text that is seen only once needs none
+    dropout: float = flag(0.0, "dropout probability", "model", at_least=0, below=1)
+    # fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig(ModelFlags):
+    vocab_size: int = 50257  # 50,000 merges, 256 bytes, <|endoftext|>; the tokenizer of the data decides
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """The vocabulary size, rounded up to a multiple of 64 (50,304 for GPT-2): other sizes slow GPU kernels down."""
+        return -(-self.vocab_size // 64) * 64
+
+
+MODELS = {
+    "gpt2": dict(n_layer=12, n_head=12, n_embd=768),  # 124M parameters
+    "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),  # 350M
+    "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280),  # 774M
+    "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),  # 1558M
+}
+
+# --recipe: how GPT-2 was trained, or how to reach the same loss with fewer tokens (docs/recipes.md).
+RECIPES: dict[str, dict[str, Any]] = {
+    "gpt2": dict(optimizer="adamw", schedule="cosine", max_lr=6e-4),
+    "fast": dict(optimizer="muon", schedule="wsd", max_lr=presets.FAST_LR),  # --text lowers it for small steps
+}
+GPT2_RECIPE, FAST_RECIPE = RECIPES["gpt2"], RECIPES["fast"]
+TIMED_WARMUP = 1 / 30  # the warm-up of a --minutes run, as a fraction of its time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How the model is trained: from which weights, in which steps, at which rates. A resumed run keeps all of it."""
+
+    # fmt: off
+    model: str = flag("gpt2", "model size", MAIN_GROUP, choices=tuple(MODELS), fork="brings", init_from="brings")
+    init_from: str | None = flag(None, "pretrained weights to start from: a hub name or a checkpoint directory",
+                                 MAIN_GROUP, default_help="random weights", metavar="NAME_OR_DIR", fork="brings",
+                                 per_node=True)
+    lora_rank: int | None = flag(None, "train only LoRA matrices of this rank, next to c_attn and c_proj", "model",
+                                 default_help="train all weights", at_least=1, below=2**31, fork="keeps")
+    lora_alpha: float = flag(16.0, "LoRA alpha (scale = alpha / rank)", "model", at_least=0, fork="keeps")
+    total_batch_size: int = flag(2**19, "tokens per optimizer step, over all devices", "schedule", at_least=1)
+    recipe: str = flag("gpt2", "defaults for --optimizer, --schedule and --max-lr: gpt2 is how GPT-2 was trained, "
+                       "fast reaches the same loss with fewer tokens", MAIN_GROUP, choices=tuple(RECIPES))
+    max_steps: int = flag(19073, "total steps", MAIN_GROUP, at_least=1, at_most=presets.MAX_STEPS,
+                          counts_steps=True)  # 10 billion tokens
+    max_passes: float = flag(0.0, "end a run of --minutes after P passes over the data, its cooldown included; 0: no limit",
+                             "schedule", default_help="0; with --text, as many as help", at_least=0, below=1e6, metavar="P")
+    warmup_steps: int = flag(715, "steps of linear warm-up", "schedule", at_least=0,
+                             counts_steps=True)  # 375 million tokens, as in GPT-3
+    schedule: str = flag(GPT2_RECIPE["schedule"], "after the warm-up: cosine decay, or a constant rate and a linear cooldown",
+                         "schedule", default_help="cosine; wsd with --recipe fast", choices=("cosine", "wsd"))
+    decay_steps: int = flag(19073, "step at which the cosine or the cooldown ends", "schedule",
+                            default_help="--max-steps", at_least=1, at_most=presets.MAX_STEPS, counts_steps=True)
+    cooldown_fraction: float = flag(0.4, "wsd's cooldown, as a fraction of the run", "schedule", at_least=0, at_most=1)
+    max_lr: float = flag(GPT2_RECIPE["max_lr"], "peak learning rate", "schedule", at_least=0,
+                         default_help=f"{GPT2_RECIPE['max_lr']:g}; {FAST_RECIPE['max_lr']:g} with --recipe fast")
+    adamw_lr: float | None = flag(None, "AdamW's peak learning rate with --optimizer muon", "schedule", at_least=0,
+                                  default_help="--max-lr")
+    min_lr: float = flag(GPT2_RECIPE["max_lr"] / 10, "final learning rate", "schedule", at_least=0,
+                         default_help="a tenth of --max-lr; a fiftieth with wsd")
+    optimizer: str = flag(GPT2_RECIPE["optimizer"], "AdamW; or Muon for the blocks' matrices, and AdamW for the rest",
+                          "optimizer", default_help="adamw; muon with --recipe fast", choices=("adamw", "muon"))
+    weight_decay: float = flag(0.1, "weight decay of tensors with 2 or more dimensions", "optimizer", at_least=0)
+    beta1: float = flag(0.9, "AdamW's beta1", "optimizer", at_least=0, below=1)
+    beta2: float = flag(0.95, "AdamW's beta2", "optimizer", at_least=0, below=1)  # 0.999 reacts too slowly
+    grad_clip: float = flag(1.0, "largest gradient norm; 0: no clipping", "optimizer", at_least=0)
+    seed: int = flag(1337, "seed for weights, shuffling, dropout and samples", "randomness", at_least=0, below=2**32)
+    shuffle: bool = flag(False, "in every epoch, read shards and their rows in a new random order, cut at new places",
+                         "randomness", negatable=True)
+    # fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Recipe, ModelFlags, Options):
+    """A run: everything that flags set, resolved. It never changes."""
+
+    @property
+    def lora(self) -> tuple[int, float] | None:
+        """Rank and alpha of LoRA's matrices."""
+        return (self.lora_rank, self.lora_alpha) if self.lora_rank else None
+
+    @property
+    def cooldown_steps(self) -> int:
+        """Steps of wsd's cooldown, which does not start before the warm-up ends."""
+        return max(0, min(round(self.cooldown_fraction * self.decay_steps), self.decay_steps - self.warmup_steps))
+
+    @property
+    def cooldown_start(self) -> float:
+        """The progress at which wsd's cooldown begins."""
+        if self.minutes:
+            return 1 - min(self.cooldown_fraction, 1 - TIMED_WARMUP)
+        return (self.decay_steps - self.cooldown_steps) / self.decay_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandLine(PlanOptions, TrainConfig):
+    """The flags of this script."""
+
+
+FIRST_GROUPS = ("text", "model", "schedule", "optimizer", "randomness")  # in --help
+TRAIN_FLAGS = flags_of(TrainConfig)
+
+
+def resolve(flags: Mapping[str, Any]) -> TrainConfig:
+    """Returns the configuration that the flags specify; what they leave open follows from other flags, or stays open.
+
+    Raises:
+        UserError: some values contradict each other.
+    """
+    defaults = MODELS[flags.get("model", "gpt2")] | RECIPES[flags.get("recipe", "gpt2")]
+    defaults["decay_steps"] = flags.get("max_steps", TrainConfig.max_steps)
+    if flags.get("minutes"):
+        defaults |= dict.fromkeys(("val_every", "sample_every", "checkpoint_every"))  # None: each quarter of the time
+    values = {**defaults, **flags}  # flags win
+    values.setdefault("min_lr", values["max_lr"] / (50 if values["schedule"] == "wsd" else 10))
+    config = TrainConfig(**values)
+    if problems := list(describe_contradictions(config)):
+        raise UserError(*problems)
+    return config
+
+
+def describe_contradictions(config: TrainConfig) -> Iterator[str]:
+    """Yields a line for each pair of values that do not go together."""
+    if config.n_embd % config.n_head:
+        yield f"--n-embd {config.n_embd} is not a multiple of --n-head {config.n_head}. Change one."
+    if config.max_passes and not config.minutes:
+        yield "--max-passes is for runs of --minutes. Leave it out, and give the length with --max-steps."
+    if config.min_lr > config.max_lr:
+        yield f"--min-lr {config.min_lr:g} is above --max-lr {config.max_lr:g}. Lower it."
+    if config.adamw_lr is not None and (config.optimizer != "muon" or config.max_lr == 0):
+        yield "--adamw-lr is for --optimizer muon with a --max-lr above 0. Use --max-lr alone."
+    if config.lora_rank is None and config.lora_alpha != TrainConfig.lora_alpha:
+        yield "--lora-alpha is for LoRA. Add --lora-rank, or leave out --lora-alpha."
+    if config.lora_rank is not None and config.optimizer == "muon":
+        yield "Muon does not suit LoRA's small matrices. Use --optimizer adamw, and --recipe gpt2."
+    if config.lora_rank is not None and config.lora_rank > config.n_embd:
+        yield f"--lora-rank {config.lora_rank} is more than the model's {config.n_embd} channels. Lower it."
+
+
+if __name__ == "__main__":
+    check_command_line(CommandLine, __doc__, FIRST_GROUPS)  # a mistake, or --help, need not wait for the next import
+    startup.show("importing PyTorch ...")
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import hellaswag
-from support.checkpoints import huggingface, lora, resume, run_folder, start
+from support import torch_private
+from support.checkpoints import huggingface, lora, resume, run_folder
 from support.checkpoints.directory import newest_before_cooldown
 from support.checkpoints.manager import CheckpointManager
+from support.checkpoints.run_info import RunInfo
+from support.checkpoints.start import (
+    NEW_RUN,
+    Start,
+    check_folder_and_make_shards,
+    check_pretrained,
+    first_model,
+    gather_flags,
+)
 from support.checkpoints.state import Checkpoint, TrainState
-from support.cli import MAIN_GROUP, flag, parse_flags, run_cli
+from support.console import trackers
 from support.console.progress import print_finished, print_header, print_summary, progress_bar
 from support.console.run_logger import RunLogger
-from support.data import presets, shards
-from support.data.shards import rows_in_shard
+from support.data import shards
+from support.data.shards import TokenData, rows_in_shard
 from support.data.tokenizer import Tokenizer
 from support.optim.loss import chunked_cross_entropy
 from support.optim.muon import Muon
@@ -49,29 +228,13 @@ from support.runtime import batch_size, budget, devices, fsdp, memory, plan, pre
 from support.runtime.clock import Clock
 from support.runtime.distributed import LONG_TIMEOUT, ONE_PROCESS, STEP_TIMEOUT, Distributed, report_lost_processes
 from support.runtime.kv_cache import KVCache
+from support.runtime.length import Length
 from support.runtime.machine import Machine
-from support.runtime.options import RunOptions, check_consistent
-from support.runtime.run_info import RunInfo, checkpoint_path
 from support.runtime.signals import StopHandler
+from support.terminal import pluralize
 
 # -----------------------------------------------------------------------------
 # The model. B is batch, T is time, C is channels (n_embd), nh is heads, hs is head size (C / nh), V is vocabulary.
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    block_size: int = 1024  # context length, in tokens
-    vocab_size: int = 50257  # 50,000 merges, 256 bytes, <|endoftext|>
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
-    bias: bool = True  # in the linear layers and layer norms
-    dropout: float = 0.0  # GPT-2 had 0.1; text that is seen only once needs none
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """The vocabulary size, rounded up to a multiple of 64 (50,304 for GPT-2): other sizes slow GPU kernels down."""
-        return -(-self.vocab_size // 64) * 64
 
 
 class CausalSelfAttention(nn.Module):
@@ -209,7 +372,8 @@ class GPT(nn.Module):
             UserError: files are missing or corrupt, or describe a model that this class does not implement.
         """
         directory = huggingface.find_model(name_or_dir, verify)
-        config = huggingface.read_model_config(directory, GPTConfig, dropout=dropout)
+        names = {field.name for field in fields(GPTConfig)}
+        config = GPTConfig(**huggingface.read_model_config(directory, names), dropout=dropout)
         model = cls(config)
         weights = huggingface.read_weights(directory / huggingface.WEIGHTS)  # without the padding of the vocabulary
         model.load_state_dict(huggingface.from_hf(weights, model.state_dict(keep_vars=True), config.vocab_size))
@@ -378,113 +542,7 @@ class DataLoaderLite:
 
 
 # -----------------------------------------------------------------------------
-# The recipe
-
-MODELS = {
-    "gpt2": dict(n_layer=GPTConfig.n_layer, n_head=GPTConfig.n_head, n_embd=GPTConfig.n_embd),  # 124M parameters
-    "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),  # 350M
-    "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280),  # 774M
-    "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),  # 1558M
-}
-
-# --recipe: how GPT-2 was trained, or how to reach the same loss with fewer tokens (docs/recipes.md).
-RECIPES: dict[str, dict[str, Any]] = {
-    "gpt2": dict(optimizer="adamw", schedule="cosine", max_lr=6e-4),
-    "fast": dict(optimizer="muon", schedule="wsd", max_lr=presets.FAST_LR),  # --text lowers it for small steps
-}
-GPT2_RECIPE, FAST_RECIPE = RECIPES["gpt2"], RECIPES["fast"]
-TIMED_WARMUP = 1 / 30  # the warm-up of a --minutes run, as a fraction of its time
-
-
-@dataclass(frozen=True)
-class TrainConfig(RunOptions):
-    """The flags that define a run. RunOptions adds flags for files, evaluation, checkpoints and device.
-
-    A resumed run may change only RunOptions, except --minutes and the flags that describe the text.
-    """
-
-    # fmt: off
-    model: str = flag("gpt2", "model size", MAIN_GROUP, choices=tuple(MODELS))
-    n_layer: int = flag(GPTConfig.n_layer, "layers", "model", default_help="set by --model", at_least=1, at_most=10_000)
-    n_head: int = flag(GPTConfig.n_head, "heads", "model", default_help="set by --model", at_least=1, below=2**31)
-    n_embd: int = flag(GPTConfig.n_embd, "channels", "model", default_help="set by --model", at_least=1, below=2**31)
-    block_size: int = flag(GPTConfig.block_size, "context length in tokens", "model", at_least=1, below=2**31,
-                           default_help="1024; the model's with --init-from")
-    bias: bool = flag(GPTConfig.bias, "biases in linear layers and layer norms", "model")
-    dropout: float = flag(GPTConfig.dropout, "dropout probability", "model", at_least=0, below=1)
-    init_from: str | None = flag(None, "pretrained weights to start from: a hub name or a checkpoint directory",
-                                 MAIN_GROUP, default_help="random weights", metavar="NAME_OR_DIR")
-    lora_rank: int | None = flag(None, "train only LoRA matrices of this rank, next to c_attn and c_proj", "model",
-                                 default_help="train all weights", at_least=1, below=2**31)
-    lora_alpha: float = flag(16.0, "LoRA alpha (scale = alpha / rank)", "model", at_least=0)
-    total_batch_size: int = flag(2**19, "tokens per optimizer step, over all devices", "schedule", at_least=1)
-    recipe: str = flag("gpt2", "defaults for --optimizer, --schedule and --max-lr: gpt2 is how GPT-2 was trained, "
-                       "fast reaches the same loss with fewer tokens", MAIN_GROUP, choices=tuple(RECIPES))
-    max_steps: int = flag(19073, "total steps", MAIN_GROUP, at_least=1, at_most=presets.MAX_STEPS)  # 10 billion tokens
-    max_passes: float = flag(0.0, "end a run of --minutes after P passes over the data, its cooldown included; 0: no limit",
-                             "schedule", default_help="0; with --text, as many as help", at_least=0, below=1e6, metavar="P")
-    warmup_steps: int = flag(715, "steps of linear warm-up", "schedule", at_least=0)  # 375 million tokens, as in GPT-3
-    schedule: str = flag(GPT2_RECIPE["schedule"], "after the warm-up: cosine decay, or a constant rate and a linear cooldown",
-                         "schedule", default_help="cosine; wsd with --recipe fast", choices=("cosine", "wsd"))
-    decay_steps: int = flag(19073, "step at which the cosine or the cooldown ends", "schedule",
-                            default_help="--max-steps", at_least=1, at_most=presets.MAX_STEPS)
-    cooldown_fraction: float = flag(0.4, "wsd's cooldown, as a fraction of the run", "schedule", at_least=0, at_most=1)
-    max_lr: float = flag(GPT2_RECIPE["max_lr"], "peak learning rate", "schedule", at_least=0,
-                         default_help=f"{GPT2_RECIPE['max_lr']:g}; {FAST_RECIPE['max_lr']:g} with --recipe fast")
-    adamw_lr: float | None = flag(None, "AdamW's peak learning rate with --optimizer muon", "schedule", at_least=0,
-                                  default_help="--max-lr")
-    min_lr: float = flag(GPT2_RECIPE["max_lr"] / 10, "final learning rate", "schedule", at_least=0,
-                         default_help="a tenth of --max-lr; a fiftieth with wsd")
-    optimizer: str = flag(GPT2_RECIPE["optimizer"], "AdamW; or Muon for the blocks' matrices, and AdamW for the rest",
-                          "optimizer", default_help="adamw; muon with --recipe fast", choices=("adamw", "muon"))
-    weight_decay: float = flag(0.1, "weight decay of tensors with 2 or more dimensions", "optimizer", at_least=0)
-    beta1: float = flag(0.9, "AdamW's beta1", "optimizer", at_least=0, below=1)
-    beta2: float = flag(0.95, "AdamW's beta2", "optimizer", at_least=0, below=1)  # 0.999 reacts too slowly
-    grad_clip: float = flag(1.0, "largest gradient norm; 0: no clipping", "optimizer", at_least=0)
-    seed: int = flag(1337, "seed for weights, shuffling, dropout and samples", "randomness", at_least=0, below=2**32)
-    shuffle: bool = flag(False, "in every epoch, read shards and their rows in a new random order, cut at new places",
-                         "randomness")
-    # fmt: on
-
-    # flags that define the model's shape: a resumed run and a fork keep them, and a pretrained model brings its own
-    SHAPE_FLAGS: ClassVar = {field.name for field in fields(GPTConfig)} - {"vocab_size", "dropout"}
-
-    @property
-    def cooldown_steps(self) -> int:
-        """Steps of wsd's cooldown, which does not start before the warm-up ends."""
-        return max(0, min(round(self.cooldown_fraction * self.decay_steps), self.decay_steps - self.warmup_steps))
-
-    @property
-    def cooldown_start(self) -> float:
-        """The progress at which wsd's cooldown begins."""
-        if self.minutes:
-            return 1 - min(self.cooldown_fraction, 1 - TIMED_WARMUP)
-        return (self.decay_steps - self.cooldown_steps) / self.decay_steps
-
-    def is_over(self, state: TrainState) -> bool:
-        """Returns whether the run has done its last step, or its time is up."""
-        return state.progress >= 1 if self.minutes else state.step >= self.max_steps
-
-    def is_due(self, every: int | None, state: TrainState) -> bool:
-        """Returns whether something that is done every few steps is due before this step. It is also due after the last one.
-
-        Args:
-            every: interval in steps; 0 means never, and None means at each quarter of --minutes.
-        """
-        if every == 0:
-            return False
-        regularly = any(state.has_passed(n / 4) for n in range(4)) if every is None else state.step % every == 0
-        return regularly or self.is_over(state)
-
-    def is_checkpoint_due(self, state: TrainState) -> bool:
-        """Returns whether a checkpoint is due: at intervals, after the last step, and before a cooldown."""
-        before_cooldown = self.schedule == "wsd" and state.has_passed(self.cooldown_start)
-        return self.is_due(self.checkpoint_every, state) or before_cooldown and self.checkpoint_every != 0
-
-    def is_before_cooldown(self, state: TrainState) -> bool:
-        """Returns whether wsd's cooldown has not begun yet, so that a longer run can start here."""
-        last = state.last_progress if state.last_progress >= 0 else state.progress  # set the last step's rate
-        return self.schedule == "wsd" and last <= self.cooldown_start
+# The schedule
 
 
 def get_lr(step: int, config: TrainConfig, progress: float = 0.0) -> float:
@@ -512,27 +570,103 @@ def get_lr(step: int, config: TrainConfig, progress: float = 0.0) -> float:
     return config.min_lr + 0.5 * (1.0 + math.cos(math.pi * decayed)) * (config.max_lr - config.min_lr)
 
 
-def resolve(flags: Mapping[str, Any]) -> TrainConfig:
-    """Returns the configuration that the flags specify; what they leave open follows from other flags, or stays open.
+@dataclass(frozen=True)
+class Schedule:
+    """What happens when in a run, as a function of its progress: rates, evaluations, checkpoints and the end."""
+
+    config: TrainConfig
+    hellaswag_every: int | None = 0  # --hellaswag-every, or what suits the machine
+
+    @property
+    def length(self) -> Length:
+        c = self.config
+        return Length(c.minutes, c.max_steps, c.warmup_steps, c.decay_steps, c.max_passes)
+
+    def lr(self, state: TrainState) -> float:
+        """Returns the learning rate of the next step."""
+        return get_lr(state.step, self.config, state.progress)
+
+    def progress(self, step: int, timed: float) -> float:
+        """Returns the progress of a run before a step, 1 where its decay ends; `timed` is that of a run of --minutes."""
+        return timed if self.config.minutes else step / self.config.decay_steps
+
+    def is_over(self, state: TrainState) -> bool:
+        """Returns whether the run has done its last step, or its time is up."""
+        return self.length.is_over(state.step, state.progress)
+
+    def evaluations_due(self, state: TrainState) -> set[str]:
+        """Returns which of "val", "hella" and "samples" are due before the next step."""
+        config = self.config
+        every = {"val": config.val_every, "hella": self.hellaswag_every}
+        every |= {"samples": config.sample_every} if state.step > 0 else {}
+        return {name for name, interval in every.items() if self._is_due(interval, state)}
+
+    def is_checkpoint_due(self, state: TrainState) -> bool:
+        """Returns whether a checkpoint is due: at intervals, after the last step, and before a cooldown."""
+        every = self.config.checkpoint_every
+        return self._is_due(every, state) or every != 0 and self.is_cooldown_next(state)
+
+    def is_cooldown_next(self, state: TrainState) -> bool:
+        """Returns whether wsd's cooldown begins with the next step. A fork may start after that."""
+        start = self.config.cooldown_start
+        begins = state.progress == start if state.last_progress < 0 else state.has_passed(start)
+        return self.config.schedule == "wsd" and begins
+
+    def is_before_cooldown(self, state: TrainState) -> bool:
+        """Returns whether wsd's cooldown has not begun yet, so that a longer run can start here."""
+        last = state.last_progress if state.last_progress >= 0 else state.progress  # set the last step's rate
+        return self.config.schedule == "wsd" and last <= self.config.cooldown_start
+
+    def _is_due(self, every: int | None, state: TrainState) -> bool:
+        """Returns whether something is due that is done every few steps, and after the last one.
+
+        Args:
+            every: interval in steps; 0 means never, and None means at each quarter of --minutes.
+        """
+        if every == 0:
+            return False
+        regularly = any(state.has_passed(n / 4) for n in range(4)) if every is None else state.step % every == 0
+        return regularly or self.is_over(state)
+
+    def describe(self) -> str:
+        """Describes optimizer and learning rates in words."""
+        c = self.config
+        unit, warmup = "minute" if c.minutes else "step", pluralize(c.warmup_steps, "step")
+        after = f" after {warmup}" if c.warmup_steps and not c.minutes else ""
+        end = f"at minute {c.minutes:g}" if c.minutes else f"at step {c.decay_steps:,}"
+        start = c.cooldown_start * (c.minutes or c.decay_steps)
+        when = f"{unit} {start:,.{1 if c.minutes else 0}f}"
+        if c.max_passes:  # time or passes, whichever ends the run first
+            when, end = f"{c.cooldown_start:.0%} of the run", "at its end"
+        cooldown = f"from {when} on " if c.schedule == "wsd" else ""
+        adamw = f" ({c.adamw_lr:.3g} for AdamW)" if c.adamw_lr is not None else ""
+        rates = f"learning rate {c.max_lr:.3g}{adamw}{after}, {cooldown}falling to {c.min_lr:.3g} {end}"
+        return f"{c.optimizer}, {c.schedule}; {rates}"
+
+
+# -----------------------------------------------------------------------------
+# The model that a run starts from
+
+
+def new_model(flags: Mapping[str, Any], vocab_size: int) -> GPT:
+    """Makes the model that the flags describe, with random weights."""
+    return GPT(GPTConfig(vocab_size=vocab_size, **{name: flags[name] for name in flags_of(ModelFlags)}))
+
+
+def open_data(config: TrainConfig, checkpoint: Checkpoint | None, dist: Distributed) -> TokenData:
+    """Opens the shards of a run. Checks that they have enough tokens, and that training fits into memory.
 
     Raises:
-        UserError: some values contradict each other.
+        UserError: a check failed.
     """
-    defaults = MODELS[flags.get("model", "gpt2")] | RECIPES[flags.get("recipe", "gpt2")]
-    defaults["decay_steps"] = flags.get("max_steps", TrainConfig.max_steps)
-    if flags.get("minutes"):
-        defaults |= dict.fromkeys(("val_every", "sample_every", "checkpoint_every"))  # None: each quarter of the time
-    values = {**defaults, **flags}  # flags win
-    values.setdefault("min_lr", values["max_lr"] / (50 if values["schedule"] == "wsd" else 10))
-    config = TrainConfig(**values)
-    check_consistent(config)
-    return config
-
-
-def new_model(config: TrainConfig, vocab_size: int) -> GPT:
-    """Makes the model that the configuration describes, with random weights."""
-    shape = {name: getattr(config, name) for name in config.SHAPE_FLAGS}
-    return GPT(GPTConfig(vocab_size=vocab_size, dropout=config.dropout, **shape))
+    T, validates = config.block_size, config.val_every != 0
+    data = TokenData.open(config.data, validates, first_model(checkpoint, config.init_from))
+    val_tokens = config.val_tokens if validates else None
+    data.check_rows(T, config.total_batch_size // T, val_tokens, config.shuffle)
+    sizes = config.to_dict() | {"vocab_size": data.tokenizer.vocab_size}
+    parts = dist.world_size if config.parallel == "fsdp" else 1
+    memory.check_training_fits(sizes, config.optimizer, config.lora_rank is not None, parts, dist.device)
+    return data
 
 
 def initial_model(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Checkpoint | None) -> GPT:
@@ -542,10 +676,11 @@ def initial_model(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Checkpo
     source = path if path and not config.lora_rank else config.init_from
     if source is None:
         torch.manual_seed(config.seed)  # on the CPU, so that every kind of device starts from the same weights
-        model = new_model(config, tokenizer.vocab_size)
+        model = new_model(config.to_dict(), tokenizer.vocab_size)
     else:
         model = GPT.from_pretrained(source, config.dropout, verify=False)  # its checksums were compared already
-        start.check_pretrained(source, model.config.vocab_size, model.config.block_size, tokenizer, config)
+        sizes = model.config
+        check_pretrained(source, sizes.vocab_size, sizes.block_size, tokenizer, config, config.block_size)
         if config.block_size < model.config.block_size:
             model.crop(config.block_size)
     if config.lora_rank:
@@ -592,7 +727,7 @@ def sample(
 
 
 def train_step(
-    train_model: nn.Module, state: TrainState, loader: DataLoaderLite, config: TrainConfig, stop: StopHandler,
+    train_model: nn.Module, state: TrainState, loader: DataLoaderLite, schedule: Schedule, stop: StopHandler,
     amp: torch.autocast, clock: Clock,
 ) -> tuple[float, float, float] | None:  # fmt: skip
     """Takes one optimizer step on `loader.grad_accum` micro-batches of each rank; `train_model` may be compiled and wrapped.
@@ -603,7 +738,7 @@ def train_step(
         The mean loss in nats, the gradient norm before clipping, and the progress of --minutes, all the same on every rank.
         None if a signal interrupted the step, which happens only with one process. Nothing was applied then.
     """
-    optimizer, scaler, dist = state.optimizer, state.scaler, loader.dist
+    config, optimizer, scaler, dist = schedule.config, state.optimizer, state.scaler, loader.dist
     if config.dropout:
         state.model.train()  # after an evaluation
         # The masks depend on (seed, step, rank) alone, so a resumed run draws the same ones.
@@ -625,7 +760,7 @@ def train_step(
         loss = loss / loader.grad_accum
         loss_accum += loss.detach()
         scaler.scale(loss).backward()  # scales only in fp16, where small gradients would underflow
-    if config.minutes or state.step + 1 < config.max_steps:  # there is a next step
+    if not schedule.length.is_last(state.step):
         with stop.deferring_errors():  # a corrupt shard ends the run after this step, which is applied and saved
             loader.prefetch(loader.grad_accum)  # reads the next step's batches, while the device is still computing
     scaler.unscale_(optimizer)  # before clipping, which needs the true norm
@@ -649,34 +784,35 @@ def step_if_finite(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
     Fused AdamW and Muon skip the step if their `found_inf` is 1 (GradScaler's protocol). That happens on the device, so
     the host need not wait. For other optimizers, and on MPS, which ignores `found_inf`, the host checks.
     """
-    if getattr(optimizer, "_step_supports_amp_scaling", False) and finite.device.type != "mps":
+    if torch_private.skips_steps(optimizer) and finite.device.type != "mps":
         optimizer.grad_scale, optimizer.found_inf = None, 1.0 - finite.float()  # type: ignore[attr-defined]
         optimizer.step()
     elif finite:
         optimizer.step()
 
 
-def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None = None) -> TrainState:
+def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> TrainState:
     """Trains for `config.max_steps` or `config.minutes`, from the beginning or from a checkpoint; returns the final state.
 
     Raises:
         UserError: the data, folder or model is unusable, too many steps in a row were not finite, or saving failed.
         SystemExit: a signal ended the run; its state is saved.
     """
-    device, rank = dist.device, dist.rank
-    machine = Machine.find(config, device, dist.world_size)  # what the flags leave open: precision, micro-batch, ...
+    device, rank, checkpoint, T = dist.device, dist.rank, start.checkpoint, config.block_size
+    machine = Machine.find(config, config.to_dict(), device, dist.world_size)  # what the flags leave open
+    schedule = Schedule(config, machine.hellaswag_every)
     dtype, use_fsdp = devices.DTYPES[machine.dtype], config.parallel == "fsdp" and dist.world_size > 1
 
     # Whatever can fail or take long comes first. Rank 0 makes the shards of --text and --demo for all ranks.
-    dist.on_rank_zero(lambda: start.check_folder_and_make_shards(config, checkpoint))
+    dist.on_rank_zero(lambda: check_folder_and_make_shards(config, start, config.init_from))
     # Local rank 0 runs this block before the others, which then find what it downloaded.
     with dist.local_rank_zero_first():
-        data = start.open_data(config, checkpoint, dist)
+        data = open_data(config, checkpoint, dist)
         with fsdp.weights_on_rank_zero(use_fsdp, rank):  # other ranks: on the meta device until ShardedModel sends them
             model = initial_model(config, data.tokenizer, checkpoint)
-        identity = resume.identify_data(config, data, model, checkpoint)  # checksums, which a resumed run must match
-        examples = hellaswag.load_examples(config, machine.hellaswag_every, data.tokenizer, dist.print0)
-        devices.configure_backends(device, config.tf32, dtype, config.block_size)  # TF32, attention, the allocator
+        identity = resume.identify_data(data, model, checkpoint, start.forked)  # checksums, for a resumed run to match
+        examples = hellaswag.load_examples(config, machine.hellaswag_every, data.tokenizer, T, dist.print0)
+        devices.configure_backends(device, config.tf32, dtype, T)  # TF32, attention, the allocator
         amp = devices.autocast(device, dtype)  # matrix products in bf16 or fp16; weights, norms and sums in fp32
         memory.recompute_activations(model.transformer.h if config.recompute else [])  # activation checkpointing
         # model has the weights that are trained. eval_model has all weights on each rank, and may be compiled: calls run
@@ -695,7 +831,11 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     def model_to_try() -> nn.Module:
         return shard(fsdp.without_weights(model), alone=True) if use_fsdp else train_model
 
-    B = batch_size.largest_batch_size(config, machine, memory.Sizes.of(model), dist, amp, model_to_try)
+    layout = memory.Layout(
+        config.total_batch_size, dtype, dist.world_size, use_fsdp, config.recompute, machine.compiled, config.optimizer
+    )
+    most, sizes = machine.batch_size, memory.Sizes.of(model)
+    B = batch_size.try_batch_sizes(config.batch_size, most, sizes, layout, dist, amp, model_to_try)
     machine = replace(machine, batch_size=B)
     if use_fsdp:  # each rank keeps a shard of every weight
         train_model = shard(model)
@@ -706,19 +846,25 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     # In fp16, small gradients would underflow, so the scaler multiplies the loss and divides the gradients afterwards.
     state = TrainState(model, optimizer, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16))
     if checkpoint:
-        state.restore(checkpoint, config, identity)  # the model has its weights already
-    T, vocab_size = config.block_size, data.tokenizer.vocab_size
+        timed = schedule.length.progress_after(checkpoint.seconds)
+        of_fork = schedule.progress(checkpoint.step, timed) if start.forked else None  # by its own schedule
+        state.restore(checkpoint, identity, config.optimizer, of_fork)  # the model has its weights already
+    vocab_size = data.tokenizer.vocab_size
     grad_accum = config.total_batch_size // (B * T * dist.world_size)  # micro-batches per step
     loader = DataLoaderLite(data.train, B, T, vocab_size, dist, grad_accum, config.shuffle, config.seed)
     loader.seek(state.row)
     state.progress = max(state.progress, loader.fraction_read(config.max_passes))  # a fork may have another limit
     val_loader = DataLoaderLite(data.val, B, T, vocab_size, dist) if data.val else None
-    run = RunInfo(config, machine, data, identity, model, checkpoint, len(examples), hellaswag.sha256_of(examples))
+    run = RunInfo(
+        config, machine, data, identity, model, model.flops_per_token(), schedule.length, schedule.describe(),
+        config.optimizer, config.total_batch_size, config.init_from, config.lora, checkpoint, start.forked,
+        len(examples), hellaswag.sha256_of(examples),
+    )  # fmt: skip
     folder_lock = run_folder.lock_folder(run, dist)  # from here on, the run is written to --out
     stop = StopHandler(dist.world_size)  # requested: a signal or an error on this rank. agreed: all ranks know and stop
-    logger = RunLogger(run, dist)  # log.txt, starts.jsonl, curves.png, trackers, and the console
+    logger = RunLogger(run, dist, state.progress)  # log.txt, starts.jsonl, curves.png, trackers, and the console
     checkpoints = CheckpointManager(run, stop, logger.sync, logger.values, rank)  # writes in a thread
-    print_header(run, dist, loader)
+    print_header(run, dist, B, loader.rows_per_epoch, loader.row)
 
     def evaluate(due: set[str]) -> bool:
         """Measures what is due before a step. Returns False on all ranks if a signal interrupted it."""
@@ -743,79 +889,83 @@ def train(config: TrainConfig, dist: Distributed, checkpoint: Checkpoint | None 
     finished = False
     lost = report_lost_processes(checkpoints.how_to_go_on)
     with folder_lock, stop, logger, checkpoints, lost:  # exited in reverse: the log closes before the folder unlocks
+        if "val" not in schedule.evaluations_due(state):
+            logger.log_known_loss()
         while not stop.agreed:
-            if due := logger.evaluations_due(state):
+            if due := schedule.evaluations_due(state):
                 with clock.evaluating(), fsdp.full_weights(eval_model, model):  # without FSDP, both are the same model
                     complete = evaluate(due)
                 if not complete:
                     break
             logger.progress(state, evaluated=bool(due))
-            finished = config.is_over(state)
-            if config.is_checkpoint_due(state):
+            finished = schedule.is_over(state)
+            if schedule.is_checkpoint_due(state):
                 state.seconds = clock.seconds()  # including the evaluation
-                checkpoints.save(state, final=finished)
+                checkpoints.save(state, schedule.is_before_cooldown(state), final=finished)
             if finished:
                 dist.set_timeout(LONG_TIMEOUT)  # the others wait until rank 0 has written
                 break
-            lr = get_lr(state.step, config, state.progress)
+            lr = schedule.lr(state)
             for group in optimizer.param_groups:
                 group["lr"] = lr  # Muon multiplies it by adamw_lr / max_lr in its AdamW groups
             devices.synchronize(device)  # so that dt does not count what an evaluation left in the GPU's queue
             started = time.perf_counter()  # dt is the step alone, without evaluation, logging and checkpoints
-            result = train_step(train_model, state, loader, config, stop, amp, clock)
+            result = train_step(train_model, state, loader, schedule, stop, amp, clock)
             if result is None:
                 break  # a signal: nothing was applied
             dt = time.perf_counter() - started  # the step has ended with a sync
             loss, norm, timed_progress = result
-            skipped = state.record(loss, norm)  # why the step was not applied, or None
-            logger.step(state, loss, lr, norm, dt, skipped)
+            skipped = state.count_skipped(loss, norm)  # why the step was not applied, or None
+            logger.step(state, loss, lr, norm, dt, skipped, schedule.is_cooldown_next(state))
             if state.step == run.first_step:
                 dist.set_timeout(STEP_TIMEOUT)  # everything is compiled: a rank that takes longer now is lost
-            progress = (state.step + 1) / config.decay_steps
-            if config.minutes:
-                progress = max(timed_progress, loader.fraction_read(config.max_passes))
+            timed_progress = max(timed_progress, loader.fraction_read(config.max_passes))
+            progress = schedule.progress(state.step + 1, timed_progress)
             state.advance(progress, clock.seconds(), config.total_batch_size, loader.row)
             state.check_bad_steps(config.max_bad_steps)  # raises after too many skipped steps in a row
         if not finished:  # a signal, a corrupt shard or a failed save, on any rank
-            checkpoints.save_and_exit(state, dist)
-    texts, best = list[str](), checkpoints.best()
-    if config.demo or config.text is not None:
+            checkpoints.save_and_exit(state, schedule.is_before_cooldown(state), dist)
+    texts, better = list[str](), checkpoints.better_than(state.step)  # None: the last model is the best
+    if config.has_preset:
         with fsdp.full_weights(eval_model, model), amp:
-            is_last = best == checkpoint_path(config.out, state.step)
-            writer = GPT.from_pretrained(best, verify=False).to(device) if best and not is_last else eval_model
+            writer = GPT.from_pretrained(better, verify=False).to(device) if better else eval_model
             generator = devices.seeded_generator(device, config.seed)
             length = clock.tokens_of_last_text(most=150, step_tokens=B * T * grad_accum)
             texts = sample(writer.eval(), data.tokenizer, run.prompt, length, generator, 0.8, n=1)
     passes, before_cooldown = state.row / loader.rows_per_epoch, newest_before_cooldown(config.out)
-    print_summary(run, dist, state, passes, logger.values["val"], best, before_cooldown, texts)
+    print_summary(run, dist, state, passes, logger.values["val"], better, before_cooldown, texts)
     return state
 
 
 @report_lost_processes()
 def main(argv: Sequence[str] | None = None) -> None:
     # command line -> all flags, including those of a preset or checkpoint -> configuration -> run
-    cli_flags = parse_flags(TrainConfig, argv, __doc__, ("text", "model", "schedule", "optimizer", "randomness"))
+    cli_flags = parse_flags(CommandLine, argv, __doc__, FIRST_GROUPS)
     dist = Distributed.from_environment(cli_flags.get("out", "log"))
-    preflight.check_starts_agree(dist, cli_flags)
-    flags, checkpoint = start.gather_flags(TrainConfig, cli_flags, dist)
-    config = resolve(flags)
-    resumed = checkpoint if not config.starts_fork else None
-    if resumed and dist.once(lambda: run_folder.has_finished(config.out, resumed.step)):
-        return print_finished(config, resumed.path, resumed.passes, newest_before_cooldown(config.out), dist.print0)
-    if config.plan:
-        config = replace(config, gpus=flags.get("gpus", dist.world_size))
-        return plan.print_report(config, lambda vocab_size: new_model(config, vocab_size), dist.rank)
+    plan_options, cli_flags = plan.split_flags(cli_flags, dist.world_size)
+    preflight.check_starts_agree(dist, cli_flags, TRAIN_FLAGS)
+    if not plan_options.plan:
+        dist.on_rank_zero(lambda: trackers.check_installed(cli_flags))  # before anything is downloaded or made
+    start = gather_flags(TRAIN_FLAGS, cli_flags, dist, plan_options.plan)
+    config, checkpoint, resumed = resolve(start.flags), start.checkpoint, start.resumed
+    if resumed and dist.once(partial(run_folder.has_finished, config.out, resumed.step)):
+        length, longer_from = Schedule(config).length, newest_before_cooldown(config.out)
+        return print_finished(config.out, length, resumed.path, resumed.passes, longer_from, dist.print0)
+    if plan_options.plan:
+        of_model = partial(new_model, config.to_dict())
+        return plan.print_report(plan_options, config, config.to_dict(), of_model, dist.rank)
+    dist.on_rank_zero(lambda: trackers.check_installed(start.flags))
     with dist.failing_together():
         dist = dist.with_device(config.device)
     if config.minutes and not (checkpoint and checkpoint.config["minutes"]):
         # times models to find what suits the time; a resumed run, or a fork of a timed run, has already done so
         with devices.report_errors():
-            flags |= budget.flags_for_minutes(config, cli_flags, dist, new_model)
-        config = resolve(flags)
+            fitting = budget.flags_for_minutes(config, config.to_dict(), cli_flags, dist, new_model)
+        config = resolve(start.flags | fitting)
     exit_code: int | str | None = 0
     try:
         with devices.report_errors():
-            train(config, dist, checkpoint)
+            train(config, dist, start)
     except SystemExit as stopped:
         exit_code = stopped.code
     dist.close()  # now that train() has returned: while DDP's model is alive, gloo could deadlock here

@@ -342,7 +342,8 @@ def make_fixtures(folder: Path) -> None:
     call(train_gpt2, [*train[8:], "--out", "lora", "--init-from", "base", "--lora-rank", "2"])
     for run in ("run", "bpe", "lora"):
         shutil.rmtree(f"{run}/model_00006")  # as if the run had been killed before saving it
-    train_gpt2.GPT(train_gpt2.GPTConfig(16, 50257, 1, 2, 8)).save_pretrained("gpt2")
+    sizes = train_gpt2.GPTConfig(block_size=16, vocab_size=50257, n_layer=1, n_head=2, n_embd=8)
+    train_gpt2.GPT(sizes).save_pretrained("gpt2")
     get_tokenizer("gpt2").save_pretrained("gpt2", 16)
 
 

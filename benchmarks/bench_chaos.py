@@ -42,8 +42,8 @@ from runs import differences
 
 from fineweb import make_shards
 from support.checkpoints.directory import find_corruption, list_checkpoints
+from support.checkpoints.history import read_starts
 from support.cli import UserError
-from support.console.starts import read_starts
 from support.data.text_files import Documents
 from support.data.tokenizer import get_tokenizer
 from support.files import LOCK, sha256_of

@@ -1,6 +1,6 @@
 """Measures time, memory and disk space of fineweb.py and of a plain loop, in turn, in separate processes, on one text.
 
-    python benchmarks/bench_fineweb.py                                  # 100 MB of Python's documentation
+    python benchmarks/bench_fineweb.py                                  # 100 MB, the demo's text repeated
     python benchmarks/bench_fineweb.py --input crawl/*.parquet --shard-size 1e7
     python benchmarks/bench_fineweb.py --baseline ../earlier            # another checkout instead of the plain loop
 
@@ -102,7 +102,7 @@ def checksums(folder: Path) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--input", nargs="+", metavar="FILE", help="files as for fineweb.py (default: Python's documentation)"
+        "--input", nargs="+", metavar="FILE", help="files as for fineweb.py (default: the demo's text, repeated)"
     )
     parser.add_argument("--shard-size", type=parse_count, default=10**7, help="tokens per shard (default: 1e7)")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each (default: 3)")

@@ -28,6 +28,7 @@ import torch
 import sample
 from support.checkpoints import huggingface
 from support.cli import run_cli
+from support.config import DEVICES
 from support.runtime import devices
 from train_gpt2 import GPT, GPTConfig
 
@@ -66,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=32, help="tokens to generate (default: 32)")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each (default: 5)")
-    parser.add_argument("-d", "--device", default="auto", choices=devices.DEVICES)
+    parser.add_argument("-d", "--device", default="auto", choices=DEVICES)
     args = parser.parse_args()
     device = torch.device(devices.pick_device_type(args.device))
     print("| | texts | sample.py | transformers | |\n|---|---|---|---|---|")

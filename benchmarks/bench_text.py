@@ -25,8 +25,8 @@ from pathlib import Path
 from harness import run_script
 
 from support.checkpoints.directory import newest_checkpoint
+from support.checkpoints.history import read_starts
 from support.console.log import read_log
-from support.console.starts import read_starts
 
 RECIPE = (
     "--tokenizer bytes --recipe gpt2 --n-layer 4 --n-head 4 --n-embd 128 --block-size 64 --batch-size 12 "

@@ -183,7 +183,7 @@ def make_plain(features: set[str]) -> None:
         model.configure_optimizers = lambda *how, **_: plain_optimizer(model, features, *how)
         return model
 
-    def step(model: Any, state: Any, loader: Any, config: Any, stop: Any, amp: Any, clock: Any) -> tuple[float, ...]:
+    def step(model: Any, state: Any, loader: Any, schedule: Any, stop: Any, amp: Any, clock: Any) -> tuple[float, ...]:
         batches = [loader.next_batch() for _ in range(loader.grad_accum)]
         return *plain_step(model, state.optimizer, batches, amp, state.optimizer.param_groups[0]["lr"]), 0.0
 

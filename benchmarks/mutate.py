@@ -36,6 +36,7 @@ from harness import ROOT, kill_processes
 FILES = ("train_gpt2.py", "hellaswag.py", "support/data/shards.py", "support/checkpoints/*.py", "support/optim/*.py")
 # names of test files, where they are not test_<module>.py
 OWN_TESTS = {"train_gpt2": "model loader recipe train", "start": "fork distributed", "resume": "resume fork"}
+OWN_TESTS |= {"run_info": "history model_card run_folder"}
 IDENTITY = re.compile("(Eq_Is|Is_Eq|NotEq_IsNot|IsNot_NotEq)$")
 CRASH = "a crash of Python"
 MARK = ("MUTATE_PY", str(os.getpid()))  # in the environment of all processes of the tests

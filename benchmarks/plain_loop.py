@@ -138,7 +138,10 @@ def plain_losses(config: TrainConfig, B: int, steps: int, model: nn.Module | Non
         model: `model(idx, targets)` returns a pair with the loss. None: PlainGPT with the initial weights of `train`.
     """
     if model is None:
-        sizes = GPTConfig(config.block_size, 257, config.n_layer, config.n_head, config.n_embd)
+        sizes = GPTConfig(
+            block_size=config.block_size, vocab_size=257, n_layer=config.n_layer, n_head=config.n_head,
+            n_embd=config.n_embd,
+        )  # fmt: skip
         torch.manual_seed(config.seed)
         initial = GPT(sizes)
         model = PlainGPT(sizes).copy_weights(initial)

@@ -2,11 +2,11 @@
 
 Each package may import the ones below it, but never a script:
 
-    checkpoints     saving and resuming a run; models in Hugging Face's format
-    console         log.txt, starts.jsonl, curves.png, console lines, TensorBoard and Weights & Biases
+    console         log.txt, curves.png, console lines, TensorBoard and Weights & Biases
+    checkpoints     the folder of a run: starting, saving, resuming; starts.jsonl; models in Hugging Face's format
     runtime         processes, signals, devices, memory
     data, optim     text to tokens on disk; the loss and the optimizer Muon
-    files, cli      atomic writes and locks; flags and errors
+    files, config, cli, terminal, gpus, torch_private, startup    what all of these use
 """
 
 __version__ = "2.1.0"

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, fields
 from errno import EACCES, EDQUOT, EFBIG, EIO, EISDIR, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM, EPIPE, EROFS, ESTALE
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO, TypeVar, get_args, get_type_hints
 
 from tqdm import tqdm
 
@@ -114,6 +114,14 @@ class Flag:
     metavar: str | None = None  # this and the next fields are as in argparse
     nargs: str | None = None
     const: str | None = None
+    # What may happen to a flag of train_gpt2.py; docs/training.md has the table. A flag without rules is of the recipe.
+    resume: Literal["keeps", "changes"] = "keeps"  # a resumed run keeps its value, or may change it
+    # a fork may change it, keeps the checkpoint's value, or must not be given it, because the checkpoint decides
+    fork: Literal["changes", "keeps", "brings"] = "changes"
+    init_from: Literal["changes", "brings"] = "changes"  # likewise, of a new run from pretrained weights
+    per_node: bool = False  # a path, which may differ between the nodes of a run
+    stored: bool = True  # in checkpoints; otherwise it is of one start only
+    counts_steps: bool = False  # so a run of --minutes has no use for it
 
 
 def flag(default: T, help: str, group: str = MAIN_GROUP, **options: Any) -> T:
@@ -132,13 +140,13 @@ def flag_words(field: str, value: object) -> str:
     return f"{flag_name(field)} {shlex.quote(str(value))}"
 
 
-def flags_of(config_class: type[DataclassInstance]) -> dict[str, Flag]:
+def flags_of(arguments: type[DataclassInstance]) -> dict[str, Flag]:
     """Returns the flags of a dataclass, by field name."""
-    return {field.name: field.metadata["flag"] for field in fields(config_class) if "flag" in field.metadata}
+    return {field.name: field.metadata["flag"] for field in fields(arguments) if "flag" in field.metadata}
 
 
 def parse_flags(
-    config_class: type[DataclassInstance],
+    arguments: type[DataclassInstance],
     argv: Sequence[str] | None,
     description: str | None = None,
     first_groups: Sequence[str] = (),
@@ -154,7 +162,7 @@ def parse_flags(
         UserError: the command line is not valid, or a value is out of range, one line for each problem; or a file of flags
             cannot be read.
     """
-    flags, types = flags_of(config_class), {name: _value_type(t) for name, t in get_type_hints(config_class).items()}
+    flags, types = flags_of(arguments), {name: _value_type(t) for name, t in get_type_hints(arguments).items()}
     parser = _make_parser(flags, types, description, first_groups)
     words, given = words_of(sys.argv[1:] if argv is None else argv), argparse.Namespace()
     try:
@@ -176,6 +184,19 @@ def parse_flags(
     if problems := [*wrong, *problems, *(f"{flag_name(name)} is missing. See --help." for name in required)]:
         raise UserError(*problems)
     return values
+
+
+def check_command_line(
+    arguments: type[DataclassInstance], description: str | None, first_groups: Sequence[str]
+) -> None:
+    """Parses a script's command line as `parse_flags` does; prints --help and mistakes, and then exits."""
+
+    def check() -> None:
+        parse_flags(arguments, None, description, first_groups)
+
+    _make_streams_usable()
+    if code := _exit_code(check):
+        sys.exit(code)
 
 
 # In a file of flags: what is quoted, or a comment, which begins at the beginning of a word.
@@ -396,11 +417,7 @@ def run_cli(main: Callable[[], None]) -> NoReturn:
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as the scripts set it for their imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
     startup.show("")
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the parent process; tqdm and print need something to write to
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-        if hasattr(getattr(sys, name), "reconfigure"):
-            getattr(sys, name).reconfigure(errors="backslashreplace")  # any character can be printed
+    _make_streams_usable()
     try:
         code: int | str | None = _exit_code(main)
     except SystemExit as stopped:
@@ -415,6 +432,14 @@ def run_cli(main: Callable[[], None]) -> NoReturn:
         # process aborts, and torchrun reports a finished run as failed.
         os._exit(code if isinstance(code, int) else int(code is not None))
     sys.exit(code)
+
+
+def _make_streams_usable() -> None:
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the parent process; tqdm and print need something to write to
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        if hasattr(getattr(sys, name), "reconfigure"):
+            getattr(sys, name).reconfigure(errors="backslashreplace")  # any character can be printed
 
 
 def _exit_code(main: Callable[[], None]) -> int:

@@ -17,7 +17,7 @@ from helpers import needs_gpt2_vocabulary
 import fineweb
 from support import files
 from support.cli import UserError
-from support.data import encode, shards
+from support.data import encode, output_folder
 from support.data.text_files import Corpus, Documents
 
 # empty, longer than several shards, the text of a special token, a lone surrogate, many scripts
@@ -101,7 +101,7 @@ def split_sizes(folder: Path) -> list[tuple[str, int]]:
 
 def write_shard(path: Path, tokens: np.ndarray) -> str:
     """Writes a shard; returns its SHA-256."""
-    return shards.write_tokens(path, [tokens], 0, shard_size=len(tokens))["sha256"]
+    return output_folder.write_tokens(path, [tokens], 0, shard_size=len(tokens))["sha256"]
 
 
 def flip_bit(path: Path) -> None:

@@ -11,11 +11,11 @@ import torch
 from helpers import TINY_MODEL_FLAGS, finish_run, losses, run_to_the_end, start_run
 from training import FP32, ONE_PROCESS, assert_same_run, config_of, configure, trained
 
+from support.checkpoints.history import read_starts
 from support.cli import UserError
-from support.console.starts import read_starts
 from support.runtime import batch_size, devices
 from support.runtime.machine import Machine
-from support.runtime.memory import Sizes, training_memory
+from support.runtime.memory import Layout, Sizes, training_memory
 from train_gpt2 import GPT, train
 
 
@@ -70,8 +70,13 @@ def bytes_of_tensors():
 
 
 def largest(config, model):
-    machine = Machine.find(config, ONE_PROCESS.device, 1)
-    return batch_size.largest_batch_size(config, machine, Sizes.of(model), ONE_PROCESS, FP32, lambda: model)
+    most, layout = Machine.find(config, config.to_dict(), ONE_PROCESS.device, 1).batch_size, layout_of(config)
+    make_model = lambda: model  # noqa: E731
+    return batch_size.try_batch_sizes(config.batch_size, most, Sizes.of(model), layout, ONE_PROCESS, FP32, make_model)
+
+
+def layout_of(config):
+    return Layout(config.total_batch_size, torch.float32)
 
 
 @pytest.mark.parametrize("micro_steps", [1, 2])
@@ -103,7 +108,7 @@ def test_a_trial_takes_what_a_run_does(tiny_model, tried, monkeypatch, micro_ste
 def test_what_the_formulas_exclude_is_not_tried(tiny_model, tried, monkeypatch, capsys):
     """Of 64, 32, ... 1 rows, with the memory that 8 take by the formulas."""
     config, sizes = config_of("--batch-size", 64, "--total-batch-size", 64 * 16), Sizes.of(tiny_model)
-    needed = training_memory(config, sizes, 8, 1, None, torch.float32, compiled=False)
+    needed = training_memory(sizes, layout_of(config), 8, None)
     monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (needed.total - needed.program, 2e9))
     rows, forward = [], tiny_model.forward
     monkeypatch.setattr(tiny_model, "forward", lambda idx, targets: rows.append(len(idx)) or forward(idx, targets))
@@ -133,7 +138,7 @@ def test_what_the_formulas_exclude_is_not_tried(tiny_model, tried, monkeypatch, 
 def test_on_a_cpu_what_the_formulas_exclude_is_refused(tiny_model, monkeypatch, rows_that_fit, asked, message):
     """It would swap. The weights are in memory already; the rest must fit into what is free."""
     config, sizes = config_of("--batch-size", asked, "--total-batch-size", 64 * 16), Sizes.of(tiny_model)
-    needed = training_memory(config, sizes, rows_that_fit or 1, 1, None, torch.float32, compiled=False)
+    needed = training_memory(sizes, layout_of(config), rows_that_fit or 1, None)
     free = needed.total - needed.program - needed.weights - (rows_that_fit == 0)
     monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (free, free))
     with pytest.raises(UserError, match=message) if message else nullcontext():

@@ -198,12 +198,12 @@ def test_a_resumed_run_does_not_look_for_its_base(run, tmp_path):
     flags = ["--text", str(tmp_path / "other.txt"), "--init-from", str(base), *SMALL[8:]]
     train(configure([*flags, "--out", str(tmp_path / "tuned")])[0], ONE_PROCESS)
     shutil.rmtree(base)
-    config, checkpoint = configure(["--resume", "--out", str(tmp_path / "tuned")])
-    train(config, ONE_PROCESS, checkpoint)
+    config, start = configure(["--resume", "--out", str(tmp_path / "tuned")])
+    train(config, ONE_PROCESS, start)
 
 
 def test_a_checkpoint_whose_tokenizer_has_another_size_is_refused(tmp_path):
-    GPT(GPTConfig(8, 300, 1, 1, 4)).save_pretrained(tmp_path)
+    GPT(GPTConfig(block_size=8, vocab_size=300, n_layer=1, n_head=1, n_embd=4)).save_pretrained(tmp_path)
     bpe.train_bpe([TEXT], 299).save_pretrained(tmp_path, 8)
     with pytest.raises(UserError, match=r"has 300 tokens, but its tokenizer \(bpe\) has 299"):
         sample.main(["--model", str(tmp_path), "-d", "cpu"])

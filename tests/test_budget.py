@@ -23,11 +23,15 @@ def flags_for(text_bytes, tokens, monkeypatch, *flags, minutes=3):
     given = ["--text", "a.txt", "--minutes", str(minutes), "--block-size", "64", *flags]
     config, _ = configure(given)
     cli_flags = {name: value for name, value in parse_flags(TrainConfig, given, "").items() if name != "block_size"}
-    return budget.flags_for_minutes(config, cli_flags, ONE_PROCESS, new_model)
+    return flags_for_minutes(config, cli_flags)
 
 
-# By hand: 7 bytes, at 3 per token (2 below 362 kB, 2.5 below 724 kB, with a smaller vocabulary), for each weight of the blocks, 12 C^2 in each: 331,776 of 3 x 96, 589,824 of 3 x 128,
-# 786,432 of 4 x 128, 4.7M of 6 x 256, 25M of 8 x 512; and not more weights than bytes. The smallest is for bytes, and for
+def flags_for_minutes(config, cli_flags):
+    return budget.flags_for_minutes(config, config.to_dict(), cli_flags, ONE_PROCESS, new_model)
+
+
+# By hand: 7 bytes, at 3 per token (2 below 362 kB, 2.5 below 724 kB, with a smaller vocabulary), for each weight of the
+# blocks, 12 C^2 in each: 331,776 of 3 x 96, 589,824 of 3 x 128, 786,432 of 4 x 128, 4.7M of 6 x 256, 25M of 8 x 512; and not more weights than bytes. The smallest is for bytes, and for
 # texts that are too small for the next one. A step is a power of two that leaves 2,000 steps, or 1,000 up to 2,048, of the
 # tokens that are read: at most 50 passes.
 @pytest.mark.parametrize(
@@ -41,7 +45,7 @@ def flags_for(text_bytes, tokens, monkeypatch, *flags, minutes=3):
         (5e5, 2.4e7, (3, 96), 4096),  # 9 million, of the 133 passes that there is time for
         (3e7, 1.10e7, (4, 128), 4096),
         (3e7, 1.11e7, (6, 256), 4096),
-        (3e7, lambda of_model: 4.8e7 / of_model.n_layer, (4, 128), 4096),  # 12 million, and 8 of the next one
+        (3e7, lambda of_model: 4.8e7 / of_model["n_layer"], (4, 128), 4096),  # 12 million, and 8 of the next one
         (7e5, 2.4e7, (3, 128), 4096),  # the text is too small for more
         (3e8, 7e7, (8, 512), 32768),
     ],
@@ -64,7 +68,7 @@ def test_on_a_gpu_a_larger_model_may_be_faster(on_gpu, sizes, monkeypatch, reque
     """By hand: the model of 6 layers needs 11 million tokens, which only that model has time for."""
     if on_gpu:
         request.getfixturevalue("gpu")
-    chosen = flags_for(3e7, lambda of_model: 5e7 if of_model.n_layer == 6 else 4e6, monkeypatch)
+    chosen = flags_for(3e7, lambda of_model: 5e7 if of_model["n_layer"] == 6 else 4e6, monkeypatch)
     assert (chosen["n_layer"], chosen["n_embd"]) == sizes
 
 
@@ -73,9 +77,9 @@ def test_on_a_gpu_a_step_has_many_rows_but_a_small_text_is_not_read_often(gpu, m
     times: 10.8 million."""
     speed = {16: 2.4e7, 64: 9.6e7}
     for text_bytes, step in ((3e7, 32768), (6e5, 4096)):
-        chosen = flags_for(text_bytes, lambda of_model: speed[of_model.batch_size], monkeypatch)
+        chosen = flags_for(text_bytes, lambda of_model: speed[of_model["batch_size"]], monkeypatch)
         assert (chosen["total_batch_size"], chosen["batch_size"]) == (step, None)
-    chosen = flags_for(3e7, lambda of_model: speed[of_model.batch_size], monkeypatch, "--batch-size", "16")
+    chosen = flags_for(3e7, lambda of_model: speed[of_model["batch_size"]], monkeypatch, "--batch-size", "16")
     assert chosen["total_batch_size"] == 8192 and "batch_size" not in chosen
 
 
@@ -102,9 +106,9 @@ def test_fine_tuning_has_200_steps_if_there_is_time(tokens, step, monkeypatch):
     monkeypatch.setattr(presets, "text_bytes", lambda *args: 3e6)
     monkeypatch.setattr(budget, "_tokens_per_second", lambda *args: tokens / 60)
     config = TrainConfig(text="a.txt", init_from="gpt2", minutes=1.0, total_batch_size=8192)
-    chosen = budget.flags_for_minutes(config, {}, ONE_PROCESS, new_model)
+    chosen = flags_for_minutes(config, {})
     assert chosen["total_batch_size"] == step
-    given = budget.flags_for_minutes(config, {"total_batch_size": 8192}, ONE_PROCESS, new_model)
+    given = flags_for_minutes(config, {"total_batch_size": 8192})
     assert "total_batch_size" not in given
 
 
@@ -128,7 +132,7 @@ def test_given_sizes_stay(monkeypatch):
     monkeypatch.setattr(budget, "_tokens_per_second", lambda *args: 1000.0)
     for others in ({"init_from": "gpt2", "text": "a.txt", "recipe": "gpt2", "fork": "x"}, {}):  # a fork, shards
         config = replace(config_of(), minutes=3.0, val_tokens=2**20, **others)
-        chosen = budget.flags_for_minutes(config, {}, ONE_PROCESS, new_model)
+        chosen = flags_for_minutes(config, {})
         assert chosen.keys() == {"val_tokens"}
         # 3 minutes for 180,000 tokens: five validations of an eighth, three times as fast as training, are a fifth of it
         assert 5 / 3 * chosen["val_tokens"] / 180_000 == pytest.approx(0.208, abs=0.001)
@@ -169,7 +173,7 @@ def test_a_fork_that_counts_minutes_reads_its_text_as_often_as_its_dropout_allow
     monkeypatch.setattr(budget, "_tokens_per_second", lambda *args: 1e6)
     for dropout, most in ((0.0, 10), (0.2, 50)):
         config = replace(config_of(), minutes=3.0, fork="x", text="a.txt", dropout=dropout)
-        chosen = budget.flags_for_minutes(config, {}, ONE_PROCESS, new_model)
+        chosen = flags_for_minutes(config, {})
         assert chosen["max_passes"] == most and "dropout" not in chosen
 
 
@@ -184,11 +188,15 @@ def test_the_tokens_of_a_model_in_time(fitting, monkeypatch):
             return super().forward(idx, targets)
 
     config = TrainConfig(n_layer=1, n_head=1, n_embd=16, block_size=64, batch_size=8)
-    model, two = Watched(GPTConfig(64, 257, 1, 1, 16)), replace(ONE_PROCESS, world_size=2)
-    needed = memory.bytes_needed(config, memory.Sizes.of(model), two, torch.float32, False, fitting) if fitting else 1
+    model, two = (
+        Watched(GPTConfig(block_size=64, vocab_size=257, n_layer=1, n_head=1, n_embd=16)),
+        replace(ONE_PROCESS, world_size=2),
+    )
+    layout = memory.Layout(config.total_batch_size, torch.float32)
+    needed = memory.bytes_needed(memory.Sizes.of(model), layout, two.device, fitting) if fitting else 1
     monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (needed, 1e12))
     monkeypatch.setattr(budget, "_seconds", lambda work, device: work() or 0.01)
-    found = budget._tokens_per_second(config, "fp32", 257, two, lambda *_: model)
+    found = budget._tokens_per_second(config.to_dict(), "fp32", 257, two, lambda *_: model)
     assert found == pytest.approx(0.7 / 0.01 * fitting * 64 * 2) and rows == [fitting] * bool(fitting)
 
 
@@ -208,7 +216,7 @@ def test_a_large_model_is_measured_in_two_calls_of_few_rows(flops, measured, mon
     monkeypatch.setattr(budget, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(budget, "MEASURED_FLOPS", flops)
     config = TrainConfig(n_layer=1, n_head=1, n_embd=16, block_size=64, batch_size=8)
-    found = budget._tokens_per_second(config, "fp32", 257, ONE_PROCESS, new_model)
+    found = budget._tokens_per_second(config.to_dict(), "fp32", 257, ONE_PROCESS, new_model)
     assert found == pytest.approx(0.7 * measured * 64 / 20) and rows == [measured] * 2
 
 

@@ -17,8 +17,11 @@ from runs import differences
 from safetensors.torch import load_file
 from training import trained
 
+from support.console.log import read_log
+
 pytestmark = [pytest.mark.slow, needs_gpt2_vocabulary]  # HellaSwag is scored on GPT-2's tokens
-MODEL, LOSS, OPTIMIZER = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs" / "change-it.md").read_text(), re.M | re.S)
+DIFFS = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs" / "change-it.md").read_text(), re.M | re.S)
+MODEL, LOSS, OPTIMIZER, SCHEDULE = DIFFS
 USE = """
 import shutil, sys
 import hellaswag, sample, train_gpt2
@@ -92,3 +95,10 @@ def test_the_optimizer(shards, tmp_path):
     # gains begin at 1 and are not decayed: the first step moves each by the learning rate of step 0, 3e-3 / 3
     gains = load_file(out / "model_00001" / "model.safetensors")["transformer.ln_f.weight"]
     torch.testing.assert_close((gains - 1).abs(), torch.full_like(gains, 1e-3), rtol=1e-3, atol=0)
+
+
+def test_the_schedule(shards, tmp_path):
+    """By hand: two steps of warm-up to 1e-3, and three from there to 1e-4 at step 5."""
+    flags = ["--warmup-steps", "2", "--max-lr", "1e-3"]
+    out = use(SCHEDULE, shards, tmp_path, *flags, "--schedule", "linear")
+    assert list(read_log(out / "log.txt")["lr"].values()) == pytest.approx([5e-4, 1e-3, 1e-3, 7e-4, 4e-4])

@@ -18,7 +18,8 @@ import train_gpt2
 from support.checkpoints.directory import CONTENTS, newest_before_cooldown, newest_checkpoint
 from support.cli import UserError
 from support.runtime import clock
-from support.runtime.clock import Clock, progress_after
+from support.runtime.clock import Clock
+from support.runtime.length import Length
 from train_gpt2 import get_lr, train
 
 TEXT = "".join(f"{a} and {b} are {a + b}.\n" for a in range(40) for b in range(60))
@@ -64,7 +65,8 @@ def test_progress_is_the_fraction_of_the_time_for_training(fake_time):
     fake_time.now = 116.0
     assert of_run.progress() == 1.0
     assert Clock(None).progress() == 0.0
-    assert progress_after(58.0, 2.0) == 0.5 and progress_after(300.0, 2.0) == 1.0
+    assert [Length(2.0, 100).progress_after(seconds) for seconds in (58.0, 300.0)] == [0.5, 1.0]
+    assert Length(None, 100).progress_after(58.0) == 0.0
 
 
 def test_time_for_a_last_evaluation_is_kept_and_progress_never_falls(fake_time):
@@ -119,8 +121,8 @@ def test_the_learning_rate_follows_the_time():
 
 
 def train_with(*flags):
-    config, checkpoint = configure(flags)
-    return train(config, ONE_PROCESS, checkpoint)
+    config, start = configure(flags)
+    return train(config, ONE_PROCESS, start)
 
 
 def steps_take(patch, fake, seconds_of_step, interrupt=lambda when: None):

@@ -69,6 +69,11 @@ def test_what_no_run_has_measured_is_left_out(tmp_path, capsys):
     assert compared(tmp_path, capsys, without)[-2].split() == ["run", "params", "steps", "tokens", "hours"]
 
 
+def test_a_loss_that_is_not_the_last_steps_says_so(tmp_path, capsys):
+    write_run(tmp_path / "a", [5.0, 4.0, 3.0], {1: 4.5})
+    assert "  4.5000 (step 1)  " in compared(tmp_path, capsys, tmp_path / "a")[-1]
+
+
 def test_folders_of_the_same_name_are_told_apart(tmp_path, capsys, monkeypatch):
     runs = [write_run(tmp_path / parent / "log", [5.0], {1: 4.0}) for parent in ("a", "b\udcff\n")]
     lines = compared(tmp_path, capsys, *runs, write_run(tmp_path / "c", [5.0], {1: 4.0}))

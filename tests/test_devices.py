@@ -9,16 +9,19 @@ import sys
 import pytest
 import torch
 from helpers import ROOT
-from training import ONE_PROCESS, config_of
+from training import ONE_PROCESS, config_of, configure
 
-from support.checkpoints.start import gather_flags
-from support.cli import UserError, parse_flags
+from support.cli import UserError
 from support.runtime import devices
 from support.runtime.distributed import Distributed
 from support.runtime.machine import Machine
-from train_gpt2 import DataLoaderLite, TrainConfig, resolve, train
+from train_gpt2 import DataLoaderLite, TrainConfig, train
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def machine_for(config: TrainConfig, device: torch.device) -> Machine:
+    return Machine.find(config, config.to_dict(), device, 1)
 
 
 # -----------------------------------------------------------------------------
@@ -89,20 +92,20 @@ def test_what_torch_compile_needs(monkeypatch, tmp_path):
 )
 def test_a_short_run_on_a_gpu_is_not_compiled(flags, compiled, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
-    flags, _ = gather_flags(TrainConfig, parse_flags(TrainConfig, flags, ""), ONE_PROCESS)
+    config = configure(flags)[0]
     monkeypatch.setattr(devices, "describe_attention", lambda *args: "flash")
     monkeypatch.setattr(devices, "why_not_compile", lambda device: None)
-    assert Machine.find(resolve(flags), CUDA, 1).compiled == compiled
+    assert machine_for(config, CUDA).compiled == compiled
 
 
 def test_what_decides_the_speed_is_said(monkeypatch):
     """Whether a run is compiled or why not, and PyTorch's attention."""
-    machine = Machine.find(config_of(), CPU, 1)
+    machine = machine_for(config_of(), CPU)
     assert (machine.compiled, machine.why_not_compiled, machine.attention) == (False, None, "flash")
-    assert Machine.find(config_of("--compile"), CPU, 1).compiled
+    assert machine_for(config_of("--compile"), CPU).compiled
     monkeypatch.setattr(devices.shutil, "which", lambda name: None)
     torch.backends.cuda.enable_flash_sdp(False)
-    machine = Machine.find(config_of("--compile"), CPU, 1)
+    machine = machine_for(config_of("--compile"), CPU)
     assert not machine.compiled and "C++ compiler" in machine.why_not_compiled and machine.attention == "not fused"
 
 

@@ -17,8 +17,9 @@ import hellaswag
 import sample
 import train_gpt2
 from support import __version__
-from support.cli import parse_flags
+from support.cli import flag_name, parse_flags
 from support.runtime.batch_size import rows_per_rank
+from support.runtime.plan import split_flags
 
 SCRIPTS = {"fineweb.py": fineweb, "hellaswag.py": hellaswag, "sample.py": sample, "compare.py": compare}
 README = ROOT / "README.md"
@@ -72,7 +73,9 @@ def flags_of_benchmark(path: Path) -> set[str]:
 def parse_with_script(script: str, args: list[str], world_size: int = 1) -> None:
     """Parses a command line as the script does; an unknown flag or a bad value raises."""
     if script == "train_gpt2.py":
-        flags = parse_flags(train_gpt2.TrainConfig, args, "")
+        options, flags = split_flags(parse_flags(train_gpt2.CommandLine, args, ""), world_size)
+        if options.plan:
+            world_size = options.gpus
         if not flags.keys() & {"text", "demo", "resume", "init_from"}:  # these read files
             config = train_gpt2.resolve(flags)
             rows_per_rank(config.total_batch_size, config.block_size, world_size)
@@ -180,3 +183,20 @@ def test_the_messages_in_troubleshooting_are_those_of_the_code():
             for text in split_sentences(line)
         )
         assert whole or all(sentences), line
+
+
+def test_the_table_of_what_may_happen_to_a_flag():
+    flags = train_gpt2.TRAIN_FLAGS
+    rules = [
+        lambda flag: flag.resume == "changes" and flag.stored,
+        lambda flag: flag.resume == "keeps" and flag.fork == "changes",
+        lambda flag: flag.fork == "keeps",
+        lambda flag: flag.fork == "brings",
+        lambda flag: flag.init_from == "brings",
+        lambda flag: flag.per_node,
+        lambda flag: not flag.stored,
+        lambda flag: flag.counts_steps,
+    ]
+    table = re.search(r"^\| flags that \| \|\n.*?\n\n", (ROOT / "docs" / "training.md").read_text(), re.M | re.S)[0]
+    rows = [set(re.findall(r"`(--[a-z0-9-]+)`", line.split(" | ")[1])) for line in table.strip().splitlines()[2:]]
+    assert rows == [{flag_name(name) for name, flag in flags.items() if rule(flag)} for rule in rules]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import threading
@@ -99,8 +100,8 @@ def test_a_fork_that_was_killed_is_started_again_or_resumed(runs, tmp_path, save
     run_to_the_end(*flags, cwd=tmp_path, defaults=())
     assert log_without_seconds(tmp_path / "fork") == log_without_seconds(runs / "30")
     for again in (["--resume"], [*flags, "--resume", "auto"]):  # as after a restart of torchrun
-        config, checkpoint = configure([*again, "--out", tmp_path / "fork"])
-        assert checkpoint.step == 30 and not config.starts_fork
+        _, start_again = configure([*again, "--out", tmp_path / "fork"])
+        assert start_again.resumed.step == 30 and not start_again.forked
 
 
 def test_two_forks_of_a_checkpoint_at_once(runs, tmp_path):
@@ -212,8 +213,17 @@ def test_the_loss_of_the_step_of_the_fork_is_known(runs, byte_shards, tmp_path):
 def test_compare_tells_what_a_fork_had_before(runs, byte_shards, tmp_path):
     forked(tmp_path / "fork", runs / "20/model_00006", "--max-lr", 1e-3, "--max-steps", 8)
     text = " ".join(compare.differences(["fork"], [read_run(tmp_path / "fork")]))
-    note = text.partition("note: before step 6, fork had ")[2]
-    assert "--max-lr 0.003" in note and "--max-steps 20" in note
+    note = text.partition("note: before step 6, fork had ")[2].partition(".  ")[0]
+    assert "--max-lr 0.003" in note and "--max-steps 20" in note and "-every" not in note
+
+
+def test_a_fork_after_the_beginning_of_its_cooldown(runs, byte_shards, tmp_path, capsys):
+    """By hand: the last two fifths are 5 of 12 steps, 4 of 10 and 3 of 8. The fork starts at step 6."""
+    for steps, expected in ((12, [7]), (10, [6]), (8, [])):
+        forked(
+            tmp_path / str(steps), runs / "20/model_00006", "--schedule", "wsd", "--max-steps", steps, "--max-lr", 1e-3
+        )
+        assert re.findall(r"step +(\d+) \| the cooldown begins", capsys.readouterr().out) == [str(n) for n in expected]
 
 
 def test_a_checkpoint_that_left_its_run_has_no_log_of_another(runs, tmp_path, capsys):
@@ -265,10 +275,10 @@ def test_a_text_of_its_own_is_compared_with_the_shards_that_are_there(runs, tmp_
     monkeypatch.setattr(start, "make_preset_shards", lambda config, keep, *_: asked.append(keep))
     (tmp_path / "text.txt").write_text("A text. " * 100)
     fork = ["--fork", runs / "20/model_00006", "--out", tmp_path / "fork", "--max-steps", 30]
-    config, checkpoint = configure([*fork, "--text", tmp_path / "text.txt"])
-    checkpoint.config["text"] = config.text
+    config, of_fork = configure([*fork, "--text", tmp_path / "text.txt"])
+    of_fork.checkpoint.config["text"] = config.text
     for data in (config.data, str(tmp_path / "run/data")):
-        start.check_folder_and_make_shards(replace(config, data=data), checkpoint)
+        start.check_folder_and_make_shards(replace(config, data=data), of_fork, config.init_from)
     assert asked == [False, True]
 
 
@@ -328,6 +338,8 @@ def test_a_folder_has_the_fork_that_is_asked_for(runs, tmp_path):
         for resume in (["--resume"], ["--resume", "auto"]):
             with pytest.raises(UserError, match="already has a run that is not a fork of .*Use another --out"):
                 configure(["--fork", fork, "--out", out, *resume])
+    same = runs / "20" / ".." / "20" / "model_00006"
+    assert configure(["--fork", str(same), "--out", str(tmp_path / "fork"), "--resume"])[1].resumed
 
 
 @pytest.mark.parametrize("minutes", [None, 0.5])

@@ -11,7 +11,6 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,10 +32,9 @@ from support.data.text_files import Documents
 from support.runtime import batch_size, devices
 from support.runtime.clock import Clock
 from support.runtime.distributed import Distributed, backend
-from support.runtime.machine import Machine
-from support.runtime.memory import Sizes, training_memory
+from support.runtime.memory import Layout, Sizes, training_memory
 from support.runtime.signals import StopHandler
-from train_gpt2 import GPT, GPTConfig, TrainConfig, resolve, train
+from train_gpt2 import GPT, TRAIN_FLAGS, GPTConfig, Schedule, TrainConfig, resolve, train
 
 ON_CPU = os.environ.get("GPU_TESTS_DEVICE") == "cpu"
 DEVICE = torch.device("cpu") if ON_CPU else torch.device("cuda", 0)
@@ -181,13 +179,13 @@ def test_a_step_with_an_infinite_gradient_changes_nothing(byte_shards, tmp_path,
     model = GPT(TINY).to(DEVICE)
     optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "muon" if muon else "adamw", dtype=torch.bfloat16)
     state = TrainState(model, optimizer, torch.amp.GradScaler(DEVICE.type, enabled=False))
-    config = config_on_gpu(byte_shards, tmp_path, "--max-steps", 3)
+    schedule = Schedule(config_on_gpu(byte_shards, tmp_path, "--max-steps", 3))
     loader = train_gpt2.DataLoaderLite([np.arange(4096, dtype=np.uint16) % 257], 4, 16, 257, gpu, grad_accum=2)
 
     amp = devices.autocast(DEVICE, torch.bfloat16)
 
     def step():
-        return train_gpt2.train_step(model, state, loader, config, StopHandler(), amp, Clock(None))
+        return train_gpt2.train_step(model, state, loader, schedule, StopHandler(), amp, Clock(None))
 
     assert np.isfinite(step()).all()
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -209,9 +207,9 @@ def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(byte_shards, tmp_
     train(config_on_gpu(byte_shards, straight, *flags), gpu)
     shutil.copytree(straight, resumed)
     shutil.rmtree(resumed / "model_00012")
-    given, checkpoint = gather_flags(TrainConfig, {"resume": "newest", "out": str(resumed)}, gpu)
-    assert checkpoint.step == 7
-    train(resolve(given | {"device": DEVICE.type}), gpu, checkpoint)
+    start = gather_flags(TRAIN_FLAGS, {"resume": "newest", "out": str(resumed)}, gpu)
+    assert start.resumed.step == 7
+    train(resolve(start.flags | {"device": DEVICE.type}), gpu, start)
     differences = np.array(losses(resumed / "log.txt")) - losses(straight / "log.txt")
     assert len(differences) == 12 and np.abs(differences).max() < 1e-3
     assert trainer_file(resumed / "model_00012")["step"] == 12
@@ -296,18 +294,17 @@ def test_a_micro_batch_that_does_not_fit_is_made_smaller(tmp_path, gpu, capsys):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_the_estimate_of_memory_holds(gpu, compiled):
     """For 16 rows of GPT-2 124M: what is allocated is not more, and not much less."""
-    config = TrainConfig(batch_size=16)
-    machine = replace(Machine.find(config, DEVICE, 1), batch_size=16, compiled=compiled)
+    layout = Layout(TrainConfig.total_batch_size, torch.bfloat16, compiled=compiled)
     devices.free_memory(DEVICE)
     before = torch.cuda.memory_allocated()
     model = GPT(GPTConfig()).to(DEVICE)
     torch.compiler.reset()
     model_or_compiled = torch.compile(model, dynamic=False) if compiled else model
     sizes, total = Sizes.of(model), devices.free_and_total_memory(DEVICE)[1]
-    estimate = training_memory(config, sizes, 16, 1, total, torch.bfloat16, compiled)
+    estimate = training_memory(sizes, layout, 16, total)
     torch.cuda.reset_peak_memory_stats()
     amp = devices.autocast(DEVICE, torch.bfloat16)
-    batch_size.largest_batch_size(config, machine, sizes, gpu, amp, lambda: model_or_compiled)
+    batch_size.try_batch_sizes(16, 16, sizes, layout, gpu, amp, lambda: model_or_compiled)
     taken = torch.cuda.max_memory_allocated() - before
     state = estimate.weights + estimate.gradients + estimate.optimizer
     assert state + 0.9 * estimate.activations < taken < estimate.total

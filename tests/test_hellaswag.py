@@ -455,9 +455,9 @@ def test_training_scores_items_with_labels_and_notes_which_are_cut(tmp_path):
     labelled, unlabelled = write_items(tmp_path / "a.jsonl"), write_items(tmp_path / "b.jsonl", None)
     tokenizer, flags, notices = get_tokenizer("gpt2"), ["--hellaswag-every", 1, "--hellaswag-data"], []
     with pytest.raises(UserError, match="no labels, so there is nothing to score"):
-        hellaswag.load_examples(config_of(*flags, unlabelled), 1, tokenizer, print)
-    limited = config_of(*flags, labelled, "--hellaswag-limit", 2, "--block-size", 4)
-    assert len(hellaswag.load_examples(limited, 1, tokenizer, notices.append)) == 2
+        hellaswag.load_examples(config_of(*flags, unlabelled), 1, tokenizer, 16, print)
+    limited = config_of(*flags, labelled, "--hellaswag-limit", 2)
+    assert len(hellaswag.load_examples(limited, 1, tokenizer, 4, notices.append)) == 2
     assert "8 endings with their contexts are longer than 4 tokens" in " ".join(notices[0].split())
 
 
@@ -515,7 +515,7 @@ def test_bad_flags_and_files_are_user_errors(tiny_model, tmp_path, monkeypatch, 
     write_items(tmp_path / "items.jsonl")
     tiny_model.save_pretrained(tmp_path / "tiny")
     get_tokenizer("bytes").save_pretrained(tmp_path / "tiny", 16)
-    GPT(GPTConfig(8, n_layer=1, n_head=1, n_embd=4)).save_pretrained(tmp_path / "sized")
+    GPT(GPTConfig(block_size=8, n_layer=1, n_head=1, n_embd=4)).save_pretrained(tmp_path / "sized")
     with pytest.raises(SystemExit) as exit:
         run_cli(lambda: hellaswag.main(flags.split()))
     assert exit.value.code == 2 and f"error: {message}" in capsys.readouterr().err

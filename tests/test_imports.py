@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -15,7 +14,8 @@ from helpers import ROOT
 SUPPORT = sorted((ROOT / "support").rglob("*.py"))
 SCRIPTS = [ROOT / name for name in ("train_gpt2.py", "fineweb.py", "hellaswag.py", "sample.py", "compare.py")]
 # What a module of support may import besides its own package: what has a lower level.
-LEVELS = {"checkpoints": 5, "console": 4, "runtime": 3, "data": 2, "optim": 2, "files": 1, "cli": 0, "startup": -1}
+LEVELS = {"console": 5, "checkpoints": 4, "runtime": 3, "data": 2, "optim": 2}
+LEVELS |= {"files": 1, "terminal": 1, "config": 1, "torch_private": 0, "gpus": 0, "cli": 0, "startup": -1}
 
 
 def module_name(path: Path) -> str:
@@ -29,17 +29,14 @@ TREES = {module_name(path): ast.parse(path.read_text(encoding="utf-8")) for path
 PACKAGES = {module_name(path) for path in SUPPORT if path.name == "__init__.py"}
 
 
-class WithoutTypes(ast.NodeTransformer):
-    """Leaves out what only mypy imports: types may come from above."""
-
-    def visit_If(self, node: ast.If) -> ast.AST | None:
-        return None if ast.unparse(node.test) == "TYPE_CHECKING" else node
-
-
 def imports_of(name: str) -> set[str]:
-    """The modules of this project that one of them imports, anywhere in its file."""
+    """The modules of this project that one of them imports, anywhere in its file; for types, too."""
+    return imports_in(TREES[name])
+
+
+def imports_in(tree: ast.AST) -> set[str]:
     found = set()
-    for node in ast.walk(WithoutTypes().visit(copy.deepcopy(TREES[name]))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -63,6 +60,13 @@ def test_imports_only_go_down():
                 assert other in importable, f"{name} imports {other}"
 
 
+def imported_before_torch(script: str) -> set[str]:
+    """The modules of this project that a script imports before it imports torch, which takes seconds."""
+    body = TREES[script].body
+    torch = next(i for i, node in enumerate(body) if isinstance(node, ast.Import) and node.names[0].name == "torch")
+    return imports_in(ast.Module(body[:torch], type_ignores=[]))
+
+
 DATA = [name for name in TREES if name.startswith("support.data.")]
 HEAVY = (
     "transformers datasets tiktoken requests pyarrow huggingface_hub matplotlib peft tensorboard wandb tokenizers gigatoken"
@@ -75,6 +79,8 @@ HEAVY = (
         ("train_gpt2, hellaswag, sample", ["torch._dynamo", "torch._inductor"]),  # which take longer than --help may
         (", ".join(["fineweb", *DATA]), ["torch"]),  # so that fineweb.py starts at once
         ("compare", ["torch"]),
+        ("support.config", ["torch"]),
+        (", ".join(sorted(imported_before_torch("train_gpt2"))), ["torch"]),  # so that --help and a mistake need none
     ],
 )
 def test_an_import_does_nothing_and_loads_nothing_heavy(modules, heavy, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from helpers import ROOT, TINY_FLAGS, copy_project, losses
 from shard_helpers import file_size_limit
 
-from support.console.log import FORMATS, RunLog, read_log
+from support.console.log import FORMATS, LogFile, read_log
 
 COMPLETE = """\
 0 val 10.8249
@@ -43,14 +43,14 @@ WRITTEN: list[tuple[int, dict[str, float]]] = [
 ]
 
 
-def write(log: RunLog, lines: list[tuple[int, dict[str, float]]]) -> None:
+def write(log: LogFile, lines: list[tuple[int, dict[str, float]]]) -> None:
     for step, values in lines:
         log.write(step, values)
 
 
 def test_a_log_has_a_line_for_each_value_and_is_read_by_name_and_step(tmp_path):
     path = tmp_path / "log.txt"
-    write(RunLog(path), WRITTEN)
+    write(LogFile(path), WRITTEN)
     assert path.read_text() == COMPLETE
     expected = {
         "val": {0: 10.8249, 2: 9.0}, "hella": {2: 0.25}, "train": {0: 10.824905, 1: 9.5},  # those that are finite
@@ -70,14 +70,14 @@ def test_a_resumed_log_is_that_of_a_run_without_interruption(tmp_path, first_ste
     path.write_bytes(
         COMPLETE.encode() + b"7 train 1.000000\n\nmine\n\0\0\0\n\xff\n1"
     )  # the first digit of a 10, cut off
-    write(RunLog(path, first_step), WRITTEN[written:])
+    write(LogFile(path, first_step), WRITTEN[written:])
     assert path.read_text() == COMPLETE
     fork = tmp_path / "fork.txt"
-    write(RunLog(fork, 1, source=path), WRITTEN[2:])  # continues the log of another run
+    write(LogFile(fork, 1, source=path), WRITTEN[2:])  # continues the log of another run
     assert fork.read_text() == COMPLETE
-    RunLog(fork).close()  # a new run
+    LogFile(fork).close()  # a new run
     assert fork.read_text() == ""
-    RunLog(None, 4).write(4, {"train": 1.0})
+    LogFile(None, 4).write(4, {"train": 1.0})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["fork.txt", "log.txt"]
 
 
@@ -85,11 +85,11 @@ def test_every_declared_name_and_format_is_read_and_kept(tmp_path, monkeypatch):
     monkeypatch.setitem(FORMATS, "weight_norm", ".3e")
     monkeypatch.setitem(FORMATS, "Layer 0/norm-2", ".0f")
     path, values = tmp_path / "log.txt", dict.fromkeys(FORMATS, 3.0)
-    write(RunLog(path), [(0, values), (1, values)])
+    write(LogFile(path), [(0, values), (1, values)])
     written = path.read_bytes()
     assert read_log(path) == {name: {0: 3.0, 1: 3.0} for name in FORMATS}
-    RunLog(path, 2).close()  # resumed
-    RunLog(tmp_path / "fork.txt", 2, source=path).close()
+    LogFile(path, 2).close()  # resumed
+    LogFile(tmp_path / "fork.txt", 2, source=path).close()
     assert path.read_bytes() == (tmp_path / "fork.txt").read_bytes() == written
 
 
@@ -125,7 +125,7 @@ def test_a_value_is_added_as_the_page_says(byte_shards, tmp_path):
 
 
 def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path, capsys):
-    log = RunLog(tmp_path / "log.txt")
+    log = LogFile(tmp_path / "log.txt")
     with file_size_limit(50):
         write(log, WRITTEN[:4])
         with pytest.raises(OSError):
@@ -140,7 +140,7 @@ def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path, capsys):
 def test_sync_waits_for_the_disk(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino))
-    log = RunLog(tmp_path / "log.txt")
+    log = LogFile(tmp_path / "log.txt")
     synced.clear()  # what was written at the start
     log.write(0, {"train": 1.0})
     assert synced == []  # no step waits

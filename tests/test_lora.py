@@ -135,9 +135,9 @@ def test_a_resumed_run_is_the_uninterrupted_run_wherever_its_base_model_is(tuned
     with pytest.raises(UserError, match="first does not exist.* use --init-from."):
         configure(resume)
     # not even the merged weights of the run itself
-    config, checkpoint = configure([*resume, "--init-from", str(run / "model_00004")])
+    config, start = configure([*resume, "--init-from", str(run / "model_00004")])
     with pytest.raises(UserError, match="the weights of --init-from are not those"):
-        train(config, ONE_PROCESS, checkpoint)
+        train(config, ONE_PROCESS, start)
     resumed(run, "--init-from", moved)
     assert losses(run / "log.txt") == losses(tuned.checkpoint.parent / "log.txt")
     for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
@@ -149,7 +149,7 @@ def test_a_corrupt_adapter_is_a_corrupt_checkpoint(tuned, tmp_path):
     file = out / "model_00012" / "adapter" / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     assert find_corruption(out / "model_00012") == "adapter/adapter_model.safetensors was altered (wrong checksum)"
-    assert configure(["--resume", "--out", str(out)])[1].path.name == "model_00010"
+    assert configure(["--resume", "--out", str(out)])[1].resumed.path.name == "model_00010"
 
 
 @pytest.mark.parametrize("change", [lambda found: found.popitem(), lambda found: found.update(more=torch.zeros(2))])

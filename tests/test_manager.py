@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import resource
@@ -29,7 +30,7 @@ from support.checkpoints import manager
 from support.checkpoints.directory import find_corruption, list_checkpoints, newest_checkpoint, step_of
 from support.checkpoints.manager import CheckpointManager
 from support.cli import UserError
-from support.console.log import RunLog
+from support.console.log import LogFile
 from support.runtime.signals import StopHandler
 from train_gpt2 import train
 
@@ -127,7 +128,7 @@ def test_no_checkpoint_is_ahead_of_its_log(byte_shards, tmp_path, monkeypatch):
     def full(self):
         raise OSError("the log of the run could not be written")
 
-    monkeypatch.setattr(RunLog, "sync", full)
+    monkeypatch.setattr(LogFile, "sync", full)
     with pytest.raises(UserError, match="could not be saved"):
         train(config_for(byte_shards, tmp_path, 20), ONE_PROCESS)
     assert checkpoint_names(tmp_path) == []
@@ -214,14 +215,36 @@ def test_the_loss_of_a_checkpoint_counts_wherever_it_was_measured(tmp_path):
     assert save_one(checkpoints, 20) == [10, 20]
 
 
-def test_the_best_checkpoint_is_the_one_with_the_lowest_loss(tmp_path):
+def test_a_checkpoint_is_better_only_if_both_losses_are_known(tmp_path):
     checkpoints = manager_of(tmp_path)
-    assert checkpoints.best() is None
+    assert checkpoints.better_than(5) is None
     for step in (1, 2, 3):
         save_one(checkpoints, step)
-    assert checkpoints.best() == tmp_path / "model_00003"  # no loss is known
-    checkpoints.values["val"].update({1: 2.0, 2: 2.0, 3: 3.0, 5: 1.0})
-    assert checkpoints.best() == tmp_path / "model_00002"
+    assert checkpoints.better_than(3) is None
+    checkpoints.values["val"].update({1: 2.0, 2: 2.0})
+    assert checkpoints.better_than(3) is None
+    checkpoints.values["val"].update({3: 3.0, 5: 1.0})
+    assert checkpoints.better_than(3) == tmp_path / "model_00002"
+    assert checkpoints.better_than(5) is None  # it is not saved, and better than those that are
+
+
+def test_a_loss_that_is_not_finite_is_the_worst(tmp_path):
+    checkpoints = manager_of(tmp_path, "--keep", 1)
+    for step, loss in ((10, 5.0), (20, math.nan), (30, math.nan)):
+        checkpoints.values["val"][step] = loss
+        kept = save_one(checkpoints, step)
+    assert kept == [10, 30] and checkpoints.better_than(30) == tmp_path / "model_00010"
+
+
+def test_a_corrupt_checkpoint_that_a_resume_skips_is_set_aside(byte_shards, tmp_path):
+    """The run is cut at step 4; what was saved at step 8 has the lowest loss, and would be kept as the best."""
+    trained(tmp_path, "--data", byte_shards, "--max-steps", 12, "--val-every", 4, "--checkpoint-every", 4)
+    shutil.rmtree(tmp_path / "model_00012")
+    (tmp_path / "model_00008" / "config.json").write_text("{}")
+    facts = tmp_path / "model_00008" / "checkpoint.json"
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"val": 0.1}))
+    resumed(tmp_path, "--checkpoint-every", 5, "--val-every", 5, "--keep", 1)
+    assert checkpoint_names(tmp_path) == ["model_00008.corrupt", "model_00012"]
 
 
 def test_what_is_removed_is_said(tmp_path, capsys):

@@ -17,10 +17,9 @@ from training import ONE_PROCESS, saved_bytes
 from support.checkpoints import huggingface, lora
 from support.cli import UserError
 from support.runtime import devices, fsdp, memory
-from support.runtime.memory import Sizes, training_memory
-from train_gpt2 import GPT, MODELS, GPTConfig, TrainConfig, new_model
+from support.runtime.memory import Layout, Sizes, training_memory
+from train_gpt2 import GPT, MODELS, GPTConfig, TrainConfig, new_model, open_data
 
-GPU = replace(ONE_PROCESS, device=torch.device("cuda"))
 # Small, and with activations that are most of the memory.
 SMALL = TrainConfig(
     device="cpu", n_layer=4, n_head=2, n_embd=128, block_size=128, batch_size=8, total_batch_size=2 * 8 * 128
@@ -29,7 +28,7 @@ SMALL = TrainConfig(
 
 def model_of(config, vocab_size=257):
     """Returns the model that train() makes; LoRA's without pretrained weights."""
-    model = new_model(config, vocab_size)
+    model = new_model(config.to_dict(), vocab_size)
     if config.lora_rank:
         lora.add_adapter(model, config.lora_rank, 16.0, 0, None)
     memory.recompute_activations(model.transformer.h if config.recompute else [])
@@ -50,7 +49,9 @@ def saved_in_a_step(config, B=8):
 
 
 def planned(config, model, B):
-    return training_memory(config, Sizes.of(model), B, 1, None, devices.DTYPES[config.dtype], False)
+    dtype = devices.DTYPES[config.dtype]
+    layout = Layout(config.total_batch_size, dtype, recompute=config.recompute, optimizer=config.optimizer)
+    return training_memory(Sizes.of(model), layout, B, None)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +83,7 @@ def test_weights_gradients_and_optimizer_are_those_after_a_step(changes):
     moments = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.dim() > 0]
     expected = [sum(t.nbytes for t in tensors) for tensors in (model.parameters(), gradients, moments)]
     assert list(planned(config, model, 1)[:3]) == expected
-    numels = [sum(tensor.numel() for tensor in tensors) for tensors in (model.parameters(), gradients)]
-    assert memory.checkpoint_bytes(config, *numels) == expected[0] + expected[2]
+    assert memory.checkpoint_bytes(Sizes.of(model), config.optimizer) == expected[0] + expected[2]
 
 
 def state(memory):
@@ -92,17 +92,15 @@ def state(memory):
 
 def test_ddp_keeps_everything_and_fsdp_a_part():
     """A parameter takes 16 bytes, and 4 in DDP's buckets; gradients are complete until the last micro-step."""
-    config = TrainConfig(**MODELS["gpt2-xl"], batch_size=8, total_batch_size=8 * 8 * 1024)
     with torch.device("meta"):
-        sizes = Sizes.of(new_model(config, 50257))
-    N, gpu = sizes.parameters, 80 * 10**9
+        sizes = Sizes.of(GPT(GPTConfig(**MODELS["gpt2-xl"])))
+    N, gpu, layout = sizes.parameters, 80 * 10**9, Layout(8 * 8 * 1024, torch.bfloat16, compiled=True)
     assert N == 1_557_611_200 + 47 * 1600
-    in_bf16 = dict(dtype=torch.bfloat16, compiled=True)
-    one, ddp = (training_memory(config, sizes, 8, ranks, gpu, **in_bf16) for ranks in (1, 8))
+    one, ddp = (training_memory(sizes, replace(layout, world_size=ranks), 8, gpu) for ranks in (1, 8))
     assert state(one) == state(ddp) == 16 * N and ddp.buffers - one.buffers == 4 * N
-    sharded = replace(config, parallel="fsdp")
-    assert state(training_memory(sharded, sizes, 8, 8, gpu, **in_bf16)) == 2 * N
-    assert state(training_memory(sharded, sizes, 4, 8, gpu, **in_bf16)) == 2 * N + 4 * N
+    sharded = replace(layout, world_size=8, sharded=True)
+    assert state(training_memory(sizes, sharded, 8, gpu)) == 2 * N
+    assert state(training_memory(sizes, sharded, 4, gpu)) == 2 * N + 4 * N
     assert not fsdp.reshard_after_forward(1000, torch.bfloat16, 16_000)  # gathered, they take an eighth of the GPU
     assert fsdp.reshard_after_forward(1000, torch.bfloat16, 15_999)
 
@@ -110,7 +108,10 @@ def test_ddp_keeps_everything_and_fsdp_a_part():
 # ---- before a model exists
 
 
-@pytest.mark.parametrize("config", [GPTConfig(), GPTConfig(**TINY_SIZES), GPTConfig(7, 257, 3, 2, 8, bias=False)])
+NO_BIAS = GPTConfig(block_size=7, vocab_size=257, n_layer=3, n_head=2, n_embd=8, bias=False)
+
+
+@pytest.mark.parametrize("config", [GPTConfig(), GPTConfig(**TINY_SIZES), NO_BIAS])
 def test_parameters_are_counted(config):
     with torch.device("meta"):
         model = GPT(config)
@@ -137,17 +138,22 @@ def test_what_cannot_fit_is_refused(monkeypatch, changes, gigabytes, problem):
     """AdamW has 16 bytes for each of 124 million parameters; Muon 12 for the 85 million in matrices of the blocks."""
     monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (gigabytes * 1e9, gigabytes * 1e9))
     with pytest.raises(UserError, match=problem) if problem else nullcontext():
-        memory.check_training_fits(TrainConfig(**changes), 50257, ONE_PROCESS)
+        config = TrainConfig(**changes)
+        sizes, lora = config.to_dict() | {"vocab_size": 50257}, config.lora_rank is not None
+        memory.check_training_fits(sizes, config.optimizer, lora, 1, torch.device("cpu"))
 
 
-def test_fsdp_divides_what_must_fit_among_the_gpus(monkeypatch):
-    sizes = {"cpu": 10**12, "cuda": 24 * 10**9}
+def test_fsdp_divides_what_must_fit_among_the_gpus(monkeypatch, byte_shards):
+    """By hand: 16 bytes for each of 48 x (12 x 1600^2 + 13 x 1600) + (257 + 16) x 1600 + 2 x 1600 parameters."""
+    sizes = {"cpu": 10**12, "cuda": 23 * 10**9}
     monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (sizes[device.type],) * 2)
-    config, two = TrainConfig(**MODELS["gpt2-xl"]), replace(GPU, world_size=2)
-    for dist in (GPU, two):
-        with pytest.raises(UserError, match=r"takes at least 24\.9 GB, but only 24\.0 GB are .+ --parallel fsdp\.$"):
-            memory.check_training_fits(config, 50257, dist)
-    memory.check_training_fits(replace(config, parallel="fsdp"), 50257, two)
+    options = dict(data=str(byte_shards), block_size=16, total_batch_size=256, val_tokens=512)
+    config, one = TrainConfig(**MODELS["gpt2-xl"], **options), replace(ONE_PROCESS, device=torch.device("cuda"))
+    two = replace(one, world_size=2)
+    for dist in (one, two):
+        with pytest.raises(UserError, match=r"takes at least 23\.6 GB, but only 23\.0 GB are .+ --parallel fsdp\.$"):
+            open_data(config, None, dist)
+    assert open_data(replace(config, parallel="fsdp"), None, two).tokenizer.vocab_size == 257
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_built(tiny_model, tmp_path, monkeypatch):

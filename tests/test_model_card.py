@@ -6,20 +6,22 @@ import json
 import re
 import shlex
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import TINY_FLAGS, steps_done, wait_for
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file
 from training import ONE_PROCESS, assert_same_run, configure, resumed, trained
 
 from support.checkpoints import manager
 from support.checkpoints.directory import find_corruption
 from support.checkpoints.model_card import model_card
+from support.checkpoints.run_info import RunInfo
 from support.cli import parse_flags
-from support.runtime.run_info import RunInfo
-from train_gpt2 import GPT, TrainConfig, new_model, train
+from train_gpt2 import GPT, Schedule, TrainConfig, new_model, train
 
 
 def card_of(*flags, source="a.txt", tokens=250 * 2**19, val=None, hellaswag=None):
@@ -30,11 +32,22 @@ def card_of(*flags, source="a.txt", tokens=250 * 2**19, val=None, hellaswag=None
     data = SimpleNamespace(tokenizer=SimpleNamespace(name="gpt2", vocab_size=50257))
     config = TrainConfig(**parse_flags(TrainConfig, flags))
     with torch.device("meta"):
-        model = new_model(config, 50257)
-    run = RunInfo(config, None, data, {"source": source}, model, hellaswag_items=12)
+        model = new_model(config.to_dict(), 50257)
+    schedule = Schedule(config)
+    run = RunInfo(
+        config=config, machine=None, data=data, identity={"source": source}, model=model,
+        flops_per_token=model.flops_per_token(), length=schedule.length, recipe=schedule.describe(),
+        optimizer=config.optimizer, step_tokens=config.total_batch_size, base=config.init_from, hellaswag_items=12,
+    )  # fmt: skip
     run.__dict__.update(bytes_per_token=4.0, validated_tokens=700)
     text = model_card(run, 250, tokens, val or {}, hellaswag or {})
     return text, ModelCard(text).data.to_dict()
+
+
+def command_of(card: str) -> list[str]:
+    """The words of the command with the flags that determine the weights, without the script's name."""
+    [command] = re.findall(r"```sh\npython train_gpt2.py (.*?)\n```", card, re.S)
+    return shlex.split(command.replace("\\\n", ""))
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +86,11 @@ def test_a_checkpoint_has_a_card_that_the_hub_reads(run, byte_shards):
 
 
 def test_the_command_of_the_card_repeats_the_run(run, byte_shards, tmp_path):
-    text = (run / "model_00008" / "README.md").read_text()
-    [command] = re.findall(r"```sh\npython train_gpt2.py (.*?)\n```", text, re.S)
     others = (
         "--data --out --batch-size --val-every --val-tokens --sample-every --hellaswag-every --device --dtype".split()
     )
     kept = [word for i, word in enumerate(TINY_FLAGS) if word in others or TINY_FLAGS[i - 1] in others]
-    flags = shlex.split(command.replace("\\\n", ""))
+    flags = command_of((run / "model_00008" / "README.md").read_text())
     config, _ = configure([*flags, *kept, "--data", str(byte_shards), "--out", str(tmp_path / "again")])
     train(config, ONE_PROCESS)
     assert_same_run(tmp_path / "again", run)
@@ -138,18 +149,20 @@ def test_the_command_has_the_data():
     """Without their folders; the shards that --text and --demo make need no name."""
     commands = {
         ("--data", "/x/y"): "--data y",
-        ("--text", "/x/book.txt", "--tokenizer", "bytes"): "--text book.txt \\\n  --tokenizer bytes",
+        ("--text", "/x/book.txt", "--tokenizer", "bytes"): "--text book.txt --tokenizer bytes",
         ("--demo",): "--demo",
         ("--fork", "/x/log/model_00006"): "--fork model_00006",
     }
     for flags, expected in commands.items():
-        [command] = re.findall(r"```sh\npython train_gpt2.py (.*?)\n```", card_of(*flags)[0], re.S)
-        assert command == f"\\\n  {expected}"
+        command = command_of(card_of(*flags)[0])
+        assert shlex.join(command).startswith(expected)
 
 
 def test_tokens_are_counted():
     assert "**tokens seen**: 131,072,000, in 250 steps of 524,288\n" in card_of()[0]
-    assert "**tokens seen**: 61,440, in 250 steps\n" in card_of(tokens=61440)[0]  # a fork with another step size
+    assert (
+        "**tokens seen**: 61,440, in 250 steps\n" in card_of("--fork", "x", tokens=61440)[0]
+    )  # whose steps may have had another size
 
 
 def test_scores_are_the_newest():
@@ -162,3 +175,41 @@ def test_scores_are_the_newest():
     assert "(step 250)\n- **best validation loss of this run**: 3.0000 nats per token (step 100)\n" in text
     assert "```sh\npython train_gpt2.py\n```" in text  # with the default flags
     assert "```sh\npython train_gpt2.py \\\n  --no-bias \\\n  --shuffle\n```" in card_of("--no-bias", "--shuffle")[0]
+
+
+OPTIONS = "--val-every 0 --sample-every 0 --hellaswag-every 0 --device cpu --dtype fp32 --batch-size 4".split()
+SIZES = "--n-layer 1 --n-head 2 --n-embd 16 --block-size 16 --total-batch-size 128".split()
+
+
+def weights_of(out, *flags):
+    """The weights after six steps of a run with these flags, and the command on its card."""
+    config, start = configure([*map(str, flags), *OPTIONS, "--max-steps", "6", "--out", str(out)])
+    train(config, ONE_PROCESS, start)
+    return load_file(out / "model_00006" / "model.safetensors"), command_of(
+        (out / "model_00006" / "README.md").read_text()
+    )
+
+
+@pytest.mark.parametrize("kind", ["recipe", "text", "fork", "fork of a text", "init-from"])
+def test_the_command_repeats_the_weights_where_others_choose_defaults(kind, byte_shards, tmp_path, monkeypatch):
+    """A flag may have its usual default where a recipe, a text or the parent of a fork would set something else."""
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(900)))
+    data = ["--data", byte_shards]
+    if kind == "recipe":
+        flags = [*data, *SIZES, "--recipe", "fast", "--optimizer", "adamw", "--warmup-steps", 2]
+    elif kind == "text":
+        flags = ["--text", "book.txt", *SIZES, "--recipe", "gpt2", "--warmup-steps", 2]
+    elif kind == "init-from":
+        trained(Path("parent"), *data, *SIZES, "--max-steps", 3)
+        flags = [*data, "--init-from", "parent/model_00003", "--total-batch-size", 128]
+    else:
+        of_text = ["--text", "book.txt"] if "text" in kind else data
+        before = ["--dropout", 0.2, "--seed", 5, "--shuffle", "--checkpoint-every", 3]
+        weights_of(tmp_path / "parent", *of_text, *SIZES, *before)
+        flags = ["--fork", "parent/model_00003", "--dropout", 0, "--seed", 1337, "--no-shuffle", "--max-lr", 1e-3]
+    expected, command = weights_of(tmp_path / "first", *flags)
+    full = {"model_00003": "parent/model_00003", byte_shards.name: str(byte_shards)}
+    command = [full.get(word, word) for word in command]
+    weights, _ = weights_of(tmp_path / "again", *command)
+    assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,19 +11,22 @@ import torch
 from helpers import TINY_MODEL_FLAGS
 
 from support.cli import UserError
+from support.config import PlanOptions
 from support.data.tokenizer import get_tokenizer
 from support.runtime import plan
-from support.runtime.memory import Sizes, training_memory
+from support.runtime.memory import Layout, training_memory
 from train_gpt2 import main, new_model, resolve
 
 
-def config_for(model, **flags):
-    return resolve({"model": model, **flags})
-
-
-def sizes_of(config):
-    with torch.device("meta"):
-        return Sizes.of(new_model(config, 50257))
+def plan_for(model, **flags):
+    """The plan that the report of --plan is made from."""
+    found = []
+    options, of_run = plan.split_flags({"plan": True, **flags}, 1)
+    config = resolve({"model": model, **of_run})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "report", lambda planned: found.append(planned) or [])
+        plan.print_report(options, config, config.to_dict(), partial(new_model, config.to_dict()))
+    return found[0]
 
 
 @pytest.mark.parametrize(
@@ -113,26 +117,26 @@ def test_evaluations_cost_a_third_of_the_training_of_their_tokens(capsys):
 def test_recomputing_repeats_the_forward_pass_of_the_blocks():
     """124M parameters have 85M in the blocks, used twice, and attention's products. The FLOP/s stay the same."""
     flops, repeated = 855e6, 2 * 84_934_656 + 4 * 12 * 768 * 1024
-    *left, _ = plan.mfu(config_for("gpt2", gpu="A100", recompute=True), 124_475_904, 855_000_000)
+    of_run = plan_for("gpt2", gpu="A100", recompute=True)
+    assert of_run.flops_per_token == pytest.approx(flops, rel=1e-3)
+    *left, _ = plan.mfu(replace(of_run, flops_per_token=855_000_000))
     assert [mfu * (flops + repeated) for mfu in left] == pytest.approx([0.5 * flops, 0.57 * flops])
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not():
-    config = config_for("gpt2", gpu="RTX4090", batch_size=64)
-    sizes, device_memory = sizes_of(config), int(23.5 * 2**30)
-    B = plan.largest_micro_batch(config, sizes)
-    totals = [training_memory(config, sizes, b, 1, device_memory, torch.bfloat16, True).total for b in (B, 2 * B)]
+    of_run, device_memory = plan_for("gpt2", gpu="RTX4090", batch_size=64), int(23.5 * 2**30)
+    B, layout = of_run.largest_micro_batch(), Layout(2**19, torch.bfloat16, compiled=True)
+    totals = [training_memory(of_run.sizes, layout, b, device_memory).total for b in (B, 2 * B)]
     assert 1 <= B < 64 and totals[0] <= device_memory < totals[1]
-    config = config_for("gpt2-xl", gpu="RTX4090")
-    assert plan.largest_micro_batch(config, sizes_of(config)) == 0
-    sharded = config_for("gpt2-xl", gpu="RTX4090", gpus=8, parallel="fsdp", recompute=True)
-    assert plan.largest_micro_batch(sharded, sizes_of(sharded)) > 0
+    assert plan_for("gpt2-xl", gpu="RTX4090").largest_micro_batch() == 0
+    sharded = plan_for("gpt2-xl", gpu="RTX4090", gpus=8, parallel="fsdp", recompute=True)
+    assert sharded.largest_micro_batch() > 0
 
 
 def test_without_compilation_a_chunk_of_the_loss_takes_more():
     """By hand: with 80 GB, a chunk has 8,192 rows of 50,304 logits; eager PyTorch keeps two fp32 copies of them."""
-    eager, compiled = (config_for("gpt2", gpu="H100", compile=compile) for compile in (False, None))
-    logits = [plan.memory_per_gpu(config, sizes_of(config), 64).logits for config in (eager, compiled)]
+    plans = [plan_for("gpt2", gpu="H100", compile=compile) for compile in (False, None)]
+    logits = [of_run.memory_per_gpu(64).logits for of_run in plans]
     assert logits[0] - logits[1] == 8192 * 50304 * 8
 
 
@@ -188,7 +192,7 @@ def test_flags_of_the_plan_are_checked(tmp_path, monkeypatch, capsys):
         main("--plan --gpu H99".split())
     lora = resolve({"init_from": "x", "lora_rank": 4, "dtype": "bf16"})
     with pytest.raises(UserError, match="Leave out --lora-rank"):
-        plan.print_report(lora, partial(new_model, lora))
+        plan.print_report(PlanOptions(), lora, lora.to_dict(), partial(new_model, lora.to_dict()))
     with pytest.raises(UserError, match="^--gpus and --price: only for --plan. Add --plan"):
         main("--gpus 8 --price 3".split())
     with pytest.raises(UserError, match="--plan can only plan runs in bf16. Leave out --dtype fp32."):

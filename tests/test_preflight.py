@@ -11,10 +11,11 @@ from training import ONE_PROCESS, config_of
 from support.cli import UserError
 from support.runtime import devices, preflight
 from support.runtime.machine import Machine
+from train_gpt2 import TRAIN_FLAGS
 
 DATA = {"train": [["a.npy", 100, "1234"]], "val": [], "base": None, "source": None}
 SAME = (config_of(), DATA)
-MACHINE = Machine.find(SAME[0], ONE_PROCESS.device, 1)
+MACHINE = Machine.find(SAME[0], SAME[0].to_dict(), ONE_PROCESS.device, 1)
 
 
 def compare(check, *ranks):
@@ -40,7 +41,7 @@ def test_ranks_that_agree_go_on():
     elsewhere = config_of("--data", "/other/disk", "--out", "/other/log")  # each node may have its own paths
     assert compare_runs(SAME, (elsewhere, DATA), SAME) is None
     paths = [{"out": "/a"}, {"out": "/b", "data": "/c"}, {"out": "/a"}]
-    assert compare(preflight.check_starts_agree, *([flags] for flags in paths)) is None
+    assert compare(preflight.check_starts_agree, *([flags, TRAIN_FLAGS] for flags in paths)) is None
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_runs_that_differ(other, expected):
 def test_command_lines_that_differ():
     """In a value, or in what is given: the ranks would not do the same before there is a configuration."""
     first, second = {"beta2": 0.5, "minutes": 2}, {"minutes": 3, "init_from": "/a", "beta2": 0.5}
-    problems = compare(preflight.check_starts_agree, [first], [first], [second])
+    problems = compare(preflight.check_starts_agree, *([flags, TRAIN_FLAGS] for flags in (first, first, second)))
     assert [problem.split(" on ")[0] for problem in problems] == [
         "the nodes differ in --init-from: given",
         "the nodes differ in --minutes: 3",
@@ -75,7 +76,7 @@ def test_versions_and_gpus_are_compared(monkeypatch):
     monkeypatch.setattr(preflight.platform, "python_version_tuple", different_on_one_rank())
     monkeypatch.setattr(preflight, "torch", type("Torch", (), {"__version__": property(different_on_one_rank())})())
     monkeypatch.setattr(devices, "describe", different_on_one_rank())
-    [problem] = compare(preflight.check_starts_agree, [{}], [{}], [{}])
+    [problem] = compare(preflight.check_starts_agree, *[[{}, TRAIN_FLAGS]] * 3)
     assert re.search(r"the versions: Python (o\.t|s\.a), torch (other|same) on", problem)
     [problem] = compare_runs(SAME, SAME, SAME)
     assert re.match(r"the nodes differ in the device: other in \w+ on \S+ \(rank 2\), same", problem)

@@ -13,12 +13,12 @@ from helpers import losses, run_script
 from training import ONE_PROCESS, checkpoint_names, configure, forked
 
 import train_gpt2
+from support.checkpoints.history import read_starts
 from support.cli import UserError
-from support.console.starts import read_starts
-from support.console.terminal import on_one_line
 from support.data.presets import fast_rates, text_bytes
 from support.data.tokenizer import get_tokenizer
 from support.runtime import devices
+from support.terminal import on_one_line
 from train_gpt2 import GPT, MODELS, GPTConfig, train
 
 TEXT = "".join(f"{a} and {b} are {a + b}.\n" for a in range(40) for b in range(60))
@@ -114,7 +114,9 @@ def test_adamw_has_a_rate_of_its_own_and_weight_decay_is_higher_only_beside_muon
 
 def test_fine_tuning_takes_few_epochs_at_a_low_rate(tmp_path):
     for n_embd, factor in ((64, 12), (768, 1), (1536, 1)):  # a higher rate for a narrower model
-        GPT(GPTConfig(8, 257, 1, 1, n_embd)).save_pretrained(tmp_path / "model")
+        GPT(GPTConfig(block_size=8, vocab_size=257, n_layer=1, n_head=1, n_embd=n_embd)).save_pretrained(
+            tmp_path / "model"
+        )
         get_tokenizer("bytes").save_pretrained(tmp_path / "model", 8)
         flags = ["--text", str(file_of_size(tmp_path, 1e6)), "--init-from", str(tmp_path / "model")]
         config, _ = configure(flags)
@@ -128,7 +130,9 @@ def test_fine_tuning_takes_few_epochs_at_a_low_rate(tmp_path):
 
 @pytest.mark.parametrize("context, flags, rows", [(64, [], 32), (128, [], None), (128, ["--block-size", "64"], 32)])
 def test_fine_tuning_a_small_model_takes_the_micro_batch_of_small_models(tmp_path, context, flags, rows):
-    GPT(GPTConfig(context, 257, 1, 1, 32)).save_pretrained(tmp_path / "model")
+    GPT(GPTConfig(block_size=context, vocab_size=257, n_layer=1, n_head=1, n_embd=32)).save_pretrained(
+        tmp_path / "model"
+    )
     get_tokenizer("bytes").save_pretrained(tmp_path / "model", context)
     text = ["--text", str(file_of_size(tmp_path, 1e6))]
     assert configure([*text, "--init-from", str(tmp_path / "model"), *flags])[0].batch_size == rows

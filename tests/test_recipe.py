@@ -54,7 +54,8 @@ def test_the_defaults_are_gpt2s_recipe():
 
 
 def machine_for(flags, device_type, world_size=1):
-    return Machine.find(resolve(flags), torch.device(device_type), world_size)
+    config = resolve(flags)
+    return Machine.find(config, config.to_dict(), torch.device(device_type), world_size)
 
 
 @pytest.fixture(autouse=True)

@@ -19,10 +19,10 @@ from training import ONE_PROCESS, assert_same_run, configure, resumed, trained, 
 
 import train_gpt2
 from support.checkpoints import directory
+from support.checkpoints.history import read_starts
 from support.cli import UserError
 from support.console.curves import read_run
 from support.console.log import read_log
-from support.console.starts import read_starts
 from train_gpt2 import train
 
 
@@ -91,7 +91,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(byte_shards, tmp_path, flags, mo
         trained(out, *flags)
     with open(out / "log.txt", "a") as log:
         log.write("6 tra")  # a line that was being written
-    assert configure(["--resume", "--out", out])[1].path == out / "model_00004"
+    assert configure(["--resume", "--out", out])[1].resumed.path == out / "model_00004"
     resumed(out)
     assert_same_run(out, straight)
     states = [trainer_file(directory.newest_checkpoint(run)) for run in (out, straight)]
@@ -137,11 +137,11 @@ def test_a_run_keeps_no_file_of_the_checkpoint_it_continues_open(run, tmp_path, 
             mapped.append(file in maps.read())
         return real_step(*args)
 
-    config, checkpoint = configure(["--fork", run / "model_00006", "--out", tmp_path / "fork", "--max-steps", 7])
+    config, start = configure(["--fork", run / "model_00006", "--out", tmp_path / "fork", "--max-steps", 7])
     with open("/proc/self/maps") as maps:
         assert file in maps.read()  # until it is restored
     monkeypatch.setattr(train_gpt2, "train_step", step)
-    train(config, ONE_PROCESS, checkpoint)
+    train(config, ONE_PROCESS, start)
     assert mapped == [False]
 
 
@@ -161,9 +161,9 @@ def test_a_resume_that_would_change_the_run_is_refused_with_the_fork_that_does_i
     run = tmp_path / "run"
     flags = ["--recipe", "fast", "--no-bias", "--dropout", 0.1, "--max-steps", 13, "--decay-steps", 20]
     trained(run, "--data", byte_shards, *flags, "--checkpoint-every", 6)
-    config, checkpoint = configure(["--resume", "--out", run])
+    config, start = configure(["--resume", "--out", run])
     assert (config.recipe, config.optimizer, config.schedule, config.max_lr) == ("fast", "muon", "wsd", 3e-3)
-    assert (config.bias, config.dropout) == (False, 0.1) and "dropout" in checkpoint.config
+    assert (config.bias, config.dropout) == (False, 0.1) and "dropout" in start.resumed.config
     changed = {"--max-lr": "1e-3", "--n-layer": 1, "--seed": 1, "--text": "other.txt", "--dropout": 0.2}
     changed |= {"--recipe": "gpt2", "--optimizer": "adamw", "--schedule": "cosine", "--cooldown-fraction": 0.2}
     changed |= {"--decay-steps": 30, "--max-steps": 30, "--minutes": 3.0}
@@ -321,7 +321,7 @@ def test_resume_auto_starts_anew_or_resumes(byte_shards, tmp_path):
     with pytest.raises(UserError, match="no checkpoint in .* to resume from"):
         configure(["--resume", "--out", out])
     log = trained(out, *flags, "--resume", "auto")
-    assert configure([*TINY_FLAGS, *flags, "--out", out, "--resume", "auto"])[1].path.name == "model_00003"
+    assert configure([*TINY_FLAGS, *flags, "--out", out, "--resume", "auto"])[1].resumed.path.name == "model_00003"
     with pytest.raises(UserError, match="already contains a run. Continue it with --resume, or use another --out"):
         trained(out, *flags)
     assert log_without_seconds(out) == log and (out / "model_00003").is_dir()

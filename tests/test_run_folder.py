@@ -16,9 +16,9 @@ from training import ONE_PROCESS, checkpoint_names, config_of, run_info, trained
 import train_gpt2
 from support.checkpoints import run_folder
 from support.checkpoints.directory import newest_checkpoint, write_checkpoint
+from support.checkpoints.history import read_starts
 from support.checkpoints.state import Checkpoint
 from support.cli import UserError
-from support.console.starts import read_starts
 from support.files import first_free
 
 

@@ -14,10 +14,10 @@ from training import ONE_PROCESS, TINY, run_info, trained
 from support.checkpoints import lora
 from support.checkpoints.state import TrainState
 from support.console import progress, run_logger
-from support.console.progress import describe_doubts, describe_length
+from support.console.progress import describe_doubts
 from support.console.run_logger import RunLogger, describe_progress
 from support.runtime import devices
-from train_gpt2 import GPT
+from train_gpt2 import GPT, Schedule
 
 FLOPS_PER_TOKEN = 6 * (257 * 32 + 63 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32) + 12 * 2 * 32 * 16
 
@@ -38,7 +38,9 @@ def doubts_about(run, steps_per_pass):
 )
 def test_a_run_that_reads_its_data_too_often_is_told_how_often(tmp_path, flags, steps_per_pass, passes, advised):
     run = run_info("--out", tmp_path)
-    doubts = doubts_about(replace(run, config=replace(run.config, **flags)), steps_per_pass)
+    config = replace(run.config, **flags)
+    run.model.config = replace(TINY, dropout=config.dropout)
+    doubts = doubts_about(replace(run, config=config, length=Schedule(config).length), steps_per_pass)
     assert len(doubts) == (passes is not None)
     if passes:
         assert f"{passes} passes over the data" in doubts[0] and f"se {advised}, or --dropout 0.2." in doubts[0]
@@ -51,8 +53,7 @@ def test_a_step_that_takes_minutes_on_a_cpu_is_announced(tmp_path, monkeypatch):
     run = run_info("--out", tmp_path, "--max-steps", 20)
     in_bf16 = replace(run, machine=replace(run.machine, dtype="bf16"))
     for seconds, described, minutes in ((59, run, None), (300, run, 5), (300, in_bf16, 2)):
-        monkeypatch.setattr(GPT, "flops_per_token", lambda self: seconds * 2 * 60_000_000_000 // 256)  # noqa: B023
-        doubts = doubts_about(described, 100)
+        doubts = doubts_about(replace(described, flops_per_token=seconds * 2 * 60_000_000_000 // 256), 100)
         assert len(doubts) == (minutes is not None)
         assert minutes is None or f"about {minutes} minutes on this CPU" in doubts[0] and "--text" in doubts[0]
 
@@ -80,8 +81,9 @@ def test_mfu_counts_frozen_weights_without_their_gradients():
 
 def test_the_length_is_given_in_passes_over_the_data(tmp_path):
     """A pass over 506,048 tokens takes 494.19 steps of 1,024, so 568 steps are 1.149 passes."""
-    run = run_info("--out", tmp_path, "--max-steps", 568)
-    assert describe_length(run, 506_048 / 1024) == "568 steps: 1.15 passes over the data, 494.2 steps each"
+    length = run_info("--out", tmp_path, "--max-steps", 568).length
+    expected = "568 steps: 1.15 passes over the data, 494.2 steps each"
+    assert length.describe(0, 0.0, 506_048 / 1024, 0.0) == expected
 
 
 def test_a_line_says_how_far_a_run_is_and_when_it_ends():
@@ -152,7 +154,8 @@ def test_a_timed_run_ends_when_its_minutes_are_over(tmp_path, fake_time):
             validation_loss=lambda key: None, run="a", step=7, tokens=1792, seconds=1800.0, progress=0.3
         ),
     )
-    run = replace(run, config=replace(run.config, minutes=90.0))
+    config = replace(run.config, minutes=90.0)
+    run = replace(run, config=config, length=Schedule(config).length)
     run.__dict__["bytes_per_token"] = 1.0
     lines = lines_about_progress(RunLogger(run, ONE_PROCESS), fake_time, 7, 20.0)
     _, _, line = lines[-1]

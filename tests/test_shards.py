@@ -13,7 +13,7 @@ from helpers import ROOT
 from shard_helpers import file_size_limit, write_shard
 
 from support.cli import UserError
-from support.data import shards
+from support.data import output_folder, shards
 from support.data.tokenizer import BytesTokenizer, get_tokenizer
 
 
@@ -108,9 +108,9 @@ GOOD_MANIFEST = {
 )
 def test_a_bad_manifest_is_rejected(tmp_path, change):
     write_shards(tmp_path, (100,))
-    shards.write_manifest(tmp_path, GOOD_MANIFEST)
+    output_folder.write_manifest(tmp_path, GOOD_MANIFEST)
     assert len(shards.open_shards(tmp_path, "train")) == 1
-    shards.write_manifest(tmp_path, GOOD_MANIFEST | change)
+    output_folder.write_manifest(tmp_path, GOOD_MANIFEST | change)
     with pytest.raises(UserError, match="manifest|not complete"):
         shards.open_shards(tmp_path, "train")
 
@@ -128,7 +128,7 @@ def test_shards_that_are_not_as_in_the_manifest_are_named(tmp_path):
     write_shards(tmp_path, (90, 100))
     (tmp_path / "count_train_000002.npy").write_bytes((tmp_path / "count_train_000001.npy").read_bytes())
     entries = [{"file": f"count_train_00000{i}.npy", "split": "train", "tokens": 100} for i in (0, 1, 3)]
-    shards.write_manifest(tmp_path, GOOD_MANIFEST | {"shards": entries})
+    output_folder.write_manifest(tmp_path, GOOD_MANIFEST | {"shards": entries})
     with pytest.raises(UserError) as error:
         shards.open_shards(tmp_path, "train")
     shorter, unlisted, missing = error.value.problems

@@ -28,6 +28,22 @@ def test_threads_sleep_soon_unless_the_user_has_chosen(chosen, expected):
     assert subprocess.check_output(command, cwd=ROOT, env=environment | chosen, text=True).strip() == expected
 
 
+@pytest.mark.parametrize(
+    ("flags", "code", "printed"),
+    [
+        (["--help"], 0, "usage: train_gpt2.py [flags]"),
+        (["--version"], 0, "train_gpt2.py "),
+        (["--max-step", "3", "--seed", "x"], 2, "error: unknown flag --max-step. Did you mean --max-steps?"),
+    ],
+)
+def test_help_and_mistakes_do_not_wait_for_pytorch(flags, code, printed, tmp_path):
+    command = [sys.executable, "-X", "importtime", ROOT / "train_gpt2.py", *flags]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == code and printed in (done.stderr if code else done.stdout)
+    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "support.config" in imported and not {name for name in imported if name.split(".")[0] == "torch"}
+
+
 @pytest.mark.slow
 def test_a_terminal_shows_something_at_once_that_goes(tmp_path):
     shown = Terminal(tmp_path)

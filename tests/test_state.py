@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file
-from training import config_of, trained, trainer_file
+from training import trained, trainer_file
 
 from support.checkpoints.state import Checkpoint, TrainState
 from support.cli import UserError
@@ -75,7 +75,7 @@ def new_state(scale: float | None = None) -> TrainState:
 def test_skipped_steps_are_counted(scale, loss, norm, bad_steps, overflows, message):
     state = new_state(scale)
     state.bad_steps = 1
-    answer = state.record(loss, norm)
+    answer = state.count_skipped(loss, norm)
     assert (state.bad_steps, state.overflows) == (bad_steps, overflows)
     assert (answer is None) if message is None else message in answer
 
@@ -89,7 +89,7 @@ def content():
     state = new_state(scale=8.0)
     state.model(torch.ones(1, 2)).sum().backward()
     state.optimizer.step()
-    state.record(1.0, float("inf"))
+    state.count_skipped(1.0, float("inf"))
     state.advance(0.25, 8.0, 640, 10)
     content = state.trainer_file("a", {"seed": 1, "optimizer": "adamw"}, DATA)
     state.optimizer.step()
@@ -101,7 +101,7 @@ def restored(content, folder) -> TrainState:
     folder.mkdir(exist_ok=True)
     torch.save(content, folder / "trainer.pt")
     state = new_state(scale=2.0)
-    state.restore(Checkpoint.open(folder), config_of(), DATA)
+    state.restore(Checkpoint.open(folder), DATA, "adamw")
     return state
 
 

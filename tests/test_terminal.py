@@ -22,11 +22,13 @@ from runs import log_without_seconds
 from test_signals import signalled_in_forward
 from training import ONE_PROCESS, config_of, run_info, trained
 
+from support import terminal
 from support.checkpoints.state import TrainState
 from support.cli import warn
-from support.console import run_logger, terminal
+from support.console import run_logger
 from support.console.progress import print_summary
 from support.console.run_logger import RunLogger
+from train_gpt2 import Schedule
 
 COLUMNS = 80
 ESCAPE = r"\x1b\[[\d;]*[A-Za-z]"
@@ -168,7 +170,7 @@ def test_the_summary_names_the_last_and_the_best_loss(tmp_path, capsys):
     run = run_info("--out", out, "--max-steps", 6, "--prompt", "a b")
     run.__dict__["bytes_per_token"] = 2.0
     state = TrainState(None, None, None, step=6, tokens=1536)
-    print_summary(run, ONE_PROCESS, state, 1.0, val, out / "model_00006", None, ["a\nb\x1b[2Jc", "another"])
+    print_summary(run, ONE_PROCESS, state, 1.0, val, None, None, ["a\nb\x1b[2Jc", "another"])
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"done    6 steps, 1,536 tokens; \d+:\d\d:\d\d elapsed", lines[1])
     assert lines[2:] == [
@@ -180,7 +182,7 @@ def test_the_summary_names_the_last_and_the_best_loss(tmp_path, capsys):
     ]
     resumed = replace(run, checkpoint=SimpleNamespace(step=2, seconds=60.0))
     resumed.__dict__["bytes_per_token"] = 2.0
-    print_summary(resumed, ONE_PROCESS, state, 1.0, val, out / "model_00006", out / "model_00004", [])
+    print_summary(resumed, ONE_PROCESS, state, 1.0, val, None, out / "model_00004", [])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].endswith(" elapsed since step 2")
     fork = f"python train_gpt2.py --fork '{out}/model_00004' --out '{out}_longer' --max-steps 12"
@@ -209,8 +211,8 @@ def test_what_is_named_next_is_the_best_model(tmp_path, capsys, passes, dropout)
 def test_a_demo_on_a_busy_machine_says_that_a_free_one_takes_more_steps(tmp_path, capsys, step, minutes, told):
     """By hand: nine tenths of 1,200 steps of 2,048 tokens in two minutes, or of 3,000 in five, are 1,080 or 2,700."""
     for of_demo, expected in ((dict(minutes=minutes), told), (dict(minutes=None), False)):
-        config = replace(config_of("--out", tmp_path), demo=True, total_batch_size=2048, **of_demo)
-        run = replace(run_info(), config=config)
+        config = replace(config_of("--out", tmp_path), demo=True, **of_demo)
+        run = replace(run_info(), config=config, length=Schedule(config).length, step_tokens=2048)
         run.__dict__["bytes_per_token"] = 1.0
         print_summary(run, ONE_PROCESS, TrainState(None, None, None, step=step), 1.0, {step: 4.0}, None, None, [])
         out = " ".join(capsys.readouterr().out.split())

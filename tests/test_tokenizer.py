@@ -101,7 +101,7 @@ def pairs_of_bytes(vocab_size: int, reverse: bool = False) -> BpeTokenizer:
 
 
 def save_model(folder: Path, vocab_size: int, tokenizer: Tokenizer | None = None) -> Path:
-    GPT(GPTConfig(16, vocab_size, 1, 1, 4)).save_pretrained(folder)
+    GPT(GPTConfig(block_size=16, vocab_size=vocab_size, n_layer=1, n_head=1, n_embd=4)).save_pretrained(folder)
     if tokenizer:
         tokenizer.save_pretrained(folder, 16)
     return folder
@@ -205,12 +205,12 @@ def test_shards_with_another_tokenizer_than_the_models_are_refused(tmp_path):
     run = config_of("--data", tmp_path)
     own, other, same = pairs_of_bytes(300), pairs_of_bytes(300, reverse=True), pairs_of_bytes(300)
     model = save_model(tmp_path / "model", 300, own)
-    check_pretrained(model, 300, 16, same, run)
+    check_pretrained(model, 300, 16, same, run, 16)
     with pytest.raises(UserError, match=f"a different tokenizer from the shards .* bpe --tokenizer-from {model}"):
-        check_pretrained(model, 300, 16, other, run)
+        check_pretrained(model, 300, 16, other, run, 16)
     model = save_model(tmp_path / "large", 50257, pairs_of_bytes(50257))
     with pytest.raises(UserError, match="a different tokenizer from the shards"):  # which have GPT-2's tokens
-        check_pretrained(model, 50257, 16, UnreadGpt2(), run)
+        check_pretrained(model, 50257, 16, UnreadGpt2(), run, 16)
     with pytest.raises(
         UserError, match=r"model has its own tokenizer \(bpe\), not gpt2, in tokenizer\.json\. Leave out --tokenizer\."
     ):
@@ -224,7 +224,7 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path, vocab_size):
     with pytest.raises(UserError, match=rf"no tokenizer\.json for its {vocab_size:,} tokens.* --tokenizer gpt2"):
         sample.main(["--model", str(model), "-d", "cpu"])
     with pytest.raises(UserError, match=rf"has no tokenizer\.json for its {vocab_size:,} tokens"):
-        check_pretrained(model, vocab_size, 16, pairs_of_bytes(300), run)
+        check_pretrained(model, vocab_size, 16, pairs_of_bytes(300), run, 16)
 
 
 @pytest.mark.slow
@@ -240,11 +240,12 @@ def test_a_flag_says_which_tokens_a_model_without_a_tokenizer_has(tmp_path, caps
     with pytest.raises(UserError, match=r"has 50,257 tokens, but its tokenizer \(bytes\) has 257"):
         sample.main([*flags, "bytes"])
     run = configure(["--init-from", str(model), "--tokenizer", "gpt2", "--data", str(tmp_path)])[0]
-    check_pretrained(model, 50257, 16, gpt2, run)
+    check_pretrained(model, 50257, 16, gpt2, run, 16)
     with pytest.raises(UserError, match="a different tokenizer from the shards"):
-        check_pretrained(model, 50257, 16, pairs_of_bytes(50257), run)
+        check_pretrained(model, 50257, 16, pairs_of_bytes(50257), run, 16)
     with pytest.raises(UserError, match=r"has no tokenizer\.json .* --tokenizer gpt2"):
-        check_pretrained(model, 50257, 16, gpt2, configure(["--init-from", str(model), "--data", str(tmp_path)])[0])
+        run = configure(["--init-from", str(model), "--data", str(tmp_path)])[0]
+        check_pretrained(model, 50257, 16, gpt2, run, 16)
 
 
 @needs_gpt2_vocabulary

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from training import FP32, ONE_PROCESS, TINY, config_of, configure, forked, trained
 
 import train_gpt2
+from support.checkpoints.history import read_starts
 from support.cli import UserError, run_cli
 from support.console.log import read_log
-from support.console.starts import read_starts
 from support.data import shards
 from support.data.make_shards import make_shards
 from support.data.text_files import Documents

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,7 +10,8 @@ from helpers import TINY_FLAGS, TINY_SIZES
 from runs import differences, log_without_seconds
 from torch import nn
 
-from support.checkpoints.start import gather_flags
+from support.checkpoints.run_info import RunInfo
+from support.checkpoints.start import Start, gather_flags
 from support.checkpoints.state import Checkpoint, TrainState
 from support.cli import parse_flags
 from support.data.shards import DataIdentity, TokenData
@@ -17,19 +19,18 @@ from support.data.tokenizer import BytesTokenizer
 from support.runtime import devices
 from support.runtime.distributed import ONE_PROCESS
 from support.runtime.machine import Machine
-from support.runtime.run_info import RunInfo
-from train_gpt2 import GPT, GPTConfig, TrainConfig, resolve, train
+from train_gpt2 import GPT, TRAIN_FLAGS, GPTConfig, Schedule, TrainConfig, resolve, train
 
 torch.set_num_threads(1)  # models this small gain nothing from a second thread, and lose much where cores are shared
 TINY = GPTConfig(**TINY_SIZES)
 FP32 = torch.autocast("cpu", enabled=False)
 
 
-def configure(flags: list[str] | tuple[str, ...]) -> tuple[TrainConfig, Checkpoint | None]:
-    """The configuration that `main` makes of a command line, and the checkpoint that it resumes from."""
+def configure(flags: list[str] | tuple[str, ...]) -> tuple[TrainConfig, Start]:
+    """The configuration that `main` makes of a command line, and how the process starts."""
     given = parse_flags(TrainConfig, [str(flag) for flag in flags], "")
-    all_flags, checkpoint = gather_flags(TrainConfig, given, ONE_PROCESS)
-    return resolve(all_flags), checkpoint
+    start = gather_flags(TRAIN_FLAGS, given, ONE_PROCESS)
+    return resolve(start.flags), start
 
 
 def config_of(*flags: object) -> TrainConfig:
@@ -42,8 +43,16 @@ def run_info(*flags: object, checkpoint: Checkpoint | None = None, hellaswag_ite
     data = TokenData("data", [], [], BytesTokenizer())
     identity: DataIdentity = {"train": [], "val": [], "base": None, "source": None}
     config = config_of(*flags)
-    machine = Machine.find(config, ONE_PROCESS.device, 1)
-    run = RunInfo(config, machine, data, identity, GPT(TINY), checkpoint, hellaswag_items)
+    machine, schedule, model = (
+        Machine.find(config, config.to_dict(), ONE_PROCESS.device, 1),
+        Schedule(config),
+        GPT(replace(TINY, dropout=config.dropout)),
+    )
+    run = RunInfo(
+        config, machine, data, identity, model, model.flops_per_token(), schedule.length, schedule.describe(),
+        config.optimizer, config.total_batch_size, config.init_from, None, checkpoint, config.fork is not None,
+        hellaswag_items,
+    )  # fmt: skip
     run.__dict__["bytes_per_token"] = 1.0  # it would be counted in the shards
     return run
 
@@ -56,15 +65,15 @@ def trained(out: Path, *flags: object) -> str:
 
 def resumed(out: Path, *flags: object) -> TrainState:
     """The final state of a run that is resumed in this process."""
-    config, checkpoint = configure(["--resume", "--out", str(out), *map(str, flags)])
-    assert checkpoint is not None
-    return train(config, ONE_PROCESS, checkpoint)
+    config, start = configure(["--resume", "--out", str(out), *map(str, flags)])
+    assert start.resumed is not None
+    return train(config, ONE_PROCESS, start)
 
 
 def forked(out: Path, checkpoint: Path, *flags: object) -> TrainState:
     """The final state of a fork of a checkpoint, in this process."""
-    config, opened = configure(["--fork", str(checkpoint), "--out", str(out), *map(str, flags)])
-    return train(config, ONE_PROCESS, opened)
+    config, start = configure(["--fork", str(checkpoint), "--out", str(out), *map(str, flags)])
+    return train(config, ONE_PROCESS, start)
 
 
 def saved_bytes(model: nn.Module, B: int, T: int, dtype: torch.dtype = torch.float32) -> int:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,15 +20,11 @@ from support.data.hub import hub_error_reason
 from support.data.shards import MANIFEST
 from support.data.tokenizer import MALFORMED, TOKENIZER_FILES, TOKENIZER_JSON, find_tokenizer
 from support.runtime.memory import check_model_fits
-from support.runtime.run_info import options_of
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
     from transformers import GPT2LMHeadModel
 
-    from train_gpt2 import GPTConfig
-
-Config = TypeVar("Config", bound="DataclassInstance")
+GPT2_FIELDS = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd", "bias", "dropout"}  # fields of GPTConfig
 HF_NAMES = {  # field of config.json: field of GPTConfig
     "n_positions": "block_size",
     **{name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")},
@@ -135,16 +131,16 @@ def find_tokenizer_folder(name_or_dir: str, kind: str) -> Path:
     return directory
 
 
-def read_model_config(directory: Path, config_class: type[Config], **other_fields: Any) -> Config:
-    """Returns the GPTConfig in `config.json`. Fields that the file lacks are passed as `other_fields`.
+def read_model_config(directory: Path, known: Collection[str]) -> dict[str, Any]:
+    """Returns the content of `config.json` as `read_config` does, for a model that knows these fields.
 
     Raises:
-        UserError: as in `read_config`, or the model has an option that GPTConfig lacks.
+        UserError: as in `read_config`, or the model has another option.
     """
     config = read_config(directory)
-    if unknown := sorted(config.keys() - {field.name for field in fields(config_class)}):
+    if unknown := sorted(config.keys() - known):
         raise UserError(f"the model in {directory} has an option {unknown[0]}. Use the train_gpt2.py that made it.")
-    return config_class(**config, **other_fields)
+    return config
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -295,8 +291,14 @@ def to_hf(weights: Mapping[str, torch.Tensor], vocab_size: int) -> dict[str, tor
     return hf_weights
 
 
-def write_model(directory: Path, config: GPTConfig, hf_weights: dict[str, torch.Tensor]) -> None:
-    """Writes `config.json` and `model.safetensors`, with weights from `to_hf`.
+def options_of(config: Any) -> dict[str, Any]:
+    """Returns the fields that make a model differ from GPT-2: fields added to GPTConfig that do not have their default."""
+    added = [field for field in fields(config) if field.name not in GPT2_FIELDS]
+    return {field.name: value for field in added if (value := getattr(config, field.name)) != field.default}
+
+
+def write_model(directory: Path, config: Any, hf_weights: dict[str, torch.Tensor]) -> None:
+    """Writes `config.json`, for a GPTConfig, and `model.safetensors`, with weights from `to_hf`.
 
     A model with options is not a GPT-2: Hugging Face and llama.cpp would compute something else, so they must refuse it.
     """

@@ -25,13 +25,13 @@ from support.checkpoints.directory import (
     write_checkpoint,
 )
 from support.checkpoints.model_card import model_card
+from support.checkpoints.run_info import RunInfo, checkpoint_path
 from support.checkpoints.state import TrainState
 from support.cli import UserError, describe_free_space, print_lines, warn
-from support.console.terminal import GREEN, styled
 from support.runtime import devices
 from support.runtime.distributed import LONG_TIMEOUT, Distributed
-from support.runtime.run_info import RunInfo, checkpoint_path
 from support.runtime.signals import StopHandler
+from support.terminal import GREEN, styled
 
 HOW_TO_GO_ON = "Fix this, then rerun with --resume auto."
 
@@ -67,14 +67,17 @@ class CheckpointManager:
         self.run, self.stop, self.sync_log, self.values, self.rank = run, stop, sync_log, values, rank
         self.out = Path(run.config.out)
         # the step of the newest checkpoint, 0 if there is none
-        self.newest = 0 if run.config.starts_fork else run.first_step
+        self.newest = 0 if run.forked else run.first_step
         self._failures = 0  # failed saves in a row
         self._thread: threading.Thread | None = None
 
-    def save(self, train_state: TrainState, final: bool = False) -> None:
+    def save(self, train_state: TrainState, before_cooldown: bool, final: bool = False) -> None:
         """Starts saving the state; `--resume` will continue from it.
 
         Right after skipped steps, it saves only a `final` state: skipped steps leave the weights unchanged.
+
+        Args:
+            before_cooldown: a longer run can start from it.
         """
         self.wait()
         step, run = train_state.step, self.run
@@ -98,14 +101,12 @@ class CheckpointManager:
         def write_files(directory: Path) -> None:
             if not all(torch.isfinite(tensor).all() for tensor in weights.values()):
                 raise ValueError("the weights are not finite")
-            config, complete = run.config, weights
-            if config.lora_rank is not None and config.init_from is not None:
-                adapter, scale = directory / lora.ADAPTER, (config.lora_rank, config.lora_alpha)
-                lora.write_adapter(adapter, weights, config.init_from, *scale)
-                complete = lora.merge(weights, *scale)
-            model_config = run.model.config
+            complete, model_config = weights, run.model_config
+            if run.lora is not None and run.base is not None:
+                lora.write_adapter(directory / lora.ADAPTER, weights, run.base, *run.lora)
+                complete = lora.merge(weights, *run.lora)
             huggingface.write_model(directory, model_config, huggingface.to_hf(complete, model_config.vocab_size))
-            run.data.tokenizer.save_pretrained(directory, model_max_length=config.block_size)
+            run.data.tokenizer.save_pretrained(directory, model_max_length=model_config.block_size)
             torch.save(trainer_file, directory / state.FILE)
             self.sync_log()  # a checkpoint must never be ahead of its log
             try:
@@ -113,7 +114,7 @@ class CheckpointManager:
             except Exception as error:  # a checkpoint without a card is still complete
                 warn(f"the model card of step {step} could not be written ({error}).")
 
-        self.start(step, write_files, run.config.is_before_cooldown(train_state))
+        self.start(step, write_files, before_cooldown)
 
     def start(self, step: int, write_files: Callable[[Path], None], before_cooldown: bool = False) -> None:
         """Starts writing the checkpoint of `step`; `write_files(folder)` writes its files."""
@@ -134,15 +135,15 @@ class CheckpointManager:
                 UserError(f"the last checkpoint could not be saved in {self.out}, see above. {HOW_TO_GO_ON}")
             )
 
-    def save_and_exit(self, train_state: TrainState, dist: Distributed) -> NoReturn:
-        """Saves the final state of a run that is being stopped, and ends all ranks with the same exit code.
+    def save_and_exit(self, train_state: TrainState, before_cooldown: bool, dist: Distributed) -> NoReturn:
+        """Saves the final state of a run that is being stopped, as `save` does, and ends all ranks with the same exit code.
 
         Raises:
             SystemExit: with the exit code. A rank that failed raises its error instead.
         """
         dist.set_timeout(LONG_TIMEOUT)  # the others wait until rank 0 has written
         if self.run.config.checkpoint_every != 0:
-            self.save(train_state, final=True)
+            self.save(train_state, before_cooldown, final=True)
         self.finish()
         if not self.stop.failure:
             dist.print0(f"step {train_state.step:5d} | stopped. {self.describe_newest()}")
@@ -214,7 +215,7 @@ class CheckpointManager:
         All others are kept: the newest `keep` intact ones, including `step` (0 keeps all), the one with the best
         validation loss, and the newest one before a cooldown, from which a longer run can start.
         """
-        config, best = self.run.config, self.best()
+        config, best = self.run.config, self._best()
         *earlier, _newest = [path for path in list_checkpoints(self.out) if step_of(path) <= step]
         if config.keep == 0 or len(earlier) < config.keep:
             return
@@ -225,8 +226,14 @@ class CheckpointManager:
             elif directory not in (best, newest_before_cooldown(self.out)):
                 yield directory
 
-    def best(self) -> Path | None:
-        """Returns the checkpoint in --out with the best comparable validation loss, or the newest one if none is known."""
+    def better_than(self, step: int) -> Path | None:
+        """Returns the best checkpoint in --out, if it is known to be better than the model of a step; None if not."""
+        loss, best = self.values["val"].get(step), self._best()
+        is_better = loss is not None and best is not None and self._validation_loss(best) < _or_infinity(loss)
+        return best if is_better else None
+
+    def _best(self) -> Path | None:
+        """Returns the checkpoint with the best comparable validation loss, or the newest one if none is known."""
         return min(reversed(list_checkpoints(self.out)), key=self._validation_loss, default=None)
 
     def _validation_loss(self, checkpoint: Path) -> float:
@@ -238,4 +245,9 @@ class CheckpointManager:
         loss = self.values["val"].get(step_of(checkpoint))
         if loss is None:
             loss = read_validation_loss(checkpoint, self.run.comparable["val"])
-        return math.inf if loss is None else loss
+        return _or_infinity(loss)
+
+
+def _or_infinity(loss: float | None) -> float:
+    """Returns a loss that can be compared: one that is not known or not finite is worse than any other."""
+    return loss if loss is not None and math.isfinite(loss) else math.inf

@@ -9,16 +9,14 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from support.checkpoints.directory import step_of
+from support.checkpoints.huggingface import options_of
+from support.checkpoints.run_info import RunInfo
 from support.cli import flag_words, flags_of
+from support.config import Options
 from support.data.hub import FINEWEB_PREFIXES
-from support.runtime.options import RunOptions
-from support.runtime.run_info import RunInfo, options_of
-
-if TYPE_CHECKING:
-    from train_gpt2 import TrainConfig
+from support.terminal import pluralize
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _CARD = """---
@@ -61,8 +59,8 @@ def model_card(run: RunInfo, step: int, tokens: int, val: Mapping[int, float], h
     Args:
         val, hellaswag: comparable values up to this step, by step.
     """
-    config, base, source = run.config, run.config.init_from, run.identity["source"] or ""
-    options = ", ".join(f"{option} {value}" for option, value in options_of(run.model.config).items())
+    config, model_config, base, source = run.config, run.model_config, run.base, run.identity["source"] or ""
+    options = ", ".join(f"{option} {value}" for option, value in options_of(model_config).items())
     on_hub = base is not None and not Path(base).exists() and step_of(Path(base)) < 0 and _HUB_NAME.fullmatch(base)
     base_name = base if on_hub or base is None else _printable(Path(base).name)
     metadata = {
@@ -72,20 +70,22 @@ def model_card(run: RunInfo, step: int, tokens: int, val: Mapping[int, float], h
         "datasets": [name for name in FINEWEB_PREFIXES if source.startswith(f"{name}/")],
         "base_model": base_name if on_hub else None,
     }
-    model, vocab_size = run.model, run.model.config.vocab_size
-    parameters = sum(p.numel() for name, p in model.named_parameters() if ".lora_" not in name)
-    padding = (model.config.padded_vocab_size - vocab_size) * config.n_embd
+    vocab_size = model_config.vocab_size
+    parameters = sum(p.numel() for name, p in run.model.named_parameters() if ".lora_" not in name)
+    padding = (model_config.padded_vocab_size - vocab_size) * model_config.n_embd
     facts = {
         "parameters": f"{parameters - padding:,}",
-        "sizes": f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} channels, context {config.block_size:,}",
+        "sizes": f"{pluralize(model_config.n_layer, 'layer')}, {pluralize(model_config.n_head, 'head')}, "
+        f"{pluralize(model_config.n_embd, 'channel')}, "
+        f"context {model_config.block_size:,}",
         "vocabulary": f"{vocab_size:,} tokens ({run.data.tokenizer.name})",
         "data": f"`{_printable(source)}`" if source else "token shards without a description",
         "tokens seen": f"{tokens:,}, in {step:,} steps",
     }
     if config.fork is not None:
         facts["started from"] = f"`{_printable(Path(config.fork).name)}` of another run, whose tokens count, too"
-    if step * config.total_batch_size == tokens:  # not in a fork with other steps
-        facts["tokens seen"] += f" of {config.total_batch_size:,}"
+    if config.fork is None:  # whose steps may have had another size before
+        facts["tokens seen"] += f" of {run.step_tokens:,}"
     if at := max(val, default=0):  # at step 0, nothing has been trained
         loss = f"{val[at]:.4f} nats per token, {val[at] / run.bytes_per_token:.4f} per byte"
         facts["validation loss"] = f"{loss}, over {run.validated_tokens:,} tokens (step {at:,})"
@@ -102,7 +102,7 @@ def model_card(run: RunInfo, step: int, tokens: int, val: Mapping[int, float], h
         usage=_WITH_OPTIONS if options else _WITH_TRANSFORMERS,
         origin="trained from random weights" if base is None else f"fine-tuned from `{base_name}`",
         facts="\n".join(f"- **{name}**: {fact}" for name, fact in facts.items()),
-        command=" \\\n  ".join(["python train_gpt2.py", *_flags(config, base_name)]),
+        command=" \\\n  ".join(["python train_gpt2.py", *_flags(run, base_name)]),
     )
 
 
@@ -112,14 +112,23 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() and c != "`" else "?" for c in text)
 
 
-def _flags(config: TrainConfig, base_name: str | None) -> Iterator[str]:
-    """Yields the flags that determine the weights, where they differ from the defaults. Paths lose their folders."""
+def _flags(run: RunInfo, base_name: str | None) -> Iterator[str]:
+    """Yields the flags that determine the weights. Paths lose their folders.
+
+    Those that the pretrained model or the forked checkpoint decides are left out, and so are defaults, unless --text, --demo,
+    --recipe or the parent of a fork might set something else.
+    """
+    config, values = run.config, run.config.used_flags() | {"init_from": base_name}
     text_flags = () if config.text is None else ("text", "text_field", "tokenizer")
-    data = ("data",) if config.text is None and not config.demo else ()
-    included = {"demo", "minutes", *text_flags, *data}
+    data = ("data",) if not config.has_preset else ()
+    included, flags = {"demo", "minutes", *text_flags, *data}, flags_of(type(config))
+    has_other_defaults = config.has_preset or config.fork is not None or values["recipe"] != flags["recipe"].default
     if config.fork is not None:
         yield flag_words("fork", _printable(Path(config.fork).name))
-    for name, value in (config.used_flags() | {"init_from": base_name}).items():
-        is_option = name in RunOptions.__dataclass_fields__ and name not in included
-        if not is_option and value != flags_of(type(config))[name].default:
+    for name, value in values.items():
+        if name in Options.__dataclass_fields__ and name not in included or value is None:
+            continue
+        if config.fork is not None and flags[name].fork != "changes" or base_name and flags[name].init_from == "brings":
+            continue
+        if value != flags[name].default or has_other_defaults and name not in Options.__dataclass_fields__:
             yield flag_words(name, _printable(Path(value).name) if name in ("text", "data") else value)

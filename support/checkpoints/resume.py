@@ -5,53 +5,55 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from support.checkpoints import huggingface, lora
 from support.checkpoints.directory import newest_before_cooldown
 from support.checkpoints.state import Checkpoint
-from support.cli import UserError, flag_name, flag_words, flags_of
+from support.cli import Flag, UserError, flag_name, flag_words
+from support.config import changed_flags
 from support.data import presets, shards
 from support.data.shards import DataIdentity
 from support.data.tokenizer import tokenizer_of_model
 from support.runtime.distributed import Distributed
-from support.runtime.options import SOURCE_FLAGS, START_FLAGS, RunOptions, changed_flags
 
-if TYPE_CHECKING:
-    from train_gpt2 import TrainConfig
-
-# A checkpoint brings its own model and tokenizer. (With LoRA, --init-from may name a new location of the base model.)
-NOT_FOR_A_FORK = {"model", "init_from", "tokenizer", "demo"}
-LORA_FLAGS = {"lora_rank", "lora_alpha"}  # without them, the weights of a checkpoint would be others
 LENGTH_FLAGS = {"max_steps", "minutes"}
 
 
 def flags_to_resume(
-    config_class: type[TrainConfig], cli_flags: Mapping[str, Any], checkpoint: Checkpoint, dist: Distributed
+    known: Mapping[str, Flag], cli_flags: Mapping[str, Any], checkpoint: Checkpoint, dist: Distributed
 ) -> dict[str, Any]:
     """Returns the flags of a run that resumes from `checkpoint`: those stored in it, overridden on the command line.
+
+    Args:
+        known: all flags, with the rules that say what may happen to them.
 
     Raises:
         UserError: flags would change the run. The message has a line for each, and a command for a fork with them.
     """
-    stored = _stored_flags(config_class, checkpoint, cli_flags, dist)
-    may_differ = RunOptions.__dataclass_fields__.keys() - SOURCE_FLAGS - {"minutes"}
-    if stored.get("lora_rank"):
-        may_differ |= {"init_from"}  # the base model may have moved; `identify_data` compares its weights
-    if cli_flags.get("fork", stored.get("fork")) != stored.get("fork"):
+    stored = _stored_flags(known, checkpoint, cli_flags, dist)
+    if (fork := cli_flags.get("fork")) and (
+        not stored["fork"] or Path(fork).resolve() != Path(stored["fork"]).resolve()
+    ):
         raise UserError(
             f"{checkpoint.path.parent} already has a run that is not a fork of {cli_flags['fork']}. Use another --out."
         )
-    changes = [change for change in changed_flags(config_class, stored, cli_flags) if change[0] not in may_differ]
+    moved = _flags_of_a_moved_model(stored)
+    changes = [
+        change
+        for change in changed_flags(known, stored, cli_flags)
+        if known[change[0]].resume == "keeps" and change[0] not in moved
+    ]
     if changes:
         out = checkpoint.path.parent
         problems = [
             f"{flag_name(name)} is {new}, but the run in {out} has {had}. Leave it out." for name, had, new in changes
         ]
-        fixed = NOT_FOR_A_FORK | config_class.SHAPE_FLAGS | LORA_FLAGS | {"text_field"}
-        if words := [flag_words(name, new) for name, _, new in changes if name not in fixed]:
+        # another field of the text would need another --text, too
+        of_fork = [change for change in changes if known[change[0]].fork == "changes" and change[0] != "text_field"]
+        if words := [flag_words(name, new) for name, _, new in of_fork]:
             longer = checkpoint.progress >= 1 or cli_flags.keys() & LENGTH_FLAGS  # at the end, nothing is left to train
             path = (newest_before_cooldown(out) if longer else None) or checkpoint.path
             command = f"python train_gpt2.py --fork {shlex.quote(str(path))} --out NEW {' '.join(words)}"
@@ -62,25 +64,26 @@ def flags_to_resume(
 
 
 def flags_to_fork(
-    config_class: type[TrainConfig], cli_flags: Mapping[str, Any], checkpoint: Checkpoint, dist: Distributed
+    known: Mapping[str, Flag], cli_flags: Mapping[str, Any], checkpoint: Checkpoint, dist: Distributed
 ) -> dict[str, Any]:
     """Returns the flags of a new run that starts from `checkpoint`: those stored in it, overridden on the command line.
+
+    Args:
+        known: as in `flags_to_resume`.
 
     Raises:
         UserError: the model would have another shape, or there is nothing left to train; one line each.
     """
-    stored = _stored_flags(config_class, checkpoint, cli_flags, dist)
-    allowed = {"init_from"} if stored.get("lora_rank") else set()  # the base model may have moved
+    stored = _stored_flags(known, checkpoint, cli_flags, dist)
     problems = [
         f"{flag_name(name)} is {new}, but the model in {checkpoint.path} has {had}. A fork keeps its shape. Leave it out."
-        for name, had, new in changed_flags(config_class, stored, cli_flags)
-        if name in config_class.SHAPE_FLAGS | LORA_FLAGS
+        for name, had, new in changed_flags(known, stored, cli_flags)
+        if known[name].fork == "keeps"
     ]
-    problems += [
-        f"--fork brings its own model. Leave out {flag_name(name)}."
-        for name in cli_flags
-        if name in NOT_FOR_A_FORK - allowed
+    brought = [
+        name for name in cli_flags if known[name].fork == "brings" and name not in _flags_of_a_moved_model(stored)
     ]
+    problems += [f"--fork brings its own model. Leave out {flag_name(name)}." for name in brought]
     if problems:
         raise UserError(*problems)
     flags = {name: value for name, value in stored.items() if name not in _derived_flags(cli_flags)}
@@ -105,6 +108,11 @@ def flags_to_fork(
     return flags | {"data": _find_data(flags, stored, checkpoint.path)}
 
 
+def _flags_of_a_moved_model(stored: Mapping[str, Any]) -> set[str]:
+    """Returns the flag that names the base model of LoRA, which may have moved; `identify_data` compares its weights."""
+    return {"init_from"} if stored.get("lora_rank") else set()
+
+
 def _derived_flags(cli_flags: Mapping[str, Any]) -> set[str]:
     """Returns the flags that a fork, like a new run, derives from others on its command line."""
     derived = set()
@@ -121,7 +129,7 @@ def find_once_per_node(name_or_dir: str, dist: Distributed) -> Path:
 
 
 def _stored_flags(
-    config_class: type[TrainConfig], checkpoint: Checkpoint, cli_flags: Mapping[str, Any], dist: Distributed
+    known: Mapping[str, Flag], checkpoint: Checkpoint, cli_flags: Mapping[str, Any], dist: Distributed
 ) -> dict[str, Any]:
     """Returns the flags of the run that wrote a checkpoint. With LoRA, it first checks that the base model can be found."""
     if checkpoint.config.get("lora_rank"):
@@ -129,8 +137,7 @@ def _stored_flags(
             find_once_per_node(cli_flags.get("init_from", checkpoint.config["init_from"]), dist)
         except UserError as error:
             raise error.with_hint(f"If the base model of {checkpoint.path} has moved, use --init-from.") from error
-    names = flags_of(config_class).keys() - START_FLAGS
-    return {name: value for name, value in checkpoint.config.items() if name in names}
+    return {name: value for name, value in checkpoint.config.items() if name in known and known[name].stored}
 
 
 # -----------------------------------------------------------------------------
@@ -158,7 +165,7 @@ def _find_data(flags: Mapping[str, Any], stored: Mapping[str, Any], checkpoint: 
 
 
 def identify_data(
-    config: TrainConfig, data: shards.TokenData, model: torch.nn.Module, checkpoint: Checkpoint | None
+    data: shards.TokenData, model: torch.nn.Module, checkpoint: Checkpoint | None, forked: bool
 ) -> DataIdentity:
     """Identifies what a run is trained on: its shards, and with LoRA the frozen weights.
 
@@ -172,7 +179,7 @@ def identify_data(
             "Pass the folder of the original ones with --init-from."
         )
     train, val, source = shards.identify(data)
-    if checkpoint and not config.starts_fork:
+    if checkpoint and not forked:
         saved = checkpoint.data
         for split, before, now in (("train", saved["train"], train), ("val", saved["val"], val)):
             if difference := shards.find_difference(before, now):

@@ -6,21 +6,19 @@ import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from support import files
 from support.checkpoints.directory import CONTENTS, find_corruption, list_checkpoints, remove_leftovers, step_of
+from support.checkpoints.history import FILE, FINISHED, read_starts
+from support.checkpoints.run_info import RunInfo
 from support.checkpoints.state import Checkpoint, OtherVersionError
 from support.cli import UserError, describe_disk_error, nearest_existing, words_of
-from support.console.starts import FILE, FINISHED, read_starts
+from support.config import Options
 from support.runtime.distributed import Distributed
-from support.runtime.run_info import RunInfo
-
-if TYPE_CHECKING:
-    from train_gpt2 import TrainConfig
 
 
-def check_folder(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
+def check_folder(config: Options, checkpoint: Checkpoint | None) -> None:
     """Checks that a run may write into its folder: it is writable, not in use, and has no other run.
 
     Args:
@@ -54,8 +52,12 @@ def lock_folder(run: RunInfo, dist: Distributed) -> AbstractContextManager[Any]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = files.lock_folder(folder, "--out")
-            _check_contents(run.config, None if run.config.starts_fork else run.checkpoint)
+            _check_contents(run.config, None if run.forked else run.checkpoint)
             remove_leftovers(folder)
+            for corrupt in (path for path in list_checkpoints(folder) if step_of(path) > run.first_step):
+                aside = corrupt.with_name(f"{corrupt.name}.corrupt")  # or it would count among this run's checkpoints
+                files.remove(aside)
+                corrupt.rename(aside)
         except OSError as error:
             reason = describe_disk_error(error, folder)
             raise UserError(f"cannot write to {folder} ({reason}). Use another --out.") from error
@@ -81,7 +83,7 @@ def has_finished(out: str, step: int | None = None) -> bool:
     return isinstance(ended, dict) and ended.get("end") == FINISHED and step in (None, ended.get("step"))
 
 
-def _check_contents(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
+def _check_contents(config: Options, checkpoint: Checkpoint | None) -> None:
     folder = Path(config.out)
     checkpoints, starts = list_checkpoints(folder), read_starts(folder)
     if checkpoint is not None:

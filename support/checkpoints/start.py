@@ -3,46 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from support.checkpoints import huggingface, run_folder
 from support.checkpoints.directory import CONTENTS, newest_checkpoint
 from support.checkpoints.resume import find_once_per_node, flags_to_fork, flags_to_resume
 from support.checkpoints.state import Checkpoint
-from support.cli import UserError, flag_name, flag_words
-from support.console.trackers import check_installed
+from support.cli import Flag, UserError, flag_name, flag_words
+from support.config import Options
 from support.data.presets import DEMO, make_preset_shards, preset_flags
-from support.data.shards import TokenData
 from support.data.tokenizer import TOKENIZER_JSON, Tokenizer, tokenizer_of_model
 from support.files import first_free
 from support.runtime.distributed import Distributed
-from support.runtime.memory import check_training_fits
-from support.runtime.options import PLAN_FLAGS
 from support.runtime.preflight import check_facts_agree
 
-if TYPE_CHECKING:
-    from train_gpt2 import TrainConfig
+
+@dataclass(frozen=True)
+class Start:
+    """How a process starts: a new run, one that is resumed, or one that begins with a checkpoint of another run."""
+
+    flags: dict[str, Any]  # that are set; others keep their defaults
+    checkpoint: Checkpoint | None = None  # of the run that is resumed or forked
+    forked: bool = False
+
+    @property
+    def resumed(self) -> Checkpoint | None:
+        """The checkpoint, if it is this run's own."""
+        return None if self.forked else self.checkpoint
+
+
+NEW_RUN = Start({})
 
 
 def gather_flags(
-    config_class: type[TrainConfig], cli_flags: Mapping[str, Any], dist: Distributed
-) -> tuple[dict[str, Any], Checkpoint | None]:
-    """Returns the flags that a run sets (others keep their defaults), and the checkpoint that it resumes from or forks.
+    known: Mapping[str, Flag], cli_flags: Mapping[str, Any], dist: Distributed, planned: bool = False
+) -> Start:
+    """Finds out how this process starts, and gathers its flags from the command line, a preset, pretrained weights and a
+    checkpoint.
 
-    The flags come from the command line, a preset, pretrained weights and a checkpoint. One rank of each node downloads
-    pretrained weights and compares checkpoints with their checksums.
+    One rank of each node downloads pretrained weights and compares checkpoints with their checksums.
 
     Args:
+        known: all flags, with the rules that say what may happen to them.
         cli_flags: the flags on the command line.
+        planned: --plan needs to know the tokenizer of pretrained weights.
 
     Raises:
         UserError: flags contradict each other or the checkpoint, one line each; or there is no intact checkpoint.
     """
-    if not cli_flags.get("plan") and (unused := sorted(PLAN_FLAGS & cli_flags.keys() - {"plan"})):
-        raise UserError(f"{' and '.join(map(flag_name, unused))}: only for --plan. Add --plan, or leave it out.")
-    if not cli_flags.get("plan"):
-        dist.on_rank_zero(lambda: check_installed(cli_flags))  # before anything is downloaded or made
     resume = cli_flags.get("resume")
     if "fork" in cli_flags and "out" not in cli_flags:
         raise UserError("--fork starts another run. Name its folder with --out.")
@@ -52,49 +62,40 @@ def gather_flags(
         check_facts_agree(dist, {"the checkpoint": newest.name if newest else "none"})
         if newest:
             resumed = Checkpoint.open(newest)
-            dist.on_rank_zero(lambda: check_installed(resumed.config))
-            return flags_to_resume(config_class, cli_flags, resumed, dist), resumed
+            return Start(flags_to_resume(known, cli_flags, resumed, dist), resumed)
         if resume == "newest":
             raise UserError(
                 f"no checkpoint in {out} to resume from. Pass the run's folder with --out, or start anew with --resume auto."
             )
-    if problems := _conflicts(config_class, cli_flags, out):
+    if problems := _conflicts(known, cli_flags, out):
         raise UserError(*problems)
     if cli_flags.get("demo") and "out" not in cli_flags and not resume:
         cli_flags = {**cli_flags, "out": dist.once(lambda: first_free(out))}
-    checkpoint: Checkpoint | None = None
     if "fork" in cli_flags:
         directory = find_once_per_node(cli_flags["fork"], dist)
         if not (directory / CONTENTS).is_file():
             raise UserError(f"{directory} is not a checkpoint: it has no {CONTENTS}. Use another one, or --init-from.")
         check_facts_agree(dist, {"the checkpoint": directory.name})
-        checkpoint = Checkpoint.open(directory)
-        dist.on_rank_zero(lambda: check_installed(checkpoint.config))
-        flags = flags_to_fork(config_class, cli_flags, checkpoint, dist)
+        forked = Checkpoint.open(directory)
+        start = Start(flags_to_fork(known, cli_flags, forked, dist), forked, forked=True)
     elif "init_from" in cli_flags:
         directory = find_once_per_node(cli_flags["init_from"], dist)
         sizes = huggingface.read_config(directory)
-        flags = {name: sizes[name] for name in config_class.SHAPE_FLAGS & sizes.keys()}
-        if cli_flags.keys() & {"plan", "text", "tokenizer"}:
+        flags = {name: sizes[name] for name in known.keys() & sizes.keys()}
+        if planned or cli_flags.keys() & {"text", "tokenizer"}:
             flags["tokenizer"] = tokenizer_of_model(directory, sizes["vocab_size"], cli_flags.get("tokenizer")).name
         flags |= preset_flags(cli_flags, flags.get("tokenizer"), sizes["n_embd"], sizes["block_size"])
-        flags |= cli_flags
+        start = Start(flags | dict(cli_flags))
     else:
-        flags = preset_flags(cli_flags) | dict(cli_flags)
-    _check_length(flags, cli_flags)
-    return flags, checkpoint
-
-
-def _check_length(flags: Mapping[str, Any], cli_flags: Mapping[str, Any]) -> None:
-    """Raises a UserError, with a line for each flag that counts steps in a run with --minutes."""
-    if flags.get("minutes"):
-        counted = [flag_name(name) for name in ("max_steps", "decay_steps", "warmup_steps") if name in cli_flags]
-        why = f"counts steps. Leave it out, or use --max-steps instead of this run's --minutes {flags['minutes']:g}."
-        if counted:
+        start = Start(preset_flags(cli_flags) | dict(cli_flags))
+    if minutes := start.flags.get("minutes"):
+        why = f"counts steps. Leave it out, or use --max-steps instead of this run's --minutes {minutes:g}."
+        if counted := [flag_name(name) for name in cli_flags if known[name].counts_steps]:
             raise UserError(*(f"{flag} {why}" for flag in counted))
+    return start
 
 
-def _conflicts(config_class: type[TrainConfig], cli_flags: Mapping[str, Any], out: str) -> list[str]:
+def _conflicts(known: Mapping[str, Flag], cli_flags: Mapping[str, Any], out: str) -> list[str]:
     """Describes which flags of a new run or a fork conflict with each other, or need another one."""
     problems = []
     if cli_flags.get("demo") and "text" in cli_flags:
@@ -104,9 +105,9 @@ def _conflicts(config_class: type[TrainConfig], cli_flags: Mapping[str, Any], ou
     if "fork" in cli_flags:
         return problems
     if "init_from" in cli_flags:
-        shape = {"model", *config_class.SHAPE_FLAGS} - {"block_size"}  # a shorter context is possible
-        if given := [flag_words(name, value) for name, value in cli_flags.items() if name in shape]:
-            problems.append(f"--init-from brings its own model. Leave out {', '.join(given)}.")
+        brought = [flag_words(name, value) for name, value in cli_flags.items() if known[name].init_from == "brings"]
+        if brought:
+            problems.append(f"--init-from brings its own model. Leave out {', '.join(brought)}.")
         if Path(cli_flags["init_from"]) == Path(out):
             problems.append(f"--out and --init-from are both {out}. Use another --out.")
     elif "lora_rank" in cli_flags:
@@ -114,49 +115,42 @@ def _conflicts(config_class: type[TrainConfig], cli_flags: Mapping[str, Any], ou
     return problems
 
 
-def check_folder_and_make_shards(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
+def check_folder_and_make_shards(config: Options, start: Start, base: str | None) -> None:
     """Checks the run's folder, then makes the shards of --text and --demo.
 
     One rank calls it for all ranks, as they share the folder.
 
+    Args:
+        base: the pretrained model that training starts from.
+
     Raises:
         UserError: a check failed, or the shards could not be made.
     """
-    run_folder.check_folder(config, None if config.starts_fork else checkpoint)
-    if config.demo or config.text is not None:
+    checkpoint = start.checkpoint
+    run_folder.check_folder(config, start.resumed)
+    if config.has_preset:
         in_out = Path(config.data) == Path(config.out) / "data"
-        has_own_shards = config.starts_fork and in_out
+        has_own_shards = start.forked and in_out
         keeps_shards = checkpoint is not None and config.text == checkpoint.config["text"] and not has_own_shards
         may_replace = in_out and not run_folder.has_run(Path(config.out))
-        model = _first_model(config, checkpoint) if config.fork or config.init_from else None
+        model = first_model(checkpoint, base) if config.fork or base else None  # which brings its tokenizer
         make_preset_shards(config, keeps_shards, may_replace, model)
 
 
-def _first_model(config: TrainConfig, checkpoint: Checkpoint | None) -> Path | None:
+def first_model(checkpoint: Checkpoint | None, base: str | None) -> Path | None:
     """Returns the folder of the checkpoint or the pretrained model that this process starts from; None for a new model."""
     if checkpoint is not None:
         return checkpoint.path
-    return None if config.init_from is None else huggingface.find_model(config.init_from, verify=False)
-
-
-def open_data(config: TrainConfig, checkpoint: Checkpoint | None, dist: Distributed) -> TokenData:
-    """Opens the shards of a run. Checks that they have enough tokens, and that training fits into memory.
-
-    Raises:
-        UserError: a check failed.
-    """
-    data = TokenData.open(config.data, config.val_every != 0, _first_model(config, checkpoint))
-    T = config.block_size
-    val_tokens = None if config.val_every == 0 else config.val_tokens
-    data.check_rows(T, config.total_batch_size // T, val_tokens, config.shuffle)
-    check_training_fits(config, data.tokenizer.vocab_size, dist)
-    return data
+    return None if base is None else huggingface.find_model(base, verify=False)
 
 
 def check_pretrained(
-    source: str | Path, vocab_size: int, context: int, tokenizer: Tokenizer, config: TrainConfig
+    source: str | Path, vocab_size: int, context: int, tokenizer: Tokenizer, config: Options, block_size: int
 ) -> None:
     """Checks that pretrained weights with this vocabulary size and context fit a run and the `tokenizer` of its shards.
+
+    Args:
+        block_size: the context of the run.
 
     Raises:
         UserError: they do not fit.
@@ -170,5 +164,5 @@ def check_pretrained(
             f"{tokenizer.vocab_size:,} ({tokenizer.name}). Make shards with the model's tokenizer, in another folder: "
             f"fineweb.py --tokenizer {pretrained.name}{f' --tokenizer-from {source}' * (pretrained.name == 'bpe')}."
         )
-    if config.block_size > context:
+    if block_size > context:
         raise UserError(f"{source} has a context of {context} tokens. Leave out --block-size, or lower it.")

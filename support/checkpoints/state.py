@@ -5,7 +5,7 @@
     version     of the trainer that wrote the file
     run         identifies the run that wrote it, see RunInfo.id
     step to overflows    the counters of TrainState
-    config      flags of the run, keyed by the fields of TrainConfig
+    config      flags of the run, keyed by the fields of Options
     data        what the run is trained on, see DataIdentity
     parameters  names of the optimizer's parameters, in its order
     optimizer   the optimizer's state dict. Only its tensors are read: the rest follows from the flags
@@ -18,21 +18,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch.utils._pytree import tree_map
 
-from support import __version__
+from support import __version__, torch_private
 from support.checkpoints.directory import read_validation_loss
 from support.cli import UserError
-from support.console.terminal import pluralize
 from support.data.shards import DataIdentity, find_difference, rows_in_shard
 from support.runtime import fsdp
-from support.runtime.clock import progress_after
-
-if TYPE_CHECKING:
-    from train_gpt2 import TrainConfig
+from support.terminal import pluralize
 
 FILE = "trainer.pt"
 SCALER_STATE = ("scale", "_growth_tracker")
@@ -64,7 +59,7 @@ class TrainState:
         """Returns whether the last step, or the start of the run, has reached this progress."""
         return self.last_progress < progress <= self.progress
 
-    def record(self, loss: float, norm: float) -> str | None:
+    def count_skipped(self, loss: float, norm: float) -> str | None:
         """Counts skipped steps; returns why this step was not applied, or None if it was."""
         if math.isfinite(loss) and math.isfinite(norm):
             self.bad_steps = 0
@@ -106,11 +101,16 @@ class TrainState:
             "scaler": self.scaler.state_dict(),
         }
 
-    def restore(self, checkpoint: Checkpoint, config: TrainConfig, data: DataIdentity) -> None:
+    def restore(
+        self, checkpoint: Checkpoint, data: DataIdentity, optimizer: str, progress_of_fork: float | None = None
+    ) -> None:
         """Restores optimizer, scaler and counters; the model has its weights already. Unmaps `trainer.pt`.
 
-        In a fork, the progress is relative to the fork's own length, and an optimizer of another kind starts anew. Other
-        training data than the checkpoint's is read from its beginning.
+        An optimizer of another kind starts anew. Other training data than the checkpoint's is read from its beginning.
+
+        Args:
+            optimizer: its kind.
+            progress_of_fork: the progress by a fork's own schedule; None for a resumed run.
 
         Raises:
             UserError: the optimizer's state does not fit the model.
@@ -118,15 +118,14 @@ class TrainState:
         self.step, self.seconds, self.overflows = checkpoint.step, checkpoint.seconds, checkpoint.overflows
         has_same_data = find_difference(checkpoint.data["train"], data["train"]) is None
         self.tokens, self.row = checkpoint.tokens, checkpoint.row if has_same_data else 0
-        if not config.starts_fork:
+        if progress_of_fork is None:
             self.bad_steps = checkpoint.bad_steps
             self.progress, self.last_progress = checkpoint.progress, checkpoint.last_progress
         else:
-            timed = progress_after(self.seconds, config.minutes) if config.minutes else None
-            self.progress = self.step / config.decay_steps if timed is None else timed
-            if checkpoint.config["optimizer"] != config.optimizer:
-                checkpoint.optimizer.clear()
-                return
+            self.progress = progress_of_fork
+        if checkpoint.config["optimizer"] != optimizer:
+            checkpoint.optimizer.clear()
+            return
         saved, by_name = checkpoint.optimizer["state"], self._optimizer_parameters()
         names, parameters = list(by_name), list(by_name.values())
         fits = checkpoint.parameters == names and set(saved) in (set(), set(range(len(names))))
@@ -232,4 +231,4 @@ def copy_to_host(state: Tree, keep: bool = True) -> Tree:
         full = fsdp.full_tensor(x.detach())
         return full.to("cpu", copy=True) if keep else None
 
-    return tree_map(copy, state)
+    return torch_private.tree_map(copy, state)

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from support.checkpoints.history import comparable_values, read_starts, starts_in_log
 from support.cli import UserError, warn
 from support.console import normal
 from support.console.log import read_log
-from support.console.starts import comparable_values, read_starts, starts_in_log
-from support.console.terminal import on_one_line
 from support.files import atomic_write
+from support.terminal import on_one_line
 
 if TYPE_CHECKING:  # importing matplotlib takes as long as drawing a picture
     from matplotlib.axes import Axes

@@ -49,7 +49,7 @@ def _read_lines(path: Path) -> Iterator[re.Match[str]]:
                     yield match
 
 
-class RunLog:
+class LogFile:
     """Writes `log.txt` line by line.
 
     While the disk is full, lines are kept in memory. Without a path, as on all ranks but 0, nothing is written.

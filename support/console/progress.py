@@ -7,27 +7,26 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from tqdm import tqdm
 
 from support import __version__
-from support.cli import describe_free_space, flag_name, format_bytes, print_lines
-from support.console.run_logger import PROGRESS_SECONDS, clock
-from support.console.terminal import BOLD, YELLOW, labelled, on_one_line, pluralize, styled
+from support.checkpoints.huggingface import options_of
+from support.checkpoints.run_info import RunInfo, checkpoint_path
+from support.checkpoints.state import TrainState
+from support.cli import describe_free_space, flag_name, flags_of, format_bytes, print_lines
+from support.config import changed_flags
+from support.console.run_logger import PROGRESS_SECONDS, format_duration
 from support.data import presets
 from support.data.shards import find_difference
 from support.files import first_free
 from support.runtime import devices, memory
 from support.runtime.distributed import Distributed
-from support.runtime.options import changed_flags
-from support.runtime.run_info import RunInfo, checkpoint_path, options_of
+from support.runtime.length import Length
 from support.startup import STARTED, is_terminal
-
-if TYPE_CHECKING:
-    from support.checkpoints.state import TrainState
-    from train_gpt2 import DataLoaderLite, TrainConfig
+from support.terminal import BOLD, YELLOW, labelled, on_one_line, pluralize, styled
 
 T = TypeVar("T")
 MANY_PASSES = 20  # over the data; beyond, a run is probably meant to be shorter
@@ -45,54 +44,58 @@ def progress_bar(items: Collection[T], name: str, rank: int, describe: Callable[
         now = time.perf_counter()
         if rank == 0 and now - printed >= PROGRESS_SECONDS and not is_terminal():
             printed = now
-            print_lines(f"{name} | {n:,} of {len(items):,}{describe()} | {clock(now - started)}")
+            print_lines(f"{name} | {n:,} of {len(items):,}{describe()} | {format_duration(now - started)}")
         yield item
 
 
-def print_header(run: RunInfo, dist: Distributed, loader: DataLoaderLite) -> None:
-    """Prints the lines before the first step: the figures that people compare. The rest is in `starts.jsonl`."""
+def print_header(run: RunInfo, dist: Distributed, B: int, rows_per_epoch: int, row: int) -> None:
+    """Prints the lines before the first step: the figures that people compare. The rest is in `starts.jsonl`.
+
+    Args:
+        B: rows of a micro-batch.
+        rows_per_epoch, row: rows of the training data, and the one that comes next.
+    """
     if dist.rank > 0:
         return
-    config, T, world_size = run.config, run.config.block_size, dist.world_size
-    step_rows = loader.B * world_size * loader.grad_accum
-    steps_per_pass = loader.rows_per_epoch / step_rows
-    machine = run.machine
+    config, model, world_size = run.config, run.model_config, dist.world_size
+    T, sizes = model.block_size, memory.Sizes.of(run.model)
+    step_rows = run.step_tokens // T
+    steps_per_pass = rows_per_epoch / step_rows
+    machine, seconds = run.machine, run.checkpoint.seconds if run.checkpoint else 0.0
     device = [f"{world_size} x {devices.describe(dist.device)}" + (f" ({config.parallel})" if world_size > 1 else "")]
     device += ["recomputing activations"] if config.recompute else []
     device += [machine.dtype, "compiled"] if machine.compiled else [machine.dtype]
     device += [f"{machine.attention} attention"] if dist.device.type == "cuda" else []
-    parameters = sum(p.numel() for p in run.model.parameters())
-    trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
-    options = "".join(f", {name} {value}" for name, value in options_of(run.model.config).items())
+    trained = f" ({sizes.trained:,} trained)" if sizes.trained < sizes.parameters else ""
+    options = "".join(f", {name} {value}" for name, value in options_of(model).items())
     validated = f"; validation on {run.validated_tokens:,} tokens of {run.bytes_per_token:.2f} bytes"
     validated = validated if config.val_every != 0 else ""
     facts = [
         ("device", ", ".join([*device, f"torch {torch.__version__}; train_gpt2.py {__version__}"])),
         (
             "model",
-            f"{parameters:,} parameters{f' ({trained:,} trained)' if trained < parameters else ''}: "
-            f"{pluralize(config.n_layer, 'layer')}, {pluralize(config.n_head, 'head')}, "
-            f"{pluralize(config.n_embd, 'channel')}, context {T}{options}",
+            f"{sizes.parameters:,} parameters{trained}: {pluralize(model.n_layer, 'layer')}, "
+            f"{pluralize(model.n_head, 'head')}, {pluralize(model.n_embd, 'channel')}, context {T}{options}",
         ),
         (
             "data",
-            f"{config.data}: {loader.rows_per_epoch * T:,} tokens, vocabulary {run.data.tokenizer.vocab_size:,}{validated}",
+            f"{config.data}: {rows_per_epoch * T:,} tokens, vocabulary {run.data.tokenizer.vocab_size:,}{validated}",
         ),
         (
             "step",
-            f"{step_rows * T:,} tokens = {pluralize(loader.B, 'row')} x {T:,} tokens x {pluralize(world_size, 'process')} "
-            f"x {pluralize(loader.grad_accum, 'micro-step')}",
+            f"{step_rows * T:,} tokens = {pluralize(B, 'row')} x {T:,} tokens x {pluralize(world_size, 'process')} "
+            f"x {pluralize(step_rows // (B * world_size), 'micro-step')}",
         ),
-        ("length", describe_length(run, steps_per_pass, loader.row / step_rows)),
-        ("recipe", describe_recipe(config)),
+        ("length", run.length.describe(run.first_step, seconds, steps_per_pass, row / step_rows)),
+        ("recipe", run.recipe),
     ]
     facts += [("note", f"not compiled: {machine.why_not_compiled}")] if machine.why_not_compiled else []
-    text_bytes = loader.rows_per_epoch * T * run.bytes_per_token
-    if config.text is not None and not config.init_from and text_bytes < presets.TINY_TEXT:
+    is_tiny = rows_per_epoch * T * run.bytes_per_token < presets.TINY_TEXT
+    if config.text is not None and run.base is None and is_tiny:
         text = "so little text teaches spelling and common words, hardly sentences. Use more text, or --init-from gpt2"
         facts.append(("note", text))
     if run.checkpoint:
-        changes = changed_flags(type(config), run.checkpoint.config, config.to_dict())
+        changes = changed_flags(flags_of(type(config)), run.checkpoint.config, config.used_flags())
         shown = [
             f"{flag_name(name)} {_shown(new)} (was {_shown(had)})"
             for name, had, new in changes
@@ -103,9 +106,9 @@ def print_header(run: RunInfo, dist: Distributed, loader: DataLoaderLite) -> Non
                 shown.append(
                     f"other {split} shards ({difference}){', read from the first row on' * (split == 'train')}"
                 )
-        what = "a fork of" if config.starts_fork else "resuming from"
+        what = "a fork of" if run.forked else "resuming from"
         facts.append(("note", f"{what} {run.checkpoint.path}: {', '.join(shown) or 'the same flags'}"))
-    checkpoint_bytes = memory.checkpoint_bytes(config, parameters, trained)
+    checkpoint_bytes = memory.checkpoint_bytes(sizes, run.optimizer)
     free = shutil.disk_usage(config.out).free
     if config.checkpoint_every != 0 and free < checkpoint_bytes:
         note = f"a checkpoint takes {format_bytes(checkpoint_bytes)}, but {config.out} has {describe_free_space(config.out)}"
@@ -119,15 +122,15 @@ def print_header(run: RunInfo, dist: Distributed, loader: DataLoaderLite) -> Non
 
 def describe_doubts(run: RunInfo, dist: Distributed, steps_per_pass: float) -> Iterator[str]:
     """Yields what is probably not meant in a run of --max-steps, and what to do."""
-    config, from_text = run.config, run.config.demo or run.config.text is not None
-    if config.warmup_steps >= config.max_steps:
-        advice = f"Set --warmup-steps {config.max_steps // 10}, or raise" if run.first_step == 0 else "Raise"
+    length, from_text = run.length, run.config.has_preset
+    if length.warmup_steps >= length.max_steps:
+        advice = f"Set --warmup-steps {length.max_steps // 10}, or raise" if run.first_step == 0 else "Raise"
         yield (
-            f"the warm-up of {pluralize(config.warmup_steps, 'step')} takes up the whole run of {config.max_steps:,}, so "
+            f"the warm-up of {pluralize(length.warmup_steps, 'step')} takes up the whole run of {length.max_steps:,}, so "
             f"the learning rate never falls. {advice} --max-steps."
         )
-    passes = config.max_steps / steps_per_pass
-    if passes > MANY_PASSES and run.first_step == 0 and not config.dropout:
+    passes = length.max_steps / steps_per_pass
+    if passes > MANY_PASSES and run.first_step == 0 and not run.model_config.dropout:
         steps = max(1, round(presets.MAX_EPOCHS * steps_per_pass))
         advice = "Train on the text itself with --text, which chooses a model and a length that suit it, or use"
         yield (
@@ -135,7 +138,7 @@ def describe_doubts(run: RunInfo, dist: Distributed, steps_per_pass: float) -> I
             f"--max-steps {steps} --warmup-steps {steps // 10}, or --dropout 0.2."
         )
     if dist.device.type == "cpu":
-        flops = run.model.flops_per_token() * config.total_batch_size
+        flops = run.flops_per_token * run.step_tokens
         speed = devices.CPU_CORE_FLOPS[run.machine.dtype] * torch.get_num_threads() * dist.world_size
         if flops / speed > LONG_STEP:
             advice = "Add --minutes 30" if from_text else "Train on the text itself with --text FILE --minutes 30"
@@ -149,41 +152,8 @@ def _shown(value: object) -> object:
     return f"{value:g}" if isinstance(value, float) else "unset" if value is None else value
 
 
-def describe_length(run: RunInfo, steps_per_pass: float, steps_read: float = 0.0) -> str:
-    """Describes the length of a run, and how many steps a pass over the data takes.
-
-    Args:
-        steps_read: how many such steps the data that was read already would have made.
-    """
-    config = run.config
-    if config.minutes is None:
-        total = (steps_read + config.max_steps - run.first_step) / steps_per_pass
-        passes = f"{total:.2f} passes over the data, {steps_per_pass:,.1f} steps each"
-        return f"{pluralize(config.max_steps, 'step')}: {passes}"
-    before = run.checkpoint.seconds / 60 if run.checkpoint else 0
-    since = f", of which {before:.1f} have passed" if before else ""
-    minutes = f"{config.minutes:g} minute{'' if config.minutes == 1 else 's'}{since}"
-    limit = f", but at most {config.max_passes:g} passes" if config.max_passes else ""
-    return f"{minutes}{limit}; a pass over the data has {steps_per_pass:,.1f} steps"
-
-
-def describe_recipe(config: TrainConfig) -> str:
-    """Describes optimizer and schedule in words."""
-    unit = "minute" if config.minutes else "step"
-    warmup = f" after {pluralize(config.warmup_steps, 'step')}" if config.warmup_steps and not config.minutes else ""
-    end = f"at minute {config.minutes:g}" if config.minutes else f"at step {config.decay_steps:,}"
-    start = config.cooldown_start * (config.minutes or config.decay_steps)
-    when = f"{unit} {start:,.{1 if config.minutes else 0}f}"
-    if config.max_passes:  # whichever ends the run first
-        when, end = f"{config.cooldown_start:.0%} of the run", "at its end"
-    cooldown = f"from {when} on " if config.schedule == "wsd" else ""
-    adamw = f" ({config.adamw_lr:.3g} for AdamW)" if config.adamw_lr is not None else ""
-    rates = f"learning rate {config.max_lr:.3g}{adamw}{warmup}, {cooldown}falling to {config.min_lr:.3g} {end}"
-    return f"{config.optimizer}, {config.schedule}; {rates}"
-
-
 def print_summary(
-    run: RunInfo, dist: Distributed, state: TrainState, passes: float, val: Mapping[int, float], best: Path | None,
+    run: RunInfo, dist: Distributed, state: TrainState, passes: float, val: Mapping[int, float], better: Path | None,
     before_cooldown: Path | None, texts: Sequence[str],
 ) -> None:  # fmt: skip
     """Prints the end of a finished run: losses, time, tokens, the checkpoint, and the command to run next.
@@ -191,7 +161,7 @@ def print_summary(
     Args:
         passes: over the data, so far.
         val: comparable validation losses by step.
-        best: the best checkpoint.
+        better: the best checkpoint, if it is better than the last model.
         before_cooldown: the checkpoint from which a longer run can start.
         texts: samples that continue the run's prompt; the first one is shown.
     """
@@ -199,57 +169,51 @@ def print_summary(
         return
     config, step, out = run.config, state.step, Path(run.config.out)
     since = f" since step {run.first_step:,}" if run.first_step else ""
-    elapsed = clock(time.perf_counter() - STARTED)
+    elapsed = format_duration(time.perf_counter() - STARTED)
     if config.minutes:
         earlier = run.checkpoint.seconds if run.checkpoint else 0.0
-        elapsed += f" of {clock(60 * config.minutes - earlier)}"
+        elapsed += f" of {format_duration(60 * config.minutes - earlier)}"
     done = f"{pluralize(step, 'step')}, {state.tokens:,} tokens; {elapsed} elapsed{since}"
     lines, checkpoint = [labelled("done", done)], checkpoint_path(out, step)
-    lines += [labelled("note", note)] if (note := presets.fewer_steps_note(config, step)) else []
+    if config.demo and (note := presets.fewer_steps_note(config.minutes, step, run.step_tokens)):
+        lines.append(labelled("note", note))
     best_step = min(val, key=lambda step: val[step], default=step)
     for at, name in {step: "last", best_step: "best"}.items():  # one line if they are the same
         if at in val:
             loss = f"{val[at]:.4f} nats per token, {val[at] / run.bytes_per_token:.4f} per byte, at step {at:,}"
             loss += f": {checkpoint_path(out, at)}" if at != step and checkpoint_path(out, at).is_dir() else ""
             lines.append(styled(labelled(name, f"validation loss {loss}"), BOLD))
-    if best and best != checkpoint:
+    if better:
         why = (
             f": it has read its data {passes:.0f} times, and learns it by heart" if passes > presets.MAX_EPOCHS else ""
         )
-        advice = " Use --dropout 0.2, or more text." if why and not config.dropout else ""
-        lines.append(labelled("note", f"the last model is worse than {best}{why}.{advice}"))
-    if is_read_enough(config, passes):
-        text = f"the data has been read {config.max_passes:g} times; more time would only memorize it. A larger text is what helps"
-        lines.append(labelled("note", text))
+        advice = " Use --dropout 0.2, or more text." if why and not run.model_config.dropout else ""
+        lines.append(labelled("note", f"the last model is worse than {better}{why}.{advice}"))
+    if run.length.has_read_enough(passes):
+        times = f"the data has been read {run.length.max_passes:g} times"
+        lines.append(labelled("note", f"{times}; more time would only memorize it. A larger text is what helps"))
     lines += [labelled("sample", on_one_line(text)) for text in texts[:1]]
     if checkpoint.is_dir():
         prompt = f" --prompt {shlex.quote(run.prompt)}" if texts else ""
         lines.append(f"saved   {checkpoint}")
-        lines.append(f"next    python sample.py --model {shlex.quote(str(best or checkpoint))}{prompt}")  # to copy
-        lines += describe_longer_run(config, passes, before_cooldown) if best in (None, checkpoint) else []
+        lines.append(f"next    python sample.py --model {shlex.quote(str(better or checkpoint))}{prompt}")  # to copy
+        lines += describe_longer_run(config.out, run.length, passes, before_cooldown) if better is None else []
     print_lines("\n" + "\n".join(lines))
 
 
 def print_finished(
-    config: TrainConfig, checkpoint: Path, passes: float, before_cooldown: Path | None, print0: Callable[[str], None]
-) -> None:
+    out: str, length: Length, checkpoint: Path, passes: float, before_cooldown: Path | None, print0: Callable[[str], None]
+) -> None:  # fmt: skip
     """Prints that there is nothing to resume, because the run has finished, and how to make it longer."""
     done = labelled("done", f"this run has finished; its last checkpoint is {checkpoint}")
-    print0("\n".join([done, *describe_longer_run(config, passes, before_cooldown)]))
+    print0("\n".join([done, *describe_longer_run(out, length, passes, before_cooldown)]))
 
 
-def is_read_enough(config: TrainConfig, passes: float) -> bool:
-    """Returns whether a run has ended because it has made --max-passes over its data."""
-    return 0 < config.max_passes <= passes
-
-
-def describe_longer_run(config: TrainConfig, passes: float, before_cooldown: Path | None) -> list[str]:
-    """Returns a line with the command that makes a finished run longer; none if that gains nothing, or there is no
-    checkpoint to fork."""
-    # if the decay ended earlier, a longer run would have the same learning rates
-    ends_together = config.minutes is not None or config.decay_steps == config.max_steps
-    if before_cooldown is None or not ends_together or is_read_enough(config, passes):
+def describe_longer_run(out: str, length: Length, passes: float, before_cooldown: Path | None) -> list[str]:
+    """Returns a line with the command that makes a finished run longer, or none if there is no checkpoint to fork, or the
+    run has read its data often enough."""
+    more = length.doubled()
+    if before_cooldown is None or more is None or length.has_read_enough(passes):
         return []
-    more = f"--minutes {2 * config.minutes:g}" if config.minutes else f"--max-steps {2 * config.max_steps}"
     command = f"python train_gpt2.py --fork {shlex.quote(str(before_cooldown))}"
-    return [f"longer  {command} --out {shlex.quote(first_free(f'{config.out}_longer'))} {more}"]
+    return [f"longer  {command} --out {shlex.quote(first_free(f'{out}_longer'))} {more}"]

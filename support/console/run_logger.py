@@ -13,11 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from support.cli import describe_disk_error, warn
-from support.console import terminal
-from support.console.curves import CurvesFile
-from support.console.log import FORMATS, RunLog, read_log
-from support.console.starts import (
+from support import terminal
+from support.checkpoints.history import (
     FILE,
     append_lines,
     comparable_values,
@@ -26,11 +23,14 @@ from support.console.starts import (
     read_starts,
     starts_of_parent,
 )
+from support.checkpoints.run_info import RunInfo
+from support.cli import describe_disk_error, warn
+from support.console.curves import CurvesFile
+from support.console.log import FORMATS, LogFile, read_log
 from support.console.trackers import Trackers, start_trackers
 from support.runtime import devices
 from support.runtime.distributed import Distributed
 from support.runtime.profiler import make_profiler
-from support.runtime.run_info import RunInfo
 from support.startup import STARTED
 
 if TYPE_CHECKING:
@@ -59,14 +59,15 @@ class RunLogger:
         OSError: at the end, if the last lines of the log cannot be written.
     """
 
-    def __init__(self, run: RunInfo, dist: Distributed):
+    def __init__(self, run: RunInfo, dist: Distributed, progress: float = 0.0):
+        """`progress`: of the run, when this process starts."""
         self.run, self.config, self.print0, self.world_size = run, run.config, dist.print0, dist.world_size
         self.first_step = run.first_step
-        self.flops_per_token, self.peak_flops = run.model.flops_per_token(), devices.peak_flops(dist.device)
+        self.peak_flops = devices.peak_flops(dist.device)
         self._trackers = Trackers(dist.on_rank_zero(lambda: start_trackers(run.config, self.first_step)) or [])
         self._folder = folder = Path(run.config.out) if dist.rank == 0 else None
         self._starts = list[dict[str, Any]]()  # not yet in starts.jsonl
-        self.log, self.values = RunLog(), {"val": dict[int, float](), "hella": dict[int, float]()}
+        self.log, self.values = LogFile(), {"val": dict[int, float](), "hella": dict[int, float]()}
         if folder:
             self._continue_files(folder, dist)
         self._curves = CurvesFile(folder)
@@ -74,9 +75,8 @@ class RunLogger:
         # of the checkpoint that this process starts from
         self._known_loss = run.checkpoint.validation_loss(run.comparable["val"]) if run.checkpoint else None
         self._profiler = make_profiler(run.config.profile, run.config.out, dist.device, dist.rank, dist.print0)
-        progress = run.checkpoint.progress if run.checkpoint else 0.0
         self._bar = tqdm(
-            total=1.0, initial=self._fraction_done(self.first_step, progress), file=sys.stdout, leave=False,
+            total=1.0, initial=run.length.fraction_done(self.first_step, progress), file=sys.stdout, leave=False,
             disable=dist.rank > 0 or not terminal.is_terminal(), dynamic_ncols=True, miniters=0,
             bar_format="{desc} |{bar}| {percentage:.0f}% {elapsed}<{remaining}",
         )  # fmt: skip
@@ -85,7 +85,7 @@ class RunLogger:
     def _continue_files(self, folder: Path, dist: Distributed) -> None:
         run, path, first_step = self.run, folder / "log.txt", self.first_step
         earlier, source = read_starts(folder), path
-        if run.checkpoint and run.config.starts_fork:
+        if run.checkpoint and run.forked:
             earlier, source = starts_of_parent(run.checkpoint), run.checkpoint.path.parent / "log.txt"
             self._starts = earlier.copy()
             if not earlier:
@@ -93,27 +93,24 @@ class RunLogger:
                 text = f"the log of the run before {run.checkpoint.path} is not there: this one begins at step {run.first_step:,}"
                 self.print0(terminal.labelled("note", text))
         self._starts.append(describe_start(run, dist))
-        self.log, logged = RunLog(path, first_step, source), read_log(path)
-        for name in self.values:
-            self.values[name] = comparable_values(name, logged[name], [*earlier, self._starts[-1]])
-        try:
+        start = self._starts[-1]
+        try:  # before the log: a killed process leaves none without its start
             self._write_starts(folder)
         except OSError as error:
             warn(f"cannot write {folder / FILE} ({describe_disk_error(error, folder)}).")
+        self.log, logged = LogFile(path, first_step, source), read_log(path)
+        for name in self.values:
+            self.values[name] = comparable_values(name, logged[name], [*earlier, start])
 
     def _write_starts(self, folder: Path) -> None:
         if self._starts:
             append_lines(folder, *self._starts)
             self._starts = []
 
-    def evaluations_due(self, state: TrainState) -> set[str]:
-        """Returns which of "val", "hella" and "samples" are due before a step."""
-        samples_every = self.config.sample_every if state.step > 0 else 0
-        every = {"val": self.config.val_every, "hella": self.run.machine.hellaswag_every, "samples": samples_every}
-        due = {name for name, interval in every.items() if self.config.is_due(interval, state)}
-        if state.step == self.first_step and "val" not in due and self._known_loss is not None:
-            self._evaluation(state.step, "val", self._known_loss)  # it is not measured again
-        return due
+    def log_known_loss(self) -> None:
+        """Logs the validation loss that the checkpoint knows; call it if the loss is not measured again."""
+        if self._known_loss is not None:
+            self._evaluation(self.first_step, "val", self._known_loss)
 
     def validation(self, step: int, loss: float | None) -> None:
         """Reports a validation loss. None means that the validation was interrupted, and nothing is reported."""
@@ -143,21 +140,24 @@ class RunLogger:
             line = f"step {step:5d} | sample {i}: {terminal.on_one_line(text)}"
             self.print0(terminal.styled(terminal.fit_lines(line, 2), terminal.CYAN))
 
-    def step(self, state: TrainState, loss: float, lr: float, norm: float, dt: float, skipped: str | None) -> None:
+    def step(
+        self, state: TrainState, loss: float, lr: float, norm: float, dt: float, skipped: str | None,
+        begins_cooldown: bool = False,
+    ) -> None:  # fmt: skip
         """Reports a step that took `dt` seconds; `skipped` says why it was not applied.
 
         MFU is the fraction of the GPUs' peak FLOP/s that the model's arithmetic reaches, where that peak is known.
         """
         step, now = state.step, time.perf_counter()
         self._next_step = step + 1
-        speed = self.config.total_batch_size / dt
-        mfu = speed * self.flops_per_token / (self.peak_flops * self.world_size) if self.peak_flops else None
+        speed, length = self.run.step_tokens / dt, self.run.length
+        mfu = speed * self.run.flops_per_token / (self.peak_flops * self.world_size) if self.peak_flops else None
         self._trackers.log_value(step, "train", loss)
         self.log.write(step, {"train": loss, "lr": lr, "norm": norm, "seconds": dt})
-        if self.config.schedule == "wsd" and state.has_passed(self.config.cooldown_start):
+        if begins_cooldown:
             self.print0(terminal.styled(f"step {step:5d} | the cooldown begins", terminal.BOLD))
         self._bar.set_description_str(f"step {step} | loss {loss:.4f} | {speed:,.0f} tok/s", refresh=False)
-        self._bar.update(self._fraction_done(step + 1, state.progress) - self._bar.n)
+        self._bar.update(length.fraction_done(step + 1, state.progress) - self._bar.n)
         if skipped or self._line_due(step, now):
             self._line_shown = now
             line = f"step {step:5d} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f} | dt: {dt * 1000:.2f}ms"
@@ -179,21 +179,16 @@ class RunLogger:
         """Prints how far the run is and when it ends, each minute and after an evaluation, unless a progress bar does."""
         if not self._bar.disable:
             return
-        now, config = time.perf_counter(), self.config
+        now, length = time.perf_counter(), self.run.length
         if not evaluated and now - self._progress_shown < PROGRESS_SECONDS:
             return
         self._progress_shown = now
-        left: float | None = None
-        if config.minutes:
-            used = now - STARTED + (self.run.checkpoint.seconds if self.run.checkpoint else 0.0)
-            of, left = f", minute {used / 60:.1f} of {config.minutes:g}", max(0.0, 60 * config.minutes - used)
-            if config.max_passes and state.progress:  # which may end the run earlier
-                left = min(left, used * (1 - state.progress) / state.progress)
-        else:
-            of = f" of {config.max_steps:,}"
-            if (timed := state.step - self.first_step - 1) > 0:  # steps after the first one, which may have compiled
-                left = (config.max_steps - state.step) * (now - self._first_step_ended) / timed
-        self.print0(describe_progress(of, state.step, now - STARTED, left, state.tokens, datetime.now()))
+        seconds = now - STARTED + (self.run.checkpoint.seconds if self.run.checkpoint else 0.0)
+        steps = state.step - self.first_step - 1  # after the first one, which may have compiled
+        per_step = (now - self._first_step_ended) / steps if steps > 0 else None
+        left = length.seconds_left(state.step, state.progress, seconds, per_step)
+        position = length.describe_position(seconds)
+        self.print0(describe_progress(position, state.step, now - STARTED, left, state.tokens, datetime.now()))
 
     def sync(self) -> None:
         """Waits until everything reported so far is on the disk and with the trackers: no checkpoint is ahead of them.
@@ -231,33 +226,28 @@ class RunLogger:
         self.values[name][step] = float(f"{value:{FORMATS[name]}}")
         self._curves.update()
 
-    def _fraction_done(self, steps: int, progress: float) -> float:
-        """Returns the fraction of the run, or of its minutes, after this many steps."""
-        return progress if self.config.minutes else steps / self.config.max_steps
-
     def _line_due(self, step: int, now: float) -> bool:
         """Returns whether a step that was not skipped gets a line."""
         if not self._bar.disable and self.config.log_every is None:
             due = now - self._line_shown >= LINE_SECONDS
         else:
             due = step % (self.config.log_every or 1) == 0
-        is_last = self.config.minutes is None and step == self.config.max_steps - 1
-        return due or step == self.first_step or is_last
+        return due or step == self.first_step or self.run.length.is_last(step)
 
 
-def describe_progress(of: str, step: int, elapsed: float, left: float | None, tokens: int, now: datetime) -> str:
+def describe_progress(position: str, step: int, elapsed: float, left: float | None, tokens: int, now: datetime) -> str:
     """Says how far a run is: `step   250 of 19,073 | 0:12:03 elapsed | ends about 2026-02-28 23:50 | 131,072,000 tokens`.
 
     Args:
-        of: the length of the run, as it follows the step.
+        position: how far it is, as it follows the step.
         elapsed: seconds since the start of the process.
         left: seconds until the end, or None if that is not known yet.
         now: the local time.
     """
     ends = [] if left is None else [f"ends about {now + timedelta(seconds=left):%Y-%m-%d %H:%M}"]
-    return " | ".join([f"step {step:5d}{of}", f"{clock(elapsed)} elapsed", *ends, f"{tokens:,} tokens"])
+    return " | ".join([f"step {step:5d}{position}", f"{format_duration(elapsed)} elapsed", *ends, f"{tokens:,} tokens"])
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Formats a duration: `1:02:03`, or `2 days, 1:02:03`."""
     return str(timedelta(seconds=round(seconds)))

@@ -8,13 +8,11 @@ import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from support.cli import UserError, warn
+from support.config import Options
 from support.files import atomic_write
-
-if TYPE_CHECKING:
-    from train_gpt2 import TrainConfig
 
 CURVES = {"train": "loss/train", "val": "loss/val", "hella": "hellaswag/acc_norm"}  # by name in the log
 HPARAMS = ".hparams"  # ends the name of the event file with the flags
@@ -36,7 +34,7 @@ def check_installed(flags: Mapping[str, Any]) -> None:
 class TensorBoard:
     name = "--tensorboard"
 
-    def __init__(self, config: TrainConfig, first_step: int):
+    def __init__(self, config: Options, first_step: int):
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
@@ -78,7 +76,7 @@ class WeightsAndBiases:
 
     name = "--wandb"
 
-    def __init__(self, config: TrainConfig, first_step: int):
+    def __init__(self, config: Options, first_step: int):
         file = Path(config.out) / "wandb_id.txt"
         run_id = uuid.uuid4().hex[:12]
         if first_step and file.exists():
@@ -112,7 +110,7 @@ class WeightsAndBiases:
 Tracker = TensorBoard | WeightsAndBiases
 
 
-def start_trackers(config: TrainConfig, first_step: int) -> list[Tracker]:
+def start_trackers(config: Options, first_step: int) -> list[Tracker]:
     """Starts the trackers that were asked for; a `first_step` above 0 continues their curves at that step."""
     trackers: list[Tracker] = [TensorBoard(config, first_step)] if config.tensorboard else []
     return [*trackers, WeightsAndBiases(config, first_step)] if config.wandb else trackers

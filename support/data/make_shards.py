@@ -25,11 +25,18 @@ from tqdm import tqdm
 from support.cli import UserError, describe_disk_error, print_lines
 from support.data import bpe
 from support.data.encode import Encoder, default_engine, encode_pieces, get_encoder
-from support.data.output_folder import ALL_PARTS, OutputFolder, new_manifest, open_output_folder
-from support.data.shards import TOKEN, Manifest, TokenFile, shard_name, write_manifest, write_tokens
+from support.data.output_folder import (
+    ALL_PARTS,
+    OutputFolder,
+    new_manifest,
+    open_output_folder,
+    write_manifest,
+    write_tokens,
+)
+from support.data.shards import TOKEN, Manifest, TokenFile, shard_name
 from support.data.text_files import Corpus, Part, Setting
-from support.data.tokenizer import TOKENIZER_JSON
-from support.files import check_free_space, read_json, sha256_of, write_json
+from support.data.tokenizer import TOKENIZER_JSON, Tokenizer, find_tokenizer, get_tokenizer
+from support.files import atomic_write, check_free_space, read_json, sha256_of, write_json
 
 SHARD_SIZE = 10**8  # tokens
 VAL_FRACTION = 0.1  # held out from a corpus that fits into one shard
@@ -102,7 +109,7 @@ def make_shards(
             corpus = corpus.for_process(only_parts[0]) if only_parts else corpus
             in_order = val_fraction is None and not only_parts
             _check_space(folder, parts, max_tokens, shard_size if in_order else math.inf)
-            written = bpe.write_tokenizer(folder, corpus, vocab_size, tokenizer_from)
+            written = _write_tokenizer(folder, corpus, vocab_size, tokenizer_from)
             encode = get_encoder(written, engine or default_engine(), threads)
             folder.begin_parts(parts)
             with contextlib.closing(EncodedParts(folder, corpus, parts, encode, max_tokens)) as encoded:
@@ -116,6 +123,42 @@ def make_shards(
 
 # -----------------------------------------------------------------------------
 # Parts
+
+
+def _write_tokenizer(folder: OutputFolder, corpus: Corpus, vocab_size: int | None, copy_of: Path | None) -> Tokenizer:
+    """Writes the tokenizer that a folder's manifest names to its `tokenizer.json`, and returns it.
+
+    "bpe" is trained on the corpus, and its checksum and vocabulary size are added to the manifest. A file whose checksum
+    is there already is kept.
+
+    Args:
+        vocab_size: the largest size allowed for "bpe" (default: the corpus's, or `fitting_vocab_size`).
+        copy_of: a folder with a `tokenizer.json` to use instead.
+
+    Raises:
+        UserError: the corpus, or `copy_of`, cannot be read; or GPT-2's vocabulary cannot be downloaded.
+    """
+    path, name = folder.directory / TOKENIZER_JSON, folder.manifest["tokenizer"]
+    is_trained = "tokenizer_sha256" in folder.manifest
+    if name == "bpe":
+        source = folder.directory if is_trained else copy_of
+        tokenizer = find_tokenizer(source) if source else None
+    else:
+        tokenizer = get_tokenizer(name, folder.directory, *filter(None, [copy_of]))
+    if tokenizer is None:
+        val_fraction = folder.manifest["settings"].get("val_fraction")
+        texts = bpe.training_texts(corpus, max(bpe.HELD_OUT, float(val_fraction or 0)))
+        folder.report(f"training a tokenizer on {sum(map(len, texts)):,} characters ...")
+        tokenizer = bpe.train_bpe(
+            texts, vocab_size or corpus.vocab_size or bpe.fitting_vocab_size(sum(map(len, texts)))
+        )
+    if not path.exists() or path.read_bytes() != tokenizer.json.encode():
+        with atomic_write(path, unique=True) as tmp:
+            tmp.write_text(tokenizer.json, encoding="utf-8", newline="\n")
+    if name == "bpe" and not is_trained:
+        folder.manifest |= {"tokenizer_sha256": sha256_of(path), "vocab_size": tokenizer.vocab_size}
+        write_manifest(folder.directory, folder.manifest)
+    return tokenizer
 
 
 class EncodedParts:

@@ -6,32 +6,29 @@ import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from support import startup
 from support.cli import UserError, flag_name, print_lines
+from support.config import Options
 from support.data import shards
 from support.data.bpe import fitting_vocab_size
-from support.data.demo_text import demo_corpus
+from support.data.demo_text import DEMO_VOCAB_SIZE, demo_corpus
 from support.data.encode import usable_cores
 from support.data.make_shards import make_shards
 from support.data.output_folder import OtherShardsError, remove_shards
 from support.data.text_files import TextFiles, estimate_text_bytes, find_input
 
-if TYPE_CHECKING:
-    from train_gpt2 import TrainConfig
-
 # The peak learning rate of --recipe fast; Muon's is lower in steps of fewer than 16,384 tokens: docs/recipes.md
 FAST_LR = 3.6e-3
 SHORT_COOLDOWN = 0.7  # --cooldown-fraction of --text and --demo: a short run gains from a long cooldown
-# The demo takes about two minutes on two CPU cores.
+DEMO_TEXT_BYTES, DEMO_MINUTES = 1e7, 2.0
+DEMO_STEPS, DEMO_STEP_SIZE = 1200, 2048  # in DEMO_MINUTES on two free cores with bf16: docs/normal.md
 DEMO: dict[str, Any] = dict(
     data="demo_data", out="log_demo", n_layer=3, n_head=2, n_embd=128, block_size=64, batch_size=32,
-    recipe="fast", total_batch_size=1024, max_steps=1200, cooldown_fraction=SHORT_COOLDOWN, shuffle=True,
-    val_tokens=65536, hellaswag_every=0, sample_every=0,
+    recipe="fast", total_batch_size=DEMO_STEP_SIZE, max_steps=DEMO_STEPS, cooldown_fraction=SHORT_COOLDOWN, shuffle=True,
+    val_tokens=131072, hellaswag_every=0, sample_every=0,
 )  # fmt: skip
-DEMO_TEXT_BYTES, DEMO_MINUTES = 2e6, 2.0
-DEMO_STEPS, DEMO_STEP_SIZE = 1200, 2048  # in DEMO_MINUTES on two free cores with bf16: docs/normal.md
 MAX_STEPS = 2**31 - 1
 MAX_COMPILE_FRACTION = 0.1  # compiling may take this fraction of a run of --text or --demo
 MODEL_FLAGS = {"n_layer", "n_head", "n_embd", "block_size"}
@@ -117,14 +114,14 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
     )  # fmt: skip
 
 
-def fewer_steps_note(config: TrainConfig, steps: int) -> str | None:
+def fewer_steps_note(minutes: float | None, steps: int, step_tokens: int) -> str | None:
     """Returns how many steps the demo takes on a free machine, if this one's timed demo took clearly fewer; else None."""
-    usual = DEMO_STEPS * DEMO_STEP_SIZE * (config.minutes or 0.0) / DEMO_MINUTES
-    if not config.demo or steps * config.total_batch_size >= 0.9 * usual:
+    usual = DEMO_STEPS * DEMO_STEP_SIZE * (minutes or 0.0) / DEMO_MINUTES
+    if steps * step_tokens >= 0.9 * usual:
         return None
     return (
         f"on two free cores with bf16, the demo takes about {DEMO_STEPS:,} steps of {DEMO_STEP_SIZE:,} tokens in "
-        f"{DEMO_MINUTES:g} minutes; this run took {steps:,} of {config.total_batch_size:,}, so its loss is higher: "
+        f"{DEMO_MINUTES:g} minutes; this run took {steps:,} of {step_tokens:,}, so its loss is higher: "
         "docs/normal.md has examples"
     )
 
@@ -167,16 +164,14 @@ def block_weights(model: Mapping[str, int]) -> int:
     return 12 * model["n_layer"] * model["n_embd"] ** 2
 
 
-def is_worth_compiling(config: TrainConfig) -> bool:
-    """Returns whether compiling takes only a small part of a run on a GPU. Without --text or --demo, assumes so."""
-    if not config.demo and config.text is None:
-        return True
-    if config.minutes:
-        seconds = 60 * config.minutes
+def is_worth_compiling(flags: Mapping[str, Any]) -> bool:
+    """Returns whether compiling takes only a small part of a run with these flags on a GPU."""
+    if flags["minutes"]:
+        seconds = 60 * flags["minutes"]
     else:  # launching the kernels of a layer takes 4 ms, measured on an H100; large steps run at about 100 TFLOP/s
-        flops = 6 * 12 * config.n_layer * config.n_embd**2 * config.total_batch_size
-        seconds = config.max_steps * (4e-3 * config.n_layer + flops / 1e14)
-    return compile_seconds(config.n_layer) <= MAX_COMPILE_FRACTION * seconds
+        flops = 6 * block_weights(flags) * flags["total_batch_size"]
+        seconds = flags["max_steps"] * (4e-3 * flags["n_layer"] + flops / 1e14)
+    return compile_seconds(flags["n_layer"]) <= MAX_COMPILE_FRACTION * seconds
 
 
 def compile_seconds(n_layer: int) -> float:
@@ -245,6 +240,11 @@ def flags_for_length(before: Mapping[str, Any], max_steps: int | None) -> dict[s
     return flags
 
 
+def bpe_vocab_size(text: str | None, field: str = "text") -> int:
+    """Returns the vocabulary size of an encoding that is trained on a text, or on the demo's text if `text` is None."""
+    return DEMO_VOCAB_SIZE if text is None else fitting_vocab_size(text_bytes(text, field))
+
+
 def text_bytes(text: str | None, field: str = "text") -> float:
     """Estimates the size in bytes of the text that --text names, or of the demo's text if `text` is None.
 
@@ -260,7 +260,7 @@ def text_bytes(text: str | None, field: str = "text") -> float:
 # Shards
 
 
-def make_preset_shards(config: TrainConfig, keep_existing: bool, may_replace: bool, model: Path | None) -> None:
+def make_preset_shards(config: Options, keep_existing: bool, may_replace: bool, model: Path | None) -> None:
     """Makes the shards of --text or --demo, unless they exist.
 
     Args:

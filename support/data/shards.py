@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import io
 import json
 import mmap
 import os
 import re
 import textwrap
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NotRequired, TypeAlias, TypedDict
@@ -260,41 +258,8 @@ def is_complete(directory: str | os.PathLike[str]) -> bool:
         return False
 
 
-def write_manifest(directory: Path, manifest: Manifest) -> None:
-    with files.atomic_write(directory / MANIFEST, unique=True) as tmp:
-        tmp.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8", newline="\n")
-
-
 # -----------------------------------------------------------------------------
 # Shards
-
-
-def write_tokens(
-    path: Path, batches: Iterable[npt.NDArray[np.unsignedinteger]], eot: int, shard_size: int | None = None
-) -> TokenFile:
-    """Writes batches of tokens to a file; returns the numbers of tokens and documents, and the file's checksum.
-
-    Args:
-        eot: the end-of-text token, which starts a document.
-        shard_size: the total number of tokens, to write a shard. Without it, the file is a part of a corpus: it has no
-            header, and need not survive a power failure, because its checksum is verified before it is used.
-    """
-    tokens, documents, sha256 = 0, 0, hashlib.sha256()
-    is_shard = shard_size is not None
-    with files.atomic_write(path, unique=not is_shard, durable=is_shard) as tmp, open(tmp, "wb") as file:
-        header = io.BytesIO()
-        if is_shard:
-            np.lib.format.write_array_header_1_0(
-                header, {"descr": TOKEN.str, "fortran_order": False, "shape": (shard_size,)}
-            )
-        file.write(header.getvalue())
-        sha256.update(header.getvalue())
-        for batch in batches:
-            content = batch.astype(TOKEN, copy=False).tobytes()
-            file.write(content)  # np.save would not report a full disk
-            sha256.update(content)
-            tokens, documents = tokens + len(batch), documents + int(np.count_nonzero(batch == eot))
-    return {"tokens": tokens, "documents": documents, "sha256": sha256.hexdigest()}
 
 
 def load_shard(path: Path, entry: ShardEntry | None = None, verify: bool = False) -> np.memmap:

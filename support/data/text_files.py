@@ -161,12 +161,14 @@ class Corpus:
     Attributes:
         name, revision, settings: identify the corpus in a manifest.
         prefix: beginning of the file names of its shards.
+        vocab_size: of an encoding that is trained on it; None: one that fits its length.
     """
 
     name: str
     revision: str | None
     prefix: str
     settings: Mapping[str, Setting] = {}
+    vocab_size: int | None = None
 
     def parts(self) -> list[Part]:
         raise NotImplementedError

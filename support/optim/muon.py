@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import distributed
 
+from support import torch_private
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -122,9 +124,7 @@ class Muon(torch.optim.AdamW):
         directions = orthogonalize(own)
         if world_size > 1:
             directions, own = directions.new_empty(per_rank * world_size, *directions.shape[1:]), directions
-            # renamed in torch 2.13
-            gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-            gather(directions, own)
+            torch_private.all_gather(directions, own)
         n, m = directions.shape[1:]
         for (weight, _, _), direction in zip(matrices, directions, strict=False):
             direction = direction if direction.shape == weight.shape else direction.mT

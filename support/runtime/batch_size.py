@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,11 +11,7 @@ from torch import nn
 from support.cli import UserError, format_bytes
 from support.runtime import devices
 from support.runtime.distributed import Distributed
-from support.runtime.memory import Sizes, bytes_needed, largest_micro_batch, optimizer_bytes
-
-if TYPE_CHECKING:
-    from support.runtime.machine import Machine
-    from train_gpt2 import TrainConfig
+from support.runtime.memory import Layout, Sizes, bytes_needed, largest_micro_batch, optimizer_bytes
 
 LARGEST_MICRO_BATCH = 64  # rows on a GPU, unless --batch-size sets another limit
 TRIED = ("cuda",)  # device types on which micro-batches are tried; others swap
@@ -43,35 +38,35 @@ def largest_divisor(rows: int, most: int) -> int:
     return next(b for b in range(min(rows, most), 0, -1) if rows % b == 0)
 
 
-def largest_batch_size(
-    config: TrainConfig, machine: Machine, sizes: Sizes, dist: Distributed, amp: torch.autocast,
+def try_batch_sizes(
+    asked: int | None, most: int, sizes: Sizes, layout: Layout, dist: Distributed, amp: torch.autocast,
     make_model: Callable[[], nn.Module],
 ) -> int:  # fmt: skip
-    """Returns the largest micro-batch, up to the machine's, with which a step fits into the memory of every rank.
+    """Tries micro-batches of up to `most` rows; returns the largest with which a step fits into the memory of every rank.
 
     On CUDA, tries the largest that fits according to the formulas, and then smaller ones: runs forward and backward
-    passes while as much memory is allocated as the optimizer takes. Other devices swap: for them, it returns the
-    machine's, so that a resumed run stays the same, bit by bit, or refuses it if the formulas say that it does not fit.
+    passes while as much memory is allocated as the optimizer takes. Other devices swap: for them, it returns
+    `most`, so that a resumed run stays the same, bit by bit, or refuses it if the formulas say that it does not fit.
 
     Args:
+        asked: --batch-size.
         make_model: returns a model to try, whose weights do not change: the model to train (with DDP, which waits for no
             other rank while nothing is synchronized), or an FSDP model made with `alone`.
 
     Raises:
-        UserError: not even one row fits, or not the machine's micro-batch on a device that swaps.
+        UserError: not even one row fits, or not `most` of them on a device that swaps.
     """
-    device, most, asked = dist.device, machine.batch_size, config.batch_size
-    rows = rows_per_rank(config.total_batch_size, config.block_size, dist.world_size)
+    device, T = dist.device, sizes.block_size
+    rows = rows_per_rank(layout.step_tokens, T, dist.world_size)
     if asked is not None and most < min(asked, rows):
         dist.print0(
             f"note    --batch-size {asked} does not divide the {rows:,} rows of a step on each process; using {most}"
         )
     dist.connect_gpus()  # NCCL takes memory, too
     free, total = devices.free_and_total_memory(device)
-    sharded = config.parallel == "fsdp" and dist.world_size > 1
-    needed = partial(bytes_needed, config, sizes, dist, devices.DTYPES[machine.dtype], machine.compiled)
+    sharded, needed = layout.sharded, partial(bytes_needed, sizes, layout, device)
     no_row_fits = (
-        f"not even one row of {config.block_size} tokens fits into the memory of {device} ({free / 2**30:.1f} GiB free). "
+        f"not even one row of {T} tokens fits into the memory of {device} ({free / 2**30:.1f} GiB free). "
         "Use a smaller --model or --block-size."
     )
     if device.type not in TRIED:
@@ -88,9 +83,9 @@ def largest_batch_size(
 
     def try_to_train(B: int) -> None:
         model = make_model()
-        moments = optimizer_bytes(config, sizes.trained) // (dist.world_size if sharded else 1)
+        moments = optimizer_bytes(sizes, layout.optimizer) // (dist.world_size if sharded else 1)
         optimizer_state = torch.empty(moments, dtype=torch.uint8, device=device)
-        tokens = torch.zeros((B, config.block_size + 1), dtype=torch.int64, device=device)
+        tokens = torch.zeros((B, T + 1), dtype=torch.int64, device=device)
         x, y = tokens[:, :-1], tokens[:, 1:]  # sliced as the loader does: other strides would cause a recompilation
         micro_steps = min(2, rows // B)  # in a second one, gradients and activations exist together
         try:

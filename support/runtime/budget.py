@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from support import startup
 from support.cli import UserError
-from support.data import bpe, presets
+from support.config import Options
+from support.data import presets
 from support.data.tokenizer import VOCAB_SIZES
 from support.runtime import batch_size, devices, memory
 from support.runtime.distributed import Distributed
 from support.runtime.machine import Machine
-
-if TYPE_CHECKING:
-    from train_gpt2 import TrainConfig
 
 MEASURED_SECONDS = 0.5  # for each model
 MEASURED_FLOPS = 1e12  # of a micro-step on a CPU, at most: three seconds on two cores. GPUs need their many rows
@@ -36,10 +33,11 @@ FEW_STEPS = 100
 
 
 def flags_for_minutes(
-    config: TrainConfig,
+    config: Options,
+    recipe: dict[str, Any],
     cli_flags: Mapping[str, Any],
     dist: Distributed,
-    new_model: Callable[[TrainConfig, int], nn.Module],
+    new_model: Callable[[Mapping[str, Any], int], nn.Module],
 ) -> dict[str, Any]:
     """Returns the flags that --minutes sets on this machine, the same on all ranks, without those on the command line.
 
@@ -48,20 +46,20 @@ def flags_for_minutes(
     most. A pretrained model keeps its size, and a fork its step, too.
 
     Args:
-        new_model: makes a model from a configuration and a vocabulary size.
+        recipe: all flags of the run, the recipe's and the model's among them.
+        new_model: makes a model of the sizes in such flags, with a vocabulary of this size.
 
     Raises:
         UserError: there is not even time for one step.
     """
     minutes, tokenizer = config.minutes or 0.0, "bpe" if config.demo else config.tokenizer or "gpt2"
     text_bytes = presets.text_bytes(config.text, config.text_field)
-    vocab_size = VOCAB_SIZES.get(tokenizer) or bpe.fitting_vocab_size(text_bytes)
-    machine = Machine.find(config, dist.device, dist.world_size)
-    has_text = config.demo or config.text is not None
-    tuned = has_text and config.init_from is not None and config.fork is None
-    from_scratch = has_text and not (config.init_from or config.fork)
-    limits_passes = has_text and not config.init_from  # a fork of a run with --init-from has it, too
-    choose_step = from_scratch and config.recipe == "fast"
+    vocab_size = VOCAB_SIZES.get(tokenizer) or presets.bpe_vocab_size(config.text, config.text_field)
+    machine = Machine.find(config, recipe, dist.device, dist.world_size)
+    is_new = not (recipe["init_from"] or config.fork)
+    tuned = config.has_preset and recipe["init_from"] is not None and config.fork is None
+    from_scratch, limits_passes = config.has_preset and is_new, config.has_preset and not recipe["init_from"]
+    choose_step = from_scratch and recipe["recipe"] == "fast"
     choose_model = choose_step and not cli_flags.keys() & {*presets.MODEL_FLAGS, "model"}
 
     # A GPU takes as long for 64 rows of a small model as for 16, so a step gets more.
@@ -69,8 +67,8 @@ def flags_for_minutes(
     gpu_rows = {"batch_size": cli_flags.get("batch_size", batch_size.LARGEST_MICRO_BATCH)} if on_gpu else {}
     train_tokens, bytes_per_token = (f(text_bytes, tokenizer) for f in (presets.train_tokens, presets.bytes_per_token))
 
-    def tokens_in_time(model: Mapping[str, Any]) -> float:
-        of_model = replace(config, **({"batch_size": machine.batch_size} | dict(model) | gpu_rows))
+    def tokens_in_time(model: dict[str, int]) -> float:
+        of_model = recipe | {"batch_size": machine.batch_size} | model | gpu_rows
         speed = _tokens_per_second(of_model, machine.dtype, vocab_size, dist, new_model)
         devices.free_memory(dist.device)
         devices.trim_memory(dist.device)
@@ -89,15 +87,15 @@ def flags_for_minutes(
             if tokens < needed and dist.device.type == "cpu" or (measured := tokens_in_time(model)) < needed:
                 break
             chosen, tokens = model, measured
-        passes, sizes = tokens / train_tokens, config.to_dict() | chosen
-        dropout = config.dropout
+        passes, sizes = tokens / train_tokens, recipe | chosen
+        dropout = recipe["dropout"]
         if from_scratch:
             dropout = cli_flags.get("dropout", presets.dropout_for(passes, sizes, text_bytes))
         limit = cli_flags.get("max_passes", presets.most_passes(dropout, sizes, text_bytes) if limits_passes else 0.0)
         fitting = presets.timed_step_size(min(tokens, limit * train_tokens) if limit else tokens)
-        step = fitting if choose_step else config.total_batch_size
+        step = fitting if choose_step else recipe["total_batch_size"]
         # as --text does for pretrained weights: 200 steps at least, of 1,024 tokens at least
-        unit = 2 * config.block_size * dist.world_size
+        unit = 2 * recipe["block_size"] * dist.world_size
         while tuned and 0 < tokens < 200 * step and step >= 2048 and step % unit == 0:
             step //= 2
         step = cli_flags.get("total_batch_size", step)
@@ -112,7 +110,7 @@ def flags_for_minutes(
                 f"note    there is time for only about {int(tokens / step)} steps, but a model needs hundreds to learn\n"
                 "        anything. Use more --minutes, a smaller model, or a smaller --total-batch-size"
             )
-        if has_text and 0 < limit < passes:
+        if config.has_preset and 0 < limit < passes:
             dist.print0(
                 f"note    there is time to read the data {passes:,.0f} times. The run ends after {limit:g}: more would only\n"
                 "        memorize it"
@@ -131,7 +129,7 @@ def flags_for_minutes(
         if 0 < tokens < LEAST_SAMPLED:
             flags["sample_every"] = 0
         validated = max(VALIDATED_FRACTION * tokens, min(ENOUGH_VALIDATED, MOST_VALIDATED * tokens))
-        block_size = chosen.get("block_size", config.block_size)  # at least one row
+        block_size = chosen.get("block_size", recipe["block_size"])  # at least one row
         return flags | {"val_tokens": min(config.val_tokens, max(block_size, int(validated)))}
 
     startup.show("measuring how fast this machine trains ...")
@@ -141,28 +139,31 @@ def flags_for_minutes(
 
 
 def _tokens_per_second(
-    config: TrainConfig,
-    dtype: str,
+    flags: Mapping[str, Any],
+    dtype_name: str,
     vocab_size: int,
     dist: Distributed,
-    new_model: Callable[[TrainConfig, int], nn.Module],
+    new_model: Callable[[Mapping[str, Any], int], nn.Module],
 ) -> float:
     """Estimates the tokens that all ranks train on per second of --minutes, from this rank's speed without compiling.
 
     Returns 0 if not even one row fits into memory according to the formulas.
     """
-    device, T, amp = dist.device, config.block_size, devices.autocast(dist.device, devices.DTYPES[dtype])
-    devices.configure_backends(device, True, devices.DTYPES[dtype], T)
+    device, T, dtype = dist.device, flags["block_size"], devices.DTYPES[dtype_name]
+    amp = devices.autocast(device, dtype)
+    devices.configure_backends(device, True, dtype, T)
     with torch.device("meta"):
-        sizes = memory.Sizes.of(new_model(config, vocab_size))
-    one, most = replace(dist, world_size=1), config.batch_size or 1  # one process, even with FSDP
-    needed = partial(memory.bytes_needed, config, sizes, one, devices.DTYPES[dtype], False)
+        sizes = memory.Sizes.of(new_model(flags, vocab_size))
+    most, recompute = flags["batch_size"] or 1, flags["recompute"]
+    # one process, even with FSDP
+    layout = memory.Layout(flags["total_batch_size"], dtype, recompute=recompute, optimizer=flags["optimizer"])
+    needed = partial(memory.bytes_needed, sizes, layout, device)
     B = memory.largest_micro_batch(most, most, needed, devices.free_and_total_memory(device)[0])
     if B == 0:
         return 0.0
     if device.type != "cuda":  # a row of a large model is as fast per token as several
         B = max(1, min(B, int(MEASURED_FLOPS / (6 * sizes.parameters * T))))
-    model = new_model(config, vocab_size).to(device)
+    model = new_model(flags, vocab_size).to(device)
     tokens = torch.randint(vocab_size, (B, T + 1), device=device)
 
     def micro_step() -> None:

@@ -68,8 +68,3 @@ class Clock:
         if self.minutes is None or seconds_per_token == 0:
             return most
         return min(most, 1 + int(math.sqrt(2 * 3 * TEXT_SECONDS / seconds_per_token)))  # n tokens: n^2 / 2 in all
-
-
-def progress_after(seconds: float, minutes: float) -> float:
-    """Returns the progress, from 0 to 1, of a run that continues after `seconds` of training."""
-    return min(1.0, seconds / max(1.0, 60 * minutes - END_SECONDS))

@@ -13,49 +13,22 @@ import shutil
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
 
+from support import torch_private
 from support.cli import UserError
+from support.gpus import GPUS
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
-class Gpu(NamedTuple):
-    peak_flops: float  # dense FLOP/s in bf16, with fp32 accumulation
-    flag: str | None = None  # its name for --gpu
-    gib: float = 0.0  # memory that a program can use
-
-
-# Keyed by CUDA's name. The peaks are from the NVIDIA documents named on the right, halved where those count sparsity.
-# Only full names: cards with the same chip differ (an H100 PCIe is slower than an SXM module), and a wrong peak is worse
-# than none.
-GPUS = {
-    "NVIDIA A100-SXM4-80GB": Gpu(312e12, "A100", 79.1),  # A100 data sheet
-    "NVIDIA A100-SXM4-40GB": Gpu(312e12, "A100-40GB", 39.4),
-    "NVIDIA A100-PCIE-40GB": Gpu(312e12),
-    "NVIDIA A100 80GB PCIe": Gpu(312e12),
-    "NVIDIA H100 80GB HBM3": Gpu(989e12, "H100", 79.1),  # H100 data sheet: SXM 1,979 sparse
-    "NVIDIA H100 PCIe": Gpu(756e12),  # first H100 data sheet: 1,513 sparse
-    "NVIDIA H100 NVL": Gpu(835e12),  # H100 data sheet: 1,671 sparse
-    "NVIDIA H200": Gpu(989e12, "H200", 139.8),  # H200 data sheet: SXM 1,979 sparse
-    "NVIDIA L4": Gpu(121e12, "L4", 22.0),  # L4 data sheet: 242 sparse
-    "NVIDIA L40S": Gpu(362e12, "L40S", 44.4),  # L40S data sheet
-    "NVIDIA A10": Gpu(125e12, "A10", 22.0),  # A10 data sheet
-    "NVIDIA A30": Gpu(165e12),  # A30 data sheet
-    "NVIDIA A40": Gpu(149.7e12),  # A40 data sheet
-    "NVIDIA GeForce RTX 3090": Gpu(71e12, "RTX3090", 23.6),  # GA102 white paper
-    "NVIDIA GeForce RTX 4090": Gpu(165.2e12, "RTX4090", 23.5),  # Ada white paper
-    "NVIDIA RTX 6000 Ada Generation": Gpu(364.2e12),  # Ada white paper for professional cards
-}
-GPU_FLAGS = {gpu.flag: name for name, gpu in GPUS.items() if gpu.flag}
 CUDA_ERRORS = "CUDA (driver )?error|cuDNN error|Triton Error"  # how the messages of CUDA and its libraries begin
 # What a CPU's core reaches in training GPT-2 124M, roughly: measured with AVX-512, see docs/performance.md; fp16 was not.
 CPU_CORE_FLOPS = {"fp32": 6e10, "bf16": 1.6e11, "fp16": 6e10}
 LONGEST_UNFUSED_CONTEXT = 128  # in bf16 on a CPU; measured, see docs/performance.md
-DEVICES = ("auto", "cuda", "cpu", "mps")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -127,11 +100,9 @@ def describe_attention(device: torch.device, dtype: torch.dtype, n_head: int, n_
     """Names the implementation that PyTorch chooses for the model's attention in training."""
     if device.type == "mps":
         return "Metal"
-    from torch.nn.attention import SDPBackend
-
     qkv = torch.zeros((1, T, 3 * n_embd), device=device, dtype=dtype, requires_grad=True)  # strides as in the model
     q, k, v = (t.view(1, T, n_head, n_embd // n_head).transpose(1, 2) for t in qkv.split(n_embd, dim=2))
-    name = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True)).name.removesuffix("_ATTENTION").lower()
+    name = torch_private.fused_attention(q, k, v)
     return f"cuDNN {torch.backends.cudnn.version()}" if name == "cudnn" else {"math": "not fused"}.get(name, name)
 
 
@@ -276,11 +247,7 @@ def configure_backends(
     """
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")  # for products that stay in fp32
-        if torch.__version__.startswith("2.13."):
-            from torch._inductor import config
-
-            # This launcher may call a kernel that autotuning has unloaded (pytorch#188607). The other one takes 2 us longer.
-            config.use_fast_triton_launcher = False
+        torch_private.avoid_unloaded_kernels()
     if device.type == "cpu":
         # The backward pass of PyTorch's fused attention is slow in bf16 on short rows. This setting applies to CPUs, too.
         torch.backends.cuda.enable_flash_sdp(dtype != torch.bfloat16 or context > LONGEST_UNFUSED_CONTEXT)

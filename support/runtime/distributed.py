@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import distributed
 
-from support import cli
+from support import cli, torch_private
 from support.cli import UserError, print_lines
 from support.runtime import devices
 
@@ -181,17 +181,13 @@ class Distributed:
             shard = torch.zeros(-(-(1 << 20) // self.world_size), device=self.device)  # 4 MB in all
             full = shard.repeat(self.world_size)
             distributed.all_reduce(full)
-            # renamed in torch 2.13
-            scatter = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
-            gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-            scatter(shard, full)
-            gather(full, shard)
+            torch_private.reduce_scatter(shard, full)
+            torch_private.all_gather(full, shard)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets how long a collective waits for a rank that is stopped or cut off, before it ends this process."""
         if self.world_size > 1:
-            # as torchtitan does: the public function, set_timeout, exists only from torch 2.14
-            distributed.distributed_c10d._set_pg_timeout(timeout)
+            torch_private.set_collective_timeout(timeout)
 
     def close(self) -> None:
         """Leaves the process group."""

@@ -10,17 +10,16 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import distributed, nn
 
+from support import torch_private
 from support.runtime import devices
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
-
-    from train_gpt2 import GPT
 
 Model = TypeVar("Model", bound=nn.Module)
 GATHERED_FRACTION = 1 / 8  # fraction of a GPU's memory up to which gathered weights are kept during a step
@@ -32,7 +31,7 @@ class ShardedModel(nn.Module):
     Each block is gathered as a whole when its turn comes. The rest of the model stays gathered during a micro-step.
 
     Args:
-        model: has its weights on rank 0; the other ranks have it on the meta device (`weights_on_rank_zero`), and
+        model: a GPT. It has its weights on rank 0; the other ranks have it on the meta device (`weights_on_rank_zero`), and
             receive the weights one block at a time. It is changed in place: its parameters become DTensors.
         dtype: precision of the matrix products. On CUDA, the blocks' weights are gathered in this precision; gradients
             are averaged in fp32.
@@ -43,7 +42,7 @@ class ShardedModel(nn.Module):
     micro-step.
     """
 
-    def __init__(self, model: GPT, device: torch.device, dtype: torch.dtype, compiled: bool, alone: bool = False):
+    def __init__(self, model: Any, device: torch.device, dtype: torch.dtype, compiled: bool, alone: bool = False):
         from torch.distributed import fsdp
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -65,7 +64,7 @@ class ShardedModel(nn.Module):
             fsdp.fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard_after_forward)
         _receive_weights(model, device, alone)
         if compiled:  # in effect only the loss: the loop over the blocks cannot be compiled
-            model.forward = torch.compile(model.forward, dynamic=False)  # type: ignore[method-assign]
+            model.forward = torch.compile(model.forward, dynamic=False)
         fsdp.fully_shard(model, mesh=mesh, reshard_after_forward=False)
         for module in (*model.transformer.h, model) if alone else ():
             module.set_custom_all_gather(_NothingSent())
@@ -133,7 +132,7 @@ def full_weights(eval_model: nn.Module, model: nn.Module) -> Iterator[None]:
 
     Without FSDP both are the same model, compiled or not, and nothing happens.
     """
-    eval_model = getattr(eval_model, "_orig_mod", eval_model)
+    eval_model = torch_private.uncompiled(eval_model)
     if eval_model is model:
         yield
         return

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
+from support.config import Options
 from support.data import presets
 from support.runtime import batch_size, devices
-
-if TYPE_CHECKING:
-    from train_gpt2 import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -30,17 +29,23 @@ class Machine:
     hellaswag_every: int | None  # --hellaswag-every, or what suits the machine; None: at each quarter of --minutes
 
     @classmethod
-    def find(cls, config: TrainConfig, device: torch.device, world_size: int) -> Machine:
+    def find(
+        cls, config: Options, recipe: Mapping[str, Any], device: torch.device, world_size: int
+    ) -> Machine:  # fmt: skip
         """Finds what suits the flags on `device`, one of `world_size` devices.
+
+        Args:
+            recipe: all flags of the run, the recipe's and the model's among them.
 
         Raises:
             UserError: no whole number of micro-batches makes up a step.
         """
-        on_gpu = device.type == "cuda"
+        on_gpu, T = device.type == "cuda", recipe["block_size"]
         dtype = devices.pick_dtype(config.dtype, device)
-        asks = on_gpu and presets.is_worth_compiling(config) if config.compile is None else config.compile
+        compiles = on_gpu and (not config.has_preset or presets.is_worth_compiling(recipe))
+        asks = compiles if config.compile is None else config.compile
         reason = devices.why_not_compile(device) if asks else None
-        rows = batch_size.rows_per_rank(config.total_batch_size, config.block_size, world_size)
+        rows = batch_size.rows_per_rank(recipe["total_batch_size"], T, world_size)
         asks_for_scores = config.hellaswag_data is not None or config.hellaswag_limit is not None
         often = None if config.minutes else 250
         every = often if on_gpu or asks_for_scores else 0
@@ -49,7 +54,7 @@ class Machine:
             dtype,
             asks and reason is None,
             reason,
-            devices.describe_attention(device, devices.DTYPES[dtype], config.n_head, config.n_embd, config.block_size),
+            devices.describe_attention(device, devices.DTYPES[dtype], recipe["n_head"], recipe["n_embd"], T),
             batch_size.largest_divisor(rows, config.batch_size or (batch_size.LARGEST_MICRO_BATCH if on_gpu else 4)),
             every if config.hellaswag_every is None else config.hellaswag_every,
         )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,10 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from support.cli import UserError, format_bytes
 from support.optim import loss
 from support.runtime import devices, fsdp
-from support.runtime.distributed import Distributed
-
-if TYPE_CHECKING:
-    from train_gpt2 import TrainConfig
 
 CUDA_BYTES = 10**9  # CUDA's context, and fragmentation
 PROGRAM_BYTES = 2.5e8  # on a CPU: Python and PyTorch
@@ -37,17 +34,41 @@ def recompute_activations(blocks: Iterable[nn.Module]) -> None:
 
 
 class Sizes(NamedTuple):
-    """Sizes of a model that are not in its configuration."""
+    """The sizes of a model."""
 
+    n_layer: int
+    n_head: int
+    n_embd: int
+    block_size: int
+    vocab_size: int  # padded
     parameters: int  # with the padded vocabulary, as they are in memory
     trained: int  # trainable parameters; with LoRA, only a few
-    vocab_size: int  # padded
 
     @classmethod
     def of(cls, model: nn.Module) -> Sizes:
+        config: Any = model.config
         numels = [(p.numel(), p.requires_grad) for p in model.parameters()]
         trained = sum(numel for numel, requires_grad in numels if requires_grad)
-        return cls(sum(numel for numel, _ in numels), trained, len(model.get_parameter("lm_head.weight")))
+        vocab_size, parameters = len(model.get_parameter("lm_head.weight")), sum(numel for numel, _ in numels)
+        return cls(config.n_layer, config.n_head, config.n_embd, config.block_size, vocab_size, parameters, trained)
+
+    @property
+    def block_parameters(self) -> int:
+        """Parameters in the blocks' matrices: each block has 4 C^2 for attention and 8 C^2 for the MLP."""
+        return 12 * self.n_layer * self.n_embd**2
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What decides, besides the sizes of the model and of a micro-batch, how much memory training takes."""
+
+    step_tokens: int  # over all devices
+    dtype: torch.dtype  # of matrix products
+    world_size: int = 1
+    sharded: bool = False  # by FSDP
+    recompute: bool = False
+    compiled: bool = False
+    optimizer: str = "adamw"
 
 
 class TrainingMemory(NamedTuple):
@@ -66,53 +87,45 @@ class TrainingMemory(NamedTuple):
         return sum(self)
 
 
-def block_parameters(config: TrainConfig) -> int:
-    """Returns the number of parameters in the blocks' matrices: each block has 4 C^2 for attention and 8 C^2 for the MLP."""
-    return 12 * config.n_layer * config.n_embd**2
-
-
-def optimizer_bytes(config: TrainConfig, trained: int) -> int:
+def optimizer_bytes(sizes: Sizes, optimizer: str) -> int:
     """Returns the bytes of optimizer state.
 
     AdamW keeps two fp32 moments per trained weight. Muon keeps one for the blocks' matrices, and leaves the rest to AdamW.
     """
-    return 8 * trained - (4 * block_parameters(config) if config.optimizer == "muon" else 0)
+    return 8 * sizes.trained - (4 * sizes.block_parameters if optimizer == "muon" else 0)
 
 
-def checkpoint_bytes(config: TrainConfig, parameters: int, trained: int) -> int:
+def checkpoint_bytes(sizes: Sizes, optimizer: str) -> int:
     """Returns the bytes of a checkpoint: all weights, and the optimizer state of the trained ones."""
-    return 4 * parameters + optimizer_bytes(config, trained)
+    return 4 * sizes.parameters + optimizer_bytes(sizes, optimizer)
 
 
-def training_memory(
-    config: TrainConfig, sizes: Sizes, B: int, world_size: int, device_memory: float | None, dtype: torch.dtype,
-    compiled: bool,
-) -> TrainingMemory:  # fmt: skip
-    """Returns the bytes on each of `world_size` devices at the peak of a step, with micro-batches of B rows.
+def training_memory(sizes: Sizes, layout: Layout, B: int, device_memory: float | None) -> TrainingMemory:
+    """Returns the bytes on each device at the peak of a step, with micro-batches of B rows.
 
     FSDP is ZeRO (arXiv:1910.02054), stage 3 or, where the weights stay gathered, stage 2.
 
     Args:
         device_memory: the GPU's memory in bytes; None for a CPU.
     """
-    L, C, T, N, trained, V = config.n_layer, config.n_embd, config.block_size, *sizes
-    on_gpu, itemsize, blocks = device_memory is not None, dtype.itemsize, block_parameters(config)
-    tokens, embedding, accumulates = B * T, V * C, config.total_batch_size > world_size * B * T
-    sharded = config.parallel == "fsdp" and world_size > 1
+    L, nh, C, T, V, N, trained = sizes
+    dtype, world_size, sharded = layout.dtype, layout.world_size, layout.sharded
+    on_gpu, itemsize, blocks = device_memory is not None, dtype.itemsize, sizes.block_parameters
+    tokens, embedding, accumulates = B * T, V * C, layout.step_tokens > world_size * B * T
     parts = world_size if sharded else 1
     # What a layer saves per token in bf16, by its inputs: ln_1 (fp32) 4C, c_attn 2C, attention 6C + 2C and a number
     # per head, c_proj (shared with attention), ln_2 (fp32) 4C, c_fc 2C, GELU 8C, c_proj 8C. In fp32, every value takes 4 bytes.
     # With LoRA, it is about the same: LoRA's matrices need the inputs that the frozen matrices do not.
-    layer = tokens * ((36 if itemsize == 2 else 64) * C + 4 * config.n_head + 16)
-    saved: float = L * tokens * 4 * C + layer if config.recompute else L * layer  # checkpointing: arXiv:1604.06174
+    layer = tokens * ((36 if itemsize == 2 else 64) * C + 4 * nh + 16)
+    saved: float = L * tokens * 4 * C + layer if layout.recompute else L * layer  # checkpointing: arXiv:1604.06174
     saved += tokens * ((4 + itemsize) * C + 16)  # ln_f's input, the gradient that the loss saves, ids
     if itemsize == 2 and not (sharded and on_gpu):
         saved += itemsize * blocks  # autocast's copies, which the backward pass needs; FSDP gathers weights in bf16
     rows = loss.chunk_rows("cuda" if on_gpu else "cpu", V, device_memory or 0)
     rows = tokens if dtype == torch.float16 else min(rows, tokens)
     # Eager mode adds logits and log-probabilities in fp32; a CPU adds about as much again for copies in matrix products.
-    logits = rows * V * (itemsize + (16 if not on_gpu else 0 if compiled else 8))
-    if config.lora_rank is None:
+    logits = rows * V * (itemsize + (16 if not on_gpu else 0 if layout.compiled else 8))
+    if trained == N:  # without LoRA
         logits += (4 + 4) * embedding  # the gradient of the embedding, and of one chunk, in fp32
     logits += itemsize * embedding if itemsize == 2 else 0  # the embedding in bf16
     # The largest tensor that is sent: the gradient of the embeddings, or of a block. gloo copies it.
@@ -129,16 +142,14 @@ def training_memory(
     else:
         gradients = 4.0 * trained
         buffers = 4.0 * trained + (0.0 if on_gpu else largest) if world_size > 1 else 0.0  # DDP's buckets
-    moments, program = optimizer_bytes(config, trained) / parts, CUDA_BYTES if on_gpu else PROGRAM_BYTES
+    moments, program = optimizer_bytes(sizes, layout.optimizer) / parts, CUDA_BYTES if on_gpu else PROGRAM_BYTES
     return TrainingMemory(4 * N / parts, gradients, moments, saved, logits, buffers, program)
 
 
-def bytes_needed(
-    config: TrainConfig, sizes: Sizes, dist: Distributed, dtype: torch.dtype, compiled: bool, B: int
-) -> float:
+def bytes_needed(sizes: Sizes, layout: Layout, device: torch.device, B: int) -> float:
     """Returns the bytes that a step's tensors take on this rank's device, with micro-batches of B rows."""
-    total = devices.free_and_total_memory(dist.device)[1] if dist.device.type == "cuda" else None
-    taken = training_memory(config, sizes, B, dist.world_size, total, dtype, compiled)
+    total = devices.free_and_total_memory(device)[1] if device.type == "cuda" else None
+    taken = training_memory(sizes, layout, B, total)
     return taken.total - taken.program  # the program is running already
 
 
@@ -173,18 +184,22 @@ def check_model_fits(sizes: Mapping[str, Any]) -> None:
         )
 
 
-def check_training_fits(config: TrainConfig, vocab_size: int, dist: Distributed) -> None:
+def check_training_fits(sizes: Mapping[str, Any], optimizer: str, lora: bool, parts: int, device: torch.device) -> None:
     """Checks that the weights, gradients and optimizer state of a GPT fit into memory. Micro-batches are fitted later.
+
+    Args:
+        sizes: as in `count_parameters`.
+        parts: over how many devices FSDP shards them.
 
     Raises:
         UserError: they do not.
     """
-    shape = {**vars(config), "vocab_size": vocab_size}
-    check_model_fits(shape)
-    parameters, total = count_parameters(shape), devices.free_and_total_memory(dist.device)[1]
-    trained = parameters if config.lora_rank is None else 0  # LoRA's own parameters are few
-    parts = dist.world_size if config.parallel == "fsdp" else 1
-    needed = (4 * parameters + 4 * trained + optimizer_bytes(config, trained)) / parts
+    check_model_fits(sizes)
+    parameters, total = count_parameters(sizes), devices.free_and_total_memory(device)[1]
+    of_model = {name: sizes[name] for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}
+    trained = 0 if lora else parameters  # LoRA's own parameters are few
+    state = optimizer_bytes(Sizes(**of_model, parameters=parameters, trained=trained), optimizer)
+    needed = (4 * parameters + 4 * trained + state) / parts
     if needed > total:
         raise UserError(
             f"training {parameters:,} parameters takes at least {format_bytes(needed)}, but only {format_bytes(total)} are "

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from support.cli import UserError, format_bytes
-from support.data import bpe, presets, shards
+from support.cli import UserError, flag_name, flags_of, format_bytes
+from support.config import Options, PlanOptions
+from support.data import presets, shards
 from support.data.tokenizer import VOCAB_SIZES
-from support.runtime import batch_size, devices, memory
-from support.runtime.memory import Sizes, TrainingMemory, block_parameters, training_memory
-
-if TYPE_CHECKING:
-    from train_gpt2 import GPT, TrainConfig
+from support.gpus import GPU_FLAGS, GPUS
+from support.runtime import batch_size, memory
+from support.runtime.memory import Layout, Sizes, TrainingMemory, training_memory
 
 
 class Measured(NamedTuple):
@@ -59,49 +59,67 @@ HELLASWAG_ITEMS, TOKENS_PER_ITEM = 10_042, 331  # four endings with their contex
 SMALL = 60e6  # parameters: half of the smallest model in the table
 
 
-def largest_micro_batch(config: TrainConfig, sizes: Sizes) -> int:
-    """Returns the largest micro-batch that divides a GPU's rows per step and fits into its memory; 0 if no row fits."""
-    most, available = config.batch_size or batch_size.LARGEST_MICRO_BATCH, memory_of_gpu(config)
-    return memory.largest_micro_batch(
-        rows_per_gpu(config), most, lambda B: memory_per_gpu(config, sizes, B).total, available
-    )
+@dataclass(frozen=True)
+class Plan:
+    """A run on a number of GPUs of one kind."""
 
+    options: PlanOptions
+    config: Options
+    sizes: Sizes
+    flops_per_token: int
+    vocab_size: int
+    max_steps: int
+    layout: Layout  # in bf16
 
-def memory_per_gpu(config: TrainConfig, sizes: Sizes, B: int) -> TrainingMemory:
-    """Returns the bytes on each GPU with micro-batches of B rows, in bf16."""
-    return training_memory(
-        config, sizes, B, config.gpus, memory_of_gpu(config), torch.bfloat16, config.compile is not False
-    )
+    @property
+    def name(self) -> str:
+        """A short label for the layout, such as `fsdp+recompute`."""
+        parallel = "1 GPU" if self.options.gpus == 1 else "fsdp" if self.layout.sharded else "ddp"
+        return parallel + ("+recompute" if self.layout.recompute else "")
 
+    @property
+    def rows_per_gpu(self) -> int:
+        return self.layout.step_tokens // self.sizes.block_size // self.options.gpus
 
-def rows_per_gpu(config: TrainConfig) -> int:
-    return config.total_batch_size // config.block_size // config.gpus
+    @property
+    def gpu_bytes(self) -> int:
+        """The memory of a GPU."""
+        return int(GPUS[GPU_FLAGS[self.options.gpu]].gib * 2**30)
 
+    def memory_per_gpu(self, B: int) -> TrainingMemory:
+        """Returns the bytes on each GPU with micro-batches of B rows."""
+        return training_memory(self.sizes, self.layout, B, self.gpu_bytes)
 
-def memory_of_gpu(config: TrainConfig) -> int:
-    return int(devices.GPUS[devices.GPU_FLAGS[config.gpu]].gib * 2**30)
+    def largest_micro_batch(self) -> int:
+        """Returns the largest micro-batch that divides a GPU's rows per step and fits into its memory; 0 if no row fits."""
+        most = self.config.batch_size or batch_size.LARGEST_MICRO_BATCH
+        needed = lambda B: self.memory_per_gpu(B).total  # noqa: E731
+        return memory.largest_micro_batch(self.rows_per_gpu, most, needed, self.gpu_bytes)
 
 
 # -----------------------------------------------------------------------------
 # Time
 
 
-def mfu(config: TrainConfig, parameters: int, flops_per_token: int) -> tuple[float, float, str]:
+def mfu(plan: Plan) -> tuple[float, float, str]:
     """Returns the lowest and highest model FLOPs utilization to expect, and whose they are.
 
     They are --mfu, or what was measured on such a GPU at the nearest size, or, of other GPUs, the extremes of all.
     """
-    if config.mfu:
-        return config.mfu, config.mfu, "--mfu"
+    options, sizes, flops_per_token = plan.options, plan.sizes, plan.flops_per_token
+    if options.mfu:
+        return options.mfu, options.mfu, "--mfu"
     everything = [measured for of_gpu in MEASURED_MFU.values() for measured in of_gpu]
-    if config.peak or config.gpu.split("-")[0] not in MEASURED_MFU:
+    if options.peak or options.gpu.split("-")[0] not in MEASURED_MFU:
         low, high = min(m.mfu for m in everything), max(m.mfu for m in everything)
         source = "assumed, as nothing is published for this GPU: the lowest and highest of others"
     else:
-        of_gpu = MEASURED_MFU[config.gpu.split("-")[0]]
-        nearest = min((m.millions for m in of_gpu), key=lambda millions: abs(math.log(parameters / 1e6 / millions)))
+        of_gpu = MEASURED_MFU[options.gpu.split("-")[0]]
+        nearest = min(
+            (m.millions for m in of_gpu), key=lambda millions: abs(math.log(sizes.parameters / 1e6 / millions))
+        )
         of_size = [m for m in of_gpu if m.millions == nearest]
-        if config.gpus == 1:
+        if options.gpus == 1:
             of_size = [m for m in of_size if m.gpus == 1] or of_size
         first, last = min(of_size), max(of_size)
         low, high = first.mfu, last.mfu
@@ -111,25 +129,26 @@ def mfu(config: TrainConfig, parameters: int, flops_per_token: int) -> tuple[flo
                 SPREAD * high,
                 f"measured with {nearest}M parameters: {high:.0%} on {last.where}; or a fifth less",
             )
-    if config.recompute:  # the forward pass of the blocks is repeated, which MFU does not count as useful
-        repeated = 2 * block_parameters(config) + 4 * config.n_layer * config.n_embd * config.block_size
+    if plan.layout.recompute:  # the forward pass of the blocks is repeated, which MFU does not count as useful
+        repeated = 2 * sizes.block_parameters + 4 * sizes.n_layer * sizes.n_embd * sizes.block_size
         useful = flops_per_token / (flops_per_token + repeated)
         low, high, source = low * useful, high * useful, f"{source}; less recomputation"
     return low, high, source
 
 
-def evaluations(config: TrainConfig, vocab_size: int) -> tuple[int, int, int]:
+def evaluations(plan: Plan) -> tuple[int, int, int]:
     """Returns how many validations and HellaSwag scores a run has, and how many tokens they read in total."""
+    config = plan.config
 
     def times(every: int | None) -> int:
         if every is None:  # at each quarter of --minutes
             return 5
-        return -(-config.max_steps // every) + 1 if every else 0  # plus the one after the last step
+        return -(-plan.max_steps // every) + 1 if every else 0  # plus the one after the last step
 
     often = None if config.minutes else 250
     hellaswag_every = often if config.hellaswag_every is None else config.hellaswag_every
     validations, scores = times(config.val_every), times(hellaswag_every)
-    scores = scores if vocab_size == VOCAB_SIZES["gpt2"] else 0  # HellaSwag is scored only with GPT-2's tokens
+    scores = scores if plan.vocab_size == VOCAB_SIZES["gpt2"] else 0  # HellaSwag is scored only with GPT-2's tokens
     items = min(config.hellaswag_limit or HELLASWAG_ITEMS, HELLASWAG_ITEMS)
     return validations, scores, validations * config.val_tokens + scores * items * TOKENS_PER_ITEM
 
@@ -138,85 +157,117 @@ def evaluations(config: TrainConfig, vocab_size: int) -> tuple[int, int, int]:
 # The report
 
 
-def print_report(config: TrainConfig, new_model: Callable[[int], GPT], rank: int = 0) -> None:
-    """Prints the report of --plan on rank 0, for a run on `config.gpus` GPUs of the kind `config.gpu`.
+def split_flags(cli_flags: Mapping[str, Any], world_size: int) -> tuple[PlanOptions, dict[str, Any]]:
+    """Divides the flags on a command line into those of --plan and those of a run.
 
     Args:
+        world_size: the number of processes, and so of GPUs unless --gpus is given.
+
+    Raises:
+        UserError: there are flags of --plan without --plan.
+    """
+    names = flags_of(PlanOptions)
+    of_plan = {name: value for name, value in cli_flags.items() if name in names}
+    if of_plan and not of_plan.get("plan"):
+        given = " and ".join(map(flag_name, sorted(of_plan)))
+        raise UserError(f"{given}: only for --plan. Add --plan, or leave it out.")
+    options = PlanOptions(**{"gpus": world_size} | of_plan)
+    return options, {name: value for name, value in cli_flags.items() if name not in names}
+
+
+def print_report(
+    options: PlanOptions,
+    config: Options,
+    recipe: Mapping[str, Any],
+    new_model: Callable[[int], nn.Module],
+    rank: int = 0,
+) -> None:
+    """Prints the report of --plan on rank 0, for a run on `options.gpus` GPUs of the kind `options.gpu`.
+
+    Args:
+        recipe: all flags of the run, the recipe's and the model's among them.
         new_model: makes the model from its vocabulary size; on the meta device, that takes about 2 ms per layer.
 
     Raises:
         UserError: the formulas do not cover such a run, or its batch does not divide evenly among the GPUs.
     """
-    if config.lora_rank:
+    if recipe["lora_rank"]:
         raise UserError("--plan can only plan the training of all weights. Leave out --lora-rank.")
     if config.dtype not in ("auto", "bf16"):
         raise UserError(f"--plan can only plan runs in bf16. Leave out --dtype {config.dtype}.")
-    batch_size.rows_per_rank(config.total_batch_size, config.block_size, config.gpus)
+    step_tokens, gpus = recipe["total_batch_size"], options.gpus
+    batch_size.rows_per_rank(step_tokens, recipe["block_size"], gpus)
     if rank > 0:
         return
     vocab_size = vocab_size_of(config)
     with torch.device("meta"):
-        model = new_model(vocab_size)
-    for line in report(config, vocab_size, Sizes.of(model), model.flops_per_token()):
+        model: Any = new_model(vocab_size)
+    layout = Layout(
+        step_tokens, torch.bfloat16, gpus, config.parallel == "fsdp" and gpus > 1, config.recompute,
+        config.compile is not False, recipe["optimizer"],
+    )  # fmt: skip
+    plan = Plan(options, config, Sizes.of(model), model.flops_per_token(), vocab_size, recipe["max_steps"], layout)
+    for line in report(plan):
         print(textwrap.fill(line, 80, subsequent_indent=" " * 9), flush=True)
 
 
-def vocab_size_of(config: TrainConfig) -> int:
+def vocab_size_of(config: Options) -> int:
     """Returns the vocabulary size of the run's shards or, if there are none yet, of its tokenizer."""
     if shards.shard_paths(config.data, "train"):
         return shards.read_manifest(config.data)["vocab_size"]
     tokenizer = "bpe" if config.demo else config.tokenizer or "gpt2"
-    return VOCAB_SIZES.get(tokenizer) or bpe.fitting_vocab_size(presets.text_bytes(config.text, config.text_field))
+    return VOCAB_SIZES.get(tokenizer) or presets.bpe_vocab_size(config.text, config.text_field)
 
 
-def report(config: TrainConfig, vocab_size: int, sizes: Sizes, flops_per_token: int) -> Iterator[str]:
+def report(plan: Plan) -> Iterator[str]:
     """Yields the lines of the report."""
-    config = replace(config, parallel=config.parallel if config.gpus > 1 else "ddp")
-    gpus, gpu, steps, T = config.gpus, devices.GPU_FLAGS[config.gpu], config.max_steps, config.block_size
-    peak, tokens = devices.GPUS[gpu].peak_flops, steps * config.total_batch_size
-    if config.peak:
-        peak, gpu = config.peak * 1e12, f"GPU of --peak (memory: {config.gpu})"
+    options, config, sizes, flops_per_token = plan.options, plan.config, plan.sizes, plan.flops_per_token
+    gpus, gpu, steps, T = options.gpus, GPU_FLAGS[options.gpu], plan.max_steps, sizes.block_size
+    peak, step_tokens = GPUS[gpu].peak_flops, plan.layout.step_tokens
+    tokens = steps * step_tokens
+    if options.peak:
+        peak, gpu = options.peak * 1e12, f"GPU of --peak (memory: {options.gpu})"
     yield (
-        f"model    {sizes.parameters:,} parameters: {config.n_layer} layers, {config.n_head} heads, "
-        f"{config.n_embd} channels, context {T}"
+        f"model    {sizes.parameters:,} parameters: {sizes.n_layer} layers, {sizes.n_head} heads, "
+        f"{sizes.n_embd} channels, context {T}"
     )
     yield (
-        f"run      {steps:,} steps of {config.total_batch_size:,} tokens, {tokens:,} in total; "
+        f"run      {steps:,} steps of {step_tokens:,} tokens, {tokens:,} in total; "
         f"{tokens * flops_per_token:.2e} FLOPs, {flops_per_token:.2e} per token"
     )
     yield (
         f"GPUs     {gpus:,} x {gpu}, {peak / 1e12:.0f} TFLOP/s in bf16 each; each GPU gets "
-        f"{rows_per_gpu(config):,} x {T:,} tokens of a step"
+        f"{plan.rows_per_gpu:,} x {T:,} tokens of a step"
     )
     if config.minutes:
         yield f"note     --minutes measures a machine at the start of a run; this plan is for {steps:,} steps"
     layouts = [
-        replace(config, parallel=parallel, recompute=recompute)
-        for parallel in (("ddp", "fsdp") if gpus > 1 else ("ddp",))
+        replace(plan, layout=replace(plan.layout, sharded=sharded, recompute=recompute))
+        for sharded in ((False, True) if gpus > 1 else (False,))
         for recompute in (False, True)
     ]
     yield ""
-    yield f"memory   GB on each GPU, which has {memory_of_gpu(config) / 1e9:.1f}"
-    yield from memory_table(layouts, sizes)
+    yield f"memory   GB on each GPU, which has {plan.gpu_bytes / 1e9:.1f}"
+    yield from memory_table(layouts)
     yield ""
-    if not largest_micro_batch(config, sizes):
-        fitting = next((layout for layout in layouts if largest_micro_batch(layout, sizes)), None)
+    if not plan.largest_micro_batch():
+        fitting = next((layout for layout in layouts if layout.largest_micro_batch()), None)
         if fitting is None:
             yield "note     not even one row fits. Use more or larger GPUs, or a smaller model."
             return
-        yield f"note     {name_of(config)}: not even one row fits. The rest of the plan is for {name_of(fitting)}."
-        config = fitting
-    low, high, source = mfu(config, sizes.parameters, flops_per_token)
+        yield f"note     {plan.name}: not even one row fits. The rest of the plan is for {fitting.name}."
+        plan = fitting
+    low, high, source = mfu(plan)
     fast, slow = (tokens * flops_per_token / (gpus * peak * utilization) for utilization in (high, low))
     per_gpu = f", {_range(tokens / slow / gpus, tokens / fast / gpus, ',.0f')} per GPU" if gpus > 1 else ""
     yield (
-        f"time     {name_of(config)}: {_range(fast / 3600, slow / 3600, ',.2f')} hours; "
+        f"time     {plan.name}: {_range(fast / 3600, slow / 3600, ',.2f')} hours; "
         f"{_range(tokens / slow, tokens / fast, ',.0f')} tokens/s{per_gpu}, {_range(fast / steps, slow / steps, '.3g')} s per step"
     )
     yield f"         at {_range(low, high, '.1%')} MFU ({source})" + (
-        "; a model this small will not reach that" if sizes.parameters < SMALL and not config.mfu else ""
+        "; a model this small will not reach that" if sizes.parameters < SMALL and not options.mfu else ""
     )
-    validations, scores, evaluated = evaluations(config, vocab_size)
+    validations, scores, evaluated = evaluations(plan)
     # a forward pass is a third of a training step
     evaluation = evaluated / 3 / tokens
     yield (
@@ -225,18 +276,18 @@ def report(config: TrainConfig, vocab_size: int, sizes: Sizes, flops_per_token: 
         "counted"
     )
     least, most = (gpus * (1 + evaluation) * seconds / 3600 for seconds in (fast, slow))
-    price = config.price
+    price = options.price
     cost = "" if price is None else f", {_range(least * price, most * price, ',.2f')} at {price:g} per GPU-hour"
     yield f"cost     {_range(least, most, ',.1f')} GPU-hours{cost}"
     if config.compile is not False:
-        yield f"start    {presets.compile_seconds(config.n_layer):.0f} s to compile with 16 cores, less the next time"
-    if config.text is None and not config.demo and not shards.shard_paths(config.data, "train"):
+        yield f"start    {presets.compile_seconds(sizes.n_layer):.0f} s to compile with 16 cores, less the next time"
+    if not config.has_preset and not shards.shard_paths(config.data, "train"):
         yield (
             f"data     none in {config.data} yet. For FineWeb-Edu, fineweb.py downloads {format_bytes(DOWNLOAD_BYTES)}, "
             f"{DOWNLOAD_BYTES / GIGABIT / 60:.0f} minutes at 1 Gbit/s, and encodes it, {ENCODE_MINUTES} minutes with two cores. "
             "That needs no GPU"
         )
-    checkpoint_bytes = memory.checkpoint_bytes(config, sizes.parameters, sizes.trained)
+    checkpoint_bytes = memory.checkpoint_bytes(sizes, plan.layout.optimizer)
     yield f"disk     {format_bytes(2 * tokens)} of tokens are read, {format_bytes(checkpoint_bytes)} per checkpoint"
 
 
@@ -246,19 +297,14 @@ def _range(low: float, high: float, form: str) -> str:
     return ends[0] if ends[0] == ends[1] else " to ".join(ends)
 
 
-def name_of(config: TrainConfig) -> str:
-    """Returns a short label for a layout, such as `fsdp+recompute`."""
-    return ("1 GPU" if config.gpus == 1 else config.parallel) + ("+recompute" if config.recompute else "")
-
-
-def memory_table(layouts: Sequence[TrainConfig], sizes: Sizes) -> Iterator[str]:
+def memory_table(layouts: Sequence[Plan]) -> Iterator[str]:
     """Yields a table of each layout's memory with the largest micro-batch that fits or, if none does, with one row."""
     columns = []
     for layout in layouts:
-        B = largest_micro_batch(layout, sizes)
-        parts = memory_per_gpu(layout, sizes, B or 1)
+        B = layout.largest_micro_batch()
+        parts = layout.memory_per_gpu(B or 1)
         gigabytes = (f"{part / 1e9:,.2f}" for part in (*parts, parts.total))
-        columns.append([name_of(layout), *gigabytes, str(B or "none")])
+        columns.append([layout.name, *gigabytes, str(B or "none")])
     titles = ["", *parts._fields, "total", "batch size"]
     for title, *cells in zip(titles, *columns, strict=True):
         yield f"{title:<12}" + "".join(f"{cell:>17}" for cell in cells)

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from support.cli import UserError, flag_name
+from support.cli import Flag, UserError, flag_name, flags_of
+from support.config import Options
 from support.data.shards import DataIdentity
 from support.runtime import devices
 from support.runtime.distributed import Distributed
 
 if TYPE_CHECKING:
     from support.runtime.machine import Machine
-    from train_gpt2 import TrainConfig
 
 HINTS = {
     "the versions": "Install the same ones on all nodes.",
@@ -26,20 +26,20 @@ HINTS = {
     "the checkpoint": "All nodes must see the same folder at --out.",
     "the shards": "Copy one node's shards to the others.",
 }  # all other facts are flags
-PATHS = {"text", "out", "fork", "init_from", "hellaswag_data"}  # flags whose values may differ between nodes
 
 
-def check_starts_agree(dist: Distributed, cli_flags: Mapping[str, Any]) -> None:
+def check_starts_agree(dist: Distributed, cli_flags: Mapping[str, Any], flags: Mapping[str, Flag]) -> None:
     """Checks that all ranks have the same versions and command line; call it before anything else that they do together."""
-    given = {flag_name(name): "given" if name in PATHS else str(value) for name, value in cli_flags.items()}
+    given = {flag_name(name): "given" if flags[name].per_node else str(value) for name, value in cli_flags.items()}
     given.pop("--data", None)  # one node may need it, and another may have its shards in the default folder
     versions = f"Python {'.'.join(platform.python_version_tuple()[:2])}, torch {torch.__version__}"
     check_facts_agree(dist, given | {"the versions": versions})
 
 
-def check_runs_agree(dist: Distributed, config: TrainConfig, machine: Machine, identity: DataIdentity) -> None:
+def check_runs_agree(dist: Distributed, config: Options, machine: Machine, identity: DataIdentity) -> None:
     """Checks that all ranks have the same GPUs, shards and configuration."""
-    facts = {flag_name(name): str(value) for name, value in config.to_dict().items() if name not in PATHS | {"data"}}
+    flags = flags_of(type(config))
+    facts = {flag_name(name): str(value) for name, value in config.to_dict().items() if not flags[name].per_node}
     facts["the device"] = f"{devices.describe(dist.device)} in {machine.dtype}"
     splits = json.dumps([identity["train"], identity["val"]])
     facts["the shards"] = hashlib.sha256(splits.encode()).hexdigest()[:8]

@@ -7,26 +7,19 @@ import hashlib
 import json
 import os
 import uuid
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+from torch import nn
+
+from support.checkpoints.state import Checkpoint
+from support.config import DEFAULT_PROMPT, Options
 from support.data.shards import DataIdentity, TokenData
-from support.runtime.options import DEFAULT_PROMPT
-
-if TYPE_CHECKING:
-    from support.checkpoints.state import Checkpoint
-    from support.runtime.machine import Machine
-    from train_gpt2 import GPT, GPTConfig, TrainConfig
-
-
-GPT2_FIELDS = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd", "bias", "dropout"}  # fields of GPTConfig
-
-
-def options_of(config: GPTConfig) -> dict[str, Any]:
-    """Returns the fields that make a model differ from GPT-2: added fields that do not have their default."""
-    added = [field for field in fields(config) if field.name not in GPT2_FIELDS]
-    return {field.name: value for field in added if (value := getattr(config, field.name)) != field.default}
+from support.runtime.length import Length
+from support.runtime.machine import Machine
 
 
 def checkpoint_path(out: str | os.PathLike[str], step: int) -> Path:
@@ -38,21 +31,32 @@ def checkpoint_path(out: str | os.PathLike[str], step: int) -> Path:
 class RunInfo:
     """Everything that a run's header, log, checkpoints and summary are written from."""
 
-    config: TrainConfig
+    config: Options  # with the flags of the recipe, which `to_dict` lists
     machine: Machine
     data: TokenData
     identity: DataIdentity
-    model: GPT
+    model: nn.Module  # a GPT
+    flops_per_token: int
+    length: Length
+    recipe: str  # optimizer and learning rates, in words
+    optimizer: str  # its kind
+    step_tokens: int
+    base: str | None = None  # the pretrained model that training started from
+    lora: tuple[int, float] | None = None  # rank and alpha
     checkpoint: Checkpoint | None = None  # the checkpoint that the run resumes from or forks
+    forked: bool = False  # this process starts the run from another run's checkpoint
     hellaswag_items: int = 0  # items that all ranks score, in total
     hellaswag_sha256: str = ""  # of these items
 
     @functools.cached_property
     def id(self) -> str:
         """Identifies the run in its checkpoints and in `starts.jsonl`; a resumed run keeps it, a fork has its own."""
-        if self.checkpoint and not self.config.starts_fork:
-            return self.checkpoint.run
-        return uuid.uuid4().hex[:12]
+        return self.checkpoint.run if self.checkpoint and not self.forked else uuid.uuid4().hex[:12]
+
+    @property
+    def model_config(self) -> Any:
+        """The model's GPTConfig."""
+        return self.model.config
 
     @property
     def first_step(self) -> int:
@@ -62,13 +66,16 @@ class RunInfo:
     @functools.cached_property
     def validated_tokens(self) -> int:
         """The number of tokens in a validation."""
-        return sum(map(len, self.data.targets(self.config.block_size, self.config.val_tokens)))
+        return sum(map(len, self._targets))
 
     @functools.cached_property
     def bytes_per_token(self) -> float:
         """Average bytes of text per validated token, to convert nats per token to nats per byte."""
-        targets = self.data.targets(self.config.block_size, self.config.val_tokens)
-        return sum(map(self.data.tokenizer.count_bytes, targets)) / self.validated_tokens
+        return sum(map(self.data.tokenizer.count_bytes, self._targets)) / self.validated_tokens
+
+    @property
+    def _targets(self) -> list[npt.NDArray[np.uint16]]:
+        return self.data.targets(self.model_config.block_size, self.config.val_tokens)
 
     @functools.cached_property
     def comparable(self) -> dict[str, str]:
@@ -81,7 +88,7 @@ class RunInfo:
             "val": [self.identity["val"], self.validated_tokens],
             "hella": self.hellaswag_sha256,
         }
-        keys = {name: json.dumps([self.config.total_batch_size, on]) for name, on in measured_on.items() if on}
+        keys = {name: json.dumps([self.step_tokens, on]) for name, on in measured_on.items() if on}
         return {name: hashlib.sha256(key.encode()).hexdigest()[:16] for name, key in keys.items()}
 
     @property

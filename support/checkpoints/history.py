@@ -25,9 +25,9 @@ from support import __version__
 from support.cli import words_of
 
 if TYPE_CHECKING:  # reading a file must not take as long as importing torch
+    from support.checkpoints.run_info import RunInfo
     from support.checkpoints.state import Checkpoint
     from support.runtime.distributed import Distributed
-    from support.runtime.run_info import RunInfo
 
 T = TypeVar("T")
 
@@ -77,7 +77,7 @@ def describe_start(run: RunInfo, dist: Distributed) -> dict[str, Any]:
             "bytes_per_token": run.bytes_per_token,
         },
         "parameters": sum(p.numel() for p in run.model.parameters()),
-        "tokens_per_step": run.config.total_batch_size,
+        "tokens_per_step": run.step_tokens,
         "validation_tokens": run.validated_tokens,
         "hellaswag_items": run.hellaswag_items,
         "comparable": run.comparable,

@@ -17,10 +17,11 @@ from training import ONE_PROCESS, resumed, run_info, trained, trainer_file
 
 import train_gpt2
 from support import __version__
+from support.checkpoints import history
 from support.checkpoints.directory import newest_checkpoint
+from support.checkpoints.history import append_lines, comparable_values, describe_end, describe_start, read_starts
 from support.cli import UserError
-from support.console import run_logger, starts
-from support.console.starts import append_lines, comparable_values, describe_end, describe_start, read_starts
+from support.console import run_logger
 
 
 def test_a_line_is_there_before_the_first_step_and_says_what_is_trained(byte_shards, tmp_path, monkeypatch):
@@ -162,5 +163,5 @@ def test_versions_have_the_commit_of_git_in_this_folder_alone(tmp_path, monkeypa
     expected = {"train_gpt2.py": __version__, "python": platform.python_version(), "torch": torch.__version__}
     expected |= {"numpy": np.__version__, "platform": platform.platform()}
     for folder, commit in ((tmp_path, {"commit": head}), (tmp_path / "unpacked", {})):
-        monkeypatch.setattr(starts, "ROOT", folder)
+        monkeypatch.setattr(history, "ROOT", folder)
         assert describe_start(run_info(), ONE_PROCESS)["versions"] == expected | commit
