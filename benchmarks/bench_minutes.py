@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from harness import run_script
-from support.checkpoints.history import read_starts
 
 from support.checkpoints.directory import newest_checkpoint
+from support.checkpoints.history import read_starts
 from support.checkpoints.run_folder import has_finished
 from support.checkpoints.state import Checkpoint
 from support.console.log import read_log
