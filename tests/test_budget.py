@@ -145,8 +145,8 @@ def test_given_sizes_stay(monkeypatch):
         (1e6, 10.1, "", 0.1, 50),
         (1e6, 60, "", 0.1, 50),
         (1.7e5, 60, "", 0.1, 50),
-        (1.6e5, 60, "", 0.2, 25),  # 331,776 weights are more than two for each byte
-        (1e6, 20, "--n-layer 6 --n-embd 192 --n-head 3", 0.2, 25),
+        (1.6e5, 60, "", 0.1, 20),  # 331,776 weights are more than two for each byte
+        (1e6, 30, "--n-layer 6 --n-embd 192 --n-head 3", 0.1, 20),  # 2.65 million
         (1e6, 30, "--dropout 0", 0.0, 10),
         (1e6, 5, "--dropout 0.05", 0.05, 50),
         (1e6, 29, "--max-passes 20 --recipe gpt2", 0.1, 20),

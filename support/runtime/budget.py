@@ -87,11 +87,13 @@ def flags_for_minutes(
             if tokens < needed and dist.device.type == "cpu" or (measured := tokens_in_time(model)) < needed:
                 break
             chosen, tokens = model, measured
-        passes, sizes = tokens / train_tokens, recipe | chosen
+        passes = tokens / train_tokens
         dropout = recipe["dropout"]
         if from_scratch:
-            dropout = cli_flags.get("dropout", presets.dropout_for(passes, sizes, text_bytes))
-        limit = cli_flags.get("max_passes", presets.most_passes(dropout, sizes, text_bytes) if limits_passes else 0.0)
+            dropout = cli_flags.get("dropout", presets.dropout_for(passes))
+        limit = cli_flags.get(
+            "max_passes", presets.most_passes(dropout, recipe | chosen, text_bytes) if limits_passes else 0.0
+        )
         fitting = presets.timed_step_size(min(tokens, limit * train_tokens) if limit else tokens)
         step = fitting if choose_step else recipe["total_batch_size"]
         # as --text does for pretrained weights: 200 steps at least, of 1,024 tokens at least
