@@ -18,6 +18,7 @@ from harness import run_script
 from support.console.starts import read_starts
 
 from support.checkpoints.directory import newest_checkpoint
+from support.checkpoints.history import read_starts
 from support.checkpoints.run_folder import has_finished
 from support.checkpoints.state import Checkpoint
 from support.console.log import read_log

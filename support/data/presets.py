@@ -36,22 +36,20 @@ MODELS_FOR_TEXT: tuple[dict[str, int], ...] = (
     dict(n_layer=3, n_head=2, n_embd=96, block_size=64, batch_size=32),
     dict(n_layer=3, n_head=2, n_embd=128, block_size=64, batch_size=32),
     dict(n_layer=4, n_head=2, n_embd=128, block_size=64, batch_size=32),
-    dict(n_layer=6, n_head=3, n_embd=192, block_size=128, batch_size=16),
     dict(n_layer=6, n_head=4, n_embd=256, block_size=256),
     dict(n_layer=8, n_head=8, n_embd=512, block_size=512),
     dict(n_layer=12, n_head=12, n_embd=768, block_size=1024),  # gpt2
 )
 # A model reads at least this many bytes of text, repetitions included, per weight of its blocks (measured, see
-# docs/small-models.md). It never has more such weights than the text has bytes, or it would memorize the text; with
-# dropout, WEIGHTS_PER_BYTE times as many.
-BYTES_PER_WEIGHT, WEIGHTS_PER_BYTE = 7, 2.5
+# docs/small-models.md). It never has more such weights than the text has bytes, or it would memorize the text.
+BYTES_PER_WEIGHT = 7
 BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0, "bpe": 3.0}
 BYTES_PER_TOKEN_OF_SMALL_BPE = {512: 2.0, 1024: 2.5}  # by the size of the vocabulary
 MIN_TOKENS = {"gpt2": 1.65e6, "bytes": 2.4e6, "bpe": 1.65e6}  # a text with fewer tokens is read several times
-# A text is read at most MAX_EPOCHS times without dropout: more would only memorize it. With dropout (the first value) it is
-# read more often (the second); a model that has more than MANY_WEIGHTS weights for each byte is in the second row.
-MAX_EPOCHS, MANY_WEIGHTS = 10, 2.0
-DROPOUT_AND_PASSES = ((0.1, 50), (0.2, 25))
+# A text is read at most MAX_EPOCHS times without dropout: more would only memorize it. With dropout it is read up to
+# MOST_PASSES times, or FEWER_PASSES by a model that has more than MANY_WEIGHTS weights for each byte.
+MAX_EPOCHS, DROPOUT = 10, 0.1
+MOST_PASSES, FEWER_PASSES, MANY_WEIGHTS = 50, 20, 2.0
 TINY_TEXT = 1e5  # bytes; a run on less says what little can be learned from it
 MAX_BPE_TEXT = 4e8  # bytes; a larger text gets GPT-2's tokens
 
@@ -96,7 +94,7 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
         if cli_flags.get("block_size", context) <= MODELS_FOR_TEXT[0]["block_size"]:
             flags["batch_size"] = MODELS_FOR_TEXT[0]["batch_size"]  # takes as long as 4 rows
     else:  # several epochs of a small text, but too few to memorize it
-        most = most_passes(cli_flags.get("dropout", 0.1), MODELS_FOR_TEXT[0], size)
+        most = most_passes(cli_flags.get("dropout", DROPOUT), MODELS_FOR_TEXT[0], size)
         total_tokens, steps = max(tokens, min(MIN_TOKENS[tokenizer], most * tokens)), 2000
         flags = dict(recipe="fast")
         if "model" not in cli_flags:
@@ -106,7 +104,7 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
         flags |= dict(cooldown_fraction=SHORT_COOLDOWN) | fast_rates(tokens_per_step, cli_flags)
     steps = cli_flags.get("max_steps", max(1, round(total_tokens / max(1, tokens_per_step))))
     if not fine_tuned:
-        flags["dropout"] = dropout_for(steps * tokens_per_step / max(1, tokens), {**flags, **cli_flags}, size)
+        flags["dropout"] = dropout_for(steps * tokens_per_step / max(1, tokens))
     length = flags_for_steps(steps, False, fine_tuned)
     if "minutes" in cli_flags:
         length |= _intervals(None, False)
@@ -140,29 +138,21 @@ def bytes_per_token(text_bytes: float, tokenizer: str) -> float:
     return BYTES_PER_TOKEN_OF_SMALL_BPE.get(fitting_vocab_size(text_bytes), BYTES_PER_TOKEN["bpe"])
 
 
-def dropout_for(passes: float, model: Mapping[str, Any], text_bytes: float) -> float:
-    """Returns the dropout of a model that makes so many passes over a text."""
-    return DROPOUT_AND_PASSES[_has_many_weights(model, text_bytes)][0] if passes > MAX_EPOCHS else 0.0
+def dropout_for(passes: float) -> float:
+    """Returns the dropout that suits so many passes over a text."""
+    return DROPOUT if passes > MAX_EPOCHS else 0.0
 
 
-def most_passes(dropout: float, model: Mapping[str, Any], text_bytes: float) -> float:
+def most_passes(dropout: float, model: Mapping[str, Any], text_bytes: float) -> int:
     """Returns how many passes over a text lower the validation loss; measured, see docs/small-models.md."""
-    return DROPOUT_AND_PASSES[_has_many_weights(model, text_bytes)][1] if dropout else MAX_EPOCHS
+    if not dropout:
+        return MAX_EPOCHS
+    return FEWER_PASSES if block_weights(model) > MANY_WEIGHTS * text_bytes else MOST_PASSES
 
 
-def _has_many_weights(model: Mapping[str, Any], text_bytes: float) -> bool:
-    sizes = MODELS_FOR_TEXT[-1] | {name: model[name] for name in ("n_layer", "n_embd") if name in model}
-    return block_weights(sizes) > MANY_WEIGHTS * text_bytes
-
-
-def models_for_text(text_bytes: float, bytes_read: float = math.inf, dropout: bool = False) -> list[dict[str, int]]:
-    """Returns the flags of the models that suit a text, the smallest first.
-
-    Args:
-        bytes_read: how much of the text is read, repetitions included.
-        dropout: whether the models have dropout.
-    """
-    most_weights = min(text_bytes * (WEIGHTS_PER_BYTE if dropout else 1), bytes_read / BYTES_PER_WEIGHT)
+def models_for_text(text_bytes: float, bytes_read: float = math.inf) -> list[dict[str, int]]:
+    """Returns the flags of the models that suit a text, the smallest first; `bytes_read` includes repetitions."""
+    most_weights = min(text_bytes, bytes_read / BYTES_PER_WEIGHT)
     return [model for model in MODELS_FOR_TEXT if model is MODELS_FOR_TEXT[0] or block_weights(model) <= most_weights]
 
 

@@ -360,7 +360,7 @@ def _raise_open_file_limit(num_shards: int) -> None:
 
 
 def rows_in_shard(tokens: int, T: int, shuffle: bool = False) -> int:
-    """Returns the number of rows of T+1 tokens in a shard of this many. The last target of a row is also the first input of the next one.
+    """Returns the number of rows of T+1 tokens in a shard. The last target of a row is also the first input of the next one.
 
     With `shuffle`, there is one row fewer: the first row may start at any of the first T tokens.
     """

@@ -56,9 +56,9 @@ def flags_for_minutes(
     text_bytes = presets.text_bytes(config.text, config.text_field)
     vocab_size = VOCAB_SIZES.get(tokenizer) or presets.bpe_vocab_size(config.text, config.text_field)
     machine = Machine.find(config, recipe, dist.device, dist.world_size)
+    is_new = not (recipe["init_from"] or config.fork)
     tuned = config.has_preset and recipe["init_from"] is not None and config.fork is None
-    from_scratch = config.has_preset and not (recipe["init_from"] or config.fork)
-    limits_passes = config.has_preset and not recipe["init_from"]  # a fork of a run with --init-from has it, too
+    from_scratch, limits_passes = config.has_preset and is_new, config.has_preset and not recipe["init_from"]
     choose_step = from_scratch and recipe["recipe"] == "fast"
     choose_model = choose_step and not cli_flags.keys() & {*presets.MODEL_FLAGS, "model"}
 
@@ -75,10 +75,9 @@ def flags_for_minutes(
         return 60 * minutes * speed
 
     def choose_flags() -> dict[str, Any]:
-        dropout = cli_flags.get("dropout")
-        first, *larger = presets.models_for_text(text_bytes, dropout=dropout != 0) if choose_model else [{}]
+        first, *larger = presets.models_for_text(text_bytes) if choose_model else [{}]
         # with thousands of logits, the smallest is hardly faster than the next one, and worse
-        if tokenizer != "bytes" and larger and presets.block_weights(larger[0]) <= text_bytes:
+        if tokenizer != "bytes" and larger:
             first, *larger = larger
         chosen, tokens = first, tokens_in_time(first)
         for model in larger:
@@ -87,14 +86,14 @@ def flags_for_minutes(
             # kernels takes most of a small model's time.
             if tokens < needed and dist.device.type == "cpu" or (measured := tokens_in_time(model)) < needed:
                 break
-            has_dropout = dropout or presets.dropout_for(measured / train_tokens, model, text_bytes)
-            if presets.block_weights(model) > text_bytes and not has_dropout:  # it would memorize the text
-                break
             chosen, tokens = model, measured
-        passes, sizes = tokens / train_tokens, recipe | chosen
-        if dropout is None:
-            dropout = presets.dropout_for(passes, sizes, text_bytes) if from_scratch else recipe["dropout"]
-        limit = cli_flags.get("max_passes", presets.most_passes(dropout, sizes, text_bytes) if limits_passes else 0.0)
+        passes = tokens / train_tokens
+        dropout = recipe["dropout"]
+        if from_scratch:
+            dropout = cli_flags.get("dropout", presets.dropout_for(passes))
+        limit = cli_flags.get(
+            "max_passes", presets.most_passes(dropout, recipe | chosen, text_bytes) if limits_passes else 0.0
+        )
         fitting = presets.timed_step_size(min(tokens, limit * train_tokens) if limit else tokens)
         step = fitting if choose_step else recipe["total_batch_size"]
         # as --text does for pretrained weights: 200 steps at least, of 1,024 tokens at least
