@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from harness import run_script
-from support.console.starts import read_starts
 
 from support.checkpoints.directory import newest_checkpoint
 from support.checkpoints.history import read_starts
