@@ -34,7 +34,7 @@ FEW_STEPS = 100
 
 def flags_for_minutes(
     config: Options,
-    recipe: dict[str, Any],
+    flags: dict[str, Any],
     cli_flags: Mapping[str, Any],
     dist: Distributed,
     new_model: Callable[[Mapping[str, Any], int], nn.Module],
@@ -46,7 +46,7 @@ def flags_for_minutes(
     most. A pretrained model keeps its size, and a fork its step, too.
 
     Args:
-        recipe: all flags of the run, the recipe's and the model's among them.
+        flags: all flags of the run, those of `config` and of the recipe.
         new_model: makes a model of the sizes in such flags, with a vocabulary of this size.
 
     Raises:
@@ -55,11 +55,11 @@ def flags_for_minutes(
     minutes, tokenizer = config.minutes or 0.0, "bpe" if config.demo else config.tokenizer or "gpt2"
     text_bytes = presets.text_bytes(config.text, config.text_field)
     vocab_size = VOCAB_SIZES.get(tokenizer) or presets.bpe_vocab_size(config.text, config.text_field)
-    machine = Machine.find(config, recipe, dist.device, dist.world_size)
-    is_new = not (recipe["init_from"] or config.fork)
-    tuned = config.has_preset and recipe["init_from"] is not None and config.fork is None
-    from_scratch, limits_passes = config.has_preset and is_new, config.has_preset and not recipe["init_from"]
-    choose_step = from_scratch and recipe["recipe"] == "fast"
+    machine = Machine.find(config, flags, dist.device, dist.world_size)
+    is_new = not (flags["init_from"] or config.fork)
+    tuned = config.has_preset and flags["init_from"] is not None and config.fork is None
+    from_scratch, limits_passes = config.has_preset and is_new, config.has_preset and not flags["init_from"]
+    choose_step = from_scratch and flags["recipe"] == "fast"
     choose_model = choose_step and not cli_flags.keys() & {*presets.MODEL_FLAGS, "model"}
 
     # A GPU takes as long for 64 rows of a small model as for 16, so a step gets more.
@@ -68,7 +68,7 @@ def flags_for_minutes(
     train_tokens, bytes_per_token = (f(text_bytes, tokenizer) for f in (presets.train_tokens, presets.bytes_per_token))
 
     def tokens_in_time(model: dict[str, int]) -> float:
-        of_model = recipe | {"batch_size": machine.batch_size} | model | gpu_rows
+        of_model = flags | {"batch_size": machine.batch_size} | model | gpu_rows
         speed = _tokens_per_second(of_model, machine.dtype, vocab_size, dist, new_model)
         devices.free_memory(dist.device)
         devices.trim_memory(dist.device)
@@ -88,16 +88,16 @@ def flags_for_minutes(
                 break
             chosen, tokens = model, measured
         passes = tokens / train_tokens
-        dropout = recipe["dropout"]
+        dropout = flags["dropout"]
         if from_scratch:
             dropout = cli_flags.get("dropout", presets.dropout_for(passes))
         limit = cli_flags.get(
-            "max_passes", presets.most_passes(dropout, recipe | chosen, text_bytes) if limits_passes else 0.0
+            "max_passes", presets.most_passes(dropout, flags | chosen, text_bytes) if limits_passes else 0.0
         )
         fitting = presets.timed_step_size(min(tokens, limit * train_tokens) if limit else tokens)
-        step = fitting if choose_step else recipe["total_batch_size"]
+        step = fitting if choose_step else flags["total_batch_size"]
         # as --text does for pretrained weights: 200 steps at least, of 1,024 tokens at least
-        unit = 2 * recipe["block_size"] * dist.world_size
+        unit = 2 * flags["block_size"] * dist.world_size
         while tuned and 0 < tokens < 200 * step and step >= 2048 and step % unit == 0:
             step //= 2
         step = cli_flags.get("total_batch_size", step)
@@ -117,27 +117,27 @@ def flags_for_minutes(
                 f"note    there is time to read the data {passes:,.0f} times. The run ends after {limit:g}: more would only\n"
                 "        memorize it"
             )
-        flags: dict[str, Any] = dict(chosen)
+        fitting: dict[str, Any] = dict(chosen)
         if limits_passes:
-            flags["max_passes"] = limit
+            fitting["max_passes"] = limit
         if from_scratch:
-            flags["dropout"] = dropout
+            fitting["dropout"] = dropout
         if choose_step:
-            flags |= {"total_batch_size": step} | presets.fast_rates(step, cli_flags)
+            fitting |= {"total_batch_size": step} | presets.fast_rates(step, cli_flags)
         elif tuned:
-            flags["total_batch_size"] = step
+            fitting["total_batch_size"] = step
         if on_gpu:
-            flags["batch_size"] = None  # the largest that divides a step
+            fitting["batch_size"] = None  # the largest that divides a step
         if 0 < tokens < LEAST_SAMPLED:
-            flags["sample_every"] = 0
+            fitting["sample_every"] = 0
         validated = max(VALIDATED_FRACTION * tokens, min(ENOUGH_VALIDATED, MOST_VALIDATED * tokens))
-        block_size = chosen.get("block_size", recipe["block_size"])  # at least one row
-        return flags | {"val_tokens": min(config.val_tokens, max(block_size, int(validated)))}
+        block_size = chosen.get("block_size", flags["block_size"])  # at least one row
+        return fitting | {"val_tokens": min(config.val_tokens, max(block_size, int(validated)))}
 
     startup.show("measuring how fast this machine trains ...")
-    flags = dist.once(choose_flags)
+    fitting = dist.once(choose_flags)
     startup.show("")
-    return {name: value for name, value in flags.items() if name not in cli_flags}
+    return {name: value for name, value in fitting.items() if name not in cli_flags}
 
 
 def _tokens_per_second(

@@ -178,25 +178,25 @@ def split_flags(cli_flags: Mapping[str, Any], world_size: int) -> tuple[PlanOpti
 def print_report(
     options: PlanOptions,
     config: Options,
-    recipe: Mapping[str, Any],
+    flags: Mapping[str, Any],
     new_model: Callable[[int], nn.Module],
     rank: int = 0,
 ) -> None:
     """Prints the report of --plan on rank 0, for a run on `options.gpus` GPUs of the kind `options.gpu`.
 
     Args:
-        recipe: all flags of the run, the recipe's and the model's among them.
+        flags: all flags of the run, those of `config` and of the recipe.
         new_model: makes the model from its vocabulary size; on the meta device, that takes about 2 ms per layer.
 
     Raises:
         UserError: the formulas do not cover such a run, or its batch does not divide evenly among the GPUs.
     """
-    if recipe["lora_rank"]:
+    if flags["lora_rank"]:
         raise UserError("--plan can only plan the training of all weights. Leave out --lora-rank.")
     if config.dtype not in ("auto", "bf16"):
         raise UserError(f"--plan can only plan runs in bf16. Leave out --dtype {config.dtype}.")
-    step_tokens, gpus = recipe["total_batch_size"], options.gpus
-    batch_size.rows_per_rank(step_tokens, recipe["block_size"], gpus)
+    step_tokens, gpus = flags["total_batch_size"], options.gpus
+    batch_size.rows_per_rank(step_tokens, flags["block_size"], gpus)
     if rank > 0:
         return
     vocab_size = vocab_size_of(config)
@@ -204,9 +204,9 @@ def print_report(
         model: Any = new_model(vocab_size)
     layout = Layout(
         step_tokens, torch.bfloat16, gpus, config.parallel == "fsdp" and gpus > 1, config.recompute,
-        config.compile is not False, recipe["optimizer"],
+        config.compile is not False, flags["optimizer"],
     )  # fmt: skip
-    plan = Plan(options, config, Sizes.of(model), model.flops_per_token(), vocab_size, recipe["max_steps"], layout)
+    plan = Plan(options, config, Sizes.of(model), model.flops_per_token(), vocab_size, flags["max_steps"], layout)
     for line in report(plan):
         print(textwrap.fill(line, 80, subsequent_indent=" " * 9), flush=True)
 
