@@ -117,27 +117,27 @@ def flags_for_minutes(
                 f"note    there is time to read the data {passes:,.0f} times. The run ends after {limit:g}: more would only\n"
                 "        memorize it"
             )
-        fitting: dict[str, Any] = dict(chosen)
+        chosen_flags: dict[str, Any] = dict(chosen)
         if limits_passes:
-            fitting["max_passes"] = limit
+            chosen_flags["max_passes"] = limit
         if from_scratch:
-            fitting["dropout"] = dropout
+            chosen_flags["dropout"] = dropout
         if choose_step:
-            fitting |= {"total_batch_size": step} | presets.fast_rates(step, cli_flags)
+            chosen_flags |= {"total_batch_size": step} | presets.fast_rates(step, cli_flags)
         elif tuned:
-            fitting["total_batch_size"] = step
+            chosen_flags["total_batch_size"] = step
         if on_gpu:
-            fitting["batch_size"] = None  # the largest that divides a step
+            chosen_flags["batch_size"] = None  # the largest that divides a step
         if 0 < tokens < LEAST_SAMPLED:
-            fitting["sample_every"] = 0
+            chosen_flags["sample_every"] = 0
         validated = max(VALIDATED_FRACTION * tokens, min(ENOUGH_VALIDATED, MOST_VALIDATED * tokens))
         block_size = chosen.get("block_size", flags["block_size"])  # at least one row
-        return fitting | {"val_tokens": min(config.val_tokens, max(block_size, int(validated)))}
+        return chosen_flags | {"val_tokens": min(config.val_tokens, max(block_size, int(validated)))}
 
     startup.show("measuring how fast this machine trains ...")
-    fitting = dist.once(choose_flags)
+    chosen_flags = dist.once(choose_flags)
     startup.show("")
-    return {name: value for name, value in fitting.items() if name not in cli_flags}
+    return {name: value for name, value in chosen_flags.items() if name not in cli_flags}
 
 
 def _tokens_per_second(
