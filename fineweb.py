@@ -4,7 +4,7 @@
     python fineweb.py --name sample-100BT      # 100 billion
     python fineweb.py --input book.txt 'notes/*.jsonl' --output my_data
     python fineweb.py --dataset roneneldan/TinyStories --output tinystories
-    python fineweb.py --demo                   # the documentation of Python and PyTorch
+    python fineweb.py --demo                   # documentation of this Python
     python fineweb.py --check my_data          # are all shards intact?
 
 If the command is killed, run it again to continue; finished work is kept.

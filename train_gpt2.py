@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -35,21 +35,25 @@ from support.data import presets
 # -----------------------------------------------------------------------------
 # What can be set: the model and the recipe. support/config.py has the rest: files, evaluation, checkpoints, device.
 
+T = TypeVar("T")
+
+
+def model_flag(default: T, help: str, **options: Any) -> T:
+    """Returns a flag that a resumed run and a fork keep, and that pretrained weights bring."""
+    return flag(default, help, "model", fork="keeps", init_from="brings", **options)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags:
-    """The model's sizes and options. A resumed run and a fork keep them, and pretrained weights bring their own."""
+    """The model's sizes and options."""
 
     # fmt: off
-    n_layer: int = flag(12, "layers", "model", default_help="set by --model", at_least=1, at_most=10_000,
-                        fork="keeps", init_from="brings")
-    n_head: int = flag(12, "heads", "model", default_help="set by --model", at_least=1, below=2**31,
-                       fork="keeps", init_from="brings")
-    n_embd: int = flag(768, "channels", "model", default_help="set by --model", at_least=1, below=2**31,
-                       fork="keeps", init_from="brings")
+    n_layer: int = model_flag(12, "layers", default_help="set by --model", at_least=1, at_most=10_000)
+    n_head: int = model_flag(12, "heads", default_help="set by --model", at_least=1, below=2**31)
+    n_embd: int = model_flag(768, "channels", default_help="set by --model", at_least=1, below=2**31)
     block_size: int = flag(1024, "context length in tokens", "model", default_help="1024; the model's with --init-from",
                            at_least=1, below=2**31, fork="keeps")  # a shorter one is possible with pretrained weights
-    bias: bool = flag(True, "biases in linear layers and layer norms", "model", fork="keeps", init_from="brings")
+    bias: bool = model_flag(True, "biases in linear layers and layer norms")
     # GPT-2 had 0.1; text that is seen only once needs none
     dropout: float = flag(0.0, "dropout probability", "model", at_least=0, below=1)
     # fmt: on
@@ -57,7 +61,7 @@ class ModelFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(ModelFlags):
-    vocab_size: int = 50257  # 50,000 merges, 256 bytes, <|endoftext|>; the tokenizer of the data decides
+    vocab_size: int = 50257  # 50,000 merges, 256 bytes, <|endoftext|>; in training, the tokenizer of the data decides
 
     @property
     def padded_vocab_size(self) -> int:
@@ -78,6 +82,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "fast": dict(optimizer="muon", schedule="wsd", max_lr=presets.FAST_LR),  # --text lowers it for small steps
 }
 GPT2_RECIPE, FAST_RECIPE = RECIPES["gpt2"], RECIPES["fast"]
+COOLDOWN_SCHEDULES = ("wsd",)  # warm-up, stable, decay
 TIMED_WARMUP = 1 / 30  # the warm-up of a --minutes run, as a fraction of its time
 
 
@@ -135,13 +140,18 @@ class TrainConfig(Recipe, ModelFlags, Options):
         return (self.lora_rank, self.lora_alpha) if self.lora_rank else None
 
     @property
+    def has_cooldown(self) -> bool:
+        """Whether the rate stays up until a cooldown, so that a longer run can start before it."""
+        return self.schedule in COOLDOWN_SCHEDULES
+
+    @property
     def cooldown_steps(self) -> int:
-        """Steps of wsd's cooldown, which does not start before the warm-up ends."""
+        """Steps of the cooldown, which does not start before the warm-up ends."""
         return max(0, min(round(self.cooldown_fraction * self.decay_steps), self.decay_steps - self.warmup_steps))
 
     @property
     def cooldown_start(self) -> float:
-        """The progress at which wsd's cooldown begins."""
+        """The progress at which the cooldown begins."""
         if self.minutes:
             return 1 - min(self.cooldown_fraction, 1 - TIMED_WARMUP)
         return (self.decay_steps - self.cooldown_steps) / self.decay_steps
@@ -167,7 +177,7 @@ def resolve(flags: Mapping[str, Any]) -> TrainConfig:
     if flags.get("minutes"):
         defaults |= dict.fromkeys(("val_every", "sample_every", "checkpoint_every"))  # None: each quarter of the time
     values = {**defaults, **flags}  # flags win
-    values.setdefault("min_lr", values["max_lr"] / (50 if values["schedule"] == "wsd" else 10))
+    values.setdefault("min_lr", values["max_lr"] / (50 if values["schedule"] in COOLDOWN_SCHEDULES else 10))
     config = TrainConfig(**values)
     if problems := list(describe_contradictions(config)):
         raise UserError(*problems)
@@ -586,9 +596,13 @@ class Schedule:
         """Returns the learning rate of the next step."""
         return get_lr(state.step, self.config, state.progress)
 
-    def progress(self, step: int, timed: float) -> float:
-        """Returns the progress of a run before a step, 1 where its decay ends; `timed` is that of a run of --minutes."""
-        return timed if self.config.minutes else step / self.config.decay_steps
+    def progress(self, step: int, timed: float, read: float = 0.0) -> float:
+        """Returns the progress of a run before a step, 1 where its decay ends.
+
+        Args:
+            timed, read: of a run of --minutes: the fractions of its time and of --max-passes. The larger one counts.
+        """
+        return max(timed, read) if self.config.minutes else step / self.config.decay_steps
 
     def is_over(self, state: TrainState) -> bool:
         """Returns whether the run has done its last step, or its time is up."""
@@ -607,15 +621,15 @@ class Schedule:
         return self._is_due(every, state) or every != 0 and self.is_cooldown_next(state)
 
     def is_cooldown_next(self, state: TrainState) -> bool:
-        """Returns whether wsd's cooldown begins with the next step. A fork may start after that."""
+        """Returns whether the cooldown begins with the next step; not for a fork that starts inside it."""
         start = self.config.cooldown_start
         begins = state.progress == start if state.last_progress < 0 else state.has_passed(start)
-        return self.config.schedule == "wsd" and begins
+        return self.config.has_cooldown and begins
 
     def is_before_cooldown(self, state: TrainState) -> bool:
-        """Returns whether wsd's cooldown has not begun yet, so that a longer run can start here."""
-        last = state.last_progress if state.last_progress >= 0 else state.progress  # set the last step's rate
-        return self.config.schedule == "wsd" and last <= self.config.cooldown_start
+        """Returns whether the cooldown has not begun yet, so that a longer run can start here."""
+        last = state.last_progress if state.last_progress >= 0 else state.progress  # decided the rate of the last step
+        return self.config.has_cooldown and last <= self.config.cooldown_start
 
     def _is_due(self, every: int | None, state: TrainState) -> bool:
         """Returns whether something is due that is done every few steps, and after the last one.
@@ -636,9 +650,9 @@ class Schedule:
         end = f"at minute {c.minutes:g}" if c.minutes else f"at step {c.decay_steps:,}"
         start = c.cooldown_start * (c.minutes or c.decay_steps)
         when = f"{unit} {start:,.{1 if c.minutes else 0}f}"
-        if c.max_passes:  # time or passes, whichever ends the run first
+        if c.max_passes:  # whichever ends the run first
             when, end = f"{c.cooldown_start:.0%} of the run", "at its end"
-        cooldown = f"from {when} on " if c.schedule == "wsd" else ""
+        cooldown = f"from {when} on " if c.has_cooldown else ""
         adamw = f" ({c.adamw_lr:.3g} for AdamW)" if c.adamw_lr is not None else ""
         rates = f"learning rate {c.max_lr:.3g}{adamw}{after}, {cooldown}falling to {c.min_lr:.3g} {end}"
         return f"{c.optimizer}, {c.schedule}; {rates}"
@@ -832,11 +846,13 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
         return shard(fsdp.without_weights(model), alone=True) if use_fsdp else train_model
 
     layout = memory.Layout(
-        config.total_batch_size, dtype, dist.world_size, use_fsdp, config.recompute, machine.compiled, config.optimizer
-    )
+        config.total_batch_size, dtype, dist.world_size, sharded=use_fsdp, recompute=config.recompute,
+        compiled=machine.compiled, optimizer=config.optimizer,
+    )  # fmt: skip
     most, sizes = machine.batch_size, memory.Sizes.of(model)
     B = batch_size.try_batch_sizes(config.batch_size, most, sizes, layout, dist, amp, model_to_try)
-    machine = replace(machine, batch_size=B)
+    attention = devices.describe_attention(device, dtype, config.n_head, config.n_embd, T)
+    machine = replace(machine, batch_size=B, attention=attention)
     if use_fsdp:  # each rank keeps a shard of every weight
         train_model = shard(model)
     optimizer = model.configure_optimizers(
@@ -856,9 +872,10 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
     state.progress = max(state.progress, loader.fraction_read(config.max_passes))  # a fork may have another limit
     val_loader = DataLoaderLite(data.val, B, T, vocab_size, dist) if data.val else None
     run = RunInfo(
-        config, machine, data, identity, model, model.flops_per_token(), schedule.length, schedule.describe(),
-        config.optimizer, config.total_batch_size, config.init_from, config.lora, checkpoint, start.forked,
-        len(examples), hellaswag.sha256_of(examples),
+        config=config, machine=machine, data=data, identity=identity, model=model, base=config.init_from, lora=config.lora,
+        length=schedule.length, recipe=schedule.describe(), optimizer=config.optimizer, step_tokens=config.total_batch_size,
+        flops_per_token=model.flops_per_token(), checkpoint=checkpoint, forked=start.forked,
+        hellaswag_items=len(examples), hellaswag_sha256=hellaswag.sha256_of(examples),
     )  # fmt: skip
     folder_lock = run_folder.lock_folder(run, dist)  # from here on, the run is written to --out
     stop = StopHandler(dist.world_size)  # requested: a signal or an error on this rank. agreed: all ranks know and stop
@@ -919,19 +936,20 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
             logger.step(state, loss, lr, norm, dt, skipped, schedule.is_cooldown_next(state))
             if state.step == run.first_step:
                 dist.set_timeout(STEP_TIMEOUT)  # everything is compiled: a rank that takes longer now is lost
-            timed_progress = max(timed_progress, loader.fraction_read(config.max_passes))
-            progress = schedule.progress(state.step + 1, timed_progress)
+            progress = schedule.progress(state.step + 1, timed_progress, loader.fraction_read(config.max_passes))
             state.advance(progress, clock.seconds(), config.total_batch_size, loader.row)
             state.check_bad_steps(config.max_bad_steps)  # raises after too many skipped steps in a row
         if not finished:  # a signal, a corrupt shard or a failed save, on any rank
             checkpoints.save_and_exit(state, schedule.is_before_cooldown(state), dist)
-    texts, better = list[str](), checkpoints.better_than(state.step)  # None: the last model is the best
+    texts = list[str]()
+    better = checkpoints.better_than(state.step) if rank == 0 else None  # None: no other model is known to be better
     if config.has_preset:
         with fsdp.full_weights(eval_model, model), amp:
-            writer = GPT.from_pretrained(better, verify=False).to(device) if better else eval_model
-            generator = devices.seeded_generator(device, config.seed)
-            length = clock.tokens_of_last_text(most=150, step_tokens=B * T * grad_accum)
-            texts = sample(writer.eval(), data.tokenizer, run.prompt, length, generator, 0.8, n=1)
+            if rank == 0:
+                writer = GPT.from_pretrained(better, verify=False).to(device) if better else eval_model
+                generator = devices.seeded_generator(device, config.seed)
+                length = clock.tokens_of_last_text(most=150, step_tokens=B * T * grad_accum)
+                texts = sample(writer.eval(), data.tokenizer, run.prompt, length, generator, temperature=0.8, n=1)
     passes, before_cooldown = state.row / loader.rows_per_epoch, newest_before_cooldown(config.out)
     print_summary(run, dist, state, passes, logger.values["val"], better, before_cooldown, texts)
     return state

@@ -114,11 +114,11 @@ class Flag:
     metavar: str | None = None  # this and the next fields are as in argparse
     nargs: str | None = None
     const: str | None = None
-    # What may happen to a flag of train_gpt2.py; docs/training.md has the table. A flag without rules is of the recipe.
-    resume: Literal["keeps", "changes"] = "keeps"  # a resumed run keeps its value, or may change it
-    # a fork may change it, keeps the checkpoint's value, or must not be given it, because the checkpoint decides
+    # What may happen to a flag of train_gpt2.py; docs/training.md has the table.
+    resume: Literal["keeps", "changes"] = "keeps"  # in a resumed run, another value is an error, or is taken
+    # in a fork, another value is taken; is an error; or giving the flag at all is one, because the checkpoint decides
     fork: Literal["changes", "keeps", "brings"] = "changes"
-    init_from: Literal["changes", "brings"] = "changes"  # likewise, of a new run from pretrained weights
+    init_from: Literal["changes", "brings"] = "changes"  # likewise, with pretrained weights
     per_node: bool = False  # a path, which may differ between the nodes of a run
     stored: bool = True  # in checkpoints; otherwise it is of one start only
     counts_steps: bool = False  # so a run of --minutes has no use for it

@@ -1,4 +1,4 @@
-"""The functions of PyTorch 2.11 to 2.13 that are private or have changed their names; each says what replaces it later."""
+"""What is private in PyTorch 2.11 to 2.13, or has another name in one of them, and what replaces it where that is known."""
 
 from __future__ import annotations
 

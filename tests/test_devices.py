@@ -9,8 +9,9 @@ import sys
 import pytest
 import torch
 from helpers import ROOT
-from training import ONE_PROCESS, config_of, configure
+from training import ONE_PROCESS, config_of, configure, trained
 
+from support.checkpoints.history import read_starts
 from support.cli import UserError
 from support.runtime import devices
 from support.runtime.distributed import Distributed
@@ -93,7 +94,6 @@ def test_what_torch_compile_needs(monkeypatch, tmp_path):
 def test_a_short_run_on_a_gpu_is_not_compiled(flags, compiled, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     config = configure(flags)[0]
-    monkeypatch.setattr(devices, "describe_attention", lambda *args: "flash")
     monkeypatch.setattr(devices, "why_not_compile", lambda device: None)
     assert machine_for(config, CUDA).compiled == compiled
 
@@ -101,12 +101,18 @@ def test_a_short_run_on_a_gpu_is_not_compiled(flags, compiled, monkeypatch):
 def test_what_decides_the_speed_is_said(monkeypatch):
     """Whether a run is compiled or why not, and PyTorch's attention."""
     machine = machine_for(config_of(), CPU)
-    assert (machine.compiled, machine.why_not_compiled, machine.attention) == (False, None, "flash")
+    assert (machine.compiled, machine.why_not_compiled) == (False, None)
     assert machine_for(config_of("--compile"), CPU).compiled
     monkeypatch.setattr(devices.shutil, "which", lambda name: None)
-    torch.backends.cuda.enable_flash_sdp(False)
     machine = machine_for(config_of("--compile"), CPU)
-    assert not machine.compiled and "C++ compiler" in machine.why_not_compiled and machine.attention == "not fused"
+    assert not machine.compiled and "C++ compiler" in machine.why_not_compiled
+
+
+@pytest.mark.parametrize(("dtype", "attention"), [("fp32", "flash"), ("bf16", "not fused")])
+def test_the_attention_that_a_run_names_is_the_one_that_it_uses(byte_shards, tmp_path, dtype, attention):
+    """In bf16 on a CPU, short rows do without the fused one."""
+    trained(tmp_path, "--data", byte_shards, "--max-steps", 1, "--dtype", dtype)
+    assert read_starts(tmp_path)[0]["machine"]["attention"] == attention
 
 
 def test_the_next_step_is_read_while_this_one_computes(byte_shards, tmp_path, monkeypatch):

@@ -117,7 +117,9 @@ def test_flags_in_the_text_exist(capsys):
     for script in (ROOT / "benchmarks").glob("*.py"):
         known |= flags_of_benchmark(script)
     for diff in fenced(ROOT / "docs" / "change-it.md", "diff"):  # what the page adds
-        known |= {f"--{name}".replace("_", "-") for name in re.findall(r"^\+ +(\w+): .* = flag\(", diff, re.M)}
+        known |= {
+            f"--{name}".replace("_", "-") for name in re.findall(r"^\+ +(\w+): .* = (?:model_)?flag\(", diff, re.M)
+        }
     for page in PAGES:
         if page.name != "comparison.md":  # other projects' flags
             text = re.sub(r"<?https?://\S+", "", without_code(page))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import time
@@ -19,6 +20,7 @@ from training import ONE_PROCESS, assert_same_run, configure, resumed, trained, 
 
 import train_gpt2
 from support.checkpoints import directory
+from support.checkpoints.directory import write_checkpoint
 from support.checkpoints.history import read_starts
 from support.cli import UserError
 from support.console.curves import read_run
@@ -325,3 +327,32 @@ def test_resume_auto_starts_anew_or_resumes(byte_shards, tmp_path):
     with pytest.raises(UserError, match="already contains a run. Continue it with --resume, or use another --out"):
         trained(out, *flags)
     assert log_without_seconds(out) == log and (out / "model_00003").is_dir()
+
+
+def test_a_finished_run_names_no_fork_that_would_be_refused(byte_shards, tmp_path):
+    """Nothing is left to train with another rate, unless the fork is longer or starts before a cooldown."""
+    trained(tmp_path / "cosine", "--data", byte_shards, "--max-steps", 4)
+    trained(tmp_path / "wsd", "--data", byte_shards, "--max-steps", 8, "--schedule", "wsd", "--warmup-steps", 1)
+    for out, more, forks in (("cosine", [], 0), ("cosine", ["--max-steps", "9"], 1), ("wsd", [], 1)):
+        with pytest.raises(UserError) as refused:
+            configure(["--resume", "--out", str(tmp_path / out), "--max-lr", "1e-3", *more])
+        commands = [line.partition("python train_gpt2.py ")[2] for line in refused.value.problems if "--fork" in line]
+        assert len(commands) == forks
+        for command in commands:
+            configure(shlex.split(command.replace("NEW", str(tmp_path / "new"))))
+
+
+def test_a_flag_that_this_version_lacks_is_not_dropped(byte_shards, tmp_path):
+    trained(tmp_path, "--data", byte_shards, "--max-steps", 4, "--checkpoint-every", 2)
+    shutil.rmtree(tmp_path / "model_00004")
+
+    def write_files(folder):
+        shutil.copytree(tmp_path / "model_00002", folder, dirs_exist_ok=True, ignore=lambda *args: ["checkpoint.json"])
+        content = torch.load(folder / "trainer.pt", weights_only=True)
+        content["config"]["clip"] = content["config"].pop("grad_clip")
+        torch.save(content, folder / "trainer.pt")
+
+    write_checkpoint(tmp_path / "model_00003", write_files)
+    for flags in (["--resume", "--out", tmp_path], ["--fork", tmp_path / "model_00003", "--out", tmp_path / "new"]):
+        with pytest.raises(UserError, match="another version of the trainer, with --clip"):
+            configure(flags)

@@ -49,9 +49,10 @@ def run_info(*flags: object, checkpoint: Checkpoint | None = None, hellaswag_ite
         GPT(replace(TINY, dropout=config.dropout)),
     )
     run = RunInfo(
-        config, machine, data, identity, model, model.flops_per_token(), schedule.length, schedule.describe(),
-        config.optimizer, config.total_batch_size, config.init_from, None, checkpoint, config.fork is not None,
-        hellaswag_items,
+        config=config, machine=machine, data=data, identity=identity, model=model, base=config.init_from,
+        length=schedule.length, recipe=schedule.describe(), optimizer=config.optimizer, step_tokens=config.total_batch_size,
+        flops_per_token=model.flops_per_token(), checkpoint=checkpoint, forked=config.fork is not None,
+        hellaswag_items=hellaswag_items,
     )  # fmt: skip
     run.__dict__["bytes_per_token"] = 1.0  # it would be counted in the shards
     return run

@@ -239,8 +239,8 @@ class CheckpointManager:
     def _validation_loss(self, checkpoint: Path) -> float:
         """Returns the validation loss of a checkpoint; infinity if none is known that is comparable with this process'.
 
-        A run that was stopped in a validation has saved a checkpoint without its loss, and its resume measures it. What the
-        log has lost, `checkpoint.json` still has.
+        If a run stops during a validation, its checkpoint has no loss, and the resumed run measures it. What the log has
+        lost, `checkpoint.json` still has.
         """
         loss = self.values["val"].get(step_of(checkpoint))
         if loss is None:

@@ -11,7 +11,7 @@ import torch
 
 from support.checkpoints import huggingface, lora
 from support.checkpoints.directory import newest_before_cooldown
-from support.checkpoints.state import Checkpoint
+from support.checkpoints.state import Checkpoint, OtherVersionError
 from support.cli import Flag, UserError, flag_name, flag_words
 from support.config import changed_flags
 from support.data import presets, shards
@@ -54,10 +54,11 @@ def flags_to_resume(
         # another field of the text would need another --text, too
         of_fork = [change for change in changes if known[change[0]].fork == "changes" and change[0] != "text_field"]
         if words := [flag_words(name, new) for name, _, new in of_fork]:
-            longer = checkpoint.progress >= 1 or cli_flags.keys() & LENGTH_FLAGS  # at the end, nothing is left to train
-            path = (newest_before_cooldown(out) if longer else None) or checkpoint.path
-            command = f"python train_gpt2.py --fork {shlex.quote(str(path))} --out NEW {' '.join(words)}"
-            problems.append(f"A fork can have other flags: {command}")
+            is_over, gets_longer = checkpoint.progress >= 1, bool(cli_flags.keys() & LENGTH_FLAGS)
+            earlier = newest_before_cooldown(out) if is_over or gets_longer else None
+            command = f"python train_gpt2.py --fork {shlex.quote(str(earlier or checkpoint.path))} --out NEW {' '.join(words)}"
+            if earlier or gets_longer or not is_over:  # at the end, nothing is left to train
+                problems.append(f"A fork can have other flags: {command}")
         raise UserError(*problems)
     flags = {**stored, **cli_flags, "out": str(checkpoint.path.parent), "resume": "newest", "fork": stored.get("fork")}
     return flags | {"data": _find_data(flags, stored, checkpoint.path)}
@@ -137,7 +138,12 @@ def _stored_flags(
             find_once_per_node(cli_flags.get("init_from", checkpoint.config["init_from"]), dist)
         except UserError as error:
             raise error.with_hint(f"If the base model of {checkpoint.path} has moved, use --init-from.") from error
-    return {name: value for name, value in checkpoint.config.items() if name in known and known[name].stored}
+    if unknown := sorted(checkpoint.config.keys() - known.keys()):  # it would be dropped without a word
+        raise OtherVersionError(
+            f"{checkpoint.path} was written by another version of the trainer, with {flag_name(unknown[0])}. Continue with "
+            "that version, or start from its weights with --init-from, in another --out."
+        )
+    return {name: value for name, value in checkpoint.config.items() if known[name].stored}
 
 
 # -----------------------------------------------------------------------------

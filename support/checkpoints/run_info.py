@@ -27,7 +27,7 @@ def checkpoint_path(out: str | os.PathLike[str], step: int) -> Path:
     return Path(out) / f"model_{step:05d}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunInfo:
     """Everything that a run's header, log, checkpoints and summary are written from."""
 
@@ -81,7 +81,7 @@ class RunInfo:
     def comparable(self) -> dict[str, str]:
         """A key for each of "train", "val" and "hella" that is measured: values of two starts are comparable if it is equal.
 
-        Values at a step are compared, so the tokens of a step count, besides the data that they are measured on.
+        The key covers the tokens of a step besides the data, because values at a step are compared.
         """
         measured_on = {
             "train": self.identity["train"],

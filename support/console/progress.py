@@ -34,10 +34,10 @@ LONG_STEP = 60  # seconds
 
 
 def progress_bar(items: Collection[T], name: str, rank: int, describe: Callable[[], str] = str) -> Iterator[T]:
-    """Yields the items; rank 0 counts them in a bar on stderr, if that is a terminal; if stdout is none, in a line each minute.
+    """Yields the items. Rank 0 counts them in a bar on stderr, if that is a terminal; if stdout is none, it prints a line each minute.
 
     Args:
-        describe: returns what such a line says besides.
+        describe: returns more text for that line.
     """
     started = printed = time.perf_counter()
     for n, item in enumerate(tqdm(items, desc=name, leave=False, delay=1, disable=True if rank else None)):
@@ -90,8 +90,8 @@ def print_header(run: RunInfo, dist: Distributed, B: int, rows_per_epoch: int, r
         ("recipe", run.recipe),
     ]
     facts += [("note", f"not compiled: {machine.why_not_compiled}")] if machine.why_not_compiled else []
-    is_tiny = rows_per_epoch * T * run.bytes_per_token < presets.TINY_TEXT
-    if config.text is not None and run.base is None and is_tiny:
+    text_bytes = rows_per_epoch * T * run.bytes_per_token
+    if config.text is not None and not run.base and text_bytes < presets.TINY_TEXT:
         text = "so little text teaches spelling and common words, hardly sentences. Use more text, or --init-from gpt2"
         facts.append(("note", text))
     if run.checkpoint:
@@ -189,9 +189,9 @@ def print_summary(
         )
         advice = " Use --dropout 0.2, or more text." if why and not run.model_config.dropout else ""
         lines.append(labelled("note", f"the last model is worse than {better}{why}.{advice}"))
-    if run.length.has_read_enough(passes):
-        times = f"the data has been read {run.length.max_passes:g} times"
-        lines.append(labelled("note", f"{times}; more time would only memorize it. A larger text is what helps"))
+    if run.length.is_read_enough(passes):
+        text = f"the data has been read {run.length.max_passes:g} times; more time would only memorize it"
+        lines.append(labelled("note", f"{text}. A larger text is what helps"))
     lines += [labelled("sample", on_one_line(text)) for text in texts[:1]]
     if checkpoint.is_dir():
         prompt = f" --prompt {shlex.quote(run.prompt)}" if texts else ""
@@ -210,10 +210,10 @@ def print_finished(
 
 
 def describe_longer_run(out: str, length: Length, passes: float, before_cooldown: Path | None) -> list[str]:
-    """Returns a line with the command that makes a finished run longer, or none if there is no checkpoint to fork, or the
-    run has read its data often enough."""
+    """Returns a line with the command that makes a finished run longer; none if that gains nothing, or there is no
+    checkpoint to fork."""
     more = length.doubled()
-    if before_cooldown is None or more is None or length.has_read_enough(passes):
+    if before_cooldown is None or more is None or length.is_read_enough(passes):
         return []
     command = f"python train_gpt2.py --fork {shlex.quote(str(before_cooldown))}"
     return [f"longer  {command} --out {shlex.quote(first_free(f'{out}_longer'))} {more}"]

@@ -185,8 +185,9 @@ class RunLogger:
         self._progress_shown = now
         seconds = now - STARTED + (self.run.checkpoint.seconds if self.run.checkpoint else 0.0)
         steps = state.step - self.first_step - 1  # after the first one, which may have compiled
-        per_step = (now - self._first_step_ended) / steps if steps > 0 else None
-        left = length.seconds_left(state.step, state.progress, seconds, per_step)
+        left = length.seconds_left(
+            state.step, state.progress, seconds, (now - self._first_step_ended) / steps if steps > 0 else None
+        )
         position = length.describe_position(seconds)
         self.print0(describe_progress(position, state.step, now - STARTED, left, state.tokens, datetime.now()))
 

@@ -62,6 +62,8 @@ def get_tokenizer(name: str, *folders: Path) -> Tokenizer:
     """
     if name == "bytes":
         return BytesTokenizer()
+    if name != "gpt2":
+        raise ValueError(f"no tokenizer has the name {name}")
     found = (find_tokenizer(folder) for folder in folders)
     return next((tokenizer for tokenizer in found if tokenizer and tokenizer.name == name), None) or _download_gpt2()
 

@@ -16,7 +16,7 @@ class Length:
     max_steps: int
     warmup_steps: int = 0
     decay_steps: int | None = None  # where the decay of the learning rate ends; None: at the end
-    max_passes: float = 0.0  # over the data, after which a run of --minutes ends early; 0: no limit
+    max_passes: float = 0.0  # over the data, after which a run of --minutes ends; 0: no limit
 
     def is_over(self, step: int, progress: float) -> bool:
         """Returns whether the run has done its last step, or its time is up."""
@@ -38,6 +38,10 @@ class Length:
         """Says how far a run is, after its step: ` of 19,073`, or `, minute 3.2 of 10`."""
         return f", minute {seconds / 60:.1f} of {self.minutes:g}" if self.minutes else f" of {self.max_steps:,}"
 
+    def is_read_enough(self, passes: float) -> bool:
+        """Returns whether a run has ended because it has made so many passes over its data."""
+        return 0 < self.max_passes <= passes
+
     def seconds_left(self, step: int, progress: float, seconds: float, per_step: float | None) -> float | None:
         """Estimates the seconds until the end; None if that is not known.
 
@@ -54,8 +58,9 @@ class Length:
         """Describes the length, and how many steps a pass over the data takes.
 
         Args:
-            first_step, seconds: before which a process starts, and trained before it.
-            steps_read: how many such steps the data that was read before would have made.
+            first_step: of this process.
+            seconds: of training before it.
+            steps_read: the data that was read before, in steps of this size.
         """
         if self.minutes is None:
             passes = (steps_read + self.max_steps - first_step) / steps_per_pass
@@ -64,10 +69,6 @@ class Length:
         minutes = f"{self.minutes:g} minute{'' if self.minutes == 1 else 's'}{since}"
         limit = f", but at most {self.max_passes:g} passes" if self.max_passes else ""
         return f"{minutes}{limit}; a pass over the data has {steps_per_pass:,.1f} steps"
-
-    def has_read_enough(self, passes: float) -> bool:
-        """Returns whether a run has ended because it has made --max-passes over its data."""
-        return 0 < self.max_passes <= passes
 
     def doubled(self) -> str | None:
         """Returns the flag that makes a run twice as long; None if its decay ends earlier, and nothing would change."""

@@ -24,9 +24,9 @@ class Machine:
     dtype: str  # precision of matrix products, a key of devices.DTYPES
     compiled: bool
     why_not_compiled: str | None  # None if it is compiled, or not meant to be
-    attention: str  # the implementation that PyTorch chooses
     batch_size: int  # rows of a micro-batch, at most: on CUDA, a trial shows how many fit
     hellaswag_every: int | None  # --hellaswag-every, or what suits the machine; None: at each quarter of --minutes
+    attention: str = ""  # the implementation that PyTorch chooses, once `configure_backends` was called
 
     @classmethod
     def find(
@@ -54,7 +54,6 @@ class Machine:
             dtype,
             asks and reason is None,
             reason,
-            devices.describe_attention(device, devices.DTYPES[dtype], recipe["n_head"], recipe["n_embd"], T),
             batch_size.largest_divisor(rows, config.batch_size or (batch_size.LARGEST_MICRO_BATCH if on_gpu else 4)),
             every if config.hellaswag_every is None else config.hellaswag_every,
         )
