@@ -30,7 +30,7 @@ import numpy as np
 
 from support.cli import MAIN_GROUP, UserError, check_command_line, flag, flags_of, parse_flags, run_cli
 from support.config import Options, PlanOptions
-from support.data import presets
+from support.sizing import presets
 
 # -----------------------------------------------------------------------------
 # What can be set: the model and the recipe. support/config.py has the rest: files, evaluation, checkpoints, device.
@@ -234,13 +234,14 @@ from support.data.shards import TokenData, rows_in_shard
 from support.data.tokenizer import Tokenizer
 from support.optim.loss import chunked_cross_entropy
 from support.optim.muon import Muon
-from support.runtime import batch_size, budget, devices, fsdp, memory, plan, preflight
+from support.runtime import batch_size, devices, fsdp, memory, preflight
 from support.runtime.clock import Clock
 from support.runtime.distributed import LONG_TIMEOUT, ONE_PROCESS, STEP_TIMEOUT, Distributed, report_lost_processes
 from support.runtime.kv_cache import KVCache
 from support.runtime.length import Length
 from support.runtime.machine import Machine
 from support.runtime.signals import StopHandler
+from support.sizing import budget, plan
 from support.terminal import pluralize
 
 # -----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ so a crash of the interpreter is a finding like any other. Exits with 1 if there
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.machinery
 import io
 import multiprocessing
 import os
@@ -167,7 +167,7 @@ def main() -> None:
     for name in IMPORTED_ONCE:  # before the forks
         importlib.import_module(name)
     torch.set_num_threads(1)
-    sys.modules["wandb"] = mock.MagicMock()
+    sys.modules["wandb"] = mock.MagicMock(__spec__=importlib.machinery.ModuleSpec("wandb", None))
     download.ATTEMPTS = 1  # without a network, an input that needs the GPT-2 vocabulary should fail at once
     folder = Path(tempfile.mkdtemp(prefix="bench_bad_input_"))
     os.environ["HF_HOME"] = str(folder / "cache")

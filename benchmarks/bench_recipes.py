@@ -24,7 +24,7 @@ from pathlib import Path
 from harness import run_script
 
 from support.console.log import read_log
-from support.data.presets import fast_rates
+from support.sizing.presets import fast_rates
 
 SHAPE = "--batch-size 16 --val-tokens 131072"
 ALWAYS = "--shuffle --sample-every 0 --hellaswag-every 0 --checkpoint-every 0"

@@ -4,6 +4,7 @@ Each package may import the ones below it, but never a script:
 
     console         log.txt, curves.png, console lines, TensorBoard and Weights & Biases
     checkpoints     the folder of a run: starting, saving, resuming; starts.jsonl; models in Hugging Face's format
+    sizing          what suits a text, a time or a budget
     runtime         processes, signals, devices, memory
     data, optim     text to tokens on disk; the loss and the optimizer Muon
     files, config, cli, terminal, gpus, torch_private, startup    what all of these use

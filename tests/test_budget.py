@@ -10,8 +10,8 @@ import torch
 from training import ONE_PROCESS, config_of, configure
 
 from support.cli import UserError, flag_name, parse_flags
-from support.data import presets
-from support.runtime import budget, devices, memory
+from support.runtime import devices, memory
+from support.sizing import budget, presets
 from train_gpt2 import GPT, GPTConfig, TrainConfig, new_model
 
 

@@ -19,7 +19,7 @@ import train_gpt2
 from support import __version__
 from support.cli import flag_name, parse_flags
 from support.runtime.batch_size import rows_per_rank
-from support.runtime.plan import split_flags
+from support.sizing.plan import split_flags
 
 SCRIPTS = {"fineweb.py": fineweb, "hellaswag.py": hellaswag, "sample.py": sample, "compare.py": compare}
 README = ROOT / "README.md"

@@ -27,7 +27,7 @@ from support.console.curves import draw_run, read_run
 from support.console.log import read_log
 from support.data.make_shards import make_shards
 from support.data.text_files import Documents
-from support.runtime import budget
+from support.sizing import budget
 from train_gpt2 import DataLoaderLite, train
 
 FAST = ["--recipe", "fast", "--shuffle", "--checkpoint-every", 6]

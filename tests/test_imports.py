@@ -14,7 +14,7 @@ from helpers import ROOT
 SUPPORT = sorted((ROOT / "support").rglob("*.py"))
 SCRIPTS = [ROOT / name for name in ("train_gpt2.py", "fineweb.py", "hellaswag.py", "sample.py", "compare.py")]
 # What a module of support may import besides its own package: what has a lower level.
-LEVELS = {"console": 5, "checkpoints": 4, "runtime": 3, "data": 2, "optim": 2}
+LEVELS = {"console": 6, "checkpoints": 5, "sizing": 4, "runtime": 3, "data": 2, "optim": 2}
 LEVELS |= {"files": 1, "terminal": 1, "config": 1, "torch_private": 0, "gpus": 0, "cli": 0, "startup": -1}
 
 

@@ -13,8 +13,8 @@ from helpers import TINY_MODEL_FLAGS
 from support.cli import UserError
 from support.config import PlanOptions
 from support.data.tokenizer import get_tokenizer
-from support.runtime import plan
 from support.runtime.memory import Layout, training_memory
+from support.sizing import plan
 from train_gpt2 import main, new_model, resolve
 
 

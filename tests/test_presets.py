@@ -15,9 +15,9 @@ from training import ONE_PROCESS, checkpoint_names, configure, forked
 import train_gpt2
 from support.checkpoints.history import read_starts
 from support.cli import UserError
-from support.data.presets import fast_rates, text_bytes
 from support.data.tokenizer import get_tokenizer
 from support.runtime import devices
+from support.sizing.presets import fast_rates, text_bytes
 from support.terminal import on_one_line
 from train_gpt2 import GPT, MODELS, GPTConfig, train
 

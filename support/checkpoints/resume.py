@@ -14,10 +14,11 @@ from support.checkpoints.directory import newest_before_cooldown
 from support.checkpoints.state import Checkpoint, OtherVersionError
 from support.cli import Flag, UserError, flag_name, flag_words
 from support.config import changed_flags
-from support.data import presets, shards
+from support.data import shards
 from support.data.shards import DataIdentity
 from support.data.tokenizer import tokenizer_of_model
 from support.runtime.distributed import Distributed
+from support.sizing import presets
 
 LENGTH_FLAGS = {"max_steps", "minutes"}
 

@@ -13,11 +13,11 @@ from support.checkpoints.resume import find_once_per_node, flags_to_fork, flags_
 from support.checkpoints.state import Checkpoint
 from support.cli import Flag, UserError, flag_name, flag_words
 from support.config import Options
-from support.data.presets import DEMO, make_preset_shards, preset_flags
 from support.data.tokenizer import TOKENIZER_JSON, Tokenizer, tokenizer_of_model
 from support.files import first_free
 from support.runtime.distributed import Distributed
 from support.runtime.preflight import check_facts_agree
+from support.sizing.presets import DEMO, make_preset_shards, preset_flags
 
 
 @dataclass(frozen=True)

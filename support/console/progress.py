@@ -19,12 +19,12 @@ from support.checkpoints.state import TrainState
 from support.cli import describe_free_space, flag_name, flags_of, format_bytes, print_lines
 from support.config import changed_flags
 from support.console.run_logger import PROGRESS_SECONDS, format_duration
-from support.data import presets
 from support.data.shards import find_difference
 from support.files import first_free
 from support.runtime import devices, memory
 from support.runtime.distributed import Distributed
 from support.runtime.length import Length
+from support.sizing import presets
 from support.startup import STARTED, is_terminal
 from support.terminal import BOLD, YELLOW, labelled, on_one_line, pluralize, styled
 

@@ -13,11 +13,11 @@ from torch import nn
 from support import startup
 from support.cli import UserError
 from support.config import Options
-from support.data import presets
 from support.data.tokenizer import VOCAB_SIZES
 from support.runtime import batch_size, devices, memory
 from support.runtime.distributed import Distributed
 from support.runtime.machine import Machine
+from support.sizing import presets
 
 MEASURED_SECONDS = 0.5  # for each model
 MEASURED_FLOPS = 1e12  # of a micro-step on a CPU, at most: three seconds on two cores. GPUs need their many rows

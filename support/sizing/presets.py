@@ -30,7 +30,6 @@ DEMO: dict[str, Any] = dict(
     val_tokens=131072, hellaswag_every=0, sample_every=0,
 )  # fmt: skip
 MAX_STEPS = 2**31 - 1
-MAX_COMPILE_FRACTION = 0.1  # compiling may take this fraction of a run of --text or --demo
 MODEL_FLAGS = {"n_layer", "n_head", "n_embd", "block_size"}
 MODELS_FOR_TEXT: tuple[dict[str, int], ...] = (
     dict(n_layer=3, n_head=2, n_embd=96, block_size=64, batch_size=32),
@@ -159,21 +158,6 @@ def models_for_text(text_bytes: float, bytes_read: float = math.inf) -> list[dic
 def block_weights(model: Mapping[str, int]) -> int:
     """Returns the number of weights in a model's blocks, without biases and norms."""
     return 12 * model["n_layer"] * model["n_embd"] ** 2
-
-
-def is_worth_compiling(flags: Mapping[str, Any]) -> bool:
-    """Returns whether compiling takes only a small part of a run with these flags on a GPU."""
-    if flags["minutes"]:
-        seconds = 60 * flags["minutes"]
-    else:  # launching the kernels of a layer takes 4 ms, measured on an H100; large steps run at about 100 TFLOP/s
-        flops = 6 * block_weights(flags) * flags["total_batch_size"]
-        seconds = flags["max_steps"] * (4e-3 * flags["n_layer"] + flops / 1e14)
-    return compile_seconds(flags["n_layer"]) <= MAX_COMPILE_FRACTION * seconds
-
-
-def compile_seconds(n_layer: int) -> float:
-    """Returns how long it takes to compile a model for a GPU: 28 s for 12 layers, measured with 16 cores."""
-    return 10 + 1.5 * n_layer
 
 
 def step_size(total_tokens: float, steps: int = 2000) -> int:

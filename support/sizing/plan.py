@@ -16,11 +16,13 @@ from torch import nn
 
 from support.cli import UserError, flag_name, flags_of, format_bytes
 from support.config import Options, PlanOptions
-from support.data import presets, shards
+from support.data import shards
 from support.data.tokenizer import VOCAB_SIZES
 from support.gpus import GPU_FLAGS, GPUS
 from support.runtime import batch_size, memory
+from support.runtime.machine import compile_seconds
 from support.runtime.memory import Layout, Sizes, TrainingMemory, training_memory
+from support.sizing import presets
 
 
 class Measured(NamedTuple):
@@ -280,7 +282,7 @@ def report(plan: Plan) -> Iterator[str]:
     cost = "" if price is None else f", {_range(least * price, most * price, ',.2f')} at {price:g} per GPU-hour"
     yield f"cost     {_range(least, most, ',.1f')} GPU-hours{cost}"
     if config.compile is not False:
-        yield f"start    {presets.compile_seconds(sizes.n_layer):.0f} s to compile with 16 cores, less the next time"
+        yield f"start    {compile_seconds(sizes.n_layer):.0f} s to compile with 16 cores, less the next time"
     if not config.has_preset and not shards.shard_paths(config.data, "train"):
         yield (
             f"data     none in {config.data} yet. For FineWeb-Edu, fineweb.py downloads {format_bytes(DOWNLOAD_BYTES)}, "
