@@ -966,6 +966,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not plan_options.plan:
         dist.on_rank_zero(lambda: trackers.check_installed(cli_flags))  # before anything is downloaded or made
     start = gather_flags(TRAIN_FLAGS, cli_flags, dist, plan_options.plan)
+    if not plan_options.plan:
+        dist.on_rank_zero(lambda: trackers.check_installed(start.flags))  # a checkpoint's flags are known only now
     config, checkpoint, resumed = resolve(start.flags), start.checkpoint, start.resumed
     if resumed and dist.once(partial(run_folder.has_finished, config.out, resumed.step)):
         length, longer_from = Schedule(config).length, newest_before_cooldown(config.out)
@@ -973,7 +975,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if plan_options.plan:
         of_model = partial(new_model, config.to_dict())
         return plan.print_report(plan_options, config, config.to_dict(), of_model, dist.rank)
-    dist.on_rank_zero(lambda: trackers.check_installed(start.flags))
     with dist.failing_together():
         dist = dist.with_device(config.device)
     if config.minutes and not (checkpoint and checkpoint.config["minutes"]):
