@@ -37,14 +37,14 @@ def file_of_size(folder: Path, size: float) -> Path:
 # Flags
 
 
-# By hand: nine tenths of the bytes are tokens; up to 2.4 million tokens, 50 passes (20 below 166 kB), otherwise one; 2,000
+# By hand: nine tenths of the bytes are tokens; up to 2.4 million tokens, 25 passes, otherwise one; 2,000
 # steps or more. Dropout is for more than ten passes.
 # A seventh of those bytes: 130,000, 340,000, 510,000, 1.3M, 13M, 130M and 1.3G weights; those of the blocks are 12 L C^2.
 @pytest.mark.parametrize(
     "size, n_layer, context, tokens_per_step, steps, dropout",
     [
-        (5e4, 3, 64, 1024, 879, 0.1),  # 45,000 tokens 20 times
-        (1e5, 3, 64, 1024, 1758, 0.1),  # 90,000 tokens 20 times
+        (5e4, 3, 64, 1024, 1099, 0.1),  # 45,000 tokens 25 times
+        (1e5, 3, 64, 1024, 2197, 0.1),  # 90,000 tokens 25 times
         (1.7e5, 3, 64, 1024, 2344, 0.1),  # 153,000 tokens 16 times: 2.4 million
         (1e6, 3, 64, 1024, 2344, 0.0),
         (4e6, 3, 64, 1024, 3516, 0.0),

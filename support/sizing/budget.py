@@ -91,9 +91,7 @@ def flags_for_minutes(
         dropout = flags["dropout"]
         if from_scratch:
             dropout = cli_flags.get("dropout", presets.dropout_for(passes))
-        limit = cli_flags.get(
-            "max_passes", presets.most_passes(dropout, flags | chosen, text_bytes) if limits_passes else 0.0
-        )
+        limit = cli_flags.get("max_passes", presets.most_passes(dropout) if limits_passes else 0.0)
         fitting = presets.timed_step_size(min(tokens, limit * train_tokens) if limit else tokens)
         step = fitting if choose_step else flags["total_batch_size"]
         # as --text does for pretrained weights: 200 steps at least, of 1,024 tokens at least

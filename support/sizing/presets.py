@@ -45,10 +45,8 @@ BYTES_PER_WEIGHT = 7
 BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0, "bpe": 3.0}
 BYTES_PER_TOKEN_OF_SMALL_BPE = {512: 2.0, 1024: 2.5}  # by the size of the vocabulary
 MIN_TOKENS = {"gpt2": 1.65e6, "bytes": 2.4e6, "bpe": 1.65e6}  # a text with fewer tokens is read several times
-# A text is read at most MAX_EPOCHS times without dropout: more would only memorize it. With dropout it is read up to
-# MOST_PASSES times, or FEWER_PASSES by a model that has more than MANY_WEIGHTS weights for each byte.
-MAX_EPOCHS, DROPOUT = 10, 0.1
-MOST_PASSES, FEWER_PASSES, MANY_WEIGHTS = 50, 20, 2.0
+# A text is read at most MAX_EPOCHS times without dropout, and MOST_PASSES times with it: more would only memorize it.
+MAX_EPOCHS, MOST_PASSES, DROPOUT = 10, 25, 0.1
 TINY_TEXT = 1e5  # bytes; a run on less says what little can be learned from it
 MAX_BPE_TEXT = 4e8  # bytes; a larger text gets GPT-2's tokens
 
@@ -93,7 +91,7 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
         if cli_flags.get("block_size", context) <= MODELS_FOR_TEXT[0]["block_size"]:
             flags["batch_size"] = MODELS_FOR_TEXT[0]["batch_size"]  # takes as long as 4 rows
     else:  # several epochs of a small text, but too few to memorize it
-        most = most_passes(cli_flags.get("dropout", DROPOUT), MODELS_FOR_TEXT[0], size)
+        most = most_passes(cli_flags.get("dropout", DROPOUT))
         total_tokens, steps = max(tokens, min(MIN_TOKENS[tokenizer], most * tokens)), 2000
         flags = dict(recipe="fast")
         if "model" not in cli_flags:
@@ -142,11 +140,9 @@ def dropout_for(passes: float) -> float:
     return DROPOUT if passes > MAX_EPOCHS else 0.0
 
 
-def most_passes(dropout: float, model: Mapping[str, Any], text_bytes: float) -> int:
+def most_passes(dropout: float) -> int:
     """Returns how many passes over a text lower the validation loss; measured, see docs/small-models.md."""
-    if not dropout:
-        return MAX_EPOCHS
-    return FEWER_PASSES if block_weights(model) > MANY_WEIGHTS * text_bytes else MOST_PASSES
+    return MOST_PASSES if dropout else MAX_EPOCHS
 
 
 def models_for_text(text_bytes: float, bytes_read: float = math.inf) -> list[dict[str, int]]:
