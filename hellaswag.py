@@ -45,7 +45,6 @@ from torch.nn import functional as F
 
 from support import files
 from support.checkpoints import huggingface
-from support.checkpoints.huggingface import GPT2_FIELDS
 from support.cli import UserError, flag, parse_flags, run_cli
 from support.config import DEVICES, Options
 from support.console.curves import OPENAI_HELLASWAG
@@ -621,7 +620,7 @@ def load_model(directory: Path, device: torch.device) -> ScoringModel:
     Raises:
         UserError: the files are corrupt.
     """
-    if huggingface.read_config(directory).keys() - GPT2_FIELDS:
+    if huggingface.read_config(directory).keys() - huggingface.GPT2_FIELDS:
         from train_gpt2 import GPT  # here, because train_gpt2 imports this module
 
         model = GPT.from_pretrained(directory, verify=False).to(device).eval()

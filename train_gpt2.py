@@ -660,7 +660,7 @@ class Schedule:
 
 
 # -----------------------------------------------------------------------------
-# The model that a run starts from
+# The data and the model that a run starts from
 
 
 def new_model(flags: Mapping[str, Any], vocab_size: int) -> GPT:
@@ -908,7 +908,7 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
     lost = report_lost_processes(checkpoints.how_to_go_on)
     with folder_lock, stop, logger, checkpoints, lost:  # exited in reverse: the log closes before the folder unlocks
         if "val" not in schedule.evaluations_due(state):
-            logger.log_known_loss()
+            logger.log_known_loss()  # of the checkpoint, which is not measured again
         while not stop.agreed:
             if due := schedule.evaluations_due(state):
                 with clock.evaluating(), fsdp.full_weights(eval_model, model):  # without FSDP, both are the same model

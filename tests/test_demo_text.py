@@ -100,7 +100,7 @@ def test_the_text_is_documentation_and_no_paragraph_stands_in_it_twice(documents
 
 
 def test_little_of_the_held_out_tenth_stands_in_the_rest(documents):
-    """Of its sequences of 13 words, as GPT-3's authors compared texts; the CPython-only text of version 2.0 had 11%."""
+    """Counts its sequences of 13 words, as GPT-3's authors compared texts; the CPython-only text of version 2.0 had 11%."""
     sizes = [*map(len, documents)]
     first = next(n for n in range(len(sizes), 0, -1) if sum(sizes[n:]) >= sum(sizes) / 10)
 

@@ -60,7 +60,7 @@ class RunLogger:
     """
 
     def __init__(self, run: RunInfo, dist: Distributed, progress: float = 0.0):
-        """`progress`: of the run, when this process starts."""
+        """Continues the files of the run; `progress` says how far it is when this process starts."""
         self.run, self.config, self.print0, self.world_size = run, run.config, dist.print0, dist.world_size
         self.first_step = run.first_step
         self.peak_flops = devices.peak_flops(dist.device)
@@ -108,7 +108,7 @@ class RunLogger:
             self._starts = []
 
     def log_known_loss(self) -> None:
-        """Logs the validation loss that the checkpoint knows; call it if the loss is not measured again."""
+        """Logs the validation loss of the checkpoint that this process starts from, if that is known."""
         if self._known_loss is not None:
             self._evaluation(self.first_step, "val", self._known_loss)
 
