@@ -20,7 +20,7 @@ if __name__ == "__main__":
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -234,8 +234,9 @@ from support.data.shards import TokenData, rows_in_shard
 from support.data.tokenizer import Tokenizer
 from support.optim.loss import chunked_cross_entropy
 from support.optim.muon import Muon
-from support.runtime import batch_size, devices, fsdp, memory, preflight
+from support.runtime import batch_size, cuda_graphs, devices, fsdp, memory, preflight
 from support.runtime.clock import Clock
+from support.runtime.cuda_graphs import Graph
 from support.runtime.distributed import LONG_TIMEOUT, ONE_PROCESS, STEP_TIMEOUT, Distributed, report_lost_processes
 from support.runtime.kv_cache import KVCache
 from support.runtime.length import Length
@@ -317,9 +318,10 @@ class Transformer(nn.Module):
         first = cache.length if cache else 0
         pos = torch.arange(first, first + T, device=idx.device)  # (T)
         x = self.drop(self.wte(idx) + self.wpe(pos))  # (B, T, C)
+        x = devices.to_bf16_in_autocast(x)  # half the traffic between blocks; the norms still compute in fp32
         for block in self.h:
             x = block(x, cache)
-        return self.ln_f(x)
+        return self.ln_f(x.float())
 
 
 class GPT(nn.Module):
@@ -714,13 +716,17 @@ def validation_loss(
     """Returns the mean loss (nats) over a split's first `tokens` tokens, or all; the same for any number of ranks and any B."""
     dist, rows = loader.dist, min(tokens // loader.T, loader.rows_per_epoch)
     total = n = 0.0
+    last: tuple[Tensor, int] | None = None  # the loss of the batch before, and its rows
     first_rows = range(dist.rank * loader.B, rows, dist.world_size * loader.B)  # ranks take turns
     for first in stop.interruptible(progress_bar(first_rows, "validation", dist.rank)):
         with stop.deferring_errors(), amp:  # a corrupt shard ends the run, but only after a checkpoint
             x, y = loader.batch(range(first, min(first + loader.B, rows)))  # the last batch may be smaller
             _, loss = model(x, y)
-            total += loss.item() * len(x)  # a sum over rows, so that smaller batches do not count more
-            n += len(x)
+            # A sum over rows, so that smaller batches do not count more. It waits for the batch before, so that the
+            # device already computes this one while the next is read.
+            total += last[0].item() * last[1] if last else 0.0
+            n, last = n + len(x), (loss, len(x))
+    total += last[0].item() * last[1] if last else 0.0
     total, n, stop_requests = dist.all_reduce_sum(total, n, stop.requested)
     return None if stop.agree(stop_requests) else total / n
 
@@ -743,7 +749,7 @@ def sample(
 
 def train_step(
     train_model: nn.Module, state: TrainState, loader: DataLoaderLite, schedule: Schedule, stop: StopHandler,
-    amp: torch.autocast, clock: Clock,
+    amp: torch.autocast, clock: Clock, graphs: tuple[Graph, Graph] | None = None,
 ) -> tuple[float, float, float] | None:  # fmt: skip
     """Takes one optimizer step on `loader.grad_accum` micro-batches of each rank; `train_model` may be compiled and wrapped.
 
@@ -758,23 +764,19 @@ def train_step(
         state.model.train()  # after an evaluation
         # The masks depend on (seed, step, rank) alone, so a resumed run draws the same ones.
         torch.manual_seed(devices.derive_seed(config.seed, state.step, dist.rank))
-    optimizer.zero_grad(set_to_none=True)  # frees them: the first backward pass writes new ones, the others add
+    # frees the gradients: the first backward pass writes new ones, the others add. A CUDA graph only adds
+    optimizer.zero_grad(set_to_none=graphs is None)
+    micro_step, update = graphs or step_functions(train_model, state, loader.grad_accum, amp)
     loss_accum = torch.zeros((), device=dist.device)  # on the device: reading it would make the host wait
-    for micro_step in range(loader.grad_accum):
+    for i in range(loader.grad_accum):
         if stop.agreed:  # several ranks agree only at the end of a step
             return None
         x, y = loader.next_batch()  # (B, T) each
         # DDP and FSDP average gradients over the ranks in the backward pass. Once per step is enough, in the last
         # micro-step. The flag must be set before the forward pass, which prepares the reduction.
         if dist.world_size > 1:
-            train_model.require_backward_grad_sync = micro_step == loader.grad_accum - 1  # type: ignore[assignment]
-        with amp:
-            _, loss = train_model(x, y)
-        # backward() adds to the gradients, and each loss is a mean over its micro-batch. Without this division the sum
-        # would be grad_accum times the gradient of the full batch.
-        loss = loss / loader.grad_accum
-        loss_accum += loss.detach()
-        scaler.scale(loss).backward()  # scales only in fp16, where small gradients would underflow
+            train_model.require_backward_grad_sync = i == loader.grad_accum - 1  # type: ignore[assignment]
+        loss_accum += micro_step(x, y)
     if not schedule.length.is_last(state.step):
         with stop.deferring_errors():  # a corrupt shard ends the run after this step, which is applied and saved
             loader.prefetch(loader.grad_accum)  # reads the next step's batches, while the device is still computing
@@ -786,11 +788,28 @@ def train_step(
     progress = clock.progress() * dist.world_size if dist.rank == 0 else 0.0
     host_values = [torch.full_like(norm, value) for value in (stop.requested, progress)]
     reduced = dist.all_reduce_mean(torch.stack([loss_accum, norm, *host_values]))
-    step_if_finite(optimizer, reduced.isfinite().all())
+    update(reduced.isfinite().all())
     scaler.update()  # in fp16: lowers the scale of the gradients if they overflowed
     mean_loss, norm, stop_requests, progress = reduced.tolist()  # the only CPU-GPU sync point of a step
     stop.agree(stop_requests)
     return mean_loss, norm, progress
+
+
+def step_functions(
+    model: nn.Module, state: TrainState, grad_accum: int, amp: torch.autocast
+) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], None]]:
+    """Returns the two parts of a step: a micro-step, which returns its part of the mean loss, and the update."""
+
+    def micro_step(x: Tensor, y: Tensor) -> Tensor:
+        with amp:
+            _, loss = model(x, y)
+        # backward() adds to the gradients, and each loss is a mean over its micro-batch. Without this division the sum
+        # would be grad_accum times the gradient of the full batch.
+        loss = loss / grad_accum
+        state.scaler.scale(loss).backward()  # scales only in fp16, where small gradients would underflow
+        return loss.detach()
+
+    return micro_step, partial(step_if_finite, state.optimizer)
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
@@ -872,6 +891,11 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
     loader.seek(state.row)
     state.progress = max(state.progress, loader.fraction_read(config.max_passes))  # a fork may have another limit
     val_loader = DataLoaderLite(data.val, B, T, vocab_size, dist) if data.val else None
+    graphs = None
+    if cuda_graphs.suit(sizes, layout, B, device):  # a small model, whose kernels take less time than their launches
+        parts = step_functions(train_model, state, grad_accum, amp)
+        graphs = cuda_graphs.capture_step(*parts, optimizer, B, T, device)
+        machine = replace(machine, cuda_graphs=graphs is not None)
     run = RunInfo(
         config=config, machine=machine, data=data, identity=identity, model=model, base=config.init_from, lora=config.lora,
         length=schedule.length, recipe=schedule.describe(), optimizer=config.optimizer, step_tokens=config.total_batch_size,
@@ -925,10 +949,11 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
                 break
             lr = schedule.lr(state)
             for group in optimizer.param_groups:
-                group["lr"] = lr  # Muon multiplies it by adamw_lr / max_lr in its AdamW groups
+                # Muon multiplies it by adamw_lr / max_lr in its AdamW groups
+                group["lr"] = group["lr"].fill_(lr) if graphs else lr
             devices.synchronize(device)  # so that dt does not count what an evaluation left in the GPU's queue
             started = time.perf_counter()  # dt is the step alone, without evaluation, logging and checkpoints
-            result = train_step(train_model, state, loader, schedule, stop, amp, clock)
+            result = train_step(train_model, state, loader, schedule, stop, amp, clock, graphs)
             if result is None:
                 break  # a signal: nothing was applied
             dt = time.perf_counter() - started  # the step has ended with a sync

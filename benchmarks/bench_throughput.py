@@ -37,6 +37,7 @@ import numpy as np
 import torch
 from harness import run_script
 from plain_loop import PlainGPT, plain_optimizer, plain_step
+from torch.nn import functional as F
 
 import train_gpt2
 from support.optim import loss
@@ -95,11 +96,11 @@ def worker(job: Job) -> dict[str, Any]:
         # needs no vocabulary file
         tokenizer = SimpleNamespace(name="bytes", vocab_size=vocab_size(job.model), eot=0, count_bytes=len)
         train_gpt2.shards.read_tokenizer = lambda *folders: tokenizer
-        chunked, product = [], loss._fp32_product  # not counted by a mock, which would keep the tensors
-        loss._fp32_product = lambda *tensors: chunked.append(True) or product(*tensors)
+        switch_off(job.without)
+        chunked, add_product = [], loss._add_product_  # not counted by a mock, which would keep the tensors
+        loss._add_product_ = lambda *tensors: chunked.append(True) or add_product(*tensors)
         if job.row != OURS:
             make_plain(set(job.features))
-        switch_off(job.without)
         step, loaded, times = train_gpt2.train_step, train_gpt2.DataLoaderLite.batch, []
         loading, rows = [0.0], [0]
 
@@ -200,10 +201,38 @@ def switch_off(part: str | None) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
         # PyTorch's cache of compiled graphs ignores this setting, and would return the graph with cuDNN
         torch.compiler.config.cache_key_tag = "without cuDNN"
-    elif part == "mix-order reductions":
+    if part in ("bf16 residual stream", "all three"):
+        devices.to_bf16_in_autocast = lambda x: x
+    if part in ("addmm", "all three"):
+        loss._add_product_ = add_rounded_product_
+    if part in ("loss without masks", "all three"):
+        loss._fused_logits_to_gradient_ = torch.compile(masked_logits_to_gradient_, dynamic=False)
+    if part == "mix-order reductions":
         from torch._inductor import config
 
         config.triton.mix_order_reduction = False
+
+
+def add_rounded_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    total += torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a, b)
+
+
+def masked_logits_to_gradient_(
+    logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, with_gradients: bool
+) -> torch.Tensor:
+    """Does the same as loss._fused_logits_to_gradient_ in one kernel, with masks for the target and the padding."""
+    ids = torch.arange(logits.size(1), device=logits.device)
+    is_target = ids == targets[:, None]  # (R, W)
+    z = logits.float()
+    target_logit = torch.where(is_target, z, 0.0).sum(-1, keepdim=True)  # (R, 1)
+    others = torch.where(is_target | (ids >= vocab_size), torch.finfo(torch.float32).min, z)
+    largest = others.amax(-1, keepdim=True)  # (R, 1)
+    log_sum = (others - largest).exp().sum(-1, keepdim=True).log()
+    log_odds = largest + log_sum - target_logit
+    if with_gradients:
+        softmax = (others - largest - log_sum).exp()
+        logits.copy_(log_odds.sigmoid() * torch.where(is_target, -1.0, softmax))
+    return F.softplus(log_odds)[:, 0]
 
 
 def matmul_flops(dtype: torch.dtype, device: torch.device, small: bool) -> float:

@@ -250,6 +250,9 @@ def milliseconds(function: Callable[[], object], device: torch.device, calls: in
 
 PAIRS = {  # name of the comparison: fields of bench_throughput.py's Job
     "mix-order reductions off": {"without": "mix-order reductions"},
+    "residual stream in fp32": {"without": "bf16 residual stream"},
+    "a product and an addition instead of addmm": {"without": "addmm"},
+    "a loss kernel with masks": {"without": "loss without masks"},
     "build-nanogpt's recipe": {"row": RECIPE},
     "flash attention instead of cuDNN's": {"without": "cuDNN"},
 }

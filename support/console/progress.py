@@ -65,6 +65,7 @@ def print_header(run: RunInfo, dist: Distributed, B: int, rows_per_epoch: int, r
     device = [f"{world_size} x {devices.describe(dist.device)}" + (f" ({config.parallel})" if world_size > 1 else "")]
     device += ["recomputing activations"] if config.recompute else []
     device += [machine.dtype, "compiled"] if machine.compiled else [machine.dtype]
+    device += ["CUDA graphs"] if machine.cuda_graphs else []
     device += [f"{machine.attention} attention"] if dist.device.type == "cuda" else []
     trained = f" ({sizes.trained:,} trained)" if sizes.trained < sizes.parameters else ""
     options = "".join(f", {name} {value}" for name, value in options_of(model).items())

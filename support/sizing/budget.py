@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,7 +15,7 @@ from support import startup
 from support.cli import UserError
 from support.config import Options
 from support.data.tokenizer import VOCAB_SIZES
-from support.runtime import batch_size, devices, memory
+from support.runtime import batch_size, cuda_graphs, devices, memory
 from support.runtime.distributed import Distributed
 from support.runtime.machine import Machine
 from support.sizing import presets
@@ -64,15 +65,30 @@ def flags_for_minutes(
 
     # A GPU takes as long for 64 rows of a small model as for 16, so a step gets more.
     on_gpu = choose_step and dist.device.type == "cuda"
-    gpu_rows = {"batch_size": cli_flags.get("batch_size", batch_size.LARGEST_MICRO_BATCH)} if on_gpu else {}
+    most_rows = cli_flags.get("batch_size", batch_size.LARGEST_MICRO_BATCH) if on_gpu else None
     train_tokens, bytes_per_token = (f(text_bytes, tokenizer) for f in (presets.train_tokens, presets.bytes_per_token))
 
     def tokens_in_time(model: dict[str, int]) -> float:
-        of_model = flags | {"batch_size": machine.batch_size} | model | gpu_rows
-        speed = _tokens_per_second(of_model, machine.dtype, vocab_size, dist, new_model)
-        devices.free_memory(dist.device)
-        devices.trim_memory(dist.device)
-        return 60 * minutes * speed
+        of_model = flags | {"batch_size": machine.batch_size} | model
+        rows = most_rows
+        while True:
+            of_model |= {"batch_size": rows} if rows else {}
+            tokens = 60 * minutes * _tokens_per_second(of_model, machine.dtype, vocab_size, dist, new_model)
+            devices.free_memory(dist.device)
+            devices.trim_memory(dist.device)
+            rows_of_step = step_and_dropout(tokens)[0] // of_model["block_size"]
+            if rows is None or rows_of_step >= rows:
+                return tokens
+            rows = rows_of_step  # a GPU hardly takes less time for fewer rows, so its speed has to be measured again
+
+    def step_and_dropout(tokens: float) -> tuple[int, float, float]:
+        """Returns the tokens per step, the dropout and the most passes that suit a training on so many tokens."""
+        dropout = flags["dropout"]
+        if from_scratch:
+            dropout = cli_flags.get("dropout", presets.dropout_for(tokens / train_tokens))
+        limit = cli_flags.get("max_passes", presets.most_passes(dropout) if limits_passes else 0.0)
+        step = presets.timed_step_size(min(tokens, limit * train_tokens) if limit else tokens)
+        return (step if choose_step else flags["total_batch_size"]), dropout, limit
 
     def choose_flags() -> dict[str, Any]:
         first, *larger = presets.models_for_text(text_bytes) if choose_model else [{}]
@@ -88,12 +104,7 @@ def flags_for_minutes(
                 break
             chosen, tokens = model, measured
         passes = tokens / train_tokens
-        dropout = flags["dropout"]
-        if from_scratch:
-            dropout = cli_flags.get("dropout", presets.dropout_for(passes))
-        limit = cli_flags.get("max_passes", presets.most_passes(dropout) if limits_passes else 0.0)
-        fitting = presets.timed_step_size(min(tokens, limit * train_tokens) if limit else tokens)
-        step = fitting if choose_step else flags["total_batch_size"]
+        step, dropout, limit = step_and_dropout(tokens)
         # as --text does for pretrained weights: 200 steps at least, of 1,024 tokens at least
         unit = 2 * flags["block_size"] * dist.world_size
         while tuned and 0 < tokens < 200 * step and step >= 2048 and step % unit == 0:
@@ -172,7 +183,11 @@ def _tokens_per_second(
         loss.backward()
         model.zero_grad(set_to_none=True)
 
-    return TRAINING_FRACTION * B * T * dist.world_size / _seconds(micro_step, device)
+    work: Callable[[], object] = micro_step
+    if cuda_graphs.suit(sizes, layout, B, device):
+        with contextlib.suppress(RuntimeError):  # the run itself says why
+            work = cuda_graphs.Graph(micro_step)
+    return TRAINING_FRACTION * B * T * dist.world_size / _seconds(work, device)
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
