@@ -76,35 +76,36 @@ def flags_for_minutes(
             tokens = 60 * minutes * _tokens_per_second(of_model, machine.dtype, vocab_size, dist, new_model)
             devices.free_memory(dist.device)
             devices.trim_memory(dist.device)
-            rows_of_step = step_and_dropout(tokens)[0] // of_model["block_size"]
+            rows_of_step = step_and_dropout(tokens, of_model)[0] // of_model["block_size"]
             if rows is None or rows_of_step >= rows:
                 return tokens
             rows = rows_of_step  # a GPU hardly takes less time for fewer rows, so its speed has to be measured again
 
-    def step_and_dropout(tokens: float) -> tuple[int, float, float]:
-        """Returns the tokens per step, the dropout and the most passes that suit a training on so many tokens."""
+    def step_and_dropout(tokens: float, sizes: Mapping[str, Any]) -> tuple[int, float, float]:
+        """Returns the tokens per step, the dropout and the most passes that suit so many tokens and a model."""
         dropout = flags["dropout"]
         if from_scratch:
-            dropout = cli_flags.get("dropout", presets.dropout_for(tokens / train_tokens))
+            dropout = cli_flags.get("dropout", presets.dropout_for(tokens / train_tokens, sizes, text_bytes))
         limit = cli_flags.get("max_passes", presets.most_passes(dropout) if limits_passes else 0.0)
         step = presets.timed_step_size(min(tokens, limit * train_tokens) if limit else tokens)
         return (step if choose_step else flags["total_batch_size"]), dropout, limit
 
     def choose_flags() -> dict[str, Any]:
-        first, *larger = presets.models_for_text(text_bytes) if choose_model else [{}]
+        models = presets.models_for_text(text_bytes, dropout=cli_flags.get("dropout") != 0)
+        first, *larger = models if choose_model else [{}]
         # with thousands of logits, the smallest is hardly faster than the next one, and worse
         if tokenizer != "bytes" and larger:
             first, *larger = larger
         chosen, tokens = first, tokens_in_time(first)
         for model in larger:
-            needed = presets.BYTES_PER_WEIGHT * presets.block_weights(model) / bytes_per_token
+            needed = presets.bytes_to_read(model, text_bytes) / bytes_per_token
             # On a CPU a larger model is never faster. On a GPU it can be, with more tokens in a micro-batch: launching
             # kernels takes most of a small model's time.
             if tokens < needed and dist.device.type == "cpu" or (measured := tokens_in_time(model)) < needed:
                 break
             chosen, tokens = model, measured
         passes = tokens / train_tokens
-        step, dropout, limit = step_and_dropout(tokens)
+        step, dropout, limit = step_and_dropout(tokens, flags | chosen)
         # as --text does for pretrained weights: 200 steps at least, of 1,024 tokens at least
         unit = 2 * flags["block_size"] * dist.world_size
         while tuned and 0 < tokens < 200 * step and step >= 2048 and step % unit == 0:
