@@ -579,6 +579,8 @@ def get_lr(step: int, config: TrainConfig, progress: float = 0.0) -> float:
     if config.schedule == "wsd":
         left = (end - now) / cooldown if cooldown else 1.0
         return config.min_lr + min(1.0, left) * (config.max_lr - config.min_lr)
+    if config.schedule != "cosine":
+        raise ValueError(f"no formula for the schedule {config.schedule}")
     decayed = (now - warmup) / (end - warmup)  # from 0 to 1
     return config.min_lr + 0.5 * (1.0 + math.cos(math.pi * decayed)) * (config.max_lr - config.min_lr)
 
@@ -860,21 +862,21 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
     train_model: nn.Module = eval_model
     if dist.world_size > 1 and not use_fsdp:
         train_model = DistributedDataParallel(eval_model, gradient_as_bucket_view=True)
-    shard = partial(fsdp.ShardedModel, device=device, dtype=dtype, compiled=machine.compiled)
+    shard_model = partial(fsdp.ShardedModel, device=device, dtype=dtype, compiled=machine.compiled)
 
-    def model_to_try() -> nn.Module:
-        return shard(fsdp.without_weights(model), alone=True) if use_fsdp else train_model
+    def make_trial_model() -> nn.Module:
+        return shard_model(fsdp.without_weights(model), alone=True) if use_fsdp else train_model
 
     layout = memory.Layout(
         config.total_batch_size, dtype, dist.world_size, sharded=use_fsdp, recompute=config.recompute,
         compiled=machine.compiled, optimizer=config.optimizer,
     )  # fmt: skip
-    most, sizes = machine.batch_size, memory.Sizes.of(model)
-    B = batch_size.try_batch_sizes(config.batch_size, most, sizes, layout, dist, amp, model_to_try)
+    sizes = memory.Sizes.of(model)
+    B = batch_size.try_batch_sizes(config.batch_size, machine.batch_size, sizes, layout, dist, amp, make_trial_model)
     attention = devices.describe_attention(device, dtype, config.n_head, config.n_embd, T)
     machine = replace(machine, batch_size=B, attention=attention)
     if use_fsdp:  # each rank keeps a shard of every weight
-        train_model = shard(model)
+        train_model = shard_model(model)
     optimizer = model.configure_optimizers(
         config.weight_decay, config.max_lr, (config.beta1, config.beta2), config.optimizer,
         dtype=dtype, adamw_lr=config.adamw_lr,
@@ -883,8 +885,8 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
     state = TrainState(model, optimizer, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16))
     if checkpoint:
         timed = schedule.length.progress_after(checkpoint.seconds)
-        of_fork = schedule.progress(checkpoint.step, timed) if start.forked else None  # by its own schedule
-        state.restore(checkpoint, identity, config.optimizer, of_fork)  # the model has its weights already
+        progress_of_fork = schedule.progress(checkpoint.step, timed) if start.forked else None  # by its own schedule
+        state.restore(checkpoint, identity, config.optimizer, progress_of_fork)  # the model has its weights already
     vocab_size = data.tokenizer.vocab_size
     grad_accum = config.total_batch_size // (B * T * dist.world_size)  # micro-batches per step
     loader = DataLoaderLite(data.train, B, T, vocab_size, dist, grad_accum, config.shuffle, config.seed)
@@ -929,8 +931,14 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
 
     clock = Clock(config.minutes, state.seconds, state.progress)
     finished = False
-    lost = report_lost_processes(checkpoints.how_to_go_on)
-    with folder_lock, stop, logger, checkpoints, lost:  # exited in reverse: the log closes before the folder unlocks
+    lost_processes = report_lost_processes(checkpoints.how_to_go_on)
+    with (
+        folder_lock,
+        stop,
+        logger,
+        checkpoints,
+        lost_processes,
+    ):  # exited in reverse: the log closes before the folder unlocks
         if "val" not in schedule.evaluations_due(state):
             logger.log_known_loss()  # of the checkpoint, which is not measured again
         while not stop.agreed:
@@ -976,8 +984,8 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
                 generator = devices.seeded_generator(device, config.seed)
                 length = clock.tokens_of_last_text(most=150, step_tokens=B * T * grad_accum)
                 texts = sample(writer.eval(), data.tokenizer, run.prompt, length, generator, temperature=0.8, n=1)
-    passes, before_cooldown = state.row / loader.rows_per_epoch, newest_before_cooldown(config.out)
-    print_summary(run, dist, state, passes, logger.values["val"], better, before_cooldown, texts)
+    passes, longer_from = state.row / loader.rows_per_epoch, newest_before_cooldown(config.out)
+    print_summary(run, dist, state, passes, logger.values["val"], better, longer_from, texts)
     return state
 
 

@@ -46,7 +46,18 @@ def run_in_terminal(folder: Path) -> str:
 
 def lines_on_screen(written: str) -> list[str]:
     """Returns the first and last lines that remain on the screen, with colors; redrawn lines as drawn last."""
-    lines = [line.split("\x1b[K")[-1].rpartition("\r")[2] for line in written.replace("\r\n", "\n").split("\n")]
+    lines, row, at_start = [""], 0, True
+    for piece in re.split(r"(\r?\n|\r|\x1b\[[AK])", written):
+        if piece in ("\r", "\n", "\r\n"):
+            row, at_start = row + piece.endswith("\n"), True
+            lines += [""] * (row == len(lines))
+        elif piece == "\x1b[A":
+            row -= 1
+        elif piece == "\x1b[K":
+            lines[row] = "" if at_start else lines[row]
+        elif piece:
+            lines[row], at_start = piece if at_start else lines[row] + piece, False
+    lines = [line.rstrip() for line in lines]
     if len(lines) > 41:
         lines[21:-20] = ["..."]
     return [f"$ {COMMAND}", *lines]

@@ -48,8 +48,8 @@ MOST_WEIGHTS, FEWEST_LAYERS_OF_MANY = 2.5, 6
 BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0, "bpe": 3.0}
 BYTES_PER_TOKEN_OF_SMALL_BPE = {512: 2.0, 1024: 2.5}  # by the size of the vocabulary
 MIN_TOKENS = {"gpt2": 1.65e6, "bytes": 2.4e6, "bpe": 1.65e6}  # a text with fewer tokens is read several times
-# A text is read at most MAX_EPOCHS times without dropout, and MOST_PASSES times with it: more would only memorize it.
-MAX_EPOCHS, MOST_PASSES, DROPOUT, DROPOUT_OF_MANY_WEIGHTS = 10, 25, 0.1, 0.2
+# A text is read at most MAX_PASSES times without dropout, and MAX_PASSES_WITH_DROPOUT times with it: more would only memorize it.
+MAX_PASSES, MAX_PASSES_WITH_DROPOUT, DROPOUT, DROPOUT_OF_MANY_WEIGHTS = 10, 25, 0.1, 0.2
 TINY_TEXT = 1e5  # bytes; a run on less says what little can be learned from it
 MAX_BPE_TEXT = 4e8  # bytes; a larger text gets GPT-2's tokens
 
@@ -104,7 +104,7 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
         flags |= dict(cooldown_fraction=SHORT_COOLDOWN) | fast_rates(tokens_per_step, cli_flags)
     steps = cli_flags.get("max_steps", max(1, round(total_tokens / max(1, tokens_per_step))))
     if not fine_tuned:
-        sizes = {"n_layer": 0, "n_embd": 0} | flags | cli_flags  # 0: of --model
+        sizes: dict[str, Any] = {"n_layer": 0, "n_embd": 0, **flags, **cli_flags}  # 0: of --model
         flags["dropout"] = dropout_for(steps * tokens_per_step / max(1, tokens), sizes, size)
     length = flags_for_steps(steps, False, fine_tuned)
     if "minutes" in cli_flags:
@@ -141,14 +141,14 @@ def bytes_per_token(text_bytes: float, tokenizer: str) -> float:
 
 def dropout_for(passes: float, sizes: Mapping[str, Any], text_bytes: float) -> float:
     """Returns the dropout that suits a model of these sizes, and so many passes over a text."""
-    if passes <= MAX_EPOCHS:
+    if passes <= MAX_PASSES:
         return 0.0
     return DROPOUT_OF_MANY_WEIGHTS if _has_many_weights(sizes, text_bytes) else DROPOUT
 
 
 def most_passes(dropout: float) -> int:
     """Returns how many passes over a text lower the validation loss; measured, see docs/small-models.md."""
-    return MOST_PASSES if dropout else MAX_EPOCHS
+    return MAX_PASSES_WITH_DROPOUT if dropout else MAX_PASSES
 
 
 def models_for_text(text_bytes: float, bytes_read: float = math.inf, dropout: bool = False) -> list[dict[str, int]]:
@@ -171,7 +171,7 @@ def bytes_to_read(model: Mapping[str, int], text_bytes: float) -> float:
     """Returns how many bytes of a text a model should read, repetitions included."""
     weights = block_weights(model)
     if _has_many_weights(model, text_bytes):
-        return max(BYTES_PER_WEIGHT_OF_MANY * weights, MAX_EPOCHS * text_bytes)  # with fewer passes it has no dropout
+        return max(BYTES_PER_WEIGHT_OF_MANY * weights, MAX_PASSES * text_bytes)  # with fewer passes it has no dropout
     return BYTES_PER_WEIGHT * weights
 
 
