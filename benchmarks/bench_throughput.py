@@ -41,7 +41,7 @@ from torch.nn import functional as F
 
 import train_gpt2
 from support.optim import loss
-from support.runtime import devices
+from support.runtime import cuda_graphs, devices
 from support.runtime.distributed import Distributed
 
 MODELS = {"demo": dict(n_layer=3, n_head=4, n_embd=128), "small": dict(n_layer=2, n_head=2, n_embd=32)}
@@ -184,11 +184,12 @@ def make_plain(features: set[str]) -> None:
         model.configure_optimizers = lambda *how, **_: plain_optimizer(model, features, *how)
         return model
 
-    def step(model: Any, state: Any, loader: Any, schedule: Any, stop: Any, amp: Any, clock: Any) -> tuple[float, ...]:
+    def step(model: Any, state: Any, loader: Any, schedule: Any, stop: Any, amp: Any, *_: Any) -> tuple[float, ...]:
         batches = [loader.next_batch() for _ in range(loader.grad_accum)]
         return *plain_step(model, state.optimizer, batches, amp, state.optimizer.param_groups[0]["lr"]), 0.0
 
     original, train_gpt2.initial_model, train_gpt2.train_step = train_gpt2.initial_model, initial_model, step
+    cuda_graphs.suit = lambda *_: False
     if "kept memory" not in features:
         devices.keep_memory = lambda device: None
     if "TF32" not in features:
@@ -201,20 +202,20 @@ def switch_off(part: str | None) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
         # PyTorch's cache of compiled graphs ignores this setting, and would return the graph with cuDNN
         torch.compiler.config.cache_key_tag = "without cuDNN"
-    if part in ("bf16 residual stream", "all three"):
+    elif part in ("bf16 residual stream", "bf16 residual stream, addmm, loss without masks"):
         devices.to_bf16_in_autocast = lambda x: x
-    if part in ("addmm", "all three"):
-        loss._add_product_ = add_rounded_product_
-    if part in ("loss without masks", "all three"):
-        loss._fused_logits_to_gradient_ = torch.compile(masked_logits_to_gradient_, dynamic=False)
-    if part == "mix-order reductions":
+        if part != "bf16 residual stream":
+            loss._add_product_ = add_product_afterwards_
+            loss._fused_logits_to_gradient_ = torch.compile(masked_logits_to_gradient_, dynamic=False)
+    elif part == "mix-order reductions":
         from torch._inductor import config
 
         config.triton.mix_order_reduction = False
 
 
-def add_rounded_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    total += torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a, b)
+def add_product_afterwards_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Does the same as loss._add_product_ on a GPU, in two operations."""
+    total += torch.mm(a, b, out_dtype=torch.float32)
 
 
 def masked_logits_to_gradient_(
