@@ -579,10 +579,10 @@ def get_lr(step: int, config: TrainConfig, progress: float = 0.0) -> float:
     if config.schedule == "wsd":
         left = (end - now) / cooldown if cooldown else 1.0
         return config.min_lr + min(1.0, left) * (config.max_lr - config.min_lr)
-    if config.schedule != "cosine":
-        raise ValueError(f"no formula for the schedule {config.schedule}")
     decayed = (now - warmup) / (end - warmup)  # from 0 to 1
-    return config.min_lr + 0.5 * (1.0 + math.cos(math.pi * decayed)) * (config.max_lr - config.min_lr)
+    if config.schedule == "cosine":
+        return config.min_lr + 0.5 * (1.0 + math.cos(math.pi * decayed)) * (config.max_lr - config.min_lr)
+    raise ValueError(f"get_lr has no formula for --schedule {config.schedule}")
 
 
 @dataclass(frozen=True)
@@ -894,7 +894,8 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
     state.progress = max(state.progress, loader.fraction_read(config.max_passes))  # a fork may have another limit
     val_loader = DataLoaderLite(data.val, B, T, vocab_size, dist) if data.val else None
     graphs = None
-    if cuda_graphs.suit(sizes, layout, B, device):  # a small model, whose kernels take less time than their launches
+    # a small model's kernels take less time than their launches
+    if config.cuda_graphs and cuda_graphs.suit(sizes, layout, B, device):
         parts = step_functions(train_model, state, grad_accum, amp)
         graphs = cuda_graphs.capture_step(*parts, optimizer, B, T, device)
         machine = replace(machine, cuda_graphs=graphs is not None)

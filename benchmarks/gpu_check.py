@@ -73,7 +73,7 @@ from support.console.log import read_log
 from support.data.text_files import Documents
 from support.data.tokenizer import get_tokenizer
 from support.optim import loss
-from support.runtime import batch_size, cuda_graphs, devices, distributed
+from support.runtime import batch_size, devices, distributed
 from support.runtime.distributed import Distributed
 from train_gpt2 import GPT, GPTConfig
 
@@ -369,11 +369,10 @@ def small_models(context: Context) -> None:
     text.write_text("\n\n".join(topics.values()), encoding="utf-8")
     for i, sizes in enumerate(SMALL_MODELS[:1] if context.small else SMALL_MODELS):
         ms, ends = [], []
-        for name, script in (("graphs", "train_gpt2.py"), ("launches", "benchmarks/gpu_check.py")):
+        for name, graphs in (("graphs", "--cuda-graphs"), ("launches", "--no-cuda-graphs")):
             flags = f"--text {text} --device {context.device} --max-steps {steps} --val-every 0 --sample-every 0"
-            flags += f" --no-compile --dtype bf16 --checkpoint-every 0 --out {name}{i} {sizes}"
-            words = [*(["--without-graphs"] if name == "launches" else []), *flags.split()]
-            output = context.run(script, *words)
+            flags += f" --no-compile --dtype bf16 --checkpoint-every 0 --out {name}{i} {graphs} {sizes}"
+            output = context.run("train_gpt2.py", *flags.split())
             ms.append(statistics.median(map(float, re.findall(r"dt: ([\d.]+)ms", output)[steps // 2 :])))
             ends.append(losses(context.folder / f"{name}{i}")[-1])
         context.figure(f"{sizes}: ms per step, as graphs and kernel by kernel", f"{ms[0]:.2f} and {ms[1]:.2f}")
@@ -698,9 +697,6 @@ def main() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank-with"]:
         train_on_a_shared_device(sys.argv[2:])
-    elif sys.argv[1:2] == ["--without-graphs"]:
-        cuda_graphs.suit = lambda *_: False
-        run_cli(lambda: train_gpt2.main(sys.argv[2:]))
     elif sys.argv[1:2] == ["--card"]:
         train_on_a_card(float(sys.argv[2]), sys.argv[3:])
     else:

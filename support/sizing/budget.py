@@ -185,7 +185,7 @@ def _tokens_per_second(
         model.zero_grad(set_to_none=True)
 
     work: Callable[[], object] = micro_step
-    if cuda_graphs.suit(sizes, layout, B, device):
+    if flags["cuda_graphs"] and cuda_graphs.suit(sizes, layout, B, device):
         with contextlib.suppress(RuntimeError):  # the run itself says why
             work = cuda_graphs.Graph(micro_step)
     return TRAINING_FRACTION * B * T * dist.world_size / _seconds(work, device)
