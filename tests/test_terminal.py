@@ -6,6 +6,7 @@ import fcntl
 import itertools
 import os
 import pty
+import math
 import re
 import signal
 import struct
@@ -166,7 +167,7 @@ def test_a_file_gets_every_step_and_no_escape_codes(byte_shards, tmp_path, capsy
 def test_the_summary_names_the_last_and_the_best_loss(tmp_path, capsys):
     out = tmp_path / "my run"
     (out / "model_00006").mkdir(parents=True)
-    val = {0: 5.0, 3: 3.0, 6: 4.0}
+    val = {0: math.nan, 3: 3.0, 6: 4.0}  # NaN is never the best
     run = run_info("--out", out, "--max-steps", 6, "--prompt", "a b")
     run.__dict__["bytes_per_token"] = 2.0
     state = TrainState(None, None, None, step=6, tokens=1536)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import shutil
 import time
@@ -178,7 +179,7 @@ def print_summary(
     lines, checkpoint = [labelled("done", done)], checkpoint_path(out, step)
     if config.demo and (note := presets.fewer_steps_note(config.minutes, step, run.step_tokens)):
         lines.append(labelled("note", note))
-    best_step = min(val, key=lambda step: val[step], default=step)
+    best_step = min(val, key=lambda step: (math.isnan(val[step]), val[step]), default=step)  # NaN is never the best
     for at, name in {step: "last", best_step: "best"}.items():  # one line if they are the same
         if at in val:
             loss = f"{val[at]:.4f} nats per token, {val[at] / run.bytes_per_token:.4f} per byte, at step {at:,}"
