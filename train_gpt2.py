@@ -723,10 +723,10 @@ def validation_loss(
     for first in stop.interruptible(progress_bar(first_rows, "validation", dist.rank)):
         with stop.deferring_errors(), amp:  # a corrupt shard ends the run, but only after a checkpoint
             x, y = loader.batch(range(first, min(first + loader.B, rows)))  # the last batch may be smaller
-            _, loss = model(x, y)
-            # A sum over rows, so that smaller batches do not count more. It waits for the batch before, so that the
-            # device already computes this one while the next is read.
+            # A sum over rows, so that smaller batches do not count more. It waits for the batch before, which the device
+            # has computed while this one was read.
             total += last[0].item() * last[1] if last else 0.0
+            _, loss = model(x, y)
             n, last = n + len(x), (loss, len(x))
     total += last[0].item() * last[1] if last else 0.0
     total, n, stop_requests = dist.all_reduce_sum(total, n, stop.requested)
@@ -895,7 +895,7 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
     val_loader = DataLoaderLite(data.val, B, T, vocab_size, dist) if data.val else None
     graphs = None
     # a small model's kernels take less time than their launches
-    if config.cuda_graphs and cuda_graphs.suit(sizes, layout, B, device):
+    if config.cuda_graphs and torch_private.skips_steps(optimizer) and cuda_graphs.suit(sizes, layout, B, device):
         parts = step_functions(train_model, state, grad_accum, amp)
         graphs = cuda_graphs.capture_step(*parts, optimizer, B, T, device)
         machine = replace(machine, cuda_graphs=graphs is not None)
@@ -932,14 +932,8 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
 
     clock = Clock(config.minutes, state.seconds, state.progress)
     finished = False
-    lost_processes = report_lost_processes(checkpoints.how_to_go_on)
-    with (
-        folder_lock,
-        stop,
-        logger,
-        checkpoints,
-        lost_processes,
-    ):  # exited in reverse: the log closes before the folder unlocks
+    lost = report_lost_processes(checkpoints.how_to_go_on)
+    with folder_lock, stop, logger, checkpoints, lost:  # exited in reverse: the log closes before the folder unlocks
         if "val" not in schedule.evaluations_due(state):
             logger.log_known_loss()  # of the checkpoint, which is not measured again
         while not stop.agreed:

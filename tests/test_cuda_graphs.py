@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import losses
-from training import resumed, trained
+from training import FP32, TINY, resumed, trained
 
 from support.checkpoints.history import read_starts
+from support.checkpoints.state import TrainState
+from support.cli import UserError
 from support.runtime import cuda_graphs
 from support.runtime.memory import Layout, Sizes
-from train_gpt2 import GPT, GPTConfig
+from train_gpt2 import GPT, MODELS, GPTConfig, step_functions
 
 
 class Recorded:
@@ -59,19 +62,59 @@ def test_recorded_steps_are_the_same(byte_shards, tmp_path, monkeypatch, graphs_
     assert found == pytest.approx(expected, abs=2e-5)  # the rate is rounded to fp32
 
 
-def test_a_step_that_cannot_be_recorded_is_launched_and_said_so(
-    byte_shards, tmp_path, monkeypatch, graphs_suit, capsys
-):
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_recording_changes_no_weight(monkeypatch, name):
+    """Nor moments and counts; and so does an update of the recorded optimizer whose gradients are not finite."""
+    monkeypatch.setattr(cuda_graphs, "Graph", Recorded)
+    torch.manual_seed(0)
+    model = GPT(TINY)
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), name, dtype=torch.float32)
+    state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
+    tokens = torch.randint(257, (4, TINY.block_size + 1))
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()  # makes the state
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+    graphs = cuda_graphs.capture_step(*step_functions(model, state, 2, FP32), optimizer, 4, TINY.block_size, x.device)
+    micro_step, update = graphs
+    assert all(not p.grad.any() for p in model.parameters())
+    assert micro_step(x, y).item() == pytest.approx(model(x, y)[1].item() / 2)
+    update(torch.tensor(False))
+    assert_equal(before, (model.state_dict(), optimizer.state_dict()["state"]))
+    update(torch.tensor(True))
+    assert not torch.equal(model.lm_head.weight, before[0]["lm_head.weight"])
+
+
+def assert_equal(before, after):
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_too_little_memory_for_graphs_is_said(byte_shards, tmp_path, monkeypatch, graphs_suit, capsys):
     def fail(function, *arguments):
         function(*arguments)
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(cuda_graphs, "Graph", fail)
     found = trained(tmp_path / "failed", "--data", byte_shards, *FLAGS)
-    printed = capsys.readouterr().out
-    assert "note    no CUDA graphs, so steps take longer: operation not permitted when stream is capturing\n" in printed
+    assert "note    too little memory for CUDA graphs, so a step takes longer\n" in capsys.readouterr().out
     assert found == trained(tmp_path / "launches", "--data", byte_shards, *FLAGS, "--no-cuda-graphs")
     assert used_graphs(tmp_path / "failed") == [False]
+
+
+def test_a_step_that_cannot_be_recorded_is_an_error(byte_shards, tmp_path, monkeypatch, graphs_suit):
+    """Of the two errors, the first one is named: the capture itself only says that it failed."""
+
+    def fail(function, *arguments):
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(cuda_graphs, "Graph", fail)
+    message = r"cannot be recorded as a CUDA graph \(operation not permitted when stream is capturing\). Use --no-cuda"
+    with pytest.raises(UserError, match=message):
+        trained(tmp_path, "--data", byte_shards, *FLAGS)
 
 
 def test_only_short_steps_of_one_gpu_are_recorded():
@@ -81,5 +124,8 @@ def test_only_short_steps_of_one_gpu_are_recorded():
     layout, gpu = Layout(2**19, torch.bfloat16), torch.device("cuda")
     assert cuda_graphs.suit(sizes, layout, 8, gpu) and not cuda_graphs.suit(sizes, layout, 16, gpu)
     assert not cuda_graphs.suit(sizes, layout, 8, torch.device("cpu"))
+    with torch.device("meta"):
+        medium = Sizes.of(GPT(GPTConfig(**MODELS["gpt2-medium"])))
+    assert not cuda_graphs.suit(medium, layout, 1, gpu)  # 355M
     for other in (dict(world_size=2), dict(recompute=True), dict(dtype=torch.float16)):
         assert not cuda_graphs.suit(sizes, replace(layout, **other), 8, gpu)

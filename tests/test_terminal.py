@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import math
 import os
 import pty
-import math
 import re
 import signal
 import struct

@@ -208,7 +208,7 @@ class Checkpoint:
 
 
 def _version_of_another_format(content: Mapping[str, Any]) -> str | None:
-    """Returns the version of the trainer that wrote a `trainer.pt` without some fields; None if it has them, or is no such file."""
+    """Returns the version of the trainer that wrote a `trainer.pt` without some fields; None if it has all, or is another program's."""
     version = content.get("version", "2.0" if "last_progress" in content else "1")
     required = {field.name for field in fields(Checkpoint) if field.default is MISSING} - {"path"}
     return None if required <= content.keys() or "optimizer" not in content else str(version)

@@ -7,15 +7,19 @@ step is recorded: a step that must decide anew each time needs --no-cuda-graphs.
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from support.cli import print_lines
+from support.cli import UserError, print_lines
 from support.runtime.memory import Layout, Sizes
 
-MOST_VALUES = 2**23  # B x T x C of a micro-step; with more, computing takes longer than launching
+# B x T x C of a micro-step, and parameters: with more, computing takes longer than launching, and the memory of the graph
+# would be missing in evaluations.
+MOST_VALUES, MOST_PARAMETERS = 2**23, 2**27
 WARM_UP_CALLS = 3  # before a function is recorded, libraries choose their kernels
 
 
@@ -23,7 +27,7 @@ class Graph:
     """A function of tensors, recorded as a CUDA graph. It returns the same tensors in each call, with new values."""
 
     def __init__(self, function: Callable[..., Any], *arguments: torch.Tensor):
-        """Calls `function` a few times, and records what it does; the graph will read its arguments from these tensors."""
+        """Calls `function` a few times, and records what it does with `arguments`, which every call of the graph overwrites."""
         self.arguments = arguments
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -31,6 +35,7 @@ class Graph:
             for _ in range(WARM_UP_CALLS):
                 function(*arguments)
         torch.cuda.current_stream().wait_stream(stream)
+        gc.collect()  # what is left of these calls belongs to another stream
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.result = function(*arguments)
@@ -45,7 +50,7 @@ class Graph:
 def suit(sizes: Sizes, layout: Layout, B: int, device: torch.device) -> bool:
     """Returns whether micro-steps of B rows are better launched as graphs: on one GPU, and only where they are short."""
     can = device.type == "cuda" and layout.world_size == 1 and not layout.recompute and layout.dtype != torch.float16
-    return can and B * sizes.block_size * sizes.n_embd <= MOST_VALUES
+    return can and B * sizes.block_size * sizes.n_embd <= MOST_VALUES and sizes.parameters <= MOST_PARAMETERS
 
 
 def capture_step(
@@ -56,7 +61,7 @@ def capture_step(
     T: int,
     device: torch.device,
 ) -> tuple[Graph, Graph] | None:
-    """Records a micro-step on (B, T) tokens and targets, and an update of the weights; no weight changes meanwhile.
+    """Records a micro-step on (B, T) tokens and the tokens that follow them, and an update; no weight changes meanwhile.
 
     From then on, gradients have to stay where they are, and learning rates are tensors, which the graph reads.
 
@@ -64,20 +69,26 @@ def capture_step(
         update: takes a tensor that says whether the gradients are applied.
 
     Returns:
-        The two graphs, or None if a step does something that cannot be recorded. A line says why.
+        The two graphs, or None if there is too little memory for them. A line says so.
+
+    Raises:
+        UserError: a step does something that cannot be recorded, such as reading a tensor's value.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     tokens = torch.zeros((B, T + 1), dtype=torch.int64, device=device)
     skipped = torch.zeros((), dtype=torch.bool, device=device)
     try:
+        warnings.filterwarnings("ignore", ".*capturable=True.*")  # it is so in the calls before the capture, too
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
             group |= {"lr": torch.tensor(lr, device=device), "capturable": True}
-        graphs = Graph(micro_step, tokens[:, :-1], tokens[:, 1:]), Graph(update, skipped)
-    except RuntimeError as error:
+        graphs: tuple[Graph, Graph] | None = Graph(micro_step, tokens[:, :-1], tokens[:, 1:]), Graph(update, skipped)
+    except torch.OutOfMemoryError:
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
             group |= {"lr": lr, "capturable": False}
-        print_lines(f"note    no CUDA graphs, so steps take longer: {str(error).splitlines()[0]}")
-        return None
-    finally:
-        optimizer.zero_grad(set_to_none=False)
+        print_lines("note    too little memory for CUDA graphs, so a step takes longer")
+        graphs = None
+    except RuntimeError as error:  # the error of the capture hides that of the step. CUDA is unusable afterwards
+        reason = str(error.__context__ or error).splitlines()[0].rstrip(".")
+        raise UserError(f"a step cannot be recorded as a CUDA graph ({reason}). Use --no-cuda-graphs.") from error
+    optimizer.zero_grad(set_to_none=graphs is None)
     return graphs

@@ -66,7 +66,7 @@ def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
 
 
 def to_bf16_in_autocast(x: torch.Tensor) -> torch.Tensor:
-    """Returns x in bf16 if autocast computes in bf16, as it is otherwise: fp16 has too small a range for sums."""
+    """Returns x in bf16 if autocast computes in bf16, and unchanged otherwise: fp16 has too small a range for sums."""
     kind = x.device.type
     narrow = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
     return x.bfloat16() if narrow else x

@@ -128,9 +128,8 @@ def training_memory(sizes: Sizes, layout: Layout, B: int, device_memory: float |
     rows = tokens if dtype == torch.float16 else min(rows, tokens)
     # Eager mode adds logits and log-probabilities in fp32; a CPU adds about as much again for copies in matrix products.
     logits = rows * V * (itemsize + (16 if not on_gpu else 0 if layout.compiled else 8))
-    if (
-        trained == N
-    ):  # without LoRA: the gradient of the embedding in fp32; but on a GPU in bf16, one of a chunk beside it
+    # without LoRA: the gradient of the embedding in fp32, and of one chunk, which a GPU in bf16 adds in place
+    if trained == N:
         logits += (4 if on_gpu and dtype == torch.bfloat16 else 4 + 4) * embedding
     logits += itemsize * embedding if itemsize == 2 else 0  # the embedding in bf16
     # The largest tensor that is sent: the gradient of the embeddings, or of a block. gloo copies it.

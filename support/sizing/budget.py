@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -88,7 +87,7 @@ def flags_for_minutes(
             dropout = cli_flags.get("dropout", presets.dropout_for(tokens / train_tokens, sizes, text_bytes))
         limit = cli_flags.get("max_passes", presets.most_passes(dropout) if limits_passes else 0.0)
         step = presets.timed_step_size(min(tokens, limit * train_tokens) if limit else tokens)
-        return (step if choose_step else flags["total_batch_size"]), dropout, limit
+        return cli_flags.get("total_batch_size", step if choose_step else flags["total_batch_size"]), dropout, limit
 
     def choose_flags() -> dict[str, Any]:
         models = presets.models_for_text(text_bytes, dropout=cli_flags.get("dropout") != 0)
@@ -175,19 +174,25 @@ def _tokens_per_second(
         return 0.0
     if device.type != "cuda":  # a row of a large model is as fast per token as several
         B = max(1, min(B, int(MEASURED_FLOPS / (6 * sizes.parameters * T))))
-    model = new_model(flags, vocab_size).to(device)
+    model: Any = new_model(flags, vocab_size).to(device)
     tokens = torch.randint(vocab_size, (B, T + 1), device=device)
+    optimizer = None
 
-    def micro_step() -> None:
+    def step() -> None:
         with amp:
             loss = model(tokens[:, :-1], tokens[:, 1:])[1]
         loss.backward()
+        if optimizer:
+            optimizer.step()
         model.zero_grad(set_to_none=True)
 
-    work: Callable[[], object] = micro_step
-    if flags["cuda_graphs"] and cuda_graphs.suit(sizes, layout, B, device):
-        with contextlib.suppress(RuntimeError):  # the run itself says why
-            work = cuda_graphs.Graph(micro_step)
+    work: Callable[[], object] = step
+    if flags["cuda_graphs"] and dist.world_size == 1 and cuda_graphs.suit(sizes, layout, B, device):
+        # as a graph, a micro-step of a small model is so short that the optimizer counts
+        optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), flags["optimizer"], dtype=dtype)
+        for group in optimizer.param_groups:
+            group["capturable"] = True
+        work = cuda_graphs.Graph(step)
     return TRAINING_FRACTION * B * T * dist.world_size / _seconds(work, device)
 
 

@@ -104,7 +104,7 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
         flags |= dict(cooldown_fraction=SHORT_COOLDOWN) | fast_rates(tokens_per_step, cli_flags)
     steps = cli_flags.get("max_steps", max(1, round(total_tokens / max(1, tokens_per_step))))
     if not fine_tuned:
-        sizes: dict[str, Any] = {"n_layer": 0, "n_embd": 0, **flags, **cli_flags}  # 0: of --model
+        sizes: dict[str, Any] = {"n_layer": 12, "n_embd": 768, **flags, **cli_flags}  # the smallest of --model
         flags["dropout"] = dropout_for(steps * tokens_per_step / max(1, tokens), sizes, size)
     length = flags_for_steps(steps, False, fine_tuned)
     if "minutes" in cli_flags:
