@@ -15,7 +15,7 @@ from __future__ import annotations
 from support import startup
 
 if __name__ == "__main__":
-    startup.prepare()  # comes first
+    startup.prepare()  # comes first: PyTorch reads what this sets, how long idle threads wait, when it is imported
 
 import math
 import os
@@ -265,6 +265,7 @@ class CausalSelfAttention(nn.Module):
             k, v = cache.append(self, k, v)  # keys and values of all tokens so far; a single new one attends to all
         # softmax(q @ k.mT / sqrt(hs) with the future masked) @ v, in one kernel that never stores the (T, T) matrix
         p = self.dropout.p if self.training else 0.0  # dropout of the attention weights
+        # one token sees all keys: PyTorch's causal mask for T queries and more keys would show it only the first one
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=T > 1)  # (B, nh, T, hs)
         y = y.transpose(1, 2).reshape(B, T, C)  # concatenate the heads
         return self.dropout(self.c_proj(y))
@@ -389,6 +390,7 @@ class GPT(nn.Module):
         config = GPTConfig(**huggingface.read_model_config(directory, names), dropout=dropout)
         model = cls(config)
         weights = huggingface.read_weights(directory / huggingface.WEIGHTS)  # without the padding of the vocabulary
+        # keep_vars: the parameters themselves, so that the tied ones are seen to be one
         model.load_state_dict(huggingface.from_hf(weights, model.state_dict(keep_vars=True), config.vocab_size))
         return model
 
@@ -446,7 +448,7 @@ class GPT(nn.Module):
         Only the last block_size tokens are context. Temperature 0 always takes the most likely token.
         """
         for _ in range(max_new_tokens):
-            with devices.attention_without_cudnn(idx.device):  # every length is a new shape
+            with devices.attention_without_cudnn(idx.device):  # which plans each new shape, here each length
                 x = self.transformer(idx[:, -self.config.block_size :])[:, -1]  # (B, C): the last position predicts
             probs, ids = next_token_probs(self.logits(x), temperature, top_k)  # (B, K) each
             new = ids.gather(1, torch.multinomial(probs, 1, generator=generator))  # (B, 1)
@@ -543,7 +545,7 @@ class DataLoaderLite:
         self._order = np.arange(len(self.shards))
         if self.shuffle:  # the same order on all ranks
             self._order = np.random.default_rng((self.seed, epoch)).permutation(self._order)
-        self._ends = np.cumsum(self.shard_rows[self._order])
+        self._ends = np.cumsum(self.shard_rows[self._order])  # the row after the last one of each shard, in this order
 
     def _shuffled_starts(self, epoch: int, shard: int) -> np.ndarray:
         """Returns where the rows of a shard start in an epoch, in the order in which they are read."""
@@ -628,6 +630,7 @@ class Schedule:
     def is_cooldown_next(self, state: TrainState) -> bool:
         """Returns whether the cooldown begins with the next step; not for a fork that starts inside it."""
         start = self.config.cooldown_start
+        # last_progress is that before the last step, and negative before the first one
         begins = state.progress == start if state.last_progress < 0 else state.has_passed(start)
         return self.config.has_cooldown and begins
 
@@ -720,7 +723,7 @@ def validation_loss(
     total = n = 0.0
     last: tuple[Tensor, int] | None = None  # the loss of the batch before, and its rows
     first_rows = range(dist.rank * loader.B, rows, dist.world_size * loader.B)  # ranks take turns
-    for first in stop.interruptible(progress_bar(first_rows, "validation", dist.rank)):
+    for first in stop.interruptible(progress_bar(first_rows, "validation", dist.rank)):  # ends early after a signal
         with stop.deferring_errors(), amp:  # a corrupt shard ends the run, but only after a checkpoint
             x, y = loader.batch(range(first, min(first + loader.B, rows)))  # the last batch may be smaller
             # A sum over rows, so that smaller batches do not count more. It waits for the batch before, which the device
@@ -846,7 +849,8 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
         data = open_data(config, checkpoint, dist)
         with fsdp.weights_on_rank_zero(use_fsdp, rank):  # other ranks: on the meta device until ShardedModel sends them
             model = initial_model(config, data.tokenizer, checkpoint)
-        identity = resume.identify_data(data, model, checkpoint, start.forked)  # checksums, for a resumed run to match
+        # identity: checksums of the shards and of frozen weights, which a resumed run must have, too
+        identity = resume.identify_data(data, model, checkpoint, start.forked)
         examples = hellaswag.load_examples(config, machine.hellaswag_every, data.tokenizer, T, dist.print0)
         devices.configure_backends(device, config.tf32, dtype, T)  # TF32, attention, the allocator
         amp = devices.autocast(device, dtype)  # matrix products in bf16 or fp16; weights, norms and sums in fp32
@@ -861,10 +865,11 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
 
     train_model: nn.Module = eval_model
     if dist.world_size > 1 and not use_fsdp:
+        # gradient_as_bucket_view: gradients live in the buffers that are sent, instead of being copied into them
         train_model = DistributedDataParallel(eval_model, gradient_as_bucket_view=True)
     shard_model = partial(fsdp.ShardedModel, device=device, dtype=dtype, compiled=machine.compiled)
 
-    def make_trial_model() -> nn.Module:
+    def make_trial_model() -> nn.Module:  # takes a step of each micro-batch size, to see what fits; its weights stay
         return shard_model(fsdp.without_weights(model), alone=True) if use_fsdp else train_model
 
     layout = memory.Layout(
