@@ -8,12 +8,11 @@ import re
 import shlex
 import shutil
 import signal
-import time
 
 import numpy as np
 import pytest
 import torch
-from helpers import TINY_FLAGS, finish_run, needs_gpt2_vocabulary, run_to_the_end, start_run
+from helpers import STEP, TINY_FLAGS, Rank, finish_run, needs_gpt2_vocabulary, run_to_the_end, start_run, wait_for
 from runs import log_without_seconds
 from shard_helpers import write_shard
 from training import ONE_PROCESS, assert_same_run, configure, resumed, trained, trainer_file
@@ -68,7 +67,9 @@ def test_the_step_of_the_checkpoint_is_evaluated_again(byte_shards, tmp_path):
     flags = ["--data", byte_shards, "--max-steps", 11, "--checkpoint-every", 4, "--val-every", 2, "--sample-every", 4]
     start = dict(cwd=tmp_path, world_size=2)
     run_to_the_end(*flags, "--out", "straight", **start)
-    assert any(finish_run(start_run(*flags, "--out", "resumed", sabotage=die_at_step_6, **start)))
+    assert any(
+        finish_run(start_run(*flags, "--out", "resumed", rank=Rank(before={(STEP, 6): die_once_saved}), **start))
+    )
     run_to_the_end("--resume", *flags, "--out", "resumed", **start)
     assert_same_run(tmp_path / "resumed", tmp_path / "straight")
     printed = (tmp_path / "0.txt").read_text()
@@ -101,18 +102,9 @@ def test_a_resumed_run_is_the_uninterrupted_run(byte_shards, tmp_path, flags, mo
     assert states[0]["overflows"] == states[1]["overflows"] and (states[0]["overflows"] > 8) == ("fp16" in flags)
 
 
-def die_at_step_6(rank):
-    real, calls = train_gpt2.train_step, []
-
-    def step(*args):
-        calls.append(1)
-        if len(calls) == 7:
-            while not os.path.exists("resumed/model_00004"):
-                time.sleep(0.05)
-            os._exit(9)
-        return real(*args)
-
-    train_gpt2.train_step = step
+def die_once_saved(*args: object) -> None:
+    wait_for(lambda: os.path.exists("resumed/model_00004"))
+    os._exit(9)
 
 
 @pytest.mark.slow
@@ -121,7 +113,9 @@ def test_a_resumed_fast_run_is_the_uninterrupted_run(byte_shards, tmp_path):
     flags = ["--data", byte_shards, "--recipe", "fast", "--dropout", 0.3, "--shuffle", "--checkpoint-every", 4]
     flags += ["--max-steps", 11]
     run_to_the_end(*flags, "--out", "straight", cwd=tmp_path, world_size=2)
-    ranks = start_run(*flags, "--out", "resumed", cwd=tmp_path, world_size=2, sabotage=die_at_step_6)
+    ranks = start_run(
+        *flags, "--out", "resumed", cwd=tmp_path, world_size=2, rank=Rank(before={(STEP, 6): die_once_saved})
+    )
     assert any(finish_run(ranks))
     # the flags of the recipe come from the checkpoint
     run_to_the_end("--resume", "--out", "resumed", cwd=tmp_path, world_size=2)
