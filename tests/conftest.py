@@ -50,6 +50,20 @@ def usual_attention():
 
 
 @pytest.fixture
+def graphs_only(monkeypatch):
+    """torch.compile finds the graphs, and runs them without Inductor's code for them."""
+    import torch
+    from training import compile_graphs
+
+    from support.optim import loss
+
+    loss._compiled.cache_clear()
+    monkeypatch.setattr(torch, "compile", compile_graphs)
+    yield
+    loss._compiled.cache_clear()
+
+
+@pytest.fixture
 def tiny_model():
     import torch
 

@@ -250,11 +250,11 @@ def steps_done(out: Path) -> int:
         return 0
 
 
-def wait_for(condition: Callable[[], object], timeout: float = 60) -> bool:
-    """Waits until `condition()` holds or time is over; returns whether it holds."""
+def wait_for(condition: Callable[[], object], timeout: float = 60, every: float = 0.02) -> bool:
+    """Waits until `condition()` holds or time is over, asking again after so many seconds; returns whether it holds."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if condition():
             return True
-        time.sleep(0.0005)
+        time.sleep(every)
     return bool(condition())

@@ -23,7 +23,7 @@ from support.runtime.length import Length
 from train_gpt2 import get_lr, train
 
 TEXT = "".join(f"{a} and {b} are {a + b}.\n" for a in range(40) for b in range(60))
-FLAGS = "--device cpu --dtype fp32 --tokenizer bytes --batch-size 4 --total-batch-size 256 --max-lr 3e-3".split()
+FLAGS = "--device cpu --dtype fp32 --tokenizer bytes --batch-size 16 --total-batch-size 256 --max-lr 3e-3".split()
 FLAGS += "--val-tokens 512 --sample-every 0 --keep 0".split()
 
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from helpers import STEP, Rank, losses, run_to_the_end
 from torch._dynamo.backends.distributed import DDPOptimizer
-from training import ONE_PROCESS, compile_graphs, config_of, trained
+from training import ONE_PROCESS, config_of, trained
 
 import train_gpt2
 
 pytestmark = pytest.mark.slow
 
 
-def test_one_graph_for_each_shape_and_no_recompilation(byte_shards, tmp_path, monkeypatch):
+def test_one_graph_for_each_shape_and_no_recompilation(byte_shards, tmp_path, monkeypatch, graphs_only):
     """PyTorch's own counters say so, after the first step and the first validation with its smaller last batch."""
     counters = torch._dynamo.utils.counters
     torch.compiler.reset()
@@ -31,7 +31,6 @@ def test_one_graph_for_each_shape_and_no_recompilation(byte_shards, tmp_path, mo
         return result
 
     monkeypatch.setattr(train_gpt2, "train_step", counting_step)
-    monkeypatch.setattr(torch, "compile", compile_graphs)
     try:
         config = config_of(
             "--data", byte_shards, "--out", tmp_path / "run", "--max-steps", 8, "--val-every", 2, "--val-tokens", 16 * 18,

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import STEP, Rank, finish_run, losses, run_to_the_end, start_run
+from helpers import STEP, TINY_MODEL_FLAGS, Rank, finish_run, losses, run_to_the_end, start_run
 from runs import log_without_seconds
 from test_curves import labels_of
 from training import ONE_PROCESS, assert_same_run, checkpoint_names, configure, forked, resumed, trained, trainer_file
@@ -361,6 +361,7 @@ def test_intervals_follow_the_new_length_unless_they_were_chosen(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("It was the best of times, it was the worst of times. " * 400)
     text = ["--text", "text.txt", "--tokenizer", "bytes", "--device", "cpu", "--dtype", "fp32", "--max-steps", 8]
+    text += [*TINY_MODEL_FLAGS, "--total-batch-size", 256, "--val-tokens", 512, "--sample-every", 0]
     train(configure([*text, "--val-every", 3, "--out", "run"])[0], ONE_PROCESS)
     assert checkpoint_names(Path("run"))[0] == "model_00002"
     config, _ = configure(["--fork", "run/model_00002", "--out", "fork", "--max-steps", 40])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -162,18 +161,6 @@ def test_a_run_that_moves_between_layouts_is_that_of_one_process(byte_shards, tm
         assert a[i].keys() == b[i].keys()
         for name, tensor in a[i].items():
             torch.testing.assert_close(b[i][name], tensor, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(byte_shards, tmp_path):
-    """Each rank restores its own part of the weights and of Muon's momenta, and its own dropout masks."""
-    flags = ["--data", byte_shards, "--parallel", "fsdp", "--dropout", 0.1, "--recipe", "fast", "--checkpoint-every", 3]
-    run_to_the_end(*flags, "--max-steps", 6, "--out", "straight", cwd=tmp_path, world_size=2)
-    shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
-    for step in (4, 6):  # 4 is before the cooldown
-        shutil.rmtree(tmp_path / "resumed" / f"model_{step:05d}")
-    run_to_the_end("--out", "resumed", "--resume", cwd=tmp_path, world_size=2)
-    assert_same_run(tmp_path / "resumed", tmp_path / "straight")
 
 
 class BytesNamedGpt2(BytesTokenizer):

@@ -18,7 +18,6 @@ import train_gpt2
 from support import __version__
 from support.cli import UserError
 
-
 DEMO = "--demo --device cpu".split()
 
 
