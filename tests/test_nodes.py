@@ -11,6 +11,8 @@ import pytest
 from helpers import ROOT, TINY_FLAGS, free_port, run_to_the_end, start_script, steps_done, wait_for
 from torch.distributed import TCPStore
 
+from support.checkpoints.directory import newest_checkpoint, step_of
+
 
 def start_node(n, folder, port, flags):
     """One of two nodes, as docs/cluster.md says; it works in the folder `n`, and prints there."""
@@ -46,6 +48,7 @@ def test_a_node_whose_agent_is_killed_can_be_started_again(byte_shards, tmp_path
     second.wait()
     [resumed_at, stopped_at] = re.findall(r"step +(\d+) \| stopped", output.read_text())
     assert done <= int(resumed_at) <= done + 2  # the step that it was killed in was finished
+    assert int(stopped_at) == steps_done(log) == step_of(newest_checkpoint(log))
     run_to_the_end(*flags, "--max-steps", stopped_at, "--out", "straight", cwd=tmp_path, world_size=2)
     resumed, straight = ((out / "log.txt").read_text().splitlines() for out in (log, tmp_path / "straight"))
     assert [line for line in resumed if " train " in line] == [line for line in straight if " train " in line]
