@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import TINY_SIZES
+from helpers import STARTED, TINY_SIZES
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # children inherit that of a shell's background: ignored
 
@@ -26,6 +26,17 @@ def usual_interrupts():
     """A script that was interrupted in this process ignores further ones, and the children of later tests would, too."""
     yield
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left():
+    """A test that fails before the end of its run does not leave it running for hours."""
+    yield
+    for process in STARTED:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    STARTED.clear()
 
 
 @pytest.fixture(autouse=True)

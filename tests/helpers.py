@@ -48,6 +48,9 @@ TINY_TRAINING_FLAGS = (
 TINY_FLAGS = [*TINY_MODEL_FLAGS, *TINY_TRAINING_FLAGS]
 
 
+STARTED: list[subprocess.Popen[str]] = []  # conftest.py ends those that a failed test has left
+
+
 def start_script(
     *args: object, cwd: Path, torchrun: str = "", output: int | IO[str] = subprocess.DEVNULL, **env: str
 ) -> subprocess.Popen[str]:
@@ -55,7 +58,8 @@ def start_script(
     launcher = [sys.executable, *(["-m", "torch.distributed.run", *torchrun.split()] if torchrun else [])]
     command = [*launcher, str(ROOT / str(args[0])), *map(str, args[1:])]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | env
-    return subprocess.Popen(command, cwd=cwd, env=environment, text=True, stdout=output, stderr=output)
+    STARTED.append(subprocess.Popen(command, cwd=cwd, env=environment, text=True, stdout=output, stderr=output))
+    return STARTED[-1]
 
 
 def run_script(*args: object, cwd: Path, torchrun: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
