@@ -169,7 +169,7 @@ FAULTS = [
     (13, 'optimizer.load_state_dict(trainer["optimizer"])', "pass", "restore the optimizer's state?"),
     (13, "loader.position = first_step * loader.grad_accum", "pass", "restore the weights, and is loader.position set?"),
     (13, "dist.all_reduce(loss_accum)", "pass", "rank 0's loss of step 0 is"),
-    (13, "load_checkpoint(model, optimizer) if resume else 0", "load_checkpoint(model, optimizer) if resume and rank == 0 else 3 * resume", "Do all ranks load the checkpoint?"),
+    (13, "load_checkpoint(model, optimizer) if resume else 0", "load_checkpoint(model, optimizer) if resume and rank == 0 else 2 * resume", "Do all ranks load the checkpoint?"),
     (13, "torch.manual_seed(1337)", "torch.manual_seed(1338)", "train_gpt2.py has 6.95"),
 ]  # fmt: skip
 SLOW_ANSWERS = ("restore", "rank 0's loss", "Do all ranks", "train_gpt2.py has")

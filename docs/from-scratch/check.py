@@ -1366,7 +1366,11 @@ def two_processes(m: Any) -> str | None:
     constants = {"MAX_STEPS": 4, "WARMUP_STEPS": 1}
     constants |= {"CHECKPOINT_EVERY": 2, "OUT": folder / "alone"} if resumes else {}
     alone = shortened(m, **constants).train()
-    torch.multiprocessing.spawn(train_rank, (m.__file__, str(folder), constants, resumes), nprocs=2)
+    try:
+        torch.multiprocessing.spawn(train_rank, (m.__file__, str(folder), constants, resumes), nprocs=2)
+    except torch.multiprocessing.ProcessRaisedException as error:
+        hint = " Do all ranks load the checkpoint, and take the same steps?" if resumes else ""
+        return f"one of two processes failed: {str(error).strip().splitlines()[-1]}{hint}"
     for rank in (0, 1):
         found = np.load(folder / f"{rank}.npy")
         for i, (loss, expected) in enumerate(zip(found, [*alone, *alone[2:]], strict=False)):
