@@ -31,9 +31,9 @@ pytestmark = [
 @pytest.fixture(scope="session")
 def library(tmp_path_factory) -> Path:
     library, torch_folder = tmp_path_factory.mktemp("library") / "cuda_on_cpu.so", Path(torch.__file__).parent
-    command = f"c++ -std=c++20 -shared -fPIC -I{torch_folder}/include {ROOT}/tests/cuda_on_cpu.cpp -o {library}"
-    command += f" -L{torch_folder}/lib -ltorch_cpu -lc10 -Wl,-rpath,{torch_folder}/lib"
-    subprocess.run(command.split(), check=True)
+    command = [*"c++ -std=c++20 -shared -fPIC".split(), f"-I{torch_folder}/include", f"{ROOT}/tests/cuda_on_cpu.cpp"]
+    command += ["-o", str(library), f"-L{torch_folder}/lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_folder}/lib"]
+    subprocess.run(command, check=True)
     return library
 
 
