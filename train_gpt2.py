@@ -15,12 +15,12 @@ from __future__ import annotations
 from support import startup
 
 if __name__ == "__main__":
-    startup.prepare()  # comes first
+    startup.prepare()  # comes first: PyTorch reads what this sets, how long idle threads wait, when it is imported
 
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -234,8 +234,9 @@ from support.data.shards import TokenData, rows_in_shard
 from support.data.tokenizer import Tokenizer
 from support.optim.loss import chunked_cross_entropy
 from support.optim.muon import Muon
-from support.runtime import batch_size, devices, fsdp, memory, preflight
+from support.runtime import batch_size, cuda_graphs, devices, fsdp, memory, preflight
 from support.runtime.clock import Clock
+from support.runtime.cuda_graphs import Graph
 from support.runtime.distributed import LONG_TIMEOUT, ONE_PROCESS, STEP_TIMEOUT, Distributed, report_lost_processes
 from support.runtime.kv_cache import KVCache
 from support.runtime.length import Length
@@ -264,6 +265,7 @@ class CausalSelfAttention(nn.Module):
             k, v = cache.append(self, k, v)  # keys and values of all tokens so far; a single new one attends to all
         # softmax(q @ k.mT / sqrt(hs) with the future masked) @ v, in one kernel that never stores the (T, T) matrix
         p = self.dropout.p if self.training else 0.0  # dropout of the attention weights
+        # one token sees all keys: PyTorch's causal mask for T queries and more keys would show it only the first one
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=T > 1)  # (B, nh, T, hs)
         y = y.transpose(1, 2).reshape(B, T, C)  # concatenate the heads
         return self.dropout(self.c_proj(y))
@@ -317,9 +319,10 @@ class Transformer(nn.Module):
         first = cache.length if cache else 0
         pos = torch.arange(first, first + T, device=idx.device)  # (T)
         x = self.drop(self.wte(idx) + self.wpe(pos))  # (B, T, C)
+        x = devices.to_bf16_in_autocast(x)  # half the traffic between blocks; the norms still compute in fp32
         for block in self.h:
             x = block(x, cache)
-        return self.ln_f(x)
+        return self.ln_f(x.float())
 
 
 class GPT(nn.Module):
@@ -387,6 +390,7 @@ class GPT(nn.Module):
         config = GPTConfig(**huggingface.read_model_config(directory, names), dropout=dropout)
         model = cls(config)
         weights = huggingface.read_weights(directory / huggingface.WEIGHTS)  # without the padding of the vocabulary
+        # keep_vars: the parameters themselves, so that the tied ones are seen to be one
         model.load_state_dict(huggingface.from_hf(weights, model.state_dict(keep_vars=True), config.vocab_size))
         return model
 
@@ -444,7 +448,7 @@ class GPT(nn.Module):
         Only the last block_size tokens are context. Temperature 0 always takes the most likely token.
         """
         for _ in range(max_new_tokens):
-            with devices.attention_without_cudnn(idx.device):  # every length is a new shape
+            with devices.attention_without_cudnn(idx.device):  # which plans each new shape, here each length
                 x = self.transformer(idx[:, -self.config.block_size :])[:, -1]  # (B, C): the last position predicts
             probs, ids = next_token_probs(self.logits(x), temperature, top_k)  # (B, K) each
             new = ids.gather(1, torch.multinomial(probs, 1, generator=generator))  # (B, 1)
@@ -541,7 +545,7 @@ class DataLoaderLite:
         self._order = np.arange(len(self.shards))
         if self.shuffle:  # the same order on all ranks
             self._order = np.random.default_rng((self.seed, epoch)).permutation(self._order)
-        self._ends = np.cumsum(self.shard_rows[self._order])
+        self._ends = np.cumsum(self.shard_rows[self._order])  # the row after the last one of each shard, in this order
 
     def _shuffled_starts(self, epoch: int, shard: int) -> np.ndarray:
         """Returns where the rows of a shard start in an epoch, in the order in which they are read."""
@@ -578,7 +582,9 @@ def get_lr(step: int, config: TrainConfig, progress: float = 0.0) -> float:
         left = (end - now) / cooldown if cooldown else 1.0
         return config.min_lr + min(1.0, left) * (config.max_lr - config.min_lr)
     decayed = (now - warmup) / (end - warmup)  # from 0 to 1
-    return config.min_lr + 0.5 * (1.0 + math.cos(math.pi * decayed)) * (config.max_lr - config.min_lr)
+    if config.schedule == "cosine":
+        return config.min_lr + 0.5 * (1.0 + math.cos(math.pi * decayed)) * (config.max_lr - config.min_lr)
+    raise ValueError(f"get_lr has no formula for --schedule {config.schedule}")
 
 
 @dataclass(frozen=True)
@@ -624,6 +630,7 @@ class Schedule:
     def is_cooldown_next(self, state: TrainState) -> bool:
         """Returns whether the cooldown begins with the next step; not for a fork that starts inside it."""
         start = self.config.cooldown_start
+        # last_progress is that before the last step, and negative before the first one
         begins = state.progress == start if state.last_progress < 0 else state.has_passed(start)
         return self.config.has_cooldown and begins
 
@@ -714,13 +721,17 @@ def validation_loss(
     """Returns the mean loss (nats) over a split's first `tokens` tokens, or all; the same for any number of ranks and any B."""
     dist, rows = loader.dist, min(tokens // loader.T, loader.rows_per_epoch)
     total = n = 0.0
+    last: tuple[Tensor, int] | None = None  # the loss of the batch before, and its rows
     first_rows = range(dist.rank * loader.B, rows, dist.world_size * loader.B)  # ranks take turns
-    for first in stop.interruptible(progress_bar(first_rows, "validation", dist.rank)):
+    for first in stop.interruptible(progress_bar(first_rows, "validation", dist.rank)):  # ends early after a signal
         with stop.deferring_errors(), amp:  # a corrupt shard ends the run, but only after a checkpoint
             x, y = loader.batch(range(first, min(first + loader.B, rows)))  # the last batch may be smaller
+            # A sum over rows, so that smaller batches do not count more. It waits for the batch before, which the device
+            # has computed while this one was read.
+            total += last[0].item() * last[1] if last else 0.0
             _, loss = model(x, y)
-            total += loss.item() * len(x)  # a sum over rows, so that smaller batches do not count more
-            n += len(x)
+            n, last = n + len(x), (loss, len(x))
+    total += last[0].item() * last[1] if last else 0.0
     total, n, stop_requests = dist.all_reduce_sum(total, n, stop.requested)
     return None if stop.agree(stop_requests) else total / n
 
@@ -743,7 +754,7 @@ def sample(
 
 def train_step(
     train_model: nn.Module, state: TrainState, loader: DataLoaderLite, schedule: Schedule, stop: StopHandler,
-    amp: torch.autocast, clock: Clock,
+    amp: torch.autocast, clock: Clock, graphs: tuple[Graph, Graph] | None = None,
 ) -> tuple[float, float, float] | None:  # fmt: skip
     """Takes one optimizer step on `loader.grad_accum` micro-batches of each rank; `train_model` may be compiled and wrapped.
 
@@ -758,23 +769,19 @@ def train_step(
         state.model.train()  # after an evaluation
         # The masks depend on (seed, step, rank) alone, so a resumed run draws the same ones.
         torch.manual_seed(devices.derive_seed(config.seed, state.step, dist.rank))
-    optimizer.zero_grad(set_to_none=True)  # frees them: the first backward pass writes new ones, the others add
+    # frees the gradients: the first backward pass writes new ones, the others add. A CUDA graph only adds
+    optimizer.zero_grad(set_to_none=graphs is None)
+    micro_step, update = graphs or step_functions(train_model, state, loader.grad_accum, amp)
     loss_accum = torch.zeros((), device=dist.device)  # on the device: reading it would make the host wait
-    for micro_step in range(loader.grad_accum):
+    for i in range(loader.grad_accum):
         if stop.agreed:  # several ranks agree only at the end of a step
             return None
         x, y = loader.next_batch()  # (B, T) each
         # DDP and FSDP average gradients over the ranks in the backward pass. Once per step is enough, in the last
         # micro-step. The flag must be set before the forward pass, which prepares the reduction.
         if dist.world_size > 1:
-            train_model.require_backward_grad_sync = micro_step == loader.grad_accum - 1  # type: ignore[assignment]
-        with amp:
-            _, loss = train_model(x, y)
-        # backward() adds to the gradients, and each loss is a mean over its micro-batch. Without this division the sum
-        # would be grad_accum times the gradient of the full batch.
-        loss = loss / loader.grad_accum
-        loss_accum += loss.detach()
-        scaler.scale(loss).backward()  # scales only in fp16, where small gradients would underflow
+            train_model.require_backward_grad_sync = i == loader.grad_accum - 1  # type: ignore[assignment]
+        loss_accum += micro_step(x, y)
     if not schedule.length.is_last(state.step):
         with stop.deferring_errors():  # a corrupt shard ends the run after this step, which is applied and saved
             loader.prefetch(loader.grad_accum)  # reads the next step's batches, while the device is still computing
@@ -786,11 +793,28 @@ def train_step(
     progress = clock.progress() * dist.world_size if dist.rank == 0 else 0.0
     host_values = [torch.full_like(norm, value) for value in (stop.requested, progress)]
     reduced = dist.all_reduce_mean(torch.stack([loss_accum, norm, *host_values]))
-    step_if_finite(optimizer, reduced.isfinite().all())
+    update(reduced.isfinite().all())
     scaler.update()  # in fp16: lowers the scale of the gradients if they overflowed
     mean_loss, norm, stop_requests, progress = reduced.tolist()  # the only CPU-GPU sync point of a step
     stop.agree(stop_requests)
     return mean_loss, norm, progress
+
+
+def step_functions(
+    model: nn.Module, state: TrainState, grad_accum: int, amp: torch.autocast
+) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], None]]:
+    """Returns the two parts of a step: a micro-step, which returns its part of the mean loss, and the update."""
+
+    def micro_step(x: Tensor, y: Tensor) -> Tensor:
+        with amp:
+            _, loss = model(x, y)
+        # backward() adds to the gradients, and each loss is a mean over its micro-batch. Without this division the sum
+        # would be grad_accum times the gradient of the full batch.
+        loss = loss / grad_accum
+        state.scaler.scale(loss).backward()  # scales only in fp16, where small gradients would underflow
+        return loss.detach()
+
+    return micro_step, partial(step_if_finite, state.optimizer)
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
@@ -825,7 +849,8 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
         data = open_data(config, checkpoint, dist)
         with fsdp.weights_on_rank_zero(use_fsdp, rank):  # other ranks: on the meta device until ShardedModel sends them
             model = initial_model(config, data.tokenizer, checkpoint)
-        identity = resume.identify_data(data, model, checkpoint, start.forked)  # checksums, for a resumed run to match
+        # identity: checksums of the shards and of frozen weights, which a resumed run must have, too
+        identity = resume.identify_data(data, model, checkpoint, start.forked)
         examples = hellaswag.load_examples(config, machine.hellaswag_every, data.tokenizer, T, dist.print0)
         devices.configure_backends(device, config.tf32, dtype, T)  # TF32, attention, the allocator
         amp = devices.autocast(device, dtype)  # matrix products in bf16 or fp16; weights, norms and sums in fp32
@@ -840,22 +865,23 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
 
     train_model: nn.Module = eval_model
     if dist.world_size > 1 and not use_fsdp:
+        # gradient_as_bucket_view: gradients live in the buffers that are sent, instead of being copied into them
         train_model = DistributedDataParallel(eval_model, gradient_as_bucket_view=True)
-    shard = partial(fsdp.ShardedModel, device=device, dtype=dtype, compiled=machine.compiled)
+    shard_model = partial(fsdp.ShardedModel, device=device, dtype=dtype, compiled=machine.compiled)
 
-    def model_to_try() -> nn.Module:
-        return shard(fsdp.without_weights(model), alone=True) if use_fsdp else train_model
+    def make_trial_model() -> nn.Module:  # takes a step of each micro-batch size, to see what fits; its weights stay
+        return shard_model(fsdp.without_weights(model), alone=True) if use_fsdp else train_model
 
     layout = memory.Layout(
         config.total_batch_size, dtype, dist.world_size, sharded=use_fsdp, recompute=config.recompute,
         compiled=machine.compiled, optimizer=config.optimizer,
     )  # fmt: skip
-    most, sizes = machine.batch_size, memory.Sizes.of(model)
-    B = batch_size.try_batch_sizes(config.batch_size, most, sizes, layout, dist, amp, model_to_try)
+    sizes = memory.Sizes.of(model)
+    B = batch_size.try_batch_sizes(config.batch_size, machine.batch_size, sizes, layout, dist, amp, make_trial_model)
     attention = devices.describe_attention(device, dtype, config.n_head, config.n_embd, T)
     machine = replace(machine, batch_size=B, attention=attention)
     if use_fsdp:  # each rank keeps a shard of every weight
-        train_model = shard(model)
+        train_model = shard_model(model)
     optimizer = model.configure_optimizers(
         config.weight_decay, config.max_lr, (config.beta1, config.beta2), config.optimizer,
         dtype=dtype, adamw_lr=config.adamw_lr,
@@ -864,14 +890,20 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
     state = TrainState(model, optimizer, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16))
     if checkpoint:
         timed = schedule.length.progress_after(checkpoint.seconds)
-        of_fork = schedule.progress(checkpoint.step, timed) if start.forked else None  # by its own schedule
-        state.restore(checkpoint, identity, config.optimizer, of_fork)  # the model has its weights already
+        progress_of_fork = schedule.progress(checkpoint.step, timed) if start.forked else None  # by its own schedule
+        state.restore(checkpoint, identity, config.optimizer, progress_of_fork)  # the model has its weights already
     vocab_size = data.tokenizer.vocab_size
     grad_accum = config.total_batch_size // (B * T * dist.world_size)  # micro-batches per step
     loader = DataLoaderLite(data.train, B, T, vocab_size, dist, grad_accum, config.shuffle, config.seed)
     loader.seek(state.row)
     state.progress = max(state.progress, loader.fraction_read(config.max_passes))  # a fork may have another limit
     val_loader = DataLoaderLite(data.val, B, T, vocab_size, dist) if data.val else None
+    graphs = None
+    # a small model's kernels take less time than their launches
+    if config.cuda_graphs and torch_private.skips_steps(optimizer) and cuda_graphs.suit(sizes, layout, B, device):
+        parts = step_functions(train_model, state, grad_accum, amp)
+        graphs = cuda_graphs.capture_step(*parts, optimizer, B, T, device)
+        machine = replace(machine, cuda_graphs=graphs is not None)
     run = RunInfo(
         config=config, machine=machine, data=data, identity=identity, model=model, base=config.init_from, lora=config.lora,
         length=schedule.length, recipe=schedule.describe(), optimizer=config.optimizer, step_tokens=config.total_batch_size,
@@ -925,10 +957,11 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
                 break
             lr = schedule.lr(state)
             for group in optimizer.param_groups:
-                group["lr"] = lr  # Muon multiplies it by adamw_lr / max_lr in its AdamW groups
+                # Muon multiplies it by adamw_lr / max_lr in its AdamW groups
+                group["lr"] = group["lr"].fill_(lr) if graphs else lr
             devices.synchronize(device)  # so that dt does not count what an evaluation left in the GPU's queue
             started = time.perf_counter()  # dt is the step alone, without evaluation, logging and checkpoints
-            result = train_step(train_model, state, loader, schedule, stop, amp, clock)
+            result = train_step(train_model, state, loader, schedule, stop, amp, clock, graphs)
             if result is None:
                 break  # a signal: nothing was applied
             dt = time.perf_counter() - started  # the step has ended with a sync
@@ -951,8 +984,8 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
                 generator = devices.seeded_generator(device, config.seed)
                 length = clock.tokens_of_last_text(most=150, step_tokens=B * T * grad_accum)
                 texts = sample(writer.eval(), data.tokenizer, run.prompt, length, generator, temperature=0.8, n=1)
-    passes, before_cooldown = state.row / loader.rows_per_epoch, newest_before_cooldown(config.out)
-    print_summary(run, dist, state, passes, logger.values["val"], better, before_cooldown, texts)
+    passes, longer_from = state.row / loader.rows_per_epoch, newest_before_cooldown(config.out)
+    print_summary(run, dist, state, passes, logger.values["val"], better, longer_from, texts)
     return state
 
 

@@ -37,10 +37,11 @@ import numpy as np
 import torch
 from harness import run_script
 from plain_loop import PlainGPT, plain_optimizer, plain_step
+from torch.nn import functional as F
 
 import train_gpt2
 from support.optim import loss
-from support.runtime import devices
+from support.runtime import cuda_graphs, devices
 from support.runtime.distributed import Distributed
 
 MODELS = {"demo": dict(n_layer=3, n_head=4, n_embd=128), "small": dict(n_layer=2, n_head=2, n_embd=32)}
@@ -95,11 +96,11 @@ def worker(job: Job) -> dict[str, Any]:
         # needs no vocabulary file
         tokenizer = SimpleNamespace(name="bytes", vocab_size=vocab_size(job.model), eot=0, count_bytes=len)
         train_gpt2.shards.read_tokenizer = lambda *folders: tokenizer
-        chunked, product = [], loss._fp32_product  # not counted by a mock, which would keep the tensors
-        loss._fp32_product = lambda *tensors: chunked.append(True) or product(*tensors)
+        switch_off(job.without)
+        chunked, add_product = [], loss._add_product_  # not counted by a mock, which would keep the tensors
+        loss._add_product_ = lambda *tensors: chunked.append(True) or add_product(*tensors)
         if job.row != OURS:
             make_plain(set(job.features))
-        switch_off(job.without)
         step, loaded, times = train_gpt2.train_step, train_gpt2.DataLoaderLite.batch, []
         loading, rows = [0.0], [0]
 
@@ -183,11 +184,12 @@ def make_plain(features: set[str]) -> None:
         model.configure_optimizers = lambda *how, **_: plain_optimizer(model, features, *how)
         return model
 
-    def step(model: Any, state: Any, loader: Any, schedule: Any, stop: Any, amp: Any, clock: Any) -> tuple[float, ...]:
+    def step(model: Any, state: Any, loader: Any, schedule: Any, stop: Any, amp: Any, *_: Any) -> tuple[float, ...]:
         batches = [loader.next_batch() for _ in range(loader.grad_accum)]
         return *plain_step(model, state.optimizer, batches, amp, state.optimizer.param_groups[0]["lr"]), 0.0
 
     original, train_gpt2.initial_model, train_gpt2.train_step = train_gpt2.initial_model, initial_model, step
+    cuda_graphs.suit = lambda *_: False
     if "kept memory" not in features:
         devices.keep_memory = lambda device: None
     if "TF32" not in features:
@@ -200,10 +202,38 @@ def switch_off(part: str | None) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
         # PyTorch's cache of compiled graphs ignores this setting, and would return the graph with cuDNN
         torch.compiler.config.cache_key_tag = "without cuDNN"
+    elif part in ("bf16 residual stream", "bf16 residual stream, addmm, loss without masks"):
+        devices.to_bf16_in_autocast = lambda x: x
+        if part != "bf16 residual stream":
+            loss._add_product_ = add_product_afterwards_
+            loss._fused_logits_to_gradient_ = torch.compile(masked_logits_to_gradient_, dynamic=False)
     elif part == "mix-order reductions":
         from torch._inductor import config
 
         config.triton.mix_order_reduction = False
+
+
+def add_product_afterwards_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Does the same as loss._add_product_ on a GPU, in two operations."""
+    total += torch.mm(a, b, out_dtype=torch.float32)
+
+
+def masked_logits_to_gradient_(
+    logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, with_gradients: bool
+) -> torch.Tensor:
+    """Does the same as loss._fused_logits_to_gradient_ in one kernel, with masks for the target and the padding."""
+    ids = torch.arange(logits.size(1), device=logits.device)
+    is_target = ids == targets[:, None]  # (R, W)
+    z = logits.float()
+    target_logit = torch.where(is_target, z, 0.0).sum(-1, keepdim=True)  # (R, 1)
+    others = torch.where(is_target | (ids >= vocab_size), torch.finfo(torch.float32).min, z)
+    largest = others.amax(-1, keepdim=True)  # (R, 1)
+    log_sum = (others - largest).exp().sum(-1, keepdim=True).log()
+    log_odds = largest + log_sum - target_logit
+    if with_gradients:
+        softmax = (others - largest - log_sum).exp()
+        logits.copy_(log_odds.sigmoid() * torch.where(is_target, -1.0, softmax))
+    return F.softplus(log_odds)[:, 0]
 
 
 def matmul_flops(dtype: torch.dtype, device: torch.device, small: bool) -> float:

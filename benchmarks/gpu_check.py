@@ -7,9 +7,9 @@
 | stage | content | expected seconds on a GPU, with nothing compiled yet |
 |---|---|---|
 | a | correctness, and where a step spends its time | 240: 140 for the tests, 28 to compile 12 layers |
-| b | speed, in pairwise comparisons | 220 to compile four variants, then 120 a round |
-| c | whole runs | 140 for two ranks, 120 to resume, 30 to score, 45 for each of four variants, the last if there is time |
-| d | larger sizes, the loss alone | 200 for gpt2-xl, 173 of them to compile 48 layers; 80 for the loss; 45 to 120 for each larger size, if there is time |
+| b | speed, in pairwise comparisons | 220 to compile the variants, then 150 a round |
+| c | whole runs | 140 for two ranks, 120 to resume, 30 to score, 60 for small models, 45 for each of four variants, if there is time |
+| d | larger sizes, the loss alone | 200 for gpt2-xl, 173 of them to compile 48 layers; 90 for the loss; 60 for smaller cards; 45 to 120 for each larger size, if there is time |
 
 Each check runs in its own process. It prints its figures as they come, and ends with a line that says ok, FAILED or
 skipped, and why. At the end, a table has the figures for docs/performance.md. The exit code is 1 if a check failed.
@@ -49,7 +49,17 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from bench_throughput import FEATURES, OURS, RECIPE, Job, measure, random_shard, seconds_per_call
+from bench_throughput import (
+    FEATURES,
+    OURS,
+    RECIPE,
+    Job,
+    add_product_afterwards_,
+    masked_logits_to_gradient_,
+    measure,
+    random_shard,
+    seconds_per_call,
+)
 from harness import ROOT, kill_processes, script_command
 from plain_loop import plain_completion_losses
 from torch import Tensor
@@ -249,9 +259,11 @@ def milliseconds(function: Callable[[], object], device: torch.device, calls: in
 
 
 PAIRS = {  # name of the comparison: fields of bench_throughput.py's Job
-    "mix-order reductions off": {"without": "mix-order reductions"},
+    "residual stream in fp32": {"without": "bf16 residual stream"},
+    "also no addmm, and masks in the loss": {"without": "bf16 residual stream, addmm, loss without masks"},
     "build-nanogpt's recipe": {"row": RECIPE},
     "flash attention instead of cuDNN's": {"without": "cuDNN"},
+    "mix-order reductions off": {"without": "mix-order reductions"},
 }
 
 
@@ -341,6 +353,61 @@ def variants(context: Context) -> None:
         context.figure(f"{flags}: ms per step", f"{ms:.1f}")
         good = len(values) == steps and all(map(math.isfinite, values)) and values[-1] < values[0]
         context.part(flags, "ok" if good else f"FAILED: losses {values}")
+
+
+SMALL_MODELS = (
+    "--n-layer 3 --n-head 2 --n-embd 128 --block-size 64 --total-batch-size 2048",
+    "--n-layer 4 --n-head 2 --n-embd 128 --block-size 64 --total-batch-size 2048 --dropout 0.1",
+    "--n-layer 6 --n-head 3 --n-embd 192 --block-size 128 --total-batch-size 4096",
+    "--n-layer 8 --n-head 8 --n-embd 512 --block-size 512 --total-batch-size 32768",
+)
+
+
+def small_models(context: Context) -> None:
+    """The models of --text: steps as CUDA graphs, and kernel by kernel"""
+    text, steps = context.folder / "text.txt", 8 if context.small else 200
+    text.write_text("\n\n".join(topics.values()), encoding="utf-8")
+    for i, sizes in enumerate(SMALL_MODELS[:1] if context.small else SMALL_MODELS):
+        ms, ends = [], []
+        for name, graphs in (("graphs", "--cuda-graphs"), ("launches", "--no-cuda-graphs")):
+            flags = f"--text {text} --device {context.device} --max-steps {steps} --val-every 0 --sample-every 0"
+            flags += f" --no-compile --dtype bf16 --checkpoint-every 0 --out {name}{i} {graphs} {sizes}"
+            output = context.run("train_gpt2.py", *flags.split())
+            expect(
+                context.device == "cpu" or ("CUDA graphs" in output) == (name == "graphs"),
+                "graphs are not used as asked",
+            )
+            ms.append(statistics.median(map(float, re.findall(r"dt: ([\d.]+)ms", output)[steps // 2 :])))
+            ends.append(losses(context.folder / f"{name}{i}")[-1])
+        context.figure(f"{sizes}: ms per step, as graphs and kernel by kernel", f"{ms[0]:.2f} and {ms[1]:.2f}")
+        context.figure(f"{sizes}: loss of the last step", f"{ends[0]:.4f} and {ends[1]:.4f}")
+        expect(abs(ends[0] - ends[1]) < 0.05, "the losses differ")
+
+
+def cards(context: Context) -> None:
+    """Cards with less memory: the micro-batch that is found trains 20 steps of 124M, with validations and samples"""
+    gpt2 = "--total-batch-size 65536 --val-every 10 --val-tokens 262144 --sample-every 10 --max-steps 20"
+    data = random_shard(context.folder, "gpt2", 2**22)
+    shutil.copy(context.folder / "random_train_000000.npy", context.folder / "random_val_000000.npy")
+    for gb in () if context.small else (24, 16, 8):
+        flags = f"--card {gb} --data {data} --out card{gb} --hellaswag-every 0 --checkpoint-every 0 --no-compile {gpt2}"
+        output = context.run("benchmarks/gpu_check.py", *flags.split())
+        context.figure(f"a card of {gb} GB", output.splitlines()[-1])
+
+
+def train_on_a_card(gb: float, flags: list[str]) -> None:
+    """Runs train_gpt2.py as if the GPU had so many GiB; prints what it allocated."""
+    total, context = torch.cuda.get_device_properties(0).total_memory, 0.6  # CUDA's own memory, in GiB
+    torch.cuda.set_per_process_memory_fraction((gb - context) * 2**30 / total, 0)
+    rows, machine = loss.chunk_rows, devices.free_and_total_memory
+    devices.free_and_total_memory = lambda device: (
+        ((gb - context) * 2**30, gb * 2**30) if device.type == "cuda" else machine(device)
+    )
+    loss.chunk_rows = lambda kind, width, memory=0: rows(kind, width, min(memory, gb * 2**30))
+    run_cli(lambda: train_gpt2.main(flags))
+    most = [memory() / 2**30 for memory in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)]
+    expect(not torch.cuda.memory_stats()["num_alloc_retries"], "the allocator had to free memory and try again")
+    print("{:.2f} GiB allocated and {:.2f} reserved at most".format(*most))
 
 
 def scoring(context: Context) -> None:
@@ -446,6 +513,8 @@ def loss_alone(context: Context) -> None:
     weight = (0.02 * torch.randn(W, C, device=device)).requires_grad_()
     targets = torch.randint(0, V, (N,), device=device)
     found: dict[str, float] = {}
+    masked = torch.compile(masked_logits_to_gradient_, dynamic=False)
+    with_masks, added = {"_fused_logits_to_gradient_": masked}, {"_add_product_": add_product_afterwards_}
 
     def measure_loss(name: str, function: Callable[..., Tensor]) -> None:
         def step() -> None:
@@ -469,6 +538,10 @@ def loss_alone(context: Context) -> None:
     if not context.small:
         compiled = partial(torch.compile, dynamic=False)
         measure_loss("as in training", compiled(loss.chunked_cross_entropy))
+        for name, changes in (("masks in the kernel", with_masks), ("no addmm", added), ("both", with_masks | added)):
+            torch.compiler.reset()
+            with patch.multiple(loss, **changes):
+                measure_loss(name, compiled(loss.chunked_cross_entropy))
         for rows in (1024, 4096, 8192, 16384):
             torch.compiler.reset()
             with patch.object(loss, "chunk_rows", return_value=rows):
@@ -505,8 +578,8 @@ def larger(context: Context) -> None:
 CHECKS: dict[str, list[Callable[[Context], None]]] = {  # by stage; a docstring's first line says what is checked
     "a": [environment, tests, training],
     "b": [pairs],
-    "c": [two_ranks, resume, scoring, variants],
-    "d": [large_model, loss_alone, larger],
+    "c": [two_ranks, resume, scoring, small_models, variants],
+    "d": [large_model, loss_alone, cards, larger],
 }
 
 
@@ -628,5 +701,7 @@ def main() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank-with"]:
         train_on_a_shared_device(sys.argv[2:])
+    elif sys.argv[1:2] == ["--card"]:
+        train_on_a_card(float(sys.argv[2]), sys.argv[3:])
     else:
         run_cli(main)

@@ -29,8 +29,8 @@ COLUMNS, ROWS = 88, 50
 COMMAND = "python train_gpt2.py --demo"
 COLORS = {"1": "#ffffff", "32": "#8ccf7e", "33": "#e5c76b", "36": "#6cbfbf"}
 LESSON_STEPS = (
-    "counts of pairs", "the same by gradient descent", "one head of attention", "GPT-2's block", "the recipe",
-    "pieces of words",
+    "counts of pairs", "Adam by hand", "the same in PyTorch", "one head of attention", "GPT-2's block", "the start",
+    "the recipe", "pieces of words", "shards in order",
 )  # fmt: skip
 FONT_SIZE, LINE_HEIGHT, MARGIN = 13, 18, 14
 STYLED = re.compile(r"\x1b\[([0-9;]*)m")
@@ -46,7 +46,18 @@ def run_in_terminal(folder: Path) -> str:
 
 def lines_on_screen(written: str) -> list[str]:
     """Returns the first and last lines that remain on the screen, with colors; redrawn lines as drawn last."""
-    lines = [line.split("\x1b[K")[-1].rpartition("\r")[2] for line in written.replace("\r\n", "\n").split("\n")]
+    lines, row, at_start = [""], 0, True
+    for piece in re.split(r"(\r?\n|\r|\x1b\[[AK])", written):
+        if piece in ("\r", "\n", "\r\n"):
+            row, at_start = row + piece.endswith("\n"), True
+            lines += [""] * (row == len(lines))
+        elif piece == "\x1b[A":
+            row -= 1
+        elif piece == "\x1b[K":
+            lines[row] = "" if at_start else lines[row]
+        elif piece:
+            lines[row], at_start = piece if at_start else lines[row] + piece, False
+    lines = [line.rstrip() for line in lines]
     if len(lines) > 41:
         lines[21:-20] = ["..."]
     return [f"$ {COMMAND}", *lines]
@@ -73,12 +84,12 @@ def draw(lines: list[str]) -> str:
 
 
 def draw_lesson(folder: Path) -> None:
-    """Plots the held-out loss of the lesson's first six programs, in nats per byte."""
+    """Plots the held-out loss of the lesson's first nine programs, in nats per byte."""
     losses = {"0. nothing": math.log(257)}
     for number, name in enumerate(LESSON_STEPS, start=1):
         command = script_command(f"docs/from-scratch/step_{number:02d}.py")
         printed = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
-        # the last number: from step 6 on, the loss per token comes before the one per byte
+        # the last number: from step 8 on, the loss per token comes before the one per byte
         losses[f"{number}. {name}"] = float(re.findall(r"\d+\.\d+", re.findall(r"held out:? .*", printed)[-1])[-1])
     figure, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
     bars = axes.barh(list(losses), list(losses.values()), color="#4c72b0")

@@ -100,6 +100,7 @@ class Options:
         negatable=True)
     tf32: bool = option(True, "use TF32 on CUDA for the matrix products that stay in fp32", "device")
     compile: bool | None = option(None, "torch.compile the model", "device", default_help="on with CUDA")
+    cuda_graphs: bool = option(True, "launch the steps of a small model as CUDA graphs, on one GPU", "device")
     profile: int = option(0, "profile N steps, after the first 3, into trace.json.gz in --out; 0: none", "device",
         at_least=0, stored=False)
     # fmt: on

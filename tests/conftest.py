@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import TINY_SIZES
+from helpers import STARTED, TINY_SIZES
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # children inherit that of a shell's background: ignored
 
@@ -26,6 +26,17 @@ def usual_interrupts():
     """A script that was interrupted in this process ignores further ones, and the children of later tests would, too."""
     yield
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left():
+    """A test that fails before the end of its run does not leave it running for hours."""
+    yield
+    for process in STARTED:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    STARTED.clear()
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +58,20 @@ def usual_attention():
     yield
     if "torch" in sys.modules:
         sys.modules["torch"].backends.cuda.enable_flash_sdp(True)
+
+
+@pytest.fixture
+def graphs_only(monkeypatch):
+    """torch.compile finds the graphs, and runs them without Inductor's code for them."""
+    import torch
+    from training import compile_graphs
+
+    from support.optim import loss
+
+    loss._compiled.cache_clear()
+    monkeypatch.setattr(torch, "compile", compile_graphs)
+    yield
+    loss._compiled.cache_clear()
 
 
 @pytest.fixture

@@ -1,11 +1,12 @@
 """Runs train_gpt2.py on pretended GPUs: tensors that say "cuda:0" and compute on the CPU.
 
-    python cuda_on_cpu.py LIBRARY '{"flags": ["--demo"], "gpu_bytes": [80e9], "capability": "9.0", "port": 0}'
+    echo '{"folder": ".", "flags": ["--demo"], "gpu_bytes": [80e9], "capability": "9.0", "port": 0, "age": 0}' | python cuda_on_cpu.py LIBRARY
 
-LIBRARY is cuda_on_cpu.cpp, compiled.
+LIBRARY is cuda_on_cpu.cpp, compiled. Each line that is read is a run in that folder, in a fork of this process, which has imported
+PyTorch. It is answered by a line when the run is over.
 
-Prints the output of rank 0, and at last a JSON line with a report of each rank: its exit code, the waits of the host for the
-device in each step, copies in a step from memory that is not pinned, and uses of CUDA in the thread that saves.
+A run writes into `output.txt` what its ranks print, and at last a JSON line with a report of each rank: its exit code, the waits of
+the host for the device in each step, copies in a step from memory that is not pinned, and uses of CUDA in the thread that saves.
 
 A run that passes shows that no operation mixes host and device, where the host waits, that running out of memory is survived
 wherever the allocator raises it, and that the values are right. Attention has the operators of flash attention, the loss its branch
@@ -21,8 +22,10 @@ import collections
 import ctypes
 import json
 import os
+import signal
 import sys
 import threading
+import time
 import traceback
 import weakref
 from pathlib import Path
@@ -42,8 +45,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves, tree_map
 
 import train_gpt2
+from support.console.curves import CurvesFile
 from support.optim import loss
-from support.runtime import devices, distributed
+from support.runtime import clock, cuda_graphs, devices, distributed
 
 ROOT, aten = str(Path(train_gpt2.__file__).parent), torch.ops.aten
 EVENTS = collections.Counter[str]()  # kind of event, and the line of the project that caused it
@@ -193,11 +197,18 @@ def flash_backward(grad, query, key, value, out, log_sum, _q, _k, _max_q, _max_k
     return tuple(map(from_inner, grads))
 
 
+def add_product(total, a, b, dtype, *, out):
+    assert out is total  # as the trainer calls it
+    to_inner(out).add_(torch.mm(to_inner(a).to(dtype), to_inner(b).to(dtype)))
+    return out
+
+
 SPECIAL = {
     aten._fused_sdp_choice.default: has_flash,
     aten._scaled_dot_product_flash_attention.default: flash,
     aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
     aten.mm.dtype: lambda a, b, dtype: from_inner(torch.mm(to_inner(a).to(dtype), to_inner(b).to(dtype))),
+    aten.addmm.dtype_out: add_product,
     torch.ops.gpt2.summed_cross_entropy.default: lambda *args: loss._summed_cross_entropy._init_fn(*args),
 }
 
@@ -217,7 +228,8 @@ def apply_to_module(module: torch.nn.Module, function, recurse: bool = True) -> 
 
 
 def pretend(capability: tuple[int, int]) -> None:
-    """Makes PyTorch and the project believe in eight GPUs."""
+    """Makes PyTorch and the project believe in eight GPUs, without CUDA graphs."""
+    cuda_graphs.suit = lambda *_: False
     name = "NVIDIA H100 80GB HBM3"
     answers = dict(is_available=True, device_count=8, current_device=this_gpu().index, get_device_name=name)
     answers |= dict(get_device_capability=capability, is_current_stream_capturing=False, memory_reserved=0)
@@ -256,6 +268,7 @@ def pretend(capability: tuple[int, int]) -> None:
 
 def run_rank(flags: list[str], gpu_bytes: float, capability: str) -> dict[str, object]:
     """A run in this process; what the docstring of this module promises of it."""
+    signal.alarm(120)
     Memory.total = int(gpu_bytes)
     pretend(tuple(map(int, capability.split("."))))
     train_step, steps, code = train_gpt2.train_step, [], 0
@@ -283,10 +296,13 @@ def run_rank(flags: list[str], gpu_bytes: float, capability: str) -> dict[str, o
     return {"exit code": code, "waits": waits, "not pinned": unpinned, "while saving": of("saves", EVENTS)}
 
 
-def main(flags: list[str], gpu_bytes: list[float], port: int, capability: str) -> None:
+def run(folder: str, flags: list[str], gpu_bytes: list[float], port: int, capability: str, age: float) -> None:
     """A run on as many GPUs as there are sizes of their memory."""
-    ranks = len(gpu_bytes)
-    torch.set_num_threads(1)
+    ranks, clock.STARTED = len(gpu_bytes), time.perf_counter() - age
+    os.chdir(folder)
+    output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     if ranks > 1:
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "RANK": "0"}
     pipes = []
@@ -304,5 +320,17 @@ def main(flags: list[str], gpu_bytes: list[float], port: int, capability: str) -
     os._exit(0)
 
 
+def main() -> None:
+    import torch._dynamo  # which each run would import
+
+    torch.set_num_threads(1)
+    CurvesFile.draw = lambda self: None  # which takes longer than most of these runs
+    for line in sys.stdin:
+        if os.fork() == 0:
+            run(**json.loads(line))
+        os.wait()
+        print("done", flush=True)
+
+
 if __name__ == "__main__":
-    main(**json.loads(sys.argv[2]))
+    main()

@@ -1,21 +1,32 @@
-"""Shared helpers that need no model: the scripts in processes of their own, as a user runs them."""
+"""What the tests start: a script as a user starts it, ranks of the trainer, functions on ranks. They need no model.
+
+    run_script("sample.py", "--help", cwd=tmp_path)               a script in a process of its own
+    run_to_the_end("--data", data, cwd=tmp_path, world_size=2)    the trainer on ranks that have imported torch
+    on_ranks(function, 4, tmp_path)                               a function on ranks that gloo has connected
+
+In this process: `trained` in training.py.
+"""
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
+import pkgutil
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 import pytest
 
@@ -37,17 +48,30 @@ TINY_TRAINING_FLAGS = (
 TINY_FLAGS = [*TINY_MODEL_FLAGS, *TINY_TRAINING_FLAGS]
 
 
-def run_script(
-    *args: str | Path | int, cwd: Path, torchrun: int = 0, timeout: float = 300, **env: str
-) -> subprocess.CompletedProcess[str]:
-    """Runs a script of this project in its own process; `torchrun` is a number of ranks."""
-    launcher = [
-        sys.executable,
-        *(["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={torchrun}"] if torchrun else []),
-    ]
+STARTED: list[subprocess.Popen[str]] = []  # conftest.py ends those that a failed test has left
+
+
+def start_script(
+    *args: object, cwd: Path, torchrun: str = "", output: int | IO[str] = subprocess.DEVNULL, **env: str
+) -> subprocess.Popen[str]:
+    """Starts a script of this project in its own process, or through torchrun with these options."""
+    launcher = [sys.executable, *(["-m", "torch.distributed.run", *torchrun.split()] if torchrun else [])]
     command = [*launcher, str(ROOT / str(args[0])), *map(str, args[1:])]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | env
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+    STARTED.append(subprocess.Popen(command, cwd=cwd, env=environment, text=True, stdout=output, stderr=output))
+    return STARTED[-1]
+
+
+def run_script(*args: object, cwd: Path, torchrun: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script of this project in its own process; `torchrun` is a number of ranks."""
+    options = f"--standalone --nproc_per_node={torchrun}" if torchrun else ""
+    with start_script(*args, cwd=cwd, torchrun=options, output=subprocess.PIPE, **env) as process:
+        try:
+            out, err = process.communicate(timeout=300)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def copy_project(tree: Path) -> None:
@@ -68,29 +92,80 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+@dataclass(frozen=True)
+class Rank:
+    """What a rank of `start_run` has that a user's does not. Its process imports the functions, so they are those of a module.
+
+    Attributes:
+        flags: more flags.
+        env: environment variables.
+        replaced: what stands in for something, by its dotted name.
+        before: what to call before a call of a function, with its arguments; by its dotted name and the call's number, from 0.
+    """
+
+    flags: Sequence[object] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    replaced: Mapping[str, object] = field(default_factory=dict)
+    before: Mapping[tuple[str, int], Callable[..., object]] = field(default_factory=dict)
+
+    def prepare(self) -> None:
+        """Prepares the process, which has imported the trainer."""
+        os.environ.update(self.env)
+        for name, substitute in self.replaced.items():
+            owner, _, attribute = name.rpartition(".")
+            setattr(pkgutil.resolve_name(owner), attribute, substitute)
+        for name in {name for name, _ in self.before}:
+            owner, _, attribute = name.rpartition(".")
+            interruptions = {number: call for (of, number), call in self.before.items() if of == name}
+            setattr(pkgutil.resolve_name(owner), attribute, interrupted(pkgutil.resolve_name(name), interruptions))
+
+
+def interrupted(function: Callable[..., T], interruptions: Mapping[int, Callable[..., object]]) -> Callable[..., T]:
+    """The function, before some calls of which others are called."""
+    numbers = itertools.count()
+
+    def interrupted_function(*args: object, **kwargs: object) -> T:
+        if interruption := interruptions.get(next(numbers)):
+            interruption(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return interrupted_function
+
+
+STEP = "train_gpt2.train_step"  # the steps of a run are the calls of this function
+
+
+def terminate(*args: object) -> None:
+    """What torchrun does to a run that should end."""
+    signal.raise_signal(signal.SIGTERM)
+
+
+def stopped_after(steps: int, world_size: int = 1) -> Rank:
+    """Ranks of a run that saves and ends after so many steps: one process at once, several at the end of the step."""
+    return Rank(before={(STEP, steps - (world_size > 1)): terminate})
+
+
 def start_run(
-    *flags: object, cwd: Path, world_size: int = 1, sabotage: Callable[[int], None] | None = None,
+    *flags: object, cwd: Path, world_size: int = 1, rank: Rank | Mapping[int, Rank] = Rank(),
     defaults: Sequence[str] = TINY_FLAGS,
 ) -> list[BaseProcess]:  # fmt: skip
     """Starts `train_gpt2.py` with the `defaults` and these flags, one process per rank; rank r prints to `cwd/r.txt`.
 
-    `sabotage(rank)` is called first in each: a function of a test module that breaks something there.
+    `rank` is what is special about all ranks, or about some.
     """
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     ranks: list[BaseProcess] = []
-    for rank in range(world_size):
-        environment = address | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size > 1 else {}
-        all_flags = [*defaults, *map(str, flags)]
-        ranks.append(FORKS.Process(target=_run_rank, args=(all_flags, cwd, environment, sabotage, rank)))
+    for number in range(world_size):
+        special = rank if isinstance(rank, Rank) else rank.get(number, Rank())
+        environment = address | {"RANK": str(number), "LOCAL_RANK": str(number)} if world_size > 1 else {}
+        all_flags = [*defaults, *map(str, (*flags, *special.flags))]
+        output = cwd / f"{number}.txt"
+        ranks.append(FORKS.Process(target=_run_rank, args=(all_flags, cwd, output, environment, special)))
         ranks[-1].start()
     return ranks
 
 
-def _run_rank(
-    flags: list[str], cwd: Path, environment: dict[str, str], sabotage: Callable[[int], None] | None, rank: int
-) -> None:
-    import signal
-
+def _run_rank(flags: list[str], cwd: Path, output: Path, environment: dict[str, str], special: Rank) -> None:
     import torch
 
     import train_gpt2
@@ -99,14 +174,13 @@ def _run_rank(
 
     os.chdir(cwd)
     os.environ.update(environment | {"HF_HUB_OFFLINE": "1"})
-    output = os.open(cwd / f"{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
     torch.set_num_threads(1)
     CurvesFile.draw = lambda self: None  # which takes longer than most of these runs
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
-    if sabotage:
-        sabotage(rank)
+    special.prepare()
     run_cli(lambda: train_gpt2.main(flags))
 
 
@@ -125,26 +199,6 @@ def run_to_the_end(*flags: object, cwd: Path, **options: object) -> None:
     """`start_run` and `finish_run`, successfully."""
     codes = finish_run(start_run(*flags, cwd=cwd, **options))
     assert not any(codes), (cwd / "0.txt").read_text()
-
-
-def stop_before(step: int, rank: int) -> None:
-    """Sabotages `start_run`: a SIGTERM makes the run save at this step and end."""
-    import signal
-
-    import train_gpt2
-
-    real = train_gpt2.train_step
-
-    def train_step(model, state, loader, *args):
-        alone = loader.dist.world_size == 1  # stops at once; several ranks at the end of the step
-        if state.step == step - 1 and not alone:
-            os.kill(os.getpid(), signal.SIGTERM)
-        result = real(model, state, loader, *args)
-        if state.step == step - 1 and alone:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return result
-
-    train_gpt2.train_step = train_step
 
 
 def on_ranks(function: Callable[[int], T], world_size: int, folder: Path) -> dict[int, T]:
@@ -200,11 +254,11 @@ def steps_done(out: Path) -> int:
         return 0
 
 
-def wait_for(condition: Callable[[], object], timeout: float = 60) -> bool:
-    """Waits until `condition()` holds or time is over; returns whether it holds."""
+def wait_for(condition: Callable[[], object], timeout: float = 60, every: float = 0.02) -> bool:
+    """Waits until `condition()` holds or time is over, asking again after so many seconds; returns whether it holds."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if condition():
             return True
-        time.sleep(0.0005)
+        time.sleep(every)
     return bool(condition())

@@ -8,65 +8,50 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import run_to_the_end
+from helpers import STEP, Rank, run_to_the_end
 from training import assert_same_run, checkpoint_names, forked, resumed, trained, trainer_file
 
 import train_gpt2
 from support.cli import UserError
 from train_gpt2 import GPT
 
-
-def nan_at_step_3_on_rank_1(rank):
-    real, calls = train_gpt2.train_step, []
-
-    def step(model, state, *args):
-        calls.append(1)
-        if len(calls) == 4 and rank == 1:
-            first, *_ = (p for p in state.model.parameters() if p.dim() == 1)
-            hook = first.register_hook(lambda grad: grad * torch.nan)
-            try:
-                return real(model, state, *args)
-            finally:
-                hook.remove()
-        return real(model, state, *args)
-
-    train_gpt2.train_step = step
+HOOKS = []
 
 
-def infinite_loss_at_step_3_on_rank_1(rank):
-    real, calls = train_gpt2.Distributed.all_reduce_mean, []
-
-    def mean(self, tensor):
-        calls.append(1)
-        if len(calls) == 4 and rank == 1:
-            tensor[0] = torch.inf
-        return real(self, tensor)
-
-    train_gpt2.Distributed.all_reduce_mean = mean
+def make_gradients_nan(model, state, *args):
+    first, *_ = (p for p in state.model.parameters() if p.dim() == 1)
+    HOOKS.append(first.register_hook(lambda grad: grad * torch.nan))
 
 
-def skip_step_3(rank):
+def make_gradients_finite(*args):
+    HOOKS.pop().remove()
+
+
+def make_loss_infinite(dist, mean):
+    mean[0] = torch.inf
+
+
+ADAMW_STEP, CALLS = torch.optim.AdamW.step, []
+
+
+def skip_the_fourth(self, *args, **kwargs):
     """The reference: the optimizer is not called at step 3, and nothing is wrong with its gradient."""
-    real, calls = torch.optim.AdamW.step, []
-
-    def step(self, *args, **kwargs):
-        calls.append(1)
-        return None if len(calls) == 4 else real(self, *args, **kwargs)
-
-    torch.optim.AdamW.step = step
+    CALLS.append(1)
+    return None if len(CALLS) == 4 else ADAMW_STEP(self, *args, **kwargs)
 
 
 @pytest.mark.slow
 def test_one_bad_step_on_one_rank_is_skipped_on_all(byte_shards, tmp_path):
     flags = ["--data", byte_shards, "--max-steps", 8, "--val-every", 0, "--checkpoint-every", 4]
-    run_to_the_end(*flags, "--out", "skipped", cwd=tmp_path, world_size=2, sabotage=skip_step_3)
+    skipped = Rank(replaced={"torch.optim.AdamW.step": skip_the_fourth})
+    run_to_the_end(*flags, "--out", "skipped", cwd=tmp_path, world_size=2, rank=skipped)
     log = (tmp_path / "skipped" / "log.txt").read_text()
     for bad, name, value in (
-        (nan_at_step_3_on_rank_1, "norm", "nan"),
-        (infinite_loss_at_step_3_on_rank_1, "train", "inf"),
+        ({(STEP, 3): make_gradients_nan, (STEP, 4): make_gradients_finite}, "norm", "nan"),
+        ({("train_gpt2.Distributed.all_reduce_mean", 3): make_loss_infinite}, "train", "inf"),
     ):
         out = tmp_path / name
-        run_to_the_end(*flags, "--out", out, cwd=tmp_path, world_size=2, sabotage=bad)
+        run_to_the_end(*flags, "--out", out, cwd=tmp_path, world_size=2, rank={1: Rank(before=bad)})
         output = (tmp_path / "0.txt").read_text()
         assert output.count("step     3 | skipped: the loss or the gradient is not finite") == 1
         assert "step     4 | no checkpoint while steps are skipped" in output

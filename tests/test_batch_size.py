@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
-from helpers import TINY_MODEL_FLAGS, finish_run, losses, run_to_the_end, start_run
+from helpers import TINY_MODEL_FLAGS, Rank, finish_run, losses, run_to_the_end, start_run
 from training import FP32, ONE_PROCESS, assert_same_run, config_of, configure, trained
 
 from support.checkpoints.history import read_starts
@@ -19,45 +21,47 @@ from support.runtime.memory import Layout, Sizes, training_memory
 from train_gpt2 import GPT, train
 
 
-def out_of_memory_beyond(rows):
-    """Makes the CPU a device that is tried, and that has memory for so many rows."""
-    real, batch_size.TRIED = GPT.forward, ("cpu",)
+class OutOfMemoryBeyond:
+    """A forward pass of GPT that has memory for so many rows."""
 
-    def forward(self, idx, *args):
-        if len(idx) > rows:
+    forward = GPT.forward
+
+    def __init__(self, rows: int):
+        self.rows = rows
+
+    def __get__(self, model: GPT, of: type) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        return partial(self, model)
+
+    def __call__(self, model: GPT, idx: torch.Tensor, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
+        if len(idx) > self.rows:
             raise torch.OutOfMemoryError("out of memory. Tried to allocate much.")
-        return real(self, idx, *args)
-
-    GPT.forward = forward
+        return OutOfMemoryBeyond.forward(model, idx, *args)
 
 
-def two_rows_fit_on_rank_1(rank):
-    out_of_memory_beyond(4 if rank == 0 else 2)
-
-
-def no_memory_on_rank_1(rank):
-    out_of_memory_beyond(100 if rank == 0 else 0)
+def rank_with_memory_for(rows: int) -> Rank:
+    """A CPU that is a device on which micro-batches are tried."""
+    tried = {"support.runtime.batch_size.TRIED": ("cpu",)}
+    return Rank(replaced=tried | {"train_gpt2.GPT.forward": OutOfMemoryBeyond(rows)})
 
 
 @pytest.fixture
 def tried(monkeypatch):
-    """Undoes `out_of_memory_beyond`, and tries the CPU."""
-    monkeypatch.setattr(GPT, "forward", GPT.forward)
+    """Micro-batches are tried on the CPU."""
     monkeypatch.setattr(batch_size, "TRIED", ("cpu",))
 
 
 @pytest.mark.slow
-def test_the_largest_micro_batch_that_fits_is_found(byte_shards, tmp_path, tried, capsys):
+def test_the_largest_micro_batch_that_fits_is_found(byte_shards, tmp_path, tried, monkeypatch, capsys):
     flags = ["--data", byte_shards, "--max-steps", 4, "--dropout", 0.1]
     trained(tmp_path / "four", *flags, "--batch-size", 4)
-    out_of_memory_beyond(5)
+    monkeypatch.setattr(GPT, "forward", OutOfMemoryBeyond(5))
     trained(tmp_path / "sixteen", *flags, "--batch-size", 16)
     out = capsys.readouterr().out
     assert "a micro-batch of 16 rows does not fit into memory; using 4." in out
     assert out.count("256 tokens = 4 rows x 16 tokens x 1 process x 4 micro-steps") == 2
     assert_same_run(tmp_path / "sixteen", tmp_path / "four")  # the trial changed nothing
     assert read_starts(tmp_path / "sixteen")[0]["machine"]["batch_size"] == 4
-    out_of_memory_beyond(0)
+    monkeypatch.setattr(GPT, "forward", OutOfMemoryBeyond(0))
     with pytest.raises(UserError, match="not even one row of 16 tokens fits into the memory of cpu"):
         train(config_of(*flags, "--out", tmp_path / "none"), ONE_PROCESS)
     assert not (tmp_path / "none").exists()
@@ -169,7 +173,7 @@ def test_all_ranks_take_the_micro_batch_that_fits_on_each(byte_shards, tmp_path,
     """Rank 1 runs out of memory while rank 0 does not: neither waits for the other, and the run is as without a trial."""
     flags = ["--data", byte_shards, "--max-steps", 3, "--val-every", 0, "--parallel", parallel]
     run_to_the_end(*flags, "--batch-size", 2, "--out", "two", cwd=tmp_path, world_size=2)
-    options = dict(cwd=tmp_path, world_size=2, sabotage=two_rows_fit_on_rank_1)
+    options = dict(cwd=tmp_path, world_size=2, rank={0: rank_with_memory_for(4), 1: rank_with_memory_for(2)})
     run_to_the_end(*flags, "--batch-size", 8, "--out", "eight", **options)
     assert "= 2 rows x 16 tokens x 2 processes x 4 micro-steps" in (tmp_path / "0.txt").read_text()
     assert losses(tmp_path / "eight/log.txt") == losses(tmp_path / "two/log.txt")
@@ -177,7 +181,8 @@ def test_all_ranks_take_the_micro_batch_that_fits_on_each(byte_shards, tmp_path,
 
 @pytest.mark.slow
 def test_a_failure_of_one_rank_before_the_first_step_is_reported(byte_shards, tmp_path):
-    ranks = start_run("--data", byte_shards, "--out", "run", cwd=tmp_path, world_size=2, sabotage=no_memory_on_rank_1)
+    memory = {0: rank_with_memory_for(100), 1: rank_with_memory_for(0)}
+    ranks = start_run("--data", byte_shards, "--out", "run", cwd=tmp_path, world_size=2, rank=memory)
     assert finish_run(ranks) == [2, 2]
     assert "error: not even one row of 16 tokens fits into the memory" in (tmp_path / "1.txt").read_text()
     assert "error: rank 1 could not prepare the run." in (tmp_path / "0.txt").read_text()

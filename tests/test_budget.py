@@ -31,9 +31,10 @@ def flags_for_minutes(config, cli_flags):
 
 
 # By hand: 7 bytes, at 3 per token (2 below 362 kB, 2.5 below 724 kB, with a smaller vocabulary), for each weight of the
-# blocks, 12 C^2 in each: 331,776 of 3 x 96, 589,824 of 3 x 128, 786,432 of 4 x 128, 4.7M of 6 x 256, 25M of 8 x 512; and not more weights than bytes. The smallest is for bytes, and for
-# texts that are too small for the next one. A step is a power of two that leaves 2,000 steps, or 1,000 up to 2,048, of the
-# tokens that are read: at most 25 passes.
+# blocks, 12 C^2 in each: 331,776 of 3 x 96, 589,824 of 3 x 128, 786,432 of 4 x 128, 2.65M of 6 x 192, 4.7M of 6 x 256, 25M
+# of 8 x 512; and not more weights than bytes. With 6 layers, up to 2.5 times as many are right if there is time for 5 bytes for
+# each, and for more than ten passes. The smallest is for bytes, and for texts that are too small for the next one. A step
+# is a power of two that leaves 2,000 steps, or 1,000 up to 2,048, of the tokens that are read: at most 25 passes.
 @pytest.mark.parametrize(
     ("text_bytes", "tokens", "sizes", "step"),
     [
@@ -43,9 +44,16 @@ def flags_for_minutes(config, cli_flags):
         (3e6, 2.04e6, (4, 128), 1024),
         (3e6, 2.05e6, (4, 128), 2048),
         (5e5, 2.4e7, (3, 96), 2048),  # 4.5 million, of the 133 passes that there is time for
-        (3e7, 1.10e7, (4, 128), 4096),
+        (3e7, 6.19e6, (4, 128), 2048),
+        (3e7, 6.20e6, (6, 192), 2048),
+        (3e7, 1.10e7, (6, 192), 4096),
         (3e7, 1.11e7, (6, 256), 4096),
-        (3e7, lambda of_model: 4.8e7 / of_model["n_layer"], (4, 128), 4096),  # 12 million, and 8 of the next one
+        (3e7, lambda of_model: 2.48e7 / of_model["n_layer"], (4, 128), 2048),  # 6.2 million, and 4.1 of the next one
+        (1.1e6, 4.42e6, (4, 128), 2048),
+        (1.1e6, 4.43e6, (6, 192), 2048),
+        (1.05e6, 1e7, (4, 128), 2048),  # 2.65M are more than 2.5 times as many
+        (2.6e6, 8.66e6, (4, 128), 4096),
+        (2.6e6, 8.67e6, (6, 256), 4096),  # ten passes; 4.7M are fewer than 2.5 times as many
         (7e5, 2.4e7, (3, 128), 2048),  # the text is too small for more
         (3e8, 7e7, (8, 512), 32768),
     ],
@@ -72,14 +80,21 @@ def test_on_a_gpu_a_larger_model_may_be_faster(on_gpu, sizes, monkeypatch, reque
     assert (chosen["n_layer"], chosen["n_embd"]) == sizes
 
 
-def test_on_a_gpu_a_step_has_many_rows_but_a_small_text_is_not_read_often(gpu, monkeypatch):
-    """By hand: a GPU that trains on 64 rows in the time of 16. 600 kB have 216,000 tokens to train on, which are read 25
-    times: 5.4 million."""
-    speed = {16: 2.4e7, 64: 9.6e7}
-    for text_bytes, step in ((3e7, 32768), (6e5, 2048)):
-        chosen = flags_for(text_bytes, lambda of_model: speed[of_model["batch_size"]], monkeypatch)
-        assert (chosen["total_batch_size"], chosen["batch_size"]) == (step, None)
-    chosen = flags_for(3e7, lambda of_model: speed[of_model["batch_size"]], monkeypatch, "--batch-size", "16")
+def test_on_a_gpu_speed_is_measured_with_the_rows_of_a_step(gpu, monkeypatch):
+    """By hand: a GPU that takes as long for one row as for 64, and has time for 20,000 steps. 600 kB have 216,000 tokens to
+    train on, which are read 25 times: 5.4 million, in steps of 2,048, which are 32 rows."""
+    measured = []
+
+    def in_time(of_model):
+        measured.append(of_model["batch_size"])
+        return 2e4 * 64 * of_model["batch_size"]
+
+    for text_bytes, step, rows in ((3e9, 32768, [64]), (6e5, 2048, [64, 32])):
+        measured.clear()
+        chosen = flags_for(text_bytes, in_time, monkeypatch, "--n-layer", "3")
+        assert (chosen["total_batch_size"], chosen["batch_size"], measured) == (step, None, rows)
+        assert chosen["val_tokens"] == min(10485760, 2e4 * 64 * rows[-1] / 20)
+    chosen = flags_for(3e9, in_time, monkeypatch, "--n-layer", "3", "--batch-size", "16")
     assert chosen["total_batch_size"] == 8192 and "batch_size" not in chosen
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import TINY_MODEL_FLAGS, finish_run, losses, start_run, stop_before
+from helpers import TINY_MODEL_FLAGS, finish_run, losses, start_run, stopped_after
 from training import ONE_PROCESS, assert_same_run, checkpoint_names, config_of, configure, trainer_file
 
 import train_gpt2
@@ -23,7 +23,7 @@ from support.runtime.length import Length
 from train_gpt2 import get_lr, train
 
 TEXT = "".join(f"{a} and {b} are {a + b}.\n" for a in range(40) for b in range(60))
-FLAGS = "--device cpu --dtype fp32 --tokenizer bytes --batch-size 4 --total-batch-size 256 --max-lr 3e-3".split()
+FLAGS = "--device cpu --dtype fp32 --tokenizer bytes --batch-size 16 --total-batch-size 256 --max-lr 3e-3".split()
 FLAGS += "--val-tokens 512 --sample-every 0 --keep 0".split()
 
 
@@ -264,16 +264,12 @@ def test_a_signal_saves_and_what_it_interrupted_is_made_up_for(text, tmp_path, f
     assert re.search(rf"^{at} val", (out / "log.txt").read_text(), re.MULTILINE)
 
 
-def other_clock(rank: int) -> None:
-    """Rank 1's clock is wrong by an hour; a SIGTERM stops the run at step 12."""
-    clock.STARTED = time.perf_counter() - (3600 if rank else 0)
-    stop_before(12, rank)
-
-
 @pytest.mark.slow
 def test_rank_zeros_clock_decides(text, tmp_path):
     flags = [*text, "--minutes", 5, "--parallel", "fsdp", "--val-every", 0, "--out", "run"]
-    ranks = start_run(*flags, cwd=tmp_path, world_size=2, defaults=(), sabotage=other_clock)
+    stopped = stopped_after(12, world_size=2)
+    an_hour_late = replace(stopped, replaced={"support.runtime.clock.STARTED": time.perf_counter() - 3600})
+    ranks = start_run(*flags, cwd=tmp_path, world_size=2, defaults=(), rank={0: stopped, 1: an_hour_late})
     assert finish_run(ranks) == [143, 143]
     rates = losses(tmp_path / "run/log.txt", "lr")
     assert rates == sorted(rates) and rates[-1] < 3e-3  # a warm-up; on rank 1's clock, the run would be over

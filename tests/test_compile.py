@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import pytest
 import torch
-from helpers import losses, run_to_the_end
+from helpers import STEP, Rank, losses, run_to_the_end
+from torch._dynamo.backends.distributed import DDPOptimizer
 from training import ONE_PROCESS, config_of, trained
 
 import train_gpt2
-from support.runtime import batch_size
 
 pytestmark = pytest.mark.slow
 
 
-def test_one_graph_for_each_shape_and_no_recompilation(byte_shards, tmp_path, monkeypatch):
+def test_one_graph_for_each_shape_and_no_recompilation(byte_shards, tmp_path, monkeypatch, graphs_only):
     """PyTorch's own counters say so, after the first step and the first validation with its smaller last batch."""
     counters = torch._dynamo.utils.counters
     torch.compiler.reset()
@@ -46,7 +47,14 @@ def test_one_graph_for_each_shape_and_no_recompilation(byte_shards, tmp_path, mo
 def test_under_ddp_each_bucket_has_its_graph(byte_shards, tmp_path):
     """0.51 million parameters are 2 MB: DDP's first bucket of 1 MB and one more. The trial compiles what is trained."""
     flags = ["--data", byte_shards, *"--n-layer 1 --n-embd 192 --max-steps 4 --val-every 2".split()]
-    run_to_the_end(*flags, "--out", "run", "--compile", cwd=tmp_path, world_size=2, sabotage=count_graphs)
+    counted = Rank(
+        replaced={
+            "support.runtime.batch_size.TRIED": ("cpu",),
+            "torch._dynamo.backends.distributed.DDPOptimizer.compile_fn": counting_compile,
+            STEP: counting_step,
+        }
+    )
+    run_to_the_end(*flags, "--out", "run", "--compile", cwd=tmp_path, world_size=2, rank=counted)
     trained(tmp_path / "eager", *flags)
     for rank in (0, 1):
         counts = [json.loads(line) for line in (tmp_path / f"graphs{rank}.txt").read_text().splitlines()]
@@ -56,25 +64,21 @@ def test_under_ddp_each_bucket_has_its_graph(byte_shards, tmp_path):
     assert np.abs(compiled - eager).max() < 1e-4
 
 
-def count_graphs(rank: int) -> None:
-    """Writes after each step how many graphs there are, and into how many buckets DDP's backend has split one."""
-    from torch._dynamo.backends.distributed import DDPOptimizer
+COMPILE_FN, TRAIN_STEP = DDPOptimizer.compile_fn, train_gpt2.train_step
+BUCKETS = []  # of each graph that DDP's backend has split
 
-    batch_size.TRIED = ("cpu",)
-    counters, train_step, compile_fn = torch._dynamo.utils.counters, train_gpt2.train_step, DDPOptimizer.compile_fn
-    buckets = []
 
-    def counting_compile(self, *args):
-        result = compile_fn(self, *args)
-        buckets.append(len(self.buckets))
-        return result
+def counting_compile(self, *args):
+    result = COMPILE_FN(self, *args)
+    BUCKETS.append(len(self.buckets))
+    return result
 
-    def counting_step(*args):
-        result = train_step(*args)
-        breaks = sum(counters["graph_break"].values())
-        line = {"graphs": counters["stats"]["unique_graphs"], "breaks": breaks, "buckets": buckets}
-        with open(f"graphs{rank}.txt", "a") as file:
-            file.write(json.dumps(line) + "\n")
-        return result
 
-    DDPOptimizer.compile_fn, train_gpt2.train_step = counting_compile, counting_step
+def counting_step(*args):
+    """Writes after each step how many graphs there are, and into how many buckets each was split."""
+    result, counters = TRAIN_STEP(*args), torch._dynamo.utils.counters
+    breaks = sum(counters["graph_break"].values())
+    line = {"graphs": counters["stats"]["unique_graphs"], "breaks": breaks, "buckets": BUCKETS}
+    with open(f"graphs{os.environ['RANK']}.txt", "a") as file:
+        file.write(json.dumps(line) + "\n")
+    return result

@@ -11,7 +11,8 @@ from train_gpt2 import TRAIN_FLAGS, CommandLine, ModelFlags, Recipe
 # What a resumed run may change: files, evaluation, tracking, checkpoints and device.
 OPTIONS = (
     "data out resume batch_size val_every val_tokens hellaswag_every hellaswag_data hellaswag_limit sample_every prompt "
-    "log_every tensorboard wandb checkpoint_every keep max_bad_steps device dtype parallel recompute tf32 compile profile"
+    "log_every tensorboard wandb checkpoint_every keep max_bad_steps device dtype parallel recompute tf32 compile "
+    "cuda_graphs profile"
 )
 SOURCE = "demo text text_field tokenizer"  # what the shards were made from: a resumed run keeps its shards
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import TINY_FLAGS, TINY_TRAINING_FLAGS, finish_run, start_run, steps_done
+from helpers import STEP, TINY_FLAGS, TINY_TRAINING_FLAGS, Rank, finish_run, start_run, steps_done
 from training import checkpoint_names, trained
 
 import hellaswag
@@ -46,16 +46,9 @@ def test_an_unknown_id_loses_no_finished_step(data, tmp_path, world_size):
     )
 
 
-def truncate_at_step_3(rank, split):
-    real = train_gpt2.get_lr
-
-    def get_lr(step, config, progress):
-        if step == 3 and rank == 0:
-            for shard in Path(config.data).glob(f"*_{split}_*.npy"):
-                os.truncate(shard, shard.stat().st_size // 2)
-        return real(step, config, progress)
-
-    train_gpt2.get_lr = get_lr
+def truncate(folder: Path, split: str, *args: object) -> None:
+    for shard in folder.glob(f"*_{split}_*.npy"):
+        os.truncate(shard, shard.stat().st_size // 2)
 
 
 # until the next step, or validation, needs them
@@ -63,8 +56,9 @@ def truncate_at_step_3(rank, split):
 def test_a_shard_truncated_in_use_loses_no_finished_step(data, tmp_path, split, steps, world_size):
     """Reading memory whose file is gone would be a bus error."""
     flags = ["--data", data[0], "--out", "run", "--max-steps", 1000]
-    sabotage = functools.partial(truncate_at_step_3, split=split)
-    assert finish_run(start_run(*flags, cwd=tmp_path, world_size=world_size, sabotage=sabotage)) == [2] * world_size
+    truncates = Rank(before={(STEP, 3): functools.partial(truncate, data[0], split)})
+    ranks = start_run(*flags, cwd=tmp_path, world_size=world_size, rank={0: truncates})
+    assert finish_run(ranks) == [2] * world_size
     outputs = "".join((tmp_path / f"{rank}.txt").read_text() for rank in range(world_size))
     assert outputs.count("was truncated while it was in use. Rerun the command that made these shards.") >= 1
     assert checkpoint_names(tmp_path / "run") == [f"model_{steps:05d}"] and steps_done(tmp_path / "run") == steps

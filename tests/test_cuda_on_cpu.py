@@ -31,14 +31,26 @@ pytestmark = [
 @pytest.fixture(scope="session")
 def library(tmp_path_factory) -> Path:
     library, torch_folder = tmp_path_factory.mktemp("library") / "cuda_on_cpu.so", Path(torch.__file__).parent
-    command = f"c++ -std=c++20 -shared -fPIC -I{torch_folder}/include {ROOT}/tests/cuda_on_cpu.cpp -o {library}"
-    command += f" -L{torch_folder}/lib -ltorch_cpu -lc10 -Wl,-rpath,{torch_folder}/lib"
-    subprocess.run(command.split(), check=True)
+    command = [*"c++ -std=c++20 -shared -fPIC".split(), f"-I{torch_folder}/include", f"{ROOT}/tests/cuda_on_cpu.cpp"]
+    command += ["-o", str(library), f"-L{torch_folder}/lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_folder}/lib"]
+    subprocess.run(command, check=True)
     return library
 
 
+@pytest.fixture(scope="session")
+def gpus(library):
+    """The process that runs what is written to it."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, ROOT / "tests/cuda_on_cpu.py", library]
+    with subprocess.Popen(
+        command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        yield process
+        process.stdin.close()
+
+
 @pytest.fixture
-def run(library, byte_shards, tmp_path):
+def run(gpus, byte_shards, tmp_path):
     """A function that runs the trainer with TINY_FLAGS and more on pretended GPUs, checks its report and returns its output.
 
     Checked of each rank: exit code 0; one wait for the device in each step, for the loss that is logged; no CUDA in the thread
@@ -47,22 +59,21 @@ def run(library, byte_shards, tmp_path):
     Args:
         waits: in the first steps, if they are others.
         gpu_bytes: of the memory of each rank's GPU.
+        age: seconds since the process was started, which count in a run of `--minutes`.
     """
 
     def run_on_cuda(
         *flags: object, tiny: bool = True, waits: tuple[int, ...] = (),
-        gpu_bytes: tuple[float, ...] = (80e9,), capability: str = "9.0",
+        gpu_bytes: tuple[float, ...] = (80e9,), capability: str = "9.0", age: float = 0.0,
     ) -> str:  # fmt: skip
         all_flags = [*(TINY_FLAGS + ["--data", str(byte_shards)] if tiny else []), "--device", "cuda", "--no-compile"]
         all_flags += [str(flag) for flag in flags]
-        options = dict(flags=all_flags, gpu_bytes=gpu_bytes, capability=capability, port=free_port())
-        result = subprocess.run(
-            [sys.executable, ROOT / "tests/cuda_on_cpu.py", library, json.dumps(options)],
-            cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"},
-            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120,
-        )  # fmt: skip
-        output, _, reports = result.stdout.strip().rpartition("\n")
-        print(result.stdout)
+        options = dict(flags=all_flags, gpu_bytes=gpu_bytes, capability=capability, age=age)
+        options |= dict(port=free_port(), folder=str(tmp_path))
+        print(json.dumps(options), file=gpus.stdin, flush=True)
+        assert gpus.stdout.readline() == "done\n"
+        output, _, reports = (tmp_path / "output.txt").read_text().strip().rpartition("\n")
+        print(output, reports)
         assert "Warning:" not in output
         reports = json.loads(reports)
         assert [report["exit code"] for report in reports] == [0] * len(gpu_bytes)
@@ -128,6 +139,9 @@ def test_a_micro_batch_that_does_not_fit_is_made_smaller(run, byte_shards, tmp_p
     assert losses(tmp_path / "log/log.txt") == pytest.approx(losses(tmp_path / "cpu/log.txt"), rel=0, abs=1e-5)
 
 
-def test_a_timed_demo(run):
-    output = run("--demo", "--minutes", 0.2, "--batch-size", 16, "--val-tokens", 1024, tiny=False)
-    assert "saved   log_demo/model_" in output
+def test_a_timed_run(run, tmp_path):
+    """Its speed is measured, and it ends with a text."""
+    (tmp_path / "text.txt").write_text("".join(f"{a} and {b} are {a + b}.\n" for a in range(60) for b in range(60)))
+    flags = "--text text.txt --tokenizer bytes --minutes 0.1 --batch-size 16 --val-tokens 1024 --out log".split()
+    output = run(*flags, *"--n-layer 1 --n-head 1 --n-embd 16 --block-size 16".split(), tiny=False, age=4.0)
+    assert "saved   log/model_" in output and "\nsample  " in output

@@ -7,21 +7,28 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from itertools import combinations
 
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, finish_run, free_port, in_threads, on_ranks, run_to_the_end, start_run, steps_done, wait_for
+from helpers import (
+    STEP,
+    Rank,
+    finish_run,
+    free_port,
+    in_threads,
+    on_ranks,
+    run_to_the_end,
+    start_run,
+    steps_done,
+    wait_for,
+)
 from torch.distributed import HashStore
 
-import train_gpt2
-from support.checkpoints import start
 from support.cli import UserError
 from support.runtime import distributed
 from support.runtime.distributed import ONE_PROCESS, Distributed, agree_on_attempt, connect, report_lost_processes
@@ -111,38 +118,6 @@ def test_ranks_agree_on_an_attempt_whatever_earlier_attempts_left():
     assert len(shared) == 3
 
 
-RESTARTED = """
-import os
-from torch import distributed
-from support.runtime.distributed import Distributed
-
-dist = Distributed.from_environment("log")
-store = distributed.distributed_c10d._get_default_store()
-while isinstance(store, distributed.PrefixStore):
-    store = store.underlying_store
-first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-with dist.local_rank_zero_first():
-    if first:
-        store.set("exception_dump", (1).to_bytes(4, "little"))  # as ProcessGroupNCCL does after a timeout
-        os._exit(1)
-with open(f"{dist.rank}.txt", "w") as file:
-    file.write(str(store.check(["exception_dump"])))
-os._exit(0)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rendezvous", ["--standalone", "--master_addr=localhost"])
-def test_a_restart_does_not_find_the_timeout_before_it(tmp_path, rendezvous):
-    """torchrun's own store survives a restart: NCCL would abort the new processes 8 minutes later."""
-    (tmp_path / "script.py").write_text(RESTARTED)
-    port = [] if rendezvous == "--standalone" else [f"--master_port={free_port()}"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", rendezvous, *port, "--nproc_per_node=2"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([*torchrun, "--max-restarts=1", "script.py"], cwd=tmp_path, env=environment, check=True, timeout=100)
-    assert [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)] == ["False", "False"]
-
-
 def test_what_nccl_writes_after_a_timeout_is_named_after_the_start(monkeypatch):
     """By all ranks alike, and by a restarted run not as before."""
     store, names = HashStore(), []
@@ -161,86 +136,86 @@ def test_what_nccl_writes_after_a_timeout_is_named_after_the_start(monkeypatch):
     assert first == same != second == also and re.fullmatch(r"log/nccl_trace_[0-9a-f]{8}_rank_", first)
 
 
-def no_checkpoint_on_node_1(rank):
-    os.environ["LOCAL_RANK"] = "0"
-    if rank == 1:
-        start.newest_checkpoint = lambda out: None
+ALONE = Rank(env={"LOCAL_RANK": "0"})  # on a node of its own
 
 
 def test_nodes_that_see_different_checkpoints_do_not_train(byte_shards, tmp_path):
-    flags = ["--data", byte_shards, "--out", "run", "--resume", "auto"]
-    run_to_the_end(*flags, "--max-steps", 4, cwd=tmp_path)
-    ranks = start_run(*flags, "--max-steps", 4, cwd=tmp_path, world_size=2, sabotage=no_checkpoint_on_node_1)
+    flags = ["--data", byte_shards, "--max-steps", 4, "--resume", "auto", "--out", "run"]
+    run_to_the_end(*flags, cwd=tmp_path)
+    elsewhere = replace(ALONE, flags=["--out", "other_disk/run"])
+    ranks = start_run(*flags, cwd=tmp_path, world_size=2, rank={0: ALONE, 1: elsewhere})
     assert finish_run(ranks) == [2, 2]
     expected = r"error: the nodes differ in the checkpoint: none on \S+ \(rank 1\), model_00004 on \S+ \(rank 0\)"
     assert all(re.search(expected, (tmp_path / name).read_text()) for name in ("0.txt", "1.txt"))
     assert steps_done(tmp_path / "run") == 4
 
 
-def first_of_its_node(rank):
-    os.environ["LOCAL_RANK"] = "0"
-
-
 def test_no_node_waits_for_shards_that_another_one_cannot_make(byte_shards, tmp_path):
     """Rank 0 checks the folder and makes the shards of --text for all."""
     (tmp_path / "text.txt").write_text("some words " * 1000)
     run_to_the_end("--data", byte_shards, "--out", "run", "--max-steps", 1, cwd=tmp_path)
-    ranks = start_run("--text", "text.txt", "--out", "run", cwd=tmp_path, world_size=2, sabotage=first_of_its_node)
+    ranks = start_run("--text", "text.txt", "--out", "run", cwd=tmp_path, world_size=2, rank=ALONE)
     assert finish_run(ranks) == [2, 2]
     assert "error: run already contains a run." in (tmp_path / "0.txt").read_text()
     assert "error: rank 0 could not prepare the run." in (tmp_path / "1.txt").read_text()
 
 
-def one_gpu(rank):
-    torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 1)
-    torch.cuda.set_device = lambda rank: None
-    distributed.backend = lambda: "gloo"
+def nothing(*args):
+    pass
+
+
+def yes():
+    return True
+
+
+def one():
+    return 1
+
+
+def gloo():
+    return "gloo"
+
+
+ONE_GPU = {
+    "torch.cuda.is_available": yes, "torch.cuda.device_count": one, "torch.cuda.set_device": nothing,
+    "support.runtime.distributed.backend": gloo,
+}  # fmt: skip
 
 
 def test_more_processes_than_gpus_is_an_error(byte_shards, tmp_path):
-    ranks = start_run("--data", byte_shards, "--device", "cuda", cwd=tmp_path, world_size=2, sabotage=one_gpu)
+    ranks = start_run(
+        "--data", byte_shards, "--device", "cuda", cwd=tmp_path, world_size=2, rank=Rank(replaced=ONE_GPU)
+    )
     assert finish_run(ranks) == [2, 2]
     assert (tmp_path / "1.txt").read_text().startswith("error: this node has more processes than GPUs (1).")
 
 
-def other_flags_on_rank_1(rank):
-    if rank == 1:
-        real = train_gpt2.parse_flags
-        train_gpt2.parse_flags = lambda *args: real(*args) | {"minutes": 1.0}
-
-
 def test_ranks_with_other_flags_do_not_wait_for_each_other(byte_shards, tmp_path):
     """With --minutes, a rank would measure its speed first, and tell the others."""
-    ranks = start_run("--data", byte_shards, "--out", "run", cwd=tmp_path, world_size=2, sabotage=other_flags_on_rank_1)
+    other = {1: Rank(flags=["--minutes", 1])}
+    ranks = start_run("--data", byte_shards, "--out", "run", cwd=tmp_path, world_size=2, rank=other)
     assert finish_run(ranks) == [2, 2]
     assert "error: the nodes differ in --minutes: 1.0 on" in (tmp_path / "0.txt").read_text()
 
 
-def write_dropout_masks(rank):
-    real = torch.nn.Dropout.forward
+DROPOUT = torch.nn.Dropout.forward
 
-    def forward(self, x):
-        out = real(self, x)
-        with open(f"masks_{rank}", "ab") as file:
-            file.write((out == 0).numpy().tobytes())
-        return out
 
-    torch.nn.Dropout.forward = forward
+def write_dropout_mask(self, x):
+    out = DROPOUT(self, x)
+    with open(f"masks_{os.environ['RANK']}", "ab") as file:
+        file.write((out == 0).numpy().tobytes())
+    return out
 
 
 def test_each_rank_and_each_step_has_its_own_dropout_masks(byte_shards, tmp_path):
     """Of two that have nothing to do with each other, half of the values are the same."""
     flags = ["--data", byte_shards, "--out", "run", "--max-steps", 2, "--val-every", 0, "--dropout", 0.5]
-    run_to_the_end(*flags, cwd=tmp_path, world_size=2, sabotage=write_dropout_masks)
+    written = Rank(replaced={"torch.nn.Dropout.forward": write_dropout_mask})
+    run_to_the_end(*flags, cwd=tmp_path, world_size=2, rank=written)
     masks = [np.fromfile(tmp_path / f"masks_{rank}", np.uint8).reshape(2, -1) for rank in (0, 1)]  # by rank and step
     for one, other in combinations(np.concatenate(masks), 2):
         assert np.mean(one == other) == pytest.approx(0.5, abs=0.02)
-
-
-def other_shards_on_rank_1(folder, rank):
-    if rank == 1:
-        real = train_gpt2.parse_flags
-        train_gpt2.parse_flags = lambda *args: real(*args) | {"data": str(folder)}
 
 
 def test_ranks_with_other_shards_do_not_train(byte_shards, tmp_path):
@@ -248,8 +223,8 @@ def test_ranks_with_other_shards_do_not_train(byte_shards, tmp_path):
     manifest = tmp_path / "other" / "manifest.json"
     first = json.loads(manifest.read_text())["shards"][1]["sha256"]
     manifest.write_text(manifest.read_text().replace(first, first[::-1]))
-    sabotage = partial(other_shards_on_rank_1, tmp_path / "other")
-    ranks = start_run("--data", byte_shards, "--out", "run", cwd=tmp_path, world_size=2, sabotage=sabotage)
+    other = {1: Rank(flags=["--data", "other"])}
+    ranks = start_run("--data", byte_shards, "--out", "run", cwd=tmp_path, world_size=2, rank=other)
     assert finish_run(ranks) == [2, 2]
     assert "error: the nodes differ in the shards: " in (tmp_path / "0.txt").read_text()
     assert not (tmp_path / "run").exists()
@@ -265,30 +240,28 @@ def test_a_rank_whose_torchrun_is_dead_gives_up_and_says_so(monkeypatch):
         connect(1, 2, "log")
 
 
-def a_short_timeout_after_a_long_first_step(rank):
-    train_gpt2.STEP_TIMEOUT = timedelta(seconds=3)
-    real, steps = train_gpt2.train_step, []
+def compile_for_long(*args):
+    time.sleep(4)
 
-    def step(*args):
-        steps.append(rank)
-        if len(steps) == 1 and rank == 1:
-            time.sleep(4)  # as if it compiled
-        return real(*args)
 
-    train_gpt2.train_step = step
+SHORT_TIMEOUT = {"train_gpt2.STEP_TIMEOUT": timedelta(seconds=3)}
+LONG_FIRST_STEP = {
+    0: Rank(replaced=SHORT_TIMEOUT),
+    1: Rank(replaced=SHORT_TIMEOUT, before={(STEP, 0): compile_for_long}),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "parallel, sabotage, number, problem",
+    "parallel, special, number, problem",
     [
-        ("ddp", a_short_timeout_after_a_long_first_step, signal.SIGSTOP, "waited too long"),
-        ("fsdp", None, signal.SIGKILL, "lost the connection"),
+        ("ddp", LONG_FIRST_STEP, signal.SIGSTOP, "waited too long"),
+        ("fsdp", {}, signal.SIGKILL, "lost the connection"),
     ],
 )
-def test_a_lost_rank_ends_the_run(byte_shards, tmp_path, parallel, sabotage, number, problem):
+def test_a_lost_rank_ends_the_run(byte_shards, tmp_path, parallel, special, number, problem):
     flags = ["--data", byte_shards, "--max-steps", 100000, "--val-every", 0, "--out", "run", "--parallel", parallel]
-    ranks = start_run(*flags, cwd=tmp_path, world_size=2, sabotage=sabotage)
+    ranks = start_run(*flags, cwd=tmp_path, world_size=2, rank=special)
     assert wait_for(lambda: steps_done(tmp_path / "run") >= 3)
     os.kill(ranks[1].pid, number)
     try:

@@ -1,4 +1,4 @@
-"""Eight ranks at full size, on PyTorch's fake process group: what a rank of them keeps and sends, against arithmetic."""
+"""Eight ranks on PyTorch's fake process group: what a rank of them keeps and sends, against arithmetic."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from train_gpt2 import GPT, GPTConfig
 
 RANKS = 8
 MICRO_STEPS = 3  # what is sent in each, and what once per step?
+SMALL = GPTConfig(block_size=64, n_layer=3, n_head=2, n_embd=128)
 IDX = torch.zeros((1, 8), dtype=torch.int64)  # what is sent does not depend on the tokens
 
 
@@ -64,7 +65,7 @@ def ring_bytes(layout: str, model: GPT) -> float:
     return (RANKS - 1) / RANKS * (4 * parameters + gathers * 2 * blocks + roots * 4 * (parameters - blocks))
 
 
-def sent_in_a_step(layout: str, queue: multiprocessing.Queue) -> None:
+def sent_in_a_step(layout: str, config: GPTConfig, queue: multiprocessing.Queue) -> None:
     """Puts the bytes that the first of eight ranks sends in a step, and how many the ring needs."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -74,7 +75,7 @@ def sent_in_a_step(layout: str, queue: multiprocessing.Queue) -> None:
         x.float(), size, weight.float(), bias.float(), eps
     )
     distributed.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    model, reshard = GPT(GPTConfig()), layout == "fsdp, resharding"
+    model, reshard = GPT(config), layout == "fsdp, resharding"
     needed, sent = ring_bytes(layout, model), SentBytes()
     if layout == "ddp":
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -98,10 +99,14 @@ def sent_in_a_step(layout: str, queue: multiprocessing.Queue) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["ddp", "fsdp, gathered", "fsdp, resharding"])
-def test_a_step_sends_what_a_ring_needs(layout):
+@pytest.mark.parametrize(
+    "layout, config",
+    [("ddp", SMALL), ("fsdp, gathered", SMALL), ("fsdp, resharding", GPTConfig())],
+    ids=["ddp", "fsdp, gathered", "fsdp, resharding, full size"],
+)
+def test_a_step_sends_what_a_ring_needs(layout, config):
     queue = FORKS.Queue()
-    process = FORKS.Process(target=sent_in_a_step, args=(layout, queue))
+    process = FORKS.Process(target=sent_in_a_step, args=(layout, config, queue))
     process.start()
     sent, needed = queue.get(timeout=60)
     process.join()

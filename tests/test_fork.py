@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import finish_run, losses, run_to_the_end, start_run
+from helpers import STEP, TINY_MODEL_FLAGS, Rank, finish_run, losses, run_to_the_end, start_run
 from runs import log_without_seconds
 from test_curves import labels_of
 from training import ONE_PROCESS, assert_same_run, checkpoint_names, configure, forked, resumed, trained, trainer_file
@@ -73,18 +73,11 @@ def test_a_fork_on_two_ranks_is_the_run_of_that_length(byte_shards, tmp_path, pa
     assert_same_run(tmp_path / "fork", tmp_path / "long")
 
 
-def kill_at_step_7(rank: int) -> None:
-    real = train_gpt2.train_step
-
-    def step(model, state, *args):
-        if state.step == 7:
-            for thread in threading.enumerate():
-                if thread.name == "checkpoint 6":
-                    thread.join()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(model, state, *args)
-
-    train_gpt2.train_step = step
+def die_once_saved(*args: object) -> None:
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint 6":
+            thread.join()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("saves", [True, False])
@@ -92,7 +85,8 @@ def test_a_fork_that_was_killed_is_started_again_or_resumed(runs, tmp_path, save
     """It saves at its start if that is due; before its first checkpoint, the same command starts it over."""
     flags = ["--fork", runs / "20/model_00006", "--out", "fork", "--max-steps", 30]
     flags += ["--checkpoint-every", 6 if saves else 10]
-    assert finish_run(start_run(*flags, cwd=tmp_path, sabotage=kill_at_step_7, defaults=())) == [-9]
+    second_step = Rank(before={(STEP, 1): die_once_saved})
+    assert finish_run(start_run(*flags, cwd=tmp_path, rank=second_step, defaults=())) == [-9]
     if saves:
         with pytest.raises(UserError, match="already contains a run. Continue it with --resume"):
             forked(tmp_path / "fork", flags[1], *flags[4:])
@@ -367,6 +361,7 @@ def test_intervals_follow_the_new_length_unless_they_were_chosen(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("It was the best of times, it was the worst of times. " * 400)
     text = ["--text", "text.txt", "--tokenizer", "bytes", "--device", "cpu", "--dtype", "fp32", "--max-steps", 8]
+    text += [*TINY_MODEL_FLAGS, "--total-batch-size", 256, "--val-tokens", 512, "--sample-every", 0]
     train(configure([*text, "--val-every", 3, "--out", "run"])[0], ONE_PROCESS)
     assert checkpoint_names(Path("run"))[0] == "model_00002"
     config, _ = configure(["--fork", "run/model_00002", "--out", "fork", "--max-steps", 40])

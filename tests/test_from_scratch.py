@@ -1,11 +1,18 @@
-"""docs/from-scratch: the ten programs run, and check.py says what is right and what is wrong in them."""
+"""docs/from-scratch: the programs run, and check.py says what is right and what is wrong in them."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
+import json
+import math
+import os
 import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -32,32 +39,43 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory) -> Path:
-    """A folder with the shards of step 6."""
+    """A folder with the shards of step 9."""
     folder = tmp_path_factory.mktemp("from_scratch")
-    check.load(program(6), folder).make_shards()
+    check.load(program(9), folder).make_shards()
     return folder
 
 
 @pytest.fixture
 def shards_once(shards, monkeypatch):
-    """check.py copies the shards of step 6 instead of making them for each program."""
+    """check.py copies the shards of step 9 instead of making them for each program, and the trainer runs once."""
     load = check.load
 
     def load_and_copy(path: Path, folder: Path) -> object:
         module = load(path, folder)
-        if path == program(6):
+        if path == program(9) and folder != shards:
             module.make_shards = lambda: shutil.copytree(shards / "data", module.DATA)
         return module
 
     monkeypatch.setattr(check, "load", load_and_copy)
+    monkeypatch.setattr(check, "losses_of_the_trainer", lambda data, flags: losses_of_the_trainer(flags, shards))
+
+
+@functools.cache
+def losses_of_the_trainer(flags: str, shards: Path) -> list[float]:
+    return LOSSES_OF_THE_TRAINER(shards / "data", flags)
+
+
+LOSSES_OF_THE_TRAINER = check.losses_of_the_trainer
 
 
 def some_slow(*slow: int):
-    return [pytest.param(step, marks=pytest.mark.slow) if step in slow else step for step in range(1, 11)]
+    return [pytest.param(step, marks=pytest.mark.slow) if step in slow else step for step in range(1, 14)]
 
 
-@pytest.mark.parametrize("step", some_slow(9, 10))  # they start processes
-def test_each_step_passes_the_facts_up_to_it(step):
+@pytest.mark.parametrize("step", some_slow(12, 13))  # they start processes
+def test_each_step_passes_the_facts_up_to_it(request, step):
+    if step > 10:  # their shards are those of step 9, which makes its own
+        request.getfixturevalue("shards_once")
     results = list(check.check(program(step), step))
     assert len(results) >= 4
     assert not [words for holds, words in results if not holds]
@@ -67,56 +85,94 @@ def test_each_step_passes_the_facts_up_to_it(step):
 FAULTS = [
     (1, "(EOT, *text.encode())", "text.encode()", "one for each document"),
     (1, "counts += 1", "counts += 0", "the probability of b is 0.666667; (2 + 1) / (3 + 257) is 0.011538"),
+    (1, "counts.sum(dim=1, keepdim=True)", "counts.sum(dim=1)", "Does each row add up to 1?"),
     (1, "return -probs[", "return probs[", "the loss of two pairs is -"),
     (1, "probs[tokens[-1]]", "probs[tokens[0]]", "5 is continued as [5, 6, 6, 6], not [5, 6, 7, 8]"),
-    (2, "return rows[:, :-1], rows[:, 1:]", "return rows[:, :-1], rows[:, :-1]", "the target of"),
-    (2, "torch.randint(len(tokens) - T, (B,)).tolist()", "[0] * B", "begin at the same place"),
-    (2, "nn.init.zeros_(self.lm_head.weight)", "nn.init.normal_(self.lm_head.weight)", "with lm_head at zero it is ln 257"),
-    (2, "self(idx)[0][:, -1]", "self(idx)[0][:, 0]", "the likeliest tokens are"),
-    (3, "triu(1)", "triu(2)", "logits at 7 change: they see the future"),
-    (3, " / math.sqrt(C)", "", "are not divided; they should be divided by sqrt(C) = 5.66"),
-    (3, "-math.inf), dim=-1)", "-math.inf), dim=-2)", "see the future. Look at the mask and the softmax"),
-    (3, " + self.wpe(torch.arange(idx.size(1)))", "", "position embeddings are missing"),
-    (4, "self.attn(self.ln_1(x))", "self.attn(x)", "difference from transformers' logits"),
-    (4, "math.sqrt(C // self.n_head)", "math.sqrt(C)", "are divided by sqrt(C) = 5.66; they should be divided by sqrt(C // n_head) = 4"),
-    (4, " / math.sqrt(C // self.n_head)", "", "are not divided; they should be divided by sqrt(C // n_head) = 4"),
-    (4, "return x + self.mlp", "return self.mlp", "difference from transformers' logits"),
-    (4, 'nn.GELU(approximate="tanh")', "nn.GELU()", "difference from transformers' logits"),
-    (4, "nn.ModuleList(Block(config) for _ in range(config.n_layer))", "nn.ModuleList([Block(config)] * config.n_layer)", "blocks share"),
-    (4, "triu(1)", "triu()", "is nan. Does the mask hide"),
-    (4, "self.ln_f", "self.ln", "GPT-2 does not have a ln.bias: use its names"),
-    (5, "self.lm_head.weight = self.wte.weight", "pass", "tie them"),
-    (5, "0.02 / scale", "1.0 / scale", "it is near ln 257 = 5.549"),
-    (5, "if name.endswith(\"c_proj.weight\") else 1", "if False else 1", "c_proj.weight is 0.02"),
-    (5, '"weight_decay": 0.0', '"weight_decay": weight_decay', "the weight decay of h.0.ln_1.weight is 0.1"),
-    (5, "nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "pass", "the norm of large gradients after a step"),
-    (5, "MAX_LR * (step + 1)", "MAX_LR * step", "the learning rate of step 0 is 0; it should be 0.00015"),
-    (6, "len(shard) - T, T)", "len(shard) - T, T + 1)", "batch 0 begins at [0, 9, 18, 27, 36], not [0, 8, 16, 24, 32]"),
-    (6, '("val", tokens[n:])', '("val", tokens[: len(tokens) - n])', "are not the documents"),
-    (6, "*bpe.encode(text).ids)], np.uint16)", "*bpe.encode(text).ids)])", "has int64 tokens, not uint16"),
-    (6, 'DATA.glob(f"*_{split}_*.npy")', 'DATA.glob("*.npy")', "open_shards('train') has"),
-    (7, "logits / max(temperature, 1e-10)", "logits * temperature", "temperature 0.5 and top_k None give"),
-    (7, "top_k or logits.size(-1)", "logits.size(-1)", "temperature 2.0 and top_k 2 give"),
-    (7, "ids.gather(1, torch.multinomial(probs, 1))", "torch.multinomial(probs, 1)", "the frequency of a token"),
-    (7, "loss[len(context) - 1 : len(row) - 1]", "loss[: len(row) - 1]", "after [1, 2, 3, 4] is"),
-    (8, 'reduction="sum"', 'reduction="mean"', "the mean of -ln softmax(logits)[target] is"),
-    (8, "checkpoint(self.summed_loss, *chunk, use_reentrant=False)", "self.summed_loss(*chunk)", "as much is kept"),
-    (8, "is_causal=True", "is_causal=False", "they see the future"),
-    (8, "    with amp:", "    with FP32:", "train_step does not use amp"),
-    (9, "loss = loss / loader.grad_accum", "loss = loss / 1", "micro-batches is"),
-    (9, "        loss.backward()", "        (loss * loader.grad_accum).backward()", "the norm of the gradients of a step of 2 micro-batches is"),
-    (9, "nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "pass", "of the full batch it is 9.77"),
-    (9, "micro_step == loader.grad_accum - 1", "micro_step == 0", "is [True, False, False, False], not"),
-    (9, "self.position * self.world_size + self.rank", "self.position + self.rank", "of rank 0 of 2 begin at rows [0, 3, 6]"),
-    (10, "p.T if name", "p if name", "c_attn.weight is stored as (96, 32)"),
-    (10, 'f".model_{step:05d}.partial"', 'f"model_{step:05d}"', "leaves model_00008, which is not complete"),
-    (10, "os.fsync(file)", "pass", "does not call os.fsync"),
-    (10, 'optimizer.load_state_dict(trainer["optimizer"])', "pass", "restore the optimizer's state?"),
-    (10, "loader.position = first_step * loader.grad_accum", "pass", "restore the weights, and is loader.position set?"),
-    (10, "dist.all_reduce(loss_accum)", "pass", "rank 0's loss of step 0 is"),
-    (10, "torch.manual_seed(1337)", "torch.manual_seed(1338)", "train_gpt2.py has 6.95"),
+    (1, "torch.multinomial(probs[tokens[-1]], 1)", "probs[tokens[-1]].argmax()", "1000 new tokens are 1, the likeliest"),
+    (2, "d /= len(y)", "", "the gradient for E is wrong: it is that of the sum"),
+    (2, "torch.zeros_like(E).index_add_(0, x, d @ W)", "torch.zeros_like(E).index_put_((x,), d @ W)", "keeps only one of its gradients"),
+    (2, "y] -= 1", "y] -= 0", "the 1 of the token that came is not subtracted"),
+    (2, "m / (1 - 0.9 ** (step + 1))", "m", "Are m and v divided by"),
+    (2, "p.grad = None", "pass", "backward 1 adds to the gradients of the one before"),
+    (3, "return rows[:, :-1], rows[:, 1:]", "return rows[:, :-1], rows[:, :-1]", "the target of"),
+    (3, "torch.randint(len(tokens) - T, (B,)).tolist()", "[0] * B", "begin at the same place"),
+    (3, "nn.init.zeros_(self.lm_head.weight)", "nn.init.normal_(self.lm_head.weight)", "with lm_head at zero it is ln 257"),
+    (3, "self(idx)[0][:, -1]", "self(idx)[0][:, 0]", "the likeliest tokens are"),
+    (3, "torch.multinomial(F.softmax(logits, dim=-1), 1)", "logits.argmax(-1, keepdim=True)", "the likeliest: draw from the probabilities"),
+    (3, "unfold(0, T + 1, T)", "unfold(0, T + 1, 1)", "the rows begin at [0, 1, 2, 3]"),
+    (3, "unfold(0, T + 1, T)", "unfold(0, T + 1, T + 1)", "the rows begin at [0, 65, 130, 195]"),
+    (3, "        optimizer.zero_grad()\n", "", "in main(), the gradient of step 1 is its own plus that of step 0: optimizer.zero_grad() is missing"),
+    (3, "        optimizer.step()\n", "        optimizer.step()\n        optimizer.step()\n", "in main(), optimizer.step() is called twice"),
+    (3, "get_batch(train_tokens)", "get_batch(val_tokens)", "in main(), step 0 trains on a row that is from the held-out text"),
+    (3, "validation_loss(model, val_tokens)", "validation_loss(model, train_tokens)", "the loss of its model on the held-out text"),
+    (4, "triu(1)", "triu(2)", "logits at 7 change: they see the future. attention is wrong: the mask begins one column too late"),
+    (4, " / math.sqrt(C)", "", "the scores are not divided; they should be divided by sqrt(C) = 5.66"),
+    (4, "-math.inf), dim=-1)", "-math.inf), dim=-2)", "see the future. attention is wrong: the softmax is over the rows"),
+    (4, " + self.wpe(torch.arange(idx.size(1)))", "", "position embeddings are missing"),
+    (4, "x = self.attn(x)", "x = x + self.attn(x)", "there is a residual around attention; it comes in step 5"),
+    (4, "q, k, v = self", "k, q, v = self", "q and k are swapped"),
+    (5, "self.attn(self.ln_1(x))", "self.attn(x)", "attn gets x without ln_1"),
+    (5, "math.sqrt(C // self.n_head)", "math.sqrt(C)", "are divided by sqrt(C) = 5.66; they should be divided by sqrt(C // n_head) = 4"),
+    (5, " / math.sqrt(C // self.n_head)", "", "are not divided; they should be divided by sqrt(C // n_head) = 4"),
+    (5, "return x + self.mlp", "return self.mlp", "the residual around mlp is missing"),
+    (5, "x = x + self.attn", "x = self.attn", "the residual around attn is missing"),
+    (5, "x + self.attn(self.ln_1(x))", "self.ln_1(x + self.attn(x))", "ln_1 comes after the sum (post-norm)"),
+    (5, "y.transpose(1, 2).reshape(B, T, C)", "y.reshape(B, T, C)", "heads are joined without the transpose"),
+    (5, "q, k, v = (t", "k, q, v = (t", "q and k are swapped"),
+    (5, "self.lm_head(self.ln_f(x))", "self.lm_head(x)", "ln_f is missing: after the last block"),
+    (5, "config.vocab_size, bias=False)", "config.vocab_size)", "GPT-2 has no lm_head.bias: nn.Linear(..., bias=False)"),
+    (5, 'nn.GELU(approximate="tanh")', "nn.GELU()", "the GELU is exact; GPT-2 has"),
+    (5, "nn.ModuleList(Block(config) for _ in range(config.n_layer))", "nn.ModuleList([Block(config)] * config.n_layer)", "blocks share"),
+    (5, "triu(1)", "triu()", "logits are nan: in some row the mask hides every token"),
+    (5, "self.ln_f", "self.ln", "there is no ln_f.bias among the parameters"),
+    (6, "self.lm_head.weight = self.wte.weight", "pass", "tie them"),
+    (6, "0.02 / scale", "1.0 / scale", "it is near ln 257 = 5.549"),
+    (6, "if name.endswith(\"c_proj.weight\") else 1", "if False else 1", "c_proj.weight is 0.02"),
+    (7, '"weight_decay": 0.0', '"weight_decay": weight_decay', "the weight decay of h.0.ln_1.weight is 0.1"),
+    (7, "nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "pass", "clip them to 1 between backward() and step()"),
+    (7, "MAX_LR * (step + 1)", "MAX_LR * step", "the learning rate of step 0 is 0; it should be 0.00015"),
+    (7, "    optimizer.zero_grad()\n", "", "the gradient of step 1 is its own plus that of step 0: optimizer.zero_grad() is missing"),
+    (7, "    optimizer.step()\n", "    optimizer.step()\n    optimizer.step()\n", "optimizer.step() is called twice for the same batch"),
+    (7, "return loss.item()", "return model(x, y)[1].item()", "before the update it is"),
+    (7, "    for group in optimizer.param_groups:", "    for group in optimizer.param_groups[:1]:", "with a learning rate of 0, the largest change of h.0.ln_1.weight"),
+    (8, "min(pairs, key=lambda pair: (-pairs", "min(pairs, key=lambda pair: (pairs", "the first merges are"),
+    (8, "Counter(w for w, _ in SPLIT.pre_tokenize_str(text))", "Counter([text.replace(' ', 'Ġ')])", "goes across the end of a word"),
+    (8, "text[: len(text) * 9 // 10]", "text", "a merge is of letters that only the held-out text has"),
+    (9, "text[: len(text) * 9 // 10]", "text", "a merge is of letters that only the held-out text has"),
+    (9, "len(shard) - T, T)", "len(shard) - T, T + 1)", "batch 0 begins at [0, 9, 18, 27, 36], not [0, 8, 16, 24, 32]"),
+    (9, '("val", tokens[n:])', '("val", tokens[: len(tokens) - n])', "are not the documents"),
+    (9, "*bpe.encode(text).ids)], np.uint16)", "*bpe.encode(text).ids)])", "has int64 tokens, not uint16"),
+    (9, 'DATA.glob(f"*_{split}_*.npy")', 'DATA.glob("*.npy")', "open_shards('train') has"),
+    (9, 'for split in ("train", "val"))', 'for split in ("val", "train"))', "in main(), step 0 trains on a row that is from the held-out text"),
+    (10, "logits / max(temperature, 1e-10)", "logits * temperature", "temperature 0.5 and top_k None give"),
+    (10, "top_k or logits.size(-1)", "logits.size(-1)", "temperature 2.0 and top_k 2 give"),
+    (10, "ids.gather(1, torch.multinomial(probs, 1))", "torch.multinomial(probs, 1)", "the likeliest tokens are"),
+    (10, "loss[len(context) - 1 : len(row) - 1]", "loss[: len(row) - 1]", "after [1, 2, 3, 4] is"),
+    (11, 'reduction="sum"', 'reduction="mean"', "the mean of -ln softmax(logits)[target] is"),
+    (11, "checkpoint(self.summed_loss, *chunk, use_reentrant=False)", "self.summed_loss(*chunk)", "as much is kept"),
+    (11, "is_causal=True", "is_causal=False", "they see the future. attention is wrong: nothing is masked"),
+    (11, "    with amp:", "    with FP32:", "train_step does not use amp"),
+    (11, "torch.stack(losses).sum() / len(targets)", "torch.stack([loss / len(c[1]) for loss, c in zip(losses, zip(x.split(self.chunk_rows), targets.split(self.chunk_rows)))]).mean()", "A mean of the chunks' means"),
+    (11, "    optimizer.zero_grad()\n", "", "optimizer.zero_grad() is missing"),
+    (12, "    optimizer.zero_grad()\n", "", "optimizer.zero_grad() is missing"),
+    (12, "loss = loss / loader.grad_accum", "loss = loss / 1", "2 times as large as that of the mean loss"),
+    (12, "        loss.backward()", "        (loss * loader.grad_accum).backward()", "2 times as large as that of the mean loss"),
+    (12, "nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "pass", "clip them to 1 between"),
+    (12, "micro_step == loader.grad_accum - 1", "micro_step == 0", "is [True, False, False, False], not"),
+    (12, "self.position * self.world_size + self.rank", "self.position + self.rank", "of rank 0 of 2 begin at rows [0, 3, 6]"),
+    (12, 'open_shards("train"), B', 'open_shards("val"), B', "in train(), step 0 trains on a row that is from the held-out text"),
+    (13, "p.T if name", "p if name", "c_attn.weight is stored as (96, 32)"),
+    (13, 'f".model_{step:05d}.partial"', 'f"model_{step:05d}"', "leaves model_00008, which is not complete"),
+    (13, "os.fsync(file)", "pass", "does not call os.fsync"),
+    (13, "for path in (*tmp.iterdir(), tmp):", "for path in (tmp,):", "does not call os.fsync for config.json"),
+    (13, 'max(OUT.glob("model_*"))', 'min(OUT.glob("model_*"))', "load_checkpoint returns step 5, and loads the weights of step 5"),
+    (13, 'optimizer.load_state_dict(trainer["optimizer"])', "pass", "restore the optimizer's state?"),
+    (13, "loader.position = first_step * loader.grad_accum", "pass", "restore the weights, and is loader.position set?"),
+    (13, "dist.all_reduce(loss_accum)", "pass", "rank 0's loss of step 0 is"),
+    (13, "load_checkpoint(model, optimizer) if resume else 0", "load_checkpoint(model, optimizer) if resume and rank == 0 else 2 * resume", "Do all ranks load the checkpoint?"),
+    (13, "torch.manual_seed(1337)", "torch.manual_seed(1338)", "train_gpt2.py has 6.95"),
 ]  # fmt: skip
-SLOW_ANSWERS = ("restore", "rank 0's loss", "train_gpt2.py has")
+SLOW_ANSWERS = ("restore", "rank 0's loss", "Do all ranks", "train_gpt2.py has")
 
 
 def is_slow(answer: str) -> tuple:
@@ -147,10 +203,10 @@ def test_a_typical_mistake_is_named(shards_once, tmp_path, step, right, wrong, a
     ],
 )
 def test_an_error_is_one_line_and_no_traceback(tmp_path, monkeypatch, capsys, right, wrong, answer):
-    text = program(2).read_text()
+    text = program(3).read_text()
     line = 1 + text.split("x = self.wte(idx)")[0].count("\n")
     (tmp_path / "my_gpt.py").write_text(re.sub(right, wrong, text))
-    monkeypatch.setattr(sys, "argv", ["check.py", str(tmp_path / "my_gpt.py"), "--step", "2"])
+    monkeypatch.setattr(sys, "argv", ["check.py", str(tmp_path / "my_gpt.py"), "--step", "3"])
     with pytest.raises(SystemExit) as ended:
         check.main()
     assert ended.value.code == 1
@@ -164,6 +220,12 @@ def test_its_command_line_as_in_the_lesson():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["ok"] * 4
+
+
+def numbers_of(step: int) -> set[str]:
+    """The numbers with decimals in a part of the page."""
+    part = re.split(r"^## ", PAGE, flags=re.MULTILINE)[step]
+    return set(re.findall(r"\d+\.\d+", part))
 
 
 def run_main(step: int, folder: Path, capsys, **constants: object) -> str:
@@ -182,14 +244,19 @@ def test_the_program_of_counts_prints_its_losses(tmp_path, capsys):
     assert 2 < train < 3 and 2 < val < 3
 
 
-@pytest.mark.parametrize("step", [2, 3, 4, 5, 6, 7, 9, 10])
+@pytest.mark.parametrize("step", [3, 4, 5, 6, 7, 8, 9, 12, 13])
 def test_the_program_of_each_step_runs_and_learns(shards, capsys, monkeypatch, step):
-    constants = {"ITEMS": 4} if step == 7 else {"WARMUP_STEPS": 2} if step in (5, 6, 9, 10) else {}
+    constants = {"WARMUP_STEPS": 2} if step > 6 else {}
     monkeypatch.setattr(sys, "argv", [str(program(step))])
     printed = run_main(step, shards, capsys, MAX_STEPS=12, **constants)
     losses = [float(loss) for loss in re.findall(r"\| loss (\d\.\d+)", printed)]
     assert len(losses) == 2 and losses[1] < losses[0] - 0.05
-    if step == 10:
+    # the first loss is that of the page, to four decimals
+    assert any(number.startswith(f"{losses[0]:.4f}") for number in numbers_of(step))
+    if step == 9:
+        items = re.search(r"(\d+\.\d)% of 4 items", run_main(10, shards, capsys, ITEMS=4))  # with the model of step 9
+        assert items
+    if step == 13:
         with pytest.raises(SystemExit, match="there is a run in .*Continue it with --resume"):
             run_main(step, shards, capsys)
         monkeypatch.setattr(sys, "argv", [str(program(step)), "--resume"])
@@ -198,15 +265,150 @@ def test_the_program_of_each_step_runs_and_learns(shards, capsys, monkeypatch, s
 
 
 @pytest.mark.parametrize("compiler", [None, pytest.param("c++", marks=pytest.mark.slow)])
-def test_the_table_of_step_eight_has_a_row_for_each_feature(shards, capsys, monkeypatch, compiler):
+def test_the_table_of_the_fast_step_has_a_row_for_each_feature(shards, capsys, monkeypatch, compiler):
     monkeypatch.setattr("shutil.which", lambda name: compiler)
-    rows = [line.split() for line in run_main(8, shards, capsys, MAX_STEPS=2, T=64, WARMUP_STEPS=1).splitlines()[1:]]
+    rows = [line.split() for line in run_main(11, shards, capsys, MAX_STEPS=2, T=64, WARMUP_STEPS=1).splitlines()[1:]]
     assert len(rows) == 5 if compiler else 4
-    kept, losses = ([float(row[column]) for row in rows] for column in (-2, -1))
-    assert kept[0] > kept[1] > kept[2]
+    losses = [float(row[-1]) for row in rows]
     assert max(losses) - min(losses) < 0.01
 
 
-def test_a_program_without_shards_says_what_to_run_first(tmp_path):
-    with pytest.raises(SystemExit, match="Run step_06.py first"):
-        check.load(program(7), tmp_path).main()
+def test_a_program_without_what_an_earlier_one_writes_says_what_to_run_first(tmp_path):
+    for step in (10, 11):
+        with pytest.raises(SystemExit, match="Run step_09.py first"):
+            check.load(program(step), tmp_path).main()
+
+
+@pytest.mark.parametrize("prefix, mask", [("transformer.", False), ("", True)])
+def test_pretrained_weights_are_read_as_transformers_reads_them(tmp_path, prefix, mask):
+    """With the names of our checkpoints, and with those of OpenAI's file on the hub."""
+    from safetensors.torch import load_file, save_file
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_positions": 16, "vocab_size": 257, "n_layer": 2, "n_head": 2, "n_embd": 32}
+    reference = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)).eval()
+    for parameter in reference.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.1)
+    reference.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights = {prefix + name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    if mask:
+        weights["h.0.attn.bias"] = torch.ones(1, 1, 16, 16).tril()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    idx = torch.randint(257, (2, 16))
+    with torch.no_grad():
+        found = check.load(program(14), tmp_path).GPT.from_pretrained(tmp_path)(idx)[0]
+        assert torch.allclose(found, reference(idx).logits, atol=1e-4)
+
+
+PAGE = (LESSON / "README.md").read_text()
+
+
+def test_the_counts_on_the_page():
+    """Exact: they come from the text alone."""
+    train, val = (t.tolist() for t in check.load(program(1), Path()).load_tokens())
+
+    def loss_after(n: int, added: float) -> float:
+        counts = Counter(zip(*(train[i:] for i in range(n + 1)), strict=False))
+        before = Counter(zip(*(train[i : len(train) - n + i] for i in range(n)), strict=True))
+        rows = list(zip(*(val[i:] for i in range(n + 1)), strict=False))
+        return -sum(math.log((counts[row] + added) / (before[row[:-1]] + 257 * added)) for row in rows) / len(rows)
+
+    for n, added in ((1, 1), (2, 1), (3, 1), (2, 0.01), (3, 0.01), (4, 0.01)):
+        assert f"{loss_after(n, added):.4f}" in PAGE
+    pairs = set(zip(train, train[1:], strict=False))
+    unseen = sum(pair not in pairs for pair in zip(val, val[1:], strict=False))
+    assert f"Of the {len(val) - 1:,} held-out pairs, {unseen} never occur" in PAGE
+    model = check.new_gpt(check.load(program(5), Path()))
+    assert f"There are {sum(p.numel() for p in model.parameters()):,} parameters" in PAGE
+
+
+def test_the_memory_on_the_page(shards):
+    """To 0.1 MB."""
+    m = check.load(program(11), shards)
+    x, y = m.DataLoaderLite(m.open_shards("train"), m.B, m.T).next_batch()
+    for words, config, amp in (
+        ("{:.1f} MB plain", {"flash": False, "chunk_rows": 0}, m.FP32),
+        ("{:.1f} with attention in one kernel", {"chunk_rows": 0}, m.FP32),
+        ("{:.1f} with the loss in chunks", {}, m.FP32),
+        ("{:.1f} with bf16", {}, m.BF16),
+    ):
+        assert words.format(check.kept_for_backward(m.GPT(m.GPTConfig(**config)), x, y, amp) / 1e6) in PAGE
+
+
+def test_the_merges_are_those_of_the_library():
+    from pydoc_data.topics import topics
+
+    from tokenizers import Tokenizer, models, trainers
+
+    m = check.load(program(8), Path())
+    text = "".join(topics.values())[:60_000]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = m.SPLIT
+    bpe.train_from_iterator(
+        [text], trainers.BpeTrainer(vocab_size=356, initial_alphabet=m.ALPHABET, show_progress=False)
+    )
+    merges = [tuple(pair) for pair in json.loads(bpe.to_str())["model"]["merges"]]
+    assert m.learn_merges(text, 100) == merges
+
+
+def test_the_experiments_with_the_trainer_print_what_the_page_says():
+    """Exact, but for the last digits of nothing: they print shapes, counts and comparisons."""
+    part = PAGE.split("## Now read train_gpt2.py")[1]
+    blocks = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", part, flags=re.DOTALL)
+    assert len(blocks) == part.count("```python") >= 6
+    names: dict[str, object] = {}
+    for code, expected in blocks:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(code, names)
+        assert printed.getvalue() == expected
+
+
+def test_each_bug_is_one_change_of_the_last_program(tmp_path, monkeypatch):
+    import bugs
+
+    right = bugs.bug(0).splitlines()
+    for number in range(1, 7):
+        wrong = bugs.bug(number)
+        compile(wrong, "bug", "exec")
+        changed = [line for line in wrong.splitlines() if line not in right and "from_scratch_bugs" not in line]
+        assert len(changed) <= 1 and wrong.count(f"log_{number}") == 1
+    monkeypatch.chdir(tmp_path)
+    bugs.main()
+    assert len(list((tmp_path / "from_scratch_bugs").iterdir())) == 6
+
+
+# what programs reach in 300 steps with one thread, by their number: held-out loss, and how far another processor may be off
+REACHED = {3: 2.3917, 4: 2.3573, 5: 2.1465, 6: 2.4555, 7: 2.0037, 8: 1.6347, 9: 1.7577}
+VARIANTS = [
+    (2, "                p.grad = None  # or the next backward would add to it\n", "", 46.3357),
+    (3, "MAX_STEPS, LR = 300, 1e-2", "MAX_STEPS, LR = 3000, 1e-3", 2.3335),
+    (3, "n_embd: int = 128", "n_embd: int = 8", 2.4860),
+    (3, "n_embd: int = 128", "n_embd: int = 2", 3.0452),
+    (4, "scores = q @ k.mT / math.sqrt(C)", "scores = torch.zeros(B, T, T)", 2.7943),
+    (4, " + self.wpe(torch.arange(idx.size(1)))", "", 2.3927),
+    (4, " / math.sqrt(C)", "", 2.5680),
+    (4, "scores.masked_fill(future, -math.inf)", "scores", 0.0522),
+    (5, "nn.LayerNorm(config.n_embd)", "nn.Identity()", 1.8738),
+    (7, "nn.LayerNorm(config.n_embd)", "nn.Identity()", 2.3742),
+    (7, "    optimizer.zero_grad()\n", "", 2.6610),
+]
+
+
+def test_losses_of_the_variants_are_on_the_page():
+    for loss in (*REACHED.values(), *(loss for *_, loss in VARIANTS)):
+        assert f"{loss:.4f}" in PAGE or f"{loss:.1f}" in PAGE
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "FROM_SCRATCH_LOSSES" not in os.environ, reason="takes ten minutes of a processor: FROM_SCRATCH_LOSSES=1"
+)
+@pytest.mark.parametrize("step, right, wrong, loss", [*((n, "", "", x) for n, x in REACHED.items()), *VARIANTS])
+def test_the_losses_on_the_page_are_reached(tmp_path, capsys, step, right, wrong, loss):
+    """Within 0.1, or two percent: rounding, which training makes grow. Step 5 ended at 2.105, 2.147 and 2.186 on different machines."""
+    copy = tmp_path / "my_gpt.py"
+    copy.write_text(program(step).read_text().replace(right, wrong))
+    check.load(copy, tmp_path).main()
+    printed = re.findall(r"held out:? .*", capsys.readouterr().out)[-1]
+    assert float(re.findall(r"\d+\.\d+", printed)[-1]) == pytest.approx(loss, abs=0.1, rel=0.02)

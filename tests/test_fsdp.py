@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from functools import partial
 
 import pytest
 import torch
-from helpers import finish_run, losses, on_ranks, run_to_the_end, start_run, stop_before
+from helpers import STEP, Rank, finish_run, losses, on_ranks, run_to_the_end, start_run, stopped_after
 from torch.nn.parallel import DistributedDataParallel
-from training import TINY, assert_same_run, trained, trainer_file
+from training import TINY, assert_same_run, compile_graphs, trained, trainer_file
 
 import train_gpt2
 from support.checkpoints import lora
 from support.data.tokenizer import BytesTokenizer
-from support.runtime import batch_size, fsdp
+from support.runtime import fsdp
 from train_gpt2 import GPT, GPTConfig
 
 CPU = torch.device("cpu")
@@ -118,19 +115,20 @@ def assert_close(a, b, tolerance=1e-5):
     assert pairs and max(abs(x - y) for x, y in pairs) < tolerance
 
 
-def bad_loss_at_step_6_on_the_last_rank(rank, stop=20):
-    """Makes the loss NaN there; a SIGTERM stops the run at a step below 20."""
-    real_step, real_loss = train_gpt2.train_step, train_gpt2.chunked_cross_entropy
-    is_last = rank == int(os.environ.get("WORLD_SIZE", 1)) - 1
+CHUNKED_CROSS_ENTROPY = train_gpt2.chunked_cross_entropy
 
-    def step(model, state, *args):
-        bad = is_last and state.step == 6
-        train_gpt2.chunked_cross_entropy = lambda *inputs: real_loss(*inputs) * (torch.nan if bad else 1)
-        return real_step(model, state, *args)
 
-    train_gpt2.train_step = step
-    if stop < 20:
-        stop_before(stop, rank)
+def make_losses_nan(*args):
+    train_gpt2.chunked_cross_entropy = lambda *inputs: CHUNKED_CROSS_ENTROPY(*inputs) * torch.nan
+
+
+def make_losses_finite(*args):
+    train_gpt2.chunked_cross_entropy = CHUNKED_CROSS_ENTROPY
+
+
+def bad_step(number):
+    """Makes the loss NaN in one step."""
+    return Rank(before={(STEP, number): make_losses_nan, (STEP, number + 1): make_losses_finite})
 
 
 @pytest.mark.slow
@@ -139,12 +137,13 @@ def test_a_run_that_moves_between_layouts_is_that_of_one_process(byte_shards, tm
     flags = ["--data", byte_shards, "--shuffle", "--checkpoint-every", 4, "--val-every", 4]
     flags += ["--optimizer", "muon", "--max-lr", 1e-2, "--grad-clip", 0.5]
     flags += ["--max-steps", 20]
-    run_to_the_end(*flags, "--out", "straight", cwd=tmp_path, sabotage=bad_loss_at_step_6_on_the_last_rank)
+    run_to_the_end(*flags, "--out", "straight", cwd=tmp_path, rank=bad_step(6))
     layouts = [(1, "ddp", 4), (4, "fsdp", 2), (2, "ddp", 1), (2, "fsdp", 4), (1, "fsdp", 2)]
     for i, (world_size, parallel, B) in enumerate(layouts):
         again = [*flags, "--out", "moved", "--resume", "auto", "--parallel", parallel, "--batch-size", B]
-        sabotage = partial(bad_loss_at_step_6_on_the_last_rank, stop=4 * (i + 1))
-        codes = finish_run(start_run(*again, cwd=tmp_path, world_size=world_size, sabotage=sabotage))
+        special = {0: stopped_after(4, world_size)} if i < 4 else {}  # of its own steps
+        special |= {world_size - 1: bad_step(6 - 4)} if i == 1 else {}
+        codes = finish_run(start_run(*again, cwd=tmp_path, world_size=world_size, rank=special))
         assert codes == [143 if i < 4 else 0] * world_size
     straight, moved = tmp_path / "straight", tmp_path / "moved"
     order = [[line.split()[:2] for line in (out / "log.txt").read_text().splitlines()] for out in (moved, straight)]
@@ -164,25 +163,17 @@ def test_a_run_that_moves_between_layouts_is_that_of_one_process(byte_shards, tm
             torch.testing.assert_close(b[i][name], tensor, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(byte_shards, tmp_path):
-    """Each rank restores its own part of the weights and of Muon's momenta, and its own dropout masks."""
-    flags = ["--data", byte_shards, "--parallel", "fsdp", "--dropout", 0.1, "--recipe", "fast", "--checkpoint-every", 3]
-    run_to_the_end(*flags, "--max-steps", 6, "--out", "straight", cwd=tmp_path, world_size=2)
-    shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
-    for step in (4, 6):  # 4 is before the cooldown
-        shutil.rmtree(tmp_path / "resumed" / f"model_{step:05d}")
-    run_to_the_end("--out", "resumed", "--resume", cwd=tmp_path, world_size=2)
-    assert_same_run(tmp_path / "resumed", tmp_path / "straight")
-
-
-def bytes_as_gpt2_tokens(rank):
+class BytesNamedGpt2(BytesTokenizer):
     """HellaSwag's scores are defined for GPT-2's tokenizer only."""
 
-    class Gpt2Named(BytesTokenizer):
-        name, vocab_size = "gpt2", 257
+    name, vocab_size = "gpt2", 257
 
-    train_gpt2.shards.read_tokenizer = lambda *folders: Gpt2Named()
+
+def bytes_named_gpt2(*folders):
+    return BytesNamedGpt2()
+
+
+SCORED = {"support.data.shards.read_tokenizer": bytes_named_gpt2}
 
 
 @pytest.fixture(scope="module")
@@ -195,9 +186,9 @@ def scored_run(byte_shards, tmp_path_factory):
     flags = ["--data", byte_shards, "--max-steps", 4, "--val-every", 0, "--hellaswag-every", 2, "--sample-every", 2]
     flags += ["--hellaswag-data", folder / "items.jsonl", "--prompt", "1 + 1 = "]
 
-    def run(out, *more, sabotage=bytes_as_gpt2_tokens, **options):
+    def run(out, *more, rank=Rank(replaced=SCORED), **options):  # noqa: B008
         """The losses, and the lines of scores and samples."""
-        run_to_the_end(*flags, "--out", out, *more, cwd=folder, sabotage=sabotage, **options)
+        run_to_the_end(*flags, "--out", out, *more, cwd=folder, rank=rank, **options)
         lines = (folder / "0.txt").read_text().splitlines()
         evaluated = [line.split(" items |")[0] for line in lines if "HellaSwag acc" in line or " sample " in line]
         return losses(folder / out / "log.txt"), evaluated
@@ -217,30 +208,25 @@ def test_scores_and_samples_are_those_of_one_process(scored_run, of_one_process)
     assert len(evaluated) == 3 + 2 * 4 and evaluated == of_one_process[1]
 
 
-def no_items_on_rank_1(rank):
-    bytes_as_gpt2_tokens(rank)
-    if rank == 1:
-        train_gpt2.hellaswag.load_examples = lambda *args: []
+def no_items(*args):
+    return []
 
 
 def test_no_rank_scores_if_one_has_no_items(scored_run, of_one_process):
     """As after a download that failed on one node: the others would wait for its scores."""
-    found, evaluated = scored_run("without", world_size=2, sabotage=no_items_on_rank_1)
+    ranks = {0: Rank(replaced=SCORED), 1: Rank(replaced=SCORED | {"train_gpt2.hellaswag.load_examples": no_items})}
+    found, evaluated = scored_run("without", world_size=2, rank=ranks)
     assert_close(found, of_one_process[0])
     assert len(evaluated) == 2 * 4
 
 
-def nothing_is_compiled_twice(rank):
-    """The trial of the micro-batch compiles nothing more, though its model is another one."""
-    bytes_as_gpt2_tokens(rank)
-    batch_size.TRIED = ("cpu",)
-    torch._dynamo.config.error_on_recompile = True
-
-
 @pytest.mark.slow
 def test_one_compiled_block_serves_all(scored_run, of_one_process):
+    """The trial of the micro-batch compiles nothing more, though its model is another one."""
+    no_second = {"torch._dynamo.config.error_on_recompile": True, "torch.compile": compile_graphs}
+    rank = Rank(replaced=SCORED | no_second | {"support.runtime.batch_size.TRIED": ("cpu",)})
     compiled = ["--parallel", "fsdp", "--compile", "--recompute"]
-    found, _ = scored_run("compiled", *compiled, world_size=2, sabotage=nothing_is_compiled_twice)
+    found, _ = scored_run("compiled", *compiled, world_size=2, rank=rank)
     assert_close(found, of_one_process[0], 1e-4)
 
 

@@ -25,9 +25,10 @@ from training import ONE_PROCESS, TINY, config_of, trainer_file
 import fineweb
 import train_gpt2
 from benchmarks.plain_loop import plain_losses
+from support.checkpoints.history import read_starts
 from support.checkpoints.start import gather_flags
 from support.checkpoints.state import TrainState
-from support.cli import parse_flags
+from support.cli import UserError, parse_flags
 from support.data.text_files import Documents
 from support.runtime import batch_size, devices
 from support.runtime.clock import Clock
@@ -213,6 +214,41 @@ def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(byte_shards, tmp_
     differences = np.array(losses(resumed / "log.txt")) - losses(straight / "log.txt")
     assert len(differences) == 12 and np.abs(differences).max() < 1e-3
     assert trainer_file(resumed / "model_00012")["step"] == 12
+
+
+@cuda_only
+@pytest.mark.parametrize("flags", ["--recipe fast --dropout 0.1", "--compile"])
+def test_a_step_as_cuda_graphs_is_the_same(byte_shards, tmp_path, gpu, monkeypatch, flags):
+    """Losses and dropout's masks; an optimizer whose state a checkpoint has restored is captured, too."""
+    monkeypatch.chdir(tmp_path)
+    common = "--total-batch-size 128 --checkpoint-every 5 --sample-every 4 --val-every 4 --dtype bf16 --no-compile"
+    found = {}
+    for out in ("graphs", "launches"):
+        how = "--cuda-graphs" if out == "graphs" else "--no-cuda-graphs"
+        torch.compiler.reset()
+        train(config_on_gpu(byte_shards, out, "--max-steps", 10, how, *common.split(), *flags.split()), gpu)
+        shutil.rmtree(f"{out}/model_00010")
+        start = gather_flags(TRAIN_FLAGS, {"resume": "newest", "out": out}, gpu)
+        train(resolve(start.flags | {"device": DEVICE.type}), gpu, start)
+        assert [start["machine"]["cuda_graphs"] for start in read_starts(Path(out))] == [out == "graphs"] * 2
+        found[out] = losses(Path(out, "log.txt"))
+    assert len(found["graphs"]) == 10
+    np.testing.assert_allclose(found["graphs"], found["launches"], atol=2e-3)  # the rate is rounded to fp32
+
+
+@cuda_only
+def test_a_step_that_reads_a_value_is_not_recorded(byte_shards, tmp_path, gpu, monkeypatch):
+    def forward(self, idx, targets=None):
+        x, loss = real(self, idx, targets)
+        if loss.item() > 1e9:
+            raise ValueError
+        return x, loss
+
+    real = GPT.forward
+    monkeypatch.setattr(GPT, "forward", forward)
+    flags = ["--max-steps", 2, "--dtype", "bf16", "--no-compile", "--val-every", 0]
+    with pytest.raises(UserError, match="cannot be recorded as a CUDA graph .*Use --no-cuda-graphs"):
+        train(config_on_gpu(byte_shards, tmp_path / "run", *flags), gpu)
 
 
 @cuda_only

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import TINY_TRAINING_FLAGS, finish_run, losses, run_to_the_end, start_run, stop_before
+from helpers import TINY_TRAINING_FLAGS, finish_run, losses, run_to_the_end, start_run, stopped_after
 from safetensors.torch import load_file, save_file
 from training import ONE_PROCESS, configure, resumed, trained
 
@@ -122,8 +121,7 @@ def test_a_resumed_run_is_the_uninterrupted_run_wherever_its_base_model_is(tuned
     """But neither the base model nor its context may change."""
     first, run = Path(shutil.copytree(base, tmp_path / "first")), tmp_path / "run"
     flags = flags_with_lora(byte_shards, first, run, "--max-lr", 0.01)
-    stop = partial(stop_before, 4)
-    assert finish_run(start_run(*flags, cwd=tmp_path, sabotage=stop, defaults=TINY_TRAINING_FLAGS)) == [143]
+    assert finish_run(start_run(*flags, cwd=tmp_path, rank=stopped_after(4), defaults=TINY_TRAINING_FLAGS)) == [143]
     resume = ["--resume", "--out", str(run)]
     assert configure([*resume, "--lora-rank", "4", "--lora-alpha", "8"])[0].lora_rank == 4
     for change in (["--lora-rank", "5"], ["--lora-alpha", "9.0"], ["--block-size", "8"]):

@@ -5,22 +5,23 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from functools import partial
 
 import pytest
-from helpers import ROOT, TINY_FLAGS, free_port, run_to_the_end, steps_done, wait_for
+from helpers import ROOT, TINY_FLAGS, free_port, run_to_the_end, start_script, steps_done, wait_for
+from torch.distributed import TCPStore
+
+from support.checkpoints.directory import newest_checkpoint, step_of
 
 
 def start_node(n, folder, port, flags):
     """One of two nodes, as docs/cluster.md says; it works in the folder `n`, and prints there."""
     (folder / str(n)).mkdir(exist_ok=True)
-    launcher = f"-m torch.distributed.run --nnodes=2 --nproc-per-node=1 --node-rank={n} --master-addr=localhost"
-    launcher += f" --master-port={port} --max-restarts=2"
-    command = [sys.executable, *launcher.split(), ROOT / "train_gpt2.py", *TINY_FLAGS, *map(str, flags)]
+    options = (
+        f"--nnodes=2 --nproc-per-node=1 --node-rank={n} --master-addr=localhost --master-port={port} --max-restarts=2"
+    )
     with open(folder / str(n) / "output.txt", "a") as output:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, cwd=folder / str(n), env=environment, stdout=output, stderr=output)
+        return start_script("train_gpt2.py", *TINY_FLAGS, *flags, cwd=folder / str(n), torchrun=options, output=output)
 
 
 @pytest.mark.slow
@@ -29,21 +30,25 @@ def test_a_node_whose_agent_is_killed_can_be_started_again(byte_shards, tmp_path
     flags = ["--data", byte_shards, "--shuffle", "--decay-steps", 10000]
     log = tmp_path / "log"
     until_stopped = [*flags, "--out", log, "--resume", "auto", "--max-steps", 10000]
-    start = partial(start_node, folder=tmp_path, port=free_port(), flags=until_stopped)
+    start = partial(start_node, folder=tmp_path, port=(port := free_port()), flags=until_stopped)
     first, second = start(0), start(1)
     assert wait_for(lambda: steps_done(log) >= 20, timeout=120)
+    store = TCPStore("localhost", port, is_master=False)
+    store.set("exception_dump", "1")  # as NCCL does after a timeout; it would abort the next processes 8 minutes later
     second.kill()
     second.wait()
     done = steps_done(log)
     second = start(1)
     output = tmp_path / "0" / "output.txt"
     assert wait_for(lambda: steps_done(log) >= done + 20, timeout=120), output.read_text()
+    assert not store.check(["exception_dump"])
     first.terminate()
     assert first.wait(60) == 1
     second.kill()
     second.wait()
     [resumed_at, stopped_at] = re.findall(r"step +(\d+) \| stopped", output.read_text())
     assert done <= int(resumed_at) <= done + 2  # the step that it was killed in was finished
+    assert int(stopped_at) == steps_done(log) == step_of(newest_checkpoint(log))
     run_to_the_end(*flags, "--max-steps", stopped_at, "--out", "straight", cwd=tmp_path, world_size=2)
     resumed, straight = ((out / "log.txt").read_text().splitlines() for out in (log, tmp_path / "straight"))
     assert [line for line in resumed if " train " in line] == [line for line in straight if " train " in line]

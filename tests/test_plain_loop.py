@@ -57,7 +57,7 @@ def test_fifty_steps_follow_a_plain_loop_with_huggingfaces_model(byte_shards, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype, flags", [("bf16", ()), ("fp16", ()), ("bf16", ["--compile"])])
-def test_lower_precision_stays_within_the_rounding_of_bf16(byte_shards, tmp_path, dtype, flags):
+def test_lower_precision_stays_within_the_rounding_of_bf16(byte_shards, tmp_path, graphs_only, dtype, flags):
     """bf16 rounds by up to 2^-8 of a value; of 256 tokens, roundings of both signs mostly cancel in the mean."""
     config, found = trained_losses(byte_shards, tmp_path / "run", "--val-every", 0, "--dtype", dtype, *flags)
     exact = plain_losses(config, 4, 50)

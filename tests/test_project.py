@@ -4,58 +4,61 @@ from __future__ import annotations
 
 import html
 import re
+import shlex
 import shutil
 
 import nbformat
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, losses, run_script
+from helpers import ROOT, losses, run_to_the_end
 
+import sample
+import train_gpt2
 from support import __version__
+from support.cli import UserError
+
+DEMO = "--demo --device cpu".split()
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """The folder and the output of a demo of 30 steps."""
+    """The folder and the output of a short demo."""
     folder = tmp_path_factory.mktemp("demo")
-    flags = ["--max-steps", 30, "--val-every", 30, "--val-tokens", 8192, "--device", "cpu"]
-    done = run_script("train_gpt2.py", "--demo", *flags, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return folder, done
+    run_to_the_end(*DEMO, *"--max-steps 15 --val-every 15 --val-tokens 8192".split(), cwd=folder, defaults=())
+    return folder, (folder / "0.txt").read_text()
 
 
 @pytest.mark.slow
-def test_the_demo_ends_with_a_score_a_text_and_a_checkpoint(demo):
-    folder, done = demo
-    assert re.search(
-        r"\nbest    validation loss \d\.\d{4} nats per token, \d\.\d{4} per byte, at step 30\n", done.stdout
-    )
-    assert "\nsample  The" in done.stdout and "\nsaved   log_demo/model_00030\n" in done.stdout
-    assert (folder / "log_demo" / "model_00030" / "model.safetensors").is_file()
+def test_the_demo_ends_with_a_score_a_text_and_a_checkpoint(demo, monkeypatch, capsys):
+    folder, output = demo
+    assert re.search(r"\nbest    validation loss \d\.\d{4} nats per token, \d\.\d{4} per byte, at step 15\n", output)
+    assert "\nsample  The" in output and "\nsaved   log_demo/model_00015\n" in output
+    assert (folder / "log_demo" / "model_00015" / "model.safetensors").is_file()
     val = losses(folder / "log_demo" / "log.txt", "val")
-    assert val[0] == pytest.approx(np.log(4096), abs=0.1) and val[-1] < 7
-    [command] = re.findall(r"\nnext    python (.*)", done.stdout)
-    done = run_script(*[word.strip('"') for word in re.findall(r'".*?"|\S+', command)], "-d", "cpu", cwd=folder)
-    assert done.returncode == 0 and done.stdout.startswith("The"), done.stderr
+    assert val[0] == pytest.approx(np.log(4096), abs=0.1) and val[-1] < 7.5
+    [command] = re.findall(r"\nnext    python sample.py (.*)", output)
+    monkeypatch.chdir(folder)
+    sample.main([*shlex.split(command), "-d", "cpu"])
+    assert capsys.readouterr().out.startswith("The")
 
 
 @pytest.mark.slow
-def test_a_second_demo_has_a_folder_of_its_own(demo):
+def test_a_second_demo_has_a_folder_of_its_own(demo, monkeypatch):
     folder, _ = demo
 
     def contents():
         return {path: path.read_bytes() for name in ("log_demo", "demo_data") for path in (folder / name).rglob("*.*")}
 
     before = contents()
-    done = run_script("train_gpt2.py", "--demo", "--max-steps", 2, "--val-every", 0, "--device", "cpu", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    # model_00001: before the cooldown
-    names = ".lock curves.png log.txt model_00001 model_00002 starts.jsonl".split()
+    run_to_the_end(*DEMO, "--max-steps", 2, "--val-every", 0, cwd=folder, defaults=())
+    names = ".lock log.txt model_00001 model_00002 starts.jsonl".split()  # model_00001: before the cooldown
     assert sorted(p.name for p in (folder / "log_demo_2").iterdir()) == names
     assert contents() == before
-    bad = run_script("train_gpt2.py", "--demo", "--total-batch-size", 3, "--device", "cpu", cwd=folder)
-    assert bad.returncode == 2 and not (folder / "log_demo_3").exists()  # a failed start leaves nothing
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError, match="--total-batch-size 3"):
+        train_gpt2.main([*DEMO, "--total-batch-size", "3"])
+    assert not (folder / "log_demo_3").exists()  # a failed start leaves nothing
     shutil.rmtree(folder / "log_demo_2")
 
 
@@ -101,6 +104,11 @@ def test_the_notebook_runs_and_shows_what_is_saved(demo, monkeypatch):
     monkeypatch.setenv("RUN", str(folder / "log_demo"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    # its two demos take the shards of this one, and validate little
+    data = str(folder / "demo_data")
+    flags = f'flags = ["--data", {data!r}, "--val-tokens", "8192", "--demo",'
+    assert 'flags = ["--demo",' in code["cell-34"].source
+    code["cell-34"].source = code["cell-34"].source.replace('flags = ["--demo",', flags)
     # Its cells compare attention, the last row of the lens and the loss of each token with the model's own.
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
     assert (kinds(), outputs_for_any_run()) == saved

@@ -8,12 +8,11 @@ import re
 import shlex
 import shutil
 import signal
-import time
 
 import numpy as np
 import pytest
 import torch
-from helpers import TINY_FLAGS, finish_run, needs_gpt2_vocabulary, run_to_the_end, start_run
+from helpers import STEP, TINY_FLAGS, Rank, finish_run, needs_gpt2_vocabulary, run_to_the_end, start_run, wait_for
 from runs import log_without_seconds
 from shard_helpers import write_shard
 from training import ONE_PROCESS, assert_same_run, configure, resumed, trained, trainer_file
@@ -62,24 +61,6 @@ def run(six_steps, tmp_path):
 # ---- the same run
 
 
-@pytest.mark.slow
-def test_the_step_of_the_checkpoint_is_evaluated_again(byte_shards, tmp_path):
-    """Killed at step 6, resumed at 4; then resumed after its end."""
-    flags = ["--data", byte_shards, "--max-steps", 11, "--checkpoint-every", 4, "--val-every", 2, "--sample-every", 4]
-    start = dict(cwd=tmp_path, world_size=2)
-    run_to_the_end(*flags, "--out", "straight", **start)
-    assert any(finish_run(start_run(*flags, "--out", "resumed", sabotage=die_at_step_6, **start)))
-    run_to_the_end("--resume", *flags, "--out", "resumed", **start)
-    assert_same_run(tmp_path / "resumed", tmp_path / "straight")
-    printed = (tmp_path / "0.txt").read_text()
-    assert all(f"step {step:5d} | val loss" in printed for step in (4, 6, 8, 10))
-    assert "step     2 | val loss" not in printed and "step     8 | sample 0" in printed
-    run_to_the_end("--resume", *flags, "--out", "resumed", **start)
-    printed = (tmp_path / "0.txt").read_text()
-    assert "this run has finished" in printed and "val loss" not in printed
-    assert_same_run(tmp_path / "resumed", tmp_path / "straight")
-
-
 @pytest.mark.parametrize("flags", [["--shuffle", "--max-steps", 11], ["--dtype", "fp16", "--max-steps", 40]])
 def test_a_resumed_run_is_the_uninterrupted_run(byte_shards, tmp_path, flags, monkeypatch):
     """With fp16 between overflows: its gradients are scaled far too high at first."""
@@ -101,30 +82,36 @@ def test_a_resumed_run_is_the_uninterrupted_run(byte_shards, tmp_path, flags, mo
     assert states[0]["overflows"] == states[1]["overflows"] and (states[0]["overflows"] > 8) == ("fp16" in flags)
 
 
-def die_at_step_6(rank):
-    real, calls = train_gpt2.train_step, []
-
-    def step(*args):
-        calls.append(1)
-        if len(calls) == 7:
-            while not os.path.exists("resumed/model_00004"):
-                time.sleep(0.05)
-            os._exit(9)
-        return real(*args)
-
-    train_gpt2.train_step = step
+def die_once_saved(*args: object) -> None:
+    wait_for(lambda: os.path.exists("resumed/model_00004"))
+    os._exit(9)
 
 
 @pytest.mark.slow
-def test_a_resumed_fast_run_is_the_uninterrupted_run(byte_shards, tmp_path):
-    """With Muon, and with the dropout masks that each rank has in each step."""
-    flags = ["--data", byte_shards, "--recipe", "fast", "--dropout", 0.3, "--shuffle", "--checkpoint-every", 4]
-    flags += ["--max-steps", 11]
-    run_to_the_end(*flags, "--out", "straight", cwd=tmp_path, world_size=2)
-    ranks = start_run(*flags, "--out", "resumed", cwd=tmp_path, world_size=2, sabotage=die_at_step_6)
-    assert any(finish_run(ranks))
-    # the flags of the recipe come from the checkpoint
-    run_to_the_end("--resume", "--out", "resumed", cwd=tmp_path, world_size=2)
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_resumed_run_of_two_ranks_is_the_uninterrupted_run(byte_shards, tmp_path, parallel):
+    """Each rank has its own dropout masks, and under FSDP its own part of the weights and of Muon's momenta.
+
+    Both are killed at step 6, and resume at 4, which is evaluated again; then they resume after the end.
+    Evaluation under FSDP: test_fsdp.py.
+    """
+    flags = ["--data", byte_shards, "--parallel", parallel, "--recipe", "fast", "--dropout", 0.3, "--shuffle"]
+    flags += ["--max-steps", 11, "--checkpoint-every", 4]
+    every = ["2", "--sample-every", "4"] if parallel == "ddp" else ["0"]
+    start = dict(cwd=tmp_path, world_size=2, defaults=[*TINY_FLAGS, "--val-every", *every])
+    run_to_the_end(*flags, "--out", "straight", **start)
+    killed = Rank(before={(STEP, 6): die_once_saved})
+    assert any(finish_run(start_run(*flags, "--out", "resumed", rank=killed, **start)))
+    run_to_the_end("--resume", "--out", "resumed", **start)  # the flags of the recipe come from the checkpoint
+    assert_same_run(tmp_path / "resumed", tmp_path / "straight")
+    if parallel == "fsdp":
+        return
+    printed = (tmp_path / "0.txt").read_text()
+    assert all(f"step {step:5d} | val loss" in printed for step in (4, 6, 8, 10))
+    assert "step     2 | val loss" not in printed and "step     8 | sample 0" in printed
+    run_to_the_end("--resume", "--out", "resumed", **start)
+    printed = (tmp_path / "0.txt").read_text()
+    assert "this run has finished" in printed and "val loss" not in printed
     assert_same_run(tmp_path / "resumed", tmp_path / "straight")
 
 
@@ -298,8 +285,8 @@ def test_shards_that_moved_are_found_or_asked_for(byte_shards, tmp_path, monkeyp
 def test_a_run_on_a_text_may_move_with_its_shards(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("It was the best of times, it was the worst of times. " * 400)
-    flags = ["--text", "book.txt", "--tokenizer", "bytes", "--device", "cpu", "--dtype", "fp32", "--max-steps", 2]
-    train(configure([*flags, "--out", "run"])[0], ONE_PROCESS)
+    flags = ["--text", "book.txt", "--tokenizer", "bytes", "--max-steps", 2]
+    train(configure([*TINY_FLAGS, *flags, "--out", "run"])[0], ONE_PROCESS)
     (tmp_path / "elsewhere").mkdir()
     os.rename("run", "elsewhere/moved")
     monkeypatch.chdir("elsewhere")

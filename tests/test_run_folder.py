@@ -111,7 +111,9 @@ def test_a_run_of_another_version_says_so(byte_shards, tmp_path):
         if name not in ("version", "run", "row", "tokens", "last_progress")
     }
     torch.save(old, out / "model_00003/trainer.pt")
-    with pytest.raises(UserError, match="was written by version 1 of .* Start from its weights with --init-from"):
+    with pytest.raises(
+        UserError, match="was written by another version of the trainer .1., .* Start from its weights with --init-from"
+    ):
         trained(out, "--data", byte_shards, "--max-steps", 3)
 
 

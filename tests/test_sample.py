@@ -79,6 +79,14 @@ def test_in_bf16_the_cache_is_as_exact_as_the_model_without_it(model):
     assert {tensor.dtype for tensor in cache._tensors.values()} == {torch.bfloat16}
 
 
+def test_several_tokens_after_others_are_refused():
+    """Without a mask, they would attend to tokens that follow them."""
+    model, cache = GPT(TINY), KVCache(TINY.block_size)
+    model.transformer(prompts(4), cache)
+    with pytest.raises(ValueError, match="2 tokens after 4 others"):
+        model.transformer(prompts(2), cache)
+
+
 def test_long_texts_are_generated_fewer_at_a_time(monkeypatch):
     assert sample.rows_in_memory(TINY, 10, 100) == sample.MAX_BATCH
     cache = KVCache(sample.cache_capacity(TINY, 10, 4))

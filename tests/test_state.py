@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from training import trained, trainer_file
 
+from support import __version__
 from support.checkpoints.state import Checkpoint, TrainState
 from support.cli import UserError
 from train_gpt2 import GPT
@@ -121,18 +122,22 @@ def test_a_saved_state_is_restored(content, tmp_path):
 
 @pytest.mark.parametrize(
     "version, missing",
-    [("1", {"version", "run", "row", "tokens", "last_progress"}), ("2.0", {"version", "run", "row"})],
+    [
+        ("1", {"version", "run", "row", "tokens", "last_progress"}),
+        ("2.0", {"version", "run", "row"}),
+        (__version__, {"overflows"}),  # while that version was made
+    ],
 )
 def test_a_checkpoint_of_another_version_says_so(content, tmp_path, version, missing):
     for name in missing:
         del content[name]
-    with pytest.raises(UserError, match=f"was written by version {version} of .* Start from its weights.*--init-from"):
+    message = rf"was written by another version of the trainer \({version}\), .* Start from its weights.*--init-from"
+    with pytest.raises(UserError, match=message):
         restored(content, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["step", "overflows", "config", "parameters", "optimizer"])
-def test_a_file_of_another_program_is_refused(content, tmp_path, name):
-    del content[name]
+def test_a_file_of_another_program_is_refused(content, tmp_path):
+    del content["optimizer"]
     with pytest.raises(UserError, match="trainer.pt is corrupt, or was not written by this trainer"):
         restored(content, tmp_path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import math
 import os
 import pty
 import re
@@ -12,14 +13,14 @@ import struct
 import sys
 import termios
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import finish_run, start_run
+from helpers import STEP, Rank, finish_run, start_run
 from runs import log_without_seconds
-from test_signals import signalled_in_forward
 from training import ONE_PROCESS, config_of, run_info, trained
 
 from support import terminal
@@ -27,7 +28,6 @@ from support.checkpoints.state import TrainState
 from support.cli import warn
 from support.console import run_logger
 from support.console.progress import print_summary
-from support.console.run_logger import RunLogger
 from train_gpt2 import Schedule
 
 COLUMNS = 80
@@ -81,30 +81,30 @@ def progress_bars(output: str) -> list[str]:
     return [re.sub(ESCAPE, "", text) for text in re.findall(r"\r([^\r\n]+)(?=\r(?!\n))", output)]
 
 
-def on_a_terminal(rank: int) -> None:
+def print_to_the_terminal(*args: object) -> None:
     """Both streams are the terminal; each step is drawn, and each takes a second by the clock of the logger."""
     tty = os.open(Path("terminal").read_text(), os.O_RDWR | os.O_NOCTTY)
     os.dup2(tty, 1)
     os.dup2(tty, 2)
     os.close(tty)
     sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
-    os.environ["TERM"] = "xterm"
     os.environ.pop("NO_COLOR", None)
     os.environ.pop("COLUMNS", None)
     run_logger.STARTED, clock = 0, itertools.count()  # whole numbers: fractions would be rounded when added
     run_logger.time = SimpleNamespace(perf_counter=lambda: next(clock))
 
 
-def with_a_warning(rank: int) -> None:
-    on_a_terminal(rank)
-    real = RunLogger.step
+def on_a_terminal(before: dict[tuple[str, int], Callable[..., object]]) -> Rank:
+    """A process on a terminal, from its first call of `main` on, in which something else happens, too."""
+    return Rank(env={"TERM": "xterm"}, before={("train_gpt2.main", 0): print_to_the_terminal, **before})
 
-    def step(self, state, *figures):
-        real(self, state, *figures)
-        if state.step == 7:
-            warn("from another thread, for example")
 
-    RunLogger.step = step
+def interrupt(*args: object) -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def warn_from_another_thread(*args: object) -> None:
+    warn("from another thread, for example")
 
 
 @pytest.mark.slow
@@ -112,7 +112,8 @@ def test_a_terminal_shows_some_steps_and_a_progress_bar_that_goes(byte_shards, t
     flags = ["--data", byte_shards, "--max-steps", 150, "--warmup-steps", 150, "--out", "run"]
     flags += [word for what in ("val", "sample", "checkpoint") for word in (f"--{what}-every", 75)]
     shown = Terminal(tmp_path)
-    assert finish_run(start_run(*flags, cwd=tmp_path, sabotage=with_a_warning)) == [0]
+    warned = on_a_terminal({(STEP, 8): warn_from_another_thread})
+    assert finish_run(start_run(*flags, cwd=tmp_path, rank=warned)) == [0]
     output = shown.output()
     lines = screen(output)
     bars = progress_bars(output)
@@ -131,15 +132,11 @@ def test_a_terminal_shows_some_steps_and_a_progress_bar_that_goes(byte_shards, t
     assert "\x1b[1mstep    75 | val loss: " in output and "step    75 | saved run/model_00075" in lines
 
 
-def interrupted_in_step_3(rank: int) -> None:
-    on_a_terminal(rank)
-    signalled_in_forward(rank, signal.SIGINT, 3 * 4 + 1)  # of 4 micro-steps each
-
-
 def test_ctrl_c_leaves_no_progress_bar(byte_shards, tmp_path):
     flags = ["--data", byte_shards, "--max-steps", 9, "--val-every", 0, "--out", "run"]
     shown = Terminal(tmp_path)
-    assert finish_run(start_run(*flags, cwd=tmp_path, sabotage=interrupted_in_step_3)) == [130]
+    interrupted = on_a_terminal({("train_gpt2.GPT.forward", 3 * 4 + 1): interrupt})  # of 4 micro-steps each
+    assert finish_run(start_run(*flags, cwd=tmp_path, rank=interrupted)) == [130]
     output = shown.output()
     lines = screen(output)
     assert "step 2 | loss" in output and not any("step 2 | loss" in line for line in lines)
@@ -166,7 +163,7 @@ def test_a_file_gets_every_step_and_no_escape_codes(byte_shards, tmp_path, capsy
 def test_the_summary_names_the_last_and_the_best_loss(tmp_path, capsys):
     out = tmp_path / "my run"
     (out / "model_00006").mkdir(parents=True)
-    val = {0: 5.0, 3: 3.0, 6: 4.0}
+    val = {0: math.nan, 3: 3.0, 6: 4.0}  # NaN is never the best
     run = run_info("--out", out, "--max-steps", 6, "--prompt", "a b")
     run.__dict__["bytes_per_token"] = 2.0
     state = TrainState(None, None, None, step=6, tokens=1536)

@@ -20,6 +20,14 @@ from support.runtime import clock
 from train_gpt2 import get_lr, main, train
 
 
+@pytest.fixture(autouse=True)
+def files_in_order(monkeypatch):
+    """TensorBoard reads files in the order of their names, which end in the process's count of them: 9 after 10."""
+    from tensorboard.summary.writer import event_file_writer
+
+    monkeypatch.setattr(event_file_writer, "_global_uid", type(event_file_writer._global_uid)(1000))
+
+
 def curves(out):
     """The scalars of a run as TensorBoard shows them, {name: {step: value}}, and the accumulator itself."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

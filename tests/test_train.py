@@ -88,6 +88,13 @@ def test_the_logged_norm_is_that_before_clipping(byte_shards, tmp_path):
     assert expected > 0.1 and losses(tmp_path / "run" / "log.txt", "norm") == [pytest.approx(expected, rel=1e-4)]
 
 
+def test_a_clip_of_zero_clips_nothing(byte_shards, tmp_path):
+    """As one above any norm."""
+    flags = ["--data", byte_shards, "--max-steps", 3, "--grad-clip"]
+    none, huge, small = (trained(tmp_path / str(clip), *flags, clip) for clip in (0, 1e9, 1e-3))
+    assert none == huge != small
+
+
 # ---- shards of other tools, HellaSwag, other starting points
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from train_gpt2 import GPT, TRAIN_FLAGS, GPTConfig, Schedule, TrainConfig, resol
 torch.set_num_threads(1)  # models this small gain nothing from a second thread, and lose much where cores are shared
 TINY = GPTConfig(**TINY_SIZES)
 FP32 = torch.autocast("cpu", enabled=False)
+compile_graphs = partial(torch.compile, backend="aot_eager")  # torch.compile's graphs, without Inductor's code for them
 
 
 def configure(flags: list[str] | tuple[str, ...]) -> tuple[TrainConfig, Start]:

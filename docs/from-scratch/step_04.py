@@ -1,4 +1,4 @@
-"""Step 4: GPT-2's block. Several heads, an MLP, layer norms, and a residual stream through all of them."""
+"""Step 4: one head of causal attention. Each token looks at all tokens before it, not only at the last one."""
 
 import math
 from dataclasses import dataclass
@@ -16,44 +16,20 @@ MAX_STEPS, LR = 300, 3e-3
 class GPTConfig:
     block_size: int = 64  # context length, in tokens
     vocab_size: int = 257
-    n_layer: int = 3
-    n_head: int = 4
     n_embd: int = 128
 
 
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.n_head = config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key and value of all heads
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd)  # mixes what the heads have found
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key and value
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
-        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in self.c_attn(x).split(C, dim=2))
-        scores = q @ k.mT / math.sqrt(C // self.n_head)  # (B, nh, T, T)
+        q, k, v = self.c_attn(x).split(C, dim=2)  # (B, T, C) each
+        scores = q @ k.mT / math.sqrt(C)  # (B, T, T): a sum of C products would be sqrt(C) times as large as each
         future = torch.ones(T, T, dtype=torch.bool).triu(1)  # above the diagonal: columns that come after the row
-        y = F.softmax(scores.masked_fill(future, -math.inf), dim=-1) @ v  # (B, nh, T, hs)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # concatenate the heads
-
-
-class MLP(nn.Sequential):
-    def __init__(self, config: GPTConfig):
-        super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)  # each token by itself
-        self.gelu = nn.GELU(approximate="tanh")  # as in GPT-2
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
-
-
-class Block(nn.Module):
-    def __init__(self, config: GPTConfig):
-        super().__init__()
-        self.ln_1, self.attn = nn.LayerNorm(config.n_embd), CausalSelfAttention(config)
-        self.ln_2, self.mlp = nn.LayerNorm(config.n_embd), MLP(config)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))  # the only place where tokens exchange information
-        return x + self.mlp(self.ln_2(x))  # only the branch is normalized: x itself goes on as it is
+        return F.softmax(scores.masked_fill(future, -math.inf), dim=-1) @ v  # (B, T, C)
 
 
 class GPT(nn.Module):
@@ -61,17 +37,15 @@ class GPT(nn.Module):
         super().__init__()
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # token embeddings
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # position embeddings: attention sees no order
-        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.ln_f = nn.LayerNorm(config.n_embd)  # the residual stream has grown with each block
+        self.attn = CausalSelfAttention(config)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         nn.init.zeros_(self.lm_head.weight)  # all tokens equally likely: the first loss is ln(V)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Returns logits (B, T, V) for token ids (B, T), and their mean cross-entropy if targets (B, T) are given."""
         x = self.wte(idx) + self.wpe(torch.arange(idx.size(1)))  # (B, T, C)
-        for block in self.h:
-            x = block(x)
-        logits = self.lm_head(self.ln_f(x))  # (B, T, V)
+        x = self.attn(x)
+        logits = self.lm_head(x)  # (B, T, V)
         return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     @torch.no_grad()

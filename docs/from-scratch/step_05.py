@@ -1,4 +1,4 @@
-"""Step 5: the recipe. Initial weights, a tied embedding, weight decay, clipping, and a rate that rises and falls."""
+"""Step 5: GPT-2's block. Several heads, an MLP, layer norms, and a residual stream through all of them."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 EOT, B, T = 256, 16, 64  # end of text; a batch has B rows of T tokens
-MAX_STEPS, WARMUP_STEPS, MAX_LR, MIN_LR = 300, 20, 3e-3, 3e-4
+MAX_STEPS, LR = 300, 3e-3
 
 
 @dataclass
@@ -64,14 +64,7 @@ class GPT(nn.Module):
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)  # the residual stream has grown with each block
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.lm_head.weight = self.wte.weight  # tied: one matrix embeds tokens and predicts them
-        for name, parameter in self.named_parameters():  # the tied matrix comes once, as wte
-            if name.endswith(".bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.dim() >= 2:  # gains of the layer norms stay 1
-                # 2 per layer add to the residual stream: scaled, so that its variance does not grow with depth
-                scale = math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 1
-                nn.init.normal_(parameter, 0.0, 0.02 / scale)  # logits near 0: the first loss is near ln(V)
+        nn.init.zeros_(self.lm_head.weight)  # all tokens equally likely: the first loss is ln(V)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Returns logits (B, T, V) for token ids (B, T), and their mean cross-entropy if targets (B, T) are given."""
@@ -80,11 +73,6 @@ class GPT(nn.Module):
             x = block(x)
         logits = self.lm_head(self.ln_f(x))  # (B, T, V)
         return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    def configure_optimizers(self, weight_decay: float, lr: float, betas: tuple[float, float]) -> torch.optim.AdamW:
-        decayed = {"params": [p for p in self.parameters() if p.dim() >= 2], "weight_decay": weight_decay}  # matrices
-        others = {"params": [p for p in self.parameters() if p.dim() < 2], "weight_decay": 0.0}  # biases, norms
-        return torch.optim.AdamW([decayed, others], lr=lr, betas=betas, eps=1e-8, fused=True)
 
     @torch.no_grad()
     def generate(self, idx: Tensor, max_new_tokens: int) -> Tensor:
@@ -114,34 +102,19 @@ def validation_loss(model: GPT, tokens: Tensor) -> float:
     return model(rows[:, :-1], rows[:, 1:])[1].item()
 
 
-def get_lr(step: int) -> float:
-    """Returns the learning rate of a step: linear warm-up, then a cosine from MAX_LR to MIN_LR."""
-    if step < WARMUP_STEPS:
-        return MAX_LR * (step + 1) / WARMUP_STEPS  # never 0: the first step would be wasted
-    decayed = (step - WARMUP_STEPS) / (MAX_STEPS - WARMUP_STEPS)  # from 0 to 1
-    return MIN_LR + 0.5 * (1.0 + math.cos(math.pi * decayed)) * (MAX_LR - MIN_LR)
-
-
-def train_step(model: GPT, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, lr: float) -> float:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.zero_grad()
-    _, loss = model(x, y)
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # one batch with huge gradients must not undo the steps before it
-    optimizer.step()
-    return loss.item()
-
-
 def main() -> None:
     torch.manual_seed(1337)
     train_tokens, val_tokens = load_tokens()
     model = GPT(GPTConfig())
-    optimizer = model.configure_optimizers(weight_decay=0.1, lr=MAX_LR, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     for step in range(MAX_STEPS):
-        loss = train_step(model, optimizer, *get_batch(train_tokens), get_lr(step))
+        x, y = get_batch(train_tokens)
+        _, loss = model(x, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
         if step % 50 == 0 or step == MAX_STEPS - 1:
-            print(f"step {step:5d} | loss {loss:.4f}")
+            print(f"step {step:5d} | loss {loss.item():.4f}")
     print(f"held out: {validation_loss(model, val_tokens):.4f}")
     print(bytes(t for t in model.generate(torch.tensor([[EOT]]), 300)[0].tolist() if t != EOT).decode(errors="replace"))
 

@@ -1,28 +1,21 @@
-"""Step 6: the data. Pieces of words instead of bytes, shards on the disk, and a loader that deals each row once."""
+"""Step 6: the start. One matrix embeds tokens and predicts them, and all weights begin small."""
 
-import hashlib
-import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from pydoc_data.topics import topics
 
-import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-DATA = Path("from_scratch_data")
-EOT, B, T = 1023, 16, 64  # end of text is the last id; a batch has B rows of T tokens
-MAX_STEPS, WARMUP_STEPS, MAX_LR, MIN_LR = 300, 20, 3e-3, 3e-4
+EOT, B, T = 256, 16, 64  # end of text; a batch has B rows of T tokens
+MAX_STEPS, LR = 300, 3e-3
 
 
 @dataclass
 class GPTConfig:
     block_size: int = 64  # context length, in tokens
-    vocab_size: int = 1024  # 256 bytes, 767 merges, end of text
+    vocab_size: int = 257
     n_layer: int = 3
     n_head: int = 4
     n_embd: int = 128
@@ -88,104 +81,49 @@ class GPT(nn.Module):
         logits = self.lm_head(self.ln_f(x))  # (B, T, V)
         return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    def configure_optimizers(self, weight_decay: float, lr: float, betas: tuple[float, float]) -> torch.optim.AdamW:
-        decayed = {"params": [p for p in self.parameters() if p.dim() >= 2], "weight_decay": weight_decay}  # matrices
-        others = {"params": [p for p in self.parameters() if p.dim() < 2], "weight_decay": 0.0}  # biases, norms
-        return torch.optim.AdamW([decayed, others], lr=lr, betas=betas, eps=1e-8, fused=True)
+    @torch.no_grad()
+    def generate(self, idx: Tensor, max_new_tokens: int) -> Tensor:
+        for _ in range(max_new_tokens):
+            logits = self(idx[:, -self.wpe.num_embeddings :])[0][:, -1]  # (B, V): the last position predicts
+            idx = torch.cat((idx, torch.multinomial(F.softmax(logits, dim=-1), 1)), dim=1)
+        return idx
 
 
-def make_shards() -> None:
-    """Writes a byte-pair encoding, the tokens as uint16 .npy files, of which number 0 is held out, and manifest.json."""
-    bpe = Tokenizer(models.BPE())  # the most frequent pair of tokens becomes a new token, again and again
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # GPT-2's words, each encoded by itself
-    bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()  # all bytes, so every text can be encoded
-    text = "".join(topics.values())
-    trainer = trainers.BpeTrainer(vocab_size=EOT, initial_alphabet=alphabet, show_progress=False)
-    bpe.train_from_iterator([text[: len(text) * 9 // 10]], trainer)  # not on what is held out
-    model = json.loads(bpe.to_str())["model"]
-    bpe.model = models.BPE({**model["vocab"], "<|endoftext|>": EOT}, [*map(tuple, model["merges"])])
-    bpe.add_special_tokens(["<|endoftext|>"])
-    DATA.mkdir(exist_ok=True)
-    bpe.save(str(DATA / "tokenizer.json"))
-    tokens = np.array([token for text in topics.values() for token in (EOT, *bpe.encode(text).ids)], np.uint16)
+def load_tokens() -> tuple[Tensor, Tensor]:
+    """Returns the tokens to train on, and the last tenth, which is held out."""
+    tokens = torch.tensor([token for text in topics.values() for token in (EOT, *text.encode())])
     n = len(tokens) * 9 // 10
-    entries = []
-    for i, (split, shard) in enumerate(
-        [("val", tokens[n:]), ("train", tokens[: n // 2]), ("train", tokens[n // 2 : n])]
-    ):
-        entries.append({"file": f"topics_{split}_{i:06d}.npy", "split": split, "tokens": len(shard)})
-        np.save(DATA / f"topics_{split}_{i:06d}.npy", shard)
-    checksum = hashlib.sha256((DATA / "tokenizer.json").read_bytes()).hexdigest()
-    manifest = {"tokenizer": "bpe", "vocab_size": EOT + 1, "tokenizer_sha256": checksum, "complete": True}
-    (DATA / "manifest.json").write_text(json.dumps({**manifest, "shards": entries}, indent=2))
+    return tokens[:n], tokens[n:]
 
 
-def open_shards(split: str) -> list[np.ndarray]:
-    """Opens the shards of a split, "train" or "val": memory-mapped, so that only what is used is read."""
-    return [np.load(path, mmap_mode="r") for path in sorted(DATA.glob(f"*_{split}_*.npy"))]
-
-
-class DataLoaderLite:
-    """Deals the rows of T+1 tokens at 0, T, 2T, ... of each shard in order, B at a time."""
-
-    def __init__(self, shards: Sequence[np.ndarray], B: int, T: int):
-        self.rows = [shard[i : i + T + 1] for shard in shards for i in range(0, len(shard) - T, T)]
-        self.B, self.position = B, 0
-
-    def next_batch(self) -> tuple[Tensor, Tensor]:
-        """Returns the next batch: (B, T) tokens, and the (B, T) tokens that follow them."""
-        first = self.position * self.B
-        rows = [self.rows[n % len(self.rows)] for n in range(first, first + self.B)]  # after the last row, the first
-        self.position += 1
-        tokens = torch.from_numpy(np.stack(rows).astype(np.int64))  # (B, T+1)
-        return tokens[:, :-1], tokens[:, 1:]  # every position has a target
+def get_batch(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (B, T) tokens from random places, and the (B, T) tokens that follow them."""
+    rows = torch.stack([tokens[i : i + T + 1] for i in torch.randint(len(tokens) - T, (B,)).tolist()])  # (B, T+1)
+    return rows[:, :-1], rows[:, 1:]  # every position has a target
 
 
 @torch.no_grad()
-def validation_loss(model: GPT, loader: DataLoaderLite) -> float:
-    """Returns the mean loss in nats per token over all rows of a loader."""
-    rows = torch.from_numpy(np.stack(loader.rows).astype(np.int64))  # (N, T+1)
+def validation_loss(model: GPT, tokens: Tensor) -> float:
+    """Returns the mean loss in nats per token over the rows at 0, T, 2T, ..."""
+    rows = tokens.unfold(0, T + 1, T)  # (N, T+1): the last target of a row is also the first input of the next one
     return model(rows[:, :-1], rows[:, 1:])[1].item()
-
-
-def get_lr(step: int) -> float:
-    """Returns the learning rate of a step: linear warm-up, then a cosine from MAX_LR to MIN_LR."""
-    if step < WARMUP_STEPS:
-        return MAX_LR * (step + 1) / WARMUP_STEPS  # never 0: the first step would be wasted
-    decayed = (step - WARMUP_STEPS) / (MAX_STEPS - WARMUP_STEPS)  # from 0 to 1
-    return MIN_LR + 0.5 * (1.0 + math.cos(math.pi * decayed)) * (MAX_LR - MIN_LR)
-
-
-def train_step(model: GPT, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, lr: float) -> float:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.zero_grad()
-    _, loss = model(x, y)
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # one batch with huge gradients must not undo the steps before it
-    optimizer.step()
-    return loss.item()
 
 
 def main() -> None:
     torch.manual_seed(1337)
-    make_shards()
-    loader, val_loader = (DataLoaderLite(open_shards(split), B, T) for split in ("train", "val"))
-    bpe = Tokenizer.from_file(str(DATA / "tokenizer.json"))
-    val_tokens = open_shards("val")[0].tolist()
-    bytes_per_token = len(bpe.decode(val_tokens).encode()) / len(val_tokens)
-    print(
-        f"{len(loader.rows)} rows to train on, {len(val_loader.rows)} held out; {bytes_per_token:.3f} bytes per token"
-    )
+    train_tokens, val_tokens = load_tokens()
     model = GPT(GPTConfig())
-    optimizer = model.configure_optimizers(weight_decay=0.1, lr=MAX_LR, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     for step in range(MAX_STEPS):
-        loss = train_step(model, optimizer, *loader.next_batch(), get_lr(step))
+        x, y = get_batch(train_tokens)
+        _, loss = model(x, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
         if step % 50 == 0 or step == MAX_STEPS - 1:
-            print(f"step {step:5d} | loss {loss:.4f}")
-    val_loss = validation_loss(model, val_loader)
-    print(f"held out: {val_loss:.4f} nats per token, {val_loss / bytes_per_token:.4f} per byte")
+            print(f"step {step:5d} | loss {loss.item():.4f}")
+    print(f"held out: {validation_loss(model, val_tokens):.4f}")
+    print(bytes(t for t in model.generate(torch.tensor([[EOT]]), 300)[0].tolist() if t != EOT).decode(errors="replace"))
 
 
 if __name__ == "__main__":

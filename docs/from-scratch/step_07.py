@@ -1,26 +1,21 @@
-"""Step 7: use it. Sampling with a temperature and top-k, and multiple choice by loss."""
+"""Step 7: the recipe. Two groups of weights, clipping, and a learning rate that rises and falls."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pydoc_data.topics import topics
 
-import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-DATA = Path("from_scratch_data")
-EOT, B, T = 1023, 16, 64  # end of text is the last id; a batch has B rows of T tokens
+EOT, B, T = 256, 16, 64  # end of text; a batch has B rows of T tokens
 MAX_STEPS, WARMUP_STEPS, MAX_LR, MIN_LR = 300, 20, 3e-3, 3e-4
-ITEMS = 200
 
 
 @dataclass
 class GPTConfig:
     block_size: int = 64  # context length, in tokens
-    vocab_size: int = 1024  # 256 bytes, 767 merges, end of text
+    vocab_size: int = 257
     n_layer: int = 3
     n_head: int = 4
     n_embd: int = 128
@@ -92,60 +87,31 @@ class GPT(nn.Module):
         return torch.optim.AdamW([decayed, others], lr=lr, betas=betas, eps=1e-8, fused=True)
 
     @torch.no_grad()
-    def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None) -> Tensor:
+    def generate(self, idx: Tensor, max_new_tokens: int) -> Tensor:
         for _ in range(max_new_tokens):
             logits = self(idx[:, -self.wpe.num_embeddings :])[0][:, -1]  # (B, V): the last position predicts
-            probs, ids = next_token_probs(logits, temperature, top_k)  # (B, K) each
-            idx = torch.cat((idx, ids.gather(1, torch.multinomial(probs, 1))), dim=1)
+            idx = torch.cat((idx, torch.multinomial(F.softmax(logits, dim=-1), 1)), dim=1)
         return idx
 
 
-def next_token_probs(logits: Tensor, temperature: float = 1.0, top_k: int | None = None) -> tuple[Tensor, Tensor]:
-    """Returns probabilities (B, K) and ids (B, K) of the `top_k` likeliest tokens, or of all, given logits (B, V)."""
-    logits, ids = torch.topk(logits, top_k or logits.size(-1))
-    return F.softmax(logits / max(temperature, 1e-10), dim=-1), ids  # below 1, likely tokens become likelier
+def load_tokens() -> tuple[Tensor, Tensor]:
+    """Returns the tokens to train on, and the last tenth, which is held out."""
+    tokens = torch.tensor([token for text in topics.values() for token in (EOT, *text.encode())])
+    n = len(tokens) * 9 // 10
+    return tokens[:n], tokens[n:]
 
 
-def open_shards(split: str) -> list[np.ndarray]:
-    """Opens the shards of a split, "train" or "val": memory-mapped, so that only what is used is read."""
-    if not DATA.exists():
-        raise SystemExit(f"error: there is no {DATA}. Run step_06.py first.")
-    return [np.load(path, mmap_mode="r") for path in sorted(DATA.glob(f"*_{split}_*.npy"))]
-
-
-class DataLoaderLite:
-    """Deals the rows of T+1 tokens at 0, T, 2T, ... of each shard in order, B at a time."""
-
-    def __init__(self, shards: Sequence[np.ndarray], B: int, T: int):
-        self.rows = [shard[i : i + T + 1] for shard in shards for i in range(0, len(shard) - T, T)]
-        self.B, self.position = B, 0
-
-    def next_batch(self) -> tuple[Tensor, Tensor]:
-        """Returns the next batch: (B, T) tokens, and the (B, T) tokens that follow them."""
-        first = self.position * self.B
-        rows = [self.rows[n % len(self.rows)] for n in range(first, first + self.B)]  # after the last row, the first
-        self.position += 1
-        tokens = torch.from_numpy(np.stack(rows).astype(np.int64))  # (B, T+1)
-        return tokens[:, :-1], tokens[:, 1:]  # every position has a target
-
-
-def make_items(tokens: list[int], n: int) -> list[tuple[list[int], list[list[int]], int]]:
-    """Returns n items: a context, four completions and the number of the true one; the others are from elsewhere."""
-    items, generator = [], np.random.default_rng(1337)
-    for label in generator.integers(4, size=n).tolist():
-        starts = generator.integers(32, len(tokens) - 16, 4).tolist()
-        items.append((tokens[starts[label] - 32 : starts[label]], [tokens[i : i + 16] for i in starts], label))
-    return items
+def get_batch(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (B, T) tokens from random places, and the (B, T) tokens that follow them."""
+    rows = torch.stack([tokens[i : i + T + 1] for i in torch.randint(len(tokens) - T, (B,)).tolist()])  # (B, T+1)
+    return rows[:, :-1], rows[:, 1:]  # every position has a target
 
 
 @torch.no_grad()
-def completion_losses(model: GPT, context: list[int], completions: list[list[int]]) -> list[float]:
-    """Returns the mean loss of each completion's tokens, given the context and the tokens before them."""
-    rows = [torch.tensor(context + completion) for completion in completions]
-    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)  # what follows a row cannot change its logits
-    logits, _ = model(tokens[:, :-1])
-    losses = F.cross_entropy(logits.mT, tokens[:, 1:], reduction="none")  # (4, T)
-    return [loss[len(context) - 1 : len(row) - 1].mean().item() for loss, row in zip(losses, rows, strict=True)]
+def validation_loss(model: GPT, tokens: Tensor) -> float:
+    """Returns the mean loss in nats per token over the rows at 0, T, 2T, ..."""
+    rows = tokens.unfold(0, T + 1, T)  # (N, T+1): the last target of a row is also the first input of the next one
+    return model(rows[:, :-1], rows[:, 1:])[1].item()
 
 
 def get_lr(step: int) -> float:
@@ -169,20 +135,15 @@ def train_step(model: GPT, optimizer: torch.optim.Optimizer, x: Tensor, y: Tenso
 
 def main() -> None:
     torch.manual_seed(1337)
-    loader, val_tokens = DataLoaderLite(open_shards("train"), B, T), open_shards("val")[0].tolist()
+    train_tokens, val_tokens = load_tokens()
     model = GPT(GPTConfig())
     optimizer = model.configure_optimizers(weight_decay=0.1, lr=MAX_LR, betas=(0.9, 0.95))
     for step in range(MAX_STEPS):
-        loss = train_step(model, optimizer, *loader.next_batch(), get_lr(step))
+        loss = train_step(model, optimizer, *get_batch(train_tokens), get_lr(step))
         if step % 50 == 0 or step == MAX_STEPS - 1:
             print(f"step {step:5d} | loss {loss:.4f}")
-    items = make_items(val_tokens, ITEMS)
-    right = [int(np.argmin(completion_losses(model, *item[:2]))) == item[2] for item in items]
-    print(f"multiple choice: {np.mean(right):.1%} of {ITEMS} items, by chance 25%")
-    bpe = Tokenizer.from_file(str(DATA / "tokenizer.json"))
-    for temperature, top_k in ((1.0, None), (1.0, 20), (0.7, 20), (0.0, None)):
-        ids = model.generate(torch.tensor([bpe.encode("The").ids]), 60, temperature, top_k)[0]
-        print(f"--- temperature {temperature}, top_k {top_k}: {bpe.decode(ids.tolist())}")
+    print(f"held out: {validation_loss(model, val_tokens):.4f}")
+    print(bytes(t for t in model.generate(torch.tensor([[EOT]]), 300)[0].tolist() if t != EOT).decode(errors="replace"))
 
 
 if __name__ == "__main__":

@@ -1,53 +1,41 @@
-"""Step 8: fast. Attention in one kernel, the loss in chunks, bf16, and compiled code; what does each bring here?"""
+"""Step 8: tokens. Pieces of words instead of bytes, by a byte-pair encoding."""
 
 import math
-import shutil
-import statistics
-import time
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
+from pydoc_data.topics import topics
 
-import numpy as np
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-DATA = Path("from_scratch_data")
-B, T = 2, 256  # longer rows than before: attention matters more
-MAX_STEPS, WARMUP_STEPS, MAX_LR, MIN_LR = 4, 2, 3e-3, 3e-4
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FP32, BF16 = (torch.autocast(DEVICE, torch.bfloat16, enabled=enabled) for enabled in (False, True))
+EOT, B, T = 1023, 16, 64  # end of text is the last id; a batch has B rows of T tokens
+MAX_STEPS, WARMUP_STEPS, MAX_LR, MIN_LR = 300, 20, 3e-3, 3e-4
 
 
 @dataclass
 class GPTConfig:
-    block_size: int = T  # context length, in tokens
+    block_size: int = 64  # context length, in tokens
     vocab_size: int = 1024  # 256 bytes, 767 merges, end of text
     n_layer: int = 3
     n_head: int = 4
     n_embd: int = 128
-    flash: bool = True  # attention in one kernel
-    chunk_rows: int = 128  # of the logits; 0: all at once
 
 
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.n_head, self.flash = config.n_head, config.flash
+        self.n_head = config.n_head
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key and value of all heads
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)  # mixes what the heads have found
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
         q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in self.c_attn(x).split(C, dim=2))
-        if self.flash:  # the same, but the (T, T) matrix is never stored
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
-        else:
-            scores = q @ k.mT / math.sqrt(C // self.n_head)  # (B, nh, T, T)
-            future = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
-            y = F.softmax(scores.masked_fill(future, -math.inf), dim=-1) @ v  # (B, nh, T, hs)
+        scores = q @ k.mT / math.sqrt(C // self.n_head)  # (B, nh, T, T)
+        future = torch.ones(T, T, dtype=torch.bool).triu(1)  # above the diagonal: columns that come after the row
+        y = F.softmax(scores.masked_fill(future, -math.inf), dim=-1) @ v  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # concatenate the heads
 
 
@@ -73,7 +61,6 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.chunk_rows = config.chunk_rows
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # token embeddings
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # position embeddings: attention sees no order
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -88,53 +75,90 @@ class GPT(nn.Module):
                 scale = math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 1
                 nn.init.normal_(parameter, 0.0, 0.02 / scale)  # logits near 0: the first loss is near ln(V)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
-        """Returns logits (B, T, V) for token ids (B, T); or, given targets (B, T), only their mean cross-entropy."""
-        x = self.wte(idx) + self.wpe(torch.arange(idx.size(1), device=idx.device))  # (B, T, C)
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Returns logits (B, T, V) for token ids (B, T), and their mean cross-entropy if targets (B, T) are given."""
+        x = self.wte(idx) + self.wpe(torch.arange(idx.size(1)))  # (B, T, C)
         for block in self.h:
             x = block(x)
-        x = self.ln_f(x)  # (B, T, C)
-        if targets is None:
-            return self.lm_head(x), None  # (B, T, V)
-        x, targets = x.flatten(0, 1), targets.flatten()  # (B*T, C), (B*T)
-        if not self.chunk_rows:
-            return None, self.summed_loss(x, targets) / len(targets)
-        # the logits of all rows may take more memory than all blocks: a chunk's are dropped, and computed again
-        # for its gradient
-        chunks = zip(x.split(self.chunk_rows), targets.split(self.chunk_rows), strict=True)
-        losses = [checkpoint(self.summed_loss, *chunk, use_reentrant=False) for chunk in chunks]
-        return None, torch.stack(losses).sum() / len(targets)
-
-    def summed_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.lm_head(x).float(), targets, reduction="sum")
+        logits = self.lm_head(self.ln_f(x))  # (B, T, V)
+        return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def configure_optimizers(self, weight_decay: float, lr: float, betas: tuple[float, float]) -> torch.optim.AdamW:
         decayed = {"params": [p for p in self.parameters() if p.dim() >= 2], "weight_decay": weight_decay}  # matrices
         others = {"params": [p for p in self.parameters() if p.dim() < 2], "weight_decay": 0.0}  # biases, norms
         return torch.optim.AdamW([decayed, others], lr=lr, betas=betas, eps=1e-8, fused=True)
 
+    @torch.no_grad()
+    def generate(self, idx: Tensor, max_new_tokens: int) -> Tensor:
+        for _ in range(max_new_tokens):
+            logits = self(idx[:, -self.wpe.num_embeddings :])[0][:, -1]  # (B, V): the last position predicts
+            idx = torch.cat((idx, torch.multinomial(F.softmax(logits, dim=-1), 1)), dim=1)
+        return idx
 
-def open_shards(split: str) -> list[np.ndarray]:
-    """Opens the shards of a split, "train" or "val": memory-mapped, so that only what is used is read."""
-    if not DATA.exists():
-        raise SystemExit(f"error: there is no {DATA}. Run step_06.py first.")
-    return [np.load(path, mmap_mode="r") for path in sorted(DATA.glob(f"*_{split}_*.npy"))]
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())  # a visible letter for each byte; a space is written Ġ
+SPLIT = pre_tokenizers.ByteLevel(add_prefix_space=False)  # into GPT-2's words
 
 
-class DataLoaderLite:
-    """Deals the rows of T+1 tokens at 0, T, 2T, ... of each shard in order, B at a time."""
+def learn_merges(text: str, n: int) -> list[tuple[str, str]]:
+    """Returns the n pairs of tokens that are merged, in order. Words are counted once, and no pair crosses their ends."""
+    words = {word: ([*word], count) for word, count in Counter(w for w, _ in SPLIT.pre_tokenize_str(text)).items()}
+    pairs = Counter[tuple[str, str]]()
+    for parts, count in words.values():
+        for pair in zip(parts, parts[1:], strict=False):
+            pairs[pair] += count
+    merges, ids = [], {token: id for id, token in enumerate(ALPHABET)}
+    while len(merges) < n:
+        # the most frequent pair; of equals, that of the oldest tokens
+        first, second = best = min(pairs, key=lambda pair: (-pairs[pair], ids[pair[0]], ids[pair[1]]))
+        merges.append(best)
+        ids[first + second] = len(ids)
+        for word, (parts, count) in words.items():
+            if first + second not in word:
+                continue
+            for pair in zip(parts, parts[1:], strict=False):
+                pairs[pair] -= count
+            merged = [parts[0]]
+            for part in parts[1:]:
+                if (merged[-1], part) == best:
+                    merged[-1] += part
+                else:
+                    merged.append(part)
+            for pair in zip(merged, merged[1:], strict=False):
+                pairs[pair] += count
+            words[word] = merged, count
+    return merges
 
-    def __init__(self, shards: Sequence[np.ndarray], B: int, T: int):
-        self.rows = [shard[i : i + T + 1] for shard in shards for i in range(0, len(shard) - T, T)]
-        self.B, self.position = B, 0
 
-    def next_batch(self) -> tuple[Tensor, Tensor]:
-        """Returns the next batch: (B, T) tokens, and the (B, T) tokens that follow them."""
-        first = self.position * self.B
-        rows = [self.rows[n % len(self.rows)] for n in range(first, first + self.B)]  # after the last row, the first
-        self.position += 1
-        tokens = torch.from_numpy(np.stack(rows).astype(np.int64))  # (B, T+1)
-        return tokens[:, :-1], tokens[:, 1:]  # every position has a target
+def make_tokenizer() -> Tokenizer:
+    """Returns the encoding: ids 0 to 255 are the bytes, then come the merges, then end of text."""
+    text = "".join(topics.values())
+    merges = learn_merges(text[: len(text) * 9 // 10], EOT - 256)  # not from what is held out
+    tokens = [*ALPHABET, *(a + b for a, b in merges), "<|endoftext|>"]
+    bpe = Tokenizer(models.BPE({token: id for id, token in enumerate(tokens)}, merges))
+    bpe.pre_tokenizer, bpe.decoder = SPLIT, decoders.ByteLevel()
+    bpe.add_special_tokens(["<|endoftext|>"])
+    return bpe
+
+
+def load_tokens(bpe: Tokenizer) -> tuple[Tensor, Tensor]:
+    """Returns the tokens to train on, and the last tenth, which is held out."""
+    tokens = torch.tensor([token for text in topics.values() for token in (EOT, *bpe.encode(text).ids)])
+    n = len(tokens) * 9 // 10
+    return tokens[:n], tokens[n:]
+
+
+def get_batch(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (B, T) tokens from random places, and the (B, T) tokens that follow them."""
+    rows = torch.stack([tokens[i : i + T + 1] for i in torch.randint(len(tokens) - T, (B,)).tolist()])  # (B, T+1)
+    return rows[:, :-1], rows[:, 1:]  # every position has a target
+
+
+@torch.no_grad()
+def validation_loss(model: GPT, tokens: Tensor) -> float:
+    """Returns the mean loss in nats per token over the rows at 0, T, 2T, ..."""
+    rows = tokens.unfold(0, T + 1, T)  # (N, T+1): the last target of a row is also the first input of the next one
+    return model(rows[:, :-1], rows[:, 1:])[1].item()
 
 
 def get_lr(step: int) -> float:
@@ -145,53 +169,34 @@ def get_lr(step: int) -> float:
     return MIN_LR + 0.5 * (1.0 + math.cos(math.pi * decayed)) * (MAX_LR - MIN_LR)
 
 
-def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, lr: float, amp: torch.autocast = FP32
-) -> float:
+def train_step(model: GPT, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, lr: float) -> float:
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.zero_grad()
-    with amp:  # matrix products in bf16; weights, norms and sums in fp32
-        _, loss = model(x, y)
+    _, loss = model(x, y)
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # one batch with huge gradients must not undo the steps before it
     optimizer.step()
     return loss.item()
 
 
-def kept_for_backward(model: nn.Module, x: Tensor, y: Tensor, amp: torch.autocast) -> int:
-    """Returns the bytes that a forward pass keeps for the backward pass."""
-    sizes = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), amp:
-        _, loss = model(x, y)  # until here, loss holds what is kept
-    return sum(sizes.values())
-
-
 def main() -> None:
-    plain, flash, chunks = GPTConfig(flash=False, chunk_rows=0), GPTConfig(chunk_rows=0), GPTConfig()
-    rows = [("plain", plain, FP32), ("+ flash attention", flash, FP32), ("+ loss in chunks", chunks, FP32)]
-    rows += [("+ torch.compile", chunks, FP32), ("+ bf16", chunks, BF16)]
-    print(f"{'':20}{'ms per step':>12}{'MB kept':>12}{'last loss':>12}")
-    for name, config, amp in rows:
-        torch.manual_seed(1337)
-        model = GPT(config).to(DEVICE)
-        optimizer = model.configure_optimizers(weight_decay=0.1, lr=MAX_LR, betas=(0.9, 0.95))
-        loader = DataLoaderLite(open_shards("train"), B, T)
-        if name in ("+ torch.compile", "+ bf16") and shutil.which("c++"):  # it compiles C++
-            model.compile()
-        times = []
-        for step in range(MAX_STEPS):
-            x, y = (t.to(DEVICE) for t in loader.next_batch())
-            started = time.perf_counter()
-            loss = train_step(model, optimizer, x, y, get_lr(step), amp)  # its last line waits for the device
-            times.append(1000 * (time.perf_counter() - started))
-        kept = kept_for_backward(model, x, y, amp) / 1e6
-        print(f"{name:20}{statistics.median(times):12.0f}{kept:12.1f}{loss:12.4f}", flush=True)
+    torch.manual_seed(1337)
+    bpe = make_tokenizer()
+    train_tokens, val_tokens = load_tokens(bpe)
+    bytes_per_token = len(bpe.decode(val_tokens.tolist()).encode()) / len(val_tokens)
+    print(
+        f"{len(train_tokens):,} tokens to train on, {len(val_tokens):,} held out, of {bytes_per_token:.3f} bytes each"
+    )
+    model = GPT(GPTConfig())
+    optimizer = model.configure_optimizers(weight_decay=0.1, lr=MAX_LR, betas=(0.9, 0.95))
+    for step in range(MAX_STEPS):
+        loss = train_step(model, optimizer, *get_batch(train_tokens), get_lr(step))
+        if step % 50 == 0 or step == MAX_STEPS - 1:
+            print(f"step {step:5d} | loss {loss:.4f}")
+    val_loss = validation_loss(model, val_tokens)
+    print(f"held out: {val_loss:.4f} nats per token, {val_loss / bytes_per_token:.4f} per byte")
+    print(bpe.decode(model.generate(torch.tensor([[EOT]]), 100)[0].tolist()))
 
 
 if __name__ == "__main__":

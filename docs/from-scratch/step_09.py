@@ -1,26 +1,28 @@
-"""Step 9: gradient accumulation, and several processes. Run it alone, or with torchrun --nproc_per_node=2."""
+"""Step 9: the data. Shards on the disk, and a loader that deals each row once."""
 
+import hashlib
+import json
 import math
-import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 DATA = Path("from_scratch_data")
-B, T, TOTAL_BATCH_SIZE = 4, 64, 1024  # rows and tokens of a micro-batch, and tokens of a step
+EOT, B, T = 1023, 16, 64  # end of text is the last id; a batch has B rows of T tokens
 MAX_STEPS, WARMUP_STEPS, MAX_LR, MIN_LR = 300, 20, 3e-3, 3e-4
 
 
 @dataclass
 class GPTConfig:
-    block_size: int = T  # context length, in tokens
+    block_size: int = 64  # context length, in tokens
     vocab_size: int = 1024  # 256 bytes, 767 merges, end of text
     n_layer: int = 3
     n_head: int = 4
@@ -37,8 +39,9 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
         q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in self.c_attn(x).split(C, dim=2))
-        # softmax(q @ k.mT / sqrt(hs) with the future masked) @ v, in one kernel that never stores the (T, T) matrix
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
+        scores = q @ k.mT / math.sqrt(C // self.n_head)  # (B, nh, T, T)
+        future = torch.ones(T, T, dtype=torch.bool).triu(1)  # above the diagonal: columns that come after the row
+        y = F.softmax(scores.masked_fill(future, -math.inf), dim=-1) @ v  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # concatenate the heads
 
 
@@ -91,29 +94,103 @@ class GPT(nn.Module):
         others = {"params": [p for p in self.parameters() if p.dim() < 2], "weight_decay": 0.0}  # biases, norms
         return torch.optim.AdamW([decayed, others], lr=lr, betas=betas, eps=1e-8, fused=True)
 
+    @torch.no_grad()
+    def generate(self, idx: Tensor, max_new_tokens: int) -> Tensor:
+        for _ in range(max_new_tokens):
+            logits = self(idx[:, -self.wpe.num_embeddings :])[0][:, -1]  # (B, V): the last position predicts
+            idx = torch.cat((idx, torch.multinomial(F.softmax(logits, dim=-1), 1)), dim=1)
+        return idx
+
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())  # a visible letter for each byte; a space is written Ġ
+SPLIT = pre_tokenizers.ByteLevel(add_prefix_space=False)  # into GPT-2's words
+
+
+def learn_merges(text: str, n: int) -> list[tuple[str, str]]:
+    """Returns the n pairs of tokens that are merged, in order. Words are counted once, and no pair crosses their ends."""
+    words = {word: ([*word], count) for word, count in Counter(w for w, _ in SPLIT.pre_tokenize_str(text)).items()}
+    pairs = Counter[tuple[str, str]]()
+    for parts, count in words.values():
+        for pair in zip(parts, parts[1:], strict=False):
+            pairs[pair] += count
+    merges, ids = [], {token: id for id, token in enumerate(ALPHABET)}
+    while len(merges) < n:
+        # the most frequent pair; of equals, that of the oldest tokens
+        first, second = best = min(pairs, key=lambda pair: (-pairs[pair], ids[pair[0]], ids[pair[1]]))
+        merges.append(best)
+        ids[first + second] = len(ids)
+        for word, (parts, count) in words.items():
+            if first + second not in word:
+                continue
+            for pair in zip(parts, parts[1:], strict=False):
+                pairs[pair] -= count
+            merged = [parts[0]]
+            for part in parts[1:]:
+                if (merged[-1], part) == best:
+                    merged[-1] += part
+                else:
+                    merged.append(part)
+            for pair in zip(merged, merged[1:], strict=False):
+                pairs[pair] += count
+            words[word] = merged, count
+    return merges
+
+
+def make_tokenizer() -> Tokenizer:
+    """Returns the encoding: ids 0 to 255 are the bytes, then come the merges, then end of text."""
+    text = "".join(topics.values())
+    merges = learn_merges(text[: len(text) * 9 // 10], EOT - 256)  # not from what is held out
+    tokens = [*ALPHABET, *(a + b for a, b in merges), "<|endoftext|>"]
+    bpe = Tokenizer(models.BPE({token: id for id, token in enumerate(tokens)}, merges))
+    bpe.pre_tokenizer, bpe.decoder = SPLIT, decoders.ByteLevel()
+    bpe.add_special_tokens(["<|endoftext|>"])
+    return bpe
+
+
+def make_shards() -> None:
+    """Writes the encoding, the tokens as uint16 .npy files, of which number 0 is held out, and manifest.json."""
+    bpe = make_tokenizer()
+    DATA.mkdir(exist_ok=True)
+    bpe.save(str(DATA / "tokenizer.json"))
+    tokens = np.array([token for text in topics.values() for token in (EOT, *bpe.encode(text).ids)], np.uint16)
+    n = len(tokens) * 9 // 10
+    entries = []
+    for i, (split, shard) in enumerate(
+        [("val", tokens[n:]), ("train", tokens[: n // 2]), ("train", tokens[n // 2 : n])]
+    ):
+        entries.append({"file": f"topics_{split}_{i:06d}.npy", "split": split, "tokens": len(shard)})
+        np.save(DATA / f"topics_{split}_{i:06d}.npy", shard)
+    checksum = hashlib.sha256((DATA / "tokenizer.json").read_bytes()).hexdigest()
+    manifest = {"tokenizer": "bpe", "vocab_size": EOT + 1, "tokenizer_sha256": checksum, "complete": True}
+    (DATA / "manifest.json").write_text(json.dumps({**manifest, "shards": entries}, indent=2))
+
 
 def open_shards(split: str) -> list[np.ndarray]:
     """Opens the shards of a split, "train" or "val": memory-mapped, so that only what is used is read."""
-    if not DATA.exists():
-        raise SystemExit(f"error: there is no {DATA}. Run step_06.py first.")
     return [np.load(path, mmap_mode="r") for path in sorted(DATA.glob(f"*_{split}_*.npy"))]
 
 
 class DataLoaderLite:
-    """Deals the rows of T+1 tokens at 0, T, 2T, ... of each shard in order, B at a time to rank 0, 1, ... in turn."""
+    """Deals the rows of T+1 tokens at 0, T, 2T, ... of each shard in order, B at a time."""
 
-    def __init__(self, shards: Sequence[np.ndarray], B: int, T: int, rank: int = 0, world_size: int = 1):
+    def __init__(self, shards: Sequence[np.ndarray], B: int, T: int):
         self.rows = [shard[i : i + T + 1] for shard in shards for i in range(0, len(shard) - T, T)]
-        self.B, self.rank, self.world_size, self.position = B, rank, world_size, 0
-        self.grad_accum = TOTAL_BATCH_SIZE // (B * T * world_size)  # micro-batches of a step
+        self.B, self.position = B, 0
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
-        """Returns this rank's next micro-batch: (B, T) tokens, and the (B, T) tokens that follow them."""
-        first = (self.position * self.world_size + self.rank) * self.B
+        """Returns the next batch: (B, T) tokens, and the (B, T) tokens that follow them."""
+        first = self.position * self.B
         rows = [self.rows[n % len(self.rows)] for n in range(first, first + self.B)]  # after the last row, the first
         self.position += 1
         tokens = torch.from_numpy(np.stack(rows).astype(np.int64))  # (B, T+1)
         return tokens[:, :-1], tokens[:, 1:]  # every position has a target
+
+
+@torch.no_grad()
+def validation_loss(model: GPT, loader: DataLoaderLite) -> float:
+    """Returns the mean loss in nats per token over all rows of a loader."""
+    rows = torch.from_numpy(np.stack(loader.rows).astype(np.int64))  # (N, T+1)
+    return model(rows[:, :-1], rows[:, 1:])[1].item()
 
 
 def get_lr(step: int) -> float:
@@ -124,48 +201,37 @@ def get_lr(step: int) -> float:
     return MIN_LR + 0.5 * (1.0 + math.cos(math.pi * decayed)) * (MAX_LR - MIN_LR)
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoaderLite, lr: float) -> float:
+def train_step(model: GPT, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, lr: float) -> float:
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.zero_grad()
-    loss_accum = torch.zeros(())
-    for micro_step in range(loader.grad_accum):
-        x, y = loader.next_batch()
-        # DDP averages gradients over the ranks during backward. Once per step is enough: in the last micro-step.
-        model.require_backward_grad_sync = micro_step == loader.grad_accum - 1  # type: ignore[assignment]
-        _, loss = model(x, y)
-        loss = loss / loader.grad_accum  # backward adds to the gradients, and each loss is a mean over its micro-batch
-        loss_accum += loss.detach()
-        loss.backward()
+    _, loss = model(x, y)
+    loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # one batch with huge gradients must not undo the steps before it
     optimizer.step()
-    if loader.world_size > 1:  # each rank has the loss of its own rows
-        dist.all_reduce(loss_accum)
-    return loss_accum.item() / loader.world_size
-
-
-def train(rank: int = 0, world_size: int = 1) -> list[float]:
-    """Trains for MAX_STEPS; returns the losses, the same on all ranks."""
-    torch.manual_seed(1337)
-    model = GPT(GPTConfig())
-    train_model = DistributedDataParallel(model) if world_size > 1 else model
-    optimizer = model.configure_optimizers(weight_decay=0.1, lr=MAX_LR, betas=(0.9, 0.95))
-    loader = DataLoaderLite(open_shards("train"), B, T, rank, world_size)
-    losses = []
-    for step in range(MAX_STEPS):
-        losses.append(train_step(train_model, optimizer, loader, get_lr(step)))
-        if rank == 0 and (step % 50 == 0 or step == MAX_STEPS - 1):
-            print(f"step {step:5d} | loss {losses[-1]:.4f}", flush=True)
-    return losses
+    return loss.item()
 
 
 def main() -> None:
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets both
-    if world_size > 1:
-        dist.init_process_group("gloo")
-    train(rank, world_size)
-    if world_size > 1:
-        dist.destroy_process_group()
+    torch.manual_seed(1337)
+    make_shards()
+    loader, val_loader = (DataLoaderLite(open_shards(split), B, T) for split in ("train", "val"))
+    bpe = Tokenizer.from_file(str(DATA / "tokenizer.json"))
+    val_tokens = open_shards("val")[0].tolist()
+    bytes_per_token = len(bpe.decode(val_tokens).encode()) / len(val_tokens)
+    print(
+        f"{len(loader.rows)} rows to train on, {len(val_loader.rows)} held out; {bytes_per_token:.3f} bytes per token"
+    )
+    model = GPT(GPTConfig())
+    optimizer = model.configure_optimizers(weight_decay=0.1, lr=MAX_LR, betas=(0.9, 0.95))
+    for step in range(MAX_STEPS):
+        loss = train_step(model, optimizer, *loader.next_batch(), get_lr(step))
+        if step % 50 == 0 or step == MAX_STEPS - 1:
+            print(f"step {step:5d} | loss {loss:.4f}")
+    val_loss = validation_loss(model, val_loader)
+    print(f"held out: {val_loss:.4f} nats per token, {val_loss / bytes_per_token:.4f} per byte")
+    print(bpe.decode(model.generate(torch.tensor([[EOT]]), 100)[0].tolist()))
+    torch.save(model.state_dict(), DATA / "model.pt")  # all weights, by name
 
 
 if __name__ == "__main__":

@@ -1,29 +1,22 @@
-"""Step 10: checkpoints. A run survives kill -9 and goes on with --resume, and its model opens in transformers."""
+"""Step 10: use it. Sampling with a temperature and top-k, and multiple choice by loss."""
 
-import json
 import math
-import os
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
-DATA, OUT, CHECKPOINT_EVERY = Path("from_scratch_data"), Path("from_scratch_log"), 100
-B, T, TOTAL_BATCH_SIZE = 4, 64, 1024  # rows and tokens of a micro-batch, and tokens of a step
-MAX_STEPS, WARMUP_STEPS, MAX_LR, MIN_LR = 300, 20, 3e-3, 3e-4
+DATA = Path("from_scratch_data")
+ITEMS = 200
 
 
 @dataclass
 class GPTConfig:
-    block_size: int = T  # context length, in tokens
+    block_size: int = 64  # context length, in tokens
     vocab_size: int = 1024  # 256 bytes, 767 merges, end of text
     n_layer: int = 3
     n_head: int = 4
@@ -40,8 +33,9 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
         q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in self.c_attn(x).split(C, dim=2))
-        # softmax(q @ k.mT / sqrt(hs) with the future masked) @ v, in one kernel that never stores the (T, T) matrix
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, nh, T, hs)
+        scores = q @ k.mT / math.sqrt(C // self.n_head)  # (B, nh, T, T)
+        future = torch.ones(T, T, dtype=torch.bool).triu(1)  # above the diagonal: columns that come after the row
+        y = F.softmax(scores.masked_fill(future, -math.inf), dim=-1) @ v  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # concatenate the heads
 
 
@@ -67,7 +61,6 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # token embeddings
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # position embeddings: attention sees no order
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -90,127 +83,54 @@ class GPT(nn.Module):
         logits = self.lm_head(self.ln_f(x))  # (B, T, V)
         return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    def configure_optimizers(self, weight_decay: float, lr: float, betas: tuple[float, float]) -> torch.optim.AdamW:
-        decayed = {"params": [p for p in self.parameters() if p.dim() >= 2], "weight_decay": weight_decay}  # matrices
-        others = {"params": [p for p in self.parameters() if p.dim() < 2], "weight_decay": 0.0}  # biases, norms
-        return torch.optim.AdamW([decayed, others], lr=lr, betas=betas, eps=1e-8, fused=True)
+    @torch.no_grad()
+    def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None) -> Tensor:
+        for _ in range(max_new_tokens):
+            logits = self(idx[:, -self.wpe.num_embeddings :])[0][:, -1]  # (B, V): the last position predicts
+            probs, ids = next_token_probs(logits, temperature, top_k)  # (B, K) each
+            idx = torch.cat((idx, ids.gather(1, torch.multinomial(probs, 1))), dim=1)
+        return idx
 
 
-def open_shards(split: str) -> list[np.ndarray]:
-    """Opens the shards of a split, "train" or "val": memory-mapped, so that only what is used is read."""
-    if not DATA.exists():
-        raise SystemExit(f"error: there is no {DATA}. Run step_06.py first.")
-    return [np.load(path, mmap_mode="r") for path in sorted(DATA.glob(f"*_{split}_*.npy"))]
+def next_token_probs(logits: Tensor, temperature: float = 1.0, top_k: int | None = None) -> tuple[Tensor, Tensor]:
+    """Returns probabilities (B, K) and ids (B, K) of the `top_k` likeliest tokens, or of all, given logits (B, V)."""
+    logits, ids = torch.topk(logits, top_k or logits.size(-1))
+    return F.softmax(logits / max(temperature, 1e-10), dim=-1), ids  # below 1, likely tokens become likelier
 
 
-class DataLoaderLite:
-    """Deals the rows of T+1 tokens at 0, T, 2T, ... of each shard in order, B at a time to rank 0, 1, ... in turn."""
-
-    def __init__(self, shards: Sequence[np.ndarray], B: int, T: int, rank: int = 0, world_size: int = 1):
-        self.rows = [shard[i : i + T + 1] for shard in shards for i in range(0, len(shard) - T, T)]
-        self.B, self.rank, self.world_size, self.position = B, rank, world_size, 0
-        self.grad_accum = TOTAL_BATCH_SIZE // (B * T * world_size)  # micro-batches of a step
-
-    def next_batch(self) -> tuple[Tensor, Tensor]:
-        """Returns this rank's next micro-batch: (B, T) tokens, and the (B, T) tokens that follow them."""
-        first = (self.position * self.world_size + self.rank) * self.B
-        rows = [self.rows[n % len(self.rows)] for n in range(first, first + self.B)]  # after the last row, the first
-        self.position += 1
-        tokens = torch.from_numpy(np.stack(rows).astype(np.int64))  # (B, T+1)
-        return tokens[:, :-1], tokens[:, 1:]  # every position has a target
+def make_items(tokens: list[int], n: int) -> list[tuple[list[int], list[list[int]], int]]:
+    """Returns n items: a context, four completions and the number of the true one; the others are from elsewhere."""
+    items, generator = [], np.random.default_rng(1337)
+    for label in generator.integers(4, size=n).tolist():
+        starts = generator.integers(32, len(tokens) - 16, 4).tolist()
+        items.append((tokens[starts[label] - 32 : starts[label]], [tokens[i : i + 16] for i in starts], label))
+    return items
 
 
-def get_lr(step: int) -> float:
-    """Returns the learning rate of a step: linear warm-up, then a cosine from MAX_LR to MIN_LR."""
-    if step < WARMUP_STEPS:
-        return MAX_LR * (step + 1) / WARMUP_STEPS  # never 0: the first step would be wasted
-    decayed = (step - WARMUP_STEPS) / (MAX_STEPS - WARMUP_STEPS)  # from 0 to 1
-    return MIN_LR + 0.5 * (1.0 + math.cos(math.pi * decayed)) * (MAX_LR - MIN_LR)
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoaderLite, lr: float) -> float:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.zero_grad()
-    loss_accum = torch.zeros(())
-    for micro_step in range(loader.grad_accum):
-        x, y = loader.next_batch()
-        # DDP averages gradients over the ranks during backward. Once per step is enough: in the last micro-step.
-        model.require_backward_grad_sync = micro_step == loader.grad_accum - 1  # type: ignore[assignment]
-        _, loss = model(x, y)
-        loss = loss / loader.grad_accum  # backward adds to the gradients, and each loss is a mean over its micro-batch
-        loss_accum += loss.detach()
-        loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # one batch with huge gradients must not undo the steps before it
-    optimizer.step()
-    if loader.world_size > 1:  # each rank has the loss of its own rows
-        dist.all_reduce(loss_accum)
-    return loss_accum.item() / loader.world_size
-
-
-def transpose(name: str, p: Tensor) -> Tensor:
-    """Converts a parameter to transformers' layout or back: its Conv1D stores (in, out), nn.Linear (out, in)."""
-    return p.T if name.startswith("h.") and p.dim() == 2 else p
-
-
-def save_checkpoint(model: GPT, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Writes a folder that is complete as soon as it has its name: a reader never sees a part of it."""
-    tmp = OUT / f".model_{step:05d}.partial"
-    tmp.mkdir(parents=True, exist_ok=True)
-    parameters = model.named_parameters()  # the tied matrix comes once, as wte
-    weights = {f"transformer.{name}": transpose(name, p.detach()).contiguous() for name, p in parameters}
-    save_file(weights, tmp / "model.safetensors", metadata={"format": "pt"})
-    config = {"n_positions" if name == "block_size" else name: size for name, size in asdict(model.config).items()}
-    config |= {"model_type": "gpt2", "activation_function": "gelu_new", "bos_token_id": None, "eos_token_id": None}
-    (tmp / "config.json").write_text(json.dumps(config, indent=2))
-    torch.save({"step": step, "optimizer": optimizer.state_dict()}, tmp / "trainer.pt")
-    for path in (*tmp.iterdir(), tmp):  # onto the disk, before the name says that they are there
-        file = os.open(path, os.O_RDONLY)
-        os.fsync(file)
-        os.close(file)
-    os.replace(tmp, OUT / f"model_{step:05d}")
-
-
-def load_checkpoint(model: GPT, optimizer: torch.optim.Optimizer) -> int:
-    """Restores weights and optimizer from the newest checkpoint; returns the number of steps that it has done."""
-    newest = max(OUT.glob("model_*"))
-    weights = load_file(newest / "model.safetensors")
-    for name, p in model.named_parameters():
-        p.data.copy_(transpose(name, weights[f"transformer.{name}"]))
-    trainer = torch.load(newest / "trainer.pt")
-    optimizer.load_state_dict(trainer["optimizer"])
-    return trainer["step"]
-
-
-def train(rank: int = 0, world_size: int = 1, resume: bool = False) -> list[float]:
-    """Trains up to MAX_STEPS, from the beginning or the newest checkpoint; returns the losses, the same on all ranks."""
-    torch.manual_seed(1337)
-    model = GPT(GPTConfig())
-    train_model = DistributedDataParallel(model) if world_size > 1 else model
-    optimizer = model.configure_optimizers(weight_decay=0.1, lr=MAX_LR, betas=(0.9, 0.95))
-    loader = DataLoaderLite(open_shards("train"), B, T, rank, world_size)
-    first_step = load_checkpoint(model, optimizer) if resume else 0
-    loader.position = first_step * loader.grad_accum
-    losses = []
-    for step in range(first_step, MAX_STEPS):
-        losses.append(train_step(train_model, optimizer, loader, get_lr(step)))
-        if rank == 0 and (step % 50 == 0 or step == MAX_STEPS - 1):
-            print(f"step {step:5d} | loss {losses[-1]:.6f}", flush=True)
-        if rank == 0 and ((step + 1) % CHECKPOINT_EVERY == 0 or step == MAX_STEPS - 1):
-            save_checkpoint(model, optimizer, step + 1)
-    return losses
+@torch.no_grad()
+def completion_losses(model: GPT, context: list[int], completions: list[list[int]]) -> list[float]:
+    """Returns the mean loss of each completion's tokens, given the context and the tokens before them."""
+    rows = [torch.tensor(context + completion) for completion in completions]
+    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)  # what follows a row cannot change its logits
+    logits, _ = model(tokens[:, :-1])
+    losses = F.cross_entropy(logits.mT, tokens[:, 1:], reduction="none")  # (4, T)
+    return [loss[len(context) - 1 : len(row) - 1].mean().item() for loss, row in zip(losses, rows, strict=True)]
 
 
 def main() -> None:
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets both
-    if world_size > 1:
-        dist.init_process_group("gloo")
-    resume = "--resume" in sys.argv
-    if OUT.exists() and not resume:
-        raise SystemExit(f"error: there is a run in {OUT}. Continue it with --resume, or remove the folder.")
-    train(rank, world_size, resume)
-    if world_size > 1:
-        dist.destroy_process_group()
+    torch.manual_seed(1337)
+    if not (DATA / "model.pt").exists():
+        raise SystemExit(f"error: there is no {DATA / 'model.pt'}. Run step_09.py first.")
+    model = GPT(GPTConfig())
+    model.load_state_dict(torch.load(DATA / "model.pt"))
+    val_tokens = np.load(DATA / "topics_val_000000.npy").tolist()
+    items = make_items(val_tokens, ITEMS)
+    right = [int(np.argmin(completion_losses(model, *item[:2]))) == item[2] for item in items]
+    print(f"multiple choice: {np.mean(right):.1%} of {ITEMS} items, by chance 25%")
+    bpe = Tokenizer.from_file(str(DATA / "tokenizer.json"))
+    for temperature, top_k in ((1.0, None), (1.0, 20), (0.7, 20), (0.0, None)):
+        ids = model.generate(torch.tensor([bpe.encode("The").ids]), 60, temperature, top_k)[0]
+        print(f"--- temperature {temperature}, top_k {top_k}: {bpe.decode(ids.tolist())}")
 
 
 if __name__ == "__main__":

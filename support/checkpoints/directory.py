@@ -73,7 +73,7 @@ def read_validation_loss(directory: Path, comparable: str) -> float | None:
 
 
 def newest_before_cooldown(out: str | os.PathLike[str]) -> Path | None:
-    """Returns the newest checkpoint before the cooldown of a wsd schedule, from which a longer run can start."""
+    """Returns the newest checkpoint before a cooldown, from which a longer run can start."""
     return next((path for path in reversed(list_checkpoints(out)) if read_facts(path).get("before_cooldown")), None)
 
 

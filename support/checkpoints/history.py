@@ -67,6 +67,7 @@ def describe_start(run: RunInfo, dist: Distributed) -> dict[str, Any]:
             "dtype": machine.dtype,
             "compiled": machine.compiled,
             "why_not_compiled": machine.why_not_compiled,
+            "cuda_graphs": machine.cuda_graphs,
             "attention": machine.attention,
             "batch_size": machine.batch_size,
         },

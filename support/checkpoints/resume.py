@@ -41,7 +41,7 @@ def flags_to_resume(
         raise UserError(
             f"{checkpoint.path.parent} already has a run that is not a fork of {cli_flags['fork']}. Use another --out."
         )
-    moved = _flags_of_a_moved_model(stored)
+    moved = _flags_that_may_move(stored)
     changes = [
         change
         for change in changed_flags(known, stored, cli_flags)
@@ -82,9 +82,7 @@ def flags_to_fork(
         for name, had, new in changed_flags(known, stored, cli_flags)
         if known[name].fork == "keeps"
     ]
-    brought = [
-        name for name in cli_flags if known[name].fork == "brings" and name not in _flags_of_a_moved_model(stored)
-    ]
+    brought = [name for name in cli_flags if known[name].fork == "brings" and name not in _flags_that_may_move(stored)]
     problems += [f"--fork brings its own model. Leave out {flag_name(name)}." for name in brought]
     if problems:
         raise UserError(*problems)
@@ -110,7 +108,7 @@ def flags_to_fork(
     return flags | {"data": _find_data(flags, stored, checkpoint.path)}
 
 
-def _flags_of_a_moved_model(stored: Mapping[str, Any]) -> set[str]:
+def _flags_that_may_move(stored: Mapping[str, Any]) -> set[str]:
     """Returns the flag that names the base model of LoRA, which may have moved; `identify_data` compares its weights."""
     return {"init_from"} if stored.get("lora_rank") else set()
 

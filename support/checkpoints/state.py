@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -187,7 +187,7 @@ class Checkpoint:
             content = dict(torch.load(path / FILE, map_location="cpu", weights_only=True, mmap=True))
             if version := _version_of_another_format(content):
                 raise OtherVersionError(
-                    f"{path} was written by version {version} of the trainer, and cannot be continued. Start from its "
+                    f"{path} was written by another version of the trainer ({version}), and cannot be continued. Start from its "
                     "weights with --init-from, in another --out."
                 )
             return cls(path, **{name: value for name, value in content.items() if name != "version"})
@@ -208,10 +208,10 @@ class Checkpoint:
 
 
 def _version_of_another_format(content: Mapping[str, Any]) -> str | None:
-    """Returns the version of the trainer that wrote a `trainer.pt` with other fields; None if it was this one, or none."""
+    """Returns the version of the trainer that wrote a `trainer.pt` without some fields; None if it has all, or is another program's."""
     version = content.get("version", "2.0" if "last_progress" in content else "1")
-    has_all = {field.name for field in fields(Checkpoint)} - {"path"} <= content.keys()
-    return None if has_all or version == __version__ or "optimizer" not in content else str(version)
+    required = {field.name for field in fields(Checkpoint) if field.default is MISSING} - {"path"}
+    return None if required <= content.keys() or "optimizer" not in content else str(version)
 
 
 def _unusable(path: Path, problem: str) -> UserError:

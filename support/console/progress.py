@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import shutil
 import time
@@ -65,6 +66,7 @@ def print_header(run: RunInfo, dist: Distributed, B: int, rows_per_epoch: int, r
     device = [f"{world_size} x {devices.describe(dist.device)}" + (f" ({config.parallel})" if world_size > 1 else "")]
     device += ["recomputing activations"] if config.recompute else []
     device += [machine.dtype, "compiled"] if machine.compiled else [machine.dtype]
+    device += ["CUDA graphs"] if machine.cuda_graphs else []
     device += [f"{machine.attention} attention"] if dist.device.type == "cuda" else []
     trained = f" ({sizes.trained:,} trained)" if sizes.trained < sizes.parameters else ""
     options = "".join(f", {name} {value}" for name, value in options_of(model).items())
@@ -131,7 +133,7 @@ def describe_doubts(run: RunInfo, dist: Distributed, steps_per_pass: float) -> I
         )
     passes = length.max_steps / steps_per_pass
     if passes > MANY_PASSES and run.first_step == 0 and not run.model_config.dropout:
-        steps = max(1, round(presets.MAX_EPOCHS * steps_per_pass))
+        steps = max(1, round(presets.MAX_PASSES * steps_per_pass))
         advice = "Train on the text itself with --text, which chooses a model and a length that suit it, or use"
         yield (
             f"a model that makes {passes:,.0f} passes over the data learns it by heart. {'Use' if from_text else advice} "
@@ -154,7 +156,7 @@ def _shown(value: object) -> object:
 
 def print_summary(
     run: RunInfo, dist: Distributed, state: TrainState, passes: float, val: Mapping[int, float], better: Path | None,
-    before_cooldown: Path | None, texts: Sequence[str],
+    longer_from: Path | None, texts: Sequence[str],
 ) -> None:  # fmt: skip
     """Prints the end of a finished run: losses, time, tokens, the checkpoint, and the command to run next.
 
@@ -162,7 +164,7 @@ def print_summary(
         passes: over the data, so far.
         val: comparable validation losses by step.
         better: the best checkpoint, if it is better than the last model.
-        before_cooldown: the checkpoint from which a longer run can start.
+        longer_from: the checkpoint from which a longer run can start.
         texts: samples that continue the run's prompt; the first one is shown.
     """
     if dist.rank > 0:
@@ -177,7 +179,7 @@ def print_summary(
     lines, checkpoint = [labelled("done", done)], checkpoint_path(out, step)
     if config.demo and (note := presets.fewer_steps_note(config.minutes, step, run.step_tokens)):
         lines.append(labelled("note", note))
-    best_step = min(val, key=lambda step: val[step], default=step)
+    best_step = min(val, key=lambda step: (math.isnan(val[step]), val[step]), default=step)  # NaN is never the best
     for at, name in {step: "last", best_step: "best"}.items():  # one line if they are the same
         if at in val:
             loss = f"{val[at]:.4f} nats per token, {val[at] / run.bytes_per_token:.4f} per byte, at step {at:,}"
@@ -185,7 +187,7 @@ def print_summary(
             lines.append(styled(labelled(name, f"validation loss {loss}"), BOLD))
     if better:
         why = (
-            f": it has read its data {passes:.0f} times, and learns it by heart" if passes > presets.MAX_EPOCHS else ""
+            f": it has read its data {passes:.0f} times, and learns it by heart" if passes > presets.MAX_PASSES else ""
         )
         advice = " Use --dropout 0.2, or more text." if why and not run.model_config.dropout else ""
         lines.append(labelled("note", f"the last model is worse than {better}{why}.{advice}"))
@@ -197,23 +199,23 @@ def print_summary(
         prompt = f" --prompt {shlex.quote(run.prompt)}" if texts else ""
         lines.append(f"saved   {checkpoint}")
         lines.append(f"next    python sample.py --model {shlex.quote(str(better or checkpoint))}{prompt}")  # to copy
-        lines += describe_longer_run(config.out, run.length, passes, before_cooldown) if better is None else []
+        lines += describe_longer_run(config.out, run.length, passes, longer_from) if better is None else []
     print_lines("\n" + "\n".join(lines))
 
 
 def print_finished(
-    out: str, length: Length, checkpoint: Path, passes: float, before_cooldown: Path | None, print0: Callable[[str], None]
+    out: str, length: Length, checkpoint: Path, passes: float, longer_from: Path | None, print0: Callable[[str], None]
 ) -> None:  # fmt: skip
     """Prints that there is nothing to resume, because the run has finished, and how to make it longer."""
     done = labelled("done", f"this run has finished; its last checkpoint is {checkpoint}")
-    print0("\n".join([done, *describe_longer_run(out, length, passes, before_cooldown)]))
+    print0("\n".join([done, *describe_longer_run(out, length, passes, longer_from)]))
 
 
-def describe_longer_run(out: str, length: Length, passes: float, before_cooldown: Path | None) -> list[str]:
+def describe_longer_run(out: str, length: Length, passes: float, longer_from: Path | None) -> list[str]:
     """Returns a line with the command that makes a finished run longer; none if that gains nothing, or there is no
     checkpoint to fork."""
     more = length.doubled()
-    if before_cooldown is None or more is None or length.is_read_enough(passes):
+    if longer_from is None or more is None or length.is_read_enough(passes):
         return []
-    command = f"python train_gpt2.py --fork {shlex.quote(str(before_cooldown))}"
+    command = f"python train_gpt2.py --fork {shlex.quote(str(longer_from))}"
     return [f"longer  {command} --out {shlex.quote(first_free(f'{out}_longer'))} {more}"]

@@ -84,7 +84,7 @@ def find_tokenizer(directory: Path) -> Tokenizer | None:
         return None
     try:
         content = path.read_text(encoding="utf-8")
-        definition = json.loads(content)
+        definition, fingerprint = _read_json(content)
         options = directory / "tokenizer_config.json"  # Hugging Face's library obeys either file, by version and class
         settings = [json.loads(options.read_text(encoding="utf-8"))] if options.exists() else []
         if any(each.get("add_prefix_space") for each in (definition["pre_tokenizer"], *settings)):
@@ -93,7 +93,7 @@ def find_tokenizer(directory: Path) -> Tokenizer | None:
                 f"Use another model; or, if it was trained without the space, set add_prefix_space to false in "
                 f"{TOKENIZER_JSON} and tokenizer_config.json."
             )
-        if KNOWN_FINGERPRINTS.get(_fingerprint(definition)) == "bytes":
+        if KNOWN_FINGERPRINTS.get(fingerprint) == "bytes":
             return BytesTokenizer()
         return BpeTokenizer(content)
     except MALFORMED as error:
@@ -131,14 +131,16 @@ def tokenizer_of_model(directory: Path, vocab_size: int, stated: str | None = No
     return tokenizer
 
 
-def _fingerprint(content: Mapping[str, Any]) -> str:
-    """Hashes the parts of a `tokenizer.json` that determine a text's ids, whichever `tokenizers` version wrote the file."""
+@functools.lru_cache(maxsize=4)  # a second for GPT-2's
+def _read_json(text: str) -> tuple[dict[str, Any], str]:
+    """Parses a `tokenizer.json`, and hashes the parts that determine a text's ids, whichever `tokenizers` version wrote it."""
+    content = json.loads(text)
     model, words = content["model"], content["pre_tokenizer"]
     special = {token["content"]: token["id"] for token in content["added_tokens"]}
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     split = [words["type"], words["add_prefix_space"], words.get("use_regex", True), content.get("normalizer")]
     definition = json.dumps([model["vocab"] | special, special, merges, split], sort_keys=True)
-    return hashlib.sha256(definition.encode()).hexdigest()
+    return content, hashlib.sha256(definition.encode()).hexdigest()
 
 
 class Tokenizer:
@@ -170,7 +172,7 @@ class Tokenizer:
         """Returns whether both give every text the same ids."""
         if self.name != other.name or self.name != "bpe":
             return self.name == other.name
-        return _fingerprint(json.loads(self.json)) == _fingerprint(json.loads(other.json))
+        return _read_json(self.json)[1] == _read_json(other.json)[1]
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(text).tolist()
@@ -224,8 +226,7 @@ class BpeTokenizer(Tokenizer):
 
     def __init__(self, content: str):
         self.json = content
-        definition = json.loads(content)
-        fingerprint = _fingerprint(definition)
+        definition, fingerprint = _read_json(content)
         self.name = KNOWN_FINGERPRINTS.get(fingerprint, "bpe")
         merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in definition["model"]["merges"]]
         *tokens, _end_of_text = tokens_in_order(definition["model"]["vocab"])
@@ -234,7 +235,7 @@ class BpeTokenizer(Tokenizer):
             raise ValueError("its tokens are not the bytes followed by the merges")
         if len(tokens) >= MAX_VOCAB_SIZE:
             raise ValueError("it has too many tokens")
-        if self.name == "bpe" and _fingerprint(json.loads(tokenizer_json(tokens, merges))) != fingerprint:
+        if self.name == "bpe" and _read_json(tokenizer_json(tokens, merges))[1] != fingerprint:
             raise ValueError("it splits text differently, or has other special tokens")
         self._encoding = _tiktoken_encoding(self.name, tokens)
 

@@ -81,7 +81,7 @@ def _summed_cross_entropy(
     grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight_gradient else x.new_empty(0)
     memory = torch.cuda.get_device_properties(x.device).total_memory if x.is_cuda else 0
     rows = min(chunk_rows(x.device.type, len(weight), memory), len(x))
-    logits_to_gradient_ = _compiled(_fused_logits_to_gradient_) if compile_chunks else _logits_to_gradient_
+    logits_to_gradient_ = _fused_logits_to_gradient_ if compile_chunks else _logits_to_gradient_
     # torch.compile guards on properties such as requires_grad, which differ between callers. In inference mode they do
     # not, so nothing is recompiled.
     with torch.inference_mode(), torch.autocast(x.device.type, enabled=False):
@@ -94,15 +94,16 @@ def _summed_cross_entropy(
             if with_gradients:
                 torch.mm(logits, low_weight, out=grad_x[first : first + rows])
             if weight_gradient:
-                grad_weight += _fp32_product(logits.T, chunk)
+                _add_product_(grad_weight, logits.T, chunk)
     return total, grad_x, grad_weight
 
 
-def _fp32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Returns a @ b, in fp32 if the GPU can multiply bf16 matrices into fp32, because several products are summed."""
+def _add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Adds a @ b to the fp32 `total`, without rounding the product if the GPU can multiply bf16 matrices into fp32."""
     if a.is_cuda and a.dtype == torch.bfloat16 and torch.cuda.get_device_capability(a.device) >= (8, 0):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a, b)
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += torch.mm(a, b)
 
 
 def _logits_to_gradient_(
@@ -122,29 +123,36 @@ def _logits_to_gradient_(
 def _fused_logits_to_gradient_(
     logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, with_gradients: bool
 ) -> torch.Tensor:
-    """Does the same as one kernel of torch.compile, which reads a row for its sums, then again to write the gradient.
+    """Does the same with one large kernel, which reads a row for its sum, then again to write the gradient.
 
-    Slices and scatters would need kernels of their own and unaligned loads, so ids are masked instead. With p the
-    probability of the target and log_odds = log((1 - p) / p),
+    With p the probability of the target and log_odds = log((1 - p) / p),
 
         loss = log(1 + exp(log_odds))
         gradient = (1 - p) * (softmax of the other ids - one_hot(target)), where 1 - p = sigmoid(log_odds)
 
-    Both are accurate even if p is close to 1.
+    Both are accurate even if p is close to 1. Small kernels take the target and the padding out of the row before, so
+    that the large one needs no masks.
     """
-    ids = torch.arange(logits.size(1), device=logits.device)
-    is_target = ids == targets[:, None]  # (R, W)
-    z = logits.float()
-    target_logit = torch.where(is_target, z, 0.0).sum(-1, keepdim=True)  # (R, 1)
-    lowest = torch.finfo(torch.float32).min  # not -inf: a maximum of -inf, minus itself, would be NaN
-    others = torch.where(is_target | (ids >= vocab_size), lowest, z)
-    largest = others.amax(-1, keepdim=True)  # (R, 1)
-    log_sum = (others - largest).exp().sum(-1, keepdim=True).log()
-    log_odds = largest + log_sum - target_logit
+    targets = targets[:, None]  # (R, 1)
+    target_logits = logits.gather(1, targets).float()
+    lowest = torch.finfo(logits.dtype).min  # not -inf: a maximum of -inf, minus itself, would be NaN
+    logits.scatter_(1, targets, lowest)
+    logits[:, vocab_size:] = lowest
+    log_odds = _compiled(_softmax_of_others_)(logits, target_logits, with_gradients)
     if with_gradients:
-        softmax = (others - largest - log_sum).exp()
-        logits.copy_(log_odds.sigmoid() * torch.where(is_target, -1.0, softmax))
+        logits.scatter_(1, targets, -log_odds.sigmoid().to(logits.dtype))
     return F.softplus(log_odds)[:, 0]
+
+
+def _softmax_of_others_(others: torch.Tensor, target_logits: torch.Tensor, with_gradients: bool) -> torch.Tensor:
+    """Returns each row's log_odds (R, 1), and overwrites the (R, W) logits of the other ids with their gradient."""
+    z = others.float()
+    largest = z.amax(-1, keepdim=True)
+    log_sum = (z - largest).exp().sum(-1, keepdim=True).log()  # (R, 1)
+    log_odds = largest + log_sum - target_logits
+    if with_gradients:
+        others.copy_(log_odds.sigmoid() * (z - largest - log_sum).exp())
+    return log_odds
 
 
 @cache

@@ -126,9 +126,10 @@ class Muon(torch.optim.AdamW):
             directions, own = directions.new_empty(per_rank * world_size, *directions.shape[1:]), directions
             torch_private.all_gather(directions, own)
         n, m = directions.shape[1:]
+        rate, kept = self._rates(group, math.sqrt(m / n))
         for (weight, _, _), direction in zip(matrices, directions, strict=False):
             direction = direction if direction.shape == weight.shape else direction.mT
-            self._update_weight(group, weight, direction, math.sqrt(m / n))
+            weight.mul_(kept).sub_(direction.float() * rate)
 
     def _update_sharded(self, group: dict[str, Any], parameters: list[tuple[DTensor, ...]], num_splits: int) -> None:
         """Updates parameters of one shape that FSDP has sharded, each given as (weight, gradient, momentum).
@@ -154,8 +155,9 @@ class Muon(torch.optim.AdamW):
         complete = DTensor.from_local(matrices.reshape(own.shape), mesh, [Shard(0)], shape=shape, stride=stride)
         n, m = sorted(matrices.shape[1:])
         parts = complete.redistribute(placements=[Shard(1)])
+        rate, kept = self._rates(group, math.sqrt(m / n))
         for (weight, _, _), direction in zip(parameters, parts.to_local(), strict=True):
-            self._update_weight(group, weight.to_local(), direction, math.sqrt(m / n))
+            weight.to_local().mul_(kept).sub_(direction.float() * rate)
 
     def _update_momentum(self, gradient: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
         """Updates the momentum in place; returns the gradient, or zeros in a step that is skipped."""
@@ -164,8 +166,7 @@ class Muon(torch.optim.AdamW):
         momentum.lerp_(gradient, (1.0 - MOMENTUM) * self._applied)
         return gradient
 
-    def _update_weight(
-        self, group: dict[str, Any], weight: torch.Tensor, direction: torch.Tensor, side_ratio: float
-    ) -> None:
-        weight.mul_(1.0 - group["lr"] * group["weight_decay"] * self._applied)
-        weight.sub_(direction.float() * (SCALE * side_ratio * group["lr"] * self._applied))
+    def _rates(self, group: dict[str, Any], side_ratio: float) -> tuple[Any, Any]:
+        """Returns how far a step moves weights along an orthogonal matrix, and the fraction that weight decay leaves."""
+        rate = SCALE * side_ratio * group["lr"] * self._applied
+        return rate, 1.0 - group["lr"] * group["weight_decay"] * self._applied

@@ -65,6 +65,13 @@ def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
     return torch.autocast(device.type, dtype=dtype if lower else None, enabled=lower)
 
 
+def to_bf16_in_autocast(x: torch.Tensor) -> torch.Tensor:
+    """Returns x in bf16 if autocast computes in bf16, and unchanged otherwise: fp16 has too small a range for sums."""
+    kind = x.device.type
+    narrow = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
+    return x.bfloat16() if narrow else x
+
+
 def compile(model: Model) -> Model:
     """Returns the model, compiled by torch.compile."""
     # one graph per shape: faster, and there are few shapes

@@ -30,6 +30,8 @@ class KVCache:
         if layer not in self._tensors:
             self._tensors[layer] = k.new_empty(2, B, nh, self.capacity, hs)
         first = self._lengths.get(layer, 0)
+        if first and T > 1:
+            raise ValueError(f"{T} tokens after {first} others: attention would need a mask. Feed one at a time")
         self._lengths[layer] = first + T
         cached = self._tensors[layer][:, :, :, : first + T]
         cached[0, :, :, first:], cached[1, :, :, first:] = k, v

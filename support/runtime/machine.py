@@ -27,6 +27,7 @@ class Machine:
     why_not_compiled: str | None  # None if it is compiled, or not meant to be
     batch_size: int  # rows of a micro-batch, at most: on CUDA, a trial shows how many fit
     hellaswag_every: int | None  # --hellaswag-every, or what suits the machine; None: at each quarter of --minutes
+    cuda_graphs: bool = False  # whether the kernels of a micro-step are launched as a graph
     attention: str = ""  # the implementation that PyTorch chooses, once `configure_backends` was called
 
     @classmethod

@@ -113,11 +113,14 @@ def training_memory(sizes: Sizes, layout: Layout, B: int, device_memory: float |
     on_gpu, itemsize, blocks = device_memory is not None, dtype.itemsize, sizes.block_parameters
     tokens, embedding, accumulates = B * T, V * C, layout.step_tokens > world_size * B * T
     parts = world_size if sharded else 1
-    # What a layer saves per token in bf16, by its inputs: ln_1 (fp32) 4C, c_attn 2C, attention 6C + 2C and a number
-    # per head, c_proj (shared with attention), ln_2 (fp32) 4C, c_fc 2C, GELU 8C, c_proj 8C. In fp32, every value takes 4 bytes.
+    # What a layer saves per token in bf16, by its inputs: ln_1 2C, c_attn 2C, attention 6C + 2C and a number per head,
+    # c_proj (shared with attention), ln_2 2C, c_fc 2C, GELU 8C, c_proj 8C. In fp32, every value takes 4 bytes. In fp16 the
+    # inputs of the norms are fp32; on a GPU, PyTorch keeps fp32 copies of them in bf16, too, unless it compiles.
     # With LoRA, it is about the same: LoRA's matrices need the inputs that the frozen matrices do not.
-    layer = tokens * ((36 if itemsize == 2 else 64) * C + 4 * nh + 16)
-    saved: float = L * tokens * 4 * C + layer if layout.recompute else L * layer  # checkpointing: arXiv:1604.06174
+    stream = 2 if dtype == torch.bfloat16 else 4  # bytes per value of the residual stream
+    norm = 4 if on_gpu and not layout.compiled else stream
+    layer = tokens * ((28 + 2 * norm if itemsize == 2 else 64) * C + 4 * nh + 16)
+    saved: float = L * tokens * stream * C + layer if layout.recompute else L * layer  # checkpointing: arXiv:1604.06174
     saved += tokens * ((4 + itemsize) * C + 16)  # ln_f's input, the gradient that the loss saves, ids
     if itemsize == 2 and not (sharded and on_gpu):
         saved += itemsize * blocks  # autocast's copies, which the backward pass needs; FSDP gathers weights in bf16
@@ -125,8 +128,9 @@ def training_memory(sizes: Sizes, layout: Layout, B: int, device_memory: float |
     rows = tokens if dtype == torch.float16 else min(rows, tokens)
     # Eager mode adds logits and log-probabilities in fp32; a CPU adds about as much again for copies in matrix products.
     logits = rows * V * (itemsize + (16 if not on_gpu else 0 if layout.compiled else 8))
-    if trained == N:  # without LoRA
-        logits += (4 + 4) * embedding  # the gradient of the embedding, and of one chunk, in fp32
+    # without LoRA: the gradient of the embedding in fp32, and of one chunk, which a GPU in bf16 adds in place
+    if trained == N:
+        logits += (4 if on_gpu and dtype == torch.bfloat16 else 4 + 4) * embedding
     logits += itemsize * embedding if itemsize == 2 else 0  # the embedding in bf16
     # The largest tensor that is sent: the gradient of the embeddings, or of a block. gloo copies it.
     largest = min(4 * trained, 4 * max(N - blocks, blocks / L))
@@ -142,8 +146,9 @@ def training_memory(sizes: Sizes, layout: Layout, B: int, device_memory: float |
     else:
         gradients = 4.0 * trained
         buffers = 4.0 * trained + (0.0 if on_gpu else largest) if world_size > 1 else 0.0  # DDP's buckets
-    moments, program = optimizer_bytes(sizes, layout.optimizer) / parts, CUDA_BYTES if on_gpu else PROGRAM_BYTES
-    return TrainingMemory(4 * N / parts, gradients, moments, saved, logits, buffers, program)
+    weights, moments = 4 * N / parts, optimizer_bytes(sizes, layout.optimizer) / parts
+    program = CUDA_BYTES if on_gpu else PROGRAM_BYTES
+    return TrainingMemory(weights, gradients, moments, saved, logits, buffers, program)
 
 
 def bytes_needed(sizes: Sizes, layout: Layout, device: torch.device, B: int) -> float:

@@ -14,7 +14,7 @@ from support import startup
 from support.cli import UserError
 from support.config import Options
 from support.data.tokenizer import VOCAB_SIZES
-from support.runtime import batch_size, devices, memory
+from support.runtime import batch_size, cuda_graphs, devices, memory
 from support.runtime.distributed import Distributed
 from support.runtime.machine import Machine
 from support.sizing import presets
@@ -64,36 +64,47 @@ def flags_for_minutes(
 
     # A GPU takes as long for 64 rows of a small model as for 16, so a step gets more.
     on_gpu = choose_step and dist.device.type == "cuda"
-    gpu_rows = {"batch_size": cli_flags.get("batch_size", batch_size.LARGEST_MICRO_BATCH)} if on_gpu else {}
+    most_rows = cli_flags.get("batch_size", batch_size.LARGEST_MICRO_BATCH) if on_gpu else None
     train_tokens, bytes_per_token = (f(text_bytes, tokenizer) for f in (presets.train_tokens, presets.bytes_per_token))
 
     def tokens_in_time(model: dict[str, int]) -> float:
-        of_model = flags | {"batch_size": machine.batch_size} | model | gpu_rows
-        speed = _tokens_per_second(of_model, machine.dtype, vocab_size, dist, new_model)
-        devices.free_memory(dist.device)
-        devices.trim_memory(dist.device)
-        return 60 * minutes * speed
+        of_model = flags | {"batch_size": machine.batch_size} | model
+        rows = most_rows
+        while True:
+            of_model |= {"batch_size": rows} if rows else {}
+            tokens = 60 * minutes * _tokens_per_second(of_model, machine.dtype, vocab_size, dist, new_model)
+            devices.free_memory(dist.device)
+            devices.trim_memory(dist.device)
+            rows_of_step = step_and_dropout(tokens, of_model)[0] // of_model["block_size"]
+            if rows is None or rows_of_step >= rows:
+                return tokens
+            rows = rows_of_step  # a GPU hardly takes less time for fewer rows, so its speed has to be measured again
+
+    def step_and_dropout(tokens: float, sizes: Mapping[str, Any]) -> tuple[int, float, float]:
+        """Returns the tokens per step, the dropout and the most passes that suit so many tokens and a model."""
+        dropout = flags["dropout"]
+        if from_scratch:
+            dropout = cli_flags.get("dropout", presets.dropout_for(tokens / train_tokens, sizes, text_bytes))
+        limit = cli_flags.get("max_passes", presets.most_passes(dropout) if limits_passes else 0.0)
+        step = presets.timed_step_size(min(tokens, limit * train_tokens) if limit else tokens)
+        return cli_flags.get("total_batch_size", step if choose_step else flags["total_batch_size"]), dropout, limit
 
     def choose_flags() -> dict[str, Any]:
-        first, *larger = presets.models_for_text(text_bytes) if choose_model else [{}]
+        models = presets.models_for_text(text_bytes, dropout=cli_flags.get("dropout") != 0)
+        first, *larger = models if choose_model else [{}]
         # with thousands of logits, the smallest is hardly faster than the next one, and worse
         if tokenizer != "bytes" and larger:
             first, *larger = larger
         chosen, tokens = first, tokens_in_time(first)
         for model in larger:
-            needed = presets.BYTES_PER_WEIGHT * presets.block_weights(model) / bytes_per_token
+            needed = presets.bytes_to_read(model, text_bytes) / bytes_per_token
             # On a CPU a larger model is never faster. On a GPU it can be, with more tokens in a micro-batch: launching
             # kernels takes most of a small model's time.
             if tokens < needed and dist.device.type == "cpu" or (measured := tokens_in_time(model)) < needed:
                 break
             chosen, tokens = model, measured
         passes = tokens / train_tokens
-        dropout = flags["dropout"]
-        if from_scratch:
-            dropout = cli_flags.get("dropout", presets.dropout_for(passes))
-        limit = cli_flags.get("max_passes", presets.most_passes(dropout) if limits_passes else 0.0)
-        fitting = presets.timed_step_size(min(tokens, limit * train_tokens) if limit else tokens)
-        step = fitting if choose_step else flags["total_batch_size"]
+        step, dropout, limit = step_and_dropout(tokens, flags | chosen)
         # as --text does for pretrained weights: 200 steps at least, of 1,024 tokens at least
         unit = 2 * flags["block_size"] * dist.world_size
         while tuned and 0 < tokens < 200 * step and step >= 2048 and step % unit == 0:
@@ -163,16 +174,26 @@ def _tokens_per_second(
         return 0.0
     if device.type != "cuda":  # a row of a large model is as fast per token as several
         B = max(1, min(B, int(MEASURED_FLOPS / (6 * sizes.parameters * T))))
-    model = new_model(flags, vocab_size).to(device)
+    model: Any = new_model(flags, vocab_size).to(device)
     tokens = torch.randint(vocab_size, (B, T + 1), device=device)
+    optimizer = None
 
-    def micro_step() -> None:
+    def step() -> None:
         with amp:
             loss = model(tokens[:, :-1], tokens[:, 1:])[1]
         loss.backward()
+        if optimizer:
+            optimizer.step()
         model.zero_grad(set_to_none=True)
 
-    return TRAINING_FRACTION * B * T * dist.world_size / _seconds(micro_step, device)
+    work: Callable[[], object] = step
+    if flags["cuda_graphs"] and dist.world_size == 1 and cuda_graphs.suit(sizes, layout, B, device):
+        # as a graph, a micro-step of a small model is so short that the optimizer counts
+        optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), flags["optimizer"], dtype=dtype)
+        for group in optimizer.param_groups:
+            group["capturable"] = True
+        work = cuda_graphs.Graph(step)
+    return TRAINING_FRACTION * B * T * dist.world_size / _seconds(work, device)
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -49,7 +49,7 @@ MEASURED_MFU = {
     ],
     "H200": [  # which has the H100's chip
         Measured(0.43, 124, 1, "an H200 by GPT-3-Small-Pretraining-Experiments"),
-        Measured(0.447, 124, 1, "an H200 by this trainer"),
+        Measured(0.475, 124, 1, "an H200 by this trainer"),
         *ON_8_H100,
     ],
     "RTX4090": [Measured(0.55, 124, 1, "an RTX 4090 by nanoGPT")],

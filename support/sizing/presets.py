@@ -35,18 +35,21 @@ MODELS_FOR_TEXT: tuple[dict[str, int], ...] = (
     dict(n_layer=3, n_head=2, n_embd=96, block_size=64, batch_size=32),
     dict(n_layer=3, n_head=2, n_embd=128, block_size=64, batch_size=32),
     dict(n_layer=4, n_head=2, n_embd=128, block_size=64, batch_size=32),
+    dict(n_layer=6, n_head=3, n_embd=192, block_size=128, batch_size=16),
     dict(n_layer=6, n_head=4, n_embd=256, block_size=256),
     dict(n_layer=8, n_head=8, n_embd=512, block_size=512),
     dict(n_layer=12, n_head=12, n_embd=768, block_size=1024),  # gpt2
 )
 # A model reads at least this many bytes of text, repetitions included, per weight of its blocks (measured, see
-# docs/small-models.md). It never has more such weights than the text has bytes, or it would memorize the text.
-BYTES_PER_WEIGHT = 7
+# docs/small-models.md). It never has more such weights than the text has bytes, or it would memorize the text. Only a
+# timed run may have more, up to MOST_WEIGHTS for each byte, if there is time to read the text often: with more dropout.
+BYTES_PER_WEIGHT, BYTES_PER_WEIGHT_OF_MANY = 7, 5
+MOST_WEIGHTS, FEWEST_LAYERS_OF_MANY = 2.5, 6
 BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0, "bpe": 3.0}
 BYTES_PER_TOKEN_OF_SMALL_BPE = {512: 2.0, 1024: 2.5}  # by the size of the vocabulary
 MIN_TOKENS = {"gpt2": 1.65e6, "bytes": 2.4e6, "bpe": 1.65e6}  # a text with fewer tokens is read several times
-# A text is read at most MAX_EPOCHS times without dropout, and MOST_PASSES times with it: more would only memorize it.
-MAX_EPOCHS, MOST_PASSES, DROPOUT = 10, 25, 0.1
+# A text is read at most MAX_PASSES times without dropout, and MAX_PASSES_WITH_DROPOUT times with it: more would only memorize it.
+MAX_PASSES, MAX_PASSES_WITH_DROPOUT, DROPOUT, DROPOUT_OF_MANY_WEIGHTS = 10, 25, 0.1, 0.2
 TINY_TEXT = 1e5  # bytes; a run on less says what little can be learned from it
 MAX_BPE_TEXT = 4e8  # bytes; a larger text gets GPT-2's tokens
 
@@ -101,7 +104,8 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
         flags |= dict(cooldown_fraction=SHORT_COOLDOWN) | fast_rates(tokens_per_step, cli_flags)
     steps = cli_flags.get("max_steps", max(1, round(total_tokens / max(1, tokens_per_step))))
     if not fine_tuned:
-        flags["dropout"] = dropout_for(steps * tokens_per_step / max(1, tokens))
+        sizes: dict[str, Any] = {"n_layer": 12, "n_embd": 768, **flags, **cli_flags}  # the smallest of --model
+        flags["dropout"] = dropout_for(steps * tokens_per_step / max(1, tokens), sizes, size)
     length = flags_for_steps(steps, False, fine_tuned)
     if "minutes" in cli_flags:
         length |= _intervals(None, False)
@@ -135,20 +139,44 @@ def bytes_per_token(text_bytes: float, tokenizer: str) -> float:
     return BYTES_PER_TOKEN_OF_SMALL_BPE.get(fitting_vocab_size(text_bytes), BYTES_PER_TOKEN["bpe"])
 
 
-def dropout_for(passes: float) -> float:
-    """Returns the dropout that suits so many passes over a text."""
-    return DROPOUT if passes > MAX_EPOCHS else 0.0
+def dropout_for(passes: float, sizes: Mapping[str, Any], text_bytes: float) -> float:
+    """Returns the dropout that suits a model of these sizes, and so many passes over a text."""
+    if passes <= MAX_PASSES:
+        return 0.0
+    return DROPOUT_OF_MANY_WEIGHTS if _has_many_weights(sizes, text_bytes) else DROPOUT
 
 
 def most_passes(dropout: float) -> int:
     """Returns how many passes over a text lower the validation loss; measured, see docs/small-models.md."""
-    return MOST_PASSES if dropout else MAX_EPOCHS
+    return MAX_PASSES_WITH_DROPOUT if dropout else MAX_PASSES
 
 
-def models_for_text(text_bytes: float, bytes_read: float = math.inf) -> list[dict[str, int]]:
-    """Returns the flags of the models that suit a text, the smallest first; `bytes_read` includes repetitions."""
-    most_weights = min(text_bytes, bytes_read / BYTES_PER_WEIGHT)
-    return [model for model in MODELS_FOR_TEXT if model is MODELS_FOR_TEXT[0] or block_weights(model) <= most_weights]
+def models_for_text(text_bytes: float, bytes_read: float = math.inf, dropout: bool = False) -> list[dict[str, int]]:
+    """Returns the flags of the models that suit a text, the smallest first.
+
+    Args:
+        bytes_read: how much of the text is read, repetitions included.
+        dropout: whether a model may have more weights than the text has bytes, which takes dropout.
+    """
+
+    def suits(model: Mapping[str, int]) -> bool:
+        most = MOST_WEIGHTS if dropout and model["n_layer"] >= FEWEST_LAYERS_OF_MANY else 1
+        return block_weights(model) <= most * text_bytes and bytes_to_read(model, text_bytes) <= bytes_read
+
+    smallest, *others = MODELS_FOR_TEXT
+    return [smallest, *filter(suits, others)]
+
+
+def bytes_to_read(model: Mapping[str, int], text_bytes: float) -> float:
+    """Returns how many bytes of a text a model should read, repetitions included."""
+    weights = block_weights(model)
+    if _has_many_weights(model, text_bytes):
+        return max(BYTES_PER_WEIGHT_OF_MANY * weights, MAX_PASSES * text_bytes)  # with fewer passes it has no dropout
+    return BYTES_PER_WEIGHT * weights
+
+
+def _has_many_weights(sizes: Mapping[str, Any], text_bytes: float) -> bool:
+    return sizes["n_layer"] >= FEWEST_LAYERS_OF_MANY and block_weights(sizes) > text_bytes
 
 
 def block_weights(model: Mapping[str, int]) -> int:

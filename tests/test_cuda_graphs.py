@@ -1,0 +1,131 @@
+"""A step as CUDA graphs: what is recorded, without a GPU. tests/test_gpu.py records real ones."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import losses
+from training import FP32, TINY, resumed, trained
+
+from support.checkpoints.history import read_starts
+from support.checkpoints.state import TrainState
+from support.cli import UserError
+from support.runtime import cuda_graphs
+from support.runtime.memory import Layout, Sizes
+from train_gpt2 import GPT, MODELS, GPTConfig, step_functions
+
+
+class Recorded:
+    """Does what a graph does: warms up, then calls its function on its own tensors."""
+
+    def __init__(self, function, *arguments):
+        self.function, self.arguments = function, arguments
+        for _ in range(cuda_graphs.WARM_UP_CALLS):
+            function(*arguments)
+
+    def __call__(self, *values):
+        for argument, value in zip(self.arguments, values, strict=True):
+            argument.copy_(value)
+        return self.function(*self.arguments)
+
+
+@pytest.fixture
+def graphs_suit(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "suit", lambda *args: True)
+
+
+def used_graphs(out):
+    return [start["machine"]["cuda_graphs"] for start in read_starts(out)]
+
+
+FLAGS = ["--total-batch-size", 128, "--max-steps", 8, "--checkpoint-every", 5, "--sample-every", 4]
+
+
+@pytest.mark.parametrize("flags", ["--recipe fast --dropout 0.1", "--grad-clip 0"])
+def test_recorded_steps_are_the_same(byte_shards, tmp_path, monkeypatch, graphs_suit, flags):
+    """Also after a resume, whose restored state is recorded, with dropout's masks, and with several micro-steps."""
+    monkeypatch.chdir(tmp_path)
+    common = ["--data", byte_shards, *FLAGS, *flags.split()]
+    monkeypatch.setattr(cuda_graphs, "Graph", Recorded)
+    trained(Path("graphs"), *common)
+    shutil.rmtree("graphs/model_00008")
+    resumed(Path("graphs"))
+    trained(Path("launches"), *common, "--no-cuda-graphs")
+    assert used_graphs(Path("graphs")) == [True, True] and used_graphs(Path("launches")) == [False]
+    found, expected = losses(Path("graphs/log.txt")), losses(Path("launches/log.txt"))
+    assert len(found) == 8 and len(set(found)) == 8
+    assert found == pytest.approx(expected, abs=2e-5)  # the rate is rounded to fp32
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_recording_changes_no_weight(monkeypatch, name):
+    """Nor moments and counts; and so does an update of the recorded optimizer whose gradients are not finite."""
+    monkeypatch.setattr(cuda_graphs, "Graph", Recorded)
+    torch.manual_seed(0)
+    model = GPT(TINY)
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), name, dtype=torch.float32)
+    state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
+    tokens = torch.randint(257, (4, TINY.block_size + 1))
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()  # makes the state
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+    graphs = cuda_graphs.capture_step(*step_functions(model, state, 2, FP32), optimizer, 4, TINY.block_size, x.device)
+    micro_step, update = graphs
+    assert all(not p.grad.any() for p in model.parameters())
+    assert micro_step(x, y).item() == pytest.approx(model(x, y)[1].item() / 2)
+    update(torch.tensor(False))
+    assert_equal(before, (model.state_dict(), optimizer.state_dict()["state"]))
+    update(torch.tensor(True))
+    assert not torch.equal(model.lm_head.weight, before[0]["lm_head.weight"])
+
+
+def assert_equal(before, after):
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_too_little_memory_for_graphs_is_said(byte_shards, tmp_path, monkeypatch, graphs_suit, capsys):
+    def fail(function, *arguments):
+        function(*arguments)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(cuda_graphs, "Graph", fail)
+    found = trained(tmp_path / "failed", "--data", byte_shards, *FLAGS)
+    assert "note    too little memory for CUDA graphs, so a step takes longer\n" in capsys.readouterr().out
+    assert found == trained(tmp_path / "launches", "--data", byte_shards, *FLAGS, "--no-cuda-graphs")
+    assert used_graphs(tmp_path / "failed") == [False]
+
+
+def test_a_step_that_cannot_be_recorded_is_an_error(byte_shards, tmp_path, monkeypatch, graphs_suit):
+    """Of the two errors, the first one is named: the capture itself only says that it failed."""
+
+    def fail(function, *arguments):
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(cuda_graphs, "Graph", fail)
+    message = r"cannot be recorded as a CUDA graph \(operation not permitted when stream is capturing\). Use --no-cuda"
+    with pytest.raises(UserError, match=message):
+        trained(tmp_path, "--data", byte_shards, *FLAGS)
+
+
+def test_only_short_steps_of_one_gpu_are_recorded():
+    """By hand: 124M with 8 rows of 1,024 tokens has 8 x 1,024 x 768 = 6.3 million values, with 16 twice as many: 2^23 are 8.4."""
+    with torch.device("meta"):
+        sizes = Sizes.of(GPT(GPTConfig()))
+    layout, gpu = Layout(2**19, torch.bfloat16), torch.device("cuda")
+    assert cuda_graphs.suit(sizes, layout, 8, gpu) and not cuda_graphs.suit(sizes, layout, 16, gpu)
+    assert not cuda_graphs.suit(sizes, layout, 8, torch.device("cpu"))
+    with torch.device("meta"):
+        medium = Sizes.of(GPT(GPTConfig(**MODELS["gpt2-medium"])))
+    assert not cuda_graphs.suit(medium, layout, 1, gpu)  # 355M
+    for other in (dict(world_size=2), dict(recompute=True), dict(dtype=torch.float16)):
+        assert not cuda_graphs.suit(sizes, replace(layout, **other), 8, gpu)
