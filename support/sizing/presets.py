@@ -43,7 +43,7 @@ MODELS_FOR_TEXT: tuple[dict[str, int], ...] = (
 # A model reads at least this many bytes of text, repetitions included, per weight of its blocks (measured, see
 # docs/small-models.md). It never has more such weights than the text has bytes, or it would memorize the text. Only a
 # timed run may have more, up to MOST_WEIGHTS for each byte, if there is time to read the text often: with more dropout.
-BYTES_PER_WEIGHT, BYTES_PER_WEIGHT_OF_MANY = 7, 4
+BYTES_PER_WEIGHT, BYTES_PER_WEIGHT_OF_MANY = 7, 5
 MOST_WEIGHTS, FEWEST_LAYERS_OF_MANY = 2.5, 6
 BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0, "bpe": 3.0}
 BYTES_PER_TOKEN_OF_SMALL_BPE = {512: 2.0, 1024: 2.5}  # by the size of the vocabulary
