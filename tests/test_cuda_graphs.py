@@ -48,7 +48,7 @@ FLAGS = ["--total-batch-size", 128, "--max-steps", 8, "--checkpoint-every", 5, "
 
 @pytest.mark.parametrize("flags", ["--recipe fast --dropout 0.1", "--grad-clip 0"])
 def test_recorded_steps_are_the_same(byte_shards, tmp_path, monkeypatch, graphs_suit, flags):
-    """Also after a resume, whose restored state is recorded, with dropout's masks, and with several micro-steps."""
+    """They are so after a resume, whose restored state is recorded, with dropout's masks, and with several micro-steps."""
     monkeypatch.chdir(tmp_path)
     common = ["--data", byte_shards, *FLAGS, *flags.split()]
     monkeypatch.setattr(cuda_graphs, "Graph", Recorded)
@@ -64,7 +64,7 @@ def test_recorded_steps_are_the_same(byte_shards, tmp_path, monkeypatch, graphs_
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_recording_changes_no_weight(monkeypatch, name):
-    """Nor moments and counts; and so does an update of the recorded optimizer whose gradients are not finite."""
+    """Moments and counts stay, too, also in a recorded update whose gradients are not finite."""
     monkeypatch.setattr(cuda_graphs, "Graph", Recorded)
     torch.manual_seed(0)
     model = GPT(TINY)
@@ -103,7 +103,7 @@ def test_too_little_memory_for_graphs_is_said(byte_shards, tmp_path, monkeypatch
 
 
 def test_a_step_that_cannot_be_recorded_is_an_error(byte_shards, tmp_path, monkeypatch, graphs_suit):
-    """Of the two errors, the first one is named: the capture itself only says that it failed."""
+    """The first of two errors is named: the capture itself only says that it failed."""
 
     def fail(function, *arguments):
         try:

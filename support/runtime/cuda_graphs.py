@@ -29,6 +29,7 @@ class Graph:
     def __init__(self, function: Callable[..., Any], *arguments: torch.Tensor):
         """Calls `function` a few times, and records what it does with `arguments`, which every call of the graph overwrites."""
         self.arguments = arguments
+        warnings.filterwarnings("ignore", ".*capturable=True.*")  # of an optimizer in the calls before the recording
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -78,7 +79,6 @@ def capture_step(
     tokens = torch.zeros((B, T + 1), dtype=torch.int64, device=device)
     skipped = torch.zeros((), dtype=torch.bool, device=device)
     try:
-        warnings.filterwarnings("ignore", ".*capturable=True.*")  # it is so in the calls before the capture, too
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
             group |= {"lr": torch.tensor(lr, device=device), "capturable": True}
         graphs: tuple[Graph, Graph] | None = Graph(micro_step, tokens[:, :-1], tokens[:, 1:]), Graph(update, skipped)

@@ -114,8 +114,8 @@ def training_memory(sizes: Sizes, layout: Layout, B: int, device_memory: float |
     tokens, embedding, accumulates = B * T, V * C, layout.step_tokens > world_size * B * T
     parts = world_size if sharded else 1
     # What a layer saves per token in bf16, by its inputs: ln_1 2C, c_attn 2C, attention 6C + 2C and a number per head,
-    # c_proj (shared with attention), ln_2 2C, c_fc 2C, GELU 8C, c_proj 8C. In fp32, every value takes 4 bytes. In fp16 the
-    # inputs of the norms are fp32; on a GPU, PyTorch keeps fp32 copies of them in bf16, too, unless it compiles.
+    # c_proj (shared with attention), ln_2 2C, c_fc 2C, GELU 8C, c_proj 8C. In fp32, every value takes 4 bytes. The
+    # norms' inputs are fp32 in fp16, and on a GPU also in bf16, where autocast casts them, unless the model is compiled.
     # With LoRA, it is about the same: LoRA's matrices need the inputs that the frozen matrices do not.
     stream = 2 if dtype == torch.bfloat16 else 4  # bytes per value of the residual stream
     norm = 4 if on_gpu and not layout.compiled else stream
@@ -146,9 +146,8 @@ def training_memory(sizes: Sizes, layout: Layout, B: int, device_memory: float |
     else:
         gradients = 4.0 * trained
         buffers = 4.0 * trained + (0.0 if on_gpu else largest) if world_size > 1 else 0.0  # DDP's buckets
-    weights, moments = 4 * N / parts, optimizer_bytes(sizes, layout.optimizer) / parts
-    program = CUDA_BYTES if on_gpu else PROGRAM_BYTES
-    return TrainingMemory(weights, gradients, moments, saved, logits, buffers, program)
+    moments, program = optimizer_bytes(sizes, layout.optimizer) / parts, CUDA_BYTES if on_gpu else PROGRAM_BYTES
+    return TrainingMemory(4 * N / parts, gradients, moments, saved, logits, buffers, program)
 
 
 def bytes_needed(sizes: Sizes, layout: Layout, device: torch.device, B: int) -> float:
