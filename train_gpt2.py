@@ -232,6 +232,7 @@ from support.console.run_logger import RunLogger
 from support.data import shards
 from support.data.shards import TokenData, rows_in_shard
 from support.data.tokenizer import Tokenizer
+from support.optim.layers import Dropout, causal_attention
 from support.optim.loss import chunked_cross_entropy
 from support.optim.muon import Muon
 from support.runtime import batch_size, cuda_graphs, devices, fsdp, memory, preflight
@@ -255,7 +256,7 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, config.bias)  # query, key and value of all heads
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, config.bias)  # mixes what the heads have found
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         B, T, C = x.shape
@@ -263,10 +264,8 @@ class CausalSelfAttention(nn.Module):
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in (q, k, v))  # (B, nh, T, hs)
         if cache:
             k, v = cache.append(self, k, v)  # keys and values of all tokens so far; a single new one attends to all
-        # softmax(q @ k.mT / sqrt(hs) with the future masked) @ v, in one kernel that never stores the (T, T) matrix
-        p = self.dropout.p if self.training else 0.0  # dropout of the attention weights
-        # one token sees all keys: PyTorch's causal mask for T queries and more keys would show it only the first one
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=T > 1)  # (B, nh, T, hs)
+        # softmax(q @ k.mT / sqrt(hs), with the future masked) @ v; on a GPU in one kernel that never stores the (T, T) matrix
+        y = causal_attention(q, k, v, self.dropout.p if self.training else 0.0)  # (B, nh, T, hs)
         y = y.transpose(1, 2).reshape(B, T, C)  # concatenate the heads
         return self.dropout(self.c_proj(y))
 
@@ -277,7 +276,7 @@ class MLP(nn.Module):
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, config.bias)  # each token by itself
         self.gelu = nn.GELU(approximate="tanh")  # as in GPT-2; the exact GELU would be just as fast today
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, config.bias)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))  # (B, T, 4C) inside, (B, T, C) outside
@@ -304,7 +303,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)  # token embeddings
         self.wpe = nn.Embedding(config.block_size, config.n_embd)  # position embeddings
-        self.drop = nn.Dropout(config.dropout)
+        self.drop = Dropout(config.dropout)
         self.h = nn.ModuleList([Block(config) for _ in range(config.n_layer)])
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)  # the residual stream has grown with each block
 
@@ -852,7 +851,7 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
         # identity: checksums of the shards and of frozen weights, which a resumed run must have, too
         identity = resume.identify_data(data, model, checkpoint, start.forked)
         examples = hellaswag.load_examples(config, machine.hellaswag_every, data.tokenizer, T, dist.print0)
-        devices.configure_backends(device, config.tf32, dtype, T)  # TF32, attention, the allocator
+        devices.configure_backends(device, config.tf32)  # TF32, the allocator
         amp = devices.autocast(device, dtype)  # matrix products in bf16 or fp16; weights, norms and sums in fp32
         memory.recompute_activations(model.transformer.h if config.recompute else [])  # activation checkpointing
         # model has the weights that are trained. eval_model has all weights on each rank, and may be compiled: calls run
@@ -878,7 +877,7 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
     )  # fmt: skip
     sizes = memory.Sizes.of(model)
     B = batch_size.try_batch_sizes(config.batch_size, machine.batch_size, sizes, layout, dist, amp, make_trial_model)
-    attention = devices.describe_attention(device, dtype, config.n_head, config.n_embd, T)
+    attention = devices.describe_attention(device, dtype, config.n_head, config.n_embd, T, config.dropout)
     machine = replace(machine, batch_size=B, attention=attention)
     if use_fsdp:  # each rank keeps a shard of every weight
         train_model = shard_model(model)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -50,14 +49,6 @@ def no_pictures(monkeypatch, request):
     """A picture takes longer to draw than most of these runs take to train; `curves` marks tests of it."""
     if "curves" not in request.keywords:
         monkeypatch.setattr("support.console.curves.CurvesFile.draw", lambda self: None)
-
-
-@pytest.fixture(autouse=True)
-def usual_attention():
-    """Short rows in bf16 turn PyTorch's fused attention off for the process."""
-    yield
-    if "torch" in sys.modules:
-        sys.modules["torch"].backends.cuda.enable_flash_sdp(True)
 
 
 @pytest.fixture

@@ -48,17 +48,6 @@ def test_peak_flops_are_looked_up_by_the_full_name(monkeypatch):
     assert devices.peak_flops(CPU) is None
 
 
-@pytest.mark.parametrize(
-    ("dtype", "context", "fused"), [(torch.bfloat16, 64, False), (torch.bfloat16, 256, True), (torch.float32, 64, True)]
-)
-def test_short_rows_in_bf16_on_a_cpu_do_without_fused_attention(dtype, context, fused):
-    devices.configure_backends(CPU, True, dtype, context)  # which the fixture `usual_attention` undoes
-    q = torch.randn(2, 2, context, 16, dtype=dtype, requires_grad=True)
-    with torch.profiler.profile() as profile:
-        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
-    assert any("flash" in event.key for event in profile.key_averages()) == fused
-
-
 def test_what_torch_compile_needs(monkeypatch, tmp_path):
     """A C++ compiler, and on CUDA a GPU for which Triton compiles, and Python's headers."""
     capability = [7, 0]
@@ -108,10 +97,12 @@ def test_what_decides_the_speed_is_said(monkeypatch):
     assert not machine.compiled and "C++ compiler" in machine.why_not_compiled
 
 
-@pytest.mark.parametrize(("dtype", "attention"), [("fp32", "flash"), ("bf16", "not fused")])
-def test_the_attention_that_a_run_names_is_the_one_that_it_uses(byte_shards, tmp_path, dtype, attention):
-    """In bf16 on a CPU, short rows do without the fused one."""
-    trained(tmp_path, "--data", byte_shards, "--max-steps", 1, "--dtype", dtype)
+@pytest.mark.parametrize(
+    ("flags", "attention"),
+    [(["--dtype", "fp32"], "flash"), (["--dtype", "bf16"], "not fused"), (["--dropout", 0.1], "not fused")],
+)
+def test_the_attention_that_a_run_names_is_the_one_that_it_uses(byte_shards, tmp_path, flags, attention):
+    trained(tmp_path, "--data", byte_shards, "--max-steps", 1, *flags)
     assert read_starts(tmp_path)[0]["machine"]["attention"] == attention
 
 

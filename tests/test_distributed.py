@@ -30,6 +30,7 @@ from helpers import (
 from torch.distributed import HashStore
 
 from support.cli import UserError
+from support.optim.layers import Dropout
 from support.runtime import distributed
 from support.runtime.distributed import ONE_PROCESS, Distributed, agree_on_attempt, connect, report_lost_processes
 
@@ -198,7 +199,7 @@ def test_ranks_with_other_flags_do_not_wait_for_each_other(byte_shards, tmp_path
     assert "error: the nodes differ in --minutes: 1.0 on" in (tmp_path / "0.txt").read_text()
 
 
-DROPOUT = torch.nn.Dropout.forward
+DROPOUT = Dropout.forward
 
 
 def write_dropout_mask(self, x):
@@ -211,7 +212,7 @@ def write_dropout_mask(self, x):
 def test_each_rank_and_each_step_has_its_own_dropout_masks(byte_shards, tmp_path):
     """Of two that have nothing to do with each other, half of the values are the same."""
     flags = ["--data", byte_shards, "--out", "run", "--max-steps", 2, "--val-every", 0, "--dropout", 0.5]
-    written = Rank(replaced={"torch.nn.Dropout.forward": write_dropout_mask})
+    written = Rank(replaced={"support.optim.layers.Dropout.forward": write_dropout_mask})
     run_to_the_end(*flags, cwd=tmp_path, world_size=2, rank=written)
     masks = [np.fromfile(tmp_path / f"masks_{rank}", np.uint8).reshape(2, -1) for rank in (0, 1)]  # by rank and step
     for one, other in combinations(np.concatenate(masks), 2):

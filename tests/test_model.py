@@ -12,7 +12,9 @@ from hf_models import copy_of, hf_model
 from torch.nn import functional as F
 from training import TINY, trained
 
+import train_gpt2
 from support.checkpoints import huggingface
+from support.optim.layers import causal_attention
 from train_gpt2 import GPT, GPTConfig, next_token_probs
 
 
@@ -156,13 +158,13 @@ def test_dropout_is_where_gpt2_has_it(monkeypatch):
     """Hugging Face's model has it after the embeddings, in the attention, and after both projections of each block."""
     torch.manual_seed(0)
     model, tokens = GPT(GPTConfig(**TINY_SIZES, dropout=0.25)), torch.randint(257, (8, 16))
-    in_attention, elsewhere, attention = [], [], F.scaled_dot_product_attention
+    in_attention, elsewhere = [], []
 
-    def spy(*args, **options):
-        in_attention.append(options["dropout_p"])
-        return attention(*args, **options)
+    def spy(q, k, v, dropout):
+        in_attention.append(dropout)
+        return causal_attention(q, k, v, dropout)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(train_gpt2, "causal_attention", spy)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.register_forward_hook(lambda _m, inputs, out: elsewhere.append((inputs[0], out)))

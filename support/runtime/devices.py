@@ -21,6 +21,7 @@ import torch
 from support import torch_private
 from support.cli import UserError
 from support.gpus import GPUS
+from support.optim import layers
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -28,7 +29,6 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 CUDA_ERRORS = "CUDA (driver )?error|cuDNN error|Triton Error"  # how the messages of CUDA and its libraries begin
 # What a CPU's core reaches in training GPT-2 124M, roughly: measured with AVX-512, see docs/performance.md; fp16 was not.
 CPU_CORE_FLOPS = {"fp32": 6e10, "bf16": 1.6e11, "fp16": 6e10}
-LONGEST_UNFUSED_CONTEXT = 128  # in bf16 on a CPU; measured, see docs/performance.md
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -103,13 +103,15 @@ def attention_without_cudnn(device: torch.device) -> contextlib.AbstractContextM
     return sdpa_kernel(order) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def describe_attention(device: torch.device, dtype: torch.dtype, n_head: int, n_embd: int, T: int) -> str:
-    """Names the implementation that PyTorch chooses for the model's attention in training."""
+def describe_attention(
+    device: torch.device, dtype: torch.dtype, n_head: int, n_embd: int, T: int, dropout: float = 0.0
+) -> str:
+    """Names the implementation of the model's attention in training."""
     if device.type == "mps":
         return "Metal"
     qkv = torch.zeros((1, T, 3 * n_embd), device=device, dtype=dtype, requires_grad=True)  # strides as in the model
     q, k, v = (t.view(1, T, n_head, n_embd // n_head).transpose(1, 2) for t in qkv.split(n_embd, dim=2))
-    name = torch_private.fused_attention(q, k, v)
+    name = torch_private.fused_attention(q, k, v) if layers.is_fused(q, dropout) else "math"
     return f"cuDNN {torch.backends.cudnn.version()}" if name == "cudnn" else {"math": "not fused"}.get(name, name)
 
 
@@ -243,21 +245,11 @@ def _uses_glibc(device: torch.device) -> bool:
 # Settings of the process
 
 
-def configure_backends(
-    device: torch.device, tf32: bool, dtype: torch.dtype = torch.float32, context: int = 1024
-) -> None:
-    """Sets TF32, attention and the CPU's allocator; call it before the first matrix product.
-
-    Args:
-        dtype: precision of the matrix products in training.
-        context: length of the rows in training, in tokens.
-    """
+def configure_backends(device: torch.device, tf32: bool) -> None:
+    """Sets TF32 and the CPU's allocator; call it before the first matrix product."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")  # for products that stay in fp32
         torch_private.avoid_unloaded_kernels()
-    if device.type == "cpu":
-        # The backward pass of PyTorch's fused attention is slow in bf16 on short rows. This setting applies to CPUs, too.
-        torch.backends.cuda.enable_flash_sdp(dtype != torch.bfloat16 or context > LONGEST_UNFUSED_CONTEXT)
     keep_memory(device)
 
 

@@ -162,7 +162,7 @@ def _tokens_per_second(
     """
     device, T, dtype = dist.device, flags["block_size"], devices.DTYPES[dtype_name]
     amp = devices.autocast(device, dtype)
-    devices.configure_backends(device, True, dtype, T)
+    devices.configure_backends(device, tf32=True)
     with torch.device("meta"):
         sizes = memory.Sizes.of(new_model(flags, vocab_size))
     most, recompute = flags["batch_size"] or 1, flags["recompute"]
