@@ -59,6 +59,7 @@ def planned(config, model, B):
     [
         *[(dtype, B, {}, 0.01) for dtype in ("fp32", "bf16") for B in (2, 8)],
         *[(dtype, 8, {"lora_rank": 4}, 0.08) for dtype in ("fp32", "bf16")],
+        *[(dtype, 8, {"dropout": 0.1}, 0.02) for dtype in ("fp32", "bf16")],
         ("fp32", 8, {"recompute": True}, 0.02),
     ],
 )

@@ -19,7 +19,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> T
         dropout: the probability with which a weight of the attention becomes 0.
     """
     B, nh, T, hs = q.shape
-    if T == 1 or is_fused(q, dropout):
+    if T == 1 or is_fused(q.device.type, q.dtype, T, dropout):
         # one token sees all keys: PyTorch's causal mask for T queries and more keys would show it only the first one
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
     q, k, v = (t.reshape(B * nh, T, hs) for t in (q, k, v))
@@ -28,12 +28,12 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> T
     return (drop(weights, dropout) @ v).view(B, nh, T, hs)
 
 
-def is_fused(q: Tensor, dropout: float) -> bool:
-    """Returns whether attention in training is left to PyTorch, which has a kernel that never stores the (T, T) weights.
+def is_fused(device: str, dtype: torch.dtype, T: int, dropout: float) -> bool:
+    """Returns whether attention over T tokens is PyTorch's, which has a kernel that never stores the (T, T) weights.
 
-    On a CPU, this kernel has no dropout, and its backward pass is slow in bf16 on short rows.
+    On a CPU, this kernel has no dropout, and in bf16 its backward pass is slow on short rows.
     """
-    return q.device.type != "cpu" or not (dropout or (q.dtype == torch.bfloat16 and q.size(-2) <= LONGEST_UNFUSED))
+    return device != "cpu" or not (dropout or (dtype == torch.bfloat16 and T <= LONGEST_UNFUSED))
 
 
 class Dropout(nn.Dropout):

@@ -111,7 +111,7 @@ def describe_attention(
         return "Metal"
     qkv = torch.zeros((1, T, 3 * n_embd), device=device, dtype=dtype, requires_grad=True)  # strides as in the model
     q, k, v = (t.view(1, T, n_head, n_embd // n_head).transpose(1, 2) for t in qkv.split(n_embd, dim=2))
-    name = torch_private.fused_attention(q, k, v) if layers.is_fused(q, dropout) else "math"
+    name = torch_private.fused_attention(q, k, v) if layers.is_fused(device.type, dtype, T, dropout) else "math"
     return f"cuDNN {torch.backends.cudnn.version()}" if name == "cudnn" else {"math": "not fused"}.get(name, name)
 
 

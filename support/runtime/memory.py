@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from support.cli import UserError, format_bytes
-from support.optim import loss
+from support.optim import layers, loss
 from support.runtime import devices, fsdp
 
 CUDA_BYTES = 10**9  # CUDA's context, and fragmentation
@@ -43,6 +43,7 @@ class Sizes(NamedTuple):
     vocab_size: int  # padded
     parameters: int  # with the padded vocabulary, as they are in memory
     trained: int  # trainable parameters; with LoRA, only a few
+    dropout: float = 0.0
 
     @classmethod
     def of(cls, model: nn.Module) -> Sizes:
@@ -50,7 +51,16 @@ class Sizes(NamedTuple):
         numels = [(p.numel(), p.requires_grad) for p in model.parameters()]
         trained = sum(numel for numel, requires_grad in numels if requires_grad)
         vocab_size, parameters = len(model.get_parameter("lm_head.weight")), sum(numel for numel, _ in numels)
-        return cls(config.n_layer, config.n_head, config.n_embd, config.block_size, vocab_size, parameters, trained)
+        return cls(
+            config.n_layer,
+            config.n_head,
+            config.n_embd,
+            config.block_size,
+            vocab_size,
+            parameters,
+            trained,
+            config.dropout,
+        )
 
     @property
     def block_parameters(self) -> int:
@@ -108,18 +118,22 @@ def training_memory(sizes: Sizes, layout: Layout, B: int, device_memory: float |
     Args:
         device_memory: the GPU's memory in bytes; None for a CPU.
     """
-    L, nh, C, T, V, N, trained = sizes
+    L, nh, C, T, V, N, trained, dropout = sizes
     dtype, world_size, sharded = layout.dtype, layout.world_size, layout.sharded
     on_gpu, itemsize, blocks = device_memory is not None, dtype.itemsize, sizes.block_parameters
     tokens, embedding, accumulates = B * T, V * C, layout.step_tokens > world_size * B * T
     parts = world_size if sharded else 1
     # What a layer saves per token in bf16, by its inputs: ln_1 2C, c_attn 2C, attention 6C + 2C and a number per head,
-    # c_proj (shared with attention), ln_2 2C, c_fc 2C, GELU 8C, c_proj 8C. In fp32, every value takes 4 bytes. The
+    # c_proj (shared with attention), ln_2 2C, c_fc 2C, GELU 8C, c_proj 8C. In fp32, every value takes 4 bytes. Attention
+    # that is not fused saves T weights per head instead of a number, and with dropout its mask and what it leaves. The
     # norms' inputs are fp32 in fp16, and on a GPU also in bf16, where autocast casts them, unless the model is compiled.
     # With LoRA, it is about the same: LoRA's matrices need the inputs that the frozen matrices do not.
     stream = 2 if dtype == torch.bfloat16 else 4  # bytes per value of the residual stream
     norm = 4 if on_gpu and not layout.compiled else stream
-    layer = tokens * ((28 + 2 * norm if itemsize == 2 else 64) * C + 4 * nh + 16)
+    fused = layers.is_fused("cuda" if on_gpu else "cpu", dtype, T, dropout)
+    attention = 4 * nh if fused else itemsize * nh * T * (3 if dropout else 1)
+    mask = (1 if on_gpu else itemsize) * C if dropout else 0  # of a dropout outside the attention
+    layer = tokens * ((28 + 2 * norm if itemsize == 2 else 64) * C + attention + 2 * mask + 16)
     saved: float = L * tokens * stream * C + layer if layout.recompute else L * layer  # checkpointing: arXiv:1604.06174
     saved += tokens * ((4 + itemsize) * C + 16)  # ln_f's input, the gradient that the loss saves, ids
     if itemsize == 2 and not (sharded and on_gpu):
