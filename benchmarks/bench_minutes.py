@@ -4,7 +4,8 @@
     python benchmarks/bench_minutes.py tinyshakespeare.txt --minutes 10 --seeds 1337 1 2
 
 Runs are kept in --out, and those that have finished are not repeated: the tables and the picture can be made in parts.
-A text's last validation loss should never rise.
+A run validates on less text the shorter it is. Therefore the last model's loss is measured again, over all of the text
+that is held out. It should never rise.
 """
 
 from __future__ import annotations
@@ -12,32 +13,38 @@ from __future__ import annotations
 import argparse
 import statistics
 from pathlib import Path
-from typing import NamedTuple
 
+import numpy as np
+import torch
 from harness import run_script
 
 from support.checkpoints.directory import newest_checkpoint
-from support.checkpoints.history import read_starts
 from support.checkpoints.run_folder import has_finished
 from support.checkpoints.state import Checkpoint
-from support.console.log import read_log
+from support.data.shards import TokenData, rows_in_shard
+from support.runtime import devices
+from train_gpt2 import GPT
 
 
-class Result(NamedTuple):
-    """A run that has finished; losses in nats per byte."""
-
-    run: Checkpoint
-    best: float
-    last: float
-
-
-def finished(out: Path) -> Result | None:
-    """Returns the result of a run; None if it has not finished."""
+def last_checkpoint(out: Path) -> Checkpoint | None:
+    """Returns the last checkpoint of a run that has finished; None if it has not."""
     path = newest_checkpoint(out)
-    if path is None or not has_finished(str(out), Checkpoint.open(path).step):
-        return None
-    losses, bytes_per_token = read_log(out / "log.txt")["val"], read_starts(out)[-1]["data"]["bytes_per_token"]
-    return Result(Checkpoint.open(path), min(losses.values()) / bytes_per_token, losses[max(losses)] / bytes_per_token)
+    return Checkpoint.open(path) if path and has_finished(str(out), Checkpoint.open(path).step) else None
+
+
+@torch.no_grad()
+def held_out_loss(out: Path, run: Checkpoint) -> float:
+    """Returns the loss of a checkpoint, in nats per byte, over the complete validation split of its run."""
+    data, model, dtype = TokenData.open(str(out / "data")), GPT.from_pretrained(run.path).eval(), run.config["dtype"]
+    T, nats, length = model.config.block_size, 0.0, 0
+    for shard in data.val:
+        rows = torch.from_numpy(shard[: rows_in_shard(len(shard), T) * T + 1].astype(np.int64))
+        x, y = rows[:-1].view(-1, T), rows[1:].view(-1, T)
+        for inputs, targets in zip(x.split(32), y.split(32), strict=True):
+            with devices.autocast(torch.device("cpu"), devices.DTYPES[devices.pick_dtype(dtype, torch.device("cpu"))]):
+                nats += model(inputs, targets)[1].item() * targets.numel()
+        length += data.tokenizer.count_bytes(rows[1:].numpy())
+    return nats / length
 
 
 def draw(losses: dict[str, dict[float, list[float]]], path: Path) -> None:
@@ -52,7 +59,7 @@ def draw(losses: dict[str, dict[float, list[float]]], path: Path) -> None:
         for time in times:
             axes.plot([time] * len(by_minutes[time]), by_minutes[time], "o", markersize=4, color=line.get_color())
     ticks = sorted({time for by_minutes in losses.values() for time in by_minutes})
-    axes.set(xscale="log", xlabel="--minutes", ylabel="last validation loss, nats per byte")
+    axes.set(xscale="log", xlabel="--minutes", ylabel="nats per byte of held-out text")
     axes.set_xticks(ticks, [f"{time:g}" for time in ticks])
     axes.minorticks_off()
     axes.legend()
@@ -72,25 +79,24 @@ def main() -> None:
     args = parser.parse_args()
     losses: dict[str, dict[float, list[float]]] = {}
     print(
-        "| text | minutes | seed | model | dropout | steps | passes | best | last |\n|---|---|---|---|---|---|---|---|---|"
+        "| text | minutes | seed | model | dropout | steps | passes | nats per byte |\n|---|---|---|---|---|---|---|---|"
     )
     for text in args.texts:
         for minutes in args.minutes:
             for seed in args.seeds:
                 out = args.out / f"{text.stem}_{minutes:g}_{seed}"
-                if finished(out) is None:
+                if last_checkpoint(out) is None:
                     flags = ["--text", text, "--minutes", minutes, "--seed", seed, "--out", out, *args.flags.split()]
                     run_script("train_gpt2.py", *flags, "--sample-every", 0)
-                result = finished(out)
-                assert result is not None
-                run, config = result.run, result.run.config
-                sizes = f"{config['n_layer']} x {config['n_embd']}, {config['block_size']}"
+                run = last_checkpoint(out)
+                assert run is not None
+                config, loss = run.config, held_out_loss(out, run)
                 print(
-                    f"| {text.stem} | {minutes:g} | {seed} | {sizes} | {config['dropout']:g} | {run.step:,} | "
-                    f"{run.passes:.1f} | {result.best:.4f} | {result.last:.4f} |",
+                    f"| {text.stem} | {minutes:g} | {seed} | {config['n_layer']} x {config['n_embd']}, {config['block_size']} | "
+                    f"{config['dropout']:g} | {run.step:,} of {config['total_batch_size']:,} | {run.passes:.1f} | {loss:.3f} |",
                     flush=True,
                 )
-                losses.setdefault(text.stem, {}).setdefault(minutes, []).append(result.last)
+                losses.setdefault(text.stem, {}).setdefault(minutes, []).append(loss)
     if args.figure:
         draw(losses, args.figure)
 

@@ -15,9 +15,10 @@ from training import ONE_PROCESS, checkpoint_names, configure, forked
 import train_gpt2
 from support.checkpoints.history import read_starts
 from support.cli import UserError
+from support.data.shards import read_manifest
 from support.data.tokenizer import get_tokenizer
 from support.runtime import devices
-from support.sizing.presets import fast_rates, text_bytes
+from support.sizing.presets import bpe_vocab_size, fast_rates, make_preset_shards, text_bytes
 from support.terminal import on_one_line
 from train_gpt2 import GPT, MODELS, GPTConfig, train
 
@@ -87,6 +88,34 @@ def test_the_tokenizer_suits_the_amount_of_text(tmp_path):
     assert {size: configure(["--text", str(file_of_size(tmp_path, size))])[0].tokenizer for size in sizes} == sizes
     config, _ = configure(["--text", str(file_of_size(tmp_path, 2e7)), "--tokenizer", "gpt2"])  # of four bytes
     assert config.total_batch_size * config.max_steps == pytest.approx(2e7 * 0.9 / 4, rel=0.01)
+
+
+# By hand: a 500th of the characters, but at most 12 L C^2 weights of C channels each.
+@pytest.mark.parametrize(
+    "size, sizes, expected",
+    [
+        (2e6, (3, 128), 4096),
+        (3e7, (3, 96), 2048),  # 3,456
+        (3e7, (3, 128), 4096),  # 4,608
+        (3e7, (6, 192), 8192),  # 13,824
+        (3e7, (12, 768), 32768),
+        (3e7, (1, 16), 512),
+    ],
+)
+def test_the_vocabulary_suits_the_text_and_the_model(tmp_path, size, sizes, expected):
+    model = dict(zip(("n_layer", "n_embd"), sizes, strict=True))
+    assert bpe_vocab_size(str(file_of_size(tmp_path, size)), "text", model) == expected
+
+
+@pytest.mark.parametrize(("n_layer", "vocab_size"), [(2, 512), (3, 1024)])
+def test_the_shards_of_a_smaller_model_have_a_smaller_vocabulary(tmp_path, n_layer, vocab_size):
+    """600 kB are enough for 1,024 tokens, which are more than the 12 * 2 * 32 of two layers."""
+    numbers = np.random.default_rng(0).integers(10**6, size=90_000)
+    (tmp_path / "text.txt").write_text(" ".join(map(str, numbers)))
+    sizes = ["--n-layer", n_layer, "--n-head", 1, "--n-embd", 32]
+    config, _ = configure(["--text", tmp_path / "text.txt", "--out", tmp_path / "run", *sizes])
+    make_preset_shards(config, keep_existing=False, may_replace=False, model=None)
+    assert read_manifest(tmp_path / "run" / "data")["vocab_size"] == vocab_size
 
 
 def test_a_given_flag_replaces_the_presets(tmp_path):

@@ -55,6 +55,7 @@ def make_shards(
     *,
     tokenizer: str = "gpt2",
     vocab_size: int | None = None,
+    largest_vocab_size: int | None = None,
     tokenizer_from: Path | None = None,
     engine: str | None = None,
     shard_size: int = SHARD_SIZE,
@@ -73,6 +74,7 @@ def make_shards(
     Args:
         tokenizer: "gpt2", "bytes", or "bpe", which is trained on the corpus.
         vocab_size: the maximum vocabulary size of "bpe" (default: one that fits the amount of text).
+        largest_vocab_size: the limit of that default.
         tokenizer_from: a folder with a `tokenizer.json`: for "bpe" to use instead of a new one, or for "gpt2" to read.
         engine: "gigatoken" or "tiktoken" (default: gigatoken if it is installed). The shards do not depend on it.
         shard_size, max_tokens: tokens per shard, and the maximum number of tokens in total.
@@ -96,6 +98,7 @@ def make_shards(
         "val_fraction": val_fraction,
         "split_documents": split_documents or None,
         "vocab_size": vocab_size,
+        "largest_vocab_size": largest_vocab_size if tokenizer == "bpe" else None,
         "tokenizer_from": sha256_of(tokenizer_from / TOKENIZER_JSON) if tokenizer_from and tokenizer == "bpe" else None,
         **corpus.settings,
     }
@@ -109,7 +112,7 @@ def make_shards(
             corpus = corpus.for_process(only_parts[0]) if only_parts else corpus
             in_order = val_fraction is None and not only_parts
             _check_space(folder, parts, max_tokens, shard_size if in_order else math.inf)
-            written = _write_tokenizer(folder, corpus, vocab_size, tokenizer_from)
+            written = _write_tokenizer(folder, corpus, vocab_size, largest_vocab_size, tokenizer_from)
             encode = get_encoder(written, engine or default_engine(), threads)
             folder.begin_parts(parts)
             with contextlib.closing(EncodedParts(folder, corpus, parts, encode, max_tokens)) as encoded:
@@ -125,14 +128,16 @@ def make_shards(
 # Parts
 
 
-def _write_tokenizer(folder: OutputFolder, corpus: Corpus, vocab_size: int | None, copy_of: Path | None) -> Tokenizer:
+def _write_tokenizer(
+    folder: OutputFolder, corpus: Corpus, vocab_size: int | None, largest: int | None, copy_of: Path | None
+) -> Tokenizer:
     """Writes the tokenizer that a folder's manifest names to its `tokenizer.json`, and returns it.
 
     "bpe" is trained on the corpus, and its checksum and vocabulary size are added to the manifest. A file whose checksum
     is there already is kept.
 
     Args:
-        vocab_size: the largest size allowed for "bpe" (default: the corpus's, or `fitting_vocab_size`).
+        vocab_size: the largest size allowed for "bpe" (default: the corpus's, or `fitting_vocab_size` up to `largest`).
         copy_of: a folder with a `tokenizer.json` to use instead.
 
     Raises:
@@ -149,9 +154,8 @@ def _write_tokenizer(folder: OutputFolder, corpus: Corpus, vocab_size: int | Non
         val_fraction = folder.manifest["settings"].get("val_fraction")
         texts = bpe.training_texts(corpus, max(bpe.HELD_OUT, float(val_fraction or 0)))
         folder.report(f"training a tokenizer on {sum(map(len, texts)):,} characters ...")
-        tokenizer = bpe.train_bpe(
-            texts, vocab_size or corpus.vocab_size or bpe.fitting_vocab_size(sum(map(len, texts)))
-        )
+        fitting = min(bpe.fitting_vocab_size(sum(map(len, texts))), largest or sys.maxsize)
+        tokenizer = bpe.train_bpe(texts, vocab_size or corpus.vocab_size or fitting)
     if not path.exists() or path.read_bytes() != tokenizer.json.encode():
         with atomic_write(path, unique=True) as tmp:
             tmp.write_text(tokenizer.json, encoding="utf-8", newline="\n")

@@ -54,7 +54,6 @@ def flags_for_minutes(
     """
     minutes, tokenizer = config.minutes or 0.0, "bpe" if config.demo else config.tokenizer or "gpt2"
     text_bytes = presets.text_bytes(config.text, config.text_field)
-    vocab_size = VOCAB_SIZES.get(tokenizer) or presets.bpe_vocab_size(config.text, config.text_field)
     machine = Machine.find(config, flags, dist.device, dist.world_size)
     is_new = not (flags["init_from"] or config.fork)
     tuned = config.has_preset and flags["init_from"] is not None and config.fork is None
@@ -69,6 +68,7 @@ def flags_for_minutes(
 
     def tokens_in_time(model: dict[str, int]) -> float:
         of_model = flags | {"batch_size": machine.batch_size} | model
+        vocab_size = VOCAB_SIZES.get(tokenizer) or presets.bpe_vocab_size(config.text, config.text_field, of_model)
         rows = most_rows
         while True:
             of_model |= {"batch_size": rows} if rows else {}

@@ -218,7 +218,7 @@ def vocab_size_of(config: Options) -> int:
     if shards.shard_paths(config.data, "train"):
         return shards.read_manifest(config.data)["vocab_size"]
     tokenizer = "bpe" if config.demo else config.tokenizer or "gpt2"
-    return VOCAB_SIZES.get(tokenizer) or presets.bpe_vocab_size(config.text, config.text_field)
+    return VOCAB_SIZES.get(tokenizer) or presets.bpe_vocab_size(config.text, config.text_field, config.to_dict())
 
 
 def report(plan: Plan) -> Iterator[str]:

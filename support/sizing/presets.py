@@ -179,7 +179,7 @@ def _has_many_weights(sizes: Mapping[str, Any], text_bytes: float) -> bool:
     return sizes["n_layer"] >= FEWEST_LAYERS_OF_MANY and block_weights(sizes) > text_bytes
 
 
-def block_weights(model: Mapping[str, int]) -> int:
+def block_weights(model: Mapping[str, Any]) -> int:
     """Returns the number of weights in a model's blocks, without biases and norms."""
     return 12 * model["n_layer"] * model["n_embd"] ** 2
 
@@ -245,9 +245,17 @@ def flags_for_length(before: Mapping[str, Any], max_steps: int | None) -> dict[s
     return flags
 
 
-def bpe_vocab_size(text: str | None, field: str = "text") -> int:
-    """Returns the vocabulary size of an encoding that is trained on a text, or on the demo's text if `text` is None."""
-    return DEMO_VOCAB_SIZE if text is None else fitting_vocab_size(text_bytes(text, field))
+def bpe_vocab_size(text: str | None, field: str, sizes: Mapping[str, Any]) -> int:
+    """Returns the vocabulary size of an encoding that is trained on a text for a model, or on the demo's if `text` is None."""
+    return DEMO_VOCAB_SIZE if text is None else min(fitting_vocab_size(text_bytes(text, field)), most_tokens(sizes))
+
+
+def most_tokens(sizes: Mapping[str, Any]) -> int:
+    """Returns the largest vocabulary for a model: a power of two with which its embedding is no larger than its blocks.
+
+    With a larger one, a step spends most of its time on the logits (measured, see docs/small-models.md).
+    """
+    return max(512, 2 ** int(math.log2(block_weights(sizes) / sizes["n_embd"])))
 
 
 def text_bytes(text: str | None, field: str = "text") -> float:
@@ -285,7 +293,7 @@ def make_preset_shards(config: Options, keep_existing: bool, may_replace: bool, 
         paths = find_input([config.text], lambda note: print_lines(f"note    {note}"))
         make = partial(
             make_shards, TextFiles(paths, config.text_field), config.data, tokenizer=config.tokenizer or "gpt2",
-            tokenizer_from=model, split_documents=True, threads=usable_cores(), flag="--out",
+            largest_vocab_size=None if model else most_tokens(config.to_dict()), tokenizer_from=model, split_documents=True, threads=usable_cores(), flag="--out",
         )  # fmt: skip
     make = partial(make, report=lambda line: None)  # a run shows only the progress, which is on stderr
     startup.show("making token shards ...")
