@@ -94,6 +94,9 @@ FAULTS = [
     (2, "y] -= 1", "y] -= 0", "the 1 of the token that came is not subtracted"),
     (2, "m / (1 - 0.9 ** (step + 1))", "m", "Are m and v divided by"),
     (2, "p.grad = None", "pass", "backward 1 adds to the gradients of the one before"),
+    (2, "(v_hat.sqrt() + 1e-8)", "(v_hat + 1e-8).sqrt()", "Is 1e-8 added to the root, and not under it?"),
+    (2, "averages = [(torch.zeros_like(p), torch.zeros_like(p))", "averages = [(torch.zeros_like(p),) * 2", "m and v share memory"),
+    (2, "adam_step(p, p.grad, m, v, step, lr)", "adam_step(p, p.grad, torch.zeros_like(p), torch.zeros_like(p), step, lr)", "m and v are zero again"),
     (3, "return rows[:, :-1], rows[:, 1:]", "return rows[:, :-1], rows[:, :-1]", "the target of"),
     (3, "torch.randint(len(tokens) - T, (B,)).tolist()", "[0] * B", "begin at the same place"),
     (3, "nn.init.zeros_(self.lm_head.weight)", "nn.init.normal_(self.lm_head.weight)", "with lm_head at zero it is ln 257"),
@@ -101,6 +104,7 @@ FAULTS = [
     (3, "torch.multinomial(F.softmax(logits, dim=-1), 1)", "logits.argmax(-1, keepdim=True)", "the likeliest: draw from the probabilities"),
     (3, "unfold(0, T + 1, T)", "unfold(0, T + 1, 1)", "the rows begin at [0, 1, 2, 3]"),
     (3, "unfold(0, T + 1, T)", "unfold(0, T + 1, T + 1)", "the rows begin at [0, 65, 130, 195]"),
+    (3, "return model(rows[:, :-1], rows[:, 1:])[1].item()", "return sum(model(r[:, :-1], r[:, 1:])[1].item() for r in rows.split(32)) / len(rows.split(32))", "one row at a time it is"),
     (3, "        optimizer.zero_grad()\n", "", "in main(), the gradient of step 1 is its own plus that of step 0: optimizer.zero_grad() is missing"),
     (3, "        optimizer.step()\n", "        optimizer.step()\n        optimizer.step()\n", "in main(), optimizer.step() is called twice"),
     (3, "get_batch(train_tokens)", "get_batch(val_tokens)", "in main(), step 0 trains on a row that is from the held-out text"),
@@ -118,6 +122,7 @@ FAULTS = [
     (5, "x = x + self.attn", "x = self.attn", "the residual around attn is missing"),
     (5, "x + self.attn(self.ln_1(x))", "self.ln_1(x + self.attn(x))", "ln_1 comes after the sum (post-norm)"),
     (5, "y.transpose(1, 2).reshape(B, T, C)", "y.reshape(B, T, C)", "heads are joined without the transpose"),
+    (5, "t.view(B, T, self.n_head, -1).transpose(1, 2)", "t.reshape(B, self.n_head, T, -1)", "attention is wrong: heads are cut from the wrong dimension"),
     (5, "q, k, v = (t", "k, q, v = (t", "q and k are swapped"),
     (5, "self.lm_head(self.ln_f(x))", "self.lm_head(x)", "ln_f is missing: after the last block"),
     (5, "config.vocab_size, bias=False)", "config.vocab_size)", "GPT-2 has no lm_head.bias: nn.Linear(..., bias=False)"),
@@ -130,6 +135,7 @@ FAULTS = [
     (6, "if name.endswith(\"c_proj.weight\") else 1", "if False else 1", "c_proj.weight is 0.02"),
     (7, '"weight_decay": 0.0', '"weight_decay": weight_decay', "the weight decay of h.0.ln_1.weight is 0.1"),
     (7, "nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "pass", "clip them to 1 between backward() and step()"),
+    (7, "nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "nn.utils.clip_grad_value_(model.parameters(), 1.0)", "clip their norm, with nn.utils.clip_grad_norm_"),
     (7, "MAX_LR * (step + 1)", "MAX_LR * step", "the learning rate of step 0 is 0; it should be 0.00015"),
     (7, "    optimizer.zero_grad()\n", "", "the gradient of step 1 is its own plus that of step 0: optimizer.zero_grad() is missing"),
     (7, "    optimizer.step()\n", "    optimizer.step()\n    optimizer.step()\n", "optimizer.step() is called twice for the same batch"),
@@ -137,6 +143,8 @@ FAULTS = [
     (7, "    for group in optimizer.param_groups:", "    for group in optimizer.param_groups[:1]:", "with a learning rate of 0, the largest change of h.0.ln_1.weight"),
     (8, "min(pairs, key=lambda pair: (-pairs", "min(pairs, key=lambda pair: (pairs", "the first merges are"),
     (8, "Counter(w for w, _ in SPLIT.pre_tokenize_str(text))", "Counter([text.replace(' ', 'Ġ')])", "goes across the end of a word"),
+    (8, "Counter(w for w, _ in SPLIT.pre_tokenize_str(text))", "dict.fromkeys((w for w, _ in SPLIT.pre_tokenize_str(text)), 1)", "A pair counts each time that its word occurs"),
+    (8, "bpe.decoder = SPLIT,", "bpe.decoder = pre_tokenizers.ByteLevel(),", "puts a space before each text: ByteLevel(add_prefix_space=False)"),
     (8, "text[: len(text) * 9 // 10]", "text", "a merge is of letters that only the held-out text has"),
     (9, "text[: len(text) * 9 // 10]", "text", "a merge is of letters that only the held-out text has"),
     (9, "len(shard) - T, T)", "len(shard) - T, T + 1)", "batch 0 begins at [0, 9, 18, 27, 36], not [0, 8, 16, 24, 32]"),
@@ -147,30 +155,34 @@ FAULTS = [
     (10, "logits / max(temperature, 1e-10)", "logits * temperature", "temperature 0.5 and top_k None give"),
     (10, "top_k or logits.size(-1)", "logits.size(-1)", "temperature 2.0 and top_k 2 give"),
     (10, "ids.gather(1, torch.multinomial(probs, 1))", "torch.multinomial(probs, 1)", "the likeliest tokens are"),
+    (10, "ids.gather(1, torch.multinomial(probs, 1))", "ids[0][torch.multinomial(probs, 1)]", "but all get that of the first"),
     (10, "loss[len(context) - 1 : len(row) - 1]", "loss[: len(row) - 1]", "after [1, 2, 3, 4] is"),
     (11, 'reduction="sum"', 'reduction="mean"', "the mean of -ln softmax(logits)[target] is"),
     (11, "checkpoint(self.summed_loss, *chunk, use_reentrant=False)", "self.summed_loss(*chunk)", "as much is kept"),
     (11, "is_causal=True", "is_causal=False", "they see the future. attention is wrong: nothing is masked"),
     (11, "    with amp:", "    with FP32:", "train_step does not use amp"),
     (11, "torch.stack(losses).sum() / len(targets)", "torch.stack([loss / len(c[1]) for loss, c in zip(losses, zip(x.split(self.chunk_rows), targets.split(self.chunk_rows)))]).mean()", "A mean of the chunks' means"),
+    (11, "for chunk in chunks]", "for chunk in chunks if len(chunk[1]) == min(self.chunk_rows, len(targets))]", "The last chunk is left out"),
     (11, "    optimizer.zero_grad()\n", "", "optimizer.zero_grad() is missing"),
     (12, "    optimizer.zero_grad()\n", "", "optimizer.zero_grad() is missing"),
     (12, "loss = loss / loader.grad_accum", "loss = loss / 1", "2 times as large as that of the mean loss"),
     (12, "        loss.backward()", "        (loss * loader.grad_accum).backward()", "2 times as large as that of the mean loss"),
     (12, "nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "pass", "clip them to 1 between"),
+    (12, "        loss.backward()", "        loss.backward()\n        nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "clipped after each micro-batch"),
     (12, "micro_step == loader.grad_accum - 1", "micro_step == 0", "is [True, False, False, False], not"),
     (12, "self.position * self.world_size + self.rank", "self.position + self.rank", "of rank 0 of 2 begin at rows [0, 3, 6]"),
     (12, 'open_shards("train"), B', 'open_shards("val"), B', "in train(), step 0 trains on a row that is from the held-out text"),
     (13, "p.T if name", "p if name", "c_attn.weight is stored as (96, 32)"),
+    (13, "p.T if name.startswith(\"h.\")", "p.T if p.size(0) != p.size(-1) and name.startswith(\"h.\")", "h.0.attn.c_proj.weight is square, but has to be transposed, too"),
     (13, 'f".model_{step:05d}.partial"', 'f"model_{step:05d}"', "leaves model_00008, which is not complete"),
     (13, "os.fsync(file)", "pass", "does not call os.fsync"),
     (13, "for path in (*tmp.iterdir(), tmp):", "for path in (tmp,):", "does not call os.fsync for config.json"),
     (13, 'max(OUT.glob("model_*"))', 'min(OUT.glob("model_*"))', "load_checkpoint returns step 5, and loads the weights of step 5"),
     (13, 'optimizer.load_state_dict(trainer["optimizer"])', "pass", "restore the optimizer's state?"),
-    (13, "loader.position = first_step * loader.grad_accum", "pass", "restore the weights, and is loader.position set?"),
+    (13, "loader.position = first_step * loader.grad_accum", "pass", "restore the weights, and is loader.position set? It counts batches"),
     (13, "dist.all_reduce(loss_accum)", "pass", "rank 0's loss of step 0 is"),
     (13, "load_checkpoint(model, optimizer) if resume else 0", "load_checkpoint(model, optimizer) if resume and rank == 0 else 2 * resume", "Do all ranks load the checkpoint?"),
-    (13, "torch.manual_seed(1337)", "torch.manual_seed(1338)", "train_gpt2.py has 6.95"),
+    (13, "torch.manual_seed(1337)", "torch.manual_seed(1338)", "train_gpt2.py has 6.95072. Is the seed 1337"),
 ]  # fmt: skip
 SLOW_ANSWERS = ("restore", "rank 0's loss", "Do all ranks", "train_gpt2.py has")
 
@@ -190,6 +202,46 @@ def test_a_typical_mistake_is_named(shards_once, tmp_path, step, right, wrong, a
     copy.write_text(text.replace(right, wrong))
     said = next((words for holds, words in check.check(copy, step) if not holds), "nothing")
     assert answer in said
+
+
+def test_the_target_that_is_named_is_a_wrong_one(tmp_path):
+    rolled = program(3).read_text().replace("rows[:, :-1], rows[:, 1:]", "rows[:, :-1], rows[:, :-1].roll(-1, 1)")
+    (tmp_path / "my_gpt.py").write_text(rolled)
+    said = check.targets_follow(check.load(tmp_path / "my_gpt.py", tmp_path))
+    token, found, right = map(int, re.findall(r"\d+", said)[-3:])
+    assert (right, found) == (token + 1, token - 63)
+
+
+# other ways that are right, too
+SYNC = "model.require_backward_grad_sync = micro_step == loader.grad_accum - 1  # type: ignore[assignment]\n        _, loss = model(x, y)"
+NO_SYNC = "ddp = isinstance(model, nn.parallel.DistributedDataParallel)\n        with model.no_sync() if ddp and micro_step < loader.grad_accum - 1 else torch.enable_grad():\n            _, loss = model(x, y)"
+DIVISION = "self.grad_accum = TOTAL_BATCH_SIZE // (B * T * world_size)"
+NO_REST = "self.grad_accum, rest = divmod(TOTAL_BATCH_SIZE, B * T * world_size)\n        assert not rest"
+WAYS = [
+    (7, check.main_trains, "def main() -> None:\n", "def main() -> None:\n    import argparse\n\n    argparse.ArgumentParser().parse_args()\n"),
+    (10, check.samples, "temperature: float = 1.0, top_k: int | None = None) -> Tensor", "temperature: float, top_k: int | None) -> Tensor"),
+    (10, check.losses_of_completions, "batch_first=True)", "batch_first=True, padding_value=1023)"),
+    (12, check.rows_in_order, DIVISION, NO_REST),
+    (12, check.rows_of_ranks, DIVISION, NO_REST),
+    (12, check.one_sync, "= model(x, y)", "= model(idx=x, targets=y)"),
+    (12, check.one_sync, SYNC, NO_SYNC),
+    *(
+        (13, fact, "optimizer.state_dict()", '[optimizer.state[p]["exp_avg"] for p in model.parameters()]')
+        for fact in (check.opens_in_huggingface, check.atomic)
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "step, fact, ours, other", [pytest.param(*way, id=f"{i}-{way[1].__name__}") for i, way in enumerate(WAYS)]
+)
+def test_another_right_way_is_right(shards, tmp_path, monkeypatch, step, fact, ours, other):
+    text, copy = program(step).read_text(), tmp_path / "my_gpt.py"
+    assert ours in text
+    copy.write_text(text.replace(ours, other))
+    shutil.copytree(shards / "data", tmp_path / "data")
+    monkeypatch.setattr(sys, "argv", ["check.py", str(copy), "--step", str(step)])
+    assert check.call(fact, copy, check.load(copy, tmp_path)) == (None, None)
 
 
 @pytest.mark.parametrize(
