@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import shutil
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import STARTED, TINY_SIZES
+from helpers import TINY_SIZES
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # children inherit that of a shell's background: ignored
 
@@ -39,11 +40,9 @@ def usual_interrupts():
 def no_process_is_left():
     """A test that fails before the end of its run does not leave it running for hours."""
     yield
-    for process in STARTED:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-    STARTED.clear()
+    for process in multiprocessing.active_children():
+        process.kill()
+        process.join()
 
 
 @pytest.fixture(autouse=True)
