@@ -61,7 +61,13 @@ def run(six_steps, tmp_path):
 # ---- the same run
 
 
-@pytest.mark.parametrize("flags", [["--shuffle", "--max-steps", 11], ["--dtype", "fp16", "--max-steps", 40]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--shuffle", "--max-steps", 11],
+        pytest.param(["--dtype", "fp16", "--max-steps", 40], marks=pytest.mark.slow),
+    ],
+)
 def test_a_resumed_run_is_the_uninterrupted_run(byte_shards, tmp_path, flags, monkeypatch):
     """With fp16 between overflows: its gradients are scaled far too high at first."""
     scaler = torch.amp.GradScaler
