@@ -311,8 +311,12 @@ def test_a_run_on_a_text_may_move_with_its_shards(tmp_path, monkeypatch):
     assert sorted(os.listdir()) == ["book.txt", "moved"]
 
 
-def test_resume_auto_starts_anew_or_resumes(byte_shards, tmp_path):
+def test_resume_auto_starts_anew_or_resumes(byte_shards, tmp_path, monkeypatch):
     out, flags = tmp_path / "run", ["--data", byte_shards, "--max-steps", 3]
+    monkeypatch.chdir(tmp_path)
+    for more, folder in ([], "log"), (["--demo"], "log_demo"):
+        with pytest.raises(UserError, match=f"no checkpoint in {folder} to resume from"):
+            configure(["--resume", *more])
     with pytest.raises(UserError, match="no checkpoint in .* to resume from"):
         configure(["--resume", "--out", out])
     log = trained(out, *flags, "--resume", "auto")
