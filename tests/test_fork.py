@@ -252,6 +252,7 @@ def test_another_optimizer_starts_anew(runs, tmp_path):
     [
         (["--n-layer", 3, "--block-size", 8], ["--n-layer is 3, but the model in", "--block-size is 8, but the model"]),
         (["--max-steps", 5], ["model_00006 was trained for 6 steps"]),
+        (["--max-steps", 6], ["model_00006 was trained for 6 steps"]),
         (["--model", "gpt2-xl"], ["--fork brings its own model. Leave out --model."]),
         (["--text", "x.txt", "--tokenizer", "bytes"], ["--fork brings its own model. Leave out --tokenizer."]),
     ],
