@@ -34,6 +34,7 @@ from bad_inputs import CANARY, KINDS, SCRIPTS, Command, make_fixtures
 
 from support.cli import run_cli
 from support.data import download
+from support.data.tokenizer import get_tokenizer
 
 FORK = multiprocessing.get_context("fork")
 MEMORY = 8 << 30  # bytes of address space that an input may add
@@ -166,6 +167,7 @@ def main() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     for name in IMPORTED_ONCE:  # before the forks
         importlib.import_module(name)
+    get_tokenizer("gpt2").encode("")
     torch.set_num_threads(1)
     sys.modules["wandb"] = mock.MagicMock(__spec__=importlib.machinery.ModuleSpec("wandb", None))
     download.ATTEMPTS = 1  # without a network, an input that needs the GPT-2 vocabulary should fail at once

@@ -70,8 +70,8 @@ def find_places() -> dict[Place, list[tuple[str, int]]]:
     return places
 
 
-def mutate(source: str, options: list[tuple[str, int]], rng: random.Random) -> tuple[str, str]:
-    """Picks a random mutation that compiles; returns its operator and the mutated source."""
+def mutate(source: str, options: list[tuple[str, int]], rng: random.Random) -> tuple[str, str] | None:
+    """Picks a random mutation that compiles; returns its operator and the mutated source. None: no mutation compiles."""
     for name, occurrence in rng.sample(options, len(options)):
         mutated = mutate_code(source, get_operator(name)(), occurrence)
         try:
@@ -79,7 +79,7 @@ def mutate(source: str, options: list[tuple[str, int]], rng: random.Random) -> t
         except SyntaxError:
             continue
         return name.removeprefix("core/"), mutated
-    sys.exit(f"none of {options} compiles")
+    return None  # `not` before a name that is assigned with :=
 
 
 def copy_tree(folder: Path) -> None:
@@ -135,9 +135,10 @@ def main() -> None:
     for number, place in enumerate(rng.sample(sorted(places), args.mutations), start=1):
         path, (line, _), _ = place
         source, began = path.read_text(encoding="utf-8"), time.monotonic()
-        operator, mutated = mutate(source, places[place], rng)
-        if args.only and number not in args.only:
+        mutation = mutate(source, places[place], rng)
+        if mutation is None or args.only and number not in args.only:
             continue
+        operator, mutated = mutation
         with tempfile.TemporaryDirectory() as unchanged, tempfile.TemporaryDirectory() as folder:
             for copy in (unchanged, folder):
                 copy_tree(Path(copy))

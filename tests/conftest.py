@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import shutil
 import signal
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import STARTED, TINY_SIZES
+from helpers import TINY_SIZES
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # children inherit that of a shell's background: ignored
 
@@ -18,6 +20,12 @@ MEMORY = Path("/dev/shm")
 has_space = os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30
 if has_space and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC:  # torch.compile's libraries are loaded from there
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+
+def pytest_collection_finish():
+    """What a test collects is its own garbage: to look at all modules again, each time, takes half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -31,11 +39,9 @@ def usual_interrupts():
 def no_process_is_left():
     """A test that fails before the end of its run does not leave it running for hours."""
     yield
-    for process in STARTED:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-    STARTED.clear()
+    for process in multiprocessing.active_children():
+        process.kill()
+        process.join()
 
 
 @pytest.fixture(autouse=True)

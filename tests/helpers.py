@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
 import pytest
 
@@ -48,30 +48,11 @@ TINY_TRAINING_FLAGS = (
 TINY_FLAGS = [*TINY_MODEL_FLAGS, *TINY_TRAINING_FLAGS]
 
 
-STARTED: list[subprocess.Popen[str]] = []  # conftest.py ends those that a failed test has left
-
-
-def start_script(
-    *args: object, cwd: Path, torchrun: str = "", output: int | IO[str] = subprocess.DEVNULL, **env: str
-) -> subprocess.Popen[str]:
-    """Starts a script of this project in its own process, or through torchrun with these options."""
-    launcher = [sys.executable, *(["-m", "torch.distributed.run", *torchrun.split()] if torchrun else [])]
-    command = [*launcher, str(ROOT / str(args[0])), *map(str, args[1:])]
+def run_script(*args: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script of this project in its own process."""
+    command = [sys.executable, str(ROOT / str(args[0])), *map(str, args[1:])]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | env
-    STARTED.append(subprocess.Popen(command, cwd=cwd, env=environment, text=True, stdout=output, stderr=output))
-    return STARTED[-1]
-
-
-def run_script(*args: object, cwd: Path, torchrun: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs a script of this project in its own process; `torchrun` is a number of ranks."""
-    options = f"--standalone --nproc_per_node={torchrun}" if torchrun else ""
-    with start_script(*args, cwd=cwd, torchrun=options, output=subprocess.PIPE, **env) as process:
-        try:
-            out, err = process.communicate(timeout=300)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def copy_project(tree: Path) -> None:
@@ -145,6 +126,13 @@ def stopped_after(steps: int, world_size: int = 1) -> Rank:
     return Rank(before={(STEP, steps - (world_size > 1)): terminate})
 
 
+def print_to(output: Path) -> None:
+    """Sends what this process prints to a file."""
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+
+
 def start_run(
     *flags: object, cwd: Path, world_size: int = 1, rank: Rank | Mapping[int, Rank] = Rank(),
     defaults: Sequence[str] = TINY_FLAGS,
@@ -174,9 +162,7 @@ def _run_rank(flags: list[str], cwd: Path, output: Path, environment: dict[str, 
 
     os.chdir(cwd)
     os.environ.update(environment | {"HF_HUB_OFFLINE": "1"})
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    print_to(output)
     torch.set_num_threads(1)
     CurvesFile.draw = lambda self: None  # which takes longer than most of these runs
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
@@ -199,6 +185,46 @@ def run_to_the_end(*flags: object, cwd: Path, **options: object) -> None:
     """`start_run` and `finish_run`, successfully."""
     codes = finish_run(start_run(*flags, cwd=cwd, **options))
     assert not any(codes), (cwd / "0.txt").read_text()
+
+
+def start_torchrun(options: str, *flags: object, cwd: Path, output: Path) -> BaseProcess:
+    """Starts torchrun in a process that has imported torch, and through it `train_gpt2.py`, in processes that have not."""
+    command = [*options.split(), str(ROOT / "train_gpt2.py"), *map(str, flags)]
+    process = FORKS.Process(target=_run_torchrun, args=(command, cwd, output))
+    process.start()
+    return process
+
+
+def _run_torchrun(command: list[str], cwd: Path, output: Path) -> None:
+    from torch.distributed.run import main
+
+    print_to(output)
+    os.chdir(cwd)
+    os.environ.update({"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"})
+    main(command)
+
+
+def run_in_copy(code: str, tree: Path, *arguments: str) -> str:
+    """Runs code in a copy of the project, with these arguments; returns its output."""
+    process = FORKS.Process(target=_run_in_copy, args=(code, tree, arguments))
+    process.start()
+    codes, output = finish_run([process]), (tree / "output.txt").read_text()
+    assert codes == [0], output
+    return output
+
+
+def _run_in_copy(code: str, tree: Path, arguments: Sequence[str]) -> None:
+    import torch
+
+    project = {"support", *(path.stem for path in ROOT.glob("*.py"))}
+    for name in [name for name in sys.modules if name.partition(".")[0] in project]:
+        del sys.modules[name]  # it is imported from the copy
+    torch.set_num_threads(1)
+    print_to(tree / "output.txt")
+    os.chdir(tree)
+    sys.path.insert(0, str(tree))
+    sys.argv[1:] = arguments
+    exec(code, {})
 
 
 def on_ranks(function: Callable[[int], T], world_size: int, folder: Path) -> dict[int, T]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, TINY_FLAGS, copy_project, losses, needs_gpt2_vocabulary
+from helpers import ROOT, TINY_FLAGS, copy_project, losses, needs_gpt2_vocabulary, run_in_copy
 from runs import differences
 from safetensors.torch import load_file
 from training import trained
@@ -61,12 +60,7 @@ def tree(byte_shards, tmp_path_factory):
     (tree / "items.jsonl").write_text(json.dumps(item) + "\n")
     data = {name: str(tree / "gpt2_shards" if name == "norm" else byte_shards) for name in FLAGS}
     runs = {name: [*TINY_FLAGS, *RUN, "--data", data[name], *flags] for name, flags in FLAGS.items()}
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
-    done = subprocess.run(
-        [sys.executable, "-c", USE, json.dumps(runs)], cwd=tree, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"model_00005 +[01]\.0000 ± ", done.stdout)  # HellaSwag's table
+    assert re.search(r"model_00005 +[01]\.0000 ± ", run_in_copy(USE, tree, json.dumps(runs)))  # HellaSwag's table
     for name in ("norm", "loss"):
         trained(tree / f"not_{name}", *RUN, "--data", data[name])
     return tree

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import TINY_MODEL_FLAGS, finish_run, losses, start_run, stopped_after
+from helpers import finish_run, losses, start_run, stopped_after
 from training import ONE_PROCESS, assert_same_run, checkpoint_names, config_of, configure, trainer_file
 
 import train_gpt2
@@ -23,7 +23,7 @@ from support.runtime.length import Length
 from train_gpt2 import get_lr, train
 
 TEXT = "".join(f"{a} and {b} are {a + b}.\n" for a in range(40) for b in range(60))
-FLAGS = "--device cpu --dtype fp32 --tokenizer bytes --batch-size 16 --total-batch-size 256 --max-lr 3e-3".split()
+FLAGS = "--n-layer 1 --n-head 1 --n-embd 16 --block-size 16 --device cpu --dtype fp32 --tokenizer bytes --batch-size 16 --total-batch-size 256 --max-lr 3e-3".split()
 FLAGS += "--val-tokens 512 --sample-every 0 --keep 0".split()
 
 
@@ -31,7 +31,7 @@ FLAGS += "--val-tokens 512 --sample-every 0 --keep 0".split()
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text(TEXT)
-    return ["--text", str(path), *TINY_MODEL_FLAGS, *FLAGS]
+    return ["--text", str(path), *FLAGS]
 
 
 class Time:
@@ -170,6 +170,7 @@ def test_a_run_ends_on_time(text, tmp_path, fake_time, monkeypatch, seconds_of_s
     assert "decay-steps" not in (saved[-1] / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_with_the_time_that_is_left(text, tmp_path, fake_time, monkeypatch):
     def die_at_70(step):
         if step == 70:
@@ -197,6 +198,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.slow
 def test_a_run_ends_when_it_has_read_its_text_often_enough(text, tmp_path, fake_time, monkeypatch, capsys):
     """Its end depends on rows, not on time: after a kill, at another speed, it is the same run. A fork may read more.
 

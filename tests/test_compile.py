@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import STEP, Rank, losses, run_to_the_end
 from torch._dynamo.backends.distributed import DDPOptimizer
-from training import ONE_PROCESS, config_of, trained
+from training import ONE_PROCESS, compile_graphs, config_of, trained
 
 import train_gpt2
 
@@ -49,6 +49,7 @@ def test_under_ddp_each_bucket_has_its_graph(byte_shards, tmp_path):
     flags = ["--data", byte_shards, *"--n-layer 1 --n-embd 192 --max-steps 4 --val-every 2".split()]
     counted = Rank(
         replaced={
+            "torch.compile": compile_graphs,
             "support.runtime.batch_size.TRIED": ("cpu",),
             "torch._dynamo.backends.distributed.DDPOptimizer.compile_fn": counting_compile,
             STEP: counting_step,

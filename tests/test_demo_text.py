@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 import re
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import ROOT
@@ -52,6 +53,7 @@ def documents() -> list[str]:
 def test_docstrings_of_a_package_each_paragraph_once(tmp_path, monkeypatch, order):
     install(tmp_path, "tiny_package", order)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(demo_text, "sysconfig", SimpleNamespace(get_paths=lambda: {"stdlib": json.__path__[0]}))
     monkeypatch.setattr(demo_text, "PACKAGES", ())
     without = python_documentation()
     monkeypatch.setattr(demo_text, "PACKAGES", ("no_such_package", "tiny_package"))
@@ -79,17 +81,26 @@ def test_a_copy_with_small_changes_is_left_out():
     assert kept == [text, new]
 
 
-def test_the_same_packages_give_the_same_text(documents):
+SAME = """
+import hashlib, json, sys
+from types import SimpleNamespace
+from support.data import demo_text
+demo_text.PACKAGES = ("numpy", "peft")
+demo_text.sysconfig = SimpleNamespace(get_paths=lambda: {"stdlib": json.__path__[0]})
+print(hashlib.sha256(repr(demo_text.python_documentation()).encode()).hexdigest(), {"numpy", "peft"} & {*sys.modules})
+"""
+
+
+def test_the_same_packages_give_the_same_text():
     """Also with another order of sets, and although nothing is imported."""
-    program = "import hashlib, sys; from support.data.demo_text import python_documentation as text; "
-    program += (
-        "print(hashlib.sha256(repr(text()).encode()).hexdigest(), 'torch' in sys.modules, 'numpy' in sys.modules)"
-    )
-    environment = {"PYTHONHASHSEED": "7", "PYTHONIOENCODING": "utf-8"}
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.stdout.split() == [hashlib.sha256(repr(documents).encode()).hexdigest(), "False", "False"], done.stderr
+    found = set()
+    for seed in "78":
+        environment = {"PYTHONHASHSEED": seed, "PYTHONIOENCODING": "utf-8"}
+        found.add(subprocess.check_output([sys.executable, "-c", SAME], cwd=ROOT, env=environment, text=True))
+    assert len(found) == 1 and found.pop().endswith(" set()\n")
 
 
+@pytest.mark.slow
 def test_the_text_is_documentation_and_no_paragraph_stands_in_it_twice(documents):
     assert 6e6 < sum(len(text.encode()) for text in documents) < 14e6 and 1500 < len(documents) < 4000
     assert all(text.strip() for text in documents)
@@ -99,6 +110,7 @@ def test_the_text_is_documentation_and_no_paragraph_stands_in_it_twice(documents
     assert sum(map(str.isalpha, "".join(documents))) > 0.6 * sum(map(len, documents))
 
 
+@pytest.mark.slow
 def test_little_of_the_held_out_tenth_stands_in_the_rest(documents):
     """Counts its sequences of 13 words, as GPT-3's authors compared texts; the CPython-only text of version 2.0 had 11%."""
     sizes = [*map(len, documents)]

@@ -47,6 +47,7 @@ def test_the_number_of_threads_changes_nothing(tmp_path, monkeypatch, tokenizer,
     texts = [text.replace("\r", "") for text in valid_unicode(adversarial_texts(3, 90))]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     flags = ["--input", "a.jsonl", "--tokenizer", tokenizer, "--engine", engine, "--shard-size", "1500"]
+    expected = plain_loop(texts, *plain_encoder(tokenizer), 1500)
     for workers in (1, 2, 8):
         of_run = [*flags, "--output", str(workers), "--workers", str(workers)]
         if engine == "gigatoken":
@@ -54,7 +55,7 @@ def test_the_number_of_threads_changes_nothing(tmp_path, monkeypatch, tokenizer,
             assert done.returncode == 0, done.stderr
         else:
             fineweb.main(of_run)
-        assert tokens_in(tmp_path / str(workers)) == plain_loop(texts, *plain_encoder(tokenizer), 1500)
+        assert tokens_in(tmp_path / str(workers)) == expected
 
 
 def test_no_more_is_read_than_a_batch():

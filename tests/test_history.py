@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 import numpy as np
 import pytest
 import torch
+from helpers import ROOT
 from safetensors.torch import load_file
 from shard_helpers import file_size_limit
 from training import ONE_PROCESS, resumed, run_info, trained, trainer_file
@@ -162,6 +163,7 @@ def test_versions_have_the_commit_of_git_in_this_folder_alone(tmp_path, monkeypa
     (tmp_path / "unpacked").mkdir()  # as a download without .git inside a repository
     expected = {"train_gpt2.py": __version__, "python": platform.python_version(), "torch": torch.__version__}
     expected |= {"numpy": np.__version__, "platform": platform.platform()}
+    assert history.ROOT == ROOT
     for folder, commit in ((tmp_path, {"commit": head}), (tmp_path / "unpacked", {})):
         monkeypatch.setattr(history, "ROOT", folder)
         assert describe_start(run_info(), ONE_PROCESS)["versions"] == expected | commit

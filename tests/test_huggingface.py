@@ -81,6 +81,7 @@ def test_weights_in_other_files_on_the_hub_are_to_be_downloaded_first(monkeypatc
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(tmp_path))
     with pytest.raises(UserError, match="on the hub.*hf download me/model --local-dir model && python -c"):
         huggingface.find_model("me/model")
+    assert huggingface.find_model(tmp_path) == tmp_path  # there is nothing to download
 
 
 def test_an_adapter_of_peft_is_merged_by_the_command_in_the_error(tmp_path, monkeypatch):
@@ -177,7 +178,7 @@ def test_weights_that_do_not_fit_are_named(tiny_model):
     good = huggingface.to_hf(dict(tiny_model.named_parameters()), 257)
     name = "transformer.h.1.mlp.c_fc.weight"
     for bad, problem in (
-        ({k: v for k, v in good.items() if k != name}, f"lack {name}"),
+        *(({k: v for k, v in good.items() if k != key}, f"lack {key}") for key in (name, "transformer.wte.weight")),
         (good | {"transformer.h.2.ln_1.bias": torch.zeros(32)}, "h.2.ln_1.bias"),
         (good | {name: good[name].t()}, f"{name} is .* does not fit"),
         (good | {name: good[name].int()}, f"{name} is torch.int32"),

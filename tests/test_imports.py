@@ -76,7 +76,9 @@ HEAVY = (
 @pytest.mark.parametrize(
     "modules, heavy",
     [
-        ("train_gpt2, hellaswag, sample", ["torch._dynamo", "torch._inductor"]),  # which take longer than --help may
+        pytest.param(  # which take longer than --help may
+            "train_gpt2, hellaswag, sample", ["torch._dynamo", "torch._inductor"], marks=pytest.mark.slow
+        ),
         (", ".join(["fineweb", *DATA]), ["torch"]),  # so that fineweb.py starts at once
         ("compare", ["torch"]),
         ("support.config", ["torch"]),

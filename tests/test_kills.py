@@ -9,14 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import TINY_FLAGS, run_to_the_end, start_run, start_script, steps_done, wait_for
+from helpers import TINY_FLAGS, finish_run, run_to_the_end, start_run, start_torchrun, steps_done, wait_for
 from torch.distributed import TCPStore
 from training import assert_same_run
 
-from support import files
-from support.checkpoints.directory import newest_checkpoint, step_of
+from support.checkpoints.directory import newest_checkpoint
 from support.checkpoints.history import read_starts
-from support.cli import UserError
 
 SMALL = ["--n-layer", 1, "--batch-size", 16, "--shuffle"]  # one micro-batch per step with one process
 
@@ -70,12 +68,6 @@ def test_a_run_killed_at_random_moments_is_the_run_that_was_not(byte_shards, tmp
     assert not any(out.glob(".model_*"))
 
 
-def start_torchrun(*flags, cwd, restarts=0):
-    options = f"--standalone --nproc_per_node=2 --max-restarts={restarts}"
-    with open(cwd / "torchrun.txt", "w") as output:
-        return start_script("train_gpt2.py", *TINY_FLAGS, *flags, cwd=cwd, torchrun=options, output=output)
-
-
 def ranks_of(torchrun, out):
     """The process ids of rank 0, which has locked the folder, and rank 1."""
     children = [int(pid) for pid in Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()]
@@ -93,8 +85,9 @@ def store_of(rank):
 def test_torchrun_restarts_a_run_and_its_last_lines_say_how_to_go_on(byte_shards, tmp_path):
     """A killed rank 1 leads to a restart, which resumes, and a killed rank 0 to the end."""
     flags = ["--data", byte_shards, "--shuffle", "--max-steps", 100000, "--checkpoint-every", 5, "--resume", "auto"]
-    flags += ["--parallel", "fsdp", "--val-every", 0, "--out", "run"]
-    torchrun, out = start_torchrun(*flags, cwd=tmp_path, restarts=1), tmp_path / "run"
+    flags += ["--val-every", 0, "--out", "run"]
+    options, output, out = "--standalone --nproc_per_node=2 --max-restarts=1", tmp_path / "0.txt", tmp_path / "run"
+    torchrun = start_torchrun(options, *TINY_FLAGS, *flags, cwd=tmp_path, output=output)
     assert wait_for(lambda: steps_done(out) >= 12, timeout=120)
     first, second = ranks_of(torchrun, out)
     store = store_of(first)
@@ -106,8 +99,8 @@ def test_torchrun_restarts_a_run_and_its_last_lines_say_how_to_go_on(byte_shards
     assert not store.check(["exception_dump"])
     first, _ = ranks_of(torchrun, out)
     os.kill(first, signal.SIGKILL)
-    assert torchrun.wait(60) == 1
-    lines = (tmp_path / "torchrun.txt").read_text().splitlines()
+    assert finish_run([torchrun]) == [1]
+    lines = output.read_text().splitlines()
     name, command = (
         newest_checkpoint(out).name,
         "torchrun --standalone --nproc_per_node=2 --max-restarts=1 train_gpt2.py --resume auto --out run",
@@ -119,22 +112,3 @@ def test_torchrun_restarts_a_run_and_its_last_lines_say_how_to_go_on(byte_shards
     assert starts[0] == 0 < starts[1] and starts[1] % 5 == 0
     steps = [int(line.split()[0]) for line in (out / "log.txt").read_text().splitlines() if " train " in line]
     assert steps == list(range(len(steps)))  # none twice
-
-
-@pytest.mark.slow
-def test_a_run_whose_torchrun_was_killed_can_be_resumed_at_once(byte_shards, tmp_path):
-    flags = ["--data", byte_shards, "--shuffle", "--max-steps", 100000, "--checkpoint-every", 1000, "--out", "run"]
-    process, out = start_torchrun(*flags, cwd=tmp_path), tmp_path / "run"
-    assert wait_for(lambda: steps_done(out) >= 3, timeout=120)
-    process.kill()
-    assert wait_for(lambda: newest_checkpoint(out), timeout=20)
-    assert wait_for(lambda: is_unlocked(out), timeout=20)
-    assert steps_done(out) == step_of(newest_checkpoint(out))
-
-
-def is_unlocked(out):
-    try:
-        files.lock_folder(out, "--out").close()
-    except UserError:
-        return False
-    return True

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 import os
 import re
-import subprocess
-import sys
 
 import pytest
-from helpers import ROOT, TINY_FLAGS, copy_project, losses
+from helpers import ROOT, TINY_FLAGS, copy_project, losses, run_in_copy
 from shard_helpers import file_size_limit
 
 from support.console.log import FORMATS, LogFile, read_log
@@ -116,9 +114,7 @@ def test_a_value_is_added_as_the_page_says(byte_shards, tmp_path):
         at = path.read_text().index(before) + len(before)
         path.write_text(f"{path.read_text()[:at]}{new}, {path.read_text()[at:]}")
     flags = [*TINY_FLAGS, "--data", byte_shards, "--max-steps", 4, "--checkpoint-every", 2]
-    command = [sys.executable, "-c", USE, *map(str, flags)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
-    subprocess.run(command, cwd=tree, env=environment, check=True)
+    run_in_copy(USE, tree, *map(str, flags))
     for out, steps in (("run", 4), ("fork", 5)):
         assert losses(tree / out / "log.txt", "grad_scale") == [1.0] * steps  # in fp32
         assert len(losses(tree / out / "log.txt")) == steps

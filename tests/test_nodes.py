@@ -8,7 +8,7 @@ import subprocess
 from functools import partial
 
 import pytest
-from helpers import ROOT, TINY_FLAGS, free_port, run_to_the_end, start_script, steps_done, wait_for
+from helpers import ROOT, TINY_FLAGS, finish_run, free_port, run_to_the_end, start_torchrun, steps_done, wait_for
 from torch.distributed import TCPStore
 
 from support.checkpoints.directory import newest_checkpoint, step_of
@@ -20,8 +20,8 @@ def start_node(n, folder, port, flags):
     options = (
         f"--nnodes=2 --nproc-per-node=1 --node-rank={n} --master-addr=localhost --master-port={port} --max-restarts=2"
     )
-    with open(folder / str(n) / "output.txt", "a") as output:
-        return start_script("train_gpt2.py", *TINY_FLAGS, *flags, cwd=folder / str(n), torchrun=options, output=output)
+    cwd = folder / str(n)
+    return start_torchrun(options, *TINY_FLAGS, *flags, cwd=cwd, output=cwd / "output.txt")
 
 
 @pytest.mark.slow
@@ -36,16 +36,16 @@ def test_a_node_whose_agent_is_killed_can_be_started_again(byte_shards, tmp_path
     store = TCPStore("localhost", port, is_master=False)
     store.set("exception_dump", "1")  # as NCCL does after a timeout; it would abort the next processes 8 minutes later
     second.kill()
-    second.wait()
+    second.join()
     done = steps_done(log)
     second = start(1)
     output = tmp_path / "0" / "output.txt"
     assert wait_for(lambda: steps_done(log) >= done + 20, timeout=120), output.read_text()
     assert not store.check(["exception_dump"])
     first.terminate()
-    assert first.wait(60) == 1
+    assert finish_run([first]) == [1]
     second.kill()
-    second.wait()
+    second.join()
     [resumed_at, stopped_at] = re.findall(r"step +(\d+) \| stopped", output.read_text())
     assert done <= int(resumed_at) <= done + 2  # the step that it was killed in was finished
     assert int(stopped_at) == steps_done(log) == step_of(newest_checkpoint(log))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import losses, run_script
+from helpers import finish_run, losses, run_to_the_end, start_run
 from training import ONE_PROCESS, checkpoint_names, configure, forked
 
 import train_gpt2
@@ -265,15 +265,14 @@ def test_the_text_at_the_end_is_the_best_models(tmp_path, capfd, monkeypatch):
     assert sample == " ".join(on_one_line(expected).split())
 
 
-@pytest.mark.slow
 def test_one_command_trains_on_a_text_and_resumes(tmp_path):
     (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"id": n, "story": f"{n}. {TEXT}"}) for n in range(3)))
-    command = ["train_gpt2.py", "--text", "text.jsonl", "--tokenizer", "bytes", "--out", "mine", *SMALL]
-    without = run_script(*command, cwd=tmp_path)
-    assert without.returncode == 2 and "has no text in 'text', only id (int), story (str)" in without.stderr
-    assert "--out" not in without.stderr  # another folder would not help
-    done = run_script(*command, "--text-field", "story", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    flags = ["--text", "text.jsonl", "--tokenizer", "bytes", "--out", "mine", *SMALL]
+    assert finish_run(start_run(*flags, cwd=tmp_path, defaults=())) == [2]
+    error = (tmp_path / "0.txt").read_text()
+    assert "has no text in 'text', only id (int), story (str)" in error
+    assert "--out" not in error  # another folder would not help
+    run_to_the_end(*flags, "--text-field", "story", cwd=tmp_path, defaults=())
     [val], [train_shard] = ((tmp_path / "mine" / "data").glob(f"*_{split}_*.npy") for split in ("val", "train"))
     assert bytes(np.load(val).astype(np.uint8)).decode() in TEXT  # the last tenth, unchanged
     assert len(np.load(val)) == pytest.approx(3 * len(TEXT) / 10, abs=5)
@@ -282,10 +281,8 @@ def test_one_command_trains_on_a_text_and_resumes(tmp_path):
     with pytest.raises(UserError) as error:
         configure(["--resume", "--out", tmp_path / "mine", "--text-field", "id", "--tokenizer", "gpt2", "--text", "x"])
     assert [problem.split()[0] for problem in error.value.problems[:3]] == ["--text", "--text-field", "--tokenizer"]
-    longer = run_script(
-        "train_gpt2.py", "--fork", "mine/model_00004", "--out", "longer", "--max-steps", 6, cwd=tmp_path
-    )
-    assert longer.returncode == 0 and len(losses(tmp_path / "longer" / "log.txt")) == 6, longer.stderr
+    run_to_the_end("--fork", "mine/model_00004", "--out", "longer", "--max-steps", 6, cwd=tmp_path, defaults=())
+    assert len(losses(tmp_path / "longer" / "log.txt")) == 6
 
 
 def test_a_folder_means_all_text_in_it_and_changed_text_is_rejected(tmp_path, capfd):

@@ -33,6 +33,7 @@ def test_profile_records_the_steps_it_says(byte_shards, tmp_path, capsys):
     assert plain == log_without_seconds(tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 99])  # the trace is written after the step, or at the end of the run
 def test_a_trace_that_cannot_be_written_is_a_warning(byte_shards, tmp_path, capsys, steps):
     (tmp_path / "trace.json.gz").mkdir(parents=True)

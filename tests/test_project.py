@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import email
 import html
 import re
 import shlex
 import shutil
+from types import SimpleNamespace
 
 import nbformat
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, losses, run_to_the_end
+from helpers import ROOT, Rank, losses, run_to_the_end
 
 import sample
 import train_gpt2
@@ -21,11 +23,33 @@ from support.cli import UserError
 DEMO = "--demo --device cpu".split()
 
 
+def email_package() -> dict[str, str]:
+    return {"stdlib": email.__path__[0]}
+
+
+LITTLE_TEXT = {
+    "support.data.demo_text.PACKAGES": ("peft",),
+    "support.data.demo_text.sysconfig": SimpleNamespace(get_paths=email_package),
+}
+IN_THIS_PROCESS = """
+import contextlib, io
+from types import SimpleNamespace
+
+def run(command, cwd, **_):
+    with contextlib.chdir(cwd), contextlib.redirect_stdout(io.StringIO()):
+        train_gpt2.main(command[2:])
+    return SimpleNamespace(returncode=0)
+
+subprocess = SimpleNamespace(run=run)
+"""
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     """The folder and the output of a short demo."""
     folder = tmp_path_factory.mktemp("demo")
-    run_to_the_end(*DEMO, *"--max-steps 15 --val-every 15 --val-tokens 8192".split(), cwd=folder, defaults=())
+    flags = [*DEMO, *"--n-layer 2 --n-head 2 --n-embd 64 --max-steps 15 --val-every 15 --val-tokens 1024".split()]
+    run_to_the_end(*flags, cwd=folder, defaults=(), rank=Rank(replaced=LITTLE_TEXT))
     return folder, (folder / "0.txt").read_text()
 
 
@@ -104,11 +128,12 @@ def test_the_notebook_runs_and_shows_what_is_saved(demo, monkeypatch):
     monkeypatch.setenv("RUN", str(folder / "log_demo"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    # its two demos take the shards of this one, and validate little
-    data = str(folder / "demo_data")
-    flags = f'flags = ["--data", {data!r}, "--val-tokens", "8192", "--demo",'
-    assert 'flags = ["--demo",' in code["cell-34"].source
-    code["cell-34"].source = code["cell-34"].source.replace('flags = ["--demo",', flags)
+    # its two demos take the shards of this one, and three steps of a small model
+    source, data = code["cell-34"].source, str(folder / "demo_data")
+    small = f'flags = ["--data", {data!r}, *"--n-embd 64 --val-tokens 128 --max-steps 3 --demo".split(),'
+    source = source.replace('flags = ["--demo",', small).replace('"--max-steps", str(min(run.steps, 300))', "")
+    assert source.count("--max-steps") == source.count("--demo") == 1
+    code["cell-34"].source = IN_THIS_PROCESS + source
     # Its cells compare attention, the last row of the lens and the loss of each token with the model's own.
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
     assert (kinds(), outputs_for_any_run()) == saved

@@ -61,7 +61,13 @@ def run(six_steps, tmp_path):
 # ---- the same run
 
 
-@pytest.mark.parametrize("flags", [["--shuffle", "--max-steps", 11], ["--dtype", "fp16", "--max-steps", 40]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--shuffle", "--max-steps", 11],
+        pytest.param(["--dtype", "fp16", "--max-steps", 40], marks=pytest.mark.slow),
+    ],
+)
 def test_a_resumed_run_is_the_uninterrupted_run(byte_shards, tmp_path, flags, monkeypatch):
     """With fp16 between overflows: its gradients are scaled far too high at first."""
     scaler = torch.amp.GradScaler
@@ -305,8 +311,12 @@ def test_a_run_on_a_text_may_move_with_its_shards(tmp_path, monkeypatch):
     assert sorted(os.listdir()) == ["book.txt", "moved"]
 
 
-def test_resume_auto_starts_anew_or_resumes(byte_shards, tmp_path):
+def test_resume_auto_starts_anew_or_resumes(byte_shards, tmp_path, monkeypatch):
     out, flags = tmp_path / "run", ["--data", byte_shards, "--max-steps", 3]
+    monkeypatch.chdir(tmp_path)
+    for more, folder in ([], "log"), (["--demo"], "log_demo"):
+        with pytest.raises(UserError, match=f"no checkpoint in {folder} to resume from"):
+            configure(["--resume", *more])
     with pytest.raises(UserError, match="no checkpoint in .* to resume from"):
         configure(["--resume", "--out", out])
     log = trained(out, *flags, "--resume", "auto")

@@ -230,6 +230,7 @@ def interrupt(terminal: pexpect.spawn) -> None:
     terminal.sendintr()
 
 
+@pytest.mark.slow
 def test_a_session_continues_what_is_typed(run, capsys):
     [text] = texts_of(run, capsys, "-n", "1", "--prompt", "Thé")
     terminal, shown = on_terminal(run), []
@@ -247,6 +248,7 @@ def test_a_session_continues_what_is_typed(run, capsys):
     assert terminal.wait() == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_a_text_and_then_the_session(run):
     terminal = on_terminal(run, "--max-new-tokens", 10**6)
     terminal.sendline("The")

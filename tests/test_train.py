@@ -12,8 +12,9 @@ import torch
 from helpers import (
     TINY_FLAGS,
     TINY_TRAINING_FLAGS,
+    finish_run,
     losses,
-    run_script,
+    start_torchrun,
 )
 from torch.nn import functional as F
 from training import FP32, ONE_PROCESS, TINY, config_of, configure, forked, trained
@@ -221,7 +222,9 @@ def test_bad_flags(byte_shards, tmp_path, monkeypatch, capsys, flags, message):
 
 @pytest.mark.slow
 def test_errors_end_all_ranks_with_one_message(tmp_path):
-    done = run_script("train_gpt2.py", "--data", "nowhere", "--device", "cpu", cwd=tmp_path, torchrun=2)
-    assert done.returncode == 1  # torchrun's own
-    assert done.stderr.count("error: there is no folder nowhere.") == 1 and 'train_gpt2.py", line' not in done.stderr
-    assert any("there is no folder nowhere." in line for line in done.stderr.splitlines()[-3:])  # of torchrun's report
+    flags, output = ["--data", "nowhere", "--device", "cpu"], tmp_path / "output.txt"
+    torchrun = start_torchrun("--standalone --nproc_per_node=2", *flags, cwd=tmp_path, output=output)
+    assert finish_run([torchrun]) == [1]  # torchrun's own
+    printed = output.read_text()
+    assert printed.count("error: there is no folder nowhere.") == 1 and 'train_gpt2.py", line' not in printed
+    assert any("there is no folder nowhere." in line for line in printed.splitlines()[-3:])  # of torchrun's report
