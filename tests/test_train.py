@@ -96,6 +96,18 @@ def test_a_clip_of_zero_clips_nothing(byte_shards, tmp_path):
     assert none == huge != small
 
 
+def test_the_betas_are_how_much_adamw_remembers(byte_shards, tmp_path):
+    """Of the first gradient, its averages get 1 - beta1 and, squared, 1 - beta2. As Adam corrects for that, it moves the same."""
+    flags = ["--data", byte_shards, "--max-steps", 1]
+    usual = train(config_of("--out", tmp_path / "usual", *flags), ONE_PROCESS)  # 0.9 and 0.95: a tenth, and a twentieth
+    other = train(config_of("--out", tmp_path / "other", *flags, "--beta1", 0.5, "--beta2", 0), ONE_PROCESS)
+    for a, b in zip(usual.model.parameters(), other.model.parameters(), strict=True):
+        had, has = usual.optimizer.state[a], other.optimizer.state[b]
+        torch.testing.assert_close(has["exp_avg"], 5 * had["exp_avg"], rtol=1e-5, atol=0)
+        torch.testing.assert_close(has["exp_avg_sq"], 20 * had["exp_avg_sq"], rtol=1e-5, atol=0)
+        torch.testing.assert_close(b, a, rtol=0, atol=1e-6)  # of a step of 1e-3
+
+
 # ---- shards of other tools, HellaSwag, other starting points
 
 
