@@ -90,6 +90,7 @@ FAULTS = [
     (1, "probs[tokens[-1]]", "probs[tokens[0]]", "5 is continued as [5, 6, 6, 6], not [5, 6, 7, 8]"),
     (1, "torch.multinomial(probs[tokens[-1]], 1)", "probs[tokens[-1]].argmax()", "1000 new tokens are 1, the likeliest"),
     (2, "d /= len(y)", "", "the gradient for E is wrong: it is that of the sum"),
+    (2, "** (step + 1))", "** step)", "p is [nan, nan, nan"),
     (2, "torch.zeros_like(E).index_add_(0, x, d @ W)", "torch.zeros_like(E).index_put_((x,), d @ W)", "keeps only one of its gradients"),
     (2, "y] -= 1", "y] -= 0", "the 1 of the token that came is not subtracted"),
     (2, "m / (1 - 0.9 ** (step + 1))", "m", "Are m and v divided by"),
@@ -103,6 +104,7 @@ FAULTS = [
     (3, "self(idx)[0][:, -1]", "self(idx)[0][:, 0]", "the likeliest tokens are"),
     (3, "torch.multinomial(F.softmax(logits, dim=-1), 1)", "logits.argmax(-1, keepdim=True)", "the likeliest: draw from the probabilities"),
     (3, "unfold(0, T + 1, T)", "unfold(0, T + 1, 1)", "the rows begin at [0, 1, 2, 3]"),
+    (3, "rows = tokens", "return sum(model(tokens[i : i + T][None], tokens[i + 1 : i + T + 1][None])[1].item() for i in range(0, len(tokens), T))\n    rows = tokens", "a row has 1 tokens and their targets, not T = 64"),
     (3, "unfold(0, T + 1, T)", "unfold(0, T + 1, T + 1)", "the rows begin at [0, 65, 130, 195]"),
     (3, "return model(rows[:, :-1], rows[:, 1:])[1].item()", "return sum(model(r[:, :-1], r[:, 1:])[1].item() for r in rows.split(32)) / len(rows.split(32))", "one row at a time it is"),
     (3, "        optimizer.zero_grad()\n", "", "in main(), the gradient of step 1 is its own plus that of step 0: optimizer.zero_grad() is missing"),
@@ -110,6 +112,7 @@ FAULTS = [
     (3, "get_batch(train_tokens)", "get_batch(val_tokens)", "in main(), step 0 trains on a row that is from the held-out text"),
     (3, "validation_loss(model, val_tokens)", "validation_loss(model, train_tokens)", "the loss of its model on the held-out text"),
     (4, "triu(1)", "triu(2)", "logits at 7 change: they see the future. attention is wrong: the mask begins one column too late"),
+    (4, "idx[:, -self.wpe.num_embeddings :]", "idx", "Is the context cut to its last block_size tokens?"),
     (4, " / math.sqrt(C)", "", "the scores are not divided; they should be divided by sqrt(C) = 5.66"),
     (4, "-math.inf), dim=-1)", "-math.inf), dim=-2)", "see the future. attention is wrong: the softmax is over the rows"),
     (4, " + self.wpe(torch.arange(idx.size(1)))", "", "position embeddings are missing"),
@@ -128,6 +131,8 @@ FAULTS = [
     (5, "config.vocab_size, bias=False)", "config.vocab_size)", "GPT-2 has no lm_head.bias: nn.Linear(..., bias=False)"),
     (5, 'nn.GELU(approximate="tanh")', "nn.GELU()", "the GELU is exact; GPT-2 has"),
     (5, "nn.ModuleList(Block(config) for _ in range(config.n_layer))", "nn.ModuleList([Block(config)] * config.n_layer)", "blocks share"),
+    (5, "nn.ModuleList(Block(config) for _ in range(config.n_layer))", "[Block(config) for _ in range(config.n_layer)]", "h is a list, whose parameters PyTorch does not find"),
+    (5, "t.view(B, T, self.n_head, -1).transpose(1, 2)", "t.view(B, self.n_head, T, -1)", "heads are view(B, T, n_head, -1).transpose(1, 2)"),
     (5, "triu(1)", "triu()", "logits are nan: in some row the mask hides every token"),
     (5, "self.ln_f", "self.ln", "there is no ln_f.bias among the parameters"),
     (6, "self.lm_head.weight = self.wte.weight", "pass", "tie them"),
@@ -137,6 +142,7 @@ FAULTS = [
     (7, "nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "pass", "clip them to 1 between backward() and step()"),
     (7, "nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "nn.utils.clip_grad_value_(model.parameters(), 1.0)", "clip their norm, with nn.utils.clip_grad_norm_"),
     (7, "MAX_LR * (step + 1)", "MAX_LR * step", "the learning rate of step 0 is 0; it should be 0.00015"),
+    (7, "    loss.backward()", "    (loss * math.nan).backward()", "in step 0 is not that of its batch"),
     (7, "    optimizer.zero_grad()\n", "", "the gradient of step 1 is its own plus that of step 0: optimizer.zero_grad() is missing"),
     (7, "    optimizer.step()\n", "    optimizer.step()\n    optimizer.step()\n", "optimizer.step() is called twice for the same batch"),
     (7, "return loss.item()", "return model(x, y)[1].item()", "before the update it is"),
@@ -146,8 +152,10 @@ FAULTS = [
     (8, "Counter(w for w, _ in SPLIT.pre_tokenize_str(text))", "dict.fromkeys((w for w, _ in SPLIT.pre_tokenize_str(text)), 1)", "A pair counts each time that its word occurs"),
     (8, "bpe.decoder = SPLIT,", "bpe.decoder = pre_tokenizers.ByteLevel(),", "puts a space before each text: ByteLevel(add_prefix_space=False)"),
     (8, "text[: len(text) * 9 // 10]", "text", "a merge is of letters that only the held-out text has"),
+    (8, 'bpe.add_special_tokens(["<|endoftext|>"])', "pass", "Is <|endoftext|> among the special tokens?"),
     (9, "text[: len(text) * 9 // 10]", "text", "a merge is of letters that only the held-out text has"),
     (9, "len(shard) - T, T)", "len(shard) - T, T + 1)", "batch 0 begins at [0, 9, 18, 27, 36], not [0, 8, 16, 24, 32]"),
+    (9, 'hashlib.sha256((DATA / "tokenizer.json").read_bytes()).hexdigest()', '""', "tokenizer_sha256 is ''"),
     (9, '("val", tokens[n:])', '("val", tokens[: len(tokens) - n])', "are not the documents"),
     (9, "*bpe.encode(text).ids)], np.uint16)", "*bpe.encode(text).ids)])", "has int64 tokens, not uint16"),
     (9, 'DATA.glob(f"*_{split}_*.npy")', 'DATA.glob("*.npy")', "open_shards('train') has"),
@@ -166,6 +174,7 @@ FAULTS = [
     (11, "    optimizer.zero_grad()\n", "", "optimizer.zero_grad() is missing"),
     (12, "    optimizer.zero_grad()\n", "", "optimizer.zero_grad() is missing"),
     (12, "loss = loss / loader.grad_accum", "loss = loss / 1", "2 times as large as that of the mean loss"),
+    (12, "        loss.backward()", "        optimizer.zero_grad()\n        loss.backward()", "Or is it called for each micro-batch?"),
     (12, "        loss.backward()", "        (loss * loader.grad_accum).backward()", "2 times as large as that of the mean loss"),
     (12, "nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "pass", "clip them to 1 between"),
     (12, "        loss.backward()", "        loss.backward()\n        nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "clipped after each micro-batch"),
@@ -265,6 +274,22 @@ def test_an_error_is_one_line_and_no_traceback(tmp_path, monkeypatch, capsys, ri
     assert any(
         said.startswith("wrong") and answer.format(line=line) in said for said in capsys.readouterr().out.splitlines()
     )
+
+
+def test_a_mistake_that_is_in_the_way_of_several_facts_is_said_once(tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_gpt.py").write_text(program(3).read_text().replace("super().__init__()", "pass"))
+    monkeypatch.setattr(sys, "argv", ["check.py", str(tmp_path / "my_gpt.py"), "--step", "3"])
+    with pytest.raises(SystemExit):
+        check.main()
+    assert capsys.readouterr().out.count("before Module.__init__() call") == 1
+
+
+def test_a_missing_program_that_makes_the_shards_is_named(tmp_path):
+    for path in (LESSON / "check.py", program(12)):
+        shutil.copy(path, tmp_path)
+    command = [sys.executable, tmp_path / "check.py", tmp_path / "step_12.py", "--step", "12"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "") and "step_09.py, which makes the shards" in done.stderr
 
 
 def test_its_command_line_as_in_the_lesson():

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -163,6 +164,7 @@ def save_checkpoint(model: GPT, optimizer: torch.optim.Optimizer, step: int) -> 
     config = {"n_positions" if name == "block_size" else name: size for name, size in asdict(model.config).items()}
     config |= {"model_type": "gpt2", "activation_function": "gelu_new", "bos_token_id": None, "eos_token_id": None}
     (tmp / "config.json").write_text(json.dumps(config, indent=2))
+    shutil.copy(DATA / "tokenizer.json", tmp)
     torch.save({"step": step, "optimizer": optimizer.state_dict()}, tmp / "trainer.pt")
     for path in (*tmp.iterdir(), tmp):  # onto the disk, before the name says that they are there
         file = os.open(path, os.O_RDONLY)

@@ -15,8 +15,6 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-DATA = Path("from_scratch_data")
-
 
 @dataclass
 class GPTConfig:
@@ -121,8 +119,7 @@ def main() -> None:
         files = ["config.json", "model.safetensors", "tokenizer.json"]
         folder = Path(snapshot_download(name, allow_patterns=files))
     model = GPT.from_pretrained(folder)
-    own = folder / "tokenizer.json"  # a checkpoint of step 13 has none
-    bpe = Tokenizer.from_file(str(own if own.exists() else DATA / "tokenizer.json"))
+    bpe = Tokenizer.from_file(str(folder / "tokenizer.json"))
     torch.manual_seed(1337)
     ids = model.generate(torch.tensor([bpe.encode(prompt).ids]), 100, temperature=0.8, top_k=50)[0]
     print(bpe.decode(ids.tolist()))
