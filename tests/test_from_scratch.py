@@ -23,6 +23,8 @@ LESSON = ROOT / "docs" / "from-scratch"
 sys.path.insert(0, str(LESSON))  # where the processes that check.py starts find it, too
 import check  # noqa: E402
 
+pytestmark = pytest.mark.slow  # nothing outside the lesson imports it
+
 
 def program(step: int) -> Path:
     return LESSON / f"step_{step:02d}.py"
@@ -68,11 +70,7 @@ def losses_of_the_trainer(flags: str, shards: Path) -> list[float]:
 LOSSES_OF_THE_TRAINER = check.losses_of_the_trainer
 
 
-def some_slow(*slow: int):
-    return [pytest.param(step, marks=pytest.mark.slow) if step in slow else step for step in range(1, 14)]
-
-
-@pytest.mark.parametrize("step", some_slow(12, 13))  # they start processes
+@pytest.mark.parametrize("step", range(1, 14))
 def test_each_step_passes_the_facts_up_to_it(request, step):
     if step > 10:  # their shards are those of step 9, which makes its own
         request.getfixturevalue("shards_once")
@@ -193,16 +191,11 @@ FAULTS = [
     (13, "load_checkpoint(model, optimizer) if resume else 0", "load_checkpoint(model, optimizer) if resume and rank == 0 else 2 * resume", "Do all ranks load the checkpoint?"),
     (13, "torch.manual_seed(1337)", "torch.manual_seed(1338)", "train_gpt2.py has 6.95072. Is the seed 1337"),
 ]  # fmt: skip
-SLOW_ANSWERS = ("restore", "rank 0's loss", "Do all ranks", "train_gpt2.py has")
-
-
-def is_slow(answer: str) -> tuple:
-    return (pytest.mark.slow,) if answer.startswith(SLOW_ANSWERS) else ()
 
 
 @pytest.mark.parametrize(
     "step, right, wrong, answer",
-    [pytest.param(*row, marks=is_slow(row[-1]), id=f"{row[0]}-{row[-1]}") for row in FAULTS],
+    [pytest.param(*row, id=f"{row[0]}-{row[-1]}") for row in FAULTS],
 )
 def test_a_typical_mistake_is_named(shards_once, tmp_path, step, right, wrong, answer):
     text = program(step).read_text()
@@ -341,7 +334,7 @@ def test_the_program_of_each_step_runs_and_learns(shards, capsys, monkeypatch, s
         assert sorted(path.name for path in (shards / "log").iterdir()) == ["model_00012", "model_00013"]
 
 
-@pytest.mark.parametrize("compiler", [None, pytest.param("c++", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiler", [None, "c++"])
 def test_the_table_of_the_fast_step_has_a_row_for_each_feature(shards, capsys, monkeypatch, compiler):
     monkeypatch.setattr("shutil.which", lambda name: compiler)
     rows = [line.split() for line in run_main(11, shards, capsys, MAX_STEPS=2, T=64, WARMUP_STEPS=1).splitlines()[1:]]
@@ -477,7 +470,6 @@ def test_losses_of_the_variants_are_on_the_page():
         assert f"{loss:.4f}" in PAGE or f"{loss:.1f}" in PAGE
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     "FROM_SCRATCH_LOSSES" not in os.environ, reason="takes ten minutes of a processor: FROM_SCRATCH_LOSSES=1"
 )
