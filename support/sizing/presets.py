@@ -247,10 +247,10 @@ def flags_for_length(before: Mapping[str, Any], max_steps: int | None) -> dict[s
 
 def bpe_vocab_size(text: str | None, field: str, sizes: Mapping[str, Any]) -> int:
     """Returns the vocabulary size of an encoding that is trained on a text for a model, or on the demo's if `text` is None."""
-    return DEMO_VOCAB_SIZE if text is None else min(fitting_vocab_size(text_bytes(text, field)), most_tokens(sizes))
+    return DEMO_VOCAB_SIZE if text is None else min(fitting_vocab_size(text_bytes(text, field)), largest_vocab_size(sizes))
 
 
-def most_tokens(sizes: Mapping[str, Any]) -> int:
+def largest_vocab_size(sizes: Mapping[str, Any]) -> int:
     """Returns the largest vocabulary for a model: a power of two with which its embedding is no larger than its blocks.
 
     With a larger one, a step spends most of its time on the logits (measured, see docs/small-models.md).
@@ -293,7 +293,8 @@ def make_preset_shards(config: Options, keep_existing: bool, may_replace: bool, 
         paths = find_input([config.text], lambda note: print_lines(f"note    {note}"))
         make = partial(
             make_shards, TextFiles(paths, config.text_field), config.data, tokenizer=config.tokenizer or "gpt2",
-            largest_vocab_size=None if model else most_tokens(config.to_dict()), tokenizer_from=model, split_documents=True, threads=usable_cores(), flag="--out",
+            largest_vocab_size=None if model else largest_vocab_size(config.to_dict()), tokenizer_from=model,
+            split_documents=True, threads=usable_cores(), flag="--out",
         )  # fmt: skip
     make = partial(make, report=lambda line: None)  # a run shows only the progress, which is on stderr
     startup.show("making token shards ...")
