@@ -51,16 +51,8 @@ class Sizes(NamedTuple):
         numels = [(p.numel(), p.requires_grad) for p in model.parameters()]
         trained = sum(numel for numel, requires_grad in numels if requires_grad)
         vocab_size, parameters = len(model.get_parameter("lm_head.weight")), sum(numel for numel, _ in numels)
-        return cls(
-            config.n_layer,
-            config.n_head,
-            config.n_embd,
-            config.block_size,
-            vocab_size,
-            parameters,
-            trained,
-            config.dropout,
-        )
+        shape = (config.n_layer, config.n_head, config.n_embd, config.block_size)
+        return cls(*shape, vocab_size, parameters, trained, config.dropout)
 
     @property
     def block_parameters(self) -> int:

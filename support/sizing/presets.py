@@ -247,7 +247,9 @@ def flags_for_length(before: Mapping[str, Any], max_steps: int | None) -> dict[s
 
 def bpe_vocab_size(text: str | None, field: str, sizes: Mapping[str, Any]) -> int:
     """Returns the vocabulary size of an encoding that is trained on a text for a model, or on the demo's if `text` is None."""
-    return DEMO_VOCAB_SIZE if text is None else min(fitting_vocab_size(text_bytes(text, field)), largest_vocab_size(sizes))
+    if text is None:
+        return DEMO_VOCAB_SIZE
+    return min(fitting_vocab_size(text_bytes(text, field)), largest_vocab_size(sizes))
 
 
 def largest_vocab_size(sizes: Mapping[str, Any]) -> int:
