@@ -97,7 +97,7 @@ def test_a_clip_of_zero_clips_nothing(byte_shards, tmp_path):
 
 
 def test_the_betas_are_how_much_adamw_remembers(byte_shards, tmp_path):
-    """Of the first gradient, its averages get 1 - beta1 and, squared, 1 - beta2. As Adam corrects for that, it moves the same."""
+    """Its averages take 1 - beta1 of the first gradient, and 1 - beta2 of its square. Adam corrects for that, and moves the same."""
     flags = ["--data", byte_shards, "--max-steps", 1]
     usual = train(config_of("--out", tmp_path / "usual", *flags), ONE_PROCESS)  # 0.9 and 0.95: a tenth, and a twentieth
     other = train(config_of("--out", tmp_path / "other", *flags, "--beta1", 0.5, "--beta2", 0), ONE_PROCESS)

@@ -124,7 +124,7 @@ def training_memory(sizes: Sizes, layout: Layout, B: int, device_memory: float |
     norm = 4 if on_gpu and not layout.compiled else stream
     fused = layers.is_fused("cuda" if on_gpu else "cpu", dtype, T, dropout)
     attention = 4 * nh if fused else itemsize * nh * T * (3 if dropout else 1)
-    mask = (1 if on_gpu else itemsize) * C if dropout else 0  # of a dropout outside the attention
+    mask = (1 if on_gpu else itemsize) * C if dropout else 0  # what a dropout outside the attention saves
     layer = tokens * ((28 + 2 * norm if itemsize == 2 else 64) * C + attention + 2 * mask + 16)
     saved: float = L * tokens * stream * C + layer if layout.recompute else L * layer  # checkpointing: arXiv:1604.06174
     saved += tokens * ((4 + itemsize) * C + 16)  # ln_f's input, the gradient that the loss saves, ids
