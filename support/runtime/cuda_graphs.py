@@ -29,7 +29,9 @@ class Graph:
     def __init__(self, function: Callable[..., Any], *arguments: torch.Tensor):
         """Calls `function` a few times, and records what it does with `arguments`, which every call of the graph overwrites."""
         self.arguments = arguments
-        warnings.filterwarnings("ignore", ".*capturable=True.*")  # an optimizer says so in the calls before the recording
+        warnings.filterwarnings(
+            "ignore", ".*capturable=True.*"
+        )  # an optimizer says so in the calls before the recording
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
