@@ -46,10 +46,10 @@ def save_one(checkpoints, step):
     return [step_of(directory) for directory in list_checkpoints(checkpoints.out)]
 
 
-def manager_of(out, *flags, stop=None):
+def manager_of(out, *flags, stop=None, rank=0):
     """The manager of a run in this folder; its values are empty."""
     values = {"val": dict[int, float](), "hella": dict[int, float]()}
-    return CheckpointManager(run_info("--out", out, *flags), stop or StopHandler(), lambda: None, values)
+    return CheckpointManager(run_info("--out", out, *flags), stop or StopHandler(), lambda: None, values, rank)
 
 
 def full_disk(monkeypatch, which):
@@ -281,6 +281,22 @@ def test_what_a_longer_run_starts_from_is_kept(byte_shards, tmp_path):
     assert checkpoint_names(tmp_path / "run") == ["model_00006", "model_00010"]
     trained(tmp_path / "none", *flags, "--checkpoint-every", 0)
     assert checkpoint_names(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_agree_that_a_step_is_saved(tmp_path, monkeypatch, rank):
+    """Copying the weights is an all-gather under FSDP: each rank that does it waits for the others."""
+    copied = []
+    monkeypatch.setattr(manager.state, "copy_to_host", lambda parameters, keep: copied.append(keep) or {})
+    write = manager.write_checkpoint
+    monkeypatch.setattr(manager, "write_checkpoint", lambda folder, _, **facts: write(folder, write_x, **facts))
+    checkpoints = manager_of(tmp_path, rank=rank)
+    model = torch.nn.Linear(1, 1)
+    state = SimpleNamespace(step=3, bad_steps=0, tokens=9, model=model, trainer_file=lambda *args, **facts: {})
+    for final in (False, True):
+        checkpoints.save(state, before_cooldown=False, final=final)
+        checkpoints.wait()
+    assert copied == [rank == 0]
 
 
 def test_a_run_that_is_stopped_removes_no_model(tmp_path):

@@ -66,8 +66,8 @@ class CheckpointManager:
         """
         self.run, self.stop, self.sync_log, self.values, self.rank = run, stop, sync_log, values, rank
         self.out = Path(run.config.out)
-        # the step of the newest checkpoint, 0 if there is none
-        self.newest = 0 if run.forked else run.first_step
+        # the last step that `save` was asked to save, 0 if there is none; the same on all ranks
+        self._last_step = 0 if run.forked else run.first_step
         self._failures = 0  # failed saves in a row
         self._thread: threading.Thread | None = None
 
@@ -82,14 +82,15 @@ class CheckpointManager:
         self.wait()
         step, run = train_state.step, self.run
         # both conditions must be the same on all ranks: otherwise some would wait forever for another rank's shards
-        if step == self.newest:  # it is saved already, or step 0
-            if final and self.rank == 0:
+        if step == self._last_step:  # it is saved already, could not be saved, or is step 0
+            if final and self.rank == 0 and not self._failures:
                 self._clean_up(step)  # the process that saved it may have ended before cleaning up
             return
         if train_state.bad_steps and not final:
             if self.rank == 0:
                 print_lines(f"step {step:5d} | no checkpoint while steps are skipped")
             return
+        self._last_step = step
         parameters: dict[str, torch.Tensor] = dict(train_state.model.named_parameters())
         weights = state.copy_to_host(parameters, keep=self.rank == 0)
         trainer_file = train_state.trainer_file(run.id, run.config.to_dict(), run.identity, keep=self.rank == 0)
@@ -192,7 +193,7 @@ class CheckpointManager:
             else:
                 self.stop.fail(UserError(f"{problem}; neither could the one before. {HOW_TO_GO_ON}"))
             return
-        self._failures, self.newest = 0, step
+        self._failures = 0
         print_lines(styled(f"step {step:5d} | saved {directory}", GREEN))
         self._clean_up(step)
 
