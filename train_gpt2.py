@@ -837,7 +837,7 @@ def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> Tra
         SystemExit: a signal ended the run; its state is saved.
     """
     device, rank, checkpoint, T = dist.device, dist.rank, start.checkpoint, config.block_size
-    machine = Machine.find(config, config.to_dict(), device, dist.world_size)  # what the flags leave open
+    machine = Machine.find(config, device, dist.world_size)  # what the flags leave open
     schedule = Schedule(config, machine.hellaswag_every)
     dtype, use_fsdp = devices.DTYPES[machine.dtype], config.parallel == "fsdp" and dist.world_size > 1
 
@@ -1006,13 +1006,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         return print_finished(config.out, length, resumed.path, resumed.passes, longer_from, dist.print0)
     if plan_options.plan:
         of_model = partial(new_model, config.to_dict())
-        return plan.print_report(plan_options, config, config.to_dict(), of_model, dist.rank)
+        return plan.print_report(plan_options, config, of_model, dist.rank)
     with dist.failing_together():
         dist = dist.with_device(config.device)
     if config.minutes and not (checkpoint and checkpoint.config["minutes"]):
         # times models to find what suits the time; a resumed run, or a fork of a timed run, has already done so
         with devices.report_errors():
-            fitting = budget.flags_for_minutes(config, config.to_dict(), cli_flags, dist, new_model)
+            fitting = budget.flags_for_minutes(config, cli_flags, dist, new_model)
         config = resolve(start.flags | fitting)
     exit_code: int | str | None = 0
     try:

@@ -74,7 +74,7 @@ def bytes_of_tensors():
 
 
 def largest(config, model):
-    most, layout = Machine.find(config, config.to_dict(), ONE_PROCESS.device, 1).batch_size, layout_of(config)
+    most, layout = Machine.find(config, ONE_PROCESS.device, 1).batch_size, layout_of(config)
     make_model = lambda: model  # noqa: E731
     return batch_size.try_batch_sizes(config.batch_size, most, Sizes.of(model), layout, ONE_PROCESS, FP32, make_model)
 

@@ -27,7 +27,7 @@ def flags_for(text_bytes, tokens, monkeypatch, *flags, minutes=3):
 
 
 def flags_for_minutes(config, cli_flags):
-    return budget.flags_for_minutes(config, config.to_dict(), cli_flags, ONE_PROCESS, new_model)
+    return budget.flags_for_minutes(config, cli_flags, ONE_PROCESS, new_model)
 
 
 # By hand: 7 bytes, at 3 per token (2 below 362 kB, 2.5 below 724 kB, with a smaller vocabulary), for each weight of the

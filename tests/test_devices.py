@@ -22,7 +22,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def machine_for(config: TrainConfig, device: torch.device) -> Machine:
-    return Machine.find(config, config.to_dict(), device, 1)
+    return Machine.find(config, device, 1)
 
 
 # -----------------------------------------------------------------------------

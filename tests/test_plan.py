@@ -25,7 +25,7 @@ def plan_for(model, **flags):
     config = resolve({"model": model, **of_run})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "report", lambda planned: found.append(planned) or [])
-        plan.print_report(options, config, config.to_dict(), partial(new_model, config.to_dict()))
+        plan.print_report(options, config, partial(new_model, config.to_dict()))
     return found[0]
 
 
@@ -192,7 +192,7 @@ def test_flags_of_the_plan_are_checked(tmp_path, monkeypatch, capsys):
         main("--plan --gpu H99".split())
     lora = resolve({"init_from": "x", "lora_rank": 4, "dtype": "bf16"})
     with pytest.raises(UserError, match="Leave out --lora-rank"):
-        plan.print_report(PlanOptions(), lora, lora.to_dict(), partial(new_model, lora.to_dict()))
+        plan.print_report(PlanOptions(), lora, partial(new_model, lora.to_dict()))
     with pytest.raises(UserError, match="^--gpus and --price: only for --plan. Add --plan"):
         main("--gpus 8 --price 3".split())
     with pytest.raises(UserError, match="--plan can only plan runs in bf16. Leave out --dtype fp32."):

@@ -15,7 +15,7 @@ from train_gpt2 import TRAIN_FLAGS
 
 DATA = {"train": [["a.npy", 100, "1234"]], "val": [], "base": None, "source": None}
 SAME = (config_of(), DATA)
-MACHINE = Machine.find(SAME[0], SAME[0].to_dict(), ONE_PROCESS.device, 1)
+MACHINE = Machine.find(SAME[0], ONE_PROCESS.device, 1)
 
 
 def compare(check, *ranks):

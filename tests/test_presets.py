@@ -18,7 +18,7 @@ from support.cli import UserError
 from support.data.shards import read_manifest
 from support.data.tokenizer import get_tokenizer
 from support.runtime import devices
-from support.sizing.presets import bpe_vocab_size, fast_rates, make_preset_shards, text_bytes
+from support.sizing.presets import fast_rates, make_preset_shards, text_bytes, vocab_size_for
 from support.terminal import on_one_line
 from train_gpt2 import GPT, MODELS, GPTConfig, train
 
@@ -104,7 +104,8 @@ def test_the_tokenizer_suits_the_amount_of_text(tmp_path):
 )
 def test_the_vocabulary_suits_the_text_and_the_model(tmp_path, size, sizes, expected):
     model = dict(zip(("n_layer", "n_embd"), sizes, strict=True))
-    assert bpe_vocab_size(str(file_of_size(tmp_path, size)), "text", model) == expected
+    config, _ = configure(["--text", str(file_of_size(tmp_path, size))])
+    assert vocab_size_for(config, model) == expected
 
 
 @pytest.mark.parametrize(("n_layer", "vocab_size"), [(2, 512), (3, 1024)])

@@ -55,7 +55,7 @@ def test_the_defaults_are_gpt2s_recipe():
 
 def machine_for(flags, device_type, world_size=1):
     config = resolve(flags)
-    return Machine.find(config, config.to_dict(), torch.device(device_type), world_size)
+    return Machine.find(config, torch.device(device_type), world_size)
 
 
 @pytest.fixture(autouse=True)

@@ -46,7 +46,7 @@ def run_info(*flags: object, checkpoint: Checkpoint | None = None, hellaswag_ite
     identity: DataIdentity = {"train": [], "val": [], "base": None, "source": None}
     config = config_of(*flags)
     machine, schedule, model = (
-        Machine.find(config, config.to_dict(), ONE_PROCESS.device, 1),
+        Machine.find(config, ONE_PROCESS.device, 1),
         Schedule(config),
         GPT(replace(TINY, dropout=config.dropout)),
     )

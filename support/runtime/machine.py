@@ -31,23 +31,18 @@ class Machine:
     attention: str = ""  # the implementation that PyTorch chooses, once `configure_backends` was called
 
     @classmethod
-    def find(
-        cls, config: Options, flags: Mapping[str, Any], device: torch.device, world_size: int
-    ) -> Machine:  # fmt: skip
+    def find(cls, config: Options, device: torch.device, world_size: int) -> Machine:
         """Finds what suits the flags on `device`, one of `world_size` devices.
-
-        Args:
-            flags: all flags of the run, those of `config` and of the recipe.
 
         Raises:
             UserError: no whole number of micro-batches makes up a step.
         """
-        on_gpu, T = device.type == "cuda", flags["block_size"]
+        flags, on_gpu = config.to_dict(), device.type == "cuda"
         dtype = devices.pick_dtype(config.dtype, device)
         compiles = on_gpu and (not config.has_preset or is_worth_compiling(flags))
         asks = compiles if config.compile is None else config.compile
         reason = devices.why_not_compile(device) if asks else None
-        rows = batch_size.rows_per_rank(flags["total_batch_size"], T, world_size)
+        rows = batch_size.rows_per_rank(flags["total_batch_size"], flags["block_size"], world_size)
         asks_for_scores = config.hellaswag_data is not None or config.hellaswag_limit is not None
         often = None if config.minutes else 250
         every = often if on_gpu or asks_for_scores else 0

@@ -13,11 +13,12 @@ from torch import nn
 from support import startup
 from support.cli import UserError
 from support.config import Options
-from support.data.tokenizer import VOCAB_SIZES
 from support.runtime import batch_size, cuda_graphs, devices, memory
 from support.runtime.distributed import Distributed
 from support.runtime.machine import Machine
 from support.sizing import presets
+
+NewModel = Callable[[Mapping[str, Any], int], nn.Module]  # from flags and the size of the vocabulary
 
 MEASURED_SECONDS = 0.5  # for each model
 MEASURED_FLOPS = 1e12  # of a micro-step on a CPU, at most: three seconds on two cores. GPUs need their many rows
@@ -33,11 +34,7 @@ FEW_STEPS = 100
 
 
 def flags_for_minutes(
-    config: Options,
-    flags: dict[str, Any],
-    cli_flags: Mapping[str, Any],
-    dist: Distributed,
-    new_model: Callable[[Mapping[str, Any], int], nn.Module],
+    config: Options, cli_flags: Mapping[str, Any], dist: Distributed, new_model: NewModel
 ) -> dict[str, Any]:
     """Returns the flags that --minutes sets on this machine, the same on all ranks, without those on the command line.
 
@@ -46,107 +43,133 @@ def flags_for_minutes(
     most. A pretrained model keeps its size, and a fork its step, too.
 
     Args:
-        flags: all flags of the run, those of `config` and of the recipe.
         new_model: makes a model of the sizes in such flags, with a vocabulary of this size.
 
     Raises:
         UserError: there is not even time for one step.
     """
-    minutes, tokenizer = config.minutes or 0.0, "bpe" if config.demo else config.tokenizer or "gpt2"
-    text_bytes = presets.text_bytes(config.text, config.text_field)
-    machine = Machine.find(config, flags, dist.device, dist.world_size)
-    is_new = not (flags["init_from"] or config.fork)
-    tuned = config.has_preset and flags["init_from"] is not None and config.fork is None
-    from_scratch, limits_passes = config.has_preset and is_new, config.has_preset and not flags["init_from"]
-    choose_step = from_scratch and flags["recipe"] == "fast"
-    choose_model = choose_step and not cli_flags.keys() & {*presets.MODEL_FLAGS, "model"}
+    run = _TimedRun(config, cli_flags, dist, new_model)
+    startup.show("measuring how fast this machine trains ...")
+    chosen = dist.once(run.choose_flags)
+    startup.show("")
+    return {name: value for name, value in chosen.items() if name not in cli_flags}
 
-    # A GPU takes as long for 64 rows of a small model as for 16, so a step gets more.
-    on_gpu = choose_step and dist.device.type == "cuda"
-    most_rows = cli_flags.get("batch_size", batch_size.LARGEST_MICRO_BATCH) if on_gpu else None
-    train_tokens, bytes_per_token = (f(text_bytes, tokenizer) for f in (presets.train_tokens, presets.bytes_per_token))
 
-    def tokens_in_time(model: dict[str, int]) -> float:
-        of_model = flags | {"batch_size": machine.batch_size} | model
-        vocab_size = VOCAB_SIZES.get(tokenizer) or presets.bpe_vocab_size(config.text, config.text_field, of_model)
-        rows = most_rows
-        while True:
-            of_model |= {"batch_size": rows} if rows else {}
-            tokens = 60 * minutes * _tokens_per_second(of_model, machine.dtype, vocab_size, dist, new_model)
-            devices.free_memory(dist.device)
-            devices.trim_memory(dist.device)
-            rows_of_step = step_and_dropout(tokens, of_model)[0] // of_model["block_size"]
-            if rows is None or rows_of_step >= rows:
-                return tokens
-            rows = rows_of_step  # a GPU hardly takes less time for fewer rows, so its speed has to be measured again
+class _TimedRun:
+    """A run of --minutes before its start: what is known of it, and what suits its time."""
 
-    def step_and_dropout(tokens: float, sizes: Mapping[str, Any]) -> tuple[int, float, float]:
-        """Returns the tokens per step, the dropout and the most passes that suit so many tokens and a model."""
-        dropout = flags["dropout"]
-        if from_scratch:
-            dropout = cli_flags.get("dropout", presets.dropout_for(tokens / train_tokens, sizes, text_bytes))
-        limit = cli_flags.get("max_passes", presets.most_passes(dropout) if limits_passes else 0.0)
-        step = presets.timed_step_size(min(tokens, limit * train_tokens) if limit else tokens)
-        return cli_flags.get("total_batch_size", step if choose_step else flags["total_batch_size"]), dropout, limit
+    def __init__(self, config: Options, cli_flags: Mapping[str, Any], dist: Distributed, new_model: NewModel) -> None:
+        self.config, self.cli_flags, self.dist, self.new_model = config, cli_flags, dist, new_model
+        self.flags, self.minutes = config.to_dict(), config.minutes or 0.0
+        self.machine = Machine.find(config, dist.device, dist.world_size)
+        self.tokenizer = presets.tokenizer_name(config)
+        self.text_bytes = presets.text_bytes(config.text, config.text_field)
+        self.bytes_per_token = presets.bytes_per_token(self.text_bytes, self.tokenizer)
+        self.train_tokens = presets.train_tokens(self.text_bytes, self.tokenizer)  # in a pass over the data
 
-    def choose_flags() -> dict[str, Any]:
-        models = presets.models_for_text(text_bytes, dropout=cli_flags.get("dropout") != 0)
-        first, *larger = models if choose_model else [{}]
+        is_pretrained = self.flags["init_from"] is not None
+        self.from_scratch = config.has_preset and not (is_pretrained or config.fork)
+        self.fine_tunes = config.has_preset and is_pretrained and config.fork is None
+        self.limits_passes = config.has_preset and not is_pretrained
+        self.chooses_step = self.from_scratch and self.flags["recipe"] == "fast"
+        self.chooses_model = self.chooses_step and not cli_flags.keys() & {*presets.MODEL_FLAGS, "model"}
+        # A GPU takes as long for 64 rows of a small model as for 16, so a step gets more.
+        self.chooses_rows = self.chooses_step and dist.device.type == "cuda"
+
+    def choose_flags(self) -> dict[str, Any]:
+        """Returns the flags that suit this machine and the time, whatever the command line says."""
+        model, tokens = self.choose_model()
+        sizes = self.flags | model
+        step, dropout, most_passes = self.step_dropout_and_passes(tokens, sizes)
+        self.check_time(tokens, step, most_passes)
+        chosen: dict[str, Any] = dict(model)
+        if self.limits_passes:
+            chosen["max_passes"] = most_passes
+        if self.from_scratch:
+            chosen["dropout"] = dropout
+        if self.chooses_step:
+            chosen |= {"total_batch_size": step} | presets.fast_rates(step, self.cli_flags)
+        elif self.fine_tunes:
+            chosen["total_batch_size"] = step
+        if self.chooses_rows:
+            chosen["batch_size"] = None  # the largest that divides a step
+        if 0 < tokens < LEAST_SAMPLED:
+            chosen["sample_every"] = 0
+        validated = max(VALIDATED_FRACTION * tokens, min(ENOUGH_VALIDATED, MOST_VALIDATED * tokens))
+        chosen["val_tokens"] = min(self.config.val_tokens, max(sizes["block_size"], int(validated)))  # at least one row
+        return chosen
+
+    def choose_model(self) -> tuple[dict[str, int], float]:
+        """Returns the flags of the model, none if the user or a checkpoint chooses it, and the tokens it can train on."""
+        if not self.chooses_model:
+            return {}, self.tokens_in_time({})
+        chosen, *larger = presets.models_for_text(self.text_bytes, dropout=self.cli_flags.get("dropout") != 0)
         # with thousands of logits, the smallest is hardly faster than the next one, and worse
-        if tokenizer != "bytes" and larger:
-            first, *larger = larger
-        chosen, tokens = first, tokens_in_time(first)
+        if self.tokenizer != "bytes" and larger:
+            chosen, *larger = larger
+        tokens = self.tokens_in_time(chosen)
         for model in larger:
-            needed = presets.bytes_to_read(model, text_bytes) / bytes_per_token
+            needed = presets.bytes_to_read(model, self.text_bytes) / self.bytes_per_token
             # On a CPU a larger model is never faster. On a GPU it can be, with more tokens in a micro-batch: launching
             # kernels takes most of a small model's time.
-            if tokens < needed and dist.device.type == "cpu" or (measured := tokens_in_time(model)) < needed:
+            if tokens < needed and self.dist.device.type == "cpu" or (measured := self.tokens_in_time(model)) < needed:
                 break
             chosen, tokens = model, measured
-        passes = tokens / train_tokens
-        step, dropout, limit = step_and_dropout(tokens, flags | chosen)
-        # as --text does for pretrained weights: 200 steps at least, of 1,024 tokens at least
-        unit = 2 * flags["block_size"] * dist.world_size
-        while tuned and 0 < tokens < 200 * step and step >= 2048 and step % unit == 0:
-            step //= 2
-        step = cli_flags.get("total_batch_size", step)
+        return chosen, tokens
+
+    def tokens_in_time(self, model: dict[str, int]) -> float:
+        """Measures how many tokens a model can train on in time; `model` has its flags that differ from the run's."""
+        flags = self.flags | {"batch_size": self.machine.batch_size} | model
+        vocab_size = presets.vocab_size_for(self.config, flags)
+        if self.chooses_rows:
+            flags["batch_size"] = self.cli_flags.get("batch_size", batch_size.LARGEST_MICRO_BATCH)
+        while True:
+            per_second = _tokens_per_second(flags, self.machine.dtype, vocab_size, self.dist, self.new_model)
+            tokens = 60 * self.minutes * per_second
+            devices.free_memory(self.dist.device)
+            devices.trim_memory(self.dist.device)
+            rows_of_step = self.step_dropout_and_passes(tokens, flags)[0] // flags["block_size"]
+            if not self.chooses_rows or rows_of_step >= flags["batch_size"]:
+                return tokens
+            flags["batch_size"] = rows_of_step  # a GPU hardly takes less time for fewer rows, so measure again
+
+    def step_dropout_and_passes(self, tokens: float, sizes: Mapping[str, Any]) -> tuple[int, float, float]:
+        """Returns the tokens per step, the dropout and the most passes that suit so many tokens and a model."""
+        dropout = self.flags["dropout"]
+        if self.from_scratch:
+            passes = tokens / self.train_tokens
+            dropout = self.cli_flags.get("dropout", presets.dropout_for(passes, sizes, self.text_bytes))
+        most_passes = 0.0
+        if self.limits_passes:
+            most_passes = self.cli_flags.get("max_passes", presets.most_passes(dropout))
+        step = self.flags["total_batch_size"]
+        if self.chooses_step:
+            step = presets.timed_step_size(min(tokens, most_passes * self.train_tokens) if most_passes else tokens)
+        elif self.fine_tunes:  # as --text does for pretrained weights: 200 steps at least, of 1,024 tokens at least
+            unit = 2 * self.flags["block_size"] * self.dist.world_size
+            while 0 < tokens < 200 * step and step >= 2048 and step % unit == 0:
+                step //= 2
+        return self.cli_flags.get("total_batch_size", step), dropout, most_passes
+
+    def check_time(self, tokens: float, step: int, most_passes: float) -> None:
+        """Refuses a time that is too short for a step, and says if it is short, or longer than the text is worth."""
+        passes = tokens / self.train_tokens
         if 0 < tokens < step:
             raise UserError(
-                f"--minutes {minutes:g} is too short: on this machine, the {step:,} tokens of a step take this model "
-                f"{60 * TRAINING_FRACTION * minutes * step / tokens:.3g} s. Use more minutes, a smaller model, or a smaller "
+                f"--minutes {self.minutes:g} is too short: on this machine, the {step:,} tokens of a step take this model "
+                f"{60 * TRAINING_FRACTION * self.minutes * step / tokens:.3g} s. Use more minutes, a smaller model, or a smaller "
                 "--total-batch-size."
             )
         if 0 < tokens < FEW_STEPS * step:
-            dist.print0(
+            self.dist.print0(
                 f"note    there is time for only about {int(tokens / step)} steps, but a model needs hundreds to learn\n"
                 "        anything. Use more --minutes, a smaller model, or a smaller --total-batch-size"
             )
-        if config.has_preset and 0 < limit < passes:
-            dist.print0(
-                f"note    there is time to read the data {passes:,.0f} times. The run ends after {limit:g}: more would only\n"
-                "        memorize it"
+        if self.config.has_preset and 0 < most_passes < passes:
+            self.dist.print0(
+                f"note    there is time to read the data {passes:,.0f} times. The run ends after {most_passes:g}: more would\n"
+                "        only memorize it"
             )
-        chosen_flags: dict[str, Any] = dict(chosen)
-        if limits_passes:
-            chosen_flags["max_passes"] = limit
-        if from_scratch:
-            chosen_flags["dropout"] = dropout
-        if choose_step:
-            chosen_flags |= {"total_batch_size": step} | presets.fast_rates(step, cli_flags)
-        elif tuned:
-            chosen_flags["total_batch_size"] = step
-        if on_gpu:
-            chosen_flags["batch_size"] = None  # the largest that divides a step
-        if 0 < tokens < LEAST_SAMPLED:
-            chosen_flags["sample_every"] = 0
-        validated = max(VALIDATED_FRACTION * tokens, min(ENOUGH_VALIDATED, MOST_VALIDATED * tokens))
-        block_size = chosen.get("block_size", flags["block_size"])  # at least one row
-        return chosen_flags | {"val_tokens": min(config.val_tokens, max(block_size, int(validated)))}
-
-    startup.show("measuring how fast this machine trains ...")
-    chosen_flags = dist.once(choose_flags)
-    startup.show("")
-    return {name: value for name, value in chosen_flags.items() if name not in cli_flags}
 
 
 def _tokens_per_second(
@@ -154,7 +177,7 @@ def _tokens_per_second(
     dtype_name: str,
     vocab_size: int,
     dist: Distributed,
-    new_model: Callable[[Mapping[str, Any], int], nn.Module],
+    new_model: NewModel,
 ) -> float:
     """Estimates the tokens that all ranks train on per second of --minutes, from this rank's speed without compiling.
 

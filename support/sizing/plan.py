@@ -177,22 +177,16 @@ def split_flags(cli_flags: Mapping[str, Any], world_size: int) -> tuple[PlanOpti
     return options, {name: value for name, value in cli_flags.items() if name not in names}
 
 
-def print_report(
-    options: PlanOptions,
-    config: Options,
-    flags: Mapping[str, Any],
-    new_model: Callable[[int], nn.Module],
-    rank: int = 0,
-) -> None:
+def print_report(options: PlanOptions, config: Options, new_model: Callable[[int], nn.Module], rank: int = 0) -> None:
     """Prints the report of --plan on rank 0, for a run on `options.gpus` GPUs of the kind `options.gpu`.
 
     Args:
-        flags: all flags of the run, those of `config` and of the recipe.
         new_model: makes the model from its vocabulary size; on the meta device, that takes about 2 ms per layer.
 
     Raises:
         UserError: the formulas do not cover such a run, or its batch does not divide evenly among the GPUs.
     """
+    flags = config.to_dict()
     if flags["lora_rank"]:
         raise UserError("--plan can only plan the training of all weights. Leave out --lora-rank.")
     if config.dtype not in ("auto", "bf16"):
@@ -217,8 +211,7 @@ def vocab_size_of(config: Options) -> int:
     """Returns the vocabulary size of the run's shards or, if there are none yet, of its tokenizer."""
     if shards.shard_paths(config.data, "train"):
         return shards.read_manifest(config.data)["vocab_size"]
-    tokenizer = "bpe" if config.demo else config.tokenizer or "gpt2"
-    return VOCAB_SIZES.get(tokenizer) or presets.bpe_vocab_size(config.text, config.text_field, config.to_dict())
+    return presets.vocab_size_for(config, config.to_dict())
 
 
 def report(plan: Plan) -> Iterator[str]:

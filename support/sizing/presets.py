@@ -18,6 +18,7 @@ from support.data.encode import usable_cores
 from support.data.make_shards import make_shards
 from support.data.output_folder import OtherShardsError, remove_shards
 from support.data.text_files import TextFiles, estimate_text_bytes, find_input
+from support.data.tokenizer import VOCAB_SIZES
 
 # The peak learning rate of --recipe fast; Muon's is lower in steps of fewer than 16,384 tokens: docs/recipes.md
 FAST_LR = 3.6e-3
@@ -245,11 +246,19 @@ def flags_for_length(before: Mapping[str, Any], max_steps: int | None) -> dict[s
     return flags
 
 
-def bpe_vocab_size(text: str | None, field: str, sizes: Mapping[str, Any]) -> int:
-    """Returns the vocabulary size of an encoding that is trained on a text for a model, or on the demo's if `text` is None."""
-    if text is None:
+def tokenizer_name(config: Options) -> str:
+    """Returns the tokenizer of a run's shards: gpt2, bytes or bpe."""
+    return "bpe" if config.demo else config.tokenizer or "gpt2"
+
+
+def vocab_size_for(config: Options, sizes: Mapping[str, Any]) -> int:
+    """Returns the vocabulary size of a run whose shards are not made yet, for a model of these sizes."""
+    tokenizer = tokenizer_name(config)
+    if tokenizer != "bpe":
+        return VOCAB_SIZES[tokenizer]
+    if config.text is None:
         return DEMO_VOCAB_SIZE
-    return min(fitting_vocab_size(text_bytes(text, field)), largest_vocab_size(sizes))
+    return min(fitting_vocab_size(text_bytes(config.text, config.text_field)), largest_vocab_size(sizes))
 
 
 def largest_vocab_size(sizes: Mapping[str, Any]) -> int:
@@ -294,7 +303,7 @@ def make_preset_shards(config: Options, keep_existing: bool, may_replace: bool, 
     else:
         paths = find_input([config.text], lambda note: print_lines(f"note    {note}"))
         make = partial(
-            make_shards, TextFiles(paths, config.text_field), config.data, tokenizer=config.tokenizer or "gpt2",
+            make_shards, TextFiles(paths, config.text_field), config.data, tokenizer=tokenizer_name(config),
             largest_vocab_size=None if model else largest_vocab_size(config.to_dict()), tokenizer_from=model,
             split_documents=True, threads=usable_cores(), flag="--out",
         )  # fmt: skip
