@@ -108,6 +108,6 @@ def test_a_step_sends_what_a_ring_needs(layout, config):
     queue = FORKS.Queue()
     process = FORKS.Process(target=sent_in_a_step, args=(layout, config, queue))
     process.start()
-    sent, needed = queue.get(timeout=60)
+    sent, needed = queue.get(timeout=200)
     process.join()
     assert sent > 0 and sent == pytest.approx(needed, rel=0.01)
