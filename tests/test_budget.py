@@ -156,6 +156,8 @@ def test_given_sizes_stay(monkeypatch):
 @pytest.mark.parametrize(
     ("text_bytes", "passes", "flags", "dropout", "most"),
     [
+        (1e6, 4.9, "", 0.0, 10),
+        (1e6, 6, "", 0.0, 10),
         (1e6, 9.9, "", 0.0, 10),
         (1e6, 10.1, "", 0.1, 25),
         (1e6, 60, "", 0.1, 25),
@@ -166,7 +168,7 @@ def test_given_sizes_stay(monkeypatch):
         (1e6, 29, "--max-passes 0", 0.1, 0),
     ],
 )
-def test_a_text_that_is_read_often_gets_dropout_and_an_end(
+def test_a_text_that_is_read_often_gets_weight_decay_dropout_and_an_end(
     text_bytes, passes, flags, dropout, most, monkeypatch, capsys
 ):
     """By hand: the last tenth is held out; a token has 3 bytes, or 2 of a small text."""
@@ -177,6 +179,9 @@ def test_a_text_that_is_read_often_gets_dropout_and_an_end(
         name: value for name, value in expected.items() if flag_name(name) not in flags
     }  # those that are chosen
     assert {name: value for name, value in chosen.items() if name in ("dropout", "max_passes")} == expected
+    if "--recipe" not in flags:
+        times = {4.9: 1, 5: 1, 6: 3}.get(passes, 6)
+        assert chosen["max_lr"] * chosen["weight_decay"] == pytest.approx(times * 3.6e-4)
     printed = " ".join(capsys.readouterr().out.split())
     assert (f"The run ends after {most}: more would only memorize it" in printed) == (0 < most < passes)
 

@@ -39,7 +39,7 @@ def file_of_size(folder: Path, size: float) -> Path:
 
 
 # By hand: nine tenths of the bytes are tokens; up to 2.4 million tokens, 25 passes, otherwise one; 2,000
-# steps or more. Dropout is for more than ten passes.
+# steps or more. Dropout is for more than ten passes, and so is, in these cases, the highest weight decay.
 # A seventh of those bytes: 130,000, 340,000, 510,000, 1.3M, 13M, 130M and 1.3G weights; those of the blocks are 12 L C^2.
 @pytest.mark.parametrize(
     "size, n_layer, context, tokens_per_step, steps, dropout",
@@ -65,13 +65,21 @@ def test_flags_fit_the_amount_of_text(tmp_path, size, n_layer, context, tokens_p
     assert (config.optimizer, config.schedule, config.decay_steps) == ("muon", "wsd", steps)
     rates = {1024: 0.9e-3, 4096: 1.8e-3, 32768: 3.6e-3, 262144: 3.6e-3, 524288: 3.6e-3}  # with the square root
     assert config.max_lr == pytest.approx(rates[tokens_per_step], rel=0.01) and config.adamw_lr == 3.6e-3
-    assert config.max_lr * config.weight_decay == pytest.approx(3.6e-4)
+    assert config.max_lr * config.weight_decay == pytest.approx(6 * 3.6e-4 if dropout else 3.6e-4)
 
 
-def test_a_number_of_steps_that_reads_a_text_often_gets_dropout(tmp_path):
-    """By hand: 1 MB has 300,000 tokens to train on: 2,929 steps of 1,024 are ten passes. Without dropout, a small text is
-    not read more often: 10 passes over 45,000 tokens, of two bytes, are 439 steps."""
+def test_a_number_of_steps_that_reads_a_text_often_gets_weight_decay_and_dropout(tmp_path):
+    """By hand: 1 MB has 300,000 tokens to train on: 1,465 steps of 1,024 are five passes, 1,758 are six, and 2,929
+    are ten. Without dropout, a small text is not read more often: 10 passes over 45,000 tokens, of two bytes, are 439
+    steps."""
     text = ["--text", str(file_of_size(tmp_path, 1e6))]
+    for steps, given, weight_decay in (
+        (1464, [], 0.4),
+        (1758, [], 1.2),
+        (2929, [], 2.4),
+        (2929, ["--weight-decay", 0.3], 0.3),
+    ):
+        assert configure([*text, "--max-steps", steps, *given])[0].weight_decay == pytest.approx(weight_decay, rel=1e-3)
     for steps, given, dropout in (
         (2929, [], 0.0),
         (2931, [], 0.1),

@@ -88,7 +88,7 @@ class _TimedRun:
         if self.from_scratch:
             chosen["dropout"] = dropout
         if self.chooses_step:
-            chosen |= {"total_batch_size": step} | presets.fast_rates(step, self.cli_flags)
+            chosen |= {"total_batch_size": step} | presets.fast_rates(step, self.cli_flags, tokens / self.train_tokens)
         elif self.fine_tunes:
             chosen["total_batch_size"] = step
         if self.chooses_rows:

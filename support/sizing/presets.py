@@ -51,6 +51,8 @@ BYTES_PER_TOKEN_OF_SMALL_BPE = {512: 2.0, 1024: 2.5}  # by the size of the vocab
 MIN_TOKENS = {"gpt2": 1.65e6, "bytes": 2.4e6, "bpe": 1.65e6}  # a text with fewer tokens is read several times
 # A text is read at most MAX_PASSES times without dropout, and MAX_PASSES_WITH_DROPOUT times with it: more would only memorize it.
 MAX_PASSES, MAX_PASSES_WITH_DROPOUT, DROPOUT, DROPOUT_OF_MANY_WEIGHTS = 10, 25, 0.1, 0.2
+# With more than FEW_PASSES, the weight decay is higher, at most so many times (measured, too).
+FEW_PASSES, MOST_DECAY = 5, 6
 TINY_TEXT = 1e5  # bytes; a run on less says what little can be learned from it
 MAX_BPE_TEXT = 4e8  # bytes; a larger text gets GPT-2's tokens
 
@@ -101,12 +103,13 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
         if "model" not in cli_flags:
             flags |= models_for_text(size, total_tokens * bytes_per_token(size, tokenizer))[-1]
     tokens_per_step = cli_flags.get("total_batch_size", step_size(total_tokens, steps))
-    if flags.get("recipe") == "fast" and cli_flags.get("recipe", "fast") == "fast":
-        flags |= dict(cooldown_fraction=SHORT_COOLDOWN) | fast_rates(tokens_per_step, cli_flags)
     steps = cli_flags.get("max_steps", max(1, round(total_tokens / max(1, tokens_per_step))))
+    passes = steps * tokens_per_step / max(1, tokens)
+    if flags.get("recipe") == "fast" and cli_flags.get("recipe", "fast") == "fast":
+        flags |= dict(cooldown_fraction=SHORT_COOLDOWN) | fast_rates(tokens_per_step, cli_flags, passes)
     if not fine_tuned:
         sizes: dict[str, Any] = {"n_layer": 12, "n_embd": 768, **flags, **cli_flags}  # the smallest of --model
-        flags["dropout"] = dropout_for(steps * tokens_per_step / max(1, tokens), sizes, size)
+        flags["dropout"] = dropout_for(passes, sizes, size)
     length = flags_for_steps(steps, False, fine_tuned)
     if "minutes" in cli_flags:
         length |= _intervals(None, False)
@@ -198,18 +201,22 @@ def timed_step_size(total_tokens: float) -> int:
     return max(step_size(total_tokens), min(2048, step_size(total_tokens, 1000)))
 
 
-def fast_rates(tokens_per_step: int, cli_flags: Mapping[str, Any]) -> dict[str, float]:
+def fast_rates(tokens_per_step: int, cli_flags: Mapping[str, Any], passes: float = 1.0) -> dict[str, float]:
     """Returns the peak learning rates and the weight decay of --recipe fast.
 
     Below 16,384 tokens per step, Muon's rate grows with the square root of the step size. A step shrinks the weights by
-    the product of rate and weight decay, which stays the same. docs/small-models.md has the measurements. If --max-lr is
-    given, or weights are pretrained, AdamW uses Muon's rate.
+    the product of rate and weight decay, which stays the same, but is higher for a text that is read many times.
+    docs/small-models.md has the measurements. If --max-lr is given, or weights are pretrained, AdamW uses Muon's rate.
+
+    Args:
+        passes: over the text.
     """
     fraction = math.sqrt(min(1.0, tokens_per_step / 16384))
     rates = {"max_lr": FAST_LR * fraction}
     by_muon = cli_flags.get("recipe", "fast") == "fast" and cli_flags.get("optimizer", "muon") == "muon"
     if by_muon and not cli_flags.keys() & {"max_lr", "init_from"}:
-        rates |= {"adamw_lr": FAST_LR, "weight_decay": 0.1 / fraction}
+        decay = 0.1 * min(MOST_DECAY, 1 + 2 * max(0.0, passes - FEW_PASSES))
+        rates |= {"adamw_lr": FAST_LR, "weight_decay": decay / fraction}
     return rates
 
 
