@@ -80,7 +80,7 @@ class _TimedRun:
         """Returns the flags that suit this machine and the time, whatever the command line says."""
         model, tokens = self.choose_model()
         sizes = self.flags | model
-        step, dropout, most_passes = self.step_dropout_and_passes(tokens, sizes)
+        step, dropout, most_passes = self.step_dropout_and_passes(tokens)
         self.check_time(tokens, step, most_passes)
         chosen: dict[str, Any] = dict(model)
         if self.limits_passes:
@@ -103,13 +103,13 @@ class _TimedRun:
         """Returns the flags of the model, none if the user or a checkpoint chooses it, and the tokens it can train on."""
         if not self.chooses_model:
             return {}, self.tokens_in_time({})
-        chosen, *larger = presets.models_for_text(self.text_bytes, dropout=self.cli_flags.get("dropout") != 0)
+        chosen, *larger = presets.models_for_text(self.text_bytes)
         # with thousands of logits, the smallest is hardly faster than the next one, and worse
         if self.tokenizer != "bytes" and larger:
             chosen, *larger = larger
         tokens = self.tokens_in_time(chosen)
         for model in larger:
-            needed = presets.bytes_to_read(model, self.text_bytes) / self.bytes_per_token
+            needed = presets.BYTES_PER_WEIGHT * presets.block_weights(model) / self.bytes_per_token
             # On a CPU a larger model is never faster. On a GPU it can be, with more tokens in a micro-batch: launching
             # kernels takes most of a small model's time.
             if tokens < needed and self.dist.device.type == "cpu" or (measured := self.tokens_in_time(model)) < needed:
@@ -128,17 +128,17 @@ class _TimedRun:
             tokens = 60 * self.minutes * per_second
             devices.free_memory(self.dist.device)
             devices.trim_memory(self.dist.device)
-            rows_of_step = self.step_dropout_and_passes(tokens, flags)[0] // flags["block_size"]
+            rows_of_step = self.step_dropout_and_passes(tokens)[0] // flags["block_size"]
             if not self.chooses_rows or rows_of_step >= flags["batch_size"]:
                 return tokens
             flags["batch_size"] = rows_of_step  # a GPU hardly takes less time for fewer rows, so measure again
 
-    def step_dropout_and_passes(self, tokens: float, sizes: Mapping[str, Any]) -> tuple[int, float, float]:
-        """Returns the tokens per step, the dropout and the most passes that suit so many tokens and a model."""
+    def step_dropout_and_passes(self, tokens: float) -> tuple[int, float, float]:
+        """Returns the tokens per step, the dropout and the most passes that suit so many tokens."""
         dropout = self.flags["dropout"]
         if self.from_scratch:
             passes = tokens / self.train_tokens
-            dropout = self.cli_flags.get("dropout", presets.dropout_for(passes, sizes, self.text_bytes))
+            dropout = self.cli_flags.get("dropout", presets.dropout_for(passes))
         most_passes = 0.0
         if self.limits_passes:
             most_passes = self.cli_flags.get("max_passes", presets.most_passes(dropout))

@@ -42,16 +42,14 @@ MODELS_FOR_TEXT: tuple[dict[str, int], ...] = (
     dict(n_layer=12, n_head=12, n_embd=768, block_size=1024),  # gpt2
 )
 # A model reads at least this many bytes of text, repetitions included, per weight of its blocks (measured, see
-# docs/small-models.md). It never has more such weights than the text has bytes, or it would memorize the text. Only a
-# timed run may have more, up to MOST_WEIGHTS for each byte, if there is time to read the text often: with more dropout.
-BYTES_PER_WEIGHT, BYTES_PER_WEIGHT_OF_MANY = 7, 5
-MOST_WEIGHTS, FEWEST_LAYERS_OF_MANY = 2.5, 6
+# docs/small-models.md). It never has more such weights than the text has bytes, or it would memorize the text.
+BYTES_PER_WEIGHT = 7
 BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0, "bpe": 3.0}
 BYTES_PER_TOKEN_OF_SMALL_BPE = {512: 2.0, 1024: 2.5}  # by the size of the vocabulary
 MIN_TOKENS = {"gpt2": 1.65e6, "bytes": 2.4e6, "bpe": 1.65e6}  # a text with fewer tokens is read several times
 # A text is read at most MAX_PASSES times without dropout, and MAX_PASSES_WITH_DROPOUT times with it: more would only memorize it.
-MAX_PASSES, MAX_PASSES_WITH_DROPOUT, DROPOUT, DROPOUT_OF_MANY_WEIGHTS = 10, 25, 0.1, 0.2
-# With more than FEW_PASSES, the weight decay is higher, at most so many times (measured, too).
+MAX_PASSES, MAX_PASSES_WITH_DROPOUT, MOST_DROPOUT = 10, 25, 0.1
+# From FEW_PASSES on, the weight decay is higher, at most so many times.
 FEW_PASSES, MOST_DECAY = 5, 6
 TINY_TEXT = 1e5  # bytes; a run on less says what little can be learned from it
 MAX_BPE_TEXT = 4e8  # bytes; a larger text gets GPT-2's tokens
@@ -97,7 +95,7 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
         if cli_flags.get("block_size", context) <= MODELS_FOR_TEXT[0]["block_size"]:
             flags["batch_size"] = MODELS_FOR_TEXT[0]["batch_size"]  # takes as long as 4 rows
     else:  # several epochs of a small text, but too few to memorize it
-        most = most_passes(cli_flags.get("dropout", DROPOUT))
+        most = most_passes(cli_flags.get("dropout", MOST_DROPOUT))
         total_tokens, steps = max(tokens, min(MIN_TOKENS[tokenizer], most * tokens)), 2000
         flags = dict(recipe="fast")
         if "model" not in cli_flags:
@@ -108,8 +106,7 @@ def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int
     if flags.get("recipe") == "fast" and cli_flags.get("recipe", "fast") == "fast":
         flags |= dict(cooldown_fraction=SHORT_COOLDOWN) | fast_rates(tokens_per_step, cli_flags, passes)
     if not fine_tuned:
-        sizes: dict[str, Any] = {"n_layer": 12, "n_embd": 768, **flags, **cli_flags}  # the smallest of --model
-        flags["dropout"] = dropout_for(passes, sizes, size)
+        flags["dropout"] = dropout_for(passes)
     length = flags_for_steps(steps, False, fine_tuned)
     if "minutes" in cli_flags:
         length |= _intervals(None, False)
@@ -143,11 +140,14 @@ def bytes_per_token(text_bytes: float, tokenizer: str) -> float:
     return BYTES_PER_TOKEN_OF_SMALL_BPE.get(fitting_vocab_size(text_bytes), BYTES_PER_TOKEN["bpe"])
 
 
-def dropout_for(passes: float, sizes: Mapping[str, Any], text_bytes: float) -> float:
-    """Returns the dropout that suits a model of these sizes, and so many passes over a text."""
-    if passes <= MAX_PASSES:
-        return 0.0
-    return DROPOUT_OF_MANY_WEIGHTS if _has_many_weights(sizes, text_bytes) else DROPOUT
+def dropout_for(passes: float) -> float:
+    """Returns the dropout that suits so many passes over a text; measured, see docs/small-models.md."""
+    return round(min(MOST_DROPOUT, max(0.0, passes - MAX_PASSES) / 100), 2)
+
+
+def weight_decay_for(passes: float) -> float:
+    """Returns how many times as high as for one pass the weight decay is; measured, see docs/small-models.md."""
+    return min(MOST_DECAY, 1 + 2 * max(0.0, passes - FEW_PASSES))
 
 
 def most_passes(dropout: float) -> int:
@@ -155,32 +155,15 @@ def most_passes(dropout: float) -> int:
     return MAX_PASSES_WITH_DROPOUT if dropout else MAX_PASSES
 
 
-def models_for_text(text_bytes: float, bytes_read: float = math.inf, dropout: bool = False) -> list[dict[str, int]]:
+def models_for_text(text_bytes: float, bytes_read: float = math.inf) -> list[dict[str, int]]:
     """Returns the flags of the models that suit a text, the smallest first.
 
     Args:
         bytes_read: how much of the text is read, repetitions included.
-        dropout: whether a model may have more weights than the text has bytes, which takes dropout.
     """
-
-    def suits(model: Mapping[str, int]) -> bool:
-        most = MOST_WEIGHTS if dropout and model["n_layer"] >= FEWEST_LAYERS_OF_MANY else 1
-        return block_weights(model) <= most * text_bytes and bytes_to_read(model, text_bytes) <= bytes_read
-
     smallest, *others = MODELS_FOR_TEXT
-    return [smallest, *filter(suits, others)]
-
-
-def bytes_to_read(model: Mapping[str, int], text_bytes: float) -> float:
-    """Returns how many bytes of a text a model should read, repetitions included."""
-    weights = block_weights(model)
-    if _has_many_weights(model, text_bytes):
-        return max(BYTES_PER_WEIGHT_OF_MANY * weights, MAX_PASSES * text_bytes)  # with fewer passes it has no dropout
-    return BYTES_PER_WEIGHT * weights
-
-
-def _has_many_weights(sizes: Mapping[str, Any], text_bytes: float) -> bool:
-    return sizes["n_layer"] >= FEWEST_LAYERS_OF_MANY and block_weights(sizes) > text_bytes
+    most = min(text_bytes, bytes_read / BYTES_PER_WEIGHT)
+    return [smallest, *(model for model in others if block_weights(model) <= most)]
 
 
 def block_weights(model: Mapping[str, Any]) -> int:
@@ -215,8 +198,7 @@ def fast_rates(tokens_per_step: int, cli_flags: Mapping[str, Any], passes: float
     rates = {"max_lr": FAST_LR * fraction}
     by_muon = cli_flags.get("recipe", "fast") == "fast" and cli_flags.get("optimizer", "muon") == "muon"
     if by_muon and not cli_flags.keys() & {"max_lr", "init_from"}:
-        decay = 0.1 * min(MOST_DECAY, 1 + 2 * max(0.0, passes - FEW_PASSES))
-        rates |= {"adamw_lr": FAST_LR, "weight_decay": decay / fraction}
+        rates |= {"adamw_lr": FAST_LR, "weight_decay": 0.1 * weight_decay_for(passes) / fraction}
     return rates
 
 
