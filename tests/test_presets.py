@@ -39,7 +39,8 @@ def file_of_size(folder: Path, size: float) -> Path:
 
 
 # By hand: nine tenths of the bytes are tokens; up to 2.4 million tokens, 25 passes, otherwise one; 2,000
-# steps or more. Above ten passes, the dropout is a hundredth for each, up to 0.1, and the weight decay is six times as high.
+# steps or more. Above ten passes, the dropout is a hundredth for each, up to 0.1, and the
+# weight decay falls by 0.3 for each from six times to three.
 # A seventh of those bytes: 130,000, 340,000, 510,000, 1.3M, 13M, 130M and 1.3G weights; those of the blocks are 12 L C^2.
 @pytest.mark.parametrize(
     "size, n_layer, context, tokens_per_step, steps, dropout",
@@ -65,7 +66,9 @@ def test_flags_fit_the_amount_of_text(tmp_path, size, n_layer, context, tokens_p
     assert (config.optimizer, config.schedule, config.decay_steps) == ("muon", "wsd", steps)
     rates = {1024: 0.9e-3, 4096: 1.8e-3, 32768: 3.6e-3, 262144: 3.6e-3, 524288: 3.6e-3}  # with the square root
     assert config.max_lr == pytest.approx(rates[tokens_per_step], rel=0.01) and config.adamw_lr == 3.6e-3
-    assert config.max_lr * config.weight_decay == pytest.approx(6 * 3.6e-4 if dropout else 3.6e-4)
+    passes = steps * tokens_per_step / (0.9 * size)
+    times = max(3, 6 - 0.3 * (passes - 10)) if dropout else 1
+    assert config.max_lr * config.weight_decay == pytest.approx(times * 3.6e-4)
 
 
 def test_a_number_of_steps_that_reads_a_text_often_gets_weight_decay_and_dropout(tmp_path):

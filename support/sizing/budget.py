@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -88,7 +89,8 @@ class _TimedRun:
         if self.from_scratch:
             chosen["dropout"] = dropout
         if self.chooses_step:
-            chosen |= {"total_batch_size": step} | presets.fast_rates(step, self.cli_flags, tokens / self.train_tokens)
+            passes = min(tokens / self.train_tokens, most_passes or math.inf)
+            chosen |= {"total_batch_size": step} | presets.fast_rates(step, self.cli_flags, passes)
         elif self.fine_tunes:
             chosen["total_batch_size"] = step
         if self.chooses_rows:

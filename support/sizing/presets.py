@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from support import startup
 from support.cli import UserError, flag_name, print_lines
 from support.config import Options
@@ -49,8 +51,6 @@ BYTES_PER_TOKEN_OF_SMALL_BPE = {512: 2.0, 1024: 2.5}  # by the size of the vocab
 MIN_TOKENS = {"gpt2": 1.65e6, "bytes": 2.4e6, "bpe": 1.65e6}  # a text with fewer tokens is read several times
 # A text is read at most MAX_PASSES times without dropout, and MAX_PASSES_WITH_DROPOUT times with it: more would only memorize it.
 MAX_PASSES, MAX_PASSES_WITH_DROPOUT, MOST_DROPOUT = 10, 25, 0.1
-# From FEW_PASSES on, the weight decay is higher, at most so many times.
-FEW_PASSES, MOST_DECAY = 5, 6
 TINY_TEXT = 1e5  # bytes; a run on less says what little can be learned from it
 MAX_BPE_TEXT = 4e8  # bytes; a larger text gets GPT-2's tokens
 
@@ -142,12 +142,12 @@ def bytes_per_token(text_bytes: float, tokenizer: str) -> float:
 
 def dropout_for(passes: float) -> float:
     """Returns the dropout that suits so many passes over a text; measured, see docs/small-models.md."""
-    return round(min(MOST_DROPOUT, max(0.0, passes - MAX_PASSES) / 100), 2)
+    return round(float(np.interp(passes, (MAX_PASSES, 20), (0, MOST_DROPOUT))), 2)
 
 
 def weight_decay_for(passes: float) -> float:
-    """Returns how many times as high as for one pass the weight decay is; measured, see docs/small-models.md."""
-    return min(MOST_DECAY, 1 + 2 * max(0.0, passes - FEW_PASSES))
+    """Returns how many times the weight decay of one pass suits so many passes over a text, with their dropout; measured."""
+    return float(np.interp(passes, (5, 7.5, MAX_PASSES, 20), (1, 6, 6, 3)))
 
 
 def most_passes(dropout: float) -> int:
