@@ -145,8 +145,11 @@ def dropout_for(passes: float) -> float:
     return round(float(np.interp(passes, (MAX_PASSES, 20), (0, MOST_DROPOUT))), 2)
 
 
-def weight_decay_for(passes: float) -> float:
-    """Returns how many times the weight decay of one pass suits so many passes over a text, with their dropout; measured."""
+def weight_decay_factor(passes: float) -> float:
+    """Returns how many times as high the weight decay is as for one pass over a text; measured, see docs/small-models.md.
+
+    More of it keeps a model from memorizing the text, until dropout does.
+    """
     return float(np.interp(passes, (5, 7.5, MAX_PASSES, 20), (1, 6, 6, 3)))
 
 
@@ -198,7 +201,7 @@ def fast_rates(tokens_per_step: int, cli_flags: Mapping[str, Any], passes: float
     rates = {"max_lr": FAST_LR * fraction}
     by_muon = cli_flags.get("recipe", "fast") == "fast" and cli_flags.get("optimizer", "muon") == "muon"
     if by_muon and not cli_flags.keys() & {"max_lr", "init_from"}:
-        rates |= {"adamw_lr": FAST_LR, "weight_decay": 0.1 * weight_decay_for(passes) / fraction}
+        rates |= {"adamw_lr": FAST_LR, "weight_decay": 0.1 * weight_decay_factor(passes) / fraction}
     return rates
 
 
