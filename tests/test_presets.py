@@ -39,8 +39,8 @@ def file_of_size(folder: Path, size: float) -> Path:
 
 
 # By hand: nine tenths of the bytes are tokens; up to 2.4 million tokens, 25 passes, otherwise one; 2,000
-# steps or more. Above ten passes, the dropout is a hundredth for each, up to 0.1, and the
-# weight decay falls by 0.3 for each from six times to three.
+# steps or more. Above ten passes, the dropout grows by 0.01 with each, up to 0.1, and the weight decay falls
+# from six times, by 0.3 with each, to three times.
 # A seventh of those bytes: 130,000, 340,000, 510,000, 1.3M, 13M, 130M and 1.3G weights; those of the blocks are 12 L C^2.
 @pytest.mark.parametrize(
     "size, n_layer, context, tokens_per_step, steps, dropout",
@@ -73,8 +73,8 @@ def test_flags_fit_the_amount_of_text(tmp_path, size, n_layer, context, tokens_p
 
 def test_a_number_of_steps_that_reads_a_text_often_gets_weight_decay_and_dropout(tmp_path):
     """By hand: 1 MB has 300,000 tokens to train on: 1,465 steps of 1,024 are five passes, 1,758 are six, 2,929
-    are ten, and 4,102 are 14. Without dropout, a small text is not read more often: 10 passes over 45,000 tokens, of two bytes, are 439
-    steps."""
+    are ten, and 4,102 are 14. Without dropout, a small text is not read more often: 10 passes over 45,000 tokens, of
+    two bytes, are 439 steps."""
     text = ["--text", str(file_of_size(tmp_path, 1e6))]
     for steps, given, weight_decay in (
         (1464, [], 0.4),
