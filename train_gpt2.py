@@ -1003,7 +1003,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, checkpoint, resumed = resolve(start.flags), start.checkpoint, start.resumed
     if resumed and dist.once(partial(run_folder.has_finished, config.out, resumed.step)):
         length, longer_from = Schedule(config).length, newest_before_cooldown(config.out)
-        return print_finished(config.out, length, resumed.path, resumed.passes, longer_from, dist.print0)
+        return print_finished(config, length, resumed.path, resumed.passes, longer_from, dist.print0)
     if plan_options.plan:
         of_model = partial(new_model, config.to_dict())
         return plan.print_report(plan_options, config, of_model, dist.rank)

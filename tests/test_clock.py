@@ -20,6 +20,7 @@ from support.cli import UserError
 from support.runtime import clock
 from support.runtime.clock import Clock
 from support.runtime.length import Length
+from support.sizing import presets
 from train_gpt2 import get_lr, train
 
 TEXT = "".join(f"{a} and {b} are {a + b}.\n" for a in range(40) for b in range(60))
@@ -205,6 +206,7 @@ def test_a_run_ends_when_it_has_read_its_text_often_enough(text, tmp_path, fake_
     By hand: a quarter of the rows in steps of 16 rows."""
     out, killed = tmp_path / "run", tmp_path / "killed"
     limited = [*text, "--minutes", 20, "--max-passes", 0.25, "--dropout", 0.1]
+    monkeypatch.setattr(presets, "MAX_PASSES_WITH_DROPOUT", 0.25)
     steps_take(monkeypatch, fake_time, lambda step: 1.0)
     state = train_with(*limited, "--out", out)
     [shard] = (out / "data").glob("*_train_*.npy")
@@ -215,7 +217,7 @@ def test_a_run_ends_when_it_has_read_its_text_often_enough(text, tmp_path, fake_
     assert len(losses(out / "log.txt", "val")) == 5
     printed = " ".join(capsys.readouterr().out.split())
     assert "20 minutes, but at most 0.25 passes" in printed and "falling to 6e-05 at its end" in printed
-    assert "the data has been read 0.25 times; more time would only memorize it." in printed
+    assert "the data has been read 0.25 times, and more would only memorize it." in printed
     assert "longer python" not in printed and "note so little text teaches spelling" in printed
     fake_time.now = 0.0
 

@@ -186,6 +186,34 @@ def test_the_summary_names_the_last_and_the_best_loss(tmp_path, capsys):
     assert lines[-1] == f"longer  {fork}"
 
 
+@pytest.mark.parametrize(
+    "limit, dropout, passes, note, longer",
+    [  # by hand: at 18 passes, dropout is 0.08, and weight decay 3.6 times as high as at four, not 6 times as at nine
+        (10, 0, 2, None, ""),
+        (10, 0, 9, None, " --dropout 0.08 --weight-decay 0.24 --max-passes 25"),
+        (10, 0, 10, "10 times, and without dropout, more", " --dropout 0.1 --weight-decay 0.2 --max-passes 25"),
+        (4, 0, 4, "4 times, which is --max-passes", " --weight-decay 2.4 --max-passes 10"),
+        (25, 0.1, 25, "25 times, and more would only memorize it. A larger", None),
+    ],
+)
+def test_what_makes_a_run_on_a_text_longer_does_not_memorize_it(tmp_path, capsys, limit, dropout, passes, note, longer):
+    out = tmp_path / "run"
+    (out / "model_00006").mkdir(parents=True)
+    (tmp_path / "text.txt").write_text("Some text.")
+    of_text = ["--text", tmp_path / "text.txt", "--optimizer", "muon", "--weight-decay", 0.4]
+    run = run_info("--out", out, *of_text, "--dropout", dropout)
+    config = replace(run.config, minutes=5.0, max_passes=limit)
+    run = replace(run, config=config, length=Schedule(config).length)
+    run.__dict__["bytes_per_token"] = 1.0
+    state = TrainState(None, None, None, step=6, tokens=1536)
+    print_summary(run, ONE_PROCESS, state, passes, {6: 4.0}, None, out / "model_00004", [])
+    lines = capsys.readouterr().out.splitlines()
+    printed = " ".join(" ".join(lines).split())
+    assert ("the data has been read" in printed) == (note is not None) and (note or "") in printed
+    command = f"longer  python train_gpt2.py --fork {out}/model_00004 --out {out}_longer --minutes 10"
+    assert lines[-1] == (f"next    python sample.py --model {out}/model_00006" if longer is None else command + longer)
+
+
 @pytest.mark.parametrize("passes, dropout", [(3.0, 0.0), (38.0, 0.0), (38.0, 0.2)])
 def test_what_is_named_next_is_the_best_model(tmp_path, capsys, passes, dropout):
     out = tmp_path / "run"

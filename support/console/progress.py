@@ -17,8 +17,8 @@ from support import __version__
 from support.checkpoints.huggingface import options_of
 from support.checkpoints.run_info import RunInfo, checkpoint_path
 from support.checkpoints.state import TrainState
-from support.cli import describe_free_space, flag_name, flags_of, format_bytes, print_lines
-from support.config import changed_flags
+from support.cli import describe_free_space, flag_name, flag_words, flags_of, format_bytes, print_lines
+from support.config import Options, changed_flags
 from support.console.run_logger import PROGRESS_SECONDS, format_duration
 from support.data.shards import find_difference
 from support.files import first_free
@@ -192,30 +192,42 @@ def print_summary(
         advice = " Use --dropout 0.2, or more text." if why and not run.model_config.dropout else ""
         lines.append(labelled("note", f"the last model is worse than {better}{why}.{advice}"))
     if run.length.is_read_enough(passes):
-        text = f"the data has been read {run.length.max_passes:g} times; more time would only memorize it"
-        lines.append(labelled("note", f"{text}. A larger text is what helps"))
+        limit = run.length.max_passes
+        if limit < presets.most_passes(run.model_config.dropout):
+            why = "which is --max-passes"
+        elif run.model_config.dropout:
+            why = "and more would only memorize it. A larger text is what helps"
+        else:
+            why = "and without dropout, more would only memorize it"
+        lines.append(labelled("note", f"the data has been read {limit:g} times, {why}"))
     lines += [labelled("sample", on_one_line(text)) for text in texts[:1]]
     if checkpoint.is_dir():
         prompt = f" --prompt {shlex.quote(run.prompt)}" if texts else ""
         lines.append(f"saved   {checkpoint}")
         lines.append(f"next    python sample.py --model {shlex.quote(str(better or checkpoint))}{prompt}")  # to copy
-        lines += describe_longer_run(config.out, run.length, passes, longer_from) if better is None else []
+        lines += describe_longer_run(config, run.length, passes, longer_from) if better is None else []
     print_lines("\n" + "\n".join(lines))
 
 
 def print_finished(
-    out: str, length: Length, checkpoint: Path, passes: float, longer_from: Path | None, print0: Callable[[str], None]
+    config: Options, length: Length, checkpoint: Path, passes: float, longer_from: Path | None,
+    print0: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Prints that there is nothing to resume, because the run has finished, and how to make it longer."""
     done = labelled("done", f"this run has finished; its last checkpoint is {checkpoint}")
-    print0("\n".join([done, *describe_longer_run(out, length, passes, longer_from)]))
+    print0("\n".join([done, *describe_longer_run(config, length, passes, longer_from)]))
 
 
-def describe_longer_run(out: str, length: Length, passes: float, longer_from: Path | None) -> list[str]:
+def describe_longer_run(config: Options, length: Length, passes: float, longer_from: Path | None) -> list[str]:
     """Returns a line with the command that makes a finished run longer; none if that gains nothing, or there is no
-    checkpoint to fork."""
-    more = length.doubled()
-    if longer_from is None or more is None or length.is_read_enough(passes):
+    checkpoint to fork.
+
+    Args:
+        passes: over the data, so far.
+    """
+    more, flags = length.doubled(), presets.flags_to_read_on(config.to_dict(), passes)
+    if longer_from is None or more is None or flags is None:
         return []
+    words = [more, *(flag_words(name, value) for name, value in flags.items())]
     command = f"python train_gpt2.py --fork {shlex.quote(str(longer_from))}"
-    return [f"longer  {command} --out {shlex.quote(first_free(f'{out}_longer'))} {more}"]
+    return [f"longer  {command} --out {shlex.quote(first_free(f'{config.out}_longer'))} {' '.join(words)}"]

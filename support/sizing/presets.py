@@ -73,12 +73,17 @@ def preset_flags(
         raise UserError(*(f"{name} is for --text. Add --text, or leave out {name}." for name in for_text))
     if not cli_flags.get("demo"):
         return {}
+    passes = 1.0
     if "max_steps" in cli_flags:
         length = flags_for_steps(cli_flags["max_steps"], demo=True)
+        step = cli_flags.get("total_batch_size", DEMO_STEP_SIZE)
+        passes = cli_flags["max_steps"] * step / train_tokens(DEMO_TEXT_BYTES, "bpe")
+        if "init_from" not in cli_flags:
+            length["dropout"] = dropout_for(passes)
     else:
         length = {"minutes": DEMO_MINUTES, "checkpoint_every": 5000}  # a run saves before its cooldown and at its end
     other_sizes = MODEL_FLAGS if cli_flags.keys() & {"model", "init_from"} else set()
-    flags = DEMO | fast_rates(DEMO["total_batch_size"], cli_flags) | length
+    flags = DEMO | fast_rates(DEMO_STEP_SIZE, cli_flags, passes) | length
     return {name: value for name, value in flags.items() if name not in other_sizes}
 
 
@@ -156,6 +161,31 @@ def weight_decay_factor(passes: float) -> float:
 def most_passes(dropout: float) -> int:
     """Returns how many passes over a text lower the validation loss; measured, see docs/small-models.md."""
     return MAX_PASSES_WITH_DROPOUT if dropout else MAX_PASSES
+
+
+def flags_to_read_on(flags: Mapping[str, Any], passes: float) -> dict[str, float] | None:
+    """Returns the flags, besides its length, of a fork that makes a run twice as long; None if that gains nothing.
+
+    If it reads its text too often for the run's dropout and weight decay, it gets others, weight decay in proportion.
+
+    Args:
+        flags: of the finished run.
+        passes: over its data.
+    """
+    if not (flags["demo"] or flags["text"] is not None) or flags["init_from"] is not None:
+        return None if 0 < flags["max_passes"] <= passes else {}
+    if passes >= MAX_PASSES_WITH_DROPOUT:
+        return None
+    more, chosen = min(2 * passes, MAX_PASSES_WITH_DROPOUT), dict[str, float]()
+    dropout = max(flags["dropout"], dropout_for(more))
+    if dropout > flags["dropout"]:
+        chosen["dropout"] = dropout
+    change = weight_decay_factor(more) / weight_decay_factor(passes)
+    if change != 1 and flags["optimizer"] == "muon":  # for which the factor was measured
+        chosen["weight_decay"] = round(change * flags["weight_decay"], 2)
+    if 0 < flags["max_passes"] < most_passes(dropout):
+        chosen["max_passes"] = most_passes(dropout)
+    return chosen
 
 
 def models_for_text(text_bytes: float, bytes_read: float = math.inf) -> list[dict[str, int]]:
