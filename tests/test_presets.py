@@ -18,7 +18,7 @@ from support.cli import UserError
 from support.data.shards import read_manifest
 from support.data.tokenizer import get_tokenizer
 from support.runtime import devices
-from support.sizing.presets import fast_rates, flags_to_read_on, make_preset_shards, text_bytes, vocab_size_for
+from support.sizing.presets import fast_rates, longer_run, make_preset_shards, text_bytes, vocab_size_for
 from support.terminal import on_one_line
 from train_gpt2 import GPT, MODELS, GPTConfig, train
 
@@ -72,27 +72,41 @@ def test_flags_fit_the_amount_of_text(tmp_path, size, n_layer, context, tokens_p
 
 
 @pytest.mark.parametrize(
-    "passes, flags, expected",
-    [  # by hand: weight decay is six times as high at 8 passes, and 6 - 0.3 * 7.2 times at 17.2, 3 at 20 and more
-        (2.5, {}, {}),
-        (4.0, {}, {"weight_decay": 2.4}),
-        (4.0, {"weight_decay": 0.1}, {"weight_decay": 0.6}),
-        (8.6, {"weight_decay": 2.4}, {"dropout": 0.07, "weight_decay": 1.54, "max_passes": 25}),
-        (8.6, {"weight_decay": 2.4, "max_passes": 0.0}, {"dropout": 0.07, "weight_decay": 1.54}),
-        (8.6, {"optimizer": "adamw"}, {"dropout": 0.07, "max_passes": 25}),
-        (8.6, {"dropout": 0.2, "weight_decay": 2.4, "max_passes": 25}, {"weight_decay": 1.54}),
-        (20.0, {"dropout": 0.1, "max_passes": 25}, {}),
-        (25.0, {"dropout": 0.1, "max_passes": 25}, None),
-        (4.0, {"init_from": "gpt2"}, {}),
-        (4.0, {"text": None}, {}),
-        (10.0, {"text": None}, None),
+    "passes, flags, times, expected",
+    [  # by hand, for steps of 1,024 tokens: 0.4 up to five passes, 2.4 at 7.5 to ten, 1.2 from 20 on; 1.536 at 17.2
+        (2.5, {}, 2, {}),
+        (4.0, {}, 2, {"weight_decay": 2.4}),
+        (4.9, {"weight_decay": 2.4}, 2, {}),  # it was to read more
+        (4.0, {"weight_decay": 0.1}, 2, {}),  # the user's own
+        (8.6, {"weight_decay": 2.4}, 2, {"dropout": 0.07, "weight_decay": 1.54, "max_passes": 18}),
+        (8.6, {"weight_decay": 2.4, "max_passes": 0.0}, 2, {"dropout": 0.07, "weight_decay": 1.54}),
+        (8.6, {"optimizer": "adamw", "weight_decay": 0.1}, 2, {"dropout": 0.07, "max_passes": 18}),
+        (8.6, {"dropout": 0.2, "weight_decay": 2.4, "max_passes": 25}, 2, {"weight_decay": 1.54}),
+        (
+            8.6,
+            {"total_batch_size": 4096, "weight_decay": 1.2},
+            2,
+            {"dropout": 0.07, "weight_decay": 0.768, "max_passes": 18},
+        ),
+        (
+            16.0,
+            {"dropout": 0.06, "weight_decay": 1.68, "max_passes": 25},
+            25 / 16,
+            {"dropout": 0.1, "weight_decay": 1.2},
+        ),
+        (21.0, {"dropout": 0.1, "max_passes": 25}, None, {}),
+        (41.0, {}, None, {}),
+        (4.0, {"init_from": "gpt2"}, 2, {}),
+        (4.0, {"text": None}, 2, {}),
+        (10.0, {"text": None}, None, {}),
     ],
 )
-def test_a_run_that_is_made_longer_does_not_memorize_its_text(passes, flags, expected):
+def test_a_run_that_is_made_longer_gets_the_flags_for_its_passes(passes, flags, times, expected):
     of_run = dict(
-        text="a", demo=False, init_from=None, dropout=0.0, weight_decay=0.4, optimizer="muon", max_passes=10.0
-    )
-    assert flags_to_read_on(of_run | flags, passes) == expected
+        text="a", demo=False, init_from=None, dropout=0.0, weight_decay=0.4, recipe="fast", optimizer="muon",
+        max_passes=10.0, total_batch_size=1024,
+    )  # fmt: skip
+    assert longer_run(of_run | flags, passes) == (None if times is None else (times, expected))
 
 
 def test_a_number_of_steps_that_reads_a_text_often_gets_weight_decay_and_dropout(tmp_path):
@@ -116,6 +130,17 @@ def test_a_number_of_steps_that_reads_a_text_often_gets_weight_decay_and_dropout
         assert configure([*text, "--max-steps", steps, *given])[0].dropout == dropout
     config, _ = configure(["--text", str(file_of_size(tmp_path, 1e5)), "--dropout", 0])
     assert (config.dropout, config.max_steps) == (0.0, 439)
+
+
+@pytest.mark.parametrize(
+    "steps, dropout, times",
+    [(1200, 0, 1), (7320, 0, 1), (14648, 0, 6), (20507, 0.04, 4.8), (29297, 0.1, 3)],  # 0.8, 5, 10, 14 and 20 passes
+)
+def test_and_so_does_a_long_demo(steps, dropout, times):
+    """By hand: its 10 MB have three million tokens to train on, 1,465 steps of 2,048."""
+    config, _ = configure(["--demo", "--max-steps", steps])
+    assert config.dropout == dropout
+    assert config.weight_decay == pytest.approx(times * 0.1 * 8**0.5, rel=1e-3)
 
 
 def test_the_tokenizer_suits_the_amount_of_text(tmp_path):
@@ -152,17 +177,6 @@ def test_the_shards_of_a_smaller_model_have_a_smaller_vocabulary(tmp_path, n_lay
     config, _ = configure(["--text", tmp_path / "text.txt", "--out", tmp_path / "run", *sizes])
     make_preset_shards(config, keep_existing=False, may_replace=False, model=None)
     assert read_manifest(tmp_path / "run" / "data")["vocab_size"] == vocab_size
-
-
-@pytest.mark.parametrize(
-    "steps, dropout, times",
-    [(1200, 0, 1), (7320, 0, 1), (14648, 0, 6), (20507, 0.04, 4.8), (29297, 0.1, 3)],  # 0.8, 5, 10, 14 and 20 passes
-)
-def test_so_does_a_long_demo(steps, dropout, times):
-    """By hand: its 10 MB have three million tokens to train on, 1,465 steps of 2,048."""
-    config, _ = configure(["--demo", "--max-steps", steps])
-    assert config.dropout == dropout
-    assert config.weight_decay == pytest.approx(times * 0.1 * 8**0.5, rel=1e-3)
 
 
 def test_a_given_flag_replaces_the_presets(tmp_path):

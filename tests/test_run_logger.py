@@ -33,7 +33,9 @@ def doubts_about(run, steps_per_pass):
         (dict(max_steps=201), 10, "20", "--max-steps 100 --warmup-steps 10"),
         (dict(max_steps=19073), 258 / 16, "1,183", "--max-steps 161 --warmup-steps 16"),
         (dict(max_steps=210, text="book.txt"), 10, "21", "--max-steps 100 --warmup-steps 10"),
-        (dict(max_steps=210, dropout=0.2), 10, None, None),
+        (dict(max_steps=410, dropout=0.2), 10, None, None),  # on the user's own shards
+        (dict(max_steps=320, text="book.txt", dropout=0.1), 10, None, None),
+        (dict(max_steps=410, text="book.txt", dropout=0.1), 10, "41", "--max-steps 250 --warmup-steps 25"),
     ],
 )
 def test_a_run_that_reads_its_data_too_often_is_told_how_often(tmp_path, flags, steps_per_pass, passes, advised):
@@ -43,7 +45,8 @@ def test_a_run_that_reads_its_data_too_often_is_told_how_often(tmp_path, flags, 
     doubts = doubts_about(replace(run, config=config, length=Schedule(config).length), steps_per_pass)
     assert len(doubts) == (passes is not None)
     if passes:
-        assert f"{passes} passes over the data" in doubts[0] and f"se {advised}, or --dropout 0.2." in doubts[0]
+        advised += "." if "dropout" in flags else ", or --dropout 0.2."
+        assert f"{passes} passes over the data" in doubts[0] and f"se {advised}" in doubts[0]
         assert ("--text" in doubts[0]) == ("text" not in flags)
 
 

@@ -30,7 +30,7 @@ from support.startup import STARTED, is_terminal
 from support.terminal import BOLD, YELLOW, labelled, on_one_line, pluralize, styled
 
 T = TypeVar("T")
-MANY_PASSES = 20  # over the data; beyond, a run is probably meant to be shorter
+MANY_PASSES, MANY_PASSES_WITH_DROPOUT = 20, 32  # over the data; beyond, a run is probably meant to be shorter
 LONG_STEP = 60  # seconds
 
 
@@ -132,12 +132,13 @@ def describe_doubts(run: RunInfo, dist: Distributed, steps_per_pass: float) -> I
             f"the learning rate never falls. {advice} --max-steps."
         )
     passes = length.max_steps / steps_per_pass
-    if passes > MANY_PASSES and run.first_step == 0 and not run.model_config.dropout:
-        steps = max(1, round(presets.MAX_PASSES * steps_per_pass))
+    dropout = run.model_config.dropout
+    if run.first_step == 0 and (passes > MANY_PASSES_WITH_DROPOUT and from_text if dropout else passes > MANY_PASSES):
+        steps = max(1, round(presets.most_passes(dropout) * steps_per_pass))
         advice = "Train on the text itself with --text, which chooses a model and a length that suit it, or use"
         yield (
             f"a model that makes {passes:,.0f} passes over the data learns it by heart. {'Use' if from_text else advice} "
-            f"--max-steps {steps} --warmup-steps {steps // 10}, or --dropout 0.2."
+            f"--max-steps {steps} --warmup-steps {steps // 10}{'' if dropout else ', or --dropout 0.2'}."
         )
     if dist.device.type == "cpu":
         flops = run.flops_per_token * run.step_tokens
@@ -225,9 +226,9 @@ def describe_longer_run(config: Options, length: Length, passes: float, longer_f
     Args:
         passes: over the data, so far.
     """
-    more, flags = length.doubled(), presets.flags_to_read_on(config.to_dict(), passes)
-    if longer_from is None or more is None or flags is None:
+    longer = presets.longer_run(config.to_dict(), passes)
+    if longer_from is None or longer is None or (more := length.times(longer[0])) is None:
         return []
-    words = [more, *(flag_words(name, value) for name, value in flags.items())]
+    words = [more, *(flag_words(name, value) for name, value in longer[1].items())]
     command = f"python train_gpt2.py --fork {shlex.quote(str(longer_from))}"
     return [f"longer  {command} --out {shlex.quote(first_free(f'{config.out}_longer'))} {' '.join(words)}"]

@@ -70,8 +70,8 @@ class Length:
         limit = f", but at most {self.max_passes:g} passes" if self.max_passes else ""
         return f"{minutes}{limit}; a pass over the data has {steps_per_pass:,.1f} steps"
 
-    def doubled(self) -> str | None:
-        """Returns the flag that makes a run twice as long; None if its decay ends earlier, and nothing would change."""
+    def times(self, factor: float) -> str | None:
+        """Returns the flag that makes a run `factor` times as long; None if its decay ends earlier, and nothing would change."""
         if self.minutes:
-            return f"--minutes {2 * self.minutes:g}"
-        return f"--max-steps {2 * self.max_steps}" if self.decay_steps in (None, self.max_steps) else None
+            return f"--minutes {round(factor * self.minutes, 1):g}"
+        return f"--max-steps {round(factor * self.max_steps)}" if self.decay_steps in (None, self.max_steps) else None

@@ -163,29 +163,30 @@ def most_passes(dropout: float) -> int:
     return MAX_PASSES_WITH_DROPOUT if dropout else MAX_PASSES
 
 
-def flags_to_read_on(flags: Mapping[str, Any], passes: float) -> dict[str, float] | None:
-    """Returns the flags, besides its length, of a fork that makes a run twice as long; None if that gains nothing.
+def longer_run(flags: Mapping[str, Any], passes: float) -> tuple[float, dict[str, float]] | None:
+    """Returns how many times as long a fork of a finished run may be, at most twice, and its other flags; None: no longer.
 
-    If it reads its text too often for the run's dropout and weight decay, it gets others, weight decay in proportion.
+    If it reads its text too often for the run's dropout and weight decay, it gets those of a new run of that length.
 
     Args:
         flags: of the finished run.
         passes: over its data.
     """
     if not (flags["demo"] or flags["text"] is not None) or flags["init_from"] is not None:
-        return None if 0 < flags["max_passes"] <= passes else {}
-    if passes >= MAX_PASSES_WITH_DROPOUT:
+        return None if 0 < flags["max_passes"] <= passes else (2.0, {})
+    times, chosen = min(2.0, MAX_PASSES_WITH_DROPOUT / max(passes, 1e-9)), dict[str, float]()
+    if times < 1.25:  # for so little, nobody trains again
         return None
-    more, chosen = min(2 * passes, MAX_PASSES_WITH_DROPOUT), dict[str, float]()
-    dropout = max(flags["dropout"], dropout_for(more))
-    if dropout > flags["dropout"]:
-        chosen["dropout"] = dropout
-    change = weight_decay_factor(more) / weight_decay_factor(passes)
-    if change != 1 and flags["optimizer"] == "muon":  # for which the factor was measured
-        chosen["weight_decay"] = round(change * flags["weight_decay"], 2)
-    if 0 < flags["max_passes"] < most_passes(dropout):
-        chosen["max_passes"] = most_passes(dropout)
-    return chosen
+    more, step = times * passes, flags["total_batch_size"]
+    if dropout_for(more) > flags["dropout"]:
+        chosen["dropout"] = dropout_for(more)
+    optimizer = {name: flags[name] for name in ("recipe", "optimizer")}
+    least, most, fitting = (fast_rates(step, optimizer, n).get("weight_decay", 0) for n in (1, MAX_PASSES, more))
+    if least <= flags["weight_decay"] <= most and not math.isclose(fitting, flags["weight_decay"], rel_tol=0.01):
+        chosen["weight_decay"] = float(f"{fitting:.3g}")  # any other one was chosen by the user
+    if 0 < flags["max_passes"] < more:
+        chosen["max_passes"] = math.ceil(more)
+    return times, chosen
 
 
 def models_for_text(text_bytes: float, bytes_read: float = math.inf) -> list[dict[str, int]]:
