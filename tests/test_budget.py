@@ -33,7 +33,8 @@ def flags_for_minutes(config, cli_flags):
 # By hand: 7 bytes, at 3 per token (2 below 362 kB, 2.5 below 724 kB, with a smaller vocabulary), for each weight of the
 # blocks, 12 C^2 in each: 331,776 of 3 x 96, 589,824 of 3 x 128, 786,432 of 4 x 128, 2.65M of 6 x 192, 4.7M of 6 x 256, 25M
 # of 8 x 512; and not more weights than bytes. The smallest is for bytes, and for texts that are too small for the next one.
-# A step is a power of two that leaves 2,000 steps, or 1,000 up to 2,048, of the tokens that are read: at most 25 passes.
+# A step is a power of two that leaves 2,000 steps, or 1,000 up to 2,048 where it is the time that ends the run, not the 25
+# passes: 2.25 million tokens of 200 kB.
 @pytest.mark.parametrize(
     ("text_bytes", "tokens", "sizes", "step"),
     [
@@ -42,6 +43,8 @@ def flags_for_minutes(config, cli_flags):
         (3e6, 1.84e6, (4, 128), 1024),
         (3e6, 2.04e6, (4, 128), 1024),
         (3e6, 2.05e6, (4, 128), 2048),
+        (2e5, 2.24e6, (3, 96), 2048),
+        (2e5, 2.26e6, (3, 96), 1024),
         (5e5, 2.4e7, (3, 96), 2048),  # 4.5 million, of the 133 passes that there is time for
         (3e7, 6.19e6, (4, 128), 2048),
         (3e7, 6.20e6, (6, 192), 2048),

@@ -146,7 +146,9 @@ class _TimedRun:
             most_passes = self.cli_flags.get("max_passes", presets.most_passes(dropout))
         step = self.flags["total_batch_size"]
         if self.chooses_step:
-            step = presets.timed_step_size(min(tokens, most_passes * self.train_tokens) if most_passes else tokens)
+            limit = most_passes * self.train_tokens or math.inf
+            # a run that ends before its time need not be fast
+            step = presets.timed_step_size(tokens) if tokens < limit else presets.step_size(limit)
         elif self.fine_tunes:  # as --text does for pretrained weights: 200 steps at least, of 1,024 tokens at least
             unit = 2 * self.flags["block_size"] * self.dist.world_size
             while 0 < tokens < 200 * step and step >= 2048 and step % unit == 0:
