@@ -211,7 +211,7 @@ def step_size(total_tokens: float, steps: int = 2000) -> int:
 
 
 def timed_step_size(total_tokens: float) -> int:
-    """Returns the tokens per step of a run of --minutes: as `step_size`, but 2,048 if that leaves 1,000 steps.
+    """Returns the tokens per step of a run that ends with its time: as `step_size`, but 2,048 if that leaves 1,000 steps.
 
     32 rows are faster per token than 16, so the run trains on more tokens (measured, see docs/small-models.md).
     """
