@@ -80,6 +80,13 @@ def test_flags_fit_the_amount_of_text(tmp_path, size, n_layer, context, tokens_p
         (4.0, {"weight_decay": 0.1}, 2, {}),  # the user's own
         (8.6, {"weight_decay": 2.4}, 2, {"dropout": 0.07, "weight_decay": 1.54, "max_passes": 18}),
         (8.6, {"weight_decay": 2.4, "max_passes": 0.0}, 2, {"dropout": 0.07, "weight_decay": 1.54}),
+        # six times 0.28284, rounded up in the command that the parent printed; 3.84 times
+        (
+            8.6,
+            {"total_batch_size": 2048, "weight_decay": 1.7, "max_passes": 25},
+            2,
+            {"dropout": 0.07, "weight_decay": 1.09},
+        ),
         (8.6, {"optimizer": "adamw", "weight_decay": 0.1}, 2, {"dropout": 0.07, "max_passes": 18}),
         (8.6, {"dropout": 0.2, "weight_decay": 2.4, "max_passes": 25}, 2, {"weight_decay": 1.54}),
         (

@@ -192,7 +192,7 @@ def test_the_summary_names_the_last_and_the_best_loss(tmp_path, capsys):
         (10, 0, 2, None, ""),
         (10, 0, 9, None, " --dropout 0.08 --weight-decay 1.44 --max-passes 18"),
         (10, 0, 10, "10 times, and without dropout, more", " --dropout 0.1 --weight-decay 1.2 --max-passes 20"),
-        (4, 0, 4, "4 times, which is --max-passes", " --weight-decay 2.4 --max-passes 8"),
+        (4, 0, 4, "4 times, which is the limit of --max-passes", " --weight-decay 2.4 --max-passes 8"),
         (25, 0.1, 25, "25 times, and more would only memorize it. A larger", None),
     ],
 )

@@ -195,7 +195,7 @@ def print_summary(
     if run.length.is_read_enough(passes):
         limit = run.length.max_passes
         if limit < presets.most_passes(run.model_config.dropout):
-            why = "which is --max-passes"
+            why = "which is the limit of --max-passes"
         elif run.model_config.dropout:
             why = "and more would only memorize it. A larger text is what helps"
         else:

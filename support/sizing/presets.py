@@ -166,7 +166,8 @@ def most_passes(dropout: float) -> int:
 def longer_run(flags: Mapping[str, Any], passes: float) -> tuple[float, dict[str, float]] | None:
     """Returns how many times as long a fork of a finished run may be, at most twice, and its other flags; None: no longer.
 
-    If it reads its text too often for the run's dropout and weight decay, it gets those of a new run of that length.
+    If it reads its text too often for the run's dropout and weight decay, it gets those of a new run of that length. A
+    weight decay that no preset has was chosen by the user, and stays.
 
     Args:
         flags: of the finished run.
@@ -182,8 +183,9 @@ def longer_run(flags: Mapping[str, Any], passes: float) -> tuple[float, dict[str
         chosen["dropout"] = dropout_for(more)
     optimizer = {name: flags[name] for name in ("recipe", "optimizer")}
     least, most, fitting = (fast_rates(step, optimizer, n).get("weight_decay", 0) for n in (1, MAX_PASSES, more))
-    if least <= flags["weight_decay"] <= most and not math.isclose(fitting, flags["weight_decay"], rel_tol=0.01):
-        chosen["weight_decay"] = float(f"{fitting:.3g}")  # any other one was chosen by the user
+    of_preset = 0.99 * least <= flags["weight_decay"] <= 1.01 * most  # also if it was rounded in such a command
+    if of_preset and not math.isclose(fitting, flags["weight_decay"], rel_tol=0.01):
+        chosen["weight_decay"] = float(f"{fitting:.3g}")
     if 0 < flags["max_passes"] < more:
         chosen["max_passes"] = math.ceil(more)
     return times, chosen
