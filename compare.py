@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from support.checkpoints.history import comparable_values, read_starts
-from support.cli import UserError, flag, flag_name, flag_words, flags_of, parse_flags, run_cli
-from support.config import Options
+from support.cli import UserError, flag, flag_name, flag_words, parse_flags, run_cli
+from support.config import TRAIN_FLAGS
 from support.console import normal
 from support.console.curves import (
     AXES,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 IGNORED_FLAGS = {"out", "resume", "fork", "profile"}
-OPTIONS = IGNORED_FLAGS | {name for name, flag in flags_of(Options).items() if flag.resume == "changes"}
+OPTIONS = IGNORED_FLAGS | {name for name, flag in TRAIN_FLAGS.items() if flag.resume == "changes"}
 UNKNOWN, GAP = "-", "  "
 
 

@@ -46,7 +46,7 @@ from torch.nn import functional as F
 from support import files
 from support.checkpoints import huggingface
 from support.cli import UserError, flag, parse_flags, run_cli
-from support.config import DEVICES, Options
+from support.config import DEVICES, TrainConfig
 from support.console.curves import OPENAI_HELLASWAG
 from support.console.progress import progress_bar
 from support.data.download import download as download_file
@@ -196,7 +196,7 @@ def _clean(text: str) -> str:
 
 
 def load_examples(
-    config: Options, every: int | None, tokenizer: Tokenizer, block_size: int, notice: Callable[[str], None]
+    config: TrainConfig, every: int | None, tokenizer: Tokenizer, block_size: int, notice: Callable[[str], None]
 ) -> list[Example]:
     """Returns the examples that a training run scores, from --hellaswag-data or the downloaded validation split.
 

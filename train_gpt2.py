@@ -20,54 +20,16 @@ if __name__ == "__main__":
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from support.cli import MAIN_GROUP, UserError, check_command_line, flag, flags_of, parse_flags, run_cli
-from support.config import Options, PlanOptions
-from support.sizing import presets
-
-# -----------------------------------------------------------------------------
-# What can be set: the model and the recipe. support/config.py has the rest: files, evaluation, checkpoints, device.
-
-T = TypeVar("T")
-
-
-def model_flag(default: T, help: str, **options: Any) -> T:
-    """Returns a flag that a resumed run and a fork keep, and that pretrained weights bring."""
-    return flag(default, help, "model", fork="keeps", init_from="brings", **options)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelFlags:
-    """The model's sizes and options."""
-
-    # fmt: off
-    n_layer: int = model_flag(12, "layers", default_help="set by --model", at_least=1, at_most=10_000)
-    n_head: int = model_flag(12, "heads", default_help="set by --model", at_least=1, below=2**31)
-    n_embd: int = model_flag(768, "channels", default_help="set by --model", at_least=1, below=2**31)
-    block_size: int = flag(1024, "context length in tokens", "model", default_help="1024; the model's with --init-from",
-                           at_least=1, below=2**31, fork="keeps")  # a shorter one is possible with pretrained weights
-    bias: bool = model_flag(True, "biases in linear layers and layer norms")
-    # GPT-2 had 0.1; text that is seen only once needs none
-    dropout: float = flag(0.0, "dropout probability", "model", at_least=0, below=1)
-    # fmt: on
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPTConfig(ModelFlags):
-    vocab_size: int = 50257  # 50,000 merges, 256 bytes, <|endoftext|>; in training, the tokenizer of the data decides
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """The vocabulary size, rounded up to a multiple of 64 (50,304 for GPT-2): other sizes slow GPU kernels down."""
-        return -(-self.vocab_size // 64) * 64
-
+from support.cli import Tables, UserError, check_command_line, parse_flags, run_cli
+from support.config import CommandLine, Layers, TrainConfig, describe_contradictions, merge
 
 MODELS = {
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768),  # 124M parameters
@@ -76,134 +38,25 @@ MODELS = {
     "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),  # 1558M
 }
 
-# --recipe: how GPT-2 was trained, or how to reach the same loss with fewer tokens (docs/recipes.md).
-RECIPES: dict[str, dict[str, Any]] = {
-    "gpt2": dict(optimizer="adamw", schedule="cosine", max_lr=6e-4),
-    "fast": dict(optimizer="muon", schedule="wsd", max_lr=presets.FAST_LR),  # --text lowers it for small steps
+# How GPT-2 was trained, as far as GPT-2's and GPT-3's papers tell.
+GPT2_RECIPE = dict(
+    total_batch_size=2**19,  # tokens per optimizer step
+    max_steps=19073,  # 10 billion tokens
+    optimizer="adamw", beta1=0.9, beta2=0.95,  # 0.999 would react too slowly
+    weight_decay=0.1,  # of matrices and embeddings
+    grad_clip=1.0,
+    schedule="cosine", warmup_steps=715,  # 375 million tokens
+    max_lr=6e-4,  # falls to a tenth of it, or with "wsd" to a fiftieth
+)  # fmt: skip
+RECIPES = {
+    "gpt2": GPT2_RECIPE,
+    # the same loss with fewer tokens: Muon for the matrices of the blocks, a constant rate and a cooldown (docs/recipes.md)
+    "fast": GPT2_RECIPE | dict(optimizer="muon", schedule="wsd", max_lr=3.6e-3),
 }
-GPT2_RECIPE, FAST_RECIPE = RECIPES["gpt2"], RECIPES["fast"]
-COOLDOWN_SCHEDULES = ("wsd",)  # warm-up, stable, decay
-TIMED_WARMUP = 1 / 30  # the warm-up of a --minutes run, as a fraction of its time
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How the model is trained: from which weights, in which steps, at which rates. A resumed run keeps all of it."""
-
-    # fmt: off
-    model: str = flag("gpt2", "model size", MAIN_GROUP, choices=tuple(MODELS), fork="brings", init_from="brings")
-    init_from: str | None = flag(None, "pretrained weights to start from: a hub name or a checkpoint directory",
-                                 MAIN_GROUP, default_help="random weights", metavar="NAME_OR_DIR", fork="brings",
-                                 per_node=True)
-    lora_rank: int | None = flag(None, "train only LoRA matrices of this rank, next to c_attn and c_proj", "model",
-                                 default_help="train all weights", at_least=1, below=2**31, fork="keeps")
-    lora_alpha: float = flag(16.0, "LoRA alpha (scale = alpha / rank)", "model", at_least=0, fork="keeps")
-    total_batch_size: int = flag(2**19, "tokens per optimizer step, over all devices", "schedule", at_least=1)
-    recipe: str = flag("gpt2", "defaults for --optimizer, --schedule and --max-lr: gpt2 is how GPT-2 was trained, "
-                       "fast reaches the same loss with fewer tokens", MAIN_GROUP, choices=tuple(RECIPES))
-    max_steps: int = flag(19073, "total steps", MAIN_GROUP, at_least=1, at_most=presets.MAX_STEPS,
-                          counts_steps=True)  # 10 billion tokens
-    max_passes: float = flag(0.0, "end a run of --minutes after P passes over the data, its cooldown included; 0: no limit",
-                             "schedule", default_help="0; with --text, as many as help", at_least=0, below=1e6, metavar="P")
-    warmup_steps: int = flag(715, "steps of linear warm-up", "schedule", at_least=0,
-                             counts_steps=True)  # 375 million tokens, as in GPT-3
-    schedule: str = flag(GPT2_RECIPE["schedule"], "after the warm-up: cosine decay, or a constant rate and a linear cooldown",
-                         "schedule", default_help="cosine; wsd with --recipe fast", choices=("cosine", "wsd"))
-    decay_steps: int = flag(19073, "step at which the cosine or the cooldown ends", "schedule",
-                            default_help="--max-steps", at_least=1, at_most=presets.MAX_STEPS, counts_steps=True)
-    cooldown_fraction: float = flag(0.4, "wsd's cooldown, as a fraction of the run", "schedule", at_least=0, at_most=1)
-    max_lr: float = flag(GPT2_RECIPE["max_lr"], "peak learning rate", "schedule", at_least=0,
-                         default_help=f"{GPT2_RECIPE['max_lr']:g}; {FAST_RECIPE['max_lr']:g} with --recipe fast")
-    adamw_lr: float | None = flag(None, "AdamW's peak learning rate with --optimizer muon", "schedule", at_least=0,
-                                  default_help="--max-lr")
-    min_lr: float = flag(GPT2_RECIPE["max_lr"] / 10, "final learning rate", "schedule", at_least=0,
-                         default_help="a tenth of --max-lr; a fiftieth with wsd")
-    optimizer: str = flag(GPT2_RECIPE["optimizer"], "AdamW; or Muon for the blocks' matrices, and AdamW for the rest",
-                          "optimizer", default_help="adamw; muon with --recipe fast", choices=("adamw", "muon"))
-    weight_decay: float = flag(0.1, "weight decay of tensors with 2 or more dimensions", "optimizer", at_least=0)
-    beta1: float = flag(0.9, "AdamW's beta1", "optimizer", at_least=0, below=1)
-    beta2: float = flag(0.95, "AdamW's beta2", "optimizer", at_least=0, below=1)  # 0.999 reacts too slowly
-    grad_clip: float = flag(1.0, "largest gradient norm; 0: no clipping", "optimizer", at_least=0)
-    seed: int = flag(1337, "seed for weights, shuffling, dropout and samples", "randomness", at_least=0, below=2**32)
-    shuffle: bool = flag(False, "in every epoch, read shards and their rows in a new random order, cut at new places",
-                         "randomness", negatable=True)
-    # fmt: on
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig(Recipe, ModelFlags, Options):
-    """A run: everything that flags set, resolved. It never changes."""
-
-    @property
-    def lora(self) -> tuple[int, float] | None:
-        """Rank and alpha of LoRA's matrices."""
-        return (self.lora_rank, self.lora_alpha) if self.lora_rank else None
-
-    @property
-    def has_cooldown(self) -> bool:
-        """Whether the rate stays up until a cooldown, so that a longer run can start before it."""
-        return self.schedule in COOLDOWN_SCHEDULES
-
-    @property
-    def cooldown_steps(self) -> int:
-        """Steps of the cooldown, which does not start before the warm-up ends."""
-        return max(0, min(round(self.cooldown_fraction * self.decay_steps), self.decay_steps - self.warmup_steps))
-
-    @property
-    def cooldown_start(self) -> float:
-        """The progress at which the cooldown begins."""
-        if self.minutes:
-            return 1 - min(self.cooldown_fraction, 1 - TIMED_WARMUP)
-        return (self.decay_steps - self.cooldown_steps) / self.decay_steps
-
-
-@dataclass(frozen=True, kw_only=True)
-class CommandLine(PlanOptions, TrainConfig):
-    """The flags of this script."""
-
-
-FIRST_GROUPS = ("text", "model", "schedule", "optimizer", "randomness")  # in --help
-TRAIN_FLAGS = flags_of(TrainConfig)
-
-
-def resolve(flags: Mapping[str, Any]) -> TrainConfig:
-    """Returns the configuration that the flags specify; what they leave open follows from other flags, or stays open.
-
-    Raises:
-        UserError: some values contradict each other.
-    """
-    defaults = MODELS[flags.get("model", "gpt2")] | RECIPES[flags.get("recipe", "gpt2")]
-    defaults["decay_steps"] = flags.get("max_steps", TrainConfig.max_steps)
-    if flags.get("minutes"):
-        defaults |= dict.fromkeys(("val_every", "sample_every", "checkpoint_every"))  # None: each quarter of the time
-    values = {**defaults, **flags}  # flags win
-    values.setdefault("min_lr", values["max_lr"] / (50 if values["schedule"] in COOLDOWN_SCHEDULES else 10))
-    config = TrainConfig(**values)
-    if problems := list(describe_contradictions(config)):
-        raise UserError(*problems)
-    return config
-
-
-def describe_contradictions(config: TrainConfig) -> Iterator[str]:
-    """Yields a line for each pair of values that do not go together."""
-    if config.n_embd % config.n_head:
-        yield f"--n-embd {config.n_embd} is not a multiple of --n-head {config.n_head}. Change one."
-    if config.max_passes and not config.minutes:
-        yield "--max-passes is for runs of --minutes. Leave it out, and give the length with --max-steps."
-    if config.min_lr > config.max_lr:
-        yield f"--min-lr {config.min_lr:g} is above --max-lr {config.max_lr:g}. Lower it."
-    if config.adamw_lr is not None and (config.optimizer != "muon" or config.max_lr == 0):
-        yield "--adamw-lr is for --optimizer muon with a --max-lr above 0. Use --max-lr alone."
-    if config.lora_rank is None and config.lora_alpha != TrainConfig.lora_alpha:
-        yield "--lora-alpha is for LoRA. Add --lora-rank, or leave out --lora-alpha."
-    if config.lora_rank is not None and config.optimizer == "muon":
-        yield "Muon does not suit LoRA's small matrices. Use --optimizer adamw, and --recipe gpt2."
-    if config.lora_rank is not None and config.lora_rank > config.n_embd:
-        yield f"--lora-rank {config.lora_rank} is more than the model's {config.n_embd} channels. Lower it."
-
+TABLES: Tables = {"model": MODELS, "recipe": RECIPES}  # by the flag that chooses a row; support/config.py has all flags
 
 if __name__ == "__main__":
-    check_command_line(CommandLine, __doc__, FIRST_GROUPS)  # a mistake, or --help, need not wait for the next import
+    check_command_line(CommandLine, __doc__, TABLES)  # a mistake, or --help, need not wait for the next import
     startup.show("importing PyTorch ...")
 
 import torch
@@ -213,20 +66,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hellaswag
 from support import torch_private
-from support.checkpoints import huggingface, lora, resume, run_folder
-from support.checkpoints.directory import newest_before_cooldown
+from support.checkpoints import huggingface, lora, run_folder
 from support.checkpoints.manager import CheckpointManager
 from support.checkpoints.run_info import RunInfo
-from support.checkpoints.start import (
-    NEW_RUN,
-    Start,
-    check_folder_and_make_shards,
-    check_pretrained,
-    first_model,
-    gather_flags,
-)
-from support.checkpoints.state import Checkpoint, TrainState
-from support.console import trackers
+from support.checkpoints.start import Start, check_pretrained, gather_flags, identify_data
+from support.checkpoints.state import TrainState
 from support.console.progress import print_finished, print_header, print_summary, progress_bar
 from support.console.run_logger import RunLogger
 from support.data import shards
@@ -237,17 +81,31 @@ from support.optim.loss import chunked_cross_entropy
 from support.optim.muon import Muon
 from support.runtime import batch_size, cuda_graphs, devices, fsdp, memory, preflight
 from support.runtime.clock import Clock
-from support.runtime.cuda_graphs import Graph
 from support.runtime.distributed import LONG_TIMEOUT, ONE_PROCESS, STEP_TIMEOUT, Distributed, report_lost_processes
 from support.runtime.kv_cache import KVCache
-from support.runtime.length import Length
 from support.runtime.machine import Machine
+from support.runtime.schedule import Schedule
 from support.runtime.signals import StopHandler
-from support.sizing import budget, plan
-from support.terminal import pluralize
+from support.sizing import budget, plan, presets
 
 # -----------------------------------------------------------------------------
 # The model. B is batch, T is time, C is channels (n_embd), nh is heads, hs is head size (C / nh), V is vocabulary.
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    block_size: int = 1024  # the longest context, in tokens
+    vocab_size: int = 50257  # 50,000 merges, 256 bytes, <|endoftext|>; in training, the tokenizer of the data decides
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    dropout: float = 0.0  # GPT-2 had 0.1; text that is seen only once needs none
+    bias: bool = True  # in linear layers and layer norms
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """The vocabulary size, rounded up to a multiple of 64 (50,304 for GPT-2): other sizes slow GPU kernels down."""
+        return -(-self.vocab_size // 64) * 64
 
 
 class CausalSelfAttention(nn.Module):
@@ -499,9 +357,10 @@ class DataLoaderLite:
         self.row = row  # the first row of the next micro-batches, one on each rank
         self._prefetched: list[tuple[Tensor, Tensor]] = []  # the next micro-batch first
 
-    def fraction_read(self, passes: float) -> float:
-        """Returns the fraction, up to 1, that has been read of this many passes over the data; 0 if `passes` is 0."""
-        return min(1.0, self.row / (passes * self.rows_per_epoch)) if passes else 0.0
+    @property
+    def passes(self) -> float:
+        """How often the data has been read."""
+        return self.row / self.rows_per_epoch
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """Returns this rank's next micro-batch: (B, T) tokens, and the (B, T) tokens that follow them."""
@@ -559,6 +418,9 @@ class DataLoaderLite:
 # The schedule
 
 
+TIMED_WARMUP = 1 / 30  # the warm-up of a --minutes run, as a fraction of its time
+
+
 def get_lr(step: int, config: TrainConfig, progress: float = 0.0) -> float:
     """Returns the learning rate of a step: linear warm-up, then a cosine from max_lr to min_lr, then min_lr.
 
@@ -568,10 +430,10 @@ def get_lr(step: int, config: TrainConfig, progress: float = 0.0) -> float:
         progress: the fraction of the time that has passed; a --minutes run uses it instead of `step`.
     """
     if config.minutes:
-        now, warmup, end, cooldown = progress, TIMED_WARMUP, 1.0, 1 - config.cooldown_start
+        now, warmup, end, cooldown = progress, TIMED_WARMUP, 1.0, 1 - cooldown_start(config)
         ramp = max(now, TIMED_WARMUP / 10)
     else:
-        now, warmup, end, cooldown = step, config.warmup_steps, config.decay_steps, config.cooldown_steps
+        now, warmup, end, cooldown = step, config.warmup_steps, config.decay_steps, cooldown_steps(config)
         ramp = step + 1
     if now < warmup:
         return config.max_lr * ramp / warmup  # never 0, which would waste the first step
@@ -586,127 +448,317 @@ def get_lr(step: int, config: TrainConfig, progress: float = 0.0) -> float:
     raise ValueError(f"get_lr has no formula for --schedule {config.schedule}")
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """What happens when in a run, as a function of its progress: rates, evaluations, checkpoints and the end."""
+def cooldown_steps(config: TrainConfig) -> int:
+    """Returns the steps of the cooldown, which does not start before the warm-up ends."""
+    return max(0, min(round(config.cooldown_fraction * config.decay_steps), config.decay_steps - config.warmup_steps))
 
-    config: TrainConfig
-    hellaswag_every: int | None = 0  # --hellaswag-every, or what suits the machine
 
-    @property
-    def length(self) -> Length:
-        c = self.config
-        return Length(c.minutes, c.max_steps, c.warmup_steps, c.decay_steps, c.max_passes)
+def cooldown_start(config: TrainConfig) -> float:
+    """Returns the progress at which the cooldown begins."""
+    if config.minutes:
+        return 1 - min(config.cooldown_fraction, 1 - TIMED_WARMUP)
+    return (config.decay_steps - cooldown_steps(config)) / config.decay_steps
 
-    def lr(self, state: TrainState) -> float:
-        """Returns the learning rate of the next step."""
-        return get_lr(state.step, self.config, state.progress)
 
-    def progress(self, step: int, timed: float, read: float = 0.0) -> float:
-        """Returns the progress of a run before a step, 1 where its decay ends.
-
-        Args:
-            timed, read: of a run of --minutes: the fractions of its time and of --max-passes. The larger one counts.
-        """
-        return max(timed, read) if self.config.minutes else step / self.config.decay_steps
-
-    def is_over(self, state: TrainState) -> bool:
-        """Returns whether the run has done its last step, or its time is up."""
-        return self.length.is_over(state.step, state.progress)
-
-    def evaluations_due(self, state: TrainState) -> set[str]:
-        """Returns which of "val", "hella" and "samples" are due before the next step."""
-        config = self.config
-        every = {"val": config.val_every, "hella": self.hellaswag_every}
-        every |= {"samples": config.sample_every} if state.step > 0 else {}
-        return {name for name, interval in every.items() if self._is_due(interval, state)}
-
-    def is_checkpoint_due(self, state: TrainState) -> bool:
-        """Returns whether a checkpoint is due: at intervals, after the last step, and before a cooldown."""
-        every = self.config.checkpoint_every
-        return self._is_due(every, state) or every != 0 and self.is_cooldown_next(state)
-
-    def is_cooldown_next(self, state: TrainState) -> bool:
-        """Returns whether the cooldown begins with the next step; not for a fork that starts inside it."""
-        start = self.config.cooldown_start
-        # last_progress is that before the last step, and negative before the first one
-        begins = state.progress == start if state.last_progress < 0 else state.has_passed(start)
-        return self.config.has_cooldown and begins
-
-    def is_before_cooldown(self, state: TrainState) -> bool:
-        """Returns whether the cooldown has not begun yet, so that a longer run can start here."""
-        last = state.last_progress if state.last_progress >= 0 else state.progress  # decided the rate of the last step
-        return self.config.has_cooldown and last <= self.config.cooldown_start
-
-    def _is_due(self, every: int | None, state: TrainState) -> bool:
-        """Returns whether something is due that is done every few steps, and after the last one.
-
-        Args:
-            every: interval in steps; 0 means never, and None means at each quarter of --minutes.
-        """
-        if every == 0:
-            return False
-        regularly = any(state.has_passed(n / 4) for n in range(4)) if every is None else state.step % every == 0
-        return regularly or self.is_over(state)
-
-    def describe(self) -> str:
-        """Describes optimizer and learning rates in words."""
-        c = self.config
-        unit, warmup = "minute" if c.minutes else "step", pluralize(c.warmup_steps, "step")
-        after = f" after {warmup}" if c.warmup_steps and not c.minutes else ""
-        end = f"at minute {c.minutes:g}" if c.minutes else f"at step {c.decay_steps:,}"
-        start = c.cooldown_start * (c.minutes or c.decay_steps)
-        when = f"{unit} {start:,.{1 if c.minutes else 0}f}"
-        if c.max_passes:  # whichever ends the run first
-            when, end = f"{c.cooldown_start:.0%} of the run", "at its end"
-        cooldown = f"from {when} on " if c.has_cooldown else ""
-        adamw = f" ({c.adamw_lr:.3g} for AdamW)" if c.adamw_lr is not None else ""
-        rates = f"learning rate {c.max_lr:.3g}{adamw}{after}, {cooldown}falling to {c.min_lr:.3g} {end}"
-        return f"{c.optimizer}, {c.schedule}; {rates}"
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Sets the learning rate of the next step. (In its AdamW groups, Muon multiplies it by adamw_lr / max_lr.)"""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # a CUDA graph reads it from there
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 # -----------------------------------------------------------------------------
-# The data and the model that a run starts from
+# The training step
 
 
-def new_model(flags: Mapping[str, Any], vocab_size: int) -> GPT:
-    """Makes the model that the flags describe, with random weights."""
-    return GPT(GPTConfig(vocab_size=vocab_size, **{name: flags[name] for name in flags_of(ModelFlags)}))
+class Shared(NamedTuple):
+    """What the ranks tell each other once per step, each a tensor on the device."""
+
+    loss: Tensor  # the mean over the micro-steps, in nats
+    norm: Tensor  # of the gradients before clipping; the same on all ranks already
+    stop_requests: Tensor
+    time_used: Tensor  # of --minutes, as a fraction: rank 0's clock decides for all
+
+    def mean_over(self, dist: Distributed) -> Shared:
+        """Returns the means over the ranks, by a single all-reduce."""
+        return Shared(*dist.all_reduce_mean(torch.stack(self)))
+
+    def to_host(self) -> list[float]:
+        """Returns the numbers. This is the only transfer from the device in a step, and the only wait for it."""
+        return torch.stack(self).tolist()
 
 
-def open_data(config: TrainConfig, checkpoint: Checkpoint | None, dist: Distributed) -> TokenData:
-    """Opens the shards of a run. Checks that they have enough tokens, and that training fits into memory.
+def forward_backward(
+    model: nn.Module, x: Tensor, y: Tensor, grad_accum: int, scaler: torch.amp.GradScaler, amp: torch.autocast
+) -> Tensor:
+    """Adds the gradients of a micro-batch, of (B, T) tokens and the tokens that follow; returns its part of the loss."""
+    with amp:
+        _, loss = model(x, y)
+    # backward() adds to the gradients, and each loss is a mean over its micro-batch. Without this division the sum
+    # would be grad_accum times the gradient of the full batch.
+    loss = loss / grad_accum
+    scaler.scale(loss).backward()  # scales only in fp16, where small gradients would underflow
+    return loss.detach()
+
+
+def step_if_finite(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
+    """Applies the gradients if `finite` is true.
+
+    Fused AdamW and Muon skip the step if their `found_inf` is 1 (GradScaler's protocol). That happens on the device, so
+    the host need not wait. For other optimizers, and on MPS, which ignores `found_inf`, the host checks.
+    """
+    if torch_private.skips_steps(optimizer) and finite.device.type != "mps":
+        optimizer.grad_scale, optimizer.found_inf = None, 1.0 - finite.float()  # type: ignore[attr-defined]
+        optimizer.step()
+    elif finite:
+        optimizer.step()
+
+
+def train_step(
+    train_model: nn.Module, state: TrainState, loader: DataLoaderLite, schedule: Schedule, stop: StopHandler,
+    amp: torch.autocast, clock: Clock, graphs: cuda_graphs.StepGraphs | None = None,
+) -> tuple[float, float, float] | None:  # fmt: skip
+    """Takes one optimizer step on `loader.grad_accum` micro-batches of each rank; `train_model` may be compiled and wrapped.
+
+    If the loss or a gradient is not finite, the step is skipped, on all ranks.
+
+    Returns:
+        The mean loss in nats, the gradient norm before clipping, and the progress of the run after the step, all the same
+        on every rank. None if a signal interrupted the step, which happens only with one process. Nothing was applied then.
+    """
+    config, optimizer, scaler, dist = schedule.config, state.optimizer, state.scaler, loader.dist
+    if config.dropout:
+        state.model.train()  # after an evaluation
+        # The masks depend on (seed, step, rank) alone, so a resumed run draws the same ones.
+        torch.manual_seed(devices.derive_seed(config.seed, state.step, dist.rank))
+    # frees the gradients: the first backward pass writes new ones, the others add. A CUDA graph only adds
+    optimizer.zero_grad(set_to_none=graphs is None)
+    loss_accum = torch.zeros((), device=dist.device)  # on the device: reading it would make the host wait
+    for i in range(loader.grad_accum):
+        if stop.agreed:  # several ranks agree only at the end of a step
+            return None
+        x, y = loader.next_batch()  # (B, T) each
+        # DDP and FSDP average gradients over the ranks in the backward pass. Once per step is enough, in the last
+        # micro-step. The flag must be set before the forward pass, which prepares the reduction.
+        if dist.world_size > 1:
+            train_model.require_backward_grad_sync = i == loader.grad_accum - 1  # type: ignore[assignment]
+        if graphs:
+            loss_accum += graphs.forward_backward(x, y)
+        else:
+            loss_accum += forward_backward(train_model, x, y, loader.grad_accum, scaler, amp)
+    if not schedule.is_last(state.step):
+        with stop.deferring_errors():  # a corrupt shard ends the run after this step, which is applied and saved
+            loader.prefetch(loader.grad_accum)  # reads the next step's batches, while the device is still computing
+    scaler.unscale_(optimizer)  # before clipping, which needs the true norm
+    # Clipping keeps the direction: one batch with huge gradients must not undo the steps before it.
+    norm = fsdp.full_tensor(nn.utils.clip_grad_norm_(train_model.parameters(), config.grad_clip or math.inf))
+    own_time = clock.time_used() * dist.world_size if dist.rank == 0 else 0.0  # the other ranks add 0 to the mean
+    own = Shared(loss_accum, norm, torch.full_like(norm, stop.requested), torch.full_like(norm, own_time))
+    shared = own.mean_over(dist)
+    finite = shared.loss.isfinite() & shared.norm.isfinite()
+    if graphs:
+        graphs.step_if_finite(finite)
+    else:
+        step_if_finite(optimizer, finite)
+    scaler.update()  # in fp16: lowers the scale of the gradients if they overflowed
+    mean_loss, mean_norm, stop_requests, time_used = shared.to_host()
+    stop.agree(stop_requests)
+    return mean_loss, mean_norm, schedule.progress(state.step + 1, time_used, loader.passes)
+
+
+# -----------------------------------------------------------------------------
+# What a run starts from
+
+
+def resolve(layers: Layers) -> TrainConfig:
+    """Returns the configuration that the layers of flags specify; what none of them has is computed here, or a default.
 
     Raises:
-        UserError: a check failed.
+        UserError: some values contradict each other.
     """
-    T, validates = config.block_size, config.val_every != 0
-    data = TokenData.open(config.data, validates, first_model(checkpoint, config.init_from))
-    val_tokens = config.val_tokens if validates else None
-    data.check_rows(T, config.total_batch_size // T, val_tokens, config.shuffle)
-    sizes = config.to_dict() | {"vocab_size": data.tokenizer.vocab_size}
-    parts = dist.world_size if config.parallel == "fsdp" else 1
-    memory.check_training_fits(sizes, config.optimizer, config.lora_rank is not None, parts, dist.device)
-    return data
+    flags = merge(layers)
+    flags.setdefault("decay_steps", flags["max_steps"])
+    flags.setdefault("min_lr", flags["max_lr"] / (50 if flags["schedule"] == "wsd" else 10))
+    if flags.get("minutes"):  # None: at each quarter of the time
+        flags = dict.fromkeys(("val_every", "sample_every", "checkpoint_every")) | flags
+    config = TrainConfig(**flags)
+    if problems := list(describe_contradictions(config)):
+        raise UserError(*problems)
+    return config
 
 
-def initial_model(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Checkpoint | None) -> GPT:
+def new_model(config: TrainConfig, vocab_size: int) -> GPT:
+    """Makes the model that the flags describe, with random weights."""
+    sizes = {field.name: getattr(config, field.name) for field in fields(GPTConfig) if field.name != "vocab_size"}
+    return GPT(GPTConfig(vocab_size=vocab_size, **sizes))
+
+
+def initial_model(config: TrainConfig, tokenizer: Tokenizer, start: Start) -> GPT:
     """Makes the model that this process starts from, on the CPU, with random, pretrained or a checkpoint's weights."""
-    path = checkpoint.path if checkpoint else None
+    path = start.checkpoint.path if start.checkpoint else None
     # a LoRA checkpoint has merged weights: the frozen ones come from --init-from, LoRA's matrices from adapter/
     source = path if path and not config.lora_rank else config.init_from
     if source is None:
         torch.manual_seed(config.seed)  # on the CPU, so that every kind of device starts from the same weights
-        model = new_model(config.to_dict(), tokenizer.vocab_size)
+        model = new_model(config, tokenizer.vocab_size)
     else:
         model = GPT.from_pretrained(source, config.dropout, verify=False)  # its checksums were compared already
-        sizes = model.config
-        check_pretrained(source, sizes.vocab_size, sizes.block_size, tokenizer, config, config.block_size)
+        check_pretrained(source, model.config.vocab_size, model.config.block_size, tokenizer, config)
         if config.block_size < model.config.block_size:
             model.crop(config.block_size)
     if config.lora_rank:
         lora.add_adapter(model, config.lora_rank, config.lora_alpha, config.seed, path)
     return model
+
+
+def open_data(config: TrainConfig, start: Start, dist: Distributed) -> TokenData:
+    """Opens the shards of a run. Checks that they have enough tokens, and that training fits into memory.
+
+    Raises:
+        UserError: a check failed.
+    """
+    validates = config.val_every != 0
+    data = TokenData.open(config.data, validates, start.first_model(config))
+    data.check_rows(config.block_size, config.step_rows, config.val_tokens if validates else None, config.shuffle)
+    memory.check_training_fits(config, data.tokenizer.vocab_size, dist.world_size, dist.device)
+    return data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a run is made of before its first step, on this rank."""
+
+    config: TrainConfig
+    dist: Distributed
+    start: Start
+    machine: Machine  # what the flags leave open
+    data: TokenData
+    identity: shards.DataIdentity  # checksums of the shards and of frozen weights, which a resumed run must have, too
+    examples: Sequence[hellaswag.Example]
+    model: GPT  # has the weights that are trained
+    # Has all weights on each rank (with FSDP, within `full_weights`), and may be compiled: calls run the compiled graph,
+    # but methods such as generate() run uncompiled.
+    eval_model: nn.Module
+    train_model: nn.Module  # one of these two, maybe wrapped
+
+    @property
+    def shards_weights(self) -> bool:
+        return self.config.parallel == "fsdp" and self.dist.world_size > 1
+
+    @property
+    def amp(self) -> torch.autocast:
+        """Matrix products in bf16 or fp16; weights, norms and sums stay in fp32."""
+        return devices.autocast(self.dist.device, self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return devices.DTYPES[self.machine.dtype]
+
+    @property
+    def schedule(self) -> Schedule:
+        cooldown = cooldown_start(self.config) if self.config.has_cooldown else None
+        return Schedule(self.config, self.machine.hellaswag_every, cooldown)
+
+
+def load(config: TrainConfig, dist: Distributed, start: Start) -> Setup:
+    """Loads what a run needs: all that can fail or take long, before anything is written."""
+    machine = Machine.find(config, dist.device, dist.world_size)
+    use_fsdp = config.parallel == "fsdp" and dist.world_size > 1
+    dist.on_rank_zero(lambda: run_folder.prepare(config, start))  # makes the shards of --text and --demo for all ranks
+    # Local rank 0 runs this block before the others, which then find what it downloaded.
+    with dist.local_rank_zero_first():
+        data = open_data(config, start, dist)
+        with fsdp.weights_on_rank_zero(
+            use_fsdp, dist.rank
+        ):  # elsewhere on the meta device until ShardedModel sends them
+            model = initial_model(config, data.tokenizer, start)
+        identity = identify_data(data, model, start)
+        examples = hellaswag.load_examples(
+            config, machine.hellaswag_every, data.tokenizer, config.block_size, dist.print0
+        )
+        devices.configure_backends(dist.device, config.tf32)  # TF32, the allocator
+        if config.recompute:  # activation checkpointing
+            memory.recompute_activations(model.transformer.h)
+        eval_model: nn.Module = fsdp.without_weights(model) if use_fsdp else model.to(dist.device)
+        if machine.compiled:
+            eval_model = devices.compile(eval_model)
+    preflight.check_runs_agree(dist, config, machine, identity)  # or ranks would wait for each other forever
+    if not all(dist.gather(bool(examples))):  # one node may have failed to download them
+        examples = []
+    return Setup(
+        config=config, dist=dist, start=start, machine=machine, data=data, identity=identity, examples=examples,
+        model=model, eval_model=eval_model, train_model=eval_model,
+    )  # fmt: skip
+
+
+def distribute(setup: Setup) -> Setup:
+    """Divides training among the processes, by DDP or FSDP, and finds the largest micro-batch that fits."""
+    config, machine, dist, model = setup.config, setup.machine, setup.dist, setup.model
+    use_fsdp, train_model = setup.shards_weights, setup.eval_model
+    shard_model = partial(fsdp.ShardedModel, device=dist.device, dtype=setup.dtype, compiled=machine.compiled)
+    if dist.world_size > 1 and not use_fsdp:
+        # gradient_as_bucket_view: gradients live in the buffers that are sent, instead of being copied into them
+        train_model = DistributedDataParallel(setup.eval_model, gradient_as_bucket_view=True)
+
+    def make_trial_model() -> nn.Module:  # takes a step of each micro-batch size, to see what fits; its weights stay
+        return shard_model(fsdp.without_weights(model), alone=True) if use_fsdp else train_model
+
+    layout = memory.Layout.of(config, setup.dtype, dist.world_size, machine.compiled)
+    B = batch_size.try_batch_sizes(
+        config, machine.batch_size, memory.Sizes.of(model), layout, dist, setup.amp, make_trial_model
+    )
+    attention = devices.describe_attention(
+        dist.device, setup.dtype, config.n_head, config.n_embd, config.block_size, config.dropout
+    )
+    if use_fsdp:  # each rank keeps a shard of every weight
+        train_model = shard_model(model)
+    return replace(setup, train_model=train_model, machine=replace(machine, batch_size=B, attention=attention))
+
+
+def restore(setup: Setup) -> tuple[TrainState, DataLoaderLite]:
+    """Returns the state of training, new or a checkpoint's, and the loader of the rows that come next."""
+    config, dist, start, schedule = setup.config, setup.dist, setup.start, setup.schedule
+    optimizer = setup.model.configure_optimizers(
+        config.weight_decay, config.max_lr, (config.beta1, config.beta2), config.optimizer,
+        dtype=setup.dtype, adamw_lr=config.adamw_lr,
+    )  # fmt: skip
+    # In fp16, small gradients would underflow, so the scaler multiplies the loss and divides the gradients afterwards.
+    scaler = torch.amp.GradScaler(dist.device.type, enabled=setup.dtype == torch.float16)
+    state = TrainState(setup.model, optimizer, scaler)
+    if start.checkpoint:
+        state.restore(start.checkpoint, setup.identity, config.optimizer, start.forked)  # the model has its weights
+    B, T = setup.machine.batch_size, config.block_size
+    grad_accum = config.step_rows // (B * dist.world_size)  # micro-batches per step
+    vocab_size = setup.data.tokenizer.vocab_size
+    loader = DataLoaderLite(setup.data.train, B, T, vocab_size, dist, grad_accum, config.shuffle, config.seed)
+    loader.seek(state.row)
+    if start.forked:  # its schedule may be another one
+        state.progress = schedule.progress(state.step, schedule.time_used(state.seconds), loader.passes)
+    return state, loader
+
+
+def record_step(setup: Setup, state: TrainState, grad_accum: int) -> cuda_graphs.StepGraphs | None:
+    """Records the step of a small model as CUDA graphs: its kernels take less time than their launches. None elsewhere."""
+    config, machine, dist, optimizer = setup.config, setup.machine, setup.dist, state.optimizer
+    layout = memory.Layout.of(config, setup.dtype, dist.world_size, machine.compiled)
+    suits = cuda_graphs.suit(memory.Sizes.of(setup.model), layout, machine.batch_size, dist.device)
+    if not (config.cuda_graphs and suits and torch_private.skips_steps(optimizer)):
+        return None
+    micro_step = partial(forward_backward, setup.train_model, grad_accum=grad_accum, scaler=state.scaler, amp=setup.amp)
+    update = partial(step_if_finite, optimizer)
+    return cuda_graphs.record_step(micro_step, update, optimizer, machine.batch_size, config.block_size, dist.device)
+
+
+def describe_run(setup: Setup, graphs: cuda_graphs.StepGraphs | None) -> RunInfo:
+    """Returns what the header, the log, checkpoints and the summary of a run are written from."""
+    return RunInfo(
+        config=setup.config, machine=replace(setup.machine, cuda_graphs=graphs is not None), start=setup.start,
+        schedule=setup.schedule, data=setup.data, identity=setup.identity, model=setup.model,
+        flops_per_token=setup.model.flops_per_token(), hellaswag_items=len(setup.examples),
+        hellaswag_sha256=hellaswag.sha256_of(setup.examples),
+    )  # fmt: skip
 
 
 # -----------------------------------------------------------------------------
@@ -747,273 +799,143 @@ def sample(
     return [tokenizer.decode(text) for text in texts.tolist()]
 
 
+def evaluate(setup: Setup, due: set[str], step: int, stop: StopHandler, logger: RunLogger) -> bool:
+    """Measures what is due before a step: "val", "hella", "samples". Returns False on all ranks if a signal interrupted it."""
+    config, dist, data = setup.config, setup.dist, setup.data
+    with fsdp.full_weights(setup.eval_model, setup.model):  # without FSDP, both are the same model
+        model: Any = setup.eval_model
+        if config.dropout:
+            model.eval()  # only with dropout: without it, both modes are the same, but would be compiled twice
+        if "val" in due and data.val:
+            loader = DataLoaderLite(
+                data.val, setup.machine.batch_size, config.block_size, data.tokenizer.vocab_size, dist
+            )
+            logger.validation(step, validation_loss(model, loader, config.val_tokens, stop, setup.amp))
+        if "hella" in due and setup.examples and not stop.agreed:
+            # calls the methods, which are not compiled: each new length would be compiled again
+            scoring_model = hellaswag.ScoringModel(model.transformer, model.logits, config.block_size, dist.device)
+            logger.hellaswag(step, hellaswag.score_with_ranks(scoring_model, setup.examples, dist, stop, setup.amp))
+        if stop.agreed:
+            return False
+        if "samples" in due and dist.rank == 0:
+            generator = devices.seeded_generator(dist.device, config.seed, step, dist.rank)
+            with setup.amp:
+                logger.samples(step, sample(model, data.tokenizer, logger.run.prompt, 32, generator))
+        devices.trim_memory(dist.device)  # on a CPU, evaluations fragment the heap
+    return True
+
+
 # -----------------------------------------------------------------------------
-# Training
+# The training loop
 
 
-def train_step(
-    train_model: nn.Module, state: TrainState, loader: DataLoaderLite, schedule: Schedule, stop: StopHandler,
-    amp: torch.autocast, clock: Clock, graphs: tuple[Graph, Graph] | None = None,
-) -> tuple[float, float, float] | None:  # fmt: skip
-    """Takes one optimizer step on `loader.grad_accum` micro-batches of each rank; `train_model` may be compiled and wrapped.
-
-    If the loss or a gradient is not finite, the step is skipped, on all ranks.
-
-    Returns:
-        The mean loss in nats, the gradient norm before clipping, and the progress of --minutes, all the same on every rank.
-        None if a signal interrupted the step, which happens only with one process. Nothing was applied then.
-    """
-    config, optimizer, scaler, dist = schedule.config, state.optimizer, state.scaler, loader.dist
-    if config.dropout:
-        state.model.train()  # after an evaluation
-        # The masks depend on (seed, step, rank) alone, so a resumed run draws the same ones.
-        torch.manual_seed(devices.derive_seed(config.seed, state.step, dist.rank))
-    # frees the gradients: the first backward pass writes new ones, the others add. A CUDA graph only adds
-    optimizer.zero_grad(set_to_none=graphs is None)
-    micro_step, update = graphs or step_functions(train_model, state, loader.grad_accum, amp)
-    loss_accum = torch.zeros((), device=dist.device)  # on the device: reading it would make the host wait
-    for i in range(loader.grad_accum):
-        if stop.agreed:  # several ranks agree only at the end of a step
-            return None
-        x, y = loader.next_batch()  # (B, T) each
-        # DDP and FSDP average gradients over the ranks in the backward pass. Once per step is enough, in the last
-        # micro-step. The flag must be set before the forward pass, which prepares the reduction.
-        if dist.world_size > 1:
-            train_model.require_backward_grad_sync = i == loader.grad_accum - 1  # type: ignore[assignment]
-        loss_accum += micro_step(x, y)
-    if not schedule.length.is_last(state.step):
-        with stop.deferring_errors():  # a corrupt shard ends the run after this step, which is applied and saved
-            loader.prefetch(loader.grad_accum)  # reads the next step's batches, while the device is still computing
-    scaler.unscale_(optimizer)  # before clipping, which needs the true norm
-    # Clipping keeps the direction: one batch with huge gradients must not undo the steps before it.
-    norm = fsdp.full_tensor(nn.utils.clip_grad_norm_(train_model.parameters(), config.grad_clip or math.inf))
-    # One all-reduce carries all that the ranks must share. The norm is the same on all of them already; it rides along,
-    # so that one transfer brings everything to the host. Rank 0's clock decides: the others contribute 0 to the mean.
-    progress = clock.progress() * dist.world_size if dist.rank == 0 else 0.0
-    host_values = [torch.full_like(norm, value) for value in (stop.requested, progress)]
-    reduced = dist.all_reduce_mean(torch.stack([loss_accum, norm, *host_values]))
-    update(reduced.isfinite().all())
-    scaler.update()  # in fp16: lowers the scale of the gradients if they overflowed
-    mean_loss, norm, stop_requests, progress = reduced.tolist()  # the only CPU-GPU sync point of a step
-    stop.agree(stop_requests)
-    return mean_loss, norm, progress
-
-
-def step_functions(
-    model: nn.Module, state: TrainState, grad_accum: int, amp: torch.autocast
-) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], None]]:
-    """Returns the two parts of a step: a micro-step, which returns its part of the mean loss, and the update."""
-
-    def micro_step(x: Tensor, y: Tensor) -> Tensor:
-        with amp:
-            _, loss = model(x, y)
-        # backward() adds to the gradients, and each loss is a mean over its micro-batch. Without this division the sum
-        # would be grad_accum times the gradient of the full batch.
-        loss = loss / grad_accum
-        state.scaler.scale(loss).backward()  # scales only in fp16, where small gradients would underflow
-        return loss.detach()
-
-    return micro_step, partial(step_if_finite, state.optimizer)
-
-
-def step_if_finite(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
-    """Applies the gradients if `finite` is true.
-
-    Fused AdamW and Muon skip the step if their `found_inf` is 1 (GradScaler's protocol). That happens on the device, so
-    the host need not wait. For other optimizers, and on MPS, which ignores `found_inf`, the host checks.
-    """
-    if torch_private.skips_steps(optimizer) and finite.device.type != "mps":
-        optimizer.grad_scale, optimizer.found_inf = None, 1.0 - finite.float()  # type: ignore[attr-defined]
-        optimizer.step()
-    elif finite:
-        optimizer.step()
-
-
-def train(config: TrainConfig, dist: Distributed, start: Start = NEW_RUN) -> TrainState:
+def train(config: TrainConfig, dist: Distributed, start: Start) -> TrainState:
     """Trains for `config.max_steps` or `config.minutes`, from the beginning or from a checkpoint; returns the final state.
 
     Raises:
         UserError: the data, folder or model is unusable, too many steps in a row were not finite, or saving failed.
         SystemExit: a signal ended the run; its state is saved.
     """
-    device, rank, checkpoint, T = dist.device, dist.rank, start.checkpoint, config.block_size
-    machine = Machine.find(config, device, dist.world_size)  # what the flags leave open
-    schedule = Schedule(config, machine.hellaswag_every)
-    dtype, use_fsdp = devices.DTYPES[machine.dtype], config.parallel == "fsdp" and dist.world_size > 1
-
-    # Whatever can fail or take long comes first. Rank 0 makes the shards of --text and --demo for all ranks.
-    dist.on_rank_zero(lambda: check_folder_and_make_shards(config, start, config.init_from))
-    # Local rank 0 runs this block before the others, which then find what it downloaded.
-    with dist.local_rank_zero_first():
-        data = open_data(config, checkpoint, dist)
-        with fsdp.weights_on_rank_zero(use_fsdp, rank):  # other ranks: on the meta device until ShardedModel sends them
-            model = initial_model(config, data.tokenizer, checkpoint)
-        # identity: checksums of the shards and of frozen weights, which a resumed run must have, too
-        identity = resume.identify_data(data, model, checkpoint, start.forked)
-        examples = hellaswag.load_examples(config, machine.hellaswag_every, data.tokenizer, T, dist.print0)
-        devices.configure_backends(device, config.tf32)  # TF32, the allocator
-        amp = devices.autocast(device, dtype)  # matrix products in bf16 or fp16; weights, norms and sums in fp32
-        memory.recompute_activations(model.transformer.h if config.recompute else [])  # activation checkpointing
-        # model has the weights that are trained. eval_model has all weights on each rank, and may be compiled: calls run
-        # the compiled graph, but methods such as generate() run uncompiled. train_model is one of the two, maybe wrapped.
-        eval_model = fsdp.without_weights(model) if use_fsdp else model.to(device)  # full_weights() fills the copy
-        if machine.compiled:
-            eval_model = devices.compile(eval_model)
-    preflight.check_runs_agree(dist, config, machine, identity)  # or ranks would wait for each other forever
-    examples = examples if all(dist.gather(bool(examples))) else []  # one node may have failed to download them
-
-    train_model: nn.Module = eval_model
-    if dist.world_size > 1 and not use_fsdp:
-        # gradient_as_bucket_view: gradients live in the buffers that are sent, instead of being copied into them
-        train_model = DistributedDataParallel(eval_model, gradient_as_bucket_view=True)
-    shard_model = partial(fsdp.ShardedModel, device=device, dtype=dtype, compiled=machine.compiled)
-
-    def make_trial_model() -> nn.Module:  # takes a step of each micro-batch size, to see what fits; its weights stay
-        return shard_model(fsdp.without_weights(model), alone=True) if use_fsdp else train_model
-
-    layout = memory.Layout(
-        config.total_batch_size, dtype, dist.world_size, sharded=use_fsdp, recompute=config.recompute,
-        compiled=machine.compiled, optimizer=config.optimizer,
-    )  # fmt: skip
-    sizes = memory.Sizes.of(model)
-    B = batch_size.try_batch_sizes(config.batch_size, machine.batch_size, sizes, layout, dist, amp, make_trial_model)
-    attention = devices.describe_attention(device, dtype, config.n_head, config.n_embd, T, config.dropout)
-    machine = replace(machine, batch_size=B, attention=attention)
-    if use_fsdp:  # each rank keeps a shard of every weight
-        train_model = shard_model(model)
-    optimizer = model.configure_optimizers(
-        config.weight_decay, config.max_lr, (config.beta1, config.beta2), config.optimizer,
-        dtype=dtype, adamw_lr=config.adamw_lr,
-    )  # fmt: skip
-    # In fp16, small gradients would underflow, so the scaler multiplies the loss and divides the gradients afterwards.
-    state = TrainState(model, optimizer, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16))
-    if checkpoint:
-        timed = schedule.length.progress_after(checkpoint.seconds)
-        progress_of_fork = schedule.progress(checkpoint.step, timed) if start.forked else None  # by its own schedule
-        state.restore(checkpoint, identity, config.optimizer, progress_of_fork)  # the model has its weights already
-    vocab_size = data.tokenizer.vocab_size
-    grad_accum = config.total_batch_size // (B * T * dist.world_size)  # micro-batches per step
-    loader = DataLoaderLite(data.train, B, T, vocab_size, dist, grad_accum, config.shuffle, config.seed)
-    loader.seek(state.row)
-    state.progress = max(state.progress, loader.fraction_read(config.max_passes))  # a fork may have another limit
-    val_loader = DataLoaderLite(data.val, B, T, vocab_size, dist) if data.val else None
-    graphs = None
-    # a small model's kernels take less time than their launches
-    if config.cuda_graphs and torch_private.skips_steps(optimizer) and cuda_graphs.suit(sizes, layout, B, device):
-        parts = step_functions(train_model, state, grad_accum, amp)
-        graphs = cuda_graphs.capture_step(*parts, optimizer, B, T, device)
-        machine = replace(machine, cuda_graphs=graphs is not None)
-    run = RunInfo(
-        config=config, machine=machine, data=data, identity=identity, model=model, base=config.init_from, lora=config.lora,
-        length=schedule.length, recipe=schedule.describe(), optimizer=config.optimizer, step_tokens=config.total_batch_size,
-        flops_per_token=model.flops_per_token(), checkpoint=checkpoint, forked=start.forked,
-        hellaswag_items=len(examples), hellaswag_sha256=hellaswag.sha256_of(examples),
-    )  # fmt: skip
+    setup = distribute(load(config, dist, start))  # data and model; DDP or FSDP, and the micro-batch
+    state, loader = restore(setup)  # optimizer and counters; training data
+    graphs = record_step(setup, state, loader.grad_accum)
+    run, schedule = describe_run(setup, graphs), setup.schedule
     folder_lock = run_folder.lock_folder(run, dist)  # from here on, the run is written to --out
     stop = StopHandler(dist.world_size)  # requested: a signal or an error on this rank. agreed: all ranks know and stop
     logger = RunLogger(run, dist, state.progress)  # log.txt, starts.jsonl, curves.png, trackers, and the console
-    checkpoints = CheckpointManager(run, stop, logger.sync, logger.values, rank)  # writes in a thread
-    print_header(run, dist, B, loader.rows_per_epoch, loader.row)
-
-    def evaluate(due: set[str]) -> bool:
-        """Measures what is due before a step. Returns False on all ranks if a signal interrupted it."""
-        if config.dropout:
-            eval_model.eval()  # only with dropout: without it, both modes are the same, but would be compiled twice
-        if "val" in due and val_loader:
-            logger.validation(state.step, validation_loss(eval_model, val_loader, config.val_tokens, stop, amp))
-        if "hella" in due and examples and not stop.agreed:
-            # calls the methods, which are not compiled: each new length would be compiled again
-            scoring_model = hellaswag.ScoringModel(eval_model.transformer, eval_model.logits, config.block_size, device)
-            logger.hellaswag(state.step, hellaswag.score_with_ranks(scoring_model, examples, dist, stop, amp))
-        if stop.agreed:
-            return False
-        if "samples" in due and rank == 0:
-            generator = devices.seeded_generator(device, config.seed, state.step, rank)
-            with amp:
-                logger.samples(state.step, sample(eval_model, data.tokenizer, run.prompt, 32, generator))
-        devices.trim_memory(device)  # on a CPU, evaluations fragment the heap
-        return True
-
+    checkpoints = CheckpointManager(run, stop, logger.sync, logger.values, dist.rank)  # writes in a thread
+    print_header(run, dist, loader.B, loader.rows_per_epoch, loader.row)
     clock = Clock(config.minutes, state.seconds, state.progress)
+    lost_processes = report_lost_processes(checkpoints.how_to_go_on)
     finished = False
-    lost = report_lost_processes(checkpoints.how_to_go_on)
-    with folder_lock, stop, logger, checkpoints, lost:  # exited in reverse: the log closes before the folder unlocks
+    with (
+        folder_lock,
+        stop,
+        logger,
+        checkpoints,
+        lost_processes,
+    ):  # exited in reverse: the log closes before the folder unlocks
         if "val" not in schedule.evaluations_due(state):
             logger.log_known_loss()  # of the checkpoint, which is not measured again
         while not stop.agreed:
             if due := schedule.evaluations_due(state):
-                with clock.evaluating(), fsdp.full_weights(eval_model, model):  # without FSDP, both are the same model
-                    complete = evaluate(due)
-                if not complete:
+                with clock.evaluating():
+                    was_complete = evaluate(setup, due, state.step, stop, logger)
+                if not was_complete:
                     break
-            logger.progress(state, evaluated=bool(due))
-            finished = schedule.is_over(state)
+            logger.print_progress(state, evaluated=bool(due))
+
+            finished = schedule.is_over(state.step, state.progress)
             if schedule.is_checkpoint_due(state):
                 state.seconds = clock.seconds()  # including the evaluation
                 checkpoints.save(state, schedule.is_before_cooldown(state), final=finished)
             if finished:
                 dist.set_timeout(LONG_TIMEOUT)  # the others wait until rank 0 has written
                 break
-            lr = schedule.lr(state)
-            for group in optimizer.param_groups:
-                # Muon multiplies it by adamw_lr / max_lr in its AdamW groups
-                group["lr"] = group["lr"].fill_(lr) if graphs else lr
-            devices.synchronize(device)  # so that dt does not count what an evaluation left in the GPU's queue
+
+            lr = get_lr(state.step, config, state.progress)
+            set_lr(state.optimizer, lr)
+            devices.synchronize(dist.device)  # so that dt does not count what an evaluation left in the GPU's queue
             started = time.perf_counter()  # dt is the step alone, without evaluation, logging and checkpoints
-            result = train_step(train_model, state, loader, schedule, stop, amp, clock, graphs)
+            result = train_step(setup.train_model, state, loader, schedule, stop, setup.amp, clock, graphs)
             if result is None:
                 break  # a signal: nothing was applied
             dt = time.perf_counter() - started  # the step has ended with a sync
-            loss, norm, timed_progress = result
+
+            loss, norm, progress = result
             skipped = state.count_skipped(loss, norm)  # why the step was not applied, or None
             logger.step(state, loss, lr, norm, dt, skipped, schedule.is_cooldown_next(state))
             if state.step == run.first_step:
                 dist.set_timeout(STEP_TIMEOUT)  # everything is compiled: a rank that takes longer now is lost
-            progress = schedule.progress(state.step + 1, timed_progress, loader.fraction_read(config.max_passes))
             state.advance(progress, clock.seconds(), config.total_batch_size, loader.row)
             state.check_bad_steps(config.max_bad_steps)  # raises after too many skipped steps in a row
         if not finished:  # a signal, a corrupt shard or a failed save, on any rank
             checkpoints.save_and_exit(state, schedule.is_before_cooldown(state), dist)
-    texts = list[str]()
-    better = checkpoints.better_than(state.step) if rank == 0 else None  # None: no other model is known to be better
-    if config.has_preset:
-        with fsdp.full_weights(eval_model, model), amp:
-            if rank == 0:
-                writer = GPT.from_pretrained(better, verify=False).to(device) if better else eval_model
-                generator = devices.seeded_generator(device, config.seed)
-                length = clock.tokens_of_last_text(most=150, step_tokens=B * T * grad_accum)
-                texts = sample(writer.eval(), data.tokenizer, run.prompt, length, generator, temperature=0.8, n=1)
-    passes, longer_from = state.row / loader.rows_per_epoch, newest_before_cooldown(config.out)
-    print_summary(run, dist, state, passes, logger.values["val"], better, longer_from, texts)
+    finish(setup, run, state, loader, checkpoints, clock)
     return state
+
+
+def finish(
+    setup: Setup, run: RunInfo, state: TrainState, loader: DataLoaderLite, checkpoints: CheckpointManager, clock: Clock
+) -> None:
+    """Prints the summary of a run that has finished: with --text and --demo, also a text by its best model."""
+    config, dist, texts = setup.config, setup.dist, list[str]()
+    better = (
+        checkpoints.better_than(state.step) if dist.rank == 0 else None
+    )  # None: no other model is known to be better
+    if config.has_preset:
+        with fsdp.full_weights(setup.eval_model, setup.model), setup.amp:
+            if dist.rank == 0:
+                writer: Any = setup.eval_model
+                if better:
+                    writer = GPT.from_pretrained(better, verify=False).to(dist.device)
+                generator = devices.seeded_generator(dist.device, config.seed)
+                tokens = clock.tokens_of_last_text(most=150, step_tokens=config.total_batch_size // dist.world_size)
+                texts = sample(writer.eval(), setup.data.tokenizer, run.prompt, tokens, generator, temperature=0.8, n=1)
+    longer = presets.longer_run(config, setup.start.sources, loader.passes, RECIPES["fast"])
+    print_summary(run, dist, state, loader.passes, checkpoints.values["val"], better, longer, texts)
 
 
 @report_lost_processes()
 def main(argv: Sequence[str] | None = None) -> None:
-    # command line -> all flags, including those of a preset or checkpoint -> configuration -> run
-    cli_flags = parse_flags(CommandLine, argv, __doc__, FIRST_GROUPS)
+    # command line -> layers of flags, also of a preset or a checkpoint -> configuration -> run
+    cli_flags = parse_flags(CommandLine, argv, __doc__, TABLES)
     dist = Distributed.from_environment(cli_flags.get("out", "log"))
     plan_options, cli_flags = plan.split_flags(cli_flags, dist.world_size)
-    preflight.check_starts_agree(dist, cli_flags, TRAIN_FLAGS)
-    if not plan_options.plan:
-        dist.on_rank_zero(lambda: trackers.check_installed(cli_flags))  # before anything is downloaded or made
-    start = gather_flags(TRAIN_FLAGS, cli_flags, dist, plan_options.plan)
-    if not plan_options.plan:
-        dist.on_rank_zero(lambda: trackers.check_installed(start.flags))  # a checkpoint's flags are known only now
-    config, checkpoint, resumed = resolve(start.flags), start.checkpoint, start.resumed
+    preflight.check_starts_agree(dist, cli_flags, plan_options.plan)
+    start = gather_flags(cli_flags, TABLES, dist, plan_options.plan)
+    config, resumed = resolve(start.layers), start.resumed
     if resumed and dist.once(partial(run_folder.has_finished, config.out, resumed.step)):
-        length, longer_from = Schedule(config).length, newest_before_cooldown(config.out)
-        return print_finished(config, length, resumed.path, resumed.passes, longer_from, dist.print0)
+        longer = presets.longer_run(config, start.sources, resumed.passes, RECIPES["fast"])
+        return print_finished(config, resumed.path, longer, dist.print0)
     if plan_options.plan:
-        of_model = partial(new_model, config.to_dict())
-        return plan.print_report(plan_options, config, of_model, dist.rank)
+        return plan.print_report(plan_options, config, new_model, dist.rank)
     with dist.failing_together():
         dist = dist.with_device(config.device)
-    if config.minutes and not (checkpoint and checkpoint.config["minutes"]):
-        # times models to find what suits the time; a resumed run, or a fork of a timed run, has already done so
+    if start.needs_measurement(config):  # times models to find what suits the time
         with devices.report_errors():
-            fitting = budget.flags_for_minutes(config, cli_flags, dist, new_model)
-        config = resolve(start.flags | fitting)
+            start.layers["--minutes"] = budget.flags_for_minutes(config, cli_flags, RECIPES["fast"], dist, new_model)
+        config = resolve(start.layers)
     exit_code: int | str | None = 0
     try:
         with devices.report_errors():

@@ -25,6 +25,7 @@ from harness import run_script
 
 from support.console.log import read_log
 from support.sizing.presets import fast_rates
+from train_gpt2 import RECIPES
 
 SHAPE = "--batch-size 16 --val-tokens 131072"
 ALWAYS = "--shuffle --sample-every 0 --hellaswag-every 0 --checkpoint-every 0"
@@ -74,7 +75,11 @@ def train(trials: list[Trial], args: argparse.Namespace) -> None:
         scale = SCALES[trial.scale]
         warmup_steps = round(trial.steps * (scale.adamw_warmup if trial.recipe == "gpt2" else 0.03))
         # docs/recipes.md was measured with this weight decay
-        rates = {"max_lr": trial.rate} if trial.rate else fast_rates(scale.tokens, {}) | {"weight_decay": 0.1}
+        rates = (
+            {"max_lr": trial.rate}
+            if trial.rate
+            else fast_rates(RECIPES["fast"], scale.tokens, {}) | {"weight_decay": 0.1}
+        )
         options = ["--data", args.data, "--out", args.out / trial.name, "--resume", "auto", "--recipe", trial.recipe]
         options += ["--max-steps", trial.steps, "--warmup-steps", warmup_steps, "--val-every", trial.steps // 4]
         options += ["--total-batch-size", scale.tokens, "--seed", trial.seed, *shlex.split(f"{scale.flags} {ALWAYS}")]

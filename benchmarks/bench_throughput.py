@@ -40,6 +40,7 @@ from plain_loop import PlainGPT, plain_optimizer, plain_step
 from torch.nn import functional as F
 
 import train_gpt2
+from support.checkpoints.start import gather_flags
 from support.optim import loss
 from support.runtime import cuda_graphs, devices
 from support.runtime.distributed import Distributed
@@ -92,7 +93,8 @@ def worker(job: Job) -> dict[str, Any]:
             total_batch_size=B * T * A * dist.world_size, compile="compiled" in job.features, warmup_steps=10,
             dtype="bf16" if "bf16" in job.features else "fp32", max_steps=job.warm_up + job.steps + 1, **job.flags,
         )  # fmt: skip
-        config = train_gpt2.resolve(flags)
+        start = gather_flags(flags, train_gpt2.TABLES, dist)
+        config = train_gpt2.resolve(start.layers)
         # needs no vocabulary file
         tokenizer = SimpleNamespace(name="bytes", vocab_size=vocab_size(job.model), eot=0, count_bytes=len)
         train_gpt2.shards.read_tokenizer = lambda *folders: tokenizer
@@ -121,7 +123,7 @@ def worker(job: Job) -> dict[str, Any]:
 
         train_gpt2.train_step, train_gpt2.DataLoaderLite.batch = timed_step, timed_batch
         with contextlib.redirect_stdout(io.StringIO()) as output:
-            state = train_gpt2.train(config, dist)
+            state = train_gpt2.train(config, dist, start)
         if job.trace:
             shutil.copy(Path(out) / "trace.json.gz", job.trace)
         used = {

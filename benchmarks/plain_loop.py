@@ -18,8 +18,9 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from hellaswag import Example
+from support.config import TrainConfig
 from support.optim.loss import chunked_cross_entropy  # for the feature "chunked loss"
-from train_gpt2 import GPT, GPTConfig, TrainConfig, get_lr
+from train_gpt2 import GPT, GPTConfig, get_lr
 
 Batch = tuple[Tensor, Tensor]  # (B, T) tokens and the (B, T) tokens that follow them
 

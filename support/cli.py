@@ -18,7 +18,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from errno import EACCES, EDQUOT, EFBIG, EIO, EISDIR, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM, EPIPE, EROFS, ESTALE
 from importlib import metadata
 from pathlib import Path
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T")
+Tables = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 DISK_ERRORS = (EISDIR, ENOTDIR, ENOSPC, EDQUOT, EFBIG, EROFS, EACCES, EPERM, ENAMETOOLONG, EIO, ESTALE)
 
@@ -122,6 +123,10 @@ class Flag:
     per_node: bool = False  # a path, which may differ between the nodes of a run
     stored: bool = True  # in checkpoints; otherwise it is of one start only
     counts_steps: bool = False  # so a run of --minutes has no use for it
+    # Other flags, divided by spaces. Those that may set this one; and those that its default depends on: a fork that is
+    # given one of them does not take this one from the checkpoint.
+    set_by: str = ""
+    follows: str = ""
 
 
 def flag(default: T, help: str, group: str = MAIN_GROUP, **options: Any) -> T:
@@ -149,21 +154,23 @@ def parse_flags(
     arguments: type[DataclassInstance],
     argv: Sequence[str] | None,
     description: str | None = None,
-    first_groups: Sequence[str] = (),
+    tables: Tables | None = None,
 ) -> dict[str, Any]:
     """Parses a command line; returns the values of only the flags that were given: others may come from elsewhere.
 
     A word @FILE stands for the flags in a file. Flags on the command line itself win, wherever they are.
 
     Args:
-        first_groups: groups that --help lists first, after MAIN_GROUP.
+        tables: by flag, its choices, and the defaults of other flags that each of them sets.
 
     Raises:
         UserError: the command line is not valid, or a value is out of range, one line for each problem; or a file of flags
             cannot be read.
     """
     flags, types = flags_of(arguments), {name: _value_type(t) for name, t in get_type_hints(arguments).items()}
-    parser = _make_parser(flags, types, description, first_groups)
+    for name, table in (tables or {}).items():
+        flags[name] = replace(flags[name], choices=tuple(table))
+    parser = _make_parser(flags, types, description, tables or {})
     words, given = words_of(sys.argv[1:] if argv is None else argv), argparse.Namespace()
     try:
         if "--" in words:  # argparse would not treat anything after it as a flag
@@ -186,13 +193,11 @@ def parse_flags(
     return values
 
 
-def check_command_line(
-    arguments: type[DataclassInstance], description: str | None, first_groups: Sequence[str]
-) -> None:
+def check_command_line(arguments: type[DataclassInstance], description: str | None, tables: Tables) -> None:
     """Parses a script's command line as `parse_flags` does; prints --help and mistakes, and then exits."""
 
     def check() -> None:
-        parse_flags(arguments, None, description, first_groups)
+        parse_flags(arguments, None, description, tables)
 
     _make_streams_usable()
     if code := _exit_code(check):
@@ -280,7 +285,7 @@ def _nearest(word: str, known: Sequence[str]) -> list[str]:
 
 
 def _make_parser(
-    flags: Mapping[str, Flag], types: Mapping[str, Any], description: str | None, first_groups: Sequence[str]
+    flags: Mapping[str, Flag], types: Mapping[str, Any], description: str | None, tables: Tables
 ) -> argparse.ArgumentParser:
     """Makes a parser that only splits the command line into flags: values stay text."""
     positional = "".join(f"{flag.metavar} [{flag.metavar} ...] " for flag in flags.values() if flag.positional)
@@ -288,14 +293,14 @@ def _make_parser(
         usage=f"%(prog)s {positional}[flags]", description=description, add_help=False, allow_abbrev=False,
         formatter_class=_HelpFormatter, epilog="@FILE stands for the flags in a file, with # for comments.",
     )  # fmt: skip
-    names = dict.fromkeys((MAIN_GROUP, *first_groups, *(flag.group for flag in flags.values())))
+    names = dict.fromkeys((MAIN_GROUP, *(flag.group for flag in flags.values())))
     groups = {name: parser.add_argument_group(name if len(names) > 1 else "flags") for name in names}
     for name, flag in flags.items():
         if flag.positional:
             options: dict[str, Any] = {"nargs": flag.nargs, "metavar": flag.metavar, "default": argparse.SUPPRESS}
             parser.add_argument(name, help=argparse.SUPPRESS, **options)
             continue
-        default = f" (default: {flag.default_help or _in_words(flag.default)})"
+        default = f" (default: {_describe_default(name, flag, flags, tables)})"
         help = flag.help + (" (required)" if flag.required else "" if flag.default is False else default)
         options = {"default": argparse.SUPPRESS, "help": help.replace("%", "%%")}
         if types[name] is bool:
@@ -312,6 +317,19 @@ def _make_parser(
     versions += f", {platform.system()} {platform.machine()}"
     group.add_argument("--version", action="version", version=versions, help="print versions and exit")
     return parser
+
+
+def _describe_default(name: str, flag: Flag, flags: Mapping[str, Flag], tables: Tables) -> str:
+    """Says what the default is, with other choices of the flags that have tables, and which flags set another value."""
+    default, words = flag.default_help or flag.default, list[str]()
+    for key, table in tables.items():
+        by_choice = {choice: values[name] for choice, values in table.items() if name in values}
+        default = by_choice.get(flags[key].default, default)
+        if key not in flag.set_by.split():
+            words += [f"{_in_words(v)} with {flag_words(key, c)}" for c, v in by_choice.items() if v != default]
+    if flag.set_by:
+        words.append("set by " + ", ".join(map(flag_name, flag.set_by.split())))
+    return "; ".join([_in_words(default), *words])
 
 
 def _in_words(value: object) -> str:

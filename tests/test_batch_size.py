@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import TINY_MODEL_FLAGS, Rank, finish_run, losses, run_to_the_end, start_run
-from training import FP32, ONE_PROCESS, assert_same_run, config_of, configure, trained
+from training import FP32, NEW_RUN, ONE_PROCESS, assert_same_run, config_of, configure, trained
 
 from support.checkpoints.history import read_starts
 from support.cli import UserError
@@ -63,7 +63,7 @@ def test_the_largest_micro_batch_that_fits_is_found(byte_shards, tmp_path, tried
     assert read_starts(tmp_path / "sixteen")[0]["machine"]["batch_size"] == 4
     monkeypatch.setattr(GPT, "forward", OutOfMemoryBeyond(0))
     with pytest.raises(UserError, match="not even one row of 16 tokens fits into the memory of cpu"):
-        train(config_of(*flags, "--out", tmp_path / "none"), ONE_PROCESS)
+        train(config_of(*flags, "--out", tmp_path / "none"), ONE_PROCESS, NEW_RUN)
     assert not (tmp_path / "none").exists()
 
 
@@ -76,7 +76,7 @@ def bytes_of_tensors():
 def largest(config, model):
     most, layout = Machine.find(config, ONE_PROCESS.device, 1).batch_size, layout_of(config)
     make_model = lambda: model  # noqa: E731
-    return batch_size.try_batch_sizes(config.batch_size, most, Sizes.of(model), layout, ONE_PROCESS, FP32, make_model)
+    return batch_size.try_batch_sizes(config, most, Sizes.of(model), layout, ONE_PROCESS, FP32, make_model)
 
 
 def layout_of(config):

@@ -14,7 +14,7 @@ import pytest
 from helpers import TINY_MODEL_FLAGS
 from hub_server import running_hub
 from shard_helpers import files_in
-from training import ONE_PROCESS, configure
+from training import NEW_RUN, ONE_PROCESS, configure
 
 import fineweb
 import hellaswag
@@ -172,7 +172,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bpe")
     (folder / "text.txt").write_text(TEXT)
     flags = ["--text", str(folder / "text.txt"), "--out", str(folder / "run"), *SMALL]
-    train(configure(flags)[0], ONE_PROCESS)
+    train(configure(flags)[0], ONE_PROCESS, NEW_RUN)
     return folder / "run"
 
 
@@ -187,7 +187,7 @@ def test_a_run_on_a_text_uses_it_unless_told_otherwise(run, capsys):
 def test_fine_tuning_keeps_the_tokenizer_of_the_base(run, tmp_path):
     (tmp_path / "other.txt").write_text("nine or ten fish, " * 500)
     flags = ["--text", str(tmp_path / "other.txt"), "--init-from", str(run / "model_00004"), *SMALL[8:]]
-    train(configure([*flags, "--out", str(tmp_path / "tuned")])[0], ONE_PROCESS)
+    train(configure([*flags, "--out", str(tmp_path / "tuned")])[0], ONE_PROCESS, NEW_RUN)
     assert (tmp_path / "tuned/data/tokenizer.json").read_text() == (run / "data/tokenizer.json").read_text()
 
 
@@ -196,7 +196,7 @@ def test_a_resumed_run_does_not_look_for_its_base(run, tmp_path):
     base = shutil.copytree(run / "model_00004", tmp_path / "base")
     (tmp_path / "other.txt").write_text("nine or ten fish, " * 500)
     flags = ["--text", str(tmp_path / "other.txt"), "--init-from", str(base), *SMALL[8:]]
-    train(configure([*flags, "--out", str(tmp_path / "tuned")])[0], ONE_PROCESS)
+    train(configure([*flags, "--out", str(tmp_path / "tuned")])[0], ONE_PROCESS, NEW_RUN)
     shutil.rmtree(base)
     config, start = configure(["--resume", "--out", str(tmp_path / "tuned")])
     train(config, ONE_PROCESS, start)
@@ -225,7 +225,7 @@ def test_an_uploaded_checkpoint_is_used_from_the_hub(run, tmp_path, monkeypatch,
             UserError, match="was trained on bpe tokens, but HellaSwag's scores are defined on GPT-2 tokens"
         ):
             hellaswag.main(["--model", "me/own", "-d", "cpu"])
-        train(configure([*flags, "--init-from", "me/own", "--lora-rank", "2"])[0], ONE_PROCESS)
+        train(configure([*flags, "--init-from", "me/own", "--lora-rank", "2"])[0], ONE_PROCESS, NEW_RUN)
         tuned = Path("tuned/model_00004")
         paths = [path.relative_to(tuned).as_posix() for path in tuned.rglob("*") if path.is_file()]
         hub.repositories["me/tuned"] = {path: (tuned / path).read_bytes() for path in paths}
@@ -234,7 +234,7 @@ def test_an_uploaded_checkpoint_is_used_from_the_hub(run, tmp_path, monkeypatch,
         other = {**files, "tokenizer.json": bpe.train_bpe([TEXT[::-1]], 512).json.encode()}
         hub.repositories["me/other"] = other
         with pytest.raises(UserError, match="me/other has a different tokenizer from the shards in more"):
-            train(configure(["--data", "more", "--init-from", "me/other", "--total-batch-size", "256", "--out", "x", *SMALL[8:]])[0], ONE_PROCESS)  # fmt: skip
+            train(configure(["--data", "more", "--init-from", "me/other", "--total-batch-size", "256", "--out", "x", *SMALL[8:]])[0], ONE_PROCESS, NEW_RUN)  # fmt: skip
     assert (tmp_path / "tuned/data/tokenizer.json").read_text() == (run / "data/tokenizer.json").read_text()
     assert (tmp_path / "more/tokenizer.json").read_text() == (run / "data/tokenizer.json").read_text()
     capsys.readouterr()

@@ -7,19 +7,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from training import ONE_PROCESS, config_of, configure
+from training import ONE_PROCESS, config_of, config_with, configure
 
 from support.cli import UserError, flag_name, parse_flags
+from support.config import TrainConfig
 from support.runtime import devices, memory
 from support.sizing import budget, presets
-from train_gpt2 import GPT, GPTConfig, TrainConfig, new_model
+from train_gpt2 import GPT, RECIPES, GPTConfig, new_model
 
 
 def flags_for(text_bytes, tokens, monkeypatch, *flags, minutes=3):
     """The flags for a text, when a model can be trained on this many tokens in time, or `tokens(sizes)`."""
     monkeypatch.setattr(presets, "text_bytes", lambda *args: text_bytes)
-    in_time = tokens if callable(tokens) else lambda of_model: tokens
-    monkeypatch.setattr(budget, "_tokens_per_second", lambda of_model, *args: in_time(of_model) / (60 * minutes))
+    in_time = tokens if callable(tokens) else lambda *args: tokens
+    monkeypatch.setattr(budget, "_tokens_per_second", lambda of_model, *args: in_time(of_model, *args) / (60 * minutes))
     given = ["--text", "a.txt", "--minutes", str(minutes), "--block-size", "64", *flags]
     config, _ = configure(given)
     cli_flags = {name: value for name, value in parse_flags(TrainConfig, given, "").items() if name != "block_size"}
@@ -27,7 +28,8 @@ def flags_for(text_bytes, tokens, monkeypatch, *flags, minutes=3):
 
 
 def flags_for_minutes(config, cli_flags):
-    return budget.flags_for_minutes(config, cli_flags, ONE_PROCESS, new_model)
+    chosen = budget.flags_for_minutes(config, cli_flags, RECIPES["fast"], ONE_PROCESS, new_model)
+    return {name: value for name, value in chosen.items() if name not in cli_flags}  # the command line is stronger
 
 
 # By hand: 7 bytes, at 3 per token (2 below 362 kB, 2.5 below 724 kB, with a smaller vocabulary), for each weight of the
@@ -50,7 +52,7 @@ def flags_for_minutes(config, cli_flags):
         (3e7, 6.20e6, (6, 192), 2048),
         (3e7, 1.10e7, (6, 192), 4096),
         (3e7, 1.11e7, (6, 256), 4096),
-        (3e7, lambda of_model: 2.48e7 / of_model["n_layer"], (4, 128), 2048),  # 6.2 million, and 4.1 of the next one
+        (3e7, lambda of_model, *_: 2.48e7 / of_model.n_layer, (4, 128), 2048),  # 6.2 million, and 4.1 of the next one
         (2.6e6, 8.67e6, (4, 128), 4096),  # the text is too small for the 2.65 million weights of the next one
         (2.7e6, 8.67e6, (6, 192), 4096),
         (7e5, 2.4e7, (3, 128), 2048),  # the text is too small for more
@@ -75,7 +77,7 @@ def test_on_a_gpu_a_larger_model_may_be_faster(on_gpu, sizes, monkeypatch, reque
     """By hand: the model of 6 layers needs 11 million tokens, which only that model has time for."""
     if on_gpu:
         request.getfixturevalue("gpu")
-    chosen = flags_for(3e7, lambda of_model: 5e7 if of_model["n_layer"] == 6 else 4e6, monkeypatch)
+    chosen = flags_for(3e7, lambda of_model, *_: 5e7 if of_model.n_layer == 6 else 4e6, monkeypatch)
     assert (chosen["n_layer"], chosen["n_embd"]) == sizes
 
 
@@ -84,9 +86,9 @@ def test_on_a_gpu_speed_is_measured_with_the_rows_of_a_step(gpu, monkeypatch):
     train on, which are read 25 times: 5.4 million, in steps of 2,048, which are 32 rows."""
     measured = []
 
-    def in_time(of_model):
-        measured.append(of_model["batch_size"])
-        return 2e4 * 64 * of_model["batch_size"]
+    def in_time(of_model, rows, *args):
+        measured.append(rows)
+        return 2e4 * 64 * rows
 
     for text_bytes, step, rows in ((3e9, 32768, [64]), (6e5, 2048, [64, 32])):
         measured.clear()
@@ -119,7 +121,7 @@ def test_fine_tuning_has_200_steps_if_there_is_time(tokens, step, monkeypatch):
     """By hand: 200 steps of 8,192 tokens are 1.64 million. A step has 1,024 at least."""
     monkeypatch.setattr(presets, "text_bytes", lambda *args: 3e6)
     monkeypatch.setattr(budget, "_tokens_per_second", lambda *args: tokens / 60)
-    config = TrainConfig(text="a.txt", init_from="gpt2", minutes=1.0, total_batch_size=8192)
+    config = replace(config_with(total_batch_size=8192), text="a.txt", init_from="gpt2", minutes=1.0)
     chosen = flags_for_minutes(config, {})
     assert chosen["total_batch_size"] == step
     given = flags_for_minutes(config, {"total_batch_size": 8192})
@@ -206,7 +208,7 @@ def test_the_tokens_of_a_model_in_time(fitting, monkeypatch):
             rows.append(len(idx))
             return super().forward(idx, targets)
 
-    config = TrainConfig(n_layer=1, n_head=1, n_embd=16, block_size=64, batch_size=8)
+    config = config_with(n_layer=1, n_head=1, n_embd=16, block_size=64)
     model, two = (
         Watched(GPTConfig(block_size=64, vocab_size=257, n_layer=1, n_head=1, n_embd=16)),
         replace(ONE_PROCESS, world_size=2),
@@ -215,7 +217,7 @@ def test_the_tokens_of_a_model_in_time(fitting, monkeypatch):
     needed = memory.bytes_needed(memory.Sizes.of(model), layout, two.device, fitting) if fitting else 1
     monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (needed, 1e12))
     monkeypatch.setattr(budget, "_seconds", lambda work, device: work() or 0.01)
-    found = budget._tokens_per_second(config.to_dict(), "fp32", 257, two, lambda *_: model)
+    found = budget._tokens_per_second(config, 8, "fp32", 257, two, lambda *_: model)
     assert found == pytest.approx(0.7 / 0.01 * fitting * 64 * 2) and rows == [fitting] * bool(fitting)
 
 
@@ -234,8 +236,8 @@ def test_a_large_model_is_measured_in_two_calls_of_few_rows(flops, measured, mon
     monkeypatch.setattr(GPT, "forward", forward)
     monkeypatch.setattr(budget, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(budget, "MEASURED_FLOPS", flops)
-    config = TrainConfig(n_layer=1, n_head=1, n_embd=16, block_size=64, batch_size=8)
-    found = budget._tokens_per_second(config.to_dict(), "fp32", 257, ONE_PROCESS, new_model)
+    config = config_with(n_layer=1, n_head=1, n_embd=16, block_size=64)
+    found = budget._tokens_per_second(config, 8, "fp32", 257, ONE_PROCESS, new_model)
     assert found == pytest.approx(0.7 * measured * 64 / 20) and rows == [measured] * 2
 
 

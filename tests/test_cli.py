@@ -25,6 +25,7 @@ import sample
 import train_gpt2
 from support import __version__
 from support.cli import UserError, flag, flag_name, flags_of, parse_flags, print_lines, run_cli
+from support.config import CommandLine
 
 
 @dataclass
@@ -81,13 +82,13 @@ def test_help_has_valid_examples_first_and_fits_any_width(name, tmp_path, capsys
     for example in examples.splitlines():
         example_flags = shlex.split(example.partition(f"{name}.py")[2], comments=True)
         if name == "train_gpt2":
-            parse_flags(train_gpt2.CommandLine, example_flags)
+            parse_flags(CommandLine, example_flags)
         else:
             SCRIPTS[name].parse_arguments(example_flags)
     if name == "train_gpt2":
-        assert set(map(flag_name, flags_of(train_gpt2.CommandLine))) < set(flags)
+        assert set(map(flag_name, flags_of(CommandLine))) < set(flags)
         for default in ("524,288", "19,073", "0.0006; 0.0036 with --recipe fast", "64 on CUDA, otherwise 4"):
-            assert f"(default: {default})" in " ".join(help.split())
+            assert f"(default: {default}" in " ".join(help.split())
     assert not list(tmp_path.iterdir())
 
 
@@ -173,10 +174,10 @@ def test_flags_come_from_a_file_and_the_command_line_wins(tmp_path, monkeypatch,
     )
     Path("other.txt").write_text("--seed 2 --val-every 0\r\n")
     expected = dict(n_layer=4, max_lr=1e-3, prompt='The "end" # of', out="run#1", shuffle=True, seed=1, keep=2)
-    assert parse_flags(train_gpt2.CommandLine, ["@small.txt"]) == expected
+    assert parse_flags(CommandLine, ["@small.txt"]) == expected
     for words in (["--n-layer", "7", "@small.txt"], ["@small.txt", "--n-layer=7"]):
-        assert parse_flags(train_gpt2.CommandLine, words) == expected | {"n_layer": 7}
-    both = parse_flags(train_gpt2.CommandLine, ["@small.txt", "@other.txt"])
+        assert parse_flags(CommandLine, words) == expected | {"n_layer": 7}
+    both = parse_flags(CommandLine, ["@small.txt", "@other.txt"])
     assert both == expected | {"seed": 2, "val_every": 0}
     monkeypatch.setattr(sys, "argv", ["fineweb.py", "@f"])
     Path("f").write_text("--input a b\n--output 'my data'")
@@ -196,19 +197,19 @@ def test_flags_come_from_a_file_and_the_command_line_wins(tmp_path, monkeypatch,
         assert error.value.problems == (problem,)
 
 
-STRINGS = [field.name for field in fields(train_gpt2.CommandLine) if field.type in ("str", "str | None")]
+STRINGS = [field.name for field in fields(CommandLine) if field.type in ("str", "str | None")]
 
 
 def test_a_flag_with_nothing_in_it_is_an_error(tmp_path, monkeypatch):
     """A shell variable may be unset: --out "$OUT". But the prompt may be empty."""
     monkeypatch.chdir(tmp_path)
-    flags = flags_of(train_gpt2.CommandLine)
+    flags = flags_of(CommandLine)
     names = [flag_name(name) for name in STRINGS if not flags[name].choices]
     with pytest.raises(UserError) as error:
         train_gpt2.main([f"{name}=" for name in names])
     assert [problem.split()[0] for problem in error.value.problems] == [name for name in names if name != "--prompt"]
     assert all(problem.endswith(" is empty. Pass a value.") for problem in error.value.problems)
-    assert parse_flags(train_gpt2.CommandLine, ["--prompt", ""]) == {"prompt": ""}
+    assert parse_flags(CommandLine, ["--prompt", ""]) == {"prompt": ""}
     assert not list(tmp_path.iterdir())
 
 

@@ -19,9 +19,9 @@ from support.checkpoints.directory import CONTENTS, newest_before_cooldown, newe
 from support.cli import UserError
 from support.runtime import clock
 from support.runtime.clock import Clock
-from support.runtime.length import Length
+from support.runtime.schedule import Schedule
 from support.sizing import presets
-from train_gpt2 import get_lr, train
+from train_gpt2 import cooldown_start, get_lr, train
 
 TEXT = "".join(f"{a} and {b} are {a + b}.\n" for a in range(40) for b in range(60))
 FLAGS = "--n-layer 1 --n-head 1 --n-embd 16 --block-size 16 --device cpu --dtype fp32 --tokenizer bytes --batch-size 16 --total-batch-size 256 --max-lr 3e-3".split()
@@ -60,14 +60,15 @@ def test_progress_is_the_fraction_of_the_time_for_training(fake_time):
     """By hand: of 2 minutes, 10 s go before the first step and 4 at the end; half of 106 s is over 53 s later."""
     fake_time.now = 10.0
     of_run = Clock(2.0)
-    assert of_run.progress() == 0.0
+    assert of_run.time_used() == 0.0
     fake_time.now = 63.0
-    assert of_run.progress() == 0.5 and of_run.seconds() == 53.0
+    assert of_run.time_used() == 0.5 and of_run.seconds() == 53.0
     fake_time.now = 116.0
-    assert of_run.progress() == 1.0
-    assert Clock(None).progress() == 0.0
-    assert [Length(2.0, 100).progress_after(seconds) for seconds in (58.0, 300.0)] == [0.5, 1.0]
-    assert Length(None, 100).progress_after(58.0) == 0.0
+    assert of_run.time_used() == 1.0
+    assert Clock(None).time_used() == 0.0
+    timed = replace(config_of(), minutes=2.0)
+    assert [Schedule(timed).time_used(seconds) for seconds in (58.0, 300.0)] == [0.5, 1.0]
+    assert Schedule(config_of()).time_used(58.0) == 0.0
 
 
 def test_time_for_a_last_evaluation_is_kept_and_progress_never_falls(fake_time):
@@ -76,15 +77,15 @@ def test_time_for_a_last_evaluation_is_kept_and_progress_never_falls(fake_time):
     for seconds, left in ((6.0, 110.0), (50.0, 104.0)):
         with of_run.evaluating():
             fake_time.now += seconds
-        of_run.progress()
-        assert of_run.progress() == pytest.approx(fake_time.now / left)
-    before = of_run.progress()
+        of_run.time_used()
+        assert of_run.time_used() == pytest.approx(fake_time.now / left)
+    before = of_run.time_used()
     with of_run.evaluating():  # a short one does not count
         pass
-    assert before == of_run.progress()
+    assert before == of_run.time_used()
     fake_time.now = 0.0
     resumed = Clock(2.0, 30.0, 0.4)
-    assert resumed.progress() == 0.4  # it was further when it was saved
+    assert resumed.time_used() == 0.4  # it was further when it was saved
 
 
 def test_half_a_step_is_kept(fake_time):
@@ -92,7 +93,7 @@ def test_half_a_step_is_kept(fake_time):
     of_run, found = Clock(2.0), []
     for seconds in (10.0, 10.0, 50.0, 10.0):
         fake_time.now += seconds
-        found.append(of_run.progress())
+        found.append(of_run.time_used())
     assert found == pytest.approx([10 / 116, 20 / 111, 70 / 111, 80 / 111])
 
 
@@ -102,7 +103,7 @@ def test_the_text_at_the_end_takes_two_seconds_at_most(fake_time):
     assert of_run.tokens_of_last_text(150, 1000) == 150  # there was no step
     for _ in range(3):
         fake_time.now += 10.0
-        of_run.progress()
+        of_run.time_used()
         assert of_run.tokens_of_last_text(150, 1000) == 35
     assert of_run.tokens_of_last_text(150, 10**6) == Clock(None).tokens_of_last_text(150, 1000) == 150
 
@@ -113,7 +114,7 @@ def test_the_learning_rate_follows_the_time():
     expected = {0.0: 0.1, 1 / 60: 0.5, 1 / 30: 1.0, 0.6: 1.0, 0.8: 0.55, 1.0: 0.1}
     assert {p: get_lr(7, config, p) for p in expected} == pytest.approx(expected)
     all_cooldown = replace(config, cooldown_fraction=1.0)
-    assert all_cooldown.cooldown_start == pytest.approx(1 / 30) and get_lr(7, all_cooldown, 1 / 30) == pytest.approx(1)
+    assert cooldown_start(all_cooldown) == pytest.approx(1 / 30) and get_lr(7, all_cooldown, 1 / 30) == pytest.approx(1)
     cosine = replace(config, schedule="cosine")
     assert get_lr(7, cosine, 1 / 30 + 29 / 60) == pytest.approx(0.55)
 

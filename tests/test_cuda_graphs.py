@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from support.checkpoints.state import TrainState
 from support.cli import UserError
 from support.runtime import cuda_graphs
 from support.runtime.memory import Layout, Sizes
-from train_gpt2 import GPT, MODELS, GPTConfig, step_functions
+from train_gpt2 import GPT, MODELS, GPTConfig, forward_backward, step_if_finite
 
 
 class Recorded:
@@ -76,8 +77,9 @@ def test_recording_changes_no_weight(monkeypatch, name):
         p.grad = torch.ones_like(p)
     optimizer.step()  # makes the state
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
-    graphs = cuda_graphs.capture_step(*step_functions(model, state, 2, FP32), optimizer, 4, TINY.block_size, x.device)
-    micro_step, update = graphs
+    of_state = dict(grad_accum=2, scaler=state.scaler, amp=FP32)
+    parts = partial(forward_backward, model, **of_state), partial(step_if_finite, optimizer)
+    micro_step, update = cuda_graphs.record_step(*parts, optimizer, 4, TINY.block_size, x.device)
     assert all(not p.grad.any() for p in model.parameters())
     assert micro_step(x, y).item() == pytest.approx(model(x, y)[1].item() / 2)
     update(torch.tensor(False))

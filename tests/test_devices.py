@@ -9,14 +9,15 @@ import sys
 import pytest
 import torch
 from helpers import ROOT
-from training import ONE_PROCESS, config_of, configure, trained
+from training import NEW_RUN, ONE_PROCESS, config_of, configure, trained
 
 from support.checkpoints.history import read_starts
 from support.cli import UserError
+from support.config import TrainConfig
 from support.runtime import devices
 from support.runtime.distributed import Distributed
 from support.runtime.machine import Machine
-from train_gpt2 import DataLoaderLite, TrainConfig, train
+from train_gpt2 import DataLoaderLite, train
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -115,7 +116,7 @@ def test_the_next_step_is_read_while_this_one_computes(byte_shards, tmp_path, mo
         Distributed, "all_reduce_mean", lambda *args: read_at_the_wait.append(len(read)) or all_reduce_mean(*args)
     )
     flags = "--max-steps 3 --val-every 0 --checkpoint-every 0".split()
-    train(config_of("--data", byte_shards, "--out", tmp_path / "run", *flags), ONE_PROCESS)
+    train(config_of("--data", byte_shards, "--out", tmp_path / "run", *flags), ONE_PROCESS, NEW_RUN)
     assert read_at_the_wait == [4 + 4, 8 + 4, 12]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 from torch.distributed.run import get_args_parser
+from training import config_with
 
 import compare
 import fineweb
@@ -18,6 +19,7 @@ import sample
 import train_gpt2
 from support import __version__
 from support.cli import flag_name, parse_flags
+from support.config import TRAIN_FLAGS, CommandLine
 from support.runtime.batch_size import rows_per_rank
 from support.sizing.plan import split_flags
 
@@ -73,12 +75,12 @@ def flags_of_benchmark(path: Path) -> set[str]:
 def parse_with_script(script: str, args: list[str], world_size: int = 1) -> None:
     """Parses a command line as the script does; an unknown flag or a bad value raises."""
     if script == "train_gpt2.py":
-        options, flags = split_flags(parse_flags(train_gpt2.CommandLine, args, ""), world_size)
+        options, flags = split_flags(parse_flags(CommandLine, args, ""), world_size)
         if options.plan:
             world_size = options.gpus
-        if not flags.keys() & {"text", "demo", "resume", "init_from"}:  # these read files
-            config = train_gpt2.resolve(flags)
-            rows_per_rank(config.total_batch_size, config.block_size, world_size)
+        if not flags.keys() & {"text", "demo", "resume", "init_from", "fork"}:  # these read files
+            config = config_with(**flags)
+            rows_per_rank(config, world_size)
     elif script in SCRIPTS:
         SCRIPTS[script].parse_arguments(args)
     else:
@@ -117,9 +119,7 @@ def test_flags_in_the_text_exist(capsys):
     for script in (ROOT / "benchmarks").glob("*.py"):
         known |= flags_of_benchmark(script)
     for diff in fenced(ROOT / "docs" / "change-it.md", "diff"):  # what the page adds
-        known |= {
-            f"--{name}".replace("_", "-") for name in re.findall(r"^\+ +(\w+): .* = (?:model_)?flag\(", diff, re.M)
-        }
+        known |= {f"--{name}".replace("_", "-") for name in re.findall(r"^\+ +(\w+): .* = [A-Z]+\(", diff, re.M)}
     for page in PAGES:
         if page.name != "comparison.md":  # other projects' flags
             text = re.sub(r"<?https?://\S+", "", without_code(page))
@@ -188,7 +188,7 @@ def test_the_messages_in_troubleshooting_are_those_of_the_code():
 
 
 def test_the_table_of_what_may_happen_to_a_flag():
-    flags = train_gpt2.TRAIN_FLAGS
+    flags = TRAIN_FLAGS
     rules = [
         lambda flag: flag.resume == "changes" and flag.stored,
         lambda flag: flag.resume == "keeps" and flag.fork == "changes",

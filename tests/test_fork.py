@@ -16,11 +16,21 @@ import torch
 from helpers import STEP, TINY_MODEL_FLAGS, Rank, finish_run, losses, run_to_the_end, start_run
 from runs import log_without_seconds
 from test_curves import labels_of
-from training import ONE_PROCESS, assert_same_run, checkpoint_names, configure, forked, resumed, trained, trainer_file
+from training import (
+    NEW_RUN,
+    ONE_PROCESS,
+    assert_same_run,
+    checkpoint_names,
+    configure,
+    forked,
+    resumed,
+    trained,
+    trainer_file,
+)
 
 import compare
 import train_gpt2
-from support.checkpoints import start
+from support.checkpoints import run_folder
 from support.checkpoints.directory import write_checkpoint
 from support.cli import UserError
 from support.console.curves import draw_run, read_run
@@ -267,13 +277,13 @@ def test_what_a_fork_cannot_be(runs, tmp_path, flags, problem):
 def test_a_text_of_its_own_is_compared_with_the_shards_that_are_there(runs, tmp_path, monkeypatch):
     """A fork that was killed may have left those of another text. Those of its parent need no text any more."""
     asked = []
-    monkeypatch.setattr(start, "make_preset_shards", lambda config, keep, *_: asked.append(keep))
+    monkeypatch.setattr(run_folder, "make_preset_shards", lambda config, keep, *_: asked.append(keep))
     (tmp_path / "text.txt").write_text("A text. " * 100)
     fork = ["--fork", runs / "20/model_00006", "--out", tmp_path / "fork", "--max-steps", 30]
     config, of_fork = configure([*fork, "--text", tmp_path / "text.txt"])
     of_fork.checkpoint.config["text"] = config.text
     for data in (config.data, str(tmp_path / "run/data")):
-        start.check_folder_and_make_shards(replace(config, data=data), of_fork, config.init_from)
+        run_folder.prepare(replace(config, data=data), of_fork)
     assert asked == [False, True]
 
 
@@ -363,7 +373,7 @@ def test_intervals_follow_the_new_length_unless_they_were_chosen(tmp_path, monke
     Path("text.txt").write_text("It was the best of times, it was the worst of times. " * 400)
     text = ["--text", "text.txt", "--tokenizer", "bytes", "--device", "cpu", "--dtype", "fp32", "--max-steps", 8]
     text += [*TINY_MODEL_FLAGS, "--total-batch-size", 256, "--val-tokens", 512, "--sample-every", 0]
-    train(configure([*text, "--val-every", 3, "--out", "run"])[0], ONE_PROCESS)
+    train(configure([*text, "--val-every", 3, "--out", "run"])[0], ONE_PROCESS, NEW_RUN)
     assert checkpoint_names(Path("run"))[0] == "model_00002"
     config, _ = configure(["--fork", "run/model_00002", "--out", "fork", "--max-steps", 40])
     assert (config.checkpoint_every, config.val_every, config.decay_steps) == (10, 3, 40)

@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import TINY_FLAGS, losses
+from helpers import losses
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
-from training import ONE_PROCESS, TINY, config_of, trainer_file
+from training import NEW_RUN, ONE_PROCESS, TINY, config_of, config_with, trainer_file
 
 import fineweb
 import train_gpt2
@@ -28,14 +28,15 @@ from benchmarks.plain_loop import plain_losses
 from support.checkpoints.history import read_starts
 from support.checkpoints.start import gather_flags
 from support.checkpoints.state import TrainState
-from support.cli import parse_flags
+from support.config import TrainConfig
 from support.data.text_files import Documents
 from support.runtime import batch_size, devices
 from support.runtime.clock import Clock
 from support.runtime.distributed import Distributed, backend
 from support.runtime.memory import Layout, Sizes, training_memory
+from support.runtime.schedule import Schedule
 from support.runtime.signals import StopHandler
-from train_gpt2 import GPT, TRAIN_FLAGS, GPTConfig, Schedule, TrainConfig, resolve, train
+from train_gpt2 import GPT, TABLES, GPTConfig, resolve, train
 
 ON_CPU = os.environ.get("GPU_TESTS_DEVICE") == "cpu"
 DEVICE = torch.device("cpu") if ON_CPU else torch.device("cuda", 0)
@@ -59,8 +60,12 @@ def exact_products() -> Iterator[None]:
 
 
 def config_on_gpu(data: Path, out: Path, *flags: object) -> TrainConfig:
-    given = parse_flags(TrainConfig, [*TINY_FLAGS, *map(str, ["--data", data, "--out", out, *flags])], "")
-    return resolve(given | {"device": DEVICE.type})
+    return config_of("--data", data, "--out", out, *flags, "--device", DEVICE.type)
+
+
+def resume(out: Path, gpu: Distributed) -> TrainState:
+    start = gather_flags({"resume": "newest", "out": str(out), "device": DEVICE.type}, TABLES, gpu)
+    return train(resolve(start.layers), gpu, start)
 
 
 def random_tokens(rows: int, config: GPTConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,7 +154,7 @@ def test_compiled_bf16_follows_fp32_and_compiles_nothing_twice(byte_shards, tmp_
     config = config_on_gpu(byte_shards, tmp_path / "run", *flags)
     exact = plain_losses(config, 4, 50)
     try:
-        train(config, gpu)
+        train(config, gpu, NEW_RUN)
     finally:
         torch.compiler.set_stance("default")
     error = np.abs(np.array(losses(tmp_path / "run" / "log.txt")) / exact - 1)
@@ -160,12 +165,12 @@ def test_compiled_bf16_follows_fp32_and_compiles_nothing_twice(byte_shards, tmp_
 def test_fp32_losses_are_those_of_the_cpu(byte_shards, tmp_path, gpu):
     flags = ["--max-steps", 20, "--checkpoint-every", 0, "--dtype", "fp32"]
     cpu = tmp_path / "cpu"
-    train(config_of("--data", byte_shards, "--out", cpu, *flags), ONE_PROCESS)
+    train(config_of("--data", byte_shards, "--out", cpu, *flags), ONE_PROCESS, NEW_RUN)
     reference = np.array(losses(cpu / "log.txt"))
     for tf32, bound in (("--no-tf32", 1e-4), ("--tf32", 2e-2)):
         for compiled in ("--compile", "--no-compile"):
             out = tmp_path / (compiled + tf32)
-            train(config_on_gpu(byte_shards, out, *flags, tf32, compiled), gpu)
+            train(config_on_gpu(byte_shards, out, *flags, tf32, compiled), gpu, NEW_RUN)
             assert np.abs(np.array(losses(out / "log.txt")) - reference).max() < bound
 
 
@@ -205,12 +210,11 @@ def test_a_step_with_an_infinite_gradient_changes_nothing(byte_shards, tmp_path,
 def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(byte_shards, tmp_path, gpu):
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     flags = ["--max-steps", 12, "--checkpoint-every", 7, "--dtype", "bf16", "--no-compile"]
-    train(config_on_gpu(byte_shards, straight, *flags), gpu)
+    train(config_on_gpu(byte_shards, straight, *flags), gpu, NEW_RUN)
     shutil.copytree(straight, resumed)
     shutil.rmtree(resumed / "model_00012")
-    start = gather_flags(TRAIN_FLAGS, {"resume": "newest", "out": str(resumed)}, gpu)
-    assert start.resumed.step == 7
-    train(resolve(start.flags | {"device": DEVICE.type}), gpu, start)
+    resume(resumed, gpu)
+    assert [start["first_step"] for start in read_starts(resumed)] == [0, 7]
     differences = np.array(losses(resumed / "log.txt")) - losses(straight / "log.txt")
     assert len(differences) == 12 and np.abs(differences).max() < 1e-3
     assert trainer_file(resumed / "model_00012")["step"] == 12
@@ -226,10 +230,9 @@ def test_a_step_as_cuda_graphs_is_the_same(byte_shards, tmp_path, gpu, monkeypat
     for out in ("graphs", "launches"):
         how = "--cuda-graphs" if out == "graphs" else "--no-cuda-graphs"
         torch.compiler.reset()
-        train(config_on_gpu(byte_shards, out, "--max-steps", 10, how, *common.split(), *flags.split()), gpu)
+        train(config_on_gpu(byte_shards, out, "--max-steps", 10, how, *common.split(), *flags.split()), gpu, NEW_RUN)
         shutil.rmtree(f"{out}/model_00010")
-        start = gather_flags(TRAIN_FLAGS, {"resume": "newest", "out": out}, gpu)
-        train(resolve(start.flags | {"device": DEVICE.type}), gpu, start)
+        resume(Path(out), gpu)
         assert [start["machine"]["cuda_graphs"] for start in read_starts(Path(out))] == [out == "graphs"] * 2
         found[out] = losses(Path(out, "log.txt"))
     assert len(found["graphs"]) == 10
@@ -253,7 +256,7 @@ def test_the_host_waits_for_the_device_once_in_a_step(byte_shards, tmp_path, gpu
 
     monkeypatch.setattr(train_gpt2, "train_step", watched_step)
     flags = ["--max-steps", 6, "--val-every", 0, "--checkpoint-every", 0, "--dtype", "bf16"]
-    train(config_on_gpu(byte_shards, tmp_path / "run", *flags), gpu)
+    train(config_on_gpu(byte_shards, tmp_path / "run", *flags), gpu, NEW_RUN)
     assert waits[2:] == [1] * 4
 
 
@@ -303,7 +306,7 @@ def test_a_micro_batch_that_does_not_fit_is_made_smaller(tmp_path, gpu, capsys):
     flags = "--n-embd 512 --block-size 64 --batch-size 2048 --total-batch-size 131072 --max-steps 2 --val-tokens 4096"
     flags += " --dtype bf16 --no-compile --checkpoint-every 0"
     try:
-        train(config_on_gpu(tmp_path / "data", tmp_path / "run", *flags.split()), gpu)
+        train(config_on_gpu(tmp_path / "data", tmp_path / "run", *flags.split()), gpu, NEW_RUN)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     output = capsys.readouterr().out
@@ -315,7 +318,7 @@ def test_a_micro_batch_that_does_not_fit_is_made_smaller(tmp_path, gpu, capsys):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_the_estimate_of_memory_holds(gpu, compiled):
     """For 16 rows of GPT-2 124M: what is allocated is not more, and not much less."""
-    layout = Layout(TrainConfig.total_batch_size, torch.bfloat16, compiled=compiled)
+    layout = Layout(2**19, torch.bfloat16, compiled=compiled)
     devices.free_memory(DEVICE)
     before = torch.cuda.memory_allocated()
     model = GPT(GPTConfig()).to(DEVICE)
@@ -325,7 +328,7 @@ def test_the_estimate_of_memory_holds(gpu, compiled):
     estimate = training_memory(sizes, layout, 16, total)
     torch.cuda.reset_peak_memory_stats()
     amp = devices.autocast(DEVICE, torch.bfloat16)
-    batch_size.try_batch_sizes(16, 16, sizes, layout, gpu, amp, lambda: model_or_compiled)
+    batch_size.try_batch_sizes(config_with(batch_size=16), 16, sizes, layout, gpu, amp, lambda: model_or_compiled)
     taken = torch.cuda.max_memory_allocated() - before
     state = estimate.weights + estimate.gradients + estimate.optimizer
     assert state + 0.9 * estimate.activations < taken < estimate.total

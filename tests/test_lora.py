@@ -10,12 +10,13 @@ import pytest
 import torch
 from helpers import TINY_TRAINING_FLAGS, finish_run, losses, run_to_the_end, start_run, stopped_after
 from safetensors.torch import load_file, save_file
-from training import ONE_PROCESS, configure, resumed, trained
+from training import NEW_RUN, ONE_PROCESS, configure, resumed, trained
 
 from support.checkpoints import lora
 from support.checkpoints.directory import find_corruption
 from support.cli import UserError
-from train_gpt2 import GPT, TrainConfig, train
+from support.config import TrainConfig
+from train_gpt2 import GPT, train
 
 TOKENS = torch.randint(257, (3, 16), generator=torch.Generator().manual_seed(5))
 
@@ -32,7 +33,7 @@ def base(byte_shards, tmp_path_factory) -> Path:
 def tuned(base, byte_shards, tmp_path_factory) -> SimpleNamespace:
     """A run with LoRA: its last checkpoint, its state, and the logits of the trained model."""
     out = tmp_path_factory.mktemp("tuned")
-    state = train(config_with_lora(byte_shards, base, out, "--max-lr", 0.01), ONE_PROCESS)
+    state = train(config_with_lora(byte_shards, base, out, "--max-lr", 0.01), ONE_PROCESS, NEW_RUN)
     with torch.no_grad():
         return SimpleNamespace(checkpoint=out / "model_00012", state=state, logits=state.model.eval()(TOKENS)[0])
 
@@ -163,7 +164,7 @@ def test_an_adapter_that_does_not_fit_is_named(tuned, base, tmp_path, change):
 @pytest.mark.parametrize("more", [[], ["--lora-rank", "2"]], ids=["all weights", "LoRA"])
 def test_training_goes_on_from_the_merged_weights(tuned, byte_shards, tmp_path, more):
     flags = ["--data", byte_shards, "--out", tmp_path, "--init-from", tuned.checkpoint, "--max-steps", 2, *more]
-    train(configure([*TINY_TRAINING_FLAGS, *map(str, flags)])[0], ONE_PROCESS)
+    train(configure([*TINY_TRAINING_FLAGS, *map(str, flags)])[0], ONE_PROCESS, NEW_RUN)
     before, now = (losses(out / "log.txt", "val") for out in (tuned.checkpoint.parent, tmp_path))
     assert now[0] == pytest.approx(before[-1], abs=1.01e-4)
     if more:

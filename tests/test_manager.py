@@ -15,15 +15,7 @@ import pytest
 import torch
 from helpers import finish_run, start_run, steps_done, wait_for
 from shard_helpers import small_disk
-from training import (
-    ONE_PROCESS,
-    assert_same_run,
-    checkpoint_names,
-    config_of,
-    resumed,
-    run_info,
-    trained,
-)
+from training import NEW_RUN, ONE_PROCESS, assert_same_run, checkpoint_names, config_of, resumed, run_info, trained
 
 import train_gpt2
 from support.checkpoints import manager
@@ -73,13 +65,13 @@ def config_for(byte_shards, out, steps):
 def straight(byte_shards, tmp_path_factory):
     """A run of 10 steps whose saves succeed."""
     out = tmp_path_factory.mktemp("straight") / "run"
-    train(config_for(byte_shards, out, 10), ONE_PROCESS)
+    train(config_for(byte_shards, out, 10), ONE_PROCESS, NEW_RUN)
     return out
 
 
 def test_a_failed_save_loses_only_itself(byte_shards, straight, tmp_path, monkeypatch, capsys):
     full_disk(monkeypatch, {2, 4})
-    train(config_for(byte_shards, tmp_path, 10), ONE_PROCESS)
+    train(config_for(byte_shards, tmp_path, 10), ONE_PROCESS, NEW_RUN)
     assert checkpoint_names(tmp_path) == ["model_00002", "model_00006", "model_00010"]
     err = capsys.readouterr().err
     assert err.count("warning: the checkpoint of step 4 could not be saved") == 1 and "No space left" in err
@@ -89,14 +81,14 @@ def test_a_failed_save_loses_only_itself(byte_shards, straight, tmp_path, monkey
 def test_the_second_failed_save_in_a_row_ends_the_run(byte_shards, tmp_path, monkeypatch):
     full_disk(monkeypatch, {2, 3})
     with pytest.raises(UserError, match="step 6 could not be saved in .*No space left.*neither could the one before"):
-        train(config_for(byte_shards, tmp_path, 1000), ONE_PROCESS)
+        train(config_for(byte_shards, tmp_path, 1000), ONE_PROCESS, NEW_RUN)
     assert checkpoint_names(tmp_path) == ["model_00002"] and steps_done(tmp_path) < 1000
 
 
 def test_a_full_disk_is_named_with_its_free_space(byte_shards, tmp_path, capsys):
     """A checkpoint takes about 0.5 MB: the disk has room for one."""
     with small_disk(tmp_path / "disk", 800_000) as out, pytest.raises(UserError) as error:
-        train(config_for(byte_shards, out, 1000), ONE_PROCESS)
+        train(config_for(byte_shards, out, 1000), ONE_PROCESS, NEW_RUN)
     failed = rf"the checkpoint of step {{}} could not be saved in {out} \(0\.[23] MB free\): "
     assert re.search(f"warning: {failed.format(4)}.*(No space left|not be written completely)", capsys.readouterr().err)
     assert re.search(failed.format(6), str(error.value))
@@ -105,7 +97,7 @@ def test_a_full_disk_is_named_with_its_free_space(byte_shards, tmp_path, capsys)
 def test_a_failed_last_checkpoint_is_an_error(byte_shards, tmp_path, monkeypatch):
     full_disk(monkeypatch, {2})
     with pytest.raises(UserError, match="the last checkpoint could not be saved"):
-        train(config_for(byte_shards, tmp_path, 4), ONE_PROCESS)
+        train(config_for(byte_shards, tmp_path, 4), ONE_PROCESS, NEW_RUN)
     assert checkpoint_names(tmp_path) == ["model_00002"]
 
 
@@ -130,7 +122,7 @@ def test_no_checkpoint_is_ahead_of_its_log(byte_shards, tmp_path, monkeypatch):
 
     monkeypatch.setattr(LogFile, "sync", full)
     with pytest.raises(UserError, match="could not be saved"):
-        train(config_for(byte_shards, tmp_path, 20), ONE_PROCESS)
+        train(config_for(byte_shards, tmp_path, 20), ONE_PROCESS, NEW_RUN)
     assert checkpoint_names(tmp_path) == []
 
 
@@ -169,7 +161,7 @@ def test_training_only_waits_for_a_copy(byte_shards, straight, tmp_path, monkeyp
         return real(directory, *args, **facts)
 
     monkeypatch.setattr(manager, "write_checkpoint", save_late)
-    train(config_for(byte_shards, tmp_path, 10), ONE_PROCESS)
+    train(config_for(byte_shards, tmp_path, 10), ONE_PROCESS, NEW_RUN)
     assert done[0] == ("model_00002", 4)  # and the save of step 4 waited for it
     for directory in list_checkpoints(tmp_path)[1:]:
         shutil.rmtree(directory)

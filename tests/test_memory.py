@@ -12,23 +12,23 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import TINY_SIZES
-from training import ONE_PROCESS, saved_bytes
+from training import NEW_RUN, ONE_PROCESS, config_with, saved_bytes
 
 from support.checkpoints import huggingface, lora
 from support.cli import UserError
 from support.runtime import devices, fsdp, memory
 from support.runtime.memory import Layout, Sizes, training_memory
-from train_gpt2 import GPT, MODELS, GPTConfig, TrainConfig, new_model, open_data
+from train_gpt2 import GPT, MODELS, GPTConfig, new_model, open_data
 
 # Small, and with activations that are most of the memory.
-SMALL = TrainConfig(
+SMALL = config_with(
     device="cpu", n_layer=4, n_head=2, n_embd=128, block_size=128, batch_size=8, total_batch_size=2 * 8 * 128
 )
 
 
 def model_of(config, vocab_size=257):
     """Returns the model that train() makes; LoRA's without pretrained weights."""
-    model = new_model(config.to_dict(), vocab_size)
+    model = new_model(config, vocab_size)
     if config.lora_rank:
         lora.add_adapter(model, config.lora_rank, 16.0, 0, None)
     memory.recompute_activations(model.transformer.h if config.recompute else [])
@@ -139,9 +139,8 @@ def test_what_cannot_fit_is_refused(monkeypatch, changes, gigabytes, problem):
     """AdamW has 16 bytes for each of 124 million parameters; Muon 12 for the 85 million in matrices of the blocks."""
     monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (gigabytes * 1e9, gigabytes * 1e9))
     with pytest.raises(UserError, match=problem) if problem else nullcontext():
-        config = TrainConfig(**changes)
-        sizes, lora = config.to_dict() | {"vocab_size": 50257}, config.lora_rank is not None
-        memory.check_training_fits(sizes, config.optimizer, lora, 1, torch.device("cpu"))
+        config = replace(config_with(), **changes)
+        memory.check_training_fits(config, 50257, 1, torch.device("cpu"))
 
 
 def test_fsdp_divides_what_must_fit_among_the_gpus(monkeypatch, byte_shards):
@@ -149,12 +148,12 @@ def test_fsdp_divides_what_must_fit_among_the_gpus(monkeypatch, byte_shards):
     sizes = {"cpu": 10**12, "cuda": 23 * 10**9}
     monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (sizes[device.type],) * 2)
     options = dict(data=str(byte_shards), block_size=16, total_batch_size=256, val_tokens=512)
-    config, one = TrainConfig(**MODELS["gpt2-xl"], **options), replace(ONE_PROCESS, device=torch.device("cuda"))
+    config, one = config_with(**MODELS["gpt2-xl"], **options), replace(ONE_PROCESS, device=torch.device("cuda"))
     two = replace(one, world_size=2)
     for dist in (one, two):
         with pytest.raises(UserError, match=r"takes at least 23\.6 GB, but only 23\.0 GB are .+ --parallel fsdp\.$"):
-            open_data(config, None, dist)
-    assert open_data(replace(config, parallel="fsdp"), None, two).tokenizer.vocab_size == 257
+            open_data(config, NEW_RUN, dist)
+    assert open_data(replace(config, parallel="fsdp"), NEW_RUN, two).tokenizer.vocab_size == 257
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_built(tiny_model, tmp_path, monkeypatch):

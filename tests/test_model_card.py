@@ -20,8 +20,11 @@ from support.checkpoints import manager
 from support.checkpoints.directory import find_corruption
 from support.checkpoints.model_card import model_card
 from support.checkpoints.run_info import RunInfo
+from support.checkpoints.start import Start
 from support.cli import parse_flags
-from train_gpt2 import GPT, Schedule, TrainConfig, new_model, train
+from support.config import TrainConfig
+from support.runtime.schedule import Schedule
+from train_gpt2 import GPT, MODELS, RECIPES, new_model, resolve, train
 
 
 def card_of(*flags, source="a.txt", tokens=250 * 2**19, val=None, hellaswag=None):
@@ -30,14 +33,14 @@ def card_of(*flags, source="a.txt", tokens=250 * 2**19, val=None, hellaswag=None
     It validates 700 tokens and scores 12 items.
     """
     data = SimpleNamespace(tokenizer=SimpleNamespace(name="gpt2", vocab_size=50257))
-    config = TrainConfig(**parse_flags(TrainConfig, flags))
+    layers = Start().layers | {"command line": parse_flags(TrainConfig, flags)}
+    layers |= {"--model": MODELS["gpt2"], "--recipe": RECIPES["gpt2"]}
+    config = resolve(layers)
     with torch.device("meta"):
-        model = new_model(config.to_dict(), 50257)
-    schedule = Schedule(config)
+        model = new_model(config, 50257)
     run = RunInfo(
-        config=config, machine=None, data=data, identity={"source": source}, model=model,
-        flops_per_token=model.flops_per_token(), length=schedule.length, recipe=schedule.describe(),
-        optimizer=config.optimizer, step_tokens=config.total_batch_size, base=config.init_from, hellaswag_items=12,
+        config=config, machine=None, start=Start(layers), schedule=Schedule(config), data=data,
+        identity={"source": source}, model=model, flops_per_token=model.flops_per_token(), hellaswag_items=12,
     )  # fmt: skip
     run.__dict__.update(bytes_per_token=4.0, validated_tokens=700)
     text = model_card(run, 250, tokens, val or {}, hellaswag or {})
@@ -91,8 +94,8 @@ def test_the_command_of_the_card_repeats_the_run(run, byte_shards, tmp_path):
     )
     kept = [word for i, word in enumerate(TINY_FLAGS) if word in others or TINY_FLAGS[i - 1] in others]
     flags = command_of((run / "model_00008" / "README.md").read_text())
-    config, _ = configure([*flags, *kept, "--data", str(byte_shards), "--out", str(tmp_path / "again")])
-    train(config, ONE_PROCESS)
+    config, start = configure([*flags, *kept, "--data", str(byte_shards), "--out", str(tmp_path / "again")])
+    train(config, ONE_PROCESS, start)
     assert_same_run(tmp_path / "again", run)
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from helpers import ROOT
 from test_curves import PNG, labels_of, points
+from training import config_with
 
 import compare
-import train_gpt2
 from support.cli import UserError
 from support.console import normal
 from support.console.curves import draw_normal
@@ -163,7 +163,7 @@ def test_the_text_says_since_when_and_by_how_many_widths():
 
 
 def test_the_recipe_is_the_trainers():
-    used = train_gpt2.resolve({}).used_flags() | {"tokenizer": "gpt2"}
+    used = config_with().used_flags() | {"tokenizer": "gpt2"}
     assert normal.other_flags(used) == []
     assert normal.other_flags(used | {"max_lr": 1e-3, "seed": 1}) == [("max_lr", 1e-3, 6e-4)]
     assert used["max_steps"] == normal.STEPS
@@ -260,7 +260,7 @@ def test_bad_arguments(tmp_path):
 
 
 def write_start(folder, source="HuggingFaceFW/fineweb-edu sample-10BT", **flags: object) -> None:
-    recipe = train_gpt2.resolve({}).used_flags() | {"tokenizer": "gpt2"}
+    recipe = config_with().used_flags() | {"tokenizer": "gpt2"}
     start = {
         "run": "a", "first_step": 0, "first_tokens": 0, "tokens_per_step": 2**19, "parameters": 124475904,
         "flags": recipe | flags, "data": {"source": source, "val": [], "tokenizer": "gpt2"}, "comparable": {"val": "x"},

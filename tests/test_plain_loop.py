@@ -9,19 +9,20 @@ import pytest
 import torch
 from helpers import losses
 from torch.nn import functional as F
-from training import FP32, ONE_PROCESS, TINY, config_of
+from training import FP32, NEW_RUN, ONE_PROCESS, TINY, config_of
 
 from benchmarks.plain_loop import plain_losses
+from support.config import TrainConfig
 from support.data import shards
 from support.optim import loss
 from support.runtime.signals import StopHandler
-from train_gpt2 import GPT, DataLoaderLite, TrainConfig, train, validation_loss
+from train_gpt2 import GPT, DataLoaderLite, train, validation_loss
 
 
 def trained_losses(data: Path, out: Path, *flags: object) -> tuple[TrainConfig, np.ndarray]:
     """The configuration of fifty steps of `train`, and their losses."""
     config = config_of("--data", data, "--out", out, "--max-steps", 50, *flags)
-    train(config, ONE_PROCESS)
+    train(config, ONE_PROCESS, NEW_RUN)
     return config, np.array(losses(out / "log.txt"))
 
 

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from helpers import TINY_MODEL_FLAGS
+from training import config_with
 
 from support.cli import UserError
 from support.config import PlanOptions
 from support.data.tokenizer import get_tokenizer
 from support.runtime.memory import Layout, training_memory
 from support.sizing import plan
-from train_gpt2 import main, new_model, resolve
+from train_gpt2 import main, new_model
 
 
 def plan_for(model, **flags):
     """The plan that the report of --plan is made from."""
     found = []
     options, of_run = plan.split_flags({"plan": True, **flags}, 1)
-    config = resolve({"model": model, **of_run})
+    config = config_with(model=model, **of_run)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "report", lambda planned: found.append(planned) or [])
-        plan.print_report(options, config, partial(new_model, config.to_dict()))
+        plan.print_report(options, config, new_model)
     return found[0]
 
 
@@ -190,9 +190,9 @@ def test_flags_of_the_plan_are_checked(tmp_path, monkeypatch, capsys):
         main("--plan --gpus 1000".split())
     with pytest.raises(UserError, match="--gpu is 'H99'. It must be A100, "):
         main("--plan --gpu H99".split())
-    lora = resolve({"init_from": "x", "lora_rank": 4, "dtype": "bf16"})
+    lora = replace(config_with(dtype="bf16"), init_from="x", lora_rank=4)
     with pytest.raises(UserError, match="Leave out --lora-rank"):
-        plan.print_report(PlanOptions(), lora, partial(new_model, lora.to_dict()))
+        plan.print_report(PlanOptions(), lora, new_model)
     with pytest.raises(UserError, match="^--gpus and --price: only for --plan. Add --plan"):
         main("--gpus 8 --price 3".split())
     with pytest.raises(UserError, match="--plan can only plan runs in bf16. Leave out --dtype fp32."):

@@ -9,9 +9,9 @@ import pytest
 from training import ONE_PROCESS, config_of
 
 from support.cli import UserError
+from support.config import TRAIN_FLAGS
 from support.runtime import devices, preflight
 from support.runtime.machine import Machine
-from train_gpt2 import TRAIN_FLAGS
 
 DATA = {"train": [["a.npy", 100, "1234"]], "val": [], "base": None, "source": None}
 SAME = (config_of(), DATA)

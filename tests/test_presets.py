@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import finish_run, losses, run_to_the_end, start_run
-from training import ONE_PROCESS, checkpoint_names, configure, forked
+from training import NEW_RUN, ONE_PROCESS, checkpoint_names, config_with, configure, forked
 
 import train_gpt2
 from support.checkpoints.history import read_starts
@@ -20,7 +21,7 @@ from support.data.tokenizer import get_tokenizer
 from support.runtime import devices
 from support.sizing.presets import fast_rates, longer_run, make_preset_shards, text_bytes, vocab_size_for
 from support.terminal import on_one_line
-from train_gpt2 import GPT, MODELS, GPTConfig, train
+from train_gpt2 import GPT, MODELS, RECIPES, GPTConfig, train
 
 TEXT = "".join(f"{a} and {b} are {a + b}.\n" for a in range(40) for b in range(60))
 SMALL = "--n-layer 1 --n-head 1 --n-embd 16 --max-steps 4 --val-tokens 512 --device cpu --dtype fp32 --sample-every 0".split()
@@ -77,7 +78,6 @@ def test_flags_fit_the_amount_of_text(tmp_path, size, n_layer, context, tokens_p
         (2.5, {}, 2, {}),
         (4.0, {}, 2, {"weight_decay": 2.4}),
         (4.9, {"weight_decay": 2.4}, 2, {}),  # it was to read more
-        (4.0, {"weight_decay": 0.1}, 2, {}),  # the user's own
         (8.6, {"weight_decay": 2.4}, 2, {"dropout": 0.07, "weight_decay": 1.54, "max_passes": 18}),
         (8.6, {"weight_decay": 2.4, "max_passes": 0.0}, 2, {"dropout": 0.07, "weight_decay": 1.54}),
         # six times 0.28284, rounded up in the command that the parent printed; 3.84 times
@@ -109,11 +109,21 @@ def test_flags_fit_the_amount_of_text(tmp_path, size, n_layer, context, tokens_p
     ],
 )
 def test_a_run_that_is_made_longer_gets_the_flags_for_its_passes(passes, flags, times, expected):
-    of_run = dict(
-        text="a", demo=False, init_from=None, dropout=0.0, weight_decay=0.4, recipe="fast", optimizer="muon",
-        max_passes=10.0, total_batch_size=1024,
-    )  # fmt: skip
-    assert longer_run(of_run | flags, passes) == (None if times is None else (times, expected))
+    of_run = dict(text="a", weight_decay=0.4, minutes=4.0, max_passes=10.0)
+    config = replace(config_with(recipe="fast", total_batch_size=1024), **of_run | flags)
+    expected = {} if times is None else {"minutes": f"{4 * times:.1f}".removesuffix(".0"), **expected}
+    assert longer_run(config, {"weight_decay": "--text"}, passes, RECIPES["fast"]) == expected
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [("--text", 0.5), ("command line", None), ("command line of the fork", 0.5), ("--demo", 0.5)],
+)
+def test_a_run_that_is_made_longer_keeps_the_weight_decay_that_its_user_chose(source, expected):
+    """By hand: with steps of 16,384 tokens, a new run has weight decay 0.1 up to five passes, 0.3 at six and 0.5 at seven."""
+    config = replace(config_with(recipe="fast", total_batch_size=16384), text="a", weight_decay=0.3)
+    longer = longer_run(config, {"weight_decay": source}, 3.5, RECIPES["fast"])
+    assert longer == {"max_steps": 2 * 19073} | ({"weight_decay": expected} if expected else {})
 
 
 def test_a_number_of_steps_that_reads_a_text_often_gets_weight_decay_and_dropout(tmp_path):
@@ -172,7 +182,7 @@ def test_the_tokenizer_suits_the_amount_of_text(tmp_path):
 def test_the_vocabulary_suits_the_text_and_the_model(tmp_path, size, sizes, expected):
     model = dict(zip(("n_layer", "n_embd"), sizes, strict=True))
     config, _ = configure(["--text", str(file_of_size(tmp_path, size))])
-    assert vocab_size_for(config, model) == expected
+    assert vocab_size_for(replace(config, **model)) == expected
 
 
 @pytest.mark.parametrize(("n_layer", "vocab_size"), [(2, 512), (3, 1024)])
@@ -205,7 +215,7 @@ def test_adamw_has_a_rate_of_its_own_and_weight_decay_is_higher_only_beside_muon
         assert configure(source)[0].adamw_lr == 3.6e-3
         config, _ = configure([*source, *given.split()])
         assert (config.adamw_lr, config.weight_decay) == (None, 0.1)
-    assert fast_rates(1024, {"init_from": "gpt2"}).keys() == {"max_lr"}
+    assert fast_rates(RECIPES["fast"], 1024, {"init_from": "gpt2"}).keys() == {"max_lr"}
 
 
 def test_fine_tuning_takes_few_epochs_at_a_low_rate(tmp_path):
@@ -291,7 +301,7 @@ def test_samples_continue_the_held_out_text_unless_there_is_a_prompt_and_the_hea
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("".join(f"The number that follows upon {n} is {n + 1}.\n" for n in range(300)))
     flags = ["--text", "text.txt", "--tokenizer", "bytes", "--out", "run", *SMALL, "--sample-every", 4]
-    train(configure([*flags, *prompt])[0], ONE_PROCESS)
+    train(configure([*flags, *prompt])[0], ONE_PROCESS, NEW_RUN)
     printed = capfd.readouterr().out
     assert ".npy" not in printed  # the lines of fineweb.py
     forked(Path("longer"), Path("run/model_00004"), "--max-steps", 5)
@@ -318,7 +328,7 @@ def test_the_text_at_the_end_is_the_best_models(tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(TEXT)
     flags = [*SMALL, "--checkpoint-every", 1, "--val-every", 1, "--prompt", "1 and"]
-    train(configure(["--text", "text.txt", "--tokenizer", "bytes", "--out", "run", *flags])[0], ONE_PROCESS)
+    train(configure(["--text", "text.txt", "--tokenizer", "bytes", "--out", "run", *flags])[0], ONE_PROCESS, NEW_RUN)
     printed = capfd.readouterr().out
     assert checkpoint_names(Path("run")) == [
         "model_00001",
@@ -363,7 +373,7 @@ def test_a_folder_means_all_text_in_it_and_changed_text_is_rejected(tmp_path, ca
     (folder / "again").symlink_to(folder)
     flags = ["--text", str(folder), "--tokenizer", "bytes", *SMALL, "--checkpoint-every", "0", "--val-every", "0"]
     for out in ("log", "log2"):  # the log of the first run is no text
-        train(configure([*flags, "--out", folder / out])[0], ONE_PROCESS)
+        train(configure([*flags, "--out", folder / out])[0], ONE_PROCESS, NEW_RUN)
         manifest = json.loads((folder / out / "data" / "manifest.json").read_text())
         sizes = {shard["split"]: shard["tokens"] for shard in manifest["shards"]}
         assert sum(sizes.values()) == 2 * (len(TEXT) + 1) and sizes["val"] == round(0.2 * (len(TEXT) + 1))
@@ -371,7 +381,7 @@ def test_a_folder_means_all_text_in_it_and_changed_text_is_rejected(tmp_path, ca
     (folder / "a.txt").write_text(TEXT + "One more.")
     (folder / "log" / "starts.jsonl").unlink()  # which says that the run has finished
     with pytest.raises(UserError, match=r"log/data has shards from another source or setting.* Use another --out, or"):
-        train(configure([*flags, "--out", folder / "log", "--resume", "auto"])[0], ONE_PROCESS)
+        train(configure([*flags, "--out", folder / "log", "--resume", "auto"])[0], ONE_PROCESS, NEW_RUN)
 
 
 def test_after_a_text_that_was_too_small_the_same_command_trains_on_a_larger_one(tmp_path, monkeypatch):
@@ -380,10 +390,10 @@ def test_after_a_text_that_was_too_small_the_same_command_trains_on_a_larger_one
     Path("text.txt").write_text("A few words.")
     config, _ = configure(["--text", "text.txt", "--tokenizer", "bytes", "--out", "run", *SMALL])
     with pytest.raises(UserError, match="Use more text"):
-        train(config, ONE_PROCESS)
+        train(config, ONE_PROCESS, NEW_RUN)
     Path("run/data/notes.md").write_text("mine")
     Path("text.txt").write_text(TEXT)
-    train(config, ONE_PROCESS)
+    train(config, ONE_PROCESS, NEW_RUN)
     manifest = json.loads(Path("run/data/manifest.json").read_text())
     assert sum(shard["tokens"] for shard in manifest["shards"]) == len(TEXT) + 1
     assert {path.name for path in Path("run/data").glob("*.npy")} == {shard["file"] for shard in manifest["shards"]}
@@ -392,4 +402,4 @@ def test_after_a_text_that_was_too_small_the_same_command_trains_on_a_larger_one
     Path("other/data/foreign_train_000000.npy").touch()
     config, _ = configure(["--text", "text.txt", "--tokenizer", "bytes", "--out", "other", *SMALL])
     with pytest.raises(UserError, match=r"from another tool, such as .* Move them away, or use another --out\.$"):
-        train(config, ONE_PROCESS)
+        train(config, ONE_PROCESS, NEW_RUN)

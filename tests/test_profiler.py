@@ -9,7 +9,7 @@ import re
 import pytest
 from helpers import steps_done
 from runs import log_without_seconds
-from training import ONE_PROCESS, checkpoint_names, config_of, trained
+from training import NEW_RUN, ONE_PROCESS, checkpoint_names, config_of, trained
 
 from support.runtime.profiler import ROWS
 from train_gpt2 import train
@@ -17,7 +17,11 @@ from train_gpt2 import train
 
 @pytest.mark.slow
 def test_profile_records_the_steps_it_says(byte_shards, tmp_path, capsys):
-    train(config_of("--data", byte_shards, "--out", tmp_path / "run", "--max-steps", 9, "--profile", 4), ONE_PROCESS)
+    train(
+        config_of("--data", byte_shards, "--out", tmp_path / "run", "--max-steps", 9, "--profile", 4),
+        ONE_PROCESS,
+        NEW_RUN,
+    )
     lines = capsys.readouterr().out.splitlines()
     events = json.loads(gzip.decompress((tmp_path / "run" / "trace.json.gz").read_bytes()))["traceEvents"]
     steps = {e["name"] for e in events if e.get("name", "").startswith("ProfilerStep#") and e.get("ph") == "X"}

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 import pytest
 import torch
-from training import configure
+from training import config_with, configure
 
 from support.cli import UserError
 from support.runtime import devices
 from support.runtime.machine import Machine
-from train_gpt2 import MODELS, TrainConfig, get_lr, resolve
+from train_gpt2 import MODELS, GPTConfig, get_lr
 
 # ---- the learning rate
 
@@ -35,7 +36,7 @@ QUARTER = 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2  # of a cosine
 def test_schedules_by_hand(options, expected):
     base = dict(schedule="wsd", max_lr=1.0, min_lr=0.1, warmup_steps=10, decay_steps=100, max_steps=300)
     for step, lr in expected.items():
-        assert get_lr(step, TrainConfig(**(base | options))) == pytest.approx(lr), step
+        assert get_lr(step, config_with(**base | options)) == pytest.approx(lr), step
 
 
 # ---- defaults
@@ -48,13 +49,14 @@ def test_the_defaults_are_gpt2s_recipe():
     assert get_lr(0, config) == pytest.approx(6e-4 / 715) and get_lr(19073, config) == config.min_lr
     assert config.total_batch_size == 2**19 and (config.beta1, config.beta2, config.weight_decay) == (0.9, 0.95, 0.1)
     assert (config.n_layer, config.n_head, config.n_embd, config.block_size) == (12, 12, 768, 1024)
-    # and those of the class are the same
-    plain = TrainConfig().to_dict()
-    assert config.to_dict() == {k: pytest.approx(v) if k == "min_lr" else v for k, v in plain.items()}
+    # and those of the model are the same
+    of_model = {field.name: field.default for field in fields(GPTConfig)}
+    assert of_model.pop("vocab_size") == 50257
+    assert of_model == {name: getattr(config, name) for name in of_model}
 
 
 def machine_for(flags, device_type, world_size=1):
-    config = resolve(flags)
+    config = config_with(**flags)
     return Machine.find(config, torch.device(device_type), world_size)
 
 
@@ -70,7 +72,7 @@ def test_defaults_follow_the_machine_and_are_not_of_the_run():
         assert (machine.batch_size, machine.hellaswag_every, machine.compiled) == expected
         assert (machine.device.type, machine.dtype) == (device_type, "fp32")
     left_open = dict(device="auto", dtype="auto", compile=None, batch_size=None, hellaswag_every=None)
-    assert left_open.items() <= resolve({}).to_dict().items()
+    assert left_open.items() <= config_with().to_dict().items()
     asked = machine_for({"batch_size": 8, "compile": True, "hellaswag_every": 5, "dtype": "fp32"}, "cpu")
     assert (asked.batch_size, asked.compiled, asked.hellaswag_every) == (8, True, 5)
     for flag in ({"hellaswag_data": "items.jsonl"}, {"hellaswag_limit": 9}):  # asks for scores on a CPU

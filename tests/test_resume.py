@@ -15,7 +15,7 @@ import torch
 from helpers import STEP, TINY_FLAGS, Rank, finish_run, needs_gpt2_vocabulary, run_to_the_end, start_run, wait_for
 from runs import log_without_seconds
 from shard_helpers import write_shard
-from training import ONE_PROCESS, assert_same_run, configure, resumed, trained, trainer_file
+from training import NEW_RUN, ONE_PROCESS, assert_same_run, configure, resumed, trained, trainer_file
 
 import train_gpt2
 from support.checkpoints import directory
@@ -292,7 +292,7 @@ def test_a_run_on_a_text_may_move_with_its_shards(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("It was the best of times, it was the worst of times. " * 400)
     flags = ["--text", "book.txt", "--tokenizer", "bytes", "--max-steps", 2]
-    train(configure([*TINY_FLAGS, *flags, "--out", "run"])[0], ONE_PROCESS)
+    train(configure([*TINY_FLAGS, *flags, "--out", "run"])[0], ONE_PROCESS, NEW_RUN)
     (tmp_path / "elsewhere").mkdir()
     os.rename("run", "elsewhere/moved")
     monkeypatch.chdir("elsewhere")

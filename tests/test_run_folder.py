@@ -49,7 +49,22 @@ def lock(folder: Path, resume_from: Path | None = None, **flags: object) -> None
 
 
 CHECKPOINT = Checkpoint(
-    Path(), "a", 0, 0, 0, 0.0, 0.0, 0.0, 0, 0, {}, {"train": [], "val": [], "base": None, "source": None}, [], {}, {}
+    Path(),
+    "a",
+    0,
+    0,
+    0,
+    0.0,
+    0.0,
+    0.0,
+    0,
+    0,
+    {},
+    {},
+    {"train": [], "val": [], "base": None, "source": None},
+    [],
+    {},
+    {},
 )
 
 

@@ -17,7 +17,8 @@ from support.console import progress, run_logger
 from support.console.progress import describe_doubts
 from support.console.run_logger import RunLogger, describe_progress
 from support.runtime import devices
-from train_gpt2 import GPT, Schedule
+from support.runtime.schedule import Schedule
+from train_gpt2 import GPT
 
 FLOPS_PER_TOKEN = 6 * (257 * 32 + 63 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32) + 12 * 2 * 32 * 16
 
@@ -42,7 +43,7 @@ def test_a_run_that_reads_its_data_too_often_is_told_how_often(tmp_path, flags, 
     run = run_info("--out", tmp_path)
     config = replace(run.config, **flags)
     run.model.config = replace(TINY, dropout=config.dropout)
-    doubts = doubts_about(replace(run, config=config, length=Schedule(config).length), steps_per_pass)
+    doubts = doubts_about(replace(run, config=config, schedule=Schedule(config)), steps_per_pass)
     assert len(doubts) == (passes is not None)
     if passes:
         advised += "." if "dropout" in flags else ", or --dropout 0.2."
@@ -69,7 +70,7 @@ def test_mfu_counts_all_gpus(tmp_path, monkeypatch):
     calls = dict(print0=lines.append, on_rank_zero=lambda f: f())
     dist = SimpleNamespace(rank=0, world_size=2, device=torch.device("cpu"), **calls)
     logger = RunLogger(run_info("--out", tmp_path), dist)
-    logger.step(TrainState(None, None, None, step=0), 1.0, 1e-3, 1.0, 0.5, None)
+    logger.step(TrainState(None, None, None, step=0), 1.0, 1e-3, 1.0, 0.5, None, False)
     assert lines[-1].endswith(f"| tok/sec: 512.00 | mfu: {256 / 0.5 * FLOPS_PER_TOKEN / 2e9:.1%}")
 
 
@@ -84,9 +85,9 @@ def test_mfu_counts_frozen_weights_without_their_gradients():
 
 def test_the_length_is_given_in_passes_over_the_data(tmp_path):
     """A pass over 506,048 tokens takes 494.19 steps of 1,024, so 568 steps are 1.149 passes."""
-    length = run_info("--out", tmp_path, "--max-steps", 568).length
+    length = run_info("--out", tmp_path, "--max-steps", 568).schedule
     expected = "568 steps: 1.15 passes over the data, 494.2 steps each"
-    assert length.describe(0, 0.0, 506_048 / 1024, 0.0) == expected
+    assert length.describe_length(0, 0.0, 506_048 / 1024, 0.0) == expected
 
 
 def test_a_line_says_how_far_a_run_is_and_when_it_ends():
@@ -117,9 +118,9 @@ def lines_about_progress(logger, fake, steps, seconds):
     for step in range(logger.first_step, logger.first_step + steps):
         evaluated = step % 100 == 0
         fake.now += 30.0 * evaluated
-        logger.progress(state, evaluated)
+        logger.print_progress(state, evaluated)
         fake.now += seconds + 100.0 * (step == logger.first_step)
-        logger.step(state, 1.0, 1e-3, 1.0, seconds, None)
+        logger.step(state, 1.0, 1e-3, 1.0, seconds, None, False)
         state.advance(0.0, fake.now, 256, 0)
     return lines
 
@@ -154,11 +155,11 @@ def test_a_timed_run_ends_when_its_minutes_are_over(tmp_path, fake_time):
         "--out",
         tmp_path,
         checkpoint=SimpleNamespace(
-            validation_loss=lambda key: None, run="a", step=7, tokens=1792, seconds=1800.0, progress=0.3
+            validation_loss=lambda key: None, run="a", step=7, tokens=1792, seconds=1800.0, progress=0.3, sources={}
         ),
     )
     config = replace(run.config, minutes=90.0)
-    run = replace(run, config=config, length=Schedule(config).length)
+    run = replace(run, config=config, schedule=Schedule(config))
     run.__dict__["bytes_per_token"] = 1.0
     lines = lines_about_progress(RunLogger(run, ONE_PROCESS), fake_time, 7, 20.0)
     _, _, line = lines[-1]

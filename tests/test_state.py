@@ -43,7 +43,7 @@ def test_checkpoints_hold_plain_data_and_their_own_checksums(directory):
     assert (state["step"], state["config"]["n_embd"]) == (3, 32)
     assert {*state} == {
         *"version run step row tokens progress last_progress seconds bad_steps overflows".split(),
-        *"config data parameters optimizer scaler".split(),
+        *"config sources data parameters optimizer scaler".split(),
     }
     assert (state["row"], state["tokens"]) == (3 * 256 // 16, 3 * 256)
     assert state["progress"] == 1.0 and state["seconds"] > 0
@@ -92,7 +92,7 @@ def content():
     state.optimizer.step()
     state.count_skipped(1.0, float("inf"))
     state.advance(0.25, 8.0, 640, 10)
-    content = state.trainer_file("a", {"seed": 1, "optimizer": "adamw"}, DATA)
+    content = state.trainer_file("a", {"seed": 1, "optimizer": "adamw"}, {"seed": "default"}, DATA)
     state.optimizer.step()
     return content
 
@@ -102,7 +102,7 @@ def restored(content, folder) -> TrainState:
     folder.mkdir(exist_ok=True)
     torch.save(content, folder / "trainer.pt")
     state = new_state(scale=2.0)
-    state.restore(Checkpoint.open(folder), DATA, "adamw")
+    state.restore(Checkpoint.open(folder), DATA, "adamw", forked=False)
     return state
 
 

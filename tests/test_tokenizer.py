@@ -14,7 +14,7 @@ import pytest
 from helpers import GPT2_VOCABULARY, ROOT, TINY_TRAINING_FLAGS, needs_gpt2_vocabulary
 from runs import log_without_seconds
 from shard_helpers import adversarial_texts, corpus_of, write_shard
-from training import ONE_PROCESS, config_of, configure, resumed, trained
+from training import NEW_RUN, ONE_PROCESS, config_of, configure, resumed, trained
 
 import fineweb
 import hellaswag
@@ -208,12 +208,12 @@ def test_shards_with_another_tokenizer_than_the_models_are_refused(tmp_path):
     run = config_of("--data", tmp_path)
     own, other, same = pairs_of_bytes(300), pairs_of_bytes(300, reverse=True), pairs_of_bytes(300)
     model = save_model(tmp_path / "model", 300, own)
-    check_pretrained(model, 300, 16, same, run, 16)
+    check_pretrained(model, 300, 16, same, run)
     with pytest.raises(UserError, match=f"a different tokenizer from the shards .* bpe --tokenizer-from {model}"):
-        check_pretrained(model, 300, 16, other, run, 16)
+        check_pretrained(model, 300, 16, other, run)
     model = save_model(tmp_path / "large", 50257, pairs_of_bytes(50257))
     with pytest.raises(UserError, match="a different tokenizer from the shards"):  # which have GPT-2's tokens
-        check_pretrained(model, 50257, 16, UnreadGpt2(), run, 16)
+        check_pretrained(model, 50257, 16, UnreadGpt2(), run)
     with pytest.raises(
         UserError, match=r"model has its own tokenizer \(bpe\), not gpt2, in tokenizer\.json\. Leave out --tokenizer\."
     ):
@@ -227,7 +227,7 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path, vocab_size):
     with pytest.raises(UserError, match=rf"no tokenizer\.json for its {vocab_size:,} tokens.* --tokenizer gpt2"):
         sample.main(["--model", str(model), "-d", "cpu"])
     with pytest.raises(UserError, match=rf"has no tokenizer\.json for its {vocab_size:,} tokens"):
-        check_pretrained(model, vocab_size, 16, pairs_of_bytes(300), run, 16)
+        check_pretrained(model, vocab_size, 16, pairs_of_bytes(300), run)
 
 
 @pytest.mark.slow
@@ -243,12 +243,12 @@ def test_a_flag_says_which_tokens_a_model_without_a_tokenizer_has(tmp_path, caps
     with pytest.raises(UserError, match=r"has 50,257 tokens, but its tokenizer \(bytes\) has 257"):
         sample.main([*flags, "bytes"])
     run = configure(["--init-from", str(model), "--tokenizer", "gpt2", "--data", str(tmp_path)])[0]
-    check_pretrained(model, 50257, 16, gpt2, run, 16)
+    check_pretrained(model, 50257, 16, gpt2, run)
     with pytest.raises(UserError, match="a different tokenizer from the shards"):
-        check_pretrained(model, 50257, 16, pairs_of_bytes(50257), run, 16)
+        check_pretrained(model, 50257, 16, pairs_of_bytes(50257), run)
     with pytest.raises(UserError, match=r"has no tokenizer\.json .* --tokenizer gpt2"):
         run = configure(["--init-from", str(model), "--data", str(tmp_path)])[0]
-        check_pretrained(model, 50257, 16, gpt2, run, 16)
+        check_pretrained(model, 50257, 16, gpt2, run)
 
 
 @needs_gpt2_vocabulary
@@ -321,9 +321,9 @@ def test_a_run_on_gpt2s_tokens_needs_only_its_own_files(tmp_path, monkeypatch, c
     hellaswag.main(["--model", str(last), "--data", str(tmp_path / "items.jsonl"), "-d", "cpu"])
     assert "acc_norm" in capsys.readouterr().out
     tuned = [*TINY_TRAINING_FLAGS, "--init-from", last, "--max-steps", 1, *small]
-    train(configure([*tuned, "--data", tmp_path / "data", "--out", tmp_path / "tuned"])[0], ONE_PROCESS)
+    train(configure([*tuned, "--data", tmp_path / "data", "--out", tmp_path / "tuned"])[0], ONE_PROCESS, NEW_RUN)
     (tmp_path / "text.txt").write_text("\n".join(texts))
-    train(configure([*tuned, "--text", tmp_path / "text.txt", "--out", tmp_path / "on_text"])[0], ONE_PROCESS)
+    train(configure([*tuned, "--text", tmp_path / "text.txt", "--out", tmp_path / "on_text"])[0], ONE_PROCESS, NEW_RUN)
     assert find_tokenizer(tmp_path / "on_text" / "data").name == "gpt2"
     with pytest.raises(UserError, match=r"Copy the tokenizer\.json of GPT-2 .*TIKTOKEN_CACHE_DIR"):
         trained(tmp_path / "new", *flags)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from helpers import losses, run_to_the_end, wait_for
 from test_resume import Killed, kill_before_step
-from training import ONE_PROCESS, config_of, resumed, trained
+from training import NEW_RUN, ONE_PROCESS, config_of, resumed, trained
 
 from support.checkpoints import manager
 from support.cli import UserError
@@ -126,7 +126,7 @@ def test_a_resumed_run_continues_the_same_curves(byte_shards, tmp_path, monkeypa
     flags += ["--tensorboard", "--wandb", "mine"]
     with monkeypatch.context() as patch, pytest.raises(Killed):
         kill_before_step(patch, 6)
-        train(config_of(*flags), ONE_PROCESS)
+        train(config_of(*flags), ONE_PROCESS, NEW_RUN)
     resumed(out)
     config = config_of(*flags)
     shown, _ = curves(out)
@@ -177,7 +177,11 @@ def test_tensorboards_hparams_page_compares_runs_by_flags_and_losses(byte_shards
         trained(tmp_path / "muon", *flags, "--optimizer", "muon", "--adamw-lr", 2e-3)
     with monkeypatch.context() as patch, pytest.raises(Killed):
         kill_before_step(patch, 6)
-        train(config_of(*flags, "--max-lr", 0.25, "--out", tmp_path / "killed", "--checkpoint-every", 3), ONE_PROCESS)
+        train(
+            config_of(*flags, "--max-lr", 0.25, "--out", tmp_path / "killed", "--checkpoint-every", 3),
+            ONE_PROCESS,
+            NEW_RUN,
+        )
     rows, _ = hparams_page(tmp_path)
     assert rows["killed/tensorboard"][0]["val_every"] == 2 and "loss/best_val" in rows["killed/tensorboard"][1]
     resumed(tmp_path / "killed", "--val-every", 3)
@@ -219,7 +223,7 @@ def test_a_timed_run_has_no_flags_that_count_steps(byte_shards, tmp_path, monkey
     flags = ["--data", byte_shards, "--out", tmp_path, "--checkpoint-every", 0, "--tensorboard", "--wandb"]
     config = replace(config_of(*flags), minutes=0.1)
     monkeypatch.setattr(clock, "STARTED", time.perf_counter() - 1.8)
-    train(config, ONE_PROCESS)
+    train(config, ONE_PROCESS, NEW_RUN)
     _, events = curves(tmp_path)
     for flags in (flags_of(events), history(tmp_path)[1]):
         assert "minutes" in flags and not {"max_steps", "decay_steps", "warmup_steps"} & {*flags}

@@ -17,7 +17,7 @@ from helpers import (
     start_torchrun,
 )
 from torch.nn import functional as F
-from training import FP32, ONE_PROCESS, TINY, config_of, configure, forked, trained
+from training import FP32, NEW_RUN, ONE_PROCESS, TINY, config_of, configure, forked, trained
 
 import train_gpt2
 from support.checkpoints.history import read_starts
@@ -99,8 +99,10 @@ def test_a_clip_of_zero_clips_nothing(byte_shards, tmp_path):
 def test_the_betas_are_how_much_adamw_remembers(byte_shards, tmp_path):
     """Its averages take 1 - beta1 of the first gradient, and 1 - beta2 of its square. Adam corrects for that, and moves the same."""
     flags = ["--data", byte_shards, "--max-steps", 1]
-    usual = train(config_of("--out", tmp_path / "usual", *flags), ONE_PROCESS)  # 0.9 and 0.95: a tenth, and a twentieth
-    other = train(config_of("--out", tmp_path / "other", *flags, "--beta1", 0.5, "--beta2", 0), ONE_PROCESS)
+    usual = train(
+        config_of("--out", tmp_path / "usual", *flags), ONE_PROCESS, NEW_RUN
+    )  # 0.9 and 0.95: a tenth, and a twentieth
+    other = train(config_of("--out", tmp_path / "other", *flags, "--beta1", 0.5, "--beta2", 0), ONE_PROCESS, NEW_RUN)
     for a, b in zip(usual.model.parameters(), other.model.parameters(), strict=True):
         had, has = usual.optimizer.state[a], other.optimizer.state[b]
         torch.testing.assert_close(has["exp_avg"], 5 * had["exp_avg"], rtol=1e-5, atol=0)
@@ -164,7 +166,7 @@ def test_training_continues_without_hellaswag_unless_a_flag_asks_for_it(gpt2_sha
             trained(tmp_path / "asked", *flags, "--hellaswag-every", 1, asked, 1)
     assert not (tmp_path / "asked").exists()
     on_a_gpu(monkeypatch)
-    train(replace(config_of(*flags, "--out", tmp_path / "run"), hellaswag_every=None), ONE_PROCESS)
+    train(replace(config_of(*flags, "--out", tmp_path / "run"), hellaswag_every=None), ONE_PROCESS, NEW_RUN)
     out, log = capsys.readouterr().out, read_log(tmp_path / "run" / "log.txt")
     assert "hella" not in log and losses(tmp_path / "run" / "log.txt")[1:]
     assert -1 < out.find("note    no scores: cannot download it.") < out.index("step     0")
@@ -177,7 +179,7 @@ def test_hellaswag_on_other_tokens_is_an_error_if_a_flag_asks_for_it(byte_shards
         with pytest.raises(UserError, match=problem):
             trained(tmp_path / name, *flags, "--hellaswag-every", 1, f"--hellaswag-{name}", value)
     on_a_gpu(monkeypatch)
-    train(replace(config_of(*flags, "--out", tmp_path / "run"), hellaswag_every=None), ONE_PROCESS)
+    train(replace(config_of(*flags, "--out", tmp_path / "run"), hellaswag_every=None), ONE_PROCESS, NEW_RUN)
     out = capsys.readouterr().out.replace("\n        ", " ")
     assert "note    no scores: HellaSwag is defined on GPT-2 tokens, but " in out
 
@@ -189,7 +191,7 @@ def test_pretrained_weights_train_with_a_shorter_context(byte_shards, tmp_path):
     trained(tmp_path / "first", "--data", byte_shards, "--max-steps", 8)
     directory, out = tmp_path / "first" / "model_00008", tmp_path / "second"
     flags = [*TINY_TRAINING_FLAGS, "--data", byte_shards, "--init-from", directory, "--max-steps", 2]
-    train(configure([*flags, "--out", out, "--block-size", 8])[0], ONE_PROCESS)
+    train(configure([*flags, "--out", out, "--block-size", 8])[0], ONE_PROCESS, NEW_RUN)
     [val] = byte_shards.glob("*_val_*.npy")
     rows = np.load(val)[: 64 * 8 + 1].astype(np.int64)  # 512 tokens, as in TINY_FLAGS
     x, y = torch.from_numpy(rows[:-1]).view(64, 8), torch.from_numpy(rows[1:]).view(64, 8)
@@ -199,7 +201,7 @@ def test_pretrained_weights_train_with_a_shorter_context(byte_shards, tmp_path):
     assert GPT2LMHeadModel.from_pretrained(out / "model_00002").config.n_positions == 8
     assert forked(tmp_path / "longer", out / "model_00002", "--max-steps", 3).model.config.block_size == 8
     with pytest.raises(UserError, match="context of 16 tokens. Leave out --block-size, or lower it."):
-        train(configure([*flags, "--out", tmp_path / "third", "--block-size", 32])[0], ONE_PROCESS)
+        train(configure([*flags, "--out", tmp_path / "third", "--block-size", 32])[0], ONE_PROCESS, NEW_RUN)
     with pytest.raises(UserError, match="--block-size is 4, but the run in .* has 8. Leave it out."):
         configure(["--resume", "--out", out, "--block-size", 4])
 

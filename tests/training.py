@@ -15,24 +15,32 @@ from support.checkpoints.run_info import RunInfo
 from support.checkpoints.start import Start, gather_flags
 from support.checkpoints.state import Checkpoint, TrainState
 from support.cli import parse_flags
+from support.config import TrainConfig
 from support.data.shards import DataIdentity, TokenData
 from support.data.tokenizer import BytesTokenizer
 from support.runtime import devices
 from support.runtime.distributed import ONE_PROCESS
 from support.runtime.machine import Machine
-from train_gpt2 import GPT, TRAIN_FLAGS, GPTConfig, Schedule, TrainConfig, resolve, train
+from support.runtime.schedule import Schedule
+from train_gpt2 import GPT, TABLES, GPTConfig, cooldown_start, resolve, train
 
 torch.set_num_threads(1)  # models this small gain nothing from a second thread, and lose much where cores are shared
 TINY = GPTConfig(**TINY_SIZES)
 FP32 = torch.autocast("cpu", enabled=False)
+NEW_RUN = Start()  # where it does not matter which flags were given
 compile_graphs = partial(torch.compile, backend="aot_eager")  # torch.compile's graphs, without Inductor's code for them
 
 
 def configure(flags: list[str] | tuple[str, ...]) -> tuple[TrainConfig, Start]:
     """The configuration that `main` makes of a command line, and how the process starts."""
     given = parse_flags(TrainConfig, [str(flag) for flag in flags], "")
-    start = gather_flags(TRAIN_FLAGS, given, ONE_PROCESS)
-    return resolve(start.flags), start
+    start = gather_flags(given, TABLES, ONE_PROCESS)
+    return resolve(start.layers), start
+
+
+def config_with(**flags: object) -> TrainConfig:
+    """The configuration of these flags and the defaults."""
+    return resolve(gather_flags(flags, TABLES, ONE_PROCESS).layers)
 
 
 def config_of(*flags: object) -> TrainConfig:
@@ -40,21 +48,20 @@ def config_of(*flags: object) -> TrainConfig:
     return configure([*TINY_FLAGS, *map(str, flags)])[0]
 
 
+def schedule_of(config: TrainConfig) -> Schedule:
+    return Schedule(config, cooldown_start=cooldown_start(config) if config.has_cooldown else None)
+
+
 def run_info(*flags: object, checkpoint: Checkpoint | None = None, hellaswag_items: int = 0) -> RunInfo:
     """What is constant in a run of TINY_FLAGS and these: on bytes, without shards."""
     data = TokenData("data", [], [], BytesTokenizer())
     identity: DataIdentity = {"train": [], "val": [], "base": None, "source": None}
-    config = config_of(*flags)
-    machine, schedule, model = (
-        Machine.find(config, ONE_PROCESS.device, 1),
-        Schedule(config),
-        GPT(replace(TINY, dropout=config.dropout)),
-    )
+    config, start = configure([*TINY_FLAGS, *map(str, flags)])
+    start = Start(start.layers, checkpoint, forked=config.fork is not None)
+    model = GPT(replace(TINY, dropout=config.dropout))
     run = RunInfo(
-        config=config, machine=machine, data=data, identity=identity, model=model, base=config.init_from,
-        length=schedule.length, recipe=schedule.describe(), optimizer=config.optimizer, step_tokens=config.total_batch_size,
-        flops_per_token=model.flops_per_token(), checkpoint=checkpoint, forked=config.fork is not None,
-        hellaswag_items=hellaswag_items,
+        config=config, machine=Machine.find(config, ONE_PROCESS.device, 1), start=start, schedule=schedule_of(config),
+        data=data, identity=identity, model=model, flops_per_token=model.flops_per_token(), hellaswag_items=hellaswag_items,
     )  # fmt: skip
     run.__dict__["bytes_per_token"] = 1.0  # it would be counted in the shards
     return run
@@ -62,7 +69,8 @@ def run_info(*flags: object, checkpoint: Checkpoint | None = None, hellaswag_ite
 
 def trained(out: Path, *flags: object) -> str:
     """Trains in this process with TINY_FLAGS and these; returns the log, without the seconds of the steps."""
-    train(config_of("--out", out, *flags), ONE_PROCESS)
+    config, start = configure([*TINY_FLAGS, "--out", str(out), *map(str, flags)])
+    train(config, ONE_PROCESS, start)
     return log_without_seconds(out)
 
 

@@ -60,6 +60,7 @@ def describe_start(run: RunInfo, dist: Distributed) -> dict[str, Any]:
         "command": sys.argv,
         "arguments": words_of(sys.argv[1:]),
         "flags": flags,
+        "sources": {name: layer for name, layer in run.start.sources.items() if name in flags},
         "versions": versions | ({"commit": commit} if (commit := _read_commit()) else {}),
         "machine": {
             "device": devices.describe(dist.device),
@@ -78,7 +79,7 @@ def describe_start(run: RunInfo, dist: Distributed) -> dict[str, Any]:
             "bytes_per_token": run.bytes_per_token,
         },
         "parameters": sum(p.numel() for p in run.model.parameters()),
-        "tokens_per_step": run.step_tokens,
+        "tokens_per_step": run.config.total_batch_size,
         "validation_tokens": run.validated_tokens,
         "hellaswag_items": run.hellaswag_items,
         "comparable": run.comparable,

@@ -93,7 +93,9 @@ class CheckpointManager:
         self._last_step = step
         parameters: dict[str, torch.Tensor] = dict(train_state.model.named_parameters())
         weights = state.copy_to_host(parameters, keep=self.rank == 0)
-        trainer_file = train_state.trainer_file(run.id, run.config.to_dict(), run.identity, keep=self.rank == 0)
+        trainer_file = train_state.trainer_file(
+            run.id, run.config.to_dict(), run.start.sources, run.identity, keep=self.rank == 0
+        )
         card_of = run, step, train_state.tokens, dict(self.values["val"]), dict(self.values["hella"])
         devices.trim_memory(next(train_state.model.parameters()).device)
         if self.rank > 0 or self._failures > 1:  # the run ends because saving fails
@@ -102,10 +104,11 @@ class CheckpointManager:
         def write_files(directory: Path) -> None:
             if not all(torch.isfinite(tensor).all() for tensor in weights.values()):
                 raise ValueError("the weights are not finite")
-            complete, model_config = weights, run.model_config
-            if run.lora is not None and run.base is not None:
-                lora.write_adapter(directory / lora.ADAPTER, weights, run.base, *run.lora)
-                complete = lora.merge(weights, *run.lora)
+            complete, model_config, config = weights, run.model_config, run.config
+            if config.lora_rank and config.init_from is not None:
+                of_lora = config.lora_rank, config.lora_alpha
+                lora.write_adapter(directory / lora.ADAPTER, weights, config.init_from, *of_lora)
+                complete = lora.merge(weights, *of_lora)
             huggingface.write_model(directory, model_config, huggingface.to_hf(complete, model_config.vocab_size))
             run.data.tokenizer.save_pretrained(directory, model_max_length=model_config.block_size)
             torch.save(trainer_file, directory / state.FILE)

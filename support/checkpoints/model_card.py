@@ -13,8 +13,8 @@ from pathlib import Path
 from support.checkpoints.directory import step_of
 from support.checkpoints.huggingface import options_of
 from support.checkpoints.run_info import RunInfo
-from support.cli import flag_words, flags_of
-from support.config import Options
+from support.cli import flag_words
+from support.config import TRAIN_FLAGS
 from support.data.hub import FINEWEB_PREFIXES
 from support.terminal import pluralize
 
@@ -59,7 +59,12 @@ def model_card(run: RunInfo, step: int, tokens: int, val: Mapping[int, float], h
     Args:
         val, hellaswag: comparable values up to this step, by step.
     """
-    config, model_config, base, source = run.config, run.model_config, run.base, run.identity["source"] or ""
+    config, model_config, base, source = (
+        run.config,
+        run.model_config,
+        run.config.init_from,
+        run.identity["source"] or "",
+    )
     options = ", ".join(f"{option} {value}" for option, value in options_of(model_config).items())
     on_hub = base is not None and not Path(base).exists() and step_of(Path(base)) < 0 and _HUB_NAME.fullmatch(base)
     base_name = base if on_hub or base is None else _printable(Path(base).name)
@@ -85,7 +90,7 @@ def model_card(run: RunInfo, step: int, tokens: int, val: Mapping[int, float], h
     if config.fork is not None:
         facts["started from"] = f"`{_printable(Path(config.fork).name)}` of another run, whose tokens count, too"
     if config.fork is None:  # whose steps may have had another size before
-        facts["tokens seen"] += f" of {run.step_tokens:,}"
+        facts["tokens seen"] += f" of {config.total_batch_size:,}"
     if at := max(val, default=0):  # at step 0, nothing has been trained
         loss = f"{val[at]:.4f} nats per token, {val[at] / run.bytes_per_token:.4f} per byte"
         facts["validation loss"] = f"{loss}, over {run.validated_tokens:,} tokens (step {at:,})"
@@ -113,22 +118,22 @@ def _printable(text: str) -> str:
 
 
 def _flags(run: RunInfo, base_name: str | None) -> Iterator[str]:
-    """Yields the flags that determine the weights. Paths lose their folders.
+    """Yields the flags that determine the weights, first those that were typed. Paths lose their folders.
 
-    Those that the pretrained model or the forked checkpoint decides are left out, and so are defaults, unless --text, --demo,
-    --recipe or the parent of a fork might set something else.
+    Those that the pretrained model or the forked checkpoint decides are left out, and so are defaults.
     """
-    config, values = run.config, run.config.used_flags() | {"init_from": base_name}
+    config, sources, values = run.config, run.start.sources, run.config.used_flags() | {"init_from": base_name}
     text_flags = () if config.text is None else ("text", "text_field", "tokenizer")
     data = ("data",) if not config.has_preset else ()
-    included, flags = {"demo", "minutes", *text_flags, *data}, flags_of(type(config))
-    has_other_defaults = config.has_preset or config.fork is not None or values["recipe"] != flags["recipe"].default
+    included = {"demo", "minutes", *text_flags, *data}
     if config.fork is not None:
         yield flag_words("fork", _printable(Path(config.fork).name))
-    for name, value in values.items():
-        if name in Options.__dataclass_fields__ and name not in included or value is None:
+    for name in sorted(values, key=lambda name: not sources[name].startswith("command line")):
+        flag, value = TRAIN_FLAGS[name], values[name]
+        determines = flag.resume == "keeps" and flag.group != "text" and name not in ("fork", "text", "demo", "minutes")
+        if value is None or not (determines or name in included):
             continue
-        if config.fork is not None and flags[name].fork != "changes" or base_name and flags[name].init_from == "brings":
+        if config.fork is not None and flag.fork != "changes" or base_name and flag.init_from == "brings":
             continue
-        if value != flags[name].default or has_other_defaults and name not in Options.__dataclass_fields__:
+        if sources[name] not in ("default", "--model", "--recipe"):
             yield flag_words(name, _printable(Path(value).name) if name in ("text", "data") else value)

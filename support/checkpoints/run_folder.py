@@ -12,13 +12,34 @@ from support import files
 from support.checkpoints.directory import CONTENTS, find_corruption, list_checkpoints, remove_leftovers, step_of
 from support.checkpoints.history import FILE, FINISHED, read_starts
 from support.checkpoints.run_info import RunInfo
+from support.checkpoints.start import Start
 from support.checkpoints.state import Checkpoint, OtherVersionError
 from support.cli import UserError, describe_disk_error, nearest_existing, words_of
-from support.config import Options
+from support.config import TrainConfig
 from support.runtime.distributed import Distributed
+from support.sizing.presets import make_preset_shards
 
 
-def check_folder(config: Options, checkpoint: Checkpoint | None) -> None:
+def prepare(config: TrainConfig, start: Start) -> None:
+    """Checks the run's folder, then makes the shards of --text and --demo.
+
+    One rank calls it for all ranks, as they share the folder.
+
+    Raises:
+        UserError: a check failed, or the shards could not be made.
+    """
+    checkpoint = start.checkpoint
+    check_folder(config, start.resumed)
+    if config.has_preset:
+        in_out = Path(config.data) == Path(config.out) / "data"
+        has_own_shards = start.forked and in_out
+        keeps_shards = checkpoint is not None and config.text == checkpoint.config["text"] and not has_own_shards
+        may_replace = in_out and not has_run(Path(config.out))
+        model = start.first_model(config) if config.fork or config.init_from else None  # which brings its tokenizer
+        make_preset_shards(config, keeps_shards, may_replace, model)
+
+
+def check_folder(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
     """Checks that a run may write into its folder: it is writable, not in use, and has no other run.
 
     Args:
@@ -52,7 +73,7 @@ def lock_folder(run: RunInfo, dist: Distributed) -> AbstractContextManager[Any]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = files.lock_folder(folder, "--out")
-            _check_contents(run.config, None if run.forked else run.checkpoint)
+            _check_contents(run.config, run.start.resumed)
             remove_leftovers(folder)
             for corrupt in (path for path in list_checkpoints(folder) if step_of(path) > run.first_step):
                 aside = corrupt.with_name(f"{corrupt.name}.corrupt")  # or it would count among this run's checkpoints
@@ -83,7 +104,7 @@ def has_finished(out: str, step: int | None = None) -> bool:
     return isinstance(ended, dict) and ended.get("end") == FINISHED and step in (None, ended.get("step"))
 
 
-def _check_contents(config: Options, checkpoint: Checkpoint | None) -> None:
+def _check_contents(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
     folder = Path(config.out)
     checkpoints, starts = list_checkpoints(folder), read_starts(folder)
     if checkpoint is not None:

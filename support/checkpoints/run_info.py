@@ -15,11 +15,12 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
+from support.checkpoints.start import Start
 from support.checkpoints.state import Checkpoint
-from support.config import DEFAULT_PROMPT, Options
+from support.config import DEFAULT_PROMPT, TrainConfig
 from support.data.shards import DataIdentity, TokenData
-from support.runtime.length import Length
 from support.runtime.machine import Machine
+from support.runtime.schedule import Schedule
 
 
 def checkpoint_path(out: str | os.PathLike[str], step: int) -> Path:
@@ -31,22 +32,26 @@ def checkpoint_path(out: str | os.PathLike[str], step: int) -> Path:
 class RunInfo:
     """Everything that a run's header, log, checkpoints and summary are written from."""
 
-    config: Options  # with the flags of the recipe, which `to_dict` lists
+    config: TrainConfig
     machine: Machine
+    start: Start
+    schedule: Schedule
     data: TokenData
     identity: DataIdentity
     model: nn.Module  # a GPT
     flops_per_token: int
-    length: Length
-    recipe: str  # optimizer and learning rates, in words
-    optimizer: str  # its kind
-    step_tokens: int
-    base: str | None = None  # the pretrained model that training started from
-    lora: tuple[int, float] | None = None  # rank and alpha
-    checkpoint: Checkpoint | None = None  # the checkpoint that the run resumes from or forks
-    forked: bool = False  # this process starts the run from another run's checkpoint
     hellaswag_items: int = 0  # items that all ranks score, in total
     hellaswag_sha256: str = ""  # of these items
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The checkpoint that the run resumes from or forks."""
+        return self.start.checkpoint
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process starts the run from another run's checkpoint."""
+        return self.start.forked
 
     @functools.cached_property
     def id(self) -> str:
@@ -88,7 +93,7 @@ class RunInfo:
             "val": [self.identity["val"], self.validated_tokens],
             "hella": self.hellaswag_sha256,
         }
-        keys = {name: json.dumps([self.step_tokens, on]) for name, on in measured_on.items() if on}
+        keys = {name: json.dumps([self.config.total_batch_size, on]) for name, on in measured_on.items() if on}
         return {name: hashlib.sha256(key.encode()).hexdigest()[:16] for name, key in keys.items()}
 
     @property

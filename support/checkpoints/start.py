@@ -1,30 +1,39 @@
-"""The start of a run: its flags, merged from several places, and checks before anything is written or allocated."""
+"""How a run starts, new, resumed or forked: where its flags come from, and whether data and weights fit them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.checkpoints import huggingface, run_folder
-from support.checkpoints.directory import CONTENTS, newest_checkpoint
-from support.checkpoints.resume import find_once_per_node, flags_to_fork, flags_to_resume
-from support.checkpoints.state import Checkpoint
-from support.cli import Flag, UserError, flag_name, flag_words
-from support.config import Options
+import torch
+
+from support.checkpoints import huggingface, lora
+from support.checkpoints.directory import CONTENTS, newest_before_cooldown, newest_checkpoint
+from support.checkpoints.state import Checkpoint, OtherVersionError
+from support.cli import Tables, UserError, flag_name, flag_words
+from support.config import LAYERS, TRAIN_FLAGS, Layers, TrainConfig, changed_flags, merge, source
+from support.data import shards
+from support.data.shards import DataIdentity
 from support.data.tokenizer import TOKENIZER_JSON, Tokenizer, tokenizer_of_model
 from support.files import first_free
 from support.runtime.distributed import Distributed
-from support.runtime.preflight import check_facts_agree
-from support.sizing.presets import DEMO, make_preset_shards, preset_flags
+from support.runtime.preflight import check_facts_agree, check_installed
+from support.runtime.schedule import Schedule
+from support.sizing import presets
+
+LENGTH_FLAGS = {"max_steps", "minutes"}
 
 
 @dataclass(frozen=True)
 class Start:
     """How a process starts: a new run, one that is resumed, or one that begins with a checkpoint of another run."""
 
-    flags: dict[str, Any]  # that are set; others keep their defaults
+    layers: Layers = field(
+        default_factory=lambda: {name: {} for name in LAYERS}
+    )  # the values of flags, by their source
     checkpoint: Checkpoint | None = None  # of the run that is resumed or forked
     forked: bool = False
 
@@ -33,124 +42,278 @@ class Start:
         """The checkpoint, if it is this run's own."""
         return None if self.forked else self.checkpoint
 
+    def first_model(self, config: TrainConfig) -> Path | None:
+        """Returns the folder of the checkpoint or the pretrained model that training starts from; None for a new model."""
+        if self.checkpoint is not None:
+            return self.checkpoint.path
+        return None if config.init_from is None else huggingface.find_model(config.init_from, verify=False)
 
-NEW_RUN = Start({})
+    def needs_measurement(self, config: TrainConfig) -> bool:
+        """Returns whether --minutes is new to the run: a resumed run, or a fork of a timed run, has been measured."""
+        return bool(config.minutes) and not (self.checkpoint and self.checkpoint.config["minutes"])
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """The layer that has each flag's value. A value from a checkpoint keeps the source that it had in its run."""
+        sources = {name: source(self.layers, name) for name in TRAIN_FLAGS}
+        of_checkpoint = self.checkpoint.sources if self.checkpoint else {}
+        renamed = {"command line": "command line of the fork"} if self.forked else {}
+        return {
+            name: of_checkpoint.get(name, layer) if layer == "checkpoint" else renamed.get(layer, layer)
+            for name, layer in sources.items()
+        }
 
 
-def gather_flags(
-    known: Mapping[str, Flag], cli_flags: Mapping[str, Any], dist: Distributed, planned: bool = False
-) -> Start:
+def gather_flags(cli_flags: Mapping[str, Any], tables: Tables, dist: Distributed, planned: bool = False) -> Start:
     """Finds out how this process starts, and gathers its flags from the command line, a preset, pretrained weights and a
     checkpoint.
 
     One rank of each node downloads pretrained weights and compares checkpoints with their checksums.
 
     Args:
-        known: all flags, with the rules that say what may happen to them.
         cli_flags: the flags on the command line.
+        tables: of models and recipes, by the flag that chooses one of them.
         planned: --plan needs to know the tokenizer of pretrained weights.
 
     Raises:
         UserError: flags contradict each other or the checkpoint, one line each; or there is no intact checkpoint.
     """
+    start = _start(dict(cli_flags), tables["recipe"]["fast"], dist, planned)
+    for name, table in tables.items():
+        start.layers[flag_name(name)] = table[merge(start.layers).get(name, TRAIN_FLAGS[name].default)]
+    if not start.resumed and (minutes := merge(start.layers).get("minutes")):
+        why = f"counts steps. Leave it out, or use --max-steps instead of this run's --minutes {minutes:g}."
+        if counted := [flag_name(name) for name in cli_flags if TRAIN_FLAGS[name].counts_steps]:
+            raise UserError(*(f"{flag} {why}" for flag in counted))
+    if start.checkpoint and not planned:
+        dist.on_rank_zero(lambda: check_installed(merge(start.layers)))  # its flags are known only now
+    return start
+
+
+def _start(cli_flags: dict[str, Any], recipe: Mapping[str, Any], dist: Distributed, planned: bool) -> Start:
+    """Does the work of `gather_flags`, but for the tables; `recipe` has the numbers of --recipe fast."""
     resume = cli_flags.get("resume")
     if "fork" in cli_flags and "out" not in cli_flags:
         raise UserError("--fork starts another run. Name its folder with --out.")
-    out = str(cli_flags.get("out", DEMO["out"] if cli_flags.get("demo") else "log"))
+    out = str(cli_flags.get("out", presets.DEMO["out"] if cli_flags.get("demo") else "log"))
     if resume:
         newest = dist.once_per_node(lambda: newest_checkpoint(out))
         check_facts_agree(dist, {"the checkpoint": newest.name if newest else "none"})
         if newest:
-            resumed = Checkpoint.open(newest)
-            return Start(flags_to_resume(known, cli_flags, resumed, dist), resumed)
+            return _resume(cli_flags, Checkpoint.open(newest), dist)
         if resume == "newest":
             raise UserError(
-                f"no checkpoint in {out} to resume from. Pass the run's folder with --out, or start anew with --resume auto."
+                f"no checkpoint in {out} to resume from. Pass the run's folder with --out, or start a new run with --resume auto."
             )
-    if problems := _conflicts(known, cli_flags, out):
+    if problems := list(_conflicts(cli_flags, out)):
         raise UserError(*problems)
-    if cli_flags.get("demo") and "out" not in cli_flags and not resume:
-        cli_flags = {**cli_flags, "out": dist.once(lambda: first_free(out))}
     if "fork" in cli_flags:
         directory = find_once_per_node(cli_flags["fork"], dist)
         if not (directory / CONTENTS).is_file():
             raise UserError(f"{directory} is not a checkpoint: it has no {CONTENTS}. Use another one, or --init-from.")
         check_facts_agree(dist, {"the checkpoint": directory.name})
-        forked = Checkpoint.open(directory)
-        start = Start(flags_to_fork(known, cli_flags, forked, dist), forked, forked=True)
-    elif "init_from" in cli_flags:
+        return _fork(cli_flags, Checkpoint.open(directory), dist)
+    start = Start()
+    layers = start.layers
+    layers["command line"] = cli_flags
+    if "init_from" in cli_flags:
         directory = find_once_per_node(cli_flags["init_from"], dist)
         sizes = huggingface.read_config(directory)
-        flags = {name: sizes[name] for name in known.keys() & sizes.keys()}
+        brought = {name: sizes[name] for name in TRAIN_FLAGS.keys() & sizes.keys()}
         if planned or cli_flags.keys() & {"text", "tokenizer"}:
-            flags["tokenizer"] = tokenizer_of_model(directory, sizes["vocab_size"], cli_flags.get("tokenizer")).name
-        flags |= preset_flags(cli_flags, flags.get("tokenizer"), sizes["n_embd"], sizes["block_size"])
-        start = Start(flags | dict(cli_flags))
-    else:
-        start = Start(preset_flags(cli_flags) | dict(cli_flags))
-    if minutes := start.flags.get("minutes"):
-        why = f"counts steps. Leave it out, or use --max-steps instead of this run's --minutes {minutes:g}."
-        if counted := [flag_name(name) for name in cli_flags if known[name].counts_steps]:
-            raise UserError(*(f"{flag} {why}" for flag in counted))
+            brought["tokenizer"] = tokenizer_of_model(directory, sizes["vocab_size"], cli_flags.get("tokenizer")).name
+        layers["--init-from"] = brought
+    if "text" in cli_flags:
+        layers["--text"] = presets.text_flags(merge(layers), recipe)
+    elif cli_flags.get("demo"):
+        layers["--demo"] = presets.demo_flags(merge(layers), recipe)
+        if not resume:
+            layers["--demo"] = {**layers["--demo"], "out": dist.once(lambda: first_free(out))}
     return start
 
 
-def _conflicts(known: Mapping[str, Flag], cli_flags: Mapping[str, Any], out: str) -> list[str]:
+def _conflicts(cli_flags: Mapping[str, Any], out: str) -> Iterator[str]:
     """Describes which flags of a new run or a fork conflict with each other, or need another one."""
-    problems = []
     if cli_flags.get("demo") and "text" in cli_flags:
-        problems.append("--demo brings its own text. Leave out --text, or --demo.")
+        yield "--demo brings its own text. Leave out --text, or --demo."
     if "text" in cli_flags and "data" in cli_flags:
-        problems.append("--text makes its own shards, in --out. Leave out --data, or use --data without --text.")
+        yield "--text makes its own shards, in --out. Leave out --data, or use --data without --text."
     if "fork" in cli_flags:
-        return problems
+        return
     if "init_from" in cli_flags:
-        brought = [flag_words(name, value) for name, value in cli_flags.items() if known[name].init_from == "brings"]
+        brought = [flag_words(name, x) for name, x in cli_flags.items() if TRAIN_FLAGS[name].init_from == "brings"]
         if brought:
-            problems.append(f"--init-from brings its own model. Leave out {', '.join(brought)}.")
+            yield f"--init-from brings its own model. Leave out {', '.join(brought)}."
         if Path(cli_flags["init_from"]) == Path(out):
-            problems.append(f"--out and --init-from are both {out}. Use another --out.")
+            yield f"--out and --init-from are both {out}. Use another --out."
     elif "lora_rank" in cli_flags:
-        problems.append("--lora-rank needs pretrained weights to adapt. Pass them with --init-from.")
-    return problems
+        yield "--lora-rank needs pretrained weights to adapt. Pass them with --init-from."
+    if "text" not in cli_flags:
+        of_text = {"text_field"} if "init_from" in cli_flags else {"text_field", "tokenizer"}
+        for name in map(flag_name, sorted(of_text & cli_flags.keys())):
+            yield f"{name} is for --text. Add --text, or leave out {name}."
 
 
-def check_folder_and_make_shards(config: Options, start: Start, base: str | None) -> None:
-    """Checks the run's folder, then makes the shards of --text and --demo.
+# -----------------------------------------------------------------------------
+# A run that starts from a checkpoint
 
-    One rank calls it for all ranks, as they share the folder.
 
-    Args:
-        base: the pretrained model that training starts from.
+def _resume(cli_flags: dict[str, Any], checkpoint: Checkpoint, dist: Distributed) -> Start:
+    """Returns the start of a run that resumes from `checkpoint`, with the flags stored in it.
 
     Raises:
-        UserError: a check failed, or the shards could not be made.
+        UserError: flags would change the run. The message has a line for each, and a command for a fork with them.
     """
-    checkpoint = start.checkpoint
-    run_folder.check_folder(config, start.resumed)
-    if config.has_preset:
-        in_out = Path(config.data) == Path(config.out) / "data"
-        has_own_shards = start.forked and in_out
-        keeps_shards = checkpoint is not None and config.text == checkpoint.config["text"] and not has_own_shards
-        may_replace = in_out and not run_folder.has_run(Path(config.out))
-        model = first_model(checkpoint, base) if config.fork or base else None  # which brings its tokenizer
-        make_preset_shards(config, keeps_shards, may_replace, model)
+    stored, out = _stored_flags(checkpoint, cli_flags, dist), checkpoint.path.parent
+    if (fork := cli_flags.pop("fork", None)) and (
+        not stored["fork"] or Path(fork).resolve() != Path(stored["fork"]).resolve()
+    ):
+        raise UserError(f"{out} already has a run that is not a fork of {fork}. Use another --out.")
+    changes = [
+        change
+        for change in changed_flags(TRAIN_FLAGS, stored, cli_flags)
+        if TRAIN_FLAGS[change[0]].resume == "keeps" and change[0] not in _flags_that_may_move(stored)
+    ]
+    if changes:
+        problems = [
+            f"{flag_name(name)} is {new}, but the run in {out} has {had}. Leave it out." for name, had, new in changes
+        ]
+        # another field of the text would need another --text, too
+        of_fork = [
+            change for change in changes if TRAIN_FLAGS[change[0]].fork == "changes" and change[0] != "text_field"
+        ]
+        if words := [flag_words(name, new) for name, _, new in of_fork]:
+            is_over = Schedule(TrainConfig(**stored)).is_over(checkpoint.step, checkpoint.progress)
+            gets_longer = bool(cli_flags.keys() & LENGTH_FLAGS)
+            earlier = newest_before_cooldown(out) if is_over or gets_longer else None
+            command = f"python train_gpt2.py --fork {shlex.quote(str(earlier or checkpoint.path))} --out NEW {' '.join(words)}"
+            if earlier or gets_longer or not is_over:  # at the end, nothing is left to train
+                problems.append(f"A fork can have other flags: {command}")
+        raise UserError(*problems)
+    start = Start(checkpoint=checkpoint)
+    cli_flags |= {"out": str(out), "resume": "newest"}
+    data = _find_data(stored | cli_flags, stored, checkpoint.path)
+    start.layers.update({"command line": cli_flags, "checkpoint": stored | {"data": data}})
+    return start
 
 
-def first_model(checkpoint: Checkpoint | None, base: str | None) -> Path | None:
-    """Returns the folder of the checkpoint or the pretrained model that this process starts from; None for a new model."""
-    if checkpoint is not None:
-        return checkpoint.path
-    return None if base is None else huggingface.find_model(base, verify=False)
+def _fork(cli_flags: dict[str, Any], checkpoint: Checkpoint, dist: Distributed) -> Start:
+    """Returns the start of a new run from `checkpoint`, with the flags stored in it.
+
+    Raises:
+        UserError: the model would have another shape, or there is nothing left to train; one line each.
+    """
+    stored, path = _stored_flags(checkpoint, cli_flags, dist), checkpoint.path
+    changes = changed_flags(TRAIN_FLAGS, stored, cli_flags)
+    problems = [
+        f"{flag_name(name)} is {new}, but the model in {path} has {had}. A fork keeps its shape. Leave it out."
+        for name, had, new in changes
+        if TRAIN_FLAGS[name].fork == "keeps"
+    ]
+    brought = [x for x in cli_flags if TRAIN_FLAGS[x].fork == "brings" and x not in _flags_that_may_move(stored)]
+    problems += [f"--fork brings its own model. Leave out {flag_name(name)}." for name in brought]
+    if problems:
+        raise UserError(*problems)
+    changed = {name for name, _, _ in changes}
+    kept = {name: value for name, value in stored.items() if not changed & {*TRAIN_FLAGS[name].follows.split()}}
+    if cli_flags.keys() & LENGTH_FLAGS:
+        kept |= presets.flags_for_length(stored, cli_flags.get("max_steps"))
+    schedule = Schedule(TrainConfig(**stored | kept | cli_flags))
+    steps, seconds = checkpoint.step, checkpoint.seconds
+    if schedule.is_over(steps, schedule.progress(steps, schedule.time_used(seconds), checkpoint.passes)):
+        raise UserError(
+            f"{path} was trained for {steps:,} steps and {seconds / 60:.1f} minutes. For a longer run, use a higher "
+            "--max-steps or --minutes; or fork an earlier checkpoint."
+        )
+    if "data" in cli_flags:
+        kept |= {"text": None, "demo": False}
+    elif "text" in cli_flags:
+        tokenizer = tokenizer_of_model(path, huggingface.read_config(path)["vocab_size"])
+        kept |= {"data": str(Path(cli_flags["out"]) / "data"), "tokenizer": tokenizer.name, "demo": False}
+    else:
+        kept["data"] = _find_data(kept | cli_flags, stored, path)
+    start = Start(checkpoint=checkpoint, forked=True)
+    start.layers.update({"command line": cli_flags, "checkpoint": kept})
+    return start
+
+
+def _flags_that_may_move(stored: Mapping[str, Any]) -> set[str]:
+    """Returns the flag that names the base model of LoRA, which may have moved; `identify_data` compares its weights."""
+    return {"init_from"} if stored.get("lora_rank") else set()
+
+
+def find_once_per_node(name_or_dir: str, dist: Distributed) -> Path:
+    """Calls `huggingface.find_model` on one rank of each node."""
+    return dist.once_per_node(lambda: huggingface.find_model(name_or_dir))
+
+
+def _stored_flags(checkpoint: Checkpoint, cli_flags: Mapping[str, Any], dist: Distributed) -> dict[str, Any]:
+    """Returns the flags of the run that wrote a checkpoint. With LoRA, it first checks that the base model can be found."""
+    if checkpoint.config.get("lora_rank"):
+        try:
+            find_once_per_node(cli_flags.get("init_from", checkpoint.config["init_from"]), dist)
+        except UserError as error:
+            raise error.with_hint(f"If the base model of {checkpoint.path} has moved, use --init-from.") from error
+    if unknown := sorted(checkpoint.config.keys() - TRAIN_FLAGS.keys()):  # it would be dropped without a word
+        raise OtherVersionError(
+            f"{checkpoint.path} was written by another version of the trainer, with {flag_name(unknown[0])}. Continue with "
+            "that version, or start from its weights with --init-from, in another --out."
+        )
+    return {name: value for name, value in checkpoint.config.items() if TRAIN_FLAGS[name].stored}
+
+
+# -----------------------------------------------------------------------------
+# Data
+
+
+def _find_data(flags: Mapping[str, Any], stored: Mapping[str, Any], checkpoint: Path) -> str:
+    """Returns the folder of a run's shards: the one in `flags`, or one beside the checkpoint if --text made them.
+
+    Raises:
+        UserError: the shards are in neither, and cannot be made again.
+    """
+    text, folders = stored.get("text"), [flags["data"]]
+    if flags["data"] == stored["data"] and text is not None:
+        folders.insert(0, str(checkpoint.parent / "data"))  # the folder of the run may have moved
+    for folder in folders:
+        if shards.shard_paths(folder, "train"):
+            return folder
+    has_text = stored.get("demo") or (text is not None and Path(text).exists())  # the shards can be made again
+    if flags["data"] != stored["data"] or not has_text:
+        raise UserError(
+            f"the shards that {checkpoint} was trained on are not in {flags['data']}. Pass their folder with --data."
+        )
+    return folders[0] if stored.get("demo") else str(Path(flags["out"]) / "data")
+
+
+def identify_data(data: shards.TokenData, model: torch.nn.Module, start: Start) -> DataIdentity:
+    """Identifies what a run is trained on: its shards, and with LoRA the frozen weights.
+
+    Raises:
+        UserError: the checkpoint was trained with other frozen weights or, if the run resumes from it, on other shards.
+    """
+    base, checkpoint = lora.frozen_sha256(model), start.checkpoint
+    if checkpoint and base is not None and checkpoint.data.get("base") != base:
+        raise UserError(
+            f"the weights of --init-from are not those that {checkpoint.path} was trained with. "
+            "Pass the folder of the original ones with --init-from."
+        )
+    train, val, source = shards.identify(data)
+    if checkpoint and start.resumed:
+        saved = checkpoint.data
+        for split, before, now in (("train", saved["train"], train), ("val", saved["val"], val)):
+            if difference := shards.find_difference(before, now):
+                raise UserError(
+                    f"the {split} shards are not those that {checkpoint.path} was trained on ({difference}). "
+                    "Pass the folder of the original ones with --data."
+                )
+    return {"train": train, "val": val, "base": base, "source": source}
 
 
 def check_pretrained(
-    source: str | Path, vocab_size: int, context: int, tokenizer: Tokenizer, config: Options, block_size: int
+    source: str | Path, vocab_size: int, context: int, tokenizer: Tokenizer, config: TrainConfig
 ) -> None:
     """Checks that pretrained weights with this vocabulary size and context fit a run and the `tokenizer` of its shards.
-
-    Args:
-        block_size: the context of the run.
 
     Raises:
         UserError: they do not fit.
@@ -164,5 +327,5 @@ def check_pretrained(
             f"{tokenizer.vocab_size:,} ({tokenizer.name}). Make shards with the model's tokenizer, in another folder: "
             f"fineweb.py --tokenizer {pretrained.name}{f' --tokenizer-from {source}' * (pretrained.name == 'bpe')}."
         )
-    if block_size > context:
+    if config.block_size > context:
         raise UserError(f"{source} has a context of {context} tokens. Leave out --block-size, or lower it.")

@@ -5,7 +5,8 @@
     version     of the trainer that wrote the file
     run         identifies the run that wrote it, see RunInfo.id
     step to overflows    the counters of TrainState
-    config      flags of the run, keyed by the fields of Options
+    config      flags of the run, keyed by the fields of config.TrainConfig
+    sources     where each flag's value came from, see config.LAYERS
     data        what the run is trained on, see DataIdentity
     parameters  names of the optimizer's parameters, in its order
     optimizer   the optimizer's state dict. Only its tensors are read: the rest follows from the flags
@@ -27,6 +28,7 @@ from support.checkpoints.directory import read_validation_loss
 from support.cli import UserError
 from support.data.shards import DataIdentity, find_difference, rows_in_shard
 from support.runtime import fsdp
+from support.runtime.schedule import Position
 from support.terminal import pluralize
 
 FILE = "trainer.pt"
@@ -35,17 +37,14 @@ Tree = TypeVar("Tree")
 
 
 @dataclass
-class TrainState:
+class TrainState(Position):
     """Everything that training changes: a checkpoint saves and restores it."""
 
     model: torch.nn.Module  # neither compiled nor wrapped by DDP
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    step: int = 0  # the step that comes next
     row: int = 0  # the row of the training data that comes next, counted across epochs
     tokens: int = 0  # tokens trained on so far, by the run that was forked, too
-    progress: float = 0.0  # fraction of the schedule that is done
-    last_progress: float = -1.0  # the progress one step ago; below 0 at the start of a run
     seconds: float = 0.0  # training time so far, including evaluations and checkpoints
     bad_steps: int = 0  # steps skipped just before `step`, because loss or gradients were not finite
     overflows: int = 0  # steps that the scaler skipped because of an fp16 overflow, in total
@@ -54,10 +53,6 @@ class TrainState:
         """Moves on to the next step, which begins at `row`; this one had `tokens` tokens."""
         self.step, self.seconds, self.tokens, self.row = self.step + 1, seconds, self.tokens + tokens, row
         self.last_progress, self.progress = self.progress, progress
-
-    def has_passed(self, progress: float) -> bool:
-        """Returns whether the last step, or the start of the run, has reached this progress."""
-        return self.last_progress < progress <= self.progress
 
     def count_skipped(self, loss: float, norm: float) -> str | None:
         """Counts skipped steps; returns why this step was not applied, or None if it was."""
@@ -81,7 +76,9 @@ class TrainState:
                 "fineweb.py --check, or lower --max-lr in a new run."
             )
 
-    def trainer_file(self, run: str, config: dict[str, Any], data: DataIdentity, keep: bool = True) -> dict[str, Any]:
+    def trainer_file(
+        self, run: str, config: Mapping[str, Any], sources: Mapping[str, str], data: DataIdentity, keep: bool = True
+    ) -> dict[str, Any]:
         """Returns the content of `trainer.pt`, with tensors from `copy_to_host`; `run` identifies the run."""
         return {
             "version": __version__,
@@ -94,23 +91,22 @@ class TrainState:
             "seconds": self.seconds,
             "bad_steps": self.bad_steps,
             "overflows": self.overflows,
-            "config": config,
+            "config": dict(config),
+            "sources": dict(sources),
             "data": data,
             "parameters": list(self._optimizer_parameters()),
             "optimizer": copy_to_host(self.optimizer.state_dict(), keep),
             "scaler": self.scaler.state_dict(),
         }
 
-    def restore(
-        self, checkpoint: Checkpoint, data: DataIdentity, optimizer: str, progress_of_fork: float | None = None
-    ) -> None:
+    def restore(self, checkpoint: Checkpoint, data: DataIdentity, optimizer: str, forked: bool) -> None:
         """Restores optimizer, scaler and counters; the model has its weights already. Unmaps `trainer.pt`.
 
-        An optimizer of another kind starts anew. Other training data than the checkpoint's is read from its beginning.
+        An optimizer of another kind starts without state. Other training data than the checkpoint's is read from its
+        beginning. A fork has a schedule of its own, and so another progress, which is not restored.
 
         Args:
             optimizer: its kind.
-            progress_of_fork: the progress by a fork's own schedule; None for a resumed run.
 
         Raises:
             UserError: the optimizer's state does not fit the model.
@@ -118,11 +114,9 @@ class TrainState:
         self.step, self.seconds, self.overflows = checkpoint.step, checkpoint.seconds, checkpoint.overflows
         has_same_data = find_difference(checkpoint.data["train"], data["train"]) is None
         self.tokens, self.row = checkpoint.tokens, checkpoint.row if has_same_data else 0
-        if progress_of_fork is None:
+        if not forked:
             self.bad_steps = checkpoint.bad_steps
             self.progress, self.last_progress = checkpoint.progress, checkpoint.last_progress
-        else:
-            self.progress = progress_of_fork
         if checkpoint.config["optimizer"] != optimizer:
             checkpoint.optimizer.clear()
             return
@@ -165,11 +159,12 @@ class Checkpoint:
     row: int
     tokens: int
     progress: float
-    last_progress: float
+    last_progress: float | None
     seconds: float
     bad_steps: int
     overflows: int
     config: dict[str, Any]
+    sources: dict[str, str]
     data: DataIdentity
     parameters: list[str]
     optimizer: dict[str, Any]

@@ -8,23 +8,23 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from tqdm import tqdm
 
 from support import __version__
+from support.checkpoints.directory import newest_before_cooldown
 from support.checkpoints.huggingface import options_of
 from support.checkpoints.run_info import RunInfo, checkpoint_path
 from support.checkpoints.state import TrainState
-from support.cli import describe_free_space, flag_name, flag_words, flags_of, format_bytes, print_lines
-from support.config import Options, changed_flags
+from support.cli import describe_free_space, flag_name, flag_words, format_bytes, print_lines
+from support.config import TRAIN_FLAGS, TrainConfig, changed_flags
 from support.console.run_logger import PROGRESS_SECONDS, format_duration
 from support.data.shards import find_difference
 from support.files import first_free
 from support.runtime import devices, memory
 from support.runtime.distributed import Distributed
-from support.runtime.length import Length
 from support.sizing import presets
 from support.startup import STARTED, is_terminal
 from support.terminal import BOLD, YELLOW, labelled, on_one_line, pluralize, styled
@@ -32,6 +32,7 @@ from support.terminal import BOLD, YELLOW, labelled, on_one_line, pluralize, sty
 T = TypeVar("T")
 MANY_PASSES, MANY_PASSES_WITH_DROPOUT = 20, 32  # over the data; beyond, a run is probably meant to be shorter
 LONG_STEP = 60  # seconds
+CHOOSING_LAYERS = ("--minutes", "--text", "--demo")
 
 
 def progress_bar(items: Collection[T], name: str, rank: int, describe: Callable[[], str] = str) -> Iterator[T]:
@@ -60,7 +61,7 @@ def print_header(run: RunInfo, dist: Distributed, B: int, rows_per_epoch: int, r
         return
     config, model, world_size = run.config, run.model_config, dist.world_size
     T, sizes = model.block_size, memory.Sizes.of(run.model)
-    step_rows = run.step_tokens // T
+    step_rows = config.step_rows
     steps_per_pass = rows_per_epoch / step_rows
     machine, seconds = run.machine, run.checkpoint.seconds if run.checkpoint else 0.0
     device = [f"{world_size} x {devices.describe(dist.device)}" + (f" ({config.parallel})" if world_size > 1 else "")]
@@ -88,16 +89,17 @@ def print_header(run: RunInfo, dist: Distributed, B: int, rows_per_epoch: int, r
             f"{step_rows * T:,} tokens = {pluralize(B, 'row')} x {T:,} tokens x {pluralize(world_size, 'process')} "
             f"x {pluralize(step_rows // (B * world_size), 'micro-step')}",
         ),
-        ("length", run.length.describe(run.first_step, seconds, steps_per_pass, row / step_rows)),
-        ("recipe", run.recipe),
+        ("length", run.schedule.describe_length(run.first_step, seconds, steps_per_pass, row / step_rows)),
+        ("recipe", run.schedule.describe_rates()),
     ]
+    facts += [("chosen", chosen)] if (chosen := describe_choices(run)) else []
     facts += [("note", f"not compiled: {machine.why_not_compiled}")] if machine.why_not_compiled else []
     text_bytes = rows_per_epoch * T * run.bytes_per_token
-    if config.text is not None and not run.base and text_bytes < presets.TINY_TEXT:
+    if config.text is not None and not config.init_from and text_bytes < presets.TINY_TEXT:
         text = "so little text teaches spelling and common words, hardly sentences. Use more text, or --init-from gpt2"
         facts.append(("note", text))
     if run.checkpoint:
-        changes = changed_flags(flags_of(type(config)), run.checkpoint.config, config.used_flags())
+        changes = changed_flags(TRAIN_FLAGS, run.checkpoint.config, config.used_flags())
         shown = [
             f"{flag_name(name)} {_shown(new)} (was {_shown(had)})"
             for name, had, new in changes
@@ -110,7 +112,7 @@ def print_header(run: RunInfo, dist: Distributed, B: int, rows_per_epoch: int, r
                 )
         what = "a fork of" if run.forked else "resuming from"
         facts.append(("note", f"{what} {run.checkpoint.path}: {', '.join(shown) or 'the same flags'}"))
-    checkpoint_bytes = memory.checkpoint_bytes(sizes, run.optimizer)
+    checkpoint_bytes = memory.checkpoint_bytes(sizes, config.optimizer)
     free = shutil.disk_usage(config.out).free
     if config.checkpoint_every != 0 and free < checkpoint_bytes:
         note = f"a checkpoint takes {format_bytes(checkpoint_bytes)}, but {config.out} has {describe_free_space(config.out)}"
@@ -122,16 +124,27 @@ def print_header(run: RunInfo, dist: Distributed, B: int, rows_per_epoch: int, r
             print_lines(styled(labelled("warning", warning), YELLOW))
 
 
+def describe_choices(run: RunInfo) -> str:
+    """Says which settings that no other line shows were chosen, and by which flag; empty if there are none."""
+    by_flag: dict[str, list[str]] = {}
+    for name in ("weight_decay", "dropout", "cooldown_fraction", "shuffle"):
+        flag, value = run.start.sources[name], getattr(run.config, name)
+        if flag in CHOOSING_LAYERS and value != TRAIN_FLAGS[name].default:
+            words = name.replace("_", " ") + (f" {value:.3g}" if name != "shuffle" else "")
+            by_flag.setdefault(flag, []).append(words)
+    return "; ".join(f"{', '.join(words)}: {flag}" for flag, words in by_flag.items())
+
+
 def describe_doubts(run: RunInfo, dist: Distributed, steps_per_pass: float) -> Iterator[str]:
     """Yields what is probably not meant in a run of --max-steps, and what to do."""
-    length, from_text = run.length, run.config.has_preset
-    if length.warmup_steps >= length.max_steps:
-        advice = f"Set --warmup-steps {length.max_steps // 10}, or raise" if run.first_step == 0 else "Raise"
+    config, from_text = run.config, run.config.has_preset
+    if config.warmup_steps >= config.max_steps:
+        advice = f"Set --warmup-steps {config.max_steps // 10}, or raise" if run.first_step == 0 else "Raise"
         yield (
-            f"the warm-up of {pluralize(length.warmup_steps, 'step')} takes up the whole run of {length.max_steps:,}, so "
+            f"the warm-up of {pluralize(config.warmup_steps, 'step')} takes up the whole run of {config.max_steps:,}, so "
             f"the learning rate never falls. {advice} --max-steps."
         )
-    passes = length.max_steps / steps_per_pass
+    passes = config.max_steps / steps_per_pass
     dropout = run.model_config.dropout
     if run.first_step == 0 and (passes > MANY_PASSES_WITH_DROPOUT and from_text if dropout else passes > MANY_PASSES):
         steps = max(1, round(presets.most_passes(dropout) * steps_per_pass))
@@ -141,7 +154,7 @@ def describe_doubts(run: RunInfo, dist: Distributed, steps_per_pass: float) -> I
             f"--max-steps {steps} --warmup-steps {steps // 10}{'' if dropout else ', or --dropout 0.2'}."
         )
     if dist.device.type == "cpu":
-        flops = run.flops_per_token * run.step_tokens
+        flops = run.flops_per_token * config.total_batch_size
         speed = devices.CPU_CORE_FLOPS[run.machine.dtype] * torch.get_num_threads() * dist.world_size
         if flops / speed > LONG_STEP:
             advice = "Add --minutes 30" if from_text else "Train on the text itself with --text FILE --minutes 30"
@@ -157,7 +170,7 @@ def _shown(value: object) -> object:
 
 def print_summary(
     run: RunInfo, dist: Distributed, state: TrainState, passes: float, val: Mapping[int, float], better: Path | None,
-    longer_from: Path | None, texts: Sequence[str],
+    longer: Mapping[str, Any], texts: Sequence[str],
 ) -> None:  # fmt: skip
     """Prints the end of a finished run: losses, time, tokens, the checkpoint, and the command to run next.
 
@@ -165,7 +178,7 @@ def print_summary(
         passes: over the data, so far.
         val: comparable validation losses by step.
         better: the best checkpoint, if it is better than the last model.
-        longer_from: the checkpoint from which a longer run can start.
+        longer: the flags of a longer run, as in `describe_longer_run`.
         texts: samples that continue the run's prompt; the first one is shown.
     """
     if dist.rank > 0:
@@ -178,7 +191,7 @@ def print_summary(
         elapsed += f" of {format_duration(60 * config.minutes - earlier)}"
     done = f"{pluralize(step, 'step')}, {state.tokens:,} tokens; {elapsed} elapsed{since}"
     lines, checkpoint = [labelled("done", done)], checkpoint_path(out, step)
-    if config.demo and (note := presets.fewer_steps_note(config.minutes, step, run.step_tokens)):
+    if config.demo and (note := presets.fewer_steps_note(config.minutes, step, config.total_batch_size)):
         lines.append(labelled("note", note))
     best_step = min(val, key=lambda step: (math.isnan(val[step]), val[step]), default=step)  # NaN is never the best
     for at, name in {step: "last", best_step: "best"}.items():  # one line if they are the same
@@ -192,8 +205,8 @@ def print_summary(
         )
         advice = " Use --dropout 0.2, or more text." if why and not run.model_config.dropout else ""
         lines.append(labelled("note", f"the last model is worse than {better}{why}.{advice}"))
-    if run.length.is_read_enough(passes):
-        limit = run.length.max_passes
+    limit = config.max_passes
+    if 0 < limit <= passes:
         if limit < presets.most_passes(run.model_config.dropout):
             why = "which is the limit of --max-passes"
         elif run.model_config.dropout:
@@ -206,29 +219,27 @@ def print_summary(
         prompt = f" --prompt {shlex.quote(run.prompt)}" if texts else ""
         lines.append(f"saved   {checkpoint}")
         lines.append(f"next    python sample.py --model {shlex.quote(str(better or checkpoint))}{prompt}")  # to copy
-        lines += describe_longer_run(config, run.length, passes, longer_from) if better is None else []
+        lines += describe_longer_run(config.out, longer) if better is None else []
     print_lines("\n" + "\n".join(lines))
 
 
 def print_finished(
-    config: Options, length: Length, checkpoint: Path, passes: float, longer_from: Path | None,
-    print0: Callable[[str], None],
-) -> None:  # fmt: skip
+    config: TrainConfig, checkpoint: Path, longer: Mapping[str, Any], print0: Callable[[str], None]
+) -> None:
     """Prints that there is nothing to resume, because the run has finished, and how to make it longer."""
     done = labelled("done", f"this run has finished; its last checkpoint is {checkpoint}")
-    print0("\n".join([done, *describe_longer_run(config, length, passes, longer_from)]))
+    print0("\n".join([done, *describe_longer_run(config.out, longer)]))
 
 
-def describe_longer_run(config: Options, length: Length, passes: float, longer_from: Path | None) -> list[str]:
-    """Returns a line with the command that makes a finished run longer; none if that gains nothing, or there is no
-    checkpoint to fork.
+def describe_longer_run(out: str, longer: Mapping[str, Any]) -> list[str]:
+    """Returns a line with the command that makes a finished run longer; none without a checkpoint to fork.
 
     Args:
-        passes: over the data, so far.
+        longer: the flags of the longer run, from `presets.longer_run`; none if it gains nothing.
     """
-    longer = presets.longer_run(config.to_dict(), passes)
-    if longer_from is None or longer is None or (more := length.times(longer[0])) is None:
+    longer_from = newest_before_cooldown(out)
+    if longer_from is None or not longer:
         return []
-    words = [more, *(flag_words(name, value) for name, value in longer[1].items())]
-    command = f"python train_gpt2.py --fork {shlex.quote(str(longer_from))}"
-    return [f"longer  {command} --out {shlex.quote(first_free(f'{config.out}_longer'))} {' '.join(words)}"]
+    words = ["--fork", shlex.quote(str(longer_from)), "--out", shlex.quote(first_free(f"{out}_longer"))]
+    words += [flag_words(name, value) for name, value in longer.items()]
+    return [f"longer  python train_gpt2.py {' '.join(words)}"]

@@ -48,7 +48,7 @@ class RunLogger:
     a fork those of its parent, if they are beside the checkpoint.
 
     On a terminal, a progress bar shows how far the run has got, and only some of the steps get a line of their own.
-    Elsewhere, as in the output file of a Slurm job, `progress` prints it.
+    Elsewhere, as in the output file of a Slurm job, `print_progress` does.
 
     Attributes:
         values: validation losses ("val") and HellaSwag scores ("hella") by step, as in the log. Those of earlier processes
@@ -76,7 +76,7 @@ class RunLogger:
         self._known_loss = run.checkpoint.validation_loss(run.comparable["val"]) if run.checkpoint else None
         self._profiler = make_profiler(run.config.profile, run.config.out, dist.device, dist.rank, dist.print0)
         self._bar = tqdm(
-            total=1.0, initial=run.length.fraction_done(self.first_step, progress), file=sys.stdout, leave=False,
+            total=1.0, initial=run.schedule.fraction_done(self.first_step, progress), file=sys.stdout, leave=False,
             disable=dist.rank > 0 or not terminal.is_terminal(), dynamic_ncols=True, miniters=0,
             bar_format="{desc} |{bar}| {percentage:.0f}% {elapsed}<{remaining}",
         )  # fmt: skip
@@ -142,7 +142,7 @@ class RunLogger:
 
     def step(
         self, state: TrainState, loss: float, lr: float, norm: float, dt: float, skipped: str | None,
-        begins_cooldown: bool = False,
+        begins_cooldown: bool,
     ) -> None:  # fmt: skip
         """Reports a step that took `dt` seconds; `skipped` says why it was not applied.
 
@@ -150,14 +150,14 @@ class RunLogger:
         """
         step, now = state.step, time.perf_counter()
         self._next_step = step + 1
-        speed, length = self.run.step_tokens / dt, self.run.length
+        speed = self.config.total_batch_size / dt
         mfu = speed * self.run.flops_per_token / (self.peak_flops * self.world_size) if self.peak_flops else None
         self._trackers.log_value(step, "train", loss)
         self.log.write(step, {"train": loss, "lr": lr, "norm": norm, "seconds": dt})
         if begins_cooldown:
             self.print0(terminal.styled(f"step {step:5d} | the cooldown begins", terminal.BOLD))
         self._bar.set_description_str(f"step {step} | loss {loss:.4f} | {speed:,.0f} tok/s", refresh=False)
-        self._bar.update(length.fraction_done(step + 1, state.progress) - self._bar.n)
+        self._bar.update(self.run.schedule.fraction_done(step + 1, state.progress) - self._bar.n)
         if skipped or self._line_due(step, now):
             self._line_shown = now
             line = f"step {step:5d} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f} | dt: {dt * 1000:.2f}ms"
@@ -175,20 +175,20 @@ class RunLogger:
         if self._profiler:
             self._profiler.step()
 
-    def progress(self, state: TrainState, evaluated: bool) -> None:
+    def print_progress(self, state: TrainState, evaluated: bool) -> None:
         """Prints how far the run is and when it ends, each minute and after an evaluation, unless a progress bar does."""
         if not self._bar.disable:
             return
-        now, length = time.perf_counter(), self.run.length
+        now, schedule = time.perf_counter(), self.run.schedule
         if not evaluated and now - self._progress_shown < PROGRESS_SECONDS:
             return
         self._progress_shown = now
         seconds = now - STARTED + (self.run.checkpoint.seconds if self.run.checkpoint else 0.0)
         steps = state.step - self.first_step - 1  # after the first one, which may have compiled
-        left = length.seconds_left(
+        left = schedule.seconds_left(
             state.step, state.progress, seconds, (now - self._first_step_ended) / steps if steps > 0 else None
         )
-        position = length.describe_position(seconds)
+        position = schedule.describe_position(seconds)
         self.print0(describe_progress(position, state.step, now - STARTED, left, state.tokens, datetime.now()))
 
     def sync(self) -> None:
@@ -233,7 +233,7 @@ class RunLogger:
             due = now - self._line_shown >= LINE_SECONDS
         else:
             due = step % (self.config.log_every or 1) == 0
-        return due or step == self.first_step or self.run.length.is_last(step)
+        return due or step == self.first_step or self.run.schedule.is_last(step)
 
 
 def describe_progress(position: str, step: int, elapsed: float, left: float | None, tokens: int, now: datetime) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -11,30 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from support.cli import UserError, warn
-from support.config import Options
+from support.config import TrainConfig
 from support.files import atomic_write
 
 CURVES = {"train": "loss/train", "val": "loss/val", "hella": "hellaswag/acc_norm"}  # by name in the log
 HPARAMS = ".hparams"  # ends the name of the event file with the flags
 
 
-def check_installed(flags: Mapping[str, Any]) -> None:
-    """Checks that the packages of the trackers that these flags ask for are installed, without importing them.
-
-    Raises:
-        UserError: some are missing; one line for each.
-    """
-    missing = [name for name in ("tensorboard", "wandb") if flags.get(name) and not importlib.util.find_spec(name)]
-    if missing:
-        raise UserError(
-            *(f"--{name} needs a package that is not installed. Run pip install {name}." for name in missing)
-        )
-
-
 class TensorBoard:
     name = "--tensorboard"
 
-    def __init__(self, config: Options, first_step: int):
+    def __init__(self, config: TrainConfig, first_step: int):
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
@@ -76,7 +62,7 @@ class WeightsAndBiases:
 
     name = "--wandb"
 
-    def __init__(self, config: Options, first_step: int):
+    def __init__(self, config: TrainConfig, first_step: int):
         file = Path(config.out) / "wandb_id.txt"
         run_id = uuid.uuid4().hex[:12]
         if first_step and file.exists():
@@ -110,7 +96,7 @@ class WeightsAndBiases:
 Tracker = TensorBoard | WeightsAndBiases
 
 
-def start_trackers(config: Options, first_step: int) -> list[Tracker]:
+def start_trackers(config: TrainConfig, first_step: int) -> list[Tracker]:
     """Starts the trackers that were asked for; a `first_step` above 0 continues their curves at that step."""
     trackers: list[Tracker] = [TensorBoard(config, first_step)] if config.tensorboard else []
     return [*trackers, WeightsAndBiases(config, first_step)] if config.wandb else trackers

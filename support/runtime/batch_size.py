@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from support.cli import UserError, format_bytes
+from support.config import TrainConfig
 from support.runtime import devices
 from support.runtime.distributed import Distributed
 from support.runtime.memory import Layout, Sizes, bytes_needed, largest_micro_batch, optimizer_bytes
@@ -17,12 +18,13 @@ LARGEST_MICRO_BATCH = 64  # rows on a GPU, unless --batch-size sets another limi
 TRIED = ("cuda",)  # device types on which micro-batches are tried; others swap
 
 
-def rows_per_rank(total_batch_size: int, T: int, world_size: int) -> int:
-    """Returns the rows of T tokens that each rank contributes to a step of `total_batch_size` tokens.
+def rows_per_rank(config: TrainConfig, world_size: int) -> int:
+    """Returns the rows that each rank contributes to a step.
 
     Raises:
-        UserError: `total_batch_size` is not a multiple of T * world_size; the message names the nearest ones.
+        UserError: the tokens of a step are not a multiple of a row on each rank; the message names the nearest ones.
     """
+    total_batch_size, T = config.total_batch_size, config.block_size
     unit = T * world_size
     if total_batch_size % unit:
         near = " or ".join(str(n * unit) for n in (total_batch_size // unit, total_batch_size // unit + 1) if n > 0)
@@ -39,7 +41,7 @@ def largest_divisor(rows: int, most: int) -> int:
 
 
 def try_batch_sizes(
-    asked: int | None, most: int, sizes: Sizes, layout: Layout, dist: Distributed, amp: torch.autocast,
+    config: TrainConfig, most: int, sizes: Sizes, layout: Layout, dist: Distributed, amp: torch.autocast,
     make_model: Callable[[], nn.Module],
 ) -> int:  # fmt: skip
     """Tries micro-batches of up to `most` rows; returns the largest with which a step fits into the memory of every rank.
@@ -49,15 +51,14 @@ def try_batch_sizes(
     `most`, so that a resumed run stays the same, bit by bit, or refuses it if the formulas say that it does not fit.
 
     Args:
-        asked: --batch-size.
         make_model: returns a model to try, whose weights do not change: the model to train (with DDP, which waits for no
             other rank while nothing is synchronized), or an FSDP model made with `alone`.
 
     Raises:
         UserError: not even one row fits, or not `most` of them on a device that swaps.
     """
-    device, T = dist.device, sizes.block_size
-    rows = rows_per_rank(layout.step_tokens, T, dist.world_size)
+    device, T, asked = dist.device, sizes.block_size, config.batch_size
+    rows = rows_per_rank(config, dist.world_size)
     if asked is not None and most < min(asked, rows):
         dist.print0(
             f"note    --batch-size {asked} does not divide the {rows:,} rows of a step on each process; using {most}"

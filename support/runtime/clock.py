@@ -32,7 +32,7 @@ class Clock:
         """Returns the seconds of training, evaluations and checkpoints included."""
         return self._before + time.perf_counter() - self._began
 
-    def progress(self) -> float:
+    def time_used(self) -> float:
         """Returns the fraction of the time that has passed, from 0 to 1; 0 without --minutes. Call it once per step.
 
         The time starts when the process does. Training gets what is left after start-up, a last evaluation, half a step
@@ -49,7 +49,7 @@ class Clock:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Times an evaluation, so that `progress` can reserve time for a last one."""
+        """Times an evaluation, so that `time_used` can reserve time for a last one."""
         started = time.perf_counter()
         yield
         seconds = min(time.perf_counter() - started, MOST_EVALUATION * 60 * (self.minutes or 0.0))

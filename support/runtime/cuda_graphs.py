@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,14 +56,21 @@ def suit(sizes: Sizes, layout: Layout, B: int, device: torch.device) -> bool:
     return can and B * sizes.block_size * sizes.n_embd <= MOST_VALUES and sizes.parameters <= MOST_PARAMETERS
 
 
-def capture_step(
+class StepGraphs(NamedTuple):
+    """The two parts of a training step, as graphs."""
+
+    forward_backward: Graph  # (B, T) tokens and the tokens that follow -> loss
+    step_if_finite: Graph  # whether the gradients are applied -> None
+
+
+def record_step(
     micro_step: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     update: Callable[[torch.Tensor], None],
     optimizer: torch.optim.Optimizer,
     B: int,
     T: int,
     device: torch.device,
-) -> tuple[Graph, Graph] | None:
+) -> StepGraphs | None:
     """Records a micro-step on (B, T) tokens and the tokens that follow them, and an update; no weight changes meanwhile.
 
     From then on, gradients have to stay where they are, and learning rates are tensors, which the graph reads.
@@ -83,7 +90,8 @@ def capture_step(
     try:
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
             group |= {"lr": torch.tensor(lr, device=device), "capturable": True}
-        graphs: tuple[Graph, Graph] | None = Graph(micro_step, tokens[:, :-1], tokens[:, 1:]), Graph(update, skipped)
+        forward_backward = Graph(micro_step, tokens[:, :-1], tokens[:, 1:])
+        graphs: StepGraphs | None = StepGraphs(forward_backward, Graph(update, skipped))
     except torch.OutOfMemoryError:
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
             group |= {"lr": lr, "capturable": False}

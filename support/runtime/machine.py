@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from support.config import Options
+from support.config import TrainConfig
 from support.runtime import batch_size, devices
 
 MAX_COMPILE_FRACTION = 0.1  # compiling may take this fraction of a run of --text or --demo
@@ -31,39 +29,45 @@ class Machine:
     attention: str = ""  # the implementation that PyTorch chooses, once `configure_backends` was called
 
     @classmethod
-    def find(cls, config: Options, device: torch.device, world_size: int) -> Machine:
+    def find(cls, config: TrainConfig, device: torch.device, world_size: int) -> Machine:
         """Finds what suits the flags on `device`, one of `world_size` devices.
 
         Raises:
             UserError: no whole number of micro-batches makes up a step.
         """
-        flags, on_gpu = config.to_dict(), device.type == "cuda"
+        on_gpu = device.type == "cuda"
         dtype = devices.pick_dtype(config.dtype, device)
-        compiles = on_gpu and (not config.has_preset or is_worth_compiling(flags))
+        compiles = on_gpu and (not config.has_preset or is_worth_compiling(config))
         asks = compiles if config.compile is None else config.compile
         reason = devices.why_not_compile(device) if asks else None
-        rows = batch_size.rows_per_rank(flags["total_batch_size"], flags["block_size"], world_size)
-        asks_for_scores = config.hellaswag_data is not None or config.hellaswag_limit is not None
-        often = None if config.minutes else 250
-        every = often if on_gpu or asks_for_scores else 0
+        rows = batch_size.rows_per_rank(config, world_size)
         return cls(
             device,
             dtype,
             asks and reason is None,
             reason,
             batch_size.largest_divisor(rows, config.batch_size or (batch_size.LARGEST_MICRO_BATCH if on_gpu else 4)),
-            every if config.hellaswag_every is None else config.hellaswag_every,
+            hellaswag_interval(config, on_gpu),
         )
 
 
-def is_worth_compiling(flags: Mapping[str, Any]) -> bool:
-    """Returns whether compiling takes only a small part of a run with these flags on a GPU."""
-    if flags["minutes"]:
-        seconds = 60 * flags["minutes"]
+def hellaswag_interval(config: TrainConfig, on_gpu: bool) -> int | None:
+    """Returns --hellaswag-every or, without it, what suits the machine; None means at each quarter of --minutes."""
+    if config.hellaswag_every is not None:
+        return config.hellaswag_every
+    if not on_gpu and config.hellaswag_data is None and config.hellaswag_limit is None:
+        return 0  # a CPU would take an hour, and nobody has asked for scores
+    return None if config.minutes else 250
+
+
+def is_worth_compiling(config: TrainConfig) -> bool:
+    """Returns whether compiling takes only a small part of a run on a GPU."""
+    if config.minutes:
+        seconds = 60 * config.minutes
     else:  # launching the kernels of a layer takes 4 ms, measured on an H100; large steps run at about 100 TFLOP/s
-        flops = 6 * 12 * flags["n_layer"] * flags["n_embd"] ** 2 * flags["total_batch_size"]
-        seconds = flags["max_steps"] * (4e-3 * flags["n_layer"] + flops / 1e14)
-    return compile_seconds(flags["n_layer"]) <= MAX_COMPILE_FRACTION * seconds
+        flops = 6 * 12 * config.n_layer * config.n_embd**2 * config.total_batch_size
+        seconds = config.max_steps * (4e-3 * config.n_layer + flops / 1e14)
+    return compile_seconds(config.n_layer) <= MAX_COMPILE_FRACTION * seconds
 
 
 def compile_seconds(n_layer: int) -> float:

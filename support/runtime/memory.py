@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from support.cli import UserError, format_bytes
+from support.config import TrainConfig
 from support.optim import layers, loss
 from support.runtime import devices, fsdp
 
@@ -71,6 +72,13 @@ class Layout:
     recompute: bool = False
     compiled: bool = False
     optimizer: str = "adamw"
+
+    @classmethod
+    def of(cls, config: TrainConfig, dtype: torch.dtype, world_size: int, compiled: bool) -> Layout:
+        """Returns the layout of a run on so many devices."""
+        sharded = config.parallel == "fsdp" and world_size > 1
+        recompute, optimizer = config.recompute, config.optimizer
+        return cls(config.total_batch_size, dtype, world_size, sharded, recompute, compiled, optimizer)
 
 
 class TrainingMemory(NamedTuple):
@@ -194,21 +202,18 @@ def check_model_fits(sizes: Mapping[str, Any]) -> None:
         )
 
 
-def check_training_fits(sizes: Mapping[str, Any], optimizer: str, lora: bool, parts: int, device: torch.device) -> None:
+def check_training_fits(config: TrainConfig, vocab_size: int, world_size: int, device: torch.device) -> None:
     """Checks that the weights, gradients and optimizer state of a GPT fit into memory. Micro-batches are fitted later.
-
-    Args:
-        sizes: as in `count_parameters`.
-        parts: over how many devices FSDP shards them.
 
     Raises:
         UserError: they do not.
     """
+    sizes, parts = config.to_dict() | {"vocab_size": vocab_size}, world_size if config.parallel == "fsdp" else 1
     check_model_fits(sizes)
     parameters, total = count_parameters(sizes), devices.free_and_total_memory(device)[1]
     of_model = {name: sizes[name] for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}
-    trained = 0 if lora else parameters  # LoRA's own parameters are few
-    state = optimizer_bytes(Sizes(**of_model, parameters=parameters, trained=trained), optimizer)
+    trained = 0 if config.lora_rank else parameters  # LoRA's own parameters are few
+    state = optimizer_bytes(Sizes(**of_model, parameters=parameters, trained=trained), config.optimizer)
     needed = (4 * parameters + 4 * trained + state) / parts
     if needed > total:
         raise UserError(

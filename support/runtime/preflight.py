@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import platform
 import socket
@@ -11,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from support.cli import Flag, UserError, flag_name, flags_of
-from support.config import Options
+from support.cli import UserError, flag_name
+from support.config import TRAIN_FLAGS, TrainConfig
 from support.data.shards import DataIdentity
 from support.runtime import devices
 from support.runtime.distributed import Distributed
@@ -28,18 +29,35 @@ HINTS = {
 }  # all other facts are flags
 
 
-def check_starts_agree(dist: Distributed, cli_flags: Mapping[str, Any], flags: Mapping[str, Flag]) -> None:
-    """Checks that all ranks have the same versions and command line; call it before anything else that they do together."""
-    given = {flag_name(name): "given" if flags[name].per_node else str(value) for name, value in cli_flags.items()}
+def check_installed(flags: Mapping[str, Any]) -> None:
+    """Checks that the packages of the trackers that these flags ask for are installed, without importing them.
+
+    Raises:
+        UserError: some are missing; one line for each.
+    """
+    missing = [name for name in ("tensorboard", "wandb") if flags.get(name) and not importlib.util.find_spec(name)]
+    if missing:
+        raise UserError(
+            *(f"--{name} needs a package that is not installed. Run pip install {name}." for name in missing)
+        )
+
+
+def check_starts_agree(dist: Distributed, cli_flags: Mapping[str, Any], planned: bool) -> None:
+    """Checks that all ranks have the same versions and command line; call it before anything else that they do together.
+
+    Then, unless the run is only `planned`, it checks that what its trackers need is installed.
+    """
+    given = {flag_name(n): "given" if TRAIN_FLAGS[n].per_node else str(value) for n, value in cli_flags.items()}
     given.pop("--data", None)  # one node may need it, and another may have its shards in the default folder
     versions = f"Python {'.'.join(platform.python_version_tuple()[:2])}, torch {torch.__version__}"
     check_facts_agree(dist, given | {"the versions": versions})
+    if not planned:
+        dist.on_rank_zero(lambda: check_installed(cli_flags))  # before anything is downloaded or made
 
 
-def check_runs_agree(dist: Distributed, config: Options, machine: Machine, identity: DataIdentity) -> None:
+def check_runs_agree(dist: Distributed, config: TrainConfig, machine: Machine, identity: DataIdentity) -> None:
     """Checks that all ranks have the same GPUs, shards and configuration."""
-    flags = flags_of(type(config))
-    facts = {flag_name(name): str(value) for name, value in config.to_dict().items() if not flags[name].per_node}
+    facts = {flag_name(name): str(x) for name, x in config.to_dict().items() if not TRAIN_FLAGS[name].per_node}
     facts["the device"] = f"{devices.describe(dist.device)} in {machine.dtype}"
     splits = json.dumps([identity["train"], identity["val"]])
     facts["the shards"] = hashlib.sha256(splits.encode()).hexdigest()[:8]

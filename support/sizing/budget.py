@@ -13,13 +13,13 @@ from torch import nn
 
 from support import startup
 from support.cli import UserError
-from support.config import Options
+from support.config import TrainConfig
 from support.runtime import batch_size, cuda_graphs, devices, memory
 from support.runtime.distributed import Distributed
 from support.runtime.machine import Machine
 from support.sizing import presets
 
-NewModel = Callable[[Mapping[str, Any], int], nn.Module]  # from flags and the size of the vocabulary
+NewModel = Callable[[TrainConfig, int], nn.Module]  # from its sizes and that of the vocabulary
 
 MEASURED_SECONDS = 0.5  # for each model
 MEASURED_FLOPS = 1e12  # of a micro-step on a CPU, at most: three seconds on two cores. GPUs need their many rows
@@ -35,44 +35,48 @@ FEW_STEPS = 100
 
 
 def flags_for_minutes(
-    config: Options, cli_flags: Mapping[str, Any], dist: Distributed, new_model: NewModel
+    config: TrainConfig, cli_flags: Mapping[str, Any], recipe: Mapping[str, Any], dist: Distributed, new_model: NewModel
 ) -> dict[str, Any]:
-    """Returns the flags that --minutes sets on this machine, the same on all ranks, without those on the command line.
+    """Returns the flags that --minutes sets on this machine unless the user does, the same on all ranks.
 
     With --text or --demo, the model is the largest one that suits the text (see `presets.models_for_text`) and has
     time to train on enough of it; tokens per step, learning rate and dropout follow, and how often the text is read at
     most. A pretrained model keeps its size, and a fork its step, too.
 
     Args:
-        new_model: makes a model of the sizes in such flags, with a vocabulary of this size.
+        recipe: the numbers of --recipe fast.
+        new_model: makes a model of a configuration's sizes, with a vocabulary of this size.
 
     Raises:
         UserError: there is not even time for one step.
     """
-    run = _TimedRun(config, cli_flags, dist, new_model)
+    run = _TimedRun(config, cli_flags, recipe, dist, new_model)
     startup.show("measuring how fast this machine trains ...")
     chosen = dist.once(run.choose_flags)
     startup.show("")
-    return {name: value for name, value in chosen.items() if name not in cli_flags}
+    return chosen
 
 
 class _TimedRun:
     """A run of --minutes before its start: what is known of it, and what suits its time."""
 
-    def __init__(self, config: Options, cli_flags: Mapping[str, Any], dist: Distributed, new_model: NewModel) -> None:
-        self.config, self.cli_flags, self.dist, self.new_model = config, cli_flags, dist, new_model
-        self.flags, self.minutes = config.to_dict(), config.minutes or 0.0
+    def __init__(
+        self, config: TrainConfig, cli_flags: Mapping[str, Any], recipe: Mapping[str, Any], dist: Distributed,
+        new_model: NewModel,
+    ) -> None:  # fmt: skip
+        self.config, self.cli_flags, self.recipe, self.dist, self.new_model = config, cli_flags, recipe, dist, new_model
+        self.minutes = config.minutes or 0.0
         self.machine = Machine.find(config, dist.device, dist.world_size)
         self.tokenizer = presets.tokenizer_name(config)
         self.text_bytes = presets.text_bytes(config.text, config.text_field)
         self.bytes_per_token = presets.bytes_per_token(self.text_bytes, self.tokenizer)
         self.train_tokens = presets.train_tokens(self.text_bytes, self.tokenizer)  # in a pass over the data
 
-        is_pretrained = self.flags["init_from"] is not None
+        is_pretrained = config.init_from is not None
         self.from_scratch = config.has_preset and not (is_pretrained or config.fork)
         self.fine_tunes = config.has_preset and is_pretrained and config.fork is None
         self.limits_passes = config.has_preset and not is_pretrained
-        self.chooses_step = self.from_scratch and self.flags["recipe"] == "fast"
+        self.chooses_step = self.from_scratch and config.recipe == "fast"
         self.chooses_model = self.chooses_step and not cli_flags.keys() & {*presets.MODEL_FLAGS, "model"}
         # A GPU takes as long for 64 rows of a small model as for 16, so a step gets more.
         self.chooses_rows = self.chooses_step and dist.device.type == "cuda"
@@ -80,7 +84,7 @@ class _TimedRun:
     def choose_flags(self) -> dict[str, Any]:
         """Returns the flags that suit this machine and the time, whatever the command line says."""
         model, tokens = self.choose_model()
-        sizes = self.flags | model
+        block_size = model.get("block_size", self.config.block_size)
         step, dropout, most_passes = self.step_dropout_and_passes(tokens)
         self.check_time(tokens, step, most_passes)
         chosen: dict[str, Any] = dict(model)
@@ -90,7 +94,7 @@ class _TimedRun:
             chosen["dropout"] = dropout
         if self.chooses_step:
             passes = min(tokens / self.train_tokens, most_passes or math.inf)
-            chosen |= {"total_batch_size": step} | presets.fast_rates(step, self.cli_flags, passes)
+            chosen |= {"total_batch_size": step} | presets.fast_rates(self.recipe, step, self.cli_flags, passes)
         elif self.fine_tunes:
             chosen["total_batch_size"] = step
         if self.chooses_rows:
@@ -98,7 +102,7 @@ class _TimedRun:
         if 0 < tokens < LEAST_SAMPLED:
             chosen["sample_every"] = 0
         validated = max(VALIDATED_FRACTION * tokens, min(ENOUGH_VALIDATED, MOST_VALIDATED * tokens))
-        chosen["val_tokens"] = min(self.config.val_tokens, max(sizes["block_size"], int(validated)))  # at least one row
+        chosen["val_tokens"] = min(self.config.val_tokens, max(block_size, int(validated)))  # at least one row
         return chosen
 
     def choose_model(self) -> tuple[dict[str, int], float]:
@@ -111,7 +115,11 @@ class _TimedRun:
             chosen, *larger = larger
         tokens = self.tokens_in_time(chosen)
         for model in larger:
-            needed = presets.BYTES_PER_WEIGHT * presets.block_weights(model) / self.bytes_per_token
+            needed = (
+                presets.BYTES_PER_WEIGHT
+                * presets.block_weights(model["n_layer"], model["n_embd"])
+                / self.bytes_per_token
+            )
             # On a CPU a larger model is never faster. On a GPU it can be, with more tokens in a micro-batch: launching
             # kernels takes most of a small model's time.
             if tokens < needed and self.dist.device.type == "cpu" or (measured := self.tokens_in_time(model)) < needed:
@@ -121,36 +129,36 @@ class _TimedRun:
 
     def tokens_in_time(self, model: dict[str, int]) -> float:
         """Measures how many tokens a model can train on in time; `model` has its flags that differ from the run's."""
-        flags = self.flags | {"batch_size": self.machine.batch_size} | model
-        vocab_size = presets.vocab_size_for(self.config, flags)
+        config = TrainConfig(**self.config.to_dict() | model)
+        vocab_size, B = presets.vocab_size_for(config), model.get("batch_size", self.machine.batch_size)
         if self.chooses_rows:
-            flags["batch_size"] = self.cli_flags.get("batch_size", batch_size.LARGEST_MICRO_BATCH)
+            B = self.cli_flags.get("batch_size", batch_size.LARGEST_MICRO_BATCH)
         while True:
-            per_second = _tokens_per_second(flags, self.machine.dtype, vocab_size, self.dist, self.new_model)
+            per_second = _tokens_per_second(config, B, self.machine.dtype, vocab_size, self.dist, self.new_model)
             tokens = 60 * self.minutes * per_second
             devices.free_memory(self.dist.device)
             devices.trim_memory(self.dist.device)
-            rows_of_step = self.step_dropout_and_passes(tokens)[0] // flags["block_size"]
-            if not self.chooses_rows or rows_of_step >= flags["batch_size"]:
+            rows_of_step = self.step_dropout_and_passes(tokens)[0] // config.block_size
+            if not self.chooses_rows or rows_of_step >= B:
                 return tokens
-            flags["batch_size"] = rows_of_step  # a GPU hardly takes less time for fewer rows, so measure again
+            B = rows_of_step  # a GPU hardly takes less time for fewer rows, so measure again
 
     def step_dropout_and_passes(self, tokens: float) -> tuple[int, float, float]:
         """Returns the tokens per step, the dropout and the most passes that suit so many tokens."""
-        dropout = self.flags["dropout"]
+        dropout = self.config.dropout
         if self.from_scratch:
             passes = tokens / self.train_tokens
             dropout = self.cli_flags.get("dropout", presets.dropout_for(passes))
         most_passes = 0.0
         if self.limits_passes:
             most_passes = self.cli_flags.get("max_passes", presets.most_passes(dropout))
-        step = self.flags["total_batch_size"]
+        step = self.config.total_batch_size
         if self.chooses_step:
             limit = most_passes * self.train_tokens or math.inf
             # a run that ends before its time need not be fast
             step = presets.timed_step_size(tokens) if tokens < limit else presets.step_size(limit)
         elif self.fine_tunes:  # as --text does for pretrained weights: 200 steps at least, of 1,024 tokens at least
-            unit = 2 * self.flags["block_size"] * self.dist.world_size
+            unit = 2 * self.config.block_size * self.dist.world_size
             while 0 < tokens < 200 * step and step >= 2048 and step % unit == 0:
                 step //= 2
         return self.cli_flags.get("total_batch_size", step), dropout, most_passes
@@ -177,31 +185,28 @@ class _TimedRun:
 
 
 def _tokens_per_second(
-    flags: Mapping[str, Any],
-    dtype_name: str,
-    vocab_size: int,
-    dist: Distributed,
-    new_model: NewModel,
+    config: TrainConfig, most: int, dtype_name: str, vocab_size: int, dist: Distributed, new_model: NewModel
 ) -> float:
     """Estimates the tokens that all ranks train on per second of --minutes, from this rank's speed without compiling.
 
+    Args:
+        most: rows of a micro-batch, at most.
+
     Returns 0 if not even one row fits into memory according to the formulas.
     """
-    device, T, dtype = dist.device, flags["block_size"], devices.DTYPES[dtype_name]
+    device, T, dtype = dist.device, config.block_size, devices.DTYPES[dtype_name]
     amp = devices.autocast(device, dtype)
     devices.configure_backends(device, tf32=True)
     with torch.device("meta"):
-        sizes = memory.Sizes.of(new_model(flags, vocab_size))
-    most, recompute = flags["batch_size"] or 1, flags["recompute"]
-    # one process, even with FSDP
-    layout = memory.Layout(flags["total_batch_size"], dtype, recompute=recompute, optimizer=flags["optimizer"])
+        sizes = memory.Sizes.of(new_model(config, vocab_size))
+    layout = memory.Layout.of(config, dtype, world_size=1, compiled=False)
     needed = partial(memory.bytes_needed, sizes, layout, device)
     B = memory.largest_micro_batch(most, most, needed, devices.free_and_total_memory(device)[0])
     if B == 0:
         return 0.0
     if device.type != "cuda":  # a row of a large model is as fast per token as several
         B = max(1, min(B, int(MEASURED_FLOPS / (6 * sizes.parameters * T))))
-    model: Any = new_model(flags, vocab_size).to(device)
+    model: Any = new_model(config, vocab_size).to(device)
     tokens = torch.randint(vocab_size, (B, T + 1), device=device)
     optimizer = None
 
@@ -214,9 +219,9 @@ def _tokens_per_second(
         model.zero_grad(set_to_none=True)
 
     work: Callable[[], object] = step
-    if flags["cuda_graphs"] and dist.world_size == 1 and cuda_graphs.suit(sizes, layout, B, device):
+    if config.cuda_graphs and dist.world_size == 1 and cuda_graphs.suit(sizes, layout, B, device):
         # as a graph, a micro-step of a small model is so short that the optimizer counts
-        optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), flags["optimizer"], dtype=dtype)
+        optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), config.optimizer, dtype=dtype)
         for group in optimizer.param_groups:
             group["capturable"] = True
         work = cuda_graphs.Graph(step)

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from support.cli import UserError, flag_name, flags_of, format_bytes
-from support.config import Options, PlanOptions
+from support.config import PlanOptions, TrainConfig
 from support.data import shards
 from support.data.tokenizer import VOCAB_SIZES
 from support.gpus import GPU_FLAGS, GPUS
 from support.runtime import batch_size, memory
-from support.runtime.machine import compile_seconds
+from support.runtime.machine import compile_seconds, hellaswag_interval
 from support.runtime.memory import Layout, Sizes, TrainingMemory, training_memory
 from support.sizing import presets
+from support.sizing.budget import NewModel
 
 
 class Measured(NamedTuple):
@@ -66,11 +66,10 @@ class Plan:
     """A run on a number of GPUs of one kind."""
 
     options: PlanOptions
-    config: Options
+    config: TrainConfig
     sizes: Sizes
     flops_per_token: int
     vocab_size: int
-    max_steps: int
     layout: Layout  # in bf16
 
     @property
@@ -81,7 +80,7 @@ class Plan:
 
     @property
     def rows_per_gpu(self) -> int:
-        return self.layout.step_tokens // self.sizes.block_size // self.options.gpus
+        return self.config.step_rows // self.options.gpus
 
     @property
     def gpu_bytes(self) -> int:
@@ -145,11 +144,9 @@ def evaluations(plan: Plan) -> tuple[int, int, int]:
     def times(every: int | None) -> int:
         if every is None:  # at each quarter of --minutes
             return 5
-        return -(-plan.max_steps // every) + 1 if every else 0  # plus the one after the last step
+        return -(-config.max_steps // every) + 1 if every else 0  # plus the one after the last step
 
-    often = None if config.minutes else 250
-    hellaswag_every = often if config.hellaswag_every is None else config.hellaswag_every
-    validations, scores = times(config.val_every), times(hellaswag_every)
+    validations, scores = times(config.val_every), times(hellaswag_interval(config, on_gpu=True))
     scores = scores if plan.vocab_size == VOCAB_SIZES["gpt2"] else 0  # HellaSwag is scored only with GPT-2's tokens
     items = min(config.hellaswag_limit or HELLASWAG_ITEMS, HELLASWAG_ITEMS)
     return validations, scores, validations * config.val_tokens + scores * items * TOKENS_PER_ITEM
@@ -177,47 +174,42 @@ def split_flags(cli_flags: Mapping[str, Any], world_size: int) -> tuple[PlanOpti
     return options, {name: value for name, value in cli_flags.items() if name not in names}
 
 
-def print_report(options: PlanOptions, config: Options, new_model: Callable[[int], nn.Module], rank: int = 0) -> None:
+def print_report(options: PlanOptions, config: TrainConfig, new_model: NewModel, rank: int = 0) -> None:
     """Prints the report of --plan on rank 0, for a run on `options.gpus` GPUs of the kind `options.gpu`.
 
     Args:
-        new_model: makes the model from its vocabulary size; on the meta device, that takes about 2 ms per layer.
+        new_model: makes the model; on the meta device, that takes about 2 ms per layer.
 
     Raises:
         UserError: the formulas do not cover such a run, or its batch does not divide evenly among the GPUs.
     """
-    flags = config.to_dict()
-    if flags["lora_rank"]:
+    if config.lora_rank:
         raise UserError("--plan can only plan the training of all weights. Leave out --lora-rank.")
     if config.dtype not in ("auto", "bf16"):
         raise UserError(f"--plan can only plan runs in bf16. Leave out --dtype {config.dtype}.")
-    step_tokens, gpus = flags["total_batch_size"], options.gpus
-    batch_size.rows_per_rank(step_tokens, flags["block_size"], gpus)
+    batch_size.rows_per_rank(config, options.gpus)
     if rank > 0:
         return
     vocab_size = vocab_size_of(config)
     with torch.device("meta"):
-        model: Any = new_model(vocab_size)
-    layout = Layout(
-        step_tokens, torch.bfloat16, gpus, config.parallel == "fsdp" and gpus > 1, config.recompute,
-        config.compile is not False, flags["optimizer"],
-    )  # fmt: skip
-    plan = Plan(options, config, Sizes.of(model), model.flops_per_token(), vocab_size, flags["max_steps"], layout)
+        model: Any = new_model(config, vocab_size)
+    layout = Layout.of(config, torch.bfloat16, options.gpus, compiled=config.compile is not False)
+    plan = Plan(options, config, Sizes.of(model), model.flops_per_token(), vocab_size, layout)
     for line in report(plan):
         print(textwrap.fill(line, 80, subsequent_indent=" " * 9), flush=True)
 
 
-def vocab_size_of(config: Options) -> int:
+def vocab_size_of(config: TrainConfig) -> int:
     """Returns the vocabulary size of the run's shards or, if there are none yet, of its tokenizer."""
     if shards.shard_paths(config.data, "train"):
         return shards.read_manifest(config.data)["vocab_size"]
-    return presets.vocab_size_for(config, config.to_dict())
+    return presets.vocab_size_for(config)
 
 
 def report(plan: Plan) -> Iterator[str]:
     """Yields the lines of the report."""
     options, config, sizes, flops_per_token = plan.options, plan.config, plan.sizes, plan.flops_per_token
-    gpus, gpu, steps, T = options.gpus, GPU_FLAGS[options.gpu], plan.max_steps, sizes.block_size
+    gpus, gpu, steps, T = options.gpus, GPU_FLAGS[options.gpu], config.max_steps, sizes.block_size
     peak, step_tokens = GPUS[gpu].peak_flops, plan.layout.step_tokens
     tokens = steps * step_tokens
     if options.peak:

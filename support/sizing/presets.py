@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from support import startup
-from support.cli import UserError, flag_name, print_lines
-from support.config import Options
+from support.cli import print_lines
+from support.config import TrainConfig
 from support.data import shards
 from support.data.bpe import fitting_vocab_size
 from support.data.demo_text import DEMO_VOCAB_SIZE, demo_corpus
@@ -22,8 +22,6 @@ from support.data.output_folder import OtherShardsError, remove_shards
 from support.data.text_files import TextFiles, estimate_text_bytes, find_input
 from support.data.tokenizer import VOCAB_SIZES
 
-# The peak learning rate of --recipe fast; Muon's is lower in steps of fewer than 16,384 tokens: docs/recipes.md
-FAST_LR = 3.6e-3
 SHORT_COOLDOWN = 0.7  # --cooldown-fraction of --text and --demo: a short run gains from a long cooldown
 DEMO_TEXT_BYTES, DEMO_MINUTES = 1e7, 2.0
 DEMO_STEPS, DEMO_STEP_SIZE = 1200, 2048  # in DEMO_MINUTES on two free cores with bf16: docs/normal.md
@@ -32,7 +30,6 @@ DEMO: dict[str, Any] = dict(
     recipe="fast", total_batch_size=DEMO_STEP_SIZE, max_steps=DEMO_STEPS, cooldown_fraction=SHORT_COOLDOWN, shuffle=True,
     val_tokens=131072, hellaswag_every=0, sample_every=0,
 )  # fmt: skip
-MAX_STEPS = 2**31 - 1
 MODEL_FLAGS = {"n_layer", "n_head", "n_embd", "block_size"}
 MODELS_FOR_TEXT: tuple[dict[str, int], ...] = (
     dict(n_layer=3, n_head=2, n_embd=96, block_size=64, batch_size=32),
@@ -55,70 +52,62 @@ TINY_TEXT = 1e5  # bytes; a run on less says what little can be learned from it
 MAX_BPE_TEXT = 4e8  # bytes; a larger text gets GPT-2's tokens
 
 
-def preset_flags(
-    cli_flags: Mapping[str, Any], tokenizer: str | None = None, n_embd: int = 768, context: int = 1024
-) -> dict[str, Any]:
-    """Returns the flags that --demo or --text sets unless the user does; none without one of these two.
+def text_flags(above: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the flags that --text sets, unless a stronger layer does.
 
     Args:
-        tokenizer, n_embd, context: of the --init-from model; not used without that flag.
+        above: the values of the stronger layers: of the command line, and of pretrained weights.
+        recipe: the numbers of --recipe fast.
 
     Raises:
-        UserError: --text names no text, or a flag needs --text.
+        UserError: --text names no text.
     """
-    if "text" in cli_flags:
-        return _text_flags(cli_flags, tokenizer, n_embd, context)
-    of_text = {"text_field"} if "init_from" in cli_flags else {"text_field", "tokenizer"}
-    if for_text := [flag_name(name) for name in sorted(of_text & cli_flags.keys())]:
-        raise UserError(*(f"{name} is for --text. Add --text, or leave out {name}." for name in for_text))
-    if not cli_flags.get("demo"):
-        return {}
-    passes = 1.0
-    if "max_steps" in cli_flags:
-        length = flags_for_steps(cli_flags["max_steps"], demo=True)
-        step = cli_flags.get("total_batch_size", DEMO_STEP_SIZE)
-        passes = cli_flags["max_steps"] * step / train_tokens(DEMO_TEXT_BYTES, "bpe")
-        if "init_from" not in cli_flags:
-            length["dropout"] = dropout_for(passes)
-    else:
-        length = {"minutes": DEMO_MINUTES, "checkpoint_every": 5000}  # a run saves before its cooldown and at its end
-    other_sizes = MODEL_FLAGS if cli_flags.keys() & {"model", "init_from"} else set()
-    flags = DEMO | fast_rates(DEMO_STEP_SIZE, cli_flags, passes) | length
-    return {name: value for name, value in flags.items() if name not in other_sizes}
-
-
-def _text_flags(cli_flags: Mapping[str, Any], tokenizer: str | None, n_embd: int, context: int) -> dict[str, Any]:
-    fine_tuned = "init_from" in cli_flags
-    size = text_bytes(cli_flags["text"], cli_flags.get("text_field", "text"))
-    tokenizer = cli_flags.get("tokenizer", tokenizer or ("bpe" if size <= MAX_BPE_TEXT else "gpt2"))
+    fine_tuned = "init_from" in above
+    size = text_bytes(above["text"], above.get("text_field", "text"))
+    tokenizer = above.get("tokenizer", "bpe" if size <= MAX_BPE_TEXT else "gpt2")
     tokens = train_tokens(size, tokenizer)
     flags: dict[str, Any]
     if fine_tuned:  # few epochs, at a low learning rate
         total_tokens, steps = tokens * (3 if size < 4e7 else 1), 200
         # These learning rates suit GPT-2; the best rate for AdamW grows as models get narrower (arXiv:2203.03466).
-        flags = dict(max_lr=(1e-3 if "lora_rank" in cli_flags else 1e-4) * max(1.0, 768 / n_embd))
-        if cli_flags.get("block_size", context) <= MODELS_FOR_TEXT[0]["block_size"]:
+        flags = dict(max_lr=(1e-3 if "lora_rank" in above else 1e-4) * max(1.0, 768 / above["n_embd"]))
+        if above["block_size"] <= MODELS_FOR_TEXT[0]["block_size"]:
             flags["batch_size"] = MODELS_FOR_TEXT[0]["batch_size"]  # takes as long as 4 rows
     else:  # several epochs of a small text, but too few to memorize it
-        most = most_passes(cli_flags.get("dropout", MOST_DROPOUT))
+        most = most_passes(above.get("dropout", MOST_DROPOUT))
         total_tokens, steps = max(tokens, min(MIN_TOKENS[tokenizer], most * tokens)), 2000
         flags = dict(recipe="fast")
-        if "model" not in cli_flags:
+        if "model" not in above:
             flags |= models_for_text(size, total_tokens * bytes_per_token(size, tokenizer))[-1]
-    tokens_per_step = cli_flags.get("total_batch_size", step_size(total_tokens, steps))
-    steps = cli_flags.get("max_steps", max(1, round(total_tokens / max(1, tokens_per_step))))
+    tokens_per_step = above.get("total_batch_size", step_size(total_tokens, steps))
+    steps = above.get("max_steps", max(1, round(total_tokens / max(1, tokens_per_step))))
     passes = steps * tokens_per_step / max(1, tokens)
-    if flags.get("recipe") == "fast" and cli_flags.get("recipe", "fast") == "fast":
-        flags |= dict(cooldown_fraction=SHORT_COOLDOWN) | fast_rates(tokens_per_step, cli_flags, passes)
+    if not fine_tuned and above.get("recipe", "fast") == "fast":
+        flags |= dict(cooldown_fraction=SHORT_COOLDOWN) | fast_rates(recipe, tokens_per_step, above, passes)
     if not fine_tuned:
         flags["dropout"] = dropout_for(passes)
     length = flags_for_steps(steps, False, fine_tuned)
-    if "minutes" in cli_flags:
+    if "minutes" in above:
         length |= _intervals(None, False)
     return flags | length | dict(
-        data=str(Path(cli_flags.get("out", "log")) / "data"), tokenizer=tokenizer, shuffle=True,
+        data=str(Path(above.get("out", "log")) / "data"), tokenizer=tokenizer, shuffle=True,
         total_batch_size=tokens_per_step, keep=1,
     )  # fmt: skip
+
+
+def demo_flags(above: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the flags that --demo sets, unless a stronger layer does; the arguments are as in `text_flags`."""
+    passes = 1.0
+    if "max_steps" in above:
+        length = flags_for_steps(above["max_steps"], demo=True)
+        step = above.get("total_batch_size", DEMO_STEP_SIZE)
+        passes = above["max_steps"] * step / train_tokens(DEMO_TEXT_BYTES, "bpe")
+        if "init_from" not in above:
+            length["dropout"] = dropout_for(passes)
+    else:
+        length = {"minutes": DEMO_MINUTES, "checkpoint_every": 5000}  # a run saves before its cooldown and at its end
+    flags = DEMO | fast_rates(recipe, DEMO_STEP_SIZE, above, passes) | length
+    return {name: value for name, value in flags.items() if not ("model" in above and name in MODEL_FLAGS)}
 
 
 def fewer_steps_note(minutes: float | None, steps: int, step_tokens: int) -> str | None:
@@ -163,32 +152,40 @@ def most_passes(dropout: float) -> int:
     return MAX_PASSES_WITH_DROPOUT if dropout else MAX_PASSES
 
 
-def longer_run(flags: Mapping[str, Any], passes: float) -> tuple[float, dict[str, float]] | None:
-    """Returns how many times as long a fork of a finished run may be, at most twice, and its other flags; None: no longer.
+def longer_run(
+    config: TrainConfig, sources: Mapping[str, str], passes: float, recipe: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the flags of a fork that makes a finished run at most twice as long; none if that gains nothing.
 
     If it reads its text too often for the run's dropout and weight decay, it gets those of a new run of that length. A
-    weight decay that no preset has was chosen by the user, and stays.
+    weight decay that the user chose for the run stays. One on the command line of a fork is probably of this function.
 
     Args:
-        flags: of the finished run.
+        sources: the layer that each value came from.
         passes: over its data.
+        recipe: the numbers of --recipe fast.
     """
-    if not (flags["demo"] or flags["text"] is not None) or flags["init_from"] is not None:
-        return None if 0 < flags["max_passes"] <= passes else (2.0, {})
-    times, chosen = min(2.0, MAX_PASSES_WITH_DROPOUT / max(passes, 1e-9)), dict[str, float]()
-    if times < 1.25:  # for so little, nobody trains again
-        return None
-    more, step = times * passes, flags["total_batch_size"]
-    if dropout_for(more) > flags["dropout"]:
-        chosen["dropout"] = dropout_for(more)
-    optimizer = {name: flags[name] for name in ("recipe", "optimizer")}
-    least, most, fitting = (fast_rates(step, optimizer, n).get("weight_decay", 0) for n in (1, MAX_PASSES, more))
-    of_preset = 0.99 * least <= flags["weight_decay"] <= 1.01 * most  # also if it was rounded in such a command
-    if of_preset and not math.isclose(fitting, flags["weight_decay"], rel_tol=0.01):
-        chosen["weight_decay"] = float(f"{fitting:.3g}")
-    if 0 < flags["max_passes"] < more:
-        chosen["max_passes"] = math.ceil(more)
-    return times, chosen
+    times, chosen = 2.0, dict[str, Any]()
+    if not config.has_preset or config.init_from is not None:
+        if 0 < config.max_passes <= passes:
+            return {}
+    else:
+        times = min(2.0, MAX_PASSES_WITH_DROPOUT / max(passes, 1e-9))
+        if times < 1.25:  # for so little, nobody trains again
+            return {}
+        more = times * passes
+        if dropout_for(more) > config.dropout:
+            chosen["dropout"] = dropout_for(more)
+        of_run = {"recipe": config.recipe, "optimizer": config.optimizer}
+        fitting = fast_rates(recipe, config.total_batch_size, of_run, more).get("weight_decay", config.weight_decay)
+        if sources["weight_decay"] != "command line" and not math.isclose(fitting, config.weight_decay, rel_tol=0.01):
+            chosen["weight_decay"] = float(f"{fitting:.3g}")
+        if 0 < config.max_passes < more:
+            chosen["max_passes"] = math.ceil(more)
+    if config.minutes:
+        return {"minutes": f"{round(times * config.minutes, 1):g}"} | chosen
+    # a decay that ends before the run would not move
+    return {"max_steps": round(times * config.max_steps)} | chosen if config.decay_steps == config.max_steps else {}
 
 
 def models_for_text(text_bytes: float, bytes_read: float = math.inf) -> list[dict[str, int]]:
@@ -199,12 +196,12 @@ def models_for_text(text_bytes: float, bytes_read: float = math.inf) -> list[dic
     """
     smallest, *others = MODELS_FOR_TEXT
     most = min(text_bytes, bytes_read / BYTES_PER_WEIGHT)
-    return [smallest, *(model for model in others if block_weights(model) <= most)]
+    return [smallest, *(model for model in others if block_weights(model["n_layer"], model["n_embd"]) <= most)]
 
 
-def block_weights(model: Mapping[str, Any]) -> int:
+def block_weights(n_layer: int, n_embd: int) -> int:
     """Returns the number of weights in a model's blocks, without biases and norms."""
-    return 12 * model["n_layer"] * model["n_embd"] ** 2
+    return 12 * n_layer * n_embd**2
 
 
 def step_size(total_tokens: float, steps: int = 2000) -> int:
@@ -220,7 +217,9 @@ def timed_step_size(total_tokens: float) -> int:
     return max(step_size(total_tokens), min(2048, step_size(total_tokens, 1000)))
 
 
-def fast_rates(tokens_per_step: int, cli_flags: Mapping[str, Any], passes: float = 1.0) -> dict[str, float]:
+def fast_rates(
+    recipe: Mapping[str, Any], tokens_per_step: int, above: Mapping[str, Any], passes: float = 1.0
+) -> dict[str, float]:
     """Returns the peak learning rates and the weight decay of --recipe fast.
 
     Below 16,384 tokens per step, Muon's rate grows with the square root of the step size. A step shrinks the weights by
@@ -228,13 +227,15 @@ def fast_rates(tokens_per_step: int, cli_flags: Mapping[str, Any], passes: float
     docs/small-models.md has the measurements. If --max-lr is given, or weights are pretrained, AdamW uses Muon's rate.
 
     Args:
+        recipe, above: as in `text_flags`.
         passes: over the text.
     """
     fraction = math.sqrt(min(1.0, tokens_per_step / 16384))
-    rates = {"max_lr": FAST_LR * fraction}
-    by_muon = cli_flags.get("recipe", "fast") == "fast" and cli_flags.get("optimizer", "muon") == "muon"
-    if by_muon and not cli_flags.keys() & {"max_lr", "init_from"}:
-        rates |= {"adamw_lr": FAST_LR, "weight_decay": 0.1 * weight_decay_factor(passes) / fraction}
+    rates = {"max_lr": recipe["max_lr"] * fraction}
+    by_muon = above.get("recipe", "fast") == "fast" and above.get("optimizer", "muon") == "muon"
+    if by_muon and not above.keys() & {"max_lr", "init_from"}:
+        weight_decay = recipe["weight_decay"] * weight_decay_factor(passes) / fraction
+        rates |= {"adamw_lr": recipe["max_lr"], "weight_decay": weight_decay}
     return rates
 
 
@@ -271,27 +272,27 @@ def flags_for_length(before: Mapping[str, Any], max_steps: int | None) -> dict[s
     return flags
 
 
-def tokenizer_name(config: Options) -> str:
+def tokenizer_name(config: TrainConfig) -> str:
     """Returns the tokenizer of a run's shards: gpt2, bytes or bpe."""
     return "bpe" if config.demo else config.tokenizer or "gpt2"
 
 
-def vocab_size_for(config: Options, sizes: Mapping[str, Any]) -> int:
-    """Returns the vocabulary size of a run whose shards are not made yet, for a model of these sizes."""
+def vocab_size_for(config: TrainConfig) -> int:
+    """Returns the vocabulary size of a run whose shards are not made yet."""
     tokenizer = tokenizer_name(config)
     if tokenizer != "bpe":
         return VOCAB_SIZES[tokenizer]
     if config.text is None:
         return DEMO_VOCAB_SIZE
-    return min(fitting_vocab_size(text_bytes(config.text, config.text_field)), largest_vocab_size(sizes))
+    return min(fitting_vocab_size(text_bytes(config.text, config.text_field)), largest_vocab_size(config))
 
 
-def largest_vocab_size(sizes: Mapping[str, Any]) -> int:
+def largest_vocab_size(config: TrainConfig) -> int:
     """Returns the largest vocabulary for a model: a power of two with which its embedding is no larger than its blocks.
 
     With a larger one, a step spends most of its time on the logits (measured, see docs/small-models.md).
     """
-    return max(512, 2 ** int(math.log2(block_weights(sizes) / sizes["n_embd"])))
+    return max(512, 2 ** int(math.log2(block_weights(config.n_layer, config.n_embd) / config.n_embd)))
 
 
 def text_bytes(text: str | None, field: str = "text") -> float:
@@ -309,7 +310,7 @@ def text_bytes(text: str | None, field: str = "text") -> float:
 # Shards
 
 
-def make_preset_shards(config: Options, keep_existing: bool, may_replace: bool, model: Path | None) -> None:
+def make_preset_shards(config: TrainConfig, keep_existing: bool, may_replace: bool, model: Path | None) -> None:
     """Makes the shards of --text or --demo, unless they exist.
 
     Args:
@@ -329,7 +330,7 @@ def make_preset_shards(config: Options, keep_existing: bool, may_replace: bool, 
         paths = find_input([config.text], lambda note: print_lines(f"note    {note}"))
         make = partial(
             make_shards, TextFiles(paths, config.text_field), config.data, tokenizer=tokenizer_name(config),
-            largest_vocab_size=None if model else largest_vocab_size(config.to_dict()), tokenizer_from=model,
+            largest_vocab_size=None if model else largest_vocab_size(config), tokenizer_from=model,
             split_documents=True, threads=usable_cores(), flag="--out",
         )  # fmt: skip
     make = partial(make, report=lambda line: None)  # a run shows only the progress, which is on stderr
