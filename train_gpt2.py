@@ -666,7 +666,7 @@ def load(config: TrainConfig, dist: Distributed, start: Start) -> Setup:
     """Loads what a run needs: all that can fail or take long, before anything is written."""
     machine = Machine.find(config, dist.device, dist.world_size)
     use_fsdp = config.parallel == "fsdp" and dist.world_size > 1
-    dist.on_rank_zero(lambda: run_folder.prepare(config, start))  # makes the shards of --text and --demo for all ranks
+    dist.once(lambda: run_folder.prepare(config, start))  # makes the shards of --text and --demo for all ranks
     # Local rank 0 runs this block before the others, which then find what it downloaded.
     with dist.local_rank_zero_first():
         data = open_data(config, start, dist)
@@ -685,7 +685,7 @@ def load(config: TrainConfig, dist: Distributed, start: Start) -> Setup:
         if machine.compiled:
             eval_model = devices.compile(eval_model)
     preflight.check_runs_agree(dist, config, machine, identity)  # or ranks would wait for each other forever
-    if not all(dist.gather(bool(examples))):  # one node may have failed to download them
+    if not all(dist.all_gather(bool(examples))):  # one node may have failed to download them
         examples = []
     return Setup(
         config=config, dist=dist, start=start, machine=machine, data=data, identity=identity, examples=examples,

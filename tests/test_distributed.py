@@ -58,9 +58,7 @@ def test_an_environment_that_is_not_torchruns_is_an_error(monkeypatch, changed):
 def prepare_together(rank):
     """Returns, on two nodes of two ranks, who ran what, when, with what result, and who was told about a failure."""
     dist, calls = Distributed(rank, rank % 2, 4), []
-    results = [
-        once(lambda: calls.append(rank) or f"by {rank}") for once in (dist.once, dist.once_per_node, dist.on_rank_zero)
-    ]
+    results = [dist.once(lambda: calls.append(rank) or f"by {rank}", per_node=per_node) for per_node in (False, True)]
     with dist.local_rank_zero_first():
         entered = time.monotonic()
     left, failures = time.monotonic(), []
@@ -85,7 +83,7 @@ def prepare_together(rank):
         except UserError as error:
             failures.append((error.problems, error.this_rank_only))
     try:
-        dist.on_rank_zero(lambda: os.listdir("/nowhere"))
+        dist.once(lambda: os.listdir("/nowhere"))
     except (UserError, OSError) as error:
         failures.append(str(error))
     return calls, results, (entered, left), failures
@@ -95,9 +93,8 @@ def prepare_together(rank):
 def test_ranks_prepare_together(tmp_path):
     returned = on_ranks(prepare_together, 4, tmp_path)
     calls, results, times, failures = ([values[i] for _, values in sorted(returned.items())] for i in range(4))
-    assert calls == [[0, 0, 0], [], [2], []]
-    by_node = ["by 0", "by 0", "by 2", "by 2"]
-    assert results == [["by 0", node, "by 0" if rank == 0 else None] for rank, node in enumerate(by_node)]
+    assert calls == [[0, 0], [], [2], []]
+    assert results == [["by 0", node] for node in ("by 0", "by 0", "by 2", "by 2")]
     entered, left = zip(*times, strict=True)
     assert max(entered[0], entered[2]) < min(entered[1], entered[3]) and max(entered) < min(left)
     for i, failing in enumerate((0, 2, 3)):

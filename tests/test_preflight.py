@@ -22,9 +22,9 @@ def compare(check, *ranks):
     """The problems of three ranks, or None. `check(dist, *arguments)` is called with the arguments of each."""
     values: list = []
 
-    def problems(arguments, gather):
+    def problems(arguments, all_gather):
         try:
-            check(SimpleNamespace(device=ONE_PROCESS.device, gather=gather), *arguments)
+            check(SimpleNamespace(device=ONE_PROCESS.device, all_gather=all_gather), *arguments)
         except UserError as error:
             return error.problems
 

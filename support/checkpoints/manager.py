@@ -151,7 +151,7 @@ class CheckpointManager:
         self.finish()
         if not self.stop.failure:
             dist.print0(f"step {train_state.step:5d} | stopped. {self.describe_newest()}")
-        self.stop.exit_all_ranks(dist.gather)
+        self.stop.exit_all_ranks(dist.all_gather)
 
     def describe_newest(self, then: str = "\nnext    {}") -> str:
         """Names the checkpoint from which a resumed run would start, followed by `then` with the command filled in."""

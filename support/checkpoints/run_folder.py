@@ -84,7 +84,8 @@ def lock_folder(run: RunInfo, dist: Distributed) -> AbstractContextManager[Any]:
             raise UserError(f"cannot write to {folder} ({reason}). Use another --out.") from error
         return lock
 
-    return dist.on_rank_zero(create_and_lock) or nullcontext()
+    with dist.failing_together():
+        return create_and_lock() if dist.rank == 0 else nullcontext()
 
 
 def has_run(folder: Path) -> bool:

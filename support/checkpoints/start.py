@@ -86,7 +86,7 @@ def gather_flags(cli_flags: Mapping[str, Any], tables: Tables, dist: Distributed
         if counted := [flag_name(name) for name in cli_flags if TRAIN_FLAGS[name].counts_steps]:
             raise UserError(*(f"{flag} {why}" for flag in counted))
     if start.checkpoint and not planned:
-        dist.on_rank_zero(lambda: check_installed(merge(start.layers)))  # its flags are known only now
+        dist.once(lambda: check_installed(merge(start.layers)))  # its flags are known only now
     return start
 
 
@@ -97,7 +97,7 @@ def _start(cli_flags: dict[str, Any], recipe: Mapping[str, Any], dist: Distribut
         raise UserError("--fork starts another run. Name its folder with --out.")
     out = str(cli_flags.get("out", presets.DEMO["out"] if cli_flags.get("demo") else "log"))
     if resume:
-        newest = dist.once_per_node(lambda: newest_checkpoint(out))
+        newest = dist.once(lambda: newest_checkpoint(out), per_node=True)
         check_facts_agree(dist, {"the checkpoint": newest.name if newest else "none"})
         if newest:
             return _resume(cli_flags, Checkpoint.open(newest), dist)
@@ -244,7 +244,7 @@ def _flags_that_may_move(stored: Mapping[str, Any]) -> set[str]:
 
 def find_once_per_node(name_or_dir: str, dist: Distributed) -> Path:
     """Calls `huggingface.find_model` on one rank of each node."""
-    return dist.once_per_node(lambda: huggingface.find_model(name_or_dir))
+    return dist.once(lambda: huggingface.find_model(name_or_dir), per_node=True)
 
 
 def _stored_flags(checkpoint: Checkpoint, cli_flags: Mapping[str, Any], dist: Distributed) -> dict[str, Any]:

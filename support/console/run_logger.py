@@ -64,7 +64,8 @@ class RunLogger:
         self.run, self.config, self.print0, self.world_size = run, run.config, dist.print0, dist.world_size
         self.first_step = run.first_step
         self.peak_flops = devices.peak_flops(dist.device)
-        self._trackers = Trackers(dist.on_rank_zero(lambda: start_trackers(run.config, self.first_step)) or [])
+        with dist.failing_together():
+            self._trackers = Trackers(start_trackers(run.config, self.first_step) if dist.rank == 0 else [])
         self._folder = folder = Path(run.config.out) if dist.rank == 0 else None
         self._starts = list[dict[str, Any]]()  # not yet in starts.jsonl
         self.log, self.values = LogFile(), {"val": dict[int, float](), "hella": dict[int, float]()}

@@ -72,7 +72,7 @@ def try_batch_sizes(
     )
     if device.type not in TRIED:
         available = free + (0 if sharded else 4 * sizes.parameters)  # the weights are in memory already
-        B = min(dist.gather(largest_micro_batch(rows, most, needed, available)))
+        B = min(dist.all_gather(largest_micro_batch(rows, most, needed, available)))
         if B == 0:
             raise UserError(no_row_fits)
         if most > B:
@@ -111,9 +111,9 @@ def try_batch_sizes(
         devices.free_memory(device)
         return answer
 
-    B = min(dist.gather(largest_micro_batch(rows, most, needed, free) or 1))
+    B = min(dist.all_gather(largest_micro_batch(rows, most, needed, free) or 1))
     dist.print0(f"memory  about {needed(B) / 2**30:.1f} of {total / 2**30:.1f} GiB with {B} rows")
-    while not all(dist.gather(has_fitted := fits(B))):
+    while not all(dist.all_gather(has_fitted := fits(B))):
         if B == 1:
             with dist.failing_together():
                 if not has_fitted:

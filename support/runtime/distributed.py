@@ -97,7 +97,7 @@ class Distributed:
 
     # All ranks must call the methods below, in the same order
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Returns the values of all ranks, in the order of the ranks, on every rank."""
         values: list[Any] = [value] * self.world_size
         if self.world_size > 1:
@@ -116,7 +116,7 @@ class Distributed:
             yield
         except Exception as caught:
             error = caught
-        failed = self.gather(error is not None)
+        failed = self.all_gather(error is not None)
         if error:
             if isinstance(error, UserError):
                 error.this_rank_only = not all(failed)  # the first rank of the node may not have the problem
@@ -132,34 +132,25 @@ class Distributed:
         Raises:
             UserError: as in `failing_together`.
         """
-        if self.local_rank > 0:
+        for is_first in (True, False):
             with self.failing_together():
-                pass  # while the first ranks run the block
-        with self.failing_together():
-            yield
-        if self.local_rank == 0:
-            with self.failing_together():
-                pass  # while the others run it
+                if is_first == (self.local_rank == 0):
+                    yield
 
-    def on_rank_zero(self, function: Callable[[], T]) -> T | None:
-        """Calls `function` on rank 0 and returns its result there, None on the others. If it fails, all ranks do."""
+    def once(self, function: Callable[[], T], per_node: bool = False) -> T:
+        """Calls `function` on rank 0 and returns its result, which must be picklable, on all ranks.
+
+        With `per_node`, it is called on the first rank of each node, for all ranks of that node.
+
+        Raises:
+            UserError: as in `failing_together`.
+        """
+        caller = self.rank - self.local_rank if per_node else 0
         result = None
         with self.failing_together():
-            if self.rank == 0:
+            if self.rank == caller:
                 result = function()
-        return result
-
-    def once(self, function: Callable[[], T]) -> T:
-        """Calls `function` on rank 0, and returns its result on all ranks. If it fails, all ranks do."""
-        return cast(T, self.gather(self.on_rank_zero(function))[0])
-
-    def once_per_node(self, function: Callable[[], T]) -> T:
-        """Calls `function` on the first rank of each node, and returns its result on all ranks of the node."""
-        result = None
-        with self.failing_together():
-            if self.local_rank == 0:
-                result = function()
-        return cast(T, self.gather(result)[self.rank - self.local_rank])
+        return cast(T, self.all_gather(result)[caller])
 
     def all_reduce_mean(self, tensor: torch.Tensor) -> torch.Tensor:
         """Averages a tensor over the ranks, in place."""

@@ -52,7 +52,7 @@ def check_starts_agree(dist: Distributed, cli_flags: Mapping[str, Any], planned:
     versions = f"Python {'.'.join(platform.python_version_tuple()[:2])}, torch {torch.__version__}"
     check_facts_agree(dist, given | {"the versions": versions})
     if not planned:
-        dist.on_rank_zero(lambda: check_installed(cli_flags))  # before anything is downloaded or made
+        dist.once(lambda: check_installed(cli_flags))  # before anything is downloaded or made
 
 
 def check_runs_agree(dist: Distributed, config: TrainConfig, machine: Machine, identity: DataIdentity) -> None:
@@ -71,7 +71,7 @@ def check_facts_agree(dist: Distributed, facts: dict[str, str]) -> None:
         UserError: on all ranks, with one line for each fact that differs. The line names the first rank whose fact
             differs from rank 0's, and its node.
     """
-    (own_host, own_facts), *others = dist.gather((socket.gethostname(), facts))
+    (own_host, own_facts), *others = dist.all_gather((socket.gethostname(), facts))
     problems: dict[str, str] = {}
     for rank, (host, other_facts) in enumerate(others, 1):
         for name in own_facts.keys() | other_facts.keys():

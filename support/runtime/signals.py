@@ -75,13 +75,13 @@ class StopHandler:
                 return
             yield item
 
-    def exit_all_ranks(self, gather: Callable[[int], list[int]]) -> NoReturn:
+    def exit_all_ranks(self, all_gather: Callable[[int], list[int]]) -> NoReturn:
         """Ends all ranks with the same exit code: 2 after a failure, otherwise 128 plus the signal.
 
         Raises:
             SystemExit: with the exit code. A rank that failed raises its error instead.
         """
-        reason = min(gather(self._reason or _NO_REASON))
+        reason = min(all_gather(self._reason or _NO_REASON))
         if self.failure:
             raise self.failure
         sys.exit(2 if reason == _FAILURE else 128 + reason)
