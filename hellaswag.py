@@ -45,7 +45,7 @@ from torch.nn import functional as F
 
 from support import files
 from support.checkpoints import huggingface
-from support.cli import UserError, flag, parse_flags, run_cli
+from support.cli import UserError, describe_error, flag, parse_flags, run_cli
 from support.config import DEVICES, TrainConfig
 from support.console.curves import OPENAI_HELLASWAG
 from support.console.progress import progress_bar
@@ -120,7 +120,7 @@ def load(path: str | os.PathLike[str], limit: int | None = None, style: str = "t
                             "Give all items a label, or none."
                         )
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = describe_error(error)
         raise UserError(f"cannot read HellaSwag items from {path} ({reason}). Use another file.") from error
     if not items:
         raise UserError(f"there are no HellaSwag items in {path}. Use another file.")

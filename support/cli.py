@@ -220,7 +220,7 @@ def words_of(arguments: Sequence[str]) -> list[str]:
             text = QUOTED_OR_COMMENT.sub(lambda match: match[1] or "", path.read_text(encoding="utf-8"))
             from_files += shlex.split(text)
         except (OSError, ValueError) as error:
-            reason = "it is not UTF-8 text" if isinstance(error, UnicodeError) else getattr(error, "strerror", error)
+            reason = "it is not UTF-8 text" if isinstance(error, UnicodeError) else describe_error(error)
             advice = (
                 f"@{path} stands for the flags in that file; a value that begins with @ needs the form --flag=@value"
             )
@@ -381,10 +381,11 @@ def describe_free_space(path: str | Path) -> str:
     return f"{format_bytes(shutil.disk_usage(nearest_existing(Path(path))).free)} free"
 
 
-def describe_disk_error(error: OSError, path: str | Path) -> str:
-    """Returns the reason of an error of a disk; if the disk of `path` is full, with the space that is free there."""
-    reason = error.strerror or str(error)
-    return f"{reason}, {describe_free_space(path)}" if error.errno == ENOSPC else reason
+def describe_error(error: Exception, path: str | Path | None = None) -> str:
+    """Returns the reason of an error in words; if the disk of `path` is full, with the space that is free there."""
+    reason = getattr(error, "strerror", None) or str(error)
+    is_full = isinstance(error, OSError) and error.errno == ENOSPC
+    return f"{reason}, {describe_free_space(path)}" if path and is_full else reason
 
 
 # -----------------------------------------------------------------------------
@@ -475,9 +476,8 @@ def _exit_code(main: Callable[[], None]) -> int:
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        path = error.filename
-        problem = f"{describe_disk_error(error, path)}: {path}" if path else error.strerror
-        _print_errors(f"{problem}. Check the disk and its permissions.")
+        where = f": {error.filename}" if error.filename else ""
+        _print_errors(f"{describe_error(error, error.filename)}{where}. Check the disk and its permissions.")
         return 2
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would print a traceback at exit

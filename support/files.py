@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
-from support.cli import UserError, describe_free_space, format_bytes, nearest_existing, warn
+from support.cli import UserError, describe_error, describe_free_space, format_bytes, nearest_existing, warn
 
 LOCK = ".lock"  # in a locked folder; the operating system releases the lock when the process ends, however it ends
 
@@ -137,7 +137,7 @@ def lock_folder(folder: Path, flag: str, shared: bool = False) -> TextIO:
         file.close()
         raise UserError(f"{folder} is in use by {holder}. Wait until it ends, or use another {flag}.") from None
     except OSError as error:  # some network file systems have no locks
-        warn(f"cannot lock {folder} ({error.strerror}). Do not start a second run in it.")
+        warn(f"cannot lock {folder} ({describe_error(error)}). Do not start a second run in it.")
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()

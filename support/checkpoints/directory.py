@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from support import files
-from support.cli import UserError, warn
+from support.cli import UserError, describe_error, warn
 from support.data.tokenizer import MALFORMED
 
 CONTENTS = "checkpoint.json"
@@ -117,7 +117,7 @@ def newest_checkpoint(out: str | os.PathLike[str]) -> Path | None:
         try:
             problem = find_corruption(directory)
         except OSError as error:
-            problem = f"it is not readable ({error.strerror})"
+            problem = f"it is not readable ({describe_error(error)})"
         if problem is None:
             return directory
         if os.environ.get("RANK", "0") == "0":

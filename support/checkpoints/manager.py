@@ -27,7 +27,7 @@ from support.checkpoints.directory import (
 from support.checkpoints.model_card import model_card
 from support.checkpoints.run_info import RunInfo, checkpoint_path
 from support.checkpoints.state import TrainState
-from support.cli import UserError, describe_free_space, print_lines, warn
+from support.cli import UserError, describe_error, describe_free_space, print_lines, warn
 from support.runtime import devices
 from support.runtime.distributed import LONG_TIMEOUT, Distributed
 from support.runtime.signals import StopHandler
@@ -186,7 +186,7 @@ class CheckpointManager:
             write_checkpoint(directory, write_files, **facts)
         except Exception as error:  # the libraries that write have errors of their own
             self._failures += 1
-            reason = getattr(error, "strerror", None) or str(error)
+            reason = describe_error(error)
             if isinstance(error, RuntimeError):  # from torch.save, whose message does not explain it
                 reason = "a file could not be written completely"
             where = f"{self.out} ({describe_free_space(self.out)})"
@@ -211,7 +211,7 @@ class CheckpointManager:
             if removed:
                 print_lines(f"step {step:5d} | removed {', '.join(removed)} (--keep {self.run.config.keep})")
         except OSError as error:
-            warn(f"cannot remove old checkpoints in {self.out}: {error.strerror}.")
+            warn(f"cannot remove old checkpoints in {self.out}: {describe_error(error)}.")
 
     def _not_kept(self, step: int) -> Iterator[Path]:
         """Yields the checkpoints to remove.

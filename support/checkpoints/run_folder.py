@@ -14,7 +14,7 @@ from support.checkpoints.history import FILE, FINISHED, read_starts
 from support.checkpoints.run_info import RunInfo
 from support.checkpoints.start import Start
 from support.checkpoints.state import Checkpoint, OtherVersionError
-from support.cli import UserError, describe_disk_error, nearest_existing, words_of
+from support.cli import UserError, describe_error, nearest_existing, words_of
 from support.config import TrainConfig
 from support.runtime.distributed import Distributed
 from support.sizing.presets import make_preset_shards
@@ -80,7 +80,7 @@ def lock_folder(run: RunInfo, dist: Distributed) -> AbstractContextManager[Any]:
                 files.remove(aside)
                 corrupt.rename(aside)
         except OSError as error:
-            reason = describe_disk_error(error, folder)
+            reason = describe_error(error, folder)
             raise UserError(f"cannot write to {folder} ({reason}). Use another --out.") from error
         return lock
 

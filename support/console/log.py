@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 
-from support.cli import describe_disk_error, warn
+from support.cli import describe_error, warn
 from support.files import atomic_write
 
 LINE = re.compile(r"(\d{1,12}) (.+) (nan|-?inf|-?\d+(?:\.\d+)?(?:e[+-]\d+)?)")  # a name may have any characters
@@ -81,7 +81,7 @@ class LogFile:
                 self._write_pending(self._file)
         except OSError as error:
             if not self._warned:
-                reason = describe_disk_error(error, error.filename)
+                reason = describe_error(error, error.filename)
                 warn(f"cannot write to {error.filename} ({reason}). Its lines are kept in memory.")
             self._warned = True
 

@@ -24,7 +24,7 @@ from support.checkpoints.history import (
     starts_of_parent,
 )
 from support.checkpoints.run_info import RunInfo
-from support.cli import describe_disk_error, warn
+from support.cli import describe_error, warn
 from support.console.curves import CurvesFile
 from support.console.log import FORMATS, LogFile, read_log
 from support.console.trackers import Trackers, start_trackers
@@ -98,7 +98,7 @@ class RunLogger:
         try:  # before the log: a killed process leaves none without its start
             self._write_starts(folder)
         except OSError as error:
-            warn(f"cannot write {folder / FILE} ({describe_disk_error(error, folder)}).")
+            warn(f"cannot write {folder / FILE} ({describe_error(error, folder)}).")
         self.log, logged = LogFile(path, first_step, source), read_log(path)
         for name in self.values:
             self.values[name] = comparable_values(name, logged[name], [*earlier, start])

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from support import files, startup
-from support.cli import UserError, describe_disk_error
+from support.cli import UserError, describe_error
 
 ATTEMPTS = 4
 TIMEOUT = (10, 30)  # seconds: to connect, and to wait for the next byte
@@ -37,7 +37,7 @@ def download(url: str, path: Path, git_blob: str) -> Path:
                 problem = f"{url} is not the expected file (wrong checksum). Try again later."
                 raise UserError(problem, this_rank_only=True)
     except OSError as error:
-        raise UserError(f"cannot write {path}: {describe_disk_error(error, path)}.", this_rank_only=True) from error
+        raise UserError(f"cannot write {path}: {describe_error(error, path)}.", this_rank_only=True) from error
     return path
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from support.cli import UserError, describe_disk_error, print_lines
+from support.cli import UserError, describe_error, print_lines
 from support.data import bpe
 from support.data.encode import Encoder, default_engine, encode_pieces, get_encoder
 from support.data.output_folder import (
@@ -401,7 +401,7 @@ def report_disk_errors(directory: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise UserError(
-            f"cannot write to {directory} ({describe_disk_error(error, directory)}). Fix this, then run the same command "
+            f"cannot write to {directory} ({describe_error(error, directory)}). Fix this, then run the same command "
             "again to resume."
         ) from error
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from support import files
-from support.cli import UserError
+from support.cli import UserError, describe_error
 from support.data.text_files import Setting, has_text_files
 from support.data.tokenizer import (
     END_OF_TEXT,
@@ -275,8 +275,7 @@ def load_shard(path: Path, entry: ShardEntry | None = None, verify: bool = False
         with warnings.catch_warnings(action="ignore"):  # numpy warns about headers in Python 2's format
             tokens = np.lib.format.open_memmap(path, mode="r")
     except Exception as error:  # numpy's header parser raises many kinds of them
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{path} is not a readable .npy file ({reason}). {_MAKE_AGAIN}") from error
+        raise UserError(f"{path} is not a readable .npy file ({describe_error(error)}). {_MAKE_AGAIN}") from error
     if tokens.dtype != np.uint16 or tokens.ndim != 1 or len(tokens) == 0:
         content = f"{tokens.ndim}-dimensional {tokens.dtype}" if tokens.size else "nothing"
         raise UserError(f"{path} holds {content}, not 1-dimensional uint16 tokens. {_MAKE_AGAIN}")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
-from support.cli import UserError
+from support.cli import UserError, describe_error
 from support.files import LOCK
 
 if TYPE_CHECKING:
@@ -306,7 +306,7 @@ def _reading(where: str) -> Iterator[None]:
         by_pyarrow = type(error).__module__.startswith("pyarrow")
         if not by_pyarrow and not isinstance(error, OSError | EOFError | ValueError):
             raise
-        reason = " ".join(str(getattr(error, "strerror", None) or error).split()).rstrip(".")[:300]
+        reason = " ".join(describe_error(error).split()).rstrip(".")[:300]
         raise UserError(f"{where} cannot be read ({reason}). Check the file, or get it again.") from error
 
 

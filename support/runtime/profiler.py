@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from support.cli import warn
+from support.cli import describe_error, warn
 
 WARM_UP_STEPS = 3  # steps before the first recorded one: they compile, allocate and read data for the first time
 ROWS = 12  # rows of the table
@@ -31,7 +31,7 @@ def make_profiler(
             recorded.export_chrome_trace(str(file))
             notice(f"profile written: open {file} in ui.perfetto.dev")
         except Exception as error:  # a full disk, for example; no run ends because of its profile
-            warn(f"the profile could not be written to {file} ({error}).")
+            warn(f"the profile could not be written to {file} ({describe_error(error, file)}).")
         key = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
         notice(recorded.key_averages().table(sort_by=key, row_limit=ROWS, max_name_column_width=50))
 
