@@ -12,7 +12,7 @@ fineweb.py makes the shards. The defaults train GPT-2 124M on 10 billion tokens.
 
 from __future__ import annotations
 
-from support import startup
+from support import cli, startup
 
 if __name__ == "__main__":
     startup.prepare()  # comes first: PyTorch reads what this sets, how long idle threads wait, when it is imported
@@ -28,10 +28,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from support.cli import Tables, UserError, check_command_line, parse_flags, run_cli
-from support.config import CommandLine, Layers, TrainConfig, describe_contradictions, merge
+from support.config import CommandLine, TrainConfig
 
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768),  # 124M parameters
     "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),  # 350M
     "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280),  # 774M
@@ -39,7 +38,7 @@ MODELS = {
 }
 
 # How GPT-2 was trained, as far as GPT-2's and GPT-3's papers tell.
-GPT2_RECIPE = dict(
+GPT2_RECIPE: dict[str, Any] = dict(
     total_batch_size=2**19,  # tokens per optimizer step
     max_steps=19073,  # 10 billion tokens
     optimizer="adamw", beta1=0.9, beta2=0.95,  # 0.999 would react too slowly
@@ -53,10 +52,10 @@ RECIPES = {
     # the same loss with fewer tokens: Muon for the matrices of the blocks, a constant rate and a cooldown (docs/recipes.md)
     "fast": GPT2_RECIPE | dict(optimizer="muon", schedule="wsd", max_lr=3.6e-3),
 }
-TABLES: Tables = {"model": MODELS, "recipe": RECIPES}  # by the flag that chooses a row; support/config.py has all flags
+TABLES = {"model": MODELS, "recipe": RECIPES}  # by the flag that chooses a row; support/config.py has all flags
 
 if __name__ == "__main__":
-    check_command_line(CommandLine, __doc__, TABLES)  # a mistake, or --help, need not wait for the next import
+    cli.check_command_line(CommandLine, __doc__, TABLES)  # a mistake, or --help, need not wait for the next import
     startup.show("importing PyTorch ...")
 
 import torch
@@ -69,24 +68,24 @@ from support import torch_private
 from support.checkpoints import huggingface, lora, run_folder
 from support.checkpoints.manager import CheckpointManager
 from support.checkpoints.run_info import RunInfo
-from support.checkpoints.start import Start, check_pretrained, gather_flags, identify_data
+from support.checkpoints.start import Start
 from support.checkpoints.state import TrainState
 from support.console.progress import print_finished, print_header, print_summary, progress_bar
 from support.console.run_logger import RunLogger
 from support.data import shards
-from support.data.shards import TokenData, rows_in_shard
+from support.data.shards import rows_in_shard
 from support.data.tokenizer import Tokenizer
 from support.optim.layers import Dropout, causal_attention
 from support.optim.loss import chunked_cross_entropy
 from support.optim.muon import Muon
 from support.runtime import batch_size, cuda_graphs, devices, fsdp, memory, preflight
 from support.runtime.clock import Clock
-from support.runtime.distributed import LONG_TIMEOUT, ONE_PROCESS, STEP_TIMEOUT, Distributed, report_lost_processes
+from support.runtime.distributed import ONE_PROCESS, Distributed, report_lost_processes
 from support.runtime.kv_cache import KVCache
 from support.runtime.machine import Machine
 from support.runtime.schedule import Schedule
 from support.runtime.signals import StopHandler
-from support.sizing import budget, plan, presets
+from support.sizing import budget, plan
 
 # -----------------------------------------------------------------------------
 # The model. B is batch, T is time, C is channels (n_embd), nh is heads, hs is head size (C / nh), V is vocabulary.
@@ -516,19 +515,26 @@ def step_if_finite(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
         optimizer.step()
 
 
+class StepResult(NamedTuple):
+    """What a step returns, the same on every rank."""
+
+    loss: float  # before the step, in nats
+    norm: float  # of the gradients before clipping
+    progress: float  # of the run after the step, see `Schedule.progress`
+    seconds: float  # of the step alone, without evaluation, logging and checkpoints; on this rank
+
+
 def train_step(
     train_model: nn.Module, state: TrainState, loader: DataLoaderLite, schedule: Schedule, stop: StopHandler,
     amp: torch.autocast, clock: Clock, graphs: cuda_graphs.StepGraphs | None = None,
-) -> tuple[float, float, float] | None:  # fmt: skip
+) -> StepResult | None:  # fmt: skip
     """Takes one optimizer step on `loader.grad_accum` micro-batches of each rank; `train_model` may be compiled and wrapped.
 
-    If the loss or a gradient is not finite, the step is skipped, on all ranks.
-
-    Returns:
-        The mean loss in nats, the gradient norm before clipping, and the progress of the run after the step, all the same
-        on every rank. None if a signal interrupted the step, which happens only with one process. Nothing was applied then.
+    If the loss or a gradient is not finite, the step is skipped, on all ranks. Returns None if a signal interrupted the
+    step, which happens only with one process; nothing was applied then.
     """
     config, optimizer, scaler, dist = schedule.config, state.optimizer, state.scaler, loader.dist
+    started = time.perf_counter()
     if config.dropout:
         state.model.train()  # after an evaluation
         # The masks depend on (seed, step, rank) alone, so a resumed run draws the same ones.
@@ -565,27 +571,27 @@ def train_step(
     scaler.update()  # in fp16: lowers the scale of the gradients if they overflowed
     mean_loss, mean_norm, stop_requests, time_used = shared.to_host()
     stop.agree(stop_requests)
-    return mean_loss, mean_norm, schedule.progress(state.step + 1, time_used, loader.passes)
+    progress = schedule.progress(state.step + 1, time_used, loader.passes)
+    return StepResult(mean_loss, mean_norm, progress, seconds=time.perf_counter() - started)
 
 
 # -----------------------------------------------------------------------------
 # What a run starts from
 
 
-def resolve(layers: Layers) -> TrainConfig:
-    """Returns the configuration that the layers of flags specify; what none of them has is computed here, or a default.
+def resolve(start: Start) -> TrainConfig:
+    """Returns the configuration that a run starts with. Flags that nothing sets are computed here, or have a default.
 
     Raises:
         UserError: some values contradict each other.
     """
-    flags = merge(layers)
+    flags = start.flags
     flags.setdefault("decay_steps", flags["max_steps"])
     flags.setdefault("min_lr", flags["max_lr"] / (50 if flags["schedule"] == "wsd" else 10))
     if flags.get("minutes"):  # None: at each quarter of the time
         flags = dict.fromkeys(("val_every", "sample_every", "checkpoint_every")) | flags
     config = TrainConfig(**flags)
-    if problems := list(describe_contradictions(config)):
-        raise UserError(*problems)
+    config.check()
     return config
 
 
@@ -605,7 +611,7 @@ def initial_model(config: TrainConfig, tokenizer: Tokenizer, start: Start) -> GP
         model = new_model(config, tokenizer.vocab_size)
     else:
         model = GPT.from_pretrained(source, config.dropout, verify=False)  # its checksums were compared already
-        check_pretrained(source, model.config.vocab_size, model.config.block_size, tokenizer, config)
+        huggingface.check_fits(source, model.config.vocab_size, model.config.block_size, tokenizer, config)
         if config.block_size < model.config.block_size:
             model.crop(config.block_size)
     if config.lora_rank:
@@ -613,14 +619,14 @@ def initial_model(config: TrainConfig, tokenizer: Tokenizer, start: Start) -> GP
     return model
 
 
-def open_data(config: TrainConfig, start: Start, dist: Distributed) -> TokenData:
+def open_data(config: TrainConfig, start: Start, dist: Distributed) -> shards.TokenData:
     """Opens the shards of a run. Checks that they have enough tokens, and that training fits into memory.
 
     Raises:
         UserError: a check failed.
     """
     validates = config.val_every != 0
-    data = TokenData.open(config.data, validates, start.first_model(config))
+    data = shards.TokenData.open(config.data, validates, start.first_model(config))
     data.check_rows(config.block_size, config.step_rows, config.val_tokens if validates else None, config.shuffle)
     memory.check_training_fits(config, data.tokenizer.vocab_size, dist.world_size, dist.device)
     return data
@@ -634,7 +640,7 @@ class Setup:
     dist: Distributed
     start: Start
     machine: Machine  # what the flags leave open
-    data: TokenData
+    data: shards.TokenData
     identity: shards.DataIdentity  # checksums of the shards and of frozen weights, which a resumed run must have, too
     examples: Sequence[hellaswag.Example]
     model: GPT  # has the weights that are trained
@@ -670,18 +676,20 @@ def load(config: TrainConfig, dist: Distributed, start: Start) -> Setup:
     # Local rank 0 runs this block before the others, which then find what it downloaded.
     with dist.local_rank_zero_first():
         data = open_data(config, start, dist)
-        with fsdp.weights_on_rank_zero(
-            use_fsdp, dist.rank
-        ):  # elsewhere on the meta device until ShardedModel sends them
+        with fsdp.weights_on_rank_zero(use_fsdp, dist.rank):  # on the others from ShardedModel on
             model = initial_model(config, data.tokenizer, start)
-        identity = identify_data(data, model, start)
+        identity = start.identify_data(data, model)
         examples = hellaswag.load_examples(
             config, machine.hellaswag_every, data.tokenizer, config.block_size, dist.print0
         )
         devices.configure_backends(dist.device, config.tf32)  # TF32, the allocator
         if config.recompute:  # activation checkpointing
             memory.recompute_activations(model.transformer.h)
-        eval_model: nn.Module = fsdp.without_weights(model) if use_fsdp else model.to(dist.device)
+        eval_model: nn.Module = model
+        if use_fsdp:
+            eval_model = fsdp.without_weights(model)  # `full_weights` lends it some
+        else:
+            model.to(dist.device)
         if machine.compiled:
             eval_model = devices.compile(eval_model)
     preflight.check_runs_agree(dist, config, machine, identity)  # or ranks would wait for each other forever
@@ -821,6 +829,7 @@ def evaluate(setup: Setup, due: set[str], step: int, stop: StopHandler, logger: 
             generator = devices.seeded_generator(dist.device, config.seed, step, dist.rank)
             with setup.amp:
                 logger.samples(step, sample(model, data.tokenizer, logger.run.prompt, 32, generator))
+        devices.synchronize(dist.device)  # what is left in a GPU's queue would count as time of the next step
         devices.trim_memory(dist.device)  # on a CPU, evaluations fragment the heap
     return True
 
@@ -846,23 +855,17 @@ def train(config: TrainConfig, dist: Distributed, start: Start) -> TrainState:
     checkpoints = CheckpointManager(run, stop, logger.sync, logger.values, dist.rank)  # writes in a thread
     print_header(run, dist, loader.B, loader.rows_per_epoch, loader.row)
     clock = Clock(config.minutes, state.seconds, state.progress)
-    lost_processes = report_lost_processes(checkpoints.how_to_go_on)
     finished = False
-    with (
-        folder_lock,
-        stop,
-        logger,
-        checkpoints,
-        lost_processes,
-    ):  # exited in reverse: the log closes before the folder unlocks
+    # left in reverse order: the log is closed before the folder is unlocked
+    with folder_lock, stop, logger, checkpoints, report_lost_processes(checkpoints.how_to_go_on):
         if "val" not in schedule.evaluations_due(state):
             logger.log_known_loss()  # of the checkpoint, which is not measured again
         while not stop.agreed:
             if due := schedule.evaluations_due(state):
                 with clock.evaluating():
-                    was_complete = evaluate(setup, due, state.step, stop, logger)
-                if not was_complete:
-                    break
+                    complete = evaluate(setup, due, state.step, stop, logger)
+                if not complete:
+                    break  # a signal, perhaps in the middle of it
             logger.print_progress(state, evaluated=bool(due))
 
             finished = schedule.is_over(state.step, state.progress)
@@ -870,24 +873,21 @@ def train(config: TrainConfig, dist: Distributed, start: Start) -> TrainState:
                 state.seconds = clock.seconds()  # including the evaluation
                 checkpoints.save(state, schedule.is_before_cooldown(state), final=finished)
             if finished:
-                dist.set_timeout(LONG_TIMEOUT)  # the others wait until rank 0 has written
+                dist.allow_long_waits()  # the others wait until rank 0 has written
                 break
 
             lr = get_lr(state.step, config, state.progress)
             set_lr(state.optimizer, lr)
-            devices.synchronize(dist.device)  # so that dt does not count what an evaluation left in the GPU's queue
-            started = time.perf_counter()  # dt is the step alone, without evaluation, logging and checkpoints
             result = train_step(setup.train_model, state, loader, schedule, stop, setup.amp, clock, graphs)
             if result is None:
                 break  # a signal: nothing was applied
-            dt = time.perf_counter() - started  # the step has ended with a sync
 
-            loss, norm, progress = result
-            skipped = state.count_skipped(loss, norm)  # why the step was not applied, or None
-            logger.step(state, loss, lr, norm, dt, skipped, schedule.is_cooldown_next(state))
+            skipped = state.count_skipped(result.loss, result.norm)  # why the step was not applied, or None
+            begins_cooldown = schedule.is_cooldown_next(state)
+            logger.step(state, result.loss, lr, result.norm, result.seconds, skipped, begins_cooldown)
             if state.step == run.first_step:
-                dist.set_timeout(STEP_TIMEOUT)  # everything is compiled: a rank that takes longer now is lost
-            state.advance(progress, clock.seconds(), config.total_batch_size, loader.row)
+                dist.end_long_waits()  # everything is compiled: a rank that takes much longer now is lost
+            state.advance(result.progress, clock.seconds(), config.total_batch_size, loader.row)
             state.check_bad_steps(config.max_bad_steps)  # raises after too many skipped steps in a row
         if not finished:  # a signal, a corrupt shard or a failed save, on any rank
             checkpoints.save_and_exit(state, schedule.is_before_cooldown(state), dist)
@@ -900,9 +900,7 @@ def finish(
 ) -> None:
     """Prints the summary of a run that has finished: with --text and --demo, also a text by its best model."""
     config, dist, texts = setup.config, setup.dist, list[str]()
-    better = (
-        checkpoints.better_than(state.step) if dist.rank == 0 else None
-    )  # None: no other model is known to be better
+    better = checkpoints.better_than(state.step) if dist.rank == 0 else None  # another checkpoint, known to be better
     if config.has_preset:
         with fsdp.full_weights(setup.eval_model, setup.model), setup.amp:
             if dist.rank == 0:
@@ -912,22 +910,20 @@ def finish(
                 generator = devices.seeded_generator(dist.device, config.seed)
                 tokens = clock.tokens_of_last_text(most=150, step_tokens=config.total_batch_size // dist.world_size)
                 texts = sample(writer.eval(), setup.data.tokenizer, run.prompt, tokens, generator, temperature=0.8, n=1)
-    longer = presets.longer_run(config, setup.start.sources, loader.passes, RECIPES["fast"])
-    print_summary(run, dist, state, loader.passes, checkpoints.values["val"], better, longer, texts)
+    print_summary(run, dist, state, loader.passes, checkpoints.values["val"], better, texts, RECIPES["fast"])
 
 
 @report_lost_processes()
 def main(argv: Sequence[str] | None = None) -> None:
     # command line -> layers of flags, also of a preset or a checkpoint -> configuration -> run
-    cli_flags = parse_flags(CommandLine, argv, __doc__, TABLES)
-    dist = Distributed.from_environment(cli_flags.get("out", "log"))
+    cli_flags = cli.parse_flags(CommandLine, argv, __doc__, TABLES)
+    dist = Distributed.from_environment(cli_flags.get("out", TrainConfig.out))
     plan_options, cli_flags = plan.split_flags(cli_flags, dist.world_size)
     preflight.check_starts_agree(dist, cli_flags, plan_options.plan)
-    start = gather_flags(cli_flags, TABLES, dist, plan_options.plan)
-    config, resumed = resolve(start.layers), start.resumed
-    if resumed and dist.once(partial(run_folder.has_finished, config.out, resumed.step)):
-        longer = presets.longer_run(config, start.sources, resumed.passes, RECIPES["fast"])
-        return print_finished(config, resumed.path, longer, dist.print0)
+    start = Start.find(cli_flags, TABLES, dist, plan_options.plan)
+    config = resolve(start)
+    if start.resumed and dist.once(partial(run_folder.has_finished, config.out, start.resumed.step)):
+        return print_finished(config, start, RECIPES["fast"], dist.print0)
     if plan_options.plan:
         return plan.print_report(plan_options, config, new_model, dist.rank)
     with dist.failing_together():
@@ -935,7 +931,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if start.needs_measurement(config):  # times models to find what suits the time
         with devices.report_errors():
             start.layers["--minutes"] = budget.flags_for_minutes(config, cli_flags, RECIPES["fast"], dist, new_model)
-        config = resolve(start.layers)
+        config = resolve(start)
     exit_code: int | str | None = 0
     try:
         with devices.report_errors():
@@ -948,4 +944,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    cli.run_cli(main)

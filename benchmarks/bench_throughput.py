@@ -40,7 +40,7 @@ from plain_loop import PlainGPT, plain_optimizer, plain_step
 from torch.nn import functional as F
 
 import train_gpt2
-from support.checkpoints.start import gather_flags
+from support.checkpoints.start import Start
 from support.optim import loss
 from support.runtime import cuda_graphs, devices
 from support.runtime.distributed import Distributed
@@ -93,8 +93,8 @@ def worker(job: Job) -> dict[str, Any]:
             total_batch_size=B * T * A * dist.world_size, compile="compiled" in job.features, warmup_steps=10,
             dtype="bf16" if "bf16" in job.features else "fp32", max_steps=job.warm_up + job.steps + 1, **job.flags,
         )  # fmt: skip
-        start = gather_flags(flags, train_gpt2.TABLES, dist)
-        config = train_gpt2.resolve(start.layers)
+        start = Start.find(flags, train_gpt2.TABLES, dist)
+        config = train_gpt2.resolve(start)
         # needs no vocabulary file
         tokenizer = SimpleNamespace(name="bytes", vocab_size=vocab_size(job.model), eot=0, count_bytes=len)
         train_gpt2.shards.read_tokenizer = lambda *folders: tokenizer
@@ -106,7 +106,7 @@ def worker(job: Job) -> dict[str, Any]:
         step, loaded, times = train_gpt2.train_step, train_gpt2.DataLoaderLite.batch, []
         loading, rows = [0.0], [0]
 
-        def timed_step(*args: Any) -> tuple[float, float, float]:
+        def timed_step(*args: Any) -> Any:
             started, loading[0] = time.perf_counter(), 0.0
             answer = step(*args)
             times.append((started, time.perf_counter(), loading[0], answer[0]))
@@ -186,9 +186,11 @@ def make_plain(features: set[str]) -> None:
         model.configure_optimizers = lambda *how, **_: plain_optimizer(model, features, *how)
         return model
 
-    def step(model: Any, state: Any, loader: Any, schedule: Any, stop: Any, amp: Any, *_: Any) -> tuple[float, ...]:
+    def step(model: Any, state: Any, loader: Any, schedule: Any, stop: Any, amp: Any, *_: Any) -> Any:
+        started = time.perf_counter()
         batches = [loader.next_batch() for _ in range(loader.grad_accum)]
-        return *plain_step(model, state.optimizer, batches, amp, state.optimizer.param_groups[0]["lr"]), 0.0
+        loss, norm = plain_step(model, state.optimizer, batches, amp, state.optimizer.param_groups[0]["lr"])
+        return train_gpt2.StepResult(loss, norm, progress=0.0, seconds=time.perf_counter() - started)
 
     original, train_gpt2.initial_model, train_gpt2.train_step = train_gpt2.initial_model, initial_model, step
     cuda_graphs.suit = lambda *_: False

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from support.cli import MAIN_GROUP, Flag, flag, flags_of
+from support.cli import MAIN_GROUP, Flag, UserError, flag, flags_of
 from support.gpus import GPU_FLAGS
 
 DEFAULT_PROMPT = "Hello, I'm a language model,"
@@ -172,6 +172,11 @@ class TrainConfig:
         """Rows of the training data in a step, over all devices."""
         return self.total_batch_size // self.block_size
 
+    def check(self) -> None:
+        """Raises a UserError if values contradict each other, with a line for each pair."""
+        if problems := list(_contradictions(self)):
+            raise UserError(*problems)
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the value of each flag."""
         return {name: getattr(self, name) for name in TRAIN_FLAGS}
@@ -208,7 +213,7 @@ class CommandLine(PlanOptions, TrainConfig):
     """The flags of train_gpt2.py."""
 
 
-def describe_contradictions(config: TrainConfig) -> Iterator[str]:
+def _contradictions(config: TrainConfig) -> Iterator[str]:
     """Yields a line for each pair of values that do not go together."""
     if config.n_embd % config.n_head:
         yield f"--n-embd {config.n_embd} is not a multiple of --n-head {config.n_head}. Change one."

@@ -242,7 +242,7 @@ def compile_for_long(*args):
     time.sleep(4)
 
 
-SHORT_TIMEOUT = {"train_gpt2.STEP_TIMEOUT": timedelta(seconds=3)}
+SHORT_TIMEOUT = {"support.runtime.distributed.STEP_TIMEOUT": timedelta(seconds=3)}
 LONG_FIRST_STEP = {
     0: Rank(replaced=SHORT_TIMEOUT),
     1: Rank(replaced=SHORT_TIMEOUT, before={(STEP, 0): compile_for_long}),

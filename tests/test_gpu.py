@@ -26,7 +26,7 @@ import fineweb
 import train_gpt2
 from benchmarks.plain_loop import plain_losses
 from support.checkpoints.history import read_starts
-from support.checkpoints.start import gather_flags
+from support.checkpoints.start import Start
 from support.checkpoints.state import TrainState
 from support.config import TrainConfig
 from support.data.text_files import Documents
@@ -64,8 +64,8 @@ def config_on_gpu(data: Path, out: Path, *flags: object) -> TrainConfig:
 
 
 def resume(out: Path, gpu: Distributed) -> TrainState:
-    start = gather_flags({"resume": "newest", "out": str(out), "device": DEVICE.type}, TABLES, gpu)
-    return train(resolve(start.layers), gpu, start)
+    start = Start.find({"resume": "newest", "out": str(out), "device": DEVICE.type}, TABLES, gpu)
+    return train(resolve(start), gpu, start)
 
 
 def random_tokens(rows: int, config: GPTConfig) -> tuple[torch.Tensor, torch.Tensor]:

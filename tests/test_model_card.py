@@ -35,7 +35,7 @@ def card_of(*flags, source="a.txt", tokens=250 * 2**19, val=None, hellaswag=None
     data = SimpleNamespace(tokenizer=SimpleNamespace(name="gpt2", vocab_size=50257))
     layers = Start().layers | {"command line": parse_flags(TrainConfig, flags)}
     layers |= {"--model": MODELS["gpt2"], "--recipe": RECIPES["gpt2"]}
-    config = resolve(layers)
+    config = resolve(Start(layers))
     with torch.device("meta"):
         model = new_model(config, 50257)
     run = RunInfo(

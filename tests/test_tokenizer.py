@@ -19,8 +19,8 @@ from training import NEW_RUN, ONE_PROCESS, config_of, configure, resumed, traine
 import fineweb
 import hellaswag
 import sample
+from support.checkpoints import huggingface
 from support.checkpoints.huggingface import find_tokenizer_folder
-from support.checkpoints.start import check_pretrained
 from support.cli import UserError
 from support.data import bpe, shards
 from support.data import tokenizer as tokenizer_module
@@ -208,12 +208,12 @@ def test_shards_with_another_tokenizer_than_the_models_are_refused(tmp_path):
     run = config_of("--data", tmp_path)
     own, other, same = pairs_of_bytes(300), pairs_of_bytes(300, reverse=True), pairs_of_bytes(300)
     model = save_model(tmp_path / "model", 300, own)
-    check_pretrained(model, 300, 16, same, run)
+    huggingface.check_fits(model, 300, 16, same, run)
     with pytest.raises(UserError, match=f"a different tokenizer from the shards .* bpe --tokenizer-from {model}"):
-        check_pretrained(model, 300, 16, other, run)
+        huggingface.check_fits(model, 300, 16, other, run)
     model = save_model(tmp_path / "large", 50257, pairs_of_bytes(50257))
     with pytest.raises(UserError, match="a different tokenizer from the shards"):  # which have GPT-2's tokens
-        check_pretrained(model, 50257, 16, UnreadGpt2(), run)
+        huggingface.check_fits(model, 50257, 16, UnreadGpt2(), run)
     with pytest.raises(
         UserError, match=r"model has its own tokenizer \(bpe\), not gpt2, in tokenizer\.json\. Leave out --tokenizer\."
     ):
@@ -227,7 +227,7 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path, vocab_size):
     with pytest.raises(UserError, match=rf"no tokenizer\.json for its {vocab_size:,} tokens.* --tokenizer gpt2"):
         sample.main(["--model", str(model), "-d", "cpu"])
     with pytest.raises(UserError, match=rf"has no tokenizer\.json for its {vocab_size:,} tokens"):
-        check_pretrained(model, vocab_size, 16, pairs_of_bytes(300), run)
+        huggingface.check_fits(model, vocab_size, 16, pairs_of_bytes(300), run)
 
 
 @pytest.mark.slow
@@ -243,12 +243,12 @@ def test_a_flag_says_which_tokens_a_model_without_a_tokenizer_has(tmp_path, caps
     with pytest.raises(UserError, match=r"has 50,257 tokens, but its tokenizer \(bytes\) has 257"):
         sample.main([*flags, "bytes"])
     run = configure(["--init-from", str(model), "--tokenizer", "gpt2", "--data", str(tmp_path)])[0]
-    check_pretrained(model, 50257, 16, gpt2, run)
+    huggingface.check_fits(model, 50257, 16, gpt2, run)
     with pytest.raises(UserError, match="a different tokenizer from the shards"):
-        check_pretrained(model, 50257, 16, pairs_of_bytes(50257), run)
+        huggingface.check_fits(model, 50257, 16, pairs_of_bytes(50257), run)
     with pytest.raises(UserError, match=r"has no tokenizer\.json .* --tokenizer gpt2"):
         run = configure(["--init-from", str(model), "--data", str(tmp_path)])[0]
-        check_pretrained(model, 50257, 16, gpt2, run)
+        huggingface.check_fits(model, 50257, 16, gpt2, run)
 
 
 @needs_gpt2_vocabulary

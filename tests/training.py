@@ -12,7 +12,7 @@ from runs import differences, log_without_seconds
 from torch import nn
 
 from support.checkpoints.run_info import RunInfo
-from support.checkpoints.start import Start, gather_flags
+from support.checkpoints.start import Start
 from support.checkpoints.state import Checkpoint, TrainState
 from support.cli import parse_flags
 from support.config import TrainConfig
@@ -34,13 +34,13 @@ compile_graphs = partial(torch.compile, backend="aot_eager")  # torch.compile's 
 def configure(flags: list[str] | tuple[str, ...]) -> tuple[TrainConfig, Start]:
     """The configuration that `main` makes of a command line, and how the process starts."""
     given = parse_flags(TrainConfig, [str(flag) for flag in flags], "")
-    start = gather_flags(given, TABLES, ONE_PROCESS)
-    return resolve(start.layers), start
+    start = Start.find(given, TABLES, ONE_PROCESS)
+    return resolve(start), start
 
 
 def config_with(**flags: object) -> TrainConfig:
     """The configuration of these flags and the defaults."""
-    return resolve(gather_flags(flags, TABLES, ONE_PROCESS).layers)
+    return resolve(Start.find(flags, TABLES, ONE_PROCESS))
 
 
 def config_of(*flags: object) -> TrainConfig:

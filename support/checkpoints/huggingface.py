@@ -16,9 +16,17 @@ import torch
 
 from support.checkpoints.directory import CONTENTS, find_corruption, newest_checkpoint
 from support.cli import UserError
+from support.config import TrainConfig
 from support.data.hub import hub_error_reason
 from support.data.shards import MANIFEST
-from support.data.tokenizer import MALFORMED, TOKENIZER_FILES, TOKENIZER_JSON, find_tokenizer
+from support.data.tokenizer import (
+    MALFORMED,
+    TOKENIZER_FILES,
+    TOKENIZER_JSON,
+    Tokenizer,
+    find_tokenizer,
+    tokenizer_of_model,
+)
 from support.runtime.memory import check_model_fits
 
 if TYPE_CHECKING:
@@ -81,6 +89,25 @@ def find_model(name_or_dir: str | os.PathLike[str], verify: bool = True) -> Path
     if corruption:
         raise UserError(f"{directory} is corrupt: {corruption}. Use another checkpoint.")
     return directory
+
+
+def check_fits(source: str | Path, vocab_size: int, context: int, tokenizer: Tokenizer, config: TrainConfig) -> None:
+    """Checks that pretrained weights with this vocabulary size and context fit a run and the `tokenizer` of its shards.
+
+    Raises:
+        UserError: they do not fit.
+    """
+    directory = find_model(source, verify=False)
+    stated = None if (directory / TOKENIZER_JSON).exists() else config.tokenizer
+    pretrained = tokenizer_of_model(directory, vocab_size, stated)
+    if not pretrained.is_same_as(tokenizer):
+        raise UserError(
+            f"{source} has a different tokenizer from the shards in {config.data}: {vocab_size:,} tokens instead of "
+            f"{tokenizer.vocab_size:,} ({tokenizer.name}). Make shards with the model's tokenizer, in another folder: "
+            f"fineweb.py --tokenizer {pretrained.name}{f' --tokenizer-from {source}' * (pretrained.name == 'bpe')}."
+        )
+    if config.block_size > context:
+        raise UserError(f"{source} has a context of {context} tokens. Leave out --block-size, or lower it.")
 
 
 def _check_other_weights(name: str, directory: Path) -> None:

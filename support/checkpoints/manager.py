@@ -29,7 +29,7 @@ from support.checkpoints.run_info import RunInfo, checkpoint_path
 from support.checkpoints.state import TrainState
 from support.cli import UserError, describe_error, describe_free_space, print_lines, warn
 from support.runtime import devices
-from support.runtime.distributed import LONG_TIMEOUT, Distributed
+from support.runtime.distributed import Distributed
 from support.runtime.signals import StopHandler
 from support.terminal import GREEN, styled
 
@@ -145,7 +145,7 @@ class CheckpointManager:
         Raises:
             SystemExit: with the exit code. A rank that failed raises its error instead.
         """
-        dist.set_timeout(LONG_TIMEOUT)  # the others wait until rank 0 has written
+        dist.allow_long_waits()  # the others wait until rank 0 has written
         if self.run.config.checkpoint_every != 0:
             self.save(train_state, before_cooldown, final=True)
         self.finish()

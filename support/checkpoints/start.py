@@ -17,7 +17,7 @@ from support.cli import Tables, UserError, flag_name, flag_words
 from support.config import LAYERS, TRAIN_FLAGS, Layers, TrainConfig, changed_flags, merge, source
 from support.data import shards
 from support.data.shards import DataIdentity
-from support.data.tokenizer import TOKENIZER_JSON, Tokenizer, tokenizer_of_model
+from support.data.tokenizer import tokenizer_of_model
 from support.files import first_free
 from support.runtime.distributed import Distributed
 from support.runtime.preflight import check_facts_agree, check_installed
@@ -36,6 +36,37 @@ class Start:
     )  # the values of flags, by their source
     checkpoint: Checkpoint | None = None  # of the run that is resumed or forked
     forked: bool = False
+
+    @classmethod
+    def find(cls, cli_flags: Mapping[str, Any], tables: Tables, dist: Distributed, planned: bool = False) -> Start:
+        """Finds out how this process starts, and gathers its flags from the command line, a preset, pretrained weights and a
+        checkpoint.
+
+        One rank of each node downloads pretrained weights and compares checkpoints with their checksums.
+
+        Args:
+            cli_flags: the flags on the command line.
+            tables: of models and recipes, by the flag that chooses one of them.
+            planned: --plan needs to know the tokenizer of pretrained weights.
+
+        Raises:
+            UserError: flags contradict each other or the checkpoint, one line each; or there is no intact checkpoint.
+        """
+        start = _start(dict(cli_flags), tables["recipe"]["fast"], dist, planned)
+        for name, table in tables.items():
+            start.layers[flag_name(name)] = table[start.flags.get(name, TRAIN_FLAGS[name].default)]
+        if not start.resumed and (minutes := start.flags.get("minutes")):
+            why = f"counts steps. Leave it out, or use --max-steps instead of this run's --minutes {minutes:g}."
+            if counted := [flag_name(name) for name in cli_flags if TRAIN_FLAGS[name].counts_steps]:
+                raise UserError(*(f"{flag} {why}" for flag in counted))
+        if start.checkpoint and not planned:
+            dist.once(lambda: check_installed(start.flags))  # its flags are known only now
+        return start
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The value of each flag, from the strongest layer that has it."""
+        return merge(self.layers)
 
     @property
     def resumed(self) -> Checkpoint | None:
@@ -63,39 +94,36 @@ class Start:
             for name, layer in sources.items()
         }
 
+    def identify_data(self, data: shards.TokenData, model: torch.nn.Module) -> DataIdentity:
+        """Identifies what a run is trained on: its shards, and with LoRA the frozen weights.
 
-def gather_flags(cli_flags: Mapping[str, Any], tables: Tables, dist: Distributed, planned: bool = False) -> Start:
-    """Finds out how this process starts, and gathers its flags from the command line, a preset, pretrained weights and a
-    checkpoint.
-
-    One rank of each node downloads pretrained weights and compares checkpoints with their checksums.
-
-    Args:
-        cli_flags: the flags on the command line.
-        tables: of models and recipes, by the flag that chooses one of them.
-        planned: --plan needs to know the tokenizer of pretrained weights.
-
-    Raises:
-        UserError: flags contradict each other or the checkpoint, one line each; or there is no intact checkpoint.
-    """
-    start = _start(dict(cli_flags), tables["recipe"]["fast"], dist, planned)
-    for name, table in tables.items():
-        start.layers[flag_name(name)] = table[merge(start.layers).get(name, TRAIN_FLAGS[name].default)]
-    if not start.resumed and (minutes := merge(start.layers).get("minutes")):
-        why = f"counts steps. Leave it out, or use --max-steps instead of this run's --minutes {minutes:g}."
-        if counted := [flag_name(name) for name in cli_flags if TRAIN_FLAGS[name].counts_steps]:
-            raise UserError(*(f"{flag} {why}" for flag in counted))
-    if start.checkpoint and not planned:
-        dist.once(lambda: check_installed(merge(start.layers)))  # its flags are known only now
-    return start
+        Raises:
+            UserError: the checkpoint was trained with other frozen weights or, if the run resumes from it, on other shards.
+        """
+        base, checkpoint = lora.frozen_sha256(model), self.checkpoint
+        if checkpoint and base is not None and checkpoint.data.get("base") != base:
+            raise UserError(
+                f"the weights of --init-from are not those that {checkpoint.path} was trained with. "
+                "Pass the folder of the original ones with --init-from."
+            )
+        train, val, source = shards.identify(data)
+        if checkpoint and self.resumed:
+            saved = checkpoint.data
+            for split, before, now in (("train", saved["train"], train), ("val", saved["val"], val)):
+                if difference := shards.find_difference(before, now):
+                    raise UserError(
+                        f"the {split} shards are not those that {checkpoint.path} was trained on ({difference}). "
+                        "Pass the folder of the original ones with --data."
+                    )
+        return {"train": train, "val": val, "base": base, "source": source}
 
 
 def _start(cli_flags: dict[str, Any], recipe: Mapping[str, Any], dist: Distributed, planned: bool) -> Start:
-    """Does the work of `gather_flags`, but for the tables; `recipe` has the numbers of --recipe fast."""
+    """Does the work of `Start.find`, but for the tables; `recipe` has the numbers of --recipe fast."""
     resume = cli_flags.get("resume")
     if "fork" in cli_flags and "out" not in cli_flags:
         raise UserError("--fork starts another run. Name its folder with --out.")
-    out = str(cli_flags.get("out", presets.DEMO["out"] if cli_flags.get("demo") else "log"))
+    out = str(cli_flags.get("out", presets.DEMO["out"] if cli_flags.get("demo") else TrainConfig.out))
     if resume:
         newest = dist.once(lambda: newest_checkpoint(out), per_node=True)
         check_facts_agree(dist, {"the checkpoint": newest.name if newest else "none"})
@@ -284,48 +312,3 @@ def _find_data(flags: Mapping[str, Any], stored: Mapping[str, Any], checkpoint: 
             f"the shards that {checkpoint} was trained on are not in {flags['data']}. Pass their folder with --data."
         )
     return folders[0] if stored.get("demo") else str(Path(flags["out"]) / "data")
-
-
-def identify_data(data: shards.TokenData, model: torch.nn.Module, start: Start) -> DataIdentity:
-    """Identifies what a run is trained on: its shards, and with LoRA the frozen weights.
-
-    Raises:
-        UserError: the checkpoint was trained with other frozen weights or, if the run resumes from it, on other shards.
-    """
-    base, checkpoint = lora.frozen_sha256(model), start.checkpoint
-    if checkpoint and base is not None and checkpoint.data.get("base") != base:
-        raise UserError(
-            f"the weights of --init-from are not those that {checkpoint.path} was trained with. "
-            "Pass the folder of the original ones with --init-from."
-        )
-    train, val, source = shards.identify(data)
-    if checkpoint and start.resumed:
-        saved = checkpoint.data
-        for split, before, now in (("train", saved["train"], train), ("val", saved["val"], val)):
-            if difference := shards.find_difference(before, now):
-                raise UserError(
-                    f"the {split} shards are not those that {checkpoint.path} was trained on ({difference}). "
-                    "Pass the folder of the original ones with --data."
-                )
-    return {"train": train, "val": val, "base": base, "source": source}
-
-
-def check_pretrained(
-    source: str | Path, vocab_size: int, context: int, tokenizer: Tokenizer, config: TrainConfig
-) -> None:
-    """Checks that pretrained weights with this vocabulary size and context fit a run and the `tokenizer` of its shards.
-
-    Raises:
-        UserError: they do not fit.
-    """
-    directory = huggingface.find_model(source, verify=False)
-    stated = None if (directory / TOKENIZER_JSON).exists() else config.tokenizer
-    pretrained = tokenizer_of_model(directory, vocab_size, stated)
-    if not pretrained.is_same_as(tokenizer):
-        raise UserError(
-            f"{source} has a different tokenizer from the shards in {config.data}: {vocab_size:,} tokens instead of "
-            f"{tokenizer.vocab_size:,} ({tokenizer.name}). Make shards with the model's tokenizer, in another folder: "
-            f"fineweb.py --tokenizer {pretrained.name}{f' --tokenizer-from {source}' * (pretrained.name == 'bpe')}."
-        )
-    if config.block_size > context:
-        raise UserError(f"{source} has a context of {context} tokens. Leave out --block-size, or lower it.")

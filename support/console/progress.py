@@ -17,6 +17,7 @@ from support import __version__
 from support.checkpoints.directory import newest_before_cooldown
 from support.checkpoints.huggingface import options_of
 from support.checkpoints.run_info import RunInfo, checkpoint_path
+from support.checkpoints.start import Start
 from support.checkpoints.state import TrainState
 from support.cli import describe_free_space, flag_name, flag_words, format_bytes, print_lines
 from support.config import TRAIN_FLAGS, TrainConfig, changed_flags
@@ -170,7 +171,7 @@ def _shown(value: object) -> object:
 
 def print_summary(
     run: RunInfo, dist: Distributed, state: TrainState, passes: float, val: Mapping[int, float], better: Path | None,
-    longer: Mapping[str, Any], texts: Sequence[str],
+    texts: Sequence[str], fast_recipe: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """Prints the end of a finished run: losses, time, tokens, the checkpoint, and the command to run next.
 
@@ -178,8 +179,8 @@ def print_summary(
         passes: over the data, so far.
         val: comparable validation losses by step.
         better: the best checkpoint, if it is better than the last model.
-        longer: the flags of a longer run, as in `describe_longer_run`.
         texts: samples that continue the run's prompt; the first one is shown.
+        fast_recipe: the numbers of --recipe fast.
     """
     if dist.rank > 0:
         return
@@ -219,15 +220,18 @@ def print_summary(
         prompt = f" --prompt {shlex.quote(run.prompt)}" if texts else ""
         lines.append(f"saved   {checkpoint}")
         lines.append(f"next    python sample.py --model {shlex.quote(str(better or checkpoint))}{prompt}")  # to copy
-        lines += describe_longer_run(config.out, longer) if better is None else []
+        if better is None:
+            lines += describe_longer_run(config.out, presets.longer_run(config, run.start.sources, passes, fast_recipe))
     print_lines("\n" + "\n".join(lines))
 
 
 def print_finished(
-    config: TrainConfig, checkpoint: Path, longer: Mapping[str, Any], print0: Callable[[str], None]
+    config: TrainConfig, start: Start, fast_recipe: Mapping[str, Any], print0: Callable[[str], None]
 ) -> None:
     """Prints that there is nothing to resume, because the run has finished, and how to make it longer."""
-    done = labelled("done", f"this run has finished; its last checkpoint is {checkpoint}")
+    assert start.resumed
+    done = labelled("done", f"this run has finished; its last checkpoint is {start.resumed.path}")
+    longer = presets.longer_run(config, start.sources, start.resumed.passes, fast_recipe)
     print0("\n".join([done, *describe_longer_run(config.out, longer)]))
 
 

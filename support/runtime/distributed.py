@@ -175,8 +175,15 @@ class Distributed:
             torch_private.reduce_scatter(shard, full)
             torch_private.all_gather(full, shard)
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Sets how long a collective waits for a rank that is stopped or cut off, before it ends this process."""
+    def allow_long_waits(self) -> None:
+        """Lets collectives wait for hours for a rank that compiles, downloads or writes."""
+        self._set_timeout(LONG_TIMEOUT)
+
+    def end_long_waits(self) -> None:
+        """Lets a collective wait for minutes only: if a rank is stopped or cut off, it then ends this process."""
+        self._set_timeout(STEP_TIMEOUT)
+
+    def _set_timeout(self, timeout: timedelta) -> None:
         if self.world_size > 1:
             torch_private.set_collective_timeout(timeout)
 

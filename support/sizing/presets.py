@@ -90,7 +90,7 @@ def text_flags(above: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str,
     if "minutes" in above:
         length |= _intervals(None, False)
     return flags | length | dict(
-        data=str(Path(above.get("out", "log")) / "data"), tokenizer=tokenizer, shuffle=True,
+        data=str(Path(above.get("out", TrainConfig.out)) / "data"), tokenizer=tokenizer, shuffle=True,
         total_batch_size=tokens_per_step, keep=1,
     )  # fmt: skip
 
