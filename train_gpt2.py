@@ -751,8 +751,8 @@ def record_step(setup: Setup, state: TrainState, grad_accum: int) -> cuda_graphs
     """Records the step of a small model as CUDA graphs: its kernels take less time than their launches. None elsewhere."""
     config, machine, dist, optimizer = setup.config, setup.machine, setup.dist, state.optimizer
     layout = memory.Layout.of(config, setup.dtype, dist.world_size, machine.compiled)
-    suits = cuda_graphs.suit(memory.Sizes.of(setup.model), layout, machine.batch_size, dist.device)
-    if not (config.cuda_graphs and suits and torch_private.skips_steps(optimizer)):
+    are_faster = cuda_graphs.are_faster(memory.Sizes.of(setup.model), layout, machine.batch_size, dist.device)
+    if not (config.cuda_graphs and are_faster and torch_private.skips_steps(optimizer)):
         return None
     micro_step = partial(forward_backward, setup.train_model, grad_accum=grad_accum, scaler=state.scaler, amp=setup.amp)
     update = partial(step_if_finite, optimizer)

@@ -193,7 +193,7 @@ def make_plain(features: set[str]) -> None:
         return train_gpt2.StepResult(loss, norm, progress=0.0, seconds=time.perf_counter() - started)
 
     original, train_gpt2.initial_model, train_gpt2.train_step = train_gpt2.initial_model, initial_model, step
-    cuda_graphs.suit = lambda *_: False
+    cuda_graphs.are_faster = lambda *_: False
     if "kept memory" not in features:
         devices.keep_memory = lambda device: None
     if "TF32" not in features:

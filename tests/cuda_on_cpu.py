@@ -229,7 +229,7 @@ def apply_to_module(module: torch.nn.Module, function, recurse: bool = True) -> 
 
 def pretend(capability: tuple[int, int]) -> None:
     """Makes PyTorch and the project believe in eight GPUs, without CUDA graphs."""
-    cuda_graphs.suit = lambda *_: False
+    cuda_graphs.are_faster = lambda *_: False
     name = "NVIDIA H100 80GB HBM3"
     answers = dict(is_available=True, device_count=8, current_device=this_gpu().index, get_device_name=name)
     answers |= dict(get_device_capability=capability, is_current_stream_capturing=False, memory_reserved=0)

@@ -124,10 +124,10 @@ def test_only_short_steps_of_one_gpu_are_recorded():
     with torch.device("meta"):
         sizes = Sizes.of(GPT(GPTConfig()))
     layout, gpu = Layout(2**19, torch.bfloat16), torch.device("cuda")
-    assert cuda_graphs.suit(sizes, layout, 8, gpu) and not cuda_graphs.suit(sizes, layout, 16, gpu)
-    assert not cuda_graphs.suit(sizes, layout, 8, torch.device("cpu"))
+    assert cuda_graphs.are_faster(sizes, layout, 8, gpu) and not cuda_graphs.suit(sizes, layout, 16, gpu)
+    assert not cuda_graphs.are_faster(sizes, layout, 8, torch.device("cpu"))
     with torch.device("meta"):
         medium = Sizes.of(GPT(GPTConfig(**MODELS["gpt2-medium"])))
-    assert not cuda_graphs.suit(medium, layout, 1, gpu)  # 355M
+    assert not cuda_graphs.are_faster(medium, layout, 1, gpu)  # 355M
     for other in (dict(world_size=2), dict(recompute=True), dict(dtype=torch.float16)):
-        assert not cuda_graphs.suit(sizes, replace(layout, **other), 8, gpu)
+        assert not cuda_graphs.are_faster(sizes, replace(layout, **other), 8, gpu)

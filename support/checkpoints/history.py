@@ -46,6 +46,7 @@ def describe_start(run: RunInfo, dist: Distributed) -> dict[str, Any]:
     import torch
 
     from support.runtime import devices
+    from support.runtime.memory import Sizes
 
     flags, tokenizer, machine = run.config.used_flags(), run.data.tokenizer, run.machine
     del flags["model"]  # its sizes are flags, too
@@ -78,7 +79,7 @@ def describe_start(run: RunInfo, dist: Distributed) -> dict[str, Any]:
             "vocab_size": tokenizer.vocab_size,
             "bytes_per_token": run.bytes_per_token,
         },
-        "parameters": sum(p.numel() for p in run.model.parameters()),
+        "parameters": Sizes.of(run.model).parameters,
         "tokens_per_step": run.config.total_batch_size,
         "validation_tokens": run.validated_tokens,
         "hellaswag_items": run.hellaswag_items,

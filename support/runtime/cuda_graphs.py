@@ -50,8 +50,8 @@ class Graph:
         return self.result
 
 
-def suit(sizes: Sizes, layout: Layout, B: int, device: torch.device) -> bool:
-    """Returns whether micro-steps of B rows are better launched as graphs: on one GPU, and only where they are short."""
+def are_faster(sizes: Sizes, layout: Layout, B: int, device: torch.device) -> bool:
+    """Returns whether micro-steps of B rows are faster as graphs: on one GPU, and only where they are short."""
     can = device.type == "cuda" and layout.world_size == 1 and not layout.recompute and layout.dtype != torch.float16
     return can and B * sizes.block_size * sizes.n_embd <= MOST_VALUES and sizes.parameters <= MOST_PARAMETERS
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from support.config import TrainConfig
-from support.runtime import batch_size, devices
+from support.runtime import batch_size, devices, memory
 
 MAX_COMPILE_FRACTION = 0.1  # compiling may take this fraction of a run of --text or --demo
 
@@ -65,7 +65,7 @@ def is_worth_compiling(config: TrainConfig) -> bool:
     if config.minutes:
         seconds = 60 * config.minutes
     else:  # launching the kernels of a layer takes 4 ms, measured on an H100; large steps run at about 100 TFLOP/s
-        flops = 6 * 12 * config.n_layer * config.n_embd**2 * config.total_batch_size
+        flops = 6 * memory.block_weights(config.n_layer, config.n_embd) * config.total_batch_size
         seconds = config.max_steps * (4e-3 * config.n_layer + flops / 1e14)
     return compile_seconds(config.n_layer) <= MAX_COMPILE_FRACTION * seconds
 

@@ -34,6 +34,11 @@ def recompute_activations(blocks: Iterable[nn.Module]) -> None:
 # context, B rows of a micro-batch.
 
 
+def block_weights(n_layer: int, n_embd: int) -> int:
+    """Returns the number of weights in the blocks' matrices: each block has 4 C^2 for attention and 8 C^2 for the MLP."""
+    return 12 * n_layer * n_embd**2
+
+
 class Sizes(NamedTuple):
     """The sizes of a model."""
 
@@ -57,8 +62,7 @@ class Sizes(NamedTuple):
 
     @property
     def block_parameters(self) -> int:
-        """Parameters in the blocks' matrices: each block has 4 C^2 for attention and 8 C^2 for the MLP."""
-        return 12 * self.n_layer * self.n_embd**2
+        return block_weights(self.n_layer, self.n_embd)
 
 
 @dataclass(frozen=True)
@@ -184,8 +188,8 @@ def largest_micro_batch(rows: int, most: int, needed: Callable[[int], float], av
 def count_parameters(sizes: Mapping[str, Any]) -> int:
     """Counts the parameters of a GPT-2 of these sizes, a dict with GPTConfig's fields as keys. The vocabulary is not padded."""
     L, C, bias = sizes["n_layer"], sizes["n_embd"], sizes["bias"]
-    block = 12 * C * C + (13 if bias else 2) * C  # attention 4 C^2, MLP 8 C^2; norms and biases
-    return (sizes["vocab_size"] + sizes["block_size"]) * C + L * block + (2 if bias else 1) * C
+    norms_and_biases = L * (13 if bias else 2) * C + (2 if bias else 1) * C
+    return (sizes["vocab_size"] + sizes["block_size"]) * C + block_weights(L, C) + norms_and_biases
 
 
 def check_model_fits(sizes: Mapping[str, Any]) -> None:

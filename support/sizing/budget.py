@@ -117,7 +117,7 @@ class _TimedRun:
         for model in larger:
             needed = (
                 presets.BYTES_PER_WEIGHT
-                * presets.block_weights(model["n_layer"], model["n_embd"])
+                * memory.block_weights(model["n_layer"], model["n_embd"])
                 / self.bytes_per_token
             )
             # On a CPU a larger model is never faster. On a GPU it can be, with more tokens in a micro-batch: launching
@@ -219,7 +219,7 @@ def _tokens_per_second(
         model.zero_grad(set_to_none=True)
 
     work: Callable[[], object] = step
-    if config.cuda_graphs and dist.world_size == 1 and cuda_graphs.suit(sizes, layout, B, device):
+    if config.cuda_graphs and dist.world_size == 1 and cuda_graphs.are_faster(sizes, layout, B, device):
         # as a graph, a micro-step of a small model is so short that the optimizer counts
         optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), config.optimizer, dtype=dtype)
         for group in optimizer.param_groups:

@@ -21,6 +21,7 @@ from support.data.make_shards import make_shards
 from support.data.output_folder import OtherShardsError, remove_shards
 from support.data.text_files import TextFiles, estimate_text_bytes, find_input
 from support.data.tokenizer import VOCAB_SIZES
+from support.runtime.memory import block_weights
 
 SHORT_COOLDOWN = 0.7  # --cooldown-fraction of --text and --demo: a short run gains from a long cooldown
 DEMO_TEXT_BYTES, DEMO_MINUTES = 1e7, 2.0
@@ -197,11 +198,6 @@ def models_for_text(text_bytes: float, bytes_read: float = math.inf) -> list[dic
     smallest, *others = MODELS_FOR_TEXT
     most = min(text_bytes, bytes_read / BYTES_PER_WEIGHT)
     return [smallest, *(model for model in others if block_weights(model["n_layer"], model["n_embd"]) <= most)]
-
-
-def block_weights(n_layer: int, n_embd: int) -> int:
-    """Returns the number of weights in a model's blocks, without biases and norms."""
-    return 12 * n_layer * n_embd**2
 
 
 def step_size(total_tokens: float, steps: int = 2000) -> int:
