@@ -124,7 +124,7 @@ def test_only_short_steps_of_one_gpu_are_recorded():
     with torch.device("meta"):
         sizes = Sizes.of(GPT(GPTConfig()))
     layout, gpu = Layout(2**19, torch.bfloat16), torch.device("cuda")
-    assert cuda_graphs.are_faster(sizes, layout, 8, gpu) and not cuda_graphs.suit(sizes, layout, 16, gpu)
+    assert cuda_graphs.are_faster(sizes, layout, 8, gpu) and not cuda_graphs.are_faster(sizes, layout, 16, gpu)
     assert not cuda_graphs.are_faster(sizes, layout, 8, torch.device("cpu"))
     with torch.device("meta"):
         medium = Sizes.of(GPT(GPTConfig(**MODELS["gpt2-medium"])))

@@ -2,7 +2,7 @@
 
 A step of a small model is hundreds of such kernels. Recorded as a graph, they are launched all at once, and the step
 computes the same in a fraction of the time (docs/performance.md). What Python decides in a step is decided once, when the
-step is recorded: a step that must decide anew each time needs --no-cuda-graphs.
+step is recorded: a step that must decide again each time needs --no-cuda-graphs.
 """
 
 from __future__ import annotations
