@@ -36,8 +36,8 @@ class Recorded:
 
 
 @pytest.fixture
-def graphs_suit(monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "suit", lambda *args: True)
+def graphs_are_faster(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "are_faster", lambda *args: True)
 
 
 def used_graphs(out):
@@ -48,7 +48,7 @@ FLAGS = ["--total-batch-size", 128, "--max-steps", 8, "--checkpoint-every", 5, "
 
 
 @pytest.mark.parametrize("flags", ["--recipe fast --dropout 0.1", "--grad-clip 0"])
-def test_recorded_steps_are_the_same(byte_shards, tmp_path, monkeypatch, graphs_suit, flags):
+def test_recorded_steps_are_the_same(byte_shards, tmp_path, monkeypatch, graphs_are_faster, flags):
     """They are so after a resume, whose restored state is recorded, with dropout's masks, and with several micro-steps."""
     monkeypatch.chdir(tmp_path)
     common = ["--data", byte_shards, *FLAGS, *flags.split()]
@@ -92,7 +92,7 @@ def assert_equal(before, after):
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
-def test_too_little_memory_for_graphs_is_said(byte_shards, tmp_path, monkeypatch, graphs_suit, capsys):
+def test_too_little_memory_for_graphs_is_said(byte_shards, tmp_path, monkeypatch, graphs_are_faster, capsys):
     def fail(function, *arguments):
         function(*arguments)
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -104,7 +104,7 @@ def test_too_little_memory_for_graphs_is_said(byte_shards, tmp_path, monkeypatch
     assert used_graphs(tmp_path / "failed") == [False]
 
 
-def test_a_step_that_cannot_be_recorded_is_an_error(byte_shards, tmp_path, monkeypatch, graphs_suit):
+def test_a_step_that_cannot_be_recorded_is_an_error(byte_shards, tmp_path, monkeypatch, graphs_are_faster):
     """The first of two errors is named: the capture itself only says that it failed."""
 
     def fail(function, *arguments):
