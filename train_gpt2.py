@@ -650,10 +650,6 @@ class Setup:
     train_model: nn.Module  # one of these two, maybe wrapped
 
     @property
-    def shards_weights(self) -> bool:
-        return self.config.parallel == "fsdp" and self.dist.world_size > 1
-
-    @property
     def amp(self) -> torch.autocast:
         """Matrix products in bf16 or fp16; weights, norms and sums stay in fp32."""
         return devices.autocast(self.dist.device, self.dtype)
@@ -661,6 +657,10 @@ class Setup:
     @property
     def dtype(self) -> torch.dtype:
         return devices.DTYPES[self.machine.dtype]
+
+    @property
+    def layout(self) -> memory.Layout:
+        return memory.Layout.of(self.config, self.dtype, self.dist.world_size, self.machine.compiled)
 
     @property
     def schedule(self) -> Schedule:
@@ -671,7 +671,7 @@ class Setup:
 def load(config: TrainConfig, dist: Distributed, start: Start) -> Setup:
     """Loads what a run needs: all that can fail or take long, before anything is written."""
     machine = Machine.find(config, dist.device, dist.world_size)
-    use_fsdp = config.parallel == "fsdp" and dist.world_size > 1
+    use_fsdp = config.shards_weights(dist.world_size)
     dist.once(lambda: run_folder.prepare(config, start))  # makes the shards of --text and --demo for all ranks
     # Local rank 0 runs this block before the others, which then find what it downloaded.
     with dist.local_rank_zero_first():
@@ -704,7 +704,7 @@ def load(config: TrainConfig, dist: Distributed, start: Start) -> Setup:
 def distribute(setup: Setup) -> Setup:
     """Divides training among the processes, by DDP or FSDP, and finds the largest micro-batch that fits."""
     config, machine, dist, model = setup.config, setup.machine, setup.dist, setup.model
-    use_fsdp, train_model = setup.shards_weights, setup.eval_model
+    use_fsdp, train_model = config.shards_weights(dist.world_size), setup.eval_model
     shard_model = partial(fsdp.ShardedModel, device=dist.device, dtype=setup.dtype, compiled=machine.compiled)
     if dist.world_size > 1 and not use_fsdp:
         # gradient_as_bucket_view: gradients live in the buffers that are sent, instead of being copied into them
@@ -713,10 +713,8 @@ def distribute(setup: Setup) -> Setup:
     def make_trial_model() -> nn.Module:  # takes a step of each micro-batch size, to see what fits; its weights stay
         return shard_model(fsdp.without_weights(model), alone=True) if use_fsdp else train_model
 
-    layout = memory.Layout.of(config, setup.dtype, dist.world_size, machine.compiled)
-    B = batch_size.try_batch_sizes(
-        config, machine.batch_size, memory.Sizes.of(model), layout, dist, setup.amp, make_trial_model
-    )
+    sizes = memory.Sizes.of(model)
+    B = batch_size.try_batch_sizes(config, machine.batch_size, sizes, setup.layout, dist, setup.amp, make_trial_model)
     attention = devices.describe_attention(
         dist.device, setup.dtype, config.n_head, config.n_embd, config.block_size, config.dropout
     )
@@ -749,14 +747,13 @@ def restore(setup: Setup) -> tuple[TrainState, DataLoaderLite]:
 
 def record_step(setup: Setup, state: TrainState, grad_accum: int) -> cuda_graphs.StepGraphs | None:
     """Records the step of a small model as CUDA graphs: its kernels take less time than their launches. None elsewhere."""
-    config, machine, dist, optimizer = setup.config, setup.machine, setup.dist, state.optimizer
-    layout = memory.Layout.of(config, setup.dtype, dist.world_size, machine.compiled)
-    are_faster = cuda_graphs.are_faster(memory.Sizes.of(setup.model), layout, machine.batch_size, dist.device)
+    config, B, device, optimizer = setup.config, setup.machine.batch_size, setup.dist.device, state.optimizer
+    are_faster = cuda_graphs.are_faster(memory.Sizes.of(setup.model), setup.layout, B, device)
     if not (config.cuda_graphs and are_faster and torch_private.skips_steps(optimizer)):
         return None
     micro_step = partial(forward_backward, setup.train_model, grad_accum=grad_accum, scaler=state.scaler, amp=setup.amp)
     update = partial(step_if_finite, optimizer)
-    return cuda_graphs.record_step(micro_step, update, optimizer, machine.batch_size, config.block_size, dist.device)
+    return cuda_graphs.record_step(micro_step, update, optimizer, B, config.block_size, device)
 
 
 def describe_run(setup: Setup, graphs: cuda_graphs.StepGraphs | None) -> RunInfo:

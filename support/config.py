@@ -172,6 +172,10 @@ class TrainConfig:
         """Rows of the training data in a step, over all devices."""
         return self.total_batch_size // self.block_size
 
+    def shards_weights(self, world_size: int) -> bool:
+        """Returns whether so many processes divide the weights among them, by FSDP."""
+        return self.parallel == "fsdp" and world_size > 1
+
     def check(self) -> None:
         """Raises a UserError if values contradict each other, with a line for each pair."""
         if problems := list(_contradictions(self)):

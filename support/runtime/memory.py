@@ -80,9 +80,8 @@ class Layout:
     @classmethod
     def of(cls, config: TrainConfig, dtype: torch.dtype, world_size: int, compiled: bool) -> Layout:
         """Returns the layout of a run on so many devices."""
-        sharded = config.parallel == "fsdp" and world_size > 1
-        recompute, optimizer = config.recompute, config.optimizer
-        return cls(config.total_batch_size, dtype, world_size, sharded, recompute, compiled, optimizer)
+        sharded = config.shards_weights(world_size)
+        return cls(config.total_batch_size, dtype, world_size, sharded, config.recompute, compiled, config.optimizer)
 
 
 class TrainingMemory(NamedTuple):
