@@ -255,8 +255,9 @@ def merge(layers: Layers) -> dict[str, Any]:
 
 
 def source(layers: Layers, name: str) -> str:
-    """Returns the strongest layer that has a flag's value, or "default"."""
-    return next((layer for layer, values in layers.items() if name in values), "default")
+    """Returns the strongest layer that has a flag's value; without one, "default", or "other flags" if these decide."""
+    without = "other flags" if name in TRAIN_FLAGS and TRAIN_FLAGS[name].default is MISSING else "default"
+    return next((layer for layer, values in layers.items() if name in values), without)
 
 
 def changed_flags(

@@ -97,7 +97,7 @@ def test_each_setting_of_a_run_on_a_text_knows_where_it_comes_from(tmp_path):
     _, start = configure(["--text", tmp_path / "text.txt", "--max-steps", 9, "--weight-decay", 0.3, "--recipe", "fast"])
     expected = {
         "command line": "text max_steps weight_decay recipe", "--text": "n_layer dropout max_lr adamw_lr warmup_steps keep",
-        "--recipe": "optimizer schedule beta1 grad_clip", "default": "min_lr seed bias val_tokens",
+        "--recipe": "optimizer schedule beta1 grad_clip", "other flags": "min_lr", "default": "seed bias val_tokens",
     }  # fmt: skip
     for layer, names in expected.items():
         assert {start.sources[name] for name in names.split()} == {layer}

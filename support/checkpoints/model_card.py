@@ -135,5 +135,5 @@ def _flags(run: RunInfo, base_name: str | None) -> Iterator[str]:
             continue
         if config.fork is not None and flag.fork != "changes" or base_name and flag.init_from == "brings":
             continue
-        if sources[name] not in ("default", "--model", "--recipe"):
+        if sources[name] not in ("default", "other flags", "--model", "--recipe"):
             yield flag_words(name, _printable(Path(value).name) if name in ("text", "data") else value)
