@@ -115,8 +115,8 @@ class Flag:
     nargs: str | None = None
     const: str | None = None
     # What may happen to a flag of train_gpt2.py; docs/training.md has the table.
-    resume: Literal["keeps", "changes"] = "keeps"  # in a resumed run, another value is an error, or is taken
-    # in a fork, another value is taken; is an error; or giving the flag at all is one, because the checkpoint decides
+    resume: Literal["keeps", "changes"] = "keeps"  # in a resumed run, a different value is an error, or is taken
+    # in a fork, a different value is taken; is an error; or giving the flag at all is one, because the checkpoint decides
     fork: Literal["changes", "keeps", "brings"] = "changes"
     init_from: Literal["changes", "brings"] = "changes"  # likewise, with pretrained weights
     per_node: bool = False  # a path, which may differ between the nodes of a run

@@ -88,7 +88,7 @@ def make_shards(
         report: is told what was done, line by line.
 
     Raises:
-        OtherShardsError: the folder has shards from another source or with other settings.
+        OtherShardsError: the folder has shards from a different source or with different settings.
         UserError: it has shards from another tool, is in use or cannot be written; the disk is too small; or the corpus
             cannot be read, has changed, or has no text.
     """

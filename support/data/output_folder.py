@@ -34,7 +34,7 @@ ALL_PARTS = PARTS + 16 * "[0-9a-f]"
 
 
 class OtherShardsError(UserError):
-    """A folder has shards that were made from another source or with other settings."""
+    """A folder has shards that were made from a different source or with different settings."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class OutputFolder:
         return self.directory / (PARTS + hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16])
 
     def begin_parts(self, parts: Sequence[Part]) -> None:
-        """Creates the folder of the encoded parts. Forgets the lengths of parts that another version has cut elsewhere."""
+        """Creates the folder of the encoded parts. Forgets the lengths of parts that a different version has cut elsewhere."""
         bounds = [(part.files.start, part.files.stop, part.start, part.stop) for part in parts]
         cuts = hashlib.sha256(json.dumps(bounds).encode()).hexdigest()
         if self.manifest.get("cuts") != cuts:
@@ -107,7 +107,7 @@ def open_output_folder(
         flag, report: see `OutputFolder`.
 
     Raises:
-        OtherShardsError: the folder has shards from another source or with other settings.
+        OtherShardsError: the folder has shards from a different source or with different settings.
         UserError: it has shards from another tool, or is in use.
     """
     adopted = _adopt_finished_shards(directory, manifest, prefix, only_parts, flag)
@@ -141,7 +141,7 @@ def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str, onl
         # with `only_parts`, another machine may be encoding these parts
         if earlier["shards"] or (only_parts and any(directory.glob(f"{ALL_PARTS}/*.json"))):
             raise OtherShardsError(
-                f"{directory} has shards from another source or setting: {'; '.join(differences)}. Use another "
+                f"{directory} has shards from a different source or setting: {'; '.join(differences)}. Use another "
                 f"{flag}, or remove {directory}."
             )
         earlier = None  # its parts are removed when the new shards are complete
