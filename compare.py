@@ -212,7 +212,7 @@ SHOWN_STEPS = {10, 50, 100, 250, 1000, 5000, 10000, 15000}  # besides the last o
 def answer_normal(path: Path, picture: Path, asked_to_draw: bool) -> None:
     """Prints a log's values beside the band, and whether the run is normal, and draws them.
 
-    A run with another recipe or other data gets no verdict, and is drawn only if that was asked for.
+    A run with a different recipe or different data gets no verdict, and is drawn only if that was asked for.
 
     Args:
         path: a run's folder, or a log.
@@ -241,7 +241,10 @@ def answer_normal(path: Path, picture: Path, asked_to_draw: bool) -> None:
         print(f"saved {picture}")
     else:
         print("-o FILE draws it over the public runs all the same.")
-    print("no verdict: the flags above make this another run than the public ones." if differs else verdict, flush=True)
+    print(
+        "no verdict: the flags above make this a different run from the public ones." if differs else verdict,
+        flush=True,
+    )
 
 
 def describe_other_recipe(start: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@
 
 Each scenario runs one command, and starts it again whenever it has exited. The command is fineweb.py, or
 train_gpt2.py with checkpoints and validation: in one process, in two under torchrun, in two that torchrun restarts
-(with DDP or FSDP), or as a fork of a shorter run, also on other data in steps of another size. It suffers one fault after another: SIGKILL, SIGTERM or SIGSTOP sent
+(with DDP or FSDP), or as a fork of a shorter run, also on different data in steps of a different size. It suffers one fault after another: SIGKILL, SIGTERM or SIGSTOP sent
 to one of its processes, a full disk, a folder without write permission, a corrupt file, or a console that nobody reads.
 
 Within a minute and a half of each fault, all processes must either exit with a documented exit code or make progress
@@ -83,7 +83,7 @@ class Scenario:
     restarts: int = 0  # by torchrun
     parallel: str = "ddp"
     forks: bool = False  # whether it forks a shorter run
-    other: bool = False  # whether the fork has other data, and steps of another size
+    other: bool = False  # whether the fork has different data, and steps of a different size
 
     @property
     def tokenises(self) -> bool:

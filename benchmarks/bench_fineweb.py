@@ -2,7 +2,7 @@
 
     python benchmarks/bench_fineweb.py                                  # 100 MB, the demo's text repeated
     python benchmarks/bench_fineweb.py --input crawl/*.parquet --shard-size 1e7
-    python benchmarks/bench_fineweb.py --baseline ../earlier            # another checkout instead of the plain loop
+    python benchmarks/bench_fineweb.py --baseline ../earlier            # a different checkout instead of the plain loop
 
 The plain loop calls tiktoken's `encode_ordinary` on one document at a time, adds an end-of-text token before each, and
 writes shards with `np.save`. The shards of both must be identical. Memory is the private memory of all processes, and

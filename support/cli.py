@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import functools
 import importlib.util
 import json
 import math
@@ -60,13 +61,11 @@ class UserError(Exception):
 
 MAIN_GROUP = "the flags that matter"
 MAX_HELP_WIDTH = 100  # columns; longer lines are hard to read
-# For unknown flags, such as other trainers have: with these words in their names, and with these names.
-ACCUMULATION = "A step accumulates micro-batches of --batch-size rows until it has --total-batch-size tokens."
+# For unknown flags, such as other trainers have: with this in their names, and with these names.
 ADVICE = {
     "epochs": "Give the length of a run in steps: --max-steps (the run's header says how many make a pass over the data).",
     "config": "Every setting is a flag; @FILE stands for the flags in a file. See --help.",
-    "accumulation": ACCUMULATION,
-    "accum": ACCUMULATION,
+    "accum": "A step accumulates micro-batches of --batch-size rows until it has --total-batch-size tokens.",
 }
 OTHER_NAMES = {
     "max-lr": "lr learning-rate peak-lr peak-learning-rate",
@@ -116,8 +115,8 @@ class Flag:
     nargs: str | None = None
     const: str | None = None
     # What may happen to a flag of train_gpt2.py; docs/training.md has the table.
-    resume: Literal["keeps", "changes"] = "keeps"  # in a resumed run, another value is an error, or is taken
-    # in a fork, another value is taken; is an error; or giving the flag at all is one, because the checkpoint decides
+    resume: Literal["keeps", "changes"] = "keeps"  # in a resumed run, a different value is an error, or is taken
+    # in a fork, a different value is taken; is an error; or giving the flag at all is one, because the checkpoint decides
     fork: Literal["changes", "keeps", "brings"] = "changes"
     init_from: Literal["changes", "brings"] = "changes"  # likewise, with pretrained weights
     per_node: bool = False  # a path, which may differ between the nodes of a run
@@ -170,37 +169,34 @@ def parse_flags(
     flags, types = flags_of(arguments), {name: _value_type(t) for name, t in get_type_hints(arguments).items()}
     for name, table in (tables or {}).items():
         flags[name] = replace(flags[name], choices=tuple(table))
-    parser = _make_parser(flags, types, description, tables or {})
+    problems = list[str]()
+
+    def convert(name: str, text: str) -> Any:
+        try:
+            return _convert(text, flags[name], types[name])
+        except ValueError as error:  # argparse would stop at the first one
+            problems.append(f"{flags[name].metavar if flags[name].positional else flag_name(name)} {error}")
+
+    parser = _make_parser(flags, types, convert, description, tables or {})
     words, given = words_of(sys.argv[1:] if argv is None else argv), argparse.Namespace()
     try:
         if "--" in words:  # argparse would not treat anything after it as a flag
             parser.error("-- is not used here")
         _, unknown = parser.parse_known_args(words, given)
-        problems = _describe_unknown(unknown, [flag_name(name)[2:] for name in flags])
+        problems += _describe_unknown(unknown, [flag_name(name)[2:] for name in flags])
     except UserError as error:
-        problems = list(error.problems)
-    values, wrong = dict[str, Any](), list[str]()
-    for name, text in vars(given).items():
-        try:
-            several = type(text) is list
-            converted = [_convert(t, flags[name], types[name]) for t in (text if several else [text])]
-            values[name] = converted if several else converted[0]
-        except ValueError as error:
-            wrong.append(f"{flags[name].metavar if flags[name].positional else flag_name(name)} {error}")
-    required = [name for name, flag in flags.items() if flag.required and name not in vars(given)]
-    if problems := [*wrong, *problems, *(f"{flag_name(name)} is missing. See --help." for name in required)]:
+        problems += error.problems
+    required = [name for name, flag in flags.items() if flag.required and name not in given]
+    problems += [f"{flag_name(name)} is missing. See --help." for name in required]
+    if problems:
         raise UserError(*problems)
-    return values
+    return vars(given)
 
 
 def check_command_line(arguments: type[DataclassInstance], description: str | None, tables: Tables) -> None:
     """Parses a script's command line as `parse_flags` does; prints --help and mistakes, and then exits."""
-
-    def check() -> None:
-        parse_flags(arguments, None, description, tables)
-
     _make_streams_usable()
-    if code := _exit_code(check):
+    if code := _exit_code(lambda: parse_flags(arguments, None, description, tables)):
         sys.exit(code)
 
 
@@ -228,10 +224,8 @@ def words_of(arguments: Sequence[str]) -> list[str]:
     return [*from_files, *(word for word in arguments if not word.startswith("@"))]
 
 
-def _convert(text: str | bool, flag: Flag, value_type: type) -> Any:
+def _convert(text: str, flag: Flag, value_type: type) -> Any:
     """Returns the value of a flag, or raises a ValueError that says what is wrong with the text, and what to do."""
-    if isinstance(text, bool):
-        return text
     if not text and not flag.may_be_empty:  # such as from an unset shell variable
         raise ValueError("is empty. Pass a value.")
     try:
@@ -239,18 +233,19 @@ def _convert(text: str | bool, flag: Flag, value_type: type) -> Any:
     except ValueError:
         wanted = "a number" if value_type is float else "a whole number"
         raise ValueError(f"is {text!r}. {flag.hint or f'It must be {wanted}.'}") from None
-    if flag.choices and value not in (*flag.choices, flag.const):
+    if flag.choices and value not in flag.choices:
         *others, last = flag.choices
         raise ValueError(f"is {value!r}. " + (flag.hint or f"It must be {', '.join(others)} or {last}."))
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"is {value}. It must be a finite number.")
     if isinstance(value, int | float):
-        if value < flag.at_least:
-            raise ValueError(f"is {value}. It must be {flag.at_least} or more.")
-        if value > flag.at_most:
-            raise ValueError(f"is {value}. It must be {flag.at_most} or less.")
-        if value >= flag.below:
-            raise ValueError(f"is {value}. It must be less than {flag.below}.")
+        rules = {
+            "a finite number": abs(value) < math.inf,
+            f"{flag.at_least} or more": value >= flag.at_least,
+            f"{flag.at_most} or less": value <= flag.at_most,
+            f"less than {flag.below}": value < flag.below,
+        }
+        for rule, is_kept in rules.items():
+            if not is_kept:
+                raise ValueError(f"is {value}. It must be {rule}.")
     return value
 
 
@@ -262,6 +257,7 @@ def _value_type(hint: Any) -> Any:
 
 def _describe_unknown(words: Sequence[str], known: Sequence[str]) -> list[str]:
     """Returns a line for each unknown flag or word, suggesting the flag that was probably meant."""
+    names = {other: flag for flag in known for other in (flag, *OTHER_NAMES.get(flag, "").split())}
     problems, follows_flag = [], False
     for word in words:
         is_flag = word.startswith("-")
@@ -269,52 +265,49 @@ def _describe_unknown(words: Sequence[str], known: Sequence[str]) -> list[str]:
             name = word.split("=")[0]
             plain = name.lstrip("-").replace("_", "-")
             parts = [flag for flag in known if f"{flag}-".startswith(f"{plain}-") or flag.endswith(f"-{plain}")]
-            others = [flag for flag in known if plain in OTHER_NAMES.get(flag, "").split()]
-            near = others or sorted(parts, key=len) or _nearest(plain, known)
-            advice = [ADVICE[part] for part in plain.split("-") if is_flag and part in ADVICE]
+            alike = [names[other] for other in difflib.get_close_matches(plain, names, 1)]
+            near = [names[plain]] if plain in names else sorted(parts, key=len) or alike
+            advice = [text for part, text in ADVICE.items() if is_flag and part in plain]
             advice += [f"Did you mean --{near[0]}? See --help." if near else "See --help."]
             problems.append((f"unknown flag {name}. " if is_flag else f"{word!r} is not a flag. ") + advice[0])
         follows_flag = "=" not in word if is_flag else follows_flag
     return problems
 
 
-def _nearest(word: str, known: Sequence[str]) -> list[str]:
-    """Returns the known flag that looks most like a word, itself or by a name that it has elsewhere; at most one."""
-    names = {other: flag for flag in known for other in (flag, *OTHER_NAMES.get(flag, "").split())}
-    return [names[name] for name in difflib.get_close_matches(word, names, 1)]
-
-
 def _make_parser(
-    flags: Mapping[str, Flag], types: Mapping[str, Any], description: str | None, tables: Tables
+    flags: Mapping[str, Flag],
+    types: Mapping[str, Any],
+    convert: Callable[[str, str], Any],
+    description: str | None,
+    tables: Tables,
 ) -> argparse.ArgumentParser:
-    """Makes a parser that only splits the command line into flags: values stay text."""
+    """Returns a parser that sets what is given, and nothing else; `convert` gets the name and the text of a flag."""
     positional = "".join(f"{flag.metavar} [{flag.metavar} ...] " for flag in flags.values() if flag.positional)
     parser = _Parser(
         usage=f"%(prog)s {positional}[flags]", description=description, add_help=False, allow_abbrev=False,
         formatter_class=_HelpFormatter, epilog="@FILE stands for the flags in a file, with # for comments.",
+        argument_default=argparse.SUPPRESS,
     )  # fmt: skip
-    names = dict.fromkeys((MAIN_GROUP, *(flag.group for flag in flags.values())))
-    groups = {name: parser.add_argument_group(name if len(names) > 1 else "flags") for name in names}
+    titles = dict.fromkeys((MAIN_GROUP, *(flag.group for flag in flags.values())))
+    groups = {title: parser.add_argument_group(title if len(titles) > 1 else "flags") for title in titles}
     for name, flag in flags.items():
-        if flag.positional:
-            options: dict[str, Any] = {"nargs": flag.nargs, "metavar": flag.metavar, "default": argparse.SUPPRESS}
-            parser.add_argument(name, help=argparse.SUPPRESS, **options)
-            continue
         default = f" (default: {_describe_default(name, flag, flags, tables)})"
         help = flag.help + (" (required)" if flag.required else "" if flag.default is False else default)
-        options = {"default": argparse.SUPPRESS, "help": help.replace("%", "%%")}
+        options: dict[str, Any] = {"help": argparse.SUPPRESS if flag.positional else help.replace("%", "%%")}
         if types[name] is bool:
             is_simple = flag.default is False and not flag.negatable
             options["action"] = "store_true" if is_simple else argparse.BooleanOptionalAction
         else:
             usual = f"{{{','.join(flag.choices)}}}" if flag.choices else {int: "N", float: "X"}.get(types[name], "NAME")
             options |= {"metavar": flag.metavar or usual, "nargs": flag.nargs, "const": flag.const}
-        groups[flag.group].add_argument(*filter(None, [flag.short, flag_name(name)]), **options)
+            options["type"] = functools.partial(convert, name)
+        names = [name] if flag.positional else filter(None, [flag.short, flag_name(name)])
+        groups[flag.group].add_argument(*names, **options)
     group = parser.add_argument_group("help")  # comes last
     group.add_argument("-h", "--help", action="help", help="print this help and exit")
     torch = f", torch {metadata.version('torch')}" if importlib.util.find_spec("torch") else ""  # fineweb.py needs none
-    versions = f"%(prog)s {__version__}, Python {platform.python_version()}{torch}"
-    versions += f", {platform.system()} {platform.machine()}"
+    system = f"{platform.system()} {platform.machine()}"
+    versions = f"%(prog)s {__version__}, Python {platform.python_version()}{torch}, {system}"
     group.add_argument("--version", action="version", version=versions, help="print versions and exit")
     return parser
 
@@ -461,7 +454,7 @@ def _make_streams_usable() -> None:
             getattr(sys, name).reconfigure(errors="backslashreplace")  # any character can be printed
 
 
-def _exit_code(main: Callable[[], None]) -> int:
+def _exit_code(main: Callable[[], object]) -> int:
     try:
         main()
         return 0

@@ -247,7 +247,7 @@ def merge(layers: Layers) -> dict[str, Any]:
     """Returns each value from the strongest layer that has it.
 
     Raises:
-        ValueError: a layer is missing or in another place, so that its values would have the wrong strength.
+        ValueError: a layer is missing or in a different place, so that its values would have the wrong strength.
     """
     if tuple(layers) != LAYERS:
         raise ValueError(f"the layers are {', '.join(layers)} instead of {', '.join(LAYERS)}")

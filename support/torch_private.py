@@ -1,4 +1,4 @@
-"""What is private in PyTorch 2.11 to 2.13, or has another name in one of them, and what replaces it where that is known."""
+"""What is private in PyTorch 2.11 to 2.13, or has a different name in one of them, and what replaces it where that is known."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = [
 
 
 def all_gather(full: torch.Tensor, part: torch.Tensor) -> None:
-    """Gathers each rank's `part` into `full`. The function has another name from torch 2.13 on."""
+    """Gathers each rank's `part` into `full`. The function has a different name from torch 2.13 on."""
     gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
     gather(full, part)
 
 
 def reduce_scatter(part: torch.Tensor, full: torch.Tensor) -> None:
-    """Sums `full` over the ranks, and leaves each its `part`. The function has another name from torch 2.13 on."""
+    """Sums `full` over the ranks, and leaves each its `part`. The function has a different name from torch 2.13 on."""
     scatter = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
     scatter(part, full)
 

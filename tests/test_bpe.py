@@ -47,7 +47,7 @@ def pairs_by_count(text, merges):
 
 
 def test_each_merge_is_the_most_frequent_pair():
-    """As in Sennrich et al. (arXiv:1508.07909): counted anew after every merge."""
+    """As in Sennrich et al. (arXiv:1508.07909): all pairs are counted again after every merge."""
     text = "low lower lowest slow slower slowest new newer newest wide wider widest " * 3 + "blow low low"
     tokens = bpe.train_bpe([text], 257 + 12).token_bytes()
     assert sorted(tokens[:256]) == [bytes([i]) for i in range(256)] and len(tokens) == 268
@@ -156,7 +156,7 @@ def test_an_altered_tokenizer_is_noticed(tmp_path):
 
 
 def test_parts_by_a_lost_tokenizer_are_not_used(tmp_path, monkeypatch):
-    """It is trained anew, maybe by another version of the library."""
+    """It is trained again, maybe by a different version of the library."""
     make(tmp_path / "data", only_parts=(1, 1))
     (tmp_path / "data" / "tokenizer.json").unlink()
     train_bpe = bpe.train_bpe

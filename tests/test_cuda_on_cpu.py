@@ -114,7 +114,7 @@ def test_fp16_scales_its_gradients_where_bf16_is_not_native(run, byte_shards, tm
 @pytest.mark.parametrize(
     "flags, waits",
     [
-        ("--parallel ddp", (1, 3)),  # DDP plans its buckets anew in the second step, on the host
+        ("--parallel ddp", (1, 3)),  # DDP plans its buckets again in the second step, on the host
         ("--parallel fsdp --optimizer muon --recompute --sample-every 6", ()),
     ],
     ids=["DDP", "FSDP with Muon"],

@@ -39,7 +39,7 @@ def server(monkeypatch):
     httpd.server_close()
 
 
-def test_a_download_survives_transient_errors_and_replaces_a_corrupt_file(server, tmp_path):
+def test_a_download_survives_transient_errors_and_replaces_a_corrupt_file(server, tmp_path, capsys):
     url, body, failures, requests = server
     failures += [500, "cut off", 429]
     blob = git_blob(body)
@@ -47,6 +47,9 @@ def test_a_download_survives_transient_errors_and_replaces_a_corrupt_file(server
     for path in (tmp_path / "file", tmp_path / "new" / "file"):
         assert download(url, path, blob).read_bytes() == body
     assert len(requests) == 5 and os.listdir(tmp_path / "new") == ["file"]
+    assert capsys.readouterr().err.startswith(
+        "warning: status 500. Retrying in 2 s.\nwarning: no connection to the server."
+    )
     download(url, path, blob)
     assert len(requests) == 5  # the file exists
 

@@ -45,7 +45,7 @@ def test_a_separator_is_named_on_the_command_line(tmp_path, monkeypatch):
     flags = ["--input", "a.txt", "--output", "out", "--tokenizer", "bytes", "--document-separator", "\\n\r\n"]
     fineweb.main([*flags, "--shard-size", "9"])
     assert tokens_in("out") == plain_loop(["one\ntwo", "three", "four"], plain_bytes, 256, 9)
-    with pytest.raises(UserError, match="another source or setting"):
+    with pytest.raises(UserError, match="a different source or setting"):
         fineweb.main([*flags[:-2], "--shard-size", "9"])
 
 
@@ -169,12 +169,12 @@ def test_an_edited_file_is_another_source_and_a_failure_leaves_the_folder_free(t
     fineweb.main([*flags, "a.jsonl"])
     assert "nothing to do: these shards exist already" in capsys.readouterr().out
     before = shards_in(tmp_path / "out")
-    with pytest.raises(UserError, match="has shards from another source or setting"):
+    with pytest.raises(UserError, match="has shards from a different source or setting"):
         fineweb.main([*flags, "a.jsonl", "--text-field", "title"])
     stat = (tmp_path / "a.jsonl").stat()
     (tmp_path / "a.jsonl").write_text('{"text": "LONG ENOUGH", "title": "short"}\n')  # of the same size
     assert stat.st_size == (tmp_path / "a.jsonl").stat().st_size
-    with pytest.raises(UserError, match="has shards from another source or setting"):
+    with pytest.raises(UserError, match="has shards from a different source or setting"):
         fineweb.main([*flags, "a.jsonl"])
     assert shards_in(tmp_path / "out") == before
 

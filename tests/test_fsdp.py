@@ -222,7 +222,7 @@ def test_no_rank_scores_if_one_has_no_items(scored_run, of_one_process):
 
 @pytest.mark.slow
 def test_one_compiled_block_serves_all(scored_run, of_one_process):
-    """The trial of the micro-batch compiles nothing more, though its model is another one."""
+    """The trial of the micro-batch compiles nothing more, though its model is a different one."""
     no_second = {"torch._dynamo.config.error_on_recompile": True, "torch.compile": compile_graphs}
     rank = Rank(replaced=SCORED | no_second | {"support.runtime.batch_size.TRIED": ("cpu",)})
     compiled = ["--parallel", "fsdp", "--compile", "--recompute"]

@@ -29,7 +29,7 @@ def log_changed(out):
 
 def wait_for_the_moment(kind, out, process, rng):
     """Returns at a random moment of a process that was just started: at its start, after some steps, or inside a save."""
-    before = log_changed(out)  # a resumed run writes the log anew
+    before = log_changed(out)  # a resumed run writes the log again
 
     def alive_until(condition):
         return wait_for(lambda: condition() or not process.is_alive(), every=0.0005)

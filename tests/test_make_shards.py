@@ -59,7 +59,7 @@ def texts(tmp_path, monkeypatch):
 
 
 def make(out, **options):
-    """The shards of `texts/`; the corpus is opened anew, as the same command does."""
+    """The shards of `texts/`; the corpus is opened again, as by the same command."""
     return make_shards(TextFiles(find_input(["texts"])), out, **{"tokenizer": "bytes", "shard_size": 2000} | options)
 
 
@@ -402,7 +402,9 @@ def test_other_shards_are_never_mixed_or_lost(tmp_path):
     make("a", shard_size=100)
     before = shards_in(tmp_path)
     for settings in ({"shard_size": 50}, {"shard_size": 100, "max_tokens": 60}):
-        with pytest.raises(UserError, match="another source or setting: --[-a-z]+ was .* and is now .*other --output"):
+        with pytest.raises(
+            UserError, match="a different source or setting: --[-a-z]+ was .* and is now .*other --output"
+        ):
             make("b", **settings)
     assert shards_in(tmp_path) == before
     np.save(tmp_path / "foreign_train_000007.npy", np.zeros(9, dtype=np.uint16))
@@ -420,7 +422,7 @@ def test_the_parts_of_another_text_are_not_used(texts):
     make("out", only_parts=(1, 2))
     encoded = set(Path("out").rglob("*.bin"))
     (texts / "f.txt").write_text("another end")
-    with pytest.raises(UserError, match="shards from another source or setting: the text was changed or copied"):
+    with pytest.raises(UserError, match="shards from a different source or setting: the text was changed or copied"):
         make("out", only_parts=(2, 2))  # another machine would go on with the other text
     assert encoded == set(Path("out").rglob("*.bin"))
     (Path("out") / "parts_of_mine").mkdir()

@@ -44,7 +44,7 @@ def test_orthogonalized_matrices_have_the_singular_vectors_of_an_svd(n, m, dtype
 def test_steps_equal_those_of_pytorchs_muon():
     """Five steps on matrices of three shapes, two of them batched, tall ones too. PyTorch computes in bf16.
 
-    Its scale is 0.2 sqrt(larger side) and ours 11 sqrt(larger side / smaller side), so its rate is another one.
+    Its scale is 0.2 sqrt(larger side) and ours 11 sqrt(larger side / smaller side), so the two have different rates.
     """
     shapes = [(32, 32), (64, 32), (32, 64), (32, 32), (32, 128)]
     ours, theirs = random_matrices(*shapes), random_matrices(*shapes)

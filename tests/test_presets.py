@@ -380,7 +380,9 @@ def test_a_folder_means_all_text_in_it_and_changed_text_is_rejected(tmp_path, ca
         assert capfd.readouterr().out.count("note    names that begin with a dot are skipped (1 text file)\n") == 1
     (folder / "a.txt").write_text(TEXT + "One more.")
     (folder / "log" / "starts.jsonl").unlink()  # which says that the run has finished
-    with pytest.raises(UserError, match=r"log/data has shards from another source or setting.* Use another --out, or"):
+    with pytest.raises(
+        UserError, match=r"log/data has shards from a different source or setting.* Use another --out, or"
+    ):
         train(configure([*flags, "--out", folder / "log", "--resume", "auto"])[0], ONE_PROCESS, NEW_RUN)
 
 

@@ -97,7 +97,7 @@ def printed(cell: nbformat.NotebookNode) -> str:
 
 
 def test_the_notebook_is_saved_with_the_outputs_of_this_version():
-    """If it fails, make them anew.
+    """If it fails, make them again.
 
     python train_gpt2.py --demo --max-steps 1200
     HF_HUB_OFFLINE=1 jupyter execute --inplace play.ipynb

@@ -1498,7 +1498,7 @@ def losses_of_the_trainer(data: Path, flags: str) -> list[float]:
         log,
         *flags.split(),
     ]
-    # sums of several threads are in another order, and Adam makes such differences grow
+    # sums of several threads are in a different order, and Adam makes such differences grow
     subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     lines = [line.split() for line in (log / "log.txt").read_text().splitlines()]
     return [float(value) for _, name, value in lines if name == "train"]

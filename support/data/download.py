@@ -1,17 +1,39 @@
-"""Downloads single files: the file is complete and verified, or nothing is left behind."""
+"""Downloads: retries of requests, and single files, which are complete and verified, or absent."""
 
 from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from support import files, startup
-from support.cli import UserError, describe_error
+from support.cli import DISK_ERRORS, UserError, describe_error, warn
 
-ATTEMPTS = 4
+ATTEMPTS = 4  # for seconds only, because a user is waiting
 TIMEOUT = (10, 30)  # seconds: to connect, and to wait for the next byte
-RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
+RETRIED_STATUS = {408, 425, 429}  # and 500 or more
+T = TypeVar("T")
+
+
+def with_retries(request: Callable[[], T], reason: Callable[[Exception], str], attempts: int = ATTEMPTS) -> T:
+    """Returns the result of a request. After an error that may be transient, warns with its reason and tries again."""
+    for attempt in range(1, attempts):
+        try:
+            return request()
+        except Exception as error:  # each HTTP library defines its own
+            if is_refused(error) or getattr(error, "errno", None) in DISK_ERRORS:
+                raise
+            warn(f"{reason(error)}. Retrying in {2**attempt} s.")
+            time.sleep(2**attempt)
+    return request()
+
+
+def is_refused(error: Exception) -> bool:
+    """Returns whether a request would fail again, because there is nothing of that name."""
+    status = getattr(getattr(error, "response", None), "status_code", 500)
+    return isinstance(error, UserError | ValueError) or (status < 500 and status not in RETRIED_STATUS)
 
 
 def download(url: str, path: Path, git_blob: str) -> Path:
@@ -23,43 +45,39 @@ def download(url: str, path: Path, git_blob: str) -> Path:
     Raises:
         UserError: the download failed or has the wrong checksum, or the file cannot be written.
     """
+    import requests
+
+    def fetch() -> bytes:
+        response = requests.get(url, timeout=TIMEOUT)
+        response.raise_for_status()
+        return response.content
+
     try:
-        if path.exists() and _git_blob(path) == git_blob:
+        if path.exists() and _git_blob(path.read_bytes()) == git_blob:
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.atomic_write(path, unique=True) as tmp:
             startup.show(f"downloading {Path(url).name} ...")
             try:
-                _fetch_with_retries(url, tmp)
+                content = with_retries(fetch, _reason)
             finally:
                 startup.show("")
-            if _git_blob(tmp) != git_blob:
+            if _git_blob(content) != git_blob:
                 problem = f"{url} is not the expected file (wrong checksum). Try again later."
                 raise UserError(problem, this_rank_only=True)
+            tmp.write_bytes(content)
+    except requests.RequestException as error:
+        problem = f"cannot download {url} ({_reason(error)}). Check the network and run the same command again."
+        raise UserError(problem, this_rank_only=True) from error
     except OSError as error:
         raise UserError(f"cannot write {path}: {describe_error(error, path)}.", this_rank_only=True) from error
     return path
 
 
-def _git_blob(path: Path) -> str:
-    content = path.read_bytes()
+def _reason(error: Exception) -> str:
+    answer = getattr(error, "response", None)
+    return "no connection to the server" if answer is None else f"status {answer.status_code}"
+
+
+def _git_blob(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-
-
-def _fetch_with_retries(url: str, path: Path) -> None:
-    import requests
-
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            response = requests.get(url, timeout=TIMEOUT)
-            response.raise_for_status()
-            path.write_bytes(response.content)
-            return
-        except requests.RequestException as error:
-            answer = error.response
-            refused = answer is not None and answer.status_code not in RETRIED_STATUS
-            if refused or attempt == ATTEMPTS:
-                reason = "no connection to the server" if answer is None else f"status {answer.status_code}"
-                problem = f"cannot download {url} ({reason}). Check the network and run the same command again."
-                raise UserError(problem, this_rank_only=True) from error
-            time.sleep(2**attempt)

@@ -8,21 +8,19 @@ import functools
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from support.cli import DISK_ERRORS, UserError, warn
-from support.data.download import RETRIED_STATUS
+from support.cli import DISK_ERRORS, UserError
+from support.data.download import ATTEMPTS, is_refused, with_retries
 from support.data.text_files import TEXT_TYPES, Corpus, Part, Piece, TextFiles, group_by_size, slug, text_suffix
 from support.files import check_free_space, sha256_of
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoFile
 
-CONNECT_ATTEMPTS = 4  # at the start: for seconds only, because a user is waiting
-DOWNLOAD_ATTEMPTS = 7  # later: for minutes; the hub's library also retries within each attempt
+DOWNLOAD_ATTEMPTS = 7  # for minutes: nobody waits; the hub's library also retries within each attempt
 T = TypeVar("T")
 
 
@@ -30,39 +28,24 @@ T = TypeVar("T")
 # Requests
 
 
-def _request(request: Callable[[], T], failure: str, attempts: int) -> T:
+def _request(request: Callable[[], T], failure: str, attempts: int = ATTEMPTS) -> T:
     """Returns the result of a request. Retries after every transient error; the hub's library retries only after some.
 
     Raises:
         UserError: it failed for good. The message starts with `failure`.
         OSError: the disk is full, or cannot be written to.
     """
-    from huggingface_hub.errors import OfflineModeIsEnabled
+    from huggingface_hub import is_offline_mode
 
-    attempt = 0
-    while True:
-        attempt += 1
-        try:
-            return request()
-        except Exception as error:  # the hub's library and the HTTP library define their own exceptions
-            if isinstance(error, UserError) or (isinstance(error, OSError) and error.errno in DISK_ERRORS):
-                raise
-            if _is_refused(error) or isinstance(error, OfflineModeIsEnabled) or attempt == attempts:
-                advice = "Check the network and run the same command again, or name files of your own with --input"
-                if _is_refused(error):
-                    advice = "Check the data set's name, --name and --split"
-                raise UserError(f"{failure}: {hub_error_reason(error)}. {advice}.") from error
-            delay = 2**attempt  # seconds
-            warn(f"{hub_error_reason(error)}. Retrying in {delay} s.")
-            time.sleep(delay)
-
-
-def _is_refused(error: Exception) -> bool:
-    """Returns whether another attempt would fail, too, because there is no such data set, file or split."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    return isinstance(error, ValueError) or (
-        status is not None and 400 <= status < 500 and status not in RETRIED_STATUS
-    )
+    try:
+        return with_retries(request, hub_error_reason, 1 if is_offline_mode() else attempts)
+    except Exception as error:  # the hub's library and the HTTP library define their own exceptions
+        if isinstance(error, UserError) or getattr(error, "errno", None) in DISK_ERRORS:
+            raise
+        advice = "Check the network and run the same command again, or name files of your own with --input"
+        if is_refused(error):
+            advice = "Check the data set's name, --name and --split"
+        raise UserError(f"{failure}: {hub_error_reason(error)}. {advice}.") from error
 
 
 def hub_error_reason(error: Exception) -> str:
@@ -129,7 +112,7 @@ class HubFiles(Corpus):
         from huggingface_hub.hf_api import RepoFile
 
         failure = f"cannot open the data set {self._repository}"
-        paths = _request(self._find_paths, failure, CONNECT_ATTEMPTS)
+        paths = _request(self._find_paths, failure)
         if others := sorted({"".join(Path(path).suffixes) for path in paths if not text_suffix(Path(path))}):
             raise UserError(
                 f"{self._repository} has {', '.join(others)} files, not {TEXT_TYPES}. Use the hub's conversion to parquet with "
@@ -144,7 +127,6 @@ class HubFiles(Corpus):
                 )
             ],
             failure,
-            CONNECT_ATTEMPTS,
         )
         by_path = {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
         return [by_path[path] for path in paths]
@@ -241,4 +223,4 @@ def find_revision(repository: str, revision: str | None) -> str | None:
     from huggingface_hub import HfApi
 
     failure = f"cannot open the data set {repository}"
-    return _request(lambda: HfApi().dataset_info(repository, revision=revision).sha, failure, CONNECT_ATTEMPTS)
+    return _request(lambda: HfApi().dataset_info(repository, revision=revision).sha, failure)

@@ -88,7 +88,7 @@ def make_shards(
         report: is told what was done, line by line.
 
     Raises:
-        OtherShardsError: the folder has shards from another source or with other settings.
+        OtherShardsError: the folder has shards from a different source or with different settings.
         UserError: it has shards from another tool, is in use or cannot be written; the disk is too small; or the corpus
             cannot be read, has changed, or has no text.
     """
@@ -107,7 +107,7 @@ def make_shards(
         report_disk_errors(Path(output)),
         open_output_folder(Path(output), manifest, corpus.prefix, only_parts is not None, flag, report) as folder,
     ):
-        if not folder.is_finished:
+        if not folder.is_complete:
             parts = corpus.parts()
             corpus = corpus.for_process(only_parts[0]) if only_parts else corpus
             in_order = val_fraction is None and not only_parts

@@ -34,7 +34,7 @@ ALL_PARTS = PARTS + 16 * "[0-9a-f]"
 
 
 class OtherShardsError(UserError):
-    """A folder has shards that were made from another source or with other settings."""
+    """A folder has shards that were made from a different source or with different settings."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class OutputFolder:
     report: Callable[[str], None]
 
     @property
-    def is_finished(self) -> bool:
+    def is_complete(self) -> bool:
         return bool(self.manifest["complete"])
 
     @property
@@ -63,7 +63,7 @@ class OutputFolder:
         return self.directory / (PARTS + hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16])
 
     def begin_parts(self, parts: Sequence[Part]) -> None:
-        """Creates the folder of the encoded parts. Forgets the lengths of parts that another version has cut elsewhere."""
+        """Creates the folder of the encoded parts. Forgets the lengths of parts that a different version has cut elsewhere."""
         bounds = [(part.files.start, part.files.stop, part.start, part.stop) for part in parts]
         cuts = hashlib.sha256(json.dumps(bounds).encode()).hexdigest()
         if self.manifest.get("cuts") != cuts:
@@ -71,7 +71,7 @@ class OutputFolder:
         self.parts.mkdir(exist_ok=True)
 
     def finish(self) -> None:
-        """Marks the shards as complete, and removes the parts."""
+        """Marks the folder as complete, and removes the parts."""
         self.manifest["complete"] = True
         write_manifest(self.directory, self.manifest)
         for parts in self.directory.glob(ALL_PARTS):
@@ -98,8 +98,8 @@ def open_output_folder(
 ) -> Iterator[OutputFolder]:
     """Opens the folder for the shards that a new manifest describes, and adopts what an earlier run has finished.
 
-    If all shards are finished, the folder is only read. Otherwise, it is created and locked, and the caller must make
-    the shards that are missing or corrupt.
+    If the folder is complete, it is only read. Otherwise, it is created and locked, and the caller must make the shards
+    that are missing or corrupt.
 
     Args:
         prefix: beginning of the file names of the shards.
@@ -107,12 +107,12 @@ def open_output_folder(
         flag, report: see `OutputFolder`.
 
     Raises:
-        OtherShardsError: the folder has shards from another source or with other settings.
+        OtherShardsError: the folder has shards from a different source or with different settings.
         UserError: it has shards from another tool, or is in use.
     """
     adopted = _adopt_finished_shards(directory, manifest, prefix, only_parts, flag)
     folder = OutputFolder(directory, adopted, flag, report)
-    if folder.is_finished:
+    if folder.is_complete:
         report("nothing to do: these shards exist already and are intact")
         yield folder
         return
@@ -141,7 +141,7 @@ def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str, onl
         # with `only_parts`, another machine may be encoding these parts
         if earlier["shards"] or (only_parts and any(directory.glob(f"{ALL_PARTS}/*.json"))):
             raise OtherShardsError(
-                f"{directory} has shards from another source or setting: {'; '.join(differences)}. Use another "
+                f"{directory} has shards from a different source or setting: {'; '.join(differences)}. Use another "
                 f"{flag}, or remove {directory}."
             )
         earlier = None  # its parts are removed when the new shards are complete
@@ -158,8 +158,8 @@ def _adopt_finished_shards(directory: Path, manifest: Manifest, prefix: str, onl
     if sha256 and not (tokenizer.is_file() and files.sha256_of(tokenizer) == sha256):
         return manifest  # without it, the tokens mean nothing
     shards = _intact_shards(directory, earlier)
-    is_finished = earlier["complete"] and len(shards) == len(earlier["shards"]) > 0
-    return {**earlier, "shards": shards, "complete": is_finished}
+    is_complete = earlier["complete"] and len(shards) == len(earlier["shards"]) > 0
+    return {**earlier, "shards": shards, "complete": is_complete}
 
 
 def _differences(manifest: Manifest, earlier: Manifest) -> list[str]:

@@ -109,7 +109,7 @@ def tokenizer_of_model(directory: Path, vocab_size: int, stated: str | None = No
         stated: the value of --tokenizer, if it was given: the tokenizer of a folder without `tokenizer.json`.
 
     Raises:
-        UserError: as in `get_tokenizer`; or the model has no tokenizer, or one of another size or name.
+        UserError: as in `get_tokenizer`; or the model has no tokenizer, or one of a different size or name.
     """
     tokenizer = find_tokenizer(directory)
     if tokenizer and stated and tokenizer.name != stated:
@@ -221,7 +221,7 @@ class BpeTokenizer(Tokenizer):
         content: the content of `tokenizer.json`.
 
     Raises:
-        An exception in MALFORMED: the content is another kind of tokenizer.
+        An exception in MALFORMED: the content is a different kind of tokenizer.
     """
 
     def __init__(self, content: str):

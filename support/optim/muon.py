@@ -2,7 +2,7 @@
 
 Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon) replaces the momentum of a matrix with the nearest
 orthogonal matrix, so that a step moves the matrix equally far in all directions. `torch.optim.Muon` does the same with
-another scale, one matrix at a time. This version also treats Q, K and V as separate matrices, batches matrices of the
+a different scale, one matrix at a time. This version also treats Q, K and V as separate matrices, batches matrices of the
 same shape, divides the work among the ranks, and skips a non-finite step without a host sync.
 """
 

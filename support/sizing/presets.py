@@ -123,16 +123,16 @@ def fewer_steps_note(minutes: float | None, steps: int, step_tokens: int) -> str
     )
 
 
-def train_tokens(text_bytes: float, tokenizer: str) -> float:
-    """Estimates the tokens of a text that are trained on: the last tenth is held out."""
-    return 0.9 * text_bytes / bytes_per_token(text_bytes, tokenizer)
+def train_tokens(size: float, tokenizer: str) -> float:
+    """Estimates how many tokens of a text of `size` bytes are trained on: the last tenth is held out."""
+    return 0.9 * size / bytes_per_token(size, tokenizer)
 
 
-def bytes_per_token(text_bytes: float, tokenizer: str) -> float:
+def bytes_per_token(size: float, tokenizer: str) -> float:
     """Estimates the bytes of a token; a small text has a small vocabulary of short ones."""
     if tokenizer != "bpe":
         return BYTES_PER_TOKEN[tokenizer]
-    return BYTES_PER_TOKEN_OF_SMALL_BPE.get(fitting_vocab_size(text_bytes), BYTES_PER_TOKEN["bpe"])
+    return BYTES_PER_TOKEN_OF_SMALL_BPE.get(fitting_vocab_size(size), BYTES_PER_TOKEN["bpe"])
 
 
 def dropout_for(passes: float) -> float:
@@ -189,14 +189,15 @@ def longer_run(
     return {"max_steps": round(times * config.max_steps)} | chosen if config.decay_steps == config.max_steps else {}
 
 
-def models_for_text(text_bytes: float, bytes_read: float = math.inf) -> list[dict[str, int]]:
+def models_for_text(size: float, bytes_read: float = math.inf) -> list[dict[str, int]]:
     """Returns the flags of the models that suit a text, the smallest first.
 
     Args:
+        size: bytes of the text.
         bytes_read: how much of the text is read, repetitions included.
     """
     smallest, *others = MODELS_FOR_TEXT
-    most = min(text_bytes, bytes_read / BYTES_PER_WEIGHT)
+    most = min(size, bytes_read / BYTES_PER_WEIGHT)
     return [smallest, *(model for model in others if block_weights(model["n_layer"], model["n_embd"]) <= most)]
 
 
