@@ -52,8 +52,8 @@ def measure(dtype: torch.dtype, rows: int, tokens: int, rounds: int, device: tor
 
     def ours() -> None:
         generator = devices.seeded_generator(device, 1337)
-        with devices.autocast(device, dtype), devices.attention_without_cudnn(device):
-            list(sample.generate(model, idx, tokens, generator, top_k=50))
+        with devices.autocast(device, dtype):
+            list(sample.generate(model, idx, tokens, generator=generator, top_k=50))
 
     def theirs() -> None:
         options = {"do_sample": True, "top_k": 50, "max_new_tokens": tokens, "eos_token_id": None, "pad_token_id": 0}
