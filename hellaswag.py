@@ -211,7 +211,7 @@ def load_examples(
     if every == 0:
         return []
     try:
-        if tokenizer.name != "gpt2":
+        if not tokenizer.is_gpt2:
             problem = f"HellaSwag is defined on GPT-2 tokens, but {config.data} has {tokenizer.name} tokens"
             raise UserError(f"{problem}. Train with --tokenizer gpt2, or with --hellaswag-every 0.")
         items = load(download() if path is None else path, limit)
@@ -525,7 +525,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     directory = huggingface.find_model(args.model)
     # refuses a model before the items are downloaded
     tokenizer = tokenizer_of_model(directory, huggingface.read_config(directory)["vocab_size"], args.tokenizer)
-    if tokenizer.name != "gpt2":
+    if not tokenizer.is_gpt2:
         raise UserError(
             f"{directory} was trained on {tokenizer.name} tokens, but HellaSwag's scores are defined on GPT-2 tokens. "
             "Train with --tokenizer gpt2."

@@ -88,10 +88,6 @@ class Run:
     def bytes_per_token(self) -> float:
         return self.start["data"]["bytes_per_token"]
 
-    @property
-    def has_gpt2_tokens(self) -> bool:
-        return self.start["data"]["tokenizer"] == "gpt2"
-
     def positions(self, steps: Sequence[int], axis: str) -> np.ndarray:
         """Converts steps to x-coordinates on `axis`, a key of AXES."""
         x = np.array(steps, dtype=np.int64)
@@ -106,11 +102,15 @@ class Run:
         return x
 
 
+def has_gpt2_tokens(start: Mapping[str, Any]) -> bool:
+    """Returns whether a run's data are in GPT-2's tokens."""
+    return start["data"]["tokenizer"] == "gpt2"
+
+
 def has_fineweb_edu(start: Mapping[str, Any]) -> bool:
     """Returns whether a run's data are FineWeb-Edu in GPT-2's tokens, as far as their names say."""
-    data = start["data"]
-    named = re.search("fineweb-edu|edufineweb", f"{data['source']} {data['val']}")
-    return data["tokenizer"] == "gpt2" and named is not None
+    named = re.search("fineweb-edu|edufineweb", f"{start['data']['source']} {start['data']['val']}")
+    return has_gpt2_tokens(start) and named is not None
 
 
 def read_run(folder: Path) -> Run:
@@ -287,7 +287,9 @@ def _draw_hellaswag(axes: Axes, run: Run) -> None:
         axes.plot(*others, "o-", color=NOT_COMPARABLE, markersize=3)
     if len(y):
         axes.plot(x, y, "o-", color="C3", markersize=3, label=f"acc_norm, now {y[-1]:.4f}")
-    comparable = run.has_gpt2_tokens and run.flags.get("block_size", 0) >= 1024  # a shorter context may cut off texts
+    comparable = (
+        has_gpt2_tokens(run.start) and run.flags.get("block_size", 0) >= 1024
+    )  # a shorter context may cut off texts
     own = OPENAI_SIZES.get((run.flags.get("n_layer", 0), run.flags.get("n_embd", 0)), "124M")
     for size in dict.fromkeys(("124M", own)) if comparable else ():
         _, score = OPENAI_HELLASWAG["tokens"][size]
