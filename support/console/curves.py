@@ -33,7 +33,8 @@ AXES = {"steps": "step", "tokens": "tokens", "hours": "hours of training steps"}
 SETTLED = 0.05  # initial fraction of a curve that may lie above the picture, so that the rest is not flat
 NOT_COMPARABLE = "0.6"  # grey
 DRAW_SECONDS = 60.0  # minimum between two pictures of a run that is training
-OPENAI_SIZES = {(12, 768): "124M", (24, 1024): "350M", (36, 1280): "774M", (48, 1600): "1558M"}  # layers, channels
+# By layers and channels, which a run's flags have; a test compares them with the sizes of --model.
+OPENAI_SIZES = {(12, 768): "124M", (24, 1024): "350M", (36, 1280): "774M", (48, 1600): "1558M"}
 OPENAI_LOSS = 3.2924  # OpenAI's GPT-2 124M on FineWeb-Edu's validation shard
 # (acc, acc_norm) on all validation items, by style of hellaswag.py; None where no figure was published
 OPENAI_HELLASWAG: dict[str, dict[str, tuple[float | None, float]]] = {
@@ -287,9 +288,8 @@ def _draw_hellaswag(axes: Axes, run: Run) -> None:
         axes.plot(*others, "o-", color=NOT_COMPARABLE, markersize=3)
     if len(y):
         axes.plot(x, y, "o-", color="C3", markersize=3, label=f"acc_norm, now {y[-1]:.4f}")
-    comparable = (
-        has_gpt2_tokens(run.start) and run.flags.get("block_size", 0) >= 1024
-    )  # a shorter context may cut off texts
+    # a shorter context may cut off texts
+    comparable = has_gpt2_tokens(run.start) and run.flags.get("block_size", 0) >= 1024
     own = OPENAI_SIZES.get((run.flags.get("n_layer", 0), run.flags.get("n_embd", 0)), "124M")
     for size in dict.fromkeys(("124M", own)) if comparable else ():
         _, score = OPENAI_HELLASWAG["tokens"][size]
