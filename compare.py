@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from support.checkpoints.history import comparable_values, read_starts
+from support.checkpoints.history import argmin_loss, comparable_values, read_starts
 from support.cli import UserError, flag, flag_name, flag_words, parse_flags, run_cli
 from support.config import TRAIN_FLAGS
 from support.console import normal
@@ -176,8 +176,9 @@ def results(runs: Sequence[Run]) -> list[tuple[str, ...]]:
         ([hours], [tokens]) = (run.positions([run.steps], axis) for axis in ("hours", "tokens"))
         row = {"params": short_count(run.start["parameters"]), "steps": f"{run.steps:,}"}
         row |= {"tokens": short_count(tokens), "hours": f"{hours:.3f}" if run.has_first_step else UNKNOWN}
-        if val := run.comparable("val"):
-            last, best = max(val), min(val, key=lambda step: val[step])
+        val = run.comparable("val")
+        if (best := argmin_loss(val)) is not None:
+            last = max(val)
             scale, title = (1 / run.bytes_per_token, "val/byte") if per_byte else (1.0, "val loss")
             at_last = "" if last == run.steps else f" (step {last:,})"
             row |= {

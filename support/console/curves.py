@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from support.checkpoints.history import comparable_values, read_starts, starts_in_log
+from support.checkpoints.history import argmin_loss, comparable_values, read_starts, starts_in_log
 from support.cli import UserError, warn
 from support.console import normal
 from support.console.log import read_log
@@ -256,8 +256,7 @@ def _draw_loss(axes: Axes, run: Run) -> None:
     curves, losses = [(x, y), val], run.comparable("val")
     axes.plot(x, y, color="C0", linewidth=0.7, alpha=0.3, label="train")
     axes.plot(x, smooth(y), color="C0", label="train, smoothed")
-    if losses:
-        best = min(losses, key=lambda step: losses[step])
+    if (best := argmin_loss(losses)) is not None:
         _draw_validation(axes, *val, "C1", f"validation: best {losses[best]:.4f}, at step {best:,}")
     _draw_others(axes, other_train, other_val, "before: on other data, or in steps of another size")
     if has_fineweb_edu(run.start):

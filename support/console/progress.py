@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import shutil
 import time
@@ -15,6 +14,7 @@ from tqdm import tqdm
 
 from support import __version__
 from support.checkpoints.directory import newest_before_cooldown
+from support.checkpoints.history import argmin_loss
 from support.checkpoints.huggingface import options_of
 from support.checkpoints.run_info import RunInfo, checkpoint_path
 from support.checkpoints.state import TrainState
@@ -193,9 +193,8 @@ def print_summary(
     lines, checkpoint = [labelled("done", done)], checkpoint_path(out, step)
     if config.demo and (note := presets.fewer_steps_note(config.minutes, step, config.total_batch_size)):
         lines.append(labelled("note", note))
-    best_step = min(val, key=lambda step: (math.isnan(val[step]), val[step]), default=step)  # NaN is never the best
-    for at, name in {step: "last", best_step: "best"}.items():  # one line if they are the same
-        if at in val:
+    for at, name in {step: "last", argmin_loss(val): "best"}.items():  # one line if they are the same
+        if at is not None and at in val:
             loss = f"{val[at]:.4f} nats per token, {val[at] / run.bytes_per_token:.4f} per byte, at step {at:,}"
             loss += f": {checkpoint_path(out, at)}" if at != step and checkpoint_path(out, at).is_dir() else ""
             lines.append(styled(labelled(name, f"validation loss {loss}"), BOLD))
