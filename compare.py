@@ -139,10 +139,14 @@ def describe(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:
 
 
 def differences(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:
-    """Describes the flags that are not the same in all runs; a note says if the validation data differ, too."""
+    """Describes the flags that are not the same in all runs, first those that a run was given on its command line.
+
+    Notes say where a run changed on the way, and whether the data differ, too.
+    """
     names = dict.fromkeys(name for run in runs for name in run.flags if name not in IGNORED_FLAGS)
     values = {name: [run.flags.get(name) for run in runs] for name in names}
     different = [name for name in names if any(value != values[name][0] for value in values[name])]
+    different.sort(key=lambda name: not any(is_typed(run, name) for run in runs))
     lines = ["The runs have the same flags."]
     if different:
         width = max(8, (WIDTH - max(map(len, map(flag_name, different)))) // len(runs) - len(GAP))
@@ -164,6 +168,15 @@ def differences(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:
     if any(on != validated[0] for on in validated):
         lines.append("note: the runs have different validation data.")
     return lines
+
+
+def is_typed(run: Run, name: str) -> bool:
+    """Returns whether a flag's value is from the command line, rather than a default or chosen by another flag.
+
+    The starts of older versions do not say so.
+    """
+    sources = run.start.get("sources")
+    return isinstance(sources, dict) and str(sources.get(name)).startswith("command line")
 
 
 def results(runs: Sequence[Run]) -> list[tuple[str, ...]]:
