@@ -33,7 +33,7 @@ from support.runtime import devices
 from train_gpt2 import GPT, GPTConfig
 
 
-def milliseconds(generate: Callable[[], object], tokens: int, device: torch.device) -> float:
+def milliseconds_per_token(generate: Callable[[], object], tokens: int, device: torch.device) -> float:
     started = time.perf_counter()
     generate()
     devices.synchronize(device)
@@ -60,7 +60,10 @@ def measure(dtype: torch.dtype, rows: int, tokens: int, rounds: int, device: tor
         hf_model.generate(idx, attention_mask=torch.ones_like(idx), **options)
 
     ours(), theirs()  # warm up
-    return [(milliseconds(ours, tokens, device), milliseconds(theirs, tokens, device)) for _ in range(rounds)]
+    return [
+        (milliseconds_per_token(ours, tokens, device), milliseconds_per_token(theirs, tokens, device))
+        for _ in range(rounds)
+    ]
 
 
 def main() -> None:

@@ -142,7 +142,7 @@ def environment(context: Context) -> None:
     context.figure("attention in training", devices.describe_attention(device, torch.bfloat16, 12, 768, 1024))
     source = torch.zeros(2**20 if context.small else 2**30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    ms = milliseconds(lambda: target.copy_(source), device, calls=10)
+    ms = milliseconds_per_call(lambda: target.copy_(source), device, calls=10)
     context.figure("copy bandwidth, GB/s", f"{2 * source.nbytes / ms / 1e6:.0f}")
     reason = devices.why_not_compile(device)
     expect(reason is None, f"not compiled: {reason}")
@@ -252,7 +252,7 @@ def gpu_readings(context: Context) -> Iterator[None]:
 # b: speed, in pairwise comparisons
 
 
-def milliseconds(function: Callable[[], object], device: torch.device, calls: int) -> float:
+def milliseconds_per_call(function: Callable[[], object], device: torch.device, calls: int) -> float:
     """Returns the milliseconds per call, the median of several measurements."""
     for _ in range(3):
         function()
@@ -532,7 +532,7 @@ def loss_alone(context: Context) -> None:
             torch.cuda.reset_peak_memory_stats()
         figure = f"loss of {N:,} tokens, {name}, "
         try:
-            context.figure(figure + "ms", f"{milliseconds(step, device, calls=1):.1f}")
+            context.figure(figure + "ms", f"{milliseconds_per_call(step, device, calls=1):.1f}")
         except torch.OutOfMemoryError:
             return context.figure(figure + "ms", "out of memory")
         if on_gpu:
