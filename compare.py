@@ -255,7 +255,10 @@ def answer_normal(path: Path, picture: Path, asked_to_draw: bool) -> None:
         print(f"saved {picture}")
     else:
         print("-o FILE draws it over the public runs all the same.")
-    print("no verdict: the flags above make this another run than the public ones." if differs else verdict, flush=True)
+    print(
+        "no verdict: with the flags above, this run is not comparable with the public ones." if differs else verdict,
+        flush=True,
+    )
 
 
 def describe_other_recipe(start: Mapping[str, Any]) -> list[str]:

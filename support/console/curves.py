@@ -74,7 +74,7 @@ class Run:
 
     @property
     def has_first_step(self) -> bool:
-        """Whether the log begins with step 0: that of a fork whose parent was not there begins later."""
+        """Whether the log begins with step 0. The log of a fork begins later if its parent's log was missing."""
         return min(self.seconds, default=0) == 0
 
     def comparable(self, name: str) -> dict[int, float]:

@@ -28,7 +28,7 @@ NAMES = {"train": "training loss", "val": "validation loss", "hella": "HellaSwag
 # The training loss may also differ by the noise of the log, so there it is one width.
 ALLOWED_WIDTHS = {"train": 1.0, "val": 2.0, "hella": 2.0}
 ALLOWED_STDERRS = 4.0  # ... and how many standard errors more
-# The ten runs have nearly all the same seed: other weights change the first losses by more than the band's widths.
+# Nearly all of the ten runs have the same seed. With a different seed, the first losses differ by more than the band's width.
 ALLOWED_EARLY = 0.06
 # Validations over fewer tokens, the first of the same shard, are lower: 0.018 over 20 x 32 x 1,024, 0.037 over half of these.
 FEWER_TOKENS = 0.037
@@ -303,7 +303,7 @@ def difference_band() -> tuple[np.ndarray, ...]:
 
 @dataclass(frozen=True)
 class Jump:
-    """A sudden rise of the training loss at a step; `gone` is the step from which it is as before, or None."""
+    """A sudden rise of the training loss at a step; `gone` is the step at which the loss is back to normal, or None."""
 
     step: int
     size: float

@@ -36,7 +36,7 @@ CHOOSING_LAYERS = ("--minutes", "--text", "--demo")
 
 
 def progress_bar(items: Collection[T], name: str, rank: int, describe: Callable[[], str] = str) -> Iterator[T]:
-    """Yields the items. Rank 0 counts them in a bar on stderr, if that is a terminal; if stdout is none, it prints a line each minute.
+    """Yields the items. Rank 0 counts them in a bar on stderr, if that is a terminal; if stdout is not one, it prints a line each minute.
 
     Args:
         describe: returns more text for that line.
@@ -108,7 +108,7 @@ def print_header(run: RunInfo, dist: Distributed, B: int, rows_per_epoch: int, r
         for split in ("train", "val"):
             if difference := find_difference(run.checkpoint.data[split], run.identity[split]):
                 shown.append(
-                    f"other {split} shards ({difference}){', read from the first row on' * (split == 'train')}"
+                    f"different {split} shards ({difference}){', read from the first row on' * (split == 'train')}"
                 )
         what = "a fork of" if run.forked else "resuming from"
         facts.append(("note", f"{what} {run.checkpoint.path}: {', '.join(shown) or 'the same flags'}"))
@@ -150,7 +150,7 @@ def describe_doubts(run: RunInfo, dist: Distributed, steps_per_pass: float) -> I
         steps = max(1, round(presets.most_passes(dropout) * steps_per_pass))
         advice = "Train on the text itself with --text, which chooses a model and a length that suit it, or use"
         yield (
-            f"a model that makes {passes:,.0f} passes over the data learns it by heart. {'Use' if from_text else advice} "
+            f"a model that makes {passes:,.0f} passes over the data memorizes it. {'Use' if from_text else advice} "
             f"--max-steps {steps} --warmup-steps {steps // 10}{'' if dropout else ', or --dropout 0.2'}."
         )
     if dist.device.type == "cpu":
@@ -199,9 +199,7 @@ def print_summary(
             loss += f": {checkpoint_path(out, at)}" if at != step and checkpoint_path(out, at).is_dir() else ""
             lines.append(styled(labelled(name, f"validation loss {loss}"), BOLD))
     if better:
-        why = (
-            f": it has read its data {passes:.0f} times, and learns it by heart" if passes > presets.MAX_PASSES else ""
-        )
+        why = f": it has read its data {passes:.0f} times, and memorizes it" if passes > presets.MAX_PASSES else ""
         advice = " Use --dropout 0.2, or more text." if why and not run.model_config.dropout else ""
         lines.append(labelled("note", f"the last model is worse than {better}{why}.{advice}"))
     limit = config.max_passes

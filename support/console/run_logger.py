@@ -92,7 +92,7 @@ class RunLogger:
             self._starts = earlier.copy()
             if not earlier:
                 first_step = 0  # begins a new log
-                text = f"the log of the run before {run.checkpoint.path} is not there: this one begins at step {run.first_step:,}"
+                text = f"the log of the run that saved {run.checkpoint.path} is missing, so this log begins at step {run.first_step:,}"
                 self.print0(terminal.labelled("note", text))
         self._starts.append(describe_start(run, dist))
         start = self._starts[-1]

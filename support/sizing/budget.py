@@ -19,7 +19,7 @@ from support.runtime.distributed import Distributed
 from support.runtime.machine import Machine
 from support.sizing import presets
 
-NewModel = Callable[[TrainConfig, int], nn.Module]  # from its sizes and that of the vocabulary
+NewModel = Callable[[TrainConfig, int], nn.Module]  # takes a configuration and a vocabulary size
 
 MEASURED_SECONDS = 0.5  # for each model
 MEASURED_FLOPS = 1e12  # of a micro-step on a CPU, at most: three seconds on two cores. GPUs need their many rows
