@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from support.checkpoints.history import comparable_values, read_starts
+from support.checkpoints.history import argmin_loss, comparable_values, read_starts
 from support.cli import UserError, flag, flag_name, flag_words, parse_flags, run_cli
 from support.config import TRAIN_FLAGS
 from support.console import normal
@@ -139,10 +139,14 @@ def describe(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:
 
 
 def differences(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:
-    """Describes the flags that are not the same in all runs; a note says if the validation data differ, too."""
+    """Describes the flags that are not the same in all runs, first those that a run was given on its command line.
+
+    Notes say where a run changed on the way, and whether the data differ, too.
+    """
     names = dict.fromkeys(name for run in runs for name in run.flags if name not in IGNORED_FLAGS)
     values = {name: [run.flags.get(name) for run in runs] for name in names}
     different = [name for name in names if any(value != values[name][0] for value in values[name])]
+    different.sort(key=lambda name: not any(is_typed(run, name) for run in runs))
     lines = ["The runs have the same flags."]
     if different:
         width = max(8, (WIDTH - max(map(len, map(flag_name, different)))) // len(runs) - len(GAP))
@@ -166,6 +170,15 @@ def differences(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:
     return lines
 
 
+def is_typed(run: Run, name: str) -> bool:
+    """Returns whether a flag's value is from the command line, rather than a default or chosen by another flag.
+
+    The starts of older versions do not say so.
+    """
+    sources = run.start.get("sources")
+    return isinstance(sources, dict) and str(sources.get(name)).startswith("command line")
+
+
 def results(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     """Returns the columns of the table, each with its title; columns that no run has measured are left out.
 
@@ -176,8 +189,9 @@ def results(runs: Sequence[Run]) -> list[tuple[str, ...]]:
         ([hours], [tokens]) = (run.positions([run.steps], axis) for axis in ("hours", "tokens"))
         row = {"params": short_count(run.start["parameters"]), "steps": f"{run.steps:,}"}
         row |= {"tokens": short_count(tokens), "hours": f"{hours:.3f}" if run.has_first_step else UNKNOWN}
-        if val := run.comparable("val"):
-            last, best = max(val), min(val, key=lambda step: val[step])
+        val = run.comparable("val")
+        if (best := argmin_loss(val)) is not None:
+            last = max(val)
             scale, title = (1 / run.bytes_per_token, "val/byte") if per_byte else (1.0, "val loss")
             at_last = "" if last == run.steps else f" (step {last:,})"
             row |= {

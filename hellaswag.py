@@ -211,7 +211,7 @@ def load_examples(
     if every == 0:
         return []
     try:
-        if tokenizer.name != "gpt2":
+        if not tokenizer.is_gpt2:
             problem = f"HellaSwag is defined on GPT-2 tokens, but {config.data} has {tokenizer.name} tokens"
             raise UserError(f"{problem}. Train with --tokenizer gpt2, or with --hellaswag-every 0.")
         items = load(download() if path is None else path, limit)
@@ -294,7 +294,7 @@ class Row:
     loss_indices: list[list[int]]
 
     @property
-    def length(self) -> int:
+    def num_tokens(self) -> int:
         """The number of tokens that the model is fed: all except the last one of each completion."""
         return len(self.context) + sum(len(completion) - 1 for completion in self.completions)
 
@@ -323,13 +323,13 @@ def completion_losses(
         UserError: a single row does not fit into memory.
     """
     rows = [row for i, example in enumerate(examples) for row in make_rows(example, i, model.block_size, model.masked)]
-    rows.sort(key=lambda row: -row.length)
+    rows.sort(key=lambda row: -row.num_tokens)
     token_budget = token_budget or TOKENS_PER_BATCH[model.device.type]
     scored: list[tuple[list[Row], torch.Tensor]] = []  # on the device until the end: copying would make the host wait
 
     remaining, num_done = iter(progress(rows, lambda: _sum_and_normalise(scored, examples))), 0
     while num_done < len(rows):
-        batch = list(islice(remaining, max(1, token_budget // rows[num_done].length)))
+        batch = list(islice(remaining, max(1, token_budget // rows[num_done].num_tokens)))
         if not batch:  # `progress` stopped early
             break
         losses = _batch_losses_or_none(model, batch)
@@ -338,10 +338,10 @@ def completion_losses(
             num_done += len(batch)
             continue
         if len(batch) == 1:
-            problem = f"a row of {batch[0].length} tokens does not fit into the memory of {model.device}."
+            problem = f"a row of {batch[0].num_tokens} tokens does not fit into the memory of {model.device}."
             raise UserError(f"{problem} Free some memory, or use another --device.", this_rank_only=True)
         devices.free_memory(model.device)
-        token_budget = len(batch) // 2 * batch[0].length
+        token_budget = len(batch) // 2 * batch[0].num_tokens
         remaining = chain(batch, remaining)
     return _sum_and_normalise(scored, examples)
 
@@ -359,7 +359,7 @@ def make_rows(example: Example, index: int, block_size: int, share_context: bool
     for i, completion in enumerate(example.completions):
         loss_indices[tuple(completion)].append(4 * index + i)
     shared = Row(example.context, list(loss_indices), list(loss_indices.values()))
-    if share_context and shared.length <= block_size:
+    if share_context and shared.num_tokens <= block_size:
         return [shared]
     rows = []
     for unique_completion, indices in loss_indices.items():
@@ -419,7 +419,7 @@ def pack(batch: list[Row]) -> PackedBatch:
         segment_ids    0     0          1      2     2
         targets             sat, ran   down   up    here   the tokens that each one predicts
     """
-    B, T = len(batch), max(row.length for row in batch)
+    B, T = len(batch), max(row.num_tokens for row in batch)
     ids, position_ids = np.zeros((B, T), dtype=np.int64), np.zeros((B, T), dtype=np.int64)
     segment_ids = np.full((B, T), -1)
     predictors: list[int] = []
@@ -525,7 +525,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     directory = huggingface.find_model(args.model)
     # refuses a model before the items are downloaded
     tokenizer = tokenizer_of_model(directory, huggingface.read_config(directory)["vocab_size"], args.tokenizer)
-    if tokenizer.name != "gpt2":
+    if not tokenizer.is_gpt2:
         raise UserError(
             f"{directory} was trained on {tokenizer.name} tokens, but HellaSwag's scores are defined on GPT-2 tokens. "
             "Train with --tokenizer gpt2."

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from support.config import DEFAULT_PROMPT, DEVICES
 from support.data.tokenizer import END_OF_TEXT, VOCAB_SIZES, Tokenizer, tokenizer_of_model
 from support.runtime import devices
 from support.runtime.kv_cache import KVCache
-from train_gpt2 import GPT, GPTConfig, next_token_probs
+from train_gpt2 import GPT, GPTConfig
 
 DEFAULT_NUM_TEXTS = 4
 MAX_BATCH = 64  # texts generated at a time
@@ -75,43 +76,10 @@ def rows_in_memory(config: GPTConfig, prompt_length: int, max_new_tokens: int) -
     return min(MAX_BATCH, max(1, MAX_CACHE_BYTES // row_bytes))
 
 
-@torch.no_grad()
-def generate(
-    model: GPT, idx: Tensor, max_new_tokens: int, generator: torch.Generator, temperature: float = 1.0,
-    top_k: int | None = None, top_p: float = 1.0,
-) -> Iterator[Tensor]:  # fmt: skip
-    """Continues (B, T) ids: yields new tokens (B,), drawn as in `GPT.generate`, at the cost of one token each.
-
-    Once the context is full, a new token moves all others to an earlier position, where they have other keys and
-    values: from then on, each token takes a forward pass over the whole context, as in `GPT.generate`.
-
-    Raises:
-        UserError: the logits are not finite.
-    """
-    length, block_size = idx.size(1), model.config.block_size
-    cache = KVCache(cache_capacity(model.config, length, max_new_tokens))
-    new = idx
-    for _ in range(max_new_tokens):
-        fits = length <= block_size
-        x = model.transformer(new, cache) if fits else model.transformer(idx[:, -block_size:])  # (B, T, C)
-        logits = model.logits(x[:, -1])  # (B, V)
-        if not logits.sum().isfinite():  # tells whether all are finite, in a third of the time
-            raise UserError("the logits are not finite numbers. Try --dtype fp32, or use another model.")
-        probs, ids = next_token_probs(logits, temperature, top_k)  # (B, K) each
-        new = ids.gather(1, torch.multinomial(nucleus(probs, top_p), 1, generator=generator))  # (B, 1)
-        idx, length = torch.cat((idx, new), dim=1)[:, -block_size:], length + 1
-        yield new[:, 0]
-
-
-def nucleus(probs: Tensor, top_p: float) -> Tensor:
-    """Limits probabilities (B, K) to the fewest likeliest tokens that add up to at least `top_p` (arXiv:1904.09751)."""
-    if top_p == 1.0:
-        return probs
-    ascending, order = probs.sort()
-    dropped = ascending.cumsum(-1) <= 1 - top_p
-    dropped[:, -1] = False  # one token always remains
-    kept = torch.zeros_like(probs).scatter(-1, order, ascending.masked_fill(dropped, 0.0))
-    return kept / kept.sum(-1, keepdim=True)
+def generate(model: GPT, idx: Tensor, max_new_tokens: int, **options: Any) -> Iterator[Tensor]:
+    """Continues (B, T) ids as `GPT.generate` does, with a KV cache; yields the new tokens, (B, 1) at a time."""
+    cache = KVCache(cache_capacity(model.config, idx.size(1), max_new_tokens))
+    return model.generate(idx, max_new_tokens, cache=cache, **options)
 
 
 # -----------------------------------------------------------------------------
@@ -161,7 +129,7 @@ def print_texts(
     """Prints `n` continuations of a prompt, generated `batch` at a time and separated by lines of three dashes."""
     for first in range(0, n, batch):
         idx = torch.tensor([ids], device=generator.device).repeat(min(batch, n - first), 1)  # (B, T)
-        new = torch.stack(list(continue_ids(idx, generator=generator)), dim=1)  # (B, max_new_tokens)
+        new = torch.cat(list(continue_ids(idx, generator=generator)), dim=1)  # (B, max_new_tokens)
         texts = [tokenizer.decode(shown_ids(ids, tokenizer) + tokens) for tokens in new.tolist()]
         if sys.stdout.isatty():
             texts = [text.translate(CONTROL_CHARACTERS) for text in texts]
@@ -294,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         top_p=args.top_p,
     )  # fmt: skip
     generator = devices.seeded_generator(device, args.seed)
-    with devices.autocast(device, dtype), devices.attention_without_cudnn(device):
+    with devices.autocast(device, dtype):
         if interactive:
             print(f"{args.model} continues what you type.\nCtrl-C stops a text, Ctrl-D exits.")
             converse(encode, partial(stream_text, continue_ids, tokenizer), args.seed, device)

@@ -20,7 +20,7 @@ if __name__ == "__main__":
 import math
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -296,31 +296,50 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(
-        self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Continues (B, T) token ids by sampling; returns (B, T + max_new_tokens).
+        self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0,
+        generator: torch.Generator | None = None, cache: KVCache | None = None,
+    ) -> Iterator[Tensor]:  # fmt: skip
+        """Continues (B, T) token ids by sampling; yields the new tokens, (B, 1) at a time.
 
-        Only the last block_size tokens are context. Temperature 0 always takes the most likely token.
+        Only the last block_size tokens are context. With a new `cache`, each token passes through the model once, until
+        the context is full: then a new token moves all others to an earlier position, where they have other keys and values.
+
+        Raises:
+            UserError: the logits are not finite.
         """
+        context = new = idx[:, -self.config.block_size :]  # (B, T)
         for _ in range(max_new_tokens):
+            cached = cache is not None and cache.length + new.size(1) <= self.config.block_size
             with devices.attention_without_cudnn(idx.device):  # which plans each new shape, here each length
-                x = self.transformer(idx[:, -self.config.block_size :])[:, -1]  # (B, C): the last position predicts
-            probs, ids = next_token_probs(self.logits(x), temperature, top_k)  # (B, K) each
+                x = self.transformer(new, cache) if cached else self.transformer(context)  # (B, T, C)
+            logits = self.logits(x[:, -1])  # (B, V): the last position predicts
+            if not logits.sum().isfinite():  # tells whether all are finite, in a third of the time
+                raise UserError("the logits are not finite numbers. Try --dtype fp32, or use another model.")
+            probs, ids = next_token_probs(logits, temperature, top_k, top_p)  # (B, K) each
             new = ids.gather(1, torch.multinomial(probs, 1, generator=generator))  # (B, 1)
-            idx = torch.cat((idx, new), dim=1)  # (B, T + 1)
-        return idx
+            context = torch.cat((context, new), dim=1)[:, -self.config.block_size :]
+            yield new
 
 
-def next_token_probs(logits: Tensor, temperature: float = 1.0, top_k: int | None = None) -> tuple[Tensor, Tensor]:
+def next_token_probs(
+    logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Returns probabilities (B, K) and ids (B, K) of the `top_k` likeliest tokens, or of all, given logits (B, V).
 
-    A temperature below 1 makes likely tokens likelier.
+    A temperature below 1 makes likely tokens likelier; 0 leaves only the likeliest. Of the K tokens, all have probability 0
+    but the fewest likeliest that add up to at least `top_p` (nucleus sampling, arXiv:1904.09751).
     """
     ids = torch.arange(logits.size(-1), device=logits.device).expand_as(logits)
     if top_k is not None:
         logits, ids = torch.topk(logits, min(top_k, logits.size(-1)))
-    return F.softmax(logits / max(temperature, 1e-10), dim=-1), ids
+    probs = F.softmax(logits / max(temperature, 1e-10), dim=-1)
+    if top_p < 1.0:
+        ascending, order = probs.sort()
+        dropped = ascending.cumsum(-1) <= 1 - top_p
+        dropped[:, -1] = False  # one token always remains
+        probs = torch.zeros_like(probs).scatter(-1, order, ascending.masked_fill(dropped, 0.0))
+        probs = probs / probs.sum(-1, keepdim=True)
+    return probs, ids
 
 
 # -----------------------------------------------------------------------------
@@ -800,8 +819,8 @@ def sample(
     if tokenizer.name == "bytes":
         max_new_tokens *= 4  # a GPT-2 token has about four bytes
     idx = torch.tensor([tokenizer.encode(prompt) or [tokenizer.eot]], device=generator.device).repeat(n, 1)  # (n, T)
-    texts = model.generate(idx, max_new_tokens, temperature, top_k, generator)  # (n, T + max_new_tokens)
-    return [tokenizer.decode(text) for text in texts.tolist()]
+    new = model.generate(idx, max_new_tokens, temperature, top_k, generator=generator)
+    return [tokenizer.decode(text) for text in torch.cat((idx, *new), dim=1).tolist()]
 
 
 def evaluate(setup: Setup, due: set[str], step: int, stop: StopHandler, logger: RunLogger) -> bool:

@@ -32,7 +32,7 @@ def pytorchs_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropou
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
 
 
-def seconds(model: GPT, ids: torch.Tensor, dtype: torch.dtype) -> float:
+def forward_backward_seconds(model: GPT, ids: torch.Tensor, dtype: torch.dtype) -> float:
     started = time.perf_counter()
     with devices.autocast(CPU, dtype):
         _, loss = model(ids[:, :-1], ids[:, 1:])
@@ -61,8 +61,8 @@ def main() -> None:
                     mock.patch.object(train_gpt2, "causal_attention", pytorchs_attention),
                     mock.patch.object(Dropout, "forward", nn.Dropout.forward),
                 ):
-                    times["theirs"].append(seconds(model, ids, dtype))
-                times["ours"].append(seconds(model, ids, dtype))
+                    times["theirs"].append(forward_backward_seconds(model, ids, dtype))
+                times["ours"].append(forward_backward_seconds(model, ids, dtype))
             theirs, ours = (1e3 * statistics.median(values[1:]) for values in times.values())  # the first is a warm-up
             print(
                 f"| {sizes['n_layer']} x {sizes['n_embd']}, {sizes['block_size']} | {dropout:g} | {theirs:.1f} | "

@@ -36,15 +36,15 @@ def last_checkpoint(out: Path) -> Checkpoint | None:
 def held_out_loss(out: Path, run: Checkpoint) -> float:
     """Returns the loss of a checkpoint, in nats per byte, over the complete validation split of its run."""
     data, model, dtype = TokenData.open(str(out / "data")), GPT.from_pretrained(run.path).eval(), run.config["dtype"]
-    T, nats, length = model.config.block_size, 0.0, 0
+    T, nats, num_bytes = model.config.block_size, 0.0, 0
     for shard in data.val:
         rows = torch.from_numpy(shard[: rows_in_shard(len(shard), T) * T + 1].astype(np.int64))
         x, y = rows[:-1].view(-1, T), rows[1:].view(-1, T)
         for inputs, targets in zip(x.split(32), y.split(32), strict=True):
             with devices.autocast(torch.device("cpu"), devices.DTYPES[devices.pick_dtype(dtype, torch.device("cpu"))]):
                 nats += model(inputs, targets)[1].item() * targets.numel()
-        length += data.tokenizer.count_bytes(rows[1:].numpy())
-    return nats / length
+        num_bytes += data.tokenizer.count_bytes(rows[1:].numpy())
+    return nats / num_bytes
 
 
 def draw(losses: dict[str, dict[float, list[float]]], path: Path) -> None:

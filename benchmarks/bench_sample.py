@@ -33,7 +33,7 @@ from support.runtime import devices
 from train_gpt2 import GPT, GPTConfig
 
 
-def milliseconds(generate: Callable[[], object], tokens: int, device: torch.device) -> float:
+def milliseconds_per_token(generate: Callable[[], object], tokens: int, device: torch.device) -> float:
     started = time.perf_counter()
     generate()
     devices.synchronize(device)
@@ -52,15 +52,18 @@ def measure(dtype: torch.dtype, rows: int, tokens: int, rounds: int, device: tor
 
     def ours() -> None:
         generator = devices.seeded_generator(device, 1337)
-        with devices.autocast(device, dtype), devices.attention_without_cudnn(device):
-            list(sample.generate(model, idx, tokens, generator, top_k=50))
+        with devices.autocast(device, dtype):
+            list(sample.generate(model, idx, tokens, generator=generator, top_k=50))
 
     def theirs() -> None:
         options = {"do_sample": True, "top_k": 50, "max_new_tokens": tokens, "eos_token_id": None, "pad_token_id": 0}
         hf_model.generate(idx, attention_mask=torch.ones_like(idx), **options)
 
     ours(), theirs()  # warm up
-    return [(milliseconds(ours, tokens, device), milliseconds(theirs, tokens, device)) for _ in range(rounds)]
+    return [
+        (milliseconds_per_token(ours, tokens, device), milliseconds_per_token(theirs, tokens, device))
+        for _ in range(rounds)
+    ]
 
 
 def main() -> None:

@@ -96,7 +96,9 @@ def worker(job: Job) -> dict[str, Any]:
         start = Start.find(flags, train_gpt2.TABLES, dist)
         config = train_gpt2.resolve(start)
         # needs no vocabulary file
-        tokenizer = SimpleNamespace(name="bytes", vocab_size=vocab_size(job.model), eot=0, count_bytes=len)
+        tokenizer = SimpleNamespace(
+            name="bytes", is_gpt2=False, vocab_size=vocab_size(job.model), eot=0, count_bytes=len
+        )
         train_gpt2.shards.read_tokenizer = lambda *folders: tokenizer
         switch_off(job.without)
         chunked, add_product = [], loss._add_product_  # not counted by a mock, which would keep the tensors

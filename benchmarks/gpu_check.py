@@ -142,7 +142,7 @@ def environment(context: Context) -> None:
     context.figure("attention in training", devices.describe_attention(device, torch.bfloat16, 12, 768, 1024))
     source = torch.zeros(2**20 if context.small else 2**30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    ms = milliseconds(lambda: target.copy_(source), device, calls=10)
+    ms = milliseconds_per_call(lambda: target.copy_(source), device, calls=10)
     context.figure("copy bandwidth, GB/s", f"{2 * source.nbytes / ms / 1e6:.0f}")
     reason = devices.why_not_compile(device)
     expect(reason is None, f"not compiled: {reason}")
@@ -252,7 +252,7 @@ def gpu_readings(context: Context) -> Iterator[None]:
 # b: speed, in pairwise comparisons
 
 
-def milliseconds(function: Callable[[], object], device: torch.device, calls: int) -> float:
+def milliseconds_per_call(function: Callable[[], object], device: torch.device, calls: int) -> float:
     """Returns the milliseconds per call, the median of several measurements."""
     for _ in range(3):
         function()
@@ -398,7 +398,7 @@ def cards(context: Context) -> None:
 
 def train_on_a_card(gb: float, flags: list[str]) -> None:
     """Runs train_gpt2.py as if the GPU had so many GiB; prints what it allocated."""
-    size_of_gpt2 = SimpleNamespace(name="bytes", vocab_size=50257, eot=0, count_bytes=len)
+    size_of_gpt2 = SimpleNamespace(name="bytes", is_gpt2=False, vocab_size=50257, eot=0, count_bytes=len)
     total, context = torch.cuda.get_device_properties(0).total_memory, 0.6  # CUDA's own memory, in GiB
     torch.cuda.set_per_process_memory_fraction((gb - context) * 2**30 / total, 0)
     rows, machine = loss.chunk_rows, devices.free_and_total_memory
@@ -532,7 +532,7 @@ def loss_alone(context: Context) -> None:
             torch.cuda.reset_peak_memory_stats()
         figure = f"loss of {N:,} tokens, {name}, "
         try:
-            context.figure(figure + "ms", f"{milliseconds(step, device, calls=1):.1f}")
+            context.figure(figure + "ms", f"{milliseconds_per_call(step, device, calls=1):.1f}")
         except torch.OutOfMemoryError:
             return context.figure(figure + "ms", "out of memory")
         if on_gpu:

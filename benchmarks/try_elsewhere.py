@@ -30,10 +30,7 @@ import sample
 from support.checkpoints import huggingface
 from support.cli import run_cli
 from support.data.tokenizer import Tokenizer, tokenizer_of_model
-from support.runtime import devices
 from train_gpt2 import GPT
-
-CPU = torch.device("cpu")
 
 
 class Reference:
@@ -49,8 +46,7 @@ class Reference:
         self.text = self.tokenizer.decode(self.new_ids)
 
     def generate(self) -> list[int]:
-        generator = devices.seeded_generator(CPU, 1337)
-        new = sample.generate(self.model, torch.tensor([self.ids]), self.tokens, generator, temperature=0.0)
+        new = sample.generate(self.model, torch.tensor([self.ids]), self.tokens, temperature=0.0)
         return [int(token) for token in new]
 
 

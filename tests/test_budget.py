@@ -216,7 +216,7 @@ def test_the_tokens_of_a_model_in_time(fitting, monkeypatch):
     layout = memory.Layout(config.total_batch_size, torch.float32)
     needed = memory.bytes_needed(memory.Sizes.of(model), layout, two.device, fitting) if fitting else 1
     monkeypatch.setattr(devices, "free_and_total_memory", lambda device: (needed, 1e12))
-    monkeypatch.setattr(budget, "_seconds", lambda work, device: work() or 0.01)
+    monkeypatch.setattr(budget, "_seconds_per_call", lambda work, device: work() or 0.01)
     found = budget._tokens_per_second(config, 8, "fp32", 257, two, lambda *_: model)
     assert found == pytest.approx(0.7 / 0.01 * fitting * 64 * 2) and rows == [fitting] * bool(fitting)
 

@@ -39,6 +39,23 @@ def test_two_runs_are_compared(tmp_path, capsys):
         ]
 
 
+def test_flags_that_were_typed_come_first(tmp_path, capsys):
+    """Muon and --max-lr are then seen to follow from --recipe; older runs and damaged files do not tell."""
+    fast = flags(max_lr=3.6e-3, optimizer="muon", recipe="fast")
+    sources = {"max_lr": "--recipe", "optimizer": "--recipe", "recipe": "command line", "seed": "default"}
+    for name, value in (
+        ("typed", sources),
+        ("forked", sources | {"recipe": "command line of the fork"}),
+        ("old", None),
+        ("bad", [1]),
+    ):
+        one = write_run(tmp_path / name / "log", [5.0], {1: 4.0}, flags=flags(recipe="gpt2"), sources=None)
+        two = write_run(tmp_path / name / "log_fast", [5.0], {1: 4.0}, flags=fast, sources=value)
+        shown = [line.split()[0] for line in compared(tmp_path, capsys, one, two)[1:4]]
+        first, others = ["--recipe"], ["--max-lr", "--optimizer"]
+        assert shown == (first + others if isinstance(value, dict) else others + first)
+
+
 def test_runs_with_other_tokens_are_compared_per_byte(tmp_path, capsys):
     runs = [
         write_run(tmp_path / name, [5.0], {0: 8.0, 1: loss}, data={"val": [name], "bytes_per_token": length} | other)

@@ -14,6 +14,7 @@ from training import assert_same_run, trained
 from support.cli import UserError
 from support.console import curves
 from support.console.curves import CurvesFile, draw_run, draw_runs, loss_limits, read_run, smooth
+from train_gpt2 import MODELS
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -107,6 +108,12 @@ def test_openais_figures_are_drawn_where_they_can_be_compared(tmp_path, tokenize
     run = write_run(tmp_path / "run", [5.0, 4.0, 3.5], {3: 3.4}, {0: 0.25, 3: 0.26}, **start)
     labels = [label for label in labels_of(draw_run(read_run(run))) if "OpenAI" in label]
     assert len(labels) == len(lines) and all(line in label for line, label in zip(lines, labels, strict=True))
+
+
+def test_openais_sizes_are_those_of_the_flag_model():
+    """They are written down twice, since drawing a run does not import the trainer."""
+    assert list(curves.OPENAI_SIZES) == [(model["n_layer"], model["n_embd"]) for model in MODELS.values()]
+    assert list(curves.OPENAI_SIZES.values()) == list(curves.OPENAI_HELLASWAG["tokens"])
 
 
 def test_a_picture_shows_the_values_of_its_run(tmp_path):

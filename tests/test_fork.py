@@ -193,7 +193,7 @@ def test_tokens_are_counted_and_the_data_goes_on_where_it_stopped(runs, byte_sha
     forked(tmp_path / "new", runs / "20/model_00006", *flags, "--max-steps", 7, "--data", tmp_path / "other")
     assert read == [*range(32)]
     printed = " ".join(capsys.readouterr().out.split())
-    assert "other train shards" in printed and "read from the first row on, other val shards" in printed
+    assert "different train shards" in printed and "read from the first row on, different val shards" in printed
 
 
 def test_the_passes_of_a_fork_are_those_that_its_data_will_have_had(runs, byte_shards, tmp_path, capsys):
@@ -237,7 +237,7 @@ def test_a_checkpoint_that_left_its_run_has_no_log_of_another(runs, tmp_path, ca
     shutil.copytree(runs / "20/model_00006", tmp_path / "foreign/model_00006")
     for name in ("alone", "foreign"):
         forked(tmp_path / f"of_{name}", tmp_path / name / "model_00006", "--max-steps", 8)
-        assert "is not there: this one begins at step 6" in " ".join(capsys.readouterr().out.split())
+        assert "is missing, so this log begins at step 6" in " ".join(capsys.readouterr().out.split())
         assert {int(line.split()[0]) for line in (tmp_path / f"of_{name}/log.txt").read_text().splitlines()} == {
             6,
             7,
@@ -245,7 +245,7 @@ def test_a_checkpoint_that_left_its_run_has_no_log_of_another(runs, tmp_path, ca
         }
         columns = {title: cell for title, cell in compare.results([read_run(tmp_path / f"of_{name}")])}
         assert (columns["hours"], columns["tokens"]) == ("-", "2.05k")
-    with pytest.raises(UserError, match="model_00006 belongs to another run than .*starts.jsonl"):
+    with pytest.raises(UserError, match="model_00006 does not belong to the run in .*starts.jsonl"):
         resumed(tmp_path / "foreign")
 
 

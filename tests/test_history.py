@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import subprocess
 import sys
@@ -20,7 +21,14 @@ import train_gpt2
 from support import __version__
 from support.checkpoints import history
 from support.checkpoints.directory import newest_checkpoint
-from support.checkpoints.history import append_lines, comparable_values, describe_end, describe_start, read_starts
+from support.checkpoints.history import (
+    append_lines,
+    argmin_loss,
+    comparable_values,
+    describe_end,
+    describe_start,
+    read_starts,
+)
 from support.cli import UserError
 from support.console import run_logger
 
@@ -167,3 +175,18 @@ def test_versions_have_the_commit_of_git_in_this_folder_alone(tmp_path, monkeypa
     for folder, commit in ((tmp_path, {"commit": head}), (tmp_path / "unpacked", {})):
         monkeypatch.setattr(history, "ROOT", folder)
         assert describe_start(run_info(), ONE_PROCESS)["versions"] == expected | commit
+
+
+@pytest.mark.parametrize(
+    "losses, best",
+    [
+        ({}, None),
+        ({10: 3.5}, 10),
+        ({0: 11.0, 10: 3.5, 20: 3.25, 30: 3.75}, 20),
+        ({10: 3.5, 20: 3.5}, 10),
+        ({0: math.nan, 10: 3.5, 20: math.nan, 30: 3.25, 40: -math.inf}, 30),
+        ({0: math.nan, 10: math.inf}, None),
+    ],
+)
+def test_the_best_loss_is_the_first_lowest_finite_one(losses, best):
+    assert argmin_loss(losses) == best

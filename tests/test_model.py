@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -109,16 +110,21 @@ def test_logits_and_loss_are_fp32_under_autocast(tiny_model, tokens):
 # Sampling
 
 
+def generated(model: GPT, idx: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    """The ids, and the tokens that the model adds to them."""
+    return torch.cat((idx, *model.generate(idx, *args, **options)), dim=1)
+
+
 def test_generate_takes_the_likeliest_token_and_crops_the_context(tokens):
     reference = hf_model()
     model = copy_of(reference)
     expected = reference.generate(tokens[:, :4], max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
-    assert model.generate(tokens[:, :4], 12, temperature=0.0).tolist() == expected.tolist()
-    assert model.generate(tokens[:, :4], 12, top_k=1).tolist() == expected.tolist()
+    assert generated(model, tokens[:, :4], 12, temperature=0.0).tolist() == expected.tolist()
+    assert generated(model, tokens[:, :4], 12, top_k=1).tolist() == expected.tolist()
 
     contexts = []
     model.transformer.wte.register_forward_pre_hook(lambda _, args: contexts.append(args[0]))
-    longer = model.generate(tokens, 3, temperature=0.0)  # from a full context: each token follows the last 16
+    longer = generated(model, tokens, 3, temperature=0.0)  # from a full context: each token follows the last 16
     assert [idx.tolist() for idx in contexts] == [longer[:, end - 16 : end].tolist() for end in (16, 17, 18)]
     with pytest.raises(ValueError, match="a sequence of 19 tokens is longer than the context of 16"):
         model(longer)
@@ -126,12 +132,12 @@ def test_generate_takes_the_likeliest_token_and_crops_the_context(tokens):
 
 def test_samples_depend_on_their_generator_alone_and_have_the_models_probabilities(tiny_model, tokens):
     generators = (torch.Generator().manual_seed(seed) for seed in (1, 1, 2))
-    first, again, other = (tiny_model.generate(tokens, 20, generator=generator) for generator in generators)
+    first, again, other = (generated(tiny_model, tokens, 20, generator=generator) for generator in generators)
     assert torch.equal(first, again) and not torch.equal(first, other) and first.max() < 257
     with torch.no_grad():
         likeliest = tiny_model(tokens[:1, :4])[0][0, -1].softmax(-1).topk(3)
     idx = tokens[:1, :4].repeat(3000, 1)
-    drawn = tiny_model.generate(idx, 1, top_k=3, generator=torch.Generator().manual_seed(0))[:, -1]
+    drawn = generated(tiny_model, idx, 1, top_k=3, generator=torch.Generator().manual_seed(0))[:, -1]
     shares = [(drawn == token).float().mean().item() for token in likeliest.indices]
     expected = (likeliest.values / likeliest.values.sum()).tolist()
     assert sum(shares) == pytest.approx(1) and shares == pytest.approx(expected, abs=0.03)  # three standard deviations

@@ -19,7 +19,14 @@ from support.cli import UserError
 from support.data.shards import read_manifest
 from support.data.tokenizer import get_tokenizer
 from support.runtime import devices
-from support.sizing.presets import fast_rates, longer_run, make_preset_shards, text_bytes, vocab_size_for
+from support.sizing.presets import (
+    MODELS_FOR_TEXT,
+    fast_rates,
+    longer_run,
+    make_preset_shards,
+    text_bytes,
+    vocab_size_for,
+)
 from support.terminal import on_one_line
 from train_gpt2 import GPT, MODELS, RECIPES, GPTConfig, train
 
@@ -207,6 +214,10 @@ def test_a_given_flag_replaces_the_presets(tmp_path):
     config, _ = configure(["--text", str(file_of_size(tmp_path, 1e6)), "--model", "gpt2-medium"])
     assert dict(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd) == MODELS["gpt2-medium"]
     assert config.block_size == 1024
+
+
+def test_the_largest_model_for_a_text_is_gpt2():
+    assert MODELS_FOR_TEXT[-1] == MODELS["gpt2"] | {"block_size": GPTConfig().block_size}
 
 
 @pytest.mark.parametrize("given", ["--max-lr 1e-3", "--optimizer adamw", "--recipe gpt2"])

@@ -26,7 +26,7 @@ from train_gpt2 import GPT, next_token_probs
 from train_gpt2 import sample as trainers_sample
 
 # -----------------------------------------------------------------------------
-# The cache, with GPT.generate as the reference
+# The cache, with GPT.generate without one as the reference
 
 
 @pytest.fixture(scope="module")
@@ -51,16 +51,17 @@ def prompts(length: int, rows: int = 3) -> torch.Tensor:
 def test_the_cache_gives_the_tokens_of_generate_past_the_context_too(model, length, temperature, top_k):
     idx, num_new = prompts(length), TINY.block_size + 10
     generators = [torch.Generator().manual_seed(7) for _ in range(2)]
-    expected = model.generate(idx, num_new, temperature, top_k, generators[0])
-    tokens = torch.stack(list(sample.generate(model, idx, num_new, generators[1], temperature, top_k)), dim=1)
-    assert torch.equal(tokens, expected[:, length:]) and tokens.unique().numel() > 5
+    options = {"temperature": temperature, "top_k": top_k}
+    expected = torch.cat(list(model.generate(idx, num_new, **options, generator=generators[0])), dim=1)
+    tokens = torch.cat(list(sample.generate(model, idx, num_new, **options, generator=generators[1])), dim=1)
+    assert torch.equal(tokens, expected) and tokens.unique().numel() > 5
     assert torch.equal(generators[0].get_state(), generators[1].get_state())
 
 
 def test_each_token_is_read_once_until_the_context_is_full(model):
     read: list[int] = []
     hook = model.transformer.wte.register_forward_hook(lambda module, inputs, output: read.append(inputs[0].size(1)))
-    list(sample.generate(model, prompts(6), 13, torch.Generator()))
+    list(sample.generate(model, prompts(6), 13))
     hook.remove()
     assert read == [6] + 10 * [1] + 2 * [TINY.block_size]  # after 6 + 10 tokens the context of 16 is full
 
@@ -114,8 +115,8 @@ def test_top_p_is_that_of_transformers_after_temperature_and_top_k(temperature, 
     if top_k is not None:
         expected = TopKLogitsWarper(top_k)(None, expected)
     expected = TopPLogitsWarper(top_p)(None, expected).softmax(-1)
-    probs, ids = next_token_probs(logits, temperature, top_k)
-    probs = torch.zeros_like(logits).scatter(1, ids, sample.nucleus(probs, top_p))
+    probs, ids = next_token_probs(logits, temperature, top_k, top_p)
+    probs = torch.zeros_like(logits).scatter(1, ids, probs)
     torch.testing.assert_close(probs, expected, rtol=1e-5, atol=0)
     assert ((probs > 0).sum(-1) < (top_k or 300)).any()
 
@@ -191,7 +192,7 @@ def test_top_p_and_dtype_are_used(run, capsys, monkeypatch):
     likeliest = texts_of(run, capsys, "--temperature", "0")
     assert likeliest == texts_of(run, capsys, "--top-p", "1e-6") == texts_of(run, capsys, "--top-k", "1", "--seed", "2")
     precisions: list[torch.dtype] = []
-    monkeypatch.setattr(sample, "generate", lambda model, idx, **options: precisions.append(model.transformer.h[0].mlp.c_fc(torch.ones(1, 32)).dtype) or iter(idx.T))  # fmt: skip
+    monkeypatch.setattr(sample, "generate", lambda model, idx, **options: precisions.append(model.transformer.h[0].mlp.c_fc(torch.ones(1, 32)).dtype) or iter(idx.split(1, dim=1)))  # fmt: skip
     for name in ("fp32", "bf16", "fp16"):
         texts_of(run, capsys, "--dtype", name)
     assert precisions == [torch.float32, torch.bfloat16, torch.float16]
@@ -294,4 +295,4 @@ def test_bad_input_is_named(run, monkeypatch, flags, message):
 def test_a_broken_weight_is_named(tiny_model):
     tiny_model.transformer.ln_f.bias.data[0] = torch.inf
     with pytest.raises(UserError, match="the logits are not finite numbers. Try --dtype fp32"):
-        list(sample.generate(tiny_model, prompts(3), 2, torch.Generator()))
+        list(sample.generate(tiny_model, prompts(3), 2))

@@ -237,7 +237,7 @@ def test_what_is_named_next_is_the_best_model(tmp_path, capsys, passes, dropout)
     assert f"next    python sample.py --model {out}/model_00003\n" in printed and "longer" not in printed
     words = " ".join(printed.split())
     assert f"the last model is worse than {out}/model_00003" in words
-    assert ("it has read its data 38 times, and learns it by heart" in words) == (passes > 10)
+    assert ("it has read its data 38 times, and memorizes it" in words) == (passes > 10)
     assert ("Use --dropout 0.2, or more text." in words) == (passes > 10 and not dropout)
 
 

@@ -154,6 +154,12 @@ def comparable_values(name: str, values: Mapping[int, T], starts: Sequence[Mappi
     return kept
 
 
+def argmin_loss(losses: Mapping[T, float]) -> T | None:
+    """Returns the key of the lowest loss, such as a step, or None if no loss is finite; of equal losses, the first's."""
+    finite = {key: loss for key, loss in losses.items() if math.isfinite(loss)}
+    return min(finite, key=lambda key: finite[key], default=None)
+
+
 def starts_of_parent(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """Returns the starts of the run that saved a checkpoint, up to its step; none if the folder is another run's."""
     starts = read_starts(checkpoint.path.parent)

@@ -145,7 +145,7 @@ def find_tokenizer_folder(name_or_dir: str, kind: str) -> Path:
     """Returns the folder of a model or of shards, whose `tokenizer.json` has a tokenizer of this kind, such as "bpe".
 
     Raises:
-        UserError: there is none, or one of another kind.
+        UserError: the folder has no tokenizer, or one of a different kind.
     """
     directory = Path(name_or_dir)
     if not (directory / MANIFEST).exists():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import threading
@@ -24,6 +23,7 @@ from support.checkpoints.directory import (
     step_of,
     write_checkpoint,
 )
+from support.checkpoints.history import argmin_loss
 from support.checkpoints.model_card import model_card
 from support.checkpoints.run_info import RunInfo, checkpoint_path
 from support.checkpoints.state import TrainState
@@ -233,15 +233,19 @@ class CheckpointManager:
     def better_than(self, step: int) -> Path | None:
         """Returns the best checkpoint in --out, if it is known to be better than the model of a step; None if not."""
         loss, best = self.values["val"].get(step), self._best()
-        is_better = loss is not None and best is not None and self._validation_loss(best) < _or_infinity(loss)
-        return best if is_better else None
+        best_loss = self._validation_loss(best) if best else None
+        if loss is None or best_loss is None:
+            return None
+        return best if argmin_loss({"last": loss, "best": best_loss}) == "best" else None
 
     def _best(self) -> Path | None:
         """Returns the checkpoint with the best comparable validation loss, or the newest one if none is known."""
-        return min(reversed(list_checkpoints(self.out)), key=self._validation_loss, default=None)
+        losses = {path: self._validation_loss(path) for path in reversed(list_checkpoints(self.out))}  # newest first
+        known = {path: loss for path, loss in losses.items() if loss is not None}
+        return argmin_loss(known) or next(iter(losses), None)
 
-    def _validation_loss(self, checkpoint: Path) -> float:
-        """Returns the validation loss of a checkpoint; infinity if none is known that is comparable with this process'.
+    def _validation_loss(self, checkpoint: Path) -> float | None:
+        """Returns the validation loss of a checkpoint; None if none is known that is comparable with this process'.
 
         If a run stops during a validation, its checkpoint has no loss, and the resumed run measures it. What the log has
         lost, `checkpoint.json` still has.
@@ -249,9 +253,4 @@ class CheckpointManager:
         loss = self.values["val"].get(step_of(checkpoint))
         if loss is None:
             loss = read_validation_loss(checkpoint, self.run.comparable["val"])
-        return _or_infinity(loss)
-
-
-def _or_infinity(loss: float | None) -> float:
-    """Returns a loss that can be compared: one that is not known or not finite is worse than any other."""
-    return loss if loss is not None and math.isfinite(loss) else math.inf
+        return loss

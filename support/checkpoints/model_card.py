@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from support.checkpoints.directory import step_of
+from support.checkpoints.history import argmin_loss
 from support.checkpoints.huggingface import options_of
 from support.checkpoints.run_info import RunInfo
 from support.cli import flag_words
@@ -94,8 +95,8 @@ def model_card(run: RunInfo, step: int, tokens: int, val: Mapping[int, float], h
     if at := max(val, default=0):  # at step 0, nothing has been trained
         loss = f"{val[at]:.4f} nats per token, {val[at] / run.bytes_per_token:.4f} per byte"
         facts["validation loss"] = f"{loss}, over {run.validated_tokens:,} tokens (step {at:,})"
-        best = min(val, key=lambda step: val[step])
-        if val[best] < val[at]:
+        best = argmin_loss(val)
+        if best is not None and val[best] < val[at]:
             facts["best validation loss of this run"] = f"{val[best]:.4f} nats per token (step {best:,})"
     if at := max(hellaswag, default=0):
         items = f" on {run.hellaswag_items:,} items" if run.hellaswag_items else ""  # this process may not score

@@ -114,7 +114,7 @@ def _check_contents(config: TrainConfig, checkpoint: Checkpoint | None) -> None:
             raise UserError(f"another run saved {newer[-1]} while this one was starting. Start this one again.")
         if starts and not any(start["run"] == checkpoint.run for start in starts):
             raise UserError(
-                f"{checkpoint.path} belongs to another run than {folder / FILE}. Move it into a folder of its own, and resume there."
+                f"{checkpoint.path} does not belong to the run in {folder / FILE}. Move it into its own folder, and resume it there."
             )
     elif checkpoints:
         try:

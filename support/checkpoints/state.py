@@ -102,8 +102,8 @@ class TrainState(Position):
     def restore(self, checkpoint: Checkpoint, data: DataIdentity, optimizer: str, forked: bool) -> None:
         """Restores optimizer, scaler and counters; the model has its weights already. Unmaps `trainer.pt`.
 
-        An optimizer of another kind starts without state. Other training data than the checkpoint's is read from its
-        beginning. A fork has a schedule of its own, and so another progress, which is not restored.
+        An optimizer of a different kind starts without state. Training data that differs from the checkpoint's is read
+        from its beginning. A fork has its own schedule, so the progress is not restored.
 
         Args:
             optimizer: its kind.

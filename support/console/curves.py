@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from support.checkpoints.history import comparable_values, read_starts, starts_in_log
+from support.checkpoints.history import argmin_loss, comparable_values, read_starts, starts_in_log
 from support.cli import UserError, warn
 from support.console import normal
 from support.console.log import read_log
@@ -33,7 +33,8 @@ AXES = {"steps": "step", "tokens": "tokens", "hours": "hours of training steps"}
 SETTLED = 0.05  # initial fraction of a curve that may lie above the picture, so that the rest is not flat
 NOT_COMPARABLE = "0.6"  # grey
 DRAW_SECONDS = 60.0  # minimum between two pictures of a run that is training
-OPENAI_SIZES = {(12, 768): "124M", (24, 1024): "350M", (36, 1280): "774M", (48, 1600): "1558M"}  # layers, channels
+# By layers and channels, which a run's flags have; a test compares them with the sizes of --model.
+OPENAI_SIZES = {(12, 768): "124M", (24, 1024): "350M", (36, 1280): "774M", (48, 1600): "1558M"}
 OPENAI_LOSS = 3.2924  # OpenAI's GPT-2 124M on FineWeb-Edu's validation shard
 # (acc, acc_norm) on all validation items, by style of hellaswag.py; None where no figure was published
 OPENAI_HELLASWAG: dict[str, dict[str, tuple[float | None, float]]] = {
@@ -73,7 +74,7 @@ class Run:
 
     @property
     def has_first_step(self) -> bool:
-        """Whether the log begins with step 0: that of a fork whose parent was not there begins later."""
+        """Whether the log begins with step 0. The log of a fork begins later if its parent's log was missing."""
         return min(self.seconds, default=0) == 0
 
     def comparable(self, name: str) -> dict[int, float]:
@@ -87,10 +88,6 @@ class Run:
     @property
     def bytes_per_token(self) -> float:
         return self.start["data"]["bytes_per_token"]
-
-    @property
-    def has_gpt2_tokens(self) -> bool:
-        return self.start["data"]["tokenizer"] == "gpt2"
 
     def positions(self, steps: Sequence[int], axis: str) -> np.ndarray:
         """Converts steps to x-coordinates on `axis`, a key of AXES."""
@@ -106,11 +103,15 @@ class Run:
         return x
 
 
+def has_gpt2_tokens(start: Mapping[str, Any]) -> bool:
+    """Returns whether a run's data are in GPT-2's tokens."""
+    return start["data"]["tokenizer"] == "gpt2"
+
+
 def has_fineweb_edu(start: Mapping[str, Any]) -> bool:
     """Returns whether a run's data are FineWeb-Edu in GPT-2's tokens, as far as their names say."""
-    data = start["data"]
-    named = re.search("fineweb-edu|edufineweb", f"{data['source']} {data['val']}")
-    return data["tokenizer"] == "gpt2" and named is not None
+    named = re.search("fineweb-edu|edufineweb", f"{start['data']['source']} {start['data']['val']}")
+    return has_gpt2_tokens(start) and named is not None
 
 
 def read_run(folder: Path) -> Run:
@@ -255,8 +256,7 @@ def _draw_loss(axes: Axes, run: Run) -> None:
     curves, losses = [(x, y), val], run.comparable("val")
     axes.plot(x, y, color="C0", linewidth=0.7, alpha=0.3, label="train")
     axes.plot(x, smooth(y), color="C0", label="train, smoothed")
-    if losses:
-        best = min(losses, key=lambda step: losses[step])
+    if (best := argmin_loss(losses)) is not None:
         _draw_validation(axes, *val, "C1", f"validation: best {losses[best]:.4f}, at step {best:,}")
     _draw_others(axes, other_train, other_val, "before: on other data, or in steps of another size")
     if has_fineweb_edu(run.start):
@@ -287,7 +287,8 @@ def _draw_hellaswag(axes: Axes, run: Run) -> None:
         axes.plot(*others, "o-", color=NOT_COMPARABLE, markersize=3)
     if len(y):
         axes.plot(x, y, "o-", color="C3", markersize=3, label=f"acc_norm, now {y[-1]:.4f}")
-    comparable = run.has_gpt2_tokens and run.flags.get("block_size", 0) >= 1024  # a shorter context may cut off texts
+    # a shorter context may cut off texts
+    comparable = has_gpt2_tokens(run.start) and run.flags.get("block_size", 0) >= 1024
     own = OPENAI_SIZES.get((run.flags.get("n_layer", 0), run.flags.get("n_embd", 0)), "124M")
     for size in dict.fromkeys(("124M", own)) if comparable else ():
         _, score = OPENAI_HELLASWAG["tokens"][size]

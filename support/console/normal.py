@@ -27,8 +27,8 @@ NAMES = {"train": "training loss", "val": "validation loss", "hella": "HellaSwag
 # about 3.1 of their standard deviations (2.7 of seven runs), so two widths outside are 7 from their middle.
 # The training loss may also differ by the noise of the log, so there it is one width.
 ALLOWED_WIDTHS = {"train": 1.0, "val": 2.0, "hella": 2.0}
-ERRORS = 4.0  # ... and how many standard errors
-# The ten runs have nearly all the same seed: other weights change the first losses by more than the band's widths.
+ALLOWED_STDERRS = 4.0  # ... and how many standard errors more
+# Nearly all of the ten runs have the same seed. With a different seed, the first losses differ by more than the band's width.
 ALLOWED_EARLY = 0.06
 # Validations over fewer tokens, the first of the same shard, are lower: 0.018 over 20 x 32 x 1,024, 0.037 over half of these.
 FEWER_TOKENS = 0.037
@@ -38,7 +38,7 @@ BLOCK = 50  # steps
 HALF_IS_WITHIN = 0.6745  # standard deviations, of a normal distribution
 
 # A jump of the training loss: the median of 25 steps against that of the 50 before.
-JUMP, JUMP_ERRORS, AFTER, BEFORE, GONE_WITHIN = 0.12, 5.0, 25, 50, 1000
+JUMP, JUMP_STDERRS, AFTER, BEFORE, GONE_WITHIN = 0.12, 5.0, 25, 50, 1000
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Point:
         value: what the band is of: the loss of the step, or the mean of the 50 steps around.
         around: the same with less noise; a loss below step 250 is estimated from those of some steps around.
         allowed: how far `around` may be outside the band.
-        error: the standard error of `around` that comes from the noise of the log.
+        stderr: the standard error of `around` that comes from the noise of the log.
     """
 
     name: str
@@ -181,20 +181,20 @@ class Point:
     median: float
     high: float
     allowed: float
-    error: float
+    stderr: float
 
     @property
     def widths(self) -> float:
         """How far the value is above (+) or below (-) the band, in its widths."""
-        return _outside(self.value, self.low, self.high) / (self.high - self.low)
+        return _distance(self.value, self.low, self.high) / (self.high - self.low)
 
     @property
-    def outside(self) -> float:
+    def distance(self) -> float:
         """How far `around` is above (+) or below (-) the band; validations over fewer tokens may be lower."""
-        return _outside(self.around, self.low - FEWER_TOKENS * (self.name == "val"), self.high)
+        return _distance(self.around, self.low - FEWER_TOKENS * (self.name == "val"), self.high)
 
 
-def _outside(value: float, low: float, high: float) -> float:
+def _distance(value: float, low: float, high: float) -> float:
     return max(value - high, 0.0) + min(value - low, 0.0)
 
 
@@ -218,7 +218,7 @@ class Noise:
         correlation += (3 + 6 * max(correlation, 0.0)) / BLOCK  # the parabola has taken so much
         return cls(float(np.median(squares / (BLOCK - 3)) ** 0.5), min(max(correlation, 0.0), 0.95))
 
-    def error(self, n: Any) -> Any:
+    def stderr(self, n: Any) -> Any:
         """Returns the standard error of the mean of n neighbouring losses."""
         return self.deviation * np.sqrt(
             np.minimum(1, (1 + self.correlation) / (1 - self.correlation) / np.maximum(n, 1))
@@ -254,10 +254,10 @@ def training_points(values: Mapping[int, float]) -> list[Point]:
         low, median, high = (float(edge[i]) for edge in (of.low, of.median, of.high))
         allowed = ALLOWED_WIDTHS["train"] * max(high - low, typical)
         allowed = allowed if is_mean else max(allowed, ALLOWED_EARLY)
-        error = float(noise.error(end - first))
-        points.append(Point("train", step, float(value), float(around), low, median, high, allowed, error))
+        stderr = float(noise.stderr(end - first))
+        points.append(Point("train", step, float(value), float(around), low, median, high, allowed, stderr))
     means = [point for point in points if point.step >= SINGLE_STEP]
-    return [p for p in points if p.step < SINGLE_STEP] + _with_errors(means)
+    return [p for p in points if p.step < SINGLE_STEP] + _with_stderrs(means)
 
 
 def evaluation_points(name: str, values: Mapping[int, float]) -> list[Point]:
@@ -271,18 +271,16 @@ def evaluation_points(name: str, values: Mapping[int, float]) -> list[Point]:
             allowed = ALLOWED_WIDTHS[name] * max(edges[-1] - edges[0], typical)
             low, median, high = edges
             points.append(Point(name, step, value, value, low, median, high, allowed, 0.0))
-    return _with_errors(points)
+    return _with_stderrs(points)
 
 
-def _with_errors(points: Sequence[Point]) -> list[Point]:
-    """Takes the errors from how much the points' differences from the median change, if there are enough points."""
+def _with_stderrs(points: Sequence[Point]) -> list[Point]:
+    """Estimates the standard errors from how much the points' differences from the median change, if there are enough points."""
     changes = np.diff([point.around - point.median for point in points])
     if len(changes) < 8:
         return list(points)
-    error = (
-        float(np.median(np.abs(changes))) / 0.6745 / math.sqrt(2)
-    )  # the median of a normal distribution is at 0.6745
-    return [replace(point, error=error) for point in points]
+    stderr = float(np.median(np.abs(changes))) / HALF_IS_WITHIN / math.sqrt(2)  # a change has the errors of two points
+    return [replace(point, stderr=stderr) for point in points]
 
 
 def differences(points: Mapping[str, Sequence[Point]]) -> tuple[np.ndarray, np.ndarray]:
@@ -305,7 +303,7 @@ def difference_band() -> tuple[np.ndarray, ...]:
 
 @dataclass(frozen=True)
 class Jump:
-    """A sudden rise of the training loss at a step; `gone` is the step from which it is as before, or None."""
+    """A sudden rise of the training loss at a step; `gone` is the step at which the loss is back to normal, or None."""
 
     step: int
     size: float
@@ -394,10 +392,10 @@ def find_outside(points: Sequence[Point]) -> list[Point]:
     found = dict[int, Point]()
     pairs: list[tuple[Point, ...]] = [*itertools.pairwise(points)]
     for pair in pairs or [(point,) for point in points]:
-        outside, n = sum(point.outside for point in pair) / len(pair), len(pair)
-        error = math.sqrt(sum(point.error**2 for point in pair)) / n
-        if abs(outside) > sum(point.allowed for point in pair) / n + ERRORS * error:
-            found |= {point.step: point for point in pair if point.outside / outside > 0.5}
+        distance, n = sum(point.distance for point in pair) / len(pair), len(pair)
+        stderr = math.sqrt(sum(point.stderr**2 for point in pair)) / n
+        if abs(distance) > sum(point.allowed for point in pair) / n + ALLOWED_STDERRS * stderr:
+            found |= {point.step: point for point in pair if point.distance / distance > 0.5}
     return list(found.values())
 
 
@@ -413,10 +411,10 @@ def find_jump(values: Mapping[int, float]) -> Jump | None:
     spans = steps[BEFORE + AFTER - 1 :] - steps[: 1 - BEFORE - AFTER]
     rises = np.where(spans < 2 * (BEFORE + AFTER), after - before, 0.0)  # not across a hole
     i = int(np.argmax(rises))
-    error = float(np.median(np.abs(rises))) / HALF_IS_WITHIN  # of a rise in this log, whatever its noise is like
-    if rises[i] < max(JUMP, JUMP_ERRORS * error):
+    stderr = float(np.median(np.abs(rises))) / HALF_IS_WITHIN  # of a rise in this log, whatever its noise is like
+    if rises[i] < max(JUMP, JUMP_STDERRS * stderr):
         return None
-    is_gone = after[i:] < before[i] + max(0.3 * rises[i], 2 * error)
+    is_gone = after[i:] < before[i] + max(0.3 * rises[i], 2 * stderr)
     later = steps[BEFORE + i : BEFORE + i + len(is_gone)]
     gone = later[is_gone & (later <= later[0] + GONE_WITHIN)]
     return Jump(int(later[0]), float(rises[i]), int(gone[0]) if len(gone) else None)

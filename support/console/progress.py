@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import shutil
 import time
@@ -15,6 +14,7 @@ from tqdm import tqdm
 
 from support import __version__
 from support.checkpoints.directory import newest_before_cooldown
+from support.checkpoints.history import argmin_loss
 from support.checkpoints.huggingface import options_of
 from support.checkpoints.run_info import RunInfo, checkpoint_path
 from support.checkpoints.start import Start
@@ -37,7 +37,7 @@ CHOOSING_LAYERS = ("--minutes", "--text", "--demo")
 
 
 def progress_bar(items: Collection[T], name: str, rank: int, describe: Callable[[], str] = str) -> Iterator[T]:
-    """Yields the items. Rank 0 counts them in a bar on stderr, if that is a terminal; if stdout is none, it prints a line each minute.
+    """Yields the items. Rank 0 counts them in a bar on stderr, if that is a terminal; if stdout is not one, it prints a line each minute.
 
     Args:
         describe: returns more text for that line.
@@ -109,7 +109,7 @@ def print_header(run: RunInfo, dist: Distributed, B: int, rows_per_epoch: int, r
         for split in ("train", "val"):
             if difference := find_difference(run.checkpoint.data[split], run.identity[split]):
                 shown.append(
-                    f"other {split} shards ({difference}){', read from the first row on' * (split == 'train')}"
+                    f"different {split} shards ({difference}){', read from the first row on' * (split == 'train')}"
                 )
         what = "a fork of" if run.forked else "resuming from"
         facts.append(("note", f"{what} {run.checkpoint.path}: {', '.join(shown) or 'the same flags'}"))
@@ -151,7 +151,7 @@ def describe_doubts(run: RunInfo, dist: Distributed, steps_per_pass: float) -> I
         steps = max(1, round(presets.most_passes(dropout) * steps_per_pass))
         advice = "Train on the text itself with --text, which chooses a model and a length that suit it, or use"
         yield (
-            f"a model that makes {passes:,.0f} passes over the data learns it by heart. {'Use' if from_text else advice} "
+            f"a model that makes {passes:,.0f} passes over the data memorizes it. {'Use' if from_text else advice} "
             f"--max-steps {steps} --warmup-steps {steps // 10}{'' if dropout else ', or --dropout 0.2'}."
         )
     if dist.device.type == "cpu":
@@ -194,16 +194,13 @@ def print_summary(
     lines, checkpoint = [labelled("done", done)], checkpoint_path(out, step)
     if config.demo and (note := presets.fewer_steps_note(config.minutes, step, config.total_batch_size)):
         lines.append(labelled("note", note))
-    best_step = min(val, key=lambda step: (math.isnan(val[step]), val[step]), default=step)  # NaN is never the best
-    for at, name in {step: "last", best_step: "best"}.items():  # one line if they are the same
-        if at in val:
+    for at, name in {step: "last", argmin_loss(val): "best"}.items():  # one line if they are the same
+        if at is not None and at in val:
             loss = f"{val[at]:.4f} nats per token, {val[at] / run.bytes_per_token:.4f} per byte, at step {at:,}"
             loss += f": {checkpoint_path(out, at)}" if at != step and checkpoint_path(out, at).is_dir() else ""
             lines.append(styled(labelled(name, f"validation loss {loss}"), BOLD))
     if better:
-        why = (
-            f": it has read its data {passes:.0f} times, and learns it by heart" if passes > presets.MAX_PASSES else ""
-        )
+        why = f": it has read its data {passes:.0f} times, and memorizes it" if passes > presets.MAX_PASSES else ""
         advice = " Use --dropout 0.2, or more text." if why and not run.model_config.dropout else ""
         lines.append(labelled("note", f"the last model is worse than {better}{why}.{advice}"))
     limit = config.max_passes

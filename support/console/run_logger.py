@@ -17,6 +17,7 @@ from support import terminal
 from support.checkpoints.history import (
     FILE,
     append_lines,
+    argmin_loss,
     comparable_values,
     describe_end,
     describe_start,
@@ -91,7 +92,7 @@ class RunLogger:
             self._starts = earlier.copy()
             if not earlier:
                 first_step = 0  # begins a new log
-                text = f"the log of the run before {run.checkpoint.path} is not there: this one begins at step {run.first_step:,}"
+                text = f"the log of the run that saved {run.checkpoint.path} is missing, so this log begins at step {run.first_step:,}"
                 self.print0(terminal.labelled("note", text))
         self._starts.append(describe_start(run, dist))
         start = self._starts[-1]
@@ -118,7 +119,8 @@ class RunLogger:
         if loss is None:
             return
         self._evaluation(step, "val", loss)
-        self._trackers.log(step, {"loss/best_val": min(self.values["val"].values())})
+        if (best := argmin_loss(self.values["val"])) is not None:
+            self._trackers.log(step, {"loss/best_val": self.values["val"][best]})
         self.print0(
             terminal.styled(
                 f"step {step:5d} | val loss: {loss:.4f} over {self.run.validated_tokens:,} tokens", terminal.BOLD

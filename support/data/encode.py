@@ -50,7 +50,7 @@ def get_encoder(tokenizer: Tokenizer, engine: str, threads: int) -> Encoder:
     Raises:
         UserError: gigatoken is chosen, but is not installed or does not work.
     """
-    if tokenizer.name == "gpt2" and engine == "gigatoken":
+    if tokenizer.is_gpt2 and engine == "gigatoken":
         os.environ["RAYON_NUM_THREADS"] = str(threads)  # its threads start with its first batch
         return GigatokenEncoder(tokenizer)
     pool = ThreadPoolExecutor(threads) if tokenizer.name != "bytes" else None  # tiktoken releases the GIL

@@ -216,7 +216,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     manifest = load_manifest(directory)
     if manifest is None:
         tokenizer = find_tokenizer(Path(directory))
-        if tokenizer and tokenizer.name != "gpt2":
+        if tokenizer and not tokenizer.is_gpt2:
             raise UserError(f"{directory} has a tokenizer of its own, but no {MANIFEST} to say so. {_MAKE_AGAIN}")
         return {"tokenizer": "gpt2", "vocab_size": VOCAB_SIZES["gpt2"], "source": None, "shards": []}
     if not manifest["complete"]:

@@ -65,7 +65,7 @@ def get_tokenizer(name: str, *folders: Path) -> Tokenizer:
     if name != "gpt2":
         raise ValueError(f"no tokenizer has the name {name}")
     found = (find_tokenizer(folder) for folder in folders)
-    return next((tokenizer for tokenizer in found if tokenizer and tokenizer.name == name), None) or _download_gpt2()
+    return next((tokenizer for tokenizer in found if tokenizer and tokenizer.is_gpt2), None) or _download_gpt2()
 
 
 def find_tokenizer(directory: Path) -> Tokenizer | None:
@@ -148,6 +148,11 @@ class Tokenizer:
 
     name: str
     _encoding: tiktoken.Encoding
+
+    @property
+    def is_gpt2(self) -> bool:
+        """Whether the tokens are GPT-2's. Their number does not tell: a trained encoding may have as many."""
+        return self.name == "gpt2"
 
     @property
     def vocab_size(self) -> int:

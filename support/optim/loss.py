@@ -58,8 +58,8 @@ def chunk_rows(device_type: str, width: int, device_memory: float = 0) -> int:
     """Returns the number of rows of `width` logits in a chunk, a power of two; `device_memory` is in bytes, for CUDA."""
     if device_type == "cpu":
         return CPU_CHUNK_ROWS
-    logits = int(device_memory // CUDA_BYTES_PER_LOGIT) if device_type == "cuda" else MPS_CHUNK_LOGITS
-    return 2 ** max(0, (logits // width).bit_length() - 1)
+    num_logits = int(device_memory // CUDA_BYTES_PER_LOGIT) if device_type == "cuda" else MPS_CHUNK_LOGITS
+    return 2 ** max(0, (num_logits // width).bit_length() - 1)
 
 
 # One operation for autograd and torch.compile, which would otherwise unroll the loop into a graph many times as long.

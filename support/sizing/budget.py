@@ -19,7 +19,7 @@ from support.runtime.distributed import Distributed
 from support.runtime.machine import Machine
 from support.sizing import presets
 
-NewModel = Callable[[TrainConfig, int], nn.Module]  # from its sizes and that of the vocabulary
+NewModel = Callable[[TrainConfig, int], nn.Module]  # takes a configuration and a vocabulary size
 
 MEASURED_SECONDS = 0.5  # for each model
 MEASURED_FLOPS = 1e12  # of a micro-step on a CPU, at most: three seconds on two cores. GPUs need their many rows
@@ -225,10 +225,10 @@ def _tokens_per_second(
         for group in optimizer.param_groups:
             group["capturable"] = True
         work = cuda_graphs.Graph(step)
-    return TRAINING_FRACTION * B * T * dist.world_size / _seconds(work, device)
+    return TRAINING_FRACTION * B * T * dist.world_size / _seconds_per_call(work, device)
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
+def _seconds_per_call(work: Callable[[], object], device: torch.device) -> float:
     """Returns the mean seconds of a call, over at least MEASURED_SECONDS, after a warm-up call."""
     work()
     devices.synchronize(device)

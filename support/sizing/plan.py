@@ -16,7 +16,6 @@ import torch
 from support.cli import UserError, flag_name, flags_of, format_bytes
 from support.config import PlanOptions, TrainConfig
 from support.data import shards
-from support.data.tokenizer import VOCAB_SIZES
 from support.gpus import GPU_FLAGS, GPUS
 from support.runtime import batch_size, memory
 from support.runtime.machine import compile_seconds, hellaswag_interval
@@ -69,7 +68,7 @@ class Plan:
     config: TrainConfig
     sizes: Sizes
     flops_per_token: int
-    vocab_size: int
+    tokenizer: str  # gpt2, bytes or bpe
     layout: Layout  # in bf16
 
     @property
@@ -147,7 +146,7 @@ def evaluations(plan: Plan) -> tuple[int, int, int]:
         return -(-config.max_steps // every) + 1 if every else 0  # plus the one after the last step
 
     validations, scores = times(config.val_every), times(hellaswag_interval(config, on_gpu=True))
-    scores = scores if plan.vocab_size == VOCAB_SIZES["gpt2"] else 0  # HellaSwag is scored only with GPT-2's tokens
+    scores = scores if plan.tokenizer == "gpt2" else 0  # HellaSwag is scored only with GPT-2's tokens
     items = min(config.hellaswag_limit or HELLASWAG_ITEMS, HELLASWAG_ITEMS)
     return validations, scores, validations * config.val_tokens + scores * items * TOKENS_PER_ITEM
 
@@ -190,20 +189,21 @@ def print_report(options: PlanOptions, config: TrainConfig, new_model: NewModel,
     batch_size.rows_per_rank(config, options.gpus)
     if rank > 0:
         return
-    vocab_size = vocab_size_of(config)
+    tokenizer, vocab_size = tokenizer_of(config)
     with torch.device("meta"):
         model: Any = new_model(config, vocab_size)
     layout = Layout.of(config, torch.bfloat16, options.gpus, compiled=config.compile is not False)
-    plan = Plan(options, config, Sizes.of(model), model.flops_per_token(), vocab_size, layout)
+    plan = Plan(options, config, Sizes.of(model), model.flops_per_token(), tokenizer, layout)
     for line in report(plan):
         print(textwrap.fill(line, 80, subsequent_indent=" " * 9), flush=True)
 
 
-def vocab_size_of(config: TrainConfig) -> int:
-    """Returns the vocabulary size of the run's shards or, if there are none yet, of its tokenizer."""
+def tokenizer_of(config: TrainConfig) -> tuple[str, int]:
+    """Returns the name and the vocabulary size of the tokenizer of a run's shards, which may not be made yet."""
     if shards.shard_paths(config.data, "train"):
-        return shards.read_manifest(config.data)["vocab_size"]
-    return presets.vocab_size_for(config)
+        manifest = shards.read_manifest(config.data)
+        return manifest["tokenizer"], manifest["vocab_size"]
+    return presets.tokenizer_name(config), presets.vocab_size_for(config)
 
 
 def report(plan: Plan) -> Iterator[str]:
